@@ -1,0 +1,1 @@
+"""Load any checkpoint straight into a sharded Keras model on JAX."""

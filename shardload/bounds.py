@@ -1,0 +1,77 @@
+"""N-dimensional half-open boxes: which part of a tensor something is.
+
+A 2-D example, ``Bounds(start=(1, 2), stop=(3, 5))``::
+
+        0 1 2 3 4 5
+      0 . . . . . .
+      1 . . # # # .
+      2 . . # # # .
+      3 . . . . . .
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """A half-open box in the index space of a tensor.
+
+    Raises:
+        ValueError: When ``start`` and ``stop`` differ in length, a bound is negative, or a dim
+            stops before it starts.
+    """
+
+    start: tuple[int, ...]
+    """First index in each dim."""
+    stop: tuple[int, ...]
+    """One past the last index in each dim."""
+
+    def __post_init__(self) -> None:
+        if len(self.start) != len(self.stop):
+            raise ValueError(f"start {self.start} and stop {self.stop} differ in rank")
+        if any(a < 0 or b < a for a, b in zip(self.start, self.stop, strict=True)):
+            raise ValueError(f"bounds must satisfy 0 <= start <= stop, got {self.start} and {self.stop}")
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Bounds:
+        """The box that covers a tensor of ``shape`` entirely."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Extent of the box in each dim."""
+        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+
+    @property
+    def size(self) -> int:
+        """Number of elements in the box (1 for rank 0)."""
+        return math.prod(self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The box as an index into a NumPy array."""
+        return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
+
+    def intersect(self, other: Bounds) -> Bounds | None:
+        """The common box, or ``None`` where there is none (rank 0 always meets)."""
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(min, self.stop, other.stop))
+        if any(b <= a for a, b in zip(start, stop, strict=True)):
+            return None
+        return Bounds(start, stop)
+
+    def contains(self, other: Bounds) -> bool:
+        """Whether ``other`` lies entirely inside this box."""
+        return all(a <= c for a, c in zip(self.start, other.start, strict=True)) and all(
+            d <= b for b, d in zip(self.stop, other.stop, strict=True)
+        )
+
+    def relative_to(self, origin: tuple[int, ...]) -> Bounds:
+        """The same box, counted from ``origin``."""
+        return Bounds(
+            tuple(a - o for a, o in zip(self.start, origin, strict=True)),
+            tuple(b - o for b, o in zip(self.stop, origin, strict=True)),
+        )

@@ -1,0 +1,97 @@
+"""Every error shardload raises, as one tree.
+
+    ShardloadError
+    ├── SourceError (ValueError)            the checkpoint's bytes are not what they claim to be
+    │   ├── UnsafeSourceError               it points outside its folder, or would cost far more than it holds
+    │   └── TruncatedSourceError            it ends before its headers say it does
+    ├── SourceNotFoundError (FileNotFoundError)   the name resolves to nothing
+    ├── UnsupportedError (ValueError)       well-formed, but nothing here can read it
+    ├── MismatchError (ValueError)          checkpoint and model disagree: names, shapes, dtypes
+    ├── MeshError (ValueError)              the mesh cannot be had: syntax, too few devices
+    ├── LayoutError (ValueError)            a layout rule matches nothing, twice, or does not divide
+    ├── BudgetError (ValueError)            the host-memory budget is too small for one block
+    ├── TransferError (OSError)             reading failed half-way: a file shrank, vanished, or could not be read
+    ├── LoadInterruptedError                a load ended half-way; says what the model holds now
+    └── MissingExtraError (ImportError)     an optional dependency is not installed
+
+Each message says what and where (tensor, file, offset), what was expected, what was received and the
+way out. Each class subclasses the builtin a caller would expect, so ``except ValueError`` keeps working.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BudgetError",
+    "LayoutError",
+    "LoadInterruptedError",
+    "MeshError",
+    "MismatchError",
+    "MissingExtraError",
+    "ShardloadError",
+    "SourceError",
+    "SourceNotFoundError",
+    "TransferError",
+    "TruncatedSourceError",
+    "UnsafeSourceError",
+    "UnsupportedError",
+]
+
+
+class ShardloadError(Exception):
+    """Base class of every error this package raises on purpose."""
+
+
+class SourceError(ShardloadError, ValueError):
+    """The checkpoint's bytes contradict themselves or their format."""
+
+
+class UnsafeSourceError(SourceError):
+    """The checkpoint reaches outside its folder, or declares far more than it stores."""
+
+
+class TruncatedSourceError(SourceError):
+    """The file ends before the place its headers point to."""
+
+
+class SourceNotFoundError(ShardloadError, FileNotFoundError):
+    """A source name or path resolves to nothing."""
+
+
+class UnsupportedError(ShardloadError, ValueError):
+    """The checkpoint is well-formed, but its format or content cannot be loaded."""
+
+
+class MismatchError(ShardloadError, ValueError):
+    """Checkpoint and model disagree: missing, unused, shape or dtype."""
+
+
+class MeshError(ShardloadError, ValueError):
+    """The mesh cannot be made."""
+
+
+class LayoutError(ShardloadError, ValueError):
+    """A layout cannot be applied to a variable, or a rule matches nothing."""
+
+
+class BudgetError(ShardloadError, ValueError):
+    """The host-memory budget cannot hold a single block."""
+
+
+class TransferError(ShardloadError, OSError):
+    """Reading tensor data failed after the headers had been accepted."""
+
+
+class LoadInterruptedError(ShardloadError):
+    """A load ended half-way; the message says what the model holds now."""
+
+
+class MissingExtraError(ShardloadError, ImportError):
+    """An optional dependency is not installed; the message names the extra."""
+
+    def __init__(self, package: str, *, extra: str, needed_for: str) -> None:
+        super().__init__(
+            f"{needed_for} needs the package {package!r}, which is not installed. "
+            f"Install it with: pip install 'shardload[{extra}]'"
+        )
+        self.package = package
+        self.extra = extra

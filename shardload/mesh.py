@@ -1,0 +1,96 @@
+"""Meshes as numbers: axis names and sizes, no device.
+
+A mesh of 2 x 4 with axes ``batch`` and ``model`` has eight *positions*, counted row-major::
+
+                 model
+              0  1  2  3
+    batch 0   0  1  2  3
+          1   4  5  6  7
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from shardload.errors import MeshError
+
+DEFAULT_AXES = ("batch", "model")
+MAX_POSITIONS = 1 << 20
+"""More devices than any machine has; a larger mesh is a typing error."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeshSpec:
+    """A mesh: one name and one size per axis.
+
+    Raises:
+        MeshError: When names and sizes do not match, a name repeats, or a size is not positive.
+    """
+
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.axes or len(self.axes) != len(self.sizes):
+            raise MeshError(f"A mesh needs one name per axis, got axes {self.axes} for sizes {self.sizes}")
+        if len(set(self.axes)) != len(self.axes):
+            raise MeshError(f"Mesh axis names must differ, got {self.axes}")
+        if any(n < 1 for n in self.sizes) or math.prod(self.sizes) > MAX_POSITIONS:
+            raise MeshError(f"Mesh sizes must be positive and at most {MAX_POSITIONS} together, got {self.sizes}")
+
+    @classmethod
+    def parse(cls, text: str, *, axes: str | None = None) -> MeshSpec:
+        """Read ``1x8``, ``8`` or ``data=2,model=4``.
+
+        Args:
+            text: Sizes joined by ``x`` (one size alone goes to the last default axis), or ``name=size`` pairs.
+            axes: Names for the ``1x8`` form, joined by commas; ``batch,model`` by default.
+
+        Raises:
+            MeshError: When the text is neither form.
+        """
+        if "=" in text:
+            return cls._parse_named(text, axes)
+        if not re.fullmatch(r"\d{1,9}(x\d{1,9})*", text):
+            raise MeshError(f"Cannot read the mesh {text!r}. Write sizes like 1x8, or names like data=2,model=4")
+        sizes = tuple(int(n) for n in text.split("x"))
+        if axes is not None:
+            return cls(tuple(a.strip() for a in axes.split(",")), sizes)
+        if len(sizes) > len(DEFAULT_AXES):
+            raise MeshError(f"The mesh {text!r} has {len(sizes)} axes; name them, for example --axes data,fsdp,model")
+        return cls(DEFAULT_AXES, (1,) * (len(DEFAULT_AXES) - len(sizes)) + sizes)
+
+    @classmethod
+    def _parse_named(cls, text: str, axes: str | None) -> MeshSpec:
+        pairs = [p.strip() for p in text.split(",")]
+        if axes is not None or not all(re.fullmatch(r"[A-Za-z_]\w*=\d{1,9}", p) for p in pairs):
+            raise MeshError(f"Cannot read the mesh {text!r} (axes {axes!r}). Write data=2,model=4 and no separate axes")
+        names, sizes = zip(*(p.split("=") for p in pairs), strict=True)
+        return cls(names, tuple(int(n) for n in sizes))
+
+    @property
+    def size(self) -> int:
+        """Number of positions, that is of devices."""
+        return math.prod(self.sizes)
+
+    def axis_size(self, axis: str) -> int:
+        """Size of one axis.
+
+        Raises:
+            MeshError: When the mesh has no such axis.
+        """
+        if axis not in self.axes:
+            raise MeshError(f"The mesh {self} has no axis {axis!r}; it has {', '.join(self.axes)}")
+        return self.sizes[self.axes.index(axis)]
+
+    def coordinates(self, position: int) -> dict[str, int]:
+        """Index along each axis of the ``position``-th device, row-major."""
+        found: dict[str, int] = {}
+        for axis, size in zip(reversed(self.axes), reversed(self.sizes), strict=True):
+            position, found[axis] = divmod(position, size)
+        return found
+
+    def __str__(self) -> str:
+        return ",".join(f"{a}={n}" for a, n in zip(self.axes, self.sizes, strict=True))

@@ -1,0 +1,1 @@
+"""Layouts: how the variables of a model are spread over a mesh."""

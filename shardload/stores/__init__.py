@@ -1,0 +1,1 @@
+"""Readers of bytes: where extents live."""

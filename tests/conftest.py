@@ -1,0 +1,15 @@
+"""Eight CPU devices, Keras on JAX, no TensorFlow, no network names: the same for every test."""
+
+import os
+import sys
+
+os.environ["KERAS_BACKEND"] = "jax"
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# keras-hub imports TensorFlow where it finds it; nothing here needs it, and it costs 4 s and 600 MB.
+sys.modules.setdefault("tensorflow", None)  # type: ignore[arg-type]
+sys.modules.setdefault("tensorflow_text", None)  # type: ignore[arg-type]
+
+import jax  # noqa: E402
+
+jax.config.update("jax_num_cpu_devices", 8)
