@@ -1,0 +1,77 @@
+import os
+
+import pytest
+
+from shardload.errors import SourceError, SourceNotFoundError, TransferError, TruncatedSourceError
+from shardload.stores.local import open_readonly, opened, read_exact, read_header
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "data.bin"
+    path.write_bytes(bytes(range(100)))
+    return path
+
+
+def test_read_exact_fills_a_typed_buffer(path):
+    buffer = memoryview(bytearray(8)).cast("H")
+    with opened(path) as (fd, size):
+        read_exact(fd, buffer, 10, str(path))
+    assert size == 100
+    assert bytes(buffer) == bytes(range(10, 18))
+
+
+def test_read_exact_names_the_file_that_shrank(path):
+    with opened(path) as (fd, _), pytest.raises(TransferError, match=r"data\.bin ends .* byte 100.* 20 more bytes"):
+        read_exact(fd, memoryview(bytearray(30)), 90, str(path))
+
+
+def test_read_exact_goes_on_after_short_reads(path, monkeypatch):
+    real = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: real(fd, [buffers[0][:3]], offset))
+    buffer = bytearray(10)
+    with opened(path) as (fd, _):
+        read_exact(fd, memoryview(buffer), 5, str(path))
+    assert buffer == bytes(range(5, 15))
+
+
+def test_read_exact_reports_a_disk_error(path):
+    fd = os.open(path.parent, os.O_RDONLY)
+    with pytest.raises(TransferError, match="failed"):
+        read_exact(fd, memoryview(bytearray(1)), 0, "folder")
+    os.close(fd)
+
+
+def test_read_header_refuses_before_allocating(path):
+    with opened(path) as (fd, _), pytest.raises(TruncatedSourceError, match=r"the header .* 100 bytes"):
+        read_header(fd, 1 << 60, offset=0, path=str(path), what="the header")
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe"])
+def test_only_regular_files_open(tmp_path, kind):
+    path = tmp_path / "thing"
+    path.mkdir() if kind == "folder" else os.mkfifo(path)
+    with pytest.raises(SourceError, match="should be a file"):
+        open_readonly(path)
+
+
+def test_missing_and_dangling_files(tmp_path):
+    with pytest.raises(SourceNotFoundError, match="There is no file"):
+        open_readonly(tmp_path / "none")
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(SourceNotFoundError, match="points to nothing"):
+        open_readonly(tmp_path / "link")
+
+
+def test_permission_is_named(path, monkeypatch):
+    def refuse(*_args):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(SourceError, match=r"may not be read .* chmod"):
+        open_readonly(path)
+
+
+def test_a_name_with_a_nul_byte_is_refused():
+    with pytest.raises(SourceError, match="not a file name"):
+        open_readonly("a\0b")
