@@ -1,0 +1,328 @@
+"""Models from what a checkpoint says about itself: the only module that imports KerasHub.
+
+A checkpoint describes its model in one of four ways, and `build_model` turns each into a Keras model
+whose weights are not loaded (inside ``shardload.abstract()`` they are not even made)::
+
+    keras-hub-preset   config.json, task.json  ─► keras.saving          ─► task, else backbone
+    hf-safetensors     config.json             ─► KerasHub's converter  ─► CausalLM / ImageClassifier, else backbone
+    gguf               header                  ─► KerasHub's converter  ─► CausalLM, else backbone
+    keras-archive      config.json             ─► keras.saving          ─► the saved model, compiled as saved
+
+A `.weights.h5` describes nothing, unless a configuration lies beside it. TensorFlow is not needed:
+a preprocessor that insists on it is left off, and `shardload.generate` tokenises by itself.
+
+The dtype is the checkpoint's own unless the caller names another one: KerasHub would make it float32,
+which doubles the memory of a bfloat16 checkpoint and adds no information.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import inspect
+import json
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from shardload.errors import MissingExtraError, SourceError, UnsupportedError
+from shardload.manifest import Manifest
+
+_log = logging.getLogger(__name__)
+
+FLOATS = ("bfloat16", "float16", "float32", "float64")
+_TRANSFORMERS = ("hf-safetensors", "gguf")
+_WEIGHTS_ONLY = ("keras-h5", "keras-sharded-h5")
+_LAYER_KEYS = ("num_layers", "num_hidden_layers", "n_layer", "num_encoder_layers", "num_decoder_layers")
+_CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForConditionalLM")
+
+
+def build_model(
+    manifest: Manifest,
+    *,
+    dtype: Any = None,
+    task: bool = True,
+    custom_objects: Mapping[str, Any] | None = None,
+    safe_mode: bool = True,
+) -> Any:
+    """The model a checkpoint describes, without its weights.
+
+    Args:
+        manifest: An opened checkpoint.
+        dtype: Dtype or dtype policy of the variables; `checkpoint_dtype` by default.
+        task: Build the task (a ``CausalLM``, a classifier) where the checkpoint is one; the backbone otherwise.
+        custom_objects: Classes the configuration names and Keras does not know.
+        safe_mode: Refuse configurations that hold Python code, as ``keras.saving.load_model`` does.
+
+    Raises:
+        UnsupportedError: When the checkpoint describes no model, or one that is not known here.
+        SourceError: When its configuration contradicts its tensors or itself.
+        MissingExtraError: When it needs KerasHub and that is not installed.
+    """
+    _check_layer_count(manifest)
+    with _describe_failure(manifest):
+        match manifest.format:
+            case "keras-hub-preset":
+                return _from_preset(manifest, dtype, task, custom_objects, safe_mode)
+            case "hf-safetensors" | "gguf":
+                return _from_transformers(manifest, dtype, task)
+            case "keras-archive":
+                return _deserialize(with_dtype(manifest.config, dtype), manifest, custom_objects, safe_mode)
+            case "keras-h5" | "keras-sharded-h5" if config := _config_beside(manifest):
+                return _deserialize(with_dtype(config, dtype), manifest, custom_objects, safe_mode)
+    raise UnsupportedError(
+        f"{manifest.source} holds weights ({manifest.format}) and no description of the model they belong to. "
+        "Build the model yourself and fill it: shardload.load_weights(model, source)"
+    )
+
+
+def converter(manifest: Manifest) -> ModuleType:
+    """KerasHub's ``convert_*`` module for a Hugging Face or GGUF checkpoint.
+
+    Raises:
+        UnsupportedError: When KerasHub has none for the checkpoint's ``model_type``.
+        MissingExtraError: When KerasHub is not installed.
+    """
+    found: ModuleType = _transformers_loader(manifest).converter
+    return found
+
+
+def checkpoint_dtype(manifest: Manifest) -> str:
+    """The floating-point dtype a checkpoint is in.
+
+    What the configuration says (``torch_dtype``, ``dtype``), else the dtype most bytes are stored in. GGUF is
+    bfloat16: what its quantised blocks decode to does not carry more than that.
+    """
+    if manifest.format == "gguf":
+        return "bfloat16"
+    for config in (manifest.config.get("text_config") or {}, manifest.config):
+        for key in ("dtype", "torch_dtype"):
+            name = str(config.get(key, "")).removeprefix("torch.")
+            if name in FLOATS:
+                return name
+    stored: collections.Counter[str] = collections.Counter()
+    for tensor in manifest.tensors.values():
+        stored[tensor.dtype.name] += tensor.nbytes
+    return next((name for name, _ in stored.most_common() if name in FLOATS), "float32")
+
+
+def with_dtype(config: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
+    """A Keras configuration with every floating-point dtype policy in it replaced; quantised ones keep their scheme.
+
+    Args:
+        config: What ``serialize_keras_object`` made.
+        dtype: Name of a floating-point dtype or policy, or an object with a ``name``; ``None`` changes nothing.
+    """
+    if dtype is None:
+        return dict(config)
+    name = str(getattr(dtype, "name", dtype))
+
+    def rewrite(value: Any) -> Any:
+        if isinstance(value, list):
+            return [rewrite(v) for v in value]
+        if not isinstance(value, Mapping):
+            return value
+        kind, inner = value.get("class_name"), value.get("config")
+        if kind == "DTypePolicy" and isinstance(inner, Mapping):
+            return {**value, "config": {**inner, "name": name}}
+        if str(kind).endswith("DTypePolicy") and isinstance(inner, Mapping) and "source_name" in inner:
+            return {**value, "config": {**inner, "source_name": name}}
+        return {k: rewrite(v) for k, v in value.items()}
+
+    changed: dict[str, Any] = rewrite(config)
+    return changed
+
+
+def keras_hub() -> Any:
+    """The KerasHub package.
+
+    Raises:
+        MissingExtraError: When it is not installed.
+    """
+    with _hub_extra():
+        import keras_hub as package
+    return package
+
+
+def preset_handles() -> dict[str, str]:
+    """Built-in KerasHub presets: name → handle. Imports KerasHub."""
+    keras_hub()
+    from keras_hub.src.utils.preset_utils import BUILTIN_PRESETS
+
+    return {name: str(entry["kaggle_handle"]) for name, entry in BUILTIN_PRESETS.items()}
+
+
+def preprocessor(task_or_class: Any, manifest: Manifest) -> Any:
+    """The preprocessor of a task where the checkpoint has its files and it works as things are; else ``None``.
+
+    Some of KerasHub's preprocessors need TensorFlow; each is tried on one word before it is attached, so that a
+    model never fails later because of it. The reason for leaving it off goes to the log.
+    """
+    if not Path(manifest.source).is_dir() or getattr(task_or_class, "preprocessor_cls", None) is None:
+        return None
+    try:
+        made = _preset_loader(manifest).load_preprocessor(task_or_class.preprocessor_cls)
+        made.tokenizer(["a"])
+    except Exception as error:  # whatever its files or TensorFlow's absence cause: the model works without
+        _log.info("No preprocessor for %s: %s", manifest.source, error)
+        return None
+    return made
+
+
+def _from_preset(
+    manifest: Manifest, dtype: Any, task: bool, custom_objects: Mapping[str, Any] | None, safe_mode: bool
+) -> Any:
+    backbone = _deserialize(_preset_dtype(manifest, dtype), manifest, custom_objects, safe_mode)
+    described = manifest.metadata.get("task")
+    if not task or not described:
+        return backbone
+    import keras
+
+    cls = keras.saving.get_registered_object(described.get("registered_name"), custom_objects)
+    if cls is None:
+        raise UnsupportedError(f"{manifest.source}: task.json names an unknown class {described.get('class_name')!r}")
+    config = {k: v for k, v in described["config"].items() if k not in ("backbone", "preprocessor")}
+    if dtype is not None:
+        config = with_dtype(config, dtype)
+    return cls.from_config({**config, "backbone": backbone, "preprocessor": preprocessor(cls, manifest)})
+
+
+def _preset_dtype(manifest: Manifest, dtype: Any) -> dict[str, Any]:
+    """The backbone's configuration in ``dtype``; its own, or the stored one, where that is ``None``."""
+    config = with_dtype(manifest.config, dtype)
+    if config.get("config", {}).get("dtype") is None:
+        config["config"] = {**config.get("config", {}), "dtype": dtype or checkpoint_dtype(manifest)}
+    return config
+
+
+def _from_transformers(manifest: Manifest, dtype: Any, task: bool) -> Any:
+    loader = _transformers_loader(manifest)
+    backbone_cls = loader.check_backbone_class()
+    backbone = loader.load_backbone(backbone_cls, False, dtype=dtype or checkpoint_dtype(manifest))
+    cls = _task_class(manifest, loader.converter, backbone_cls) if task else None
+    if cls is None:
+        return backbone
+    # num_classes keeps KerasHub from opening the weights for the head: names.py maps them like all others.
+    labels = {"num_classes": len(manifest.config["id2label"])} if "num_classes" in _parameters(cls) else {}
+    return loader.load_task(cls, False, False, backbone=backbone, preprocessor=preprocessor(cls, manifest), **labels)
+
+
+def _task_class(manifest: Manifest, convert: ModuleType, backbone_cls: type) -> Any:
+    """KerasHub's task class for the checkpoint, or ``None`` where its weights are those of a backbone only."""
+    models = keras_hub().models
+    architecture = (manifest.config.get("architectures") or [""])[0]
+    if "ForImageClassification" in architecture and hasattr(convert, "convert_head"):
+        base = models.ImageClassifier
+    elif not architecture or architecture.endswith(_CAUSAL):
+        base = models.CausalLM
+    else:
+        return None
+    from keras_hub.src.utils.preset_utils import list_subclasses
+
+    found = [cls for cls in list_subclasses(base) if cls.backbone_cls is backbone_cls]
+    return min(found, key=lambda cls: (len(cls.__name__), cls.__name__), default=None)
+
+
+def _parameters(cls: Any) -> Mapping[str, Any]:
+    return inspect.signature(cls.__init__).parameters
+
+
+def _deserialize(
+    config: Mapping[str, Any], manifest: Manifest, custom_objects: Mapping[str, Any] | None, safe_mode: bool
+) -> Any:
+    import keras
+
+    if "keras_hub" in json.dumps(config):
+        keras_hub()  # registers its classes
+    # Keras takes the configuration apart as it goes.
+    made = keras.saving.deserialize_keras_object(
+        copy.deepcopy(dict(config)), custom_objects=custom_objects, safe_mode=safe_mode
+    )
+    if not isinstance(made, keras.Model):
+        raise UnsupportedError(f"{manifest.source} describes a {type(made).__name__}, expected a Keras model")
+    return made
+
+
+def _preset_loader(manifest: Manifest) -> Any:
+    if manifest.format in _TRANSFORMERS:
+        return _transformers_loader(manifest)
+    keras_hub()
+    from keras_hub.src.utils.preset_utils import KerasPresetLoader
+
+    return KerasPresetLoader(manifest.source, manifest.config)
+
+
+def _transformers_loader(manifest: Manifest) -> Any:
+    keras_hub()
+    with _hub_extra():
+        from keras_hub.src.utils.transformers.preset_loader import TransformersPresetLoader
+    config = copy.deepcopy(dict(manifest.config))
+    # KerasHub takes the first one without asking; GGUF and KerasHub's own exports name none.
+    config["architectures"] = config.get("architectures") or [""]
+    try:
+        return TransformersPresetLoader(manifest.source, config)
+    except (KeyError, ValueError) as error:
+        known = sorted(set(re.findall(r'"([a-z][\w\-]*)"', inspect.getsource(TransformersPresetLoader.__init__))))
+        known = [name for name in known if name != "model_type"]
+        raise UnsupportedError(
+            f"{manifest.source}: KerasHub has no converter for model_type {config.get('model_type')!r}. "
+            f"It has: {', '.join(known)}. With a model of your own: shardload.load_weights(model, source)"
+        ) from error
+
+
+def _config_beside(manifest: Manifest) -> dict[str, Any] | None:
+    """``NAME.json`` beside ``NAME.weights.h5``, or the ``config.json`` of its folder, where it describes a model."""
+    path = Path(manifest.source)
+    stem = re.sub(r"\.weights\.(h5|json)$", "", path.name)
+    for candidate in (path.with_name(f"{stem}.json"), path.with_name("config.json")):
+        if candidate != path and candidate.is_file():
+            try:
+                config = json.loads(candidate.read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise SourceError(f"{candidate} is not valid JSON: {error}") from error
+            if isinstance(config, dict) and "class_name" in config:
+                return config
+    return None
+
+
+def _check_layer_count(manifest: Manifest) -> None:
+    """A model has at least one tensor a layer; a configuration that says otherwise would build for ever."""
+    nested = [manifest.config.get(key) for key in ("config", "text_config")]
+    for config in (manifest.config, *(c for c in nested if isinstance(c, Mapping))):
+        for key in _LAYER_KEYS:
+            layers = config.get(key)
+            if isinstance(layers, int) and layers > max(len(manifest.tensors), 1):
+                raise SourceError(
+                    f"{manifest.source}: the configuration says {key}={layers}, but there are only "
+                    f"{len(manifest.tensors)} tensors. Repair the configuration"
+                )
+
+
+@contextlib.contextmanager
+def _hub_extra() -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        package = {"keras_hub": "keras-hub"}.get(error.name or "", error.name or "keras-hub")
+        raise MissingExtraError(package, extra="hub", needed_for="Building this model") from error
+
+
+@contextlib.contextmanager
+def _describe_failure(manifest: Manifest) -> Iterator[None]:
+    """Whatever a configuration makes constructors raise becomes one error that names the checkpoint."""
+    try:
+        yield
+    except (UnsupportedError, SourceError, MissingExtraError):
+        raise
+    except KeyError as error:
+        raise SourceError(f"{manifest.source}: the configuration has no {error}, which this model needs") from error
+    except (TypeError, ValueError, AttributeError) as error:
+        first = str(error).strip().split("\n\n")[0]
+        raise UnsupportedError(
+            f"{manifest.source}: no model can be built from its configuration: {first}. "
+            "Pass classes of your own as custom_objects, or register them with keras.saving"
+        ) from error

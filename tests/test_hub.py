@@ -1,0 +1,225 @@
+"""Models from configurations: the right class, dtype and inputs for each kind of checkpoint; no weights read."""
+
+import json
+import subprocess
+import sys
+
+import keras
+import keras_hub
+import models
+import numpy as np
+import pytest
+
+from shardload import _hub
+from shardload.errors import MissingExtraError, SourceError, UnsupportedError
+from shardload.manifest import Extent, Manifest, Tensor
+
+# Keras 3.15 converts its variables with an old signature of __array__ that NumPy 2.4 warns about.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "tie_word_embeddings": False,
+    "rope_theta": 500000.0,
+}
+
+
+def described(source, format, config, *, dtype="float32", metadata=None):
+    """A manifest with forty small tensors: what a loader would make of the headers."""
+    tensors = {f"t{i}": Tensor(f"t{i}", (2,), np.dtype(dtype), Extent(str(source), 0)) for i in range(40)}
+    return Manifest(str(source), format, tensors, {}, config, metadata or {})
+
+
+def preset(folder, **kwargs):
+    """The manifest of a KerasHub preset folder."""
+    config = json.loads((folder / "config.json").read_text())
+    task = folder / "task.json"
+    metadata = {"task": json.loads(task.read_text())} if task.exists() else {}
+    return described(folder, "keras-hub-preset", config, metadata=metadata, **kwargs)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "llama", "gpt2"])
+def test_preset_task_equals_the_saved_one(family, tmp_path):
+    saved = models.causal_lm(family, "bfloat16")
+    saved.save_to_preset(str(tmp_path))
+    built = _hub.build_model(preset(tmp_path))
+    assert type(built) is type(saved)
+    # Keras numbers the names of sub-layers as they are made, so paths differ: compare their order and shapes.
+    assert [(v.shape, v.dtype) for v in built.weights] == [(v.shape, v.dtype) for v in saved.weights]
+    assert built.backbone.get_config() == saved.backbone.get_config()
+
+
+def test_preset_without_task_is_a_backbone(tmp_path):
+    models.build("bert").save_to_preset(str(tmp_path))
+    assert type(_hub.build_model(preset(tmp_path))) is keras_hub.models.BertBackbone
+
+
+def test_preset_task_can_be_declined(tmp_path):
+    models.causal_lm("gpt2").save_to_preset(str(tmp_path))
+    assert type(_hub.build_model(preset(tmp_path), task=False)) is keras_hub.models.GPT2Backbone
+
+
+def test_preset_dtype_is_overridden_throughout(tmp_path):
+    models.causal_lm("gemma3", "float32").save_to_preset(str(tmp_path))
+    built = _hub.build_model(preset(tmp_path), dtype="bfloat16")
+    assert {v.dtype for v in built.weights} == {"bfloat16"}
+
+
+@pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method")
+def test_quantised_preset_keeps_its_scheme(tmp_path):
+    saved = models.causal_lm("gemma2", "bfloat16")
+    saved.quantize("int8")
+    saved.save_to_preset(str(tmp_path))
+    for dtype in (None, "float32"):
+        built = _hub.build_model(preset(tmp_path), dtype=dtype)
+        assert sum(v.dtype == "int8" for v in built.weights) == sum(v.dtype == "int8" for v in saved.weights) > 0
+
+
+def test_classifier_keeps_its_head(tmp_path):
+    saved = keras_hub.models.BertTextClassifier(backbone=models.build("bert"), num_classes=3, preprocessor=None)
+    saved.save_to_preset(str(tmp_path))
+    assert _hub.build_model(preset(tmp_path)).output_shape == (None, 3)
+
+
+def test_transformers_causal_lm_takes_its_own_dtype():
+    built = _hub.build_model(described("/m", "hf-safetensors", {**LLAMA, "torch_dtype": "bfloat16"}))
+    assert type(built) is keras_hub.models.Llama3CausalLM
+    assert {v.dtype for v in built.weights if "seed" not in v.path} == {"bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "expected"),
+    [("LlamaForCausalLM", "Llama3CausalLM"), ("LlamaModel", "Llama3Backbone"), (None, "Llama3CausalLM")],
+)
+def test_transformers_architecture_decides_the_class(architecture, expected):
+    config = {**LLAMA, "architectures": [architecture] if architecture else []}
+    assert type(_hub.build_model(described("/m", "hf-safetensors", config))).__name__ == expected
+
+
+def test_image_classifier_has_its_labels():
+    config = {
+        "model_type": "vit",
+        "architectures": ["ViTForImageClassification"],
+        "image_size": 32,
+        "patch_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "qkv_bias": True,
+        "layer_norm_eps": 1e-6,
+        "id2label": {"0": "cat", "1": "dog", "2": "fox"},
+    }
+    built = _hub.build_model(described("/m", "hf-safetensors", config))
+    assert isinstance(built, keras_hub.models.ViTImageClassifier)
+    assert built.output_shape == (None, 3)
+
+
+@pytest.mark.parametrize(
+    ("format", "config", "stored", "expected"),
+    [
+        ("hf-safetensors", {"torch_dtype": "bfloat16"}, "float32", "bfloat16"),
+        ("hf-safetensors", {"dtype": "torch.float16"}, "float32", "float16"),
+        ("hf-safetensors", {"text_config": {"dtype": "bfloat16"}}, "float32", "bfloat16"),
+        ("hf-safetensors", {}, "float16", "float16"),
+        ("keras-h5", {}, "bfloat16", "bfloat16"),
+        ("keras-h5", {}, "int8", "float32"),
+        ("gguf", {}, "float32", "bfloat16"),
+    ],
+)
+def test_dtype_is_the_checkpoints_own(format, config, stored, expected):
+    assert _hub.checkpoint_dtype(described("/m", format, config, dtype=stored)) == expected
+
+
+def archive(model, tmp_path):
+    path = tmp_path / "m.keras"
+    model.save(path)
+    import zipfile
+
+    return described(path, "keras-archive", json.loads(zipfile.ZipFile(path).read("config.json")))
+
+
+def test_archive_comes_back_compiled(tmp_path):
+    saved = models.build("conv")
+    saved.compile("adam", "mse")
+    built = _hub.build_model(archive(saved, tmp_path))
+    assert [w.path for w in built.weights] == [w.path for w in saved.weights]
+    assert type(built.optimizer) is keras.optimizers.Adam
+
+
+def test_archive_dtype_reaches_every_layer(tmp_path):
+    built = _hub.build_model(archive(models.build("conv"), tmp_path), dtype="bfloat16")
+    assert {w.dtype for w in built.weights} == {"bfloat16"}
+
+
+def test_archive_with_code_is_refused(tmp_path):
+    inputs = keras.Input((2,))
+    model = keras.Model(inputs, keras.layers.Lambda(lambda x: x + 1)(inputs))
+    with pytest.raises(UnsupportedError, match=r"m\.keras.*lambda"):
+        _hub.build_model(archive(model, tmp_path))
+
+
+def test_unknown_class_asks_for_custom_objects(tmp_path):
+    class Mine(keras.layers.Layer):
+        def call(self, x):
+            return x
+
+    inputs = keras.Input((2,))
+    manifest = archive(keras.Model(inputs, Mine()(inputs)), tmp_path)
+    with pytest.raises(UnsupportedError, match="custom_objects"):
+        _hub.build_model(manifest)
+    assert isinstance(_hub.build_model(manifest, custom_objects={"Mine": Mine}).layers[1], Mine)
+
+
+def test_unknown_model_type_lists_the_known_ones():
+    with pytest.raises(UnsupportedError, match=r"'rwkv'.*gemma3_text.*qwen2"):
+        _hub.build_model(described("/m", "hf-safetensors", {"model_type": "rwkv"}))
+
+
+def test_configuration_without_a_field_names_it():
+    config = {k: v for k, v in LLAMA.items() if k != "hidden_size"}
+    with pytest.raises(SourceError, match="hidden_size"):
+        _hub.build_model(described("/m", "hf-safetensors", config))
+
+
+def test_more_layers_than_tensors_is_refused_before_building():
+    with pytest.raises(SourceError, match="num_hidden_layers=1000000000"):
+        _hub.build_model(described("/m", "hf-safetensors", {**LLAMA, "num_hidden_layers": 10**9}))
+
+
+def test_weights_alone_say_how_to_fill_a_model(tmp_path):
+    with pytest.raises(UnsupportedError, match="load_weights"):
+        _hub.build_model(described(tmp_path / "x.weights.h5", "keras-h5", {}))
+
+
+def test_weights_with_a_configuration_beside_them(tmp_path):
+    config = keras.saving.serialize_keras_object(models.build("gpt2"))
+    (tmp_path / "x.json").write_text(json.dumps(config))
+    built = _hub.build_model(described(tmp_path / "x.weights.h5", "keras-h5", {}))
+    assert type(built) is keras_hub.models.GPT2Backbone
+
+
+def test_converter_is_kerashubs_module():
+    manifest = described("/m.gguf", "gguf", {"model_type": "gemma3_text"})
+    assert _hub.converter(manifest).__name__.endswith("convert_gemma3")
+
+
+def test_missing_package_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "keras_hub", None)
+    with pytest.raises(MissingExtraError, match=r"shardload\[hub\]"):
+        _hub.build_model(described("/m", "hf-safetensors", LLAMA))
+
+
+def test_importing_the_module_imports_nothing_heavy():
+    code = "import sys, shardload._hub; print([m for m in ('keras', 'jax', 'keras_hub') if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
