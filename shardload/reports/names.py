@@ -1,0 +1,49 @@
+"""Long lists of names, folded into the few lines a person reads.
+
+    decoder_block_0/attention/key/kernel
+    decoder_block_1/attention/key/kernel      ─ fold ─►   decoder_block_*/attention/key/kernel  ×18
+    …
+    decoder_block_17/attention/key/kernel
+
+Names that differ in numbers only become one line; numbers they all share stay. Names come from checkpoints,
+which nobody vouches for: `printable` takes the control characters out before a terminal sees them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+TIMES = "×"  # noqa: RUF001 - the multiplication sign is meant
+_NUMBERS = re.compile(r"(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Folded:
+    """Names that differ in their numbers only."""
+
+    pattern: str
+    """The name itself, or with ``*`` where the names differ."""
+    count: int
+
+    def __str__(self) -> str:
+        return self.pattern if self.count == 1 else f"{self.pattern} {TIMES}{self.count}"
+
+
+def fold(names: Iterable[str]) -> tuple[Folded, ...]:
+    """Group names that differ in numbers only, in order of first appearance."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(_NUMBERS.sub("0", name), []).append(name)
+    return tuple(Folded(_pattern(group), len(group)) for group in groups.values())
+
+
+def _pattern(names: Sequence[str]) -> str:
+    columns = zip(*(_NUMBERS.split(name) for name in names), strict=True)
+    return printable("".join(parts[0] if len(set(parts)) == 1 else "*" for parts in columns))
+
+
+def printable(text: str, *, keep: str = "") -> str:
+    r"""``text`` with what a terminal might obey written as an escape (``\x1b``), except characters in ``keep``."""
+    return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)

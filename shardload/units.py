@@ -1,0 +1,87 @@
+"""Bytes, counts and seconds, read from people and written for them.
+
+    "16GiB" ─ parse_bytes ─► 17179869184 ─ format_bytes ─► "16.0 GiB"
+
+Suffixes mean what they say: ``KiB``, ``MiB``, ``GiB``, ``TiB`` are powers of 1024, ``KB``, ``MB``, ``GB``,
+``TB`` powers of 1000. A bare ``K``, ``M``, ``G`` or ``T`` is the binary one, as in ``ulimit`` and ``docker``.
+Memory is printed in binary units, rates in decimal ones (GB/s), as disks and buses are sold.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from decimal import Decimal
+
+_PREFIXES = ("", "k", "m", "g", "t", "p")
+_QUANTITY = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([kmgtp]?)(i?b?)", re.IGNORECASE)
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes in ``"16GiB"``, ``"1.5 GB"``, ``"512M"`` or ``"4096"``; an int passes through.
+
+    Raises:
+        ValueError: When the text is no positive quantity of bytes.
+    """
+    if isinstance(text, int):
+        return _positive(text, str(text))
+    match = _QUANTITY.fullmatch(text.strip())
+    if match is None or ("i" in match[3].lower() and not match[2]):
+        raise ValueError(f"Cannot read {text!r} as a number of bytes. Write it like 16GiB, 512MiB or 2GB")
+    base = 1000 if match[3].lower() == "b" else 1024
+    return _positive(int(Decimal(match[1]) * base ** _PREFIXES.index(match[2].lower())), text)
+
+
+def _positive(n: int, text: str) -> int:
+    if not 0 < n < 1 << 63:
+        raise ValueError(f"A number of bytes must be positive and below 8 EiB, got {text!r}")
+    return n
+
+
+def format_bytes(n: int) -> str:
+    """``511.4 MiB``; exact below 1 KiB."""
+    if abs(n) < 1024:
+        return f"{n} B"
+    value = float(n)
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        value /= 1024
+        if abs(value) < 999.95:
+            return f"{value:.1f} {unit}"
+    return f"{value / 1024:,.1f} PiB"
+
+
+def format_count(n: int) -> str:
+    """``270.1 M``; exact below a thousand."""
+    if n < 1000:
+        return str(n)
+    value = float(n)
+    for unit in ("k", "M", "B"):
+        value /= 1000
+        if value < 999.95:
+            return f"{value:.1f} {unit}"
+    return f"{value / 1000:,.1f} T"
+
+
+def format_seconds(seconds: float | None) -> str:
+    """``45 ms``, ``1.29 s``, ``3 min 05 s``; a dash for what was not measured."""
+    if seconds is None or not math.isfinite(seconds):
+        return "-"
+    if seconds < 1:
+        return f"{1000 * seconds:.0f} ms"
+    if seconds < 100:
+        return f"{seconds:.2f} s"
+    return f"{int(seconds) // 60} min {int(seconds) % 60:02d} s"
+
+
+def format_rate(gb_per_s: float | None) -> str:
+    """``1.29 GB/s``, ``45 MB/s``; a dash for what was not measured."""
+    if gb_per_s is None or not math.isfinite(gb_per_s):
+        return "-"
+    if gb_per_s < 0.1:
+        return f"{1000 * gb_per_s:.3g} MB/s"
+    return f"{gb_per_s:.2f} GB/s"
+
+
+def plural(n: int, noun: str) -> str:
+    """``1 tensor``, ``1,234 tensors``."""
+    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"

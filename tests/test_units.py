@@ -1,0 +1,77 @@
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardload.units import format_bytes, format_count, format_rate, format_seconds, parse_bytes, plural
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("4096", 4096),
+        ("512B", 512),
+        ("16GiB", 16 << 30),
+        ("16 GiB", 16 << 30),
+        ("16gib", 16 << 30),
+        ("16Gi", 16 << 30),
+        ("2G", 2 << 30),
+        ("2GB", 2_000_000_000),
+        ("1.5MiB", 3 << 19),
+        (" 1TB ", 10**12),
+        (7, 7),
+    ],
+)
+def test_sizes_people_write(text, expected):
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "1 XB", "-1GiB", "1e9", "1..5G", "nan", "5iB", "1 GiB 2", "٣GiB"])
+def test_what_is_no_size_says_how_to_write_one(text):
+    with pytest.raises(ValueError, match="Write it like 16GiB, 512MiB or 2GB"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize("text", ["0", "0GiB", "0.1B", "99999999PiB", 0, -1])
+def test_sizes_out_of_range(text):
+    with pytest.raises(ValueError, match="must be positive and below 8 EiB"):
+        parse_bytes(text)
+
+
+@given(st.integers(1, 1 << 50))
+def test_what_is_printed_reads_back_within_its_precision(n):
+    assert math.isclose(parse_bytes(format_bytes(n)), n, rel_tol=0.06)
+
+
+@pytest.mark.parametrize(
+    ("n", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (536_196_352, "511.4 MiB"), (1 << 62, "4,096.0 PiB")],
+)
+def test_bytes(n, text):
+    assert format_bytes(n) == text
+
+
+def test_bytes_never_show_four_digits_before_the_point():
+    assert format_bytes(1023 << 20) == "1.0 GiB"
+
+
+def test_counts():
+    assert [format_count(n) for n in (999, 268_098_176, 9_241_705_984, 10**13)] == ["999", "268.1 M", "9.2 B", "10.0 T"]
+
+
+def test_seconds():
+    assert [format_seconds(s) for s in (0, 0.0449, 1.286, 185.0)] == ["0 ms", "45 ms", "1.29 s", "3 min 05 s"]
+
+
+@pytest.mark.parametrize("value", [None, math.nan, math.inf])
+def test_what_was_not_measured_is_a_dash(value):
+    assert format_seconds(value) == format_rate(value) == "-"
+
+
+def test_slow_rates_are_still_numbers():
+    assert [format_rate(r) for r in (1.286, 0.0451)] == ["1.29 GB/s", "45.1 MB/s"]
+
+
+def test_plural():
+    assert [plural(n, "tensor") for n in (0, 1, 1234)] == ["0 tensors", "1 tensor", "1,234 tensors"]
