@@ -12,6 +12,7 @@
     ├── BudgetError (ValueError)            the host-memory budget is too small for one block
     ├── TransferError (OSError)             reading failed half-way: a file shrank, vanished, or could not be read
     ├── LoadInterruptedError                a load ended half-way; says what the model holds now
+    ├── UninitialisedError (ValueError)     a variable was read that has no value yet
     └── MissingExtraError (ImportError)     an optional dependency is not installed
 
 Each message says what and where (tensor, file, offset), what was expected, what was received and the
@@ -32,6 +33,7 @@ __all__ = [
     "SourceNotFoundError",
     "TransferError",
     "TruncatedSourceError",
+    "UninitialisedError",
     "UnsafeSourceError",
     "UnsupportedError",
 ]
@@ -83,6 +85,10 @@ class TransferError(ShardloadError, OSError):
 
 class LoadInterruptedError(ShardloadError):
     """A load ended half-way; the message says what the model holds now."""
+
+
+class UninitialisedError(ShardloadError, ValueError):
+    """A variable built without allocating was read, or is left, without a value."""
 
 
 class MissingExtraError(ShardloadError, ImportError):

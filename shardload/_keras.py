@@ -1,0 +1,409 @@
+"""The one room where private Keras attributes and ``keras.src`` are touched.
+
+A Keras variable on JAX has three private attributes that matter here, and every function below moves
+between their states::
+
+    _value        _initializer    state
+    jax.Array     None            ordinary
+    None          Pending         abstract: shape, dtype, path and layout known, no buffer
+    jax.Array     Pending         assigned since; `direct_assign` and `settle` put it in order
+    None          None            inside ``fit``, where Keras holds the values itself
+
+``_layout`` is a ``jax.sharding.NamedSharding`` or ``None``. What each function relies on is pinned by
+tests/test_keras_contract.py against the Keras version named there.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+from keras.src.backend.common import global_state, variables
+from keras.src.backend.common.stateless_scope import in_stateless_scope
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+from keras.src.backend.jax.core import JaxVariable
+from keras.src.backend.jax.trainer import JAXEpochIterator, _distribute_data
+from numpy.typing import NDArray
+
+from shardload.errors import MismatchError, UninitialisedError
+from shardload.layout import Layout
+
+Variable = Any
+"""A ``keras.Variable``; untyped upstream."""
+Model = Any
+"""A ``keras.Model`` or layer; untyped upstream."""
+
+UNINITIALISED = "uninitialized_variables"
+"""Keras' thread-local list of variables created in a ``StatelessScope``."""
+
+
+# ---- values and layouts of one variable ---------------------------------------------------------
+
+
+def has_value(variable: Variable) -> bool:
+    """Whether the variable holds an array now."""
+    return variable._value is not None
+
+
+def is_abstract(variable: Variable) -> bool:
+    """Whether the variable was built without a value and has none yet."""
+    return variable._value is None and isinstance(variable._initializer, Pending)
+
+
+def stored_dtype(variable: Variable) -> np.dtype[Any]:
+    """The dtype of what the variable stores, whatever autocast scope is open."""
+    return jax.dtypes.canonicalize_dtype(np.dtype(getattr(jax.numpy, variable._dtype)))
+
+
+def named_sharding(layout: Layout, devices: Sequence[jax.Device]) -> jax.sharding.NamedSharding:
+    """The layout over real devices, given in mesh-position order."""
+    return _named_sharding(layout, tuple(devices))
+
+
+@functools.lru_cache(maxsize=4096)
+def _named_sharding(layout: Layout, devices: tuple[jax.Device, ...]) -> jax.sharding.NamedSharding:
+    mesh = jax.sharding.Mesh(np.array(devices).reshape(layout.mesh.sizes), layout.mesh.axes)
+    dims = (axes[0] if len(axes) == 1 else (axes or None) for axes in layout.spec)
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*dims))
+
+
+def set_layout(variable: Variable, layout: Layout, devices: Sequence[jax.Device]) -> None:
+    """Say where the variable is to live; a value it already holds stays where it is.
+
+    Raises:
+        LayoutError: When the layout does not divide the variable's shape.
+    """
+    layout.shard_shape(tuple(variable.shape))
+    variable._layout = named_sharding(layout, devices)
+
+
+def sharding_of(variable: Variable) -> Any:
+    """The ``jax.sharding.Sharding`` the variable's layout asks for, ``None`` where it has no layout."""
+    return getattr(variable._layout, "backend_layout", variable._layout)
+
+
+def set_sharding(variable: Variable, sharding: Any) -> None:
+    """As `set_layout`, for a sharding that is already made."""
+    variable._layout = sharding
+
+
+def direct_assign(variable: Variable, array: jax.Array) -> None:
+    """Make ``array`` the variable's value: the same buffers, no copy, no transfer.
+
+    Raises:
+        MismatchError: When shape, dtype or sharding are not the variable's own.
+    """
+    wanted, sharding = stored_dtype(variable), sharding_of(variable)
+    if tuple(array.shape) != tuple(variable.shape) or array.dtype != wanted:
+        raise MismatchError(
+            f"Variable {variable.path!r} is {wanted} {tuple(variable.shape)}, but was given {array.dtype} {array.shape}"
+        )
+    if sharding is not None and not array.sharding.is_equivalent_to(sharding, array.ndim):
+        raise MismatchError(
+            f"Variable {variable.path!r} lives on {sharding}, but was given an array on {array.sharding}"
+        )
+    variable._value = array
+    settle(variable)
+
+
+def settle(variable: Variable) -> None:
+    """Forget the recorded initialiser of a variable that has a value."""
+    if variable._value is not None and isinstance(variable._initializer, Pending):
+        variable._initializer = None
+
+
+def drop_value(variable: Variable) -> None:
+    """Let go of the variable's value, so that its memory is free before a load replaces it."""
+    if variable._value is not None:
+        variable._value = None
+        variable._initializer = Pending(None, variable.path)
+
+
+def value_of(variable: Variable) -> jax.Array:
+    """The array the variable stores, past any autocast scope."""
+    if variable._value is None:
+        variable.value  # noqa: B018  # raises what a reader of the variable would see
+    array: jax.Array = variable._value
+    return array
+
+
+def relocate(variable: Variable, sharding: Any) -> None:
+    """Give the variable a layout and move its value there, if it has one."""
+    variable._layout = sharding
+    if variable._value is not None and not variable._value.sharding.is_equivalent_to(sharding, variable.ndim):
+        variable._value = jax.device_put(variable._value, sharding)
+
+
+# ---- variables of a model -----------------------------------------------------------------------
+
+
+def variables_of(model: Model) -> list[Variable]:
+    """The model's own variables once each, in Keras' order: weights and seed generators' states."""
+    return unique(model.variables)
+
+
+def optimizer_variables_of(model: Model) -> list[Variable]:
+    """Variables of the compiled optimizer: slots, iterations, learning rate."""
+    optimizer = getattr(model, "optimizer", None)
+    return unique(getattr(optimizer, "variables", ()))
+
+
+def weights_of(model: Model) -> list[Variable]:
+    """All a checkpoint of the model can hold: its own variables, then its optimizer's."""
+    return unique([*variables_of(model), *optimizer_variables_of(model)])
+
+
+def state_of(model: Model) -> list[Variable]:
+    """Every variable reachable: `weights_of`, metrics, and what attributes hold (a sampler's seeds)."""
+    found = weights_of(model)
+    if isinstance(model, keras.Layer):
+        for layer in model._flatten_layers():
+            found.extend(getattr(layer, "metrics_variables", ()))
+            for attribute in list(vars(layer).values()):
+                found.extend(_held_by(attribute))
+    return unique(found)
+
+
+def _held_by(attribute: Any) -> Iterable[Variable]:
+    if isinstance(attribute, JaxVariable):
+        return (attribute,)
+    if isinstance(attribute, keras.random.SeedGenerator):
+        return (attribute.state,)
+    if isinstance(attribute, (keras.Layer, list, tuple, dict, set)):
+        return ()
+    held = getattr(attribute, "variables", ()) if hasattr(type(attribute), "variables") else ()
+    return [v for v in held if isinstance(v, JaxVariable)] if isinstance(held, (list, tuple)) else ()
+
+
+def unique(found: Iterable[Variable]) -> list[Variable]:
+    """Each variable once, by identity, in order of first appearance."""
+    return list({id(v): v for v in found}.values())
+
+
+# ---- building without allocating ----------------------------------------------------------------
+
+_orders = itertools.count()
+
+
+class HostConstant:
+    """An initialiser that is a value: small arrays given to ``Variable`` while building abstractly."""
+
+    def __init__(self, value: NDArray[Any]) -> None:
+        self.value = value
+
+    def __call__(self, shape: Any = None, dtype: Any = None) -> jax.Array:
+        """The value as a device array."""
+        return keras.ops.convert_to_tensor(self.value, dtype=dtype)
+
+
+class Pending:
+    """Stands in for a variable's initialiser until the variable gets a value.
+
+    Called by Keras whenever someone reads the variable: yields a placeholder during shape inference,
+    the exact value where that is known, and otherwise refuses.
+    """
+
+    __slots__ = ("initializer", "order", "path")
+
+    def __init__(self, initializer: Callable[..., Any] | None, path: str) -> None:
+        self.initializer = initializer
+        self.path = path
+        self.order = next(_orders)
+
+    @property
+    def exact(self) -> bool:
+        """Whether the initial value is a constant known on the host: learning rates, seeds."""
+        name = getattr(self.initializer, "__qualname__", "")
+        return isinstance(self.initializer, HostConstant) or name == "SeedGenerator.__init__.<locals>.seed_initializer"
+
+    def __call__(self, shape: Any, dtype: Any = None) -> Any:
+        """What reading the variable yields.
+
+        Raises:
+            UninitialisedError: When a value was asked for and there is none.
+        """
+        if in_symbolic_scope():
+            return jax.numpy.zeros(shape, dtype)
+        if self.exact and self.initializer is not None:
+            return self.initializer(shape, dtype=dtype)
+        raise UninitialisedError(
+            f"Variable {self.path!r} has no value: it was built without allocating, or a load let go of it. Load the "
+            "model (shardload.load_weights, or Keras' own load_weights), or initialise it with "
+            "shardload.abstraction.initialise(model)"
+        )
+
+
+def pending_of(variable: Variable) -> Pending:
+    """What an abstract variable recorded in place of its value."""
+    pending: Pending = variable._initializer
+    return pending
+
+
+def initialise_eagerly(variable: Variable, initializer: Callable[..., Any]) -> None:
+    """Initialise as Keras would have done, single-device or by the initialiser's own ``layout`` argument."""
+    variable._value = None
+    variable._initialize_with_initializer(initializer)
+    variable._initializer = None
+
+
+def unregistered(since: int = 0) -> list[Variable]:
+    """Take the variables off Keras' global list of uninitialised ones, from index ``since`` on."""
+    waiting = global_state.get_global_attribute(UNINITIALISED) or []
+    taken = list(waiting[since:])
+    del waiting[since:]
+    return taken
+
+
+def registered() -> list[Variable]:
+    """Variables on Keras' global list of uninitialised ones, in this thread."""
+    return list(global_state.get_global_attribute(UNINITIALISED) or [])
+
+
+_recording: ContextVar[bool] = ContextVar("shardload_recording", default=False)
+
+
+def recording() -> bool:
+    """Whether variables created now, in this thread or task, stay without a value."""
+    return _recording.get()
+
+
+@contextmanager
+def record_variables() -> Iterator[None]:
+    """While open, variables created by this thread or task record their initialiser and get no buffer."""
+    before = len(registered())
+    token = _recording.set(True)
+    try:
+        with _PATCHES.applied():
+            yield
+    finally:
+        _recording.reset(token)
+        for variable in unregistered(before):
+            _record(variable, variable._initializer)
+
+
+def _record(variable: Variable, initializer: Any) -> None:
+    variable._initialize_layout()
+    variable._value = None
+    if not isinstance(initializer, Pending):
+        variable._initializer = Pending(initializer, variable.path)
+
+
+def _host_array(value: Any, dtype: Any) -> NDArray[Any]:
+    array = np.asarray(value)
+    wanted = array.dtype if dtype is None else np.dtype(getattr(jax.numpy, keras.backend.standardize_dtype(dtype)))
+    return np.array(array, dtype=jax.dtypes.canonicalize_dtype(wanted))
+
+
+def _init(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def init(self: Variable, initializer: Any, shape: Any = None, dtype: Any = None, *rest: Any, **named: Any) -> None:
+        given = callable(initializer) or isinstance(initializer, str)
+        if recording() and not given and not in_stateless_scope():
+            initializer = HostConstant(_host_array(initializer, dtype))
+            shape, dtype = initializer.value.shape, initializer.value.dtype
+        original(self, initializer, shape, dtype, *rest, **named)
+
+    return init
+
+
+def _initialize_with_initializer(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def initialize(self: Variable, initializer: Any) -> None:
+        _record(self, initializer) if recording() else original(self, initializer)
+
+    return initialize
+
+
+def _deferred_initialize(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def initialize(self: Variable) -> None:
+        _record(self, self._initializer) if recording() else original(self)
+
+    return initialize
+
+
+def _assign(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def assign(self: Variable, value: Any) -> Any:
+        host = isinstance(value, (np.ndarray, np.generic, int, float, list, tuple))
+        if not (recording() and host and is_abstract(self) and not in_stateless_scope()):
+            return original(self, value)
+        constant = HostConstant(_host_array(value, self._dtype))
+        if constant.value.shape != tuple(self.shape):
+            raise ValueError(f"Variable {self.path!r} has shape {self.shape}, but was given {constant.value.shape}")
+        self._initializer = Pending(constant, self.path)
+        return constant.value
+
+    return assign
+
+
+# ---- running a model under its own distribution -------------------------------------------------
+
+
+def _distributed_iterator(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Keras lays out every batch like the first; a last, smaller one may not divide."""
+
+    @functools.wraps(original)
+    def iterate(self: Any, distribution: Any) -> Iterator[Any]:
+        if not getattr(distribution, "lays_out_each_batch", False):
+            yield from original(self, distribution)
+            return
+        for data in self.data_adapter.get_jax_iterator():
+            yield _distribute_data(data)
+
+    return iterate
+
+
+@contextmanager
+def batches_laid_out_singly() -> Iterator[None]:
+    """While open, distributions with ``lays_out_each_batch`` are asked about every batch of a dataset."""
+    with _ITERATOR_PATCH.applied():
+        yield
+
+
+# ---- how the seams are opened and closed --------------------------------------------------------
+
+
+class _Patches:
+    """Attributes of Keras classes, replaced while at least one block anywhere needs it."""
+
+    def __init__(self, *patches: tuple[type, str, Callable[[Callable[..., Any]], Callable[..., Any]]]) -> None:
+        self._patches = patches
+        self._originals: list[Callable[..., Any]] = []
+        self._open = 0
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Replace on entry of the first block, put back on exit of the last."""
+        with self._lock:
+            self._open += 1
+            if self._open == 1:
+                self._originals = [vars(cls)[name] for cls, name, _ in self._patches]
+                for (cls, name, wrap), original in zip(self._patches, self._originals, strict=True):
+                    setattr(cls, name, wrap(original))
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._open -= 1
+                if self._open == 0:
+                    for (cls, name, _), original in zip(self._patches, self._originals, strict=True):
+                        setattr(cls, name, original)
+
+
+_PATCHES = _Patches(
+    (variables.Variable, "__init__", _init),
+    (JaxVariable, "_initialize_with_initializer", _initialize_with_initializer),
+    (variables.Variable, "_deferred_initialize", _deferred_initialize),
+    (variables.Variable, "assign", _assign),
+)
+_ITERATOR_PATCH = _Patches((JAXEpochIterator, "_get_distributed_iterator", _distributed_iterator))
