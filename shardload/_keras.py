@@ -407,3 +407,16 @@ _PATCHES = _Patches(
     (variables.Variable, "assign", _assign),
 )
 _ITERATOR_PATCH = _Patches((JAXEpochIterator, "_get_distributed_iterator", _distributed_iterator))
+
+
+# ---- parallel: the layer tree -------------------------------------------------------------------
+
+
+def child_layers(layer: Any) -> list[Any]:
+    """Direct sub-layers in the order they were attached, each once."""
+    return unique(layer._layers)
+
+
+def own_variables(layer: Any) -> list[Variable]:
+    """Variables a layer holds itself, not those of its sub-layers, in the order they were made."""
+    return [*layer._trainable_variables, *layer._non_trainable_variables]
