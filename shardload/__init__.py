@@ -1,1 +1,61 @@
-"""Load any checkpoint straight into a sharded Keras model on JAX."""
+"""Load any checkpoint straight into a sharded Keras model on JAX.
+
+    model  = shardload.load("gemma3_270m", mesh="1x8", dtype="bfloat16")
+    report = shardload.load_weights(model, "model.weights.h5")
+    plan   = shardload.plan("gemma2_9b", mesh="4x8")
+    with shardload.abstract(): model = build()
+
+Everything here is imported on first use: ``import shardload`` itself loads neither JAX nor Keras.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from shardload import errors
+from shardload.errors import ShardloadError
+
+if TYPE_CHECKING:
+    from shardload.abstraction import abstract
+    from shardload.loading import inspect, load, load_weights, plan, report
+    from shardload.reports import LoadReport, PlanReport
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LoadReport",
+    "PlanReport",
+    "ShardloadError",
+    "abstract",
+    "errors",
+    "inspect",
+    "load",
+    "load_weights",
+    "plan",
+    "report",
+]
+
+_HOMES = {
+    "LoadReport": "reports",
+    "PlanReport": "reports",
+    "abstract": "abstraction",
+    "inspect": "loading",
+    "load": "loading",
+    "load_weights": "loading",
+    "plan": "loading",
+    "report": "loading",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on first use (PEP 562)."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

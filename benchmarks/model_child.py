@@ -1,0 +1,96 @@
+"""One build + load in this process: ``python -m benchmarks.model_child peer|ours SOURCE DTYPE``.
+
+Prints one JSON object: wall seconds, CPU-seconds and the peak resident bytes above what the imports took.
+Both sides spread the model over the same eight CPU devices in the same layout, which is worked out beforehand,
+outside the timing, for the peer (it takes none or a fixed map; ours works it out inside the timing).
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import resource
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.modules["tensorflow"] = sys.modules["tensorflow_text"] = None  # type: ignore[assignment]
+
+import jax  # noqa: E402
+
+jax.config.update("jax_num_cpu_devices", 8)
+
+import keras  # noqa: E402
+import keras_hub  # noqa: E402
+
+import shardload  # noqa: E402
+from shardload import _hub, loaders  # noqa: E402
+from shardload.mesh import MeshSpec  # noqa: E402
+from shardload.parallel import choose  # noqa: E402
+
+MESH = MeshSpec.parse("1x8")
+
+
+def peer(source: str, dtype: str) -> Callable[[], object]:
+    """Keras' own way: a ModelParallel distribution, build, then load."""
+    import re
+
+    manifest = loaders.open_manifest(source)
+    with shardload.abstract():
+        model = _hub.build_model(manifest, dtype=dtype, task=False)
+    chosen = choose(model, MESH)
+    mesh = keras.distribution.DeviceMesh((1, 8), ["batch", "model"], [f"cpu:{i}" for i in range(8)])
+    layout_map = keras.distribution.LayoutMap(mesh)
+    for variable in model.variables:
+        axes = [a[0] if a else None for a in chosen.layouts[id(variable)].spec]
+        layout_map[re.escape(variable.path)] = keras.distribution.TensorLayout(axes)
+    keras.distribution.set_distribution(
+        keras.distribution.ModelParallel(layout_map=layout_map, batch_dim_name="batch")
+    )
+    config = model.get_config()
+    name = model.__class__.__name__
+
+    def run() -> object:
+        cls = getattr(keras_hub.models, name)
+        if manifest.format == "hf-safetensors":
+            return cls.from_preset(source, dtype=dtype)
+        backbone = cls.from_config({**config, "dtype": dtype})
+        backbone.load_weights(Path(source) / "model.weights.h5")
+        return backbone
+
+    return run
+
+
+def ours(source: str, dtype: str) -> Callable[[], object]:
+    """The same through shardload, layout choice included."""
+    return lambda: shardload.load(source, mesh="1x8", dtype=dtype)
+
+
+def main() -> None:
+    """Time one side."""
+    side, source, dtype = sys.argv[1:]
+    run = {"peer": peer, "ours": ours}[side](source, dtype)
+    jax.device_put(0, jax.devices()[0]).block_until_ready()
+    for path in Path(source).rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:  # into the page cache, without a large allocation of our own
+                while file.read(1 << 22):
+                    pass
+    gc.collect()
+    before, cpu, wall = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time(), time.perf_counter()
+    model = run()
+    jax.block_until_ready([v.value for v in model.weights])  # type: ignore[attr-defined]
+    print(
+        json.dumps(
+            {
+                "wall_s": time.perf_counter() - wall,
+                "cpu_s": time.process_time() - cpu,
+                "peak_bytes": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Which devices a mesh lives on.
+
+A `Place` is a mesh together with its devices, in row-major order of the mesh. It comes from what a caller
+wrote (``"1x8"``, ``(1, 8)``, a `jax.sharding.Mesh`, a `keras.distribution.DeviceMesh`) or from where a model
+already lives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardload.errors import MeshError
+from shardload.mesh import DEFAULT_AXES, MeshSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A mesh and its devices.
+
+    Raises:
+        MeshError: When their numbers differ.
+    """
+
+    mesh: MeshSpec
+    devices: tuple[Any, ...]
+    """`jax.Device`s in mesh order."""
+
+    def __post_init__(self) -> None:
+        if len(self.devices) != self.mesh.size:
+            raise MeshError(f"The mesh {self.mesh} has {self.mesh.size} positions, but {len(self.devices)} devices were given")
+
+
+def mesh_spec(mesh: Any, *, axes: str | None = None) -> MeshSpec:
+    """A mesh as numbers, from any of the forms a caller may write.
+
+    Args:
+        mesh: ``"1x8"``, ``"data=2,model=4"``, sizes as a tuple, a `MeshSpec`, or a JAX or Keras mesh.
+        axes: Axis names for sizes, joined by commas.
+
+    Raises:
+        MeshError: When it is none of these.
+    """
+    match mesh:
+        case MeshSpec():
+            return mesh
+        case str():
+            return MeshSpec.parse(mesh, axes=axes)
+        case int():
+            return MeshSpec.parse(str(mesh), axes=axes)
+        case tuple() | list():
+            return MeshSpec.parse("x".join(map(str, mesh)), axes=axes)
+        case jax.sharding.Mesh():
+            return MeshSpec(tuple(map(str, mesh.axis_names)), tuple(mesh.devices.shape))
+    if hasattr(mesh, "axis_names") and hasattr(mesh, "devices"):  # keras.distribution.DeviceMesh, without importing Keras
+        return MeshSpec(tuple(mesh.axis_names), tuple(np.shape(mesh.devices)))
+    raise MeshError(f"Cannot read a mesh from {mesh!r}. Write '1x8', 'data=2,model=4', or pass a jax.sharding.Mesh")
+
+
+def place_on(mesh: Any = None, *, axes: str | None = None, devices: Sequence[Any] | None = None) -> Place:
+    """A mesh with its devices.
+
+    Args:
+        mesh: As in `mesh_spec`; all devices along the last default axis when ``None``.
+        axes: Axis names for sizes, joined by commas.
+        devices: Devices to use, in mesh order; a mesh's own, or JAX's first ones, by default.
+
+    Raises:
+        MeshError: When there are fewer devices than positions.
+    """
+    if mesh is None:
+        found = tuple(devices or jax.devices())
+        return Place(MeshSpec(DEFAULT_AXES, (1, len(found))), found)
+    spec = mesh_spec(mesh, axes=axes)
+    if devices is not None:
+        return Place(spec, tuple(devices))
+    if isinstance(mesh, jax.sharding.Mesh):
+        return Place(spec, tuple(mesh.devices.flat))
+    if hasattr(mesh, "backend_mesh"):
+        return Place(spec, tuple(mesh.backend_mesh.devices.flat))
+    return Place(spec, _first_devices(spec))
+
+
+def _first_devices(spec: MeshSpec) -> tuple[Any, ...]:
+    available = jax.devices()
+    if spec.size <= len(available):
+        return tuple(available[: spec.size])
+    platform = available[0].platform
+    way_out = (
+        f"Before JAX is first used, call jax.config.update('jax_num_cpu_devices', {spec.size}) to simulate them"
+        if platform == "cpu"
+        else "Use a smaller mesh, or simulate one on the CPU with JAX_PLATFORMS=cpu (--platform cpu)"
+    )
+    raise MeshError(f"The mesh {spec} needs {spec.size} devices, but this process has {len(available)} ({platform}). {way_out}.")

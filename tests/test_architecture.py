@@ -1,0 +1,87 @@
+"""The shape of the house: imports point down, heavy packages stay in their rooms, the front door is light."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "shardload"
+
+LAYERS = {
+    0: {"errors", "bounds", "manifest", "units"},
+    1: {"stores", "loaders"},
+    2: {"mesh", "layout", "planner", "_blocks", "_views"},
+    3: {"transfer", "_budget", "_buffers"},
+    4: {"_keras", "_hub", "abstraction", "distribution", "names", "assign", "parallel"},
+    5: {"loading", "reports", "progress", "resolve", "synth", "generate", "callbacks"},
+    6: {"cli", "__main__"},
+}
+
+CONFINED = {
+    "h5py": {"loaders"},
+    "gguf": {"loaders"},
+    "keras_hub": {"_hub"},
+    "orbax": set(),
+}
+
+
+def modules() -> list[Path]:
+    return sorted(p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py")
+
+
+def home(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def layer(name: str) -> int:
+    for number, names in LAYERS.items():
+        if name in names:
+            return number
+    raise AssertionError(f"shardload/{name} has no layer: add it to LAYERS")
+
+
+def imports(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return found
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_point_down(path):
+    own = layer(home(path))
+    for name in imports(path):
+        if name.startswith("shardload."):
+            target = name.split(".")[1]
+            if (PACKAGE / target).exists() or (PACKAGE / f"{target}.py").exists():
+                assert layer(target) <= own, f"{path.name} (layer {own}) imports {name} (layer {layer(target)})"
+
+
+@pytest.mark.parametrize("package", CONFINED)
+def test_heavy_packages_stay_in_their_rooms(package):
+    users = {home(p) for p in modules() if any(n.split(".")[0] == package for n in imports(p))}
+    assert users <= CONFINED[package]
+
+
+def test_only_one_file_touches_private_keras():
+    users = {home(p) for p in modules() if any(n.startswith("keras.src") for n in imports(p))}
+    assert users <= {"_keras"}
+
+
+def test_h5py_and_gguf_have_one_module_each():
+    for package in ("h5py", "gguf"):
+        users = [p.name for p in modules() if any(n.split(".")[0] == package for n in imports(p))]
+        assert len(users) == 1, f"{package} is imported in {users}"
+
+
+@pytest.mark.parametrize("command", ["import shardload", "import shardload.cli", "import shardload; shardload.__all__"])
+def test_front_door_is_light(command):
+    heavy = "{'jax', 'keras', 'keras_hub', 'tensorflow', 'orbax', 'h5py', 'tensorstore', 'numpy.testing'}"
+    code = f"{command}\nimport sys\nprint(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
