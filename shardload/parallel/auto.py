@@ -1,0 +1,142 @@
+"""From roles to layouts: the first wanted dim that divides gets the axis; every other outcome is reported.
+
+The last mesh axis splits as Megatron does. The first is the batch's and splits no weight. Axes between
+them (``data, fsdp, model``) each split one more dim, the largest that is left, as fully sharded data
+parallelism does. Axes of size one split nothing and are left out of a layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardload.layout import Fallback, Layout, Spec
+from shardload.mesh import MeshSpec
+from shardload.parallel.roles import Dim, Follows, Role, Wants, by_shape, nbytes
+
+SMALL_BYTES = 1 << 10
+"""Splitting less than this saves nothing and costs a collective."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The layout of one variable, and how it came to it."""
+
+    layout: Layout
+    rule: str
+    """What decided: a role (``heads out``), a rule's text, ``default``."""
+    fallback: Fallback | None = None
+
+
+def place(variable: Any, role: Wants, mesh: MeshSpec) -> Placement:
+    """The layout of a variable by its own dims."""
+    shape = tuple(int(n) for n in variable.shape)
+    if not role.dims or nbytes(variable) < SMALL_BYTES:
+        return Placement(Layout.replicated(mesh, len(shape)), role.rule if not role.dims else "small")
+    spec: list[tuple[str, ...]] = [()] * len(shape)
+    axis = mesh.axes[-1]
+    dim = _first_that_divides(shape, role.dims, mesh.axis_size(axis))
+    if dim is not None and mesh.axis_size(axis) > 1:
+        spec[dim.index] = (axis,)
+    for middle in mesh.axes[1:-1]:
+        _split_one_more(spec, shape, role.dims, mesh=mesh, axis=middle)
+    layout = Layout(mesh, tuple(spec))
+    return Placement(layout, role.rule, _fallback(variable, role, dim, layout=layout))
+
+
+def follow(variable: Any, role: Follows, leader: Layout) -> Placement:
+    """The layout of a variable along its leader's, where its own dims divide."""
+    spec: Spec = tuple(() if d is None else leader.spec[d] for d in role.dims)
+    layout = Layout(leader.mesh, spec)
+    if not layout.divides(tuple(variable.shape)):
+        layout = Layout.replicated(leader.mesh, len(variable.shape))
+    return Placement(layout, f"{role.rule} follows {role.leader.path}")
+
+
+def settle(
+    variables: Mapping[int, Any],
+    found: Mapping[int, Role],
+    mesh: MeshSpec,
+    *,
+    fixed: Mapping[int, Placement] | None = None,
+) -> dict[int, Placement]:
+    """Placements of all variables: those ``fixed`` by a rule, then leaders, then their followers."""
+    placed: dict[int, Placement] = dict(fixed or {})
+    waiting: dict[int, Follows] = {}
+    for key, variable in variables.items():
+        role = found[key]
+        if key in placed:
+            continue
+        if isinstance(role, Follows):
+            waiting[key] = role
+        else:
+            placed[key] = place(variable, role, mesh)
+    while waiting:
+        ready = [k for k, role in waiting.items() if id(role.leader) in placed]
+        if not ready:  # the leader is not among the variables: nothing to follow
+            placed |= {k: place(variables[k], by_shape(variables[k]), mesh) for k in waiting}
+            break
+        for key in ready:
+            role = waiting.pop(key)
+            placed[key] = follow(variables[key], role, placed[id(role.leader)].layout)
+    return placed
+
+
+def next_best(variable: Any, role: Role, wanted: Layout) -> Placement:
+    """The layout a rule asked for, with each axis that does not divide moved to another dim or dropped."""
+    shape = tuple(int(n) for n in variable.shape)
+    mesh = wanted.mesh
+    candidates = role.dims if isinstance(role, Wants) else ()
+    spec: list[tuple[str, ...]] = list(wanted.spec)
+    why = []
+    for d, (length, parts) in enumerate(zip(shape, wanted.parts, strict=True)):
+        if length % parts == 0:
+            continue
+        axes, spec[d] = spec[d], ()
+        why.append(f"{length} does not divide by {parts}")
+        free = [c for c in candidates if not spec[c.index] and c.index != d]
+        other = _first_that_divides(shape, free, parts)
+        if other is not None:
+            spec[other.index] = axes
+    layout = Layout(mesh, tuple(spec))
+    reason = "; ".join(why) + ("; replicated" if layout.is_replicated else f"; split as {layout} instead")
+    return Placement(layout, "", Fallback(variable.path, str(wanted), str(layout), reason))
+
+
+def _first_that_divides(shape: tuple[int, ...], dims: Any, parts: int) -> Dim | None:
+    return next((d for d in dims if shape[d.index] % parts == 0), None)
+
+
+def _split_one_more(
+    spec: list[tuple[str, ...]], shape: tuple[int, ...], dims: tuple[Dim, ...], *, mesh: MeshSpec, axis: str
+) -> None:
+    """Split the largest unsplit dim by ``axis``, else a split one further."""
+    size = mesh.axis_size(axis)
+    if size == 1:
+        return
+    for d in sorted(dims, key=lambda d: (bool(spec[d.index]), -shape[d.index])):
+        parts = size * Layout(mesh, tuple(spec)).parts[d.index]
+        if shape[d.index] % parts == 0:
+            spec[d.index] = (*spec[d.index], axis)
+            return
+
+
+def _fallback(variable: Any, role: Wants, dim: Dim | None, *, layout: Layout) -> Fallback | None:
+    wanted = role.dims[0]
+    if dim == wanted or (dim is not None and not role.exact):
+        return None
+    axis, shape = layout.mesh.axes[-1], tuple(variable.shape)
+    size = layout.mesh.axis_size(axis)
+    ideal = Layout.split(layout.mesh, len(shape), dim=wanted.index, axis=axis)
+    if not role.exact:
+        return Fallback(variable.path, str(ideal), str(layout), f"no dim of {shape} divides by {size}; replicated")
+    instead = "replicated" if dim is None else f"its {shape[dim.index]} {dim.what} are split instead"
+    why = f"{_count(shape[wanted.index], wanted.what)} not divide by {size}; {instead}"
+    return Fallback(variable.path, str(ideal), str(layout), why)
+
+
+def _count(number: int, what: str) -> str:
+    """``1 head does``, ``4 heads do``."""
+    singular = what.replace("entries", "entry").replace("matrices", "matrix").removesuffix("s")
+    return f"1 {singular} does" if number == 1 else f"{number} {what} do"

@@ -1,0 +1,288 @@
+"""What each dim of each variable means, read off layer types and einsum equations, never off names of models.
+
+A *role* says which dims of a variable one would like to split, best first. For attention and MLP blocks
+they add up to Megatron's pairing: the first kernel is split by what it produces (column-parallel), the
+second by what it consumes (row-parallel), and one all-reduce ends the block::
+
+    btd,ndh->btnh   query    n = heads       split n        ┐ every device computes its own heads
+    bskh            key      k = heads       split k        │
+    btnh,nhd->btd   output   n, h contracted split n        ┘ one all-reduce
+    btd,df->btf     gate     f = features    split f        ┐
+    btf,fd->btd     down     f contracted    split f        ┘ one all-reduce
+
+A variable that belongs to a kernel (bias, int8 scale, LoRA factor, optimizer slot) *follows* it, dim by dim.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes  # noqa: F401, teaches NumPy the name bfloat16
+import numpy as np
+
+from shardload import _keras
+from shardload.parallel import tree
+
+LARGE_BYTES = 1 << 20
+"""A vector this large is worth splitting, and a variable this large left replicated is worth reporting."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dim:
+    """A dim one may split, with the plural noun reports use for its elements (``heads``)."""
+
+    index: int
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wants:
+    """A variable placed by its own dims."""
+
+    rule: str
+    """Where this comes from, for reports."""
+    dims: tuple[Dim, ...]
+    """Dims to split, best first; none for what stays replicated on purpose."""
+    exact: bool = True
+    """Whether anything but the first dim is a fallback to report; ``False`` for the shape rule."""
+
+
+@dataclass(frozen=True, slots=True)
+class Follows:
+    """A variable placed like another one."""
+
+    rule: str
+    leader: Any
+    """The variable it follows."""
+    dims: tuple[int | None, ...]
+    """For each own dim the leader's dim it lies along, or ``None``."""
+
+
+Role = Wants | Follows
+
+
+@dataclass(frozen=True, slots=True)
+class _Kernel:
+    """A variable that maps input features to output features; dims as indices into its shape."""
+
+    variable: Any
+    labels: str
+    """One letter per dim."""
+    inputs: tuple[int, ...]
+    """Contracted dims, in the order of the layer's input."""
+    outputs: tuple[int, ...]
+    """Produced dims, in the order of the layer's output."""
+
+    @property
+    def is_matrix(self) -> bool:
+        return len(self.inputs) == len(self.outputs) == 1
+
+    def size(self, dims: tuple[int, ...]) -> int:
+        length: int = self.variable.shape[dims[0]]
+        return length
+
+
+def roles(model: Any) -> dict[int, Role]:
+    """The role of every variable of ``model`` (optimizer slots and metrics included), by ``id(variable)``.
+
+    Reads layer objects, shapes and dtypes only: the variables may have no values.
+    """
+    found: dict[int, Role] = {}
+    for layer, children in tree.layers(model):
+        for role_of in (_own_roles(layer), _pair(itertools.chain.from_iterable(map(_kernels, children)))):
+            for key, role in role_of.items():
+                found.setdefault(key, role)
+    for variable in tree.all_variables(model).values():
+        found.setdefault(id(variable), by_shape(variable))
+    for slot, variable in tree.slots(model):
+        found[id(slot)] = Follows("slot", variable, tuple(range(len(variable.shape))))
+    return found
+
+
+def nbytes(variable: Any) -> int:
+    """Bytes of a variable's value, whether or not it has one yet."""
+    return math.prod(variable.shape) * np.dtype(variable.dtype).itemsize
+
+
+def by_shape(variable: Any) -> Wants:
+    """The role of a variable nothing is known about: its largest dim, the last one among equals."""
+    shape = tuple(variable.shape)
+    if len(shape) < 2 and nbytes(variable) < LARGE_BYTES:
+        return Wants("vector", ())
+    order = sorted(range(len(shape)), key=lambda d: (-shape[d], -d))
+    return Wants("shape", tuple(Dim(d, f"elements of dim {d}") for d in order), exact=False)
+
+
+def _is_kind(layer: Any, *names: str) -> bool:
+    """Whether a layer is one of Keras' or KerasHub's classes of these names, or derives from one."""
+    return any(c.__name__ in names and c.__module__.startswith("keras") for c in type(layer).__mro__)
+
+
+def _own_roles(layer: Any) -> dict[int, Role]:
+    """Roles of the variables a layer holds itself."""
+    own = {v.name: v for v in _keras.own_variables(layer)}
+    kernels = _kernels(layer)
+    if kernels and kernels[0].variable.name == "kernel":
+        return _pair(kernels) | _followers(layer, kernels[0], own)
+    if _is_kind(layer, "Embedding"):
+        return _embedding_roles(own)
+    if _is_kind(layer, "PositionEmbedding") and len(own) == 1:
+        (table,) = own.values()
+        return {id(table): Wants("positions", (Dim(1, "features"), Dim(0, "positions")))}
+    if _is_kind(layer, "BaseConv", "BaseConvTranspose", "BaseDepthwiseConv") and "kernel" in own:
+        return _conv_roles(layer, own)
+    return _pair(kernels)
+
+
+# --- kernels -------------------------------------------------------------------------------------------
+
+
+def _kernels(layer: Any) -> list[_Kernel]:
+    """Kernels a layer holds itself: that of a Dense or EinsumDense, or stacked matrices of experts."""
+    own = _keras.own_variables(layer)
+    named = {v.name: v for v in own}
+    if equation := _equation(layer):
+        kernel = named.get("kernel")
+        if kernel is None or len(kernel.shape) != len(equation[1]):
+            return []  # packed to fewer dims (int4, GPTQ): the equation no longer describes it
+        return [_einsum_kernel(kernel, *equation)]
+    return [_Kernel(v, "eio", (1,), (2,)) for v in own if len(v.shape) == 3]
+
+
+def _equation(layer: Any) -> tuple[str, str, str] | None:
+    """Labels of input, kernel and output of a layer that is one einsum; a leading ellipsis is dropped."""
+    if _is_kind(layer, "EinsumDense"):
+        left, _, output = re.sub(r"[\s.]", "", layer.equation).partition("->")
+        data, _, kernel = left.partition(",")
+        return data, kernel, output
+    if _is_kind(layer, "Dense"):
+        return "i", "io", "o"
+    return None
+
+
+def _einsum_kernel(variable: Any, data: str, kernel: str, output: str) -> _Kernel:
+    contracted = sorted((c for c in kernel if c in data and c not in output), key=data.index)
+    produced = sorted((c for c in kernel if c in output and c not in data), key=output.index)
+    return _Kernel(variable, kernel, tuple(map(kernel.index, contracted)), tuple(map(kernel.index, produced)))
+
+
+def _pair(kernels: Iterable[_Kernel]) -> dict[int, Role]:
+    """Roles of the kernels of one block, in the order they were made: who feeds whom decides."""
+    found: dict[int, Role] = {}
+    columns: list[_Kernel] = []
+    for kernel in kernels:
+        if not kernel.is_matrix:
+            role = _projection(kernel)
+        elif any(_feeds(earlier, kernel) for earlier in columns):
+            role = _matrix(kernel, "row")
+        else:
+            columns.append(kernel)
+            role = _matrix(kernel, "column")
+        found.setdefault(id(kernel.variable), role)
+    return found
+
+
+def _feeds(first: _Kernel, second: _Kernel) -> bool:
+    """Whether ``second`` brings back to the block's width what ``first`` took away from it.
+
+    A gate fused into the first kernel doubles what it produces. Square kernels tell nothing.
+    """
+    width, inner = first.size(first.inputs), second.size(second.inputs)
+    return second.size(second.outputs) == width != inner and first.size(first.outputs) in (inner, 2 * inner)
+
+
+def _matrix(kernel: _Kernel, rule: str) -> Wants:
+    outputs, inputs = Dim(kernel.outputs[0], "output features"), Dim(kernel.inputs[0], "input features")
+    wanted = (outputs, inputs) if rule == "column" else (inputs, outputs)
+    rest = tuple(Dim(d, "matrices") for d in range(len(kernel.labels)) if d not in (outputs.index, inputs.index))
+    return Wants(rule, wanted + rest)
+
+
+def _projection(kernel: _Kernel) -> Wants:
+    """A kernel with several dims on one side: heads and what is in a head.
+
+    Where the heads do not divide, splitting the model's width costs one small collective, whereas
+    splitting inside the head would run through rotary embeddings, the cache and the softmax.
+    """
+    if len(kernel.outputs) > 1:
+        heads, within, width, rule = kernel.outputs[:-1], kernel.outputs[-1:], kernel.inputs, "heads out"
+    elif len(kernel.inputs) > 1:
+        heads, within, width, rule = kernel.inputs[:-1], kernel.inputs[-1:], kernel.outputs, "heads in"
+    else:
+        return by_shape(kernel.variable)
+    side = "input features" if rule == "heads out" else "output features"
+    shape = kernel.variable.shape
+    by_size = sorted(heads, key=lambda d: -int(shape[d]))
+    dims = [Dim(d, "heads") for d in by_size] + [Dim(d, side) for d in width] + [Dim(d, "head dims") for d in within]
+    return Wants(rule, tuple(dims))
+
+
+# --- what belongs to a kernel or is a table ------------------------------------------------------------
+
+
+def _followers(layer: Any, kernel: _Kernel, own: dict[str, Any]) -> dict[int, Role]:
+    """Bias, scale and LoRA factors of a Dense or EinsumDense, dim by dim along its kernel."""
+    _, labels, output = _equation(layer) or ("", "", "")
+    aligned = {"bias": output, "kernel_scale": output}  # both are broadcast against the output
+    exact = {"lora_kernel_a": labels[:-1] + "?", "lora_kernel_b": "?" + labels[-1:]}
+    found: dict[int, Role] = {}
+    for name in own.keys() & (aligned.keys() | exact.keys()):
+        variable = own[name]
+        rank = len(variable.shape)
+        spelt = exact.get(name) or aligned[name].rjust(rank, "?")[-rank:] if rank else ""
+        if len(spelt) == rank:
+            found[id(variable)] = _along(name, variable, spelt, leader=kernel.variable, labels=labels)
+    return found
+
+
+def _along(rule: str, variable: Any, spelt: str, *, leader: Any, labels: str) -> Follows:
+    dims = (
+        labels.index(c) if c in labels and size == leader.shape[labels.index(c)] else None
+        for c, size in zip(spelt, variable.shape, strict=True)
+    )
+    return Follows(rule, leader, tuple(dims))
+
+
+def _embedding_roles(own: dict[str, Any]) -> dict[int, Role]:
+    """A table by its rows (the vocabulary) where it is tall, by features where it is wide."""
+    found: dict[int, Role] = {}
+    table = own.get("embeddings")
+    if table is None:
+        return found
+    rows, features = Dim(0, "vocabulary entries"), Dim(1, "features")
+    tall = table.shape[0] >= table.shape[1]
+    found[id(table)] = Wants("vocabulary", (rows, features) if tall else (features, rows))
+    if (reverse := own.get("reverse_embeddings")) is not None:
+        found[id(reverse)] = Wants("vocabulary", (Dim(1, rows.what), Dim(0, features.what)))
+    for name, leader, spelt, labels in (
+        ("embeddings_scale", table, "v??", "vf"),
+        ("embeddings_zero", table, "v??", "vf"),
+        ("lora_embeddings_a", table, "v?", "vf"),
+        ("lora_embeddings_b", table, "?f", "vf"),
+        ("reverse_embeddings_scale", reverse, "v" if reverse is None else "??v", "fv"),
+    ):
+        variable = own.get(name)
+        if variable is not None and leader is not None:
+            rank = len(variable.shape)
+            part = spelt[-rank:] if spelt.endswith("v") else spelt[:rank]
+            found[id(variable)] = _along(name, variable, part, leader=leader, labels=labels)
+    return found
+
+
+def _conv_roles(layer: Any, own: dict[str, Any]) -> dict[int, Role]:
+    """A convolution by its output channels, then by its input channels; its bias along."""
+    kernel = own["kernel"]
+    last = len(kernel.shape) - 1
+    first, second = ("output channels", "input channels") if _is_kind(layer, "BaseConv") else ("channels",) * 2
+    order = (last, last - 1) if _is_kind(layer, "BaseConv") else (last - 1, last)
+    found: dict[int, Role] = {
+        id(kernel): Wants("channels", (Dim(order[0], first), Dim(order[1], second))),
+    }
+    if (bias := own.get("bias")) is not None and bias.shape[0] == kernel.shape[order[0]]:
+        found[id(bias)] = Follows("bias", kernel, (order[0],))
+    return found

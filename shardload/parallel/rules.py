@@ -1,0 +1,171 @@
+r"""Layouts by rule: a regular expression that matches whole variable paths, and the axes that split each dim.
+
+Rules come from three places: a TOML file, a ``keras.distribution.LayoutMap``, or a KerasHub backbone's
+``get_layout_map``. A file reads::
+
+    default = "auto"                  # or "replicated": for variables no rule matches
+
+    [[rule]]
+    variable = 'decoder_block_\d+/attention/(query|key|value)/kernel'
+    spec = ["model", "-", "-"]        # one entry a dim: an axis, "-", or two axes as "fsdp+model"
+
+Everything that would do nothing, or two things, is an error; a dim that does not divide is a fallback.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardload.errors import LayoutError
+from shardload.layout import Layout, Spec
+from shardload.mesh import MeshSpec
+from shardload.parallel.auto import Placement, next_best
+from shardload.parallel.roles import Role
+
+DEFAULTS = ("auto", "replicated")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One rule."""
+
+    pattern: str
+    """A regular expression for the whole path, or the path itself."""
+    spec: Spec
+
+
+@dataclass(frozen=True, slots=True)
+class RuleSet:
+    """Rules, and what happens to variables none of them matches."""
+
+    origin: str
+    """Where they come from, for messages."""
+    rules: tuple[Rule, ...]
+    default: str = "replicated"
+
+
+def read_rules(path: Path) -> RuleSet:
+    """Read a rules file.
+
+    Raises:
+        LayoutError: When it cannot be read, is no TOML, or a rule is not of the documented form.
+    """
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise LayoutError(f"Cannot read the layout rules {path}: {error}") from error
+    default, entries = content.pop("default", "auto"), content.pop("rule", [])
+    if content or default not in DEFAULTS or not isinstance(entries, list) or not entries:
+        raise LayoutError(
+            f"The layout rules {path} need [[rule]] tables and may have default = 'auto' or 'replicated'; "
+            f"found keys {sorted(content)}, default {default!r}, {len(entries)} rules"
+        )
+    return RuleSet(str(path), tuple(_read_rule(entry, path) for entry in entries), default)
+
+
+def _read_rule(entry: Any, path: Path) -> Rule:
+    if not isinstance(entry, dict) or set(entry) != {"variable", "spec"} or not _is_spec(entry["spec"]):
+        raise LayoutError(
+            f"A rule in {path} must be variable = 'regular expression' and spec = ['axis' or '-', one per dim]; "
+            f"found {entry!r}"
+        )
+    return Rule(str(entry["variable"]), tuple(() if a in ("-", "") else tuple(a.split("+")) for a in entry["spec"]))
+
+
+def _is_spec(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(a, str) for a in value)
+
+
+def from_layout_map(layout_map: Any, mesh: MeshSpec, *, origin: str) -> RuleSet:
+    """The rules of a ``keras.distribution.LayoutMap``.
+
+    Raises:
+        LayoutError: When it was made for another mesh.
+    """
+    device_mesh = layout_map.device_mesh
+    if device_mesh is not None:
+        names, sizes = tuple(device_mesh.axis_names), tuple(device_mesh.shape)
+        if (names, sizes) != (mesh.axes, mesh.sizes):
+            raise LayoutError(f"{origin} is for the mesh {MeshSpec(names, sizes)}, not for {mesh}; make it for {mesh}")
+    return RuleSet(origin, tuple(Rule(key, _tensor_spec(layout_map[key].axes)) for key in layout_map))
+
+
+def _tensor_spec(axes: Sequence[Any]) -> Spec:
+    return tuple(() if a is None else (a,) if isinstance(a, str) else tuple(a) for a in axes)
+
+
+def apply(
+    rules: RuleSet, variables: Iterable[Any], *, mesh: MeshSpec, found: Mapping[int, Role]
+) -> dict[int, Placement]:
+    """Placements of the variables the rules match, by ``id(variable)``; the others are left to the default.
+
+    Raises:
+        LayoutError: When a rule matches nothing, two match one variable, a rule has the wrong number of dims,
+            names an unknown axis, or is no regular expression.
+    """
+    variables = list(variables)
+    used: set[str] = set()
+    placed: dict[int, Placement] = {}
+    for variable in variables:
+        if (rule := _match(rules, variable.path)) is not None:
+            used.add(rule.pattern)
+            placed[id(variable)] = _place(rule, variable, mesh=mesh, role=found[id(variable)], origin=rules.origin)
+    for rule in rules.rules:
+        if rule.pattern not in used:
+            raise LayoutError(_matches_nothing(rule, [v.path for v in variables], rules.origin))
+    return placed
+
+
+def _match(rules: RuleSet, path: str) -> Rule | None:
+    """The one rule for ``path``: the path itself comes before any expression, as in Keras."""
+    for rule in rules.rules:
+        if rule.pattern == path:
+            return rule
+    matching = [rule for rule in rules.rules if _compiled(rule, rules.origin).fullmatch(path)]
+    if len(matching) > 1:
+        raise LayoutError(
+            f"Two rules of {rules.origin} match the variable {path}: {matching[0].pattern!r} and "
+            f"{matching[1].pattern!r}. Narrow one of them, or write a rule with the path itself, which wins"
+        )
+    return matching[0] if matching else None
+
+
+def _compiled(rule: Rule, origin: str) -> re.Pattern[str]:
+    try:
+        return re.compile(rule.pattern)
+    except re.error as error:
+        raise LayoutError(f"The rule {rule.pattern!r} of {origin} is no regular expression: {error}") from error
+
+
+def _place(rule: Rule, variable: Any, *, mesh: MeshSpec, role: Role, origin: str) -> Placement:
+    shape = tuple(variable.shape)
+    if len(rule.spec) != len(shape):
+        raise LayoutError(
+            f"The rule {rule.pattern!r} of {origin} names {len(rule.spec)} dims, but {variable.path} has shape "
+            f"{shape}; give one entry a dim"
+        )
+    try:
+        wanted = Layout(mesh, rule.spec)
+    except LayoutError as error:
+        raise LayoutError(f"The rule {rule.pattern!r} of {origin} does not fit the mesh: {error}") from error
+    if wanted.divides(shape):
+        return Placement(wanted, rule.pattern)
+    moved = next_best(variable, role, wanted)
+    return Placement(moved.layout, rule.pattern, moved.fallback)
+
+
+def _matches_nothing(rule: Rule, paths: Sequence[str], origin: str) -> str:
+    partly = [p for p in paths if re.search(rule.pattern, p)]
+    close = partly[:3] or difflib.get_close_matches(rule.pattern, paths, n=3, cutoff=0.3)
+    hint = "it matches only a part of" if partly else "the nearest are"
+    near = f"; {hint} {', '.join(close)}" if close else ""
+    return (
+        f"The rule {rule.pattern!r} of {origin} matches none of the model's {len(paths)} variables{near}. "
+        f"A rule must match a variable's whole path; correct it or remove it"
+    )
