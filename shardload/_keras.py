@@ -19,18 +19,19 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import keras
 import numpy as np
 from keras.src.backend.common import global_state, variables
 from keras.src.backend.common.stateless_scope import in_stateless_scope
-from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+from keras.src.backend.common.symbolic_scope import SymbolicScope, in_symbolic_scope
 from keras.src.backend.jax.core import JaxVariable
 from keras.src.backend.jax.trainer import JAXEpochIterator, _distribute_data
+from keras.src.saving import saving_lib
 from numpy.typing import NDArray
 
 from shardload.errors import MismatchError, UninitialisedError
@@ -369,6 +370,169 @@ def batches_laid_out_singly() -> Iterator[None]:
         yield
 
 
+# ---- saving and recording -----------------------------------------------------------------------
+
+AssignHandler = Callable[[Variable, Any, Callable[[Variable, Any], Any]], Any]
+"""Called with the variable, the value and Keras' own ``assign``; returns what ``assign`` is to return."""
+
+_assign_handler: ContextVar[AssignHandler | None] = ContextVar("shardload_assign_handler", default=None)
+
+
+@contextmanager
+def assignments_to(handler: AssignHandler) -> Iterator[None]:
+    """While open, every ``variable.assign(value)`` of this thread goes to ``handler`` instead."""
+    token = _assign_handler.set(handler)
+    try:
+        with _ASSIGN_PATCH.applied():
+            yield
+    finally:
+        _assign_handler.reset(token)
+
+
+def _handled_assign(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def assign(self: Variable, value: Any) -> Any:
+        handler = _assign_handler.get()
+        return original(self, value) if handler is None else handler(self, value, original)
+
+    return assign
+
+
+def _inherited_assign(variable: Variable, value: Any) -> Any:
+    """Whatever ``assign`` the base class has when it is called, patched or not."""
+    return variables.Variable.assign(variable, value)
+
+
+class _InheritedPatch:
+    """``JaxVariable.assign`` is inherited: this one is set on the subclass, past `_PATCHES`, and deleted after."""
+
+    def __init__(self) -> None:
+        self._open = 0
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        with self._lock:
+            self._open += 1
+            if self._open == 1:
+                JaxVariable.assign = _handled_assign(_inherited_assign)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._open -= 1
+                if self._open == 0:
+                    del JaxVariable.assign
+
+
+class StateSource(Protocol):
+    """What `load_state` reads from, and what it tells about where Keras is."""
+
+    def entry(self, path: str) -> Any:
+        """The mapping handed to ``load_own_variables`` of the saveable at ``path``."""
+        ...
+
+    def has_path(self, path: str) -> bool:
+        """Whether anything is stored below ``path``."""
+        ...
+
+    def visit(self, saveable: Any, path: str) -> AbstractContextManager[Callable[[Exception | None], None]]:
+        """Open around each saveable and its children; told at the end how its ``load_own_variables`` failed."""
+        ...
+
+
+class _ServedStore(saving_lib.H5IOStore):  # type: ignore[misc]
+    """``_load_state`` insists on the type; nothing of the HDF5 in it is used."""
+
+    def __init__(self, source: StateSource) -> None:
+        self.source = source
+
+    def __bool__(self) -> bool:
+        return True
+
+    def get(self, path: str) -> Any:
+        return self.source.entry(path)
+
+    def has_path(self, path: str) -> bool:
+        return self.source.has_path(path)
+
+
+def load_state(model: Model, source: StateSource, *, skip: Iterable[Any] = ()) -> None:
+    """Keras' own walk over everything that has ``load_own_variables``, served by ``source``.
+
+    Errors of single saveables do not stop it (nor Keras): ``visit`` is told. Those in ``skip`` are left out.
+    """
+    with _LOAD_STATE_PATCH.applied():
+        saving_lib._load_state(
+            model,
+            weights_store=_ServedStore(source),
+            assets_store=None,
+            inner_path="",
+            visited_saveables={id(saveable) for saveable in skip},
+            failed_saveables=set(),
+            error_msgs={},
+        )
+
+
+def _visited_load_state(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def load(saveable: Any, weights_store: Any, assets_store: Any, inner_path: str, **named: Any) -> None:
+        if not isinstance(weights_store, _ServedStore):
+            original(saveable, weights_store, assets_store, inner_path, **named)
+            return
+        with weights_store.source.visit(saveable, inner_path) as failed:
+            original(saveable, weights_store, assets_store, inner_path, **named)
+            _, error = named["error_msgs"].get(id(saveable), (None, None))
+            failed(error)
+
+    return load
+
+
+def without_computing(function: Callable[[], None]) -> None:
+    """Run ``function`` with every JAX operation in it traced instead of executed: no memory, no initialiser."""
+
+    def traced() -> None:
+        with SymbolicScope():
+            function()
+
+    jax.eval_shape(traced)
+
+
+def computing() -> AbstractContextManager[Any]:
+    """Inside `without_computing`: execute for real after all."""
+    evaluate: AbstractContextManager[Any] = jax.ensure_compile_time_eval()
+    return evaluate
+
+
+def stored_variables(saveable: Any) -> list[Variable]:
+    """Variables a layer or optimizer stores itself, in the order Keras' own hook stores them."""
+    if isinstance(saveable, keras.Layer):
+        return [*saveable._trainable_variables, *saveable._non_trainable_variables]
+    return list(saveable.variables) if isinstance(saveable, keras.optimizers.Optimizer) else []
+
+
+def own_layers(model: Model) -> list[Any]:
+    """The model and every layer in it."""
+    return list(model._flatten_layers())
+
+
+def current_value(variable: Variable) -> jax.Array | None:
+    """The array the variable stores now, or ``None``."""
+    value: jax.Array | None = variable._value
+    return value
+
+
+def put_back(variable: Variable, value: jax.Array | None, initializer: Any) -> None:
+    """Undo an assignment: the value and recorded initialiser from before."""
+    variable._value = value
+    variable._initializer = initializer
+
+
+def recorded_initializer(variable: Variable) -> Any:
+    """What `put_back` needs to make a variable abstract again; ``None`` for ordinary ones."""
+    return variable._initializer
+
+
 # ---- how the seams are opened and closed --------------------------------------------------------
 
 
@@ -407,6 +571,8 @@ _PATCHES = _Patches(
     (variables.Variable, "assign", _assign),
 )
 _ITERATOR_PATCH = _Patches((JAXEpochIterator, "_get_distributed_iterator", _distributed_iterator))
+_ASSIGN_PATCH = _InheritedPatch()
+_LOAD_STATE_PATCH = _Patches((saving_lib, "_load_state", _visited_load_state))
 
 
 # ---- parallel: the layer tree -------------------------------------------------------------------
