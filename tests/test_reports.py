@@ -17,7 +17,7 @@ from shardload.reports import (
     PlanReport,
     Stages,
 )
-from shardload.reports.names import fold, printable
+from shardload.reports.names import TIMES, fold, printable
 
 ISSUE_KEYS = [
     "source",
@@ -143,14 +143,14 @@ def test_a_text_has_no_colour_codes_and_no_trailing_blanks(monkeypatch):
 
 def test_the_same_fallback_of_all_layers_is_one_line():
     text = str(load_report(layout=LayoutSummary(190, 46, key_fallbacks())))
-    assert "decoder_block_*/attention/key/kernel ×18" in text
+    assert f"decoder_block_*/attention/key/kernel {TIMES}18" in text
     assert text.count("1 head does not divide by 8") == 1
 
 
 def test_the_same_variable_with_two_reasons_is_two_lines():
     other = (Fallback("decoder_block_9/attention/key/kernel", "(-, model)", "(model, -)", "too small"),)
     text = str(load_report(layout=LayoutSummary(190, 46, key_fallbacks(3) + other)))
-    assert "decoder_block_*/attention/key/kernel ×3" in text
+    assert f"decoder_block_*/attention/key/kernel {TIMES}3" in text
     assert "too small" in text
 
 
@@ -160,13 +160,13 @@ def test_every_list_is_shown_folded_and_cut_with_a_count(field):
     names = tuple(f"{c}/vars_{i}" for c in letters for i in range(3))
     text = str(load_report(**{field: names}))
     assert field.capitalize() in text
-    assert "a/vars_* ×3" in text
+    assert f"a/vars_* {TIMES}3" in text
     assert "… and 24 more (--json lists all)" in text
 
 
 def test_casts_are_counted_by_dtypes():
     casts = tuple(Cast(f"layer_{i}/kernel", "float32", "bfloat16") for i in range(30))
-    assert "float32 → bfloat16  30 variables: layer_*/kernel ×30" in str(load_report(cast=casts))
+    assert f"float32 → bfloat16  30 variables: layer_*/kernel {TIMES}30" in str(load_report(cast=casts))
 
 
 def test_notes_are_shown():
@@ -204,7 +204,7 @@ def test_control_characters_of_a_checkpoint_never_reach_the_terminal():
 
 def test_names_fold_by_numbers_that_differ():
     names = [f"llama3/block_{i}/kernel" for i in range(12)] + ["llama3/final_norm/scale"]
-    assert [str(f) for f in fold(names)] == ["llama3/block_*/kernel ×12", "llama3/final_norm/scale"]
+    assert [str(f) for f in fold(names)] == [f"llama3/block_*/kernel {TIMES}12", "llama3/final_norm/scale"]
 
 
 def test_names_that_differ_in_words_stay_apart():
