@@ -1,0 +1,85 @@
+"""Files of a checkpoint folder, found by names that may come from an untrusted index.
+
+A name must be plain (no separator, no ``..``) and what it leads to must lie in the folder. One layout of
+symbolic links is trusted: Hugging Face's cache, where a snapshot's files link to blobs of the same repository::
+
+    models--org--name/snapshots/<revision>/model.safetensors -> ../../blobs/<digest>
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shardload.errors import SourceError, UnsafeSourceError
+
+
+def member(folder: Path, name: object, *, named_by: str) -> Path:
+    """The file ``name`` of a folder; it need not exist.
+
+    Args:
+        folder: The checkpoint folder.
+        name: A file name, as an index gives it.
+        named_by: The file that gives the name, for messages.
+
+    Raises:
+        SourceError: When the name is not a file name at all.
+        UnsafeSourceError: When the name leaves the folder, by itself or through a symbolic link.
+    """
+    if not isinstance(name, str) or not name or "\0" in name or len(name) > 255:
+        raise SourceError(f"{named_by} should name files of its folder, but names {str(name)[:200]!r}")
+    if name in {".", ".."} or "/" in name or "\\" in name:
+        raise UnsafeSourceError(
+            f"{named_by} names the file {name!r}, which is not a plain name in {folder}. "
+            "A checkpoint may only point into its own folder; correct the index or download it again"
+        )
+    path = folder / name
+    if path.is_symlink():
+        _refuse_escape(path, folder)
+    return path
+
+
+def _refuse_escape(path: Path, folder: Path) -> None:
+    try:
+        target, home = path.resolve(), folder.resolve()
+    except (OSError, RuntimeError) as error:
+        raise SourceError(f"{path} is a symbolic link that leads nowhere: {error}") from error
+    if target.is_relative_to(home):
+        return
+    blobs = _hub_blobs(home)
+    if blobs is not None and target.parent == blobs:
+        return
+    raise UnsafeSourceError(
+        f"{path} is a symbolic link that leaves its folder, to {target}. Copy the file into the folder, "
+        "or open the file it points to by its own path"
+    )
+
+
+def _hub_blobs(home: Path) -> Path | None:
+    """The blobs folder that belongs to a snapshot of Hugging Face's cache."""
+    for revision in (home, *home.parents):
+        if revision.parent.name == "snapshots" and revision.parent.parent.name.count("--") >= 1:
+            return revision.parent.parent / "blobs"
+    return None
+
+
+def listing(folder: Path, *, limit: int = 8) -> str:
+    """The folder's first entries, for messages.
+
+    Raises:
+        SourceError: When the folder cannot be read.
+    """
+    names = entries(folder)
+    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return (", ".join(names[:limit]) + rest) or "nothing"
+
+
+def entries(folder: Path) -> list[str]:
+    """Names of a folder's entries, sorted.
+
+    Raises:
+        SourceError: When the folder cannot be read.
+    """
+    try:
+        return sorted(entry.name for entry in folder.iterdir())
+    except OSError as error:
+        raise SourceError(f"The folder {folder} cannot be read: {error.strerror}") from error

@@ -1,0 +1,62 @@
+"""JSON from a file nobody vouches for: bounded, no duplicate keys, and every failure names the file.
+
+Python's parser raises `RecursionError` on deep nesting, `ValueError` on 5000-digit numbers and keeps the last
+of two equal keys; here each is a `SourceError`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from shardload.errors import SourceError, UnsafeSourceError
+from shardload.stores import local
+
+MAX_JSON_BYTES = 1 << 25
+"""32 MiB. The largest index in the wild (hundreds of shards, 90k tensors) has 9 MB; the largest config 5 MB."""
+
+
+def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The JSON object that a file holds.
+
+    Raises:
+        SourceError: When it is missing, too large, not UTF-8, not JSON or not an object.
+    """
+    name = os.fspath(path)
+    with local.opened(path) as (fd, size):
+        if size > MAX_JSON_BYTES:
+            raise UnsafeSourceError(
+                f"{name} has {size} bytes, but a JSON description has at most {MAX_JSON_BYTES}. "
+                "It is not what its name says; download it again"
+            )
+        return parse_object(local.read_header(fd, size, offset=0, path=name, what="the JSON text"), path=name)
+
+
+def parse_object(raw: bytes, *, path: str) -> dict[str, Any]:
+    """A JSON object from bytes; ``path`` is for messages.
+
+    Raises:
+        SourceError: When the bytes are not UTF-8, not JSON, hold a key twice, or are not an object.
+    """
+    try:
+        found = json.loads(raw.decode("utf-8"), object_pairs_hook=unique_pairs)
+    except UnicodeDecodeError as error:
+        raise SourceError(f"{path} should hold JSON in UTF-8, but byte {error.start} is not UTF-8") from error
+    except RecursionError as error:
+        raise UnsafeSourceError(f"{path} nests its JSON too deeply; no checkpoint does. Download it again") from error
+    except ValueError as error:
+        raise SourceError(f"{path} should hold JSON, but does not parse: {error}. Download it again") from error
+    if not isinstance(found, dict):
+        raise SourceError(f"{path} should hold a JSON object, but holds a {type(found).__name__}")
+    return found
+
+
+def unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """`object_pairs_hook` for `json.loads` that refuses a key given twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {twice[:200]!r} appears twice")
+    return found

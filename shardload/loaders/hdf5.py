@@ -1,0 +1,314 @@
+"""HDF5 datasets as tensors; the only module that imports h5py.
+
+Keras writes each dataset contiguous and little-endian, so its bytes can be read raw: an `Extent`. What other
+programs may write (chunks, compression, big-endian, compact storage) is read through h5py, row by row.
+
+    file       ├─ … ─┤ superblock, groups, headers ├─ dataset ─┤─ dataset ─┤
+               0     start                         start + get_offset()
+
+``start`` is not 0 where the HDF5 file is itself part of a file, as in a ``.keras`` archive. Only hard links are
+followed, each object once: files reached from outside (external links, external storage, virtual datasets) are
+refused, as Keras refuses them.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import h5py
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from shardload.errors import (
+    ShardloadError,
+    SourceError,
+    TransferError,
+    TruncatedSourceError,
+    UnsafeSourceError,
+    UnsupportedError,
+)
+from shardload.loaders._extents import check_shape
+from shardload.manifest import Decoded, Extent, Storage, Tensor
+from shardload.stores import local
+
+MAGIC = b"\x89HDF\r\n\x1a\n"
+MAX_EXPANSION = 1000
+"""Decoded bytes per stored byte; Keras' own limit. Compressed weights expand by less than 10."""
+EXPANSION_FLOOR_BYTES = 1 << 20
+"""Below this any expansion is harmless: a freshly initialised bias compresses well."""
+_LOCK = threading.RLock()
+"""libhdf5 is not re-entrant; h5py has a lock of its own, but not around several calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """The part of a file that is an HDF5 file."""
+
+    path: str
+    start: int
+    """First byte."""
+    nbytes: int
+
+    @classmethod
+    def whole(cls, path: str) -> Region:
+        """A file that is HDF5 from its first to its last byte.
+
+        Raises:
+            SourceError: When the file cannot be opened.
+        """
+        with local.opened(path) as (_, size):
+            return cls(path, 0, size)
+
+
+@dataclass(frozen=True, slots=True)
+class H5Rows:
+    """Rows of one dataset, read through h5py; opens the file anew for each range."""
+
+    region: Region
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    stored_bytes: int
+    row_alignment: int
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The file."""
+        return (self.region.path,)
+
+    def read_rows(self, start: int, stop: int) -> NDArray[Any]:
+        """Rows ``[start, stop)``; see `shardload.manifest.RowReader`.
+
+        Raises:
+            TransferError: When the dataset is no longer what its header said, or does not decode.
+        """
+        try:
+            with _LOCK, _opened(self.region) as file:
+                dataset = file[self.name]
+                if dataset.shape != self.shape:
+                    raise TransferError(f"{self._where()} had the shape {self.shape}, and now has {dataset.shape}")
+                found = dataset[start:stop] if self.shape else dataset[()]
+        except TransferError:
+            raise
+        except Exception as error:
+            raise TransferError(f"{self._where()}: rows {start} to {stop} do not decode: {error}") from error
+        rows = np.ascontiguousarray(found).reshape(np.shape(found))
+        return rows.view(self.dtype) if rows.dtype.kind == "V" else rows.astype(self.dtype, copy=False)
+
+    def _where(self) -> str:
+        return f"{self.region.path}: dataset {self.name!r}"
+
+
+def read_tensors(region: Region) -> tuple[Tensor, ...]:
+    """Every dataset of an HDF5 file, in no particular order; names are dataset paths without leading slash.
+
+    Raises:
+        TruncatedSourceError: When the file is shorter than it says.
+        UnsafeSourceError: When it reaches outside itself, holds an object twice, or declares far more than it stores.
+        UnsupportedError: When a dataset holds no numbers, needs a missing filter, or the file is a legacy one.
+        SourceError: When libhdf5 cannot make sense of it.
+    """
+    with _LOCK, _translated(region), _opened(region) as file:
+        _refuse_legacy(file, region.path)
+        return tuple(_tensor(node, name, region) for name, node in _walk(file, region.path))
+
+
+def read_attribute(region: Region, name: str) -> Any:
+    """A root attribute of an HDF5 file, ``None`` where it has none; raises like `read_tensors`."""
+    with _LOCK, _translated(region), _opened(region) as file:
+        return file.attrs.get(name)
+
+
+class _RegionFile(io.RawIOBase):
+    """A read-only file object over a region; libhdf5 cannot see, lock or map anything else."""
+
+    def __init__(self, region: Region) -> None:
+        self._fd = local.open_readonly(region.path)
+        self._region = region
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._region.nbytes}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        view = view[: max(0, self._region.nbytes - self._at)]
+        count = os.preadv(self._fd, [view], self._region.start + self._at) if view else 0
+        self._at += count
+        return count
+
+    def close(self) -> None:
+        if not self.closed:
+            os.close(self._fd)
+        super().close()
+
+
+@contextmanager
+def _opened(region: Region) -> Iterator[Any]:
+    with _RegionFile(region) as raw, h5py.File(raw, "r") as file:
+        yield file
+
+
+@contextmanager
+def _translated(region: Region) -> Iterator[None]:
+    """libhdf5's errors come as a dozen builtins; each means that the file is damaged."""
+    try:
+        yield
+    except ShardloadError:
+        raise
+    except Exception as error:
+        kind = TruncatedSourceError if "truncated" in str(error) else SourceError
+        reason = str(error) or type(error).__name__
+        raise kind(f"{region.path} is damaged HDF5: {reason}. Download or save it again") from error
+
+
+def _refuse_legacy(file: Any, path: str) -> None:
+    if "layer_names" in file.attrs or "model_config" in file.attrs or "model_weights" in file:
+        raise UnsupportedError(
+            f"{path} is a legacy Keras HDF5 file (Keras 2 or `save('x.h5')`), whose weights have no stable names. "
+            "Load it with keras and save it again: model.load_weights(old); model.save_weights('new.weights.h5')"
+        )
+
+
+def _walk(file: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Names and datasets; iterative, as nesting is the file's choice."""
+    seen = {_address(file.id, b".")}
+    stack: list[tuple[str, Any]] = [("", file.id)]
+    while stack:
+        prefix, group = stack.pop()
+        for raw in group:
+            name = prefix + _decode(raw, path)
+            if group.links.get_info(raw).type != h5py.h5l.TYPE_HARD:
+                raise UnsafeSourceError(f"{path}: {name!r} is a soft or external link; weights may not be linked in")
+            if (address := _address(group, raw)) in seen:
+                raise UnsafeSourceError(f"{path}: {name!r} is a second link to one object, or a cycle of links")
+            seen.add(address)
+            node = h5py.h5o.open(group, raw)
+            if isinstance(node, h5py.h5g.GroupID):
+                stack.append((name + "/", node))
+            elif isinstance(node, h5py.h5d.DatasetID):
+                yield name, node
+            else:
+                raise UnsupportedError(f"{path}: {name!r} is neither a group nor a dataset")
+
+
+def _address(group: Any, name: bytes) -> int:
+    return int(h5py.h5o.get_info(group, name).addr)
+
+
+def _decode(raw: bytes, path: str) -> str:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise SourceError(f"{path}: the object name {raw[:100]!r} is not UTF-8") from error
+
+
+def _tensor(node: Any, name: str, region: Region) -> Tensor:
+    where = f"{region.path}: dataset {name!r}"
+    if node.get_space().get_simple_extent_type() == h5py.h5s.NULL:
+        raise UnsupportedError(f"{where} is a null dataset: it has a type, but no shape")
+    shape = tuple(int(n) for n in node.shape)
+    check_shape(shape, name=name, path=region.path)
+    dtype, is_raw = _dtype(node, where)
+    rows = H5Rows(region, name, dtype, shape, int(node.get_storage_size()), 1)
+    return Tensor(name, shape, dtype, _storage(node, rows, is_raw=is_raw))
+
+
+def _dtype(node: Any, where: str) -> tuple[np.dtype[Any], bool]:
+    """What reading yields, and whether the stored bytes are just that."""
+    kind = node.get_type()
+    if kind.get_class() in {h5py.h5t.STRING, h5py.h5t.COMPOUND, h5py.h5t.VLEN, h5py.h5t.REFERENCE, h5py.h5t.ARRAY}:
+        raise UnsupportedError(f"{where} holds no numbers (HDF5 class {kind.get_class()}); weights are numbers")
+    found = node.dtype
+    if found.kind == "V":
+        return _opaque(node, found, where), True
+    if found.kind not in "biufc":
+        raise UnsupportedError(f"{where} has the dtype {found}, which no variable has")
+    little = found.newbyteorder("<") if found.itemsize > 1 else found
+    return little, bool(kind.equal(h5py.h5t.py_create(little, logical=True)))
+
+
+def _opaque(node: Any, found: np.dtype[Any], where: str) -> np.dtype[Any]:
+    """Keras stores bfloat16 as opaque bytes and names the type in an attribute."""
+    label = h5py.Dataset(node).attrs.get("dtype")
+    label = label.decode("utf-8", "replace") if isinstance(label, bytes) else label
+    known = {"bfloat16", "float8_e4m3fn", "float8_e5m2", "int4", "uint4"}
+    if not isinstance(label, str) or label not in known:
+        raise UnsupportedError(
+            f"{where} holds {found.itemsize}-byte elements of an unnamed type; its attribute 'dtype' should say "
+            f"which ({', '.join(sorted(known))}), but is {str(label)[:100]!r}. Save it again with Keras 3"
+        )
+    dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, label))
+    if dtype.itemsize != found.itemsize:
+        raise SourceError(f"{where} is said to hold {label}, but has elements of {found.itemsize} bytes")
+    return dtype
+
+
+def _storage(node: Any, rows: H5Rows, *, is_raw: bool) -> Storage:
+    """Where a dataset's bytes are; ``rows`` is the way to read them when they are not raw."""
+    region, shape, dtype = rows.region, rows.shape, rows.dtype
+    where = f"{region.path}: dataset {rows.name!r}"
+    plist = node.get_create_plist()
+    layout = plist.get_layout()
+    if plist.get_external_count() or layout == h5py.h5d.VIRTUAL:
+        raise UnsafeSourceError(f"{where} keeps its data in other files (external storage or a virtual dataset)")
+    declared, stored = math.prod(shape) * node.get_type().get_size(), rows.stored_bytes
+    if not declared:
+        return Extent(region.path, region.start)
+    _refuse_bomb(where, declared=declared, stored=stored, file_bytes=region.nbytes)
+    if layout == h5py.h5d.CONTIGUOUS:
+        if stored != declared:
+            raise SourceError(f"{where} declares {declared} bytes, shape {shape} of {dtype}, but stores {stored}")
+        offset = node.get_offset()
+        if offset is None or not 0 <= offset <= region.nbytes - stored:
+            raise TruncatedSourceError(f"{where} should end at byte {(offset or 0) + stored}, past the file's end")
+        if is_raw:
+            return Extent(region.path, region.start + offset)
+    if layout != h5py.h5d.CHUNKED:
+        return Decoded(rows)
+    chunk_rows = _check_filters(plist, where, stored=stored, itemsize=dtype.itemsize)
+    return Decoded(replace(rows, row_alignment=chunk_rows))
+
+
+def _refuse_bomb(where: str, *, declared: int, stored: int, file_bytes: int) -> None:
+    if not stored:
+        raise UnsafeSourceError(f"{where} declares {declared} bytes, but stores none of them. Save the file again")
+    if stored > file_bytes:
+        raise TruncatedSourceError(f"{where} says it stores {stored} bytes, but the file has {file_bytes}")
+    if declared > EXPANSION_FLOOR_BYTES and declared > MAX_EXPANSION * stored:
+        raise UnsafeSourceError(
+            f"{where} declares {declared} bytes, but stores only {stored}: a decompression bomb. "
+            "If it is honest, save it uncompressed"
+        )
+
+
+def _check_filters(plist: Any, where: str, *, stored: int, itemsize: int) -> int:
+    """Rows per chunk of a chunked dataset whose filters are all there."""
+    for index in range(plist.get_nfilters()):
+        code, _, _, label = plist.get_filter(index)
+        if not h5py.h5z.filter_avail(code):
+            text = label.decode("utf-8", "replace")[:50]
+            raise UnsupportedError(
+                f"{where} is compressed by filter {code} ({text}), which this h5py lacks; save it again"
+            )
+    chunk = plist.get_chunk()
+    _refuse_bomb(where, declared=math.prod(chunk) * itemsize, stored=stored, file_bytes=stored)
+    return int(chunk[0]) if chunk else 1

@@ -1,0 +1,122 @@
+"""Hugging Face folders: ``config.json`` and safetensors, in one file or in shards listed by an index.
+
+    config.json                     {"model_type": …}
+    model.safetensors               or
+    model.safetensors.index.json    {"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors", …}}
+
+The index is untrusted: its file names may not leave the folder, and each tensor must really lie in the shard it
+is said to lie in.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardload.errors import SourceError, SourceNotFoundError, UnsupportedError
+from shardload.loaders import safetensors
+from shardload.loaders._extents import collect
+from shardload.loaders._folder import entries, listing, member
+from shardload.loaders._json import read_object
+from shardload.manifest import Manifest, Tensor
+
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+def open_folder(path: str | os.PathLike[str]) -> Manifest:
+    """The manifest of a folder with a Hugging Face ``config.json``.
+
+    Raises:
+        SourceError: When config, index and shards contradict each other or themselves.
+        UnsafeSourceError: When the index or a symbolic link points outside the folder.
+        UnsupportedError: When the weights are there, but not as safetensors.
+    """
+    folder = Path(path).absolute()
+    config_path = member(folder, CONFIG, named_by=str(folder))
+    config = read_object(config_path)
+    if not isinstance(config.get("model_type"), str):
+        raise SourceError(f"{config_path} should name the architecture as 'model_type', but does not")
+    return open_bare(folder, format="hf-safetensors", config=config)
+
+
+def open_bare(
+    path: str | os.PathLike[str], *, format: str = "safetensors", config: Mapping[str, Any] | None = None
+) -> Manifest:
+    """The manifest of a folder's safetensors, with no look at its config; raises like `open_folder`."""
+    folder = Path(path).absolute()
+    names = entries(folder)
+    if INDEX in names:
+        found = open_index(member(folder, INDEX, named_by=str(folder)))
+    else:
+        found = safetensors.open_file(member(folder, _only_file(folder, names), named_by=str(folder)))
+    return Manifest(str(folder), format, found.tensors, found.files, config or {}, found.metadata)
+
+
+def open_index(path: str | os.PathLike[str]) -> Manifest:
+    """The manifest of the shards that a ``*.safetensors.index.json`` lists; raises like `open_folder`."""
+    index = Path(path).absolute()
+    weight_map = _weight_map(index)
+    headers = {shard: safetensors.read_header(str(file)) for shard, file in _shards(index, weight_map).items()}
+    held = {shard: {tensor.name: tensor for tensor in header.tensors} for shard, header in headers.items()}
+    tensors = [_find(name, shard, held, index) for name, shard in weight_map.items()]
+    files = {str(index.parent / shard): header.file_bytes for shard, header in headers.items()}
+    metadata: dict[str, Any] = {}
+    for header in headers.values():
+        metadata |= header.metadata
+    if stray := [f"{shard}: {name}" for shard in held for name in held[shard] if weight_map.get(name) != shard]:
+        metadata["not_in_index"] = stray
+    return Manifest(str(index), "safetensors", collect(tensors, files=files), files, metadata=metadata)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    weight_map = read_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise SourceError(f"{index} should hold a 'weight_map' from tensor names to shard files, but does not")
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str):
+            raise SourceError(f"{index}: tensor {name!r} should map to a file name, but maps to {str(shard)[:200]}")
+    return weight_map
+
+
+def _shards(index: Path, weight_map: Mapping[str, str]) -> dict[str, Path]:
+    files = {shard: member(index.parent, shard, named_by=str(index)) for shard in sorted(set(weight_map.values()))}
+    if missing := [shard for shard, file in files.items() if not file.exists()]:
+        raise SourceNotFoundError(
+            f"{index} lists {len(files)} shards, but {len(missing)} are missing from {index.parent}: "
+            f"{', '.join(missing[:8])}{' …' if len(missing) > 8 else ''}. Download them into that folder"
+        )
+    return files
+
+
+def _find(name: str, shard: str, held: Mapping[str, Mapping[str, Tensor]], index: Path) -> Tensor:
+    if (tensor := held[shard].get(name)) is not None:
+        return tensor
+    others = [other for other, tensors in held.items() if name in tensors]
+    where = f"it lies in {others[0]}" if others else "no listed shard holds it"
+    raise SourceError(
+        f"{index} says tensor {name!r} lies in {shard}, but that file does not hold it; {where}. "
+        "Index and shards are not of one checkpoint: download both again"
+    )
+
+
+def _only_file(folder: Path, names: list[str]) -> str:
+    if SINGLE in names:
+        return SINGLE
+    found = [name for name in names if name.endswith(".safetensors")]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise SourceError(
+            f"{folder} holds {len(found)} safetensors files ({', '.join(found[:8])}), but no {INDEX} that says which "
+            "belong together. Download the index, or name one file"
+        )
+    if any(name.endswith((".bin", ".pt", ".pth")) for name in names):
+        raise UnsupportedError(
+            f"{folder} holds PyTorch pickles only, which can run code when opened. "
+            "Download the repository's safetensors, or convert them with safetensors.torch.save_file"
+        )
+    raise SourceNotFoundError(f"{folder} holds neither {SINGLE} nor {INDEX}, but {listing(folder)}")

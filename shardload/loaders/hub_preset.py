@@ -1,0 +1,78 @@
+"""KerasHub preset folders.
+
+    config.json           the backbone, serialised by Keras ("registered_name")
+    model.weights.h5      or model.weights.json and shards
+    task.json             the task, where the preset is one
+    task.weights.h5       what the task has besides its backbone; its tensors are named "task:…" here
+    metadata.json         versions
+
+A folder saved by ``keras.saving.save_model(…, zipped=False)`` has the same first two files and opens alike.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from shardload.errors import SourceError, SourceNotFoundError
+from shardload.loaders import keras_h5, keras_sharded
+from shardload.loaders._extents import collect
+from shardload.loaders._folder import entries, listing, member
+from shardload.loaders._json import read_object
+from shardload.manifest import Manifest
+
+CONFIG = "config.json"
+WEIGHTS = "model.weights.h5"
+SHARDED_WEIGHTS = "model.weights.json"
+TASK = "task.json"
+TASK_WEIGHTS = "task.weights.h5"
+METADATA = "metadata.json"
+TASK_PREFIX = "task:"
+
+
+def open_folder(path: str | os.PathLike[str]) -> Manifest:
+    """The manifest of a preset folder.
+
+    Raises:
+        SourceError: When config or weights are damaged or contradict each other.
+        SourceNotFoundError: When the folder has a config, but no weights.
+    """
+    folder = Path(path).absolute()
+    names = entries(folder)
+    config = _read(folder, CONFIG)
+    if not isinstance(config.get("registered_name", config.get("class_name")), str):
+        raise SourceError(f"{folder / CONFIG} should name a Keras class as 'registered_name', but does not")
+    parts = [_backbone(folder, names)]
+    if TASK_WEIGHTS in names:
+        parts.append(_task(folder))
+    files = {path: size for part in parts for path, size in part.files.items()}
+    tensors = collect([tensor for part in parts for tensor in part.tensors.values()], files=files)
+    return Manifest(str(folder), "keras-hub-preset", tensors, files, config, _metadata(folder, names))
+
+
+def _backbone(folder: Path, names: list[str]) -> Manifest:
+    if WEIGHTS in names:
+        return keras_h5.open_file(member(folder, WEIGHTS, named_by=str(folder)))
+    if SHARDED_WEIGHTS in names:
+        return keras_sharded.open_index(member(folder, SHARDED_WEIGHTS, named_by=str(folder)))
+    raise SourceNotFoundError(
+        f"{folder} is a Keras preset without weights: it holds neither {WEIGHTS} nor {SHARDED_WEIGHTS}, but "
+        f"{listing(folder)}. Download the preset's weights into it"
+    )
+
+
+def _task(folder: Path) -> Manifest:
+    found = keras_h5.open_file(member(folder, TASK_WEIGHTS, named_by=str(folder)))
+    renamed = [replace(tensor, name=TASK_PREFIX + tensor.name) for tensor in found.tensors.values()]
+    return replace(found, tensors={tensor.name: tensor for tensor in renamed})
+
+
+def _metadata(folder: Path, names: list[str]) -> dict[str, Any]:
+    wanted = {"task": TASK, "keras_metadata": METADATA}
+    return {key: _read(folder, name) for key, name in wanted.items() if name in names}
+
+
+def _read(folder: Path, name: str) -> dict[str, Any]:
+    return read_object(member(folder, name, named_by=str(folder)))

@@ -1,0 +1,157 @@
+"""``.keras`` archives: a zip whose member ``model.weights.h5`` is stored, not deflated, so it is read in place.
+
+    ┌ local header ┬ metadata.json ┬ local header ┬ config.json ┬ local header ┬ model.weights.h5 ┬ central directory ┐
+                                                                              └ an HDF5 file inside the file
+
+The central directory says where members start; each local header must agree with it, members may not overlap,
+repeat or be encrypted, and nothing may stand before the first: such archives are made to be read in two ways.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+from shardload.errors import (
+    ShardloadError,
+    SourceError,
+    TruncatedSourceError,
+    UnsafeSourceError,
+    UnsupportedError,
+)
+from shardload.loaders import hdf5
+from shardload.loaders._extents import collect
+from shardload.loaders._json import MAX_JSON_BYTES, parse_object
+from shardload.manifest import Manifest
+from shardload.stores import local
+
+MAGIC = b"PK\x03\x04"
+WEIGHTS = "model.weights.h5"
+CONFIG = "config.json"
+METADATA = "metadata.json"
+_LOCAL_HEADER = struct.Struct("<4s5H3I2H")
+_ENCRYPTED = 0x1
+MAX_EXPANSION = 1000
+"""Inflated bytes per stored byte, as in Keras."""
+
+
+def open_file(path: str | os.PathLike[str]) -> Manifest:
+    """The manifest of one ``.keras`` archive.
+
+    Raises:
+        SourceError: When the zip or the HDF5 in it contradicts itself.
+        UnsafeSourceError: When the zip is one of the known tricks: overlap, repetition, prefix, bomb.
+        UnsupportedError: When the weights are deflated or encrypted, or stored as ``.npz``.
+    """
+    name = str(Path(path).absolute())
+    with local.opened(name) as (fd, size):
+        members = _members(name, fd, size)
+        info = _weights(name, members)
+        start = _check_all(name, fd, members)[info.filename]
+    region = hdf5.Region(name, start, info.file_size)
+    files = {name: size}
+    tensors = collect(hdf5.read_tensors(region), files=files)
+    return Manifest(name, "keras-archive", tensors, files, _json(name, members, CONFIG), _json(name, members, METADATA))
+
+
+def _members(path: str, fd: int, size: int) -> dict[str, zipfile.ZipInfo]:
+    with _translated(path), os.fdopen(os.dup(fd), "rb") as raw, zipfile.ZipFile(raw) as archive:
+        infos = archive.infolist()
+    members = {info.filename: info for info in infos}
+    if len(members) < len(infos):
+        raise UnsafeSourceError(
+            f"{path} holds {len(infos)} members under {len(members)} names; save it again with Keras"
+        )
+    if not members or min(info.header_offset for info in infos) != 0:
+        raise UnsafeSourceError(f"{path} has other data before its first member; save it again with Keras")
+    for info in infos:
+        if info.header_offset + info.compress_size > size:
+            raise TruncatedSourceError(f"{path} is truncated: member {info.filename!r} ends past its {size} bytes")
+    return members
+
+
+def _weights(path: str, members: dict[str, zipfile.ZipInfo]) -> zipfile.ZipInfo:
+    if (info := members.get(WEIGHTS)) is None:
+        if "model.weights.npz" in members:
+            raise UnsupportedError(
+                f"{path} keeps its weights as .npz; save it again: keras.saving.save_model(model, path)"
+            )
+        if any(name.endswith("data.pkl") for name in members):
+            raise UnsupportedError(
+                f"{path} is a PyTorch checkpoint, a pickle that can run code; convert it to safetensors"
+            )
+        listed = ", ".join(sorted(members)[:8])
+        raise SourceError(f"{path} is a zip, but no Keras archive: it should hold {WEIGHTS}, and holds {listed}")
+    if info.flag_bits & _ENCRYPTED:
+        raise UnsupportedError(f"{path}: member {WEIGHTS} is encrypted; save the model again without a password")
+    if info.compress_type != zipfile.ZIP_STORED:
+        raise UnsupportedError(
+            f"{path}: member {WEIGHTS} is compressed, so it cannot be read in place. Keras stores it uncompressed: "
+            f"unzip the archive and open its {WEIGHTS}, or load and save it with Keras"
+        )
+    if info.compress_size != info.file_size:
+        raise SourceError(f"{path}: {WEIGHTS} is stored, but has {info.compress_size} bytes for {info.file_size}")
+    return info
+
+
+def _check_all(path: str, fd: int, members: dict[str, zipfile.ZipInfo]) -> dict[str, int]:
+    """Where each member's data starts, once every local header agrees and none overlaps the next."""
+    starts: dict[str, int] = {}
+    end, before = 0, ""
+    for info in sorted(members.values(), key=lambda info: info.header_offset):
+        if info.header_offset < end:
+            raise UnsafeSourceError(f"{path}: members {before!r} and {info.filename!r} overlap; a zip bomb does that")
+        starts[info.filename] = _data_start(path, fd, info)
+        end, before = starts[info.filename] + info.compress_size, info.filename
+    size = os.fstat(fd).st_size
+    if end > size:
+        raise TruncatedSourceError(f"{path} is truncated: member {before!r} ends at byte {end}, the file at {size}")
+    return starts
+
+
+def _data_start(path: str, fd: int, info: zipfile.ZipInfo) -> int:
+    what = f"the local header of {info.filename!r}"
+    raw = local.read_header(fd, _LOCAL_HEADER.size, offset=info.header_offset, path=path, what=what)
+    magic, _, flags, method, *_, name_length, extra_length = _LOCAL_HEADER.unpack(raw)
+    at = info.header_offset + _LOCAL_HEADER.size
+    name = local.read_header(fd, name_length, offset=at, path=path, what=what)
+    expected = info.orig_filename.encode("utf-8" if info.flag_bits & 0x800 else "cp437", "replace")
+    if magic != MAGIC or name != expected or method != info.compress_type or (flags ^ info.flag_bits) & _ENCRYPTED:
+        raise UnsafeSourceError(
+            f"{path}: {what} says {name[:100]!r} (method {method}), the central directory {info.filename!r} "
+            f"(method {info.compress_type}); they must agree. Save it again with Keras"
+        )
+    return at + int(name_length) + int(extra_length)
+
+
+def _json(path: str, members: dict[str, zipfile.ZipInfo], name: str) -> dict[str, Any]:
+    if (info := members.get(name)) is None:
+        raise SourceError(f"{path} should hold {name}, as every Keras archive does, but holds {', '.join(members)}")
+    if info.file_size > MAX_JSON_BYTES or info.file_size > MAX_EXPANSION * max(info.compress_size, 1024):
+        raise UnsafeSourceError(f"{path}: {name} declares {info.file_size} bytes from {info.compress_size}: a zip bomb")
+    with _translated(path), zipfile.ZipFile(path) as archive, archive.open(info) as member:
+        return parse_object(member.read(info.file_size), path=f"{path}:{name}")
+
+
+class _translated:  # noqa: N801 - used as a context manager
+    """zipfile's errors come as seven builtins; each means that the archive is damaged."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, ShardloadError) or error is None:
+            return
+        if isinstance(error, RuntimeError | NotImplementedError):
+            raise UnsupportedError(f"{self._path}: {error}; save it again with Keras") from error
+        if isinstance(
+            error, zipfile.BadZipFile | ValueError | OSError | EOFError | struct.error | zlib.error | KeyError
+        ):
+            raise SourceError(f"{self._path} is a damaged zip archive: {error}. Download or save it again") from error

@@ -1,0 +1,84 @@
+"""Keras' sharded weights: ``model.weights.json`` and the HDF5 shards it lists.
+
+    {"weight_map": {"/layers/dense/vars": "model_00000.weights.h5",
+                    "/layers/dense_1/vars": ["model_00000.weights.h5", "model_00001.weights.h5"]}}
+
+A group of variables may be spread over several shards; a variable lies in one. The map is untrusted.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from shardload.errors import SourceError, SourceNotFoundError
+from shardload.loaders import hdf5
+from shardload.loaders._extents import collect
+from shardload.loaders._folder import member
+from shardload.loaders._json import read_object
+from shardload.manifest import Manifest, Tensor
+
+
+def open_index(path: str | os.PathLike[str]) -> Manifest:
+    """The manifest of a ``*.weights.json`` and its shards.
+
+    Raises:
+        SourceError: When map and shards contradict each other, or a shard is damaged.
+        UnsafeSourceError: When the map names a file outside its folder.
+        SourceNotFoundError: When a shard is missing.
+    """
+    index = Path(path).absolute()
+    document = read_object(index)
+    groups = _groups(document.get("weight_map"), index)
+    regions = _regions(groups, index)
+    tensors: list[Tensor] = []
+    for shard, region in regions.items():
+        held = hdf5.read_tensors(region)
+        _check_shard(shard, held, groups, index)
+        tensors += held
+    files = {region.path: region.nbytes for region in regions.values()}
+    metadata = document.get("metadata")
+    found = collect(tensors, files=files)
+    return Manifest(
+        str(index), "keras-sharded-h5", found, files, metadata=metadata if isinstance(metadata, dict) else {}
+    )
+
+
+def _groups(weight_map: object, index: Path) -> dict[str, tuple[str, ...]]:
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise SourceError(f"{index} should hold a 'weight_map' from groups of variables to shards, but does not")
+    found = {}
+    for group, shards in weight_map.items():
+        listed = shards if isinstance(shards, list) else [shards]
+        if not listed or not all(isinstance(shard, str) for shard in listed):
+            raise SourceError(f"{index}: group {group!r} should map to one or more file names, not {str(shards)[:200]}")
+        found[group.strip("/")] = tuple(listed)
+    return found
+
+
+def _regions(groups: Mapping[str, tuple[str, ...]], index: Path) -> dict[str, hdf5.Region]:
+    names = sorted({shard for shards in groups.values() for shard in shards})
+    files = {name: member(index.parent, name, named_by=str(index)) for name in names}
+    if missing := [name for name, file in files.items() if not file.exists()]:
+        raise SourceNotFoundError(
+            f"{index} lists {len(files)} shards, but {len(missing)} are missing from {index.parent}: "
+            f"{', '.join(missing[:8])}{' …' if len(missing) > 8 else ''}. Copy them into that folder"
+        )
+    return {name: hdf5.Region.whole(str(file)) for name, file in files.items()}
+
+
+def _check_shard(shard: str, held: Iterable[Tensor], groups: Mapping[str, tuple[str, ...]], index: Path) -> None:
+    present = {tensor.name.rpartition("/")[0] for tensor in held}
+    placed = {group for group, shards in groups.items() if shard in shards}
+    if absent := sorted(placed - present):
+        raise SourceError(
+            f"{index} says {shard} holds variables of {absent[0]!r}, but it does not. "
+            "Map and shards are not of one checkpoint; copy or save both again"
+        )
+    if stray := sorted(present - placed):
+        said = ", ".join(groups.get(stray[0], ())) or "no file"
+        raise SourceError(
+            f"{shard} holds variables of {stray[0]!r}, which {index} places in {said}. "
+            "Map and shards are not of one checkpoint; copy or save both again"
+        )

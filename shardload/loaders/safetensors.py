@@ -1,0 +1,272 @@
+"""safetensors: an 8-byte length, a JSON header, then the tensors, end to end.
+
+    ┌────────┬──────────────────────────────────────────────────────────┬───────────────────────┐
+    │ u64 n  │ {"name": {"dtype", "shape", "data_offsets": [a, b]}, …}  │ bytes, no holes       │
+    └────────┴──────────────────────────────────────────────────────────┴───────────────────────┘
+     0        8                                                          8 + n = offset 0 of the data
+
+The rules are the reference library's (huggingface/safetensors, ``tensor.rs``), and duplicate keys are refused as
+well. The header is parsed entry by entry, so that a hostile one costs no more memory than an honest one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from json import decoder
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from shardload.errors import SourceError, TruncatedSourceError, UnsafeSourceError, UnsupportedError
+from shardload.loaders._extents import check_shape, collect
+from shardload.loaders._json import unique_pairs
+from shardload.manifest import Extent, Manifest, Tensor
+from shardload.stores import local
+
+MAX_HEADER_BYTES = 100_000_000
+"""The reference library's cap."""
+MAX_ENTRY_CHARS = 4096
+"""One tensor's entry: three keys and at most 32 dims of 20 digits."""
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    name: np.dtype(dtype)
+    for name, dtype in {
+        "BOOL": np.bool_,
+        "U8": np.uint8,
+        "I8": np.int8,
+        "U16": np.uint16,
+        "I16": np.int16,
+        "U32": np.uint32,
+        "I32": np.int32,
+        "U64": np.uint64,
+        "I64": np.int64,
+        "F16": np.float16,
+        "F32": np.float32,
+        "F64": np.float64,
+        "C64": np.complex64,
+        "BF16": ml_dtypes.bfloat16,
+        "F8_E4M3": ml_dtypes.float8_e4m3fn,
+        "F8_E5M2": ml_dtypes.float8_e5m2,
+        "F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz,
+        "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
+        "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+    }.items()
+}
+_scan_string: Callable[[str, int, bool], tuple[str, int]] = decoder.scanstring  # type: ignore[attr-defined]
+"""The C scanner that `json` itself uses: a string from the character after its opening quote."""
+SUB_BYTE = frozenset({"F4", "F6_E2M3", "F6_E3M2"})
+"""Known to the format, but several elements share a byte."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What one file's header says."""
+
+    tensors: tuple[Tensor, ...]
+    """In file order."""
+    metadata: dict[str, str]
+    """The header's ``__metadata__``."""
+    file_bytes: int
+    """Size of the file."""
+
+
+def open_file(path: str | os.PathLike[str]) -> Manifest:
+    """The manifest of one bare ``.safetensors`` file.
+
+    Raises:
+        SourceError: When the header contradicts itself, its format or the file.
+        UnsupportedError: When a tensor's type packs several elements into a byte.
+    """
+    name = str(Path(path).absolute())
+    header = read_header(name)
+    files = {name: header.file_bytes}
+    return Manifest(name, "safetensors", collect(header.tensors, files=files), files, metadata=header.metadata)
+
+
+def read_header(path: str) -> Header:
+    """Parse and check the header of one file; raises like `open_file`."""
+    with local.opened(path) as (fd, size):
+        length = int.from_bytes(local.read_header(fd, 8, offset=0, path=path, what="the header's length"), "little")
+        if length > MAX_HEADER_BYTES:
+            raise UnsafeSourceError(
+                f"{path} declares a header of {length} bytes; at most {MAX_HEADER_BYTES} are allowed. "
+                "It is damaged or no safetensors file; download it again"
+            )
+        raw = local.read_header(fd, length, offset=8, path=path, what="the safetensors header")
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise SourceError(f"{path}: byte {8 + error.start} of the safetensors header is not UTF-8") from error
+    del raw
+    return _Parser(path, text, data_start=8 + length, file_bytes=size).parse()
+
+
+def looks_like(head: bytes, size: int) -> bool:
+    """Whether a file of ``size`` bytes that begins with ``head`` could be safetensors."""
+    return len(head) > 8 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= min(MAX_HEADER_BYTES, size)
+
+
+class _Parser:
+    """One pass over a header's text."""
+
+    def __init__(self, path: str, text: str, *, data_start: int, file_bytes: int) -> None:
+        self._path = path
+        self._text = text
+        self._data_start = data_start
+        self._data_bytes = file_bytes - data_start
+        self._metadata: dict[str, str] = {}
+
+    def parse(self) -> Header:
+        tensors: dict[str, Tensor] = {}
+        try:
+            end = self._skip(self._object(0, tensors))
+        except (ValueError, StopIteration, IndexError) as error:
+            if isinstance(error, SourceError | UnsupportedError):
+                raise
+            raise self._wrong(f"does not parse: {error}") from error
+        if end != len(self._text):
+            raise self._wrong(f"goes on after its closing brace, at character {end}")
+        ordered = tuple(sorted(tensors.values(), key=_span))
+        self._refuse_holes(ordered)
+        return Header(ordered, self._metadata, self._data_start + self._data_bytes)
+
+    def _object(self, start: int, tensors: dict[str, Tensor]) -> int:
+        has_metadata = False
+        for key, at in (members := _Members(self._text, start)):
+            if key == "__metadata__":
+                if has_metadata:
+                    raise self._wrong("holds '__metadata__' twice")
+                has_metadata = True
+                members.position = self._strings(at)
+                continue
+            entry, members.position = self._entry(key, at)
+            if key in tensors:
+                raise self._wrong(f"holds the tensor {key!r} twice")
+            tensors[key] = self._tensor(key, entry)
+        return members.position
+
+    def _strings(self, start: int) -> int:
+        for key, at in (members := _Members(self._text, start)):
+            if self._text[at : at + 1] != '"':
+                raise self._wrong(f"gives '__metadata__' key {key[:200]!r} a value that is not a string")
+            if key in self._metadata:
+                raise self._wrong(f"holds the '__metadata__' key {key[:200]!r} twice")
+            self._metadata[key], members.position = _scan_string(self._text, at + 1, True)
+        return members.position
+
+    def _entry(self, name: str, start: int) -> tuple[dict[str, Any], int]:
+        end = self._text.find("}", start, start + MAX_ENTRY_CHARS) + 1
+        if self._text[start : start + 1] != "{" or not end:
+            raise self._wrong(f"describes tensor {name[:200]!r} by something that is not a short object")
+        try:
+            entry = json.loads(self._text[start:end], object_pairs_hook=unique_pairs)
+        except (ValueError, RecursionError) as error:
+            raise self._wrong(f"describes tensor {name[:200]!r} badly: {error}") from error
+        if set(entry) != {"dtype", "shape", "data_offsets"}:
+            raise self._wrong(f"should give tensor {name!r} dtype, shape and data_offsets, but gives {sorted(entry)}")
+        return entry, end
+
+    def _tensor(self, name: str, entry: dict[str, Any]) -> Tensor:
+        dtype, (start, stop) = self._dtype(name, entry["dtype"]), self._offsets(name, entry["data_offsets"])
+        shape = entry["shape"]
+        if not isinstance(shape, list) or any(type(n) is not int for n in shape):
+            raise self._wrong(f"should give tensor {name!r} a list of integers as shape, but gives {str(shape)[:200]}")
+        check_shape(tuple(shape), name=name, path=self._path)
+        expected = math.prod(shape) * dtype.itemsize
+        if expected != stop - start:
+            raise self._wrong(
+                f"gives tensor {name!r} the shape {tuple(shape)} of {entry['dtype']}, which is {expected} bytes, "
+                f"but data_offsets [{start}, {stop}], which is {stop - start} bytes"
+            )
+        return Tensor(name, tuple(shape), dtype, Extent(self._path, self._data_start + start))
+
+    def _dtype(self, name: str, text: object) -> np.dtype[Any]:
+        known = text if isinstance(text, str) else ""
+        if known in DTYPES:
+            return DTYPES[known]
+        if known in SUB_BYTE:
+            raise UnsupportedError(
+                f"{self._path}: tensor {name!r} has the dtype {text}, which packs elements into bits"
+            )
+        raise self._wrong(f"gives tensor {name!r} the dtype {str(text)[:100]!r}; known are {', '.join(DTYPES)}")
+
+    def _offsets(self, name: str, offsets: object) -> tuple[int, int]:
+        if not isinstance(offsets, list) or len(offsets) != 2 or any(type(n) is not int for n in offsets):
+            raise self._wrong(f"should give tensor {name!r} two data_offsets, but gives {str(offsets)[:200]}")
+        start, stop = offsets
+        if not 0 <= start <= stop:
+            raise self._wrong(f"gives tensor {name!r} data_offsets {offsets}, which do not go forwards")
+        if stop > self._data_bytes:
+            raise TruncatedSourceError(
+                f"{self._path} is truncated: tensor {name!r} should end at byte {self._data_start + stop}, "
+                f"but the file has {self._data_start + self._data_bytes} bytes. Download it again"
+            )
+        return start, stop
+
+    def _refuse_holes(self, ordered: tuple[Tensor, ...]) -> None:
+        end, before = self._data_start, "the header"
+        for tensor in ordered:
+            start, stop = _span(tensor)
+            if start != end:
+                kind = "overlaps" if start < end else "leaves a hole after"
+                raise self._wrong(
+                    f"lets tensor {tensor.name!r} start at byte {start}; it {kind} {before}, ending at {end}"
+                )
+            end, before = stop, f"tensor {tensor.name!r}"
+        if end != self._data_start + self._data_bytes:
+            raise self._wrong(
+                f"covers the file up to byte {end}, but it has {self._data_start + self._data_bytes} bytes"
+            )
+
+    def _skip(self, at: int) -> int:
+        while self._text[at : at + 1] in {" ", "\t", "\n", "\r"}:
+            at += 1
+        return at
+
+    def _wrong(self, what: str) -> SourceError:
+        return SourceError(f"{self._path}: the safetensors header {what}. Download or save the file again")
+
+
+class _Members:
+    """Keys of a JSON object, each with where its value starts; the user sets ``position`` to where the value ends."""
+
+    def __init__(self, text: str, start: int) -> None:
+        self._text = text
+        self.position = start
+
+    def __iter__(self) -> Iterator[tuple[str, int]]:
+        self._expect("{")
+        if self._peek() == "}":
+            self.position += 1
+            return
+        while True:
+            self._expect('"')
+            key, self.position = _scan_string(self._text, self.position, True)
+            self._expect(":")
+            self._peek()
+            yield key, self.position
+            if self._peek() == "}":
+                self.position += 1
+                return
+            self._expect(",")
+
+    def _peek(self) -> str:
+        while (char := self._text[self.position : self.position + 1]) in {" ", "\t", "\n", "\r"}:
+            self.position += 1
+        return char
+
+    def _expect(self, char: str) -> None:
+        if (found := self._peek()) != char:
+            raise ValueError(f"expected {char!r} at character {self.position}, found {found or 'the end'!r}")
+        self.position += 1
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    assert isinstance(tensor.storage, Extent)
+    return tensor.storage.offset, tensor.storage.offset + tensor.nbytes

@@ -1,0 +1,181 @@
+import json
+
+import numpy as np
+import pytest
+from checkpoints import assert_same, small_arrays
+from safetensors.numpy import save_file
+
+from shardload.errors import SourceError, SourceNotFoundError, UnsafeSourceError, UnsupportedError
+from shardload.loaders import open_manifest
+
+A, B = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two shards, an index and a config."""
+    arrays = small_arrays()
+    names = sorted(arrays)
+    placed = {name: A if i < 3 else B for i, name in enumerate(names)}
+    for shard in (A, B):
+        save_file({n: arrays[n] for n in names if placed[n] == shard}, tmp_path / shard)
+    (tmp_path / "config.json").write_text('{"model_type": "gemma3_text", "vocab_size": 7}')
+    write_index(tmp_path, placed)
+    return tmp_path
+
+
+def write_index(folder, weight_map):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def read_index(folder):
+    return json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+
+
+def test_indexed_folder(folder):
+    manifest = open_manifest(folder)
+    assert manifest.format == "hf-safetensors"
+    assert manifest.config["model_type"] == "gemma3_text"
+    assert [path.rpartition("/")[2] for path in manifest.files] == [A, B]
+    assert_same(manifest, small_arrays())
+
+
+def test_single_file_folder(tmp_path):
+    save_file(small_arrays(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert_same(open_manifest(tmp_path), small_arrays())
+
+
+def test_folder_and_index_without_config(folder):
+    (folder / "config.json").unlink()
+    assert open_manifest(folder).format == "safetensors"
+    assert_same(open_manifest(folder / "model.safetensors.index.json"), small_arrays())
+
+
+def test_missing_shard_is_listed(folder):
+    (folder / B).unlink()
+    with pytest.raises(SourceNotFoundError, match=rf"lists 2 shards, but 1 are missing.*{B}"):
+        open_manifest(folder)
+
+
+def test_tensor_in_the_other_shard(folder):
+    write_index(folder, dict.fromkeys(read_index(folder), A))
+    with pytest.raises(SourceError, match=rf"lies in {A}, but that file does not hold it; no listed shard"):
+        open_manifest(folder)
+    weight_map = read_index(folder) | {"model.count": B}
+    write_index(folder, weight_map)
+    with pytest.raises(SourceError, match=rf"'model.count' lies in {B}, .* it lies in {A}"):
+        open_manifest(folder)
+
+
+def test_tensors_the_index_leaves_out_are_named(folder):
+    weight_map = read_index(folder)
+    del weight_map["model.count"]
+    write_index(folder, weight_map)
+    manifest = open_manifest(folder)
+    assert "model.count" not in manifest.tensors
+    assert manifest.metadata["not_in_index"] == [f"{A}: model.count"]
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../x.safetensors", "a/b.safetensors", "..", "a\\b.safetensors"])
+def test_index_may_not_leave_the_folder(folder, name):
+    write_index(folder, {"a": name, "b": A})
+    with pytest.raises(UnsafeSourceError, match="not a plain name"):
+        open_manifest(folder)
+
+
+@pytest.mark.parametrize("name", [3, None, "", "a\0b", ["x"], "x" * 300])
+def test_index_must_name_files(folder, name):
+    write_index(folder, {"a": name})
+    with pytest.raises(SourceError, match="file name|should name files"):
+        open_manifest(folder)
+
+
+@pytest.mark.parametrize("weight_map", [None, {}, [], "x"])
+def test_index_without_weight_map(folder, weight_map):
+    write_index(folder, weight_map)
+    with pytest.raises(SourceError, match="weight_map"):
+        open_manifest(folder)
+
+
+def test_symbolic_link_out_of_the_folder(folder, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "x.safetensors"
+    (folder / A).rename(elsewhere)
+    (folder / A).symlink_to(elsewhere)
+    with pytest.raises(UnsafeSourceError, match="symbolic link that leaves its folder"):
+        open_manifest(folder)
+
+
+def test_symbolic_link_loop(folder):
+    (folder / A).unlink()
+    (folder / A).symlink_to(A)
+    with pytest.raises((SourceError, SourceNotFoundError), match=A):
+        open_manifest(folder)
+
+
+def test_hugging_face_cache_layout(folder, tmp_path_factory):
+    repo = tmp_path_factory.mktemp("hub") / "models--google--gemma"
+    snapshot, blobs = repo / "snapshots" / "abc", repo / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for file in folder.iterdir():
+        file.rename(blobs / f"digest-of-{file.name}")
+        (snapshot / file.name).symlink_to(f"../../blobs/digest-of-{file.name}")
+    assert_same(open_manifest(snapshot), small_arrays())
+
+
+def test_pickles_are_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x02}q\x00.")
+    with pytest.raises(UnsupportedError, match="convert them with safetensors"):
+        open_manifest(tmp_path)
+    with pytest.raises(UnsupportedError, match="pickle"):
+        open_manifest(tmp_path / "pytorch_model.bin")
+
+
+def test_several_files_without_index(folder):
+    (folder / "model.safetensors.index.json").unlink()
+    with pytest.raises(SourceError, match="2 safetensors files"):
+        open_manifest(folder)
+
+
+CONFIGS = {
+    "not utf-8": (b'{"model_type": "\xff"}', "not UTF-8"),
+    "not json": (b"{", "does not parse"),
+    "array": (b"[1]", "JSON object, but holds a list"),
+    "deep": (b'{"a":' * 100_000, "too deeply"),
+    "huge int": (b'{"a":' + b"1" * 5000 + b"}", "does not parse"),
+    "twice": (b'{"model_type": "a", "model_type": "b"}', "'model_type' appears twice"),
+    "unknown": (b'{"hidden_size": 3}', "should describe a model by"),
+    "timm": (b'{"architecture": "resnet"}', "timm"),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_bad_configs(folder, name):
+    raw, message = CONFIGS[name]
+    (folder / "config.json").write_bytes(raw)
+    with pytest.raises((SourceError, UnsupportedError), match=rf"config\.json.*{message}"):
+        open_manifest(folder)
+
+
+def test_huge_json_is_not_read(folder):
+    with (folder / "config.json").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(UnsafeSourceError, match="at most 33554432"):
+        open_manifest(folder)
+
+
+def test_config_without_model_type_when_insisted(folder):
+    (folder / "config.json").write_text('{"architecture": "x"}')
+    with pytest.raises(SourceError, match="'model_type'"):
+        open_manifest(folder, format="hf-safetensors")
+
+
+def test_duplicate_between_shards_keeps_the_indexed_one(folder):
+    extra = {"model.count": np.array(9, np.int64)}
+    arrays = small_arrays()
+    save_file({n: arrays[n] for n, s in read_index(folder).items() if s == B} | extra, folder / B)
+    manifest = open_manifest(folder)
+    assert manifest.metadata["not_in_index"] == [f"{B}: model.count"]
+    assert_same(manifest, arrays)

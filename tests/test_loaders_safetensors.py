@@ -1,0 +1,130 @@
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoints import assert_same, small_arrays, write_safetensors
+from safetensors.numpy import load_file, save_file
+
+from shardload.errors import SourceError, TruncatedSourceError, UnsafeSourceError, UnsupportedError
+from shardload.loaders import open_manifest
+
+
+def entry(start=0, stop=4, shape=(1,), dtype="F32", **more):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, stop], **more}
+
+
+def test_every_bit_equals_the_reference_reader(tmp_path):
+    save_file(small_arrays(), tmp_path / "a.safetensors", metadata={"format": "pt", "a}b": '{"'})
+    manifest = open_manifest(tmp_path / "a.safetensors")
+    assert manifest.format == "safetensors"
+    assert manifest.metadata == {"format": "pt", "a}b": '{"'}
+    assert_same(manifest, load_file(tmp_path / "a.safetensors"))
+
+
+def test_tensors_come_in_file_order(tmp_path):
+    header = {"b": entry(0, 4), "a": entry(8, 12), "c": entry(4, 8)}
+    path = write_safetensors(tmp_path / "x.safetensors", header, b"\0" * 12)
+    assert list(open_manifest(path).tensors) == ["b", "c", "a"]
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "bfloat16"])
+def test_small_floats(tmp_path, dtype):
+    save_file({"x": np.arange(4).astype(getattr(ml_dtypes, dtype))}, tmp_path / "a.safetensors")
+    assert open_manifest(tmp_path / "a.safetensors").tensors["x"].dtype == dtype
+
+
+@pytest.mark.parametrize("first", [0x7B, 0x20, 0x0A])
+def test_a_header_whose_length_looks_like_json(tmp_path, first):
+    raw = json.dumps({"a": entry()}).encode()
+    path = write_safetensors(tmp_path / "x", None, b"\0" * 4, raw_header=raw.ljust(256 + first))
+    assert list(open_manifest(path).tensors) == ["a"]
+
+
+def test_padding_and_no_tensors(tmp_path):
+    path = write_safetensors(tmp_path / "x.safetensors", None, raw_header=b"{}      ")
+    assert not open_manifest(path).tensors
+
+
+LIES = {
+    "hole": ({"a": entry(4, 8)}, "leaves a hole after the header"),
+    "hole between": ({"a": entry(0, 2, dtype="U8", shape=(2,)), "b": entry(4, 8)}, "leaves a hole after tensor 'a'"),
+    "overlap": ({"a": entry(0, 4), "b": entry(2, 6)}, "'b' start at byte .* overlaps tensor 'a'"),
+    "trailing": ({"a": entry(0, 4)}, r"covers the file up to byte \d+, but it has \d+"),
+    "backwards": ({"a": entry(4, 0)}, "do not go forwards"),
+    "negative": ({"a": entry(-4, 0)}, "do not go forwards"),
+    "size": ({"a": entry(0, 8, shape=(3,))}, r"shape \(3,\) of F32, which is 12 bytes, but .* 8 bytes"),
+    "dtype": ({"a": entry(dtype="F31")}, "dtype 'F31'; known are BOOL"),
+    "dtype type": ({"a": entry(dtype=["F32"])}, "dtype"),
+    "shape type": ({"a": entry(shape=[1.0])}, "list of integers"),
+    "shape bool": ({"a": entry(shape=[True])}, "list of integers"),
+    "shape sign": ({"a": entry(shape=[-1])}, "from 0 to"),
+    "shape overflow": ({"a": entry(0, 0, shape=[0, 1 << 64])}, r"from 0 to 2\*\*63"),
+    "shape product": ({"a": entry(0, 0, shape=[1 << 62, 1 << 62])}, "which is .* bytes"),
+    "rank": ({"a": entry(0, 4, shape=[1] * 65)}, "65 dims"),
+    "offsets type": ({"a": entry(0, "4")}, "two data_offsets"),
+    "missing key": ({"a": {"dtype": "F32", "shape": [1]}}, "dtype, shape and data_offsets"),
+    "extra key": ({"a": entry(more=1)}, "dtype, shape and data_offsets"),
+    "not an object": ({"a": 3}, "not a short object"),
+    "metadata": ({"__metadata__": {"a": 1}}, "not a string"),
+    "metadata shape": ({"__metadata__": [1]}, "does not parse"),
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_lies_name_file_and_tensor(tmp_path, name):
+    header, message = LIES[name]
+    path = write_safetensors(tmp_path / "x.safetensors", header, b"\0" * 8)
+    with pytest.raises(SourceError, match=rf"x\.safetensors.*{message}"):
+        open_manifest(path)
+
+
+RAW = {
+    "twice": b'{"a":%s,"a":%s}',
+    "metadata twice": b'{"__metadata__":{},"__metadata__":{}}',
+    "key twice": b'{"a":{"dtype":"F32","dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
+    "metadata key twice": b'{"__metadata__":{"x":"1","x":"2"}}',
+    "deep": b'{"a":' + b"[" * 100_000,
+    "deep entry": b'{"a":{"shape":' + b"[" * 3000 + b"]" * 3000 + b"}}",
+    "huge int": b'{"a":{"dtype":"F32","shape":[' + b"9" * 4400 + b'],"data_offsets":[0,4]}}',
+    "long entry": b'{"a":{"dtype":"F32","shape":[' + b"1," * 4000 + b'1],"data_offsets":[0,4]}}',
+    "not utf-8": b'{"\xff":1}',
+    "half a character": b'{"\\ud800":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}',
+    "unfinished": b'{"a"',
+    "trailing text": b"{} x",
+    "trailing comma": b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},}',
+    "array": b"{[]}",
+    "nan": b'{"a":{"dtype":"F32","shape":[NaN],"data_offsets":[0,4]}}',
+}
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_malformed_headers(tmp_path, name):
+    raw = RAW[name].replace(b"%s", json.dumps(entry()).encode())
+    path = write_safetensors(tmp_path / "x.safetensors", None, b"\0" * 8, raw_header=raw)
+    with pytest.raises(SourceError, match=r"header|valid Unicode"):
+        open_manifest(path)
+
+
+def test_truncated_data(tmp_path):
+    path = write_safetensors(tmp_path / "x.safetensors", {"a": entry(0, 400, shape=(100,))}, b"\0" * 399)
+    with pytest.raises(TruncatedSourceError, match=r"tensor 'a' should end at byte \d+, but the file has \d+ bytes"):
+        open_manifest(path)
+
+
+def test_header_longer_than_the_file(tmp_path):
+    path = write_safetensors(tmp_path / "x.safetensors", {}, length=1000)
+    with pytest.raises(TruncatedSourceError, match="1000 bytes at offset 8"):
+        open_manifest(path, format="safetensors")
+
+
+def test_header_beyond_the_cap(tmp_path):
+    path = write_safetensors(tmp_path / "x.safetensors", {}, length=1 << 60)
+    with pytest.raises(UnsafeSourceError, match="at most 100000000"):
+        open_manifest(path, format="safetensors")
+
+
+def test_packed_dtypes_are_known_but_not_readable(tmp_path):
+    path = write_safetensors(tmp_path / "x.safetensors", {"a": entry(dtype="F4", shape=(8,))}, b"\0" * 4)
+    with pytest.raises(UnsupportedError, match="packs elements"):
+        open_manifest(path)
