@@ -16,6 +16,7 @@ tests/test_keras_contract.py against the Keras version named there.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -61,7 +62,8 @@ def is_abstract(variable: Variable) -> bool:
 
 def stored_dtype(variable: Variable) -> np.dtype[Any]:
     """The dtype of what the variable stores, whatever autocast scope is open."""
-    return jax.dtypes.canonicalize_dtype(np.dtype(getattr(jax.numpy, variable._dtype)))
+    dtype: np.dtype[Any] = jax.dtypes.canonicalize_dtype(np.dtype(getattr(jax.numpy, variable._dtype)))
+    return dtype
 
 
 def named_sharding(layout: Layout, devices: Sequence[jax.Device]) -> jax.sharding.NamedSharding:
@@ -255,6 +257,16 @@ def initialise_eagerly(variable: Variable, initializer: Callable[..., Any]) -> N
     variable._initializer = None
 
 
+def takes_layout(initializer: Callable[..., Any]) -> bool:
+    """Whether Keras would hand the initialiser its layout, and leave the sharding to it."""
+    return "layout" in inspect.signature(initializer).parameters
+
+
+def is_built_in(initializer: Any) -> bool:
+    """Whether the initialiser is one of Keras' own, so that its configuration says everything about it."""
+    return type(initializer).__module__.startswith("keras.src.initializers.")
+
+
 def unregistered(since: int = 0) -> list[Variable]:
     """Take the variables off Keras' global list of uninitialised ones, from index ``since`` on."""
     waiting = global_state.get_global_attribute(UNINITIALISED) or []
@@ -282,7 +294,7 @@ def record_variables() -> Iterator[None]:
     before = len(registered())
     token = _recording.set(True)
     try:
-        with _PATCHES.applied():
+        with _RECORDING_PATCHES.applied():
             yield
     finally:
         _recording.reset(token)
@@ -404,7 +416,7 @@ def _inherited_assign(variable: Variable, value: Any) -> Any:
 
 
 class _InheritedPatch:
-    """``JaxVariable.assign`` is inherited: this one is set on the subclass, past `_PATCHES`, and deleted after."""
+    """``JaxVariable.assign`` is inherited: this one is set on the subclass and deleted after."""
 
     def __init__(self) -> None:
         self._open = 0
@@ -511,6 +523,16 @@ def stored_variables(saveable: Any) -> list[Variable]:
     return list(saveable.variables) if isinstance(saveable, keras.optimizers.Optimizer) else []
 
 
+def has_own_hook(saveable: Any) -> bool:
+    """Whether its ``load_own_variables`` is more than Keras' plain one for layers."""
+    return getattr(type(saveable), "load_own_variables", None) is not keras.Layer.load_own_variables
+
+
+def is_tracing_error(error: Exception | None) -> bool:
+    """Whether code failed only because it ran in `without_computing`."""
+    return isinstance(error, jax.errors.JAXTypeError)
+
+
 def own_layers(model: Model) -> list[Any]:
     """The model and every layer in it."""
     return list(model._flatten_layers())
@@ -536,12 +558,16 @@ def recorded_initializer(variable: Variable) -> Any:
 # ---- how the seams are opened and closed --------------------------------------------------------
 
 
-class _Patches:
-    """Attributes of Keras classes, replaced while at least one block anywhere needs it."""
+Patch = tuple[Any, str, Callable[[Any], Any]]
+"""A class (or module), the attribute to replace, and what makes the replacement of the original."""
 
-    def __init__(self, *patches: tuple[type, str, Callable[[Callable[..., Any]], Callable[..., Any]]]) -> None:
+
+class Patches:
+    """Attributes of classes and modules, replaced while at least one block anywhere needs it."""
+
+    def __init__(self, patches: Callable[[], Iterable[Patch]]) -> None:
         self._patches = patches
-        self._originals: list[Callable[..., Any]] = []
+        self._originals: list[tuple[Any, str, Any]] = []
         self._open = 0
         self._lock = threading.Lock()
 
@@ -549,40 +575,36 @@ class _Patches:
     def applied(self) -> Iterator[None]:
         """Replace on entry of the first block, put back on exit of the last."""
         with self._lock:
+            if self._open == 0:
+                self._replace()
             self._open += 1
-            if self._open == 1:
-                self._originals = [vars(cls)[name] for cls, name, _ in self._patches]
-                for (cls, name, wrap), original in zip(self._patches, self._originals, strict=True):
-                    setattr(cls, name, wrap(original))
         try:
             yield
         finally:
             with self._lock:
                 self._open -= 1
                 if self._open == 0:
-                    for (cls, name, _), original in zip(self._patches, self._originals, strict=True):
-                        setattr(cls, name, original)
+                    self._put_back()
+
+    def _replace(self) -> None:
+        for cls, name, wrap in self._patches():
+            original = vars(cls)[name]
+            self._originals.append((cls, name, original))
+            setattr(cls, name, wrap(original))
+
+    def _put_back(self) -> None:
+        while self._originals:
+            setattr(*self._originals.pop())
 
 
-_PATCHES = _Patches(
-    (variables.Variable, "__init__", _init),
-    (JaxVariable, "_initialize_with_initializer", _initialize_with_initializer),
-    (variables.Variable, "_deferred_initialize", _deferred_initialize),
-    (variables.Variable, "assign", _assign),
+_RECORDING_PATCHES = Patches(
+    lambda: [
+        (variables.Variable, "__init__", _init),
+        (JaxVariable, "_initialize_with_initializer", _initialize_with_initializer),
+        (variables.Variable, "_deferred_initialize", _deferred_initialize),
+        (variables.Variable, "assign", _assign),
+    ]
 )
-_ITERATOR_PATCH = _Patches((JAXEpochIterator, "_get_distributed_iterator", _distributed_iterator))
+_ITERATOR_PATCH = Patches(lambda: [(JAXEpochIterator, "_get_distributed_iterator", _distributed_iterator)])
 _ASSIGN_PATCH = _InheritedPatch()
-_LOAD_STATE_PATCH = _Patches((saving_lib, "_load_state", _visited_load_state))
-
-
-# ---- parallel: the layer tree -------------------------------------------------------------------
-
-
-def child_layers(layer: Any) -> list[Any]:
-    """Direct sub-layers in the order they were attached, each once."""
-    return unique(layer._layers)
-
-
-def own_variables(layer: Any) -> list[Variable]:
-    """Variables a layer holds itself, not those of its sub-layers, in the order they were made."""
-    return [*layer._trainable_variables, *layer._non_trainable_variables]
+_LOAD_STATE_PATCH = Patches(lambda: [(saving_lib, "_load_state", _visited_load_state)])
