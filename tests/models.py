@@ -30,7 +30,7 @@ def gemma1(dtype: Any = "float32") -> Any:
 
 
 def gemma2(dtype: Any = "float32") -> Any:
-    """Gemma 2 2B: eight query heads, four key/value heads, soft caps, sliding window, post norms."""
+    """Gemma 2 2B: eight query heads, four key/value heads, soft caps, post norms; the width divides by three."""
     import keras_hub
 
     return keras_hub.models.GemmaBackbone(
@@ -38,8 +38,8 @@ def gemma2(dtype: Any = "float32") -> Any:
         num_layers=2,
         num_query_heads=8,
         num_key_value_heads=4,
-        hidden_dim=64,
-        intermediate_dim=256,
+        hidden_dim=72,
+        intermediate_dim=192,
         head_dim=16,
         use_post_ffw_norm=True,
         use_post_attention_norm=True,

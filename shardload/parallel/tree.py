@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
+
+import keras
 
 from shardload import _keras
 
@@ -16,9 +18,35 @@ def layers(model: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
         if id(layer) in seen:
             continue
         seen.add(id(layer))
-        children = _keras.child_layers(layer)
+        children = _children(layer)
         yield layer, children
         queue.extend(children)
+
+
+def own_variables(layer: Any) -> list[Any]:
+    """Variables a layer holds itself, not those of its sub-layers, in the order they were made."""
+    inherited = {id(v) for child in _children(layer) for v in child.weights}
+    return [v for v in layer.weights if id(v) not in inherited]
+
+
+def _children(layer: Any) -> list[Any]:
+    """Direct sub-layers, each once, in the order they were attached: attributes, and lists and dicts of them."""
+    found: dict[int, Any] = {}
+    for attribute in list(vars(layer).values()):
+        for held in _members(attribute):
+            if isinstance(held, keras.Layer) and held is not layer:
+                found[id(held)] = held
+    return list(found.values())
+
+
+def _members(attribute: Any) -> Iterable[Any]:
+    match attribute:
+        case list() | tuple() | set():
+            return attribute
+        case dict():
+            return attribute.values()
+        case _:
+            return (attribute,)
 
 
 def all_variables(model: Any) -> dict[int, Any]:
