@@ -1,0 +1,55 @@
+"""Fresh, aligned host memory for shards.
+
+JAX adopts a host array as device memory on CPU, without a copy, when it starts on a 64-byte boundary; so a
+shard buffer *is* the device's memory there, and is never written or reused after it was handed over. All
+shards of one variable lie in one arena::
+
+    arena ─[ shard 0 │pad│ shard 1 │pad│ … ]      each shard on a 64-byte boundary
+
+First touch of fresh memory dominates a load from the page cache: 4.9 GB/s with 4 KiB pages, 17.8 GB/s with
+huge pages (2 threads). So arenas from 2 MiB on are mapped and advised to use huge pages, except for the
+last partial one, which would waste up to 2 MiB of resident memory per variable.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+ALIGNMENT_BYTES = 64
+"""What PJRT asks of a host buffer to adopt it on CPU."""
+HUGE_PAGE_BYTES = 2 << 20
+
+
+def memory(n_bytes: int) -> NDArray[np.uint8]:
+    """Uninitialised memory that starts on a 64-byte boundary and has never been handed out before."""
+    if n_bytes >= HUGE_PAGE_BYTES and hasattr(mmap, "MAP_ANONYMOUS"):
+        area = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            area.madvise(mmap.MADV_HUGEPAGE, 0, n_bytes - n_bytes % HUGE_PAGE_BYTES)
+        return np.frombuffer(area, np.uint8)
+    raw = np.empty(n_bytes + ALIGNMENT_BYTES, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT_BYTES
+    return raw[start : start + n_bytes]
+
+
+def arena(shapes: Sequence[tuple[int, ...]], dtype: np.dtype[Any]) -> list[NDArray[Any]]:
+    """One uninitialised C-ordered array per shape, all in one piece of memory."""
+    sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
+    steps = [-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes]
+    area = memory(sum(steps))
+    starts = [sum(steps[:i]) for i in range(len(steps))]
+    return [
+        area[start : start + size].view(dtype).reshape(shape)
+        for start, size, shape in zip(starts, sizes, shapes, strict=True)
+    ]
+
+
+def arena_bytes(shapes: Sequence[tuple[int, ...]], dtype: np.dtype[Any]) -> int:
+    """Bytes `arena` takes for these shapes."""
+    return sum(-(-math.prod(s) * dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for s in shapes)

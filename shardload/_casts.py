@@ -1,0 +1,53 @@
+"""Which dtype changes a load may make, decided before any byte is read.
+
+Float to float and integer to float round to nearest even, as NumPy and JAX do; integer to integer only
+where every value survives. Anything else would change what the weights mean and is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from shardload.errors import MismatchError
+
+DType = np.dtype[Any]
+
+
+def is_float(dtype: DType) -> bool:
+    """Whether ``dtype`` is a real floating-point type, ``ml_dtypes`` included."""
+    try:
+        ml_dtypes.finfo(dtype)
+    except (ValueError, KeyError, TypeError):
+        return False
+    return dtype.kind != "c"
+
+
+def _range(dtype: DType) -> tuple[int, int] | None:
+    try:
+        info = ml_dtypes.iinfo(dtype)
+    except (ValueError, KeyError, TypeError):
+        return None
+    return int(info.min), int(info.max)
+
+
+def check_cast(source: DType, target: DType, *, variable: str, tensor: str) -> None:
+    """Refuse a cast that is not value-preserving up to float rounding.
+
+    Raises:
+        MismatchError: For float to int, narrowing integers, complex, bool and everything else.
+    """
+    if source == target:
+        return
+    stored, wanted = _range(source), _range(target)
+    if is_float(target) and (is_float(source) or stored):
+        return
+    if stored and wanted and wanted[0] <= stored[0] and stored[1] <= wanted[1]:
+        return
+    raise MismatchError(
+        f"Variable {variable!r} has dtype {target}, but tensor {tensor!r} is stored as {source}; loading casts "
+        "float to float, int to float and int to a wider int only. "
+        f"Build the model with dtype {source} or convert the checkpoint"
+    )

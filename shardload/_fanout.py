@@ -1,0 +1,135 @@
+"""From one block into the shards that need it: one vectorised NumPy copy per (block, shard).
+
+A block in scratch is flat memory; NumPy strides say which of its elements a piece of a variable is made of,
+in the variable's own dim order, so a transpose is an ordinary strided copy::
+
+    scratch   row 0 ────── row_bytes ──────│ 64 │ row 1 ────────────│ 64 │ …        pitch = row + 64 bytes
+              dst[c, r] = src[c, r]     src walks down the rows: one row per element
+
+Without the 64 bytes a walk down rows of 4 KiB hits the same few cache sets over and over: 1.0 GB/s per core
+against 5.4 with them (2-byte elements, block of 1 MiB, in L2), the same as NumPy reaches with any tiling on top.
+
+Pure copies go as unsigned integers of the element's size: copying ``ml_dtypes`` arrays converts element by
+element and holds the GIL.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from shardload._blocks import Ordered, address, run, span
+from shardload._scatter import Runs
+from shardload.bounds import Bounds
+from shardload.manifest import View
+from shardload.plan import Block
+
+PITCH_ROW_BYTES = 1 << 10
+"""Shorter rows spread over enough cache sets by themselves."""
+PAD_BYTES = 64
+"""One cache line."""
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_FLOAT32 = np.dtype(np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a block and a shard buffer have in common."""
+
+    view: View
+    box: Bounds
+    """In the variable's index space."""
+    target: NDArray[Any]
+    """The place in the shard buffer, of the box's shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """A block in memory: its elements, ``row`` at a time, ``pitch`` apart."""
+
+    memory: NDArray[np.uint8]
+    dtype: np.dtype[Any]
+    start: int
+    """Which element of the tensor comes first."""
+    row: int = 0
+    """Elements per row; 0 where elements simply follow each other."""
+    pitch: int = 0
+    """Elements from one row to the next."""
+
+    def source(self, part: Part) -> NDArray[Any]:
+        """The elements of ``part``, in the variable's dim order."""
+        itemsize = self.dtype.itemsize
+        at = address(part.view, part.box.start) - self.start
+        if self.row:
+            at = at // self.row * self.pitch + at % self.row
+        strides = tuple(self._stride(t) * itemsize for t in part.view.strides)
+        return np.ndarray(part.box.shape, self.dtype, self.memory.data, at * itemsize, strides)
+
+    def _stride(self, stride: int) -> int:
+        return stride // self.row * self.pitch if self.row and stride >= self.row else stride
+
+
+def pitch_row(block: Block, parts: list[Part], itemsize: int) -> int:
+    """How many elements to read per row of scratch, 0 for all at once.
+
+    The walk that conflicts is the one along the shards' innermost dim, so its stride is the row.
+    """
+    view, box = parts[0].view, parts[0].box
+    long = [d for d, n in enumerate(box.shape) if n > 1]
+    row = view.strides[long[-1]] if long else 0
+    if row * itemsize < PITCH_ROW_BYTES or PAD_BYTES % itemsize:
+        return 0
+    return row if all(_keeps_rows(part, row, block.start) for part in parts) else 0
+
+
+def _keeps_rows(part: Part, row: int, start: int) -> bool:
+    pairs = [(n, t) for n, t in zip(part.box.shape, part.view.strides, strict=True) if n > 1]
+    if any(t > row and t % row for _, t in pairs):
+        return False
+    inside = span(*zip(*[p for p in pairs if p[1] < row], strict=True)) if any(t < row for _, t in pairs) else 1
+    return (address(part.view, part.box.start) - start) % row + inside <= row
+
+
+def runs_of(block: Block, part: Part, itemsize: int) -> Runs:
+    """Where each contiguous run of a part lies in the file and in its shard buffer."""
+    ordered = Ordered.of(part.view, part.box)
+    buffer = tuple(part.target.strides[d] // itemsize for d in ordered.order)
+    length, outer = run(ordered.shape, ordered.strides, buffer)
+    outside = zip(ordered.shape[:outer], ordered.strides[:outer], buffer[:outer], strict=True)
+    return Runs.strided(
+        block.offset + (ordered.offset - block.start) * itemsize,
+        part.target.ctypes.data,
+        length=length * itemsize,
+        grid=[(n, step * itemsize, jump * itemsize) for n, step, jump in outside],
+    )
+
+
+def copy(target: NDArray[Any], source: NDArray[Any]) -> None:
+    """``target[...] = source.astype(target.dtype)``, bit for bit, releasing the GIL where possible."""
+    if target.dtype == source.dtype:
+        bits = _UNSIGNED.get(target.dtype.itemsize)
+        if bits is None:
+            target[...] = source
+        else:
+            target.view(bits)[...] = source.view(bits)
+    elif source.dtype == _BFLOAT16 and target.dtype == _FLOAT32:
+        wide = target.view(np.uint32)
+        wide[...] = source.view(np.uint16)
+        np.left_shift(wide, 16, out=wide)
+    elif _same_order(target, source):
+        with np.errstate(all="ignore"):
+            target[...] = source
+    else:
+        with np.errstate(all="ignore"):
+            copy(target, source.astype(target.dtype))
+
+
+def _same_order(target: NDArray[Any], source: NDArray[Any]) -> bool:
+    order = sorted(range(target.ndim), key=lambda d: -target.strides[d])
+    strides = [source.strides[d] for d in order if source.shape[d] > 1]
+    return strides == sorted(strides, reverse=True)

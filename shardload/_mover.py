@@ -1,0 +1,111 @@
+"""What a worker thread does with one block: read it and put every part where it belongs.
+
+Scratch memory belongs to a thread, is reused from block to block and never leaves this module.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardload._blocks import SKIP_BYTES
+from shardload._buffers import memory
+from shardload._fanout import PAD_BYTES, Flat, Part, copy, pitch_row, runs_of
+from shardload._scatter import Runs, scatter_read
+from shardload.errors import ShardloadError, TransferError
+from shardload.manifest import Decoded, Tensor
+from shardload.plan import Block
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """How long one block took, in seconds of one thread."""
+
+    read_s: float
+    copy_s: float
+
+
+class Mover:
+    """Moves blocks; one instance serves all threads of a transfer."""
+
+    def __init__(self) -> None:
+        self._own = threading.local()
+
+    def move(self, block: Block, tensor: Tensor, parts: list[Part], fd: int) -> Moved:
+        """Read one block into its parts.
+
+        Args:
+            block: What to read.
+            tensor: The stored tensor it belongs to.
+            parts: Where in the shard buffers it goes; all boxes lie inside the block.
+            fd: The open file, -1 for a decoded tensor.
+
+        Raises:
+            TransferError: When the file ends early or cannot be read.
+        """
+        began = time.perf_counter()
+        if block.how == "direct":
+            self._check(block, scatter_read(fd, self._runs(block, parts, tensor.dtype.itemsize)))
+            return Moved(time.perf_counter() - began, 0.0)
+        flat = self._decode(block, tensor) if block.how == "decoded" else self._stage(block, tensor, parts, fd)
+        read = time.perf_counter()
+        for part in parts:
+            copy(part.target, flat.source(part))
+        return Moved(read - began, time.perf_counter() - read)
+
+    def _runs(self, block: Block, parts: list[Part], itemsize: int) -> Runs:
+        junk = self._scratch(SKIP_BYTES)
+        stop = block.offset + block.read_bytes
+        return Runs.joined([runs_of(block, p, itemsize) for p in parts], start=block.offset, stop=stop, junk=junk)
+
+    def _stage(self, block: Block, tensor: Tensor, parts: list[Part], fd: int) -> Flat:
+        itemsize, n_bytes = tensor.dtype.itemsize, block.read_bytes
+        row = pitch_row(block, parts, itemsize)
+        pitch = row + PAD_BYTES // itemsize if row else 0
+        padding = n_bytes // (row * itemsize) * PAD_BYTES if row else 0
+        scratch = self._scratch(n_bytes + padding)
+        rows = Runs.rows(
+            block.offset, scratch, n_bytes=n_bytes, row_bytes=row * itemsize or n_bytes, pitch_bytes=pitch * itemsize
+        )
+        self._check(block, scatter_read(fd, rows))
+        return Flat(scratch, tensor.dtype, block.start, row, pitch)
+
+    def _decode(self, block: Block, tensor: Tensor) -> Flat:
+        assert isinstance(tensor.storage, Decoded)
+        row = max(1, tensor.size // max(1, tensor.rows))
+        first, last = block.start // row, block.stop // row
+        rows = np.ascontiguousarray(tensor.storage.reader.read_rows(first, last))
+        if rows.size != block.stop - block.start or rows.dtype != tensor.dtype:
+            raise TransferError(
+                f"Tensor {tensor.name!r} in {block.path}: rows {first} to {last} should decode to "
+                f"{block.stop - block.start} elements of {tensor.dtype}, received {rows.size} of {rows.dtype}"
+            )
+        return Flat(rows.reshape(-1).view(np.uint8), tensor.dtype, block.start)
+
+    def _scratch(self, n_bytes: int) -> NDArray[np.uint8]:
+        held: NDArray[np.uint8] | None = getattr(self._own, "scratch", None)
+        if held is None or held.nbytes < n_bytes:
+            held = self._own.scratch = memory(n_bytes)
+        return held
+
+    @staticmethod
+    def _check(block: Block, received: int) -> None:
+        if received != block.read_bytes:
+            raise TransferError(
+                f"Tensor {block.tensor!r}: {block.path} ends early. Expected {block.read_bytes} bytes at offset "
+                f"{block.offset}, received {received}. The file changed while it was read; copy or download it again"
+            )
+
+
+def as_transfer_error(error: BaseException, block: Block) -> BaseException:
+    """The error to raise for what went wrong in a block: an `OSError` learns which tensor and file it was."""
+    if isinstance(error, ShardloadError) or not isinstance(error, OSError):
+        return error
+    return TransferError(
+        f"Tensor {block.tensor!r}: cannot read {block.read_bytes} bytes at offset {block.offset} of {block.path}: "
+        f"{error}"
+    )

@@ -1,0 +1,388 @@
+"""Carry out a `LoadPlan`: the only place where tensor data is read and devices are filled.
+
+The calling thread hands out blocks in file order and places variables as they complete; a few worker threads
+read and copy (both release the GIL)::
+
+    caller    open shard buffers ─ submit block ─ … ─ variable complete ─► jax.Array ─► on_ready(name, array)
+    workers        read block ─► shard buffers        (direct: the kernel copies; else through scratch in L2)
+
+Two placements:
+
+* ``adopt`` (CPU devices): a shard buffer becomes the device's memory. Only scratch and decoded rows are staged.
+* ``upload`` (accelerators): shard buffers are staged too and count against the budget until their transfer has
+  finished. A variable that takes more than its part of the budget goes up in pieces. Widening casts happen on
+  the device, so that fewer bytes cross the bus; all other casts happen on the host.
+
+Deadlock cannot happen: work is handed out in file order, a block is handed out only when all memory it needs is
+taken, and pieces are sized so that all that can be open together fit into half of the budget.
+
+Imports JAX: only import this module when a transfer is about to happen.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from shardload._budget import Budget
+from shardload._buffers import arena, arena_bytes
+from shardload._fanout import Part
+from shardload._mover import Moved, Mover, as_transfer_error
+from shardload._placement import Growing, assemble, named_sharding, place, widen
+from shardload.bounds import Bounds
+from shardload.errors import BudgetError, MeshError, MismatchError, TransferError
+from shardload.manifest import Extent, Manifest
+from shardload.plan import Block, LoadPlan, Target, local_bounds
+
+__all__ = ["Placement", "TransferStats", "execute", "named_sharding", "place"]
+
+MAX_THREADS = 8
+"""Enough to saturate the page cache or a fast disk; more only take scratch memory."""
+QUEUED_PER_THREAD = 2
+"""Blocks handed out per thread: one in work, one waiting."""
+
+Placement = Literal["auto", "adopt", "upload"]
+
+
+@dataclass(frozen=True, slots=True)
+class TransferStats:
+    """What really happened."""
+
+    read_bytes: int
+    direct_bytes: int
+    """Of these, bytes that went straight into shard memory."""
+    peak_staging_bytes: int
+    """Most host memory taken at once, shards in their final place apart."""
+    read_s: float
+    """Reading (and decoding), summed over threads."""
+    copy_s: float
+    """Second copies and casts, summed over threads."""
+    wall_s: float
+    cpu_s: float
+    """CPU time of the whole process meanwhile."""
+    threads: int
+    placement: Placement
+
+
+def execute(  # noqa: PLR0913 - one keyword per choice of the caller
+    plan: LoadPlan,
+    manifest: Manifest,
+    *,
+    devices: Sequence[Any],
+    on_ready: Callable[[str, Any], None],
+    progress: Callable[[int], None] | None = None,
+    threads: int | None = None,
+    placement: Placement = "auto",
+) -> TransferStats:
+    """Read everything a plan names and hand over each variable as a sharded array.
+
+    Args:
+        plan: What to do.
+        manifest: The manifest the plan was made from.
+        devices: One per mesh position, in order.
+        on_ready: Called on this thread with name and array as soon as a variable is complete.
+        progress: Called on this thread with the number of bytes more that have been read.
+        threads: Worker threads; by default one per core, at most `MAX_THREADS`.
+        placement: Whether devices adopt host buffers or data is uploaded; by the platform for ``auto``.
+
+    Raises:
+        TransferError: When a file changed since its headers were read, ends early or cannot be read.
+        BudgetError: When the budget cannot hold what must be in memory at once.
+        MeshError: When the number of devices is not the mesh's.
+        MismatchError: When JAX cannot hold a dtype (64 bits without ``jax_enable_x64``).
+    """
+    _check(plan, manifest, devices)
+    if placement == "auto":
+        placement = "adopt" if all(d.platform == "cpu" for d in devices) else "upload"
+    began, cpu = time.perf_counter(), time.process_time()
+    transfer = _Transfer(plan, manifest, devices, placement, threads or default_threads())
+    try:
+        transfer.run(on_ready, progress or (lambda _: None))
+    finally:
+        transfer.close()
+    return TransferStats(
+        read_bytes=plan.read_bytes,
+        direct_bytes=sum(b.read_bytes for b in plan.blocks if b.how == "direct"),
+        peak_staging_bytes=transfer.budget.peak_bytes,
+        read_s=transfer.read_s,
+        copy_s=transfer.copy_s,
+        wall_s=time.perf_counter() - began,
+        cpu_s=time.process_time() - cpu,
+        threads=transfer.threads,
+        placement=placement,
+    )
+
+
+def default_threads() -> int:
+    """Cores this process may use, at most `MAX_THREADS`."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, MAX_THREADS)
+
+
+def _check(plan: LoadPlan, manifest: Manifest, devices: Sequence[Any]) -> None:
+    if plan.targets and len(devices) != plan.targets[0].layout.mesh.size:
+        mesh = plan.targets[0].layout.mesh
+        raise MeshError(f"The mesh {mesh} needs {mesh.size} devices, got {len(devices)}")
+    for target in plan.targets:
+        if jax.dtypes.canonicalize_dtype(target.dtype) != target.dtype:
+            raise MismatchError(
+                f"Variable {target.name!r} has dtype {target.dtype}, which JAX only holds with jax_enable_x64. "
+                "Enable it, or build the model with a 32-bit dtype"
+            )
+    for path in plan.files:
+        _check_file(path, manifest)
+
+
+def _check_file(path: str, manifest: Manifest) -> None:
+    try:
+        found = Path(path).stat().st_size
+    except OSError as error:
+        raise TransferError(f"{path} cannot be read any more: {error}") from error
+    expected = manifest.files.get(path, found)
+    if found != expected:
+        raise TransferError(
+            f"{path} changed since its headers were read: expected {expected} bytes, found {found}. Load it again once "
+            "whoever writes it has finished"
+        )
+
+
+@dataclass(eq=False, slots=True)
+class _Variable:
+    """A variable on its way."""
+
+    target: Target
+    shards: tuple[Bounds, ...]
+    staged: np.dtype[Any]
+    """Dtype on the host."""
+    growing: Growing | None = None
+    chunks_left: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class _Chunk:
+    """What is staged of a variable at once: a box of it, usually all."""
+
+    variable: _Variable
+    box: Bounds
+    blocks_left: int = 0
+    n_bytes: int = 0
+    """What it takes from the budget."""
+    buffers: dict[Bounds, tuple[Bounds, NDArray[Any]]] = field(default_factory=dict)
+    """Shard → the box of the variable that is staged of it, and its memory."""
+
+    @property
+    def common(self) -> dict[Bounds, Bounds]:
+        """Shard → what it has in common with this chunk."""
+        pairs = ((shard, self.box.intersect(shard) if shard.size else shard) for shard in self.variable.shards)
+        return {shard: box for shard, box in pairs if box is not None}
+
+    def parts(self, box: Bounds) -> list[Part]:
+        """Where ``box`` of the variable goes."""
+        found = []
+        for held, buffer in self.buffers.values():
+            if (both := held.intersect(box)) is not None:
+                # The Ellipsis keeps rank 0 an array.
+                place: tuple[Any, ...] = (*both.relative_to(held.start).slices, ...)
+                found.append(Part(self.variable.target.view, both, buffer[place]))
+        return found
+
+
+class _Transfer:
+    """One run of one plan; used by the calling thread only, apart from the jobs it hands out."""
+
+    def __init__(
+        self, plan: LoadPlan, manifest: Manifest, devices: Sequence[Any], placement: str, threads: int
+    ) -> None:
+        self.plan, self.manifest, self.devices, self.placement = plan, manifest, devices, placement
+        self.budget = Budget(plan.host_memory_bytes)
+        self.read_s = self.copy_s = 0.0
+        scratch = plan.scratch_bytes
+        self.threads = max(1, min(threads, self.budget.limit_bytes // 4 // scratch)) if scratch else max(1, threads)
+        self._must_take(self.threads * scratch, "Scratch memory")
+        self.files: dict[str, int] = {}
+        self.done: queue.SimpleQueue[tuple[int, Future[Moved]]] = queue.SimpleQueue()
+        self.in_flight = 0
+        self.uploads: deque[tuple[list[Any], int]] = deque()
+        self.mover = Mover()
+        self.pool = ThreadPoolExecutor(self.threads, thread_name_prefix="shardload")
+        self.variables = [self._variable(t) for t in plan.targets]
+        self.chunks = self._make_chunks()
+
+    def run(self, on_ready: Callable[[str, Any], None], progress: Callable[[int], None]) -> None:
+        """Hand out every block, place every variable."""
+        self.on_ready, self.progress = on_ready, progress
+        for variable in self.variables:
+            if not variable.chunks_left:
+                self._place(_Chunk(variable, Bounds.whole(variable.target.view.shape)))
+        for index, block in enumerate(self.plan.blocks):
+            while self.in_flight >= self.threads * QUEUED_PER_THREAD:
+                self._complete_one()
+            self._hand_out(index, block)
+        while self.in_flight:
+            self._complete_one()
+        while self.uploads:
+            self._finish_upload()
+
+    def close(self) -> None:
+        """Stop the workers and let go of everything, also after an error."""
+        self.pool.shutdown(wait=True, cancel_futures=True)
+        for fd in self.files.values():
+            os.close(fd)
+        self.variables.clear()
+        self.chunks.clear()
+        self.uploads.clear()
+        self.done = queue.SimpleQueue()
+
+    def _variable(self, target: Target) -> _Variable:
+        stored = self.manifest.tensors[target.view.tensor].dtype
+        widens = self.placement == "upload" and stored.itemsize < target.dtype.itemsize
+        return _Variable(target, local_bounds(target, self.plan.positions), stored if widens else target.dtype)
+
+    def _make_chunks(self) -> dict[tuple[int, int], _Chunk]:
+        """For every (block, piece) the chunk it belongs to."""
+        pieces: dict[int, list[tuple[int, int, Bounds]]] = {}
+        sharing: dict[str, set[int]] = {}
+        for b, block in enumerate(self.plan.blocks):
+            for p, piece in enumerate(block.pieces):
+                pieces.setdefault(piece.target, []).append((b, p, piece.box))
+                sharing.setdefault(block.tensor, set()).add(piece.target)
+        free = self.budget.limit_bytes - self.budget.taken_bytes - self.plan.decoded_bytes
+        found: dict[tuple[int, int], _Chunk] = {}
+        for t, of_target in pieces.items():
+            variable = self.variables[t]
+            limit = free // (2 * len(sharing[variable.target.view.tensor]))
+            for chunk, members in _grouped(variable, of_target, None if self.placement == "adopt" else limit):
+                variable.chunks_left += 1
+                chunk.blocks_left = len(members)
+                found.update(dict.fromkeys(members, chunk))
+        return found
+
+    def _hand_out(self, index: int, block: Block) -> None:
+        work = [(self.chunks[index, p], piece.box) for p, piece in enumerate(block.pieces)]
+        for chunk, _ in work:
+            if not chunk.buffers:
+                self._open(chunk)
+        if block.how == "decoded":
+            self._must_take(block.host_bytes, f"A block of tensor {block.tensor!r}")
+        tensor = self.manifest.tensors[block.tensor]
+        fd = self._file(block.path) if isinstance(tensor.storage, Extent) else -1
+
+        def move() -> Moved:
+            return self.mover.move(block, tensor, [part for chunk, box in work for part in chunk.parts(box)], fd)
+
+        future = self.pool.submit(move)
+        self.in_flight += 1
+        done = self.done
+        future.add_done_callback(lambda f: done.put((index, f)))
+
+    def _open(self, chunk: _Chunk) -> None:
+        common = chunk.common
+        shapes = [box.shape for box in common.values()]
+        if self.placement == "upload":
+            chunk.n_bytes = arena_bytes(shapes, chunk.variable.staged)
+            self._must_take(chunk.n_bytes, f"A piece of variable {chunk.variable.target.name!r}")
+        memory = arena(shapes, chunk.variable.staged)
+        chunk.buffers = {s: (box, m) for (s, box), m in zip(common.items(), memory, strict=True)}
+
+    def _must_take(self, n_bytes: int, what: str) -> None:
+        """Take from the budget, finishing what is in flight until there is room."""
+        while not self.budget.try_take(n_bytes, what=what):
+            if self.uploads:
+                self._finish_upload()
+            elif self.in_flight:
+                self._complete_one()
+            else:
+                raise BudgetError(
+                    f"{what} needs {n_bytes} bytes while {self.budget.taken_bytes} of {self.budget.limit_bytes} are "
+                    "taken. Raise the host-memory budget"
+                )
+
+    def _file(self, path: str) -> int:
+        if path not in self.files:
+            try:
+                self.files[path] = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            except OSError as error:
+                raise TransferError(f"{path} cannot be opened: {error}") from error
+        return self.files[path]
+
+    def _complete_one(self) -> None:
+        index, future = self.done.get()
+        self.in_flight -= 1
+        block = self.plan.blocks[index]
+        if (error := future.exception()) is not None:
+            raise as_transfer_error(error, block) from error
+        moved = future.result()
+        self.read_s += moved.read_s
+        self.copy_s += moved.copy_s
+        if block.how == "decoded":
+            self.budget.give_back(block.host_bytes)
+        self.progress(block.read_bytes)
+        for p in range(len(block.pieces)):
+            chunk = self.chunks.pop((index, p))
+            chunk.blocks_left -= 1
+            if not chunk.blocks_left:
+                self._place(chunk)
+        while self.uploads and all(a.is_ready() for a in self.uploads[0][0]):
+            self._finish_upload()
+
+    def _place(self, chunk: _Chunk) -> None:
+        variable, target = chunk.variable, chunk.variable.target
+        sharding = named_sharding(target.layout, self.devices)
+        if chunk.box == Bounds.whole(target.view.shape):
+            if not chunk.buffers:
+                self._open(chunk)
+            array = assemble(target.view.shape, sharding, {s: memory for s, (_, memory) in chunk.buffers.items()})
+            uploaded = [array]
+            array = array if variable.staged == target.dtype else widen(array, dtype=target.dtype)
+        else:
+            variable.growing = variable.growing or Growing(target.view.shape, target.dtype, sharding)
+            uploaded, array = variable.growing.put(chunk.buffers), None
+        if chunk.n_bytes:
+            self.uploads.append((uploaded, chunk.n_bytes))
+        chunk.buffers = {}
+        variable.chunks_left -= 1
+        if variable.chunks_left <= 0:
+            self.on_ready(target.name, array if variable.growing is None else variable.growing.finish())
+            variable.growing = None
+
+    def _finish_upload(self) -> None:
+        arrays, n_bytes = self.uploads.popleft()
+        for array in arrays:
+            array.block_until_ready()
+        self.budget.give_back(n_bytes)
+
+
+def _grouped(
+    variable: _Variable, pieces: list[tuple[int, int, Bounds]], limit: int | None
+) -> list[tuple[_Chunk, list[tuple[int, int]]]]:
+    """Group a variable's pieces, in file order, into boxes of at most ``limit`` bytes; ``None``: one of everything."""
+    whole = Bounds.whole(variable.target.view.shape)
+    itemsize = variable.staged.itemsize
+    if limit is None or sum(b.size for b in variable.shards) * itemsize <= limit:
+        return [(_Chunk(variable, whole), [(b, p) for b, p, _ in pieces])]
+    groups: list[tuple[_Chunk, list[tuple[int, int]]]] = []
+    for b, p, box in pieces:
+        if groups:
+            chunk, members = groups[-1]
+            joined = _hull(chunk.box, box)
+            if joined.size == chunk.box.size + box.size and joined.size * itemsize <= limit:
+                chunk.box = joined
+                members.append((b, p))
+                continue
+        groups.append((_Chunk(variable, box), [(b, p)]))
+    return groups
+
+
+def _hull(one: Bounds, other: Bounds) -> Bounds:
+    return Bounds(tuple(map(min, one.start, other.start)), tuple(map(max, one.stop, other.stop)))

@@ -1,0 +1,122 @@
+"""Whatever the view, the layout and the block size: shards equal the NumPy view, sliced."""
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shardload.layout import Layout
+from shardload.manifest import Decoded, Extent, Manifest, Tensor, View
+from shardload.mesh import MeshSpec
+from shardload.plan import Target, make_plan
+from shardload.transfer import execute
+
+MESHES = [MeshSpec.parse(m) for m in ("1x1", "1x3", "1x8", "8x1", "2x4", "data=2,fsdp=2,model=2")]
+
+
+class Rows:
+    """Decodes rows of an array and keeps a record."""
+
+    def __init__(self, value, *, path, alignment=1):
+        self.value, self.paths, self.row_alignment, self.stored_bytes = value, (path,), alignment, value.nbytes // 2
+        self.calls = []
+
+    def read_rows(self, start, stop):
+        self.calls.append((start, stop))
+        return self.value[start:stop] if self.value.ndim else self.value
+
+
+@st.composite
+def arrays_with_views(draw):
+    shape = tuple(draw(st.lists(st.sampled_from([1, 2, 3, 6, 8, 16]), max_size=4)))
+    dtype = draw(st.sampled_from([np.uint8, np.uint16, np.float32]))
+    value = np.arange(np.prod(shape, dtype=int)).astype(dtype).reshape(shape)
+    seen = value
+    for step in draw(st.lists(st.sampled_from(["permute", "reshape", "slice", "broadcast"]), max_size=4)):
+        if step == "permute":
+            seen = seen.transpose(draw(st.permutations(range(seen.ndim))))
+        elif step == "reshape" and seen.flags.c_contiguous and seen.size:
+            flat = seen.reshape(-1)
+            size = draw(st.sampled_from([n for n in range(1, flat.size + 1) if flat.size % n == 0]))
+            seen = flat.reshape(size, flat.size // size)
+        elif step == "slice" and seen.ndim:
+            where = []
+            for n in seen.shape:
+                start = draw(st.integers(0, max(0, n - 1)))
+                where.append(slice(start, draw(st.integers(start, n)), draw(st.sampled_from([1, 1, 2]))))
+            seen = seen[tuple(where)]
+        elif step == "broadcast":
+            seen = np.broadcast_to(seen, (draw(st.sampled_from([2, 8])), *seen.shape))
+    return value, seen
+
+
+@st.composite
+def layouts(draw, shape):
+    mesh = draw(st.sampled_from(MESHES))
+    free = list(draw(st.permutations(mesh.axes)))
+    spec = []
+    for n in shape:
+        axes, parts = [], 1
+        while free and draw(st.booleans()) and n % (parts * mesh.axis_size(free[-1])) == 0:
+            parts *= mesh.axis_size(free[-1])
+            axes.append(free.pop())
+        spec.append(tuple(axes))
+    return Layout(mesh, tuple(spec))
+
+
+def view_of(name, value, seen):
+    itemsize = value.dtype.itemsize
+    start = (seen.__array_interface__["data"][0] - value.__array_interface__["data"][0]) // itemsize if seen.size else 0
+    return View(name, start, seen.shape, tuple(abs(s) // itemsize for s in seen.strides))
+
+
+def manifest_of(path, tensors):
+    """Write arrays back to back and describe them; `Rows` become decoded tensors."""
+    described, offset = {}, 0
+    with path.open("wb") as file:
+        for name, value in tensors.items():
+            if isinstance(value, Rows):
+                described[name] = Tensor(name, value.value.shape, value.value.dtype, Decoded(value))
+                continue
+            described[name] = Tensor(name, value.shape, value.dtype, Extent(str(path), offset))
+            offset += file.write(value.tobytes())
+    return Manifest(str(path), "safetensors", described, {str(path): offset})
+
+
+def load(plan, manifest, **options):
+    found = {}
+    mesh_size = plan.targets[0].layout.mesh.size
+    stats = execute(plan, manifest, devices=jax.devices()[:mesh_size], on_ready=found.__setitem__, **options)
+    return found, stats
+
+
+def check(array, expected, layout):
+    assert array.shape == expected.shape and array.dtype == expected.dtype
+    by_device = {s.device: s for s in array.addressable_shards}
+    for device, bounds in zip(jax.devices(), layout.bounds(expected.shape), strict=False):
+        np.testing.assert_array_equal(np.asarray(by_device[device].data), expected[bounds.slices])
+
+
+QUIET = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@QUIET
+@given(data=st.data(), pair=arrays_with_views(), placement=st.sampled_from(["adopt", "upload"]))
+def test_any_view_in_any_layout(tmp_path_factory, data, pair, placement):
+    value, seen = pair
+    path = tmp_path_factory.mktemp("any") / "f.bin"
+    decoded, alignment = data.draw(st.booleans()), data.draw(st.sampled_from([1, 4]))
+    source = Rows(value, path=str(path), alignment=alignment) if decoded else value
+    manifest = manifest_of(path, {"pad": np.zeros(data.draw(st.integers(0, 3)), np.uint8), "t": source})
+    layout = data.draw(layouts(seen.shape))
+    target = Target("v", view_of("t", value, seen), value.dtype, layout)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shardload.plan.DIRECT_RUN_BYTES", data.draw(st.sampled_from([1, 8, 1 << 10])))
+        patch.setattr("shardload.plan.SKIP_BYTES", data.draw(st.sampled_from([1, 16, 1 << 17])))
+        patch.setattr("shardload._fanout.PITCH_ROW_BYTES", data.draw(st.sampled_from([1, 1 << 10])))
+        block_bytes = data.draw(st.sampled_from([1, 7, 64, 1 << 20]))
+        plan = make_plan(manifest, [target], host_memory_bytes=1 << 20, block_bytes=block_bytes)
+        found, stats = load(plan, manifest, placement=placement)
+    check(found["v"], seen, layout)
+    assert stats.peak_staging_bytes <= 1 << 20
