@@ -64,7 +64,7 @@ def read_rules(path: Path) -> RuleSet:
     if content or default not in DEFAULTS or not isinstance(entries, list) or not entries:
         raise LayoutError(
             f"The layout rules {path} need [[rule]] tables and may have default = 'auto' or 'replicated'; "
-            f"found keys {sorted(content)}, default {default!r}, {len(entries)} rules"
+            f"found keys {sorted(content)}, default {default!r}, rule {entries!r:.80}"
         )
     return RuleSet(str(path), tuple(_read_rule(entry, path) for entry in entries), default)
 

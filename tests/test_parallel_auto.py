@@ -1,0 +1,135 @@
+"""Layouts of whole models: every transformer family pairs as Megatron does, divides evenly, and reports the rest."""
+
+import functools
+
+import models
+import pytest
+
+from shardload import _keras
+from shardload.mesh import MeshSpec
+from shardload.parallel import choose, fit, smallest_mesh
+
+
+@functools.cache
+def family(name):
+    """Built without values: a layout is arithmetic."""
+    with _keras.record_variables():
+        return models.build(name)
+
+
+def choice(name, mesh, **named):
+    return choose(family(name), MeshSpec.parse(mesh, **named))
+
+
+def layout(found, ending):
+    (spec,) = {str(v.layout) for v in found.variables if v.path.endswith(ending)}
+    return spec
+
+
+@pytest.mark.parametrize("name", ["gemma2", "llama", "mistral", "qwen3", "phi3"])
+def test_decoders_split_by_heads_features_and_vocabulary(name):
+    found = choice(name, "4x2")
+    assert found.fallbacks == ()
+    assert "model" in layout(found, "query/kernel").split(",")[0 if name == "gemma2" else 1]
+    assert layout(found, "attention_output/kernel") == "(model, -, -)"
+    assert layout(found, "token_embedding/embeddings") == "(model, -)"
+    rows = [v for v in found.variables if v.rule == "row"]
+    columns = [v for v in found.variables if v.rule == "column"]
+    assert (len(rows), len(columns)) == (2, 4)  # gate and up to a down, in each of two blocks
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "bert", "roberta"])
+def test_attention_layers_of_keras_split_by_heads_with_their_biases(name):
+    found = choice(name, "2x4")
+    assert layout(found, "query/kernel") == "(-, model, -)"
+    assert layout(found, "query/bias") == "(model, -)"
+    assert layout(found, "attention_output/bias") == "(-)"
+    assert layout(found, "feedforward_intermediate_dense/bias") == "(model)"
+    assert layout(found, "feedforward_output_dense/kernel") == "(model, -)"
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("gemma1", "1 head does not divide by 8; its 64 input features are split instead"),
+        ("gemma2", "4 heads do not divide by 8; its 72 input features are split instead"),
+        ("gemma3", "4 heads do not divide by 8; its 40 output features are split instead"),
+        ("gpt2", "257 vocabulary entries do not divide by 8; its 96 features are split instead"),
+    ],
+)
+def test_what_does_not_divide_is_a_fallback(name, why):
+    assert why in {f.why for f in choice(name, "1x8").fallbacks}
+
+
+def test_a_fallback_says_what_was_wanted_and_what_came():
+    found = {f.variable: f for f in choice("gemma2", "1x8").fallbacks}
+    fallback = found["decoder_block_0/attention/key/kernel"]
+    assert (fallback.wanted, fallback.got) == ("(model, -, -)", "(-, model, -)")
+    assert "decoder_block_0/attention/query/kernel" not in found
+
+
+@pytest.mark.parametrize("name", models.BUILDERS)
+@pytest.mark.parametrize("mesh", ["1x8", "2x4", "1x3", "8x1", "1x1"])
+def test_every_layout_divides_and_every_variable_has_one(name, mesh):
+    found = choice(name, mesh)
+    by_id = {id(v): v for v in _keras.state_of(family(name))}
+    assert found.layouts.keys() == by_id.keys()
+    assert all(found.layouts[k].divides(tuple(v.shape)) for k, v in by_id.items())
+    assert sum(v.device_bytes for v in found.variables) == found.device_bytes <= found.nbytes
+
+
+@pytest.mark.parametrize("name", [*models.DECODERS, *models.ENCODERS])
+@pytest.mark.parametrize("mesh", ["1x8", "2x4"])
+def test_devices_hold_their_share(name, mesh):
+    found = choice(name, mesh)
+    assert found.device_bytes * found.mesh.sizes[-1] < 1.07 * found.nbytes  # norms and seeds of tiny models
+
+
+def test_a_mesh_without_an_axis_for_weights_splits_nothing_and_says_so():
+    found = choice("gemma2", "8x1")
+    assert found.sharded == 0
+    assert found.fallbacks == found.replicated_large == ()
+    assert "no axis to split weights over" in found.summary()
+
+
+def test_axes_in_the_middle_split_a_second_dim():
+    found = choice("llama", "2x2x2", axes="data,fsdp,model")
+    assert layout(found, "query/kernel") == "(fsdp, model, -)"
+    assert layout(found, "feedforward_output_dense/kernel") == "(model, fsdp)"
+    assert layout(found, "token_embedding/embeddings") == "(model, fsdp)"
+    assert found.device_bytes * 4 < 1.05 * found.nbytes
+
+
+def test_large_variables_left_whole_are_listed():
+    import keras
+
+    model = keras.Sequential([keras.Input((601,)), keras.layers.Dense(601, name="odd")])
+    found = choose(model, MeshSpec.parse("1x8"))
+    (path,) = found.replicated_large
+    assert path.endswith("odd/kernel")
+    assert f"replicated though large: {path}" in found.summary()
+
+
+def test_replicated_is_what_it_says():
+    found = choose(family("gemma2"), MeshSpec.parse("1x8"), "replicated")
+    assert found.sharded == 0
+    assert found.fallbacks == found.replicated_large == ()
+    assert set(found.rules.values()) == {"replicated"}
+
+
+def test_the_summary_groups_fallbacks():
+    text = choice("gemma2", "1x8").summary()
+    assert "decoder_block_0/attention/key/kernel and 3 more: 4 heads do not divide by 8" in text
+
+
+def test_the_smallest_mesh_leaves_a_margin():
+    model = family("llama")
+    whole = choose(model, MeshSpec.parse("1x1")).nbytes
+    assert str(smallest_mesh(model, 2 * whole).mesh) == "batch=1,model=1"
+    assert str(smallest_mesh(model, whole).mesh) == "batch=1,model=2"
+    assert smallest_mesh(model, whole // 3).device_bytes <= 0.9 * whole // 3
+    assert not fit(model, MeshSpec.parse("1x2"), whole // 3).fits
+
+
+def test_no_mesh_is_small_enough_for_no_memory():
+    assert smallest_mesh(family("llama"), 1024) is None

@@ -1,0 +1,135 @@
+"""Rules people write: files, layout maps, KerasHub's own; all strict."""
+
+import functools
+
+import keras
+import models
+import pytest
+
+from shardload import _keras
+from shardload.errors import LayoutError
+from shardload.mesh import MeshSpec
+from shardload.parallel import choose
+
+MESH = MeshSpec.parse("1x8")
+QUERY = "decoder_block_0/attention/query/kernel"
+
+
+@functools.cache
+def family(name):
+    with _keras.record_variables():
+        return models.build(name)
+
+
+@pytest.fixture
+def rules(tmp_path):
+    def write(text):
+        path = tmp_path / "rules.toml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def rule(variable, *spec):
+    return f"[[rule]]\nvariable = '{variable}'\nspec = {list(spec)}\n"
+
+
+def layout_map(mesh=MESH):
+    devices = [f"cpu:{i}" for i in range(mesh.size)]
+    return keras.distribution.LayoutMap(keras.distribution.DeviceMesh(mesh.sizes, mesh.axes, devices))
+
+
+def layouts(found):
+    return {v.path: str(v.layout) for v in found.variables}
+
+
+def test_a_file_decides_and_auto_does_the_rest(rules):
+    path = rules(rule(r"decoder_block_\d/attention/query/kernel", "-", "model", "-"))
+    found = choose(family("gemma2"), MESH, path)
+    assert layouts(found)[QUERY] == "(-, model, -)"
+    assert layouts(found)["decoder_block_0/ffw_linear/kernel"] == "(model, -)"
+    assert found.rules[QUERY] == r"decoder_block_\d/attention/query/kernel"
+    assert found.mode == str(path)
+
+
+def test_a_file_may_replicate_the_rest_and_two_axes_may_split_one_dim(rules):
+    path = rules('default = "replicated"\n' + rule(".*/ffw_linear/kernel", "fsdp+model", "-"))
+    mesh = MeshSpec.parse("data=2,fsdp=2,model=2")
+    found = choose(family("gemma2"), mesh, str(path))
+    assert layouts(found)["decoder_block_1/ffw_linear/kernel"] == "(fsdp+model, -)"
+    assert (found.sharded, found.rules[QUERY]) == (2, "default")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (rule("attention/query/kernel", "model", "-", "-"), "matches only a part of decoder_block_0/attention/query"),
+        (rule("decoder_block_0/atention/query/kernel", "model", "-", "-"), "the nearest are decoder_block_0/attention"),
+        (rule(".*query/kernel", "model", "-", "-") + rule(".*0.*kernel", "model", "-", "-"), "Two rules .* match"),
+        (rule(".*query/kernel", "model", "-"), r"names 2 dims, but .*query/kernel has shape \(8, 72, 16\)"),
+        (rule(".*query/kernel", "tensor", "-", "-"), r"names axes \['tensor'\] that the mesh"),
+        (rule("(", "-"), "is no regular expression"),
+        ("rule = 3\n", "need \\[\\[rule\\]\\] tables"),
+        ("default = 'none'\n" + rule("a", "-"), "need \\[\\[rule\\]\\] tables"),
+        ("[[rule]]\nvariable = 'a'\n", "A rule in .* must be variable ="),
+        ("not toml", "Cannot read the layout rules"),
+    ],
+)
+def test_a_file_that_would_do_nothing_or_two_things_is_refused(rules, text, message):
+    with pytest.raises(LayoutError, match=message):
+        choose(family("gemma2"), MESH, rules(text))
+
+
+def test_a_path_itself_wins_over_an_expression(rules):
+    path = rules(rule(QUERY, "-", "-", "model") + rule(".*query/kernel", "model", "-", "-"))
+    found = layouts(choose(family("gemma2"), MESH, path))
+    assert found[QUERY] == "(-, -, model)"
+    assert found["decoder_block_1/attention/query/kernel"] == "(model, -, -)"
+
+
+def test_a_rule_that_does_not_divide_falls_back_and_is_reported(rules):
+    found = choose(family("gemma2"), MESH, rules(rule(".*(key|value)/kernel", "model", "-", "-")))
+    assert layouts(found)["decoder_block_0/attention/key/kernel"] == "(-, model, -)"
+    (why,) = {f.why for f in found.fallbacks}
+    assert why == "4 does not divide by 8; split as (-, model, -) instead"
+
+
+def test_a_layout_map_replicates_the_rest_and_says_so():
+    given = layout_map()
+    given["token_embedding/embeddings"] = ("model", None)
+    found = choose(family("gemma2"), MESH, given)
+    assert layouts(found)["token_embedding/embeddings"] == "(model, -)"
+    assert found.rules[QUERY] == "default"
+    assert found.sharded == 1
+
+
+def test_a_layout_map_that_matches_nothing_is_refused():
+    given = layout_map()
+    given["embedding.*"] = ("model", None)
+    with pytest.raises(LayoutError, match="of the LayoutMap matches none of the model's"):
+        choose(family("gemma2"), MESH, given)
+
+
+def test_a_layout_map_belongs_to_its_mesh():
+    with pytest.raises(LayoutError, match="is for the mesh batch=1,model=8, not for batch=2,model=4"):
+        choose(family("gemma2"), MeshSpec.parse("2x4"), layout_map())
+
+
+@pytest.mark.parametrize(("name", "count"), [("gemma1", 4), ("gemma2", 4), ("llama", 0)])
+def test_keras_hubs_own_map_where_it_has_one(name, count):
+    found = choose(family(name), MESH, "keras_hub")
+    assert len(found.fallbacks) == count
+    assert layouts(found)["token_embedding/embeddings"] == "(model, batch)"
+
+
+def test_a_class_without_a_map_names_the_way_out():
+    with pytest.raises(LayoutError, match="Gemma3Backbone has no layout map of its own. Use layout='auto'"):
+        choose(family("gemma3"), MESH, "keras_hub")
+
+
+def test_an_unknown_layout_names_the_known_ones():
+    with pytest.raises(LayoutError, match="no layout 'best' and no file of that name. A layout is 'auto'"):
+        choose(family("gemma2"), MESH, "best")
+    with pytest.raises(LayoutError, match="got int"):
+        choose(family("gemma2"), MESH, 3)
