@@ -175,6 +175,25 @@ def state_of(model: Model) -> list[Variable]:
     return unique(found)
 
 
+def slots_of(model: Model) -> list[tuple[Variable, Variable]]:
+    """Optimizer variables that mirror a weight in shape, each with that weight."""
+    optimizer = getattr(model, "optimizer", None)
+    found: list[tuple[Variable, Variable]] = []
+    while optimizer is not None:
+        weights = getattr(optimizer, "_trainable_variables", [])
+        for held in vars(optimizer).values():
+            if isinstance(held, list) and held is not weights and len(held) == len(weights):
+                pairs = zip(held, weights, strict=True)
+                found.extend((s, w) for s, w in pairs if isinstance(s, JaxVariable) and s.shape == w.shape)
+        optimizer = getattr(optimizer, "inner_optimizer", None)
+    return found
+
+
+def models_in(model: Model) -> list[Model]:
+    """The model and the models among its layers (a task's backbone), itself first."""
+    return [layer for layer in model._flatten_layers() if isinstance(layer, keras.Model)]
+
+
 def _held_by(attribute: Any) -> Iterable[Variable]:
     if isinstance(attribute, JaxVariable):
         return (attribute,)

@@ -1,0 +1,47 @@
+"""Which tensor goes to which variable, learnt from the code that would load them.
+
+One mechanism for all sources: the layers' and converters' own loading code runs on *reservations*
+(`reservations.py`), and what it assigns tells by its address which part of which tensor it is.
+
+    structural.py   Keras files: each layer's load_own_variables
+    converters.py   Hugging Face and GGUF: KerasHub's converters
+    exact.py        bare files of tensors: variable paths, structural keys, or a map
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardload.manifest import Manifest
+from shardload.names.converters import map_hub
+from shardload.names.exact import map_by_name
+from shardload.names.structural import map_keras
+from shardload.names.variable_map import Binding, Computed, Mismatch, VariableMap, variable_names
+
+__all__ = [
+    "Binding",
+    "Computed",
+    "Mismatch",
+    "VariableMap",
+    "map_by_name",
+    "map_hub",
+    "map_keras",
+    "map_weights",
+    "variable_names",
+]
+
+_KERAS = ("keras-h5", "keras-sharded-h5", "keras-archive", "keras-hub-preset")
+_HUB = ("hf-safetensors", "gguf")
+
+
+def map_weights(model: Any, manifest: Manifest, *, names: Mapping[str, str] | None = None) -> VariableMap:
+    """As `map_keras`, `map_hub` or `map_by_name`, whichever the checkpoint's format asks for.
+
+    An explicit ``names`` map always means `map_by_name`.
+    """
+    if names is None and manifest.format in _KERAS:
+        return map_keras(model, manifest)
+    if names is None and manifest.format in _HUB:
+        return map_hub(model, manifest)
+    return map_by_name(model, manifest, names=names)

@@ -1,0 +1,104 @@
+"""One layer's ``load_own_variables``, run for real: views are exchanged for the sharded arrays they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardload import _keras
+from shardload.errors import MismatchError
+from shardload.manifest import Tensor
+from shardload.names.reservations import Reservations
+from shardload.names.variable_map import Binding, Runtime, Variable
+
+
+class Entry:
+    """What Keras hands to ``load_own_variables``: the keys of one group, read one at a time."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], read: Callable[[str], Any]) -> None:
+        self._tensors = tensors
+        self._read = read
+
+    def keys(self) -> list[str]:
+        """As HDF5 lists them: one name per level."""
+        return list(dict.fromkeys(key.split("/")[0] for key in self._tensors))
+
+    def __len__(self) -> int:
+        return len(self.keys())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._tensors or key in self.keys()
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self._tensors:
+            raise KeyError(key)
+        return self._read(key)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerStep:
+    """One visit to one saveable."""
+
+    saveable: Any
+    path: str
+    tensors: dict[str, Tensor]
+    """What the file holds for it, by key."""
+    computing: frozenset[str]
+    """Names of tensors the hook needs as real bytes."""
+    bindings: tuple[Binding, ...]
+    """Views it assigns that no later assignment replaces."""
+    variables: tuple[Variable, ...]
+    """Variables whose values it computes."""
+
+    @property
+    def owner(self) -> str:
+        """Whose code runs."""
+        return f"{type(self.saveable).__name__} at {self.path or 'the root'!r}"
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Bindings it assigns."""
+        return tuple(b.name for b in self.bindings)
+
+    @property
+    def computes(self) -> bool:
+        """Whether anything but views is in it."""
+        return bool(self.computing or self.variables)
+
+    def run(self, runtime: Runtime) -> None:
+        """Call the hook.
+
+        Raises:
+            MismatchError: When it asks for other views than it did while recording.
+        """
+        reservations = Reservations()
+        bound = {(id(b.variable), b.view): b.name for b in self.bindings}
+
+        def read(key: str) -> Any:
+            tensor = self.tensors[key]
+            return runtime.read(tensor.name) if tensor.name in self.computing else reservations.make(tensor)
+
+        def assign(variable: Variable, value: Any, original: Callable[[Variable, Any], Any]) -> Any:
+            view = reservations.locate(value)
+            if view is None:
+                if id(variable) not in computed:
+                    raise self._deviates(variable)
+                return runtime.compute(variable, value, original)
+            name = bound.get((id(variable), view))
+            if name is not None:
+                return runtime.assign(variable, runtime.take(name), original)
+            return value  # replaced by a later assignment: not loaded for nothing
+
+        computed = {id(v) for v in self.variables}
+        with _keras.assignments_to(assign):
+            self.saveable.load_own_variables(Entry(self.tensors, read))
+
+    def _deviates(self, variable: Variable) -> MismatchError:
+        return MismatchError(
+            f"{self.owner} computed a value for {variable.path!r} that it had only viewed before; its "
+            "load_own_variables must do the same for the same checkpoint each time"
+        )
