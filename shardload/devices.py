@@ -96,3 +96,8 @@ def _first_devices(spec: MeshSpec) -> tuple[Any, ...]:
         else "Use a smaller mesh, or simulate one on the CPU with JAX_PLATFORMS=cpu (--platform cpu)"
     )
     raise MeshError(f"The mesh {spec} needs {spec.size} devices, but this process has {len(available)} ({platform}). {way_out}.")
+
+
+def planned(spec: MeshSpec) -> Place:
+    """A mesh whose devices need not exist: good for planning, not for loading."""
+    return Place(spec, (None,) * spec.size)

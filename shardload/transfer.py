@@ -81,6 +81,7 @@ def execute(  # noqa: PLR0913 - one keyword per choice of the caller
     *,
     devices: Sequence[Any],
     on_ready: Callable[[str, Any], None],
+    on_start: Callable[[str], None] | None = None,
     progress: Callable[[int], None] | None = None,
     threads: int | None = None,
     placement: Placement = "auto",
@@ -92,6 +93,8 @@ def execute(  # noqa: PLR0913 - one keyword per choice of the caller
         manifest: The manifest the plan was made from.
         devices: One per mesh position, in order.
         on_ready: Called on this thread with name and array as soon as a variable is complete.
+        on_start: Called on this thread with a variable's name before memory is taken for it: the moment to let go of
+            the value it replaces.
         progress: Called on this thread with the number of bytes more that have been read.
         threads: Worker threads; by default one per core, at most `MAX_THREADS`.
         placement: Whether devices adopt host buffers or data is uploaded; by the platform for ``auto``.
@@ -108,7 +111,7 @@ def execute(  # noqa: PLR0913 - one keyword per choice of the caller
     began, cpu = time.perf_counter(), time.process_time()
     transfer = _Transfer(plan, manifest, devices, placement, threads or default_threads())
     try:
-        transfer.run(on_ready, progress or (lambda _: None))
+        transfer.run(on_ready, on_start or (lambda _: None), progress or (lambda _: None))
     finally:
         transfer.close()
     return TransferStats(
@@ -167,6 +170,7 @@ class _Variable:
     """Dtype on the host."""
     growing: Growing | None = None
     chunks_left: int = 0
+    started: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -219,9 +223,11 @@ class _Transfer:
         self.variables = [self._variable(t) for t in plan.targets]
         self.chunks = self._make_chunks()
 
-    def run(self, on_ready: Callable[[str, Any], None], progress: Callable[[int], None]) -> None:
+    def run(
+        self, on_ready: Callable[[str, Any], None], on_start: Callable[[str], None], progress: Callable[[int], None]
+    ) -> None:
         """Hand out every block, place every variable."""
-        self.on_ready, self.progress = on_ready, progress
+        self.on_ready, self.on_start, self.progress = on_ready, on_start, progress
         for variable in self.variables:
             if not variable.chunks_left:
                 self._place(_Chunk(variable, Bounds.whole(variable.target.view.shape)))
@@ -287,6 +293,9 @@ class _Transfer:
         future.add_done_callback(lambda f: done.put((index, f)))
 
     def _open(self, chunk: _Chunk) -> None:
+        if not chunk.variable.started:
+            chunk.variable.started = True
+            self.on_start(chunk.variable.target.name)
         common = chunk.common
         shapes = [box.shape for box in common.values()]
         if self.placement == "upload":

@@ -1,0 +1,107 @@
+"""From a job that ran, or was only planned, to its report."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from shardload import _keras
+from shardload.parallel import fit, smallest_mesh
+from shardload.reports import ByteCounts, Cast, DeviceUse, Fit, HostBytes, LayoutSummary, LoadReport, PlanReport, Stages
+
+if TYPE_CHECKING:
+    from shardload._job import Clock, Job
+    from shardload.transfer import TransferStats
+
+
+def load_report(
+    job: Job, clock: Clock, stats: TransferStats, *, initialised: tuple[str, ...], notes: tuple[str, ...]
+) -> LoadReport:
+    """The account of a job that ran."""
+    computed_bytes = sum(job.manifest.tensors[t].stored_bytes for t in _computed_tensors(job))
+    return LoadReport(
+        **_facts(job, notes),
+        bytes=ByteCounts(job.plan.needed_bytes + computed_bytes, stats.read_bytes + computed_bytes),
+        seconds=_stages(clock),
+        host_bytes=HostBytes(job.plan.host_memory_bytes, stats.peak_staging_bytes),
+        initialised=initialised,
+    )
+
+
+def plan_report(
+    job: Job, clock: Clock, *, layout: Any, device_memory_bytes: int | None, notes: tuple[str, ...]
+) -> PlanReport:
+    """The account of a job that was only planned."""
+    computed_bytes = sum(job.manifest.tensors[t].stored_bytes for t in _computed_tensors(job))
+    return PlanReport(
+        **_facts(job, notes),
+        bytes=ByteCounts(job.plan.needed_bytes + computed_bytes, job.plan.read_bytes + computed_bytes),
+        seconds=_stages(clock),
+        host_bytes=HostBytes(job.plan.host_memory_bytes, job.plan.peak_staging_bytes),
+        fits=None if device_memory_bytes is None else _fit(job, layout, device_memory_bytes),
+    )
+
+
+def _facts(job: Job, notes: tuple[str, ...]) -> dict[str, Any]:
+    variables = job.mapping.provided
+    layouts = [job.choice.layouts[id(v)] for v in variables]
+    replicated = sum(layout.is_replicated for layout in layouts)
+    weight_bytes = sum(math.prod(v.shape) * _keras.stored_dtype(v).itemsize for v in variables)
+    mesh_notes = tuple(f"replicated though large: {path}" for path in job.choice.replicated_large)
+    return {
+        "source": job.manifest.source,
+        "format": job.manifest.format,
+        "mesh": str(job.place.mesh),
+        "devices": _devices(job),
+        "variables": len(variables),
+        "parameters": sum(math.prod(v.shape) for v in variables),
+        "weight_bytes": weight_bytes,
+        "layout": LayoutSummary(len(layouts) - replicated, replicated, job.choice.fallbacks),
+        "missing": job.mapping.missing,
+        "unused": job.mapping.unused,
+        "cast": _casts(job),
+        "computed": tuple(name for c in job.mapping.computed for name in c.names),
+        "notes": (*notes, *job.mapping.notes, *_unasked(job), *mesh_notes),
+    }
+
+
+def _devices(job: Job) -> tuple[DeviceUse, ...]:
+    """Bytes of what the load put on each device; each position holds the same, as every split is even."""
+    held = sum(
+        math.prod(job.choice.layouts[id(v)].shard_shape(tuple(v.shape))) * _keras.stored_dtype(v).itemsize
+        for v in job.mapping.provided
+    )
+    return tuple(
+        DeviceUse(position if d is None else d.id, "planned" if d is None else d.platform, held)
+        for position, d in enumerate(job.place.devices)
+    )
+
+
+def _casts(job: Job) -> tuple[Cast, ...]:
+    return tuple(Cast(b.name, str(b.stored), str(b.dtype)) for b in job.mapping.bindings if b.stored != b.dtype)
+
+
+def _computed_tensors(job: Job) -> set[str]:
+    return {t for c in job.mapping.computed for t in c.tensors}
+
+
+def _unasked(job: Job) -> tuple[str, ...]:
+    if not job.mapping.unasked:
+        return ()
+    count, first = len(job.mapping.unasked), job.mapping.unasked[0]
+    return (f"{count} tensors belong to parts this model does not have and were left alone: {first} …",)
+
+
+def _stages(clock: Clock) -> Stages:
+    return Stages(clock.stages.get("build"), clock.stages.get("plan"), clock.stages.get("transfer"), clock.total_s)
+
+
+def _fit(job: Job, layout: Any, device_memory_bytes: int) -> Fit:
+    found = fit(job.model, job.place.mesh, device_memory_bytes, layout=layout)
+    smallest = smallest_mesh(job.model, device_memory_bytes, layout=layout)
+    return Fit(
+        device_memory=device_memory_bytes,
+        per_device_max=found.device_bytes,
+        fits=found.fits,
+        smallest_mesh="x".join(map(str, smallest.mesh.sizes)) if smallest else None,
+    )

@@ -1,0 +1,175 @@
+"""One load, from model and manifest to filled variables: the checks between the steps, and the clock.
+
+    prepare ─► Job(mapping, layouts, plan) ─► check ─► fill ─► LoadReport
+               headers only, nothing changed            the only part that touches the model
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from shardload import _accounts, _hub, abstraction, distribution, names, transfer
+from shardload._whole import read_tensor
+from shardload.assign import Assigner
+from shardload.devices import Place
+from shardload.errors import LoadInterruptedError, MismatchError
+from shardload.manifest import Manifest
+from shardload.names import VariableMap
+from shardload.parallel import LayoutChoice, choose
+from shardload.plan import LoadPlan, Target, make_plan
+from shardload.progress import Progress, Silent
+from shardload.reports import LoadReport
+from shardload.whereabouts import AS_IT_WAS
+
+SHOWN = 8
+"""How many names an error lists before it counts the rest."""
+
+
+class Clock:
+    """Wall-clock seconds per stage, from the moment it is made."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self.stages: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        """Count what the block takes towards ``stage``."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.stages[stage] = self.stages.get(stage, 0.0) + time.perf_counter() - began
+
+    @property
+    def total_s(self) -> float:
+        """Seconds since the clock was made."""
+        return time.perf_counter() - self._began
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Everything decided before the first byte of data is read."""
+
+    model: Any
+    manifest: Manifest
+    place: Place
+    mapping: VariableMap
+    choice: LayoutChoice
+    plan: LoadPlan
+
+    def check(self, *, strict: bool) -> None:
+        """Refuse what the headers already show to be wrong.
+
+        Raises:
+            MismatchError: When shapes disagree; under ``strict`` also when a weight of the model has no tensor or a
+                tensor has no place in the model.
+        """
+        problems = [f"does not match: {m}" for m in self.mapping.mismatched]
+        if strict:
+            problems += [f"missing from the checkpoint: {name}" for name in self.mapping.missing]
+            problems += [f"not used by the model: {name}" for name in self.mapping.unused]
+        if not problems:
+            return
+        rest = f"\n  … and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+        way_out = "" if self.mapping.mismatched else " Pass strict=False (--no-strict) to load what fits and report the rest."
+        raise MismatchError(
+            f"{self.manifest.source} does not fit the model {self.model.name!r} ({type(self.model).__name__}):\n  "
+            + "\n  ".join(problems[:SHOWN])
+            + rest
+            + f"\nThe model is unchanged.{way_out}"
+        )
+
+
+def build(manifest: Manifest, **options: Any) -> Any:
+    """The model a checkpoint describes, without a buffer."""
+    with abstraction.abstract():
+        return _hub.build_model(manifest, **options)
+
+
+def prepare(
+    model: Any,
+    manifest: Manifest,
+    place: Place,
+    *,
+    layout: Any,
+    host_memory_bytes: int,
+    tensor_names: Mapping[str, str] | None = None,
+) -> Job:
+    """Decide everything; changes nothing."""
+    mapping = names.map_weights(model, manifest, names=tensor_names)
+    choice = layout if isinstance(layout, LayoutChoice) else choose(model, place.mesh, layout)
+    targets = [Target(b.name, b.view, b.dtype, choice.layouts[id(b.variable)]) for b in mapping.bindings]
+    plan = make_plan(manifest, targets, host_memory_bytes=host_memory_bytes)
+    return Job(model, manifest, place, mapping, choice, plan)
+
+
+def fill(job: Job, clock: Clock, *, progress: Progress | None, atomic: bool, notes: tuple[str, ...]) -> LoadReport:
+    """Read, assign, initialise the rest, and account for it.
+
+    Raises:
+        LoadInterruptedError: When it failed after values had been replaced; says what the model holds.
+        TransferError: When reading failed and nothing had been replaced.
+    """
+    with clock("transfer"), _standing(job, atomic=atomic) as assigner:
+        stats = _stream(job, assigner, progress or Silent())
+        assigner.finish()
+    with clock("build"):
+        initialised = abstraction.initialise(job.model)
+        abstraction.check_initialised(job.model)
+    return _accounts.load_report(job, clock, stats, initialised=tuple(initialised), notes=notes)
+
+
+def _stream(job: Job, assigner: Assigner, shown: Progress) -> transfer.TransferStats:
+    shown.start(job.plan.read_bytes, f"Loading {job.model.name}")
+    try:
+        return transfer.execute(
+            job.plan,
+            job.manifest,
+            devices=job.place.devices,
+            on_start=assigner.starting,
+            on_ready=assigner.ready,
+            progress=shown.advance,
+        )
+    finally:
+        shown.stop()
+
+
+@contextmanager
+def _standing(job: Job, *, atomic: bool) -> Iterator[Assigner]:
+    """The model on its new mesh with an assigner for it; on failure says what it holds, or puts everything back."""
+    before = distribution.Standing.of(job.model) if atomic else None
+    if job.choice.mode != AS_IT_WAS:
+        distribution.bind(
+            job.model, mesh=job.place.mesh, devices=job.place.devices, layouts=job.choice.layouts, values="keep"
+        )
+    assigner = _assigner(job, atomic=atomic)
+    try:
+        yield assigner
+    except BaseException as error:
+        left = assigner.abort()
+        if before is not None:
+            before.restore()
+        if not isinstance(error, Exception):
+            error.add_note(f"The load was interrupted; of the model {job.model.name!r} {left}.")
+            raise
+        if not left.new and not left.none:
+            raise
+        raise LoadInterruptedError(
+            f"Loading {job.manifest.source} failed: {error}\nOf the model {job.model.name!r} {left}. Load it again, or use "
+            "atomic=True to keep the old values until the new ones are complete."
+        ) from error
+
+
+def _assigner(job: Job, *, atomic: bool) -> Assigner:
+    def place(variable: Any, value: Any) -> Any:
+        return transfer.place(value, job.choice.layouts[id(variable)], job.place.devices)
+
+    def read(tensor: str) -> Any:
+        return read_tensor(job.manifest, tensor)
+
+    return Assigner(job.mapping, read_tensor=read, place=place, atomic=atomic)

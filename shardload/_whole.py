@@ -1,0 +1,29 @@
+"""One stored tensor, whole, in host memory: for code that computes with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardload.errors import TransferError
+from shardload.manifest import Decoded, Extent, Manifest
+from shardload.stores.local import opened, read_exact
+
+
+def read_tensor(manifest: Manifest, name: str) -> NDArray[Any]:
+    """All of a tensor, in an array of its own.
+
+    Raises:
+        TransferError: When the file no longer holds what its headers promised.
+    """
+    tensor = manifest.tensors[name]
+    match tensor.storage:
+        case Decoded(reader):
+            return reader.read_rows(0, tensor.rows)
+        case Extent(path, offset):
+            value = np.empty(tensor.shape, tensor.dtype)
+            with opened(path) as (fd, _):
+                read_exact(fd, memoryview(value.reshape(-1).view(np.uint8)), offset, path)
+            return value

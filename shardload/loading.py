@@ -1,0 +1,232 @@
+"""From a source to a sharded Keras model: the one place that knows the order of things.
+
+    resolve ─► open_manifest ─► build (abstract) ─► map names ─► choose layouts ─► make plan
+                                                                                     │  everything above reads headers only
+    report ◄── initialise the rest ◄── assign through the layers ◄── execute ◄───────┘  and changes no model that stands
+
+Each arrow is a function of another module; `shardload._job` holds the checks between them. This module is
+what a user calls.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from shardload import _accounts, _job
+from shardload import devices as placement
+from shardload.errors import UnsupportedError
+from shardload.loaders import open_manifest
+from shardload.manifest import Manifest
+from shardload.progress import Progress
+from shardload.resolve import Resolved, resolve
+from shardload.units import parse_bytes
+from shardload.whereabouts import whereabouts
+
+if TYPE_CHECKING:
+    from shardload.reports import LoadReport, PlanReport
+
+DEFAULT_HOST_MEMORY = 256 << 20
+"""Bytes staged at most. Enough to keep every reader thread busy with several blocks (8 MiB at most) and small
+beside any model; more does not make loading faster (docs/performance.md)."""
+
+_reports: weakref.WeakKeyDictionary[Any, LoadReport] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What `run` returns: the model, the account, and what it came from."""
+
+    model: Any
+    report: LoadReport
+    manifest: Manifest
+
+
+def load(source: str, *, mesh: Any = None, layout: Any = "auto", dtype: Any = None, **options: Any) -> Any:
+    """Build the model a checkpoint describes and load it straight into its layout.
+
+    Args:
+        source: A path, a name in the checkpoint root, a KerasHub preset or handle, or an alias.
+        mesh: ``"1x8"``, ``"data=2,model=4"``, sizes, a `jax.sharding.Mesh` or a `keras.distribution.DeviceMesh`; all
+            devices along one ``model`` axis by default.
+        layout: ``"auto"``, ``"keras_hub"``, ``"replicated"``, the path of a rules file or a `keras.distribution.LayoutMap`.
+        dtype: Dtype of the floating-point weights; the checkpoint's own by default.
+        **options: As for `run`.
+
+    Returns:
+        The Keras task where the checkpoint is one, else the backbone, ready for predict, fit and generate.
+
+    Raises:
+        SourceNotFoundError: When the name resolves to nothing.
+        SourceError: When the checkpoint contradicts itself.
+        MismatchError: When checkpoint and model disagree and ``strict`` is set.
+        MeshError: When there are too few devices.
+        LayoutError: When the layout cannot be applied.
+        TransferError: When reading fails half-way.
+    """
+    return run(source, mesh=mesh, layout=layout, dtype=dtype, **options).model
+
+
+def run(
+    source: str,
+    *,
+    mesh: Any = None,
+    axes: str | None = None,
+    layout: Any = "auto",
+    dtype: Any = None,
+    host_memory_bytes: int | str | None = None,
+    strict: bool = True,
+    devices: Sequence[Any] | None = None,
+    task: bool = True,
+    custom_objects: Mapping[str, Any] | None = None,
+    safe_mode: bool = True,
+    atomic: bool = False,
+    progress: Progress | None = None,
+) -> Loaded:
+    """`load`, returning the report and the manifest too.
+
+    Args:
+        source: As for `load`.
+        mesh: As for `load`.
+        axes: Names for a mesh given as sizes, joined by commas; ``batch,model`` by default.
+        layout: As for `load`.
+        dtype: As for `load`.
+        host_memory_bytes: Most bytes staged in host memory, or text like ``"512MiB"``.
+        strict: Refuse a checkpoint that lacks a weight of the model or holds one the model has no place for.
+        devices: Devices to use, in mesh order.
+        task: Build the task where the checkpoint is one; the backbone otherwise.
+        custom_objects: Classes the checkpoint's configuration names and Keras does not know.
+        safe_mode: Refuse configurations that hold Python code.
+        atomic: Accepted for symmetry with `load_weights`: a model that was not there before is returned whole or not at all.
+        progress: Told how many bytes were read.
+    """
+    clock = _job.Clock()
+    found, manifest = _open(source)
+    place = placement.place_on(mesh, axes=axes, devices=devices)
+    with clock("build"):
+        model = _job.build(manifest, dtype=dtype, task=task, custom_objects=custom_objects, safe_mode=safe_mode)
+    with clock("plan"):
+        job = _job.prepare(model, manifest, place, layout=layout, host_memory_bytes=_budget(host_memory_bytes))
+        job.check(strict=strict)
+    report = _job.fill(job, clock, progress=progress, atomic=False, notes=_notes(found))
+    _reports[model] = report
+    return Loaded(model, report, manifest)
+
+
+def load_weights(
+    model: Any,
+    source: str,
+    *,
+    mesh: Any = None,
+    axes: str | None = None,
+    layout: Any = None,
+    names: Mapping[str, str] | None = None,
+    host_memory_bytes: int | str | None = None,
+    strict: bool = True,
+    devices: Sequence[Any] | None = None,
+    atomic: bool = False,
+    progress: Progress | None = None,
+) -> LoadReport:
+    """Fill a model that stands, live or built inside `shardload.abstract`.
+
+    Args:
+        model: A built Keras model.
+        source: As for `load`; also bare safetensors and h5 files.
+        mesh: Where the weights shall live; where the model lives now by default (all devices for an abstract one).
+        axes: As for `run`.
+        layout: As for `load`; by default the layouts the model has now (``"auto"`` for an abstract one).
+        names: For bare files, tensor name → variable path, where they differ.
+        host_memory_bytes: As for `run`.
+        strict: As for `run`.
+        devices: As for `run`.
+        atomic: Keep the old values until the new ones are all there, and put them back if the load fails: twice the memory.
+        progress: As for `run`.
+
+    Raises:
+        LoadInterruptedError: When the load failed after it had begun to replace values; says what the model holds.
+    """
+    clock = _job.Clock()
+    found, manifest = _open(source)
+    if not getattr(model, "built", True):
+        raise UnsupportedError(f"The model {model.name!r} has not been built. Call model.build(input_shape) first")
+    with clock("plan"):
+        place, wanted = whereabouts(model, mesh=mesh, axes=axes, layout=layout, devices=devices)
+        job = _job.prepare(
+            model, manifest, place, layout=wanted, tensor_names=names, host_memory_bytes=_budget(host_memory_bytes)
+        )
+        job.check(strict=strict)
+    report = _job.fill(job, clock, progress=progress, atomic=atomic, notes=_notes(found))
+    _reports[model] = report
+    return report
+
+
+def plan(
+    source: str,
+    *,
+    mesh: Any = "1x1",
+    axes: str | None = None,
+    layout: Any = "auto",
+    dtype: Any = None,
+    host_memory_bytes: int | str | None = None,
+    device_memory_bytes: int | str | None = None,
+    task: bool = True,
+) -> PlanReport:
+    """What a load would read and where it would go, from headers alone; needs no devices.
+
+    Args:
+        source: As for `load`.
+        mesh: As for `load`; need not exist.
+        axes: As for `run`.
+        layout: As for `load`.
+        dtype: As for `load`.
+        host_memory_bytes: As for `run`.
+        device_memory_bytes: Bytes one device has, or text like ``"16GiB"``: the report says whether the plan fits.
+        task: As for `run`.
+    """
+    clock = _job.Clock()
+    found, manifest = _open(source)
+    with clock("build"):
+        model = _job.build(manifest, dtype=dtype, task=task)
+    with clock("plan"):
+        spec = placement.mesh_spec(mesh, axes=axes)
+        job = _job.prepare(
+            model, manifest, placement.planned(spec), layout=layout, host_memory_bytes=_budget(host_memory_bytes)
+        )
+    memory = None if device_memory_bytes is None else parse_bytes(device_memory_bytes)
+    return _accounts.plan_report(job, clock, layout=layout, device_memory_bytes=memory, notes=_notes(found))
+
+
+def inspect(source: str) -> Manifest:
+    """The tensors of a checkpoint, from its headers.
+
+    Raises:
+        SourceNotFoundError: When the name resolves to nothing.
+        SourceError: When the checkpoint contradicts itself.
+    """
+    return _open(source)[1]
+
+
+def report(model: Any) -> LoadReport:
+    """The account of the last load into ``model``.
+
+    Raises:
+        UnsupportedError: When nothing was loaded into it by shardload in this process.
+    """
+    if model not in _reports:
+        raise UnsupportedError(f"Nothing was loaded into the model {getattr(model, 'name', model)!r} by shardload")
+    return _reports[model]
+
+
+def _open(source: str) -> tuple[Resolved, Manifest]:
+    found = resolve(source)
+    return found, open_manifest(found.path)
+
+
+def _notes(found: Resolved) -> tuple[str, ...]:
+    return (found.note,) if found.note else ()
+
+
+def _budget(wanted: int | str | None) -> int:
+    return DEFAULT_HOST_MEMORY if wanted is None else parse_bytes(wanted)
