@@ -14,7 +14,7 @@ def read_tensor(tensor):
     """The tensor's value, read as the manifest says."""
     match tensor.storage:
         case Extent(path, offset):
-            with open(path, "rb") as file:
+            with Path(path).open("rb") as file:
                 file.seek(offset)
                 return np.frombuffer(file.read(tensor.nbytes), tensor.dtype).reshape(tensor.shape)
         case Decoded(reader):
@@ -62,4 +62,33 @@ def gemma3_gguf_path():
         cache.mkdir(parents=True, exist_ok=True)
         partial = assemble(path.with_suffix(f".{os.getpid()}.partial"))
         partial.rename(path)
+    return path
+
+
+def write_gguf(path, tensors, *, arch="llama", heads=2, kv_heads=None, hidden=32, theta=None, extra=None):
+    """A one-layer GGUF file, written by the reference writer.
+
+    ``tensors`` maps GGUF names to arrays, or to (stored bytes as a uint8 array, quantisation type).
+    """
+    import gguf
+
+    writer = gguf.GGUFWriter(str(path), arch)
+    writer.add_embedding_length(hidden)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(heads)
+    if kv_heads is not None:
+        writer.add_head_count_kv(kv_heads)
+    writer.add_layer_norm_rms_eps(1e-5)
+    if theta is not None:
+        writer.add_rope_freq_base(theta)
+    if extra is not None:
+        extra(writer)
+    for name, value in ({"token_embd.weight": np.zeros((8, hidden), np.float32)} | tensors).items():
+        array, qtype = value if isinstance(value, tuple) else (value, None)
+        writer.add_tensor(name, array, raw_dtype=qtype)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
     return path

@@ -87,7 +87,7 @@ def test_index_may_not_leave_the_folder(folder, name):
 @pytest.mark.parametrize("name", [3, None, "", "a\0b", ["x"], "x" * 300])
 def test_index_must_name_files(folder, name):
     write_index(folder, {"a": name})
-    with pytest.raises(SourceError, match="file name|should name files"):
+    with pytest.raises(SourceError, match=r"file name|should name files"):
         open_manifest(folder)
 
 

@@ -35,6 +35,11 @@ def test_read_exact_goes_on_after_short_reads(path, monkeypatch):
     assert buffer == bytes(range(5, 15))
 
 
+def test_read_exact_of_nothing(path):
+    with opened(path) as (fd, _):
+        read_exact(fd, memoryview(bytearray()).cast("B"), 0, str(path))
+
+
 def test_read_exact_reports_a_disk_error(path):
     fd = os.open(path.parent, os.O_RDONLY)
     with pytest.raises(TransferError, match="failed"):

@@ -29,7 +29,7 @@ def read_exact(fd: int, buffer: memoryview, offset: int, path: str) -> None:
     Raises:
         TransferError: When the file ends early (it shrank since its headers were read) or cannot be read.
     """
-    rest = buffer.cast("B")
+    rest = buffer.cast("B") if buffer.nbytes else memoryview(b"")  # cast refuses an empty view
     while rest:
         try:
             count = os.preadv(fd, [rest], offset)

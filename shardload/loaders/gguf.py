@@ -1,0 +1,142 @@
+"""GGUF files as Hugging Face checkpoints: names, row order and configuration are Hugging Face's.
+
+Unquantised tensors are extents; quantised ones decode to float32, bit for bit as the gguf package does, one range
+of rows at a time. See `gguf_header` (the bytes), `gguf_models` (names and configuration), `gguf_rows` (decoding).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardload.errors import SourceError, UnsupportedError
+from shardload.loaders import gguf_models as models
+from shardload.loaders._extents import collect
+from shardload.loaders.gguf_header import Header, LongArray, TensorInfo, read_array, read_header
+from shardload.loaders.gguf_rows import Undo, storage
+from shardload.manifest import Manifest, Tensor
+from shardload.stores import local
+
+MAX_ROPE_BYTES = 1 << 16
+"""``rope_freqs.weight`` has half a head's size: 64 numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerMetadata:
+    """The tokenizer a GGUF file carries."""
+
+    model: str
+    """``llama`` for SentencePiece, ``gpt2`` for byte-pair encoding."""
+    pre: str
+    """Name of the pre-tokenizer, ``default`` where the file names none."""
+    tokens: tuple[str, ...]
+    """By id."""
+    scores: NDArray[np.float32]
+    """By id, empty where there are none."""
+    token_types: NDArray[np.int32]
+    """By id, empty where there are none: 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte."""
+    merges: tuple[str, ...]
+    special_ids: dict[str, int]
+    """``bos``, ``eos``, ``unknown``, ``padding``, … → token id."""
+    flags: dict[str, bool]
+    """``add_bos_token``, ``add_space_prefix``, …, as the file says."""
+    chat_template: str | None
+
+
+def open_file(path: str | os.PathLike[str]) -> Manifest:
+    """The manifest of one ``.gguf`` file.
+
+    Raises:
+        SourceError: When the header contradicts itself or the file.
+        UnsupportedError: When the architecture, an element type or the GGUF version is not supported.
+        MissingExtraError: When tensors are quantised and the gguf package is not installed.
+    """
+    name = str(Path(path).absolute())
+    header = read_header(name)
+    known = models.architecture(header, name)
+    config = models.config(header, name, rope_factors=_rope_factors(header, name))
+    heads, kv_heads = models.head_counts(header, name)
+    tensors = []
+    for info in header.tensors:
+        if (hf_name := known.hf_name(info.name, name)) is None:
+            continue
+        undo = known.undo(info.name)
+        count = heads if ".attn_q." in info.name else kv_heads
+        _check_heads(info, undo, count, name)
+        where, dtype = storage(info, name, undo=undo, heads=count)
+        tensors.append(Tensor(hf_name, info.shape, dtype, where))
+    files = {name: header.file_bytes}
+    by_name = collect(tensors, files=files)
+    ordered = {tensor.name: by_name[tensor.name] for tensor in tensors}
+    return Manifest(name, "gguf", ordered, files, config, header.values)
+
+
+def tokenizer_metadata(path: str | os.PathLike[str]) -> TokenizerMetadata:
+    """The tokenizer of a ``.gguf`` file.
+
+    Raises:
+        UnsupportedError: When the file carries none.
+        SourceError: When its arrays contradict each other.
+    """
+    name = str(Path(path).absolute())
+    values = {
+        k.removeprefix("tokenizer."): v for k, v in read_header(name).values.items() if k.startswith("tokenizer.")
+    }
+    tokens = _strings(values, "ggml.tokens", name)
+    if not tokens:
+        raise UnsupportedError(f"{name} carries no tokenizer; load the model without a prompt, or take another file")
+    ids = {key[5:-9]: value for key, value in values.items() if key.startswith("ggml.") and key.endswith("_token_id")}
+    found = TokenizerMetadata(
+        model=str(values.get("ggml.model", "")),
+        pre=str(values.get("ggml.pre", "default")),
+        tokens=tokens,
+        scores=_numbers(values, "ggml.scores", np.float32),
+        token_types=_numbers(values, "ggml.token_type", np.int32),
+        merges=_strings(values, "ggml.merges", name),
+        special_ids={key: value for key, value in ids.items() if isinstance(value, int) and value < len(tokens)},
+        flags={key[5:]: value for key, value in values.items() if key.startswith("ggml.") and isinstance(value, bool)},
+        chat_template=values["chat_template"] if isinstance(values.get("chat_template"), str) else None,
+    )
+    for what, items in (("scores", found.scores), ("token types", found.token_types)):
+        if len(items) not in (0, len(tokens)):
+            raise SourceError(f"{name} holds {len(tokens)} tokens, but {len(items)} {what}; one each is expected")
+    return found
+
+
+def _strings(values: dict[str, Any], key: str, path: str) -> tuple[str, ...]:
+    found = values.get(key, [])
+    items = read_array(found) if isinstance(found, list | LongArray) else [None]
+    if not all(isinstance(item, str) for item in items):
+        raise SourceError(f"{path}: 'tokenizer.{key}' should be a list of strings")
+    return tuple(items)
+
+
+def _numbers(values: dict[str, Any], key: str, dtype: type) -> NDArray[Any]:
+    found = values.get(key, [])
+    return np.asarray(read_array(found) if isinstance(found, list | LongArray) else [], dtype)
+
+
+def _check_heads(info: TensorInfo, undo: Undo, heads: int, path: str) -> None:
+    if undo is Undo.UNPERMUTE and (info.shape[0] % (2 * heads) or info.kind.block_elements > 1 == len(info.shape)):
+        raise SourceError(
+            f"{path}: tensor {info.name!r} has {info.shape[0]} rows, which do not make {heads} heads of even size"
+        )
+
+
+def _rope_factors(header: Header, path: str) -> tuple[float, ...]:
+    """``rope_freqs.weight`` is configuration in the guise of a tensor, and tiny: the one tensor read while opening."""
+    info = next((info for info in header.tensors if info.name == "rope_freqs.weight"), None)
+    if info is None:
+        return ()
+    if info.kind.name != "F32" or info.nbytes > MAX_ROPE_BYTES:
+        raise SourceError(
+            f"{path}: 'rope_freqs.weight' should be a few F32 numbers, but is {info.shape} {info.kind.name}"
+        )
+    with local.opened(path) as (fd, _):
+        raw = local.read_header(fd, info.nbytes, offset=info.offset, path=path, what="'rope_freqs.weight'")
+    return tuple(np.frombuffer(raw, "<f4").tolist())

@@ -1,0 +1,335 @@
+"""The header of a GGUF file (versions 2 and 3), parsed in one bounded pass.
+
+    "GGUF" u32 version u64 tensors u64 pairs │ key-value pairs │ tensor infos │ padding │ tensor data
+                                                                              └ a multiple of `alignment`
+
+The gguf package's reader makes a NumPy array of every token and takes ten seconds on a 262,144-token vocabulary;
+here long arrays are stepped over and read when somebody asks (`read_array`). Specification:
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardload.errors import SourceError, TruncatedSourceError, UnsafeSourceError, UnsupportedError
+from shardload.stores import local
+
+MAGIC = b"GGUF"
+MAX_DIMS = 4
+MAX_NAME_BYTES = 65535
+"""The specification's limit for keys."""
+INLINE_ITEMS = 1024
+"""Arrays up to this length are parsed at once: per-layer settings, not vocabularies."""
+_WINDOW_BYTES = 1 << 20
+
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""Value type → `struct` code; 8 is a string, 9 an array."""
+_STRING, _ARRAY = 8, 9
+
+
+@dataclass(frozen=True, slots=True)
+class GgmlType:
+    """How GGML stores elements: in blocks of a fixed number of bytes."""
+
+    id: int
+    name: str
+    block_elements: int
+    block_bytes: int
+
+
+_TYPES = {
+    kind.id: kind
+    for kind in (
+        GgmlType(0, "F32", 1, 4),
+        GgmlType(1, "F16", 1, 2),
+        GgmlType(2, "Q4_0", 32, 18),
+        GgmlType(3, "Q4_1", 32, 20),
+        GgmlType(6, "Q5_0", 32, 22),
+        GgmlType(7, "Q5_1", 32, 24),
+        GgmlType(8, "Q8_0", 32, 34),
+        GgmlType(10, "Q2_K", 256, 84),
+        GgmlType(11, "Q3_K", 256, 110),
+        GgmlType(12, "Q4_K", 256, 144),
+        GgmlType(13, "Q5_K", 256, 176),
+        GgmlType(14, "Q6_K", 256, 210),
+        GgmlType(16, "IQ2_XXS", 256, 66),
+        GgmlType(17, "IQ2_XS", 256, 74),
+        GgmlType(18, "IQ3_XXS", 256, 98),
+        GgmlType(19, "IQ1_S", 256, 50),
+        GgmlType(20, "IQ4_NL", 32, 18),
+        GgmlType(21, "IQ3_S", 256, 110),
+        GgmlType(22, "IQ2_S", 256, 82),
+        GgmlType(23, "IQ4_XS", 256, 136),
+        GgmlType(24, "I8", 1, 1),
+        GgmlType(25, "I16", 1, 2),
+        GgmlType(26, "I32", 1, 4),
+        GgmlType(27, "I64", 1, 8),
+        GgmlType(28, "F64", 1, 8),
+        GgmlType(29, "IQ1_M", 256, 56),
+        GgmlType(30, "BF16", 1, 2),
+        GgmlType(34, "TQ1_0", 256, 54),
+        GgmlType(35, "TQ2_0", 256, 66),
+        GgmlType(39, "MXFP4", 32, 17),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LongArray:
+    """An array in the key-values that was stepped over; `read_array` reads it."""
+
+    path: str
+    kind: int
+    """GGUF value type of its items."""
+    count: int
+    offset: int
+    """Byte offset of the first item."""
+    nbytes: int
+
+    def __len__(self) -> int:
+        return self.count
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor as GGUF names and shapes it, outermost dim first."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: GgmlType
+    offset: int
+    """Byte offset in the file."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return math.prod(self.shape) // self.kind.block_elements * self.kind.block_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What one file's header says."""
+
+    values: dict[str, Any]
+    """Key-values; arrays as lists, long ones as `LongArray`."""
+    tensors: tuple[TensorInfo, ...]
+    """In file order."""
+    file_bytes: int
+
+
+def read_header(path: str) -> Header:
+    """Parse and check the header of one file.
+
+    Raises:
+        TruncatedSourceError: When the file ends before its header or a tensor does.
+        UnsupportedError: For big-endian files, version 1, unknown element types, nested arrays.
+        SourceError: When the header contradicts itself.
+    """
+    with local.opened(path) as (fd, size):
+        cursor = _Cursor(fd, size, path)
+        tensor_count, pair_count = _preamble(cursor)
+        values = _pairs(cursor, pair_count)
+        alignment = values.get("general.alignment", 32)
+        if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+            raise SourceError(f"{path}: general.alignment should be a power of two, but is {alignment!r}")
+        raw = [_tensor_info(cursor) for _ in range(tensor_count)]
+    start = -(-cursor.position // alignment) * alignment
+    for info in raw:
+        if info.offset % alignment:
+            raise SourceError(f"{path}: tensor {info.name!r} starts at {info.offset}, no multiple of {alignment}")
+    infos = [TensorInfo(i.name, i.shape, i.kind, start + i.offset) for i in raw]
+    return Header(values, _in_file_order(infos, path, size), size)
+
+
+def read_array(array: LongArray | list[Any]) -> NDArray[Any] | list[Any]:
+    """The items of an array: strings as a list, numbers as a NumPy array.
+
+    Raises:
+        SourceError: When the file changed since its header was read.
+    """
+    if isinstance(array, list):
+        return array
+    with local.opened(array.path) as (fd, _):
+        raw = local.read_header(fd, array.nbytes, offset=array.offset, path=array.path, what="an array")
+    if array.kind != _STRING:
+        return np.frombuffer(raw, np.dtype("<" + _SCALARS[array.kind]))
+    try:
+        return _split_strings(raw, array.count)
+    except (UnicodeDecodeError, struct.error) as error:
+        raise SourceError(f"{array.path}: the array at byte {array.offset} holds strings that are damaged") from error
+
+
+def _split_strings(raw: bytes, count: int) -> list[str]:
+    found, at, unpack = [], 0, struct.Struct("<Q").unpack_from
+    for _ in range(count):
+        end = at + 8 + unpack(raw, at)[0]
+        found.append(raw[at + 8 : end].decode("utf-8"))
+        at = end
+    return found
+
+
+def _preamble(cursor: _Cursor) -> tuple[int, int]:
+    magic, version = cursor.unpack("<4sI", "the magic and version")
+    if magic != MAGIC:
+        raise SourceError(f"{cursor.path} should begin with {MAGIC!r}, but begins with {magic!r}; it is no GGUF file")
+    if version & 0xFFFF == 0 and version:
+        raise UnsupportedError(f"{cursor.path} is a big-endian GGUF file; convert it with gguf-convert-endian")
+    if version not in (2, 3):
+        raise UnsupportedError(
+            f"{cursor.path} is GGUF version {version}; versions 2 and 3 can be read. Convert it anew"
+        )
+    tensors, pairs = cursor.unpack("<QQ", "the counts")
+    for count, least, what in ((tensors, 24, "tensors"), (pairs, 13, "key-values")):
+        if count * least > cursor.size:
+            raise UnsafeSourceError(
+                f"{cursor.path} declares {count} {what}, more than its {cursor.size} bytes can hold"
+            )
+    return tensors, pairs
+
+
+def _pairs(cursor: _Cursor, count: int) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for _ in range(count):
+        key = cursor.string("a key", limit=MAX_NAME_BYTES)
+        if key in values:
+            raise SourceError(f"{cursor.path} holds the key {key!r} twice")
+        (kind,) = cursor.unpack("<I", f"the type of {key!r}")
+        values[key] = _value(cursor, kind, key)
+    return values
+
+
+def _value(cursor: _Cursor, kind: int, key: str) -> Any:
+    if kind == _STRING:
+        return cursor.string(f"the value of {key!r}")
+    if kind == _ARRAY:
+        return _array(cursor, key)
+    if kind not in _SCALARS:
+        raise SourceError(f"{cursor.path}: {key!r} has the value type {kind}, which does not exist")
+    return cursor.unpack("<" + _SCALARS[kind], f"the value of {key!r}")[0]
+
+
+def _array(cursor: _Cursor, key: str) -> list[Any] | LongArray:
+    kind, count = cursor.unpack("<IQ", f"the array {key!r}")
+    if kind == _ARRAY:
+        raise UnsupportedError(f"{cursor.path}: {key!r} is an array of arrays, which no model needs")
+    if kind != _STRING and kind not in _SCALARS:
+        raise SourceError(f"{cursor.path}: {key!r} is an array of type {kind}, which does not exist")
+    item_bytes = 8 if kind == _STRING else struct.calcsize("<" + _SCALARS[kind])
+    cursor.require(count * item_bytes, f"the array {key!r} of {count} items")
+    if count <= INLINE_ITEMS:
+        return [_value(cursor, kind, key) for _ in range(count)]
+    start = cursor.position
+    if kind == _STRING:
+        cursor.skip_strings(count, f"the array {key!r}")
+    else:
+        cursor.skip(count * item_bytes, f"the array {key!r}")
+    return LongArray(cursor.path, kind, count, start, cursor.position - start)
+
+
+def _tensor_info(cursor: _Cursor) -> TensorInfo:
+    name = cursor.string("a tensor name", limit=MAX_NAME_BYTES)
+    what = f"the entry of tensor {name!r}"
+    (rank,) = cursor.unpack("<I", what)
+    if not 1 <= rank <= MAX_DIMS:
+        raise SourceError(f"{cursor.path}: tensor {name!r} has {rank} dims; GGUF has 1 to {MAX_DIMS}")
+    *dims, kind_id, offset = cursor.unpack(f"<{rank}QIQ", what)
+    if (kind := _TYPES.get(kind_id)) is None:
+        raise UnsupportedError(f"{cursor.path}: tensor {name!r} has the GGML type {kind_id}, which cannot be decoded")
+    shape = tuple(reversed(dims))
+    if any(n >= 1 << 63 for n in shape) or shape[-1] % kind.block_elements:
+        raise SourceError(
+            f"{cursor.path}: tensor {name!r} has the shape {shape}, but {kind.name} rows are whole blocks "
+            f"of {kind.block_elements} elements"
+        )
+    return TensorInfo(name, shape, kind, offset)
+
+
+def _in_file_order(infos: Iterable[TensorInfo], path: str, size: int) -> tuple[TensorInfo, ...]:
+    ordered = sorted(infos, key=lambda info: (info.offset, info.nbytes))
+    if len({info.name for info in ordered}) < len(ordered):
+        names = sorted(info.name for info in ordered)
+        twice = next(a for a, b in itertools.pairwise(names) if a == b)
+        raise SourceError(f"{path} holds the tensor {twice!r} twice")
+    end, before = 0, ""
+    for info in ordered:
+        if info.offset + info.nbytes > size:
+            raise TruncatedSourceError(
+                f"{path} is truncated: tensor {info.name!r} should end at byte {info.offset + info.nbytes}, "
+                f"but the file has {size} bytes. Download it again"
+            )
+        if info.offset < end:
+            raise SourceError(f"{path}: tensors {before!r} and {info.name!r} overlap at byte {info.offset}")
+        end, before = info.offset + info.nbytes, info.name
+    return tuple(ordered)
+
+
+class _Cursor:
+    """Reads a file forwards through a window, refusing before it would pass the end."""
+
+    def __init__(self, fd: int, size: int, path: str, *, position: int = 0) -> None:
+        self._fd = fd
+        self.size = size
+        self.path = path
+        self.position = position
+        self._window = b""
+        self._start = position
+
+    def require(self, count: int, what: str) -> None:
+        """Raise unless ``count`` more bytes exist."""
+        if self.position + count > self.size:
+            raise TruncatedSourceError(
+                f"{self.path} is truncated: {what} should take {count} bytes at offset {self.position}, "
+                f"but the file has {self.size} bytes. Download it again"
+            )
+
+    def unpack(self, code: str, what: str) -> tuple[Any, ...]:
+        count = struct.calcsize(code)
+        at = self._load(count, what)
+        self.position += count
+        return struct.unpack_from(code, self._window, at)
+
+    def string(self, what: str, *, limit: int | None = None) -> str:
+        (count,) = self.unpack("<Q", what)
+        if limit is not None and count > limit:
+            raise SourceError(f"{self.path}: {what} has {count} bytes; at most {limit} are allowed")
+        at = self._load(count, what)
+        self.position += count
+        try:
+            return self._window[at : at + count].decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise SourceError(f"{self.path}: {what} at byte {self.position - count} is not UTF-8") from error
+
+    def skip(self, count: int, what: str) -> None:
+        self.require(count, what)
+        self.position += count
+
+    def skip_strings(self, count: int, what: str) -> None:
+        """Step over strings; one Python step each, so kept tight."""
+        unpack = struct.Struct("<Q").unpack_from
+        while count:
+            at = self._load(8, what)
+            window, last = self._window, len(self._window) - 8
+            while count and at <= last:
+                at += 8 + unpack(window, at)[0]
+                count -= 1
+            self.position = self._start + at
+            self.require(0, what)
+
+    def _load(self, count: int, what: str) -> int:
+        """Index in the window of the current position, with ``count`` bytes behind it."""
+        self.require(count, what)
+        at = self.position - self._start
+        if at + count > len(self._window):
+            wanted = min(max(count, _WINDOW_BYTES), self.size - self.position)
+            self._window = local.read_header(self._fd, wanted, offset=self.position, path=self.path, what=what)
+            self._start, at = self.position, 0
+        return at

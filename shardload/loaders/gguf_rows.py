@@ -1,0 +1,158 @@
+"""Rows of GGUF tensors, decoded on the way; the only module that imports the gguf package.
+
+A quantised tensor is stored row by row, each row in whole blocks, so any range of rows decodes by itself and bit
+for bit like the whole. What llama.cpp's converter did to the weights is undone here:
+
+    MINUS_ONE   Gemma's norms are stored as w + 1
+    UNPERMUTE   Llama's query and key rows are interleaved within each head, for rotary embeddings in pairs::
+
+        Hugging Face   a0 a1 a2 … b0 b1 b2 …        (two halves of a head)
+        GGUF           a0 b0 a1 b1 a2 b2 …
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from shardload.errors import MissingExtraError, SourceError, SourceNotFoundError, TransferError
+from shardload.loaders.gguf_header import TensorInfo
+from shardload.manifest import Decoded, Extent, Storage
+from shardload.stores import local
+
+PLAIN: dict[str, np.dtype[Any]] = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F64": np.dtype(np.float64),
+    "I8": np.dtype(np.int8),
+    "I16": np.dtype(np.int16),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
+}
+"""GGML types that are stored as they are; all others decode to float32."""
+
+
+class Undo(Enum):
+    """What the converter to GGUF did to a tensor."""
+
+    NOTHING = "nothing"
+    MINUS_ONE = "minus one"
+    UNPERMUTE = "unpermute"
+
+
+@dataclass(frozen=True, slots=True)
+class GgufRows:
+    """Rows of one tensor in Hugging Face's order, dtype as `decoded_dtype` says."""
+
+    path: str
+    info: TensorInfo
+    undo: Undo
+    heads: int = 1
+    """Heads that dim 0 consists of, for `Undo.UNPERMUTE`."""
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The file."""
+        return (self.path,)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes in the file."""
+        return self.info.nbytes
+
+    @property
+    def row_alignment(self) -> int:
+        """A head for permuted tensors, a block for quantised vectors, else one row."""
+        if self.undo is Undo.UNPERMUTE:
+            return self.info.shape[0] // self.heads
+        return self.info.kind.block_elements if len(self.info.shape) == 1 else 1
+
+    def read_rows(self, start: int, stop: int) -> NDArray[Any]:
+        """Rows ``[start, stop)``; see `shardload.manifest.RowReader`.
+
+        Raises:
+            TransferError: When the file shrank or vanished since its header was read.
+        """
+        align = self.row_alignment
+        first, last = start // align * align, min(-(-stop // align) * align, self.info.shape[0])
+        raw = self._read(first, last)
+        if self.undo is Undo.UNPERMUTE:
+            raw = raw[stored_rows(np.arange(start, stop), self.row_alignment) - first]
+            return self._decode(raw).reshape(stop - start, *self.info.shape[1:])
+        values = self._decode(raw).reshape(last - first, *self.info.shape[1:])[start - first : stop - first]
+        return minus_one(values) if self.undo is Undo.MINUS_ONE else np.ascontiguousarray(values)
+
+    def _read(self, first: int, last: int) -> NDArray[np.uint8]:
+        """Stored bytes of rows ``[first, last)``, one line per row (per block, for a quantised vector)."""
+        kind, shape = self.info.kind, self.info.shape
+        unit = kind.block_elements if len(shape) == 1 else 1
+        unit_bytes = math.prod(shape[1:]) * unit // kind.block_elements * kind.block_bytes
+        raw = np.empty((-(-(last - first) // unit), unit_bytes), np.uint8)
+        try:
+            with local.opened(self.path) as (fd, _):
+                local.read_exact(fd, raw.data, self.info.offset + first // unit * unit_bytes, self.path)
+        except (SourceError, SourceNotFoundError) as error:
+            raise TransferError(f"Tensor {self.info.name!r} can no longer be read: {error}") from error
+        return raw
+
+    def _decode(self, raw: NDArray[np.uint8]) -> NDArray[Any]:
+        name = self.info.kind.name
+        if name in PLAIN:
+            return raw.view(PLAIN[name])
+        from gguf import GGMLQuantizationType, dequantize
+
+        if not raw.size:
+            return np.empty(0, np.float32)
+        with np.errstate(all="ignore"):  # a scale may be infinite or NaN; so is then the weight
+            found: NDArray[np.float32] = dequantize(raw, GGMLQuantizationType(self.info.kind.id))
+        return found
+
+
+def storage(info: TensorInfo, path: str, *, undo: Undo, heads: int = 1) -> tuple[Storage, np.dtype[Any]]:
+    """How to read a tensor, and the dtype it comes in.
+
+    Raises:
+        MissingExtraError: When it is quantised and the gguf package is not installed.
+    """
+    name = info.kind.name
+    if name in PLAIN and undo is Undo.NOTHING:
+        return Extent(path, info.offset), PLAIN[name]
+    if name not in PLAIN and importlib.util.find_spec("gguf") is None:
+        raise MissingExtraError("gguf", extra="gguf", needed_for=f"Decoding {name} tensors of {path}")
+    dtype = PLAIN[name] if name in PLAIN and undo is Undo.UNPERMUTE else np.dtype(np.float32)
+    return Decoded(GgufRows(path, info, undo, heads)), dtype
+
+
+def stored_rows(rows: NDArray[np.int64], head_rows: int) -> NDArray[np.int64]:
+    """Where GGUF keeps the given rows of a Hugging Face query or key projection.
+
+    Args:
+        rows: Row indices in Hugging Face's order.
+        head_rows: Rows per head, even.
+    """
+    head, within = np.divmod(rows, head_rows)
+    half, index = np.divmod(within, head_rows // 2)
+    found: NDArray[np.int64] = head * head_rows + index * 2 + half
+    return found
+
+
+def minus_one(stored: NDArray[Any]) -> NDArray[np.float32]:
+    """The w for which GGUF stores w + 1 in float32.
+
+    The addition rounded w away where it was small. Gemma's weights are bfloat16, so the bfloat16 next to
+    ``stored - 1`` is w exactly; it is taken wherever it explains what is stored, element by element, and the
+    plain difference elsewhere (a fine-tune kept in float32).
+    """
+    values = stored.astype(np.float32)
+    plain = values - np.float32(1)
+    rounded = plain.astype(ml_dtypes.bfloat16).astype(np.float32)
+    explains = rounded + np.float32(1) == values
+    return np.where(explains, rounded, plain)

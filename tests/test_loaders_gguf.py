@@ -1,0 +1,345 @@
+import struct
+import sys
+
+import gguf
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoints import read_tensor, write_gguf
+from gguf_fixture import gemma3_gguf  # noqa: F401 - a fixture
+
+from shardload.errors import (
+    MissingExtraError,
+    SourceError,
+    TransferError,
+    TruncatedSourceError,
+    UnsafeSourceError,
+    UnsupportedError,
+)
+from shardload.loaders import open_manifest
+from shardload.loaders.gguf import tokenizer_metadata
+from shardload.loaders.gguf_header import _TYPES, INLINE_ITEMS, read_header
+from shardload.loaders.gguf_models import ARCHITECTURES, llama3_factors
+from shardload.loaders.gguf_rows import PLAIN, minus_one
+
+Q8, Q4 = gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q4_0
+
+
+def permute(weights, heads):
+    """As llama.cpp's converter does it."""
+    return (
+        weights.reshape(heads, 2, weights.shape[0] // heads // 2, *weights.shape[1:])
+        .swapaxes(1, 2)
+        .reshape(weights.shape)
+    )
+
+
+def test_our_type_table_is_the_package_s():
+    for kind in _TYPES.values():
+        block = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind.id)]
+        assert (kind.block_elements, kind.block_bytes) == block
+        assert gguf.GGMLQuantizationType(kind.id).name == kind.name
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_our_names_are_the_package_s(name):
+    arch = next(a for a, label in gguf.MODEL_ARCH_NAMES.items() if label == name)
+    names = gguf.get_tensor_name_map(arch, 2)
+    for ours in [f"blk.1.{part}" for part in ARCHITECTURES[name].block_names] + ["token_embd", "output_norm"]:
+        hf = ARCHITECTURES[name].hf_name(f"{ours}.weight", "x")
+        known = names.get_name(hf, try_suffixes=(".weight",))
+        assert known in (f"{ours}.weight", None), hf
+        assert known or ours.endswith(("_q_norm", "_k_norm")), hf
+
+
+@pytest.mark.parametrize("kind", [k for k in _TYPES.values() if k.name not in PLAIN], ids=lambda k: k.name)
+def test_every_range_of_rows_decodes_like_the_whole(tmp_path, kind):
+    rng = np.random.default_rng(kind.id)
+    qtype = gguf.GGMLQuantizationType(kind.id)
+    raw = rng.integers(0, 256, (37, 2 * kind.block_bytes), np.uint8)
+    with np.errstate(all="ignore"):
+        whole = gguf.dequantize(raw, qtype)
+    path = write_gguf(tmp_path / "x.gguf", {"blk.0.ffn_down.weight": (raw, qtype)})
+    tensor = open_manifest(path).tensors["model.layers.0.mlp.down_proj.weight"]
+    for start, stop in [(0, 37), (5, 6), (16, 33), (36, 37), (7, 7)]:
+        rows = tensor.storage.reader.read_rows(start, stop)
+        assert rows.dtype == np.float32
+        assert rows.tobytes() == whole[start:stop].tobytes()
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["F32", "BF16", "Q8_0"])
+def test_llama_rows_are_put_back_in_order(tmp_path, heads, kind):
+    rng = np.random.default_rng(heads)
+    qtype = gguf.GGMLQuantizationType[kind]
+    hf = gguf.dequantize(gguf.quantize(rng.normal(size=(32, 64)).astype(np.float32), qtype), qtype)
+    stored = gguf.quantize(permute(hf, heads), qtype)
+    path = write_gguf(tmp_path / "x.gguf", {"blk.0.attn_q.weight": (stored, qtype)}, heads=heads)
+    tensor = open_manifest(path).tensors["model.layers.0.self_attn.q_proj.weight"]
+    for start, stop in [(0, 32), (3, 4), (7, 25), (31, 32)]:
+        np.testing.assert_array_equal(tensor.storage.reader.read_rows(start, stop).astype(np.float32), hf[start:stop])
+
+
+def test_llama_biases_are_put_back_in_order(tmp_path):
+    hf = np.arange(32, dtype=np.float32)
+    path = write_gguf(tmp_path / "x.gguf", {"blk.0.attn_k.bias": permute(hf, 2)}, heads=4, kv_heads=2)
+    tensor = open_manifest(path).tensors["model.layers.0.self_attn.k_proj.bias"]
+    np.testing.assert_array_equal(read_tensor(tensor), hf)
+    np.testing.assert_array_equal(tensor.storage.reader.read_rows(5, 21), hf[5:21])
+
+
+def test_plain_tensors_are_extents(tmp_path):
+    value = np.arange(12, dtype=np.float32).reshape(3, 4)
+    path = write_gguf(tmp_path / "x.gguf", {"blk.0.ffn_up.weight": value.astype(np.float16), "output.weight": value})
+    tensors = open_manifest(path).tensors
+    assert read_tensor(tensors["model.layers.0.mlp.up_proj.weight"]).tobytes() == value.astype(np.float16).tobytes()
+    np.testing.assert_array_equal(read_tensor(tensors["lm_head.weight"]), value)
+
+
+def test_gemma_norms_come_back_exactly_from_bfloat16():
+    every = np.arange(1 << 16, dtype=np.uint16).view(ml_dtypes.bfloat16)
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        norms = every.astype(np.float32)
+    norms = norms[(np.abs(norms) < 256) & (np.abs(norms) > 2.0**-15)]
+    np.testing.assert_array_equal(minus_one(norms + np.float32(1)), norms)
+
+
+def test_gemma_norms_kept_in_float32_lose_nothing_more():
+    norms = np.random.default_rng(0).normal(size=1000).astype(np.float32) / 3
+    stored = norms + np.float32(1)
+    found = minus_one(stored)
+    np.testing.assert_array_equal(found + np.float32(1), stored)
+    np.testing.assert_allclose(found, norms, atol=1.2e-7)
+
+
+def test_quantised_vectors_decode_in_blocks(tmp_path):
+    value = gguf.quantize(np.arange(96, dtype=np.float32), Q8)
+    path = write_gguf(tmp_path / "x.gguf", {"output_norm.weight": (value, Q8)}, arch="qwen2")
+    reader = open_manifest(path).tensors["model.norm.weight"].storage.reader
+    assert reader.row_alignment == 32
+    np.testing.assert_array_equal(reader.read_rows(30, 70), gguf.dequantize(value, Q8)[30:70])
+
+
+def test_llama3_rope_scaling_is_recovered(tmp_path):
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    factors = llama3_factors(scaling, theta=500000.0, head_dim=16).astype(np.float32)
+    assert factors.min() == 1
+    assert factors.max() == 8
+    path = write_gguf(tmp_path / "x.gguf", {"rope_freqs.weight": factors}, theta=500000.0)
+    manifest = open_manifest(path)
+    assert manifest.config["rope_scaling"] == scaling
+    assert "rope_freqs.weight" not in manifest.metadata
+    path = write_gguf(tmp_path / "y.gguf", {"rope_freqs.weight": factors * 2 - 1}, theta=500000.0)
+    with pytest.raises(UnsupportedError, match="does not follow Llama 3's rule"):
+        open_manifest(path)
+
+
+def test_mistral_is_told_by_what_only_it_has(tmp_path):
+    assert open_manifest(write_gguf(tmp_path / "x.gguf", {})).config["model_type"] == "llama"
+    path = write_gguf(tmp_path / "x.gguf", {}, extra=lambda w: w.add_sliding_window(4096))
+    assert open_manifest(path).config["model_type"] == "mistral"
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_converters_accept_the_configuration(tmp_path, name):
+    from keras_hub.src.utils.transformers.preset_loader import TransformersPresetLoader
+
+    config = open_manifest(write_gguf(tmp_path / "x.gguf", {}, arch=name)).config
+    converted = TransformersPresetLoader("nowhere", config).converter.convert_backbone_config(config)
+    assert converted["num_layers"] == 1
+    assert converted["vocabulary_size"] == 8
+
+
+def test_header_is_small_and_long_arrays_stay_in_the_file(tmp_path):
+    tokens = [f"<{i}>é" for i in range(3 * INLINE_ITEMS)]
+
+    def tokenizer(writer):
+        writer.add_tokenizer_model("gpt2")
+        writer.add_token_list(tokens)
+        writer.add_token_scores([0.5] * len(tokens))
+        writer.add_token_merges(["a b", "c d"])
+        writer.add_eos_token_id(7)
+        writer.add_add_bos_token(True)
+        writer.add_chat_template("{{ messages }}")
+
+    path = write_gguf(tmp_path / "x.gguf", {}, extra=tokenizer)
+    assert len(open_manifest(path).metadata["tokenizer.ggml.tokens"]) == len(tokens)
+    found = tokenizer_metadata(path)
+    assert found.tokens == tuple(tokens)
+    assert found.merges == ("a b", "c d")
+    assert found.scores.dtype == np.float32
+    assert (found.model, found.special_ids, found.flags) == ("gpt2", {"eos": 7}, {"add_bos_token": True})
+    assert found.chat_template == "{{ messages }}"
+    assert not found.token_types.size
+
+
+def test_no_tokenizer(tmp_path):
+    with pytest.raises(UnsupportedError, match="carries no tokenizer"):
+        tokenizer_metadata(write_gguf(tmp_path / "x.gguf", {}))
+
+
+def test_missing_package_names_the_extra(tmp_path, monkeypatch):
+    raw = gguf.quantize(np.zeros((2, 32), np.float32), Q8)
+    path = write_gguf(tmp_path / "x.gguf", {"output.weight": (raw, Q8)})
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(MissingExtraError, match=r"shardload\[gguf\]"):
+        open_manifest(path)
+
+
+def test_a_file_that_shrinks_is_a_transfer_error(tmp_path):
+    raw = gguf.quantize(np.zeros((64, 32), np.float32), Q8)
+    path = write_gguf(tmp_path / "x.gguf", {"output.weight": (raw, Q8)})
+    reader = open_manifest(path).tensors["lm_head.weight"].storage.reader
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 600)
+    with pytest.raises(TransferError, match="shrank"):
+        reader.read_rows(0, 64)
+    path.unlink()
+    with pytest.raises(TransferError, match="can no longer be read"):
+        reader.read_rows(0, 64)
+
+
+def test_truncated_data(tmp_path):
+    path = write_gguf(tmp_path / "x.gguf", {"output.weight": np.zeros((64, 32), np.float32)})
+    path.write_bytes(path.read_bytes()[:-4000])
+    with pytest.raises(TruncatedSourceError, match=r"tensor 'output.weight' should end at byte"):
+        open_manifest(path)
+
+
+def test_truncated_header_at_every_length(tmp_path):
+    path = write_gguf(tmp_path / "x.gguf", {})
+    raw = path.read_bytes()
+    for length in range(4, len(raw) - 200, 7):
+        path.write_bytes(raw[:length])
+        with pytest.raises(SourceError, match=r"truncated"):
+            open_manifest(path)
+
+
+RAW = {
+    "counts": (
+        struct.pack("<4sIQQ", b"GGUF", 3, 1 << 60, 0),
+        UnsafeSourceError,
+        "declares 1152921504606846976 tensors",
+    ),
+    "pairs": (struct.pack("<4sIQQ", b"GGUF", 3, 0, 1 << 60), UnsafeSourceError, "key-values"),
+    "version 1": (struct.pack("<4sIQQ", b"GGUF", 1, 0, 0), UnsupportedError, "version 1"),
+    "big-endian": (struct.pack(">4sIQQ", b"GGUF", 3, 0, 0), UnsupportedError, "big-endian"),
+    "string": (struct.pack("<4sIQQQ", b"GGUF", 3, 0, 1, 1 << 63) + b"x" * 64, SourceError, "a key"),
+    "not utf-8": (struct.pack("<4sIQQQ", b"GGUF", 3, 0, 1, 1) + b"\xff" * 64, SourceError, "not UTF-8"),
+    "type": (struct.pack("<4sIQQQ1sI", b"GGUF", 3, 0, 1, 1, b"k", 99) + b"x" * 64, SourceError, "does not exist"),
+    "nested": (struct.pack("<4sIQQQ1sIIQ", b"GGUF", 3, 0, 1, 1, b"k", 9, 9, 1) + b"x" * 9, UnsupportedError, "arrays"),
+    "array": (struct.pack("<4sIQQQ1sIIQ", b"GGUF", 3, 0, 1, 1, b"k", 9, 4, 1 << 62), TruncatedSourceError, "'k'"),
+}
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_malformed_headers(tmp_path, name):
+    raw, kind, message = RAW[name]
+    (tmp_path / "x.gguf").write_bytes(raw)
+    with pytest.raises(kind, match=rf"x\.gguf.*{message}"):
+        open_manifest(tmp_path / "x.gguf")
+
+
+UNSUPPORTED = {
+    "architecture": ({"arch": "mamba"}, {}, "architecture 'mamba'; GGUF is supported for gemma, gemma2"),
+    "tensor": ({}, {"blk.0.ffn_gate_exps.weight": np.zeros((2, 2), np.float32)}, "no counterpart"),
+    "parts": ({"extra": lambda w: w.add_uint16("split.count", 3)}, {}, "llama-gguf-split --merge"),
+    "per layer": ({"extra": lambda w: w.add_array("llama.rope.freq_base", [1, 2])}, {}, "one number for all layers"),
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_unsupported_models(tmp_path, name):
+    options, tensors, message = UNSUPPORTED[name]
+    path = write_gguf(tmp_path / "x.gguf", tensors, **options)
+    with pytest.raises(UnsupportedError, match=message):
+        open_manifest(path)
+
+
+def test_heads_that_do_not_divide(tmp_path):
+    path = write_gguf(tmp_path / "x.gguf", {"blk.0.attn_q.weight": np.zeros((10, 4), np.float32)}, heads=4)
+    with pytest.raises(SourceError, match="do not make 4 heads"):
+        open_manifest(path)
+
+
+def test_real_gemma_decodes_like_the_package(gemma3_gguf):  # noqa: F811
+    manifest = open_manifest(gemma3_gguf)
+    names = {info.name: info for info in read_header(str(gemma3_gguf)).tensors}
+    raw = np.memmap(gemma3_gguf, np.uint8)
+    wanted = {
+        "blk.3.attn_output": "self_attn.o_proj",
+        "blk.3.ffn_down": "mlp.down_proj",
+        "blk.3.attn_v": "self_attn.v_proj",
+    }
+    for gguf_name, hf_name in wanted.items():
+        info = names[f"{gguf_name}.weight"]
+        data = raw[info.offset : info.offset + info.nbytes].reshape(info.shape[0], -1)
+        whole = gguf.dequantize(data, gguf.GGMLQuantizationType(info.kind.id))
+        tensor = manifest.tensors[f"model.layers.3.{hf_name}.weight"]
+        assert tensor.shape == whole.shape
+        assert read_tensor(tensor).tobytes() == whole.tobytes()
+        assert tensor.storage.reader.read_rows(101, 203).tobytes() == whole[101:203].tobytes()
+
+
+def test_real_gemma_norms_are_bfloat16_and_small(gemma3_gguf):  # noqa: F811
+    tensors = open_manifest(gemma3_gguf).tensors
+    norms = [read_tensor(t) for name, t in tensors.items() if "norm" in name]
+    assert len(norms) == 18 * 6 + 1
+    for norm in norms:
+        np.testing.assert_array_equal(norm, norm.astype(ml_dtypes.bfloat16).astype(np.float32))
+
+
+def test_real_gemma_builds_through_keras_hub(gemma3_gguf):  # noqa: F811
+    from keras_hub.src.utils.transformers import convert_gemma3
+
+    manifest = open_manifest(gemma3_gguf)
+    found = convert_gemma3.convert_backbone_config(manifest.config)
+    expected = {
+        "vocabulary_size": 262144,
+        "num_layers": 18,
+        "num_query_heads": 4,
+        "num_key_value_heads": 1,
+        "hidden_dim": 640,
+        "intermediate_dim": 2048,
+        "head_dim": 256,
+        "sliding_window_size": 512,
+        "use_sliding_window_attention": True,
+        "query_head_dim_normalize": True,
+        "global_rope_scaling_factor": 1.0,
+        "layer_norm_epsilon": 1e-6,
+    }
+    assert {key: found[key] for key in expected} == expected
+    asked = {}
+    backbone = FakeBackbone()
+    loader = type("Loader", (), {"get_tensor": lambda _, key: manifest.tensors[key]})()
+    loader.port_weight = lambda keras_variable, hf_weight_key, hook_fn=None: asked.setdefault(hf_weight_key)
+    convert_gemma3.convert_weights(backbone, loader, manifest.config)
+    assert set(asked) == set(manifest.tensors)
+
+
+class FakeBackbone:
+    """Answers any attribute or layer with itself: only the names that the converter asks for matter."""
+
+    vision_encoder = None
+    num_layers = 18
+    is_embedding_model = False
+
+    def __getattr__(self, name):
+        return self
+
+    def get_layer(self, name):
+        return self
+
+
+def test_real_gemma_tokenizer(gemma3_gguf):  # noqa: F811
+    found = tokenizer_metadata(gemma3_gguf)
+    assert found.model == "llama"
+    assert len(found.tokens) == len(found.scores) == len(found.token_types) == 262144
+    assert found.tokens[:4] == ("<pad>", "<eos>", "<bos>", "<unk>")
+    assert found.special_ids == {"bos": 2, "eos": 1, "unknown": 3, "padding": 0}
