@@ -21,7 +21,7 @@ class Progress(Protocol):
     """What a load tells about itself."""
 
     def start(self, total_bytes: int, description: str) -> None:
-        """Begin a stage that will handle ``total_bytes``; a second call begins the next stage."""
+        """Begin a stage that will handle ``total_bytes`` (0: not known); a second call begins the next stage."""
         ...
 
     def advance(self, n_bytes: int) -> None:
@@ -54,11 +54,11 @@ class TerminalProgress:
         self._task: rich.progress.TaskID | None = None
 
     def start(self, total_bytes: int, description: str) -> None:
-        """Show a bar of ``total_bytes``."""
+        """Show a bar of ``total_bytes``, or one without an end where that is 0."""
         self.stop()
         self._bar = _bar()
         # Descriptions hold names of files; brackets in them are not markup.
-        self._task = self._bar.add_task(description.replace("[", r"\["), total=max(total_bytes, 1))
+        self._task = self._bar.add_task(description.replace("[", r"\["), total=total_bytes or None)
         self._bar.start()
 
     def advance(self, n_bytes: int) -> None:

@@ -1,0 +1,53 @@
+"""The ``shardload`` command.
+
+    argv ─► app (typer: names, options, help, completion) ─► commands ─► engine (the rest of shardload, lazily)
+                                                               │
+    stdout ◄── results: the table, generated text, or one JSON object ◄──┤
+    stderr ◄── progress, notes, and one paragraph when something fails ◄─┘
+
+Exit codes: 0 done · 1 failed, or a plan that does not fit · 2 usage · 130 interrupted · 141 stdout's reader left.
+This module holds the outermost frame only: whatever happens inside ends as one of these codes and never as a traceback
+(``SHARDLOAD_TRACEBACK=1`` shows it). It imports nothing heavy, so that a Ctrl-C in the first moments is caught as well.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        arguments: What follows the program's name; ``sys.argv[1:]`` by default.
+
+    Returns:
+        The exit code.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if sys.stderr is None:  # started with 2>&-
+        sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115 - lives as long as the process
+    try:
+        return _run(arguments)
+    except SystemExit as error:  # typer's own: completion, or --help whose reader left
+        return 141 if isinstance(error.__context__, BrokenPipeError) else int(error.code or 0)
+    except BaseException as error:
+        from shardload.cli.failures import tell
+
+        return tell(error, json_wanted="--json" in arguments)
+
+
+def _run(arguments: list[str]) -> int:
+    from shardload.cli import streams
+    from shardload.cli.app import command
+
+    streams.check_stdout()
+    code = command().main(arguments, prog_name="shardload", standalone_mode=False)
+    streams.flush_stdout()
+    if code == streams.INTERRUPTED:  # typer turns the exception into its exit code
+        raise KeyboardInterrupt
+    return int(code or 0)

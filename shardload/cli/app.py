@@ -1,0 +1,70 @@
+"""The command tree: what `shardload --help` shows.
+
+The command's functions live in `shardload.cli.commands`; here they get their names and their place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from shardload.cli import commands, streams
+
+app = typer.Typer(
+    name="shardload",
+    help="""Load any checkpoint straight into a sharded Keras model on JAX.
+
+    [dim]Examples[/dim]
+
+    $ shardload load gemma3_270m --mesh 1x8 --prompt "The capital of France is"
+
+    $ shardload plan gemma2_27b --mesh 4x8 --device-memory 16GiB
+
+    $ shardload inspect model.safetensors
+
+    [dim]Exit codes[/dim]
+
+    0 done, 1 failed, 2 usage, 130 interrupted, 141 stdout closed early
+    """,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    no_args_is_help=False,
+)
+
+app.command("load")(commands.load)
+app.command("plan")(commands.plan)
+app.command("inspect")(commands.inspect)
+app.command("synth")(commands.synth)
+app.command("sources")(commands.sources)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from shardload import __version__
+
+        streams.Results(sys.stdout).text(f"shardload {__version__}\n")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Say what to type when no command was given."""
+    del version
+    if context.invoked_subcommand is None and not context.resilient_parsing:
+        with contextlib.redirect_stdout(sys.stderr):  # typer prints rich help where stdout is
+            typer.echo(context.get_help())
+        raise typer.Exit(2)
+
+
+def command() -> Any:
+    """The command tree, ready to run."""
+    return typer.main.get_command(app)

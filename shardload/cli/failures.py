@@ -1,0 +1,162 @@
+"""What a person reads, and a program gets, when a command fails.
+
+Every exception becomes a `Failure`: an exit code and one paragraph, on stderr. With ``--json`` stdout
+carries ``{"error": {"type", "message", "exit_code"}}``, so that a program always finds one object there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import signal
+import sys
+import textwrap
+import traceback
+from dataclasses import dataclass
+
+from typer.exceptions import TyperException
+
+from shardload.cli import streams
+from shardload.errors import ShardloadError
+from shardload.reports.names import printable
+
+TRACEBACK_VARIABLE = "SHARDLOAD_TRACEBACK"
+MAX_WIDTH = 100
+MAX_FOREIGN_MESSAGE = 600
+"""Characters kept of a message nobody wrote for people (XLA prints pages)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How a command ended that did not succeed."""
+
+    exit_code: int
+    kind: str
+    """Name of the exception's class."""
+    message: str
+    """One paragraph; empty when nobody is left to read it."""
+
+
+def tell(error: BaseException, *, json_wanted: bool) -> int:
+    """Report a failure on stderr, and on stdout for programs.
+
+    Returns:
+        The exit code.
+    """
+    failure = describe(error)
+    if failure.exit_code == streams.INTERRUPTED:
+        _die_on_second_interrupt()
+    if os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0"):
+        _to_stderr("".join(traceback.format_exception(error)))
+    if failure.message:
+        label = "" if failure.exit_code == streams.INTERRUPTED else "Error: "
+        _to_stderr(_paragraph(label + failure.message))
+    if json_wanted and not isinstance(error, streams.ReaderLeftError | streams.OutputError):
+        _to_stdout(failure)
+    return failure.exit_code
+
+
+def describe(error: BaseException) -> Failure:
+    """The exit code and the paragraph for an exception."""
+    code, message = _code_and_message(error)
+    notes = getattr(error, "__notes__", ())
+    return Failure(code, type(error).__name__, printable(" ".join([message, *map(str, notes)]).strip(), keep="\n"))
+
+
+def _code_and_message(error: BaseException) -> tuple[int, str]:
+    match error:
+        case streams.ReaderLeftError():
+            return streams.READER_LEFT, ""
+        case KeyboardInterrupt():
+            return streams.INTERRUPTED, "Interrupted."
+        case ShardloadError() if isinstance(error.__cause__, KeyboardInterrupt):
+            return streams.INTERRUPTED, f"Interrupted. {error}"
+        case TyperException():
+            return error.exit_code, _usage(error)
+        case ShardloadError() | streams.OutputError():
+            return 1, str(error)
+        case MemoryError():
+            return 1, "The machine ran out of memory. " + _LESS_MEMORY
+        case OSError():
+            return 1, _os_error(error)
+    if "RESOURCE_EXHAUSTED" in str(error):
+        return 1, f"A device ran out of memory: {_one_line(error)} " + _LESS_MEMORY
+    return 1, _unexpected(error)
+
+
+_LESS_MEMORY = (
+    "Try --dtype bfloat16, a mesh with more devices, or a smaller --host-memory; "
+    "`shardload plan` says beforehand what each device will hold."
+)
+
+
+def _usage(error: TyperException) -> str:
+    context = getattr(error, "ctx", None)
+    path = getattr(context, "command_path", "shardload")
+    message = error.format_message().replace("Value error, ", "")  # pydantic's word for "not one of the choices"
+    return f"{message.rstrip('.')}{'' if message.endswith('?') else '.'} Try: {path} --help"
+
+
+def _os_error(error: OSError) -> str:
+    where = f": {error.filename}" if error.filename is not None else ""
+    match error.errno:
+        case errno.EACCES | errno.EPERM:
+            return f"Permission denied{where}. Check who owns it and its mode, or choose another place."
+        case errno.ENOSPC | errno.EDQUOT:
+            return f"No space left on the disk{where}. Free some, or choose another disk (SHARDLOAD_HOME, --directory)."
+        case errno.EMFILE | errno.ENFILE:
+            return f"Too many open files{where}. Raise the limit with `ulimit -n 4096`."
+        case None:
+            return f"{type(error).__name__}: {_one_line(error)}"
+    return f"{error.strerror}{where}."
+
+
+def _unexpected(error: BaseException) -> str:
+    return (
+        f"Unexpected {type(error).__name__}: {_one_line(error)} This is a bug in shardload or in a library "
+        f"under it. Run the command again with {TRACEBACK_VARIABLE}=1 to see where it happened, and report it "
+        "together with that output."
+    )
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or "no message"
+    text = text if len(text) <= MAX_FOREIGN_MESSAGE else text[:MAX_FOREIGN_MESSAGE] + " …"
+    return text if text[-1] in ".!?…" else text + "."
+
+
+def _paragraph(message: str) -> str:
+    """Wrapped for a terminal; left on its lines elsewhere, where somebody may grep for it."""
+    if not sys.stderr.isatty():
+        return message + "\n"
+    width = min(shutil.get_terminal_size().columns, MAX_WIDTH)
+    # A path or a command must stay in one piece to be copied.
+    lines = (textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False) for line in message.split("\n"))
+    return "\n".join("\n".join(wrapped) for wrapped in lines) + "\n"
+
+
+def _to_stderr(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        encoding = sys.stderr.encoding or "utf-8"
+        sys.stderr.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        sys.stderr.flush()
+
+
+def _to_stdout(failure: Failure) -> None:
+    if sys.stdout is None:
+        return
+    error = {"type": failure.kind, "message": failure.message, "exit_code": failure.exit_code}
+    try:
+        sys.stdout.write(json.dumps({"error": error}, indent=2) + "\n")
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        streams.abandon(sys.stdout)
+
+
+def _die_on_second_interrupt() -> None:
+    """A second Ctrl-C while threads wind down ends the process at once, without a traceback."""
+    with contextlib.suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,0 +1,84 @@
+"""Lists a person reads and `grep` and `cut` work on: one line per entry, nothing cut off, columns aligned.
+
+name                        shape         dtype     bytes      file               storage
+model.embed_tokens.weight   262144x640    bfloat16  320.0 MiB  model.safetensors  offset 4096
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from shardload.manifest import Decoded, Extent, Manifest, Tensor
+from shardload.reports.names import printable
+from shardload.units import format_bytes, format_count, plural
+
+
+def selected(manifest: Manifest, match: str | None) -> list[Tensor]:
+    """Tensors whose name matches a glob, in file order."""
+    return [t for t in manifest.tensors.values() if match is None or fnmatchcase(t.name, match)]
+
+
+def as_text(manifest: Manifest, *, match: str | None = None) -> str:
+    """A summary line, then one line per tensor."""
+    tensors = selected(manifest, match)
+    rows = [("name", "shape", "dtype", "bytes", "file", "storage"), *map(_row, tensors)]
+    return f"{_summary(manifest, tensors)}\n\n" + aligned(rows)
+
+
+def _summary(manifest: Manifest, tensors: Sequence[Tensor]) -> str:
+    total = len(manifest.tensors)
+    shown = plural(total, "tensor") if len(tensors) == total else f"{len(tensors):,} of {plural(total, 'tensor')}"
+    elements, size = sum(t.size for t in tensors), sum(t.nbytes for t in tensors)
+    sizes = f"{format_count(elements)} parameters, {format_bytes(size)}"
+    return f"{printable(manifest.source)} ({manifest.format}): {shown}, {sizes}"
+
+
+def _row(tensor: Tensor) -> tuple[str, ...]:
+    files: tuple[str, ...]
+    match tensor.storage:
+        case Extent(path, offset):
+            files, storage = (path,), f"offset {offset}"
+        case Decoded(reader):
+            files, storage = reader.paths, f"decoded from {format_bytes(reader.stored_bytes)}"
+    shape = "x".join(map(str, tensor.shape)) or "scalar"
+    file = printable(",".join(Path(f).name for f in files))
+    return printable(tensor.name), shape, str(tensor.dtype), format_bytes(tensor.nbytes), file, storage
+
+
+def aligned(table: Iterable[Iterable[str]]) -> str:
+    """Rows as lines, cells padded to the widest of their column."""
+    rows = [tuple(row) for row in table]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "".join(f"{line}\n" for line in lines)
+
+
+def as_json(manifest: Manifest, *, match: str | None = None) -> dict[str, Any]:
+    """The same facts as one object."""
+    tensors = selected(manifest, match)
+    return {
+        "source": manifest.source,
+        "format": manifest.format,
+        "files": dict(manifest.files),
+        "parameters": sum(t.size for t in tensors),
+        "bytes": sum(t.nbytes for t in tensors),
+        "tensors": [_facts(t) for t in tensors],
+    }
+
+
+def _facts(tensor: Tensor) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "name": tensor.name,
+        "shape": list(tensor.shape),
+        "dtype": str(tensor.dtype),
+        "bytes": tensor.nbytes,
+        "stored_bytes": tensor.stored_bytes,
+    }
+    match tensor.storage:
+        case Extent(path, offset):
+            return facts | {"storage": "extent", "files": [path], "offset": offset}
+        case Decoded(reader):
+            return facts | {"storage": "decoded", "files": list(reader.paths), "offset": None}

@@ -1,0 +1,108 @@
+"""The options several commands share, and how their values are read."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from shardload.cli import completion
+from shardload.cli.environment import Platform
+from shardload.errors import MeshError
+from shardload.mesh import MeshSpec
+from shardload.units import parse_bytes
+
+
+class Dtype(StrEnum):
+    """What ``--dtype`` takes."""
+
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    FLOAT32 = "float32"
+
+
+class SynthFormat(StrEnum):
+    """What ``shardload synth --format`` takes."""
+
+    H5 = "h5"
+    SAFETENSORS = "safetensors"
+    PRESET = "preset"
+
+
+def size(text: str) -> int:
+    """Bytes from what a person typed."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def mesh_spec(mesh: str | None, axes: str | None) -> MeshSpec | None:
+    """The mesh from ``--mesh`` and ``--axes``.
+
+    Raises:
+        typer.BadParameter: When they make none.
+    """
+    if mesh is None:
+        if axes is not None:
+            raise typer.BadParameter("--axes names the axes of --mesh; give both.", param_hint="--axes")
+        return None
+    try:
+        return MeshSpec.parse(mesh, axes=axes)
+    except MeshError as error:
+        raise typer.BadParameter(str(error), param_hint="--mesh") from None
+
+
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="SOURCE",
+        help="A file or folder, or a name: see `shardload sources`.",
+        autocompletion=completion.sources,
+        show_default=False,
+    ),
+]
+Mesh = Annotated[
+    str | None,
+    typer.Option(
+        "--mesh",
+        metavar="MESH",
+        help="Mesh to spread the weights over: 1x8, or data=2,model=4. All devices along `model` by default.",
+        autocompletion=completion.meshes,
+    ),
+]
+Axes = Annotated[
+    str | None,
+    typer.Option("--axes", metavar="NAMES", help="Names of the axes of --mesh 1x8; batch,model by default."),
+]
+Layout = Annotated[
+    str,
+    typer.Option(
+        "--layout",
+        metavar="LAYOUT",
+        help="How variables are split: auto, replicated, keras_hub (its layout map), or a file of rules.",
+        autocompletion=completion.layouts,
+    ),
+]
+DtypeOption = Annotated[
+    Dtype | None,
+    typer.Option("--dtype", help="Dtype of the weights; the checkpoint's own by default."),
+]
+HostMemory = Annotated[
+    int | None,
+    typer.Option(
+        "--host-memory",
+        metavar="SIZE",
+        parser=size,
+        help="Most host memory the load may use for staging: 2GiB, 512MiB. A safe share of what is free by default.",
+    ),
+]
+PlatformOption = Annotated[
+    Platform | None,
+    typer.Option(
+        "--platform", help="Devices to use; cpu simulates as many as the mesh needs. JAX's choice by default."
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
+NoProgress = Annotated[bool, typer.Option("--no-progress", help="No progress bar, even on a terminal.")]

@@ -1,0 +1,150 @@
+"""Who may write where: stdout belongs to results.
+
+While a command works, file descriptor 1 points at stderr, so that whatever a library prints, from Python or
+from C++, cannot get between the results; the real stdout is kept aside and written once, at the end::
+
+    fd 1 ── dup ──► Results ── the table, or one JSON object ──► stdout
+    fd 2 ──────────────┬── notes, progress ────────────────────► stderr
+    (prints, C++ logs) ┘
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, TextIO
+
+from shardload.reports.names import printable
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells report it (128 + SIGINT)."""
+READER_LEFT = 141
+"""Exit code when stdout's reader closed it, as shells report it (128 + SIGPIPE)."""
+
+
+class ReaderLeftError(Exception):
+    """Whoever read stdout closed it (``| head``); nobody is left to tell."""
+
+
+class OutputError(Exception):
+    """Results could not be written to stdout."""
+
+
+class Results:
+    """The real stdout, for results only."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    @property
+    def unicode(self) -> bool:
+        """Whether the stream can write more than ASCII."""
+        return (self._stream.encoding or "utf-8").lower().startswith("utf")
+
+    def text(self, text: str) -> None:
+        """Write text as it is, at once.
+
+        Raises:
+            ReaderLeftError: When the reader closed the pipe.
+            OutputError: When the text cannot be written.
+        """
+        with _write_errors(self._stream):
+            self._stream.write(text)
+            self._stream.flush()
+
+    def json(self, value: Mapping[str, Any]) -> None:
+        """Write one JSON object."""
+        self.text(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+    def table(self, renderable: Any) -> None:
+        """Write a rich renderable; in colour only where stdout is a terminal."""
+        from rich.console import Console
+
+        watched = self._stream.isatty()
+        console = Console(
+            file=self._stream, highlight=False, width=None if watched else 100, no_color=not watched or None
+        )
+        with console.capture() as captured:
+            console.print(renderable)
+        lines = captured.get().splitlines()
+        self.text("".join(f"{line.rstrip()}\n" for line in lines))
+
+
+@contextlib.contextmanager
+def results() -> Iterator[Results]:
+    """Keep stdout for results and send everything else that is printed meanwhile to stderr."""
+    try:
+        kept = os.dup(sys.stdout.fileno())
+    except (OSError, ValueError):  # stdout was replaced by an object in memory
+        real = sys.stdout
+        with contextlib.redirect_stdout(sys.stderr):
+            yield Results(real)
+        return
+    # backslashreplace: a table must not fail for one character the terminal's encoding lacks.
+    encoding = sys.stdout.encoding or "utf-8"
+    with os.fdopen(kept, "w", encoding=encoding, errors="backslashreplace", newline="") as stream, _fd1_is_stderr(kept):
+        yield Results(stream)
+
+
+@contextlib.contextmanager
+def _fd1_is_stderr(kept: int) -> Iterator[None]:
+    fd = sys.stdout.fileno()
+    sys.stdout.flush()
+    with contextlib.suppress(OSError):  # no stderr: prints go where they went
+        os.dup2(2, fd)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        os.dup2(kept, fd)
+
+
+@contextlib.contextmanager
+def _write_errors(stream: TextIO) -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError as error:
+        abandon(stream)
+        raise ReaderLeftError from error
+    except OSError as error:
+        abandon(stream)
+        raise OutputError(f"Cannot write the result to stdout: {error.strerror or error}.") from error
+
+
+def check_stdout() -> None:
+    """Fail before any work is done when there is no stdout to write its result to.
+
+    Raises:
+        OutputError: When stdout is closed.
+    """
+    if sys.stdout is None:
+        raise OutputError("Cannot write the result to stdout: it is closed.")
+
+
+def flush_stdout() -> None:
+    """Write what typer printed (help, version).
+
+    Raises:
+        ReaderLeftError: When the reader closed the pipe.
+        OutputError: When it cannot be written.
+    """
+    with _write_errors(sys.stdout):
+        sys.stdout.flush()
+
+
+def abandon(stream: TextIO) -> None:
+    """Point a stream at nothing, so that flushing what it still holds raises nothing."""
+    with contextlib.suppress(OSError, ValueError):
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, stream.fileno())
+        os.close(nothing)
+
+
+def note(message: str) -> None:
+    """One line for people, on stderr."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"note: {printable(message)}", file=sys.stderr, flush=True)  # noqa: T201 - this is where notes go

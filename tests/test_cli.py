@@ -1,0 +1,318 @@
+"""What a person sees who types the command: help, usage, results, failures, exit codes."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from cli_fakes import FAKES, Done, environment, fake_command, loads, report, run, shardload, with_fakes
+
+import shardload as package
+from shardload.cli import engine, main
+from shardload.errors import LayoutError, MeshError, MissingExtraError, SourceError, SourceNotFoundError
+from shardload.reports import Fit, PlanReport
+
+LOAD = ("load", "somewhere", "--mesh", "1x2", "--platform", "cpu")
+
+
+@pytest.fixture
+def cli(capfd, monkeypatch):
+    """The command with a fake engine, in this process."""
+    for name, fake in FAKES.items():
+        monkeypatch.setattr(engine, name, fake)
+
+    def call(*arguments: str) -> Done:
+        capfd.readouterr()
+        code = main(arguments)
+        return Done(code, *capfd.readouterr())
+
+    return call
+
+
+def test_version():
+    assert shardload("--version").stdout == f"shardload {package.__version__}\n"
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_lists_the_commands(flag, cli):
+    done = cli(flag)
+    assert done.code == 0
+    for command in ("load", "plan", "inspect", "synth", "sources"):
+        assert f" {command} " in done.stdout
+
+
+@pytest.mark.parametrize("command", ["load", "plan", "inspect", "synth", "sources"])
+def test_every_command_has_help_with_an_example(command, cli):
+    done = cli(command, "-h")
+    assert done.code == 0
+    assert "$ shardload " in done.stdout or "$ SHARDLOAD_HOME" in done.stdout
+
+
+def test_help_imports_nothing_heavy():
+    after = "print(sorted(sys.modules), file=sys.stderr)"
+    code = f"import sys; from shardload.cli import main; main(['load', '--help']); {after}"
+    done = run((sys.executable, "-c", code))
+    assert "'typer'" in done.stderr
+    for heavy in ("'jax'", "'keras'", "'tensorflow'", "'keras_hub'", "'h5py'", "'tensorstore'", "'orbax'"):
+        assert heavy not in done.stderr
+
+
+def test_the_outermost_frame_imports_nothing_that_takes_time():
+    code = "import shardload.cli, sys; print('typer' in sys.modules, 'rich' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "False False\n"
+
+
+def test_without_a_command_the_help_is_on_stderr_and_the_code_is_usage(cli):
+    done = cli()
+    assert (done.code, done.stdout) == (2, "")
+    assert "Usage: shardload" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("lod",), "No such command 'lod'. Did you mean 'load'? Try: shardload --help"),
+        (("load",), "Missing argument 'SOURCE'. Try: shardload load --help"),
+        (("load", "x", "--bogus"), "No such option: --bogus. Try: shardload load --help"),
+        (("load", "x", "--mesh", "1y8"), "--mesh: Cannot read the mesh '1y8'. Write sizes like 1x8"),
+        (("load", "x", "--mesh", "2x2x2"), "has 3 axes; name them, for example --axes data,fsdp,model"),
+        (("load", "x", "--axes", "a,b"), "--axes names the axes of --mesh; give both"),
+        (("load", "x", "--dtype", "int9"), "'--dtype': 'int9' is not one of 'bfloat16', 'float16', 'float32'"),
+        (("load", "x", "--host-memory", "lots"), "Write it like 16GiB, 512MiB or 2GB"),
+        (("load", "x", "--max-new-tokens", "0"), "greater than or equal to 1"),
+        (("plan", "x", "--device-memory", "0"), "must be positive"),
+        (("synth", "x", "--scale", "2"), "less than or equal to 1"),
+    ],
+)
+def test_usage_errors(arguments, said, cli):
+    done = cli(*arguments)
+    assert (done.code, done.stdout) == (2, "")
+    assert said in done.error
+
+
+def test_usage_errors_are_objects_for_programs(cli):
+    done = cli("plan", "x", "--mesh", "nonsense", "--json")
+    assert done.code == 2
+    assert done.json["error"]["exit_code"] == 2
+    assert "Cannot read the mesh 'nonsense'" in done.json["error"]["message"]
+
+
+def test_load_prints_the_table_on_stdout_and_nothing_else(cli):
+    done = cli(*LOAD)
+    assert done.code == 0
+    assert done.stdout.startswith("Source ")
+    assert "2 variables sharded, 1 replicated" in done.stdout
+    assert "\x1b" not in done.stdout
+
+
+def test_load_prints_generated_text_last_and_set_off(cli):
+    done = cli(*LOAD, "--prompt", "The capital of France is")
+    assert done.stdout.splitlines()[-3:] == ["", "─" * 40, "The capital of France is Paris."]
+
+
+def test_generated_text_cannot_drive_the_terminal(cli, monkeypatch):
+    monkeypatch.setattr(engine, "generate", lambda *a, **k: ["\x1b]0;title\x07", "two\nlines"])
+    assert cli(*LOAD, "--prompt", "Say").stdout.endswith("Say\\x1b]0;title\\x07two\nlines\n")
+
+
+def test_load_json_is_one_object(cli):
+    found = cli(*LOAD, "--json").json
+    assert found["source"] == "/models/fake.gguf"
+    assert "generated" not in found
+
+
+def test_load_json_carries_generated_text(cli):
+    found = cli(*LOAD, "--json", "--prompt", "Say").json
+    assert found["generated"] == {"prompt": "Say", "text": " Paris."}
+
+
+def test_what_libraries_print_never_reaches_stdout():
+    setup = """
+import os
+def noisy(source, **options):
+    print("from Python")
+    os.write(1, b"from C++\\n")
+    return loads(source)
+engine.load = noisy
+"""
+    done = with_fakes(setup, *LOAD, "--json")
+    assert done.json["format"] == "gguf"
+    assert "from Python" in done.stderr
+    assert "from C++" in done.stderr
+
+
+def test_options_arrive_as_typed(cli, monkeypatch):
+    seen = {}
+    monkeypatch.setattr(engine, "load", lambda source, **options: seen.update(options, source=source) or loads(source))
+    cli(*LOAD, "--dtype", "bfloat16", "--host-memory", "2GiB", "--no-strict", "--atomic")
+    assert str(seen.pop("mesh")) == "batch=1,model=2"
+    assert type(seen.pop("progress")).__name__ == "Silent"
+    assert seen == {
+        "source": "somewhere",
+        "layout": "auto",
+        "dtype": "bfloat16",
+        "host_memory_bytes": 2 << 30,
+        "strict": False,
+        "atomic": True,
+    }
+
+
+@pytest.mark.parametrize(("fits", "code"), [(True, 0), (False, 1)])
+def test_a_plan_that_does_not_fit_exits_with_1(fits, code, cli, monkeypatch):
+    monkeypatch.setattr(engine, "plan", lambda *a, **k: report(PlanReport, fits=Fit(10, 20, fits, "1x4")))
+    done = cli("plan", "x", "--mesh", "1x2", "--device-memory", "16GiB", "--json")
+    assert (done.code, done.json["fits"]["smallest_mesh"], done.stderr) == (code, "1x4", "")
+
+
+def test_a_plan_needs_no_devices(cli):
+    done = cli("plan", "x", "--mesh", "64x64")
+    assert (done.code, done.stderr) == (0, "")
+
+
+@pytest.fixture
+def failing(cli, monkeypatch):
+    """Run the command with an engine that raises."""
+
+    def call(error: BaseException, *arguments: str) -> Done:
+        def fails(*args, **options):
+            raise error
+
+        monkeypatch.setattr(engine, "plan", fails)
+        return cli("plan", "x", *arguments)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (SourceNotFoundError("No such name: x. Try gemma3_270m."), "Error: No such name: x. Try gemma3_270m."),
+        (MissingExtraError("gguf", extra="gguf", needed_for="Reading x"), "pip install 'shardload[gguf]'"),
+        (PermissionError(errno.EACCES, "no", "/models/x"), "Permission denied: /models/x. Check who owns it"),
+        (OSError(errno.ENOSPC, "full", "/models/x"), "No space left on the disk: /models/x. Free some"),
+        (OSError(errno.EIO, "Input/output error", "/models/x"), "Input/output error: /models/x."),
+        (OSError("strange"), "OSError: strange."),
+        (MemoryError(), "The machine ran out of memory. Try --dtype bfloat16"),
+        (RuntimeError("RESOURCE_EXHAUSTED: 12 bytes"), "A device ran out of memory: RESOURCE_EXHAUSTED: 12 bytes."),
+        (ValueError("two\nlines"), "Unexpected ValueError: two lines. This is a bug in shardload or in a library"),
+        (KeyError(), "Unexpected KeyError: no message."),
+        (ValueError("x" * 5000), "SHARDLOAD_TRACEBACK=1"),
+        (MeshError("a\x1b[31mb"), "Error: a\\x1b[31mb"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
+)
+def test_failures_are_one_paragraph(error, said, failing):
+    done = failing(error)
+    assert (done.code, done.stdout) == (1, "")
+    assert said in done.error
+    assert len(done.stderr) < 1000
+
+
+def test_failures_are_objects_for_programs(failing):
+    done = failing(LayoutError("Rule 3 matches nothing."), "--json")
+    assert done.code == 1
+    assert done.json == {"error": {"type": "LayoutError", "message": "Rule 3 matches nothing.", "exit_code": 1}}
+    assert done.error == "Error: Rule 3 matches nothing."
+
+
+def test_a_traceback_is_shown_on_request_only(failing, monkeypatch):
+    monkeypatch.setenv("SHARDLOAD_TRACEBACK", "1")
+    done = failing(KeyError("gone"))
+    assert done.code == 1
+    assert "Traceback (most recent call last)" in done.stderr
+    assert done.stderr.rstrip().endswith("that output.")
+
+
+def test_notes_on_an_exception_are_told(failing):
+    error = SourceError("Bad header.")
+    error.add_note("While reading shard 2.")
+    assert failing(error).error == "Error: Bad header. While reading shard 2."
+
+
+def interrupted(setup: str, *arguments: str) -> tuple[int, str, str]:
+    """Run with fakes and press Ctrl-C as soon as stderr says ``ready``."""
+    command = fake_command(setup, *arguments)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, env=environment(), **pipes) as process:
+        while "ready" not in process.stderr.readline():
+            pass
+        time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=60)
+    return process.returncode, stdout, stderr
+
+
+SLOW = """
+import time
+def slow(*arguments, **options):
+    print("ready", file=sys.stderr, flush=True)
+    time.sleep(60)
+engine.plan = slow
+"""
+
+
+def test_ctrl_c_is_one_line():
+    assert interrupted(SLOW, "plan", "x") == (130, "", "Interrupted.\n")
+
+
+def test_ctrl_c_is_an_object_for_programs():
+    code, stdout, _ = interrupted(SLOW, "plan", "x", "--json")
+    assert code == 130
+    assert '"exit_code": 130' in stdout
+
+
+def test_ctrl_c_that_a_load_turned_into_its_own_error_is_still_an_interruption():
+    setup = """
+from shardload.errors import LoadInterruptedError
+def slow(*arguments, **options):
+    try:
+        print("ready", file=sys.stderr, flush=True)
+        __import__("time").sleep(60)
+    except KeyboardInterrupt as error:
+        raise LoadInterruptedError("3 of 5 variables hold new values.") from error
+engine.plan = slow
+"""
+    assert interrupted(setup, "plan", "x") == (130, "", "Interrupted. 3 of 5 variables hold new values.\n")
+
+
+@pytest.mark.parametrize("arguments", [("plan", "x"), ("plan", "x", "--json"), ("--help",)])
+def test_a_reader_that_left_is_no_error(arguments):
+    read, write = os.pipe()
+    os.close(read)
+    done = run(fake_command("", *arguments), stdout=write)
+    os.close(write)
+    assert (done.code, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("arguments", [("plan", "x"), ("plan", "x", "--json"), ("--version",)])
+def test_a_full_disk_under_stdout_is_told(arguments):
+    with Path("/dev/full").open("w") as full:
+        done = run(fake_command("", *arguments), stdout=full)
+    assert done.code == 1
+    assert done.error.startswith("Error: Cannot write the result to stdout: No space left")
+
+
+def in_a_shell(redirection: str, *arguments: str) -> Done:
+    return run(("bash", "-c", f'"$@" {redirection}', "bash", *fake_command("", *arguments)))
+
+
+def test_a_closed_stdout_is_told_before_any_work():
+    done = in_a_shell(">&-", "plan", "x")
+    assert (done.code, done.stderr) == (1, "Error: Cannot write the result to stdout: it is closed.\n")
+
+
+def test_a_closed_stderr_loses_notes_and_nothing_else():
+    done = in_a_shell("2>&-", *LOAD)
+    assert done.code == 0
+    assert done.stdout.startswith("Source ")
+
+
+def test_an_ascii_terminal_gets_an_ascii_table():
+    done = with_fakes("", *LOAD, "--prompt", "Köln", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    assert done.code == 0
+    assert "####" in done.stdout
+    assert done.stdout.splitlines()[-2:] == ["-" * 40, "K\\xf6ln Paris."]

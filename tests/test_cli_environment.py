@@ -1,0 +1,136 @@
+"""What the command settles before Keras and JAX are imported."""
+
+import sys
+import warnings
+from types import SimpleNamespace
+
+import pytest
+from cli_fakes import with_fakes
+
+from shardload.cli import environment
+from shardload.cli.environment import Platform
+from shardload.errors import MeshError
+from shardload.mesh import MeshSpec
+
+SHOW = """
+import json, os
+def show(source, **options):
+    import keras, jax
+    seen = dict(backend=keras.backend.backend(), devices=len(jax.devices()))
+    print(json.dumps(seen | dict(tensorflow=sys.modules.get("tensorflow", 0))), file=sys.stderr)
+    return loads(source)
+engine.load = show
+"""
+
+
+def test_the_mesh_gets_its_devices_and_the_person_is_told():
+    done = with_fakes(SHOW, "load", "x", "--mesh", "1x8", "--platform", "cpu")
+    assert '"devices": 8' in done.stderr
+    assert done.stderr.startswith(
+        "note: simulating 8 CPU devices for the mesh batch=1,model=8; no accelerator is used.\n"
+    )
+
+
+def test_what_is_there_already_is_not_simulated():
+    done = with_fakes(SHOW, "load", "x", "--mesh", "1x2", "--platform", "cpu", JAX_NUM_CPU_DEVICES="4")
+    assert '"devices": 4' in done.stderr
+    assert "simulating" not in done.stderr
+
+
+def test_another_backend_is_overridden_and_said():
+    done = with_fakes(SHOW, "load", "x", "--platform", "cpu", KERAS_BACKEND="torch")
+    assert done.stderr.startswith("note: KERAS_BACKEND is 'torch', but sharded loading needs JAX; using 'jax'")
+    assert '"backend": "jax", "devices": 1, "tensorflow": null' in done.stderr
+
+
+def test_tensorflow_may_be_kept():
+    done = with_fakes(SHOW, "load", "x", "--platform", "cpu", SHARDLOAD_KEEP_TENSORFLOW="1")
+    assert '"tensorflow": 0' in done.stderr
+
+
+def test_nothing_is_said_when_there_is_nothing_to_say():
+    assert with_fakes("", "load", "x", "--platform", "cpu").stderr == ""
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A pretended JAX with some devices, and a pretended set of its plugins."""
+
+    def make(platform: str, count: int, *, plugins: tuple[str, ...] = (), cpu_devices: int = -1, error: str = ""):
+        def devices():
+            if error:
+                raise RuntimeError(error)
+            return [SimpleNamespace(platform=platform)] * max(count, config.jax_num_cpu_devices * (platform == "cpu"))
+
+        config = SimpleNamespace(jax_num_cpu_devices=cpu_devices)
+        config.update = lambda name, value: setattr(config, name, value)
+        points = [SimpleNamespace(name=name) for name in plugins]
+        monkeypatch.setitem(sys.modules, "jax", SimpleNamespace(config=config, devices=devices))
+        monkeypatch.setattr(environment.metadata, "entry_points", lambda group: points)
+        monkeypatch.setenv("JAX_PLATFORMS", "")
+
+    return make
+
+
+def provide(mesh: str, platform: Platform | None = None) -> list[str]:
+    notes: list[str] = []
+    environment.provide_devices(MeshSpec.parse(mesh), platform=platform, note=notes.append)
+    return notes
+
+
+def test_too_few_accelerators_name_the_way_out(machine):
+    machine("gpu", 4)
+    with pytest.raises(MeshError, match=r"needs 8 devices, but there are 4 gpu here.*at most 4, or add --platform cpu"):
+        provide("1x8")
+
+
+def test_one_accelerator_is_singular(machine):
+    machine("tpu", 1)
+    with pytest.raises(MeshError, match="there is 1 tpu here"):
+        provide("2x4")
+
+
+def test_enough_accelerators_need_no_words(machine):
+    machine("tpu", 8)
+    assert provide("2x4", Platform.TPU) == []
+
+
+def test_simulation_has_an_end(machine):
+    machine("cpu", 1)
+    with pytest.raises(MeshError, match="needs 4096 devices, but there are 1024 cpu devices; at most 1024 can be sim"):
+        provide("64x64")
+
+
+def test_a_platform_without_plugin_says_what_to_install(machine):
+    machine("cpu", 1)
+    with pytest.raises(
+        MeshError, match=r"no GPU plugin here\. Install one, for example with pip install 'jax\[cuda13\]'"
+    ):
+        provide("1x1", Platform.GPU)
+
+
+@pytest.mark.parametrize(("plugin", "platforms"), [("xla_cuda13", "cuda,cpu"), ("xla_rocm7", "rocm,cpu")])
+def test_the_gpu_plugin_that_is_installed_is_used(machine, monkeypatch, plugin, platforms):
+    machine("gpu", 2, plugins=(plugin,))
+    assert provide("1x2", Platform.GPU) == []
+    assert environment.os.environ["JAX_PLATFORMS"] == platforms
+
+
+def test_a_plugin_without_its_device_is_told(machine):
+    machine("cpu", 1, plugins=("xla_cuda13",))
+    with pytest.raises(MeshError, match="--platform gpu was asked for, but JAX found no such device here, only cpu"):
+        provide("1x1", Platform.GPU)
+
+
+def test_a_jax_that_cannot_start_is_told(machine):
+    machine("tpu", 0, error="Unable to initialize backend 'tpu': libtpu.so")
+    with pytest.raises(MeshError, match=r"JAX could not start: Unable to initialize backend 'tpu'"):
+        provide("1x1", Platform.TPU)
+
+
+def test_warnings_are_kept_from_people_who_did_not_ask(monkeypatch):
+    monkeypatch.setattr(sys, "warnoptions", [])
+    with warnings.catch_warnings(record=True) as caught:
+        environment.prepare(note=lambda message: None)
+        warnings.warn("noise", stacklevel=1)
+    assert caught == []
