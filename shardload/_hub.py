@@ -137,6 +137,33 @@ def with_dtype(config: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
     return changed
 
 
+def save_description(model: Any, folder: Path, *, extra: Mapping[str, Any], task: bool = True) -> None:
+    """Write what KerasHub writes beside weights: ``config.json``, ``metadata.json``, and ``task.json`` for a task.
+
+    Args:
+        model: A task or a backbone; needs no weights.
+        folder: Where to write.
+        extra: More top-level entries for ``config.json``, which KerasHub keeps and ignores.
+        task: Write ``task.json``; without it the checkpoint is that of a backbone.
+    """
+    from keras_hub.src.utils.preset_utils import CONFIG_FILE, TASK_CONFIG_FILE, KerasPresetSaver
+
+    saver = KerasPresetSaver(str(folder))
+    backbone = getattr(model, "backbone", model)
+    saver._save_metadata(backbone)
+    for name, described in ((CONFIG_FILE, backbone), (TASK_CONFIG_FILE, model)):
+        if name == TASK_CONFIG_FILE and (described is backbone or not task):
+            continue
+        saver._save_serialized_object(described, config_file=name)
+        written = json.loads((folder / name).read_text(encoding="utf-8"))
+        inner = written["config"] if described is backbone else written["config"]["backbone"]["config"]
+        # KerasHub's Llama forgets this one, and would build an output layer that the weights do not have.
+        if (tied := getattr(backbone, "tie_word_embeddings", None)) is not None:
+            inner.setdefault("tie_word_embeddings", tied)
+        entries = extra if described is backbone else {}
+        (folder / name).write_text(json.dumps({**written, **entries}, indent=4), encoding="utf-8")
+
+
 def keras_hub() -> Any:
     """The KerasHub package.
 

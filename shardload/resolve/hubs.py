@@ -1,0 +1,99 @@
+"""Model hubs: a handle to a local folder, from the hub's own cache where it is there, by download otherwise.
+
+``kaggle://ORG/MODEL/keras/VARIANT[/VERSION]`` goes through kagglehub, ``hf://ORG/MODEL`` through huggingface_hub;
+both come with KerasHub, and both keep what they fetch in caches of their own, shared with every other program.
+Without a network they would retry for half a minute; one short connection attempt decides first.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from shardload.errors import MissingExtraError, SourceNotFoundError
+
+CONNECT_S = 4.0
+"""Long enough for a satellite link, short enough not to be taken for a hang."""
+_WEIGHT_FILES = ("model.weights.h5", "model.weights.json", "model.safetensors", "model.safetensors.index.json")
+_HF_PATTERNS = ["*.json", "*.safetensors", "*.weights.h5", "*.model", "*.txt", "*.spm", "*.jinja"]
+"""Leaves out the same weights in PyTorch's, TensorFlow's and GGUF's formats."""
+
+
+def fetch(handle: str) -> Path:
+    """The local folder of a handle, downloaded when it is not in the hub's cache.
+
+    Raises:
+        SourceNotFoundError: When the handle is malformed or unknown, access is refused, or there is no network.
+        MissingExtraError: When the hub's package is not installed.
+    """
+    scheme, name = handle.split("://", 1)
+    return _from_kaggle(name) if scheme == "kaggle" else _from_hugging_face(name)
+
+
+def reachable(url: str) -> bool:
+    """Whether a connection to the server of ``url``, or to the proxy in front of it, opens within `CONNECT_S`."""
+    server = urlsplit(os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy") or url)
+    port = server.port or (443 if server.scheme == "https" else 80)
+    try:
+        socket.create_connection((server.hostname or "", port), timeout=CONNECT_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def _from_kaggle(name: str) -> Path:
+    if not re.fullmatch(r"[\w.\-]+(/[\w.\-]+){3}(/\d+)?", name) or ".." in name:
+        raise SourceNotFoundError(f"kaggle://{name} is malformed; write kaggle://ORG/MODEL/keras/VARIANT[/VERSION]")
+    try:
+        import kagglehub  # type: ignore[import-untyped]
+        from kagglehub.config import get_cache_folder, get_kaggle_api_endpoint  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise MissingExtraError("kagglehub", extra="hub", needed_for=f"kaggle://{name}") from error
+    cached = Path(get_cache_folder()) / "models" / name
+    if _is_complete(cached):
+        return cached
+    _require_network(get_kaggle_api_endpoint(), f"kaggle://{name}")
+    try:
+        return Path(kagglehub.model_download(name))
+    except Exception as error:  # kagglehub raises a dozen kinds, some its own, some of requests
+        raise SourceNotFoundError(_refused(f"kaggle://{name}", error)) from error
+
+
+def _from_hugging_face(name: str) -> Path:
+    if not re.fullmatch(r"[\w.\-]+/[\w.\-]+", name) or ".." in name:
+        raise SourceNotFoundError(f"hf://{name} is malformed; write hf://ORG/MODEL")
+    try:
+        from huggingface_hub import constants, snapshot_download
+    except ImportError as error:
+        raise MissingExtraError("huggingface-hub", extra="hub", needed_for=f"hf://{name}") from error
+    try:
+        cached = Path(snapshot_download(name, allow_patterns=_HF_PATTERNS, local_files_only=True))
+        if _is_complete(cached):
+            return cached
+    except Exception:  # not in the cache: whatever it says, the next step is to fetch it
+        pass
+    _require_network(constants.ENDPOINT, f"hf://{name}")
+    try:
+        return Path(snapshot_download(name, allow_patterns=_HF_PATTERNS))
+    except Exception as error:  # as above
+        raise SourceNotFoundError(_refused(f"hf://{name}", error)) from error
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether a cached folder has a configuration and weights; missing shards are the loader's to report."""
+    return (folder / "config.json").exists() and any((folder / name).exists() for name in _WEIGHT_FILES)
+
+
+def _require_network(url: str, handle: str) -> None:
+    if not reachable(url):
+        raise SourceNotFoundError(
+            f"{handle} is not in the local cache, and {urlsplit(url).hostname} cannot be reached from here"
+        )
+
+
+def _refused(handle: str, error: Exception) -> str:
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return f"{handle} could not be downloaded: {first}. A gated model wants its terms accepted and a token"

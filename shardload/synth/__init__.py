@@ -1,0 +1,304 @@
+"""Checkpoints of exact architecture with seeded random weights, written as a stream.
+
+Any size can be tried without a hub: what is written has the names, shapes, dtypes and file layout of the real
+checkpoint, and loads with Keras, KerasHub or safetensors as the real one does::
+
+    preset        NAME/config.json, task.json, metadata.json, model.weights.h5      KerasHub
+    h5            NAME.weights.h5 and NAME.json (the model's configuration)         Keras
+    safetensors   NAME/config.json, model.safetensors or numbered shards + index    Hugging Face
+
+Memory stays at a few hundred MB whatever the size (the model is built without buffers, weights pass through one
+8 MiB chunk); a folder appears under its name only when it is complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from shardload.errors import UnsupportedError, WriteError
+from shardload.manifest import Extent, Manifest, Tensor
+from shardload.resolve import root
+from shardload.synth import noise
+from shardload.synth.architectures import ALIASES, ARCHITECTURES, Config, lookup, scaled
+from shardload.synth.safetensors_writer import Shard, index, layout_shards
+from shardload.synth.tensors import Spec, transformers_tensors
+
+Format = Literal["preset", "h5", "safetensors"]
+FORMATS: tuple[Format, ...] = ("preset", "h5", "safetensors")
+SHARD_BYTES = 5_000_000_000
+"""What ``transformers`` wrote for years; real checkpoints of this size come in such pieces."""
+_SPARE_BYTES = 64 << 20
+"""Left free on the disk, for configurations, HDF5 headers and everyone else."""
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """One line of `names`."""
+
+    name: str
+    aliases: tuple[str, ...]
+    parameters: int
+    nbytes: int
+    """Size in bfloat16."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """Everything that decides what is written; also stored in the configuration, under ``shardload``."""
+
+    name: str
+    config: Config
+    format: Format
+    scale: float
+    seed: int
+    dtype: str
+
+    @property
+    def label(self) -> dict[str, Any]:
+        """What the checkpoint says about its own origin."""
+        return {
+            "synthetic": True,
+            "architecture": self.name,
+            "format": self.format,
+            "scale": self.scale,
+            "seed": self.seed,
+            "dtype": self.dtype,
+        }
+
+    @property
+    def nbytes(self) -> int:
+        return noise.item_bytes(self.dtype) * sum(math.prod(s.shape) for s in transformers_tensors(self.config))
+
+
+def names() -> list[Architecture]:
+    """The architectures there are, with their sizes; imports nothing heavy."""
+    found = []
+    for name, config in ARCHITECTURES.items():
+        parameters = sum(math.prod(spec.shape) for spec in transformers_tensors(config))
+        aliases = tuple(alias for alias, of in ALIASES.items() if of == name)
+        found.append(Architecture(name, aliases, parameters, 2 * parameters))
+    return found
+
+
+def synth(  # noqa: PLR0913  # every one is a knob of the command, and has a default
+    name: str,
+    *,
+    format: Format = "preset",
+    scale: float = 1.0,
+    seed: int = 0,
+    dtype: str = "bfloat16",
+    directory: str | os.PathLike[str] | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    progress: Progress | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write a checkpoint of an architecture with random weights; returns its path.
+
+    What is already there with the same architecture, format, scale, seed and dtype is used again.
+
+    Args:
+        name: An architecture of `names`, or an alias (``gemma2_7b`` is ``gemma2_9b``).
+        format: ``preset``, ``h5`` or ``safetensors``.
+        scale: Size of all dims against the real ones; heads stay. The name becomes ``NAME-x0.05``.
+        seed: The same seed gives the same bytes.
+        dtype: ``bfloat16``, ``float16`` or ``float32``.
+        directory: Where to put it; the checkpoint root by default, where ``shardload load NAME`` finds it.
+        shard_bytes: Largest safetensors file.
+        progress: Called with the number of bytes written since the last call.
+        overwrite: Replace what has the same name and differs.
+
+    Raises:
+        SourceNotFoundError: When there is no such architecture.
+        WriteError: When there is no room, no permission, or something else of that name.
+        UnsupportedError: When format, dtype or scale cannot be had.
+    """
+    found, config = lookup(name)
+    if format not in FORMATS:
+        raise UnsupportedError(f"Cannot write the format {format!r}; choose {', '.join(FORMATS)}")
+    if not 0 < scale <= 1:
+        raise UnsupportedError(f"The scale must lie in (0, 1], got {scale}")
+    job = _Job(found, scaled(config, scale), format, scale, seed, dtype)
+    folder = Path(directory) if directory is not None else root()
+    stem = found if scale == 1 else f"{found}-x{scale:g}"
+    target = folder / (f"{stem}.weights.h5" if format == "h5" else stem)
+    if target.exists():
+        if _label_of(target) == job.label:
+            return target
+        if not overwrite:
+            raise WriteError(f"{target} is there already and differs. Replace it with overwrite (--overwrite)")
+    with _as_write_errors(folder), _workspace(folder, stem, job.nbytes) as work:
+        _write(job, work, stem=stem, shard_bytes=shard_bytes, progress=progress or (lambda _: None))
+        _publish(work, target, job.format, stem)
+    return target
+
+
+def _label_of(target: Path) -> Any:
+    """What a synthetic checkpoint says about itself, ``None`` for anything else."""
+    described = target / "config.json" if target.is_dir() else target.with_name(_stem(target) + ".json")
+    try:
+        return json.loads(described.read_text(encoding="utf-8")).get("shardload")
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _stem(path: Path) -> str:
+    return path.name.removesuffix(".weights.h5")
+
+
+def _write(job: _Job, work: Path, *, stem: str, shard_bytes: int, progress: Progress) -> None:
+    if job.format == "safetensors":
+        _write_safetensors(job, work, shard_bytes=shard_bytes, progress=progress)
+    elif job.format == "preset":
+        _write_keras(job, work, "model.weights.h5", progress=progress)
+    else:
+        _write_keras(job, work, f"{stem}.weights.h5", progress=progress)
+        (work / "config.json").rename(work / f"{stem}.json")
+
+
+def _write_safetensors(job: _Job, work: Path, *, shard_bytes: int, progress: Progress) -> None:
+    item_bytes = noise.item_bytes(job.dtype)
+    specs = transformers_tensors(job.config)
+    shards = layout_shards(specs, dtype=job.dtype, item_bytes=item_bytes, shard_bytes=shard_bytes)
+    numbers = {spec.name: i for i, spec in enumerate(specs)}
+    for shard in shards:
+        _write_shard(work / shard.name, shard, numbers, job, progress)
+    if len(shards) > 1:
+        (work / "model.safetensors.index.json").write_text(index(shards, total_bytes=job.nbytes))
+    config = {**job.config, "torch_dtype": job.dtype, "shardload": job.label}
+    (work / "config.json").write_text(json.dumps(config, indent=2))
+
+
+def _write_shard(path: Path, shard: Shard, numbers: dict[str, int], job: _Job, progress: Progress) -> None:
+    with path.open("wb", buffering=0) as file:
+        file.write(shard.header)
+        for spec in shard.specs:
+            _stream(file, spec, job, number=numbers[spec.name], progress=progress)
+
+
+def _stream(file: Any, spec: Spec, job: _Job, *, number: int, progress: Progress) -> None:
+    """Write one tensor's random values where the file stands."""
+    size = math.prod(spec.shape)
+    for chunk in noise.chunks(size, dtype=job.dtype, near_one=spec.near_one, seed=(job.seed, number)):
+        view = chunk.data.cast("B")
+        while view:  # a raw write may be partial
+            view = view[file.write(view) :]
+        progress(chunk.nbytes)
+
+
+def _write_keras(job: _Job, work: Path, filename: str, *, progress: Progress) -> None:
+    """Configuration and weights as KerasHub and Keras write them."""
+    from shardload import _hub
+    from shardload.abstraction import abstract
+    from shardload.synth.h5_writer import write_skeleton
+
+    with abstract():
+        model = _hub.build_model(_describe(job.config, job.dtype, work))
+    _hub.save_description(model, work, extra={"shardload": job.label}, task=job.format == "preset")
+    variables = getattr(model, "backbone", model).variables
+    twin = work / "twin.weights.h5"
+    _save_twin(_twin_config(job.config), twin, work)
+    shapes, dtypes = [tuple(v.shape) for v in variables], [str(v.dtype) for v in variables]
+    slots = write_skeleton(str(work / filename), str(twin), shapes=shapes, dtypes=dtypes)
+    twin.unlink()
+    one = not str(job.config["model_type"]).startswith("gemma")
+    with (work / filename).open("r+b", buffering=0) as file:
+        for slot in slots:
+            variable = variables[slot.variable]
+            file.seek(slot.offset)
+            if dtypes[slot.variable] != job.dtype:  # the state of a dropout's seed generator
+                file.write(np.array([job.seed, 0], dtypes[slot.variable]).tobytes())
+                continue
+            near_one = one and variable.path.endswith(("/scale", "/gamma"))
+            spec = Spec(variable.path, shapes[slot.variable], near_one)
+            _stream(file, spec, job, number=slot.variable, progress=progress)
+
+
+def _twin_config(config: Config) -> Config:
+    """The same layers, as narrow as they can be."""
+    narrow = scaled(config, 1e-9)
+    return {**narrow, **{key: config[key] for key in ("num_hidden_layers", "n_layer") if key in config}}
+
+
+def _save_twin(config: Config, path: Path, work: Path) -> None:
+    """Build the twin and have Keras save it, each variable filled with its number."""
+    from shardload import _hub
+    from shardload.abstraction import abstract
+
+    with abstract():  # not for memory: hundreds of small initialisers would take seconds
+        backbone = _hub.build_model(_describe(config, "float32", work), task=False)
+    for number, variable in enumerate(backbone.variables):
+        variable.assign(np.full(variable.shape, number, variable.dtype))
+    backbone.save_weights(str(path))
+
+
+def _describe(config: Config, dtype: str, work: Path) -> Manifest:
+    """The manifest a Hugging Face folder with this configuration would have."""
+    stored = np.dtype(np.float32)
+    tensors = {s.name: Tensor(s.name, s.shape, stored, Extent(str(work), 0)) for s in transformers_tensors(config)}
+    return Manifest(str(work), "hf-safetensors", tensors, {}, {**config, "torch_dtype": dtype})
+
+
+@contextlib.contextmanager
+def _workspace(folder: Path, stem: str, nbytes: int) -> Iterator[Path]:
+    """A temporary folder beside the target, gone afterwards whatever happens.
+
+    Raises:
+        WriteError: When the disk has no room for ``nbytes``.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free
+    if free < nbytes + _SPARE_BYTES:
+        raise WriteError(
+            f"{stem} needs {nbytes / 1e9:.1f} GB, but {folder} has {free / 1e9:.1f} GB free. Make room, choose "
+            "another place (SHARDLOAD_HOME), or a smaller scale"
+        )
+    work = Path(tempfile.mkdtemp(prefix=f".{stem}.", suffix=".partial", dir=folder))
+    try:
+        yield work
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _publish(work: Path, target: Path, format: Format, stem: str) -> None:
+    """Move what is complete to its name; for one file after the other, the weights come last."""
+    if format == "h5":
+        (work / f"{stem}.json").replace(target.with_name(f"{stem}.json"))
+        (work / target.name).replace(target)
+        return
+    work.chmod(0o755)
+    if target.exists():
+        old = work.with_name(work.name + ".old")
+        target.rename(old)
+        work.rename(target)
+        shutil.rmtree(old) if old.is_dir() else old.unlink()
+    else:
+        work.rename(target)
+
+
+@contextlib.contextmanager
+def _as_write_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except WriteError:
+        raise
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise WriteError(f"The disk of {folder} is full; nothing was left there. Make room") from error
+        raise WriteError(f"Cannot write to {folder}: {error.strerror or error}") from error
+
+
+__all__ = ["FORMATS", "SHARD_BYTES", "Architecture", "Format", "names", "synth"]

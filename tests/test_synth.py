@@ -1,0 +1,223 @@
+"""What synth writes loads with Keras, KerasHub and safetensors as the real thing does, bit for bit."""
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+
+import keras_hub
+import numpy as np
+import pytest
+from keras_hub.src.utils.preset_utils import BUILTIN_PRESETS
+from keras_hub.src.utils.transformers.preset_loader import TransformersPresetLoader
+from keras_hub.src.utils.transformers.safetensor_utils import SafetensorLoader
+from safetensors import safe_open
+
+from shardload.abstraction import abstract
+from shardload.errors import SourceNotFoundError, UnsupportedError, WriteError
+from shardload.synth import names, noise, synth
+from shardload.synth.architectures import ARCHITECTURES, scaled
+from shardload.synth.tensors import transformers_tensors
+
+# Keras 3.15 converts its variables with an old signature of __array__ that NumPy 2.4 warns about.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+FAMILIES = {
+    "gemma_2b": "Gemma",
+    "gemma2_9b": "Gemma",
+    "gemma3_270m": "Gemma3",
+    "llama3_8b": "Llama3",
+    "llama3.2_1b": "Llama3",
+    "mistral_7b": "Mistral",
+    "qwen2.5_0.5b": "Qwen",
+    "qwen3_0.6b": "Qwen3",
+    "gpt2_base": "GPT2",
+    "bert_base": "Bert",
+}
+TINY = {"scale": 0.02, "dtype": "bfloat16"}
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("SHARDLOAD_HOME", str(tmp_path / "root"))
+    return tmp_path / "root"
+
+
+def drawn(size, *, number, near_one, dtype="bfloat16", seed=0):
+    """All values of one tensor, as unsigned integers."""
+    return np.concatenate(list(noise.chunks(size, dtype=dtype, near_one=near_one, seed=(seed, number))))
+
+
+@pytest.mark.parametrize("name", [n for n in ARCHITECTURES if not n.startswith(("qwen2.5_7b", "llama3.2"))])
+def test_parameter_counts_are_those_of_kerashubs_presets(name):
+    known = {n: entry["metadata"].get("params") for n, entry in BUILTIN_PRESETS.items()}
+    preset = next(p for p in (name, f"{name}_en_uncased", f"{name}_en", f"{name}_text") if p in known)
+    if name == "gemma3_4b":
+        preset = "gemma3_4b_text"
+    found = sum(math.prod(spec.shape) for spec in transformers_tensors(ARCHITECTURES[name]))
+    assert found == known.get(f"{name}_text", known[preset])
+
+
+@pytest.mark.parametrize("name", ["gemma2_2b", "gemma3_1b", "gpt2_base", "llama3_8b"])
+def test_scaling_keeps_heads_and_divisibility(name):
+    big, small = ARCHITECTURES[name], scaled(ARCHITECTURES[name], 0.05)
+    for key in ("num_attention_heads", "num_key_value_heads", "n_head"):
+        assert small.get(key) == big.get(key)
+    assert small["vocab_size"] % 8 == big["vocab_size"] % 8
+    assert sum(math.prod(s.shape) for s in transformers_tensors(small)) < 5_000_000
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_preset_loads_with_keras_bit_for_bit(name):
+    path, family = synth(name, **TINY), FAMILIES[name]
+    with abstract():
+        backbone = getattr(keras_hub.models, f"{family}Backbone").from_preset(str(path), dtype="bfloat16")
+    backbone.load_weights(path / "model.weights.h5")
+    for number, variable in enumerate(backbone.variables):
+        if variable.dtype == "bfloat16":
+            near_one = "Gemma" not in family and variable.path.endswith(("scale", "gamma"))
+            expected = drawn(math.prod(variable.shape), number=number, near_one=near_one)
+            found = np.asarray(variable.value).view(np.uint16).ravel()
+            np.testing.assert_array_equal(found, expected, err_msg=variable.path)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_hugging_face_folder_loads_with_kerashubs_converter(name):
+    path = synth(name, format="safetensors", **TINY)
+    config = json.loads((path / "config.json").read_text())
+    loader = TransformersPresetLoader(str(path), config)
+    with abstract():
+        backbone = loader.load_backbone(loader.check_backbone_class(), False, dtype="bfloat16")
+    with SafetensorLoader(str(path)) as tensors:
+        loader.converter.convert_weights(backbone, tensors, config)
+    weights = [v for v in backbone.weights if v.dtype == "bfloat16"]
+    assert sum(math.prod(v.shape) for v in weights) == sum(math.prod(s.shape) for s in transformers_tensors(config))
+    smallest = min(float(np.abs(np.asarray(v.value, "float32")).min()) for v in weights)
+    assert smallest >= 2**-7  # every one was filled: initialisers make zeros, ones and values near zero
+
+
+@pytest.mark.slow
+def test_preset_loads_with_from_preset():
+    path = synth("gpt2", **TINY)
+    task = keras_hub.models.CausalLM.from_preset(str(path), dtype="bfloat16", preprocessor=None)
+    assert isinstance(task, keras_hub.models.GPT2CausalLM)
+    found = np.asarray(task.backbone.variables[0].value).view(np.uint16).ravel()
+    np.testing.assert_array_equal(found, drawn(found.size, number=0, near_one=False))
+
+
+def test_sharded_safetensors_have_an_index_and_the_same_values(tmp_path):
+    whole = synth("gpt2", format="safetensors", directory=tmp_path / "a", **TINY)
+    cut = synth("gpt2", format="safetensors", directory=tmp_path / "b", shard_bytes=10_000, **TINY)
+    weight_map = json.loads((cut / "model.safetensors.index.json").read_text())["weight_map"]
+    assert len(set(weight_map.values())) > 3
+    with safe_open(whole / "model.safetensors", framework="np") as one:
+        for name, file in weight_map.items():
+            with safe_open(cut / file, framework="np") as part:
+                np.testing.assert_array_equal(part.get_tensor(name), one.get_tensor(name))
+        assert set(one.keys()) == set(weight_map)
+
+
+@pytest.mark.parametrize("dtype", noise.DTYPES)
+def test_weights_file_loads_with_keras(dtype):
+    path = synth("gpt2", format="h5", scale=0.02, dtype=dtype)
+    config = json.loads(path.with_name("gpt2_base-x0.02.json").read_text())
+    with abstract():
+        backbone = keras_hub.models.GPT2Backbone.from_config(config["config"])
+    backbone.load_weights(path)
+    found = np.asarray(backbone.get_layer("token_embedding").embeddings.value)
+    assert found.dtype.name == dtype
+    assert 0.01 < np.abs(found.astype("float32")).mean() < 0.03
+
+
+def test_logits_are_finite_and_alive():
+    path = synth("gemma2_2b", scale=0.05)
+    with abstract():
+        task = keras_hub.models.GemmaCausalLM.from_preset(str(path), preprocessor=None)
+    task.backbone.load_weights(path / "model.weights.h5")
+    tokens = np.arange(24, dtype="int32").reshape(2, 12)
+    logits = np.asarray(task({"token_ids": tokens, "padding_mask": np.ones_like(tokens)}))
+    assert np.isfinite(logits).all()
+    assert logits.std() > 1e-3
+
+
+def test_same_seed_same_bytes_other_seed_other_bytes(tmp_path):
+    made = [
+        synth("gpt2", format="safetensors", directory=tmp_path / str(i), seed=seed, **TINY)
+        for i, seed in enumerate((0, 0, 1))
+    ]
+    first, again, other = ((p / "model.safetensors").read_bytes() for p in made)
+    assert first == again
+    assert first != other
+
+
+def test_alias_is_written_under_its_own_name(home):
+    assert synth("gemma2_7b", format="safetensors", **TINY) == home / "gemma2_9b-x0.02"
+
+
+def test_progress_counts_every_byte():
+    counts = []
+    path = synth("gpt2", format="safetensors", progress=counts.append, **TINY)
+    config = json.loads((path / "config.json").read_text())
+    assert sum(counts) == 2 * sum(math.prod(s.shape) for s in transformers_tensors(config))
+
+
+def test_the_same_again_is_reused_and_another_needs_overwrite():
+    path = synth("gpt2", format="safetensors", **TINY)
+    stamp = (path / "model.safetensors").stat().st_mtime_ns
+    synth("gpt2", format="safetensors", **TINY)
+    assert (path / "model.safetensors").stat().st_mtime_ns == stamp
+    with pytest.raises(WriteError, match="overwrite"):
+        synth("gpt2", format="safetensors", seed=1, **TINY)
+    synth("gpt2", format="safetensors", seed=1, overwrite=True, **TINY)
+    assert json.loads((path / "config.json").read_text())["shardload"]["seed"] == 1
+
+
+def test_a_failure_leaves_nothing_behind(home):
+    def stop(count):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        synth("gpt2", format="safetensors", progress=stop, **TINY)
+    assert list(home.iterdir()) == []
+
+
+def test_a_full_disk_is_seen_before_writing(home, monkeypatch):
+    usage = namedtuple("usage", "total used free")(10**12, 10**12, 10**9)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(WriteError, match=r"gemma2_27b needs 54\.5 GB, but .* has 1\.0 GB free"):
+        synth("gemma2_27b")
+    assert list(home.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_is_a_clear_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(WriteError, match="Cannot write to"):
+        synth("gpt2", directory=tmp_path / "file" / "root", **TINY)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"name": "gemma2_9c"}, SourceNotFoundError, "Did you mean gemma2_9b"),
+        ({"name": "gpt2", "format": "onnx"}, UnsupportedError, "choose preset, h5, safetensors"),
+        ({"name": "gpt2", "dtype": "int8"}, UnsupportedError, "choose bfloat16"),
+        ({"name": "gpt2", "scale": 2.0}, UnsupportedError, "scale"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        synth(**arguments)
+
+
+def test_names_lists_sizes_and_aliases():
+    listed = {a.name: a for a in names()}
+    assert listed["gemma2_9b"].aliases == ("gemma2_7b",)
+    assert listed["gemma2_9b"].nbytes == 18_483_411_968
+
+
+def test_listing_names_imports_nothing_heavy():
+    code = "import sys; from shardload.synth import names; names(); print({'jax', 'keras'} & set(sys.modules))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "set()"
