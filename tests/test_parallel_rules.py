@@ -124,12 +124,12 @@ def test_keras_hubs_own_map_where_it_has_one(name, count):
 
 
 def test_a_class_without_a_map_names_the_way_out():
-    with pytest.raises(LayoutError, match="Gemma3Backbone has no layout map of its own. Use layout='auto'"):
+    with pytest.raises(LayoutError, match=r"Gemma3Backbone has no layout map of its own\. Use layout='auto'"):
         choose(family("gemma3"), MESH, "keras_hub")
 
 
 def test_an_unknown_layout_names_the_known_ones():
-    with pytest.raises(LayoutError, match="no layout 'best' and no file of that name. A layout is 'auto'"):
+    with pytest.raises(LayoutError, match=r"no layout 'best' and no file of that name\. A layout is 'auto'"):
         choose(family("gemma2"), MESH, "best")
     with pytest.raises(LayoutError, match="got int"):
         choose(family("gemma2"), MESH, 3)
