@@ -151,8 +151,9 @@ def minus_one(stored: NDArray[Any]) -> NDArray[np.float32]:
     ``stored - 1`` is w exactly; it is taken wherever it explains what is stored, element by element, and the
     plain difference elsewhere (a fine-tune kept in float32).
     """
-    values = stored.astype(np.float32)
-    plain = values - np.float32(1)
-    rounded = plain.astype(ml_dtypes.bfloat16).astype(np.float32)
-    explains = rounded + np.float32(1) == values
+    with np.errstate(all="ignore"):  # infinities and NaNs stay what they are
+        values = stored.astype(np.float32)
+        plain = values - np.float32(1)
+        rounded = plain.astype(ml_dtypes.bfloat16).astype(np.float32)
+        explains = rounded + np.float32(1) == values
     return np.where(explains, rounded, plain)

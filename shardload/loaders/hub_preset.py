@@ -42,7 +42,7 @@ def open_folder(path: str | os.PathLike[str]) -> Manifest:
     folder = Path(path).absolute()
     names = entries(folder)
     config = _read(folder, CONFIG)
-    if not isinstance(config.get("registered_name", config.get("class_name")), str):
+    if not any(isinstance(config.get(key), str) for key in ("registered_name", "class_name")):
         raise SourceError(f"{folder / CONFIG} should name a Keras class as 'registered_name', but does not")
     parts = [_backbone(folder, names)]
     if TASK_WEIGHTS in names:

@@ -1,0 +1,536 @@
+import json
+import struct
+import zipfile
+
+import h5py
+import keras
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoints import assert_same, read_tensor
+
+from shardload.errors import SourceError, SourceNotFoundError, TransferError, UnsafeSourceError, UnsupportedError
+from shardload.loaders import open_manifest
+from shardload.manifest import Decoded, Extent
+
+
+# Keras 3.15's own variables: `Variable.__array__` takes no `copy` keyword.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
+
+
+def model(dtype="float32"):
+    """A small model with several kinds of variables, seeded ones among them."""
+    keras.utils.set_random_seed(3)
+    return keras.Sequential(
+        [
+            keras.Input((8,)),
+            keras.layers.Dense(16, dtype=dtype),
+            keras.layers.BatchNormalization(dtype=dtype),
+            keras.layers.Dropout(0.5, dtype=dtype),
+            keras.layers.Dense(4, dtype=dtype),
+        ]
+    )
+
+
+def stored_arrays(path):
+    """Every dataset, as Keras' own store reads it."""
+    arrays = {}
+
+    def visit(name, node):
+        if isinstance(node, h5py.Dataset):
+            value = np.array(node)
+            arrays[name] = value.view(ml_dtypes.bfloat16) if node.attrs.get("dtype") == "bfloat16" else value
+
+    with h5py.File(path) as file:
+        file.visititems(visit)
+    return arrays
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_weights_h5(tmp_path, dtype):
+    model(dtype).save_weights(tmp_path / "m.weights.h5")
+    manifest = open_manifest(tmp_path / "m.weights.h5")
+    assert manifest.format == "keras-h5"
+    assert "layers/dense_1/vars/0" in manifest.tensors
+    assert all(isinstance(tensor.storage, Extent) for tensor in manifest.tensors.values())
+    assert_same(manifest, stored_arrays(tmp_path / "m.weights.h5"))
+
+
+def test_values_are_what_keras_loads(tmp_path):
+    saved = model()
+    saved.save_weights(tmp_path / "m.weights.h5")
+    tensors = open_manifest(tmp_path / "m.weights.h5").tensors
+    np.testing.assert_array_equal(read_tensor(tensors["layers/dense/vars/0"]), saved.layers[0].kernel)
+
+
+def test_file_order_is_by_offset(tmp_path):
+    model().save_weights(tmp_path / "m.weights.h5")
+    offsets = [t.storage.offset for t in open_manifest(tmp_path / "m.weights.h5").tensors.values()]
+    assert offsets == sorted(offsets)
+
+
+def test_optimizer_state_is_listed(tmp_path):
+    built = model()
+    built.compile("adam", "mse")
+    built.train_on_batch(np.ones((2, 8)), np.ones((2, 4)))
+    built.save_weights(tmp_path / "m.weights.h5")
+    assert_same(open_manifest(tmp_path / "m.weights.h5"), stored_arrays(tmp_path / "m.weights.h5"))
+    assert "optimizer/vars/0" in open_manifest(tmp_path / "m.weights.h5").tensors
+
+
+def test_archive_is_read_in_place(tmp_path):
+    model("bfloat16").save(tmp_path / "m.keras")
+    manifest = open_manifest(tmp_path / "m.keras")
+    assert manifest.format == "keras-archive"
+    assert manifest.config["class_name"] == "Sequential"
+    assert manifest.metadata["keras_version"] == keras.__version__
+    with zipfile.ZipFile(tmp_path / "m.keras") as archive:
+        archive.extract("model.weights.h5", tmp_path)
+    assert set(manifest.files) == {str(tmp_path / "m.keras")}
+    assert_same(manifest, stored_arrays(tmp_path / "model.weights.h5"))
+
+
+def test_unzipped_archive_is_a_folder(tmp_path):
+    keras.saving.save_model(model(), tmp_path / "m", zipped=False)
+    manifest = open_manifest(tmp_path / "m")
+    assert manifest.format == "keras-hub-preset"
+    assert_same(manifest, stored_arrays(tmp_path / "m" / "model.weights.h5"))
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    model().save_weights(tmp_path / "m.weights.json", max_shard_size=6e-7)
+    return tmp_path / "m.weights.json"
+
+
+def test_sharded_weights(sharded):
+    manifest = open_manifest(sharded)
+    assert manifest.format == "keras-sharded-h5"
+    assert len(manifest.files) > 1
+    arrays = {}
+    for shard in manifest.files:
+        arrays |= stored_arrays(shard)
+    assert_same(manifest, arrays)
+    assert_same(open_manifest(sharded.parent), arrays)
+
+
+def edit(path, change):
+    document = json.loads(path.read_text())
+    change(document["weight_map"])
+    path.write_text(json.dumps(document))
+
+
+def test_sharded_missing_shard(sharded):
+    first = next(iter(open_manifest(sharded).files))
+    (sharded.parent / first).unlink()
+    with pytest.raises(SourceNotFoundError, match=r"1 are missing.*m_0000"):
+        open_manifest(sharded)
+
+
+def test_sharded_map_that_lies(sharded):
+    original = sharded.read_text()
+    shards = sorted(file.rpartition("/")[2] for file in open_manifest(sharded).files)
+    edit(sharded, lambda m: m.update({"/layers/none/vars": shards[0]}))
+    with pytest.raises(SourceError, match=rf"says {shards[0]} holds variables of 'layers/none/vars', but"):
+        open_manifest(sharded)
+    sharded.write_text(original)
+    edit(sharded, lambda m: m.pop("/layers/dense_1/vars"))
+    with pytest.raises(SourceError, match=r"holds variables of 'layers/dense_1/vars', which .* places in no file"):
+        open_manifest(sharded)
+
+
+@pytest.mark.parametrize("name", ["../x.weights.h5", "/etc/passwd"])
+def test_sharded_map_may_not_leave_the_folder(sharded, name):
+    edit(sharded, lambda m: m.update({"/layers/dense/vars": ["m_00000.weights.h5", name]}))
+    with pytest.raises(UnsafeSourceError, match="not a plain name"):
+        open_manifest(sharded)
+
+
+@pytest.mark.parametrize("shards", [3, [], [3], {}])
+def test_sharded_map_must_name_files(sharded, shards):
+    edit(sharded, lambda m: m.update({"/layers/dense/vars": shards}))
+    with pytest.raises(SourceError, match="file names"):
+        open_manifest(sharded)
+
+
+def test_preset_with_task(tmp_path):
+    model().save_weights(tmp_path / "model.weights.h5")
+    model().save_weights(tmp_path / "task.weights.h5")
+    (tmp_path / "config.json").write_text(
+        '{"registered_name": "keras_hub>GemmaBackbone", "class_name": "GemmaBackbone"}'
+    )
+    (tmp_path / "task.json").write_text('{"class_name": "GemmaCausalLM"}')
+    (tmp_path / "metadata.json").write_text('{"keras_version": "3"}')
+    manifest = open_manifest(tmp_path)
+    arrays = stored_arrays(tmp_path / "model.weights.h5")
+    assert_same(manifest, arrays | {f"task:{name}": value for name, value in arrays.items()})
+    assert manifest.metadata == {"task": {"class_name": "GemmaCausalLM"}, "keras_metadata": {"keras_version": "3"}}
+    assert manifest.config["class_name"] == "GemmaBackbone"
+
+
+def test_preset_without_weights(tmp_path):
+    (tmp_path / "config.json").write_text('{"registered_name": "x"}')
+    with pytest.raises(SourceNotFoundError, match=r"without weights.*holds neither model\.weights\.h5"):
+        open_manifest(tmp_path)
+
+
+@pytest.mark.slow
+def test_real_hub_preset(tmp_path):
+    import keras_hub
+
+    sizes = {"num_layers": 1, "num_query_heads": 2, "num_key_value_heads": 1, "hidden_dim": 8, "intermediate_dim": 8}
+    backbone = keras_hub.models.GemmaBackbone(vocabulary_size=16, head_dim=4, **sizes)
+    backbone.save_to_preset(str(tmp_path))
+    manifest = open_manifest(tmp_path)
+    assert manifest.format == "keras-hub-preset"
+    assert manifest.parameters == backbone.count_params()
+    assert_same(manifest, stored_arrays(tmp_path / "model.weights.h5"))
+
+
+# --- foreign HDF5 ---
+
+
+@pytest.fixture
+def h5(tmp_path):
+    """A file to write foreign datasets into; ``reopen`` closes it and opens its manifest."""
+    file = h5py.File(tmp_path / "x.h5", "w")
+    file.reopen = lambda: (file.close(), open_manifest(tmp_path / "x.h5"))[1]
+    yield file
+    file.close()
+
+
+FOREIGN = {
+    "gzip": {"chunks": (3, 4), "compression": "gzip"},
+    "chunked": {"chunks": (4, 2)},
+    "shuffled": {"chunks": (5, 5), "compression": "gzip", "shuffle": True, "fletcher32": True},
+    "big-endian": {"dtype": ">f4"},
+    "big-endian integers": {"dtype": ">i2", "chunks": (2, 5)},
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_foreign_datasets_are_decoded(h5, name):
+    value = np.arange(50).reshape(10, 5).astype(np.float32)
+    dataset = h5.create_dataset("a/b", data=value, **FOREIGN[name])
+    dtype = dataset.dtype.newbyteorder("<")
+    tensor = h5.reopen().tensors["a/b"]
+    assert isinstance(tensor.storage, Decoded)
+    assert tensor.dtype == dtype
+    rows = tensor.storage.reader.read_rows(2, 7)
+    assert rows.dtype == dtype
+    assert rows.flags.c_contiguous
+    np.testing.assert_array_equal(rows, value[2:7])
+    assert tensor.storage.reader.row_alignment == FOREIGN[name].get("chunks", (1,))[0]
+
+
+def test_compact_and_chunked_bfloat16(h5):
+    value = np.arange(6).astype(ml_dtypes.bfloat16).reshape(3, 2)
+    h5.create_dataset("chunked", data=value, chunks=(1, 2)).attrs["dtype"] = "bfloat16"
+    plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    plist.set_layout(h5py.h5d.COMPACT)
+    node = h5py.h5d.create(h5.id, b"compact", h5py.h5t.NATIVE_FLOAT, h5py.h5s.create_simple((3, 2)), dcpl=plist)
+    h5py.Dataset(node)[:] = np.ones((3, 2))
+    tensors = h5.reopen().tensors
+    assert read_tensor(tensors["chunked"]).tobytes() == value.tobytes()
+    assert read_tensor(tensors["chunked"]).dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(read_tensor(tensors["compact"]), np.ones((3, 2), np.float32))
+
+
+@pytest.mark.parametrize("user_block", [0, 512, 4096])
+def test_user_block_scalars_and_empty(tmp_path, user_block):
+    arrays = {
+        "scalar": np.float32(3),
+        "empty": np.zeros((0, 3), np.float32),
+        "bool": np.array([True, False]),
+        "int8": np.arange(-3, 3, dtype=np.int8),
+        "vector": np.arange(6, dtype=np.float64),
+    }
+    with h5py.File(tmp_path / "x.h5", "w", userblock_size=user_block) as file:
+        for name, value in arrays.items():
+            file[name] = value
+    assert_same(open_manifest(tmp_path / "x.h5"), {name: np.asarray(value) for name, value in arrays.items()})
+
+
+def test_rows_can_be_read_from_many_threads(h5):
+    from concurrent.futures import ThreadPoolExecutor
+
+    value = np.arange(4000.0).reshape(1000, 4)
+    h5.create_dataset("x", data=value, chunks=(10, 4), compression="gzip")
+    reader = h5.reopen().tensors["x"].storage.reader
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda i: reader.read_rows(i * 10, i * 10 + 15), range(98)))
+    for i, rows in enumerate(found):
+        np.testing.assert_array_equal(rows, value[i * 10 : i * 10 + 15])
+
+
+def test_rows_of_a_file_that_changed(h5):
+    h5.create_dataset("x", data=np.ones((8, 4)), chunks=(2, 4))
+    tensor = h5.reopen().tensors["x"]
+    with h5py.File(tensor.storage.reader.paths[0], "w") as file:
+        file["x"] = np.ones((2, 2))
+    with pytest.raises(TransferError, match=r"dataset 'x' had the shape \(8, 4\)"):
+        tensor.storage.reader.read_rows(0, 1)
+
+
+def external_link(file):
+    file["x"] = h5py.ExternalLink("other.h5", "/y")
+
+
+def soft_link(file):
+    file["y"] = np.ones(3)
+    file["x"] = h5py.SoftLink("/y")
+
+
+def second_link(file):
+    file["a"] = np.ones(3)
+    file["x"] = file["a"]
+
+
+def link_cycle(file):
+    file.create_group("a/b")
+    file["a/b/x"] = file["a"]
+
+
+def virtual(file):
+    layout = h5py.VirtualLayout((3,), "f4")
+    layout[:] = h5py.VirtualSource("other.h5", "y", (3,))
+    file.create_virtual_dataset("x", layout)
+
+
+def external_storage(file):
+    file.create_dataset("x", (3,), "f4", external=[("/etc/passwd", 0, 12)])
+
+
+def bomb(file):
+    file.create_dataset("x", (1 << 40,), "f4", chunks=(1 << 10,), compression="gzip")[0] = 1
+
+
+def never_written(file):
+    file.create_dataset("x", (1 << 40,), "f4")
+
+
+def wide_bomb(file):
+    file.create_dataset("x", data=np.zeros((1 << 24), np.uint8), chunks=(1 << 24,), compression="gzip")
+
+
+UNSAFE = {
+    external_link: "link",
+    soft_link: "link",
+    second_link: "second link to one object",
+    link_cycle: "cycle of links",
+    virtual: "other files",
+    external_storage: "other files",
+    bomb: "bomb",
+    wide_bomb: "bomb",
+    never_written: "stores none",
+}
+
+
+@pytest.mark.parametrize("build", UNSAFE, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("user_block", [0, 512])
+def test_what_reaches_out_or_blows_up_is_refused(tmp_path, build, user_block):
+    with h5py.File(tmp_path / "w.h5", "w", userblock_size=user_block) as file:
+        build(file)
+    with pytest.raises(UnsafeSourceError, match=rf"w\.h5.*'(a/b/)?x'.*{UNSAFE[build]}"):
+        open_manifest(tmp_path / "w.h5")
+
+
+def strings(file):
+    file["x"] = ["a", "b"]
+
+
+def compound(file):
+    file["x"] = np.zeros(3, [("a", "f4"), ("b", "i4")])
+
+
+def opaque(file):
+    file["x"] = np.zeros(3, "V2")
+
+
+def null(file):
+    file["x"] = h5py.Empty("f4")
+
+
+def named_type(file):
+    file["x"] = np.dtype("f4")
+
+
+UNREADABLE = {
+    strings: "no numbers",
+    compound: "no numbers",
+    opaque: "unnamed type",
+    null: "null dataset",
+    named_type: "neither a group nor a dataset",
+}
+
+
+@pytest.mark.parametrize("build", UNREADABLE, ids=lambda f: f.__name__)
+def test_what_holds_no_numbers_is_named(h5, build):
+    build(h5)
+    with pytest.raises(UnsupportedError, match=rf"'x'.*{UNREADABLE[build]}"):
+        h5.reopen()
+
+
+def test_mislabelled_opaque(h5):
+    h5.create_dataset("x", data=np.zeros(3, "V4")).attrs["dtype"] = "bfloat16"
+    with pytest.raises(SourceError, match="elements of 4 bytes"):
+        h5.reopen()
+
+
+def test_legacy_file_says_the_way_out(h5):
+    h5.attrs["layer_names"] = [b"dense"]
+    with pytest.raises(UnsupportedError, match=r"legacy Keras HDF5.*save_weights"):
+        h5.reopen()
+
+
+def test_deep_groups(h5):
+    h5["/".join("d" * 2000) + "/x"] = np.ones(2)
+    assert len(h5.reopen().tensors) == 1
+
+
+def test_truncated_h5(tmp_path):
+    model().save_weights(tmp_path / "m.weights.h5")
+    raw = (tmp_path / "m.weights.h5").read_bytes()
+    for length in (9, 100, 700, len(raw) // 2, len(raw) - 1):
+        (tmp_path / "t.h5").write_bytes(raw[:length])
+        with pytest.raises(SourceError, match=r"t\.h5"):
+            open_manifest(tmp_path / "t.h5")
+
+
+# --- zip tricks ---
+
+
+def archive(path, *, weights=None, **options):
+    """A `.keras` file with given options for its weights member."""
+    model().save_weights(path.with_suffix(".weights.h5"))
+    raw = path.with_suffix(".weights.h5").read_bytes() if weights is None else weights
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("metadata.json", '{"keras_version": "3"}', zipfile.ZIP_DEFLATED)
+        file.writestr("config.json", '{"class_name": "Sequential"}')
+        file.writestr("model.weights.h5", raw, **options)
+    return path
+
+
+def test_deflated_json_is_fine(tmp_path):
+    manifest = open_manifest(archive(tmp_path / "m.keras"))
+    assert manifest.metadata == {"keras_version": "3"}
+    assert_same(manifest, stored_arrays(tmp_path / "m.weights.h5"))
+
+
+def test_deflated_weights_say_the_way_out(tmp_path):
+    with pytest.raises(UnsupportedError, match=r"compressed.*unzip the archive"):
+        open_manifest(archive(tmp_path / "m.keras", compress_type=zipfile.ZIP_DEFLATED))
+
+
+def test_zip64_and_data_descriptor(tmp_path):
+    class Unseekable:
+        """Makes zipfile write sizes behind the data."""
+
+        def __init__(self, file):
+            self.write, self.flush = file.write, file.flush
+
+    model().save_weights(tmp_path / "m.weights.h5")
+    with (tmp_path / "m.keras").open("wb") as file, zipfile.ZipFile(Unseekable(file), "w") as target:
+        for name, raw in (("metadata.json", b"{}"), ("config.json", b"{}")):
+            target.writestr(name, raw)
+        with target.open("model.weights.h5", "w", force_zip64=True) as member:
+            member.write((tmp_path / "m.weights.h5").read_bytes())
+    assert_same(open_manifest(tmp_path / "m.keras"), stored_arrays(tmp_path / "m.weights.h5"))
+
+
+def patch(path, old, new, *, last=False):
+    raw = path.read_bytes()
+    at = raw.rindex(old) if last else raw.index(old)
+    path.write_bytes(raw[:at] + new + raw[at + len(old) :])
+
+
+def repeated(path):
+    with pytest.warns(UserWarning, match="Duplicate"), zipfile.ZipFile(path, "a") as file:
+        file.writestr("config.json", "{}")
+
+
+def prefixed(path):
+    path.write_bytes(b"PK\x03\x04" + b"#" * 508 + path.read_bytes())
+
+
+def renamed(path):
+    patch(path, b"config.json", b"config.jsom")
+
+
+def overlapping(path):
+    raw = bytearray(path.read_bytes())
+    second = raw.index(b"PK\x01\x02", raw.index(b"PK\x01\x02") + 1)
+    third = raw.index(b"PK\x01\x02", second + 1)
+    raw[third + 42 : third + 46] = struct.pack("<I", struct.unpack_from("<I", raw, second + 42)[0] + 4)
+    path.write_bytes(raw)
+
+
+def swollen(path):
+    raw = bytearray(path.read_bytes())
+    second = raw.index(b"PK\x01\x02", raw.index(b"PK\x01\x02") + 1)
+    raw[second + 20 : second + 28] = struct.pack("<II", 500, 500)
+    path.write_bytes(raw)
+
+
+TRICKS = {
+    repeated: "under 3 names",
+    prefixed: "before its first member",
+    renamed: "must agree",
+    overlapping: "overlap",
+    swollen: "overlap",
+}
+
+
+@pytest.mark.parametrize("trick", TRICKS, ids=lambda f: f.__name__)
+def test_zip_tricks_are_refused(tmp_path, trick):
+    path = archive(tmp_path / "m.keras")
+    trick(path)
+    with pytest.raises(UnsafeSourceError, match=rf"m\.keras.*{TRICKS[trick]}"):
+        open_manifest(path)
+
+
+def test_json_bomb_in_an_archive(tmp_path):
+    path = tmp_path / "m.keras"
+    model().save_weights(tmp_path / "m.weights.h5")
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("config.json", b" " * (40 << 20))
+        file.writestr("metadata.json", b"{}")
+        file.write(tmp_path / "m.weights.h5", "model.weights.h5", zipfile.ZIP_STORED)
+    with pytest.raises(UnsafeSourceError, match="zip bomb"):
+        open_manifest(path)
+
+
+def test_encrypted_member(tmp_path):
+    path = archive(tmp_path / "m.keras")
+    raw = bytearray(path.read_bytes())
+    at = -1
+    while (at := raw.find(b"PK\x01\x02", at + 1)) > 0:
+        raw[at + 8] |= 1
+    path.write_bytes(raw)
+    with pytest.raises(UnsupportedError, match="encrypted"):
+        open_manifest(path)
+
+
+@pytest.mark.parametrize("cut", [10, 100, 2000, -1, -30])
+def test_truncated_archive(tmp_path, cut):
+    path = archive(tmp_path / "m.keras")
+    path.write_bytes(path.read_bytes()[:cut])
+    with pytest.raises(SourceError, match=r"m\.keras"):
+        open_manifest(path)
+
+
+def test_other_zips(tmp_path):
+    for name, kind in (
+        ("model.weights.npz", UnsupportedError),
+        ("a/data.pkl", UnsupportedError),
+        ("x.txt", SourceError),
+    ):
+        with zipfile.ZipFile(tmp_path / "m.keras", "w") as file:
+            file.writestr(name, b"x")
+        with pytest.raises(kind, match=r"npz|pickle|no Keras archive"):
+            open_manifest(tmp_path / "m.keras")
+
+
+def test_archive_whose_weights_are_not_hdf5(tmp_path):
+    with pytest.raises(SourceError, match="damaged HDF5"):
+        open_manifest(archive(tmp_path / "m.keras", weights=b"x" * 999))

@@ -1,0 +1,151 @@
+import os
+import sys
+
+import h5py
+import numpy as np
+import pytest
+from checkpoints import assert_same, small_arrays, write_gguf
+from safetensors.numpy import save_file
+
+from shardload.errors import SourceError, SourceNotFoundError, UnsupportedError
+from shardload.loaders import FORMATS, open_manifest
+
+
+@pytest.fixture
+def files(tmp_path):
+    """One small file of each single-file format, without an ending."""
+    save_file(small_arrays(), tmp_path / "safetensors")
+    with h5py.File(tmp_path / "keras-h5", "w") as file:
+        file["x"] = np.ones(3)
+    write_gguf(tmp_path / "gguf", {})
+    return tmp_path
+
+
+@pytest.mark.parametrize("format", ["safetensors", "keras-h5", "gguf"])
+def test_content_tells_without_an_ending(files, format):
+    assert open_manifest(files / format).format == format
+    assert open_manifest(str(files / format), format=format).format == format
+
+
+def test_user_block_tells_too(tmp_path):
+    with h5py.File(tmp_path / "x", "w", userblock_size=2048) as file:
+        file["x"] = np.ones(3)
+    assert open_manifest(tmp_path / "x").format == "keras-h5"
+
+
+@pytest.mark.parametrize("format", ["safetensors", "keras-h5", "gguf"])
+@pytest.mark.parametrize("ending", [".safetensors", ".weights.h5", ".gguf", ".keras", ".weights.json"])
+def test_an_ending_that_lies(files, format, ending):
+    path = files / format
+    path.rename(path.with_name("x" + ending))
+    path = path.with_name("x" + ending)
+    if ending.split(".")[-1] in {"safetensors": "safetensors", "keras-h5": "h5", "gguf": "gguf"}[format]:
+        assert open_manifest(path).format == format
+    else:
+        with pytest.raises(SourceError, match=rf"ends like .* its content is .*format='{format}'"):
+            open_manifest(path)
+        assert open_manifest(path, format=format).format == format
+
+
+def test_insisting_on_another_format(files):
+    with pytest.raises(SourceError, match=r"should be a \.gguf file, but its content is a \.safetensors"):
+        open_manifest(files / "safetensors", format="gguf")
+    with pytest.raises(UnsupportedError, match="no format 'orbax'; there are keras-h5"):
+        open_manifest(files / "safetensors", format="orbax")
+
+
+CONTENT = {
+    "lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "git lfs pull"),
+    "html": (b"<!DOCTYPE html><html>", "web page"),
+    "empty": (b"", "empty"),
+    "noise": (bytes(range(200)), r"begins with .* which is no format known here. Supported are: a Keras"),
+    "pickle": (b"\x80\x04\x95\x00", "pickle"),
+    "json": (b'{"a": 1}', "no 'weight_map'"),
+    "one byte": (b"\x01", "begins with"),
+    "zip": (b"PK\x03\x04" + b"\0" * 40, "damaged zip"),
+    "gguf": (b"GGUF", "truncated"),
+}
+
+
+@pytest.mark.parametrize("ending", ["", ".safetensors", ".h5", ".bin"])
+@pytest.mark.parametrize("name", CONTENT)
+def test_what_is_not_a_checkpoint(tmp_path, name, ending):
+    raw, message = CONTENT[name]
+    path = tmp_path / f"x{ending}"
+    path.write_bytes(raw)
+    with pytest.raises((SourceError, UnsupportedError), match=rf"{message}|its content is"):
+        open_manifest(path)
+
+
+def test_no_file(tmp_path):
+    with pytest.raises(SourceNotFoundError, match="There is no file"):
+        open_manifest(tmp_path / "none.safetensors")
+    with pytest.raises(SourceNotFoundError, match="There is no file"):
+        open_manifest(tmp_path / "none" / "x")
+    with pytest.raises(SourceError, match="NUL"):
+        open_manifest("a\0b")
+
+
+def test_a_pipe_does_not_hang(tmp_path):
+    os.mkfifo(tmp_path / "x.safetensors")
+    with pytest.raises(SourceError, match="not a regular file"):
+        open_manifest(tmp_path / "x.safetensors")
+
+
+def test_folders_hold_one_checkpoint(files):
+    (files / "safetensors").unlink()
+    (files / "keras-h5").unlink()
+    (files / "gguf").rename(files / "a.gguf")
+    assert open_manifest(files).format == "gguf"
+    write_gguf(files / "b.gguf", {})
+    with pytest.raises(SourceError, match=r"holds 2 of them \(a.gguf, b.gguf\); name one"):
+        open_manifest(files)
+    with h5py.File(files / "c.weights.h5", "w") as file:
+        file["x"] = np.ones(3)
+    with pytest.raises(SourceError, match="several formats"):
+        open_manifest(files)
+    assert open_manifest(files, format="keras-h5").format == "keras-h5"
+
+
+def test_folder_of_one_safetensors(tmp_path):
+    save_file(small_arrays(), tmp_path / "adapter.safetensors")
+    assert_same(open_manifest(tmp_path), small_arrays())
+
+
+def test_folder_without_checkpoint(tmp_path):
+    with pytest.raises(UnsupportedError, match=r"holds no checkpoint, but nothing\. Supported are"):
+        open_manifest(tmp_path)
+    with pytest.raises(SourceNotFoundError, match=r"should hold a \.gguf file"):
+        open_manifest(tmp_path, format="gguf")
+
+
+def test_folder_that_may_not_be_read(tmp_path, monkeypatch):
+    def refuse(_self):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(type(tmp_path), "iterdir", refuse)
+    with pytest.raises(SourceError, match="cannot be read: Permission denied"):
+        open_manifest(tmp_path)
+
+
+def test_a_folder_where_a_file_should_be(tmp_path):
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(SourceError, match=r"config\.json should be a file, but it is a folder"):
+        open_manifest(tmp_path)
+
+
+def test_every_format_is_documented():
+    import shardload.manifest
+
+    documented = shardload.manifest.__file__
+    with open(documented, encoding="utf-8") as file:  # noqa: PTH123
+        text = file.read()
+    assert all(f"``{name}``" in text for name in FORMATS)
+
+
+def test_importing_loaders_is_light():
+    import subprocess
+
+    code = "import sys, shardload.loaders; print([m for m in ('jax', 'keras', 'h5py', 'gguf') if m in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
