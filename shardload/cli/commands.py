@@ -28,7 +28,7 @@ def load(  # noqa: PLR0913 - one parameter per option
         bool, typer.Option("--strict/--no-strict", help="Fail when variables are missing or tensors unused.")
     ] = True,
     atomic: Annotated[
-        bool, typer.Option("--atomic", help="Keep the old weights until all new ones are there (twice the memory).")
+        bool, typer.Option("--atomic", help="All or nothing; a model that is built anew always is.")
     ] = False,
     prompt: Annotated[
         str | None, typer.Option("--prompt", metavar="TEXT", help="Text to continue when the model is loaded.")

@@ -95,7 +95,7 @@ HostMemory = Annotated[
         "--host-memory",
         metavar="SIZE",
         parser=size,
-        help="Most host memory the load may use for staging: 2GiB, 512MiB. A safe share of what is free by default.",
+        help="Most host memory used for staging: 2GiB, 512MiB. 256MiB by default.",
     ),
 ]
 PlatformOption = Annotated[

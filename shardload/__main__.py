@@ -1,0 +1,7 @@
+"""`python -m shardload`, for where the `shardload` script is not on the PATH."""
+
+import sys
+
+from shardload.cli import main
+
+sys.exit(main())

@@ -1,0 +1,162 @@
+"""The command line with everything behind it: a tiny Gemma 2 is written, planned, inspected and loaded."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli_fakes import Done, environment, run, shardload
+
+from shardload.cli import main
+
+NAME = "gemma2_2b-x0.02"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    """A checkpoint root with a tiny Gemma 2 in it."""
+    folder = tmp_path_factory.mktemp("root")
+    done = run((sys.executable, "-m", "shardload", "synth", "gemma2_2b", "--scale", "0.02"), SHARDLOAD_HOME=str(folder))
+    assert (done.code, done.stdout, done.stderr) == (0, f"{folder / NAME}\n", "")
+    return folder
+
+
+@pytest.fixture
+def cli(root, capfd, monkeypatch):
+    """The command in this process, with that root."""
+    monkeypatch.setenv("SHARDLOAD_HOME", str(root))
+
+    def call(*arguments: str) -> Done:
+        capfd.readouterr()
+        code = main(arguments)
+        return Done(code, *capfd.readouterr())
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def loaded(root) -> Done:
+    """The load on eight simulated devices, as a person starts it."""
+    arguments = ("load", NAME, "--mesh", "1x8", "--platform", "cpu", "--json")
+    return shardload(*arguments, SHARDLOAD_HOME=str(root))
+
+
+def test_load_reports_one_object(loaded):
+    assert loaded.code == 0, loaded.stderr
+    assert loaded.stderr == "note: simulating 8 CPU devices for the mesh batch=1,model=8; no accelerator is used.\n"
+    assert loaded.json["format"] == "keras-hub-preset"
+    assert [d["platform"] for d in loaded.json["devices"]] == ["cpu"] * 8
+
+
+def test_every_needed_byte_is_accounted_for(loaded):
+    found = loaded.json
+    assert found["bytes"]["read"] >= found["bytes"]["needed"] == found["weight_bytes"] > 0
+    assert found["host_bytes"]["peak_staging"] <= found["host_bytes"]["budget"]
+    assert found["throughput_gb_s"] > 0
+
+
+def test_the_plan_says_what_the_load_then_did(loaded, cli):
+    planned = cli("plan", NAME, "--mesh", "1x8", "--json").json
+    for key in (
+        "source",
+        "format",
+        "mesh",
+        "variables",
+        "parameters",
+        "weight_bytes",
+        "layout",
+        "missing",
+        "unused",
+        "cast",
+    ):
+        assert planned[key] == loaded.json[key]
+    assert [d["bytes"] for d in planned["devices"]] == [d["bytes"] for d in loaded.json["devices"]]
+    assert planned["bytes"] == loaded.json["bytes"]
+
+
+@pytest.mark.parametrize(("memory", "code"), [("16GiB", 0), ("10KiB", 1)])
+def test_the_plan_says_whether_it_fits(memory, code, cli):
+    done = cli("plan", NAME, "--mesh", "1x8", "--device-memory", memory, "--json")
+    assert (done.code, done.json["fits"]["fits"]) == (code, code == 0)
+
+
+def test_the_table_of_a_real_load(cli):
+    done = cli("load", NAME, "--mesh", "2x4", "--platform", "cpu", "--dtype", "float32")
+    assert done.code == 0, done.stderr
+    assert "batch=2,model=4 (8 cpu devices)" in done.stdout
+    assert "bfloat16 → float32" in done.stdout
+
+
+def test_inspect_lists_each_tensor_on_a_line(cli):
+    done = cli("inspect", NAME)
+    summary, blank, head, *lines = done.stdout.splitlines()
+    assert (done.code, blank, head.split()) == (0, "", ["name", "shape", "dtype", "bytes", "file", "storage"])
+    assert f"{len(lines)} tensors" in summary
+    assert all("model.weights.h5  offset " in line for line in lines)
+
+
+def test_inspect_filters_and_prints_objects(cli):
+    found = cli("inspect", NAME, "--match", "*attention/key*", "--json").json
+    assert [t["name"] for t in found["tensors"] if "attention/key" not in t["name"]] == []
+    assert found["bytes"] == sum(t["bytes"] for t in found["tensors"]) > 0
+    assert found["tensors"][0]["storage"] == "extent"
+
+
+def test_inspect_imports_neither_jax_nor_keras(root):
+    after = "print([m for m in ('jax', 'keras', 'keras_hub') if m in sys.modules], file=sys.stderr)"
+    code = f"import sys; from shardload.cli import main; main(['inspect', {str(root / NAME)!r}]); {after}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment())
+    assert done.stderr == "[]\n"
+
+
+def test_sources_lists_it_first(cli, root):
+    first = cli("sources", "--json").json["sources"][0]
+    assert first == {"name": NAME, "kind": "local", "what": str(root / NAME)}
+
+
+def test_sources_lists_aliases_and_architectures_once(cli):
+    names = [line.split()[0] for line in cli("sources").stdout.splitlines()]
+    assert {"gemma2_7b", "gemma2_9b", "llama3_8b"} <= set(names)
+    assert len(names) == len(set(names))
+
+
+def test_synth_again_says_the_same_and_keeps_what_differs(cli, root):
+    assert cli("synth", "gemma2_2b", "--scale", "0.02").stdout == f"{root / NAME}\n"
+    differs = cli("synth", "gemma2_2b", "--scale", "0.02", "--seed", "1")
+    assert differs.code == 1
+    assert "--overwrite" in differs.error
+
+
+def test_a_damaged_checkpoint_is_one_paragraph(cli, tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes((1 << 40).to_bytes(8, "little") + b"{}")
+    for command in ("inspect", "load", "plan"):
+        done = cli(command, str(path))
+        assert (done.code, done.stdout) == (1, "")
+        assert str(path) in done.error
+
+
+def test_a_tensor_name_cannot_drive_the_terminal(cli, tmp_path):
+    path = tmp_path / "model.safetensors"
+    header = json.dumps({"\x1b]0;title\x07": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 4)
+    done = cli("inspect", str(path))
+    assert "\\x1b]0;title\\x07" in done.stdout
+    assert "\x1b" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("source", ["no_such_model_at_all", "./nowhere/model.gguf", "s3://bucket/model", "", "a\0b"])
+def test_a_source_that_is_not_there(source, cli):
+    done = cli("load", source, "--platform", "cpu")
+    assert (done.code, done.stdout) == (1, "")
+    assert done.error.startswith("Error: ")
+    assert "Unexpected" not in done.error
+
+
+def test_a_pipe_that_closes_early_is_quiet(root):
+    command = f'{sys.executable} -m shardload inspect {root / NAME} | head -1; echo "${{PIPESTATUS[0]}}"'
+    done = run(("bash", "-c", command))
+    assert done.stderr == ""
+    assert len(done.stdout.splitlines()) == 2
+    assert NAME in done.stdout
