@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardload._blocks import Ordered, address, run, span
-from shardload._scatter import Runs
+from shardload._scatter import Grid
 from shardload.bounds import Bounds
 from shardload.manifest import View
 from shardload.plan import Block
@@ -95,17 +95,18 @@ def _keeps_rows(part: Part, row: int, start: int) -> bool:
     return (address(part.view, part.box.start) - start) % row + inside <= row
 
 
-def runs_of(block: Block, part: Part, itemsize: int) -> Runs:
+def grid_of(block: Block, part: Part, itemsize: int) -> Grid:
     """Where each contiguous run of a part lies in the file and in its shard buffer."""
     ordered = Ordered.of(part.view, part.box)
     buffer = tuple(part.target.strides[d] // itemsize for d in ordered.order)
     length, outer = run(ordered.shape, ordered.strides, buffer)
-    outside = zip(ordered.shape[:outer], ordered.strides[:outer], buffer[:outer], strict=True)
-    return Runs.strided(
+    return Grid(
         block.offset + (ordered.offset - block.start) * itemsize,
         part.target.ctypes.data,
-        length=length * itemsize,
-        grid=[(n, step * itemsize, jump * itemsize) for n, step, jump in outside],
+        length * itemsize,
+        ordered.shape[:outer],
+        tuple(t * itemsize for t in ordered.strides[:outer]),
+        tuple(t * itemsize for t in buffer[:outer]),
     )
 
 

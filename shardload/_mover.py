@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from shardload._blocks import SKIP_BYTES
 from shardload._buffers import memory
-from shardload._fanout import PAD_BYTES, Flat, Part, copy, pitch_row, runs_of
-from shardload._scatter import Runs, scatter_read
+from shardload._fanout import PAD_BYTES, Flat, Part, copy, grid_of, pitch_row
+from shardload._scatter import Grid, entries, scatter_read
 from shardload.errors import ShardloadError, TransferError
 from shardload.manifest import Decoded, Tensor
 from shardload.plan import Block
@@ -49,7 +49,7 @@ class Mover:
         """
         began = time.perf_counter()
         if block.how == "direct":
-            self._check(block, scatter_read(fd, self._runs(block, parts, tensor.dtype.itemsize)))
+            self._scatter(block, parts, fd, tensor.dtype.itemsize)
             return Moved(time.perf_counter() - began, 0.0)
         flat = self._decode(block, tensor) if block.how == "decoded" else self._stage(block, tensor, parts, fd)
         read = time.perf_counter()
@@ -57,10 +57,10 @@ class Mover:
             copy(part.target, flat.source(part))
         return Moved(read - began, time.perf_counter() - read)
 
-    def _runs(self, block: Block, parts: list[Part], itemsize: int) -> Runs:
-        junk = self._scratch(SKIP_BYTES)
-        stop = block.offset + block.read_bytes
-        return Runs.joined([runs_of(block, p, itemsize) for p in parts], start=block.offset, stop=stop, junk=junk)
+    def _scatter(self, block: Block, parts: list[Part], fd: int, itemsize: int) -> None:
+        grids = [grid_of(block, part, itemsize) for part in parts]
+        stop, junk = block.offset + block.read_bytes, self._scratch(SKIP_BYTES)
+        self._check(block, scatter_read(fd, entries(grids, start=block.offset, stop=stop, junk=junk), block.offset))
 
     def _stage(self, block: Block, tensor: Tensor, parts: list[Part], fd: int) -> Flat:
         itemsize, n_bytes = tensor.dtype.itemsize, block.read_bytes
@@ -68,10 +68,11 @@ class Mover:
         pitch = row + PAD_BYTES // itemsize if row else 0
         padding = n_bytes // (row * itemsize) * PAD_BYTES if row else 0
         scratch = self._scratch(n_bytes + padding)
-        rows = Runs.rows(
+        grids = Grid.rows(
             block.offset, scratch, n_bytes=n_bytes, row_bytes=row * itemsize or n_bytes, pitch_bytes=pitch * itemsize
         )
-        self._check(block, scatter_read(fd, rows))
+        wanted = entries(grids, start=block.offset, stop=block.offset + n_bytes, junk=scratch)
+        self._check(block, scatter_read(fd, wanted, block.offset))
         return Flat(scratch, tensor.dtype, block.start, row, pitch)
 
     def _decode(self, block: Block, tensor: Tensor) -> Flat:

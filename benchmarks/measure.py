@@ -1,0 +1,130 @@
+"""Measuring side by side: alternate, warm first, report the median of ratios and its spread.
+
+Absolute times on a shared machine say little; a ratio of two things done right after one another says more. Each
+pair is one run of A and one of B, in alternating order, each timed with wall clock and CPU clock of the process.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+GB = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One timed call."""
+
+    wall_s: float
+    cpu_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Several pairs of A and B."""
+
+    name: str
+    n_bytes: int
+    a: tuple[Run, ...]
+    b: tuple[Run, ...]
+
+    @property
+    def ratios(self) -> list[float]:
+        """Wall time of B over wall time of A, per pair: how many times faster A is."""
+        return sorted(b.wall_s / a.wall_s for a, b in zip(self.a, self.b, strict=True))
+
+    def summary(self) -> dict[str, Any]:
+        """Medians, spread, rates."""
+        ratios = self.ratios
+        return {
+            "name": self.name,
+            "pairs": len(ratios),
+            "ratio_median": statistics.median(ratios),
+            "ratio_low": ratios[len(ratios) // 4],
+            "ratio_high": ratios[-1 - len(ratios) // 4],
+            "a_s": statistics.median(r.wall_s for r in self.a),
+            "b_s": statistics.median(r.wall_s for r in self.b),
+            "a_gb_s": self.n_bytes / GB / statistics.median(r.wall_s for r in self.a),
+            "b_gb_s": self.n_bytes / GB / statistics.median(r.wall_s for r in self.b),
+            "a_cpu_s_per_gb": statistics.median(r.cpu_s for r in self.a) / (self.n_bytes / GB),
+            "b_cpu_s_per_gb": statistics.median(r.cpu_s for r in self.b) / (self.n_bytes / GB),
+        }
+
+    def runs(self) -> dict[str, Any]:
+        """Every single measurement."""
+        return {"a": [asdict(r) for r in self.a], "b": [asdict(r) for r in self.b]}
+
+
+def timed(work: Callable[[], Any]) -> Run:
+    """Run ``work`` once; what it returns is freed before the clock of the next run starts."""
+    gc.collect()
+    wall, cpu = time.perf_counter(), time.process_time()
+    result = work()
+    run = Run(time.perf_counter() - wall, time.process_time() - cpu)
+    del result
+    gc.collect()
+    return run
+
+
+def compare(
+    name: str, a: Callable[[], Any], b: Callable[[], Any], *, n_bytes: int, pairs: int, warm_up: int = 1
+) -> Comparison:
+    """Alternate A and B; the order within a pair alternates too."""
+    for _ in range(warm_up):
+        timed(a)
+        timed(b)
+    runs: tuple[list[Run], list[Run]] = ([], [])
+    for i in range(pairs):
+        for which in (0, 1) if i % 2 == 0 else (1, 0):
+            runs[which].append(timed((a, b)[which]))
+    return Comparison(name, n_bytes, tuple(runs[0]), tuple(runs[1]))
+
+
+def table(comparisons: Sequence[Comparison], *, a: str, b: str) -> str:
+    """A table for people."""
+    head = f"{'':<22}{a + ' GB/s':>18}{b + ' GB/s':>18}{'times faster':>14}{'quartiles':>16}{'CPU-s/GB':>16}"
+    lines = [head]
+    for comparison in comparisons:
+        s = comparison.summary()
+        spread, cpu = (
+            f"{s['ratio_low']:.2f}-{s['ratio_high']:.2f}",
+            f"{s['a_cpu_s_per_gb']:.2f} / {s['b_cpu_s_per_gb']:.2f}",
+        )
+        lines.append(
+            f"{s['name']:<22}{s['a_gb_s']:>18.2f}{s['b_gb_s']:>18.2f}{s['ratio_median']:>14.2f}{spread:>16}{cpu:>16}"
+        )
+    return "\n".join(lines)
+
+
+def warm_memory(n_bytes: int) -> None:
+    """Touch this much memory once: on a virtual machine the first touch ever is many times slower than the next."""
+    from shardload._buffers import memory
+
+    memory(n_bytes)[::4096] = 1
+
+
+def warm_files(paths: Sequence[Path]) -> None:
+    """Read files into the page cache."""
+    buffer = bytearray(8 << 20)
+    for path in paths:
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+
+def memory_status() -> dict[str, int]:
+    """Resident bytes of this process, now and at most, from the kernel."""
+    fields = (line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    found = {key: value for key, value in fields if key in ("VmRSS", "VmHWM")}
+    return {"rss_bytes": int(found["VmRSS"].split()[0]) << 10, "peak_rss_bytes": int(found["VmHWM"].split()[0]) << 10}
+
+
+def reset_peak_memory() -> None:
+    """Forget the peak so far (Linux); afterwards `memory_status` reports the peak from here on."""
+    Path("/proc/self/clear_refs").write_text("5")

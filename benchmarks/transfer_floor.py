@@ -1,0 +1,106 @@
+"""Transfer against the copy floor: how close to plain reading a sharded load comes.
+
+The floor is what the machine gives at best: as many threads read the same bytes of the same file from the page cache
+into memory of the same freshness (fresh, allocated the same way), in the same block size, and do nothing else.
+
+    python -m benchmarks.transfer_floor [--gb 1] [--pairs 15] [--layouts dim0,dim1] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from benchmarks.checkpoint import LAYOUTS, open_safetensors, targets_for, write_safetensors
+from benchmarks.measure import Comparison, compare, table, warm_files, warm_memory
+
+
+def floor(path: Path, sizes: list[int], threads: int) -> list[object]:
+    """Read the file once into fresh memory, one allocation per tensor as a load has, and nothing more."""
+    from shardload._buffers import memory
+    from shardload.plan import BLOCK_BYTES
+
+    fd = os.open(path, os.O_RDONLY)
+    buffers = [memory(n) for n in sizes]
+    starts = itertools.accumulate(sizes, initial=path.stat().st_size - sum(sizes))
+    jobs = [
+        (memoryview(buffer)[at : at + BLOCK_BYTES], start + at)
+        for buffer, start in zip(buffers, starts, strict=False)
+        for at in range(0, buffer.nbytes, BLOCK_BYTES)
+    ]
+
+    def read(job: tuple[memoryview, int]) -> None:
+        if os.preadv(fd, [job[0]], job[1]) != len(job[0]):
+            raise OSError("short read")
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(read, jobs))
+    os.close(fd)
+    return list(buffers)
+
+
+def load(path: Path, layout: str, devices: list[object], threads: int) -> list[object]:
+    """Manifest, plan and transfer of the whole file."""
+    from shardload.plan import make_plan
+    from shardload.transfer import execute
+
+    manifest = open_safetensors(path)
+    plan = make_plan(manifest, targets_for(manifest, layout), host_memory_bytes=1 << 30)
+    arrays: list[object] = []
+    execute(plan, manifest, devices=devices, on_ready=lambda _, a: arrays.append(a), threads=threads)
+    return arrays
+
+
+def measure(path: Path, layouts: list[str], *, pairs: int, threads: int) -> list[Comparison]:
+    """One comparison per layout."""
+    import jax
+
+    devices = jax.devices()[:8]
+    sizes = [t.nbytes for t in open_safetensors(path).tensors.values()]
+    return [
+        compare(
+            layout,
+            lambda layout=layout: load(path, layout, devices, threads),
+            lambda: floor(path, sizes, threads),
+            n_bytes=sum(sizes),
+            pairs=pairs,
+        )
+        for layout in layouts
+    ]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--gb", type=float, default=1.0)
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--layouts", default=",".join(LAYOUTS))
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(argv)
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", 8)
+    from shardload.transfer import default_threads
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_safetensors(Path(folder), int(options.gb * 1e9))
+        warm_memory(3 * path.stat().st_size)
+        warm_files([path])
+        found = measure(path, options.layouts.split(","), pairs=options.pairs, threads=default_threads())
+    if options.json:
+        print(json.dumps([c.summary() | c.runs() for c in found]))
+    else:
+        print(f'{default_threads()} threads; "times faster" than the floor: 1.00 is the floor itself')
+        print(table(found, a="shardload", b="floor"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
