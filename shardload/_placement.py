@@ -79,6 +79,15 @@ def place(value: NDArray[Any], layout: Layout, devices: Sequence[Any]) -> Any:
     return assemble(value.shape, sharding, buffers)
 
 
+def widens_on_device(stored: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
+    """Whether a cast is best left to the device: it widens, and every bit comes out as on the host.
+
+    Not float16 and float8: XLA quiets signalling NaNs, and accelerators may flush denormals.
+    """
+    exact = stored.kind in "iu" or (stored == jnp.bfloat16 and wanted == np.float32)
+    return exact and stored.itemsize < wanted.itemsize
+
+
 @functools.partial(jax.jit, static_argnames="dtype")
 def widen(array: Any, *, dtype: Any) -> Any:
     """``array.astype(dtype)`` where it lies."""

@@ -39,7 +39,7 @@ from shardload._budget import Budget
 from shardload._buffers import arena, arena_bytes
 from shardload._fanout import Part
 from shardload._mover import Moved, Mover, as_transfer_error
-from shardload._placement import Growing, assemble, named_sharding, place, widen
+from shardload._placement import Growing, assemble, named_sharding, place, widen, widens_on_device
 from shardload.bounds import Bounds
 from shardload.errors import BudgetError, MeshError, MismatchError, TransferError
 from shardload.manifest import Extent, Manifest
@@ -252,7 +252,7 @@ class _Transfer:
 
     def _variable(self, target: Target) -> _Variable:
         stored = self.manifest.tensors[target.view.tensor].dtype
-        widens = self.placement == "upload" and stored.itemsize < target.dtype.itemsize
+        widens = self.placement == "upload" and widens_on_device(stored, target.dtype)
         return _Variable(target, local_bounds(target, self.plan.positions), stored if widens else target.dtype)
 
     def _make_chunks(self) -> dict[tuple[int, int], _Chunk]:

@@ -1,30 +1,17 @@
 """Whatever the view, the layout and the block size: shards equal the NumPy view, sliced."""
 
-import jax
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardload.layout import Layout
-from shardload.manifest import Decoded, Extent, Manifest, Tensor, View
+from shardload.manifest import View
 from shardload.mesh import MeshSpec
 from shardload.plan import Target, make_plan
-from shardload.transfer import execute
+from tests.transfer_harness import Rows, check, load, manifest_of
 
 MESHES = [MeshSpec.parse(m) for m in ("1x1", "1x3", "1x8", "8x1", "2x4", "data=2,fsdp=2,model=2")]
-
-
-class Rows:
-    """Decodes rows of an array and keeps a record."""
-
-    def __init__(self, value, *, path, alignment=1):
-        self.value, self.paths, self.row_alignment, self.stored_bytes = value, (path,), alignment, value.nbytes // 2
-        self.calls = []
-
-    def read_rows(self, start, stop):
-        self.calls.append((start, stop))
-        return self.value[start:stop] if self.value.ndim else self.value
 
 
 @st.composite
@@ -71,34 +58,7 @@ def view_of(name, value, seen):
     return View(name, start, seen.shape, tuple(abs(s) // itemsize for s in seen.strides))
 
 
-def manifest_of(path, tensors):
-    """Write arrays back to back and describe them; `Rows` become decoded tensors."""
-    described, offset = {}, 0
-    with path.open("wb") as file:
-        for name, value in tensors.items():
-            if isinstance(value, Rows):
-                described[name] = Tensor(name, value.value.shape, value.value.dtype, Decoded(value))
-                continue
-            described[name] = Tensor(name, value.shape, value.dtype, Extent(str(path), offset))
-            offset += file.write(value.tobytes())
-    return Manifest(str(path), "safetensors", described, {str(path): offset})
-
-
-def load(plan, manifest, **options):
-    found = {}
-    mesh_size = plan.targets[0].layout.mesh.size
-    stats = execute(plan, manifest, devices=jax.devices()[:mesh_size], on_ready=found.__setitem__, **options)
-    return found, stats
-
-
-def check(array, expected, layout):
-    assert array.shape == expected.shape and array.dtype == expected.dtype
-    by_device = {s.device: s for s in array.addressable_shards}
-    for device, bounds in zip(jax.devices(), layout.bounds(expected.shape), strict=False):
-        np.testing.assert_array_equal(np.asarray(by_device[device].data), expected[bounds.slices])
-
-
-QUIET = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+QUIET = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @QUIET
