@@ -1,0 +1,59 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardload.errors import MeshError
+from shardload.mesh import MeshSpec
+
+
+@pytest.mark.parametrize(
+    ("text", "axes", "expected"),
+    [
+        ("1x8", None, MeshSpec(("batch", "model"), (1, 8))),
+        ("8", None, MeshSpec(("batch", "model"), (1, 8))),
+        ("2x4", "data, tensor", MeshSpec(("data", "tensor"), (2, 4))),
+        ("2x2x2", "a,b,c", MeshSpec(("a", "b", "c"), (2, 2, 2))),
+        ("data=2,model=4", None, MeshSpec(("data", "model"), (2, 4))),
+    ],
+)
+def test_parse(text, axes, expected):
+    assert MeshSpec.parse(text, axes=axes) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "axes", "message"),
+    [
+        ("", None, "Cannot read the mesh ''"),
+        ("1x", None, "Cannot read the mesh '1x'"),
+        ("-1x8", None, "Cannot read the mesh"),
+        ("axb", None, "Write sizes like 1x8"),
+        ("data=2,model", None, "Write data=2,model=4"),
+        ("data=2", "data", "no separate axes"),
+        ("1x2x3", None, "name them"),
+        ("2x4", "a", "one name per axis"),
+        ("2x4", "a,a", "must differ"),
+        ("0x8", None, "must be positive"),
+        ("999999999x999999999", None, "at most"),
+    ],
+)
+def test_nonsense_is_refused(text, axes, message):
+    with pytest.raises(MeshError, match=message):
+        MeshSpec.parse(text, axes=axes)
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+def test_coordinates_equal_unravel_index(sizes):
+    mesh = MeshSpec(tuple(f"a{i}" for i in range(len(sizes))), tuple(sizes))
+    for position in range(mesh.size):
+        assert tuple(mesh.coordinates(position).values())[::-1] == np.unravel_index(position, sizes)
+
+
+def test_unknown_axis_is_named():
+    with pytest.raises(MeshError, match=r"batch=1,model=8 has no axis 'tensor'; it has batch, model"):
+        MeshSpec.parse("1x8").axis_size("tensor")
+
+
+def test_text_form_parses_back():
+    mesh = MeshSpec(("data", "model"), (2, 4))
+    assert MeshSpec.parse(str(mesh)) == mesh
