@@ -194,6 +194,13 @@ def models_in(model: Model) -> list[Model]:
     return [layer for layer in model._flatten_layers() if isinstance(layer, keras.Model)]
 
 
+def refresh_derived(model: Model) -> None:
+    """Have layers recompute the constants they hold beside their variables: ``Normalization``'s mean and variance."""
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.Normalization) and layer.built and all(map(has_value, layer.variables)):
+            layer.finalize_state()
+
+
 def _held_by(attribute: Any) -> Iterable[Variable]:
     if isinstance(attribute, JaxVariable):
         return (attribute,)
@@ -256,6 +263,10 @@ class Pending:
             return jax.numpy.zeros(shape, dtype)
         if self.exact and self.initializer is not None:
             return self.initializer(shape, dtype=dtype)
+        if recording() and isinstance(self.initializer, (keras.initializers.Zeros, keras.initializers.Ones)):
+            # Normalization.build computes with its statistics; they are what they would be.
+            fill = np.zeros if isinstance(self.initializer, keras.initializers.Zeros) else np.ones
+            return jax.numpy.asarray(fill(shape, getattr(jax.numpy, dtype)))
         raise UninitialisedError(
             f"Variable {self.path!r} has no value: it was built without allocating, or a load let go of it. Load the "
             "model (shardload.load_weights, or Keras' own load_weights), or initialise it with "

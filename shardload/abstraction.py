@@ -83,6 +83,8 @@ def initialise(
     for variable in waiting:
         if is_abstract(variable):  # a seed generator may have been needed by an earlier initialiser
             _initialise(variable)
+    if isinstance(target, keras.Layer):
+        _keras.refresh_derived(target)
     return [v.path for v in waiting]
 
 

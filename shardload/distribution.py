@@ -141,6 +141,7 @@ def bind(
     binding = Binding(mesh, tuple(devices), MeshParallel(mesh, devices, by_path))
     for variable, sharding in shardings:
         (_keras.relocate if values == "move" else _keras.set_sharding)(variable, sharding)
+    _keras.refresh_derived(model)
     for part in _keras.models_in(model):
         _install(part, binding)
     return binding
