@@ -306,6 +306,9 @@ def _summarise(model: Any, manifest: Manifest, recordings: list[Recording]) -> V
     provided = [b.variable for b in bindings] + [v for c in computed for v in c.variables]
     wrong = {m.variable for m in mismatched}
     covered = [v for v in weights if v.path in wrong]
+    if not any(r.absent for r in recordings):
+        # The converter found all it asked for: fixed tables it never asks for (rotary frequencies) are the model's own.
+        weights = [v for v in weights if v.trainable or id(v) in {id(p) for p in provided}]
     missing, missing_variables, state = split_missing(weights, everything, [*provided, *covered], names)
     unused = tuple(n for n in manifest.tensors if n not in fetched)
     notes = tuple(line for r in recordings for line in _notes(r))
