@@ -6,6 +6,7 @@ another order); greedy tokens are equal.
 
 import functools
 import re
+import warnings
 
 import jax
 import models
@@ -110,7 +111,7 @@ def test_blocks_that_divide_cost_two_all_reduces_and_gather_nothing(name):
 
 @pytest.mark.parametrize("name", ["gemma3"])
 def test_fallbacks_gather_activations_not_weights(name):
-    model, inputs, host, _ = reference(name)
+    model, inputs, *_ = reference(name)
     batch, length = inputs["token_ids"].shape
     activation = batch * length * model.backbone.hidden_dim
     program = check(name, "1x8")
@@ -136,6 +137,20 @@ def test_decoders_generate_the_same(name):
     place(model, host, MeshSpec.parse("1x8"))
     assert np.array_equal(generate(model, inputs), expected)
     assert len(np.unique(expected[:, 6:])) > 4
+
+
+@pytest.mark.slow
+def test_int8_kernels_with_their_scales_compute_the_same():
+    model = models.randomise(models.build("llama"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Keras warns of each layer that has nothing to quantize
+        model.quantize("int8")
+    inputs = models.tokens(model)
+    host = [np.asarray(v.value) for v in model.variables]
+    expected, _ = run(model, inputs)
+    batch = place(model, host, MeshSpec.parse("1x8"))
+    found, _ = run(model, jax.device_put(inputs, batch))
+    assert np.abs(found - expected).max() < TOLERANCE
 
 
 @pytest.mark.slow

@@ -57,6 +57,19 @@ def test_a_gate_fused_into_the_first_kernel_still_pairs():
     assert found["part_1/kernel"] == "(model, -)"
 
 
+@pytest.mark.parametrize("fused", [1, 3])
+def test_a_matrix_that_takes_the_heads_back_is_a_row(fused):
+    class Attention(keras.layers.Layer):
+        def build(self, shape):
+            self.heads = keras.layers.EinsumDense("abc,cde->abde", (None, 8, 8 * fused), name="heads")
+            self.heads.build(shape)
+            self.out = keras.layers.Dense(64, name="out")
+            self.out.build(shape)
+
+    found = layouts(built(Attention(), None, None, 64))
+    assert (found["heads/kernel"], found["out/kernel"]) == ("(-, model, -)", "(model, -)")
+
+
 def test_square_kernels_are_columns():
     found = layouts(keras.Sequential([keras.Input((64,)), keras.layers.Dense(64), keras.layers.Dense(64)]))
     assert [s for p, s in found.items() if p.endswith("kernel")] == ["(-, model)"] * 2

@@ -80,8 +80,8 @@ class _Kernel:
         return len(self.inputs) == len(self.outputs) == 1
 
     def size(self, dims: tuple[int, ...]) -> int:
-        length: int = self.variable.shape[dims[0]]
-        return length
+        """Product of the lengths of ``dims``."""
+        return math.prod(int(self.variable.shape[d]) for d in dims)
 
 
 def roles(model: Any) -> dict[int, Role]:
@@ -171,26 +171,33 @@ def _einsum_kernel(variable: Any, data: str, kernel: str, output: str) -> _Kerne
 def _pair(kernels: Iterable[_Kernel]) -> dict[int, Role]:
     """Roles of the kernels of one block, in the order they were made: who feeds whom decides."""
     found: dict[int, Role] = {}
-    columns: list[_Kernel] = []
+    before: list[_Kernel] = []
     for kernel in kernels:
         if not kernel.is_matrix:
             role = _projection(kernel)
-        elif any(_feeds(earlier, kernel) for earlier in columns):
+        elif any(_feeds(earlier, kernel) for earlier in before):
             role = _matrix(kernel, "row")
         else:
-            columns.append(kernel)
             role = _matrix(kernel, "column")
+        if role.rule != "row":
+            before.append(kernel)
         found.setdefault(id(kernel.variable), role)
     return found
 
 
 def _feeds(first: _Kernel, second: _Kernel) -> bool:
-    """Whether ``second`` brings back to the block's width what ``first`` took away from it.
+    """Whether the matrix ``second`` brings back to the block's width what ``first`` took away from it.
 
-    A gate fused into the first kernel doubles what it produces. Square kernels tell nothing.
+    A gate fused into a first matrix doubles what it produces; key and value fused into heads triple it.
+    Two square matrices tell nothing.
     """
-    width, inner = first.size(first.inputs), second.size(second.inputs)
-    return second.size(second.outputs) == width != inner and first.size(first.outputs) in (inner, 2 * inner)
+    made, width = first.size(first.outputs), first.size(first.inputs)
+    inner = second.size(second.inputs)
+    if second.size(second.outputs) != width or len(first.inputs) != 1:
+        return False
+    if first.is_matrix:
+        return width != inner and made in (inner, 2 * inner)
+    return made in (inner, 3 * inner)
 
 
 def _matrix(kernel: _Kernel, rule: str) -> Wants:
