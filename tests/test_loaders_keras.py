@@ -358,7 +358,7 @@ def named_type(file):
 UNREADABLE = {
     strings: "no numbers",
     compound: "no numbers",
-    opaque: "unnamed type",
+    opaque: "unknown type",
     null: "null dataset",
     named_type: "neither a group nor a dataset",
 }
@@ -373,8 +373,15 @@ def test_what_holds_no_numbers_is_named(h5, build):
 
 def test_mislabelled_opaque(h5):
     h5.create_dataset("x", data=np.zeros(3, "V4")).attrs["dtype"] = "bfloat16"
-    with pytest.raises(SourceError, match="elements of 4 bytes"):
+    with pytest.raises(UnsupportedError, match="4-byte elements of an unknown type"):
         h5.reopen()
+
+
+def test_no_attribute_value_is_read(h5, monkeypatch):
+    # libhdf5 1.14 hangs or crashes on damaged heaps, which is where string attributes live.
+    h5.create_dataset("x", data=np.ones(3, ml_dtypes.bfloat16)).attrs["dtype"] = "bfloat16"
+    monkeypatch.setattr(h5py.AttributeManager, "__getitem__", lambda *_: pytest.fail("read an attribute"))
+    assert h5.reopen().tensors["x"].dtype == ml_dtypes.bfloat16
 
 
 def test_legacy_file_says_the_way_out(h5):
