@@ -12,8 +12,15 @@ import pytest
 from cli_fakes import FAKES, Done, environment, fake_command, loads, report, run, shardload, with_fakes
 
 import shardload as package
-from shardload.cli import engine, main
-from shardload.errors import LayoutError, MeshError, MissingExtraError, SourceError, SourceNotFoundError
+from shardload.cli import engine, failures, main
+from shardload.errors import (
+    LayoutError,
+    LoadInterruptedError,
+    MeshError,
+    MissingExtraError,
+    SourceError,
+    SourceNotFoundError,
+)
 from shardload.reports import Fit, PlanReport
 
 LOAD = ("load", "somewhere", "--mesh", "1x2", "--platform", "cpu")
@@ -265,18 +272,47 @@ def test_ctrl_c_is_an_object_for_programs():
     assert '"exit_code": 130' in stdout
 
 
-def test_ctrl_c_that_a_load_turned_into_its_own_error_is_still_an_interruption():
+def test_ctrl_c_works_where_the_exception_would_be_swallowed():
     setup = """
-from shardload.errors import LoadInterruptedError
-def slow(*arguments, **options):
-    try:
-        print("ready", file=sys.stderr, flush=True)
-        __import__("time").sleep(60)
-    except KeyboardInterrupt as error:
-        raise LoadInterruptedError("3 of 5 variables hold new values.") from error
-engine.plan = slow
+import time
+def stubborn(*arguments, **options):
+    print("ready", file=sys.stderr, flush=True)
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        try:
+            time.sleep(1)
+        except KeyboardInterrupt:
+            pass
+engine.load = stubborn
 """
-    assert interrupted(setup, "plan", "x") == (130, "", "Interrupted. 3 of 5 variables hold new values.\n")
+    assert interrupted(setup, *LOAD) == (130, "", "Interrupted.\n")
+
+
+def test_ctrl_c_lets_a_writer_tidy_up():
+    setup = """
+import time
+def _xla_gc_callback():
+    print("ready", file=sys.stderr, flush=True)
+    time.sleep(0.5)
+def writes(*arguments, **options):
+    try:
+        try:
+            _xla_gc_callback()  # JAX's, which swallows whatever is raised in it
+        except KeyboardInterrupt:
+            pass
+        time.sleep(60)
+    finally:
+        print("tidied up", file=sys.stderr)
+engine.synth = writes
+"""
+    assert interrupted(setup, "synth", "x") == (130, "", "tidied up\nInterrupted.\n")
+
+
+def test_ctrl_c_that_became_an_error_of_ours_is_still_an_interruption():
+    error = LoadInterruptedError("3 of 5 variables hold new values.")
+    error.__cause__ = KeyboardInterrupt()
+    failure = failures.describe(error)
+    assert (failure.exit_code, failure.message) == (130, "Interrupted. 3 of 5 variables hold new values.")
 
 
 @pytest.mark.parametrize("arguments", [("plan", "x"), ("plan", "x", "--json"), ("--help",)])

@@ -44,10 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     from shardload.cli import streams
     from shardload.cli.app import command
+    from shardload.cli.interrupts import INTERRUPTED
 
     streams.check_stdout()
     code = command().main(arguments, prog_name="shardload", standalone_mode=False)
     streams.flush_stdout()
-    if code == streams.INTERRUPTED:  # typer turns the exception into its exit code
+    if code == INTERRUPTED:  # typer turns the exception into its exit code
         raise KeyboardInterrupt
     return int(code or 0)

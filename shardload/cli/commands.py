@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shardload.cli import catalogue, completion, engine, environment, listing, options, streams
+from shardload.cli import catalogue, completion, engine, environment, interrupts, listing, options, streams
 from shardload.progress import for_stderr
 from shardload.reports.names import printable
 
@@ -51,36 +51,46 @@ def load(  # noqa: PLR0913 - one parameter per option
     spec = options.mesh_spec(mesh, axes)
     with streams.results() as out:
         environment.prepare(note=streams.note)
-        environment.provide_devices(spec, platform=platform, note=streams.note)
-        progress = for_stderr(enabled=not no_progress)
-        try:
-            loaded = engine.load(
-                source,
-                mesh=spec,
-                layout=layout,
-                dtype=dtype and str(dtype),
-                host_memory_bytes=host_memory,
-                strict=strict,
-                atomic=atomic,
-                progress=progress,
-            )
-        finally:
-            progress.stop()
-        _write_load(out, loaded, prompt=prompt, max_new_tokens=max_new_tokens, as_json=json)
+        with interrupts.raise_where_it_counts():
+            engine.find(source)
+        with interrupts.exit_at_once(lambda: out.interrupted(as_json=json)):
+            environment.provide_devices(spec, platform=platform, note=streams.note)
+            progress = for_stderr(enabled=not no_progress)
+            try:
+                loaded = engine.load(
+                    source,
+                    mesh=spec,
+                    layout=layout,
+                    dtype=dtype and str(dtype),
+                    host_memory_bytes=host_memory,
+                    strict=strict,
+                    atomic=atomic,
+                    progress=progress,
+                )
+            finally:
+                progress.stop()
+            if not json:
+                out.table(loaded.report)
+            text = _generate(out, loaded, prompt, max_new_tokens=max_new_tokens, shown=not json)
+        if json:
+            generated = {"generated": {"prompt": prompt, "text": text}} if prompt is not None else {}
+            out.json(loaded.report.to_json() | generated)
 
 
-def _write_load(out: streams.Results, loaded: Any, *, prompt: str | None, max_new_tokens: int, as_json: bool) -> None:
-    if not as_json:
-        out.table(loaded.report)
-    pieces = engine.generate(loaded, prompt, max_new_tokens=max_new_tokens) if prompt is not None else ()
-    if as_json:
-        generated = {"generated": {"prompt": prompt, "text": "".join(pieces)}} if prompt is not None else {}
-        out.json(loaded.report.to_json() | generated)
-    elif prompt is not None:
+def _generate(out: streams.Results, loaded: Any, prompt: str | None, *, max_new_tokens: int, shown: bool) -> str:
+    """Continue the prompt, if there is one, and return the new text; ``shown`` as it grows."""
+    if prompt is None:
+        return ""
+    if shown:
         out.text(f"\n{'─' * 40 if out.unicode else '-' * 40}\n{printable(prompt, keep=_TEXT)}")
-        for piece in pieces:
+    pieces = []
+    for piece in engine.generate(loaded, prompt, max_new_tokens=max_new_tokens):
+        pieces.append(piece)
+        if shown:
             out.text(printable(piece, keep=_TEXT))
+    if shown:
         out.text("\n")
+    return "".join(pieces)
 
 
 _TEXT = "\n\t"
@@ -122,14 +132,17 @@ def plan(  # noqa: PLR0913 - one parameter per option
     with streams.results() as out:
         environment.prepare(note=streams.note)
         environment.stay_off_accelerators()
-        report = engine.plan(
-            source,
-            mesh=spec,
-            layout=layout,
-            dtype=dtype and str(dtype),
-            host_memory_bytes=host_memory,
-            device_memory_bytes=device_memory,
-        )
+        with interrupts.raise_where_it_counts():
+            engine.find(source)
+        with interrupts.exit_at_once(lambda: out.interrupted(as_json=json)):
+            report = engine.plan(
+                source,
+                mesh=spec,
+                layout=layout,
+                dtype=dtype and str(dtype),
+                host_memory_bytes=host_memory,
+                device_memory_bytes=device_memory,
+            )
         if json:
             out.json(report.to_json())
         else:
@@ -204,7 +217,7 @@ def synth(  # noqa: PLR0913 - one parameter per option
 
     $ shardload synth gemma2_7b && shardload load gemma2_7b --mesh 1x8
     """
-    with streams.results() as out:
+    with streams.results() as out, interrupts.raise_where_it_counts():
         environment.prepare(note=streams.note)
         progress = for_stderr(enabled=not no_progress)
         try:

@@ -17,6 +17,13 @@ if TYPE_CHECKING:
     from shardload.reports import PlanReport
 
 
+def find(source: str) -> None:
+    """Have ``source`` on this machine: assembled, downloaded, or known not to exist."""
+    from shardload.resolve import resolve
+
+    resolve(source)
+
+
 def load(source: str, **options: Any) -> Any:
     """Load ``source``: an object with ``model`` and ``report``."""
     from shardload import loading

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typer.exceptions import TyperException
 
 from shardload.cli import streams
+from shardload.cli.interrupts import INTERRUPTED
 from shardload.errors import ShardloadError
 from shardload.reports.names import printable
 
@@ -47,12 +48,12 @@ def tell(error: BaseException, *, json_wanted: bool) -> int:
         The exit code.
     """
     failure = describe(error)
-    if failure.exit_code == streams.INTERRUPTED:
+    if failure.exit_code == INTERRUPTED:
         _die_on_second_interrupt()
     if os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0"):
         _to_stderr("".join(traceback.format_exception(error)))
     if failure.message:
-        label = "" if failure.exit_code == streams.INTERRUPTED else "Error: "
+        label = "" if failure.exit_code == INTERRUPTED else "Error: "
         _to_stderr(_paragraph(label + failure.message))
     if json_wanted and not isinstance(error, streams.ReaderLeftError | streams.OutputError):
         _to_stdout(failure)
@@ -71,9 +72,9 @@ def _code_and_message(error: BaseException) -> tuple[int, str]:
         case streams.ReaderLeftError():
             return streams.READER_LEFT, ""
         case KeyboardInterrupt():
-            return streams.INTERRUPTED, "Interrupted."
+            return INTERRUPTED, "Interrupted."
         case ShardloadError() if isinstance(error.__cause__, KeyboardInterrupt):
-            return streams.INTERRUPTED, f"Interrupted. {error}"
+            return INTERRUPTED, f"Interrupted. {error}"
         case TyperException():
             return error.exit_code, _usage(error)
         case ShardloadError() | streams.OutputError():

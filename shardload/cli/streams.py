@@ -17,10 +17,9 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
+from shardload.cli.interrupts import INTERRUPTED
 from shardload.reports.names import printable
 
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells report it (128 + SIGINT)."""
 READER_LEFT = 141
 """Exit code when stdout's reader closed it, as shells report it (128 + SIGPIPE)."""
 
@@ -38,6 +37,14 @@ class Results:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+
+    def interrupted(self, *, as_json: bool) -> None:
+        """Say goodbye after Ctrl-C, past all buffers and locks, which the main thread may hold."""
+        if as_json:
+            error = {"type": "KeyboardInterrupt", "message": "Interrupted.", "exit_code": INTERRUPTED}
+            os.write(self._stream.fileno(), f"{json.dumps({'error': error}, indent=2)}\n".encode())
+        clear = b"\r\x1b[2K\x1b[?25h" if os.isatty(2) else b""  # a progress bar's line, and the cursor it hid
+        os.write(2, clear + b"Interrupted.\n")
 
     @property
     def unicode(self) -> bool:
