@@ -200,6 +200,17 @@ def preprocessor(task_or_class: Any, manifest: Manifest) -> Any:
     return made
 
 
+def preset_tokenizer(manifest: Manifest) -> Any:
+    """The tokenizer layer of a KerasHub preset folder, its vocabulary loaded."""
+    loader = _preset_loader(manifest)
+    return loader.load_tokenizer(None)
+
+
+def greedy_sampler() -> Any:
+    """KerasHub's sampler that always takes the most probable token."""
+    return keras_hub().samplers.GreedySampler()
+
+
 def _from_preset(
     manifest: Manifest, dtype: Any, task: bool, custom_objects: Mapping[str, Any] | None, safe_mode: bool
 ) -> Any:

@@ -1,0 +1,181 @@
+"""Text from a prompt, greedily, on whatever mesh the model lives on.
+
+    prompts ─► token ids ─► padded to one length and to the batch axis ─► CausalLM's compiled loop ─► cut ─► text
+
+KerasHub's ``generate()`` wants a preprocessor, some of which want TensorFlow; its compiled inner loop wants token
+ids only, and is what runs here. One prompt on a 2x4 mesh is padded to two rows and one is thrown away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardload.errors import UnsupportedError
+from shardload.generate.tokenizer import Tokenizer, tokenizer_of
+from shardload.manifest import Manifest
+
+__all__ = ["generate_ids", "generate_text"]
+
+LENGTH_STEP = 32
+"""Sequences are padded to a multiple of it, so that prompts of similar length share one compiled loop."""
+
+_KEPT = "_shardload_greedy"
+
+
+@overload
+def generate_text(model: Any, manifest: Manifest, prompt: str, max_new_tokens: int = ...) -> str: ...
+@overload
+def generate_text(model: Any, manifest: Manifest, prompt: Sequence[str], max_new_tokens: int = ...) -> list[str]: ...
+def generate_text(
+    model: Any, manifest: Manifest, prompt: str | Sequence[str], max_new_tokens: int = 32
+) -> str | list[str]:
+    """Continue one prompt or several; returns the continuations only.
+
+    Args:
+        model: A KerasHub ``CausalLM``, as `shardload.load` returns it; bound to a mesh or not.
+        manifest: Where it was loaded from: its tokenizer is used.
+        prompt: One prompt, or several that run as one batch.
+        max_new_tokens: Most tokens to add; an end-of-text or end-of-turn token ends a continuation sooner.
+
+    Raises:
+        UnsupportedError: When the model does not generate, or the checkpoint carries no tokenizer.
+        SourceError: When its tokenizer is damaged.
+        MissingExtraError: When a package for it is not installed.
+    """
+    _require_causal_lm(model, manifest.source)
+    tokenizer = tokenizer_of(manifest)
+    prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+    encoded = [tokenizer.encode(text) for text in prompts]
+    added = generate_ids(model, encoded, max_new_tokens=max_new_tokens, stop_ids=tokenizer.stop_ids)
+    texts = [_continuation(tokenizer, ids, new) for ids, new in zip(encoded, added, strict=True)]
+    return texts[0] if isinstance(prompt, str) else texts
+
+
+def generate_ids(
+    model: Any, prompts: Sequence[Sequence[int]], *, max_new_tokens: int = 32, stop_ids: tuple[int, ...] = ()
+) -> list[list[int]]:
+    """Continue prompts of token ids greedily; returns the ids added to each, without the one that ended it.
+
+    Raises:
+        UnsupportedError: When the model does not generate, a prompt is empty, or the text outgrows the model.
+    """
+    _require_causal_lm(model, model.name)
+    if not all(len(ids) for ids in prompts):
+        raise UnsupportedError("A prompt of no tokens cannot be continued; give it some text")
+    if not prompts:
+        return []
+    inputs = _padded(model, prompts, max_new_tokens)
+    with _greedy(model) as generate, _on_mesh(model) as place:
+        placed = {name: place(value) for name, value in inputs.items()}
+        outputs = generate(placed, stop_token_ids=stop_ids or None)
+        rows = np.asarray(outputs["token_ids"])
+    return [_new_ids(row, len(ids), max_new_tokens, stop_ids) for row, ids in zip(rows, prompts, strict=False)]
+
+
+def _require_causal_lm(model: Any, source: str) -> None:
+    if not callable(getattr(model, "make_generate_function", None)):
+        raise UnsupportedError(
+            f"{source} holds a {type(model).__name__}, which does not generate text; a prompt needs a CausalLM"
+        )
+
+
+def _padded(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> dict[str, NDArray[Any]]:
+    """Token ids and mask of one length, with rows repeated up to a multiple of the mesh's batch axis."""
+    longest = max(len(ids) for ids in prompts) + max_new_tokens
+    limit = getattr(getattr(model, "backbone", None), "max_sequence_length", None)
+    if limit is not None and longest > limit:
+        raise UnsupportedError(
+            f"The prompt and {max_new_tokens} new tokens are {longest} tokens, but the model has {limit} positions. "
+            "Shorten the prompt or ask for fewer"
+        )
+    length = -(-longest // LENGTH_STEP) * LENGTH_STEP
+    length = min(length, limit) if limit is not None else length
+    rows = -(-len(prompts) // _batch_parts(model)) * _batch_parts(model)
+    tokens = np.zeros((rows, length), np.int32)
+    mask = np.zeros((rows, length), np.bool_)
+    for row in range(rows):
+        ids = prompts[min(row, len(prompts) - 1)]
+        tokens[row, : len(ids)] = ids
+        mask[row, : len(ids)] = True
+    return {"token_ids": tokens, "padding_mask": mask}
+
+
+def _batch_parts(model: Any) -> int:
+    from shardload.distribution import binding_of
+
+    binding = binding_of(model)
+    return 1 if binding is None else binding.mesh.sizes[0]
+
+
+@contextlib.contextmanager
+def _on_mesh(model: Any) -> Iterator[Any]:
+    """The model's own mesh, and how to put a batch on it; plain models run where they are."""
+    import keras
+
+    from shardload.distribution import binding_of
+
+    binding = binding_of(model)
+    if binding is None:
+        yield keras.ops.convert_to_tensor
+        return
+
+    def place(value: NDArray[Any]) -> Any:
+        layout = binding.distribution.get_data_layout(value.shape)
+        return keras.distribution.distribute_tensor(keras.ops.convert_to_tensor(value), layout)
+
+    with binding.scope():
+        yield place
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    """A model's greedy loop, kept between calls: compiling it takes longer than running it."""
+
+    binding: Any
+    sampler: Any
+    function: Callable[..., Any]
+
+
+@contextlib.contextmanager
+def _greedy(model: Any) -> Iterator[Callable[..., Any]]:
+    """The model's generate function, sampling greedily.
+
+    ``compile(sampler=…)`` would do it too, and forget the model's optimizer and its own compiled steps.
+    """
+    from shardload import _hub
+    from shardload.distribution import binding_of
+
+    kept: _Compiled | None = vars(model).get(_KEPT)
+    if kept is None or kept.binding is not binding_of(model):
+        kept = None
+    before = getattr(model, "sampler", None), getattr(model, "generate_function", None)
+    model.sampler = kept.sampler if kept else _hub.greedy_sampler()
+    model.generate_function = kept.function if kept else None
+    try:
+        function = model.make_generate_function()
+        # Past Keras' attribute tracking: this is no part of the model.
+        vars(model)[_KEPT] = _Compiled(binding_of(model), model.sampler, function)
+        yield function
+    finally:
+        model.sampler, model.generate_function = before
+
+
+def _new_ids(row: NDArray[Any], prompt_length: int, max_new_tokens: int, stop_ids: tuple[int, ...]) -> list[int]:
+    added: list[int] = []
+    for token in row[prompt_length : prompt_length + max_new_tokens].tolist():
+        if token in stop_ids:
+            break
+        added.append(token)
+    return added
+
+
+def _continuation(tokenizer: Tokenizer, ids: Sequence[int], new: Sequence[int]) -> str:
+    """The text the new ids add; decoded with the prompt, as pieces at a start lose their leading space."""
+    before, whole = tokenizer.decode(ids), tokenizer.decode([*ids, *new])
+    return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(new)

@@ -1,0 +1,130 @@
+"""The tokenizer a GGUF file carries in its header, rebuilt exactly.
+
+Two kinds exist. ``llama`` is SentencePiece: pieces, scores and types are all there, the settings are not, and
+they decide everything beyond plain words. The right ones are those of every model stored this way: byte-pair
+merging by score, bytes for what no piece covers, and text as it is: no Unicode normalisation, no collapsing of
+spaces, and a space before the text only where the header says so.
+
+``gpt2`` is byte-level BPE: vocabulary and merges are there, the regular expression that cuts the text into words
+first is named (``tokenizer.ggml.pre``), and written down here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardload.errors import UnsupportedError
+from shardload.generate.tokenizer import TURN_ENDS, HuggingFace, SentencePiece, Tokenizer
+from shardload.loaders.gguf import TokenizerMetadata, tokenizer_metadata
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+"""``tokenizer.ggml.token_type``; SentencePiece's own numbers."""
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+PATTERNS = {
+    "gpt-2": None,
+    "default": None,
+    "llama-bpe": _CONTRACTIONS + _WORDS % "{1,3}",
+    "smaug-bpe": _CONTRACTIONS + _WORDS % "{1,3}",
+    "qwen2": _CONTRACTIONS + _WORDS % "",
+}
+"""Pre-tokenizer → how it cuts text into words; ``None`` is GPT-2's own expression, which tokenizers has built in."""
+
+
+def rebuild(path: str) -> Tokenizer:
+    """The tokenizer of a ``.gguf`` file.
+
+    Raises:
+        UnsupportedError: When the file carries none, or one of a kind that cannot be rebuilt.
+        SourceError: When its parts contradict each other.
+    """
+    found = tokenizer_metadata(path)
+    match found.model:
+        case "llama":
+            return _sentencepiece(found)
+        case "gpt2":
+            return _byte_level(found, path)
+    raise UnsupportedError(
+        f"{path} carries a tokenizer of the kind {found.model!r}; rebuilt can be 'llama' and 'gpt2'. "
+        "Load without a prompt and pass token ids to the model"
+    )
+
+
+def sentencepiece_proto(found: TokenizerMetadata) -> bytes:
+    """A serialised SentencePiece model that tokenises like the one the file was made from."""
+    from sentencepiece import sentencepiece_model_pb2 as pb2
+
+    proto = pb2.ModelProto()
+    proto.trainer_spec.model_type = pb2.TrainerSpec.BPE
+    proto.trainer_spec.vocab_size = len(found.tokens)
+    proto.trainer_spec.byte_fallback = True
+    proto.normalizer_spec.name = "identity"
+    proto.normalizer_spec.add_dummy_prefix = found.flags.get("add_space_prefix", True)
+    proto.normalizer_spec.remove_extra_whitespaces = False
+    proto.normalizer_spec.escape_whitespaces = True
+    unknown = found.special_ids.get("unknown", 0)
+    scores = found.scores.tolist() or [0.0] * len(found.tokens)
+    kinds = found.token_types.tolist() or [NORMAL] * len(found.tokens)
+    taken = set(found.tokens)
+    for number, (token, score, stored) in enumerate(zip(found.tokens, scores, kinds, strict=True)):
+        # Control pieces become user-defined ones: "<start_of_turn>" in a prompt means that token, not its letters.
+        kind = UNKNOWN if number == unknown else {CONTROL: USER_DEFINED, UNKNOWN: UNUSED}.get(stored, stored)
+        piece = token or f"<empty {number}>"
+        if kind == USER_DEFINED:
+            piece = _respaced(piece, taken)
+        proto.pieces.add(piece=piece, score=score, type=kind)
+    return bytes(proto.SerializeToString())
+
+
+def _respaced(piece: str, taken: set[str]) -> str:
+    """A user-defined piece as SentencePiece knows it: writers of GGUF files put spaces for its ``▁``."""
+    escaped = piece.replace(" ", "\u2581")
+    return piece if escaped in taken else escaped
+
+
+def _sentencepiece(found: TokenizerMetadata) -> SentencePiece:
+    import sentencepiece
+
+    processor = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_proto(found))
+    bos = found.special_ids.get("bos")
+    prefix = (bos,) if bos is not None and found.flags.get("add_bos_token", True) else ()
+    control = frozenset(i for i, kind in enumerate(found.token_types.tolist()) if kind == CONTROL)
+    return SentencePiece(processor, _stop_ids(found), prefix, control)
+
+
+def _byte_level(found: TokenizerMetadata, path: str) -> HuggingFace:
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    if found.pre not in PATTERNS:
+        raise UnsupportedError(
+            f"{path} names the pre-tokenizer {found.pre!r}; known are {', '.join(PATTERNS)}. "
+            "Load without a prompt and pass token ids to the model"
+        )
+    vocabulary = {token: i for i, token in enumerate(found.tokens)}
+    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in found.merges)]
+    pattern = PATTERNS[found.pre]
+    model = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=found.pre == "llama-bpe")
+    inner: Any = tokenizers.Tokenizer(model)
+    cut = [] if pattern is None else [pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")]
+    inner.pre_tokenizer = pre_tokenizers.Sequence(
+        [*cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)]
+    )
+    inner.decoder = decoders.ByteLevel()
+    kinds = zip(found.tokens, found.token_types.tolist(), strict=False)
+    special = [(token, kind) for token, kind in kinds if kind in (CONTROL, USER_DEFINED)]
+    inner.add_special_tokens(
+        [tokenizers.AddedToken(t, special=True, normalized=False) for t, k in special if k == CONTROL]
+    )
+    inner.add_tokens([tokenizers.AddedToken(t, normalized=False) for t, k in special if k == USER_DEFINED])
+    bos = found.special_ids.get("bos")
+    # Llama 3 wants its start token and says so; GPT-2 and Qwen have one that they never use.
+    prefix = (bos,) if bos is not None and found.flags.get("add_bos_token", found.pre == "llama-bpe") else ()
+    return HuggingFace(inner, _stop_ids(found), prefix)
+
+
+def _stop_ids(found: TokenizerMetadata) -> tuple[int, ...]:
+    named = {found.special_ids[key] for key in ("eos", "eot", "eom") if key in found.special_ids}
+    listed = {i for i, token in enumerate(found.tokens) if token in TURN_ENDS}
+    return tuple(sorted(named | listed))

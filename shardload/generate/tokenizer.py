@@ -1,0 +1,223 @@
+"""The checkpoint's own tokenizer, whatever form it comes in, behind one small interface.
+
+    hf-safetensors     tokenizer.json ─► tokenizers      tokenizer.model ─► sentencepiece     vocab.json ─► tokenizers
+    keras-hub-preset   tokenizer.json, assets/ ─► KerasHub
+    gguf               header ─► sentencepiece or tokenizers, rebuilt by `gguf_tokenizer`
+    synthetic          UTF-8 bytes as token ids: there is nothing to say, but it can be run
+
+Nothing here needs TensorFlow.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from shardload.errors import MissingExtraError, SourceError, UnsupportedError
+from shardload.manifest import Manifest
+
+TURN_ENDS = ("<end_of_turn>", "<|eot_id|>", "<|im_end|>")
+"""Tokens that end an answer without ending the text; none of them is ever part of one."""
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back."""
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Ids that end a text or an answer."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt, with whatever the model expects before it (``<bos>``)."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, without control tokens."""
+        ...
+
+
+def tokenizer_of(manifest: Manifest) -> Tokenizer:
+    """The tokenizer of a checkpoint.
+
+    Raises:
+        UnsupportedError: When it carries none.
+        SourceError: When it carries a damaged one.
+        MissingExtraError: When the package for it is not installed.
+    """
+    folder = Path(manifest.source)
+    found: Tokenizer | None = None
+    try:
+        match manifest.format:
+            case "gguf":
+                from shardload.generate.gguf_tokenizer import rebuild
+
+                found = rebuild(manifest.source)
+            case "hf-safetensors":
+                found = _hugging_face(folder, manifest)
+            case "keras-hub-preset":
+                found = _keras_hub(manifest)
+    except (UnsupportedError, SourceError, MissingExtraError):
+        raise
+    except ImportError as error:
+        package = error.name or "tokenizers"
+        raise MissingExtraError(package, extra="hub", needed_for="Reading this tokenizer") from error
+    except Exception as error:  # tokenizers raises plain Exception, sentencepiece RuntimeError and OSError
+        raise SourceError(f"The tokenizer of {manifest.source} is damaged: {error}. Load without a prompt") from error
+    if found is None and (manifest.config.get("shardload") or {}).get("synthetic") is True:
+        return ByteIds(_vocabulary_size(manifest))
+    if found is None:
+        raise UnsupportedError(
+            f"{manifest.source} carries no tokenizer (tokenizer.json, tokenizer.model, or a preset's assets), so no "
+            "prompt can be read. Add the file, or load without a prompt and pass token ids to the model"
+        )
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class SentencePiece:
+    """A SentencePiece model."""
+
+    processor: Any = field(repr=False)
+    stop_ids: tuple[int, ...]
+    prefix: tuple[int, ...]
+    """Ids before every prompt."""
+    control_ids: frozenset[int] = frozenset()
+    """Ids without a text of their own, beyond those SentencePiece knows."""
+
+    def encode(self, text: str) -> list[int]:
+        """See `Tokenizer.encode`."""
+        return [*self.prefix, *self.processor.encode(text)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """See `Tokenizer.decode`."""
+        return str(self.processor.decode([int(i) for i in ids if int(i) not in self.control_ids]))
+
+
+@dataclass(frozen=True, slots=True)
+class HuggingFace:
+    """A ``tokenizers.Tokenizer``."""
+
+    inner: Any = field(repr=False)
+    stop_ids: tuple[int, ...]
+    prefix: tuple[int, ...] = ()
+    """Ids before every prompt, where the tokenizer itself adds none."""
+
+    def encode(self, text: str) -> list[int]:
+        """See `Tokenizer.encode`."""
+        return [*self.prefix, *self.inner.encode(text).ids]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """See `Tokenizer.decode`."""
+        return str(self.inner.decode([int(i) for i in ids], skip_special_tokens=True))
+
+
+@dataclass(frozen=True, slots=True)
+class KerasHub:
+    """A KerasHub tokenizer layer."""
+
+    layer: Any = field(repr=False)
+    stop_ids: tuple[int, ...]
+    prefix: tuple[int, ...]
+    """The start token, where the model has one."""
+
+    def encode(self, text: str) -> list[int]:
+        """See `Tokenizer.encode`."""
+        return [*self.prefix, *(int(i) for i in self.layer(text))]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """See `Tokenizer.decode`."""
+        dropped = {*self.stop_ids, *self.prefix}
+        return str(self.layer.detokenize([int(i) for i in ids if int(i) not in dropped]))
+
+
+@dataclass(frozen=True, slots=True)
+class ByteIds:
+    """Stands in where weights are random and there is no vocabulary: bytes in, numbers out."""
+
+    vocabulary_size: int
+    stop_ids: tuple[int, ...] = ()
+
+    def encode(self, text: str) -> list[int]:
+        """The UTF-8 bytes of ``text`` as ids."""
+        return [byte % self.vocabulary_size for byte in text.encode()] or [0]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The ids, written out."""
+        return "".join(f" <{int(i)}>" for i in ids)
+
+
+def _hugging_face(folder: Path, manifest: Manifest) -> Tokenizer | None:
+    settings = _json(folder / "tokenizer_config.json")
+    stops = _declared_stops(folder, manifest)
+    if (folder / "tokenizer.json").is_file():
+        import tokenizers
+
+        return _with_stops(tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")), stops)
+    if (folder / "tokenizer.model").is_file():
+        import sentencepiece
+
+        processor = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+        return from_sentencepiece(processor, stops=stops, add_bos=bool(settings.get("add_bos_token", True)))
+    if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+        import tokenizers
+
+        inner = tokenizers.ByteLevelBPETokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
+        return _with_stops(inner._tokenizer, stops)
+    return None
+
+
+def _with_stops(inner: Any, stops: set[int]) -> HuggingFace:
+    ends = (inner.token_to_id(token) for token in (*TURN_ENDS, "</s>", "<eos>", "<|endoftext|>", "<|end_of_text|>"))
+    return HuggingFace(inner, tuple(sorted({*stops, *(i for i in ends if i is not None)})))
+
+
+def from_sentencepiece(processor: Any, *, stops: set[int], add_bos: bool) -> SentencePiece:
+    """A loaded SentencePiece model with the stops it knows and those it does not."""
+    ends = (processor.piece_to_id(token) for token in TURN_ENDS)
+    found = {*stops, processor.eos_id(), *(i for i in ends if i != processor.unk_id())}
+    prefix = (processor.bos_id(),) if add_bos and processor.bos_id() >= 0 else ()
+    return SentencePiece(processor, tuple(sorted(i for i in found if i >= 0)), prefix)
+
+
+def _declared_stops(folder: Path, manifest: Manifest) -> set[int]:
+    """``eos_token_id`` of the generation and model configurations: a number, or a list of them."""
+    text = manifest.config.get("text_config") or {}
+    found: set[int] = set()
+    for config in (_json(folder / "generation_config.json"), manifest.config, text):
+        declared = config.get("eos_token_id")
+        found.update(i for i in (declared if isinstance(declared, list) else [declared]) if isinstance(i, int))
+    return found
+
+
+def _keras_hub(manifest: Manifest) -> Tokenizer | None:
+    folder = Path(manifest.source)
+    if not (folder / "tokenizer.json").is_file():
+        return None
+    from shardload import _hub
+
+    layer = _hub.preset_tokenizer(manifest)
+    known = (getattr(layer, name, None) for name in ("end_token_id", "end_token2_id"))
+    vocabulary = layer.get_vocabulary()
+    ends = (vocabulary.index(token) for token in TURN_ENDS if token in vocabulary)
+    start = getattr(layer, "start_token_id", None)
+    stops = {int(i) for i in (*known, *ends) if i is not None}
+    return KerasHub(layer, tuple(sorted(stops)), () if start is None else (int(start),))
+
+
+def _vocabulary_size(manifest: Manifest) -> int:
+    inner = manifest.config.get("config") or manifest.config
+    return int(inner.get("vocabulary_size") or inner.get("vocab_size") or 256)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError:
+        return {}
+    except ValueError as error:
+        raise SourceError(f"{path} is not valid JSON: {error}") from error
+    return found if isinstance(found, dict) else {}
