@@ -217,8 +217,9 @@ class _Program:
     """An initialiser traced once and run as eager Keras runs it, one operation per dispatch.
 
     Each operation is compiled by itself with every input a run-time argument; results that have the
-    variable's shape come out sharded, others replicated. So no device ever holds more than its shards (of the
-    operation's inputs and its result), and no rounding differs from the eager one.
+    variable's shape come out sharded, others replicated. So a device holds its shard of the operation's inputs,
+    result and scratch (four shards at most for Keras' random initialisers on CPU), never the whole tensor, and no
+    rounding differs from the eager one.
     """
 
     def __init__(self, run: Callable[..., list[Any]], seeds: list[Any], shape: tuple[int, ...], sharding: Any) -> None:
