@@ -13,7 +13,6 @@ from shardload.errors import SourceError, SourceNotFoundError, TransferError, Un
 from shardload.loaders import open_manifest
 from shardload.manifest import Decoded, Extent
 
-
 # Keras 3.15's own variables: `Variable.__array__` takes no `copy` keyword.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
 

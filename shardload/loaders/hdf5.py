@@ -247,7 +247,8 @@ def _opaque(node: Any, found: np.dtype[Any], where: str) -> np.dtype[Any]:
     libhdf5 1.14 reads a string attribute through a heap that a damaged file makes it walk for ever, or past its end.
     """
     if found.itemsize == 2 and h5py.h5a.exists(node, b"dtype"):
-        return np.dtype(ml_dtypes.bfloat16)
+        bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+        return bfloat16
     raise UnsupportedError(
         f"{where} holds {found.itemsize}-byte elements of an unknown type; of such types only bfloat16 as Keras 3 "
         "writes it (2 bytes and an attribute 'dtype') can be read. Save it again with Keras 3"
