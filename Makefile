@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export KERAS_BACKEND := jax
 
-.PHONY: demo test test-fast check lint types docs bench clean
+.PHONY: demo test test-fast check lint types bench clean
 
 demo: $(VENV)/.demo  ## real Gemma 3 270M on eight devices answers a prompt
 	$(BIN)/shardload load gemma3_270m --mesh 1x8 --prompt "The capital of France is"
@@ -16,7 +16,7 @@ test: $(STAMP)  ## all tests
 test-fast: $(STAMP)  ## without the slow ones
 	$(BIN)/python -m pytest -m "not slow"
 
-check: lint types test docs  ## what CI runs
+check: lint types test  ## what CI runs (tests include the docs)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -24,9 +24,6 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	$(BIN)/mypy
-
-docs: $(STAMP)
-	$(BIN)/python -m pytest tests/test_docs.py
 
 bench: $(STAMP)  ## interleaved with the peers; see docs/performance.md
 	$(BIN)/python -m benchmarks
