@@ -1,0 +1,294 @@
+"""Generation against KerasHub's own, on meshes, and rebuilt tokenizers against the ones they were made from."""
+
+import io
+import json
+
+import jax
+import keras
+import keras_hub
+import models
+import numpy as np
+import pytest
+import sentencepiece
+import tokenizers
+from sentencepiece import sentencepiece_model_pb2
+from tokenizers import models as tokenizer_models
+from tokenizers import pre_tokenizers
+
+from shardload import parallel
+from shardload.abstraction import abstract
+from shardload.distribution import bind, unbind
+from shardload.errors import SourceError, UnsupportedError
+from shardload.generate import generate_ids, generate_text, gguf_tokenizer, tokenizer
+from shardload.loaders.gguf import TokenizerMetadata
+from shardload.manifest import Manifest
+from shardload.mesh import MeshSpec
+
+# Keras 3.15 converts its variables with an old signature of __array__ that NumPy 2.4 warns about.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+TEXT = ["The quick brown fox jumps over the lazy dog.", "  def f(x):\n    return x", "naïve café", "日本語"] * 20
+HARD = [
+    "The capital of France is",
+    "  two  spaces   three ",
+    "line\nbreak\n\n\ntabs\tend\r\n",
+    "emoji 😀👩‍👩‍👧 🇫🇷",
+    "日本語と中文 한국어",
+    "café naïve Å ﬁ e\u0301",
+    "def f(x):\n    return x ** 2  # ok",
+    " leading",
+    "\x00 control \u200b",
+    "<b>bold</b>",
+    "1234567.89 $%^&*",
+    "",
+]
+
+
+def manifest(source, format="hf-safetensors", **config):
+    return Manifest(str(source), format, {}, {}, config)
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """A small SentencePiece model with everything Gemma's has: bytes, spaces, tags and turns as pieces."""
+    out = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXT),
+        model_writer=out,
+        vocab_size=460,
+        hard_vocab_limit=False,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=False,
+        user_defined_symbols=["\n", "\n\n", "▁▁", "▁▁▁", "▁▁▁▁", "<b>", "<start_of_turn>", "<end_of_turn>"],
+        pad_id=0,
+        eos_id=1,
+        bos_id=2,
+        unk_id=3,
+        pad_piece="<pad>",
+        bos_piece="<bos>",
+        eos_piece="<eos>",
+        minloglevel=2,
+    )
+    return out.getvalue()
+
+
+def as_gguf(proto, *, add_space_prefix=False):
+    """What a writer of GGUF files keeps of a SentencePiece model: no settings, and spaces for ▁ where user-defined."""
+    model = sentencepiece_model_pb2.ModelProto.FromString(proto)
+    user = gguf_tokenizer.USER_DEFINED
+    return TokenizerMetadata(
+        model="llama",
+        pre="default",
+        tokens=tuple(p.piece.replace("▁", " ") if p.type == user else p.piece for p in model.pieces),
+        scores=np.array([p.score for p in model.pieces], np.float32),
+        token_types=np.array([p.type for p in model.pieces], np.int32),
+        merges=(),
+        special_ids={"padding": 0, "eos": 1, "bos": 2, "unknown": 3},
+        flags={"add_space_prefix": add_space_prefix, "add_bos_token": True},
+        chat_template=None,
+    )
+
+
+@pytest.mark.parametrize("text", HARD)
+def test_rebuilt_sentencepiece_equals_the_original(trained, monkeypatch, text):
+    original = sentencepiece.SentencePieceProcessor(model_proto=trained)
+    monkeypatch.setattr(gguf_tokenizer, "tokenizer_metadata", lambda path: as_gguf(trained))
+    rebuilt = gguf_tokenizer.rebuild("x.gguf")
+    assert rebuilt.encode(text) == [2, *original.encode(text)]
+    assert rebuilt.decode(rebuilt.encode(text)) == text
+
+
+def test_rebuilt_tokenizer_reads_turns_and_stops_at_their_end(trained, monkeypatch):
+    monkeypatch.setattr(gguf_tokenizer, "tokenizer_metadata", lambda path: as_gguf(trained))
+    rebuilt = gguf_tokenizer.rebuild("x.gguf")
+    turn = rebuilt.processor.piece_to_id("<start_of_turn>")
+    assert rebuilt.encode("<start_of_turn>x")[1] == turn
+    assert set(rebuilt.stop_ids) == {1, rebuilt.processor.piece_to_id("<end_of_turn>")}
+
+
+def test_a_space_before_the_text_where_the_header_says_so(trained, monkeypatch):
+    monkeypatch.setattr(gguf_tokenizer, "tokenizer_metadata", lambda path: as_gguf(trained, add_space_prefix=True))
+    rebuilt = gguf_tokenizer.rebuild("x.gguf")
+    assert rebuilt.processor.id_to_piece(rebuilt.encode("fox"))[1].startswith("▁")
+
+
+def byte_level():
+    """A small byte-level BPE tokenizer, trained here."""
+    inner = tokenizers.ByteLevelBPETokenizer()
+    inner.train_from_iterator(TEXT, vocab_size=400, special_tokens=["<|endoftext|>"], show_progress=False)
+    return inner
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "qwen2"])
+def test_rebuilt_byte_level_tokenizer_equals_the_original(pre, monkeypatch):
+    inner = byte_level()
+    described = json.loads(inner._tokenizer.to_str())["model"]
+    tokens = sorted(described["vocab"], key=described["vocab"].get)
+    found = TokenizerMetadata(
+        model="gpt2",
+        pre=pre,
+        tokens=tuple(tokens),
+        scores=np.array([], np.float32),
+        token_types=np.array([3, *[1] * (len(tokens) - 1)], np.int32),
+        merges=tuple(" ".join(m) if isinstance(m, list) else m for m in described["merges"]),
+        special_ids={"eos": 0, "bos": 0},
+        flags={},
+        chat_template=None,
+    )
+    monkeypatch.setattr(gguf_tokenizer, "tokenizer_metadata", lambda path: found)
+    rebuilt = gguf_tokenizer.rebuild("x.gguf")
+    assert rebuilt.prefix == ((0,) if pre == "llama-bpe" else ())
+    assert rebuilt.stop_ids == (0,)
+    for text in HARD:
+        ids = rebuilt.encode(text)[len(rebuilt.prefix) :]
+        assert rebuilt.decode(ids) == text
+        if pre == "gpt-2":
+            assert ids == inner.encode(text).ids
+
+
+@pytest.mark.parametrize(("kind", "pre", "message"), [("bert", "default", "'bert'"), ("gpt2", "tekken", "'tekken'")])
+def test_unknown_gguf_tokenizers_are_named(kind, pre, message, monkeypatch):
+    empty = np.array([], np.int32)
+    found = TokenizerMetadata(kind, pre, ("a",), empty.astype(np.float32), empty, (), {}, {}, None)
+    monkeypatch.setattr(gguf_tokenizer, "tokenizer_metadata", lambda path: found)
+    with pytest.raises(UnsupportedError, match=message):
+        gguf_tokenizer.rebuild("x.gguf")
+
+
+def test_hugging_face_tokenizer_json(tmp_path):
+    inner = tokenizers.Tokenizer(tokenizer_models.WordLevel({"a": 0, "b": 1, "</s>": 2}, unk_token="a"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    inner.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
+    found = tokenizer.tokenizer_of(manifest(tmp_path, eos_token_id=9))
+    assert found.encode("b a b") == [1, 0, 1]
+    assert found.stop_ids == (2, 7, 8, 9)
+
+
+def test_hugging_face_sentencepiece_model(trained, tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(trained)
+    found = tokenizer.tokenizer_of(manifest(tmp_path))
+    assert found.encode("fox")[0] == found.prefix[0] == 2
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": False}))
+    assert tokenizer.tokenizer_of(manifest(tmp_path)).prefix == ()
+
+
+def test_hugging_face_vocabulary_and_merges(tmp_path):
+    byte_level().save_model(str(tmp_path))
+    found = tokenizer.tokenizer_of(manifest(tmp_path))
+    assert found.decode(found.encode(HARD[1])) == HARD[1]
+
+
+# KerasHub 0.32 leaves the vocabulary file to the garbage collector.
+@pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+def test_preset_tokenizer_is_kerashubs(trained, tmp_path):
+    layer = keras_hub.models.Gemma3Tokenizer(proto=trained, has_vision_tokens=False)
+    layer.save_to_preset(str(tmp_path))
+    found = tokenizer.tokenizer_of(manifest(tmp_path, "keras-hub-preset", registered_name="x"))
+    assert found.encode(HARD[6]) == [2, *layer(HARD[6])]
+    assert found.decode(found.encode(HARD[6])) == HARD[6]
+    assert set(found.stop_ids) == {1, layer.token_to_id("<end_of_turn>")}
+
+
+def test_a_checkpoint_without_tokenizer_says_what_to_add(tmp_path):
+    with pytest.raises(UnsupportedError, match=r"carries no tokenizer .*Add the file"):
+        tokenizer.tokenizer_of(manifest(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model"])
+def test_a_damaged_tokenizer_is_a_source_error(tmp_path, name):
+    (tmp_path / name).write_bytes(b"\xff{ damaged")
+    with pytest.raises(SourceError, match="damaged"):
+        tokenizer.tokenizer_of(manifest(tmp_path))
+
+
+def test_random_weights_answer_in_numbers(tmp_path):
+    found = tokenizer.tokenizer_of(manifest(tmp_path, vocab_size=64, shardload={"synthetic": True}))
+    assert all(0 <= i < 64 for i in found.encode("hé"))
+    assert found.decode([5, 7]) == " <5> <7>"
+
+
+def greedy_reference(model, ids, steps):
+    """One forward pass a token, without cache."""
+    ids = list(ids)
+    for _ in range(steps):
+        tokens = np.zeros((1, 32), "int32")
+        tokens[0, : len(ids)] = ids
+        mask = np.arange(32)[None] < len(ids)
+        logits = model({"token_ids": keras.ops.array(tokens), "padding_mask": keras.ops.array(mask)})
+        ids.append(int(np.asarray(logits)[0, len(ids) - 1].argmax()))
+    return ids[-steps:]
+
+
+@pytest.fixture(scope="module")
+def gemma3():
+    return models.randomise(models.causal_lm("gemma3"))
+
+
+PROMPTS = [[3, 14, 15, 92, 65], [2, 71]]
+
+
+def test_ids_equal_a_forward_pass_per_token(gemma3):
+    expected = [greedy_reference(gemma3, ids, 4) for ids in PROMPTS]
+    assert generate_ids(gemma3, PROMPTS, max_new_tokens=4) == expected
+
+
+def test_the_models_own_sampler_and_optimizer_stay(gemma3):
+    gemma3.compile(optimizer="sgd", sampler="top_k")
+    optimizer, sampler = gemma3.optimizer, gemma3.sampler
+    first = generate_ids(gemma3, PROMPTS, max_new_tokens=4)
+    assert generate_ids(gemma3, PROMPTS, max_new_tokens=4) == first
+    assert gemma3.optimizer is optimizer
+    assert gemma3.sampler is sampler
+
+
+@pytest.mark.slow
+def test_a_stop_token_ends_the_text(gemma3):
+    whole = generate_ids(gemma3, PROMPTS[:1], max_new_tokens=6)[0]
+    stop = whole[3]
+    assert generate_ids(gemma3, PROMPTS[:1], max_new_tokens=6, stop_ids=(stop,))[0] == whole[: whole.index(stop)]
+
+
+@pytest.mark.slow
+def test_text_in_text_out(gemma3, trained, tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(trained)
+    one = sentencepiece.SentencePieceProcessor(model_proto=trained)
+    small = Manifest(str(tmp_path), "hf-safetensors", {}, {}, {})
+    prompt = "\n"  # its ids must lie within the small model's vocabulary
+    assert max(one.encode(prompt)) < 256
+    text = generate_text(gemma3, small, prompt, 4)
+    assert isinstance(text, str)
+    assert generate_text(gemma3, small, [prompt, prompt], 4) == [text, text]
+
+
+def test_a_backbone_does_not_generate(tmp_path):
+    with pytest.raises(UnsupportedError, match="BertBackbone, which does not generate"):
+        with abstract():
+            bert = models.build("bert")
+        generate_text(bert, manifest(tmp_path), "x")
+
+
+def test_empty_prompts_and_too_long_ones_are_refused(gemma3):
+    with pytest.raises(UnsupportedError, match="no tokens"):
+        generate_ids(gemma3, [[]])
+    with abstract():
+        gpt2 = models.causal_lm("gpt2")
+    with pytest.raises(UnsupportedError, match="64 positions"):
+        generate_ids(gpt2, [[1] * 60], max_new_tokens=10)
+    assert generate_ids(gemma3, []) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["2x4", "8x1"])
+def test_fewer_prompts_than_the_batch_axis(mesh, gemma3):
+    expected = generate_ids(gemma3, PROMPTS[:1], max_new_tokens=4)
+    spec = MeshSpec.parse(mesh)
+    bind(gemma3, mesh=spec, devices=jax.devices(), layouts=parallel.choose(gemma3, spec).layouts)
+    try:
+        assert generate_ids(gemma3, PROMPTS[:1], max_new_tokens=4) == expected
+    finally:
+        unbind(gemma3)
