@@ -1,0 +1,141 @@
+"""Reservations say which part of which tensor an array is, and which tensors were computed with."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardload.errors import UnsupportedError
+from shardload.manifest import Extent, Tensor
+from shardload.names.reservations import Reservations, tensors_behind
+
+
+def tensor(name="t", shape=(6, 4), dtype="float32"):
+    return Tensor(name, shape, np.dtype(dtype), Extent("/nowhere", 0))
+
+
+def reserved(*args):
+    reservations = Reservations()
+    return reservations, reservations.make(tensor(*args))
+
+
+def replay(view, source):
+    flat = source.reshape(-1)
+    return np.lib.stride_tricks.as_strided(flat[view.offset :], view.shape, [s * flat.itemsize for s in view.strides])
+
+
+VIEWS = {
+    "whole": lambda x: x,
+    "transposed": np.transpose,
+    "reshaped": lambda x: np.reshape(x.T, (4, 2, 3)),
+    "sliced": lambda x: x[1::2, 1:3],
+    "row": lambda x: x[2],
+    "element": lambda x: x[2, 3, ...],
+    "plain": lambda x: np.asarray(x).T,
+    "same cast": lambda x: x.astype("float32"),
+    "copied": lambda x: np.swapaxes(x.copy(), 0, 1),
+    "flat": lambda x: x.ravel()[3:],
+    "new dims": lambda x: x[:, None, :, None],
+    "empty": lambda x: x[3:3],
+}
+
+
+@pytest.mark.parametrize("hook", VIEWS.values(), ids=VIEWS)
+def test_views_are_exact(hook):
+    reservations, array = reserved()
+    real = np.arange(24, dtype="float32").reshape(6, 4)
+    np.testing.assert_array_equal(replay(reservations.locate(hook(array)), real), hook(real))
+    del array
+    reservations.settle()
+    assert not reservations.used
+
+
+COMPUTED = {
+    "cast": lambda x: x.astype("float16"),
+    "reversed": lambda x: x[::-1],
+    "broadcast": lambda x: np.broadcast_to(x, (2, 6, 4)),
+    "bits": lambda x: x.view("int32"),
+    "sum": lambda x: x + 1,
+    "scaled by an array": lambda x: np.arange(4.0) * x,
+    "product": lambda x: x @ x.T,
+    "stacked": lambda x: np.stack([x, x]),
+    "concatenated": lambda x: np.concatenate([x, x], axis=-1),
+    "reshaped with a copy": lambda x: np.reshape(x.T, (6, 4)),
+    "copied unseen": np.array,
+    "mean": lambda x: x.mean(axis=0),
+    "compared": lambda x: x > 0,
+}
+
+
+@pytest.mark.parametrize("hook", COMPUTED.values(), ids=COMPUTED)
+def test_computing_has_the_right_shape_and_is_noticed(hook):
+    reservations, array = reserved()
+    result, real = hook(array), hook(np.zeros((6, 4), "float32"))
+    assert (result.shape, result.dtype) == (real.shape, real.dtype)
+    assert reservations.locate(result) is None
+    name = result is not None and tensors_behind(result)
+    assert name in (frozenset(), {"t"})
+
+
+@pytest.mark.parametrize("kind", ["cast", "sum", "product", "stacked", "copied unseen", "mean", "compared"])
+def test_what_was_read_is_used(kind):
+    reservations, array = reserved()
+    COMPUTED[kind](array)
+    del array
+    reservations.settle()
+    assert reservations.used == {"t"}
+
+
+def test_what_is_kept_is_used():
+    reservations, array = reserved()
+    kept = array[0]
+    del array
+    reservations.settle()
+    assert reservations.used == {"t"}
+    assert kept.sum() == 0  # the range outlives its registration
+
+
+def test_neighbours_are_told_apart():
+    reservations = Reservations()
+    arrays = [reservations.make(tensor(f"t{n}", (n + 1,), "int8")) for n in range(200)]
+    assert [reservations.locate(a).tensor for a in arrays] == [f"t{n}" for n in range(200)]
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, "int8", "bool", "float64"])
+def test_every_dtype(dtype):
+    reservations, array = reserved("t", (3, 5), dtype)
+    assert array.dtype == dtype and reservations.locate(array.T).strides == (1, 5)
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (1, 1)])
+def test_small_shapes(shape):
+    reservations, array = reserved("t", shape)
+    assert reservations.locate(array).shape == shape
+
+
+def test_more_than_an_address_space_is_refused():
+    with pytest.raises(UnsupportedError, match=r"^t of shape .* more than a process can address"):
+        reserved("t", (1 << 50, 1 << 10))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_any_chain_of_views(data):
+    real = np.arange(60, dtype="int32").reshape(3, 4, 5)
+    reservations, array = reserved("t", (3, 4, 5), "int32")
+    for _ in range(data.draw(st.integers(1, 4))):
+        match data.draw(st.sampled_from(["transpose", "slice", "merge"])):
+            case "transpose":
+                order = data.draw(st.permutations(range(array.ndim)))
+                array, real = array.transpose(order), real.transpose(order)
+            case "slice":
+                index = tuple(slice(data.draw(st.integers(0, n)), n, data.draw(st.integers(1, 3))) for n in array.shape)
+                array, real = array[index], real[index]
+            case "merge":
+                array, real = array.reshape(-1), real.reshape(-1)
+    view = reservations.locate(array)
+    if view is None:
+        assert reservations.used == {"t"}
+    else:
+        np.testing.assert_array_equal(replay(view, np.arange(60, dtype="int32")), real)
