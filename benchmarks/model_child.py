@@ -45,9 +45,7 @@ def peer(source: str, dtype: str) -> Callable[[], object]:
     for variable in model.variables:
         axes = [a[0] if a else None for a in chosen.layouts[id(variable)].spec]
         layout_map[re.escape(variable.path)] = keras.distribution.TensorLayout(axes)
-    keras.distribution.set_distribution(
-        keras.distribution.ModelParallel(layout_map=layout_map, batch_dim_name="batch")
-    )
+    keras.distribution.set_distribution(keras.distribution.ModelParallel(layout_map=layout_map, batch_dim_name="batch"))
     config = model.get_config()
     name = model.__class__.__name__
 

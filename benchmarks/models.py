@@ -47,7 +47,10 @@ def compare(source: Path, dtype: str, pairs: int) -> dict[str, object]:
             if index:
                 runs[side].append(result)
     ratios = [p["wall_s"] / o["wall_s"] for p, o in zip(runs["peer"], runs["ours"], strict=True)]
-    return {"ratio": summarise(ratios), **{side: {k: summarise([r[k] for r in rs]) for k in rs[0]} for side, rs in runs.items()}}
+    return {
+        "ratio": summarise(ratios),
+        **{side: {k: summarise([r[k] for r in rs]) for k in rs[0]} for side, rs in runs.items()},
+    }
 
 
 def main(argv: list[str] | None = None) -> dict[str, object]:

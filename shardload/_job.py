@@ -1,7 +1,7 @@
 """One load, from model and manifest to filled variables: the checks between the steps, and the clock.
 
-    prepare ─► Job(mapping, layouts, plan) ─► check ─► fill ─► LoadReport
-               headers only, nothing changed            the only part that touches the model
+prepare ─► Job(mapping, layouts, plan) ─► check ─► fill ─► LoadReport
+headers only, nothing changed            the only part that touches the model
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ class Job:
         if not problems:
             return
         rest = f"\n  … and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-        way_out = "" if self.mapping.mismatched else " Pass strict=False (--no-strict) to load what fits and report the rest."
+        way_out = (
+            "" if self.mapping.mismatched else " Pass strict=False (--no-strict) to load what fits and report the rest."
+        )
         raise MismatchError(
             f"{self.manifest.source} does not fit the model {self.model.name!r} ({type(self.model).__name__}):\n  "
             + "\n  ".join(problems[:SHOWN])
@@ -160,8 +162,8 @@ def _standing(job: Job, *, atomic: bool) -> Iterator[Assigner]:
         if not left.new and not left.none:
             raise
         raise LoadInterruptedError(
-            f"Loading {job.manifest.source} failed: {error}\nOf the model {job.model.name!r} {left}. Load it again, or use "
-            "atomic=True to keep the old values until the new ones are complete."
+            f"Loading {job.manifest.source} failed: {error}\nOf the model {job.model.name!r} {left}. Load it again, or "
+            "use atomic=True to keep the old values until the new ones are complete."
         ) from error
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardload.errors import TransferError
 from shardload.manifest import Decoded, Extent, Manifest
 from shardload.stores.local import opened, read_exact
 
@@ -25,5 +24,5 @@ def read_tensor(manifest: Manifest, name: str) -> NDArray[Any]:
         case Extent(path, offset):
             value = np.empty(tensor.shape, tensor.dtype)
             with opened(path) as (fd, _):
-                read_exact(fd, memoryview(value.reshape(-1).view(np.uint8)), offset, path)
+                read_exact(fd, value.reshape(-1).view(np.uint8).data, offset, path)
             return value

@@ -32,7 +32,9 @@ class Place:
 
     def __post_init__(self) -> None:
         if len(self.devices) != self.mesh.size:
-            raise MeshError(f"The mesh {self.mesh} has {self.mesh.size} positions, but {len(self.devices)} devices were given")
+            raise MeshError(
+                f"The mesh {self.mesh} has {self.mesh.size} positions, but {len(self.devices)} devices were given"
+            )
 
 
 def mesh_spec(mesh: Any, *, axes: str | None = None) -> MeshSpec:
@@ -56,7 +58,9 @@ def mesh_spec(mesh: Any, *, axes: str | None = None) -> MeshSpec:
             return MeshSpec.parse("x".join(map(str, mesh)), axes=axes)
         case jax.sharding.Mesh():
             return MeshSpec(tuple(map(str, mesh.axis_names)), tuple(mesh.devices.shape))
-    if hasattr(mesh, "axis_names") and hasattr(mesh, "devices"):  # keras.distribution.DeviceMesh, without importing Keras
+    if hasattr(mesh, "axis_names") and hasattr(
+        mesh, "devices"
+    ):  # keras.distribution.DeviceMesh, without importing Keras
         return MeshSpec(tuple(mesh.axis_names), tuple(np.shape(mesh.devices)))
     raise MeshError(f"Cannot read a mesh from {mesh!r}. Write '1x8', 'data=2,model=4', or pass a jax.sharding.Mesh")
 
@@ -95,7 +99,9 @@ def _first_devices(spec: MeshSpec) -> tuple[Any, ...]:
         if platform == "cpu"
         else "Use a smaller mesh, or simulate one on the CPU with JAX_PLATFORMS=cpu (--platform cpu)"
     )
-    raise MeshError(f"The mesh {spec} needs {spec.size} devices, but this process has {len(available)} ({platform}). {way_out}.")
+    raise MeshError(
+        f"The mesh {spec} needs {spec.size} devices, but this process has {len(available)} ({platform}). {way_out}."
+    )
 
 
 def planned(spec: MeshSpec) -> Place:

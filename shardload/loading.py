@@ -1,8 +1,8 @@
 """From a source to a sharded Keras model: the one place that knows the order of things.
 
     resolve ─► open_manifest ─► build (abstract) ─► map names ─► choose layouts ─► make plan
-                                                                                     │  everything above reads headers only
-    report ◄── initialise the rest ◄── assign through the layers ◄── execute ◄───────┘  and changes no model that stands
+                                                                                     │  above: headers only
+    report ◄── initialise the rest ◄── assign through the layers ◄── execute ◄───────┘  and no model is changed
 
 Each arrow is a function of another module; `shardload._job` holds the checks between them. This module is
 what a user calls.
@@ -51,7 +51,8 @@ def load(source: str, *, mesh: Any = None, layout: Any = "auto", dtype: Any = No
         source: A path, a name in the checkpoint root, a KerasHub preset or handle, or an alias.
         mesh: ``"1x8"``, ``"data=2,model=4"``, sizes, a `jax.sharding.Mesh` or a `keras.distribution.DeviceMesh`; all
             devices along one ``model`` axis by default.
-        layout: ``"auto"``, ``"keras_hub"``, ``"replicated"``, the path of a rules file or a `keras.distribution.LayoutMap`.
+        layout: ``"auto"``, ``"keras_hub"``, ``"replicated"``, the path of a rules file or a
+            `keras.distribution.LayoutMap`.
         dtype: Dtype of the floating-point weights; the checkpoint's own by default.
         **options: As for `run`.
 
@@ -99,7 +100,7 @@ def run(
         task: Build the task where the checkpoint is one; the backbone otherwise.
         custom_objects: Classes the checkpoint's configuration names and Keras does not know.
         safe_mode: Refuse configurations that hold Python code.
-        atomic: Accepted for symmetry with `load_weights`: a model that was not there before is returned whole or not at all.
+        atomic: Changes nothing here, as a new model is returned whole or not at all; see `load_weights`.
         progress: Told how many bytes were read.
     """
     clock = _job.Clock()
@@ -141,7 +142,8 @@ def load_weights(
         host_memory_bytes: As for `run`.
         strict: As for `run`.
         devices: As for `run`.
-        atomic: Keep the old values until the new ones are all there, and put them back if the load fails: twice the memory.
+        atomic: Keep the old values until the new ones are all there, and put them back if the load fails: twice the
+            memory.
         progress: As for `run`.
 
     Raises:

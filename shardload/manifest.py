@@ -114,7 +114,8 @@ class Manifest:
     source: str
     """What was opened: a path, absolute."""
     format: str
-    """``keras-h5``, ``keras-sharded-h5``, ``keras-archive``, ``keras-hub-preset``, ``hf-safetensors``, ``safetensors`` or ``gguf``."""
+    """``keras-h5``, ``keras-sharded-h5``, ``keras-archive``, ``keras-hub-preset``, ``hf-safetensors``, ``safetensors``
+    or ``gguf``."""
     tensors: Mapping[str, Tensor]
     """By name, in file order."""
     files: Mapping[str, int]

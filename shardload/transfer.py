@@ -75,7 +75,7 @@ class TransferStats:
     placement: Placement
 
 
-def execute(  # noqa: PLR0913 - one keyword per choice of the caller
+def execute(
     plan: LoadPlan,
     manifest: Manifest,
     *,

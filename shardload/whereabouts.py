@@ -1,8 +1,8 @@
 """Where a model that stands lives now, so that a load without ``mesh`` leaves it there.
 
-    every value on one device              ─► a 1x1 mesh on that device
-    values spread over one mesh            ─► that mesh and those layouts; values on one device count as replicated
-    no values, or a mesh or layout given   ─► a fresh placement
+every value on one device              ─► a 1x1 mesh on that device
+values spread over one mesh            ─► that mesh and those layouts; values on one device count as replicated
+no values, or a mesh or layout given   ─► a fresh placement
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def whereabouts(
     if mesh is not None or devices is not None or not shardings:
         return place_on(mesh, axes=axes, devices=devices), "auto" if layout is None else layout
     if len(meshes) > 1:
-        raise MeshError(f"The variables of {model.name!r} are spread over {len(meshes)} meshes; say which one with mesh=")
+        raise MeshError(
+            f"The variables of {model.name!r} are spread over {len(meshes)} meshes; say which one with mesh="
+        )
     place = _of_mesh(meshes.pop()) if meshes else _of_devices(shardings)
     return place, _standing(model, place) if layout is None else layout
 

@@ -1,4 +1,4 @@
-"""Every format, family and dtype loads bit for bit as the reference reader loads it, on meshes that divide and that do not."""
+"""Every format, family and dtype loads bit for bit as the reference reader loads it, on any mesh."""
 
 import warnings
 

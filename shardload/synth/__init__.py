@@ -94,7 +94,7 @@ def names() -> list[Architecture]:
     return found
 
 
-def synth(  # noqa: PLR0913  # every one is a knob of the command, and has a default
+def synth(  # every one is a knob of the command, and has a default
     name: str,
     *,
     format: Format = "preset",
