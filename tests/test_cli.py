@@ -90,6 +90,7 @@ def test_without_a_command_the_help_is_on_stderr_and_the_code_is_usage(cli):
         (("load", "x", "--axes", "a,b"), "--axes names the axes of --mesh; give both"),
         (("load", "x", "--dtype", "int9"), "'--dtype': 'int9' is not one of 'bfloat16', 'float16', 'float32'"),
         (("load", "x", "--host-memory", "lots"), "Write it like 16GiB, 512MiB or 2GB"),
+        (("load", "x", "--prompt", ""), "--prompt: An empty text cannot be continued"),
         (("load", "x", "--max-new-tokens", "0"), "greater than or equal to 1"),
         (("plan", "x", "--device-memory", "0"), "must be positive"),
         (("synth", "x", "--scale", "2"), "less than or equal to 1"),

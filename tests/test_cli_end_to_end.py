@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from cli_fakes import Done, environment, run, shardload
 
-from shardload.cli import main
+from shardload.cli import engine, main
 
 NAME = "gemma2_2b-x0.02"
 
@@ -105,7 +105,7 @@ def test_inspect_filters_and_prints_objects(cli):
 
 def test_inspect_imports_neither_jax_nor_keras(root):
     after = "print([m for m in ('jax', 'keras', 'keras_hub') if m in sys.modules], file=sys.stderr)"
-    code = f"import sys; from shardload.cli import main; main(['inspect', {str(root / NAME)!r}]); {after}"
+    code = f"import sys; from shardload.cli import engine, main; main(['inspect', {str(root / NAME)!r}]); {after}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment())
     assert done.stderr == "[]\n"
 
@@ -128,6 +128,21 @@ def test_synth_again_says_the_same_and_keeps_what_differs(cli, root):
     assert "--overwrite" in differs.error
 
 
+def one_tensor(path: Path, name: str) -> Path:
+    """A safetensors file with one float."""
+    header = json.dumps({name: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 4)
+    return path
+
+
+def test_a_prompt_without_a_tokenizer_fails_before_the_load(cli, tmp_path, monkeypatch):
+    monkeypatch.setattr(engine, "load", lambda *a, **k: pytest.fail("loaded all the same"))
+    path = one_tensor(tmp_path / "model.safetensors", "weight")
+    done = cli("load", str(path), "--platform", "cpu", "--prompt", "Say")
+    assert (done.code, done.stdout) == (1, "")
+    assert "tokenizer" in done.error
+
+
 def test_a_damaged_checkpoint_is_one_paragraph(cli, tmp_path):
     path = tmp_path / "model.safetensors"
     path.write_bytes((1 << 40).to_bytes(8, "little") + b"{}")
@@ -138,9 +153,7 @@ def test_a_damaged_checkpoint_is_one_paragraph(cli, tmp_path):
 
 
 def test_a_tensor_name_cannot_drive_the_terminal(cli, tmp_path):
-    path = tmp_path / "model.safetensors"
-    header = json.dumps({"\x1b]0;title\x07": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
-    path.write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 4)
+    path = one_tensor(tmp_path / "model.safetensors", "\x1b]0;title\x07")
     done = cli("inspect", str(path))
     assert "\\x1b]0;title\\x07" in done.stdout
     assert "\x1b" not in done.stdout + done.stderr

@@ -16,7 +16,7 @@ from shardload.progress import for_stderr
 from shardload.reports.names import printable
 
 
-def load(  # noqa: PLR0913 - one parameter per option
+def load(
     source: options.Source,
     *,
     mesh: options.Mesh = None,
@@ -49,12 +49,16 @@ def load(  # noqa: PLR0913 - one parameter per option
     $ shardload load ./model.safetensors --mesh 2x4 --dtype bfloat16 --json
     """
     spec = options.mesh_spec(mesh, axes)
+    if prompt == "":
+        raise typer.BadParameter("An empty text cannot be continued.", param_hint="--prompt")
     with streams.results() as out:
         environment.prepare(note=streams.note)
         with interrupts.raise_where_it_counts():
             engine.find(source)
         with interrupts.exit_at_once(lambda: out.interrupted(as_json=json)):
             environment.provide_devices(spec, platform=platform, note=streams.note)
+            if prompt is not None:
+                engine.check_tokenizer(source)
             progress = for_stderr(enabled=not no_progress)
             try:
                 loaded = engine.load(
@@ -97,7 +101,7 @@ _TEXT = "\n\t"
 """Control characters generated text may contain; the others could drive the terminal."""
 
 
-def plan(  # noqa: PLR0913 - one parameter per option
+def plan(
     source: options.Source,
     *,
     mesh: options.Mesh = None,
@@ -179,7 +183,7 @@ def inspect(
             out.text(listing.as_text(manifest, match=match))
 
 
-def synth(  # noqa: PLR0913 - one parameter per option
+def synth(
     name: Annotated[
         str,
         typer.Argument(

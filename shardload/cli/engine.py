@@ -49,12 +49,18 @@ def inspect(source: str) -> Manifest:
     return open_manifest(resolve(source).path)
 
 
+def check_tokenizer(source: str) -> None:
+    """Raise now, not after minutes of loading, when ``source`` has no tokenizer for a prompt."""
+    from shardload.generate.tokenizer import tokenizer_of
+
+    tokenizer_of(inspect(source))
+
+
 def generate(loaded: Any, prompt: str, *, max_new_tokens: int) -> Iterable[str]:
-    """Continue ``prompt``: the text as it grows, in pieces."""
+    """Continue ``prompt``: the new text, in pieces as they come (one piece, for now)."""
     from shardload.generate import generate_text
 
-    text = generate_text(loaded.model, loaded.manifest, prompt, max_new_tokens)
-    return [text] if isinstance(text, str) else text
+    return [generate_text(loaded.model, loaded.manifest, prompt, max_new_tokens)]
 
 
 def synth(name: str, *, progress: Progress, scale: float, dtype: str, **options: Any) -> str:
