@@ -30,8 +30,8 @@ def gemma2_preset(folder: Path) -> Path:
     """A KerasHub preset folder of `GEMMA2` in bfloat16, saved by KerasHub itself."""
     code = (
         "import json, sys\n"
-        "from keras_hub.models import Gemma2Backbone\n"
-        "Gemma2Backbone(**json.loads(sys.argv[1]), dtype='bfloat16').save_to_preset(sys.argv[2])\n"
+        "from keras_hub.models import GemmaBackbone\n"
+        "GemmaBackbone(**json.loads(sys.argv[1]), dtype='bfloat16').save_to_preset(sys.argv[2])\n"
     )
     _python(code, json.dumps(GEMMA2), str(folder))
     return folder

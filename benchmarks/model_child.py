@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import resource
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+os.environ["KERAS_BACKEND"] = "jax"
 sys.modules["tensorflow"] = sys.modules["tensorflow_text"] = None  # type: ignore[assignment]
 
 import jax  # noqa: E402

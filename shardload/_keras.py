@@ -141,7 +141,8 @@ def value_of(variable: Variable) -> jax.Array:
 def relocate(variable: Variable, sharding: Any) -> None:
     """Give the variable a layout and move its value there, if it has one."""
     variable._layout = sharding
-    if variable._value is not None and not variable._value.sharding.is_equivalent_to(sharding, variable.ndim):
+    # Not is_equivalent_to: an equivalent sharding of another mesh would clash with that mesh in one program.
+    if variable._value is not None and variable._value.sharding != sharding:
         variable._value = jax.device_put(variable._value, sharding)
 
 

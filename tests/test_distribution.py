@@ -159,6 +159,13 @@ def test_rebinding_moves_the_model():
     np.testing.assert_allclose(model.predict(x, verbose=0), expected, atol=2e-5)
 
 
+def test_rebinding_moves_replicated_values_off_the_old_mesh():
+    model = put(classifier(), "1x8")
+    put(model, "2x4")
+    for variable in _keras.state_of(model):
+        assert _keras.value_of(variable).sharding.mesh.shape == {"batch": 2, "model": 4}, variable.path
+
+
 def test_constants_beside_variables_move_with_them():
     x, _ = data()
     layer = keras.layers.Normalization()
