@@ -123,8 +123,8 @@ def test_a_plugin_without_its_device_is_told(machine):
 
 
 def test_a_jax_that_cannot_start_is_told(machine):
-    machine("tpu", 0, error="Unable to initialize backend 'tpu': libtpu.so")
-    with pytest.raises(MeshError, match=r"JAX could not start: Unable to initialize backend 'tpu'"):
+    machine("tpu", 0, error="Unable to initialize backend 'tpu': no libtpu.so (set JAX_PLATFORMS='')")
+    with pytest.raises(MeshError, match=r"Unable to initialize backend 'tpu': no libtpu.so\. Add --platform cpu"):
         provide("1x1", Platform.TPU)
 
 

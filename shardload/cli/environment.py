@@ -126,7 +126,8 @@ def _start(jax: Any) -> list[Any]:
     try:
         return list(jax.devices())
     except RuntimeError as error:
-        raise MeshError(f"JAX could not start: {error}") from error
+        cause = str(error).split(" (set JAX_PLATFORMS")[0]  # its way out is not ours
+        raise MeshError(f"JAX could not start: {cause}. Add --platform cpu to use the CPU.") from error
 
 
 def _too_few(needed: int, mesh: MeshSpec | None, devices: list[Any]) -> str:
