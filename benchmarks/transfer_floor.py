@@ -16,6 +16,7 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from benchmarks.checkpoint import LAYOUTS, open_safetensors, targets_for, write_safetensors
 from benchmarks.measure import Comparison, compare, table, warm_files, warm_memory
@@ -45,15 +46,15 @@ def floor(path: Path, sizes: list[int], threads: int) -> list[object]:
     return list(buffers)
 
 
-def load(path: Path, layout: str, devices: list[object], threads: int) -> list[object]:
+def load(path: Path, layout: str, devices: list[Any], threads: int) -> dict[str, Any]:
     """Manifest, plan and transfer of the whole file."""
     from shardload.plan import make_plan
     from shardload.transfer import execute
 
     manifest = open_safetensors(path)
     plan = make_plan(manifest, targets_for(manifest, layout), host_memory_bytes=1 << 30)
-    arrays: list[object] = []
-    execute(plan, manifest, devices=devices, on_ready=lambda _, a: arrays.append(a), threads=threads)
+    arrays: dict[str, Any] = {}
+    execute(plan, manifest, devices=devices, on_ready=arrays.__setitem__, threads=threads)
     return arrays
 
 

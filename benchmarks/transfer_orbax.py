@@ -1,0 +1,93 @@
+"""Transfer against Orbax v1's own safetensors loader: same file, same layout, same devices.
+
+python -m benchmarks.transfer_orbax [--gb 1] [--pairs 7] [--layouts mix] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.checkpoint import LAYOUTS, open_safetensors, targets_for, write_safetensors
+from benchmarks.measure import Comparison, compare, table, warm_files, warm_memory
+from benchmarks.transfer_floor import load
+
+
+def orbax_load(path: Path, layout: str, devices: list[Any]) -> dict[str, Any]:
+    """The file through Orbax into the same shardings."""
+    import jax
+    from orbax.checkpoint import v1 as ocp
+
+    from shardload.transfer import named_sharding
+
+    wanted = {
+        t.name: jax.ShapeDtypeStruct(t.view.shape, t.dtype, sharding=named_sharding(t.layout, devices))
+        for t in targets_for(open_safetensors(path), layout)
+    }
+    context = ocp.Context()
+    context.checkpoint_layout = ocp.options.CheckpointLayout.SAFETENSORS
+    with context:
+        arrays: dict[str, Any] = ocp.load(path, wanted)
+    return jax.block_until_ready(arrays)
+
+
+def check_equal(path: Path, layout: str, devices: list[Any], threads: int) -> None:
+    """Both loaders give the same bits in the same places, or the comparison means nothing."""
+    import numpy as np
+
+    ours = load(path, layout, devices, threads)
+    for name, theirs in orbax_load(path, layout, devices).items():
+        same = np.array_equal(np.asarray(theirs).view(np.uint16), np.asarray(ours[name]).view(np.uint16))
+        if not same or not theirs.sharding.is_equivalent_to(ours[name].sharding, theirs.ndim):
+            raise AssertionError(f"{name} differs between the loaders")
+
+
+def measure(path: Path, layouts: list[str], *, pairs: int, threads: int) -> list[Comparison]:
+    """One comparison per layout."""
+    import jax
+
+    devices, n_bytes = jax.devices()[:8], open_safetensors(path).nbytes
+    found = []
+    for layout in layouts:
+        check_equal(path, layout, devices, threads)
+        ours, theirs = (
+            (lambda at=layout: load(path, at, devices, threads)),
+            (lambda at=layout: orbax_load(path, at, devices)),
+        )
+        found.append(compare(layout, ours, theirs, n_bytes=n_bytes, pairs=pairs, warm_up=0))
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--gb", type=float, default=1.0)
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--layouts", default="mix", help=f"of {', '.join(LAYOUTS[:3])}")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(argv)
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", 8)
+    from shardload.transfer import default_threads
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_safetensors(Path(folder), int(options.gb * 1e9))
+        warm_memory(3 * path.stat().st_size)
+        warm_files([path])
+        found = measure(path, options.layouts.split(","), pairs=options.pairs, threads=default_threads())
+    if options.json:
+        print(json.dumps([c.summary() | c.runs() for c in found]))
+    else:
+        print(table(found, a="shardload", b="orbax"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
