@@ -84,7 +84,7 @@ def test_index_may_not_leave_the_folder(folder, name):
         open_manifest(folder)
 
 
-@pytest.mark.parametrize("name", [3, None, "", "a\0b", ["x"], "x" * 300])
+@pytest.mark.parametrize("name", [3, None, "", "a\0b", ["x"], "x" * 300, "é" * 200, "\ud800"])
 def test_index_must_name_files(folder, name):
     write_index(folder, {"a": name})
     with pytest.raises(SourceError, match=r"file name|should name files"):

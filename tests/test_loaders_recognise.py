@@ -86,6 +86,11 @@ def test_no_file(tmp_path):
         open_manifest("a\0b")
 
 
+def test_a_path_too_long_for_any_file_system():
+    with pytest.raises(SourceError, match="cannot be looked at: File name too long"):
+        open_manifest("x" * 5000)
+
+
 def test_a_pipe_does_not_hang(tmp_path):
     os.mkfifo(tmp_path / "x.safetensors")
     with pytest.raises(SourceError, match="not a regular file"):

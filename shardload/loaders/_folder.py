@@ -25,7 +25,7 @@ def member(folder: Path, name: object, *, named_by: str) -> Path:
         SourceError: When the name is not a file name at all.
         UnsafeSourceError: When the name leaves the folder, by itself or through a symbolic link.
     """
-    if not isinstance(name, str) or not name or "\0" in name or len(name) > 255:
+    if not isinstance(name, str) or not _is_file_name(name):
         raise SourceError(f"{named_by} should name files of its folder, but names {str(name)[:200]!r}")
     if name in {".", ".."} or "/" in name or "\\" in name:
         raise UnsafeSourceError(
@@ -36,6 +36,14 @@ def member(folder: Path, name: object, *, named_by: str) -> Path:
     if path.is_symlink():
         _refuse_escape(path, folder)
     return path
+
+
+def _is_file_name(name: str) -> bool:
+    """Whether a file system can hold the name: not empty, no NUL, valid Unicode of at most 255 bytes."""
+    try:
+        return 0 < len(name.encode("utf-8")) <= 255 and "\0" not in name
+    except UnicodeEncodeError:
+        return False
 
 
 def _refuse_escape(path: Path, folder: Path) -> None:

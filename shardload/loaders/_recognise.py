@@ -74,7 +74,13 @@ def open_manifest(path: str | os.PathLike[str], *, format: str | None = None) ->
     if "\0" in name:
         raise SourceError(f"{name!r} is not a file name: it contains a NUL character")
     where = Path(name).absolute()
-    return _open_folder(where, format) if where.is_dir() else _open_file(str(where), format)
+    try:
+        is_folder = where.is_dir()
+    except OSError as error:
+        raise SourceError(
+            f"{name[:300]} cannot be looked at: {error.strerror}. Check the path and its rights"
+        ) from error
+    return _open_folder(where, format) if is_folder else _open_file(str(where), format)
 
 
 def _open_file(path: str, format: str | None) -> Manifest:
