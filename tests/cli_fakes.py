@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from shardload.cli import engine
+from shardload.console import engine
 from shardload.reports import ByteCounts, DeviceUse, HostBytes, LayoutSummary, LoadReport, PlanReport, Stages
 
 COMMAND = (sys.executable, "-c", "import sys; from shardload.cli import main; sys.exit(main())")

@@ -16,7 +16,7 @@ LAYERS = {
     3: {"transfer", "devices", "_budget", "_buffers", "_fanout", "_mover", "_placement", "_scatter", "_whole"},
     4: {"_keras", "_hub", "abstraction", "distribution", "names", "assign", "parallel", "whereabouts"},
     5: {"loading", "_job", "_accounts", "reports", "progress", "resolve", "synth", "generate", "callbacks"},
-    6: {"cli", "service", "__main__"},
+    6: {"cli", "console", "__main__"},
 }
 
 CONFINED = {

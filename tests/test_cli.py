@@ -12,7 +12,8 @@ import pytest
 from cli_fakes import FAKES, Done, environment, fake_command, loads, report, run, shardload, with_fakes
 
 import shardload as package
-from shardload.cli import engine, failures, main
+from shardload.cli import main
+from shardload.console import engine, failures
 from shardload.errors import (
     LayoutError,
     LoadInterruptedError,

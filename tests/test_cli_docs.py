@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from test_reports import load_report, plan_report
 
-from shardload.cli.app import command
+from shardload.console.app import command
 
 REFERENCE = Path(__file__).parent.parent / "docs" / "reference"
 CLI = (REFERENCE / "cli.md").read_text()

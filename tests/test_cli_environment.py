@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 from cli_fakes import with_fakes
 
-from shardload.cli import environment
-from shardload.cli.environment import Platform
+from shardload.console import environment
+from shardload.console.environment import Platform
 from shardload.errors import MeshError
 from shardload.mesh import MeshSpec
 

@@ -77,12 +77,21 @@ class LayerStep:
         """
         reservations = Reservations()
         bound = {(id(b.variable), b.view): b.name for b in self.bindings}
+        given: dict[int, Any] = {}
 
         def read(key: str) -> Any:
             tensor = self.tensors[key]
-            return runtime.read(tensor.name) if tensor.name in self.computing else reservations.make(tensor)
+            if tensor.name in self.computing:
+                return runtime.read(tensor.name)
+            if (name := self._whole(tensor)) is None:
+                return reservations.make(tensor)
+            array = runtime.take(name)
+            given[id(array)] = array
+            return array
 
         def assign(variable: Variable, value: Any, original: Callable[[Variable, Any], Any]) -> Any:
+            if id(value) in given:
+                return runtime.assign(variable, value, original)
             view = reservations.locate(value)
             if view is None:
                 if id(variable) not in computed:
@@ -96,6 +105,18 @@ class LayerStep:
         computed = {id(v) for v in self.variables}
         with _keras.assignments_to(assign):
             self.saveable.load_own_variables(Entry(self.tensors, read))
+
+    def _whole(self, tensor: Tensor) -> str | None:
+        """The binding that is all of a tensor and its only use, where the array itself can be given to the hook.
+
+        That is every plain layer, and saves an address range per tensor, which the kernel hands out slowly while
+        other threads fill memory. Only Keras' own hooks assign what they read, untouched; another one may reshape
+        it or look at its dtype, which an array already cast would answer otherwise.
+        """
+        if self.computes or not _keras.has_keras_hook(self.saveable):
+            return None
+        found = [b for b in self.bindings if b.view.tensor == tensor.name]
+        return found[0].name if len(found) == 1 and found[0].view.is_whole(tensor) else None
 
     def _deviates(self, variable: Variable) -> MismatchError:
         return MismatchError(

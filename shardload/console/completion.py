@@ -26,7 +26,7 @@ def layouts(incomplete: str) -> list[tuple[str, str]]:
 
 def sources(incomplete: str) -> list[tuple[str, str]]:
     """Names `shardload sources` lists."""
-    from shardload.cli import catalogue
+    from shardload.console import catalogue
 
     try:
         return [(s.name, s.what) for s in catalogue.known() if s.name.startswith(incomplete)]
@@ -36,6 +36,6 @@ def sources(incomplete: str) -> list[tuple[str, str]]:
 
 def synthetic(incomplete: str) -> list[tuple[str, str]]:
     """Architectures `shardload synth` can write."""
-    from shardload.cli import catalogue
+    from shardload.console import catalogue
 
     return [(s.name, s.what) for s in catalogue.architectures() if s.name.startswith(incomplete)]

@@ -36,15 +36,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as error:  # typer's own: completion, or --help whose reader left
         return 141 if isinstance(error.__context__, BrokenPipeError) else int(error.code or 0)
     except BaseException as error:
-        from shardload.cli.failures import tell
+        from shardload.console.failures import tell
 
         return tell(error, json_wanted="--json" in arguments)
 
 
 def _run(arguments: list[str]) -> int:
-    from shardload.cli import streams
-    from shardload.cli.app import command
-    from shardload.cli.interrupts import INTERRUPTED
+    from shardload.console import streams
+    from shardload.console.app import command
+    from shardload.console.interrupts import INTERRUPTED
 
     streams.check_stdout()
     code = command().main(arguments, prog_name="shardload", standalone_mode=False)

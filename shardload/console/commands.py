@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shardload.cli import catalogue, completion, engine, environment, interrupts, listing, options, streams
+from shardload.console import catalogue, completion, engine, environment, interrupts, listing, options, streams
 from shardload.progress import for_stderr
 from shardload.reports.names import printable
 

@@ -1,6 +1,6 @@
 """The command tree: what `shardload --help` shows.
 
-The command's functions live in `shardload.cli.commands`; here they get their names and their place.
+The command's functions live in `shardload.console.commands`; here they get their names and their place.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shardload.cli import commands, streams
+from shardload.console import commands, streams
 
 app = typer.Typer(
     name="shardload",

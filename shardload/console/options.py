@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from shardload.cli import completion
-from shardload.cli.environment import Platform
+from shardload.console import completion
+from shardload.console.environment import Platform
 from shardload.errors import MeshError
 from shardload.mesh import MeshSpec
 from shardload.units import parse_bytes

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
-from shardload.cli.interrupts import INTERRUPTED
+from shardload.console.interrupts import INTERRUPTED
 from shardload.reports.names import printable
 
 READER_LEFT = 141

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 from typer.exceptions import TyperException
 
-from shardload.cli import streams
-from shardload.cli.interrupts import INTERRUPTED
+from shardload.console import streams
+from shardload.console.interrupts import INTERRUPTED
 from shardload.errors import ShardloadError
 from shardload.reports.names import printable
 
