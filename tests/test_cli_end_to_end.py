@@ -106,8 +106,7 @@ def test_inspect_filters_and_prints_objects(cli):
 
 def test_inspect_imports_neither_jax_nor_keras(root):
     after = "print([m for m in ('jax', 'keras', 'keras_hub') if m in sys.modules], file=sys.stderr)"
-    code = f"import sys; from shardload.cli import main; from shardload.console import engine; "
-        f"main(['inspect', {str(root / NAME)!r}]); {after}"
+    code = f"import sys; from shardload.cli import main; main(['inspect', {str(root / NAME)!r}]); {after}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment())
     assert done.stderr == "[]\n"
 
