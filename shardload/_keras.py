@@ -559,6 +559,12 @@ def has_own_hook(saveable: Any) -> bool:
     return getattr(type(saveable), "load_own_variables", None) is not keras.Layer.load_own_variables
 
 
+def has_keras_hook(saveable: Any) -> bool:
+    """Whether its ``load_own_variables`` was written by Keras, for any kind of layer or optimizer."""
+    module = getattr(getattr(type(saveable), "load_own_variables", None), "__module__", "")
+    return str(module).split(".")[0] == "keras"
+
+
 def is_tracing_error(error: Exception | None) -> bool:
     """Whether code failed only because it ran in `without_computing`."""
     return isinstance(error, jax.errors.JAXTypeError)

@@ -348,6 +348,23 @@ def test_a_hook_that_leaves_jax_is_run_on_zeros(tmp_path):
     check_same(other, reference)
 
 
+def test_a_hook_that_changes_nothing_in_a_roundabout_way_is_a_view(tmp_path):
+    class Roundabout(layers.Dense):
+        def load_own_variables(self, store):
+            kernel = store["0"] if store["0"].dtype == "float32" else None
+            self.kernel.assign(np.asarray(np.transpose(kernel)).T)
+            self.bias.assign(np.reshape(store["1"], self.bias.shape))
+
+    Roundabout.__name__ = "Dense"
+    manifest = saved(functional(layers.Dense(16)), tmp_path / "m.weights.h5")
+    model, reference = functional(Roundabout(16, dtype="bfloat16")), functional(layers.Dense(16, dtype="bfloat16"))
+    reference.load_weights(tmp_path / "m.weights.h5")
+    found = map_keras(lay_out(model, mesh()), manifest)
+    assert not found.computed
+    fill(found, manifest)
+    check_same(model, reference)
+
+
 def test_a_hook_that_turns_round_is_refused(tmp_path):
     class Moody(Transposing):
         sober = True

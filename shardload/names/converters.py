@@ -9,32 +9,23 @@ when the converter asks for it. That run comes after all bindings: some converte
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import io
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from shardload import _hub, _keras
-from shardload.errors import UnsupportedError
-from shardload.manifest import Manifest, Tensor, View
-from shardload.names.reservations import Reservations, tensors_behind
+from shardload.manifest import Manifest
+from shardload.names.converter_run import Assigned, Recording, Run, record
+from shardload.names.converter_step import ConverterStep
 from shardload.names.variable_map import (
     Binding,
     Computed,
     DirectStep,
-    Mismatch,
-    Runtime,
     Step,
     Variable,
     VariableMap,
     split_missing,
     variable_names,
 )
-
-Assign = Callable[[Variable, Any], Any]
 
 
 def map_hub(model: Any, manifest: Manifest) -> VariableMap:
@@ -50,241 +41,8 @@ def map_hub(model: Any, manifest: Manifest) -> VariableMap:
     runs = [Run(_hub.converter(manifest).convert_weights, getattr(model, "backbone", model), manifest, None)]
     if _has_head(model, manifest):
         runs.append(Run(_hub.converter(manifest).convert_head, model, manifest, ""))
-    recordings = [_record(run) for run in runs]
+    recordings = [record(run) for run in runs]
     return _summarise(model, manifest, recordings)
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One function of a converter and what it is to fill."""
-
-    function: Callable[[Any, Any, Any], Any]
-    target: Any
-    manifest: Manifest
-    prefix: str | None
-
-    def __call__(self, loader: Loader) -> str:
-        """Run it; returns what it printed."""
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed), loader:
-            self.function(self.target, loader, copy.deepcopy(dict(self.manifest.config)))
-        return printed.getvalue()
-
-
-class Loader(contextlib.ExitStack):
-    """KerasHub's ``SafetensorLoader`` without files: names are looked up as it does, tensors come from elsewhere."""
-
-    def __init__(self, run: Run) -> None:
-        super().__init__()
-        self.tensors = run.manifest.tensors
-        self.preset = run.manifest.source
-        self.prefix = run.prefix
-        self.fname = None
-        self.safetensor_files: dict[str, Any] = {}
-        self.safetensor_config = _weight_map(run.manifest)
-
-    def get_prefixed_key(self, hf_weight_key: str, dict_like: Any) -> str:
-        """The name as stored: itself, behind the prefix found before, or behind the first prefix that fits."""
-        names = dict_like.keys()
-        if hf_weight_key in names:
-            return hf_weight_key
-        if self.prefix is not None and self.prefix + hf_weight_key in names:
-            return self.prefix + hf_weight_key
-        for name in names:
-            if name.endswith(hf_weight_key):
-                self.prefix = name[: -len(hf_weight_key)]
-                return str(name)
-        self.prefix = ""
-        return hf_weight_key
-
-    def find(self, hf_weight_key: str) -> Tensor:
-        """The tensor a converter means.
-
-        Raises:
-            KeyError: When there is none; converters probe and expect it.
-        """
-        return self.tensors[self.get_prefixed_key(hf_weight_key, self.tensors)]
-
-
-@dataclass(slots=True, eq=False)
-class Assigned:
-    """One assignment a converter made."""
-
-    variable: Variable
-    view: View | None
-    tensors: frozenset[str]
-    ported: bool
-    """By ``port_weight``, from one tensor."""
-
-
-@dataclass(slots=True)
-class Recording:
-    """What one run of a converter asked for and assigned."""
-
-    run: Run
-    assigned: list[Assigned] = field(default_factory=list)
-    fetched: set[str] = field(default_factory=set)
-    computing: set[str] = field(default_factory=set)
-    """Tensors the second run needs as real bytes when ``get_tensor`` asks for them."""
-    mismatched: list[Mismatch] = field(default_factory=list)
-    absent: list[str] = field(default_factory=list)
-    """Names the converter asked for that the checkpoint does not have."""
-    printed: str = ""
-
-
-class RecordingLoader(Loader):
-    """Serves reservations."""
-
-    def __init__(self, run: Run, recording: Recording, *, lenient: bool) -> None:
-        super().__init__(run)
-        self.recording = recording
-        self.shared = Reservations()
-        self._ported: Reservations | None = None
-        self._lenient = lenient
-
-    def get_tensor(self, hf_weight_key: str) -> Any:
-        """A reservation that lives until the end of the run."""
-        tensor = self.find(hf_weight_key)
-        self.recording.fetched.add(tensor.name)
-        return self.shared.make(tensor)
-
-    def port_weight(self, keras_variable: Any, hf_weight_key: str, hook_fn: Any = None) -> None:
-        """Assign what the hook makes of a reservation of its own."""
-        try:
-            tensor = self.find(hf_weight_key)
-        except KeyError:
-            if not self._lenient:
-                raise
-            self.recording.absent.append(hf_weight_key)
-            return
-        self.recording.fetched.add(tensor.name)
-        self._ported = Reservations()
-        value: Any = self._ported.make(tensor)
-        if hook_fn:
-            value = hook_fn(value, list(keras_variable.shape))
-        event = self._note(keras_variable, value, tensor.name)
-        del value
-        self._ported.settle()
-        if event and self._ported.used:
-            event.view = None
-        self._ported = None
-
-    def assign(self, variable: Variable, value: Any, assign: Assign) -> Any:
-        """Where every ``variable.assign`` of the converter ends up."""
-        del assign  # nothing is assigned while recording
-        self._note(variable, value, None)
-        return value
-
-    def _note(self, variable: Variable, value: Any, ported: str | None) -> Assigned | None:
-        _check_variable(variable, ported)
-        view = (self._ported if ported and self._ported else self.shared).locate(value)
-        shape = tuple(getattr(value, "shape", ()))
-        if shape != tuple(variable.shape):
-            self.recording.mismatched.append(_disagree(variable, ported or "", shape))
-            return None
-        tensors = frozenset((ported,)) if ported else tensors_behind(value)
-        self.recording.assigned.append(Assigned(variable, view, tensors, ported is not None))
-        return self.recording.assigned[-1]
-
-
-class ReplayLoader(Loader):
-    """Serves real bytes where the first run computed, reservations elsewhere."""
-
-    def __init__(self, step: ConverterStep, runtime: Runtime) -> None:
-        super().__init__(step.run_of)
-        self._step = step
-        self._runtime = runtime
-        self._reservations = Reservations()
-        self._wanted = {id(v) for v in step.variables}
-
-    def get_tensor(self, hf_weight_key: str) -> Any:
-        """Real bytes, or a stand-in where the converter only probes or views."""
-        tensor = self.find(hf_weight_key)
-        return (
-            self._runtime.read(tensor.name) if tensor.name in self._step.computing else self._reservations.make(tensor)
-        )
-
-    def port_weight(self, keras_variable: Any, hf_weight_key: str, hook_fn: Any = None) -> None:
-        """Only for variables that are computed; the others have their values already."""
-        if id(keras_variable) not in self._wanted:
-            return
-        value: Any = self._runtime.read(self.find(hf_weight_key).name)
-        if hook_fn:
-            value = hook_fn(value, list(keras_variable.shape))
-        keras_variable.assign(value)
-
-    def assign(self, variable: Variable, value: Any, assign: Assign) -> Any:
-        """Place what was computed; leave what was viewed, which is there."""
-        if id(variable) not in self._wanted:
-            return value
-        return self._runtime.compute(variable, value, assign)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ConverterStep:
-    """The second run of a converter."""
-
-    run_of: Run
-    variables: tuple[Variable, ...]
-    computing: frozenset[str]
-
-    @property
-    def owner(self) -> str:
-        """Whose code runs."""
-        return f"converter {self.run_of.function.__module__.rpartition('.')[2]}"
-
-    @property
-    def saveable(self) -> None:
-        """Converters assign and change nothing else."""
-        return
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """Nothing by name; it runs when all bindings are in place."""
-        return ()
-
-    @property
-    def computes(self) -> bool:
-        """Always."""
-        return True
-
-    def run(self, runtime: Runtime) -> None:
-        """Run the converter again."""
-        loader = ReplayLoader(self, runtime)
-        with _keras.assignments_to(loader.assign):
-            self.run_of(loader)
-
-
-def _record(run: Run) -> Recording:
-    """Watch one run; where it stumbles over an absent name, once more to learn of all absent names."""
-    for lenient in (False, True):
-        recording = Recording(run)
-        try:
-            _keras.without_computing(lambda: _watch(recording, lenient))  # noqa: B023  # called before the next turn
-        except KeyError as error:
-            if lenient:
-                raise UnsupportedError(
-                    f"{run.manifest.source}: KerasHub's converter needs the tensor {error}, which the checkpoint lacks"
-                ) from error
-            continue
-        except Exception as error:
-            if not _keras.is_tracing_error(error):
-                raise
-            recording = Recording(run)
-            _watch(recording, lenient)
-        break
-    return recording
-
-
-def _watch(recording: Recording, lenient: bool) -> None:
-    loader = RecordingLoader(recording.run, recording, lenient=lenient)
-    with _keras.assignments_to(loader.assign):
-        recording.printed = recording.run(loader)
-    loader.shared.settle()
-    recording.computing = set(loader.shared.used)
-    for event in recording.assigned:
-        if not event.ported and event.view is not None and event.view.tensor in recording.computing:
-            event.view = None
 
 
 def _summarise(model: Any, manifest: Manifest, recordings: list[Recording]) -> VariableMap:
@@ -350,28 +108,6 @@ def _computed(owner: str, rest: list[Assigned], names: Mapping[int, str]) -> lis
 def _notes(recording: Recording) -> list[str]:
     absent = [f"The converter asked for {name!r}, which the checkpoint does not have" for name in recording.absent]
     return [line.strip() for line in recording.printed.splitlines() if line.strip()] + absent
-
-
-def _check_variable(variable: Any, tensor: str | None) -> None:
-    if not hasattr(variable, "assign") or not hasattr(variable, "path"):
-        raise UnsupportedError(
-            f"KerasHub's converter would assign tensor {tensor!r} to something that is no variable: a quantised or "
-            "LoRA-enabled layer computes its kernel. Load first, then quantize() or enable_lora()"
-        )
-
-
-def _disagree(variable: Variable, tensor: str, found: tuple[int, ...]) -> Mismatch:
-    expected = tuple(variable.shape)
-    source = f"tensor {tensor!r}" if tensor else "what the converter computes"
-    text = f"Variable {variable.path!r} has shape {expected}, but {source} gives {found}"
-    return Mismatch(variable.path, tensor, expected, found, text)
-
-
-def _weight_map(manifest: Manifest) -> dict[str, Any] | None:
-    if len(manifest.files) < 2:
-        return None
-    files = {n: Path(getattr(t.storage, "path", manifest.source)).name for n, t in manifest.tensors.items()}
-    return {"weight_map": files}
 
 
 def _has_head(model: Any, manifest: Manifest) -> bool:

@@ -1,0 +1,60 @@
+"""KerasHub preset folders: backbone and head from their own files."""
+
+import keras_hub
+import models
+import pytest
+from by_hand import check_same, fill, lay_out, mesh
+
+from shardload import _keras
+from shardload.loaders import open_manifest
+from shardload.names import map_weights
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
+
+
+def classifier():
+    return keras_hub.models.BertTextClassifier(backbone=models.bert(), num_classes=3, preprocessor=None)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    path = tmp_path_factory.mktemp("preset") / "p"
+    task = models.randomise(classifier())
+    task.save_to_preset(str(path))
+    return task, open_manifest(path)
+
+
+def test_a_task_takes_both(saved):
+    task, manifest = saved
+    target = lay_out(classifier(), mesh())
+    found = map_weights(target, manifest)
+    assert not found.missing and not found.unused and not found.unasked and not found.mismatched
+    fill(found, manifest)
+    check_same(target, task)
+
+
+def test_a_backbone_leaves_the_head(saved):
+    task, manifest = saved
+    target = models.bert()
+    found = map_weights(target, manifest)
+    assert not found.missing and not found.unused
+    assert found.unasked and all(n.startswith("task:") for n in found.unasked)
+    fill(found, manifest)
+    check_same(target, task.backbone)
+
+
+def test_a_new_head_is_missing(tmp_path):
+    models.randomise(models.bert()).save_to_preset(str(tmp_path / "p"))
+    target = classifier()
+    found = map_weights(target, open_manifest(tmp_path / "p"))
+    heads = {v.path for v in target.weights} - {v.path for v in target.backbone.weights}
+    assert set(found.missing) == heads and not found.unused
+
+
+def test_a_compiled_task_initialises_its_optimizer_later(saved):
+    _, manifest = saved
+    target = classifier()
+    target.optimizer.build(target.trainable_variables)
+    found = map_weights(target, manifest)
+    slots = {id(v) for v in _keras.optimizer_variables_of(target)}
+    assert slots and slots <= {id(v) for v in found.state} and not found.missing
