@@ -84,6 +84,7 @@ def main() -> None:
     print(
         json.dumps(
             {
+                "weight_bytes": sum(v.value.nbytes for v in model.weights),  # type: ignore[attr-defined]
                 "wall_s": time.perf_counter() - wall,
                 "cpu_s": time.process_time() - cpu,
                 "peak_bytes": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024,
