@@ -24,8 +24,14 @@ def load_report(
         bytes=ByteCounts(job.plan.needed_bytes + computed_bytes, stats.read_bytes + computed_bytes),
         seconds=_stages(clock),
         host_bytes=HostBytes(job.plan.host_memory_bytes, stats.peak_staging_bytes),
-        initialised=initialised,
+        initialised=_of_the_model(job, initialised),
     )
+
+
+def _of_the_model(job: Job, initialised: tuple[str, ...]) -> tuple[str, ...]:
+    """Only what belongs to the model itself: that an optimizer or a metric starts afresh surprises nobody."""
+    own = {v.path for v in _keras.variables_of(job.model)}
+    return tuple(path for path in initialised if path in own)
 
 
 def plan_report(
