@@ -63,15 +63,47 @@ class Flat:
 
     def source(self, part: Part) -> NDArray[Any]:
         """The elements of ``part``, in the variable's dim order."""
+        return self.window(part.view, part.box.shape, address(part.view, part.box.start) - self.start)
+
+    def window(self, view: View, shape: tuple[int, ...], at: int) -> NDArray[Any]:
+        """A box of ``shape`` with the strides of ``view`` that starts ``at`` elements after the first."""
         itemsize = self.dtype.itemsize
-        at = address(part.view, part.box.start) - self.start
         if self.row:
             at = at // self.row * self.pitch + at % self.row
-        strides = tuple(self._stride(t) * itemsize for t in part.view.strides)
-        return np.ndarray(part.box.shape, self.dtype, self.memory.data, at * itemsize, strides)
+        strides = tuple(self._stride(t) * itemsize for t in view.strides)
+        return np.ndarray(shape, self.dtype, self.memory.data, at * itemsize, strides)
 
     def _stride(self, stride: int) -> int:
         return stride // self.row * self.pitch if self.row and stride >= self.row else stride
+
+
+class Lane:
+    """One part of a block that passes through scratch some rows of ``lead`` elements at a time."""
+
+    def __init__(self, part: Part, flat: Flat, *, lead: int, rows: int) -> None:
+        start = address(part.view, part.box.start) - flat.start
+        dims = zip(part.view.shape, part.view.strides, strict=True)
+        dim = next(d for d, (n, t) in enumerate(dims) if n > 1 and t == lead)
+        shape = (*part.box.shape[:dim], rows, *part.box.shape[dim + 1 :])
+        self.first = start // lead
+        self.last = self.first + part.box.shape[dim]
+        self.target = np.moveaxis(part.target, dim, 0)
+        self.source = np.moveaxis(flat.window(part.view, shape, start % lead), dim, 0)
+        bits = _UNSIGNED.get(flat.dtype.itemsize)
+        self.is_cast = part.target.dtype != flat.dtype
+        if not self.is_cast and bits is not None:
+            self.target, self.source = self.target.view(bits), self.source.view(bits)
+
+    def move(self, start: int, stop: int) -> None:
+        """Copy what this part has of rows ``start`` to ``stop``, which lie at the start of scratch."""
+        a, b = max(start, self.first), min(stop, self.last)
+        if a >= b:
+            return
+        target, source = self.target[a - self.first : b - self.first], self.source[a - start : b - start]
+        if self.is_cast:
+            copy(target, source)
+        else:
+            target[...] = source
 
 
 def pitch_row(block: Block, parts: list[Part], itemsize: int) -> int:
@@ -82,7 +114,7 @@ def pitch_row(block: Block, parts: list[Part], itemsize: int) -> int:
     view, box = parts[0].view, parts[0].box
     long = [d for d, n in enumerate(box.shape) if n > 1]
     row = view.strides[long[-1]] if long else 0
-    if row * itemsize < PITCH_ROW_BYTES or PAD_BYTES % itemsize:
+    if row * itemsize < PITCH_ROW_BYTES or PAD_BYTES % itemsize or block.lead % row:
         return 0
     return row if all(_keeps_rows(part, row, block.start) for part in parts) else 0
 

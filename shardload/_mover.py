@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from shardload._blocks import SKIP_BYTES
 from shardload._buffers import memory
-from shardload._fanout import PAD_BYTES, Flat, Part, copy, grid_of, pitch_row
+from shardload._fanout import PAD_BYTES, Flat, Lane, Part, copy, grid_of, pitch_row
 from shardload._scatter import Grid, entries, scatter_read
 from shardload.errors import ShardloadError, TransferError
 from shardload.manifest import Decoded, Tensor
@@ -51,7 +51,9 @@ class Mover:
         if block.how == "direct":
             self._scatter(block, parts, fd, tensor.dtype.itemsize)
             return Moved(time.perf_counter() - began, 0.0)
-        flat = self._decode(block, tensor) if block.how == "decoded" else self._stage(block, tensor, parts, fd)
+        if block.how == "staged":
+            return self._stage(block, tensor, parts, fd)
+        flat = self._decode(block, tensor)
         read = time.perf_counter()
         for part in parts:
             copy(part.target, flat.source(part))
@@ -60,20 +62,38 @@ class Mover:
     def _scatter(self, block: Block, parts: list[Part], fd: int, itemsize: int) -> None:
         grids = [grid_of(block, part, itemsize) for part in parts]
         stop, junk = block.offset + block.read_bytes, self._scratch(SKIP_BYTES)
-        self._check(block, scatter_read(fd, entries(grids, start=block.offset, stop=stop, junk=junk), block.offset))
+        wanted = entries(grids, start=block.offset, stop=stop, junk=junk)
+        self._check(block, block.offset, block.read_bytes, scatter_read(fd, wanted, block.offset))
 
-    def _stage(self, block: Block, tensor: Tensor, parts: list[Part], fd: int) -> Flat:
-        itemsize, n_bytes = tensor.dtype.itemsize, block.read_bytes
+    def _stage(self, block: Block, tensor: Tensor, parts: list[Part], fd: int) -> Moved:
+        """Read and fan out one scratch fill after the other."""
+        itemsize, elements = tensor.dtype.itemsize, block.stop - block.start
         row = pitch_row(block, parts, itemsize)
         pitch = row + PAD_BYTES // itemsize if row else 0
-        padding = n_bytes // (row * itemsize) * PAD_BYTES if row else 0
-        scratch = self._scratch(n_bytes + padding)
-        grids = Grid.rows(
-            block.offset, scratch, n_bytes=n_bytes, row_bytes=row * itemsize or n_bytes, pitch_bytes=pitch * itemsize
-        )
-        wanted = entries(grids, start=block.offset, stop=block.offset + n_bytes, junk=scratch)
-        self._check(block, scatter_read(fd, wanted, block.offset))
-        return Flat(scratch, tensor.dtype, block.start, row, pitch)
+        padding = block.step // row * PAD_BYTES if row else 0
+        flat = Flat(self._scratch(block.step * itemsize + padding), tensor.dtype, block.start, row, pitch)
+        rows = block.step // block.lead if block.lead else 0
+        lanes = [Lane(part, flat, lead=block.lead, rows=rows) for part in parts] if rows else []
+        read_s = copy_s = 0.0
+        for step, start in enumerate(range(0, elements, block.step)):
+            began = time.perf_counter()
+            self._fill(block, flat, fd, start, min(block.step, elements - start))
+            read = time.perf_counter()
+            for lane in lanes:
+                lane.move(step * rows, step * rows + rows)
+            if not rows:
+                for part in parts:
+                    copy(part.target, flat.source(part))
+            read_s, copy_s = read_s + read - began, copy_s + time.perf_counter() - read
+        return Moved(read_s, copy_s)
+
+    def _fill(self, block: Block, flat: Flat, fd: int, start: int, elements: int) -> None:
+        itemsize = flat.dtype.itemsize
+        offset, n_bytes = block.offset + start * itemsize, elements * itemsize
+        row_bytes, pitch_bytes = flat.row * itemsize or n_bytes, flat.pitch * itemsize
+        grids = Grid.rows(offset, flat.memory, n_bytes=n_bytes, row_bytes=row_bytes, pitch_bytes=pitch_bytes)
+        wanted = entries(grids, start=offset, stop=offset + n_bytes, junk=flat.memory)
+        self._check(block, offset, n_bytes, scatter_read(fd, wanted, offset))
 
     def _decode(self, block: Block, tensor: Tensor) -> Flat:
         assert isinstance(tensor.storage, Decoded)
@@ -94,11 +114,11 @@ class Mover:
         return held
 
     @staticmethod
-    def _check(block: Block, received: int) -> None:
-        if received != block.read_bytes:
+    def _check(block: Block, offset: int, expected: int, received: int) -> None:
+        if received != expected:
             raise TransferError(
-                f"Tensor {block.tensor!r}: {block.path} ends early. Expected {block.read_bytes} bytes at offset "
-                f"{block.offset}, received {received}. The file changed while it was read; copy or download it again"
+                f"Tensor {block.tensor!r}: {block.path} ends early. Expected {expected} bytes at offset {offset}, "
+                f"received {received}. The file changed while it was read; copy or download it again"
             )
 
 

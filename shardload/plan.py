@@ -11,10 +11,10 @@ variable is made of and the layout it is spread in; `make_plan` cuts the views i
 A block is moved in one of three ways (``how``):
 
 * ``direct``: element order and dtype of file and shards agree in runs of at least `DIRECT_RUN_BYTES`, so one
-  scatter read puts each run where it belongs: one copy in all, no scratch. Blocks are 8 MiB: Python costs
-  about 0.1 ms a block, 1 % of copying one.
-* ``staged``: transposed, cast, or shared between variables. The block goes through a scratch buffer of
-  1 MiB, which stays in a core's L2, so the second copy does not come from memory.
+  scatter read puts each run where it belongs: one copy in all, no scratch. Blocks are 16 MiB: Python costs
+  about 0.2 ms a block, 5 % of copying one.
+* ``staged``: transposed, cast, shared between variables, or of short runs. The block goes row by row through a
+  scratch buffer of 1 MiB, which stays in a core's L2, so the second copy does not come from memory.
 * ``decoded``: rows come from a `RowReader`; 2 MiB, to spread its per-call cost.
 
 Views with overlapping byte ranges on one tensor (fused kernels, tied weights) share blocks, so that each
@@ -38,10 +38,10 @@ from shardload.errors import BudgetError, LayoutError, MismatchError
 from shardload.layout import Layout
 from shardload.manifest import Decoded, Extent, Manifest, Tensor, View
 
-BLOCK_BYTES = 8 << 20
-"""Longest direct read; see the module docstring."""
+BLOCK_BYTES = 16 << 20
+"""Longest block; see the module docstring."""
 STAGED_BYTES = 1 << 20
-"""Longest staged block: half an L2 of 2 MiB, all of one of 1 MiB; 5 GB/s per core transposed, 3 at 8 MiB."""
+"""One scratch fill: half an L2 of 2 MiB, all of one of 1 MiB; 5 GB/s per core transposed, 3 at 8 MiB."""
 DECODED_BYTES = 2 << 20
 """Longest decoded block, unless the reader's unit is longer."""
 DIRECT_RUN_BYTES = 512
@@ -92,6 +92,10 @@ class Block:
     """What it reads from disk (encoded bytes for a decoded tensor)."""
     host_bytes: int
     """Memory it takes besides shard buffers: none for ``direct``."""
+    lead: int
+    """Elements per row of all its pieces, when a staged block can be moved some rows at a time, else 0."""
+    step: int
+    """Elements that go through scratch at a time: a multiple of ``lead``, else the whole block."""
     how: How
     pieces: tuple[Piece, ...]
 
@@ -299,7 +303,9 @@ class _Planner:
 
     def _limit_bytes(self, tensor: Tensor, how: How, sharing: int) -> int:
         """Longest block of a tensor in bytes, a multiple of the element size (of the decoding unit)."""
-        wanted = {"direct": self.block_bytes, "staged": STAGED_BYTES, "decoded": DECODED_BYTES}[how]
+        fits = how == "staged" and 2 * self._tensor_lead(tensor) * tensor.dtype.itemsize <= STAGED_BYTES
+        staged = self.block_bytes if fits else STAGED_BYTES
+        wanted = {"direct": self.block_bytes, "staged": staged, "decoded": DECODED_BYTES}[how]
         most = max(MIN_BLOCK_BYTES, self.budget // (BUDGET_PARTS * sharing))
         limit = max(min(wanted, self.block_bytes, most), tensor.dtype.itemsize)
         if not isinstance(tensor.storage, Decoded):
@@ -324,8 +330,30 @@ class _Planner:
                 first, last = start // row, -(-stop // row)
                 start, stop = first * row, last * row
                 read_bytes = reader.stored_bytes * last // tensor.rows - reader.stored_bytes * first // tensor.rows
-        host_bytes = self._host_bytes(tensor, stop - start, how, pieces)
-        return Block(tensor.name, path, offset, start, stop, read_bytes, host_bytes, how, pieces)
+        lead, step = self._lead(tensor, start, pieces) if how == "staged" else 0, stop - start
+        if lead:
+            step = min(-(-step // lead), max(1, STAGED_BYTES // (lead * itemsize))) * lead
+        host_bytes = self._host_bytes(tensor, step, how, pieces)
+        return Block(tensor.name, path, offset, start, stop, read_bytes, host_bytes, lead, step, how, pieces)
+
+    def _tensor_lead(self, tensor: Tensor) -> int:
+        """The largest stride of all views of a tensor, if they have it in common; else the tensor's size."""
+        leads = {lead_stride(self.targets[i].view) for i in self.by_tensor[tensor.name]}
+        return max(1, leads.pop() if len(leads) == 1 else tensor.size)
+
+    def _lead(self, tensor: Tensor, start: int, pieces: tuple[Piece, ...]) -> int:
+        """The row all pieces of a block are made of, none of them reaching from one row into the next; else 0."""
+        lead = self._tensor_lead(tensor)
+        if 2 * lead * tensor.dtype.itemsize > STAGED_BYTES:
+            return 0
+        for piece in pieces:
+            view = self.targets[piece.target].view
+            inner = [(n, t) for n, t in zip(piece.box.shape, view.strides, strict=True) if t < lead]
+            length = sum((n - 1) * t for n, t in inner) + 1
+            repeated = sum(t == lead and n > 1 for n, t in zip(view.shape, view.strides, strict=True)) != 1
+            if repeated or (address(view, piece.box.start) - start) % lead + length > lead:
+                return 0
+        return lead
 
     def _host_bytes(self, tensor: Tensor, elements: int, how: How, pieces: tuple[Piece, ...]) -> int:
         """The block as read, room to space its rows out (see `_fanout`), and a copy of it cast."""
@@ -353,6 +381,11 @@ def _distinct(view: View, bounds: set[Bounds]) -> int:
     """Elements of the tensor in some boxes of a view; a broadcast dim (stride 0) counts once."""
     real = [d for d, t in enumerate(view.strides) if t or not view.shape[d]]
     return min(math.prod(view.shape[d] for d in real), sum(math.prod(b.shape[d] for d in real) for b in bounds))
+
+
+def lead_stride(view: View) -> int:
+    """The largest stride of a view's dims, those of length 1 apart; 0 where there is none."""
+    return max((t for n, t in zip(view.shape, view.strides, strict=True) if n > 1), default=0)
 
 
 def shard_run(view: View, box: Bounds, shard: tuple[int, ...]) -> tuple[int, int]:

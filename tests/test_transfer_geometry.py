@@ -58,7 +58,7 @@ def view_of(name, value, seen):
     return View(name, start, seen.shape, tuple(abs(s) // itemsize for s in seen.strides))
 
 
-QUIET = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+QUIET = settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @QUIET
@@ -73,6 +73,7 @@ def test_any_view_in_any_layout(tmp_path_factory, data, pair, placement):
     target = Target("v", view_of("t", value, seen), value.dtype, layout)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shardload.plan.DIRECT_RUN_BYTES", data.draw(st.sampled_from([1, 8, 1 << 10])))
+        patch.setattr("shardload.plan.STAGED_BYTES", data.draw(st.sampled_from([8, 40, 100, 1 << 20])))
         patch.setattr("shardload.plan.SKIP_BYTES", data.draw(st.sampled_from([1, 16, 1 << 17])))
         patch.setattr("shardload._fanout.PITCH_ROW_BYTES", data.draw(st.sampled_from([1, 1 << 10])))
         block_bytes = data.draw(st.sampled_from([1, 7, 64, 1 << 20]))
