@@ -644,4 +644,11 @@ _RECORDING_PATCHES = Patches(
 )
 _ITERATOR_PATCH = Patches(lambda: [(JAXEpochIterator, "_get_distributed_iterator", _distributed_iterator)])
 _ASSIGN_PATCH = _InheritedPatch()
-_LOAD_STATE_PATCH = Patches(lambda: [(saving_lib, "_load_state", _visited_load_state)])
+# Keras means to cache the attributes to skip, but looks them up under another name than it stores them under, and so
+# makes a layer per layer it visits: most of the walk's time.
+_LOAD_STATE_PATCH = Patches(
+    lambda: [
+        (saving_lib, "_load_state", _visited_load_state),
+        (saving_lib, "get_attr_skipset", functools.cache),
+    ]
+)

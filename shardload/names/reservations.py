@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import functools
 import math
 import mmap
 from collections.abc import Callable, Sequence
@@ -239,14 +240,16 @@ def _touched(start: int, nbytes: int) -> bool:
     pages = -(-nbytes // mmap.PAGESIZE)
     for first in range(0, pages, _MINCORE_PAGES):
         count = min(_MINCORE_PAGES, pages - first)
-        resident = (ctypes.c_ubyte * count)()
+        resident = np.zeros(count, np.uint8)
         address = ctypes.c_void_p(start + first * mmap.PAGESIZE)
-        if _libc().mincore(address, ctypes.c_size_t(count * mmap.PAGESIZE), resident):
+        answer = ctypes.c_void_p(resident.ctypes.data)
+        if _libc().mincore(address, ctypes.c_size_t(count * mmap.PAGESIZE), answer):
             return True  # not told: assume the worst, which costs time and no correctness
-        if any(bytes(resident)):
+        if resident.any():
             return True
     return False
 
 
+@functools.cache
 def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None)

@@ -115,7 +115,7 @@ class Walk:
         """Begin the next visit: called by Keras right before ``load_own_variables``."""
         self._settle()
         group = self._groups.get(path, {})
-        if not group and path and any(folder.startswith(_LEGACY) for folder in self._folders):
+        if not group and path and _LEGACY in self._folders:
             group = self._groups.get(path.replace("layers", _LEGACY), {})
         self.visits.append(Visit(path, group))
         return Entry(group, self.visits[-1].reserve)
@@ -234,11 +234,13 @@ def _bind(visits: list[Visit], names: Mapping[int, str]) -> tuple[tuple[Binding,
         for event in visit.assigned:
             if event.view is not None and event.view.tensor not in computing:
                 kept[id(event.variable)] = (visit, event)
+    mine: dict[int, list[Assigned]] = {}
+    for owner, event in kept.values():
+        mine.setdefault(id(owner), []).append(event)
     bindings: list[Binding] = []
     steps: list[LayerStep] = []
     for visit in visits:
-        mine = {key: event for key, (owner, event) in kept.items() if owner is visit}
-        made = [_binding(event, visit, names) for event in mine.values()]
+        made = [_binding(event, visit, names) for event in mine.get(id(visit), ())]
         bindings.extend(made)
         if visit.assigned or visit.read or _keras.has_own_hook(visit.saveable):
             steps.append(_step(visit, made))
