@@ -17,6 +17,7 @@ tensor (query, key and value out of one fused kernel) are cut at the same places
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -133,3 +134,20 @@ def _level(whole: Ordered, limit: int, skip: int) -> tuple[int, int]:
     stride = strides[level]
     rows = limit // stride if inner[level] <= stride else (limit - inner[level]) // stride + 1
     return level, max(1, rows)
+
+
+def lead_stride(view: View) -> int:
+    """The largest stride of a view's dims, those of length 1 apart; 0 where there is none."""
+    return max((t for n, t in zip(view.shape, view.strides, strict=True) if n > 1), default=0)
+
+
+def shard_run(view: View, box: Bounds, shard: tuple[int, ...]) -> tuple[int, int]:
+    """Longest run of ``box`` that is contiguous in the file and in a C-ordered buffer of shape ``shard``."""
+    ordered = Ordered.of(view, box)
+    strides = c_strides(shard)
+    return run(ordered.shape, ordered.strides, tuple(strides[d] for d in ordered.order))
+
+
+def c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a C-ordered array, in elements."""
+    return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))

@@ -27,17 +27,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import numpy as np
-from numpy.typing import NDArray
 
 from shardload._budget import Budget
 from shardload._buffers import arena, arena_bytes
-from shardload._fanout import Part
+from shardload._chunks import Chunk, Variable, grouped
 from shardload._mover import Moved, Mover, as_transfer_error
 from shardload._placement import Growing, assemble, named_sharding, place, widen, widens_on_device
 from shardload.bounds import Bounds
@@ -160,48 +158,6 @@ def _check_file(path: str, manifest: Manifest) -> None:
         )
 
 
-@dataclass(eq=False, slots=True)
-class _Variable:
-    """A variable on its way."""
-
-    target: Target
-    shards: tuple[Bounds, ...]
-    staged: np.dtype[Any]
-    """Dtype on the host."""
-    growing: Growing | None = None
-    chunks_left: int = 0
-    started: bool = False
-
-
-@dataclass(eq=False, slots=True)
-class _Chunk:
-    """What is staged of a variable at once: a box of it, usually all."""
-
-    variable: _Variable
-    box: Bounds
-    blocks_left: int = 0
-    n_bytes: int = 0
-    """What it takes from the budget."""
-    buffers: dict[Bounds, tuple[Bounds, NDArray[Any]]] = field(default_factory=dict)
-    """Shard → the box of the variable that is staged of it, and its memory."""
-
-    @property
-    def common(self) -> dict[Bounds, Bounds]:
-        """Shard → what it has in common with this chunk."""
-        pairs = ((shard, self.box.intersect(shard) if shard.size else shard) for shard in self.variable.shards)
-        return {shard: box for shard, box in pairs if box is not None}
-
-    def parts(self, box: Bounds) -> list[Part]:
-        """Where ``box`` of the variable goes."""
-        found = []
-        for held, buffer in self.buffers.values():
-            if (both := held.intersect(box)) is not None:
-                # The Ellipsis keeps rank 0 an array.
-                place: tuple[Any, ...] = (*both.relative_to(held.start).slices, ...)
-                found.append(Part(self.variable.target.view, both, buffer[place]))
-        return found
-
-
 class _Transfer:
     """One run of one plan; used by the calling thread only, apart from the jobs it hands out."""
 
@@ -230,7 +186,7 @@ class _Transfer:
         self.on_ready, self.on_start, self.progress = on_ready, on_start, progress
         for variable in self.variables:
             if not variable.chunks_left:
-                self._place(_Chunk(variable, Bounds.whole(variable.target.view.shape)))
+                self._place(Chunk(variable, Bounds.whole(variable.target.view.shape)))
         for index, block in enumerate(self.plan.blocks):
             while self.in_flight >= self.threads * QUEUED_PER_THREAD:
                 self._complete_one()
@@ -250,12 +206,12 @@ class _Transfer:
         self.uploads.clear()
         self.done = queue.SimpleQueue()
 
-    def _variable(self, target: Target) -> _Variable:
+    def _variable(self, target: Target) -> Variable:
         stored = self.manifest.tensors[target.view.tensor].dtype
         widens = self.placement == "upload" and widens_on_device(stored, target.dtype)
-        return _Variable(target, local_bounds(target, self.plan.positions), stored if widens else target.dtype)
+        return Variable(target, local_bounds(target, self.plan.positions), stored if widens else target.dtype)
 
-    def _make_chunks(self) -> dict[tuple[int, int], _Chunk]:
+    def _make_chunks(self) -> dict[tuple[int, int], Chunk]:
         """For every (block, piece) the chunk it belongs to."""
         pieces: dict[int, list[tuple[int, int, Bounds]]] = {}
         sharing: dict[str, set[int]] = {}
@@ -264,11 +220,11 @@ class _Transfer:
                 pieces.setdefault(piece.target, []).append((b, p, piece.box))
                 sharing.setdefault(block.tensor, set()).add(piece.target)
         free = self.budget.limit_bytes - self.budget.taken_bytes - self.plan.decoded_bytes
-        found: dict[tuple[int, int], _Chunk] = {}
+        found: dict[tuple[int, int], Chunk] = {}
         for t, of_target in pieces.items():
             variable = self.variables[t]
             limit = free // (2 * len(sharing[variable.target.view.tensor]))
-            for chunk, members in _grouped(variable, of_target, None if self.placement == "adopt" else limit):
+            for chunk, members in grouped(variable, of_target, None if self.placement == "adopt" else limit):
                 variable.chunks_left += 1
                 chunk.blocks_left = len(members)
                 found.update(dict.fromkeys(members, chunk))
@@ -292,7 +248,7 @@ class _Transfer:
         done = self.done
         future.add_done_callback(lambda f: done.put((index, f)))
 
-    def _open(self, chunk: _Chunk) -> None:
+    def _open(self, chunk: Chunk) -> None:
         if not chunk.variable.started:
             chunk.variable.started = True
             self.on_start(chunk.variable.target.name)
@@ -345,7 +301,7 @@ class _Transfer:
         while self.uploads and all(a.is_ready() for a in self.uploads[0][0]):
             self._finish_upload()
 
-    def _place(self, chunk: _Chunk) -> None:
+    def _place(self, chunk: Chunk) -> None:
         variable, target = chunk.variable, chunk.variable.target
         sharding = named_sharding(target.layout, self.devices)
         if chunk.box == Bounds.whole(target.view.shape):
@@ -370,28 +326,3 @@ class _Transfer:
         for array in arrays:
             array.block_until_ready()
         self.budget.give_back(n_bytes)
-
-
-def _grouped(
-    variable: _Variable, pieces: list[tuple[int, int, Bounds]], limit: int | None
-) -> list[tuple[_Chunk, list[tuple[int, int]]]]:
-    """Group a variable's pieces, in file order, into boxes of at most ``limit`` bytes; ``None``: one of everything."""
-    whole = Bounds.whole(variable.target.view.shape)
-    itemsize = variable.staged.itemsize
-    if limit is None or sum(b.size for b in variable.shards) * itemsize <= limit:
-        return [(_Chunk(variable, whole), [(b, p) for b, p, _ in pieces])]
-    groups: list[tuple[_Chunk, list[tuple[int, int]]]] = []
-    for b, p, box in pieces:
-        if groups:
-            chunk, members = groups[-1]
-            joined = _hull(chunk.box, box)
-            if joined.size == chunk.box.size + box.size and joined.size * itemsize <= limit:
-                chunk.box = joined
-                members.append((b, p))
-                continue
-        groups.append((_Chunk(variable, box), [(b, p)]))
-    return groups
-
-
-def _hull(one: Bounds, other: Bounds) -> Bounds:
-    return Bounds(tuple(map(min, one.start, other.start)), tuple(map(max, one.stop, other.stop)))

@@ -72,9 +72,9 @@ def test_any_view_in_any_layout(tmp_path_factory, data, pair, placement):
     layout = data.draw(layouts(seen.shape))
     target = Target("v", view_of("t", value, seen), value.dtype, layout)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardload.plan.DIRECT_RUN_BYTES", data.draw(st.sampled_from([1, 8, 1 << 10])))
-        patch.setattr("shardload.plan.STAGED_BYTES", data.draw(st.sampled_from([8, 40, 100, 1 << 20])))
-        patch.setattr("shardload.plan.SKIP_BYTES", data.draw(st.sampled_from([1, 16, 1 << 17])))
+        patch.setattr("shardload._reads.DIRECT_RUN_BYTES", data.draw(st.sampled_from([1, 8, 1 << 10])))
+        patch.setattr("shardload._reads.STAGED_BYTES", data.draw(st.sampled_from([8, 40, 100, 1 << 20])))
+        patch.setattr("shardload._reads.SKIP_BYTES", data.draw(st.sampled_from([1, 16, 1 << 17])))
         patch.setattr("shardload._fanout.PITCH_ROW_BYTES", data.draw(st.sampled_from([1, 1 << 10])))
         block_bytes = data.draw(st.sampled_from([1, 7, 64, 1 << 20]))
         plan = make_plan(manifest, [target], host_memory_bytes=1 << 20, block_bytes=block_bytes)
