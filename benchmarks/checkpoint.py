@@ -82,7 +82,7 @@ def targets_for(manifest: Any, layout: str) -> list[Any]:
     from shardload.layout import Layout
     from shardload.manifest import View
     from shardload.mesh import MeshSpec
-    from shardload.plan import Target
+    from shardload.planner import Target
 
     mesh, found = MeshSpec.parse("1x8"), []
     for name, tensor in manifest.tensors.items():

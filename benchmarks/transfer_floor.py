@@ -25,7 +25,7 @@ from benchmarks.measure import Comparison, compare, table, warm_files, warm_memo
 def floor(path: Path, sizes: list[int], threads: int) -> list[object]:
     """Read the file once into fresh memory, one allocation per tensor as a load has, and nothing more."""
     from shardload._buffers import memory
-    from shardload.plan import BLOCK_BYTES
+    from shardload.planner import BLOCK_BYTES
 
     fd = os.open(path, os.O_RDONLY)
     buffers = [memory(n) for n in sizes]
@@ -48,7 +48,7 @@ def floor(path: Path, sizes: list[int], threads: int) -> list[object]:
 
 def load(path: Path, layout: str, devices: list[Any], threads: int) -> dict[str, Any]:
     """Manifest, plan and transfer of the whole file."""
-    from shardload.plan import make_plan
+    from shardload.planner import make_plan
     from shardload.transfer import execute
 
     manifest = open_safetensors(path)

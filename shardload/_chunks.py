@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from shardload._fanout import Part
 from shardload._placement import Growing
 from shardload.bounds import Bounds
-from shardload.plan import Target
+from shardload.planner import Target
 
 
 @dataclass(eq=False, slots=True)

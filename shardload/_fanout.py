@@ -26,7 +26,7 @@ from shardload._blocks import Ordered, address, run, span
 from shardload._scatter import Grid
 from shardload.bounds import Bounds
 from shardload.manifest import View
-from shardload.plan import Block
+from shardload.planner import Block
 
 PITCH_ROW_BYTES = 1 << 10
 """Shorter rows spread over enough cache sets by themselves."""

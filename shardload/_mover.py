@@ -18,7 +18,7 @@ from shardload._fanout import PAD_BYTES, Flat, Lane, Part, copy, grid_of, pitch_
 from shardload._scatter import Grid, entries, scatter_read
 from shardload.errors import ShardloadError, TransferError
 from shardload.manifest import Decoded, Tensor
-from shardload.plan import Block
+from shardload.planner import Block
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What is read at once, how it is moved, and where it goes; see `shardload.plan` for the picture.
+"""What is read at once, how it is moved, and where it goes; see `shardload.planner` for the picture.
 
 Planning goes tensor by tensor: all views of a tensor are cut at the same rows (`_blocks.cut`), ranges that touch are
 joined into one read as long as it stays short, and the way to move them follows from the worst of its variables.

@@ -41,7 +41,7 @@ from shardload._placement import Growing, assemble, named_sharding, place, widen
 from shardload.bounds import Bounds
 from shardload.errors import BudgetError, MeshError, MismatchError, TransferError
 from shardload.manifest import Extent, Manifest
-from shardload.plan import Block, LoadPlan, Target, local_bounds
+from shardload.planner import Block, LoadPlan, Target, local_bounds
 
 __all__ = ["Placement", "TransferStats", "execute", "named_sharding", "place"]
 

@@ -12,8 +12,20 @@ PACKAGE = Path(__file__).parent.parent / "shardload"
 LAYERS = {
     0: {"errors", "bounds", "manifest", "units"},
     1: {"stores", "loaders"},
-    2: {"mesh", "layout", "plan", "planner", "_blocks", "_casts"},
-    3: {"transfer", "devices", "_budget", "_buffers", "_fanout", "_mover", "_placement", "_scatter", "_whole"},
+    2: {"mesh", "layout", "planner", "_blocks", "_casts", "_reads"},
+    3: {
+        "transfer",
+        "devices",
+        "_budget",
+        "_buffers",
+        "_chunks",
+        "_fanout",
+        "_mover",
+        "_placement",
+        "_scatter",
+        "_whole",
+        "_fingerprint",
+    },
     4: {"_keras", "_hub", "abstraction", "distribution", "names", "assign", "parallel", "whereabouts"},
     5: {"loading", "_job", "_accounts", "reports", "progress", "resolve", "synth", "generate", "callbacks"},
     6: {"cli", "console", "__main__"},
@@ -79,3 +91,10 @@ def test_front_door_is_light(command):
     code = f"{command}\nimport sys\nprint(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_no_module_has_the_name_of_a_public_function():
+    """Importing ``shardload.plan`` as a module would put it in place of the function."""
+    import shardload
+
+    assert not {home(p) for p in modules()} & (set(shardload.__all__) - {"errors"})

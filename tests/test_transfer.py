@@ -15,7 +15,7 @@ from shardload.errors import BudgetError, MeshError, MismatchError, TransferErro
 from shardload.layout import Layout
 from shardload.manifest import Manifest, View
 from shardload.mesh import MeshSpec
-from shardload.plan import Target, make_plan
+from shardload.planner import Target, make_plan
 from shardload.transfer import execute, named_sharding, place
 from tests.transfer_harness import Rows, check, load, manifest_of
 

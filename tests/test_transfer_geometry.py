@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from shardload.layout import Layout
 from shardload.manifest import View
 from shardload.mesh import MeshSpec
-from shardload.plan import Target, make_plan
+from shardload.planner import Target, make_plan
 from tests.transfer_harness import Rows, check, load, manifest_of
 
 MESHES = [MeshSpec.parse(m) for m in ("1x1", "1x3", "1x8", "8x1", "2x4", "data=2,fsdp=2,model=2")]

@@ -17,7 +17,7 @@ from shardload.errors import BudgetError, LayoutError, MismatchError
 from shardload.layout import Layout
 from shardload.manifest import Extent, Manifest, Tensor, View
 from shardload.mesh import MeshSpec
-from shardload.plan import Target, make_plan
+from shardload.planner import Target, make_plan
 
 MESH = MeshSpec.parse("1x8")
 FLOAT32 = np.dtype(np.float32)
