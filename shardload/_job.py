@@ -20,7 +20,7 @@ from shardload.errors import LoadInterruptedError, MismatchError
 from shardload.manifest import Manifest
 from shardload.names import VariableMap
 from shardload.parallel import LayoutChoice, choose
-from shardload.plan import LoadPlan, Target, make_plan
+from shardload.planner import LoadPlan, Target, make_plan
 from shardload.progress import Progress, Silent
 from shardload.reports import LoadReport
 from shardload.whereabouts import AS_IT_WAS
