@@ -10,9 +10,10 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from shardload import _accounts, _hub, abstraction, distribution, names, transfer
+from shardload import _accounts, _hub, _keras, abstraction, distribution, names, transfer
+from shardload._fingerprint import Fingerprint
 from shardload._whole import read_tensor
 from shardload.assign import Assigner
 from shardload.devices import Place
@@ -23,8 +24,13 @@ from shardload.parallel import LayoutChoice, choose
 from shardload.planner import LoadPlan, Target, make_plan
 from shardload.progress import Progress, Silent
 from shardload.reports import LoadReport
-from shardload.whereabouts import AS_IT_WAS
+from shardload.whereabouts import AS_IT_WAS, remember
 
+BARE = ("safetensors",)
+"""Formats whose tensors have whatever names their writer chose."""
+OnFailure = Literal["raise", "tell", "restore"]
+"""``raise``: just the error, as nobody has the model yet; ``tell``: what the model holds now; ``restore``: keep the old
+values until the new ones are complete, and put them back."""
 SHOWN = 8
 """How many names an error lists before it counts the rest."""
 
@@ -76,15 +82,20 @@ class Job:
         if not problems:
             return
         rest = f"\n  … and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-        way_out = (
-            "" if self.mapping.mismatched else " Pass strict=False (--no-strict) to load what fits and report the rest."
-        )
         raise MismatchError(
             f"{self.manifest.source} does not fit the model {self.model.name!r} ({type(self.model).__name__}):\n  "
             + "\n  ".join(problems[:SHOWN])
             + rest
-            + f"\nThe model is unchanged.{way_out}"
+            + f"\nThe model is unchanged.{self._way_out()}"
         )
+
+    def _way_out(self) -> str:
+        if self.mapping.mismatched:
+            return ""
+        out = " Pass strict=False (--no-strict) to load what fits and report the rest."
+        if self.manifest.format in BARE and self.mapping.missing and self.mapping.unused:
+            out += " Where only the names differ, pass names={tensor: variable path}."
+        return out
 
 
 def build(manifest: Manifest, **options: Any) -> Any:
@@ -110,18 +121,37 @@ def prepare(
     return Job(model, manifest, place, mapping, choice, plan)
 
 
-def fill(job: Job, clock: Clock, *, progress: Progress | None, atomic: bool, notes: tuple[str, ...]) -> LoadReport:
+def fill(
+    job: Job,
+    clock: Clock,
+    *,
+    files: Fingerprint,
+    on_failure: OnFailure,
+    progress: Progress | None,
+    notes: tuple[str, ...],
+) -> LoadReport:
     """Read, assign, initialise the rest, and account for it.
+
+    Args:
+        job: What to do; the only change made to its model is made here.
+        clock: Counts the time.
+        files: What the checkpoint's files looked like when their headers were read.
+        on_failure: What to do with a model that is half loaded.
+        progress: Told how many bytes were read.
+        notes: For the report.
 
     Raises:
         LoadInterruptedError: When it failed after values had been replaced; says what the model holds.
         TransferError: When reading failed and nothing had been replaced.
     """
-    with clock("transfer"), _standing(job, atomic=atomic) as assigner:
+    files.check()
+    with clock("transfer"), _standing(job, on_failure=on_failure) as assigner:
         stats = _stream(job, assigner, progress or Silent())
+        files.check()
         assigner.finish()
     with clock("build"):
         initialised = abstraction.initialise(job.model)
+        _gather(job)
         abstraction.check_initialised(job.model)
     return _accounts.load_report(job, clock, stats, initialised=tuple(initialised), notes=notes)
 
@@ -141,30 +171,46 @@ def _stream(job: Job, assigner: Assigner, shown: Progress) -> transfer.TransferS
         shown.stop()
 
 
+def _gather(job: Job) -> None:
+    """Bring along what the checkpoint did not hold (seeds, metrics, kept weights): one program, one mesh."""
+    if distribution.binding_of(job.model) is not None:
+        for variable in _keras.state_of(job.model):
+            if (sharding := _keras.sharding_of(variable)) is not None:
+                _keras.relocate(variable, sharding)
+
+
 @contextmanager
-def _standing(job: Job, *, atomic: bool) -> Iterator[Assigner]:
+def _standing(job: Job, *, on_failure: OnFailure) -> Iterator[Assigner]:
     """The model on its new mesh with an assigner for it; on failure says what it holds, or puts everything back."""
-    before = distribution.Standing.of(job.model) if atomic else None
+    before = distribution.Standing.of(job.model)
+    held = sum(map(_keras.has_value, job.mapping.provided))
+    assigner = _assigner(job, atomic=on_failure == "restore")
+    try:
+        _bind(job)
+        yield assigner
+    except BaseException as error:
+        left = assigner.abort()
+        unchanged = not left.new and len(left.old) == held
+        if on_failure == "restore" or unchanged:
+            before.restore()
+        if on_failure == "raise" or unchanged:
+            raise
+        remember(job.model, job.place)
+        told = f"Of the model {job.model.name!r} {left}."
+        if not isinstance(error, Exception):
+            error.add_note(f"The load was interrupted. {told}")
+            raise
+        raise LoadInterruptedError(
+            f"Loading {job.manifest.source} failed: {error}\n{told} Load it again, or use atomic=True to keep the old "
+            "values until the new ones are complete."
+        ) from error
+
+
+def _bind(job: Job) -> None:
     if job.choice.mode != AS_IT_WAS:
         distribution.bind(
             job.model, mesh=job.place.mesh, devices=job.place.devices, layouts=job.choice.layouts, values="keep"
         )
-    assigner = _assigner(job, atomic=atomic)
-    try:
-        yield assigner
-    except BaseException as error:
-        left = assigner.abort()
-        if before is not None:
-            before.restore()
-        if not isinstance(error, Exception):
-            error.add_note(f"The load was interrupted; of the model {job.model.name!r} {left}.")
-            raise
-        if not left.new and not left.none:
-            raise
-        raise LoadInterruptedError(
-            f"Loading {job.manifest.source} failed: {error}\nOf the model {job.model.name!r} {left}. Load it again, or "
-            "use atomic=True to keep the old values until the new ones are complete."
-        ) from error
 
 
 def _assigner(job: Job, *, atomic: bool) -> Assigner:

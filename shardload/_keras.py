@@ -31,7 +31,7 @@ from keras.src.backend.common import global_state, variables
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.common.symbolic_scope import SymbolicScope, in_symbolic_scope
 from keras.src.backend.jax.core import JaxVariable
-from keras.src.backend.jax.trainer import JAXEpochIterator, _distribute_data
+from keras.src.backend.jax.trainer import JAXEpochIterator, JAXTrainer, _distribute_data
 from keras.src.saving import saving_lib
 from numpy.typing import NDArray
 
@@ -406,10 +406,22 @@ def _distributed_iterator(original: Callable[..., Any]) -> Callable[..., Any]:
     return iterate
 
 
+def _check_sharding_consistency(original: Callable[..., None]) -> Callable[..., None]:
+    """On one device all shardings agree; Keras warns there, as its own variables come without a mesh."""
+
+    @functools.wraps(original)
+    def check(self: Model, *shardings: Sequence[Any]) -> None:
+        devices = {device for found in shardings for sharding in found for device in sharding.device_set}
+        if len(devices) > 1:
+            original(self, *shardings)
+
+    return check
+
+
 @contextmanager
 def batches_laid_out_singly() -> Iterator[None]:
     """While open, distributions with ``lays_out_each_batch`` are asked about every batch of a dataset."""
-    with _ITERATOR_PATCH.applied():
+    with _TRAINER_PATCHES.applied():
         yield
 
 
@@ -642,7 +654,12 @@ _RECORDING_PATCHES = Patches(
         (variables.Variable, "assign", _assign),
     ]
 )
-_ITERATOR_PATCH = Patches(lambda: [(JAXEpochIterator, "_get_distributed_iterator", _distributed_iterator)])
+_TRAINER_PATCHES = Patches(
+    lambda: [
+        (JAXEpochIterator, "_get_distributed_iterator", _distributed_iterator),
+        (JAXTrainer, "_check_sharding_consistency", _check_sharding_consistency),
+    ]
+)
 _ASSIGN_PATCH = _InheritedPatch()
 # Keras means to cache the attributes to skip, but looks them up under another name than it stores them under, and so
 # makes a layer per layer it visits: most of the walk's time.

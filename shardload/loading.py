@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardload import _accounts, _job
 from shardload import devices as placement
+from shardload._fingerprint import Fingerprint
 from shardload.errors import UnsupportedError
 from shardload.loaders import open_manifest
 from shardload.manifest import Manifest
@@ -105,13 +106,14 @@ def run(
     """
     clock = _job.Clock()
     found, manifest = _open(source)
+    files = Fingerprint.of(manifest.files)
     place = placement.place_on(mesh, axes=axes, devices=devices)
     with clock("build"):
         model = _job.build(manifest, dtype=dtype, task=task, custom_objects=custom_objects, safe_mode=safe_mode)
     with clock("plan"):
         job = _job.prepare(model, manifest, place, layout=layout, host_memory_bytes=_budget(host_memory_bytes))
         job.check(strict=strict)
-    report = _job.fill(job, clock, progress=progress, atomic=False, notes=_notes(found))
+    report = _job.fill(job, clock, files=files, on_failure="raise", progress=progress, notes=_notes(found))
     _reports[model] = report
     return Loaded(model, report, manifest)
 
@@ -151,6 +153,7 @@ def load_weights(
     """
     clock = _job.Clock()
     found, manifest = _open(source)
+    files = Fingerprint.of(manifest.files)
     if not getattr(model, "built", True):
         raise UnsupportedError(f"The model {model.name!r} has not been built. Call model.build(input_shape) first")
     with clock("plan"):
@@ -159,7 +162,8 @@ def load_weights(
             model, manifest, place, layout=wanted, tensor_names=names, host_memory_bytes=_budget(host_memory_bytes)
         )
         job.check(strict=strict)
-    report = _job.fill(job, clock, progress=progress, atomic=atomic, notes=_notes(found))
+    on_failure: _job.OnFailure = "restore" if atomic else "tell"
+    report = _job.fill(job, clock, files=files, on_failure=on_failure, progress=progress, notes=_notes(found))
     _reports[model] = report
     return report
 

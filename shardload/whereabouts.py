@@ -1,13 +1,16 @@
 """Where a model that stands lives now, so that a load without ``mesh`` leaves it there.
 
+bound by shardload                     ─► its mesh, and the layouts its variables are meant to have
 every value on one device              ─► a 1x1 mesh on that device
 values spread over one mesh            ─► that mesh and those layouts; values on one device count as replicated
+every value lost to a failed load      ─► where they were (`remember`)
 no values, or a mesh or layout given   ─► a fresh placement
 """
 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +18,7 @@ import jax
 
 from shardload import _keras
 from shardload.devices import Place, place_on
+from shardload.distribution import binding_of
 from shardload.errors import MeshError
 from shardload.layout import Layout
 from shardload.mesh import DEFAULT_AXES, MeshSpec
@@ -33,22 +37,36 @@ def whereabouts(
     Raises:
         MeshError: When the model's variables are spread over several meshes, or there are too few devices.
     """
+    if mesh is not None or devices is not None or (place := _home(model)) is None:
+        return place_on(mesh, axes=axes, devices=devices), "auto" if layout is None else layout
+    return place, _standing(model, place) if layout is None else layout
+
+
+_lost: weakref.WeakKeyDictionary[Any, Place] = weakref.WeakKeyDictionary()
+
+
+def remember(model: Any, place: Place) -> None:
+    """Say where a model lived before a load that failed: its values, which would tell, may be gone."""
+    _lost[model] = place
+
+
+def _home(model: Any) -> Place | None:
+    if (binding := binding_of(model)) is not None:
+        return Place(binding.mesh, binding.devices)
     shardings = [s for v in all_variables(model).values() if (s := _sharding(v)) is not None]
     meshes = {s.mesh for s in shardings if isinstance(s, jax.sharding.NamedSharding)}
-    if mesh is not None or devices is not None or not shardings:
-        return place_on(mesh, axes=axes, devices=devices), "auto" if layout is None else layout
     if len(meshes) > 1:
         raise MeshError(
             f"The variables of {model.name!r} are spread over {len(meshes)} meshes; say which one with mesh="
         )
-    place = _of_mesh(meshes.pop()) if meshes else _of_devices(shardings)
-    return place, _standing(model, place) if layout is None else layout
+    if not shardings:
+        return _lost.get(model)
+    return _of_mesh(meshes.pop()) if meshes else _of_devices(shardings)
 
 
 def _sharding(variable: Any) -> Any:
-    if _keras.has_value(variable):
-        return _keras.value_of(variable).sharding
-    return _keras.sharding_of(variable)
+    wanted = _keras.sharding_of(variable)
+    return _keras.value_of(variable).sharding if wanted is None and _keras.has_value(variable) else wanted
 
 
 def _of_mesh(mesh: jax.sharding.Mesh) -> Place:

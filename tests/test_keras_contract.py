@@ -44,6 +44,7 @@ def test_a_variable_has_the_private_attributes():
         (JaxVariable, "_initialize_with_initializer", ["self", "initializer"]),
         (JaxVariable, "_initialize_layout", ["self"]),
         (trainer.JAXEpochIterator, "_get_distributed_iterator", ["self", "distribution"]),
+        (trainer.JAXTrainer, "_check_sharding_consistency", ["self", "trainable_shardings"]),
     ],
 )
 def test_patched_methods_have_their_signature(owner, name, parameters):
