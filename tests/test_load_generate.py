@@ -1,0 +1,60 @@
+"""Loaded onto a mesh, a model says what it says unsharded: from preset folder to token ids, and from GGUF to text."""
+
+import jax
+import models
+import numpy as np
+import pytest
+
+import shardload
+from shardload.generate import generate_ids, generate_text
+from shardload.loaders import open_manifest
+from shardload.resolve import resolve
+
+# Keras 3.15 converts its variables with an old signature of __array__ that NumPy 2.4 warns about.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+MESHES = ("1x8", "2x4", "8x1", "1x3")
+NEW_TOKENS = 6
+PROMPTS = np.random.default_rng(7).integers(1, 256, size=(8, 5)).tolist()
+
+
+@pytest.mark.slow
+def test_real_gemma_3_continues_the_prompt_in_float32():
+    model = shardload.load("gemma3_270m", mesh="1x8", dtype="float32")
+    manifest = open_manifest(resolve("gemma3_270m").path)
+    text = generate_text(model, manifest, "The capital of France is", max_new_tokens=13)
+    assert text.startswith(" the capital of the country of France. It is the")
+
+
+@pytest.fixture(scope="module")
+def quick_compiler():
+    """Compile without optimisations: compiling is nearly all of the small models' time."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module", params=("gemma1", "gemma2", "gemma3", "llama"))
+def saved(request, tmp_path_factory, quick_compiler):
+    """A preset folder Keras wrote, and what the unsharded Keras model says to one prompt and to eight."""
+    lm = models.randomise(models.causal_lm(request.param))
+    folder = tmp_path_factory.mktemp(request.param)
+    lm.save_to_preset(str(folder))
+    return folder, keras_tokens(lm, PROMPTS[:1]), keras_tokens(lm, PROMPTS)
+
+
+def keras_tokens(lm, prompts):
+    """What KerasHub's own compiled loop adds to each prompt, without a mesh."""
+    tokens = np.zeros((len(prompts), len(prompts[0]) + NEW_TOKENS), np.int32)
+    tokens[:, : len(prompts[0])] = prompts
+    mask = tokens > 0
+    made = lm.make_generate_function()({"token_ids": jax.numpy.array(tokens), "padding_mask": jax.numpy.array(mask)})
+    return np.asarray(made["token_ids"])[:, len(prompts[0]) :].tolist()
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_generates_what_the_unsharded_keras_model_does(saved, mesh):
+    folder, one, eight = saved
+    model = shardload.load(str(folder), mesh=mesh)
+    assert generate_ids(model, PROMPTS[:1], max_new_tokens=NEW_TOKENS) == one
+    assert generate_ids(model, PROMPTS, max_new_tokens=NEW_TOKENS) == eight
