@@ -145,7 +145,7 @@ def fill(
         TransferError: When reading failed and nothing had been replaced.
     """
     files.check()
-    with clock("transfer"), _standing(job, on_failure=on_failure) as assigner:
+    with clock("transfer"), _standing(job, files, on_failure=on_failure) as assigner:
         stats = _stream(job, assigner, progress or Silent())
         files.check()
         assigner.finish()
@@ -180,11 +180,11 @@ def _gather(job: Job) -> None:
 
 
 @contextmanager
-def _standing(job: Job, *, on_failure: OnFailure) -> Iterator[Assigner]:
+def _standing(job: Job, files: Fingerprint, *, on_failure: OnFailure) -> Iterator[Assigner]:
     """The model on its new mesh with an assigner for it; on failure says what it holds, or puts everything back."""
     before = distribution.Standing.of(job.model)
     held = sum(map(_keras.has_value, job.mapping.provided))
-    assigner = _assigner(job, atomic=on_failure == "restore")
+    assigner = _assigner(job, files, atomic=on_failure == "restore")
     try:
         _bind(job)
         yield assigner
@@ -213,11 +213,13 @@ def _bind(job: Job) -> None:
         )
 
 
-def _assigner(job: Job, *, atomic: bool) -> Assigner:
+def _assigner(job: Job, files: Fingerprint, *, atomic: bool) -> Assigner:
     def place(variable: Any, value: Any) -> Any:
         return transfer.place(value, job.choice.layouts[id(variable)], job.place.devices)
 
     def read(tensor: str) -> Any:
-        return read_tensor(job.manifest, tensor)
+        value = read_tensor(job.manifest, tensor)
+        files.check()
+        return value
 
     return Assigner(job.mapping, read_tensor=read, place=place, atomic=atomic)
