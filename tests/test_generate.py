@@ -282,6 +282,13 @@ def test_empty_prompts_and_too_long_ones_are_refused(gemma3):
     assert generate_ids(gemma3, []) == []
 
 
+@pytest.mark.parametrize("config", [{"max_position_embeddings": 16}, {"text_config": {"max_position_embeddings": 16}}])
+def test_a_prompt_beyond_the_context_is_refused_before_attention_takes_memory(config, gemma3, tmp_path):
+    synthetic = manifest(tmp_path, vocab_size=64, shardload={"synthetic": True}, **config)
+    with pytest.raises(UnsupportedError, match="good for 16 together"):
+        generate_text(gemma3, synthetic, "x" * 9, max_new_tokens=8)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["2x4", "8x1"])
 def test_fewer_prompts_than_the_batch_axis(mesh, gemma3):

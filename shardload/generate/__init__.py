@@ -25,6 +25,10 @@ __all__ = ["generate_ids", "generate_text"]
 LENGTH_STEP = 32
 """Sequences are padded to a multiple of it, so that prompts of similar length share one compiled loop."""
 
+DEFAULT_CONTEXT = 8192
+"""Tokens a model is trusted with whose checkpoint does not say: what Gemma 1 and 2 were trained on. Attention takes
+memory quadratic in it, so a prompt without bounds ends a machine, not a call."""
+
 _KEPT = "_shardload_greedy"
 
 
@@ -44,7 +48,8 @@ def generate_text(
         max_new_tokens: Most tokens to add; an end-of-text or end-of-turn token ends a continuation sooner.
 
     Raises:
-        UnsupportedError: When the model does not generate, or the checkpoint carries no tokenizer.
+        UnsupportedError: When the model does not generate, the checkpoint carries no tokenizer, or prompt and new tokens
+            exceed the model's context.
         SourceError: When its tokenizer is damaged.
         MissingExtraError: When a package for it is not installed.
     """
@@ -52,6 +57,7 @@ def generate_text(
     tokenizer = tokenizer_of(manifest)
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
     encoded = [tokenizer.encode(text) for text in prompts]
+    _check_context(manifest, max(map(len, encoded), default=0), max_new_tokens)
     added = generate_ids(model, encoded, max_new_tokens=max_new_tokens, stop_ids=tokenizer.stop_ids)
     texts = [_continuation(tokenizer, ids, new) for ids, new in zip(encoded, added, strict=True)]
     return texts[0] if isinstance(prompt, str) else texts
@@ -76,6 +82,16 @@ def generate_ids(
         outputs = generate(placed, stop_token_ids=stop_ids or None)
         rows = np.asarray(outputs["token_ids"])
     return [_new_ids(row, len(ids), max_new_tokens, stop_ids) for row, ids in zip(rows, prompts, strict=False)]
+
+
+def _check_context(manifest: Manifest, prompt_tokens: int, max_new_tokens: int) -> None:
+    config = manifest.config.get("text_config") or manifest.config
+    context = config.get("max_position_embeddings") or DEFAULT_CONTEXT
+    if prompt_tokens + max_new_tokens > context:
+        raise UnsupportedError(
+            f"The prompt has {prompt_tokens} tokens and {max_new_tokens} more were asked for, but {manifest.source} is good "
+            f"for {context} together. Shorten the prompt or ask for fewer (--max-new-tokens)"
+        )
 
 
 def _require_causal_lm(model: Any, source: str) -> None:
