@@ -48,8 +48,8 @@ def generate_text(
         max_new_tokens: Most tokens to add; an end-of-text or end-of-turn token ends a continuation sooner.
 
     Raises:
-        UnsupportedError: When the model does not generate, the checkpoint carries no tokenizer, or prompt and new tokens
-            exceed the model's context.
+        UnsupportedError: When the model does not generate, the checkpoint carries no tokenizer, or prompt and new
+            tokens exceed the model's context.
         SourceError: When its tokenizer is damaged.
         MissingExtraError: When a package for it is not installed.
     """
@@ -89,8 +89,8 @@ def _check_context(manifest: Manifest, prompt_tokens: int, max_new_tokens: int) 
     context = config.get("max_position_embeddings") or DEFAULT_CONTEXT
     if prompt_tokens + max_new_tokens > context:
         raise UnsupportedError(
-            f"The prompt has {prompt_tokens} tokens and {max_new_tokens} more were asked for, but {manifest.source} is good "
-            f"for {context} together. Shorten the prompt or ask for fewer (--max-new-tokens)"
+            f"The prompt has {prompt_tokens} tokens and {max_new_tokens} more were asked for, but {manifest.source} is "
+            f"good for {context} together. Shorten the prompt or ask for fewer (--max-new-tokens)"
         )
 
 
