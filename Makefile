@@ -5,16 +5,19 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export KERAS_BACKEND := jax
 
-.PHONY: demo test test-fast check lint types bench clean
+.PHONY: demo test test-full test-fast check lint types bench clean
 
 demo: $(VENV)/.demo  ## real Gemma 3 270M on eight devices answers a prompt
 	$(BIN)/shardload load gemma3_270m --mesh 1x8 --prompt "The capital of France is"
 
-test: $(STAMP)  ## all tests
-	$(BIN)/python -m pytest
+test: $(STAMP)  ## all tests, a process per core (two at most: each takes up to 3 GB)
+	$(BIN)/python -m pytest -n 2
+
+test-full: $(STAMP)  ## every format, family and dtype on every mesh
+	$(BIN)/python -m pytest -n 2 --every-mesh
 
 test-fast: $(STAMP)  ## without the slow ones
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n 2 -m "not slow"
 
 check: lint types test  ## what CI runs (tests include the docs)
 

@@ -13,3 +13,7 @@ sys.modules.setdefault("tensorflow_text", None)  # type: ignore[arg-type]
 import jax  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--every-mesh", action="store_true", help="load every format on every mesh, not on two in turn")
