@@ -61,7 +61,9 @@ class Mover:
 
     def _scatter(self, block: Block, parts: list[Part], fd: int, itemsize: int) -> None:
         grids = [grid_of(block, part, itemsize) for part in parts]
-        stop, junk = block.offset + block.read_bytes, self._scratch(SKIP_BYTES)
+        # Most blocks have no gaps; memory for them would be outside the budget.
+        gaps = block.read_bytes - itemsize * sum(part.box.size for part in parts)
+        stop, junk = block.offset + block.read_bytes, self._scratch(min(SKIP_BYTES, gaps))
         wanted = entries(grids, start=block.offset, stop=stop, junk=junk)
         self._check(block, block.offset, block.read_bytes, scatter_read(fd, wanted, block.offset))
 
