@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import resource
 import sys
 import time
 from collections.abc import Callable
@@ -27,6 +26,7 @@ import keras  # noqa: E402
 import keras_hub  # noqa: E402
 
 import shardload  # noqa: E402
+from benchmarks.measure import memory_status, reset_peak_memory  # noqa: E402
 from shardload import _hub, loaders  # noqa: E402
 from shardload.mesh import MeshSpec  # noqa: E402
 from shardload.parallel import choose  # noqa: E402
@@ -78,7 +78,8 @@ def main() -> None:
                 while file.read(1 << 22):
                     pass
     gc.collect()
-    before, cpu, wall = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time(), time.perf_counter()
+    reset_peak_memory()  # the kernel hands the peak of the parent process down to its children
+    before, cpu, wall = memory_status()["rss_bytes"], time.process_time(), time.perf_counter()
     model = run()
     jax.block_until_ready([v.value for v in model.weights])  # type: ignore[attr-defined]
     print(
@@ -87,7 +88,7 @@ def main() -> None:
                 "weight_bytes": sum(v.value.nbytes for v in model.weights),  # type: ignore[attr-defined]
                 "wall_s": time.perf_counter() - wall,
                 "cpu_s": time.process_time() - cpu,
-                "peak_bytes": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024,
+                "peak_bytes": memory_status()["peak_rss_bytes"] - before,
             }
         )
     )
