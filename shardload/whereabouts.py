@@ -1,8 +1,7 @@
 """Where a model that stands lives now, so that a load without ``mesh`` leaves it there.
 
-bound by shardload                     ─► its mesh, and the layouts its variables are meant to have
 every value on one device              ─► a 1x1 mesh on that device
-values spread over one mesh            ─► that mesh and those layouts; values on one device count as replicated
+layouts or values over one mesh        ─► that mesh and those layouts; values on one device count as replicated
 every value lost to a failed load      ─► where they were (`remember`)
 no values, or a mesh or layout given   ─► a fresh placement
 """
@@ -18,7 +17,6 @@ import jax
 
 from shardload import _keras
 from shardload.devices import Place, place_on
-from shardload.distribution import binding_of
 from shardload.errors import MeshError
 from shardload.layout import Layout
 from shardload.mesh import DEFAULT_AXES, MeshSpec
@@ -51,8 +49,6 @@ def remember(model: Any, place: Place) -> None:
 
 
 def _home(model: Any) -> Place | None:
-    if (binding := binding_of(model)) is not None:
-        return Place(binding.mesh, binding.devices)
     shardings = [s for v in all_variables(model).values() if (s := _sharding(v)) is not None]
     meshes = {s.mesh for s in shardings if isinstance(s, jax.sharding.NamedSharding)}
     if len(meshes) > 1:

@@ -2,7 +2,6 @@
 
 import jax
 import keras
-import keras_hub
 import models
 import numpy as np
 import pytest
@@ -147,7 +146,6 @@ def test_a_new_mesh_moves_the_optimizer_along(checkpoint, tmp_path):
     shardload.load_weights(model, path, mesh="1x8")
     assert_equal(model, original)
     assert_equal(model, original, pick=optimizer_state)
-    assert_usable(model, tmp_path)
     shardload.load_weights(model, path, mesh="2x2")
     assert_equal(model, original)
     assert_equal(model, original, pick=optimizer_state)
@@ -167,7 +165,7 @@ def test_weights_alone_keep_the_optimizer_of_a_trained_model(tmp_path):
     for one, other in zip(values(optimizer_state(model)), kept, strict=True):
         np.testing.assert_array_equal(one, other)
     assert report.initialised == ()
-    assert_usable(model, tmp_path)
+    train(model)
 
 
 def test_training_goes_on_where_the_checkpoint_stopped(checkpoint):
@@ -199,8 +197,6 @@ def test_a_second_load_replaces_the_first(checkpoint, tmp_path):
     assert_equal(model, other)
     assert shardload.report(model) is not first
     assert not np.allclose(model.predict(data()[0], verbose=0), predicted)
-    np.testing.assert_allclose(model.predict(data()[0], verbose=0), other.predict(data()[0], verbose=0), atol=2e-5)
-    assert_usable(model, tmp_path)
 
 
 def test_two_models_on_two_meshes_take_turns(checkpoint):
@@ -208,13 +204,16 @@ def test_two_models_on_two_meshes_take_turns(checkpoint):
     x, y = data()
     one, two = classifier(), classifier()
     expected = original.predict(x, verbose=0)
-    for _ in range(2):
-        shardload.load_weights(one, path, mesh="1x8")
-        shardload.load_weights(two, path, mesh="2x2", devices=jax.devices()[4:])
-        for model in (one, two, one):
-            np.testing.assert_allclose(model.predict(x, verbose=0), expected, atol=2e-5)
-        losses = [model.train_on_batch(x[:8], y[:8])[0] for model in (one, two)]
-        assert np.isfinite(losses).all()
+    shardload.load_weights(one, path, mesh="1x8")
+    shardload.load_weights(two, path, mesh="2x2", devices=jax.devices()[4:])
+    for model in (one, two, one, two):
+        np.testing.assert_allclose(model.predict(x, verbose=0), expected, atol=2e-5)
+    for model in (one, two):
+        assert np.isfinite(model.train_on_batch(x[:8], y[:8])).all()
+    shardload.load_weights(one, path)
+    np.testing.assert_allclose(one.predict(x, verbose=0), expected, atol=2e-5)
+    assert_equal(one, original)
+    assert devices_of(one) == {frozenset(jax.devices())}
     assert devices_of(two) == {frozenset(jax.devices()[4:])}
 
 
@@ -232,7 +231,7 @@ def test_a_bare_file_with_names_of_its_own(tmp_path):
     assert_equal(model, original)
 
 
-@pytest.mark.parametrize("mesh", ["1x1", "1x8", "2x3"])
+@pytest.mark.parametrize("mesh", ["1x1", "2x3"])
 def test_an_archive_brings_its_optimizer_back(mesh, tmp_path):
     original = train(classifier(seed=1))
     original.save(tmp_path / "model.keras")
@@ -245,35 +244,44 @@ def test_an_archive_brings_its_optimizer_back(mesh, tmp_path):
     assert_usable(model, tmp_path)
 
 
-def tiny_lm(dtype="float32"):
-    return models.randomise(models.causal_lm("gemma1", dtype))
+def tokenwise():
+    """One of each layer that can be quantised and take LoRA factors."""
+    inputs = keras.Input((4,), dtype="int32")
+    x = keras.layers.Embedding(32, 64, name="embed")(inputs)
+    x = keras.layers.EinsumDense("btd,dhk->bthk", output_shape=(None, 8, 16), name="heads")(x)
+    x = keras.layers.Reshape((4, 128), name="join")(x)
+    return models.randomise(keras.Model(inputs, keras.layers.Dense(64, name="out")(x)))
 
 
-def test_lora_weights_and_factors_load_and_train(tmp_path):
-    original = tiny_lm()
-    original.backbone.enable_lora(2)
-    models.randomise(original, seed=3)
-    original.backbone.save_weights(tmp_path / "lora.weights.h5")
-    model = models.build("gemma1")
-    model.enable_lora(2)
-    shardload.load_weights(model, tmp_path / "lora.weights.h5", mesh="1x8")
-    x = models.tokens(model)
-    np.testing.assert_allclose(model.predict(x, verbose=0), original.backbone.predict(x, verbose=0), atol=1e-4)
-    trainable = [v.path for v in model.trainable_variables]
-    assert any("lora" in path for path in trainable)
-    assert spread(model)
+def with_lora(model):
+    for name in ("embed", "heads", "out"):
+        model.get_layer(name).enable_lora(2)
+    return model
 
 
-def test_int8_weights_load_and_compute(tmp_path):
-    original = models.randomise(models.build("llama"))
-    original.quantize("int8")
-    original.save_weights(tmp_path / "int8.weights.h5")
-    model = models.build("llama")
+def as_int8(model):
     model.quantize("int8")
-    shardload.load_weights(model, tmp_path / "int8.weights.h5", mesh="2x4")
-    assert_equal(model, original)
-    x = models.tokens(model)
-    np.testing.assert_allclose(model.predict(x, verbose=0), original.predict(x, verbose=0), atol=1e-3)
+    return model
+
+
+@pytest.mark.parametrize("changed", [with_lora, as_int8])
+@pytest.mark.parametrize("mesh", [None, "2x4"])
+def test_models_with_lora_or_int8_load_and_compute_the_same(changed, mesh, tmp_path):
+    original = changed(tokenwise())
+    if changed is with_lora:
+        models.randomise(original, seed=3)
+    original.save_weights(tmp_path / "changed.weights.h5")
+    model = changed(tokenwise())
+    shardload.load_weights(model, tmp_path / "changed.weights.h5", mesh=mesh)
+    assert bool(spread(model)) == (mesh is not None)
+    assert [v.path for v in model.trainable_variables] == [v.path for v in original.trainable_variables]
+    x = np.arange(32, dtype="int32").reshape(8, 4)
+    np.testing.assert_allclose(model.predict(x, verbose=0), original.predict(x, verbose=0), atol=1e-5)
+    model.compile("adam", "mse")
+    before = np.asarray(model.get_layer("embed")._embeddings.value)
+    model.fit(x, np.ones((8, 4, 64)), verbose=0)
+    np.testing.assert_array_equal(model.get_layer("embed")._embeddings.value, before)  # frozen
+    model.save_weights(tmp_path / "again.weights.h5")
 
 
 @keras.saving.register_keras_serializable("shardload_tests")
@@ -315,19 +323,19 @@ def test_a_layer_with_hooks_of_its_own_computes_and_says_so(tmp_path):
     np.testing.assert_allclose(model.predict(x, verbose=0), original.predict(x, verbose=0), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_task_generates_after_a_load_and_after_another_mesh(tmp_path):
-    original = tiny_lm()
+    original = models.randomise(models.causal_lm("gemma1"))
     original.save_weights(tmp_path / "lm.weights.h5")
     prompt = {k: v[:3] for k, v in models.tokens(original, length=10).items()}
     prompt["padding_mask"][:, 6:] = 0
     expected = original.generate(dict(prompt), stop_token_ids=None)["token_ids"]
     with shardload.abstract():
         model = models.causal_lm("gemma1")
-    for mesh in ("1x8", "2x4", "1x3"):
+    for mesh in ("2x4", "1x3"):
         shardload.load_weights(model, tmp_path / "lm.weights.h5", mesh=mesh)
         found = model.generate(dict(prompt), stop_token_ids=None)["token_ids"]
         np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
-        assert keras_hub.models.GemmaCausalLM is type(model)
 
 
 def test_the_report_is_of_the_last_load_and_only_for_loaded_models(checkpoint):
