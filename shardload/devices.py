@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any
 
 import jax
@@ -74,10 +75,10 @@ def place_on(mesh: Any = None, *, axes: str | None = None, devices: Sequence[Any
         devices: Devices to use, in mesh order; a mesh's own, or JAX's first ones, by default.
 
     Raises:
-        MeshError: When there are fewer devices than positions.
+        MeshError: When there are fewer devices than positions, or JAX cannot start on the platform it was told.
     """
     if mesh is None:
-        found = tuple(devices or jax.devices())
+        found = tuple(devices or available())
         return Place(MeshSpec(DEFAULT_AXES, (1, len(found))), found)
     spec = mesh_spec(mesh, axes=axes)
     if devices is not None:
@@ -90,17 +91,46 @@ def place_on(mesh: Any = None, *, axes: str | None = None, devices: Sequence[Any
 
 
 def _first_devices(spec: MeshSpec) -> tuple[Any, ...]:
-    available = jax.devices()
-    if spec.size <= len(available):
-        return tuple(available[: spec.size])
-    platform = available[0].platform
+    found = available()
+    if spec.size <= len(found):
+        return found[: spec.size]
+    platform = found[0].platform
     way_out = (
         f"Before JAX is first used, call jax.config.update('jax_num_cpu_devices', {spec.size}) to simulate them"
         if platform == "cpu"
         else "Use a smaller mesh, or simulate one on the CPU with JAX_PLATFORMS=cpu (--platform cpu)"
     )
     raise MeshError(
-        f"The mesh {spec} needs {spec.size} devices, but this process has {len(available)} ({platform}). {way_out}."
+        f"The mesh {spec} needs {spec.size} devices, but this process has {len(found)} ({platform}). {way_out}."
+    )
+
+
+def available() -> tuple[Any, ...]:
+    """JAX's devices, which starts JAX.
+
+    Raises:
+        MeshError: When JAX cannot start on the platform it was told to use.
+    """
+    try:
+        return tuple(jax.devices())
+    except (RuntimeError, AssertionError) as error:
+        raise not_started(error) from error
+
+
+def not_started(error: Exception) -> MeshError:
+    """What to tell of a JAX that found none of the devices it was told to use.
+
+    Args:
+        error: What JAX raised; an `AssertionError` without words where CUDA was asked for and no GPU is there.
+    """
+    asked = jax.config.jax_platforms
+    cause = str(error).split(" (set JAX_PLATFORMS")[0].split(" (you may need")[0].strip()  # its way out is not ours
+    cause = cause or "no such device was found on this machine"
+    here = ", ".join(["cpu", *sorted(point.name for point in metadata.entry_points(group="jax_plugins"))])
+    wanted = f" with JAX_PLATFORMS={asked}" if asked else ""
+    return MeshError(
+        f"JAX could not start{wanted}: {cause}. Installed here: {here}. To use the CPU, which can simulate any mesh, "
+        "set JAX_PLATFORMS=cpu before JAX is imported (--platform cpu on the command line)"
     )
 
 

@@ -193,6 +193,7 @@ def plan(
     """
     clock = _job.Clock()
     found, manifest = _open(source)
+    placement.available()  # building computes shapes with JAX, whose own error would say nothing
     with clock("build"):
         model = _job.build(manifest, dtype=dtype, task=task)
     with clock("plan"):

@@ -5,8 +5,9 @@ import warnings
 from types import SimpleNamespace
 
 import pytest
-from cli_fakes import with_fakes
+from cli_fakes import run, with_fakes
 
+import shardload.devices  # noqa: F401 - imported here, so that it never sees a pretended JAX
 from shardload.console import environment
 from shardload.console.environment import Platform
 from shardload.errors import MeshError
@@ -124,8 +125,23 @@ def test_a_plugin_without_its_device_is_told(machine):
 
 def test_a_jax_that_cannot_start_is_told(machine):
     machine("tpu", 0, error="Unable to initialize backend 'tpu': no libtpu.so (set JAX_PLATFORMS='')")
-    with pytest.raises(MeshError, match=r"Unable to initialize backend 'tpu': no libtpu.so\. Add --platform cpu"):
+    with pytest.raises(
+        MeshError, match=r"Unable to initialize backend 'tpu': no libtpu.so\. Installed here: cpu.*--platform cpu"
+    ):
         provide("1x1", Platform.TPU)
+
+
+def test_cuda_where_there_is_none_is_one_paragraph():
+    done = with_fakes("", "load", "x", "--mesh", "1x8", JAX_PLATFORMS="cuda", CUDA_VISIBLE_DEVICES="")
+    assert (done.code, done.stdout) == (1, "")
+    assert done.error.startswith("Error: JAX could not start with JAX_PLATFORMS=cuda: ")
+    assert "Installed here: cpu" in done.error and "--platform cpu" in done.error
+
+
+def test_cuda_where_there_is_none_is_our_error_in_python():
+    code = "from shardload.devices import place_on; place_on('1x8')"
+    done = run((sys.executable, "-c", code), JAX_PLATFORMS="cuda", CUDA_VISIBLE_DEVICES="")
+    assert done.stderr.splitlines()[-1].startswith("shardload.errors.MeshError: JAX could not start with JAX_PLATFORMS")
 
 
 def test_warnings_are_kept_from_people_who_did_not_ask(monkeypatch):

@@ -125,9 +125,10 @@ def _simulate(jax: Any, needed: int) -> bool:
 def _start(jax: Any) -> list[Any]:
     try:
         return list(jax.devices())
-    except RuntimeError as error:
-        cause = str(error).split(" (set JAX_PLATFORMS")[0]  # its way out is not ours
-        raise MeshError(f"JAX could not start: {cause}. Add --platform cpu to use the CPU.") from error
+    except (RuntimeError, AssertionError) as error:
+        from shardload.devices import not_started
+
+        raise not_started(error) from error
 
 
 def _too_few(needed: int, mesh: MeshSpec | None, devices: list[Any]) -> str:
