@@ -1,6 +1,7 @@
 """Every error shardload raises, as one tree.
 
     ShardloadError
+    ├── UsageError (ValueError, TypeError)  an argument is of the wrong kind or out of range; nothing was opened
     ├── SourceError (ValueError)            the checkpoint's bytes are not what they claim to be
     │   ├── UnsafeSourceError               it points outside its folder, or would cost far more than it holds
     │   └── TruncatedSourceError            it ends before its headers say it does
@@ -37,12 +38,17 @@ __all__ = [
     "UninitialisedError",
     "UnsafeSourceError",
     "UnsupportedError",
+    "UsageError",
     "WriteError",
 ]
 
 
 class ShardloadError(Exception):
     """Base class of every error this package raises on purpose."""
+
+
+class UsageError(ShardloadError, ValueError, TypeError):
+    """An argument is of the wrong kind or out of range; nothing was opened, nothing changed."""
 
 
 class SourceError(ShardloadError, ValueError):

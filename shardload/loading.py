@@ -10,6 +10,7 @@ what a user calls.
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 from shardload import _accounts, _job
 from shardload import devices as placement
 from shardload._fingerprint import Fingerprint
-from shardload.errors import UnsupportedError
+from shardload.dtypes import dtype_name
+from shardload.errors import UnsupportedError, UsageError
 from shardload.loaders import open_manifest
 from shardload.manifest import Manifest
 from shardload.progress import Progress
@@ -45,7 +47,14 @@ class Loaded:
     manifest: Manifest
 
 
-def load(source: str, *, mesh: Any = None, layout: Any = "auto", dtype: Any = None, **options: Any) -> Any:
+def load(
+    source: str | os.PathLike[str] | os.PathLike[str],
+    *,
+    mesh: Any = None,
+    layout: Any = "auto",
+    dtype: Any = None,
+    **options: Any,
+) -> Any:
     """Build the model a checkpoint describes and load it straight into its layout.
 
     Args:
@@ -61,6 +70,7 @@ def load(source: str, *, mesh: Any = None, layout: Any = "auto", dtype: Any = No
         The Keras task where the checkpoint is one, else the backbone, ready for predict, fit and generate.
 
     Raises:
+        UsageError: When an argument is of the wrong kind or out of range.
         SourceNotFoundError: When the name resolves to nothing.
         SourceError: When the checkpoint contradicts itself.
         MismatchError: When checkpoint and model disagree and ``strict`` is set.
@@ -72,7 +82,7 @@ def load(source: str, *, mesh: Any = None, layout: Any = "auto", dtype: Any = No
 
 
 def run(
-    source: str,
+    source: str | os.PathLike[str],
     *,
     mesh: Any = None,
     axes: str | None = None,
@@ -105,13 +115,14 @@ def run(
         progress: Told how many bytes were read.
     """
     clock = _job.Clock()
+    dtype, budget = dtype_name(dtype), _budget(host_memory_bytes)
     found, manifest = _open(source)
     files = Fingerprint.of(manifest.files)
     place = placement.place_on(mesh, axes=axes, devices=devices)
     with clock("build"):
         model = _job.build(manifest, dtype=dtype, task=task, custom_objects=custom_objects, safe_mode=safe_mode)
     with clock("plan"):
-        job = _job.prepare(model, manifest, place, layout=layout, host_memory_bytes=_budget(host_memory_bytes))
+        job = _job.prepare(model, manifest, place, layout=layout, host_memory_bytes=budget)
         job.check(strict=strict)
     report = _job.fill(job, clock, files=files, on_failure="raise", progress=progress, notes=_notes(found))
     _reports[model] = report
@@ -120,7 +131,7 @@ def run(
 
 def load_weights(
     model: Any,
-    source: str,
+    source: str | os.PathLike[str],
     *,
     mesh: Any = None,
     axes: str | None = None,
@@ -152,15 +163,16 @@ def load_weights(
         LoadInterruptedError: When the load failed after it had begun to replace values; says what the model holds.
     """
     clock = _job.Clock()
+    budget = _budget(host_memory_bytes)
+    if not hasattr(model, "weights"):
+        raise UsageError(f"The first argument is the Keras model to fill; got {type(model).__name__}")
     found, manifest = _open(source)
     files = Fingerprint.of(manifest.files)
     if not getattr(model, "built", True):
         raise UnsupportedError(f"The model {model.name!r} has not been built. Call model.build(input_shape) first")
     with clock("plan"):
         place, wanted = whereabouts(model, mesh=mesh, axes=axes, layout=layout, devices=devices)
-        job = _job.prepare(
-            model, manifest, place, layout=wanted, tensor_names=names, host_memory_bytes=_budget(host_memory_bytes)
-        )
+        job = _job.prepare(model, manifest, place, layout=wanted, tensor_names=names, host_memory_bytes=budget)
         job.check(strict=strict)
     on_failure: _job.OnFailure = "restore" if atomic else "tell"
     report = _job.fill(job, clock, files=files, on_failure=on_failure, progress=progress, notes=_notes(found))
@@ -169,7 +181,7 @@ def load_weights(
 
 
 def plan(
-    source: str,
+    source: str | os.PathLike[str],
     *,
     mesh: Any = "1x1",
     axes: str | None = None,
@@ -192,20 +204,19 @@ def plan(
         task: As for `run`.
     """
     clock = _job.Clock()
+    dtype, budget = dtype_name(dtype), _budget(host_memory_bytes)
+    memory = None if device_memory_bytes is None else _bytes("device_memory_bytes", device_memory_bytes)
     found, manifest = _open(source)
     placement.available()  # building computes shapes with JAX, whose own error would say nothing
     with clock("build"):
         model = _job.build(manifest, dtype=dtype, task=task)
     with clock("plan"):
         spec = placement.mesh_spec(mesh, axes=axes)
-        job = _job.prepare(
-            model, manifest, placement.planned(spec), layout=layout, host_memory_bytes=_budget(host_memory_bytes)
-        )
-    memory = None if device_memory_bytes is None else parse_bytes(device_memory_bytes)
+        job = _job.prepare(model, manifest, placement.planned(spec), layout=layout, host_memory_bytes=budget)
     return _accounts.plan_report(job, clock, layout=layout, device_memory_bytes=memory, notes=_notes(found))
 
 
-def inspect(source: str) -> Manifest:
+def inspect(source: str | os.PathLike[str]) -> Manifest:
     """The tensors of a checkpoint, from its headers.
 
     Raises:
@@ -226,7 +237,7 @@ def report(model: Any) -> LoadReport:
     return _reports[model]
 
 
-def _open(source: str) -> tuple[Resolved, Manifest]:
+def _open(source: str | os.PathLike[str]) -> tuple[Resolved, Manifest]:
     found = resolve(source)
     return found, open_manifest(found.path)
 
@@ -236,4 +247,11 @@ def _notes(found: Resolved) -> tuple[str, ...]:
 
 
 def _budget(wanted: int | str | None) -> int:
-    return DEFAULT_HOST_MEMORY if wanted is None else parse_bytes(wanted)
+    return DEFAULT_HOST_MEMORY if wanted is None else _bytes("host_memory_bytes", wanted)
+
+
+def _bytes(argument: str, wanted: int | str) -> int:
+    try:
+        return parse_bytes(wanted)
+    except ValueError as error:
+        raise UsageError(f"{argument}: {error}") from error

@@ -53,9 +53,9 @@ class MeshSpec:
         """
         if "=" in text:
             return cls._parse_named(text, axes)
-        if not re.fullmatch(r"\d{1,9}(x\d{1,9})*", text):
+        if not re.fullmatch(r"\d{1,9}(x\d{1,9})*", text.strip(), re.ASCII | re.IGNORECASE):
             raise MeshError(f"Cannot read the mesh {text!r}. Write sizes like 1x8, or names like data=2,model=4")
-        sizes = tuple(int(n) for n in text.split("x"))
+        sizes = tuple(int(n) for n in text.lower().split("x"))
         if axes is not None:
             return cls(tuple(a.strip() for a in axes.split(",")), sizes)
         if len(sizes) > len(DEFAULT_AXES):
@@ -65,8 +65,10 @@ class MeshSpec:
     @classmethod
     def _parse_named(cls, text: str, axes: str | None) -> MeshSpec:
         pairs = [p.strip() for p in text.split(",")]
-        if axes is not None or not all(re.fullmatch(r"[A-Za-z_]\w*=\d{1,9}", p) for p in pairs):
-            raise MeshError(f"Cannot read the mesh {text!r} (axes {axes!r}). Write data=2,model=4 and no separate axes")
+        if axes is not None:
+            raise MeshError(f"The mesh {text!r} names its axes already; give no separate axes ({axes})")
+        if not all(re.fullmatch(r"[A-Za-z_]\w*=\d{1,9}", p) for p in pairs):
+            raise MeshError(f"Cannot read the mesh {text!r}. Write a name and a size for each axis: data=2,model=4")
         names, sizes = zip(*(p.split("=") for p in pairs), strict=True)
         return cls(names, tuple(int(n) for n in sizes))
 

@@ -23,8 +23,10 @@ def parse_bytes(text: str | int) -> int:
     Raises:
         ValueError: When the text is no positive quantity of bytes.
     """
-    if isinstance(text, int):
+    if isinstance(text, int) and not isinstance(text, bool):
         return _positive(text, str(text))
+    if not isinstance(text, str):
+        raise ValueError(f"A number of bytes is an int, or text like 16GiB, got {text!r}")
     match = _QUANTITY.fullmatch(text.strip())
     if match is None or ("i" in match[3].lower() and not match[2]):
         raise ValueError(f"Cannot read {text!r} as a number of bytes. Write it like 16GiB, 512MiB or 2GB")

@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "shardload"
 
 LAYERS = {
-    0: {"errors", "bounds", "manifest", "units"},
+    0: {"errors", "bounds", "manifest", "units", "dtypes"},
     1: {"stores", "loaders"},
     2: {"mesh", "layout", "planner", "_blocks", "_casts", "_reads"},
     3: {

@@ -21,6 +21,7 @@ from shardload.errors import (
     MissingExtraError,
     SourceError,
     SourceNotFoundError,
+    UsageError,
 )
 from shardload.reports import Fit, PlanReport
 
@@ -89,12 +90,21 @@ def test_without_a_command_the_help_is_on_stderr_and_the_code_is_usage(cli):
         (("load", "x", "--mesh", "1y8"), "--mesh: Cannot read the mesh '1y8'. Write sizes like 1x8"),
         (("load", "x", "--mesh", "2x2x2"), "has 3 axes; name them, for example --axes data,fsdp,model"),
         (("load", "x", "--axes", "a,b"), "--axes names the axes of --mesh; give both"),
-        (("load", "x", "--dtype", "int9"), "'--dtype': 'int9' is not one of 'bfloat16', 'float16', 'float32'"),
+        (
+            ("load", "x", "--dtype", "int9"),
+            "'--dtype': 'int9' is not one of bfloat16, float16, float32 (or bf16, fp16, fp32)",
+        ),
         (("load", "x", "--host-memory", "lots"), "Write it like 16GiB, 512MiB or 2GB"),
         (("load", "x", "--prompt", ""), "--prompt: An empty text cannot be continued"),
         (("load", "x", "--max-new-tokens", "0"), "greater than or equal to 1"),
         (("plan", "x", "--device-memory", "0"), "must be positive"),
-        (("synth", "x", "--scale", "2"), "less than or equal to 1"),
+        (("synth", "x", "--scale", "2"), "'--scale': 2 is not above 0 and at most 1"),
+        (("synth", "x", "--scale", "0"), "'--scale': 0 is not above 0 and at most 1"),
+        (("synth", "x", "--scale", "-1"), "'--scale': -1 is not"),
+        (("synth", "x", "--scale", "nan"), "'--scale': nan is not"),
+        (("synth", "x", "--seed", "-1"), "greater than or equal to 0"),
+        (("synth", "x", "--seed", "4294967296"), "less than or equal to 4294967295"),
+        (("load", "x", "--host-memory", "0"), "must be positive"),
     ],
 )
 def test_usage_errors(arguments, said, cli):
@@ -157,7 +167,7 @@ engine.load = noisy
 def test_options_arrive_as_typed(cli, monkeypatch):
     seen = {}
     monkeypatch.setattr(engine, "load", lambda source, **options: seen.update(options, source=source) or loads(source))
-    cli(*LOAD, "--dtype", "bfloat16", "--host-memory", "2GiB", "--no-strict", "--atomic")
+    cli(*LOAD, "--dtype", "bf16", "--host-memory", "2GiB", "--no-strict", "--atomic")
     assert str(seen.pop("mesh")) == "batch=1,model=2"
     assert type(seen.pop("progress")).__name__ == "Silent"
     assert seen == {
@@ -219,6 +229,10 @@ def test_failures_are_one_paragraph(error, said, failing):
     assert (done.code, done.stdout) == (1, "")
     assert said in done.error
     assert len(done.stderr) < 1000
+
+
+def test_a_usage_error_found_late_has_its_code_too(failing):
+    assert failing(UsageError("The seed must be positive.")).code == 2
 
 
 def test_failures_are_objects_for_programs(failing):

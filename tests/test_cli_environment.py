@@ -98,7 +98,7 @@ def test_enough_accelerators_need_no_words(machine):
 
 def test_simulation_has_an_end(machine):
     machine("cpu", 1)
-    with pytest.raises(MeshError, match="needs 4096 devices, but there are 1024 cpu devices; at most 1024 can be sim"):
+    with pytest.raises(MeshError, match="needs 4096 devices; on the CPU at most 1024 can be simulated"):
         provide("64x64")
 
 

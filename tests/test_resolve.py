@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from shardload import _hub
-from shardload.errors import MissingExtraError, SourceNotFoundError, UnsupportedError, WriteError
+from shardload.errors import MissingExtraError, SourceNotFoundError, UnsupportedError, UsageError, WriteError
 from shardload.resolve import PIP_PACKAGE, candidates, hubs, resolve, root
 
 
@@ -56,6 +56,19 @@ def test_root_follows_the_environment(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert root() == tmp_path / ".cache" / "shardload"
+
+
+def test_a_root_that_is_a_file_is_said_so(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SHARDLOAD_HOME", str(tmp_path / "file"))
+    with pytest.raises(UsageError, match=r"SHARDLOAD_HOME is .*file, which is a file. Point it at a folder, or unset"):
+        resolve("gemma2_9b")
+
+
+@pytest.mark.parametrize("source", [None, 3, b"gemma2_9b", ["a"]])
+def test_what_is_no_source_says_what_is(source):
+    with pytest.raises(UsageError, match=r"A source is a path, a name or a handle, as text or pathlib\.Path; got "):
+        resolve(source)
 
 
 def test_gemma2_7b_is_the_9b_and_says_so(home):

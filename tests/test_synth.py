@@ -16,7 +16,7 @@ from keras_hub.src.utils.transformers.safetensor_utils import SafetensorLoader
 from safetensors import safe_open
 
 from shardload.abstraction import abstract
-from shardload.errors import SourceNotFoundError, UnsupportedError, WriteError
+from shardload.errors import SourceNotFoundError, UnsupportedError, UsageError, WriteError
 from shardload.synth import names, noise, synth
 from shardload.synth.architectures import ARCHITECTURES, scaled
 from shardload.synth.tensors import transformers_tensors
@@ -186,7 +186,7 @@ def test_a_failure_leaves_nothing_behind(home):
 def test_a_full_disk_is_seen_before_writing(home, monkeypatch):
     usage = namedtuple("usage", "total used free")(10**12, 10**12, 10**9)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(WriteError, match=r"gemma2_27b needs 54\.5 GB, but .* has 1\.0 GB free"):
+    with pytest.raises(WriteError, match=r"gemma2_27b needs 50\.7 GiB, but .* has 953\.7 MiB free"):
         synth("gemma2_27b")
     assert list(home.iterdir()) == []
 
@@ -202,8 +202,11 @@ def test_a_folder_that_cannot_be_made_is_a_clear_error(tmp_path):
     [
         ({"name": "gemma2_9c"}, SourceNotFoundError, "Did you mean gemma2_9b"),
         ({"name": "gpt2", "format": "onnx"}, UnsupportedError, "choose preset, h5, safetensors"),
-        ({"name": "gpt2", "dtype": "int8"}, UnsupportedError, "choose bfloat16"),
-        ({"name": "gpt2", "scale": 2.0}, UnsupportedError, "scale"),
+        ({"name": "gpt2", "dtype": "int8"}, UsageError, "Choose bfloat16"),
+        ({"name": "gpt2", "scale": 2.0}, UsageError, "scale"),
+        ({"name": "gpt2", "scale": float("nan")}, UsageError, "scale"),
+        ({"name": "gpt2", "seed": -1}, UsageError, "seed must be an integer from 0 to 4294967295, got -1"),
+        ({"name": "gpt2", "seed": 1 << 32}, UsageError, "seed"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, error, message):

@@ -14,6 +14,7 @@ import typer
 from shardload.console import catalogue, completion, engine, environment, interrupts, listing, options, streams
 from shardload.progress import for_stderr
 from shardload.reports.names import printable
+from shardload.synth import MAX_SEED
 
 
 def load(
@@ -65,7 +66,7 @@ def load(
                     source,
                     mesh=spec,
                     layout=layout,
-                    dtype=dtype and str(dtype),
+                    dtype=dtype,
                     host_memory_bytes=host_memory,
                     strict=strict,
                     atomic=atomic,
@@ -143,7 +144,7 @@ def plan(
                 source,
                 mesh=spec,
                 layout=layout,
-                dtype=dtype and str(dtype),
+                dtype=dtype,
                 host_memory_bytes=host_memory,
                 device_memory_bytes=device_memory,
             )
@@ -199,10 +200,23 @@ def synth(
     ] = options.SynthFormat.PRESET,
     scale: Annotated[
         float,
-        typer.Option("--scale", metavar="FACTOR", min=0.0, max=1.0, help="Shrink the architecture: 0.01 is tiny."),
+        typer.Option(
+            "--scale", metavar="FACTOR", callback=options.scale, help="Shrink the architecture: 0.01 is tiny."
+        ),
     ] = 1.0,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the random weights.")] = 0,
-    dtype: Annotated[options.Dtype, typer.Option("--dtype", help="Dtype of the weights.")] = options.Dtype.BFLOAT16,
+    seed: Annotated[
+        int, typer.Option("--seed", metavar="N", min=0, max=MAX_SEED, help="Seed of the random weights.")
+    ] = 0,
+    dtype: Annotated[
+        str,
+        typer.Option(
+            "--dtype",
+            metavar="DTYPE",
+            parser=options.dtype,
+            help="Dtype of the weights: bfloat16, float16 or float32.",
+            autocompletion=completion.dtypes,
+        ),
+    ] = "bfloat16",
     directory: Annotated[
         Path | None,
         typer.Option("--directory", metavar="DIR", help="Where to write; the local checkpoint root by default."),
@@ -230,7 +244,7 @@ def synth(
                 format=str(format),
                 scale=scale,
                 seed=seed,
-                dtype=str(dtype),
+                dtype=dtype,
                 directory=directory,
                 overwrite=overwrite,
                 progress=progress,

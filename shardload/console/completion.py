@@ -5,6 +5,8 @@ Files complete as well: where no name fits, the shells fall back to file names.
 
 from __future__ import annotations
 
+from shardload.dtypes import FLOATS
+
 _MESHES = ("1x1", "1x2", "1x4", "1x8", "1x16", "2x2", "2x4", "2x8", "4x1", "4x2", "4x4", "4x8", "8x1")
 _LAYOUTS = (
     ("auto", "rules for the model's own layers"),
@@ -24,13 +26,22 @@ def layouts(incomplete: str) -> list[tuple[str, str]]:
     return [(name, text) for name, text in _LAYOUTS if name.startswith(incomplete)]
 
 
+def dtypes(incomplete: str) -> list[str]:
+    """Dtypes by their canonical names."""
+    return [name for name in FLOATS if name.startswith(incomplete)]
+
+
 def sources(incomplete: str) -> list[tuple[str, str]]:
     """Names `shardload sources` lists."""
     from shardload.console import catalogue
+    from shardload.errors import UsageError
 
     try:
         return [(s.name, s.what) for s in catalogue.known() if s.name.startswith(incomplete)]
-    except OSError:  # a root that cannot be read is the command's to report, not in the middle of a prompt
+    except (
+        OSError,
+        UsageError,
+    ):  # a root that cannot be read is the command's to report, not in the middle of a prompt
         return []
 
 

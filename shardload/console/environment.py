@@ -134,7 +134,15 @@ def _start(jax: Any) -> list[Any]:
 def _too_few(needed: int, mesh: MeshSpec | None, devices: list[Any]) -> str:
     found = devices[0].platform
     count = f"is 1 {found}" if len(devices) == 1 else f"are {len(devices)} {found}"
-    here = f"The mesh {mesh} needs {needed} devices, but there {count}"
+    here = f"The mesh {mesh} needs {needed} devices"
+    if found == "cpu" and needed > MAX_SIMULATED:
+        return (
+            f"{here}; on the CPU at most {MAX_SIMULATED} can be simulated. Use a smaller mesh, or `shardload plan`, "
+            "which takes any."
+        )
     if found == "cpu":
-        return f"{here} devices; at most {MAX_SIMULATED} can be simulated. Use a smaller mesh."
-    return f"{here} here. Use a mesh of at most {len(devices)}, or add --platform cpu to simulate {needed} devices."
+        return f"{here}, but there {count} devices, and JAX runs already. Use a smaller mesh."
+    return (
+        f"{here}, but there {count} here. Use a mesh of at most {len(devices)}, or add --platform cpu to simulate "
+        f"{needed} devices."
+    )

@@ -21,7 +21,7 @@ from typer.exceptions import TyperException
 
 from shardload.console import streams
 from shardload.console.interrupts import INTERRUPTED
-from shardload.errors import ShardloadError
+from shardload.errors import ShardloadError, UsageError
 from shardload.reports.names import printable
 
 TRACEBACK_VARIABLE = "SHARDLOAD_TRACEBACK"
@@ -77,6 +77,8 @@ def _code_and_message(error: BaseException) -> tuple[int, str]:
             return INTERRUPTED, f"Interrupted. {error}"
         case TyperException():
             return error.exit_code, _usage(error)
+        case UsageError():
+            return 2, str(error)
         case ShardloadError() | streams.OutputError():
             return 1, str(error)
         case MemoryError():

@@ -9,17 +9,10 @@ import typer
 
 from shardload.console import completion
 from shardload.console.environment import Platform
-from shardload.errors import MeshError
+from shardload.dtypes import FLOATS, dtype_name
+from shardload.errors import MeshError, UsageError
 from shardload.mesh import MeshSpec
 from shardload.units import parse_bytes
-
-
-class Dtype(StrEnum):
-    """What ``--dtype`` takes."""
-
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
-    FLOAT32 = "float32"
 
 
 class SynthFormat(StrEnum):
@@ -28,6 +21,24 @@ class SynthFormat(StrEnum):
     H5 = "h5"
     SAFETENSORS = "safetensors"
     PRESET = "preset"
+
+
+def dtype(text: str) -> str:
+    """The canonical name of one of the dtypes there are."""
+    try:
+        name = str(dtype_name(text))
+    except UsageError:
+        name = ""
+    if name not in FLOATS:
+        raise typer.BadParameter(f"{text!r} is not one of {', '.join(FLOATS)} (or bf16, fp16, fp32)")
+    return name
+
+
+def scale(factor: float) -> float:
+    """A factor to shrink by."""
+    if not 0 < factor <= 1:  # nor NaN
+        raise typer.BadParameter(f"{factor:g} is not above 0 and at most 1")
+    return factor
 
 
 def size(text: str) -> int:
@@ -86,8 +97,14 @@ Layout = Annotated[
     ),
 ]
 DtypeOption = Annotated[
-    Dtype | None,
-    typer.Option("--dtype", help="Dtype of the weights; the checkpoint's own by default."),
+    str | None,
+    typer.Option(
+        "--dtype",
+        metavar="DTYPE",
+        parser=dtype,
+        help="Dtype of the weights: bfloat16, float16 or float32. The checkpoint's own by default.",
+        autocompletion=completion.dtypes,
+    ),
 ]
 HostMemory = Annotated[
     int | None,

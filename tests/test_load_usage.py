@@ -1,0 +1,48 @@
+"""Arguments that can not be right are refused in the caller's own words, before anything is opened."""
+
+import keras
+import pytest
+
+import shardload
+from shardload.errors import UsageError
+
+NOWHERE = "./there/is/nothing"
+"""Opening it would raise something else."""
+
+
+@pytest.mark.parametrize("call", [shardload.load, shardload.plan, shardload.inspect])
+@pytest.mark.parametrize("source", [None, 3])
+def test_what_is_no_source_says_what_is(call, source):
+    with pytest.raises(UsageError, match="A source is a path, a name or a handle") as caught:
+        call(source)
+    assert isinstance(caught.value, TypeError)
+
+
+@pytest.mark.parametrize("call", [shardload.load, shardload.plan])
+def test_a_dtype_that_is_none_is_refused_first(call):
+    with pytest.raises(UsageError, match=r"dtype 'nonsense'. Choose bfloat16, float16, float32"):
+        call(NOWHERE, dtype="nonsense")
+
+
+@pytest.mark.parametrize("amount", [-1, 0, "lots", 1.5, True])
+@pytest.mark.parametrize("call", [shardload.load, shardload.plan])
+def test_an_amount_of_memory_that_is_none_is_refused_first(call, amount):
+    with pytest.raises(UsageError, match=r"host_memory_bytes: .*number of bytes") as caught:
+        call(NOWHERE, host_memory_bytes=amount)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_a_device_without_memory_is_refused_first():
+    with pytest.raises(UsageError, match="device_memory_bytes: A number of bytes must be positive"):
+        shardload.plan(NOWHERE, device_memory_bytes=0)
+
+
+@pytest.mark.parametrize("model", [None, "model.keras"])
+def test_what_is_no_model_is_refused_first(model):
+    with pytest.raises(UsageError, match="The first argument is the Keras model to fill; got "):
+        shardload.load_weights(model, NOWHERE)
+
+
+def test_a_spelling_of_a_dtype_is_as_good_as_its_name(tmp_path):
+    keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)]).save(tmp_path / "model.keras")
+    assert shardload.load(tmp_path / "model.keras", dtype="bf16").weights[0].dtype == "bfloat16"
