@@ -52,9 +52,21 @@ def __getattr__(name: str) -> Any:
     """Import a public name on first use (PEP 562)."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    try:
+        module = importlib.import_module(f"{__name__}.{_HOMES[name]}")
+    except ImportError as error:
+        if (better := _about_keras(error)) is error:
+            raise
+        raise better from error
+    value = getattr(module, name)
     globals()[name] = value
     return value
+
+
+def _about_keras(error: ImportError) -> Exception:
+    """Keras runs on TensorFlow where nobody says otherwise; without TensorFlow its import fails, and says only that."""
+    missing = (error.name or "").split(".")[0]
+    return errors.BackendError(missing) if missing in ("tensorflow", "torch", "openvino") else error
 
 
 def __dir__() -> list[str]:

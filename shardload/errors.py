@@ -7,6 +7,7 @@
     │   └── TruncatedSourceError            it ends before its headers say it does
     ├── SourceNotFoundError (FileNotFoundError)   the name resolves to nothing
     ├── UnsupportedError (ValueError)       well-formed, but nothing here can read it
+    │   └── BackendError                    Keras does not run on JAX
     ├── MismatchError (ValueError)          checkpoint and model disagree: names, shapes, dtypes
     ├── MeshError (ValueError)              the mesh cannot be had: syntax, too few devices
     ├── LayoutError (ValueError)            a layout rule matches nothing, twice, or does not divide
@@ -24,6 +25,7 @@ way out. Each class subclasses the builtin a caller would expect, so ``except Va
 from __future__ import annotations
 
 __all__ = [
+    "BackendError",
     "BudgetError",
     "LayoutError",
     "LoadInterruptedError",
@@ -69,6 +71,17 @@ class SourceNotFoundError(ShardloadError, FileNotFoundError):
 
 class UnsupportedError(ShardloadError, ValueError):
     """The checkpoint is well-formed, but its format or content cannot be loaded."""
+
+
+class BackendError(UnsupportedError):
+    """Keras does not run on JAX; the message says what to set, and when."""
+
+    def __init__(self, found: str) -> None:
+        super().__init__(
+            f"shardload needs Keras on JAX, but Keras was imported to run on {found!r}. Set the environment variable "
+            "KERAS_BACKEND=jax (in Python: os.environ['KERAS_BACKEND'] = 'jax') before anything imports Keras, and "
+            "start Python anew"
+        )
 
 
 class MismatchError(ShardloadError, ValueError):

@@ -16,11 +16,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import keras
+
 from shardload import _accounts, _job
 from shardload import devices as placement
 from shardload._fingerprint import Fingerprint
 from shardload.dtypes import dtype_name
-from shardload.errors import UnsupportedError, UsageError
+from shardload.errors import BackendError, UnsupportedError, UsageError
 from shardload.loaders import open_manifest
 from shardload.manifest import Manifest
 from shardload.progress import Progress
@@ -74,6 +76,7 @@ def load(
         SourceNotFoundError: When the name resolves to nothing.
         SourceError: When the checkpoint contradicts itself.
         MismatchError: When checkpoint and model disagree and ``strict`` is set.
+        BackendError: When Keras does not run on JAX.
         MeshError: When there are too few devices.
         LayoutError: When the layout cannot be applied.
         TransferError: When reading fails half-way.
@@ -116,6 +119,7 @@ def run(
     """
     clock = _job.Clock()
     dtype, budget = dtype_name(dtype), _budget(host_memory_bytes)
+    _check_backend()
     found, manifest = _open(source)
     files = Fingerprint.of(manifest.files)
     place = placement.place_on(mesh, axes=axes, devices=devices)
@@ -166,6 +170,7 @@ def load_weights(
     budget = _budget(host_memory_bytes)
     if not hasattr(model, "weights"):
         raise UsageError(f"The first argument is the Keras model to fill; got {type(model).__name__}")
+    _check_backend()
     found, manifest = _open(source)
     files = Fingerprint.of(manifest.files)
     if not getattr(model, "built", True):
@@ -205,6 +210,7 @@ def plan(
     """
     clock = _job.Clock()
     dtype, budget = dtype_name(dtype), _budget(host_memory_bytes)
+    _check_backend()
     memory = None if device_memory_bytes is None else _bytes("device_memory_bytes", device_memory_bytes)
     found, manifest = _open(source)
     placement.available()  # building computes shapes with JAX, whose own error would say nothing
@@ -235,6 +241,12 @@ def report(model: Any) -> LoadReport:
     if model not in _reports:
         raise UnsupportedError(f"Nothing was loaded into the model {getattr(model, 'name', model)!r} by shardload")
     return _reports[model]
+
+
+def _check_backend() -> None:
+    """Say at once, in the caller's words, that Keras was imported with another backend; it cannot be changed then."""
+    if (found := keras.config.backend()) != "jax":
+        raise BackendError(found)
 
 
 def _open(source: str | os.PathLike[str]) -> tuple[Resolved, Manifest]:

@@ -1,10 +1,13 @@
 """Arguments that can not be right are refused in the caller's own words, before anything is opened."""
 
+import sys
+
 import keras
 import pytest
+from cli_fakes import run
 
 import shardload
-from shardload.errors import UsageError
+from shardload.errors import BackendError, UsageError
 
 NOWHERE = "./there/is/nothing"
 """Opening it would raise something else."""
@@ -46,3 +49,16 @@ def test_what_is_no_model_is_refused_first(model):
 def test_a_spelling_of_a_dtype_is_as_good_as_its_name(tmp_path):
     keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)]).save(tmp_path / "model.keras")
     assert shardload.load(tmp_path / "model.keras", dtype="bf16").weights[0].dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("call", ["load('x')", "load_weights(keras.Sequential(), 'x')", "plan('x')"])
+def test_another_backend_is_said_to_be_one(call, monkeypatch):
+    monkeypatch.setattr(keras.config, "backend", lambda: "tensorflow")
+    with pytest.raises(BackendError, match=r"Keras was imported to run on 'tensorflow'. Set .* KERAS_BACKEND=jax"):
+        eval(f"shardload.{call}")
+
+
+def test_the_default_backend_where_it_is_not_installed_is_said_to_be_one(tmp_path):
+    code = "import sys; sys.modules['tensorflow'] = None; import shardload; shardload.load('x')"
+    done = run((sys.executable, "-c", code), KERAS_HOME=str(tmp_path))
+    assert done.stderr.splitlines()[-1].startswith("shardload.errors.BackendError: shardload needs Keras on JAX, but")
