@@ -22,6 +22,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
@@ -602,6 +603,41 @@ def put_back(variable: Variable, value: jax.Array | None, initializer: Any) -> N
 def recorded_initializer(variable: Variable) -> Any:
     """What `put_back` needs to make a variable abstract again; ``None`` for ordinary ones."""
     return variable._initializer
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerState:
+    """What an optimizer is made of before it is built, to take its slots away again."""
+
+    parts: tuple[tuple[Any, dict[str, Any], tuple[tuple[Any, Any], ...]], ...]
+    """For the optimizer, its tracker, and those it wraps: the object, its attributes, its containers' content."""
+
+    @classmethod
+    def of(cls, optimizer: Any) -> OptimizerState:
+        """Remember an optimizer as it is."""
+        parts = []
+        while optimizer is not None:
+            tracker = optimizer._tracker
+            for target, held in ((optimizer, vars(optimizer)), (tracker, tracker.stored_ids)):
+                containers = (v for v in held.values() if isinstance(v, (list, dict, set)))
+                parts.append((target, dict(vars(target)), tuple((c, _plain(c)) for c in containers)))
+            optimizer = getattr(optimizer, "inner_optimizer", None)
+        return cls(tuple(parts))
+
+    def restore(self) -> None:
+        """Make it so again, past Keras' tracking of attributes and lists."""
+        for target, attributes, containers in self.parts:
+            vars(target).clear()
+            vars(target).update(attributes)
+            for container, content in containers:
+                kind = type(content)
+                kind.clear(container)
+                kind.extend(container, content) if kind is list else kind.update(container, content)
+
+
+def _plain(container: Any) -> Any:
+    """A copy of a (tracked) list, dict or set as the plain kind."""
+    return next(kind for kind in (list, dict, set) if isinstance(container, kind))(container)
 
 
 # ---- how the seams are opened and closed --------------------------------------------------------

@@ -25,6 +25,7 @@ from shardload.dtypes import dtype_name
 from shardload.errors import BackendError, UnsupportedError, UsageError
 from shardload.loaders import open_manifest
 from shardload.manifest import Manifest
+from shardload.names import slots_as_stored
 from shardload.progress import Progress
 from shardload.resolve import Resolved, resolve
 from shardload.units import parse_bytes
@@ -150,7 +151,8 @@ def load_weights(
     """Fill a model that stands, live or built inside `shardload.abstract`.
 
     Args:
-        model: A built Keras model.
+        model: A built Keras model. Where it is compiled and the checkpoint holds the state of its optimizer, that is
+            loaded too, whether the optimizer has trained before or not.
         source: As for `load`; also bare safetensors and h5 files.
         mesh: Where the weights shall live; where the model lives now by default (all devices for an abstract one).
         axes: As for `run`.
@@ -175,12 +177,13 @@ def load_weights(
     files = Fingerprint.of(manifest.files)
     if not getattr(model, "built", True):
         raise UnsupportedError(f"The model {model.name!r} has not been built. Call model.build(input_shape) first")
-    with clock("plan"):
-        place, wanted = whereabouts(model, mesh=mesh, axes=axes, layout=layout, devices=devices)
-        job = _job.prepare(model, manifest, place, layout=wanted, tensor_names=names, host_memory_bytes=budget)
-        job.check(strict=strict)
     on_failure: _job.OnFailure = "restore" if atomic else "tell"
-    report = _job.fill(job, clock, files=files, on_failure=on_failure, progress=progress, notes=_notes(found))
+    with slots_as_stored(model, manifest):
+        with clock("plan"):
+            place, wanted = whereabouts(model, mesh=mesh, axes=axes, layout=layout, devices=devices)
+            job = _job.prepare(model, manifest, place, layout=wanted, tensor_names=names, host_memory_bytes=budget)
+            job.check(strict=strict)
+        report = _job.fill(job, clock, files=files, on_failure=on_failure, progress=progress, notes=_notes(found))
     _reports[model] = report
     return report
 

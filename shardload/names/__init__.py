@@ -16,6 +16,7 @@ from typing import Any
 from shardload.manifest import Manifest
 from shardload.names.converters import map_hub
 from shardload.names.exact import map_by_name
+from shardload.names.optimizer_slots import slots_as_stored
 from shardload.names.structural import map_keras
 from shardload.names.variable_map import Binding, Computed, Mismatch, VariableMap, variable_names
 
@@ -28,6 +29,7 @@ __all__ = [
     "map_hub",
     "map_keras",
     "map_weights",
+    "slots_as_stored",
     "variable_names",
 ]
 

@@ -6,11 +6,26 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from shardload import _keras
 from shardload.errors import MismatchError
 from shardload.manifest import Tensor
 from shardload.names.reservations import Reservations
 from shardload.names.variable_map import Binding, Runtime, Variable
+
+
+def _refuse_overflow(variable: Variable, value: Any) -> None:
+    """Integers may become narrower ones only where every value survives."""
+    wanted, found = _keras.stored_dtype(variable), getattr(value, "dtype", None)
+    if not isinstance(value, np.ndarray) or found == wanted or {value.dtype.kind, wanted.kind} - {"i", "u"}:
+        return
+    info = np.iinfo(wanted)
+    if value.size and not (info.min <= int(value.min()) and int(value.max()) <= info.max):
+        raise MismatchError(
+            f"Variable {variable.path!r} is {wanted}, but the checkpoint holds {found} values from {value.min()} to "
+            f"{value.max()}, which do not fit"
+        )
 
 
 class Entry:
@@ -96,6 +111,7 @@ class LayerStep:
             if view is None:
                 if id(variable) not in computed:
                     raise self._deviates(variable)
+                _refuse_overflow(variable, value)
                 return runtime.compute(variable, value, original)
             name = bound.get((id(variable), view))
             if name is not None:

@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from shardload import _keras
 from shardload.manifest import Manifest, Tensor, View
 from shardload.names.attributes import Snapshot
@@ -89,6 +91,8 @@ class Visit:
     def computing(self) -> set[str]:
         """Tensors whose bytes the hook needs, beyond viewing them."""
         used = set(self.reservations.used)
+        dtypes = {t.name: t.dtype for t in self.tensors.values()}
+        used.update(e.view.tensor for e in self.assigned if e.view and _narrows(dtypes[e.view.tensor], e.variable))
         for event in self.assigned:
             twice = [e for e in self.assigned if e.variable is event.variable]
             if len(twice) > 1 and any(e.view is None for e in twice):
@@ -182,6 +186,12 @@ def _index(tensors: Mapping[str, Tensor]) -> tuple[dict[str, dict[str, Tensor]],
             if part == "vars":
                 groups.setdefault("/".join(parts[:n]), {})["/".join(parts[n + 1 :])] = tensors[name]
     return groups, folders
+
+
+def _narrows(stored: np.dtype[Any], variable: Variable) -> bool:
+    """Whether integers lose bits: TensorFlow counts steps in int64, JAX in int32. Their values must be looked at."""
+    wanted = _keras.stored_dtype(variable)
+    return stored.kind in "iu" and wanted.kind in "iu" and not np.can_cast(stored, wanted)
 
 
 def _disagree(variable: Variable, tensor: str, found: tuple[int, ...]) -> Mismatch:

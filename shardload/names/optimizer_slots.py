@@ -1,0 +1,45 @@
+"""Slots for an optimizer that never trained, where the checkpoint holds their values.
+
+``compile`` makes an optimizer without slots; Keras makes them in the first step of training, or when it restores a
+whole model. A load that fills a compiled model restores it as well: the slots are built, without values, before
+names are mapped, and taken away again when nothing is loaded after all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from shardload import _keras
+from shardload.manifest import Manifest
+
+_STORED = "optimizer/vars/"
+"""Where Keras puts the variables of a model's optimizer, in every format of its own."""
+
+
+@contextmanager
+def slots_as_stored(model: Any, manifest: Manifest) -> Iterator[None]:
+    """While open, ``model``'s optimizer has its slots if the checkpoint has them; they stay unless the block raises.
+
+    Nothing happens where the optimizer has slots already, or is of another kind than the one that was saved.
+
+    Args:
+        model: A built model, compiled or not, abstract or not.
+        manifest: Any format.
+    """
+    stored = sum(name.startswith(_STORED) for name in manifest.tensors)
+    optimizer = getattr(model, "optimizer", None)
+    if not stored or optimizer is None or optimizer.built:
+        yield
+        return
+    before = _keras.OptimizerState.of(optimizer)
+    try:
+        with _keras.record_variables():
+            optimizer.build(model.trainable_variables)
+        if len(optimizer.variables) != stored:
+            before.restore()
+        yield
+    except BaseException:
+        before.restore()
+        raise
