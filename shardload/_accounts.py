@@ -7,7 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 from shardload import _keras
 from shardload.parallel import fit, smallest_mesh
-from shardload.reports import ByteCounts, Cast, DeviceUse, Fit, HostBytes, LayoutSummary, LoadReport, PlanReport, Stages
+from shardload.reports import (
+    ByteCounts,
+    Cast,
+    DeviceUse,
+    Fit,
+    HostBytes,
+    LayoutSummary,
+    LoadReport,
+    Mismatched,
+    PlanReport,
+    Stages,
+)
 
 if TYPE_CHECKING:
     from shardload._job import Clock, Job
@@ -66,6 +77,9 @@ def _facts(job: Job, notes: tuple[str, ...]) -> dict[str, Any]:
         "missing": job.mapping.missing,
         "unused": job.mapping.unused,
         "cast": _casts(job),
+        "mismatched": tuple(
+            Mismatched(m.variable, m.tensor, m.expected, m.found) for m in (*job.left_out, *job.mapping.mismatched)
+        ),
         "computed": tuple(name for c in job.mapping.computed for name in c.names),
         "notes": (*notes, *job.mapping.notes, *_unasked(job), *mesh_notes),
     }

@@ -9,17 +9,18 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from shardload import _accounts, _hub, _keras, abstraction, distribution, names, transfer
+from shardload._casts import is_float
 from shardload._fingerprint import Fingerprint
 from shardload._whole import read_tensor
 from shardload.assign import Assigner
 from shardload.devices import Place
 from shardload.errors import LoadInterruptedError, MismatchError
 from shardload.manifest import Manifest
-from shardload.names import VariableMap
+from shardload.names import Mismatch, VariableMap
 from shardload.parallel import LayoutChoice, choose
 from shardload.planner import LoadPlan, Target, make_plan
 from shardload.progress import Progress, Silent
@@ -67,20 +68,24 @@ class Job:
     mapping: VariableMap
     choice: LayoutChoice
     plan: LoadPlan
+    left_out: tuple[Mismatch, ...] = ()
+    """What disagreed and is left alone, as ``strict`` was not set."""
 
-    def check(self, *, strict: bool) -> None:
-        """Refuse what the headers already show to be wrong.
+    def checked(self, *, strict: bool) -> Job:
+        """The job as it can be done.
 
         Raises:
-            MismatchError: When shapes disagree; under ``strict`` also when a weight of the model has no tensor or a
-                tensor has no place in the model.
+            MismatchError: Under ``strict``, when shapes disagree, integers would become floats, a weight of the model
+                has no tensor, or a tensor has no place in the model.
         """
+        if not strict:
+            return replace(self, mapping=self.mapping.without_mismatched(), left_out=self.mapping.mismatched)
         problems = [f"does not match: {m}" for m in self.mapping.mismatched]
-        if strict:
-            problems += [f"missing from the checkpoint: {name}" for name in self.mapping.missing]
-            problems += [f"not used by the model: {name}" for name in self.mapping.unused]
+        problems += [f"does not match: {text}" for text in self._integers_for_floats()]
+        problems += [f"missing from the checkpoint: {name}" for name in self.mapping.missing]
+        problems += [f"not used by the model: {name}" for name in self.mapping.unused]
         if not problems:
-            return
+            return self
         rest = f"\n  … and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         raise MismatchError(
             f"{self.manifest.source} does not fit the model {self.model.name!r} ({type(self.model).__name__}):\n  "
@@ -89,9 +94,21 @@ class Job:
             + f"\nThe model is unchanged.{self._way_out()}"
         )
 
+    def _integers_for_floats(self) -> Iterator[str]:
+        """Tensors of integers for variables of floats: most likely quantised, and nothing without their scales.
+
+        A loading hook of the user's own may know what it does.
+        """
+        knowing = [s for s in self.mapping.steps if s.saveable is not None and not _keras.has_keras_hook(s.saveable)]
+        exempt = {name for step in knowing for name in step.needs}
+        for b in self.mapping.bindings:
+            if is_float(b.dtype) and not is_float(b.stored) and b.name not in exempt:
+                yield (
+                    f"Variable {b.name!r} is {b.dtype}, but tensor {b.view.tensor!r} holds {b.stored}: integers are no "
+                    "weights unless something scales them"
+                )
+
     def _way_out(self) -> str:
-        if self.mapping.mismatched:
-            return ""
         out = " Pass strict=False (--no-strict) to load what fits and report the rest."
         if self.manifest.format in BARE and self.mapping.missing and self.mapping.unused:
             out += " Where only the names differ, pass names={tensor: variable path}."

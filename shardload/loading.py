@@ -76,7 +76,7 @@ def load(
         UsageError: When an argument is of the wrong kind or out of range.
         SourceNotFoundError: When the name resolves to nothing.
         SourceError: When the checkpoint contradicts itself.
-        MismatchError: When checkpoint and model disagree and ``strict`` is set.
+        MismatchError: When checkpoint and model disagree and ``strict`` is set; when floats would become integers.
         BackendError: When Keras does not run on JAX.
         MeshError: When there are too few devices.
         LayoutError: When the layout cannot be applied.
@@ -110,7 +110,9 @@ def run(
         layout: As for `load`.
         dtype: As for `load`.
         host_memory_bytes: Most bytes staged in host memory, or text like ``"512MiB"``.
-        strict: Refuse a checkpoint that lacks a weight of the model or holds one the model has no place for.
+        strict: Refuse a checkpoint that lacks a weight of the model, holds one the model has no place for, has another
+            shape for one, or integers for floats. Otherwise layers whose shapes differ keep what they hold, or get
+            their initial values, as with ``skip_mismatch`` in Keras, and the report says so.
         devices: Devices to use, in mesh order.
         task: Build the task where the checkpoint is one; the backbone otherwise.
         custom_objects: Classes the checkpoint's configuration names and Keras does not know.
@@ -127,8 +129,7 @@ def run(
     with clock("build"):
         model = _job.build(manifest, dtype=dtype, task=task, custom_objects=custom_objects, safe_mode=safe_mode)
     with clock("plan"):
-        job = _job.prepare(model, manifest, place, layout=layout, host_memory_bytes=budget)
-        job.check(strict=strict)
+        job = _job.prepare(model, manifest, place, layout=layout, host_memory_bytes=budget).checked(strict=strict)
     report = _job.fill(job, clock, files=files, on_failure="raise", progress=progress, notes=_notes(found))
     _reports[model] = report
     return Loaded(model, report, manifest)
@@ -182,7 +183,7 @@ def load_weights(
         with clock("plan"):
             place, wanted = whereabouts(model, mesh=mesh, axes=axes, layout=layout, devices=devices)
             job = _job.prepare(model, manifest, place, layout=wanted, tensor_names=names, host_memory_bytes=budget)
-            job.check(strict=strict)
+            job = job.checked(strict=strict)
         report = _job.fill(job, clock, files=files, on_failure=on_failure, progress=progress, notes=_notes(found))
     _reports[model] = report
     return report

@@ -26,7 +26,8 @@ def load(
     dtype: options.DtypeOption = None,
     host_memory: options.HostMemory = None,
     strict: Annotated[
-        bool, typer.Option("--strict/--no-strict", help="Fail when variables are missing or tensors unused.")
+        bool,
+        typer.Option("--strict/--no-strict", help="Fail when variables are missing, tensors unused, or shapes differ."),
     ] = True,
     atomic: Annotated[
         bool, typer.Option("--atomic", help="All or nothing; a model that is built anew always is.")

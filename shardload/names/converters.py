@@ -23,6 +23,7 @@ from shardload.names.variable_map import (
     Step,
     Variable,
     VariableMap,
+    refused_among,
     split_missing,
     variable_names,
 )
@@ -71,8 +72,19 @@ def _summarise(model: Any, manifest: Manifest, recordings: list[Recording]) -> V
     unused = tuple(n for n in manifest.tensors if n not in fetched)
     notes = tuple(line for r in recordings for line in _notes(r))
     steps: tuple[Step, ...] = (*(DirectStep(b) for b in bindings), *late)
+    refused = refused_among(weights, covered, provided, names)
     return VariableMap(
-        tuple(bindings), tuple(computed), missing, missing_variables, state, unused, (), mismatched, notes, steps
+        tuple(bindings),
+        tuple(computed),
+        missing,
+        missing_variables,
+        state,
+        unused,
+        (),
+        mismatched,
+        notes,
+        steps,
+        refused,
     )
 
 

@@ -20,6 +20,7 @@ from shardload.names.variable_map import (
     Mismatch,
     Variable,
     VariableMap,
+    refused_among,
     split_missing,
     variable_names,
 )
@@ -106,6 +107,10 @@ def _summarise(
         mismatched=wrong + (base.mismatched if base else ()),
         notes=base.notes if base else (),
         steps=(*(DirectStep(b) for b in bindings), *(base.steps if base else ())),
+        refused=(
+            *refused_among(weights, [v for n, (_, v) in chosen.items() if n not in fits], [], names),
+            *((names[id(v)], v) for _, v in (base.refused if base else ())),
+        ),
     )
 
 

@@ -30,6 +30,7 @@ from shardload.names.variable_map import (
     Mismatch,
     Variable,
     VariableMap,
+    refused_among,
     split_missing,
     variable_names,
 )
@@ -218,8 +219,9 @@ def _summarise(model: Any, manifest: Manifest, walks: list[Walk], notes: tuple[s
     left = [n for n, t in manifest.tensors.items() if t.name not in taken]
     unasked = tuple(n for n in left if n.startswith(("optimizer/", _TASK)))
     unused = tuple(n for n in left if n not in set(unasked))
+    refused = refused_among(weights, covered, provided, names)
     return VariableMap(
-        bindings, computed, missing, missing_variables, state, unused, unasked, mismatched, notes, tuple(steps)
+        bindings, computed, missing, missing_variables, state, unused, unasked, mismatched, notes, tuple(steps), refused
     )
 
 

@@ -12,7 +12,7 @@ Names of bindings are variable paths; where two variables share a path, the late
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -137,12 +137,32 @@ class VariableMap:
     """What loading code printed or warned about."""
     steps: tuple[Step, ...]
     """In the order Keras would have run them."""
+    refused: tuple[tuple[str, Variable], ...] = ()
+    """Weights that get no value because they, or others of their layer, are mismatched; by name."""
 
     @property
     def provided(self) -> tuple[Variable, ...]:
         """Every variable that gets a value from the checkpoint (or from a hook), once."""
         found = [b.variable for b in self.bindings] + [v for c in self.computed for v in c.variables]
         return tuple({id(v): v for v in found}.values())
+
+    def without_mismatched(self) -> VariableMap:
+        """The same without what disagrees: layers that refused are left alone, their weights missing."""
+        return replace(
+            self,
+            mismatched=(),
+            refused=(),
+            missing=(*self.missing, *(name for name, _ in self.refused)),
+            missing_variables=(*self.missing_variables, *(variable for _, variable in self.refused)),
+        )
+
+
+def refused_among(
+    weights: Iterable[Variable], covered: Iterable[Variable], provided: Iterable[Variable], names: Mapping[int, str]
+) -> tuple[tuple[str, Variable], ...]:
+    """Weights that are covered by something mismatched and provided by nothing else, by name."""
+    ours, have = {id(v) for v in weights}, {id(v) for v in provided}
+    return tuple((names[id(v)], v) for v in covered if id(v) in ours and id(v) not in have)
 
 
 @dataclass(frozen=True, slots=True)

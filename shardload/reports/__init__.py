@@ -6,7 +6,7 @@ same facts. ``str(report)`` is a table for people, ``report.to_json()`` an objec
     source, format, mesh, devices[{id, platform, bytes}], variables, parameters, weight_bytes, bytes{needed, read},
     seconds{build, plan, transfer, total}, throughput_gb_s, host_bytes{budget, peak_staging},
     layout{sharded, replicated, fallbacks[{variable, wanted, got, why}]}, missing, unused,
-    cast[{variable, stored, loaded}], computed, initialised, notes
+    cast[{variable, stored, loaded}], mismatched[{variable, tensor, expected, found}], computed, initialised, notes
     fits{device_memory, per_device_max, fits, smallest_mesh}                                            plans only
 
 What was not measured is ``null`` there, never ``NaN``, so that every JSON parser reads it.
@@ -34,6 +34,7 @@ __all__ = [
     "HostBytes",
     "LayoutSummary",
     "LoadReport",
+    "Mismatched",
     "PlanReport",
     "Report",
     "Stages",
@@ -113,6 +114,19 @@ class Cast:
 
 
 @dataclass(frozen=True, slots=True)
+class Mismatched:
+    """A variable that was left alone because its tensor has another shape."""
+
+    variable: str
+    tensor: str
+    """Empty where a layer refused before it took any tensor."""
+    expected: tuple[int, ...] | None
+    """The variable's shape; ``None`` where a layer refused for another reason."""
+    found: tuple[int, ...] | None
+    """The shape the checkpoint offers."""
+
+
+@dataclass(frozen=True, slots=True)
 class Fit:
     """Whether a plan fits devices of a given size."""
 
@@ -152,6 +166,8 @@ class Report:
     unused: tuple[str, ...] = ()
     """Tensors the model has no variable for."""
     cast: tuple[Cast, ...] = ()
+    mismatched: tuple[Mismatched, ...] = ()
+    """What the checkpoint holds in another shape; in a plan, what a strict load will refuse."""
     computed: tuple[str, ...] = ()
     """Variables whose value a layer or converter computed from stored tensors, not merely copied."""
     initialised: tuple[str, ...] = ()
@@ -215,6 +231,7 @@ _KEYS = (
     "missing",
     "unused",
     "cast",
+    "mismatched",
     "computed",
     "initialised",
     "notes",

@@ -14,6 +14,7 @@ One function per line of the left column; each returns what stands to its right,
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -26,7 +27,7 @@ from shardload.reports.names import TIMES, Folded, fold, printable
 from shardload.units import format_bytes, format_count, format_rate, format_seconds, plural
 
 if TYPE_CHECKING:
-    from shardload.reports import Cast, DeviceUse, Fallback, Fit, Report
+    from shardload.reports import Cast, DeviceUse, Fallback, Fit, Mismatched, Report
 
 MAX_DEVICE_LINES = 16
 """More devices than this become least, median and most: nobody reads 256 bars."""
@@ -140,6 +141,8 @@ def _lists(report: Report) -> Iterator[tuple[str, RenderableType]]:
             yield label, Group(Text(f"{len(names):,}, {meaning}", style="dim"), _names(fold(names)))
     if report.cast:
         yield "Cast", _casts(report.cast)
+    if report.mismatched:
+        yield "Mismatched", _mismatched(report.mismatched)
 
 
 def _names(folded: Sequence[Folded]) -> RenderableType:
@@ -153,6 +156,17 @@ def _casts(casts: Sequence[Cast]) -> RenderableType:
         groups.setdefault((cast.stored, cast.loaded), []).append(cast.variable)
     # Which of 236 variables were cast says less than that all of them were: names only for a few.
     return Group(*(_cast_line(names, *dtypes) for dtypes, names in groups.items()))
+
+
+def _mismatched(found: Sequence[Mismatched]) -> RenderableType:
+    head = Text(f"{len(found):,}, left alone: the checkpoint has another shape", style="dim")
+    lines = (Text(f"{printable(m.variable)}  {_shape(m.expected)}, not {_shape(m.found)}") for m in found)
+    shown = Group(head, *itertools.islice(lines, MAX_NAME_LINES))
+    return _with_rest(shown, [Folded("", 1)] * (len(found) - MAX_NAME_LINES))
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "?" if shape is None else "x".join(map(str, shape)) or "scalar"
 
 
 def _cast_line(names: Sequence[str], stored: str, loaded: str) -> Text:
