@@ -23,7 +23,7 @@ from shardload import devices as placement
 from shardload._fingerprint import Fingerprint
 from shardload.dtypes import dtype_name
 from shardload.errors import BackendError, UnsupportedError, UsageError
-from shardload.loaders import open_manifest
+from shardload.loaders import FORMATS, open_manifest
 from shardload.manifest import Manifest
 from shardload.names import slots_as_stored
 from shardload.progress import Progress
@@ -99,6 +99,7 @@ def run(
     custom_objects: Mapping[str, Any] | None = None,
     safe_mode: bool = True,
     atomic: bool = False,
+    format: str | None = None,
     progress: Progress | None = None,
 ) -> Loaded:
     """`load`, returning the report and the manifest too.
@@ -118,12 +119,14 @@ def run(
         custom_objects: Classes the checkpoint's configuration names and Keras does not know.
         safe_mode: Refuse configurations that hold Python code.
         atomic: Changes nothing here, as a new model is returned whole or not at all; see `load_weights`.
+        format: One of `shardload.loaders.FORMATS`, to insist on where a file's ending says something else, or a folder
+            holds several.
         progress: Told how many bytes were read.
     """
     clock = _job.Clock()
     dtype, budget = dtype_name(dtype), _budget(host_memory_bytes)
     _check_backend()
-    found, manifest = _open(source)
+    found, manifest = _open(source, format)
     files = Fingerprint.of(manifest.files)
     place = placement.place_on(mesh, axes=axes, devices=devices)
     with clock("build"):
@@ -147,6 +150,7 @@ def load_weights(
     strict: bool = True,
     devices: Sequence[Any] | None = None,
     atomic: bool = False,
+    format: str | None = None,
     progress: Progress | None = None,
 ) -> LoadReport:
     """Fill a model that stands, live or built inside `shardload.abstract`.
@@ -164,6 +168,7 @@ def load_weights(
         devices: As for `run`.
         atomic: Keep the old values until the new ones are all there, and put them back if the load fails: twice the
             memory.
+        format: As for `run`.
         progress: As for `run`.
 
     Raises:
@@ -174,7 +179,7 @@ def load_weights(
     if not hasattr(model, "weights"):
         raise UsageError(f"The first argument is the Keras model to fill; got {type(model).__name__}")
     _check_backend()
-    found, manifest = _open(source)
+    found, manifest = _open(source, format)
     files = Fingerprint.of(manifest.files)
     if not getattr(model, "built", True):
         raise UnsupportedError(f"The model {model.name!r} has not been built. Call model.build(input_shape) first")
@@ -199,6 +204,7 @@ def plan(
     host_memory_bytes: int | str | None = None,
     device_memory_bytes: int | str | None = None,
     task: bool = True,
+    format: str | None = None,
 ) -> PlanReport:
     """What a load would read and where it would go, from headers alone; needs no devices.
 
@@ -211,12 +217,13 @@ def plan(
         host_memory_bytes: As for `run`.
         device_memory_bytes: Bytes one device has, or text like ``"16GiB"``: the report says whether the plan fits.
         task: As for `run`.
+        format: As for `run`.
     """
     clock = _job.Clock()
     dtype, budget = dtype_name(dtype), _budget(host_memory_bytes)
     _check_backend()
     memory = None if device_memory_bytes is None else _bytes("device_memory_bytes", device_memory_bytes)
-    found, manifest = _open(source)
+    found, manifest = _open(source, format)
     placement.available()  # building computes shapes with JAX, whose own error would say nothing
     with clock("build"):
         model = _job.build(manifest, dtype=dtype, task=task)
@@ -226,14 +233,18 @@ def plan(
     return _accounts.plan_report(job, clock, layout=layout, device_memory_bytes=memory, notes=_notes(found))
 
 
-def inspect(source: str | os.PathLike[str]) -> Manifest:
+def inspect(source: str | os.PathLike[str], *, format: str | None = None) -> Manifest:
     """The tensors of a checkpoint, from its headers.
+
+    Args:
+        source: As for `load`; also bare safetensors and h5 files.
+        format: As for `run`.
 
     Raises:
         SourceNotFoundError: When the name resolves to nothing.
         SourceError: When the checkpoint contradicts itself.
     """
-    return _open(source)[1]
+    return _open(source, format)[1]
 
 
 def report(model: Any) -> LoadReport:
@@ -253,9 +264,11 @@ def _check_backend() -> None:
         raise BackendError(found)
 
 
-def _open(source: str | os.PathLike[str]) -> tuple[Resolved, Manifest]:
+def _open(source: str | os.PathLike[str], format: str | None) -> tuple[Resolved, Manifest]:
+    if format is not None and format not in FORMATS:
+        raise UsageError(f"There is no format {format!r}; there are {', '.join(FORMATS)}")
     found = resolve(source)
-    return found, open_manifest(found.path)
+    return found, open_manifest(found.path, format=format)
 
 
 def _notes(found: Resolved) -> tuple[str, ...]:

@@ -38,7 +38,7 @@ def loads(source: str, **options: Any) -> Any:
 
 FAKES = {
     "find": lambda source: None,
-    "check_tokenizer": lambda source: None,
+    "check_tokenizer": lambda source, *, format: None,
     "load": loads,
     "plan": lambda source, **options: report(PlanReport),
     "generate": lambda loaded, prompt, *, max_new_tokens: [" Paris", "."],

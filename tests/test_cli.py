@@ -167,7 +167,7 @@ engine.load = noisy
 def test_options_arrive_as_typed(cli, monkeypatch):
     seen = {}
     monkeypatch.setattr(engine, "load", lambda source, **options: seen.update(options, source=source) or loads(source))
-    cli(*LOAD, "--dtype", "bf16", "--host-memory", "2GiB", "--no-strict", "--atomic")
+    cli(*LOAD, "--dtype", "bf16", "--host-memory", "2GiB", "--no-strict", "--atomic", "--format", "gguf")
     assert str(seen.pop("mesh")) == "batch=1,model=2"
     assert type(seen.pop("progress")).__name__ == "Silent"
     assert seen == {
@@ -177,6 +177,7 @@ def test_options_arrive_as_typed(cli, monkeypatch):
         "host_memory_bytes": 2 << 30,
         "strict": False,
         "atomic": True,
+        "format": "gguf",
     }
 
 

@@ -174,3 +174,16 @@ def test_a_pipe_that_closes_early_is_quiet(root):
     assert done.stderr == ""
     assert len(done.stdout.splitlines()) == 2
     assert NAME in done.stdout
+
+
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_a_pipe_that_closes_in_the_middle_of_much_is_quiet(tmp_path, more):
+    names = [f"model.layers.{i}.a_name_that_fills_a_pipe_soon.weight" for i in range(3000)]
+    entries = {name: {"dtype": "F32", "shape": [1], "data_offsets": [4 * i, 4 * i + 4]} for i, name in enumerate(names)}
+    header = json.dumps(entries).encode()
+    path = tmp_path / "big.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4 * len(names)))
+    listed = f"{sys.executable} -m shardload inspect {path} {' '.join(more)}"
+    assert len(run(("bash", "-c", listed)).stdout) > 1 << 17  # twice what a pipe holds
+    done = run(("bash", "-c", f'{listed} | head -1; echo "${{PIPESTATUS[0]}}"'))
+    assert (done.stderr, done.stdout.splitlines()[1:]) == ("", ["141"])

@@ -7,7 +7,9 @@ import pytest
 from cli_fakes import run
 
 import shardload
-from shardload.errors import BackendError, UsageError
+from shardload.console.options import Format
+from shardload.errors import BackendError, SourceError, UsageError
+from shardload.loaders import FORMATS
 
 NOWHERE = "./there/is/nothing"
 """Opening it would raise something else."""
@@ -62,3 +64,24 @@ def test_the_default_backend_where_it_is_not_installed_is_said_to_be_one(tmp_pat
     code = "import sys; sys.modules['tensorflow'] = None; import shardload; shardload.load('x')"
     done = run((sys.executable, "-c", code), KERAS_HOME=str(tmp_path))
     assert done.stderr.splitlines()[-1].startswith("shardload.errors.BackendError: shardload needs Keras on JAX, but")
+
+
+def test_a_format_can_be_insisted_on_where_the_ending_lies(tmp_path):
+    path = tmp_path / "weights.safetensors"
+    keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)]).save_weights(tmp_path / "x.weights.h5")
+    (tmp_path / "x.weights.h5").rename(path)
+    with pytest.raises(SourceError, match=r"insist with format='keras-h5' \(--format keras-h5\)"):
+        shardload.inspect(path)
+    assert shardload.inspect(path, format="keras-h5").format == "keras-h5"
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)])
+    assert shardload.load_weights(model, path, format="keras-h5").format == "keras-h5"
+
+
+@pytest.mark.parametrize("call", [shardload.load, shardload.plan, shardload.inspect])
+def test_a_format_there_is_none_of_names_what_there_is(call):
+    with pytest.raises(UsageError, match=r"There is no format 'onnx'; there are keras-h5, "):
+        call(NOWHERE, format="onnx")
+
+
+def test_the_command_takes_every_format():
+    assert {str(f) for f in Format} == set(FORMATS)

@@ -39,6 +39,7 @@ def load(
         int, typer.Option("--max-new-tokens", metavar="N", min=1, help="Tokens to generate for --prompt.")
     ] = 32,
     platform: options.PlatformOption = None,
+    format: options.FormatOption = None,
     json: options.Json = False,
     no_progress: options.NoProgress = False,
 ) -> None:
@@ -60,7 +61,7 @@ def load(
         with interrupts.exit_at_once(lambda: out.interrupted(as_json=json)):
             environment.provide_devices(spec, platform=platform, note=streams.note)
             if prompt is not None:
-                engine.check_tokenizer(source)
+                engine.check_tokenizer(source, format=format and str(format))
             progress = for_stderr(enabled=not no_progress)
             try:
                 loaded = engine.load(
@@ -71,6 +72,7 @@ def load(
                     host_memory_bytes=host_memory,
                     strict=strict,
                     atomic=atomic,
+                    format=format and str(format),
                     progress=progress,
                 )
             finally:
@@ -120,6 +122,7 @@ def plan(
             help="Memory of one device: 16GiB. Says whether the weights fit, and on which smallest mesh they do.",
         ),
     ] = None,
+    format: options.FormatOption = None,
     json: options.Json = False,
 ) -> None:
     """Say what a load would do, without reading tensor data.
@@ -148,6 +151,7 @@ def plan(
                 dtype=dtype,
                 host_memory_bytes=host_memory,
                 device_memory_bytes=device_memory,
+                format=format and str(format),
             )
         if json:
             out.json(report.to_json())
@@ -164,6 +168,7 @@ def inspect(
         str | None,
         typer.Option("--match", metavar="GLOB", help="Only tensors whose name matches, for example '*/attention/*'."),
     ] = None,
+    format: options.FormatOption = None,
     json: options.Json = False,
 ) -> None:
     """List the tensors of a checkpoint, reading headers only.
@@ -178,7 +183,7 @@ def inspect(
     """
     with streams.results() as out:
         environment.prepare(note=streams.note)
-        manifest = engine.inspect(source)
+        manifest = engine.inspect(source, format=format and str(format))
         if json:
             out.json(listing.as_json(manifest, match=match))
         else:

@@ -38,22 +38,22 @@ def plan(source: str, *, mesh: MeshSpec | None, **options: Any) -> PlanReport:
     return loading.plan(source, mesh=mesh or "1x1", **options)
 
 
-def inspect(source: str) -> Manifest:
+def inspect(source: str, *, format: str | None = None) -> Manifest:
     """Open ``source`` and read its headers."""
     from shardload.loaders import open_manifest
 
     if Path(source).exists():  # no name to look up
-        return open_manifest(source)
+        return open_manifest(source, format=format)
     from shardload.resolve import resolve
 
-    return open_manifest(resolve(source).path)
+    return open_manifest(resolve(source).path, format=format)
 
 
-def check_tokenizer(source: str) -> None:
+def check_tokenizer(source: str, *, format: str | None = None) -> None:
     """Raise now, not after minutes of loading, when ``source`` has no tokenizer for a prompt."""
     from shardload.generate.tokenizer import tokenizer_of
 
-    tokenizer_of(inspect(source))
+    tokenizer_of(inspect(source, format=format))
 
 
 def generate(loaded: Any, prompt: str, *, max_new_tokens: int) -> Iterable[str]:

@@ -15,6 +15,18 @@ from shardload.mesh import MeshSpec
 from shardload.units import parse_bytes
 
 
+class Format(StrEnum):
+    """What ``--format`` takes where a checkpoint is read: `shardload.loaders.FORMATS`."""
+
+    KERAS_H5 = "keras-h5"
+    KERAS_SHARDED_H5 = "keras-sharded-h5"
+    KERAS_ARCHIVE = "keras-archive"
+    KERAS_HUB_PRESET = "keras-hub-preset"
+    HF_SAFETENSORS = "hf-safetensors"
+    SAFETENSORS = "safetensors"
+    GGUF = "gguf"
+
+
 class SynthFormat(StrEnum):
     """What ``shardload synth --format`` takes."""
 
@@ -120,6 +132,10 @@ PlatformOption = Annotated[
     typer.Option(
         "--platform", help="Devices to use; cpu simulates as many as the mesh needs. JAX's choice by default."
     ),
+]
+FormatOption = Annotated[
+    Format | None,
+    typer.Option("--format", help="Insist on a format where an ending says something else, or a folder holds several."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
 NoProgress = Annotated[bool, typer.Option("--no-progress", help="No progress bar, even on a terminal.")]

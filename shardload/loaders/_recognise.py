@@ -90,7 +90,7 @@ def _open_file(path: str, format: str | None) -> Manifest:
     if format is None and promised is not None and promised != found:
         raise SourceError(
             f"{path} ends like {FORMATS.get(promised, promised)}, but its content is {FORMATS[public]}. "
-            f"Rename it, or insist with format={public!r}"
+            f"Rename it, or insist with format={public!r} (--format {public})"
         )
     if format is not None and format != public:
         raise SourceError(f"{path} should be {FORMATS[format]}, but its content is {FORMATS[public]}")
