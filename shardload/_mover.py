@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from shardload._blocks import SKIP_BYTES
 from shardload._buffers import memory
 from shardload._fanout import PAD_BYTES, Flat, Lane, Part, copy, grid_of, pitch_row
-from shardload._scatter import Grid, entries, scatter_read
+from shardload._scatter import Grid, calls, scatter_read
 from shardload.errors import ShardloadError, TransferError
 from shardload.manifest import Decoded, Tensor
 from shardload.planner import Block
@@ -64,7 +64,7 @@ class Mover:
         # Most blocks have no gaps; memory for them would be outside the budget.
         gaps = block.read_bytes - itemsize * sum(part.box.size for part in parts)
         stop, junk = block.offset + block.read_bytes, self._scratch(min(SKIP_BYTES, gaps))
-        wanted = entries(grids, start=block.offset, stop=stop, junk=junk)
+        wanted = calls(grids, start=block.offset, stop=stop, junk=junk)
         self._check(block, block.offset, block.read_bytes, scatter_read(fd, wanted, block.offset))
 
     def _stage(self, block: Block, tensor: Tensor, parts: list[Part], fd: int) -> Moved:
@@ -94,7 +94,7 @@ class Mover:
         offset, n_bytes = block.offset + start * itemsize, elements * itemsize
         row_bytes, pitch_bytes = flat.row * itemsize or n_bytes, flat.pitch * itemsize
         grids = Grid.rows(offset, flat.memory, n_bytes=n_bytes, row_bytes=row_bytes, pitch_bytes=pitch_bytes)
-        wanted = entries(grids, start=offset, stop=offset + n_bytes, junk=flat.memory)
+        wanted = calls(grids, start=offset, stop=offset + n_bytes, junk=flat.memory)
         self._check(block, offset, n_bytes, scatter_read(fd, wanted, offset))
 
     def _decode(self, block: Block, tensor: Tensor) -> Flat:

@@ -1,7 +1,7 @@
-"""Reading one range of a file into many places with one system call.
+"""Reading one range of a file into many places with few system calls.
 
-``preadv`` takes a list of memory pieces. A `Grid` says where regularly spaced runs of the file go; `entries` turns
-the grids of a block's shards into such a list with a few NumPy operations, never a Python step per run::
+``preadv`` takes a list of memory pieces. A `Grid` says where regularly spaced runs of the file go; `calls` turns
+the grids of a block's shards into such lists with a few NumPy operations, never a Python step per run::
 
     file     ─[ row 0: a0 b0 c0 ][ row 1: a1 b1 c1 ]─
     memory    shard a: a0 a1 …    shard b: b0 b1 …    shard c: c0 c1 …
@@ -16,8 +16,8 @@ import errno
 import itertools
 import math
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,16 @@ IOV_MAX = 1024
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.preadv.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
 _libc.preadv.restype = ctypes.c_ssize_t
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What one system call reads."""
+
+    entries: Entries
+    """At most `IOV_MAX`."""
+    n_bytes: int
+    """Their sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,25 +76,63 @@ class Grid:
         return [*found, tail] if rest else found
 
 
-def entries(grids: Sequence[Grid], *, start: int, stop: int, junk: NDArray[np.uint8]) -> Entries:
-    """One list in file order that covers ``start`` to ``stop``; what no grid wants goes to ``junk``.
+def calls(grids: Sequence[Grid], *, start: int, stop: int, junk: NDArray[np.uint8]) -> Iterator[Call]:
+    """Calls that together read ``start`` to ``stop`` in file order; what no grid wants goes to ``junk``.
 
     Args:
         grids: Their runs do not overlap in the file, and lie between ``start`` and ``stop``.
         start: Byte offset in the file.
         stop: One past the last byte.
         junk: Memory that may be overwritten, as long as the longest gap.
+
+    Yields:
+        The next call; its entries are only good until the one after is asked for.
     """
-    grids = sorted(grids, key=lambda g: g.start)
-    parts, reached = [], start
-    for group in _interleaved(grids):
+    groups = _interleaved(sorted(grids, key=lambda g: g.start))
+    reached = start
+    for group in groups:
         if group[0].start != reached or not _tiles(group):
-            return _any_entries(grids, start, stop, junk)
-        parts.append(_zipped(group))
+            break
         reached = max(g.stop for g in group)
-    if reached != stop:
-        return _any_entries(grids, start, stop, junk)
-    return np.concatenate(parts) if len(parts) > 1 else parts[0]
+    else:
+        if reached == stop:
+            return _regular_calls(groups)
+    return _sliced(_any_entries(grids, start, stop, junk))
+
+
+def _regular_calls(groups: list[list[Grid]]) -> Iterator[Call]:
+    if sum(_count(group) for group in groups) <= IOV_MAX:
+        yield from _sliced(np.concatenate([_zipped(group) for group in groups]))
+        return
+    for group in groups:
+        yield from _stencilled(group) if _count(group) > IOV_MAX else _sliced(_zipped(group))
+
+
+def _sliced(found: Entries) -> Iterator[Call]:
+    for at in range(0, len(found), IOV_MAX):
+        part = found[at : at + IOV_MAX]
+        yield Call(part, int(part[:, 1].sum()))
+
+
+def _stencilled(group: list[Grid]) -> Iterator[Call]:
+    """The calls of one group with one small list, moved along: a list of everything costs more than the copying."""
+    first = group[0]
+    per_row = _count(group) // first.shape[0]
+    rows = IOV_MAX // per_row
+    if not rows:
+        yield from _sliced(_zipped(group))
+        return
+    stencil = _zipped([replace(grid, shape=(rows, *grid.shape[1:])) for grid in group])
+    move = np.tile(np.array([rows * grid.jumps[0] for grid in group]), len(stencil) // len(group))
+    for row in range(0, first.shape[0], rows):
+        if row:
+            stencil[:, 0] += move
+        part = stencil[: (first.shape[0] - row) * per_row]
+        yield Call(part, len(part) * first.length)
+
+
+def _count(group: list[Grid]) -> int:
+    return math.prod(group[0].shape) * len(group)
 
 
 def _interleaved(grids: Sequence[Grid]) -> list[list[Grid]]:
@@ -144,12 +192,12 @@ def _any_entries(grids: Sequence[Grid], start: int, stop: int, junk: NDArray[np.
     )
 
 
-def scatter_read(fd: int, wanted: Entries, offset: int) -> int:
-    """Read one range of a file into many places, in as few calls as possible.
+def scatter_read(fd: int, wanted: Iterable[Call], offset: int) -> int:
+    """Read one range of a file into many places.
 
     Args:
         fd: An open file.
-        wanted: Where the bytes go, in file order; partly overwritten.
+        wanted: What goes where, in file order.
         offset: Byte offset in the file.
 
     Returns:
@@ -158,19 +206,30 @@ def scatter_read(fd: int, wanted: Entries, offset: int) -> int:
     Raises:
         OSError: What the system call reports.
     """
-    received = at = 0
-    while at < len(wanted):
-        batch = wanted[at : at + IOV_MAX]
-        got = preadv(fd, batch, offset + received)
-        if got == 0:
-            break
+    received = 0
+    for call in wanted:
+        got = preadv(fd, call.entries, offset + received)
+        if got < call.n_bytes:
+            got += _rest(fd, call.entries, got, offset + received)
         received += got
-        ends = np.cumsum(batch[:, 1])
-        done = int(np.searchsorted(ends, got, side="right"))
-        at += done
-        if done < len(batch) and (rest := got - (int(ends[done - 1]) if done else 0)):
-            wanted[at] += (rest, -rest)
+        if got < call.n_bytes:
+            break
     return received
+
+
+def _rest(fd: int, wanted: Entries, got: int, offset: int) -> int:
+    """Go on with a call that was cut short, until the file ends; how many bytes more that gave."""
+    before, ends = got, np.cumsum(wanted[:, 1])
+    while got < ends[-1]:
+        at = int(np.searchsorted(ends, got, side="right"))
+        left = wanted[at:].copy()
+        skip = int(wanted[at, 1]) - (int(ends[at]) - got)
+        left[0] += (skip, -skip)
+        more = preadv(fd, left, offset + got)
+        if more == 0:
+            break
+        got += more
+    return got - before
 
 
 def preadv(fd: int, wanted: Entries, offset: int) -> int:

@@ -12,6 +12,7 @@ A `Layout` names, for each dim of a variable, the mesh axes that split it (usual
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -81,8 +82,7 @@ class Layout:
         Raises:
             LayoutError: When a dim does not divide.
         """
-        shard = self.shard_shape(shape)
-        return tuple(self._bounds_at(position, shard) for position in range(self.mesh.size))
+        return _bounds(self, tuple(shape))
 
     def _bounds_at(self, position: int, shard: tuple[int, ...]) -> Bounds:
         where = self.mesh.coordinates(position)
@@ -96,6 +96,13 @@ class Layout:
 
     def __str__(self) -> str:
         return "(" + ", ".join("+".join(axes) or "-" for axes in self.spec) + ")"
+
+
+@functools.lru_cache(maxsize=1024)
+def _bounds(layout: Layout, shape: tuple[int, ...]) -> tuple[Bounds, ...]:
+    """Asked for several times per variable, while a model has few different shapes."""
+    shard = layout.shard_shape(shape)
+    return tuple(layout._bounds_at(position, shard) for position in range(layout.mesh.size))
 
 
 @dataclass(frozen=True, slots=True)

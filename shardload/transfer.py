@@ -3,7 +3,7 @@
 The calling thread hands out blocks in file order and places variables as they complete; a few worker threads
 read and copy (both release the GIL)::
 
-    caller    open shard buffers ─ submit block ─ … ─ variable complete ─► jax.Array ─► on_ready(name, array)
+    caller    map shard buffers ─ submit block ─ … ─ variable complete ─► jax.Array ─► on_ready(name, array)
     workers        read block ─► shard buffers        (direct: the kernel copies; else through scratch in L2)
 
 Two placements:
@@ -21,6 +21,7 @@ Imports JAX: only import this module when a transfer is about to happen.
 
 from __future__ import annotations
 
+import functools
 import os
 import queue
 import time
@@ -47,8 +48,8 @@ __all__ = ["Placement", "TransferStats", "execute", "named_sharding", "place"]
 
 MAX_THREADS = 8
 """Enough to saturate the page cache or a fast disk; more only take scratch memory."""
-QUEUED_PER_THREAD = 2
-"""Blocks handed out per thread: one in work, one waiting."""
+QUEUED_PER_THREAD = 4
+"""Blocks handed out per thread: one in work, the others waiting while the caller places a variable."""
 
 Placement = Literal["auto", "adopt", "upload"]
 
@@ -178,6 +179,12 @@ class _Transfer:
         self.pool = ThreadPoolExecutor(self.threads, thread_name_prefix="shardload")
         self.variables = [self._variable(t) for t in plan.targets]
         self.chunks = self._make_chunks()
+        if placement == "adopt":
+            # Mapping memory later would wait for, and then hold up, the threads that touch it for the first time.
+            for chunk in dict.fromkeys(self.chunks.values()):
+                self._take(chunk)
+
+        self.sharding = functools.cache(lambda layout: named_sharding(layout, devices))
 
     def run(
         self, on_ready: Callable[[str, Any], None], on_start: Callable[[str], None], progress: Callable[[int], None]
@@ -233,8 +240,7 @@ class _Transfer:
     def _hand_out(self, index: int, block: Block) -> None:
         work = [(self.chunks[index, p], piece.box) for p, piece in enumerate(block.pieces)]
         for chunk, _ in work:
-            if not chunk.buffers:
-                self._open(chunk)
+            self._open(chunk)
         if block.how == "decoded":
             self._must_take(block.host_bytes, f"A block of tensor {block.tensor!r}")
         tensor = self.manifest.tensors[block.tensor]
@@ -252,6 +258,10 @@ class _Transfer:
         if not chunk.variable.started:
             chunk.variable.started = True
             self.on_start(chunk.variable.target.name)
+        if not chunk.buffers:
+            self._take(chunk)
+
+    def _take(self, chunk: Chunk) -> None:
         common = chunk.common
         shapes = [box.shape for box in common.values()]
         if self.placement == "upload":
@@ -303,10 +313,9 @@ class _Transfer:
 
     def _place(self, chunk: Chunk) -> None:
         variable, target = chunk.variable, chunk.variable.target
-        sharding = named_sharding(target.layout, self.devices)
+        sharding = self.sharding(target.layout)
         if chunk.box == Bounds.whole(target.view.shape):
-            if not chunk.buffers:
-                self._open(chunk)
+            self._open(chunk)
             array = assemble(target.view.shape, sharding, {s: memory for s, (_, memory) in chunk.buffers.items()})
             uploaded = [array]
             array = array if variable.staged == target.dtype else widen(array, dtype=target.dtype)

@@ -349,3 +349,40 @@ def test_place_copies(dim):
     value[...] = -1
     check(array, expected, split(2, dim))
     assert array.sharding.is_equivalent_to(named_sharding(split(2, dim), jax.devices()), 2)
+
+
+@pytest.mark.parametrize("most", [1, 1000, 5000, 100_000])
+def test_reads_that_the_kernel_cuts_short_are_gone_on_with(manifest, value, monkeypatch, most):
+    """Signals and some file systems return fewer bytes than asked for, at any place in a run."""
+    original = shardload._scatter.preadv
+    asked = []
+
+    def preadv(fd, wanted, offset):
+        ends = np.cumsum(wanted[:, 1])
+        count = int(np.searchsorted(ends, most, side="left")) + 1
+        few = wanted[:count].copy()
+        few[-1, 1] -= max(0, int(few[:, 1].sum()) - most)
+        asked.append(int(wanted[:, 1].sum()))
+        return original(fd, few, offset)
+
+    monkeypatch.setattr(shardload._scatter, "preadv", preadv)
+    small = value[:16] if most == 1 else value
+    held = manifest_of(Path(manifest.source).parent / "small.bin", {"a": small}) if most == 1 else manifest
+    arrays = {}
+    execute(planned(held, whole(held, "a", dim=1)), held, devices=jax.devices(), on_ready=arrays.__setitem__)
+    np.testing.assert_array_equal(arrays["a"], small)
+    assert max(asked) > most
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim"), [((1037, 2048), 1), ((3, 517, 2048), 2), ((5, 8, 211, 256), 1), ((129, 9, 2048), 2)]
+)
+def test_lists_of_reads_longer_than_one_call_takes(tmp_path, shape, dim):
+    """More runs than one system call takes, and not a multiple of them."""
+    value = np.arange(np.prod(shape), dtype=np.uint32).astype(np.uint16).reshape(shape)
+    manifest = manifest_of(tmp_path / "f.bin", {"a": value})
+    plan = planned(manifest, whole(manifest, "a", dim=dim), block_bytes=1 << 30, budget=1 << 34)
+    assert [b.how for b in plan.blocks] == ["direct"]
+    found, stats = load(plan, manifest)
+    check(found["a"], value, split(len(shape), dim))
+    assert stats.direct_bytes == value.nbytes
