@@ -73,15 +73,33 @@ def timed(work: Callable[[], Any]) -> Run:
 
 
 def compare(
-    name: str, a: Callable[[], Any], b: Callable[[], Any], *, n_bytes: int, pairs: int, warm_up: int = 1
+    name: str,
+    a: Callable[[], Any],
+    b: Callable[[], Any],
+    *,
+    n_bytes: int,
+    pairs: int,
+    warm_up: int = 1,
+    warm_bytes: int = 0,
 ) -> Comparison:
-    """Alternate A and B; the order within a pair alternates too."""
+    """Alternate A and B; the order within a pair alternates too.
+
+    Args:
+        name: What is compared.
+        a: One side.
+        b: The other.
+        n_bytes: What one run moves.
+        pairs: How many runs of each.
+        warm_up: How many runs of each before the clock runs.
+        warm_bytes: Memory to touch before every run, see `warm_memory`.
+    """
     for _ in range(warm_up):
         timed(a)
         timed(b)
     runs: tuple[list[Run], list[Run]] = ([], [])
     for i in range(pairs):
         for which in (0, 1) if i % 2 == 0 else (1, 0):
+            warm_memory(warm_bytes)
             runs[which].append(timed((a, b)[which]))
     return Comparison(name, n_bytes, tuple(runs[0]), tuple(runs[1]))
 
@@ -103,7 +121,11 @@ def table(comparisons: Sequence[Comparison], *, a: str, b: str) -> str:
 
 
 def warm_memory(n_bytes: int) -> None:
-    """Touch this much memory once: on a virtual machine the first touch ever is many times slower than the next."""
+    """Touch this much memory and free it.
+
+    A virtual machine gets it from its host at the first touch, many times slower than afterwards, and gives freed memory
+    back within seconds: so this belongs right before each timing.
+    """
     from shardload._buffers import memory
 
     memory(n_bytes)[::4096] = 1

@@ -33,8 +33,7 @@ from shardload.parallel import choose  # noqa: E402
 
 MESH = MeshSpec.parse("1x8")
 WARM_BYTES = 8 << 30
-"""More than either side takes. A virtual machine gives freed memory back to its host within seconds, and taking it again
-is several times slower than the load itself, at random: so each process touches it right before it is timed."""
+"""More than either side takes; see `warm_memory`. Without it, the first touch takes several times as long as the load."""
 
 
 def peer(source: str, dtype: str) -> Callable[[], object]:

@@ -71,6 +71,7 @@ def measure(path: Path, layouts: list[str], *, pairs: int, threads: int) -> list
             lambda: floor(path, sizes, threads),
             n_bytes=sum(sizes),
             pairs=pairs,
+            warm_bytes=sum(sizes) * 5 // 4,
         )
         for layout in layouts
     ]
