@@ -123,8 +123,8 @@ def table(comparisons: Sequence[Comparison], *, a: str, b: str) -> str:
 def warm_memory(n_bytes: int) -> None:
     """Touch this much memory and free it.
 
-    A virtual machine gets it from its host at the first touch, many times slower than afterwards, and gives freed memory
-    back within seconds: so this belongs right before each timing.
+    A virtual machine gets it from its host at the first touch, many times slower than afterwards, and gives freed
+    memory back within seconds: so this belongs right before each timing.
     """
     from shardload._buffers import memory
 

@@ -33,7 +33,7 @@ from shardload.parallel import choose  # noqa: E402
 
 MESH = MeshSpec.parse("1x8")
 WARM_BYTES = 8 << 30
-"""More than either side takes; see `warm_memory`. Without it, the first touch takes several times as long as the load."""
+"""More than either side takes; see `warm_memory`. Without it, first touches take several times as long as the load."""
 
 
 def peer(source: str, dtype: str) -> Callable[[], object]:
