@@ -84,6 +84,16 @@ def test_an_optimizer_of_another_kind_starts_afresh_and_the_report_says_so(folde
     assert any("Skipping variable loading for optimizer" in note for note in report.notes)
 
 
+def test_slots_that_would_fit_by_chance_are_left_alone(tmp_path):
+    model, loss = classifier(), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.01, momentum=0.9), loss)
+    train(model).save(tmp_path / "model.keras")
+    model = classifier()
+    model.compile("rmsprop", loss)  # as many slots, of the same shapes
+    shardload.load_weights(model, tmp_path / "model.keras")
+    assert not model.optimizer.built
+
+
 def other_shape():
     inputs = keras.Input((6,))
     model = keras.Model(inputs, keras.layers.Dense(3, name="out")(inputs))
@@ -140,3 +150,14 @@ def test_more_steps_than_fit_are_refused(folder, tmp_path):
         LoadInterruptedError, match=r"is int32, but the checkpoint holds int64 values from 1099511627776"
     ):
         shardload.load_weights(classifier(), path, mesh="1x2")
+
+
+def test_without_strict_slots_of_another_shape_start_afresh(folder):
+    model = keras.Model((base := classifier()).inputs, keras.layers.Dense(3, name="out")(base.get_layer("drop").output))
+    model.compile(keras.optimizers.Adam(0.01), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    report = shardload.load_weights(model, folder / "model.weights.h5", mesh="1x2", strict=False)
+    assert any("momentum" in m.variable for m in report.mismatched)
+    assert int(model.optimizer.iterations.value) == 0
+    assert not any(value.any() for value in values([slot for slot, _ in _keras.slots_of(model)]))
+    x, y = data()
+    model.train_on_batch(x, y % 3)

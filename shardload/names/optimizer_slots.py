@@ -7,7 +7,7 @@ names are mapped, and taken away again when nothing is loaded after all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,8 @@ _STORED = "optimizer/vars/"
 def slots_as_stored(model: Any, manifest: Manifest) -> Iterator[None]:
     """While open, ``model``'s optimizer has its slots if the checkpoint has them; they stay unless the block raises.
 
-    Nothing happens where the optimizer has slots already, or is of another kind than the one that was saved.
+    Nothing happens where the optimizer has slots already, or is of another kind than the one that was saved: by its
+    class where an archive says it, by the number of its variables otherwise, which is what Keras goes by.
 
     Args:
         model: A built model, compiled or not, abstract or not.
@@ -30,7 +31,7 @@ def slots_as_stored(model: Any, manifest: Manifest) -> Iterator[None]:
     """
     stored = sum(name.startswith(_STORED) for name in manifest.tensors)
     optimizer = getattr(model, "optimizer", None)
-    if not stored or optimizer is None or optimizer.built:
+    if not stored or optimizer is None or optimizer.built or _other_kind(optimizer, manifest):
         yield
         return
     before = _keras.OptimizerState.of(optimizer)
@@ -43,3 +44,11 @@ def slots_as_stored(model: Any, manifest: Manifest) -> Iterator[None]:
     except BaseException:
         before.restore()
         raise
+
+
+def _other_kind(optimizer: Any, manifest: Manifest) -> bool:
+    """Whether an archive says that its optimizer is of another class: SGD's momentum would fit RMSprop's velocity."""
+    compiled = manifest.config.get("compile_config")
+    saved = compiled.get("optimizer") if isinstance(compiled, Mapping) else None
+    name = saved.get("class_name") if isinstance(saved, Mapping) else None
+    return name is not None and name != type(optimizer).__name__
