@@ -23,10 +23,14 @@ from shardload.planner import Block
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """How long one block took, in seconds of one thread."""
+    """How long blocks took, in seconds of one thread."""
 
     read_s: float
     copy_s: float
+
+    def plus(self, other: Moved) -> Moved:
+        """Both together."""
+        return Moved(self.read_s + other.read_s, self.copy_s + other.copy_s)
 
 
 class Mover:
@@ -47,6 +51,17 @@ class Mover:
         Raises:
             TransferError: When the file ends early or cannot be read.
         """
+        try:
+            return self._move(block, tensor, parts, fd)
+        except OSError as error:
+            if isinstance(error, ShardloadError):
+                raise
+            raise TransferError(
+                f"Tensor {block.tensor!r}: cannot read {block.read_bytes} bytes at offset {block.offset} of "
+                f"{block.path}: {error}"
+            ) from error
+
+    def _move(self, block: Block, tensor: Tensor, parts: list[Part], fd: int) -> Moved:
         began = time.perf_counter()
         if block.how == "direct":
             self._scatter(block, parts, fd, tensor.dtype.itemsize)
@@ -122,13 +137,3 @@ class Mover:
                 f"Tensor {block.tensor!r}: {block.path} ends early. Expected {expected} bytes at offset {offset}, "
                 f"received {received}. The file changed while it was read; copy or download it again"
             )
-
-
-def as_transfer_error(error: BaseException, block: Block) -> BaseException:
-    """The error to raise for what went wrong in a block: an `OSError` learns which tensor and file it was."""
-    if isinstance(error, ShardloadError) or not isinstance(error, OSError):
-        return error
-    return TransferError(
-        f"Tensor {block.tensor!r}: cannot read {block.read_bytes} bytes at offset {block.offset} of {block.path}: "
-        f"{error}"
-    )
