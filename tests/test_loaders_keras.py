@@ -390,8 +390,14 @@ def test_legacy_file_says_the_way_out(h5):
 
 
 def test_deep_groups(h5):
-    h5["/".join("d" * 2000) + "/x"] = np.ones(2)
+    h5["/".join("d" * 200) + "/x"] = np.ones(2)
     assert len(h5.reopen().tensors) == 1
+
+
+def test_groups_too_deep_for_any_model(h5):
+    h5["/".join("d" * 2000) + "/x"] = np.ones(2)
+    with pytest.raises(UnsafeSourceError, match="nests groups more than 256 deep"):
+        h5.reopen()
 
 
 def test_truncated_h5(tmp_path):

@@ -17,6 +17,12 @@ MAX_JSON_BYTES = 1 << 25
 """32 MiB. The largest index in the wild (hundreds of shards, 90k tensors) has 9 MB; the largest config 5 MB."""
 
 
+MIN_BYTES_PER_CONTAINER = 16
+"""Keras' and Hugging Face's descriptions have 50 bytes and more for each bracket or brace, Python takes 200 for it."""
+FREE_CONTAINERS = 1024
+"""Small documents may be as dense as they like."""
+
+
 def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The JSON object that a file holds.
 
@@ -38,7 +44,14 @@ def parse_object(raw: bytes, *, path: str) -> dict[str, Any]:
 
     Raises:
         SourceError: When the bytes are not UTF-8, not JSON, hold a key twice, or are not an object.
+        UnsafeSourceError: When they nest too deeply, or would take far more memory than they have bytes.
     """
+    containers = raw.count(b"{") + raw.count(b"[")
+    if containers > FREE_CONTAINERS + len(raw) // MIN_BYTES_PER_CONTAINER:
+        raise UnsafeSourceError(
+            f"{path} holds {containers} brackets and braces in {len(raw)} bytes of JSON; no checkpoint does, and "
+            "parsed they would take many times the memory. Download it again"
+        )
     try:
         found = json.loads(raw.decode("utf-8"), object_pairs_hook=unique_pairs)
     except UnicodeDecodeError as error:

@@ -18,7 +18,7 @@ from shardload.errors import SourceError, UnsupportedError
 from shardload.loaders import gguf_models as models
 from shardload.loaders._extents import collect
 from shardload.loaders.gguf_header import Header, LongArray, TensorInfo, read_array, read_header
-from shardload.loaders.gguf_rows import Undo, storage
+from shardload.loaders.gguf_rows import Undo, require_package, storage
 from shardload.manifest import Manifest, Tensor
 from shardload.stores import local
 
@@ -61,6 +61,7 @@ def open_file(path: str | os.PathLike[str]) -> Manifest:
     known = models.architecture(header, name)
     config = models.config(header, name, rope_factors=_rope_factors(header, name))
     heads, kv_heads = models.head_counts(header, name)
+    require_package(header.tensors, name)
     tensors = []
     for info in header.tensors:
         if (hf_name := known.hf_name(info.name, name)) is None:

@@ -29,6 +29,8 @@ MAX_NAME_BYTES = 65535
 """The specification's limit for keys."""
 INLINE_ITEMS = 1024
 """Arrays up to this length are parsed at once: per-layer settings, not vocabularies."""
+INLINE_SHARE = 8
+"""All of them together have one item per so many bytes of the file: a Python number takes up to 36 bytes."""
 _WINDOW_BYTES = 1 << 20
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -225,7 +227,8 @@ def _array(cursor: _Cursor, key: str) -> list[Any] | LongArray:
         raise SourceError(f"{cursor.path}: {key!r} is an array of type {kind}, which does not exist")
     item_bytes = 8 if kind == _STRING else struct.calcsize("<" + _SCALARS[kind])
     cursor.require(count * item_bytes, f"the array {key!r} of {count} items")
-    if count <= INLINE_ITEMS:
+    if count <= min(INLINE_ITEMS, cursor.inline_items):
+        cursor.inline_items -= count
         return [_value(cursor, kind, key) for _ in range(count)]
     start = cursor.position
     if kind == _STRING:
@@ -280,6 +283,7 @@ class _Cursor:
         self.size = size
         self.path = path
         self.position = position
+        self.inline_items = INLINE_ITEMS + size // INLINE_SHARE
         self._window = b""
         self._start = position
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -116,17 +117,22 @@ class GgufRows:
         return found
 
 
-def storage(info: TensorInfo, path: str, *, undo: Undo, heads: int = 1) -> tuple[Storage, np.dtype[Any]]:
-    """How to read a tensor, and the dtype it comes in.
+def require_package(infos: Iterable[TensorInfo], path: str) -> None:
+    """Refuse a file that cannot be decoded here; once a file, as looking for a package searches the disk.
 
     Raises:
-        MissingExtraError: When it is quantised and the gguf package is not installed.
+        MissingExtraError: When a tensor is quantised and the gguf package is not installed.
     """
+    quantised = next((info.kind.name for info in infos if info.kind.name not in PLAIN), None)
+    if quantised is not None and importlib.util.find_spec("gguf") is None:
+        raise MissingExtraError("gguf", extra="gguf", needed_for=f"Decoding {quantised} tensors of {path}")
+
+
+def storage(info: TensorInfo, path: str, *, undo: Undo, heads: int = 1) -> tuple[Storage, np.dtype[Any]]:
+    """How to read a tensor, and the dtype it comes in."""
     name = info.kind.name
     if name in PLAIN and undo is Undo.NOTHING:
         return Extent(path, info.offset), PLAIN[name]
-    if name not in PLAIN and importlib.util.find_spec("gguf") is None:
-        raise MissingExtraError("gguf", extra="gguf", needed_for=f"Decoding {name} tensors of {path}")
     dtype = PLAIN[name] if name in PLAIN and undo is Undo.UNPERMUTE else np.dtype(np.float32)
     return Decoded(GgufRows(path, info, undo, heads)), dtype
 

@@ -44,6 +44,10 @@ MAX_EXPANSION = 1000
 """Decoded bytes per stored byte; Keras' own limit. Compressed weights expand by less than 10."""
 EXPANSION_FLOOR_BYTES = 1 << 20
 """Below this any expansion is harmless: a freshly initialised bias compresses well."""
+CACHE_BYTES = 1 << 20
+"""libhdf5's cache of object headers, 32 MiB by default; each header is read once here."""
+MAX_DEPTH = 256
+"""Groups in groups; Keras has two for each layer in a layer."""
 _LOCK = threading.RLock()
 """libhdf5 is not re-entrant; h5py has a lock of its own, but not around several calls."""
 
@@ -158,6 +162,11 @@ class _RegionFile(io.RawIOBase):
 @contextmanager
 def _opened(region: Region) -> Iterator[Any]:
     with _RegionFile(region) as raw, h5py.File(raw, "r") as file:
+        cache = file.id.get_mdc_config()
+        cache.set_initial_size = True
+        cache.initial_size = cache.max_size = CACHE_BYTES
+        cache.min_size = min(cache.min_size, CACHE_BYTES)
+        file.id.set_mdc_config(cache)
         yield file
 
 
@@ -183,25 +192,29 @@ def _refuse_legacy(file: Any, path: str) -> None:
 
 
 def _walk(file: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Names and datasets; iterative, as nesting is the file's choice."""
+    """Names and datasets, depth first; open are a group and its ancestors only, as each takes libhdf5 2 KB."""
     seen = {_address(file.id, b".")}
-    stack: list[tuple[str, Any]] = [("", file.id)]
+    stack = [("", file.id, iter(file.id))]
     while stack:
-        prefix, group = stack.pop()
-        for raw in group:
-            name = prefix + _decode(raw, path)
-            if group.links.get_info(raw).type != h5py.h5l.TYPE_HARD:
-                raise UnsafeSourceError(f"{path}: {name!r} is a soft or external link; weights may not be linked in")
-            if (address := _address(group, raw)) in seen:
-                raise UnsafeSourceError(f"{path}: {name!r} is a second link to one object, or a cycle of links")
-            seen.add(address)
-            node = h5py.h5o.open(group, raw)
-            if isinstance(node, h5py.h5g.GroupID):
-                stack.append((name + "/", node))
-            elif isinstance(node, h5py.h5d.DatasetID):
-                yield name, node
-            else:
-                raise UnsupportedError(f"{path}: {name!r} is neither a group nor a dataset")
+        prefix, group, members = stack[-1]
+        if (raw := next(members, None)) is None:
+            stack.pop()
+            continue
+        name = prefix + _decode(raw, path)
+        if group.links.get_info(raw).type != h5py.h5l.TYPE_HARD:
+            raise UnsafeSourceError(f"{path}: {name!r} is a soft or external link; weights may not be linked in")
+        if (address := _address(group, raw)) in seen:
+            raise UnsafeSourceError(f"{path}: {name!r} is a second link to one object, or a cycle of links")
+        seen.add(address)
+        node = h5py.h5o.open(group, raw)
+        if isinstance(node, h5py.h5g.GroupID):
+            if len(stack) > MAX_DEPTH:
+                raise UnsafeSourceError(f"{path} nests groups more than {MAX_DEPTH} deep; no model's layers are")
+            stack.append((name + "/", node, iter(node)))
+        elif isinstance(node, h5py.h5d.DatasetID):
+            yield name, node
+        else:
+            raise UnsupportedError(f"{path}: {name!r} is neither a group nor a dataset")
 
 
 def _address(group: Any, name: bytes) -> int:
