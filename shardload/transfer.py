@@ -51,7 +51,7 @@ __all__ = ["Placement", "TransferStats", "execute", "named_sharding", "place"]
 MAX_THREADS = 8
 """Enough to saturate the page cache or a fast disk; more only take scratch memory."""
 QUEUED_PER_THREAD = 4
-"""Jobs handed out per thread: one in work, the others waiting while the caller places variables."""
+"""Jobs handed out per thread, `BUDGET_PARTS` in all: one in work, others waiting while the caller is busy."""
 JOB_BYTES = 4 << 20
 """Short blocks are handed out together up to this, a millisecond of work for 0.1 ms of Python; less of a small plan."""
 PLACED_TOGETHER = 32
@@ -202,7 +202,7 @@ class _Transfer:
             if not variable.chunks_left:
                 self._place(Chunk(variable, Bounds.whole(variable.target.view.shape)))
         for job in self._jobs():
-            while self.in_flight >= self.threads * QUEUED_PER_THREAD:
+            while self.in_flight >= min(self.threads * QUEUED_PER_THREAD, BUDGET_PARTS):
                 self._complete_one()
             self._hand_out(job)
         while self.in_flight:
