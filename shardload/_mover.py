@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from shardload._blocks import SKIP_BYTES
 from shardload._buffers import memory
 from shardload._fanout import PAD_BYTES, Flat, Lane, Part, copy, grid_of, pitch_row
 from shardload._scatter import Grid, calls, scatter_read
@@ -76,9 +75,7 @@ class Mover:
 
     def _scatter(self, block: Block, parts: list[Part], fd: int, itemsize: int) -> None:
         grids = [grid_of(block, part, itemsize) for part in parts]
-        # Most blocks have no gaps; memory for them would be outside the budget.
-        gaps = block.read_bytes - itemsize * sum(part.box.size for part in parts)
-        stop, junk = block.offset + block.read_bytes, self._scratch(min(SKIP_BYTES, gaps))
+        stop, junk = block.offset + block.read_bytes, self._scratch(block.scratch_bytes)
         wanted = calls(grids, start=block.offset, stop=stop, junk=junk)
         self._check(block, block.offset, block.read_bytes, scatter_read(fd, wanted, block.offset))
 

@@ -83,6 +83,17 @@ class Block:
     how: How
     pieces: tuple[Piece, ...]
 
+    @property
+    def gap_bytes(self) -> int:
+        """Bytes a direct read passes over, all together."""
+        wanted = sum(piece.box.size for piece in self.pieces) if self.how == "direct" else self.stop - self.start
+        return self.read_bytes * (self.stop - self.start - wanted) // max(1, self.stop - self.start)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory the thread that moves it needs."""
+        return {"direct": min(SKIP_BYTES, self.gap_bytes), "staged": self.host_bytes, "decoded": 0}[self.how]
+
 
 def local_bounds(target: Target, positions: Iterable[int]) -> tuple[Bounds, ...]:
     """The distinct shards of a variable that the given mesh positions hold."""

@@ -72,8 +72,8 @@ class LoadPlan:
 
     @property
     def scratch_bytes(self) -> int:
-        """Size of one scratch buffer."""
-        return max((b.host_bytes for b in self.blocks if b.how == "staged"), default=0)
+        """Size of one scratch buffer: a fill of a staged block, or what lies between the runs of a direct one."""
+        return max((b.scratch_bytes for b in self.blocks), default=0)
 
     @property
     def decoded_bytes(self) -> int:

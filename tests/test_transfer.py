@@ -386,3 +386,15 @@ def test_lists_of_reads_longer_than_one_call_takes(tmp_path, shape, dim):
     found, stats = load(plan, manifest)
     check(found["a"], value, split(len(shape), dim))
     assert stats.direct_bytes == value.nbytes
+
+
+def test_what_is_passed_over_counts_against_the_budget(tmp_path):
+    """A quarter of each row is wanted; the rest lands in scratch."""
+    value = np.arange(256 * 4096, dtype=np.uint32).astype(np.uint16).reshape(256, 4096)
+    manifest = manifest_of(tmp_path / "f.bin", {"a": value})
+    target = Target("a", View("a", 0, (256, 1024), (4096, 1)), value.dtype, split(2, None))
+    plan = planned(manifest, target)
+    assert {b.how for b in plan.blocks} == {"direct"}
+    found, stats = load(plan, manifest, threads=2)
+    check(found["a"], value[:, :1024], target.layout)
+    assert stats.peak_staging_bytes == 2 * plan.scratch_bytes > 0
