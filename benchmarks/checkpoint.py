@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
+import os
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+
+from benchmarks.measure import Comparison, table, warm_files
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 HIDDEN, FFN, VOCABULARY = 2304, 9216, 64 * 1024
@@ -92,3 +98,40 @@ def targets_for(manifest: Any, layout: str) -> list[Any]:
         spread = Layout.replicated(mesh, 1) if len(tensor.shape) == 1 else Layout.split(mesh, 2, dim=dim, axis="model")
         found.append(Target(name, view, BFLOAT16, spread))
     return found
+
+
+def command(
+    argv: list[str] | None, about: str, *, peer: str, pairs: int, layouts: str, measure: Callable[..., list[Comparison]]
+) -> int:
+    """The command line of a benchmark over one file: write it, warm up, measure, print.
+
+    Args:
+        argv: Arguments; the process's own by default.
+        about: Its first line describes the command.
+        peer: What the other side is called.
+        pairs: How many pairs by default.
+        layouts: Which of `LAYOUTS` by default.
+        measure: Called with the file, the layouts, ``pairs=`` and ``threads=``.
+    """
+    parser = argparse.ArgumentParser(description=about.split("\n", 1)[0])
+    parser.add_argument("--gb", type=float, default=1.0)
+    parser.add_argument("--pairs", type=int, default=pairs)
+    parser.add_argument("--layouts", default=layouts, help=f"of {', '.join(LAYOUTS)}")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(argv)
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", 8)
+    from shardload.transfer import default_threads
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_safetensors(Path(folder), int(options.gb * 1e9))
+        warm_files([path])
+        found = measure(path, options.layouts.split(","), pairs=options.pairs, threads=default_threads())
+    if options.json:
+        print(json.dumps([c.summary() | c.runs() for c in found]))
+        return 0
+    print(f'{default_threads()} threads; "times faster" than {peer}: 1.00 is as fast')
+    print(table(found, a="shardload", b=peer))
+    return 0

@@ -8,18 +8,15 @@ into memory of the same freshness (fresh, allocated the same way), in the same b
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import os
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.checkpoint import LAYOUTS, open_safetensors, targets_for, write_safetensors
-from benchmarks.measure import Comparison, compare, table, warm_files, warm_memory
+from benchmarks.checkpoint import LAYOUTS, command, open_safetensors, targets_for
+from benchmarks.measure import Comparison, compare
 
 
 def floor(path: Path, sizes: list[int], threads: int) -> list[object]:
@@ -79,29 +76,7 @@ def measure(path: Path, layouts: list[str], *, pairs: int, threads: int) -> list
 
 def main(argv: list[str] | None = None) -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--gb", type=float, default=1.0)
-    parser.add_argument("--pairs", type=int, default=15)
-    parser.add_argument("--layouts", default=",".join(LAYOUTS))
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args(argv)
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    import jax
-
-    jax.config.update("jax_num_cpu_devices", 8)
-    from shardload.transfer import default_threads
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = write_safetensors(Path(folder), int(options.gb * 1e9))
-        warm_memory(3 * path.stat().st_size)
-        warm_files([path])
-        found = measure(path, options.layouts.split(","), pairs=options.pairs, threads=default_threads())
-    if options.json:
-        print(json.dumps([c.summary() | c.runs() for c in found]))
-    else:
-        print(f'{default_threads()} threads; "times faster" than the floor: 1.00 is the floor itself')
-        print(table(found, a="shardload", b="floor"))
-    return 0
+    return command(argv, str(__doc__), peer="floor", pairs=15, layouts=",".join(LAYOUTS), measure=measure)
 
 
 if __name__ == "__main__":

@@ -5,16 +5,12 @@ python -m benchmarks.transfer_orbax [--gb 1] [--pairs 7] [--layouts mix] [--json
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.checkpoint import LAYOUTS, open_safetensors, targets_for, write_safetensors
-from benchmarks.measure import Comparison, compare, table, warm_files, warm_memory
+from benchmarks.checkpoint import command, open_safetensors, targets_for
+from benchmarks.measure import Comparison, compare
 from benchmarks.transfer_floor import load
 
 
@@ -59,34 +55,13 @@ def measure(path: Path, layouts: list[str], *, pairs: int, threads: int) -> list
             (lambda at=layout: load(path, at, devices, threads)),
             (lambda at=layout: orbax_load(path, at, devices)),
         )
-        found.append(compare(layout, ours, theirs, n_bytes=n_bytes, pairs=pairs, warm_up=0))
+        found.append(compare(layout, ours, theirs, n_bytes=n_bytes, pairs=pairs, warm_bytes=4 * n_bytes))
     return found
 
 
 def main(argv: list[str] | None = None) -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--gb", type=float, default=1.0)
-    parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument("--layouts", default="mix", help=f"of {', '.join(LAYOUTS[:3])}")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args(argv)
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    import jax
-
-    jax.config.update("jax_num_cpu_devices", 8)
-    from shardload.transfer import default_threads
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = write_safetensors(Path(folder), int(options.gb * 1e9))
-        warm_memory(3 * path.stat().st_size)
-        warm_files([path])
-        found = measure(path, options.layouts.split(","), pairs=options.pairs, threads=default_threads())
-    if options.json:
-        print(json.dumps([c.summary() | c.runs() for c in found]))
-    else:
-        print(table(found, a="shardload", b="orbax"))
-    return 0
+    return command(argv, str(__doc__), peer="orbax", pairs=7, layouts="mix", measure=measure)
 
 
 if __name__ == "__main__":
