@@ -29,7 +29,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from shardload.errors import MissingExtraError, SourceError, UnsupportedError
+from shardload.errors import MissingExtraError, SourceError, UninitialisedError, UnsupportedError
 from shardload.manifest import Manifest
 
 _log = logging.getLogger(__name__)
@@ -358,6 +358,12 @@ def _describe_failure(manifest: Manifest) -> Iterator[None]:
         raise
     except KeyError as error:
         raise SourceError(f"{manifest.source}: the configuration has no {error}, which this model needs") from error
+    except UninitialisedError as error:
+        raise UnsupportedError(
+            f"{manifest.source}: the model computes with the values of its weights while it is built "
+            f"({str(error).split(' has no value')[0]}), so it cannot be built without them. Build the model yourself "
+            "and fill it: shardload.load_weights(model, source, mesh=…)"
+        ) from error
     except (TypeError, ValueError, AttributeError) as error:
         first = str(error).strip().split("\n\n")[0]
         raise UnsupportedError(

@@ -29,6 +29,7 @@ import jax
 import keras
 import numpy as np
 from keras.src.backend.common import global_state, variables
+from keras.src.backend.common.name_scope import current_path
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.common.symbolic_scope import SymbolicScope, in_symbolic_scope
 from keras.src.backend.jax.core import JaxVariable
@@ -36,7 +37,7 @@ from keras.src.backend.jax.trainer import JAXEpochIterator, JAXTrainer, _distrib
 from keras.src.saving import saving_lib
 from numpy.typing import NDArray
 
-from shardload.errors import MismatchError, UninitialisedError
+from shardload.errors import MismatchError, UninitialisedError, UnsupportedError
 from shardload.layout import Layout
 
 Variable = Any
@@ -44,6 +45,8 @@ Variable = Any
 Model = Any
 """A ``keras.Model`` or layer; untyped upstream."""
 
+BUILD_YOURSELF = "Build the model yourself, outside it, and fill it: shardload.load_weights(model, source, mesh=…)"
+"""The way out where a model cannot be built without values."""
 UNINITIALISED = "uninitialized_variables"
 """Keras' thread-local list of variables created in a ``StatelessScope``."""
 
@@ -235,11 +238,49 @@ class HostConstant:
         return keras.ops.convert_to_tensor(self.value, dtype=dtype)
 
 
+class Unknown(keras.KerasTensor):  # type: ignore[misc]
+    """What reading a variable without a value yields while a layer builds: its shape and dtype, for ``keras.ops``.
+
+    No number can come from it, nor from what is computed with it: it can be assigned to another abstract variable
+    (`ComputedInBuild`), and whatever else needs its value is refused.
+    """
+
+    def __init__(self, pending: Pending, shape: Any, dtype: Any) -> None:
+        super().__init__(shape, dtype)
+        self.pending = pending
+
+    def _refuse(self, *_: Any) -> Any:
+        raise UninitialisedError(
+            f"Variable {self.pending.path!r} has no value inside shardload.abstract(), and what is built there needs "
+            f"it. {BUILD_YOURSELF}"
+        )
+
+    __array__ = __jax_array__ = __bool__ = __int__ = __float__ = _refuse
+
+
+class ComputedInBuild:
+    """Stands in for the initialiser of a variable that its layer computes from others in ``build``.
+
+    Only a checkpoint can give it a value: its initialiser would be another one than the layer means.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __call__(self, shape: Any = None, dtype: Any = None) -> Any:
+        """Refuse."""
+        raise UninitialisedError(
+            f"Variable {self.path!r} has no value: its layer computes it from other variables when it is built, which "
+            "had none then, and nothing was loaded for it. Build the model outside shardload.abstract(), then "
+            "shardload.load_weights(model, source)"
+        )
+
+
 class Pending:
     """Stands in for a variable's initialiser until the variable gets a value.
 
-    Called by Keras whenever someone reads the variable: yields a placeholder during shape inference,
-    the exact value where that is known, and otherwise refuses.
+    Called by Keras whenever someone reads the variable: yields a placeholder during shape inference and while
+    layers build, the exact value where that is known, and otherwise refuses.
     """
 
     __slots__ = ("initializer", "order", "path")
@@ -269,6 +310,8 @@ class Pending:
             # Normalization.build computes with its statistics; they are what they would be.
             fill = np.zeros if isinstance(self.initializer, keras.initializers.Zeros) else np.ones
             return jax.numpy.asarray(fill(shape, getattr(jax.numpy, dtype)))
+        if recording() and current_path():
+            return Unknown(self, shape, dtype)
         raise UninitialisedError(
             f"Variable {self.path!r} has no value: it was built without allocating, or a load let go of it. Load the "
             "model (shardload.load_weights, or Keras' own load_weights), or initialise it with "
@@ -379,15 +422,46 @@ def _assign(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def assign(self: Variable, value: Any) -> Any:
         host = isinstance(value, (np.ndarray, np.generic, int, float, list, tuple))
-        if not (recording() and host and is_abstract(self) and not in_stateless_scope()):
+        known = host or isinstance(value, keras.KerasTensor)
+        if not (recording() and known and is_abstract(self) and not in_stateless_scope()):
             return original(self, value)
-        constant = HostConstant(_host_array(value, self._dtype))
-        if constant.value.shape != tuple(self.shape):
-            raise ValueError(f"Variable {self.path!r} has shape {self.shape}, but was given {constant.value.shape}")
-        self._initializer = Pending(constant, self.path)
-        return constant.value
+        value = _host_array(value, self._dtype) if host else value
+        if tuple(value.shape) != tuple(self.shape):
+            raise ValueError(f"Variable {self.path!r} has shape {self.shape}, but was given {value.shape}")
+        self._initializer = Pending(HostConstant(value) if host else ComputedInBuild(self.path), self.path)
+        return value
 
     return assign
+
+
+def _post_build(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    @functools.wraps(original)
+    def post_build(self: Any) -> None:
+        for name, held in list(vars(self).items()) if recording() else ():
+            if isinstance(held, keras.KerasTensor) and (source := _unknown_behind(held)) is not None:
+                raise UnsupportedError(
+                    f"{type(self).__name__} {getattr(self, 'path', '')!r} keeps in .{name} what it computed from the "
+                    f"variable {source.pending.path!r}, which has no value inside shardload.abstract(). "
+                    f"{BUILD_YOURSELF}"
+                )
+        original(self)
+
+    return post_build
+
+
+def _unknown_behind(tensor: Any) -> Unknown | None:
+    """A variable's placeholder that ``tensor`` was computed from."""
+    seen: dict[int, Any] = {}
+    waiting = [tensor]
+    while waiting:
+        found = waiting.pop()
+        if isinstance(found, Unknown):
+            return found
+        history = getattr(found, "_keras_history", None)
+        if id(found) not in seen and history is not None and history.operation is not None:
+            waiting.extend(history.operation._inbound_nodes[history.node_index].input_tensors)
+        seen[id(found)] = found
+    return None
 
 
 # ---- running a model under its own distribution -------------------------------------------------
@@ -688,6 +762,7 @@ _RECORDING_PATCHES = Patches(
         (JaxVariable, "_initialize_with_initializer", _initialize_with_initializer),
         (variables.Variable, "_deferred_initialize", _deferred_initialize),
         (variables.Variable, "assign", _assign),
+        (keras.Operation, "_post_build", _post_build),
     ]
 )
 _TRAINER_PATCHES = Patches(

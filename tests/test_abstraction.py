@@ -13,7 +13,7 @@ import pytest
 import shardload
 from shardload import _keras
 from shardload.abstraction import abstract, check_initialised, initialise, is_abstract, uninitialised
-from shardload.errors import UninitialisedError
+from shardload.errors import UninitialisedError, UnsupportedError
 from shardload.layout import Layout
 from shardload.mesh import MeshSpec
 
@@ -240,6 +240,78 @@ def test_reading_a_missing_value_says_what_to_do():
     ):
         with pytest.raises(UninitialisedError, match=r"kernel' has no value.*shardload\.load_weights"):
             read()
+
+
+class Derived(keras.layers.Layer):
+    """As KerasHub's DINOv2 does: one variable is interpolated from another when the layer is built."""
+
+    def build(self, shape):
+        self.table = self.add_weight(shape=(4, 3), initializer="normal", name="table")
+        self.half = self.add_weight(shape=(2, 3), initializer="zeros", name="half")
+        self.half.assign(self.halved())
+
+    def halved(self):
+        return keras.ops.mean(keras.ops.reshape(keras.ops.convert_to_tensor(self.table), (2, 2, 3)), axis=1)
+
+    def load_own_variables(self, store):
+        self.table.assign(store["0"])
+        self.half.assign(self.halved())
+
+    def call(self, x):
+        return x @ keras.ops.transpose(self.half)
+
+
+def test_a_variable_computed_in_build_is_loaded(tmp_path):
+    saved = keras.Sequential([keras.Input((3,)), Derived()])
+    saved.layers[0].half.assign(np.full((2, 3), 7))  # Keras, too, leaves it unread
+    saved.save_weights(tmp_path / "m.weights.h5")
+    with abstract():
+        model = keras.Sequential([keras.Input((3,)), Derived()])
+    report = shardload.load_weights(model, tmp_path / "m.weights.h5", mesh="1x1")
+    saved.load_weights(tmp_path / "m.weights.h5")
+    for mine, theirs in zip(model.weights, saved.weights, strict=True):
+        np.testing.assert_array_equal(mine.value, theirs.value)
+    assert report.unused == ()
+    assert [note for note in report.notes if "Derived at 'layers/derived' leaves unread" in note and "vars/1" in note]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_variable_computed_in_build_is_never_initialised(sharded):
+    with abstract():
+        layer = Derived()
+        layer.build((None, 3))
+    if sharded:
+        _keras.set_layout(layer.half, Layout(MeshSpec(("model",), (1,)), ((), ())), jax.devices()[:1])
+    with pytest.raises(UninitialisedError, match=r"half' has no value: its layer computes it.*shardload\.load_weights"):
+        initialise(layer)
+    assert uninitialised(layer) == [layer.half.path]
+
+
+@pytest.mark.parametrize(
+    ("compute", "error", "match"),
+    [
+        (lambda x: x * 2, UninitialisedError, r"table' has no value inside.*Build the model yourself"),
+        (np.asarray, UninitialisedError, "table' has no value"),
+        (lambda x: 1 if keras.ops.convert_to_tensor(x) else 0, UninitialisedError, "table' has no value"),
+        (lambda x: x.value + 1, UnsupportedError, r"Keeping 'keeping' keeps in \.made .*keeping/table.*load_weights"),
+        (lambda x: keras.ops.sum(x[0]) + 1, UnsupportedError, r"keeps in \.made"),
+    ],
+)
+def test_what_else_a_build_computes_is_refused(compute, error, match):
+    class Keeping(keras.layers.Layer):
+        def build(self, shape):
+            self.table = self.add_weight(shape=(4, 3), name="table")
+            self.made = compute(self.table)
+
+    with abstract(), pytest.raises(error, match=match):
+        Keeping(name="keeping").build((None, 3))
+
+
+def test_outside_of_builds_reading_is_refused_inside_the_block_too():
+    with abstract():
+        model = PLAIN["conv"]()
+        with pytest.raises(UninitialisedError, match="has no value"):
+            keras.ops.convert_to_tensor(model.weights[0])
 
 
 def test_what_is_left_is_named():

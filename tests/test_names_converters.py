@@ -38,10 +38,9 @@ def pair(tmp_path, model_type, stored="float32", *, files=1, **options):
     """A model filled by us, another filled by KerasHub, and what we found."""
     made = build(tmp_path / "hf", model_type)
     manifest = open_manifest(hub_folders.write(tmp_path / "hf", model_type, made, stored, files=files))
-    abstract = model_type != "dinov2"  # its constructor computes with a variable
-    model = build(tmp_path / "hf", model_type, abstract=abstract, **options)
+    model = build(tmp_path / "hf", model_type, abstract=True, **options)
     found = map_hub(model, manifest)
-    assert not abstract or all(v._value is None for v in model.weights)
+    assert all(v._value is None for v in model.weights)
     fill(found, manifest)
     shardload.abstraction.initialise(list(found.state))
     reference = build(tmp_path / "hf", model_type, **options)
@@ -66,7 +65,7 @@ def test_equals_kerashub_from_several_files_in_bfloat16(model_type, tmp_path):
 def test_computed_values_are_placed_sharded(model_type, tmp_path):
     made = build(tmp_path / "hf", model_type)
     manifest = open_manifest(hub_folders.write(tmp_path / "hf", model_type, made))
-    model = lay_out(build(tmp_path / "hf", model_type, abstract=model_type != "dinov2"), mesh())
+    model = lay_out(build(tmp_path / "hf", model_type, abstract=True), mesh())
     found = map_hub(model, manifest)
     fill(found, manifest)
     assert any(not v._value.sharding.is_fully_replicated for c in found.computed for v in c.variables)

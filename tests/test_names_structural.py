@@ -1,5 +1,6 @@
 """Keras files: whatever a layer's hooks do, a mapped load equals Keras' own load, bit for bit."""
 
+import h5py
 import keras
 import numpy as np
 import pytest
@@ -380,3 +381,38 @@ def test_a_hook_that_turns_round_is_refused(tmp_path):
     Moody.sober = False
     with pytest.raises(MismatchError, match=r"computed a value for 'transposing.*/kernel' that it had only viewed"):
         fill(found, manifest)
+
+
+@keras.saving.register_keras_serializable("test")
+class Choosing(layers.Dense):
+    """Has more in the file than it wants."""
+
+    def save_own_variables(self, store):
+        super().save_own_variables(store)
+        store["extra"] = np.ones(3)
+
+    def load_own_variables(self, store):
+        self.kernel.assign(store["0"])
+        self.bias.assign(store["1"])
+
+
+def test_what_a_hook_of_its_own_leaves_unread_is_noted_and_not_refused(tmp_path):
+    saved = keras.Sequential([keras.Input((3,)), Choosing(2), layers.Dense(2)])
+    saved.save_weights(tmp_path / "m.weights.h5")
+    found = map_keras(saved, open_manifest(tmp_path / "m.weights.h5"))
+    assert found.unused == () and found.unasked == () and not found.missing
+    (note,) = found.notes
+    assert note == (
+        "Choosing at 'layers/choosing' leaves unread what the checkpoint holds for it: layers/choosing/vars/extra"
+    )
+
+
+def test_what_keras_hook_leaves_unread_is_refused(tmp_path):
+    saved = keras.Sequential([keras.Input((3,)), layers.Dense(2)])
+    saved.save_weights(tmp_path / "m.weights.h5")
+    with h5py.File(tmp_path / "m.weights.h5", "a") as file:
+        file["layers/dense/vars/sub/2"] = np.ones(3)
+        file["layers/dense_9/vars/0"] = np.ones(3)
+    found = map_keras(saved, open_manifest(tmp_path / "m.weights.h5"))
+    names = {*found.unused, *(m.tensor for m in found.mismatched)}
+    assert "layers/dense_9/vars/0" in names and found.notes == ()

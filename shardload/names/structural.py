@@ -216,13 +216,27 @@ def _summarise(model: Any, manifest: Manifest, walks: list[Walk], notes: tuple[s
     provided = [b.variable for b in bindings] + [v for c in computed for v in c.variables]
     missing, missing_variables, state = split_missing(weights, everything, [*provided, *covered], names)
     taken = {n for visit in good for n in visit.read} | {t.name for visit in failed for t in visit.tensors.values()}
-    left = [n for n, t in manifest.tensors.items() if t.name not in taken]
+    declined = {n for visit in good for n in _declined(visit)} - taken
+    notes += tuple(_declining(visit) for visit in good if declined.intersection(_declined(visit)))
+    left = [n for n, t in manifest.tensors.items() if t.name not in taken | declined]
     unasked = tuple(n for n in left if n.startswith(("optimizer/", _TASK)))
     unused = tuple(n for n in left if n not in set(unasked))
     refused = refused_among(weights, covered, provided, names)
     return VariableMap(
         bindings, computed, missing, missing_variables, state, unused, unasked, mismatched, notes, tuple(steps), refused
     )
+
+
+def _declined(visit: Visit) -> list[str]:
+    """Tensors that a layer's own hook, not Keras', was offered and left unread: it makes those values itself."""
+    if _keras.has_keras_hook(visit.saveable):
+        return []
+    return [t.name for t in visit.tensors.values() if t.name not in visit.read]
+
+
+def _declining(visit: Visit) -> str:
+    owner = f"{type(visit.saveable).__name__} at {visit.path or 'the root'!r}"
+    return f"{owner} leaves unread what the checkpoint holds for it: {', '.join(_declined(visit))}"
 
 
 def _sort_out(visits: list[Visit]) -> tuple[list[Visit], list[Visit]]:

@@ -129,7 +129,7 @@ class VariableMap:
     state: tuple[Variable, ...]
     """Seeds, metrics and optimizer variables nothing provides: to be initialised where they have no value."""
     unused: tuple[str, ...]
-    """Tensors nothing took."""
+    """Tensors nothing took; those a layer's own ``load_own_variables`` was offered and left are in `notes` instead."""
     unasked: tuple[str, ...]
     """Tensors nothing took, of parts this model does not have: an optimizer's state, a task's head."""
     mismatched: tuple[Mismatch, ...]
