@@ -262,7 +262,8 @@ def _task_class(manifest: Manifest, convert: ModuleType, backbone_cls: type) -> 
     from keras_hub.src.utils.preset_utils import list_subclasses
 
     found = [cls for cls in list_subclasses(base) if cls.backbone_cls is backbone_cls]
-    return min(found, key=lambda cls: (len(cls.__name__), cls.__name__), default=None)
+    exact = architecture.replace("For", "", 1)  # an assistant shares its backbone's class with the model it assists
+    return min(found, key=lambda cls: (cls.__name__ != exact, len(cls.__name__), cls.__name__), default=None)
 
 
 def _parameters(cls: Any) -> Mapping[str, Any]:

@@ -325,6 +325,12 @@ def pending_of(variable: Variable) -> Pending:
     return pending
 
 
+def begins_constant(variable: Variable) -> bool:
+    """Whether an abstract variable's initial value is all zeros or all ones."""
+    constant = (keras.initializers.Zeros, keras.initializers.Ones)
+    return is_abstract(variable) and isinstance(pending_of(variable).initializer, constant)
+
+
 def initialise_eagerly(variable: Variable, initializer: Callable[..., Any]) -> None:
     """Initialise as Keras would have done, single-device or by the initialiser's own ``layout`` argument."""
     variable._value = None

@@ -166,7 +166,8 @@ def candidates(shape):
     for base in [shape, *bases, (math.prod(shape),), (1, *shape)]:
         yield base
         yield from sorted(set(itertools.permutations(base)) - {base})
-    yield (shape[0] + 2, *shape[1:])
+    if shape:
+        yield (shape[0] + 2, *shape[1:])
 
 
 def described(folder, model_type):

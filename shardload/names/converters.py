@@ -65,12 +65,17 @@ def _summarise(model: Any, manifest: Manifest, recordings: list[Recording]) -> V
     provided = [b.variable for b in bindings] + [v for c in computed for v in c.variables]
     wrong = {m.variable for m in mismatched}
     covered = [v for v in weights if v.path in wrong]
+    plain: dict[int, str] = {}
     if not any(r.absent for r in recordings):
         # The converter found all it asked for: fixed tables it never asks for (rotary frequencies) are the model's own.
-        weights = [v for v in weights if v.trainable or id(v) in {id(p) for p in provided}]
+        have = {id(p) for p in (*provided, *covered)}
+        weights = [v for v in weights if v.trainable or id(v) in have]
+        # So are biases it never asks for either, as Gemma 3n's in KerasHub's MobileNet; random values would not be.
+        plain = {id(v): names[id(v)] for v in weights if id(v) not in have and _keras.begins_constant(v)}
+        weights = [v for v in weights if id(v) not in plain]
     missing, missing_variables, state = split_missing(weights, everything, [*provided, *covered], names)
     unused = tuple(n for n in manifest.tensors if n not in fetched)
-    notes = tuple(line for r in recordings for line in _notes(r))
+    notes = tuple(line for r in recordings for line in _notes(r)) + _kept(tuple(plain.values()))
     steps: tuple[Step, ...] = (*(DirectStep(b) for b in bindings), *late)
     refused = refused_among(weights, covered, provided, names)
     return VariableMap(
@@ -120,6 +125,14 @@ def _computed(owner: str, rest: list[Assigned], names: Mapping[int, str]) -> lis
 def _notes(recording: Recording) -> list[str]:
     absent = [f"The converter asked for {name!r}, which the checkpoint does not have" for name in recording.absent]
     return [line.strip() for line in recording.printed.splitlines() if line.strip()] + absent
+
+
+def _kept(names: tuple[str, ...]) -> tuple[str, ...]:
+    if not names:
+        return ()
+    return (
+        f"Initial zeros or ones, as in KerasHub, where its converter asks for no tensor: {len(names)}, {names[0]} …",
+    )
 
 
 def _has_head(model: Any, manifest: Manifest) -> bool:
