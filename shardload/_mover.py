@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from shardload._buffers import memory
 from shardload._fanout import PAD_BYTES, Flat, Lane, Part, copy, grid_of, pitch_row
-from shardload._scatter import Grid, calls, scatter_read
+from shardload._scatter import Call, Grid, calls, scatter_read
 from shardload.errors import ShardloadError, TransferError
 from shardload.manifest import Decoded, Tensor
 from shardload.planner import Block
@@ -89,9 +89,13 @@ class Mover:
         rows = block.step // block.lead if block.lead else 0
         lanes = [Lane(part, flat, lead=block.lead, rows=rows) for part in parts] if rows else []
         read_s = copy_s = 0.0
+        fills: dict[int, list[Call]] = {}
         for step, start in enumerate(range(0, elements, block.step)):
             began = time.perf_counter()
-            self._fill(block, flat, fd, start, min(block.step, elements - start))
+            n_bytes = min(block.step, elements - start) * itemsize
+            fill = fills.get(n_bytes) or fills.setdefault(n_bytes, _fill(flat, n_bytes))
+            offset = block.offset + start * itemsize
+            self._check(block, offset, n_bytes, scatter_read(fd, fill, offset))
             read = time.perf_counter()
             for lane in lanes:
                 lane.move(step * rows, step * rows + rows)
@@ -100,14 +104,6 @@ class Mover:
                     copy(part.target, flat.source(part))
             read_s, copy_s = read_s + read - began, copy_s + time.perf_counter() - read
         return Moved(read_s, copy_s)
-
-    def _fill(self, block: Block, flat: Flat, fd: int, start: int, elements: int) -> None:
-        itemsize = flat.dtype.itemsize
-        offset, n_bytes = block.offset + start * itemsize, elements * itemsize
-        row_bytes, pitch_bytes = flat.row * itemsize or n_bytes, flat.pitch * itemsize
-        grids = Grid.rows(offset, flat.memory, n_bytes=n_bytes, row_bytes=row_bytes, pitch_bytes=pitch_bytes)
-        wanted = calls(grids, start=offset, stop=offset + n_bytes, junk=flat.memory)
-        self._check(block, offset, n_bytes, scatter_read(fd, wanted, offset))
 
     def _decode(self, block: Block, tensor: Tensor) -> Flat:
         assert isinstance(tensor.storage, Decoded)
@@ -134,3 +130,12 @@ class Mover:
                 f"Tensor {block.tensor!r}: {block.path} ends early. Expected {expected} bytes at offset {offset}, "
                 f"received {received}. The file changed while it was read; copy or download it again"
             )
+
+
+def _fill(flat: Flat, n_bytes: int) -> list[Call]:
+    """How to read ``n_bytes`` into scratch, wherever in the file they are."""
+    itemsize = flat.dtype.itemsize
+    row_bytes, pitch_bytes = flat.row * itemsize or n_bytes, flat.pitch * itemsize
+    grids = Grid.rows(0, flat.memory, n_bytes=n_bytes, row_bytes=row_bytes, pitch_bytes=pitch_bytes)
+    found = calls(grids, start=0, stop=n_bytes, junk=flat.memory)
+    return [Call(call.entries.copy(), call.n_bytes) for call in found]
