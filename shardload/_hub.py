@@ -38,6 +38,8 @@ FLOATS = ("bfloat16", "float16", "float32", "float64")
 _TRANSFORMERS = ("hf-safetensors", "gguf")
 _WEIGHTS_ONLY = ("keras-h5", "keras-sharded-h5")
 _LAYER_KEYS = ("num_layers", "num_hidden_layers", "n_layer", "num_encoder_layers", "num_decoder_layers")
+SHOWN = 1000
+"""Characters of an error's first paragraph: one may quote the whole value that caused it."""
 _CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForConditionalLM")
 
 
@@ -365,9 +367,14 @@ def _describe_failure(manifest: Manifest) -> Iterator[None]:
             f"({str(error).split(' has no value')[0]}), so it cannot be built without them. Build the model yourself "
             "and fill it: shardload.load_weights(model, source, mesh=…)"
         ) from error
-    except (TypeError, ValueError, AttributeError) as error:
-        first = str(error).strip().split("\n\n")[0]
+    except Exception as error:  # of any kind: JAX's and NumPy's have trees of their own
+        first = str(error).strip().split("\n\n")[0][:SHOWN] or type(error).__name__
         raise UnsupportedError(
-            f"{manifest.source}: no model can be built from its configuration: {first}. "
-            "Pass classes of your own as custom_objects, or register them with keras.saving"
+            f"{manifest.source}: no model can be built from its configuration: {first}. {_way_out(manifest)}"
         ) from error
+
+
+def _way_out(manifest: Manifest) -> str:
+    if manifest.format in _TRANSFORMERS:
+        return "Repair config.json, or build the model yourself and fill it: shardload.load_weights(model, source)"
+    return "Pass classes of your own as custom_objects, or register them with keras.saving"

@@ -178,8 +178,8 @@ def described(folder, model_type):
     return Manifest(str(folder), "hf-safetensors", {str(n): None for n in range(9)}, {}, config_of(model_type))
 
 
-def write(folder, model_type, model, dtype="float32", *, files=1):
-    """A folder KerasHub and we can load; ``model`` is only asked for shapes."""
+def write(folder, model_type, model, dtype="float32", *, files=1, unwanted=True):
+    """A folder KerasHub and we can load; ``model`` is only asked for shapes. One tensor in it is ``unwanted``."""
     config = config_of(model_type)
     convert = _hub.converter(described(folder, model_type))
     loader = AskingLoader(getattr(ml_dtypes, dtype) if dtype == "bfloat16" else dtype)
@@ -187,7 +187,8 @@ def write(folder, model_type, model, dtype="float32", *, files=1):
         convert.convert_weights(getattr(model, "backbone", model), loader, config)
         if "ForImageClassification" in config["architectures"][0]:
             convert.convert_head(model, loader, config)
-    save(folder, {"model.unwanted.weight": np.ones(3, np.float32), **loader.tensors}, files)
+    extra = {"model.unwanted.weight": np.ones(3, np.float32)} if unwanted else {}
+    save(folder, {**extra, **loader.tensors}, files)
     return folder
 
 

@@ -11,7 +11,7 @@ from fuzz_child import status
 
 import shardload.abstraction
 from shardload import _hub
-from shardload.errors import UnsupportedError
+from shardload.errors import MismatchError, UnsupportedError
 from shardload.loaders import open_manifest
 from shardload.names import map_hub
 
@@ -111,6 +111,17 @@ def test_a_shape_that_differs(tmp_path):
     manifest.tensors["wte.weight"] = dataclasses.replace(manifest.tensors["wte.weight"], shape=(24, 64))
     (mismatch,) = map_hub(made, manifest).mismatched
     assert (mismatch.tensor, mismatch.expected, mismatch.found) == ("wte.weight", (48, 32), (24, 64))
+
+
+def test_a_converter_that_cannot_reshape(tmp_path):
+    made = build(tmp_path / "hf", "gpt2")
+    manifest = open_manifest(hub_folders.write(tmp_path / "hf", "gpt2", made))
+    name = "h.0.attn.c_attn.weight"
+    manifest.tensors[name] = dataclasses.replace(manifest.tensors[name], shape=(32, 95))
+    with pytest.raises(
+        MismatchError, match=r"convert_gpt2 cannot make the weights of GPT2Backbone.*repair config.json"
+    ):
+        map_hub(made, manifest)
 
 
 def test_a_quantised_model_is_told_the_way_out(tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardload import _keras
-from shardload.errors import UnsupportedError
+from shardload.errors import MismatchError, ShardloadError, UnsupportedError
 from shardload.manifest import Manifest, Tensor, View
 from shardload.names.reservations import Reservations, tensors_behind
 from shardload.names.variable_map import Mismatch, Variable
@@ -153,7 +153,26 @@ class RecordingLoader(Loader):
 
 
 def record(run: Run) -> Recording:
-    """Watch one run; where it stumbles over an absent name, once more to learn of all absent names."""
+    """Watch one run; where it stumbles over an absent name, once more to learn of all absent names.
+
+    Raises:
+        UnsupportedError: When it needs a tensor that is not there, or variables that are no longer there.
+        MismatchError: When it fails otherwise: what it reshapes has not the size the model's configuration says.
+    """
+    try:
+        return _record(run)
+    except ShardloadError:
+        raise
+    except Exception as error:
+        name = run.function.__module__.rpartition(".")[2]
+        raise MismatchError(
+            f"{run.manifest.source}: KerasHub's {name} cannot make the weights of {type(run.target).__name__} from the "
+            f"tensors: {str(error)[:200] or type(error).__name__}. Its configuration is that of another model than its "
+            "tensors: repair config.json"
+        ) from error
+
+
+def _record(run: Run) -> Recording:
     for lenient in (False, True):
         recording = Recording(run)
         try:
