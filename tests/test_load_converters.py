@@ -89,3 +89,20 @@ def test_a_random_weight_a_converter_never_asks_for_is_refused(tmp_path, monkeyp
     monkeypatch.setitem(hub_nested.CONFIGS["t5gemma"], "tie_word_embeddings", False)
     with pytest.raises(MismatchError, match="missing from the checkpoint: decoder_token_embedding/reverse_embeddings"):
         shardload.load(folder(tmp_path, "t5gemma"), mesh="1x2")
+
+
+def test_a_preset_whose_layer_recomputes_what_it_stores(tmp_path):
+    """DINOv2 interpolates one table from another: while building, while loading, and whatever the file has for it."""
+    from keras_hub.models import Backbone, DINOV2Backbone
+
+    sizes = {"patch_size": 16, "num_layers": 1, "hidden_dim": 16, "num_heads": 2, "intermediate_dim": 32}
+    saved = DINOV2Backbone(**sizes, image_shape=(32, 32, 3), position_embedding_shape=(64, 64))
+    saved.save_to_preset(str(tmp_path))
+    loaded = shardload.load(tmp_path, mesh="1x2")
+    check_same(loaded, Backbone.from_preset(str(tmp_path)))
+    assert any("DINOV2Embedding" in note and "leaves unread" in note for note in shardload.report(loaded).notes)
+    larger = DINOV2Backbone(**sizes, image_shape=(48, 48, 3), position_embedding_shape=(64, 64))
+    assert shardload.load_weights(larger, tmp_path, mesh="1x2").unused == ()
+    saved = DINOV2Backbone(**sizes, image_shape=(48, 48, 3), position_embedding_shape=(64, 64))
+    saved.load_weights(tmp_path / "model.weights.h5")
+    check_same(larger, saved)
