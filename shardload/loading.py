@@ -14,8 +14,10 @@ import os
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
+import jax
 import keras
 
 from shardload import _accounts, _job
@@ -82,6 +84,9 @@ def load(
         LayoutError: When the layout cannot be applied.
         TransferError: When reading fails half-way.
     """
+    known = signature(run).parameters
+    if unknown := sorted(set(options) - set(known)):
+        raise UsageError(f"load() has no argument {unknown[0]!r}; there are {', '.join(known)}")
     return run(source, mesh=mesh, layout=layout, dtype=dtype, **options).model
 
 
@@ -124,7 +129,7 @@ def run(
         progress: Told how many bytes were read.
     """
     clock = _job.Clock()
-    dtype, budget = dtype_name(dtype), _budget(host_memory_bytes)
+    dtype, budget = _dtype(dtype), _budget(host_memory_bytes)
     _check_backend()
     found, manifest = _open(source, format)
     files = Fingerprint.of(manifest.files)
@@ -220,7 +225,7 @@ def plan(
         format: As for `run`.
     """
     clock = _job.Clock()
-    dtype, budget = dtype_name(dtype), _budget(host_memory_bytes)
+    dtype, budget = _dtype(dtype), _budget(host_memory_bytes)
     _check_backend()
     memory = None if device_memory_bytes is None else _bytes("device_memory_bytes", device_memory_bytes)
     found, manifest = _open(source, format)
@@ -273,6 +278,13 @@ def _open(source: str | os.PathLike[str], format: str | None) -> tuple[Resolved,
 
 def _notes(found: Resolved) -> tuple[str, ...]:
     return (found.note,) if found.note else ()
+
+
+def _dtype(wanted: Any) -> Any:
+    name = dtype_name(wanted)
+    if name == "float64" and not jax.config.jax_enable_x64:
+        raise UsageError("JAX holds float64 only after jax.config.update('jax_enable_x64', True), before JAX is used")
+    return name
 
 
 def _budget(wanted: int | str | None) -> int:

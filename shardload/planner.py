@@ -111,8 +111,8 @@ def make_plan(
     """
     if host_memory_bytes < BUDGET_PARTS * MIN_BLOCK_BYTES:
         raise BudgetError(
-            f"A host-memory budget of {host_memory_bytes} bytes cannot hold the blocks in flight; "
-            f"the smallest is {BUDGET_PARTS * MIN_BLOCK_BYTES} bytes ({BUDGET_PARTS} blocks of {MIN_BLOCK_BYTES})"
+            f"A host-memory budget of {host_memory_bytes} B cannot hold the blocks in flight. Give it at least "
+            f"{BUDGET_PARTS * MIN_BLOCK_BYTES >> 10}KiB"
         )
     targets = tuple(targets)
     _check_meshes(targets)

@@ -118,7 +118,7 @@ def test_folder_of_one_safetensors(tmp_path):
 
 
 def test_folder_without_checkpoint(tmp_path):
-    with pytest.raises(UnsupportedError, match=r"holds no checkpoint, but nothing\. Supported are"):
+    with pytest.raises(UnsupportedError, match=r"holds no checkpoint: in it is nothing\. Supported are"):
         open_manifest(tmp_path)
     with pytest.raises(SourceNotFoundError, match=r"should hold a \.gguf file"):
         open_manifest(tmp_path, format="gguf")

@@ -231,3 +231,9 @@ def test_resolving_imports_nothing_heavy(home):
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize("label", [None, [], 3, {"synthetic": "yes"}, "x"])
+def test_a_label_of_somebody_else_is_no_label(home, label):
+    folder(home / "mine", shardload=label)
+    assert resolve("mine").note is None

@@ -186,7 +186,9 @@ def test_a_failure_leaves_nothing_behind(home):
 def test_a_full_disk_is_seen_before_writing(home, monkeypatch):
     usage = namedtuple("usage", "total used free")(10**12, 10**12, 10**9)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(WriteError, match=r"gemma2_27b needs 50\.7 GiB, but .* has 953\.7 MiB free"):
+    with pytest.raises(
+        WriteError, match=r"gemma2_27b needs 50\.7 GiB and 64\.0 MiB to spare, but .* has 953\.7 MiB free"
+    ):
         synth("gemma2_27b")
     assert list(home.iterdir()) == []
 
@@ -224,3 +226,14 @@ def test_listing_names_imports_nothing_heavy():
     code = "import sys; from shardload.synth import names; names(); print({'jax', 'keras'} & set(sys.modules))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "set()"
+
+
+def test_files_that_may_not_be_so_large_are_a_clear_error(home):
+    """libhdf5 ends the process when a write fails: it must not come to that."""
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))"
+    code = f"{limit}; from shardload.cli import main; raise SystemExit(main())"
+    command = [sys.executable, "-c", code, "synth", "gpt2_base", "--scale", "0.3", "--format", "h5"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "File too large" in done.stderr and "Traceback" not in done.stderr
+    assert not list(home.iterdir())

@@ -173,7 +173,7 @@ def _recognise_folder(folder: Path) -> str:
         return kinds.pop()
     if kinds:
         raise SourceError(f"{folder} holds checkpoints of several formats ({listing(folder)}); name one of its files")
-    raise UnsupportedError(f"{folder} holds no checkpoint, but {listing(folder)}. Supported are: {_supported()}")
+    raise UnsupportedError(f"{folder} holds no checkpoint: in it is {listing(folder)}. Supported are: {_supported()}")
 
 
 def _recognise_config(path: Path, config: Mapping[str, Any]) -> str:

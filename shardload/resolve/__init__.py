@@ -159,10 +159,10 @@ def _synthetic_note(path: Path) -> str | None:
     stem = next((path.name.removesuffix(e) for e in ENDINGS if path.name.endswith(e)), path.name)
     described = path / "config.json" if path.is_dir() else path.with_name(f"{stem}.json")
     try:
-        label = json.loads(described.read_text(encoding="utf-8")).get("shardload", {})
-    except (OSError, ValueError, AttributeError):
+        synthetic = json.loads(described.read_text(encoding="utf-8"))["shardload"]["synthetic"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
-    return "its weights are random (made by shardload synth)" if label.get("synthetic") is True else None
+    return "its weights are random (made by shardload synth)" if synthetic is True else None
 
 
 def _joined(*notes: str | None) -> str | None:

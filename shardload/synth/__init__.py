@@ -148,7 +148,8 @@ def synth(  # every one is a knob of the command, and has a default
             return target
         if not overwrite:
             raise WriteError(f"{target} is there already and differs. Replace it with overwrite (--overwrite)")
-    with _as_write_errors(folder), _workspace(folder, stem, job.nbytes) as work:
+    largest = min(job.nbytes, shard_bytes) if job.format == "safetensors" else job.nbytes
+    with _as_write_errors(folder), _workspace(folder, stem, job.nbytes, largest_file=largest) as work:
         _write(job, work, stem=stem, shard_bytes=shard_bytes, progress=progress or (lambda _: None))
         _publish(work, target, job.format, stem)
     return target
@@ -261,7 +262,7 @@ def _describe(config: Config, dtype: str, work: Path) -> Manifest:
 
 
 @contextlib.contextmanager
-def _workspace(folder: Path, stem: str, nbytes: int) -> Iterator[Path]:
+def _workspace(folder: Path, stem: str, nbytes: int, *, largest_file: int) -> Iterator[Path]:
     """A temporary folder beside the target, gone afterwards whatever happens.
 
     Raises:
@@ -271,14 +272,22 @@ def _workspace(folder: Path, stem: str, nbytes: int) -> Iterator[Path]:
     free = shutil.disk_usage(folder).free
     if free < nbytes + _SPARE_BYTES:
         raise WriteError(
-            f"{stem} needs {format_bytes(nbytes)}, but {folder} has {format_bytes(free)} free. Make room, choose "
-            "another place (SHARDLOAD_HOME), or a smaller scale"
+            f"{stem} needs {format_bytes(nbytes)} and {format_bytes(_SPARE_BYTES)} to spare, but {folder} has "
+            f"{format_bytes(free)} free. Make room, choose another place (SHARDLOAD_HOME), or a smaller scale"
         )
     work = Path(tempfile.mkdtemp(prefix=f".{stem}.", suffix=".partial", dir=folder))
     try:
+        _try_size(work / "size", largest_file)
         yield work
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _try_size(path: Path, nbytes: int) -> None:
+    """Fail here where files may not be so large: libhdf5 does not survive to learn it while writing."""
+    with path.open("wb") as file:
+        file.truncate(nbytes)
+    path.unlink()
 
 
 def _publish(work: Path, target: Path, format: Format, stem: str) -> None:
