@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from operator import lt, sub
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class Bounds:
     def __post_init__(self) -> None:
         if len(self.start) != len(self.stop):
             raise ValueError(f"start {self.start} and stop {self.stop} differ in rank")
-        if any(a < 0 or b < a for a, b in zip(self.start, self.stop, strict=True)):
+        if min(self.start, default=0) < 0 or any(map(lt, self.stop, self.start)):
             raise ValueError(f"bounds must satisfy 0 <= start <= stop, got {self.start} and {self.stop}")
 
     @classmethod
@@ -43,7 +44,7 @@ class Bounds:
     @property
     def shape(self) -> tuple[int, ...]:
         """Extent of the box in each dim."""
-        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+        return tuple(map(sub, self.stop, self.start))
 
     @property
     def size(self) -> int:

@@ -72,9 +72,7 @@ class Layout:
         Raises:
             LayoutError: When a dim does not divide.
         """
-        if not self.divides(shape):
-            raise LayoutError(f"Shape {shape} does not divide into {self.parts} parts on the mesh {self.mesh}")
-        return tuple(n // p for n, p in zip(shape, self.parts, strict=True))
+        return _shard_shape(self, tuple(shape))
 
     def bounds(self, shape: tuple[int, ...]) -> tuple[Bounds, ...]:
         """What each position of the mesh holds, row-major over the mesh.
@@ -96,6 +94,13 @@ class Layout:
 
     def __str__(self) -> str:
         return "(" + ", ".join("+".join(axes) or "-" for axes in self.spec) + ")"
+
+
+@functools.lru_cache(maxsize=1024)
+def _shard_shape(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
+    if not layout.divides(shape):
+        raise LayoutError(f"Shape {shape} does not divide into {layout.parts} parts on the mesh {layout.mesh}")
+    return tuple(n // p for n, p in zip(shape, layout.parts, strict=True))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -54,7 +54,7 @@ QUEUED_PER_THREAD = 4
 """Jobs handed out per thread, `BUDGET_PARTS` in all: one in work, others waiting while the caller is busy."""
 JOB_BYTES = 4 << 20
 """Short blocks are handed out together up to this, a millisecond of work for 0.1 ms of Python; less of a small plan."""
-PLACED_TOGETHER = 32
+PLACED_TOGETHER = 8
 """Variables that are made arrays at once. Between reads the caches are cold, and each alone takes 0.4 ms, not 0.1."""
 
 Placement = Literal["auto", "adopt", "upload"]
