@@ -31,10 +31,13 @@ MAPPED_BYTES = 128 << 10
 def memory(n_bytes: int) -> NDArray[np.uint8]:
     """Uninitialised memory that starts on a 64-byte boundary and has never been handed out before."""
     if n_bytes >= MAPPED_BYTES and hasattr(mmap, "MAP_ANONYMOUS"):
-        area = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if n_bytes >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-            area.madvise(mmap.MADV_HUGEPAGE, 0, n_bytes - n_bytes % HUGE_PAGE_BYTES)
-        return np.frombuffer(area, np.uint8)
+        huge = n_bytes - n_bytes % HUGE_PAGE_BYTES if hasattr(mmap, "MADV_HUGEPAGE") else 0
+        area = mmap.mmap(-1, n_bytes + (HUGE_PAGE_BYTES if huge else 0), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        raw = np.frombuffer(area, np.uint8)
+        start = -raw.ctypes.data % HUGE_PAGE_BYTES if huge else 0
+        if huge:
+            area.madvise(mmap.MADV_HUGEPAGE, start, huge)
+        return raw[start : start + n_bytes]
     raw = np.empty(n_bytes + ALIGNMENT_BYTES, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT_BYTES
     return raw[start : start + n_bytes]

@@ -1,0 +1,28 @@
+"""Memory for shards: aligned, and in huge pages from their first byte on."""
+
+import numpy as np
+import pytest
+
+from shardload._buffers import ALIGNMENT_BYTES, HUGE_PAGE_BYTES, MAPPED_BYTES, arena, memory
+
+
+@pytest.mark.parametrize("n_bytes", [1, 1000, MAPPED_BYTES, HUGE_PAGE_BYTES - 1])
+def test_memory_is_as_long_as_asked_for_and_aligned(n_bytes):
+    found = memory(n_bytes)
+    assert found.nbytes == n_bytes and found.ctypes.data % ALIGNMENT_BYTES == 0
+
+
+@pytest.mark.parametrize("n_bytes", [HUGE_PAGE_BYTES, HUGE_PAGE_BYTES + 5, 5 * HUGE_PAGE_BYTES - 1])
+def test_large_memory_starts_on_a_huge_page(n_bytes):
+    """The kernel only places multiples of a huge page so; elsewhere, half of a 5 MB tensor lies in small pages."""
+    others = [memory(n_bytes) for _ in range(3)]
+    assert all(m.nbytes == n_bytes and m.ctypes.data % HUGE_PAGE_BYTES == 0 for m in others)
+    others[0][:] = 1
+    assert not others[1].any() and not others[2].any()
+
+
+def test_an_arena_holds_all_shards_apart():
+    shards = arena([(3, 700_000), (2, 5), (1, 700_000)], np.dtype(np.float32))
+    for k, shard in enumerate(shards):
+        shard[...] = k
+    assert [set(shard.ravel().tolist()) for shard in shards] == [{0.0}, {1.0}, {2.0}]
