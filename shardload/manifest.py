@@ -1,10 +1,13 @@
 """What lies in a checkpoint, read from its headers alone.
 
 A loader turns files into a `Manifest`: for each tensor its name, shape, dtype and *storage*. Storage
-is one of two things, and everything downstream treats them alike, as a row-major sequence of rows:
+is one of three things:
 
     Extent    raw little-endian bytes in a file            path ──[offset ............ offset+nbytes)──
     Decoded   rows that must be decoded on the way         reader.read_rows(start, stop) -> ndarray
+    Chunked   a grid of raw chunks, each an Extent         shape (5, 8) in chunks of (3, 4):
+                                                                (0,0)──┬──(0,1)──┐   the last row of chunks sticks out
+                                                                (1,0)  │  (1,1)  │   past the tensor, but is stored full
 
 A `View` says which elements of a stored tensor make up a variable: an offset and one stride per
 dim, in elements of the stored row-major order. Transposes, reshapes and slices of a stored tensor are
@@ -68,7 +71,27 @@ class Decoded:
     reader: RowReader
 
 
-Storage = Extent | Decoded
+@dataclass(frozen=True, slots=True)
+class Chunked:
+    """A tensor cut into a regular grid of chunks, each of them raw bytes somewhere (zarr, uncompressed).
+
+    Chunk ``(i, j, …)`` holds the box that starts at ``(i * chunk_shape[0], j * chunk_shape[1], …)``. A chunk at
+    the far edge may stick out past the tensor: it is stored in full ``chunk_shape`` all the same, and what lies
+    outside has no meaning.
+    """
+
+    chunk_shape: tuple[int, ...]
+    """Shape of every chunk, one positive number per dim of the tensor."""
+    extents: Mapping[tuple[int, ...], Extent]
+    """Grid index → where the chunk's ``prod(chunk_shape)`` elements lie, row-major; every cell of the grid is there."""
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Files the chunks lie in."""
+        return tuple(dict.fromkeys(extent.path for extent in self.extents.values()))
+
+
+Storage = Extent | Decoded | Chunked
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +122,14 @@ class Tensor:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes the tensor takes up on disk."""
+        """Bytes the tensor takes up on disk; for `Chunked`, with what sticks out at the edges."""
         match self.storage:
             case Extent():
                 return self.nbytes
             case Decoded(reader):
                 return reader.stored_bytes
+            case Chunked(chunk_shape, extents):
+                return len(extents) * math.prod(chunk_shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +139,8 @@ class Manifest:
     source: str
     """What was opened: a path, absolute."""
     format: str
-    """``keras-h5``, ``keras-sharded-h5``, ``keras-archive``, ``keras-hub-preset``, ``hf-safetensors``, ``safetensors``
-    or ``gguf``."""
+    """``keras-h5``, ``keras-sharded-h5``, ``keras-archive``, ``keras-hub-preset``, ``hf-safetensors``, ``safetensors``,
+    ``gguf`` or ``orbax``."""
     tensors: Mapping[str, Tensor]
     """By name, in file order."""
     files: Mapping[str, int]

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from shardload.manifest import Decoded, Extent, Manifest, Tensor
+from shardload.manifest import Chunked, Decoded, Extent, Manifest, Tensor
 from shardload.reports.names import printable
 from shardload.units import format_bytes, format_count, plural
 
@@ -43,6 +43,9 @@ def _row(tensor: Tensor) -> tuple[str, ...]:
             files, storage = (path,), f"offset {offset}"
         case Decoded(reader):
             files, storage = reader.paths, f"decoded from {format_bytes(reader.stored_bytes)}"
+        case Chunked(chunk_shape, extents) as grid:
+            chunk = "x".join(map(str, chunk_shape))
+            files, storage = grid.paths, f"{plural(len(extents), 'chunk')} of {chunk}"
     shape = "x".join(map(str, tensor.shape)) or "scalar"
     file = printable(",".join(Path(f).name for f in files))
     return printable(tensor.name), shape, str(tensor.dtype), format_bytes(tensor.nbytes), file, storage
@@ -82,3 +85,11 @@ def _facts(tensor: Tensor) -> dict[str, Any]:
             return facts | {"storage": "extent", "files": [path], "offset": offset}
         case Decoded(reader):
             return facts | {"storage": "decoded", "files": list(reader.paths), "offset": None}
+        case Chunked(chunk_shape) as grid:
+            return facts | {
+                "storage": "chunked",
+                "files": list(grid.paths),
+                "offset": None,
+                "chunk_shape": list(chunk_shape),
+                "chunks": len(grid.extents),
+            }

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping
 
 from shardload.errors import SourceError, TruncatedSourceError
-from shardload.manifest import Extent, Tensor
+from shardload.manifest import Chunked, Decoded, Extent, Tensor
 
 MAX_RANK = 32
 """HDF5's limit, and more than any weight has."""
@@ -33,7 +35,7 @@ def collect(tensors: Iterable[Tensor], *, files: Mapping[str, int]) -> dict[str,
         found[tensor.name] = tensor
     order = {path: rank for rank, path in enumerate(files)}
     ordered = sorted(found.values(), key=lambda t: _position(t, order))
-    _refuse_overlap(ordered)
+    _refuse_overlap(ordered, order)
     return {tensor.name: tensor for tensor in ordered}
 
 
@@ -51,13 +53,25 @@ def check_shape(shape: tuple[int, ...], *, name: str, path: str) -> None:
 
 def _check(tensor: Tensor, files: Mapping[str, int]) -> None:
     match tensor.storage:
-        case Extent(path, offset):
+        case Extent(path):
             check_shape(tensor.shape, name=tensor.name, path=path)
-            if offset < 0 or offset + tensor.nbytes > files[path]:
-                raise TruncatedSourceError(
-                    f"{path} is truncated: tensor {tensor.name!r} should end at byte {offset + tensor.nbytes}, "
-                    f"but the file has {files[path]} bytes. Download or save it again"
-                )
+    for path, start, stop in _runs(tensor):
+        if start < 0 or stop > files[path]:
+            raise TruncatedSourceError(
+                f"{path} is truncated: tensor {tensor.name!r} should end at byte {stop}, "
+                f"but the file has {files[path]} bytes. Download or save it again"
+            )
+
+
+def _runs(tensor: Tensor) -> Iterator[tuple[str, int, int]]:
+    """Path, first byte and one past the last byte of every raw run of a tensor."""
+    match tensor.storage:
+        case Extent(path, offset):
+            yield path, offset, offset + tensor.nbytes
+        case Chunked(chunk_shape, extents):
+            length = math.prod(chunk_shape) * tensor.dtype.itemsize
+            for extent in extents.values():
+                yield extent.path, extent.offset, extent.offset + length
 
 
 def _is_text(name: str) -> bool:
@@ -69,28 +83,28 @@ def _position(tensor: Tensor, order: Mapping[str, int]) -> tuple[int, int, int]:
     match tensor.storage:
         case Extent(path, offset):
             return order[path], 0, offset
-        case decoded:
-            return order[decoded.reader.paths[0]], 1, 0
+        case Decoded(reader):
+            return order[reader.paths[0]], 1, 0
+        case Chunked(extents=extents):
+            return min((order[e.path], 0, e.offset) for e in extents.values())
 
 
-def _refuse_overlap(ordered: Iterable[Tensor]) -> None:
-    previous: Tensor | None = None
-    end = 0
-    for tensor in ordered:
-        if not isinstance(tensor.storage, Extent) or not tensor.nbytes:
-            continue
-        same_file = previous is not None and isinstance(previous.storage, Extent)
-        if same_file and previous.storage.path == tensor.storage.path and tensor.storage.offset < end:  # type: ignore[union-attr]
+def _refuse_overlap(tensors: Iterable[Tensor], order: Mapping[str, int]) -> None:
+    runs = [(path, start, stop, t.name) for t in tensors for path, start, stop in _runs(t) if start < stop]
+    runs.sort(key=lambda run: (order[run[0]], run[1]))
+    for (path, _, end, previous), (other, start, _, name) in itertools.pairwise(runs):
+        if path == other and start < end:
             raise SourceError(
-                f"{tensor.storage.path}: tensors {previous.name!r} and {tensor.name!r} overlap: "  # type: ignore[union-attr]
-                f"the first ends at byte {end}, the second starts at byte {tensor.storage.offset}"
+                f"{path}: tensors {previous!r} and {name!r} overlap: "
+                f"the first ends at byte {end}, the second starts at byte {start}"
             )
-        previous, end = tensor, tensor.storage.offset + tensor.nbytes
 
 
 def _place(tensor: Tensor) -> str:
     match tensor.storage:
         case Extent(path, offset):
             return f"at byte {offset} of {path}"
-        case decoded:
-            return f"in {decoded.reader.paths[0]}"
+        case Decoded(reader):
+            return f"in {reader.paths[0]}"
+        case Chunked() as grid:
+            return f"in {grid.paths[0]}"
