@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from shardload._fanout import Part
 from shardload._placement import Growing
 from shardload.bounds import Bounds
-from shardload.planner import Target
+from shardload.planner import Piece, Target
 
 
 @dataclass(eq=False, slots=True)
@@ -50,14 +50,14 @@ class Chunk:
         pairs = ((shard, self.box.intersect(shard) if shard.size else shard) for shard in self.variable.shards)
         return {shard: box for shard, box in pairs if box is not None}
 
-    def parts(self, box: Bounds) -> list[Part]:
-        """Where ``box`` of the variable goes."""
+    def parts(self, piece: Piece) -> list[Part]:
+        """Where a piece of the variable goes."""
         found = []
         for held, buffer in self.buffers.values():
-            if (both := held.intersect(box)) is not None:
+            if (both := held.intersect(piece.box)) is not None:
                 # The Ellipsis keeps rank 0 an array.
                 place: tuple[Any, ...] = (*both.relative_to(held.start).slices, ...)
-                found.append(Part(self.variable.target.view, both, buffer[place]))
+                found.append(Part(piece.view, both, buffer[place]))
         return found
 
 

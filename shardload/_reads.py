@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,10 +17,11 @@ import numpy as np
 
 from shardload._blocks import SKIP_BYTES, Ordered, address, cut, is_injective, lead_stride, shard_run, span
 from shardload._casts import check_cast
+from shardload._regions import Region, Seen, in_file_order, see
 from shardload.bounds import Bounds
 from shardload.errors import BudgetError, LayoutError, MismatchError
 from shardload.layout import Layout
-from shardload.manifest import Decoded, Extent, Manifest, Tensor, View
+from shardload.manifest import Decoded, Manifest, Tensor, View
 
 BLOCK_BYTES = 16 << 20
 """Longest block; see the module docstring."""
@@ -57,6 +58,8 @@ class Piece:
     """Index into the plan's targets."""
     box: Bounds
     """In the variable's index space."""
+    view: View
+    """The variable, counted in elements of the region the block lies in: the target's view, or a chunk's of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,7 @@ class Block:
     offset: int
     """Byte offset in the file; meaningful for extents only."""
     start: int
-    """First element of the tensor."""
+    """First element of the region (the tensor, or its chunk)."""
     stop: int
     """One past the last element."""
     read_bytes: int
@@ -106,13 +109,28 @@ def _local_bounds(layout: Layout, shape: tuple[int, ...], positions: tuple[int, 
     return tuple(dict.fromkeys(everywhere[p] for p in positions))
 
 
-def paths_of(tensor: Tensor) -> tuple[str, ...]:
-    """The files a tensor is read from."""
-    match tensor.storage:
-        case Extent(path, _):
-            return (path,)
-        case Decoded(reader):
-            return reader.paths
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A region of a tensor with what the variables have of it."""
+
+    tensor: Tensor
+    region: Region
+    seen: Mapping[int, Seen]
+    """By target."""
+
+    @property
+    def lead(self) -> int:
+        """The largest stride of all views, if they have it in common; else the region's size."""
+        leads = {lead_stride(seen.view) for seen in self.seen.values()}
+        return max(1, leads.pop() if len(leads) == 1 else self.region.size)
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """First and last element of each variable, half-open, sorted."""
+        found = []
+        for seen in self.seen.values():
+            start = address(seen.view, seen.box.start)
+            found.append((start, start + span(seen.box.shape, seen.view.strides)))
+        return sorted(found)
 
 
 class Planner:
@@ -152,64 +170,59 @@ class Planner:
         check_cast(tensor.dtype, target.dtype, variable=target.name, tensor=view.tensor)
 
     def blocks(self) -> tuple[Block, ...]:
-        """All blocks, per file by offset; a decoded tensor counts as lying where its predecessor ends."""
-        files: dict[str, int] = {}
-        place: dict[str, tuple[int, int, int]] = {}
-        reached: dict[str, int] = {}
-        for index, (name, tensor) in enumerate(self.tensors.items()):
-            path = next(iter(paths_of(tensor)), "")
-            offset = tensor.storage.offset if isinstance(tensor.storage, Extent) else reached.get(path, 0)
-            reached[path] = offset + (tensor.nbytes if isinstance(tensor.storage, Extent) else 0)
-            place[name] = (files.setdefault(path, len(files)), offset, index)
-        names = sorted(self.by_tensor, key=place.__getitem__)
-        return tuple(block for name in names for block in self._tensor_blocks(self.tensors[name]))
+        """All blocks, per file by offset."""
+        wanted = {name: tensor for name, tensor in self.tensors.items() if name in self.by_tensor}
+        return tuple(block for place in in_file_order(wanted) for block in self._region_blocks(*place))
 
-    def _tensor_blocks(self, tensor: Tensor) -> Iterator[Block]:
-        indices = self.by_tensor[tensor.name]
-        how = self._how(tensor, indices)
-        limit = self._limit_bytes(tensor, how, len(indices)) // tensor.dtype.itemsize
+    def _region_blocks(self, tensor: Tensor, region: Region) -> Iterator[Block]:
+        views = ((i, see(self.targets[i].view, tensor, region)) for i in self.by_tensor[tensor.name])
+        part = Part(tensor, region, {i: seen for i, seen in views if seen is not None})
+        if not part.seen:
+            return
+        how = self._how(part)
+        limit = self._limit_bytes(part, how) // tensor.dtype.itemsize
         spans = sorted(
-            ((start, stop, Piece(i, box)) for i in indices for start, stop, box in self._cut(i, tensor, limit)),
+            ((start, stop, piece) for i in part.seen for start, stop, piece in self._cut(i, part, limit)),
             key=lambda s: s[:2],
         )
         for start, stop, pieces in _merge(spans, limit):
-            yield self._block(tensor, start, stop, how, pieces)
+            yield self._block(part, start, stop, how, pieces)
 
-    def _cut(self, index: int, tensor: Tensor, limit: int) -> Iterator[tuple[int, int, Bounds]]:
-        view, shards = self.targets[index].view, self.shards[index]
-        if not shards or 0 in view.shape:
+    def _cut(self, index: int, part: Part, limit: int) -> Iterator[tuple[int, int, Piece]]:
+        seen, shards = part.seen[index], self.shards[index]
+        if not shards:
             return
-        whole = Bounds.whole(view.shape)
-        dense = sum(b.size for b in shards) == whole.size
-        for box in (whole,) if dense else shards:
-            for part in cut(Ordered.of(view, box), limit=limit, skip=max(1, SKIP_BYTES // tensor.dtype.itemsize)):
-                start = address(view, part.start)
-                yield start, start + span(part.shape, view.strides), part
+        dense = sum(b.size for b in shards) == math.prod(seen.view.shape)
+        boxes = [seen.box] if dense else [both for b in shards if (both := b.intersect(seen.box)) is not None]
+        skip = max(1, SKIP_BYTES // part.tensor.dtype.itemsize)
+        for box in boxes:
+            for cut_out in cut(Ordered.of(seen.view, box), limit=limit, skip=skip):
+                start = address(seen.view, cut_out.start)
+                yield start, start + span(cut_out.shape, seen.view.strides), Piece(index, cut_out, seen.view)
 
-    def _how(self, tensor: Tensor, indices: list[int]) -> How:
-        if isinstance(tensor.storage, Decoded):
+    def _how(self, part: Part) -> How:
+        if isinstance(part.tensor.storage, Decoded):
             return "decoded"
-        ends = sorted((self._range(i) for i in indices), key=lambda r: r[0])
-        disjoint = all(a[1] <= b[0] for a, b in itertools.pairwise(ends))
-        return "direct" if disjoint and all(self._is_direct(tensor, i) for i in indices) else "staged"
+        disjoint = all(a[1] <= b[0] for a, b in itertools.pairwise(part.ranges()))
+        return "direct" if disjoint and all(self._is_direct(part, i) for i in part.seen) else "staged"
 
-    def _range(self, index: int) -> tuple[int, int]:
-        view = self.targets[index].view
-        return view.offset, view.offset + (span(view.shape, view.strides) if 0 not in view.shape else 0)
-
-    def _is_direct(self, tensor: Tensor, index: int) -> bool:
+    def _is_direct(self, part: Part, index: int) -> bool:
         """Whether the shards of a variable are made of long runs of the file, unchanged."""
-        target = self.targets[index]
-        if target.dtype != tensor.dtype or not is_injective(target.view):
+        target, seen = self.targets[index], part.seen[index]
+        if target.dtype != part.tensor.dtype or not is_injective(target.view):
             return False
         shard = target.layout.shard_shape(target.view.shape)
-        length, outer = shard_run(target.view, Bounds.whole(shard), shard)
-        whole = math.prod(shard) == length and outer == 0
-        return whole or length * tensor.dtype.itemsize >= DIRECT_RUN_BYTES
+        if part.region.origin is None:
+            boxes = {Bounds.whole(shard)}
+        else:
+            common = (b.intersect(seen.box) for b in self.shards[index])
+            boxes = {Bounds.whole(both.shape) for both in common if both is not None}
+        return all(_has_long_runs(seen.view, box, shard, part.tensor.dtype.itemsize) for box in boxes)
 
-    def _limit_bytes(self, tensor: Tensor, how: How, sharing: int) -> int:
-        """Longest block of a tensor in bytes, a multiple of the element size (of the decoding unit)."""
-        fits = how == "staged" and 2 * self._tensor_lead(tensor) * tensor.dtype.itemsize <= STAGED_BYTES
+    def _limit_bytes(self, part: Part, how: How) -> int:
+        """Longest block of a region in bytes, a multiple of the element size (of the decoding unit)."""
+        tensor, sharing = part.tensor, len(part.seen)
+        fits = how == "staged" and 2 * part.lead * tensor.dtype.itemsize <= STAGED_BYTES
         staged = self.block_bytes if fits else STAGED_BYTES
         wanted = {"direct": self.block_bytes, "staged": staged, "decoded": DECODED_BYTES}[how]
         most = max(MIN_BLOCK_BYTES, self.budget // (BUDGET_PARTS * sharing))
@@ -226,34 +239,27 @@ class Planner:
             )
         return max(limit // unit, 1) * unit
 
-    def _block(self, tensor: Tensor, start: int, stop: int, how: How, pieces: tuple[Piece, ...]) -> Block:
-        path, offset, itemsize = next(iter(paths_of(tensor)), ""), 0, tensor.dtype.itemsize
-        match tensor.storage:
-            case Extent(_, base):
-                offset, read_bytes = base + start * itemsize, (stop - start) * itemsize
-            case Decoded(reader):
-                row = max(1, tensor.size // tensor.rows)
-                first, last = start // row, -(-stop // row)
-                start, stop = first * row, last * row
-                read_bytes = reader.stored_bytes * last // tensor.rows - reader.stored_bytes * first // tensor.rows
-        lead, step = self._lead(tensor, start, pieces) if how == "staged" else 0, stop - start
+    def _block(self, part: Part, start: int, stop: int, how: How, pieces: tuple[Piece, ...]) -> Block:
+        tensor, region, itemsize = part.tensor, part.region, part.tensor.dtype.itemsize
+        offset, read_bytes = region.offset + start * itemsize, (stop - start) * itemsize
+        if isinstance(tensor.storage, Decoded):
+            row, stored = max(1, tensor.size // tensor.rows), tensor.stored_bytes
+            first, last = start // row, -(-stop // row)
+            start, stop, offset = first * row, last * row, 0
+            read_bytes = stored * last // tensor.rows - stored * first // tensor.rows
+        lead, step = self._lead(part, start, pieces) if how == "staged" else 0, stop - start
         if lead:
             step = min(-(-step // lead), max(1, STAGED_BYTES // (lead * itemsize))) * lead
         host_bytes = self._host_bytes(tensor, step, how, pieces)
-        return Block(tensor.name, path, offset, start, stop, read_bytes, host_bytes, lead, step, how, pieces)
+        return Block(tensor.name, region.path, offset, start, stop, read_bytes, host_bytes, lead, step, how, pieces)
 
-    def _tensor_lead(self, tensor: Tensor) -> int:
-        """The largest stride of all views of a tensor, if they have it in common; else the tensor's size."""
-        leads = {lead_stride(self.targets[i].view) for i in self.by_tensor[tensor.name]}
-        return max(1, leads.pop() if len(leads) == 1 else tensor.size)
-
-    def _lead(self, tensor: Tensor, start: int, pieces: tuple[Piece, ...]) -> int:
+    def _lead(self, part: Part, start: int, pieces: tuple[Piece, ...]) -> int:
         """The row all pieces of a block are made of, none of them reaching from one row into the next; else 0."""
-        lead = self._tensor_lead(tensor)
-        if 2 * lead * tensor.dtype.itemsize > STAGED_BYTES:
+        lead = part.lead
+        if 2 * lead * part.tensor.dtype.itemsize > STAGED_BYTES:
             return 0
         for piece in pieces:
-            view = self.targets[piece.target].view
+            view = piece.view
             inner = [(n, t) for n, t in zip(piece.box.shape, view.strides, strict=True) if t < lead]
             length = sum((n - 1) * t for n, t in inner) + 1
             repeated = sum(t == lead and n > 1 for n, t in zip(view.shape, view.strides, strict=True)) != 1
@@ -281,6 +287,11 @@ class Planner:
             elements = min(sum(_distinct(view, bounds) for view, bounds in seen.items()), tensor.size)
             total += tensor.stored_bytes * elements // max(1, tensor.size)
         return total
+
+
+def _has_long_runs(view: View, box: Bounds, shard: tuple[int, ...], itemsize: int) -> bool:
+    length, outer = shard_run(view, box, shard)
+    return (length == box.size and outer == 0) or length * itemsize >= DIRECT_RUN_BYTES
 
 
 def _distinct(view: View, bounds: set[Bounds]) -> int:

@@ -36,8 +36,8 @@ from shardload._reads import (
     Planner,
     Target,
     local_bounds,
-    paths_of,
 )
+from shardload._regions import paths_of
 from shardload.errors import BudgetError, LayoutError
 from shardload.manifest import Manifest
 

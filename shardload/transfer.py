@@ -43,7 +43,7 @@ from shardload._placement import Growing, assemble, named_sharding, place, widen
 from shardload._reads import BUDGET_PARTS
 from shardload.bounds import Bounds
 from shardload.errors import BudgetError, MeshError, MismatchError, TransferError
-from shardload.manifest import Extent, Manifest
+from shardload.manifest import Decoded, Manifest
 from shardload.planner import Block, LoadPlan, Target, local_bounds
 
 __all__ = ["Placement", "TransferStats", "execute", "named_sharding", "place"]
@@ -271,16 +271,16 @@ class _Transfer:
 
     def _move_of(self, index: int) -> Callable[[], Moved]:
         block = self.plan.blocks[index]
-        work = [(self.chunks[index, p], piece.box) for p, piece in enumerate(block.pieces)]
+        work = [(self.chunks[index, p], piece) for p, piece in enumerate(block.pieces)]
         for chunk, _ in work:
             self._open(chunk)
         if block.how == "decoded":
             self._must_take(block.host_bytes, f"A block of tensor {block.tensor!r}")
         tensor = self.manifest.tensors[block.tensor]
-        fd = self._file(block.path) if isinstance(tensor.storage, Extent) else -1
+        fd = -1 if isinstance(tensor.storage, Decoded) else self._file(block.path)
 
         def move() -> Moved:
-            return self.mover.move(block, tensor, [part for chunk, box in work for part in chunk.parts(box)], fd)
+            return self.mover.move(block, tensor, [part for chunk, piece in work for part in chunk.parts(piece)], fd)
 
         return move
 

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "shardload"
 LAYERS = {
     0: {"errors", "bounds", "manifest", "units", "dtypes"},
     1: {"stores", "loaders"},
-    2: {"mesh", "layout", "planner", "_blocks", "_casts", "_reads"},
+    2: {"mesh", "layout", "planner", "_blocks", "_casts", "_reads", "_regions"},
     3: {
         "transfer",
         "devices",
@@ -25,6 +25,8 @@ LAYERS = {
         "_scatter",
         "_whole",
         "_fingerprint",
+        "_orbax",
+        "steps",
     },
     4: {"_keras", "_hub", "abstraction", "distribution", "names", "assign", "parallel", "whereabouts"},
     5: {"loading", "_job", "_accounts", "reports", "progress", "resolve", "synth", "generate", "callbacks"},
@@ -35,7 +37,8 @@ CONFINED = {
     "h5py": {"loaders/hdf5.py", "synth/h5_writer.py"},  # one reads, one writes
     "gguf": {"loaders/gguf_rows.py"},
     "keras_hub": {"_hub.py"},
-    "orbax": set(),
+    "orbax": {"_orbax.py"},
+    "xxhash": {"steps/digests.py"},
 }
 
 
@@ -87,7 +90,7 @@ def test_only_one_file_touches_private_keras():
 
 @pytest.mark.parametrize("command", ["import shardload", "import shardload.cli", "import shardload; shardload.__all__"])
 def test_front_door_is_light(command):
-    heavy = "{'jax', 'keras', 'keras_hub', 'tensorflow', 'orbax', 'h5py', 'tensorstore', 'numpy.testing'}"
+    heavy = "{'jax', 'keras', 'keras_hub', 'tensorflow', 'orbax', 'h5py', 'tensorstore', 'xxhash', 'numpy.testing'}"
     code = f"{command}\nimport sys\nprint(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

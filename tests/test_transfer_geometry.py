@@ -5,11 +5,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from shardload.errors import LayoutError
 from shardload.layout import Layout
 from shardload.manifest import View
 from shardload.mesh import MeshSpec
 from shardload.planner import Target, make_plan
-from tests.transfer_harness import Rows, check, load, manifest_of
+from tests.transfer_harness import Chunks, Rows, check, load, manifest_of
 
 MESHES = [MeshSpec.parse(m) for m in ("1x1", "1x3", "1x8", "8x1", "2x4", "data=2,fsdp=2,model=2")]
 
@@ -81,3 +82,51 @@ def test_any_view_in_any_layout(tmp_path_factory, data, pair, placement):
         found, stats = load(plan, manifest, placement=placement)
     check(found["v"], seen, layout)
     assert stats.peak_staging_bytes <= 1 << 20
+
+
+@st.composite
+def boxes_in_any_order(draw):
+    """Arrays and views of them that permute dims, keep ranges of some and single indices of others."""
+    shape = tuple(draw(st.lists(st.sampled_from([1, 2, 3, 6, 8, 16]), max_size=4)))
+    value = np.arange(np.prod(shape, dtype=int)).astype(draw(st.sampled_from([np.uint8, np.float32]))).reshape(shape)
+    where = []
+    for n in shape:
+        start = draw(st.integers(0, n - 1))
+        where.append(draw(st.sampled_from([slice(0, n), slice(start, n), start])))
+    seen = value[(*where, ...)]
+    return value, seen.transpose(draw(st.permutations(range(seen.ndim))))
+
+
+@QUIET
+@given(data=st.data(), pair=boxes_in_any_order(), placement=st.sampled_from(["adopt", "upload"]))
+def test_any_box_of_chunks_in_any_layout(tmp_path_factory, data, pair, placement):
+    value, seen = pair
+    path = tmp_path_factory.mktemp("chunks") / "f.bin"
+    grid = tuple(data.draw(st.integers(1, n + 2)) for n in value.shape)
+    manifest = manifest_of(path, {"pad": np.zeros(data.draw(st.integers(0, 3)), np.uint8), "t": Chunks(value, grid)})
+    whole, part = data.draw(layouts(value.shape)), data.draw(layouts(seen.shape))
+    part = Layout(whole.mesh, part.spec) if part.mesh == whole.mesh else Layout.replicated(whole.mesh, seen.ndim)
+    wide = data.draw(st.sampled_from([value.dtype, np.dtype(np.float32)]))
+    targets = [
+        Target("part", view_of("t", value, seen), value.dtype, part),
+        Target("whole", View.whole(manifest.tensors["t"]), wide, whole),
+    ][data.draw(st.integers(0, 1)) :]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shardload._reads.DIRECT_RUN_BYTES", data.draw(st.sampled_from([1, 8, 1 << 10])))
+        patch.setattr("shardload._reads.STAGED_BYTES", data.draw(st.sampled_from([8, 40, 1 << 20])))
+        patch.setattr("shardload._reads.SKIP_BYTES", data.draw(st.sampled_from([1, 16, 1 << 17])))
+        patch.setattr("shardload._fanout.PITCH_ROW_BYTES", data.draw(st.sampled_from([1, 1 << 10])))
+        block_bytes = data.draw(st.sampled_from([1, 7, 64, 1 << 20]))
+        plan = make_plan(manifest, targets, host_memory_bytes=1 << 20, block_bytes=block_bytes)
+        found, _ = load(plan, manifest, placement=placement)
+    check(found["whole"], value.astype(wide), whole)
+    if "part" in found:
+        check(found["part"], seen, part)
+
+
+def test_a_view_that_reshapes_chunks_is_refused(tmp_path):
+    value = np.arange(64, dtype=np.float32).reshape(8, 8)
+    manifest = manifest_of(tmp_path / "f.bin", {"t": Chunks(value, (8, 4))})
+    layout = Layout.replicated(MESHES[0], 1)
+    with pytest.raises(LayoutError, match="stored in chunks"):
+        make_plan(manifest, [Target("v", View("t", 0, (64,), (1,)), value.dtype, layout)], host_memory_bytes=1 << 20)

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from shardload.manifest import Decoded, Extent, Manifest, Tensor
+from shardload.manifest import Chunked, Decoded, Extent, Manifest, Tensor
 from shardload.transfer import execute
 
 
@@ -19,17 +19,40 @@ class Rows:
         return self.value[start:stop] if self.value.ndim else self.value
 
 
+class Chunks:
+    """An array stored as a grid of chunks, the last first; what sticks out over its edge is rubbish."""
+
+    def __init__(self, value, shape):
+        self.value, self.shape = value, shape
+
+    def write(self, file, path):
+        grid = [-(-n // c) for n, c in zip(self.value.shape, self.shape, strict=True)]
+        extents = {}
+        for index in reversed(list(np.ndindex(*grid))):
+            chunk = np.full(self.shape, 77, self.value.dtype)
+            part = self.value[tuple(slice(i * c, (i + 1) * c) for i, c in zip(index, self.shape, strict=True))]
+            chunk[tuple(slice(0, n) for n in part.shape)] = part
+            file.write(b"gap")
+            extents[index] = Extent(str(path), file.tell())
+            file.write(chunk.tobytes())
+        return Chunked(self.shape, extents)
+
+
 def manifest_of(path, tensors):
     """Write arrays back to back and describe them; `Rows` become decoded tensors."""
-    described, offset = {}, 0
+    described = {}
     with path.open("wb") as file:
         for name, value in tensors.items():
             if isinstance(value, Rows):
                 described[name] = Tensor(name, value.value.shape, value.value.dtype, Decoded(value))
                 continue
-            described[name] = Tensor(name, value.shape, value.dtype, Extent(str(path), offset))
-            offset += file.write(value.tobytes())
-    return Manifest(str(path), "safetensors", described, {str(path): offset})
+            if isinstance(value, Chunks):
+                described[name] = Tensor(name, value.value.shape, value.value.dtype, value.write(file, path))
+                continue
+            described[name] = Tensor(name, value.shape, value.dtype, Extent(str(path), file.tell()))
+            file.write(value.tobytes())
+        size = file.tell()
+    return Manifest(str(path), "safetensors", described, {str(path): size})
 
 
 def load(plan, manifest, **options):
