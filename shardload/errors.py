@@ -4,7 +4,8 @@
     ├── UsageError (ValueError, TypeError)  an argument is of the wrong kind or out of range; nothing was opened
     ├── SourceError (ValueError)            the checkpoint's bytes are not what they claim to be
     │   ├── UnsafeSourceError               it points outside its folder, or would cost far more than it holds
-    │   └── TruncatedSourceError            it ends before its headers say it does
+    │   ├── TruncatedSourceError            it ends before its headers say it does
+    │   └── DamagedError                    a step's bytes are not those that were saved
     ├── SourceNotFoundError (FileNotFoundError)   the name resolves to nothing
     ├── UnsupportedError (ValueError)       well-formed, but nothing here can read it
     │   └── BackendError                    Keras does not run on JAX
@@ -16,6 +17,8 @@
     ├── LoadInterruptedError                a load ended half-way; says what the model holds now
     ├── UninitialisedError (ValueError)     a variable was read that has no value yet
     ├── WriteError (OSError)                a file cannot be written: no room, no permission, something in the way
+    ├── SaveError (OSError)                 a step could not be saved: which, where, and the real cause
+    ├── StepExistsError (FileExistsError)   a step of this number is there already; nothing is overwritten
     └── MissingExtraError (ImportError)     an optional dependency is not installed
 
 Each message says what and where (tensor, file, offset), what was expected, what was received and the
@@ -27,14 +30,17 @@ from __future__ import annotations
 __all__ = [
     "BackendError",
     "BudgetError",
+    "DamagedError",
     "LayoutError",
     "LoadInterruptedError",
     "MeshError",
     "MismatchError",
     "MissingExtraError",
+    "SaveError",
     "ShardloadError",
     "SourceError",
     "SourceNotFoundError",
+    "StepExistsError",
     "TransferError",
     "TruncatedSourceError",
     "UninitialisedError",
@@ -63,6 +69,10 @@ class UnsafeSourceError(SourceError):
 
 class TruncatedSourceError(SourceError):
     """The file ends before the place its headers point to."""
+
+
+class DamagedError(SourceError):
+    """A step's bytes are not those that were saved; the message names step, file and offset."""
 
 
 class SourceNotFoundError(ShardloadError, FileNotFoundError):
@@ -114,6 +124,14 @@ class UninitialisedError(ShardloadError, ValueError):
 
 class WriteError(ShardloadError, OSError):
     """A file cannot be written: no room, no permission, or something is in the way."""
+
+
+class SaveError(ShardloadError, OSError):
+    """A step could not be saved; names step, folder and the real cause (``errno`` is set where it is known)."""
+
+
+class StepExistsError(ShardloadError, FileExistsError):
+    """A step of this number is there already; a published step is never overwritten."""
 
 
 class MissingExtraError(ShardloadError, ImportError):

@@ -29,7 +29,18 @@ LAYERS = {
         "steps",
     },
     4: {"_keras", "_hub", "abstraction", "distribution", "names", "assign", "parallel", "whereabouts"},
-    5: {"loading", "_job", "_accounts", "reports", "progress", "resolve", "synth", "generate", "callbacks"},
+    5: {
+        "loading",
+        "restoring",
+        "_job",
+        "_accounts",
+        "reports",
+        "progress",
+        "resolve",
+        "synth",
+        "generate",
+        "callbacks",
+    },
     6: {"cli", "console", "__main__"},
 }
 
@@ -38,7 +49,7 @@ CONFINED = {
     "gguf": {"loaders/gguf_rows.py"},
     "keras_hub": {"_hub.py"},
     "orbax": {"_orbax.py"},
-    "xxhash": {"steps/digests.py"},
+    "xxhash": {"steps/_digest_list.py"},
 }
 
 

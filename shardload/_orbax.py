@@ -1,0 +1,113 @@
+"""The only door to Orbax: start writing named items to a folder, wait for it, get the real cause of a failure.
+
+Orbax writes into ``path + ".orbax-checkpoint-tmp"`` and renames that to ``path``; we hand it a path inside a staging
+folder, so none of its names ever shows up among the steps. Array data is written uncompressed unless asked for:
+each chunk is then a range of bytes in a file, which loading reads without decoding.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from shardload.errors import SaveError, UsageError
+from shardload.steps._failures import describe, save_error
+
+DEFAULT_TIMEOUT_S = 1200
+"""Orbax's own: twenty minutes for one save."""
+
+
+class Pending:
+    """A save that is being written in the background."""
+
+    def __init__(self, response: Any, *, path: Path, step: int | str) -> None:
+        self.path = path
+        self._step = step
+        self._error: BaseException | None = None
+        self._done = threading.Event()
+        # A thread of ours waits: Orbax calls back on success only, and its timeout cannot be told from a failure.
+        threading.Thread(target=self._wait, args=(response,), name="shardload-save", daemon=True).start()
+
+    def done(self) -> bool:
+        """Whether it ended, well or not."""
+        return self._done.is_set()
+
+    def result(self, timeout_s: float | None = None) -> None:
+        """Wait until everything is written.
+
+        Args:
+            timeout_s: How long to wait; None waits as long as it takes.
+
+        Raises:
+            SaveError: When it failed; the message has the real cause, ``errno`` is set where there is one.
+            TimeoutError: When it is still being written after ``timeout_s``; may be called again.
+        """
+        if not self._done.wait(timeout_s):
+            raise TimeoutError(f"Step {self._step} is still being written to {self.path} after {timeout_s} s")
+        if self._error is not None:
+            raise save_error(self._error, step=self._step, folder=self.path) from self._error
+        if not self.path.is_dir():
+            raise describe("the folder is gone after Orbax wrote it", step=self._step, folder=self.path)
+
+    def _wait(self, response: Any) -> None:
+        try:
+            response.result()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._done.set()
+
+
+def start_save(
+    path: str | Path,
+    items: Mapping[str, Any],
+    *,
+    compression: Literal["none", "zstd"] = "none",
+    step: int | str | None = None,
+    timeout_s: float | None = None,
+) -> Pending:
+    """Start to write ``items`` with Orbax; return once every array was copied off the devices.
+
+    With `jax.distributed`, every process calls this with the same path and items.
+
+    Args:
+        path: The folder to write: absolute, not existing yet, in a folder that does.
+        items: Checkpointables by name: pytrees of arrays, dicts of strings, or objects with a handler of their own.
+        compression: ``"zstd"`` for smaller files that take several times as long to write and to read.
+        step: The step's number, for messages.
+        timeout_s: When Orbax itself gives up.
+
+    Raises:
+        UsageError: When the path or the compression cannot be.
+        SaveError: When writing could not even start.
+    """
+    target = Path(path)
+    step = "?" if step is None else step
+    if not target.is_absolute():
+        raise UsageError(f"Orbax writes to absolute paths only, but was given {path}. Use Path(...).absolute()")
+    if compression not in ("none", "zstd"):
+        raise UsageError(f"compression should be 'none' or 'zstd', but is {compression!r}")
+    if not target.parent.is_dir():  # Orbax would quietly make it, and hide that the folder was removed
+        raise describe(f"there is no folder {target.parent} to write into", step=step, folder=target, number=2)
+    try:
+        return Pending(_start(target, items, compression, timeout_s), path=target, step=step)
+    except SaveError:
+        raise
+    except (OSError, ValueError) as error:
+        raise save_error(error, step=step, folder=target) from error
+
+
+def _start(target: Path, items: Mapping[str, Any], compression: str, timeout_s: float | None) -> Any:
+    from orbax.checkpoint import v1 as ocp
+
+    context = ocp.Context()
+    context.array.saving.use_ocdbt = True
+    context.array.saving.use_zarr3 = True
+    context.array.saving.use_compression = compression == "zstd"
+    # Folders are made here and now: made in the background, a failure would only show as a time-out.
+    context.asynchronous.create_directories_asynchronously = False
+    context.asynchronous.timeout_secs = int(timeout_s or DEFAULT_TIMEOUT_S)
+    with context:
+        return ocp.save_checkpointables_async(str(target), dict(items))

@@ -1,0 +1,199 @@
+"""Checks the parts of a step that a read touches: each MiB unit once, whichever thread comes first.
+
+                start          stop
+|----unit----|--[-unit-----|--]-unit----|     the read meets two units: both are checked, whole
+             ^ from disk    ^ from the bytes that were read, where the caller hands them over
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+from shardload.errors import DamagedError, SourceError, SourceNotFoundError, UsageError
+from shardload.steps._digest_list import (
+    UNIT_BYTES,
+    Damage,
+    Digests,
+    FileDigest,
+    flip_damage,
+    hasher,
+    size_damage,
+    step_name,
+)
+from shardload.stores import local
+
+
+class Checker:
+    """Checks the parts of a step that are read, each MiB at most once. Any number of threads may share one.
+
+    Args:
+        folder: The step's folder.
+
+    Raises:
+        SourceNotFoundError: When it has no digests.
+        DamagedError: When its digests are not what was written.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self.digests = Digests.read(folder)
+        self._real = Path(os.path.realpath(folder))
+        self._lock = threading.Lock()
+        self._files: dict[str, int] = {}
+        self._units: dict[tuple[str, int], Future[None]] = {}
+        self.bytes_checked = 0
+
+    def check(self, path: str | os.PathLike[str], start: int, stop: int, *, data: memoryview | None = None) -> None:
+        """Return once every MiB that meets ``[start, stop)`` of a file is known to be as saved.
+
+        Args:
+            path: The file: relative to the step's folder, or absolute inside it.
+            start: First byte.
+            stop: One past the last byte.
+            data: The bytes ``[start, stop)`` where they were read already: they are what is checked then, and only
+                the rest of the first and last MiB is read again.
+
+        Raises:
+            DamagedError: When they are not; names step, file and offset. Raised again on every later call.
+            TransferError: When the file cannot be read.
+        """
+        name = self._relative(path)
+        size = self._expected(name).n_bytes
+        if not 0 <= start <= stop <= size:
+            raise self._damaged(Damage(name, f"was asked for up to byte {stop}, but was saved with {size} bytes"))
+        if start == stop:
+            return
+        fd = self._open(name)
+        wanted = range(start // UNIT_BYTES, (stop - 1) // UNIT_BYTES + 1)
+        mine, others = self._claim(name, wanted)
+        for unit, done in mine:
+            self._settle(done, name, unit, fd=fd, start=start, data=data)
+        for done in [*(done for _, done in mine), *others]:
+            done.result()
+
+    def check_whole(self, path: str | os.PathLike[str]) -> None:
+        """`check` all of a file; an empty one must be empty still."""
+        name = self._relative(path)
+        self._open(name)
+        self.check(name, 0, self._expected(name).n_bytes)
+
+    def close(self) -> None:
+        """Close the files; the checker can be used again afterwards."""
+        with self._lock:
+            files, self._files = self._files, {}
+        for fd in files.values():
+            os.close(fd)
+
+    def __enter__(self) -> Checker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _relative(self, path: str | os.PathLike[str]) -> str:
+        given = Path(path)
+        for root in (self.folder, self._real):
+            if given.is_absolute() and given.is_relative_to(root):
+                return given.relative_to(root).as_posix()
+        if given.is_absolute():
+            raise UsageError(f"{given} does not lie in the step {self.folder}")
+        return given.as_posix()
+
+    def _expected(self, name: str) -> FileDigest:
+        found = self.digests.files.get(name)
+        if found is None:
+            raise self._damaged(Damage(name, "is no file that was saved with the step"))
+        return found
+
+    def _open(self, name: str) -> int:
+        with self._lock:
+            if name in self._files:
+                return self._files[name]
+            if os.path.realpath(self._real / name) != str(self._real / name):
+                raise self._damaged(Damage(name, "is reached through a symbolic link, which no step holds"))
+            try:
+                fd = local.open_readonly(self._real / name)
+            except (SourceError, SourceNotFoundError) as error:
+                raise self._damaged(Damage(name, f"cannot be opened: {error}")) from error
+            found, expected = os.fstat(fd).st_size, self._expected(name).n_bytes
+            if found != expected:
+                os.close(fd)
+                raise self._damaged(size_damage(name, found, expected, ""))
+            self._files[name] = fd
+            return fd
+
+    def _claim(self, name: str, wanted: range) -> tuple[list[tuple[int, Future[None]]], list[Future[None]]]:
+        """Units this thread must check now, and those another one has or had in hand."""
+        mine: list[tuple[int, Future[None]]] = []
+        others: list[Future[None]] = []
+        with self._lock:
+            for unit in wanted:
+                known = self._units.get((name, unit))
+                if known is not None:
+                    others.append(known)
+                    continue
+                done = self._units[name, unit] = Future()
+                mine.append((unit, done))
+        return mine, others
+
+    def _settle(
+        self, done: Future[None], name: str, unit: int, *, fd: int, start: int, data: memoryview | None
+    ) -> None:
+        """Check one unit and let everyone who waits for it know."""
+        try:
+            self._check_unit(name, unit, fd=fd, start=start, data=data)
+        except BaseException as error:
+            if not isinstance(error, DamagedError):  # a failed read says nothing about the bytes: let others try
+                with self._lock:
+                    self._units.pop((name, unit), None)
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    def _check_unit(self, name: str, unit: int, *, fd: int, start: int, data: memoryview | None) -> None:
+        expected = self._expected(name)
+        first = unit * UNIT_BYTES
+        last = min(first + UNIT_BYTES, expected.n_bytes)
+        parts = list(_from_disk_and(data, start, first, last, fd=fd, path=str(self.folder / name)))
+        running = hasher()
+        for part in parts:
+            running.update(part)
+        with self._lock:
+            self.bytes_checked += last - first
+        if running.hexdigest() != expected.units[unit]:
+            raise self._damaged(flip_damage(name, first, last, ""))
+
+    def _damaged(self, found: Damage) -> DamagedError:
+        where = "" if found.offset is None else f" from byte {found.offset}"
+        return DamagedError(
+            f"Step {step_name(self.folder)} is damaged: {self.folder / found.path}{where} {found.what}. "
+            "Restore an earlier step, or copy this one again"
+        )
+
+
+def _from_disk_and(
+    data: memoryview | None, start: int, first: int, last: int, *, fd: int, path: str
+) -> Iterator[memoryview]:
+    """The bytes ``[first, last)`` of a file: what ``data`` (which begins at ``start``) has of them, else from disk."""
+    begin, end = first, first
+    if data is not None:
+        flat = data.cast("B") if data.nbytes else memoryview(b"")
+        begin, end = max(first, start), min(last, start + flat.nbytes)
+    if begin >= end:
+        yield _read(fd, first, last, path)
+        return
+    if first < begin:
+        yield _read(fd, first, begin, path)
+    yield flat[begin - start : end - start]
+    if end < last:
+        yield _read(fd, end, last, path)
+
+
+def _read(fd: int, start: int, stop: int, path: str) -> memoryview:
+    buffer = memoryview(bytearray(stop - start))
+    local.read_exact(fd, buffer, start, path)
+    return buffer

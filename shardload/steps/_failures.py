@@ -1,0 +1,84 @@
+"""Why a save failed, in words a person can act on: the operating system's reason, from wherever it is hidden.
+
+TensorStore gives a full disk as `ValueError("RESOURCE_EXHAUSTED: … [os_error_code='28']")`; Orbax gives a folder
+that vanished as `ValueError("No ArrayMetadata found …")`. Both say it in text only, hence the patterns.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from shardload.errors import SaveError
+
+_OS_CODE = re.compile(r"os_error_code='(\d+)'")
+_WORDS = {
+    "RESOURCE_EXHAUSTED": errno.ENOSPC,
+    "No space left on device": errno.ENOSPC,
+    "Disk quota exceeded": errno.EDQUOT,
+    "PERMISSION_DENIED": errno.EACCES,
+    "Permission denied": errno.EACCES,
+    "Read-only file system": errno.EROFS,
+    "No ArrayMetadata found": errno.ENOENT,
+}
+_ADVICE = {
+    errno.ENOSPC: "Free some room, or keep fewer steps (max_to_keep)",
+    errno.EDQUOT: "Free some room, or keep fewer steps (max_to_keep)",
+    errno.EACCES: "Let this user write there, or save somewhere else",
+    errno.EPERM: "Let this user write there, or save somewhere else",
+    errno.EROFS: "Save to a disk that can be written",
+    errno.ENOENT: "Something removed the folder while the step was being written; find out what before saving again",
+}
+
+
+def save_error(cause: BaseException, *, step: int | str, folder: str | os.PathLike[str]) -> SaveError:
+    """The `SaveError` that tells what ``cause`` really was.
+
+    Args:
+        cause: What was raised, by the operating system, TensorStore or Orbax.
+        step: The step that was being saved, for the message.
+        folder: Where it was being written; when it is gone, that is the cause, whatever was raised.
+    """
+    if isinstance(cause, SaveError):
+        return cause
+    number = _errno_of(cause)
+    why = f"{os.strerror(number)} ({type(cause).__name__}: {cause})" if number else f"{type(cause).__name__}: {cause}"
+    if not Path(folder).parent.exists() and number in (None, errno.ENOENT):
+        number, why = errno.ENOENT, f"the folder {Path(folder).parent} was removed ({type(cause).__name__}: {cause})"
+    return describe(why, step=step, folder=folder, number=number)
+
+
+def describe(why: str, *, step: int | str, folder: str | os.PathLike[str], number: int | None = None) -> SaveError:
+    """A `SaveError` in our usual words; ``number`` is the operating system's `errno`, when there is one."""
+    advice = f". {_ADVICE[number]}" if number in _ADVICE else ""
+    made = SaveError(
+        f"Step {step} could not be saved to {os.fspath(folder)}: {why}{advice}. Steps saved before are untouched"
+    )
+    made.errno = number
+    return made
+
+
+def _errno_of(error: BaseException) -> int | None:
+    for link in _chain(error):
+        if isinstance(link, OSError) and link.errno:
+            return link.errno
+        text = str(link)
+        if found := _OS_CODE.search(text):
+            return int(found.group(1))
+        for words, number in _WORDS.items():
+            if words in text:
+                return number
+    return None
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """``error``, what caused it, and what caused that: each once."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ or link.__context__

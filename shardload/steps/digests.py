@@ -1,0 +1,81 @@
+"""Digests of a step: one xxh3-64 per MiB of every file, so that each byte read back can be checked.
+
+`Digests` is the whole list (``shardload/digests.json``), written last and read first. `verify` reads a step from end to
+end; a `Checker` checks just the MiB units that a partial read touches, each once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from shardload.errors import ShardloadError, SourceNotFoundError
+from shardload.steps._checker import Checker
+from shardload.steps._digest_list import (
+    DIGESTS_FILE,
+    OWN_FOLDER,
+    THREADS,
+    UNIT_BYTES,
+    Damage,
+    Digests,
+    FileDigest,
+    Piece,
+    digest_piece,
+    flip_damage,
+    name_damage,
+    pieces_of,
+    step_name,
+)
+from shardload.steps._tree import scan
+
+__all__ = ["DIGESTS_FILE", "OWN_FOLDER", "UNIT_BYTES", "Checker", "Damage", "Digests", "FileDigest", "verify"]
+
+
+def verify(folder: str | os.PathLike[str], *, progress: Callable[[int], None] | None = None) -> list[Damage]:
+    """Everything that is wrong with a step of ours, by reading all of it; an empty list says it is as saved.
+
+    Args:
+        folder: The step's folder.
+        progress: Called in this thread with the number of bytes checked since the last call.
+
+    Raises:
+        SourceNotFoundError: When there is no such folder.
+    """
+    if not Path(folder).is_dir():
+        raise SourceNotFoundError(f"There is no step folder {os.fspath(folder)}")
+    step = step_name(folder)
+    try:
+        digests, tree = Digests.read(folder), scan(folder)
+    except ShardloadError as error:
+        return [Damage(DIGESTS_FILE, f"cannot be trusted: {error}", step=step)]
+    except OSError as error:
+        return [Damage(str(error.filename), f"cannot be listed: {error.strerror}", step=step)]
+    damage = name_damage(digests, tree, step)
+    bad = {found.path for found in damage}
+    pieces = [p for name, f in digests.files.items() if name not in bad for p in pieces_of(name, f.n_bytes)]
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="shardload-verify") as pool:
+        results = pool.map(lambda p: _piece_damage(folder, p, digests.files[p.path], step), pieces)
+        for piece, found in zip(pieces, results, strict=True):
+            damage += found
+            if progress is not None:
+                size = digests.files[piece.path].n_bytes
+                progress(min(piece.count * UNIT_BYTES, size - piece.first * UNIT_BYTES))
+    return sorted(damage, key=lambda d: (d.path, d.offset or 0))
+
+
+def _piece_damage(folder: str | os.PathLike[str], piece: Piece, expected: FileDigest, step: str) -> list[Damage]:
+    try:
+        found = digest_piece(folder, piece, expected.n_bytes)
+    except (ShardloadError, OSError) as error:
+        return [Damage(piece.path, f"cannot be read: {error}", piece.first * UNIT_BYTES, step)]
+    wrong = [piece.first + k for k, unit in enumerate(found) if unit != expected.units[piece.first + k]]
+    runs: list[list[int]] = []
+    for unit in wrong:
+        if runs and runs[-1][1] == unit:
+            runs[-1][1] = unit + 1
+        else:
+            runs.append([unit, unit + 1])
+    size = expected.n_bytes
+    return [flip_damage(piece.path, a * UNIT_BYTES, min(b * UNIT_BYTES, size), step) for a, b in runs]

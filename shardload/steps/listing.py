@@ -1,0 +1,182 @@
+"""Which steps a folder holds, and which of them a word like "latest" means. Reads names and ``step.json``, no data.
+
+A step is a folder named by digits without leading zeros that holds something only a step holds: ``shardload/`` (one of
+ours) or Orbax's ``_CHECKPOINT_METADATA`` (a foreign one: readable, but nothing vouches for its bytes). Bare and
+empty folders are never steps. A step of ours that lost its digests stays one of ours, with a problem: taken for a
+foreign one it would be believed unchecked.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from shardload.errors import ShardloadError, SourceError, SourceNotFoundError, UsageError
+from shardload.loaders import _json
+from shardload.steps._tree import scan
+from shardload.steps.digests import DIGESTS_FILE, OWN_FOLDER
+
+STEP_FILE = f"{OWN_FOLDER}/step.json"
+ORBAX_FILE = "_CHECKPOINT_METADATA"
+
+_NAME = re.compile(r"0|[1-9][0-9]{0,17}")
+"""At most 18 digits: any such number fits 64 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepInfo:
+    """One step, as far as names and ``step.json`` tell."""
+
+    step: int
+    path: Path
+    ours: bool
+    """Saved by shardload, so it has digests; else by Keras' own callback or plain Orbax."""
+    epoch: int | None = None
+    batch: int | None = None
+    """Batches of the epoch that were done."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The logs at that step."""
+    best: bool = False
+    """Whether it has the best value of the monitored metric among the steps that are there."""
+    n_bytes: int = 0
+    """All its files."""
+    saved_s: float = 0.0
+    """When it was saved, in seconds since 1970."""
+    problems: str | None = None
+    """What is wrong with it at first sight; `shardload.steps.digests.verify` looks closely."""
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """All of ``step.json``."""
+
+
+def list_steps(root: str | os.PathLike[str]) -> list[StepInfo]:
+    """The steps in ``root``, ascending.
+
+    Raises:
+        SourceNotFoundError: When there is no such folder.
+    """
+    base = Path(root)
+    try:
+        names = [entry.name for entry in base.iterdir() if _NAME.fullmatch(entry.name)]
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise SourceNotFoundError(f"There is no folder {base}, so it holds no steps. Check the path") from error
+    except OSError as error:
+        raise SourceError(f"The folder {base} cannot be listed: {error.strerror}") from error
+    found = [info for name in sorted(names, key=int) if (info := _look(base / name)) is not None]
+    best = _best(found)
+    return [replace(info, best=True) if info.step == best else info for info in found]
+
+
+def find_step(root: str | os.PathLike[str], step: Literal["latest", "best"] | int) -> StepInfo:
+    """The step meant by a word or a number.
+
+    Raises:
+        UsageError: When ``step`` is neither "latest", "best" nor a number.
+        SourceNotFoundError: When there is no such step; says which there are.
+    """
+    if step not in ("latest", "best") and (isinstance(step, bool) or not isinstance(step, int)):
+        raise UsageError(f'step should be "latest", "best" or a number, but is {step!r}')
+    steps = list_steps(root)
+    if not steps:
+        raise SourceNotFoundError(
+            f"{root} holds no steps. Check the path: steps are folders named 0, 1, 2, …{_nested(root)}"
+        )
+    if step == "latest":
+        return steps[-1]
+    for info in steps:
+        if info.best if step == "best" else info.step == step:
+            return info
+    if step == "best":
+        raise SourceNotFoundError(
+            f"No step in {root} says how good it is: none was saved with a value of the monitored metric. "
+            f'{_existing(steps)}. Take one by its number, or step="latest"'
+        )
+    raise SourceNotFoundError(f'{root} has no step {step}. {_existing(steps)}. Take one of those, or step="latest"')
+
+
+def better(value: float, than: float, *, mode: str, monitor: str = "") -> bool:
+    """Whether a metric improved, as Keras' callbacks see it: "auto" goes by the metric's name."""
+    if mode not in ("min", "max"):
+        mode = "max" if monitor.endswith(("acc", "accuracy", "auc")) or "fmeasure" in monitor else "min"
+    return value > than if mode == "max" else value < than
+
+
+def _look(path: Path) -> StepInfo | None:
+    """What a folder named by digits is; None when it is no step."""
+    ours = (path / OWN_FOLDER).is_dir()
+    if not path.is_dir() or not (ours or (path / ORBAX_FILE).is_file()):
+        return None
+    problems = []
+    n_bytes, changed_s = 0, 0.0
+    try:
+        n_bytes, changed_s = scan(path).n_bytes, path.stat().st_mtime
+    except OSError as error:
+        problems.append(f"cannot be listed: {error.strerror}")
+    if ours and not (path / DIGESTS_FILE).is_file():
+        problems.append(f"{DIGESTS_FILE} is missing")
+    details: dict[str, Any] = {}
+    if ours:
+        try:
+            details = _json.read_object(path / STEP_FILE)
+        except (ShardloadError, OSError) as error:
+            problems.append(f"{STEP_FILE} cannot be read: {error}")
+    return StepInfo(
+        step=int(path.name),
+        path=path,
+        ours=ours,
+        epoch=_whole(details.get("epoch")),
+        batch=_whole(details.get("batch")),
+        metrics=_numbers(details.get("logs")),
+        n_bytes=n_bytes,
+        saved_s=_number(details.get("saved_unix_s")) or changed_s,
+        problems="; ".join(problems) or None,
+        details=details,
+    )
+
+
+def _best(steps: Sequence[StepInfo]) -> int | None:
+    """The step with the best value of what the latest step monitors; the earliest of equals."""
+    monitored = [info for info in steps if isinstance(info.details.get("monitor"), str)]
+    if not monitored:
+        return None
+    monitor, mode = monitored[-1].details["monitor"], str(monitored[-1].details.get("mode"))
+    best: StepInfo | None = None
+    for info in steps:
+        value = info.metrics.get(monitor, math.nan)
+        if math.isnan(value):
+            continue
+        if best is None or better(value, best.metrics[monitor], mode=mode, monitor=monitor):
+            best = info
+    return None if best is None else best.step
+
+
+def _number(found: Any) -> float | None:
+    usable = isinstance(found, (int, float)) and not isinstance(found, bool) and abs(found) < 1e300
+    return float(found) if usable or found in (math.inf, -math.inf) else None
+
+
+def _whole(found: Any) -> int | None:
+    return found if isinstance(found, int) and not isinstance(found, bool) else None
+
+
+def _numbers(found: Any) -> dict[str, float]:
+    if not isinstance(found, dict):
+        return {}
+    return {name: number for name, value in found.items() if (number := _number(value)) is not None}
+
+
+def _existing(steps: Sequence[StepInfo]) -> str:
+    shown = ", ".join(str(info.step) for info in steps[-10:])
+    return f"It has {len(steps)} step{'s' if len(steps) > 1 else ''}: {'…, ' if len(steps) > 10 else ''}{shown}"
+
+
+def _nested(root: str | os.PathLike[str]) -> str:
+    """A way out when ``root`` is a step itself."""
+    path = Path(root).absolute()
+    if (path / OWN_FOLDER).is_dir() or (path / ORBAX_FILE).is_file():
+        return f". It looks like a step itself: give its folder {path.parent} and step={path.name}"
+    return ""

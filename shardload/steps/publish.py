@@ -1,0 +1,296 @@
+"""A step appears by one rename, once every byte of it is on the disk; it disappears by one rename too.
+
+    root/.staging/7-ab12cd34/lock     held (flock) by the process that writes; the kernel lets go when it dies
+    root/.staging/7-ab12cd34/step/    what is being written
+                               └────► root/7        fsync of all files and folders, rename, fsync of root
+
+Killed before the rename there is no step, after it there is a whole one. A staging folder whose lock can be had has
+no writer any more: `remove_stale` takes it away, and no other. While the lock is being made, its writer shares
+a lock on ``.staging`` itself, which `remove_stale` needs alone: a folder is never seen without its lock.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from shardload.errors import SaveError, ShardloadError, SourceNotFoundError, StepExistsError, UsageError, WriteError
+from shardload.steps._failures import describe, save_error
+from shardload.steps._tree import sync, sync_all
+from shardload.steps.digests import Digests
+
+STAGING = ".staging"
+LOCK_FILE = "lock"
+STEP_FOLDER = "step"
+
+_BUSY = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
+
+
+class Root:
+    """The folder that holds the steps, known by what it is and not only by its name.
+
+    It is kept open, so its inode cannot be given to another folder: a root that was removed, or put in the
+    place of the first one, is noticed before anything is written to it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, create: bool = False) -> None:
+        """Open the root.
+
+        Args:
+            path: The folder; a relative path is taken from the current folder, now and for good.
+            create: Make it, and the folders above it, when it is missing.
+
+        Raises:
+            SaveError: When it is missing, is no folder, or cannot be made.
+        """
+        self.path = Path(path).absolute()
+        try:
+            if create:
+                _make_folders(self.path)
+            self.fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            made = SaveError(
+                f"No step can be saved to {self.path}: {error.strerror}. It should be a folder this user may write to"
+            )
+            made.errno = error.errno
+            raise made from error
+        self._close = weakref.finalize(self, os.close, self.fd)
+
+    def check(self, step: int | str = "?") -> None:
+        """Make sure that the path still leads to this very folder.
+
+        Raises:
+            SaveError: When it is gone, or another folder took its place.
+        """
+        try:
+            found = self.path.stat()
+        except OSError as error:
+            raise describe(
+                "the folder was removed or renamed", step=step, folder=self.path, number=error.errno
+            ) from error
+        known = os.fstat(self.fd)
+        if (found.st_dev, found.st_ino) != (known.st_dev, known.st_ino):
+            raise describe("another folder took the place of this one since it was opened", step=step, folder=self.path)
+
+    def close(self) -> None:
+        """Let go of the folder; also happens when nobody refers to it any more."""
+        self._close()
+
+
+class Staging:
+    """The folder where one step is being written. `begin` or `join` it; `publish` or `discard` it."""
+
+    def __init__(self, root: Root, step: int, home: Path, lock: int | None) -> None:
+        self.root = root
+        self.step = step
+        self.home = home
+        self.path = home / STEP_FOLDER
+        """The folder to write; it does not exist yet (Orbax wants to make it)."""
+        self._lock = lock
+
+    @classmethod
+    def begin(cls, root: Root | str | os.PathLike[str], step: int) -> Staging:
+        """Start a step, in a folder of its own that no other process writes to.
+
+        Raises:
+            UsageError: When ``step`` is no number that can name a folder.
+            StepExistsError: When the root holds this step.
+            SaveError: When the root is missing or was replaced, or nothing can be written there.
+        """
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise UsageError(f"A step is a whole number from 0 on, but {step!r} was given")
+        root = root if isinstance(root, Root) else Root(root)
+        root.check(step)
+        _refuse_existing(root.path / str(step), step)
+        try:
+            home, lock = _locked_folder(root.path / STAGING, f"{step}-{secrets.token_hex(4)}")
+        except OSError as error:
+            raise save_error(error, step=step, folder=root.path / STAGING) from error
+        return cls(root, step, home, lock)
+
+    @classmethod
+    def join(cls, path: str | os.PathLike[str]) -> Staging:
+        """The staging folder that another process began, by its `path`; only that one publishes or discards."""
+        home = Path(path).parent
+        return cls(Root(home.parent.parent), int(home.name.split("-")[0]), home, None)
+
+    def publish(self) -> Path:
+        """Flush everything to disk and make it a step; returns its folder.
+
+        Raises:
+            StepExistsError: When a step of this number was published meanwhile. This one is kept, to be discarded.
+            SaveError: When the step is not as its digests say, the root is gone, or the disk refuses.
+        """
+        target = self.root.path / str(self.step)
+        if self._lock is None:
+            raise UsageError(f"{self.home} is published by the process that began it, not by this one")
+        try:
+            self.root.check(self.step)
+            self._check_complete()
+            sync_all(self.path)
+            self.root.check(self.step)
+            _refuse_existing(target, self.step)
+            # An empty folder in the way is no step: rename replaces it. A full one makes rename fail.
+            os.rename(self.path, target)  # noqa: PTH104
+            os.fsync(self.root.fd)
+        except OSError as error:
+            if isinstance(error, ShardloadError):
+                raise
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR) and os.path.lexists(target):
+                raise _exists(target, self.step) from error
+            raise save_error(error, step=self.step, folder=target) from error
+        self._finish()
+        return target
+
+    def discard(self) -> None:
+        """Give up: remove what was written. Harmless when it was published or discarded before."""
+        if self._lock is not None:
+            self._finish()
+
+    def _check_complete(self) -> None:
+        """The digests are there and fit the files: what was not read back is not published."""
+        try:
+            damage = Digests.read(self.path).check_names(self.path)
+        except ShardloadError as error:
+            raise describe(f"it has no valid digests: {error}", step=self.step, folder=self.path) from error
+        if damage:
+            listed = "; ".join(str(found) for found in damage[:3])
+            raise describe(f"it changed after its digests were made: {listed}", step=self.step, folder=self.path)
+
+    def _finish(self) -> None:
+        lock, self._lock = self._lock, None
+        shutil.rmtree(self.home, ignore_errors=True)  # what stays is stale once the lock is free
+        if lock is not None:
+            os.close(lock)
+
+
+def remove_stale(root: str | os.PathLike[str]) -> list[Path]:
+    """Remove staging folders whose writer is gone; never one that another process is writing.
+
+    Returns:
+        The folders removed; what cannot be removed is left for the next time.
+    """
+    staging = Path(root).absolute() / STAGING
+    removed = []
+    with _folder_lock(staging, fcntl.LOCK_EX) as held:
+        folders = sorted(staging.iterdir()) if held else []
+        stale = [(folder, lock) for folder in folders if (lock := _try_lock(folder)) is not None]
+    for folder, lock in stale:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+        if not folder.exists():
+            removed.append(folder)
+    return removed
+
+
+def remove_step(root: str | os.PathLike[str], step: int) -> None:
+    """Remove a step: out of the list at once, off the disk right after. Killed in between, `remove_stale` goes on.
+
+    Raises:
+        SourceNotFoundError: When there is no such step.
+        WriteError: When it cannot be moved or removed.
+    """
+    base = Path(root).absolute()
+    source = base / str(step)
+    if not os.path.lexists(source):
+        raise SourceNotFoundError(f"There is no step {step} in {base}, so it cannot be removed")
+    try:
+        home, lock = _locked_folder(base / STAGING, f"{step}-{secrets.token_hex(4)}")
+        try:
+            os.rename(source, home / STEP_FOLDER)  # noqa: PTH104
+            sync(base)
+            if (home / STEP_FOLDER).is_symlink():
+                (home / STEP_FOLDER).unlink()
+            shutil.rmtree(home)
+        finally:
+            os.close(lock)
+    except FileNotFoundError as error:
+        if source.exists():
+            raise WriteError(f"Step {step} cannot be removed from {base}: {error}") from error
+        return  # somebody else removed it at the same time
+    except OSError as error:
+        raise WriteError(f"Step {step} cannot be removed from {base}: {error.strerror} ({error.filename})") from error
+
+
+def _locked_folder(staging: Path, name: str) -> tuple[Path, int]:
+    """A new folder in ``staging`` and the descriptor that holds its lock."""
+    with suppress(FileExistsError):
+        staging.mkdir()
+    home = staging / name
+    with _folder_lock(staging, fcntl.LOCK_SH):
+        home.mkdir()
+        lock = os.open(home / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        _flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return home, lock
+
+
+@contextmanager
+def _folder_lock(folder: Path, how: int) -> Iterator[bool]:
+    """Hold a lock on ``folder``; yields whether it could be had (no folder, or no locks on this file system: no)."""
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield False
+        return
+    try:
+        yield _flock(fd, how)
+    finally:
+        os.close(fd)
+
+
+def _flock(fd: int, how: int) -> bool:
+    """Whether the lock was had; a file system without locks has none to give, so nothing on it is ever stale."""
+    try:
+        fcntl.flock(fd, how)
+    except OSError as error:
+        if error.errno in (*_BUSY, errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+            return False
+        raise
+    return True
+
+
+def _try_lock(folder: Path) -> int | None:
+    """A descriptor that holds the lock of a staging folder nobody writes to any more, or None."""
+    if folder.is_symlink() or not folder.is_dir() or not re.fullmatch(r"[0-9]+-[0-9a-f]+", folder.name):
+        return None  # none of ours
+    try:
+        fd = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    except OSError:
+        return None
+    if _flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB):
+        return fd
+    os.close(fd)
+    return None
+
+
+def _make_folders(path: Path) -> None:
+    """Make a folder and those above it, each made to survive a power loss."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        sync(folder.parent)
+
+
+def _refuse_existing(target: Path, step: int) -> None:
+    if os.path.lexists(target) and not (target.is_dir() and not target.is_symlink() and not _holds_anything(target)):
+        raise _exists(target, step)
+
+
+def _holds_anything(folder: Path) -> bool:
+    with os.scandir(folder) as entries:
+        return any(True for _ in entries)
+
+
+def _exists(target: Path, step: int) -> StepExistsError:
+    return StepExistsError(
+        f"Step {step} is there already: {target}. A saved step is never overwritten; remove it, go on from it, or "
+        "save to another folder"
+    )
