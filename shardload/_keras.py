@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -35,6 +36,9 @@ from keras.src.backend.common.symbolic_scope import SymbolicScope, in_symbolic_s
 from keras.src.backend.jax.core import JaxVariable
 from keras.src.backend.jax.trainer import JAXEpochIterator, JAXTrainer, _distribute_data
 from keras.src.saving import saving_lib
+from keras.src.saving.keras_saveable import KerasSaveable
+from keras.src.trainers.epoch_iterator import EpochIterator
+from keras.src.utils import naming
 from numpy.typing import NDArray
 
 from shardload.errors import MismatchError, UninitialisedError, UnsupportedError
@@ -663,6 +667,84 @@ def is_tracing_error(error: Exception | None) -> bool:
     return isinstance(error, jax.errors.JAXTypeError)
 
 
+def saved_objects(model: Model) -> list[tuple[str, Any]]:
+    """Everything Keras would write into ``.weights.h5``, each once with its path there; without the optimizer."""
+    found: list[tuple[str, Any]] = []
+    seen = {id(getattr(model, "optimizer", None))}
+
+    def visit(held: Any, path: str) -> None:
+        if isinstance(held, KerasSaveable):
+            if id(held) in seen:
+                return
+            seen.add(id(held))
+            found.append((path, held))
+            for name, child in saving_lib._walk_saveable(held):
+                if isinstance(child, (KerasSaveable, list, dict, tuple)):
+                    visit_child(child, f"{path}/{name}" if path else name, set())
+        else:
+            visit_child(held, path, set())
+
+    def visit_child(held: Any, path: str, containers: set[int]) -> None:
+        if isinstance(held, KerasSaveable):
+            visit(held, path)
+        elif id(held) not in containers:
+            containers.add(id(held))
+            used: dict[str, int] = {}
+            for child in list(held.values()) if isinstance(held, dict) else held:
+                if isinstance(child, KerasSaveable):
+                    kind = naming.to_snake_case(type(child).__name__)
+                    visit(child, f"{path}/{saving_lib._get_unique_name(kind, used)}")
+                elif isinstance(child, (list, dict, tuple)):
+                    name = saving_lib._get_unique_name("container", used)
+                    visit_child(child, f"{path}/{name}", containers)
+
+    with _LOAD_STATE_PATCH.applied():
+        visit(model, "")
+    return found
+
+
+def stored_by_hook(saveable: Any) -> dict[str, Variable]:
+    """What ``save_own_variables`` stores as it is, by key; nothing is computed. LoRA is left out, not merged."""
+    hook = getattr(saveable, "save_own_variables", None)
+    if hook is None:
+        return {}
+    store: dict[str, Any] = {}
+    lora = vars(saveable).get("lora_enabled", False)
+    try:
+        if lora:
+            vars(saveable)["lora_enabled"] = False
+        without_computing(lambda: hook(store))
+    except Exception:
+        return {}  # a hook that needs values: its variables are named by attribute
+    finally:
+        if lora:
+            vars(saveable)["lora_enabled"] = lora
+    return {key: held for key, held in store.items() if isinstance(held, JaxVariable)}
+
+
+def seeds_of(saveable: Any) -> list[Variable]:
+    """States of the seed generators a layer tracks, in order of creation."""
+    return [generator.state for generator in getattr(saveable, "_seed_generators", ())]
+
+
+def weights_optimized(optimizer: Any) -> list[Variable]:
+    """Weights an optimizer was built for, in the order its slots have; empty before it was built."""
+    return list(getattr(optimizer, "_trainable_variables", ()))
+
+
+def serialised_model(model: Model) -> str:
+    """The model's configuration as JSON, as in ``config.json`` of a ``.keras`` archive."""
+    config, _ = saving_lib._serialize_model_as_json(model)
+    return str(config)
+
+
+def assets_of(model: Model) -> dict[str, Any] | None:
+    """Files that layers save beside their variables (vocabularies), as nested uint8 arrays; ``None`` without any."""
+    with _LOAD_STATE_PATCH.applied():
+        found: dict[str, Any] | None = saving_lib._save_assets_to_dict(model)
+    return found
+
+
 def own_layers(model: Model) -> list[Any]:
     """The model and every layer in it."""
     return list(model._flatten_layers())
@@ -786,3 +868,18 @@ _LOAD_STATE_PATCH = Patches(
         (saving_lib, "get_attr_skipset", functools.cache),
     ]
 )
+
+
+def epoch_iterator_of_caller() -> Any:
+    """The ``EpochIterator`` on whose behalf the calling code runs, or None; Keras hands it to nobody."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if isinstance(owner := frame.f_locals.get("self"), EpochIterator):
+            return owner
+        frame = frame.f_back
+    return None
+
+
+def forget_epoch_length(epochs: Any) -> None:
+    """Let an ``EpochIterator`` find out anew how many batches its data has."""
+    epochs._num_batches = epochs.data_adapter.num_batches
