@@ -138,7 +138,7 @@ class Digests:
                 f"{os.fspath(folder)} has no {DIGESTS_FILE}: it is no step that shardload saved, or it was damaged"
             ) from error
         except SourceError as error:
-            raise _bad_list(folder, str(error)) from error
+            raise _bad_list(folder, error) from error
         body = {key: value for key, value in found.items() if key != "self"}
         if found.get("self") != _hash(_canonical(body)):
             raise _bad_list(folder, "its own digest does not match its content")
@@ -224,10 +224,12 @@ def flip_damage(name: str, first: int, last: int, step: str) -> Damage:
     )
 
 
-def _bad_list(folder: str | os.PathLike[str], why: str) -> DamagedError:
+def _bad_list(folder: str | os.PathLike[str], why: str | SourceError) -> DamagedError:
+    """What is wrong with ``digests.json``; a `SourceError` names the file already."""
+    where = "" if isinstance(why, SourceError) else f"{Path(folder, DIGESTS_FILE)}: "
     return DamagedError(
-        f"Step {step_name(folder)} is damaged: {Path(folder, DIGESTS_FILE)}: {why}. Without it nothing in the step "
-        "can be checked; restore an earlier step, or copy this one again"
+        f"Step {step_name(folder)} is damaged: {where}{why}. Without its digests nothing in the step can be checked; "
+        "restore an earlier step, or copy this one again"
     )
 
 

@@ -1,0 +1,274 @@
+"""Every kind of damage to a step is found and named; an undamaged one is not accused."""
+
+import json
+import os
+import random
+import threading
+
+import pytest
+import xxhash
+from step_folders import MIB, files_of, save_step
+
+from shardload.errors import DamagedError, SourceError, SourceNotFoundError, TransferError, UsageError
+from shardload.steps import _checker
+from shardload.steps.digests import Checker, Damage, Digests, verify
+
+BIG = "pytree/d/big"
+
+
+@pytest.fixture
+def step(tmp_path):
+    return save_step(tmp_path, 7)
+
+
+def flip(path, *, offset=0, bit=0):
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ (1 << bit)]))
+
+
+def rewrite(step, change):
+    """Change ``digests.json`` and give it a digest of itself that fits, as a forger would."""
+    path = step / "shardload" / "digests.json"
+    body = json.loads(path.read_text())
+    del body["self"]
+    change(body)
+    own = xxhash.xxh3_64_hexdigest(json.dumps(body, sort_keys=True, separators=(",", ":")))
+    path.write_text(json.dumps(body | {"self": own}))
+
+
+def test_a_step_as_saved_is_not_accused(step):
+    assert verify(step) == []
+    assert Digests.read(step) == Digests.compute(step)
+
+
+def test_the_format_is_the_one_of_the_design_note(step):
+    found = json.loads((step / "shardload" / "digests.json").read_text())
+    own = found.pop("self")
+    assert own == xxhash.xxh3_64_hexdigest(json.dumps(found, sort_keys=True, separators=(",", ":")))
+    content = (step / BIG).read_bytes()
+    units = [xxhash.xxh3_64_hexdigest(content[at : at + MIB]) for at in range(0, len(content), MIB)]
+    assert found["files"][BIG] == {"bytes": 2 * MIB + 5, "units": units}
+    assert found["files"]["pytree/d/empty"] == {"bytes": 0, "units": []}
+    assert {key: found[key] for key in ("version", "algorithm", "unit_bytes")} == {
+        "version": 1,
+        "algorithm": "xxh3_64",
+        "unit_bytes": MIB,
+    }
+    assert "shardload/digests.json" not in found["files"]
+
+
+def test_large_files_are_split_among_threads_in_order(tmp_path, monkeypatch):
+    monkeypatch.setattr("shardload.steps._digest_list.TASK_UNITS", 2)
+    monkeypatch.setattr("shardload.steps._digest_list.READ_UNITS", 1)
+    (tmp_path / "big").write_bytes(content := random.Random(0).randbytes(7 * MIB + 1))
+    expected = tuple(xxhash.xxh3_64_hexdigest(content[at : at + MIB]) for at in range(0, len(content), MIB))
+    assert Digests.compute(tmp_path).files["big"].units == expected
+
+
+def test_every_flipped_bit_is_found_and_named(step):
+    rng = random.Random(0)
+    for path in files_of(step) * 8:
+        if not (size := path.stat().st_size):
+            continue
+        offset, bit = rng.randrange(size), rng.randrange(8)
+        flip(path, offset=offset, bit=bit)
+        (found,) = verify(step)
+        assert found.path == path.relative_to(step).as_posix()
+        assert found.step == "7"
+        if found.offset is not None:
+            assert found.offset == offset // MIB * MIB
+        flip(path, offset=offset, bit=bit)
+    assert verify(step) == []
+
+
+def test_neighbouring_damage_is_reported_once(step):
+    flip(step / BIG, offset=5)
+    flip(step / BIG, offset=MIB + 5)
+    (found,) = verify(step)
+    assert str(found) == (
+        f"step 7: {BIG} from byte 0 is damaged: somewhere in the {2 * MIB} bytes from there, it is not what was saved"
+    )
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda f: f.unlink(), "is missing"),
+        (lambda f: os.truncate(f, MIB), f"was truncated: it has {MIB} bytes, but was saved with {2 * MIB + 5}"),
+        (lambda f: os.truncate(f, 0), "was truncated: it has 0 bytes"),
+        (lambda f: os.truncate(f, 3 * MIB), "has grown"),
+        (lambda f: (f.rename(f.with_name("moved")), f.symlink_to("moved")), "symbolic link"),
+        (lambda f: (f.unlink(), f.mkdir()), "is missing"),
+        (lambda f: (f.unlink(), os.mkfifo(f)), "a pipe"),
+    ],
+)
+def test_a_file_that_is_not_as_saved(step, damage, says):
+    damage(step / BIG)
+    named = {found.path: found for found in verify(step)}
+    assert says in str(named[BIG])
+    assert {found.path for found in Digests.read(step).check_names(step)} == set(named)
+
+
+def test_unexpected_files_and_linked_folders_are_damage(step, tmp_path):
+    (step / "extra").write_text("x")
+    (step / "pytree" / "link").symlink_to(tmp_path, target_is_directory=True)
+    assert [found.path for found in verify(step)] == ["extra", "pytree/link"]
+
+
+def test_a_grown_empty_file_is_damage(step):
+    (step / "pytree/d/empty").write_text("x")
+    assert verify(step)[0].path == "pytree/d/empty"
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"nonsense", b"\xff", b'{"self": 3}', b"[" * 50_000])
+def test_digests_that_are_none(step, content):
+    (step / "shardload" / "digests.json").write_bytes(content)
+    (found,) = verify(step)
+    assert found.path == "shardload/digests.json"
+    with pytest.raises(DamagedError, match="Step 7 is damaged"):
+        Digests.read(step)
+
+
+def test_missing_digests(step, tmp_path):
+    (step / "shardload" / "digests.json").unlink()
+    assert [found.path for found in verify(step)] == ["shardload/digests.json"]
+    with pytest.raises(SourceNotFoundError, match="no step that shardload saved"):
+        Digests.read(step)
+    with pytest.raises(SourceNotFoundError, match="no step folder"):
+        verify(tmp_path / "8")
+
+
+@pytest.mark.parametrize("name", ["../up", "/etc/passwd", "a/../../b", "", "a//b", "./a", "a\0b"])
+def test_paths_that_lead_out_are_refused(step, name):
+    rewrite(step, lambda body: body["files"].update({name: {"bytes": 0, "units": []}}))
+    with pytest.raises(DamagedError, match="leads out"):
+        Digests.read(step)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [None, {}, {"bytes": -1, "units": []}, {"bytes": True, "units": ["0" * 16]}, {"bytes": 1, "units": []},
+     {"bytes": 1, "units": ["zz"]}, {"bytes": 1, "units": [3]}, {"bytes": 1 << 80, "units": []}],
+)  # fmt: skip
+def test_entries_that_make_no_sense_are_refused(step, entry):
+    rewrite(step, lambda body: body["files"].update({"a": entry}))
+    with pytest.raises(DamagedError, match="entry of 'a'"):
+        Digests.read(step)
+
+
+@pytest.mark.parametrize("change", [{"version": 2}, {"algorithm": "md5"}, {"unit_bytes": 1}, {"files": []}])
+def test_another_version_is_refused(step, change):
+    rewrite(step, lambda body: body.update(change))
+    with pytest.raises(DamagedError):
+        Digests.read(step)
+
+
+def test_links_cannot_be_given_digests(step):
+    (step / "link").symlink_to("pytree")
+    with pytest.raises(SourceError, match="a symbolic link"):
+        Digests.compute(step)
+
+
+def test_progress_adds_up_to_all_bytes(step):
+    seen = []
+    verify(step, progress=seen.append)
+    assert sum(seen) == sum(file.n_bytes for file in Digests.read(step).files.values())
+
+
+def test_an_unreadable_file_is_damage(step, monkeypatch):
+    def fail(folder, piece, size):
+        raise TransferError(f"{piece.path}: Input/output error")
+
+    monkeypatch.setattr("shardload.steps.digests.digest_piece", fail)
+    assert "Input/output error" in str(verify(step)[0])
+
+
+def test_damage_reads_well():
+    assert str(Damage("a", "is missing", step="3")) == "step 3: a is missing"
+
+
+def test_a_checker_checks_what_is_read_and_no_more(step):
+    flip(step / BIG, offset=2 * MIB + 1)
+    with Checker(step) as checker:
+        checker.check(BIG, 5, MIB + 1)
+        checker.check(step / BIG, 0, 2 * MIB)
+        assert checker.bytes_checked == 2 * MIB
+        for _ in range(2):
+            with pytest.raises(DamagedError, match=rf"Step 7 is damaged: .*{BIG} from byte {2 * MIB}"):
+                checker.check(BIG, 2 * MIB, 2 * MIB + 1)
+
+
+def test_a_checker_checks_the_bytes_it_is_given(step):
+    content = bytearray((step / BIG).read_bytes())
+    start, stop = MIB // 2, 2 * MIB + 3
+    with Checker(step) as checker:
+        checker.check(BIG, start, stop, data=memoryview(content)[start:stop])
+    content[start + 9] ^= 1
+    with Checker(step) as checker, pytest.raises(DamagedError, match="from byte 0"):
+        checker.check(BIG, start, stop, data=memoryview(content)[start:stop])
+
+
+def test_given_bytes_save_reading_them_again(step, monkeypatch):
+    read = []
+    real = _checker._read
+    monkeypatch.setattr(_checker, "_read", lambda fd, a, b, path: (read.append(b - a), real(fd, a, b, path))[1])
+    content = memoryview((step / BIG).read_bytes())
+    with Checker(step) as checker:
+        checker.check(BIG, 3, 2 * MIB, data=content[3 : 2 * MIB])
+    assert read == [3]
+
+
+def test_threads_check_each_unit_once(step):
+    with Checker(step) as checker:
+        threads = [threading.Thread(target=checker.check_whole, args=(BIG,)) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert checker.bytes_checked == 2 * MIB + 5
+
+
+def test_a_failed_read_is_tried_again(step, monkeypatch):
+    real = _checker._read
+    answers = iter([TransferError("flaky")])
+
+    def once(*where):
+        if error := next(answers, None):
+            raise error
+        return real(*where)
+
+    monkeypatch.setattr(_checker, "_read", once)
+    with Checker(step) as checker:
+        with pytest.raises(TransferError, match="flaky"):
+            checker.check_whole(BIG)
+        checker.check_whole(BIG)
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda f: f.unlink(), "cannot be opened"),
+        (lambda f: os.truncate(f, 1), "was truncated"),
+        (lambda f: (f.rename(f.with_name("moved")), f.symlink_to("moved")), "symbolic link"),
+        (lambda f: (f.parent.rename(f.parent.with_name("e")), f.parent.symlink_to("e")), "symbolic link"),
+    ],
+)
+def test_a_checker_refuses_files_that_changed(step, damage, says):
+    damage(step / BIG)
+    with Checker(step) as checker, pytest.raises(DamagedError, match=says):
+        checker.check(BIG, 0, 1)
+
+
+def test_a_checker_knows_only_the_files_of_its_step(step, tmp_path):
+    with Checker(step) as checker:
+        with pytest.raises(DamagedError, match="no file that was saved"):
+            checker.check("other", 0, 1)
+        with pytest.raises(UsageError, match="does not lie in"):
+            checker.check(tmp_path / "x", 0, 1)
+        with pytest.raises(DamagedError, match="up to byte"):
+            checker.check(BIG, 0, 3 * MIB)
+        checker.check_whole("pytree/d/empty")
+        checker.check(BIG, 4, 4)

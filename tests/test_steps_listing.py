@@ -1,0 +1,109 @@
+"""Which folders are steps, what is told about them, and which one a word means."""
+
+import json
+
+import pytest
+from step_folders import save_step
+
+from shardload.errors import SourceNotFoundError, UsageError
+from shardload.steps.listing import better, find_step, list_steps
+
+
+def test_steps_are_listed_by_number(tmp_path):
+    for step in (10, 9, 0):
+        save_step(tmp_path, step, epoch=1, batch=step, logs={"loss": step / 2})
+    found = list_steps(tmp_path)
+    assert [info.step for info in found] == [0, 9, 10]
+    last = found[-1]
+    assert (last.ours, last.epoch, last.batch, last.metrics, last.problems) == (True, 1, 10, {"loss": 5.0}, None)
+    assert last.saved_s == 1e9 + 10
+    assert last.n_bytes == sum(path.stat().st_size for path in last.path.rglob("*") if path.is_file())
+
+
+def test_what_is_no_step(tmp_path):
+    save_step(tmp_path, 3)
+    for name in ("5", "07", "a", "-1", "1.5", "٣", "9" * 30):
+        (tmp_path / name).mkdir()
+    (tmp_path / "6").write_text("a file")
+    (tmp_path / "8").mkdir()
+    (tmp_path / "8" / "notes.txt").write_text("not a step")
+    (tmp_path / "07" / "_CHECKPOINT_METADATA").touch()
+    assert [info.step for info in list_steps(tmp_path)] == [3]
+
+
+def test_foreign_steps_are_told_apart(tmp_path):
+    (tmp_path / "4").mkdir()
+    (tmp_path / "4" / "_CHECKPOINT_METADATA").write_text("{}")
+    (info,) = list_steps(tmp_path)
+    assert (info.ours, info.problems) == (False, None)
+    assert info.saved_s > 0
+
+
+def test_a_step_without_digests_stays_ours_and_says_so(tmp_path):
+    (save_step(tmp_path, 3) / "shardload" / "digests.json").unlink()
+    (info,) = list_steps(tmp_path)
+    assert info.ours
+    assert info.problems == "shardload/digests.json is missing"
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"{", b'{"epoch": "x", "logs": 3, "saved_unix_s": []}', b'{"logs": {"a": "b"}}']
+)
+def test_an_unreadable_record_is_tolerated(tmp_path, content):
+    (save_step(tmp_path, 3) / "shardload" / "step.json").write_bytes(content)
+    (info,) = list_steps(tmp_path)
+    assert (info.step, info.epoch, info.metrics, info.best) == (3, None, {}, False)
+    assert (info.problems is None) == content.endswith(b"}")
+
+
+def logged(root, mode, values):
+    for step, value in enumerate(values):
+        save_step(root, step, monitor="m", mode=mode, logs={} if value is None else {"m": value})
+    return [info.step for info in list_steps(root) if info.best]
+
+
+@pytest.mark.parametrize(
+    ("mode", "values", "best"),
+    [
+        ("min", [3.0, 1.0, 2.0], [1]),
+        ("max", [3.0, 1.0, 2.0], [0]),
+        ("min", [float("nan"), 5.0, 5.0], [1]),
+        ("max", [None, float("-inf"), None], [1]),
+        ("min", [None, None], []),
+    ],
+)
+def test_the_best_step(tmp_path, mode, values, best):
+    assert logged(tmp_path, mode, values) == best
+
+
+def test_auto_goes_by_the_name():
+    assert better(2, 1, mode="auto", monitor="val_accuracy")
+    assert better(1, 2, mode="auto", monitor="val_loss")
+
+
+def test_finding_a_step(tmp_path):
+    for step, loss in ((1, 0.5), (2, 0.1), (5, 0.3)):
+        save_step(tmp_path, step, monitor="loss", mode="min", logs={"loss": loss})
+    assert [find_step(tmp_path, which).step for which in ("latest", "best", 1)] == [5, 2, 1]
+    with pytest.raises(SourceNotFoundError, match=r"no step 3\. It has 3 steps: 1, 2, 5\. .*latest"):
+        find_step(tmp_path, 3)
+
+
+def test_what_cannot_be_found(tmp_path):
+    with pytest.raises(SourceNotFoundError, match="no folder"):
+        find_step(tmp_path / "none", "latest")
+    with pytest.raises(SourceNotFoundError, match="holds no steps"):
+        find_step(tmp_path, "latest")
+    step = save_step(tmp_path, 1)
+    with pytest.raises(SourceNotFoundError, match="none was saved with a value"):
+        find_step(tmp_path, "best")
+    with pytest.raises(SourceNotFoundError, match=r"looks like a step itself: .*step=1"):
+        find_step(step, "latest")
+    for wrong in ("newest", True, 1.0, None):
+        with pytest.raises(UsageError, match="should be"):
+            find_step(tmp_path, wrong)
+
+
+def test_details_hold_the_whole_record(tmp_path):
+    path = save_step(tmp_path, 1, metadata={"run": 3})
+    assert find_step(tmp_path, 1).details == json.loads((path / "shardload/step.json").read_text())
