@@ -672,31 +672,24 @@ def saved_objects(model: Model) -> list[tuple[str, Any]]:
     found: list[tuple[str, Any]] = []
     seen = {id(getattr(model, "optimizer", None))}
 
-    def visit(held: Any, path: str) -> None:
-        if isinstance(held, KerasSaveable):
-            if id(held) in seen:
-                return
-            seen.add(id(held))
-            found.append((path, held))
-            for name, child in saving_lib._walk_saveable(held):
-                if isinstance(child, (KerasSaveable, list, dict, tuple)):
-                    visit_child(child, f"{path}/{name}" if path else name, set())
-        else:
-            visit_child(held, path, set())
+    def visit(saveable: Any, path: str) -> None:
+        if id(saveable) in seen:
+            return
+        seen.add(id(saveable))
+        found.append((path, saveable))
+        for name, child in saving_lib._walk_saveable(saveable):
+            enter(child, f"{path}/{name}" if path else name, set())
 
-    def visit_child(held: Any, path: str, containers: set[int]) -> None:
+    def enter(held: Any, path: str, containers: set[int]) -> None:
         if isinstance(held, KerasSaveable):
             visit(held, path)
-        elif id(held) not in containers:
+        elif isinstance(held, (list, dict, tuple)) and id(held) not in containers:
             containers.add(id(held))
             used: dict[str, int] = {}
             for child in list(held.values()) if isinstance(held, dict) else held:
-                if isinstance(child, KerasSaveable):
-                    kind = naming.to_snake_case(type(child).__name__)
-                    visit(child, f"{path}/{saving_lib._get_unique_name(kind, used)}")
-                elif isinstance(child, (list, dict, tuple)):
-                    name = saving_lib._get_unique_name("container", used)
-                    visit_child(child, f"{path}/{name}", containers)
+                kind = naming.to_snake_case(type(child).__name__) if isinstance(child, KerasSaveable) else "container"
+                if isinstance(child, (KerasSaveable, list, dict, tuple)):
+                    enter(child, f"{path}/{saving_lib._get_unique_name(kind, used)}", containers)
 
     with _LOAD_STATE_PATCH.applied():
         visit(model, "")

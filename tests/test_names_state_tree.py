@@ -1,0 +1,230 @@
+import h5py
+import keras
+import models
+import numpy as np
+import pytest
+
+from shardload import _keras, abstract
+from shardload.errors import MismatchError, SourceError, UninitialisedError
+from shardload.names.state_tree import describe, find
+
+
+class Subclassed(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.first = keras.layers.Dense(4)
+        self.blocks = [keras.layers.Dense(4), [keras.layers.Dense(4, use_bias=False)]]
+        self.drop = keras.layers.Dropout(0.5, seed=1)
+
+    def call(self, x, training=False):
+        x = self.drop(self.first(x), training=training)
+        return self.blocks[1][0](self.blocks[0](x))
+
+
+def functional():
+    inputs = keras.Input((4,))
+    x = keras.layers.BatchNormalization()(keras.layers.Dense(4)(inputs))
+    inner = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4), keras.layers.Dropout(0.5)])
+    return keras.Model(inputs, keras.layers.Dense(4)(inner(x)))
+
+
+def sequential():
+    return keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(4)])
+
+
+MODELS = {f.__name__: f for f in (functional, sequential, Subclassed)}
+
+
+def trained(build, optimizer="adam"):
+    model = build()
+    model.compile(optimizer, "mse", metrics=["mae"])
+    rng = np.random.default_rng(0)
+    model.fit(rng.normal(size=(8, 4)), rng.normal(size=(8, 4)), epochs=1, verbose=0)
+    return model
+
+
+def flat(tree, path=()):
+    for name, held in tree.items():
+        if isinstance(held, dict):
+            yield from flat(held, (*path, name))
+        else:
+            yield (*path, name), held
+
+
+@pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
+def test_tree_is_keras_own(build):
+    model = trained(build)
+    tree, theirs = describe(model).tree, model.get_state_tree()
+    assert list(tree) == ["trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables"]
+    ours = dict(flat(tree))
+    assert list(ours) and {k: id(v) for k, v in ours.items()} == {k: id(v) for k, v in flat(theirs)}
+
+
+@pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
+def test_weights_have_the_keys_of_weights_h5(build, tmp_path):
+    model = trained(build, keras.optimizers.SGD())
+    model.save_weights(tmp_path / "m.weights.h5")
+    leaves = {leaf.key: leaf.variable for leaf in describe(model).leaves if leaf.kind == "weight"}
+    names = []
+    with h5py.File(tmp_path / "m.weights.h5") as file:
+        file.visititems(lambda name, held: names.append(name) if isinstance(held, h5py.Dataset) else None)
+        names = [n for n in names if not n.startswith("optimizer")]
+        assert set(names) == set(leaves)
+        assert all(np.array_equal(file[n][()], leaves[n].numpy()) for n in names)
+
+
+@pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
+def test_pairs_models_whose_automatic_names_differ(build):
+    stored, other = trained(build), trained(build)
+    assert [v.path for v in stored.weights] != [v.path for v in other.weights]
+    pairing = find(other, describe(stored).to_json())
+    pairing.check()
+    assert len(pairing.pairs) == len(describe(other).leaves)
+    by_path = {leaf.path: leaf.variable for leaf in describe(stored).leaves}
+    order = [id(v) for _, variables in groups(other) for v in variables]
+    assert [id(by_path[s.path]) for s, _ in in_order(pairing, order)] == [
+        id(v) for _, variables in groups(stored) for v in variables
+    ]
+
+
+def groups(model):
+    names = ("trainable_variables", "non_trainable_variables", "metrics_variables")
+    return [*((n, getattr(model, n)) for n in names), ("optimizer", model.optimizer.variables)]
+
+
+def in_order(pairing, order):
+    by_variable = {id(leaf.variable): (stored, leaf) for stored, leaf in pairing.pairs}
+    return [by_variable[i] for i in order]
+
+
+def test_slots_by_kind_and_weight():
+    model = trained(sequential)
+    found = {(leaf.slot, leaf.of) for leaf in describe(model).leaves if leaf.kind == "slot"}
+    weights = {leaf.key for leaf in describe(model).leaves if leaf.kind == "weight"}
+    assert found == {(s, w) for s in ("momentums", "velocities") for w in weights}
+    scalars = {leaf.key for leaf in describe(model).leaves if leaf.kind == "optimizer"}
+    assert scalars == {"iteration", "learning_rate"}
+
+
+OPTIMIZERS = {
+    "adafactor": keras.optimizers.Adafactor,
+    "muon": keras.optimizers.Muon,
+    "schedule": lambda: keras.optimizers.Adam(keras.optimizers.schedules.CosineDecay(0.1, 100)),
+    "ema": lambda: keras.optimizers.SGD(momentum=0.9, use_ema=True),
+    "accumulating": lambda: keras.optimizers.Lamb(gradient_accumulation_steps=2),
+    "loss_scale": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.AdamW()),
+    "amsgrad": lambda: keras.optimizers.Adam(amsgrad=True),
+    "nadam": keras.optimizers.Nadam,
+    "ftrl": keras.optimizers.Ftrl,
+}
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_every_optimizer_variable_has_a_role_of_its_own(make):
+    model = trained(functional, make())
+    leaves = [leaf for leaf in describe(model).leaves if leaf.path[0] == "optimizer_variables"]
+    assert len(leaves) == len({id(v) for v in model.optimizer.variables})
+    assert len({(leaf.kind, leaf.key) for leaf in leaves}) == len(leaves)
+    assert not [leaf.key for leaf in leaves if "variables/" in leaf.key.removeprefix("model_variables")]
+    shapes = {leaf.key: leaf.shape for leaf in describe(model).leaves if leaf.kind == "weight"}
+    slots = [leaf for leaf in leaves if leaf.kind == "slot" and leaf.slot.split("/")[-1] not in "rc"]
+    assert all(leaf.shape == shapes[leaf.of] for leaf in slots)
+    find(trained(functional, make()), describe(model).to_json()).check()
+
+
+def test_loss_scale_nests_its_inner_optimizer():
+    model = trained(sequential, OPTIMIZERS["loss_scale"]())
+    keys = {leaf.key for leaf in describe(model).leaves if leaf.kind == "optimizer"}
+    assert keys >= {"step_counter", "dynamic_scale", "inner_optimizer/iteration", "inner_optimizer/learning_rate"}
+    assert "inner_optimizer/momentums" in {leaf.slot for leaf in describe(model).leaves}
+
+
+def test_repeated_paths_get_unique_names():
+    inputs = keras.Input((4,))
+    model = keras.Model(inputs, keras.layers.Dense(4, name="a")(inputs))
+    twin = keras.layers.Dense(4, name="a")
+    twin.build((None, 4))
+    model.twin = twin
+    with pytest.raises(ValueError, match="found twice"):
+        model.compile("sgd"), model.get_state_tree()
+    tree = describe(model).tree["trainable_variables"]["a"]
+    assert sorted(tree) == ["bias", "bias#2", "kernel", "kernel#2"]
+
+
+def test_names_that_meet_after_joining_stay_apart():
+    from shardload.names.state_tree import _free_path
+
+    taken = set()
+    paths = [_free_path("g", name, taken) for name in ("a/b", "a.b", "a", "a/b/c", "a")]
+    dotted = {".".join(path) for path in paths}
+    assert len(dotted) == len(paths) and not any(b.startswith(f"{a}.") for a in dotted for b in dotted)
+
+
+def test_uncompiled_and_abstract_models():
+    model = sequential()
+    model.build((None, 4))
+    assert list(describe(model).tree["trainable_variables"]) == [model.name]
+    with abstract():
+        empty = sequential()
+        empty.build((None, 4))
+    with pytest.raises(UninitialisedError, match="no value to save"):
+        _ = describe(empty).tree
+    assert len(find(empty, describe(model).to_json()).pairs) == 4
+
+
+def test_lists_what_disagrees():
+    stored = describe(trained(sequential)).to_json()
+    other = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4), keras.layers.Dense(5), keras.layers.Dense(5)])
+    pairing = find(other, stored).of_kinds("weight")
+    assert [leaf.key for leaf in pairing.missing] == ["layers/dense_2/vars/0", "layers/dense_2/vars/1"]
+    assert [s.role.key for s, _ in pairing.mismatched] == ["layers/dense_1/vars/0", "layers/dense_1/vars/1"]
+    with pytest.raises(MismatchError, match=r"4 places:\n  missing: weight layers/dense_2/vars/0"):
+        pairing.check()
+    assert {s.role.kind for s in find(other, stored).unexpected} == {"slot", "optimizer", "metric"}
+
+
+def test_casts_are_told():
+    stored = describe(models.randomise(models.build("gemma1", "bfloat16"))).to_json()
+    pairing = find(models.build("gemma1", "float32"), stored)
+    pairing.check()
+    assert len(pairing.casts) == len(pairing.pairs) > 0
+
+
+def test_task_and_backbone():
+    task, backbone = models.causal_lm("gemma1"), models.build("gemma1")
+    keys = {leaf.key for leaf in describe(task).weights_only().leaves if leaf.kind == "weight"}
+    assert len(keys) == len(task.weights)
+    pairing = find(backbone, describe(task).to_json(), rename={"layers/gemma_backbone": ""}).of_kinds("weight")
+    pairing.check()
+    assert len(pairing.pairs) == len(backbone.weights)
+
+
+def test_lora_keeps_the_keys_of_what_it_adapts():
+    plain, adapted = models.build("gemma1"), models.build("gemma1")
+    adapted.enable_lora(2)
+    before = _keras.current_value(adapted.weights[0])
+    pairing = find(adapted, describe(plain).to_json())
+    assert not pairing.unexpected and not pairing.mismatched
+    assert {leaf.key.rsplit("/", 1)[1] for leaf in pairing.missing} == {"lora_kernel_a", "lora_kernel_b"}
+    find(adapted, describe(adapted).to_json()).check()
+    assert adapted.weights[0] is not None and _keras.current_value(adapted.weights[0]) is before
+    assert any(getattr(layer, "lora_enabled", False) for layer in _keras.own_layers(adapted))
+
+
+@pytest.mark.filterwarnings("ignore:Layer InputLayer does not have")
+def test_int8_with_lora():
+    def build():
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(8), keras.layers.Dense(8)])
+        model.quantize("int8")
+        model.layers[0].enable_lora(2)
+        return model
+
+    leaves = describe(build()).leaves
+    assert len({leaf.key for leaf in leaves}) == len(leaves)
+    find(build(), describe(build()).to_json()).check()
+
+
+@pytest.mark.parametrize("leaf", [{}, {"path": 3}, [], {"path": ["a"], "kind": 1, "key": "", "shape": [], "dtype": ""}])
+def test_refuses_a_strange_structure(leaf):
+    with pytest.raises(SourceError, match=r"structure\.json holds a leaf"):
+        find(sequential(), [leaf])
