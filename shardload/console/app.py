@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shardload.console import commands, streams
+from shardload.console import commands, run_commands, streams
 
 app = typer.Typer(
     name="shardload",
@@ -40,6 +40,8 @@ app.command("plan")(commands.plan)
 app.command("inspect")(commands.inspect)
 app.command("synth")(commands.synth)
 app.command("sources")(commands.sources)
+app.command("steps")(run_commands.steps)
+app.command("verify")(run_commands.verify)
 
 
 def _show_version(wanted: bool) -> None:

@@ -77,3 +77,18 @@ def _synthetic_bytes(name: str, *, scale: float, dtype: str) -> int:
 
     sizes = {alias: a.nbytes for a in names() for alias in (a.name, *a.aliases)}
     return sizes.get(name, 0) * (2 if dtype == "float32" else 1) if scale == 1 else 0
+
+
+def steps(directory: str) -> list[Any]:
+    """The steps of a run, ascending."""
+    from shardload.steps.listing import list_steps
+
+    return list_steps(directory)
+
+
+def verify(source: str, *, progress: Progress) -> list[Any]:
+    """Read everything of ``source``; a verdict for each checkpoint in it."""
+    from shardload.verifying import verify as read_all
+
+    progress.start(0, "Verifying")
+    return read_all(source, progress=progress.advance)

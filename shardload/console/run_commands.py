@@ -1,0 +1,115 @@
+"""Commands about what a training run saved: its steps, and whether their bytes are still those that were saved."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+import typer
+
+from shardload.console import engine, environment, interrupts, listing, options, streams
+from shardload.progress import for_stderr
+from shardload.reports.names import printable
+from shardload.units import format_bytes, plural
+
+
+def steps(
+    directory: Annotated[
+        str, typer.Argument(metavar="DIR", help="Where OrbaxCheckpoint saves its steps.", show_default=False)
+    ],
+    *,
+    json: options.Json = False,
+) -> None:
+    """List the steps a training run has saved.
+
+    One line per step: number, epoch, metrics, size, age, whether it is the best, and what is wrong with it at first
+    sight. `shardload verify` looks at every byte.
+
+    [dim]Examples[/dim]
+
+    $ shardload steps checkpoints
+
+    $ shardload steps checkpoints --json
+    """
+    with streams.results() as out:
+        environment.prepare(note=streams.note)
+        found = engine.steps(directory)
+        if json:
+            out.json({"directory": directory, "steps": [_facts(info) for info in found]})
+        elif not found:
+            out.text(f"{printable(directory)} holds no steps\n")
+        else:
+            head = ("step", "epoch", "metrics", "size", "age", "best", "state")
+            out.text(listing.aligned([head, *map(_row, found)]))
+
+
+def verify(
+    source: Annotated[
+        str,
+        typer.Argument(metavar="PATH", help="A step, a folder of steps, or any checkpoint.", show_default=False),
+    ],
+    *,
+    json: options.Json = False,
+    no_progress: options.NoProgress = False,
+) -> None:
+    """Read a checkpoint to its end and say whether it is whole.
+
+    Steps that shardload saved are compared with the digests saved with them; other checkpoints have none, so all that
+    can be said of them is that everything is there and can be read. The exit code is 1 when something is damaged.
+
+    [dim]Examples[/dim]
+
+    $ shardload verify checkpoints
+
+    $ shardload verify model.safetensors --json
+    """
+    with streams.results() as out, interrupts.raise_where_it_counts():
+        environment.prepare(note=streams.note)
+        progress = for_stderr(enabled=not no_progress)
+        try:
+            verdicts = engine.verify(source, progress=progress)
+        finally:
+            progress.stop()
+        if json:
+            out.json({"source": source, "checkpoints": [v.to_json() for v in verdicts]})
+        else:
+            out.text("".join(map(_verdict, verdicts)))
+    if not all(v.is_good for v in verdicts):
+        raise typer.Exit(1)
+
+
+def _facts(info: Any) -> dict[str, Any]:
+    return {
+        "step": info.step,
+        "path": str(info.path),
+        "epoch": info.epoch,
+        "batch": info.batch,
+        "metrics": info.metrics,
+        "bytes": info.n_bytes,
+        "saved_unix_s": info.saved_s,
+        "best": info.best,
+        "digests": info.ours,
+        "problems": info.problems,
+    }
+
+
+def _row(info: Any) -> tuple[str, ...]:
+    metrics = " ".join(f"{name}={value:.4g}" for name, value in info.metrics.items())
+    state = info.problems or ("ok" if info.ours else "unverified: not saved by shardload")
+    epoch = "-" if info.epoch is None else str(info.epoch)
+    cells = (str(info.step), epoch, metrics or "-", format_bytes(info.n_bytes), _age(info.saved_s))
+    return (*cells, "best" if info.best else "-", printable(state))
+
+
+def _age(saved_s: float) -> str:
+    seconds = max(0, int(time.time() - saved_s))
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds // length} {unit}"
+    return f"{seconds} s"
+
+
+def _verdict(verdict: Any) -> str:
+    what = format_bytes(verdict.n_bytes) + ("" if verdict.tensors is None else f", {plural(verdict.tensors, 'tensor')}")
+    lines = [f"{verdict.verdict:9} {printable(verdict.path)} ({what})"]
+    return "\n".join([*lines, *(f"          {printable(p)}" for p in verdict.problems)]) + "\n"

@@ -1,0 +1,128 @@
+"""Whether a checkpoint's bytes are all there, and, where digests were saved with them, whether they are the right ones.
+
+a step of ours           every file against its digests                 verified
+a folder of steps        each of its steps
+anything else we read    headers checked, every tensor read to its end  readable: nothing says what was saved
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from shardload.errors import ShardloadError
+from shardload.loaders import open_manifest
+from shardload.manifest import Chunked, Decoded, Extent, Tensor
+from shardload.resolve import resolve
+from shardload.steps import digests
+from shardload.steps.listing import StepInfo, list_steps
+from shardload.stores.local import opened, read_exact
+
+READ_BYTES = 8 << 20
+"""Read at once; nothing is kept."""
+SHOWN = 20
+"""How many problems of one checkpoint are listed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What reading a checkpoint to its end has shown."""
+
+    path: str
+    verdict: Literal["verified", "readable", "damaged"]
+    """``readable``: complete and well-formed, but it has no digests to compare with."""
+    tensors: int | None
+    """How many were read; None where files were, whatever they hold."""
+    n_bytes: int
+    problems: tuple[str, ...]
+
+    @property
+    def is_good(self) -> bool:
+        """Whether nothing is wrong with it."""
+        return self.verdict != "damaged"
+
+    def to_json(self) -> dict[str, Any]:
+        """As one object."""
+        return asdict(self)
+
+
+def verify(source: str | os.PathLike[str], *, progress: Callable[[int], None] | None = None) -> list[Verdict]:
+    """Read a checkpoint, or all steps of a run, to the end.
+
+    Args:
+        source: A step's folder, a folder of steps, or anything `shardload.load` takes.
+        progress: Told how many bytes more were read.
+
+    Raises:
+        SourceNotFoundError: When there is nothing of that name.
+    """
+    path = Path(resolve(source).path)
+    steps = list_steps(path) if path.is_dir() else []
+    if steps and not (path / digests.OWN_FOLDER).is_dir():
+        return [_step(info, progress) for info in steps]
+    if (path / digests.OWN_FOLDER).is_dir():
+        return [_ours(path, progress)]
+    return [_readable(path, progress)]
+
+
+def _step(info: StepInfo, progress: Callable[[int], None] | None) -> Verdict:
+    return _ours(info.path, progress) if info.ours else _readable(info.path, progress)
+
+
+def _ours(path: Path, progress: Callable[[int], None] | None) -> Verdict:
+    damage = digests.verify(path, progress=progress)
+    size = sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
+    problems = tuple(str(found) for found in damage)
+    return Verdict(str(path), "damaged" if problems else "verified", None, size, _shortened(problems))
+
+
+def _readable(path: Path, progress: Callable[[int], None] | None) -> Verdict:
+    try:
+        manifest = open_manifest(str(path))
+    except ShardloadError as error:
+        return Verdict(str(path), "damaged", None, 0, (str(error),))
+    problems = []
+    for tensor in manifest.tensors.values():
+        try:
+            _read(tensor, progress or (lambda _: None))
+        except (ShardloadError, OSError) as error:
+            problems.append(f"tensor {tensor.name!r}: {error}")
+    verdict: Literal["readable", "damaged"] = "damaged" if problems else "readable"
+    size = sum(t.stored_bytes for t in manifest.tensors.values())
+    return Verdict(str(path), verdict, len(manifest.tensors), size, _shortened(tuple(problems)))
+
+
+def _read(tensor: Tensor, progress: Callable[[int], None]) -> None:
+    match tensor.storage:
+        case Extent() as extent:
+            _read_extent(extent, tensor.nbytes, progress)
+        case Chunked(shape, extents):
+            for extent in extents.values():
+                _read_extent(extent, math.prod(shape) * tensor.dtype.itemsize, progress)
+        case Decoded(reader):
+            row = max(1, tensor.nbytes // max(1, tensor.rows))
+            unit = max(1, reader.row_alignment)
+            step = max(1, READ_BYTES // (row * unit)) * unit
+            for start in range(0, tensor.rows, step):
+                stop = min(start + step, tensor.rows)
+                reader.read_rows(start, stop)
+                progress(reader.stored_bytes * stop // tensor.rows - reader.stored_bytes * start // tensor.rows)
+
+
+def _read_extent(extent: Extent, n_bytes: int, progress: Callable[[int], None]) -> None:
+    buffer = memoryview(bytearray(min(READ_BYTES, n_bytes)))
+    with opened(extent.path) as (fd, _):
+        for at in range(0, n_bytes, READ_BYTES):
+            part = buffer[: min(READ_BYTES, n_bytes - at)]
+            read_exact(fd, part, extent.offset + at, extent.path)
+            progress(len(part))
+
+
+def _shortened(problems: tuple[str, ...]) -> tuple[str, ...]:
+    if len(problems) <= SHOWN:
+        return problems
+    return (*problems[:SHOWN], f"… and {len(problems) - SHOWN} more")

@@ -1,0 +1,21 @@
+"""Steps of a training run, written without the callback: state tree, Orbax, digests, one rename."""
+
+import json
+
+from shardload import _orbax
+from shardload.names.state_tree import describe
+from shardload.steps.digests import Digests
+from shardload.steps.publish import Staging
+
+
+def save_step(model, root, step, *, compression="none", weights_only=False, **details):
+    root.mkdir(exist_ok=True)
+    state = describe(model).weights_only() if weights_only else describe(model)
+    staging = Staging.begin(root, step)
+    _orbax.start_save(staging.path, {"pytree": state.tree}, compression=compression, step=step).result()
+    own = staging.path / "shardload"
+    own.mkdir()
+    (own / "structure.json").write_text(json.dumps(state.to_json()))
+    (own / "step.json").write_text(json.dumps({"step": step, **details}))
+    Digests.compute(staging.path).write(staging.path)
+    return staging.publish()
