@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 import keras
@@ -723,6 +723,18 @@ def seeds_of(saveable: Any) -> list[Variable]:
 def weights_optimized(optimizer: Any) -> list[Variable]:
     """Weights an optimizer was built for, in the order its slots have; empty before it was built."""
     return list(getattr(optimizer, "_trainable_variables", ()))
+
+
+def metric_direction(model: Model, name: str) -> Literal["min", "max"] | None:
+    """Whether a metric is better low or high, as the model's metric of that name has it; ``None`` if it has none."""
+    metrics: list[Any] = []
+    for metric in getattr(model, "metrics", ()):
+        metrics.extend(getattr(metric, "metrics", ()) or [metric])
+    exact = [m for m in metrics if m.name == name]
+    for metric in exact or [m for m in metrics if name.endswith(f"_{m.name}")]:  # of one output: ``head_accuracy``
+        if hasattr(metric, "_direction"):
+            return "max" if metric._direction == "up" else "min"
+    return None
 
 
 def serialised_model(model: Model) -> str:

@@ -1,1 +1,19 @@
-"""Keras callbacks."""
+"""Keras callbacks: ``shardload.callbacks.OrbaxCheckpoint``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardload.callbacks.orbax_checkpoint import OrbaxCheckpoint
+
+__all__ = ["OrbaxCheckpoint"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: Keras is not needed before (PEP 562)."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from shardload.callbacks.orbax_checkpoint import OrbaxCheckpoint
+
+    return OrbaxCheckpoint

@@ -1,0 +1,85 @@
+"""Which of two values of a metric is better, and the best one so far.
+
+As in Keras' callbacks, but a NaN never is an improvement: taken for the first best value, nothing would beat it.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from shardload import _keras
+from shardload.errors import UsageError
+
+Mode = Literal["min", "max"]
+
+
+class Monitor:
+    """One metric in the logs of ``fit``.
+
+    Args:
+        name: Its name there, ``val_loss``.
+        mode: ``min``, ``max``, or ``auto``: ask the model's metric of that name.
+        best: The value to beat, if any.
+    """
+
+    def __init__(self, name: str, *, mode: str = "auto", best: float | None = None) -> None:
+        if mode not in ("auto", "min", "max"):
+            warnings.warn(f"OrbaxCheckpoint mode {mode!r} is unknown, fallback to auto mode.", stacklevel=3)
+            mode = "auto"
+        self.name = name
+        self.mode = mode
+        self.best = best
+
+    def direction(self, model: Any) -> Mode | None:
+        """Which way is better; ``None`` where neither ``mode`` nor the model tells."""
+        if self.mode in ("min", "max"):
+            return "min" if self.mode == "min" else "max"
+        metric = self.name.removeprefix("val_")
+        return "min" if metric == "loss" else _keras.metric_direction(model, metric)
+
+    def require_direction(self, model: Any) -> Mode:
+        """As `direction`.
+
+        Raises:
+            UsageError: When it is not known.
+        """
+        found = self.direction(model)
+        if found is None:
+            raise UsageError(
+                f"Whether a high or a low {self.name!r} is better cannot be told from the model's metrics. "
+                "Pass mode='max' or mode='min'"
+            )
+        return found
+
+    def value_in(self, logs: Mapping[str, float]) -> float | None:
+        """The metric's value, ``None`` where the logs lack it."""
+        return logs.get(self.name)
+
+    def improves(self, value: float, model: Any) -> bool:
+        """Whether ``value`` beats the best so far."""
+        if math.isnan(value):
+            return False
+        if self.best is None or math.isnan(self.best):
+            return True
+        return value < self.best if self.require_direction(model) == "min" else value > self.best
+
+    def note(self, value: float | None, model: Any) -> bool:
+        """Make ``value`` the best if it is better; whether it was."""
+        if value is None or not self.improves(value, model):
+            return False
+        self.best = value
+        return True
+
+
+def plain_logs(logs: Mapping[str, Any] | None) -> dict[str, float]:
+    """The scalars among the logs as Python floats."""
+    found = {}
+    for name, value in (logs or {}).items():
+        try:
+            found[str(name)] = float(value)
+        except (TypeError, ValueError):
+            continue
+    return found

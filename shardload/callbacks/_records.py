@@ -1,0 +1,100 @@
+"""What ``shardload/step.json`` says about a step, and what a user's own additions are turned into."""
+
+from __future__ import annotations
+
+import base64
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping
+from importlib import metadata as distributions
+from typing import Any
+
+import jax
+
+from shardload import _keras
+from shardload.errors import UsageError
+from shardload.names.state_tree import StateTree
+
+VERSION = 1
+_PACKAGES = ("shardload", "keras", "jax", "jaxlib", "orbax-checkpoint", "tensorstore", "numpy")
+_TAKEN = frozenset({"pytree", "model_config", "assets", "shardload"})
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of every package that has a part in a step."""
+    found = {"python": sys.version.split()[0]}
+    for name in _PACKAGES:
+        try:
+            found[name] = distributions.version(name)
+        except distributions.PackageNotFoundError:
+            continue
+    return found
+
+
+def placement(state: StateTree) -> dict[str, Any]:
+    """The mesh the state lives on (axis names and sizes; ``None`` off any mesh), devices and processes."""
+    mesh = None
+    for leaf in state.leaves:
+        value = _keras.current_value(leaf.variable)
+        sharding = getattr(value, "sharding", None)
+        if isinstance(sharding, jax.sharding.NamedSharding):
+            axes, sizes = zip(*sharding.mesh.shape.items(), strict=True)
+            mesh = {"axes": list(axes), "sizes": list(sizes)}
+            break
+    return {"mesh": mesh, "devices": jax.device_count(), "processes": jax.process_count()}
+
+
+def step_record(facts: Mapping[str, Any], state: StateTree) -> dict[str, Any]:
+    """The content of ``step.json``; ``facts`` are the callback's."""
+    return {"version": VERSION, **facts, **placement(state), "versions": versions(), "saved_unix_s": time.time()}
+
+
+def checked_metadata(found: Any) -> Any:
+    """A user's metadata, if it is JSON.
+
+    Raises:
+        UsageError: When it is not.
+    """
+    try:
+        return json.loads(json.dumps(found))
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"metadata should be what JSON can hold (dicts, lists, text, numbers), but: {error}"
+        ) from error
+
+
+def checked_items(checkpointables: Any) -> dict[str, Any]:
+    """Further items of a step by name; a callable is called for them.
+
+    Raises:
+        UsageError: When a name cannot be used.
+    """
+    found = checkpointables() if callable(checkpointables) else checkpointables
+    if not isinstance(found, Mapping):
+        raise UsageError(f"checkpointables should be a dict of named items, or return one, but is {found!r}")
+    for name in found:
+        if not isinstance(name, str) or name in _TAKEN or not name.replace("_", "a").replace("-", "a").isalnum():
+            raise UsageError(
+                f"A checkpointable cannot be named {name!r}: take letters, digits, _ and -, and none of "
+                f"{', '.join(sorted(_TAKEN))}"
+            )
+    return dict(found)
+
+
+def iterator_record(source: Any) -> dict[str, Any]:
+    """Where a data iterator stands, as JSON: what its ``get_state`` gives, a callable's result, or the value itself.
+
+    Raises:
+        UsageError: When that is not JSON, nor bytes.
+    """
+    state = source.get_state() if hasattr(source, "get_state") else source() if callable(source) else source
+    if isinstance(state, bytes):
+        return {"version": VERSION, "state_base64": base64.b64encode(state).decode()}
+    try:
+        return {"version": VERSION, "state": json.loads(json.dumps(state))}
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"The state of data_iterator should be bytes or what JSON can hold, but: {error}") from error
+
+
+Metadata = Mapping[str, Any] | Callable[[int, Mapping[str, float]], Mapping[str, Any]] | None

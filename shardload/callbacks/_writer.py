@@ -1,0 +1,129 @@
+"""One step at a time, from the arrays to a published folder; what fails in the background is raised in the foreground.
+
+    training thread   wait for the last save · begin staging · Orbax copies the arrays off the devices ─► returns
+    worker thread     Orbax is done · shardload/*.json · digests · publish · remove old steps · post_finalization
+
+A worker keeps the process alive until its step is published or discarded. Its failure is kept until `raise_failure` or
+`wait`; nothing half-written stays in the root, as everything before the publishing rename is in staging.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from shardload import _orbax
+from shardload.errors import SaveError, ShardloadError
+from shardload.steps._failures import save_error
+from shardload.steps.digests import OWN_FOLDER, Digests
+from shardload.steps.publish import Root, Staging
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """All that makes one step."""
+
+    step: int
+    items: Mapping[str, Any]
+    """What Orbax writes, by name."""
+    records: Mapping[str, Mapping[str, Any]]
+    """What we write beside it: file name in ``shardload/`` to its JSON."""
+    compression: Literal["none", "zstd"] = "none"
+    timeout_s: float | None = None
+    after: tuple[Callable[[int, Path], None], ...] = field(default=())
+    """Called with the step and its folder once it is published, in the worker."""
+
+
+class Writer:
+    """Writes the steps of one root, one at a time."""
+
+    def __init__(self, root: Root) -> None:
+        self.root = root
+        self._worker: threading.Thread | None = None
+        self._failure: ShardloadError | None = None
+
+    def start(self, job: Job) -> None:
+        """Return as soon as the arrays may change again; waits for the step before first.
+
+        Raises:
+            ShardloadError: What made the step before fail, or this one at its start.
+        """
+        self.wait()
+        staging = Staging.begin(self.root, job.step)
+        try:
+            pending = _orbax.start_save(
+                staging.path, job.items, compression=job.compression, step=job.step, timeout_s=job.timeout_s
+            )
+            # Not a daemon: the interpreter waits for it, so that an exception in `fit` does not cost the last step.
+            worker = threading.Thread(target=self._run, args=(job, staging, pending), name=f"shardload-step-{job.step}")
+            worker.start()
+        except BaseException as error:  # Ctrl-C as well: nothing may be left behind
+            staging.discard()
+            if isinstance(error, (OSError, ValueError, RuntimeError)) and not isinstance(error, ShardloadError):
+                raise save_error(error, step=job.step, folder=staging.path) from error
+            raise
+        self._worker = worker
+
+    def wait(self) -> None:
+        """Wait for the save in flight.
+
+        Raises:
+            ShardloadError: When it failed.
+        """
+        if self._worker is not None:
+            self._worker.join()
+            self._worker = None
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raise what made the last save fail, once."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _run(self, job: Job, staging: Staging, pending: _orbax.Pending) -> None:
+        try:
+            path = _finish(job, staging, pending)
+        except BaseException as error:
+            staging.discard()
+            self._failure = _as_failure(error, job, staging)
+            return
+        try:
+            for call in job.after:
+                call(job.step, path)
+        except BaseException as error:
+            self._failure = _after_failed(error, job.step, path)
+
+
+def _finish(job: Job, staging: Staging, pending: _orbax.Pending) -> Path:
+    try:
+        pending.result(job.timeout_s)
+    except TimeoutError as error:
+        raise SaveError(
+            f"Step {job.step} was not written within {job.timeout_s} s (async_timeout_s) and is given up. "
+            "Steps saved before are untouched"
+        ) from error
+    own = staging.path / OWN_FOLDER
+    own.mkdir()
+    for name, content in job.records.items():
+        (own / name).write_text(json.dumps(content, indent=1), encoding="utf-8")
+    Digests.compute(staging.path).write(staging.path)
+    return staging.publish()
+
+
+def _as_failure(error: BaseException, job: Job, staging: Staging) -> ShardloadError:
+    if isinstance(error, ShardloadError):
+        return error
+    made = save_error(error, step=job.step, folder=staging.path)
+    made.__cause__ = error
+    return made
+
+
+def _after_failed(error: BaseException, step: int, path: Path) -> ShardloadError:
+    made = SaveError(f"Step {step} is saved in {path}, but what was to follow failed: {type(error).__name__}: {error}")
+    made.__cause__ = error
+    return made

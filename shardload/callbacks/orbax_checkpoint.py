@@ -1,0 +1,316 @@
+"""`OrbaxCheckpoint`: the training state of ``fit``, saved every so often as steps that are whole or not there.
+
+    model.fit(data, epochs=10, callbacks=[OrbaxCheckpoint("runs/7", save_freq=100)])
+
+    runs/7/100  runs/7/200  runs/7/…      docs/design/0005 says what is in them
+
+A step's number is the count of batches the model was trained on, over all runs that saved to the folder: Keras
+numbers by epoch, from 0 again in every ``fit``, so that a second one saves nothing or raises.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import keras
+
+from shardload import _keras
+from shardload.callbacks import _records
+from shardload.callbacks._monitor import Monitor, plain_logs
+from shardload.callbacks._retention import Retention
+from shardload.callbacks._writer import Job, Writer
+from shardload.errors import UnsupportedError, UsageError
+from shardload.names.state_tree import StateTree, describe
+from shardload.steps.listing import list_steps
+from shardload.steps.publish import Root, remove_stale, remove_step
+
+SaveDecision = Callable[[int, Mapping[str, float]], bool]
+
+
+class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
+    """Save weights, optimizer, metrics, seeds and the place in training, in the background.
+
+    The arguments of ``keras.callbacks.OrbaxCheckpoint`` mean what they mean there. Steps can be read by
+    ``keras.saving.load_model``, ``model.load_weights`` and plain Orbax, and are checked by `shardload.restore`.
+
+    Args:
+        directory: Folder of the steps, made if missing; a relative path is taken from the current folder now.
+        monitor: Metric that says which step is best.
+        verbose: 1 writes a line for every save.
+        save_best_only: Save only when ``monitor`` beat the best of all runs in this folder.
+        mode: ``min``, ``max``, or ``auto``: as the metric of that name has it.
+        save_freq: ``"epoch"``, or every so many batches.
+        initial_value_threshold: Value of ``monitor`` to beat at first.
+        max_to_keep: So many of the latest steps are kept; ``None`` keeps all. Steps not saved by this class are
+            never removed.
+        save_on_background: Whether training goes on while a step is written. One save is in flight at a time.
+        save_weights_only: Leave out optimizer, metrics and the model's configuration.
+        metadata: What JSON can hold, or a function of step and logs that returns it; stored with each step.
+        checkpointables: Further named items (pytrees, or objects with an Orbax handler) stored in the same step, or
+            a function that returns them. One with a handler of its own keeps plain Orbax from loading the step
+            without naming items.
+        data_iterator: Whose place is stored: an object with ``get_state``, a function, or a value JSON can hold.
+        compression: ``"zstd"`` makes smaller files that take several times as long to write and to read.
+        keep_best: So many of the best steps are kept as well.
+        keep_every_steps: And the first step at or after each multiple of this.
+        keep_every_hours: And one each so many hours.
+        save_decision: Function of step and logs, asked before each save; saves only if it is true.
+        post_finalization: Called with step and folder of each step that is safely on disk, in another thread.
+        async_timeout_s: Give a save up after so many seconds.
+
+    Raises:
+        UsageError: When an argument is wrong.
+        SaveError: When the folder cannot be made. In training: when a step could not be saved, at the end of the
+            next batch or epoch, at the latest when ``fit`` ends; with its real cause. Steps before it are untouched.
+    """
+
+    def __init__(  # noqa: PLR0917  # in the order of Keras' own
+        self,
+        directory: str | os.PathLike[str],
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        save_best_only: bool = False,
+        mode: str = "auto",
+        save_freq: Literal["epoch"] | int = "epoch",
+        initial_value_threshold: float | None = None,
+        max_to_keep: int | None = 1,
+        save_on_background: bool = True,
+        save_weights_only: bool = False,
+        *,
+        metadata: _records.Metadata = None,
+        checkpointables: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
+        data_iterator: Any = None,
+        compression: Literal["none", "zstd"] = "none",
+        keep_best: int | None = None,
+        keep_every_steps: int | None = None,
+        keep_every_hours: float | None = None,
+        save_decision: SaveDecision | None = None,
+        post_finalization: Callable[[int, Path], None] | None = None,
+        async_timeout_s: float | None = None,
+    ) -> None:
+        super().__init__()
+        _check_frequency(save_freq)
+        if compression not in ("none", "zstd"):
+            raise UsageError(f"compression should be 'none' or 'zstd', but is {compression!r}")
+        if "://" in os.fspath(directory):
+            raise UsageError(f"Steps are saved to a folder of this machine, but directory is {directory!r}")
+        self.verbose = verbose
+        self.save_best_only = save_best_only
+        self.save_freq = save_freq
+        self.max_to_keep = max_to_keep
+        self.save_on_background = save_on_background
+        self.save_weights_only = save_weights_only
+        self.metadata = metadata if callable(metadata) else _records.checked_metadata(metadata)
+        self.checkpointables = checkpointables
+        if not callable(checkpointables):
+            _records.checked_items(checkpointables or {})
+        self.data_iterator = data_iterator
+        self.compression = compression
+        self.save_decision = save_decision
+        self.post_finalization = post_finalization
+        self.async_timeout_s = async_timeout_s
+        self._retention = Retention(max_to_keep, keep_best, keep_every_steps, keep_every_hours)
+        self._monitor = Monitor(monitor, mode=mode, best=initial_value_threshold)
+        self._root = Root(directory, create=True)
+        self._writer = Writer(self._root)
+        self._state: StateTree | None = None
+        self._assets: dict[str, Any] | None = None
+        self._total = 0
+        self._since_save = 0
+        self._epoch = 0
+        self._in_epoch = 0
+        self._last_saved = -1
+        self._warned: set[str] = set()
+
+    @property
+    def directory(self) -> Path:
+        """The folder of the steps, absolute."""
+        return self._root.path
+
+    @property
+    def monitor(self) -> str:
+        """Name of the metric that says which step is best."""
+        return self._monitor.name
+
+    @property
+    def best(self) -> float | None:
+        """The best value of ``monitor`` so far, over all runs in this folder."""
+        return self._monitor.best
+
+    def wait_until_finished(self) -> None:
+        """Return when no save is in flight any more.
+
+        Raises:
+            SaveError: When the last one failed.
+        """
+        self._writer.wait()
+
+    # ---- what Keras calls ---------------------------------------------------------------------------
+
+    def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
+        """Look at what the folder holds and go on after it."""
+        if jax.process_count() > 1:
+            raise UnsupportedError(
+                f"OrbaxCheckpoint saves from one process, but {jax.process_count()} take part. Use "
+                "keras.callbacks.OrbaxCheckpoint for several"
+            )
+        self._writer.wait()
+        self._root.check()
+        remove_stale(self.directory)
+        model = self.model
+        if self.save_best_only or self._retention.best:
+            self._monitor.require_direction(model)
+        steps = list_steps(self.directory)
+        for info in steps:
+            if info.details.get("monitor") == self.monitor:
+                self._monitor.note(_number(info.details.get("best")), model)
+        newest = steps[-1].step if steps else -1
+        self._last_saved = max(self._last_saved, newest)
+        self._total = max(self._total, newest, _iterations(model))
+        self._since_save = 0
+        self._state = None
+
+    def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """Count the epoch's batches from its start."""
+        self._epoch, self._in_epoch = epoch, 0
+
+    def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """Save if ``save_freq`` batches have passed; raise what made the last save fail."""
+        self._writer.raise_failure()
+        if batch < self._in_epoch:  # a loop of the user's own, that tells of no epochs
+            self._in_epoch = 0
+        new = batch + 1 - self._in_epoch
+        self._in_epoch += new
+        self._total += new
+        self._since_save += new
+        if isinstance(self.save_freq, int) and self._since_save >= self.save_freq:
+            self._since_save = 0
+            self._consider(logs, f"batch {batch}", epoch_done=False)
+
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """Save if ``save_freq`` is ``"epoch"``; raise what made the last save fail."""
+        self._writer.raise_failure()
+        if self.save_freq == "epoch":
+            self._consider(logs, f"epoch {epoch}", epoch_done=True)
+
+    def on_train_end(self, logs: Mapping[str, Any] | None = None) -> None:
+        """Wait for the last save; raise what made it fail."""
+        self._writer.wait()
+
+    # ---- saving -------------------------------------------------------------------------------------
+
+    def _consider(self, logs: Mapping[str, Any] | None, when: str, *, epoch_done: bool) -> None:
+        plain = plain_logs(logs)
+        value = self._monitor.value_in(plain)
+        if self.save_best_only and value is None:
+            self._warn(f"Can save best model only with {self.monitor} available, skipping save at {when}.")
+            return
+        if self.save_best_only and not self._monitor.improves(value or 0.0, self.model):
+            return
+        if self._total <= self._last_saved:  # nothing was trained since
+            return
+        if self.save_decision is not None and not self.save_decision(self._total, plain):
+            return
+        self._save(plain, epoch_done=epoch_done)
+
+    def _save(self, logs: dict[str, float], *, epoch_done: bool) -> None:
+        """Save now; the seam for other occasions than ``save_freq``."""
+        step, model = self._total, self.model
+        self._writer.wait()
+        state = self._described(model)
+        direction = self._monitor.direction(model)
+        if direction is not None:
+            self._monitor.note(self._monitor.value_in(logs), model)
+        facts = {
+            "step": step,
+            "epoch": self._epoch,
+            "batch": self._in_epoch,
+            "epoch_done": epoch_done,
+            "logs": logs,
+            "monitor": self.monitor,
+            "mode": direction or "auto",
+            "best": self.best,
+            "save_weights_only": self.save_weights_only,
+            "metadata": self._metadata_for(step, logs),
+        }
+        if self.verbose:
+            sys.stdout.write(f"\nStep {step}: saving to {self.directory / str(step)}\n")
+        records = {"step.json": _records.step_record(facts, state), "structure.json": state.to_json()}
+        if self.data_iterator is not None:
+            records["iterator.json"] = _records.iterator_record(self.data_iterator)
+        job = Job(
+            step=step,
+            items=self._items(model, state),
+            records=records,
+            compression=self.compression,
+            timeout_s=self.async_timeout_s,
+            after=(self._remover(direction), *([self.post_finalization] if self.post_finalization else [])),
+        )
+        self._writer.start(job)
+        self._last_saved = step
+        if not self.save_on_background:
+            self._writer.wait()
+
+    def _described(self, model: Any) -> StateTree:
+        if self._state is None or not self._state.still_describes(model):
+            self._state = describe(model)
+            self._assets = None if self.save_weights_only else _keras.assets_of(model)
+        return self._state.weights_only() if self.save_weights_only else self._state
+
+    def _items(self, model: Any, state: StateTree) -> dict[str, Any]:
+        items: dict[str, Any] = {"pytree": state.tree}
+        if not self.save_weights_only:
+            try:
+                items["model_config"] = {"config": _keras.serialised_model(model)}
+            except Exception as error:  # Keras runs the get_config of every layer
+                self._warn(
+                    f"The model's configuration cannot be saved ({type(error).__name__}: {error}), so "
+                    "keras.saving.load_model cannot rebuild it; its state is saved."
+                )
+            if self._assets is not None:
+                items["assets"] = self._assets
+        if self.checkpointables is not None:
+            items |= _records.checked_items(self.checkpointables)
+        return items
+
+    def _metadata_for(self, step: int, logs: Mapping[str, float]) -> Any:
+        if callable(self.metadata):
+            return _records.checked_metadata(self.metadata(step, logs))
+        return self.metadata
+
+    def _remover(self, mode: Literal["min", "max"] | None) -> Callable[[int, Path], None]:
+        retention, root, monitor = self._retention, self.directory, self.monitor
+
+        def remove(step: int, path: Path) -> None:
+            for old in retention.removable(list_steps(root), newest=step, monitor=monitor, mode=mode):
+                remove_step(root, old)
+
+        return remove
+
+    def _warn(self, message: str) -> None:
+        kind = message[:40]
+        if kind not in self._warned:  # once each, not at every save
+            self._warned.add(kind)
+            warnings.warn(message, stacklevel=4)
+
+
+def _check_frequency(save_freq: Any) -> None:
+    if save_freq != "epoch" and (isinstance(save_freq, bool) or not isinstance(save_freq, int) or save_freq < 1):
+        raise UsageError(
+            f"Unrecognized save_freq: {save_freq}. Expected save_freq are 'epoch' or integer values from 1"
+        )
+
+
+def _iterations(model: Any) -> int:
+    optimizer = getattr(model, "optimizer", None)
+    return 0 if optimizer is None else int(optimizer.iterations)
+
+
+def _number(found: Any) -> float | None:
+    return float(found) if isinstance(found, (int, float)) and not isinstance(found, bool) else None
