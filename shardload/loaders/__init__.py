@@ -1,7 +1,7 @@
 """Loaders: one file per format, each turning headers into a `Manifest` and nothing more.
 
     path ─► recognise (magic bytes, folder contents) ─► keras_h5 │ keras_sharded │ keras_archive │ hub_preset
-                                                        │ hf_folder │ safetensors │ gguf ─► Manifest
+                                                        │ hf_folder │ safetensors │ gguf │ orbax ─► Manifest
 
 No loader reads tensor data while opening, and none trusts a header: whatever a `Manifest` says lies inside its files.
 """

@@ -38,6 +38,17 @@ def member(folder: Path, name: object, *, named_by: str) -> Path:
     return path
 
 
+def descendant(folder: Path, name: str, *, named_by: str) -> Path:
+    """The file ``name`` (``ocdbt.process_0/d/1d35``) somewhere below a folder, or nothing; raises like `member`."""
+    path = folder
+    parts = name.split("/")
+    for part in parts:
+        path = member(path, part, named_by=named_by)
+    if len(parts) > 1 and any(folder.joinpath(*parts[:n]).is_symlink() for n in range(1, len(parts) + 1)):
+        _refuse_escape(path, folder)
+    return path
+
+
 def _is_file_name(name: str) -> bool:
     """Whether a file system can hold the name: not empty, no NUL, valid Unicode of at most 255 bytes."""
     try:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardload.errors import SourceError, SourceNotFoundError, UnsupportedError
-from shardload.loaders import safetensors
+from shardload.loaders import orbax, safetensors
 from shardload.loaders._folder import entries, listing, member
 from shardload.loaders._json import read_object
 from shardload.manifest import Manifest
@@ -23,6 +23,7 @@ FORMATS: Mapping[str, str] = {
     "hf-safetensors": "a Hugging Face folder with config.json and safetensors",
     "safetensors": "a .safetensors file, its index, or a folder of them",
     "gguf": "a .gguf file",
+    "orbax": "an Orbax checkpoint: a step's folder, or the folder of the steps",
 }
 """Every format that opens, in words."""
 
@@ -38,6 +39,7 @@ _FOLDER_OPENERS = {
     "keras-hub-preset": ("hub_preset", "open_folder"),
     "hf-safetensors": ("hf_folder", "open_folder"),
     "safetensors": ("hf_folder", "open_bare"),
+    "orbax": ("orbax", "open_orbax"),
 }
 _ENDINGS = {
     ".h5": "keras-h5",
@@ -161,6 +163,8 @@ def _open_folder(folder: Path, format: str | None) -> Manifest:
 
 def _recognise_folder(folder: Path) -> str:
     names = entries(folder)
+    if orbax.is_checkpoint(folder):
+        return "orbax"
     if "config.json" in names:
         config_path = member(folder, "config.json", named_by=str(folder))
         return _recognise_config(config_path, read_object(config_path))
@@ -173,6 +177,8 @@ def _recognise_folder(folder: Path) -> str:
         return kinds.pop()
     if kinds:
         raise SourceError(f"{folder} holds checkpoints of several formats ({listing(folder)}); name one of its files")
+    if orbax.steps(folder):
+        return "orbax"
     raise UnsupportedError(f"{folder} holds no checkpoint: in it is {listing(folder)}. Supported are: {_supported()}")
 
 

@@ -1,0 +1,182 @@
+"""Where OCDBT, TensorStore's B-tree of small files, keeps each value.
+
+    manifest.ocdbt ─► root node ─► inner nodes ─► leaf nodes:  key ─► inline bytes (at most 1 KiB)
+    (each node: a run of a file under d/)                       key ─► file, offset, length
+
+Merged checkpoints refer to the folders of the processes that wrote them: ``ocdbt.process_0/`` + ``d/1d35…``. All of
+it is untrusted: a reference must stay in its folder and inside its file, and a node is looked at before TensorStore
+inflates it, since a zstd frame can grow 32 768-fold.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from shardload.errors import SourceError, TruncatedSourceError, UnsafeSourceError
+from shardload.loaders._folder import descendant
+from shardload.stores import local
+
+MANIFEST = "manifest.ocdbt"
+MAX_MANIFEST_BYTES = 1 << 20
+"""Sixteen versions at most are listed in it; Orbax writes one."""
+MAX_NODE_BYTES = 1 << 27
+"""Stored or inflated; Orbax asks for at most 100 MB inflated."""
+MAX_HEIGHT = 16
+MAX_KEYS = 1 << 20
+"""A million chunks; the largest runs on record write some hundred thousand."""
+_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+_ZSTD_BLOCK_BYTES = 1 << 17
+_NODE_HEADER_BYTES = 14
+"""Magic (4), length (8), version and compression (one each)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One value of a key-value store."""
+
+    path: str
+    """The file that holds it, absolute."""
+    offset: int
+    """First byte; 0 when inline."""
+    length: int
+    inline: bytes | None = None
+    """The value itself, where it is kept inside a B-tree node of ``path``."""
+
+    def read(self, limit: int, *, what: str) -> bytes:
+        """The value, when it has at most ``limit`` bytes.
+
+        Raises:
+            UnsafeSourceError: When it has more.
+        """
+        if self.length > limit:
+            raise UnsafeSourceError(f"{self.path}: {what} should have at most {limit} bytes, but has {self.length}")
+        if self.inline is not None:
+            return self.inline
+        with local.opened(self.path) as (fd, _):
+            return local.read_header(fd, self.length, offset=self.offset, path=self.path, what=what)
+
+
+def read_values(folder: Path) -> dict[str, Value]:
+    """Every key of the newest version of a store, in key order.
+
+    Args:
+        folder: Where ``manifest.ocdbt`` lies.
+
+    Raises:
+        SourceError: When manifest or nodes are damaged or contradict themselves.
+        UnsafeSourceError: When a reference leaves the folder, or a node would inflate beyond reason.
+        TruncatedSourceError: When a reference points past the end of its file.
+    """
+    return dict(_Walk(folder).walk())
+
+
+@dataclass(slots=True)
+class _Walk:
+    folder: Path
+    sizes: dict[str, tuple[str, int]] = field(default_factory=dict)
+    """File name in the store → absolute path and size."""
+    keys: int = 0
+
+    def walk(self) -> Iterator[tuple[str, Value]]:
+        manifest = self.folder / MANIFEST
+        size = self._file(MANIFEST)[1]
+        if size > MAX_MANIFEST_BYTES:
+            raise UnsafeSourceError(f"{manifest} should have at most {MAX_MANIFEST_BYTES} bytes, but has {size}")
+        if not size:
+            raise TruncatedSourceError(f"{manifest} is empty. The save did not finish; use another step")
+        with local.opened(manifest) as (fd, _):
+            _refuse_inflation(local.read_header(fd, size, offset=0, path=str(manifest), what="the manifest"), manifest)
+        versions = self._dump(None, manifest).get("versions")
+        if not versions:
+            raise SourceError(f"{manifest} lists no version of the store. Save the checkpoint again")
+        root = max(versions, key=lambda v: v["generation_number"])["root"]
+        declared = root["statistics"]["num_keys"]
+        if declared > MAX_KEYS:
+            raise UnsafeSourceError(f"{manifest} declares {declared} keys; at most {MAX_KEYS} are allowed")
+        if "location" in root:
+            yield from self._node(root["location"], b"", MAX_HEIGHT)
+
+    def _node(self, location: str, prefix: bytes, depth: int) -> Iterator[tuple[str, Value]]:
+        found = self._locate(location, "btreenode")
+        if found.length > MAX_NODE_BYTES or not depth:
+            raise UnsafeSourceError(f"{found.path} holds a B-tree node of {found.length} bytes, or one too deep")
+        _refuse_inflation(found.read(MAX_NODE_BYTES, what="a B-tree node"), Path(found.path))
+        node = self._dump(location, Path(found.path))
+        for entry in node["entries"]:
+            if node["height"]:
+                below = prefix + entry["subtree_common_prefix"]
+                yield from self._node(entry["location"], below, min(depth - 1, node["height"]))
+                continue
+            self.keys += 1
+            if self.keys > MAX_KEYS:
+                raise UnsafeSourceError(f"{found.path}: the store has more than {MAX_KEYS} keys")
+            yield self._text(prefix + entry["key"], found.path), self._value(entry, found.path)
+
+    def _value(self, entry: Mapping[str, Any], node_path: str) -> Value:
+        if (inline := entry.get("inline_value")) is not None:
+            return Value(node_path, 0, len(inline), bytes(inline))
+        return self._locate(entry["indirect_value"], "value")
+
+    def _locate(self, location: str, kind: str) -> Value:
+        """``kind:base:file:offset:length``, each name percent-encoded."""
+        parts = location.split(":")
+        if len(parts) != 5 or parts[0] != kind or not (parts[3] + parts[4]).isdecimal():
+            raise SourceError(f"{self.folder / MANIFEST} leads to {location[:300]!r}, which is no place of a {kind}")
+        name, offset, length = unquote(parts[1]) + unquote(parts[2]), int(parts[3]), int(parts[4])
+        path, size = self._file(name)
+        if offset + length > size:
+            raise TruncatedSourceError(
+                f"{path} is truncated: the B-tree puts {length} bytes at offset {offset}, but the file has {size} "
+                "bytes. Copy it again, or use another step"
+            )
+        return Value(path, offset, length)
+
+    def _file(self, name: str) -> tuple[str, int]:
+        if name not in self.sizes:
+            path = descendant(self.folder, name, named_by=str(self.folder / MANIFEST))
+            with local.opened(path) as (_, size):
+                self.sizes[name] = str(path), size
+        return self.sizes[name]
+
+    def _dump(self, location: str | None, path: Path) -> Any:
+        import tensorstore as ts  # 0.2 s to import
+
+        try:
+            base = ts.KvStore.open({"driver": "file", "path": f"{self.folder}{os.sep}"}).result()
+            return ts.ocdbt.dump(base, location).result()
+        except (ValueError, RuntimeError, OSError) as error:
+            raise SourceError(f"{path} is damaged: {error}. Copy it again, or use another step") from error
+
+    @staticmethod
+    def _text(key: bytes, path: str) -> str:
+        try:
+            return key.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise SourceError(f"{path} holds the key {key[:200]!r}, which is not UTF-8") from error
+
+
+def _refuse_inflation(raw: bytes, path: Path) -> None:
+    """Refuse a node whose zstd frames could inflate beyond `MAX_NODE_BYTES`; anything malformed is TensorStore's."""
+    at, inflated = _NODE_HEADER_BYTES, 0
+    while raw[at : at + 4] == _ZSTD_MAGIC and at + 6 <= len(raw):
+        flags = raw[at + 4]
+        single = flags >> 5 & 1
+        at += 5 + (1 - single) + (0, 1, 2, 4)[flags & 3] + (single, 2, 4, 8)[flags >> 6]
+        for _ in itertools.count():
+            header = int.from_bytes(raw[at : at + 3], "little")
+            size, kind = header >> 3, header >> 1 & 3
+            at += 3 + (1 if kind == 1 else size)
+            inflated += _ZSTD_BLOCK_BYTES if kind >= 2 else size
+            if inflated > MAX_NODE_BYTES:
+                raise UnsafeSourceError(
+                    f"{path} holds a node of {len(raw)} bytes that inflates to more than {MAX_NODE_BYTES}: a bomb"
+                )
+            if header & 1 or at >= len(raw):
+                break
+        at += 4 * (flags >> 2 & 1)

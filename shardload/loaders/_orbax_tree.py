@@ -1,0 +1,122 @@
+"""Orbax's ``_METADATA``: the key path and kind of every leaf of the saved tree.
+
+{"tree_metadata": {"('params', 'kernel')": {"key_metadata": [{"key": "params", "key_type": 2}, …],
+                                            "value_metadata": {"value_type": "jax.Array", …}}}}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardload.errors import SourceError
+from shardload.loaders._folder import entries, member
+from shardload.loaders._json import read_object
+
+TREE = "_METADATA"
+_STRINGS = "_strings.json"
+_EMPTY = frozenset({"None", "Dict", "List", "Tuple", "NamedTuple"})
+_ARRAYS = frozenset({"jax.Array", "np.ndarray", "scalar"})
+_MAX_PROCESS_FILES = 64
+"""Each process describes its arrays; a random key is replicated, so any of them tells."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A leaf of a saved tree."""
+
+    keys: tuple[str, ...]
+    """Its key path; sequence indices as text."""
+    kind: str
+    """``jax.Array``, ``np.ndarray``, ``scalar``, ``string``, ``None``, ``Dict`` … as Orbax says."""
+
+    @property
+    def name(self) -> str:
+        """The tensor's name."""
+        return "/".join(self.keys)
+
+    @property
+    def stored_name(self) -> str:
+        """What the array is called in the store."""
+        return ".".join(self.keys)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no value."""
+        return self.kind in _EMPTY
+
+    @property
+    def is_array(self) -> bool:
+        """Whether Orbax's own handlers wrote it as an array."""
+        return self.kind in _ARRAYS
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """What ``_METADATA`` says."""
+
+    leaves: tuple[Leaf, ...]
+    is_complete: bool
+    """Whether every chunk was written, those full of zeros too."""
+
+
+def read_tree(item: Path) -> Tree:
+    """The tree of an item.
+
+    Raises:
+        SourceNotFoundError: When it has no ``_METADATA``.
+        SourceError: When that is damaged.
+    """
+    path = member(item, TREE, named_by=str(item))
+    document = read_object(path)
+    found = document.get("tree_metadata")
+    if not isinstance(found, dict):
+        raise SourceError(f"{path} should hold a 'tree_metadata' that lists the leaves of the tree, but does not")
+    leaves = tuple(_leaf(entry, path) for entry in found.values())
+    paths = [leaf.keys for leaf in leaves]
+    if len(set(paths)) < len(paths):
+        raise SourceError(f"{path} lists a leaf twice")
+    return Tree(leaves, document.get("store_array_data_equal_to_fill_value") is True)
+
+
+def _leaf(entry: object, path: Path) -> Leaf:
+    try:
+        keys = tuple(str(part["key"]) for part in entry["key_metadata"])  # type: ignore[index]
+        kind = str(entry["value_metadata"]["value_type"])  # type: ignore[index]
+    except (KeyError, TypeError) as error:
+        raise SourceError(f"{path} describes a leaf by {str(entry)[:200]}, which has no keys and type") from error
+    return Leaf(keys, kind)
+
+
+def read_strings(item: Path) -> dict[str, Any]:
+    """Leaves that are text, by the name Orbax stores them under.
+
+    Raises:
+        SourceError: When their file is damaged.
+    """
+    path = member(item, _STRINGS, named_by=str(item))
+    return read_object(path) if path.exists() else {}
+
+
+def read_random_keys(item: Path) -> dict[str, str]:
+    """Stored name → implementation (``threefry2x32``) of arrays that are the data of ``jax.random`` keys.
+
+    Raises:
+        SourceError: When the files that say so are damaged.
+    """
+    folder = member(item, "array_metadatas", named_by=str(item))
+    if not folder.is_dir():
+        return {}
+    found: dict[str, str] = {}
+    for name in entries(folder)[:_MAX_PROCESS_FILES]:
+        path = member(folder, name, named_by=str(folder))
+        listed = read_object(path).get("array_metadatas")
+        for entry in listed if isinstance(listed, list) else []:
+            facts = entry.get("array_metadata") if isinstance(entry, Mapping) else None
+            facts = facts if isinstance(facts, Mapping) else {}
+            extra = facts.get("ext_metadata")
+            if isinstance(extra, Mapping) and isinstance(extra.get("random_key_impl"), str):
+                found[str(facts.get("param_name"))] = extra["random_key_impl"]
+    return found

@@ -1,0 +1,181 @@
+"""What zarr's metadata says of one array, and where its chunks then are.
+
+    zarr 3   name/zarr.json   name/c/0/1    Orbax wraps each chunk into a shard of one: ┌ raw bytes ┬ index, 20 bytes ┐
+    zarr 2   name/.zarray     name/0.1      the chunk's bytes and nothing else          └───────────┴─────────────────┘
+
+A shard may hold several inner chunks; its index then tells where each begins. Chunks at the far edge are stored in full
+in both versions. What is not plain little-endian row-major bytes is read through TensorStore.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from shardload.errors import SourceError, UnsupportedError
+from shardload.loaders._extents import check_shape
+from shardload.loaders._json import parse_object
+
+ZARR3 = "zarr.json"
+ZARR2 = ".zarray"
+MAX_METADATA_BYTES = 1 << 16
+"""One array's; real ones have 500 bytes."""
+_PLAIN = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+_FLOATS = ("float16", "float32", "float64", "complex64", "complex128")
+_ML = ("bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e4m3b11fnuz", "float8_e5m2", "float8_e5m2fnuz")
+_NIBBLES = ("int2", "int4", "uint2", "uint4")
+"""A byte each in memory, but not promised to be so on disk."""
+_DTYPES: Mapping[str, np.dtype[Any]] = {name: np.dtype(name) for name in _PLAIN + _FLOATS} | {
+    name: np.dtype(getattr(ml_dtypes, name)) for name in (*_ML, *_NIBBLES) if hasattr(ml_dtypes, name)
+}
+_CRC_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """Chunks inside each stored value."""
+
+    inner_shape: tuple[int, ...]
+    index_first: bool
+    has_crc: bool
+
+    def index_bytes(self, chunk_shape: tuple[int, ...]) -> int:
+        """Bytes of a shard's index: offset and length of each inner chunk, and a checksum."""
+        inner = math.prod(n // i for n, i in zip(chunk_shape, self.inner_shape, strict=True))
+        return 16 * inner + _CRC_BYTES * self.has_crc
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """One array's metadata."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    chunk_shape: tuple[int, ...]
+    """Of what one key holds."""
+    prefix: str
+    """What a chunk's key starts with: ``c`` or nothing."""
+    separator: str
+    is_raw: bool
+    """Whether chunks are little-endian row-major bytes."""
+    sharding: Sharding | None
+    driver: str
+    """TensorStore's name of the format."""
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Number of chunks in each dim."""
+        return tuple(-(-n // c) for n, c in zip(self.shape, self.chunk_shape, strict=True))
+
+    def cell(self, key: str) -> tuple[int, ...] | None:
+        """Grid index that a chunk's key (without the array's name) stands for; ``None`` when it is no chunk's."""
+        rank = len(self.shape)
+        if not rank:
+            return () if key == (self.prefix or "0") else None
+        text = key.split(self.separator)
+        if self.prefix:
+            if text[0] != self.prefix:
+                return None
+            text = text[1:]
+        if len(text) != rank or not all(t.isascii() and t.isdecimal() and len(t) < 20 for t in text):
+            return None
+        cell = tuple(map(int, text))
+        plain = all(str(i) == t for i, t in zip(cell, text, strict=True))
+        return cell if plain and all(i < n for i, n in zip(cell, self.grid, strict=True)) else None
+
+
+def parse(raw: bytes, *, name: str, where: str) -> Array:
+    """An array's metadata from the bytes of its ``zarr.json`` or ``.zarray``.
+
+    Raises:
+        SourceError: When it contradicts itself or its format.
+        UnsupportedError: When its type is not one of numbers.
+    """
+    document = parse_object(raw, path=where)
+    try:
+        found = _parse3(document) if document.get("zarr_format") == 3 else _parse2(document)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        if isinstance(error, SourceError | UnsupportedError):
+            raise
+        raise SourceError(f"{where} does not describe an array: {type(error).__name__} {error}") from error
+    check_shape(found.shape, name=name, path=where)
+    check_shape(found.chunk_shape, name=name, path=where)
+    if len(found.chunk_shape) != len(found.shape) or 0 in found.chunk_shape:
+        raise SourceError(f"{where} cuts the shape {found.shape} into chunks of {found.chunk_shape}, which is none")
+    return found
+
+
+def _parse3(document: Mapping[str, Any]) -> Array:
+    chunk_shape = _ints(document["chunk_grid"]["configuration"]["chunk_shape"])
+    encoding = document["chunk_key_encoding"]
+    is_default = encoding["name"] == "default"
+    separator = encoding.get("configuration", {}).get("separator", "/" if is_default else ".")
+    name = document["data_type"]
+    dtype = _dtype(name)
+    codecs, sharding = document["codecs"], None
+    if [codec["name"] for codec in codecs] == ["sharding_indexed"]:
+        sharding, codecs = _sharding(codecs[0]["configuration"], chunk_shape)
+    plain_index = sharding is not None or document["codecs"] is codecs
+    is_raw = plain_index and _is_little(codecs, dtype) and name not in _NIBBLES
+    is_raw = is_raw and not document.get("storage_transformers")
+    prefix = "c" if is_default else ""
+    return Array(_ints(document["shape"]), dtype, chunk_shape, prefix, _separator(separator), is_raw, sharding, "zarr3")
+
+
+def _sharding(configuration: Mapping[str, Any], shard: tuple[int, ...]) -> tuple[Sharding | None, list[Any]]:
+    """The sharding (``None`` where its index is not plain) and the codecs of the inner chunks."""
+    inner = _ints(configuration["chunk_shape"])
+    if len(inner) != len(shard) or 0 in inner or any(n % i for n, i in zip(shard, inner, strict=True)):
+        raise ValueError(f"shards of {shard} do not divide into chunks of {inner}")
+    index = configuration["index_codecs"]
+    has_crc = [codec["name"] for codec in index[1:]] == ["crc32c"]
+    is_plain = _is_little(index[:1], np.dtype("uint64")) and (has_crc or len(index) == 1)
+    location = configuration.get("index_location", "end")
+    if location not in ("start", "end"):
+        raise ValueError(f"the index of a shard lies at its {location!r}")
+    codecs: list[Any] = configuration["codecs"]
+    return (Sharding(inner, location == "start", has_crc) if is_plain else None), codecs
+
+
+def _parse2(document: Mapping[str, Any]) -> Array:
+    if document["zarr_format"] != 2:
+        raise ValueError(f"zarr_format {document['zarr_format']!r}")
+    name = document["dtype"]
+    dtype = _DTYPES[name] if name in _DTYPES else np.dtype(name) if isinstance(name, str) else None
+    if dtype is None or dtype.newbyteorder("=") not in _DTYPES.values():
+        raise UnsupportedError(f"arrays of the type {str(name)[:100]!r} hold no numbers known here")
+    plain = document.get("compressor") is None and not document.get("filters") and document.get("order", "C") == "C"
+    is_raw = plain and not (isinstance(name, str) and name.startswith(">")) and name not in _NIBBLES
+    separator = _separator(document.get("dimension_separator", "."))
+    shape, chunks = _ints(document["shape"]), _ints(document["chunks"])
+    return Array(shape, dtype.newbyteorder("="), chunks, "", separator, is_raw, None, "zarr")
+
+
+def _dtype(name: object) -> np.dtype[Any]:
+    if isinstance(name, str) and name in _DTYPES:
+        return _DTYPES[name]
+    raise UnsupportedError(f"arrays of the type {str(name)[:100]!r} hold no numbers known here")
+
+
+def _is_little(codecs: list[Any], dtype: np.dtype[Any]) -> bool:
+    if [codec["name"] for codec in codecs] != ["bytes"]:
+        return False
+    endian = codecs[0].get("configuration", {}).get("endian")
+    return endian == "little" or (endian is None and dtype.itemsize == 1)
+
+
+def _ints(found: object) -> tuple[int, ...]:
+    if not isinstance(found, list) or any(type(n) is not int for n in found):
+        raise TypeError(f"{str(found)[:200]} is no list of integers")
+    return tuple(found)
+
+
+def _separator(found: object) -> str:
+    if found not in (".", "/"):
+        raise ValueError(f"keys of chunks are joined by {str(found)[:20]!r}")
+    return str(found)

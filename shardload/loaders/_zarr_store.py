@@ -1,0 +1,143 @@
+"""The arrays of one Orbax item, whether OCDBT or a folder for each array holds them."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from shardload.errors import SourceError, UnsafeSourceError
+from shardload.loaders import _ocdbt, _zarr
+from shardload.loaders._folder import descendant
+from shardload.loaders._ocdbt import MAX_KEYS, Value
+from shardload.loaders._zarr_chunks import Cell, ZarrRows, decoding_context, storage
+from shardload.manifest import Decoded, Extent, Tensor
+
+MAX_EXPANSION = 40_000
+"""Bytes declared for each byte an item stores: zstd shrinks zeros, as in fresh optimizer slots, to a 32 768th."""
+EXPANSION_FLOOR_BYTES = 1 << 26
+
+
+class Arrays:
+    """What an item's folder stores, by array.
+
+    Args:
+        folder: The item.
+        is_complete: Whether Orbax wrote every chunk, those full of zeros too.
+
+    Raises:
+        SourceError: When the store is damaged.
+        UnsafeSourceError: When it reaches outside the folder.
+    """
+
+    def __init__(self, folder: Path, *, is_complete: bool) -> None:
+        self._folder = folder
+        self._is_complete = is_complete
+        self._is_ocdbt = os.path.lexists(folder / _ocdbt.MANIFEST)
+        values = _ocdbt.read_values(folder) if self._is_ocdbt else _files(folder)
+        self._total = sum(value.length for value in values.values())
+        self._headers = {key.rpartition("/")[0]: key for key in values if key.endswith(("/.zarray", "/zarr.json"))}
+        self._values: dict[str, dict[str, Value]] = {name: {} for name in self._headers}
+        for key, value in values.items():
+            self._file_away(key, value)
+        self._context: Any = None
+        self._sizes: dict[str, int] = {}
+
+    def _file_away(self, key: str, value: Value) -> None:
+        name = key
+        while "/" in name:
+            name = name.rpartition("/")[0]
+            if name in self._headers:
+                self._values[name][key[len(name) + 1 :]] = value
+                return
+
+    @property
+    def files(self) -> dict[str, int]:
+        """Size of each file that holds data of the tensors asked for."""
+        return dict(sorted(self._sizes.items()))
+
+    def holds(self, name: str) -> bool:
+        """Whether there is an array of this name."""
+        return name in self._headers
+
+    def tensor(self, stored_name: str, *, name: str) -> Tensor:
+        """The tensor ``name``, which is the array ``stored_name``.
+
+        Raises:
+            SourceError: When the array is missing, lacks chunks or contradicts itself.
+            UnsafeSourceError: When it declares far more than the item stores.
+        """
+        if stored_name not in self._headers:
+            raise SourceError(
+                f"{self._folder} lists the array {stored_name!r}, but does not hold it. The save did not finish, or "
+                "files are missing; use another step"
+            )
+        key = self._headers[stored_name]
+        where = f"{self._folder}: {key}"
+        values = self._values[stored_name]
+        header = values[key[len(stored_name) + 1 :]]
+        array = _zarr.parse(header.read(_zarr.MAX_METADATA_BYTES, what=key), name=name, where=where)
+        chunks = self._chunks(array, values, where)
+        self._refuse_bomb(array, where)
+        for value in (header, *chunks.values()):
+            if value.path not in self._sizes:
+                self._sizes[value.path] = Path(value.path).stat().st_size
+        if not math.prod(array.shape):
+            return Tensor(name, array.shape, array.dtype, Extent(header.path, 0))
+        found = storage(array, chunks, self._rows(stored_name, array, chunks, header))
+        if isinstance(found, Decoded) and isinstance(found.reader, ZarrRows):
+            self._context = self._context or decoding_context()
+            found = Decoded(found.reader.sharing(self._context))
+        return Tensor(name, array.shape, array.dtype, found)
+
+    def _chunks(self, array: _zarr.Array, values: dict[str, Value], where: str) -> dict[Cell, Value]:
+        found: dict[Cell, Value] = {}
+        for key, value in values.items():
+            if key in (_zarr.ZARR3, _zarr.ZARR2, ".zattrs"):
+                continue
+            cell = array.cell(key)
+            if cell is None:
+                raise SourceError(f"{where} has shape {array.shape} in chunks of {array.chunk_shape}, but also {key!r}")
+            found[cell] = value
+        cells = math.prod(array.grid)
+        if self._is_complete and len(found) != cells:
+            raise SourceError(
+                f"{where} should have {cells} chunks, but {cells - len(found)} are missing. Copy the step again, or "
+                "use another one"
+            )
+        return found
+
+    def _rows(self, name: str, array: _zarr.Array, chunks: dict[Cell, Value], header: Value) -> ZarrRows:
+        paths = tuple(dict.fromkeys(value.path for value in chunks.values())) or (header.path,)
+        stored = sum(value.length for value in chunks.values())
+        return ZarrRows(name, str(self._folder), self._is_ocdbt, array, paths, stored, None)
+
+    def _refuse_bomb(self, array: _zarr.Array, where: str) -> None:
+        most = max(EXPANSION_FLOOR_BYTES, MAX_EXPANSION * self._total)
+        for what, shape in (("tensor", array.shape), ("chunk", array.chunk_shape)):
+            declared = math.prod(shape) * array.dtype.itemsize
+            if declared > most:
+                raise UnsafeSourceError(
+                    f"{where} declares a {what} of {declared} bytes, but all arrays together store {self._total}: a "
+                    "decompression bomb"
+                )
+
+
+def _files(folder: Path) -> dict[str, Value]:
+    """Every file of the folders of a store without OCDBT, by its path in there."""
+    found: dict[str, Value] = {}
+    try:
+        for parent, folders, names in os.walk(folder):
+            inside = os.path.relpath(parent, folder)
+            if inside == ".":
+                continue
+            for name in (*names, *(f for f in folders if Path(parent, f).is_symlink())):
+                key = f"{inside}/{name}".replace(os.sep, "/")
+                path = descendant(folder, key, named_by=str(folder))
+                found[key] = Value(str(path), 0, path.stat().st_size)
+                if len(found) > MAX_KEYS:
+                    raise UnsafeSourceError(f"{folder} holds more than {MAX_KEYS} files")
+    except OSError as error:
+        raise SourceError(f"{folder} cannot be read: {error}") from error
+    return found

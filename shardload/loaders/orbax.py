@@ -1,0 +1,149 @@
+"""Orbax checkpoints, read without Orbax: a step's folder, or the root it lies in.
+
+    root/
+      7/                          a step; of several the newest is opened
+        _CHECKPOINT_METADATA
+        pytree/                   an item (``default`` in Orbax v0, ``state`` from v1's ``save_pytree``)
+          _METADATA               key path and kind of every leaf
+          manifest.ocdbt d/ ocdbt.process_0/ …   the arrays, in OCDBT ─ or a folder for each array
+          _strings.json           leaves that are text
+        model_config/             Keras' callback: the model's JSON, as text
+        shardload/                ours: structure.json, digests.json
+
+A tensor's name is its key path joined by "/". What was saved uncompressed is read in place, as extents.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from shardload.errors import SourceError, SourceNotFoundError, UnsupportedError
+from shardload.loaders._extents import collect
+from shardload.loaders._folder import entries, listing, member
+from shardload.loaders._json import MAX_JSON_BYTES, parse_object, read_object
+from shardload.loaders._orbax_tree import TREE, Leaf, read_random_keys, read_strings, read_tree
+from shardload.loaders._zarr_store import Arrays
+from shardload.manifest import Manifest, Tensor
+
+MARKS = ("_CHECKPOINT_METADATA", "orbax.checkpoint")
+ITEMS = ("pytree", "default", "state")
+"""Names of the item with the weights: Keras and Orbax v1, Orbax v0, v1's ``save_pytree``."""
+_MODEL_CONFIG = "model_config"
+
+
+def open_orbax(path: str | os.PathLike[str]) -> Manifest:
+    """The manifest of a step, of a root's newest step, or of a bare item.
+
+    Raises:
+        SourceNotFoundError: When the folder holds no checkpoint.
+        SourceError: When metadata is damaged, missing or contradicts itself.
+        UnsafeSourceError: When a reference leaves the folder, or the metadata declare far more than is stored.
+        UnsupportedError: When it was saved in a way that cannot be read here.
+    """
+    step = _step(Path(path).absolute())
+    item = _item(step)
+    tree = read_tree(item)
+    arrays = Arrays(item, is_complete=tree.is_complete)
+    found: list[Tensor] = []
+    names: dict[str, list[str]] = {}
+    for leaf in tree.leaves:
+        if leaf.is_array or (arrays.holds(leaf.stored_name) and not leaf.is_empty):
+            found.append(arrays.tensor(leaf.stored_name, name=leaf.name))
+            names[leaf.name] = list(leaf.keys)
+    metadata = _metadata(step, item, tree.leaves, names)
+    tensors = collect(found, files=arrays.files)
+    return Manifest(str(step), "orbax", tensors, arrays.files, _config(step), metadata)
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder carries Orbax's marks itself: it is a step or an item."""
+    names = set(entries(folder))
+    if names.intersection(MARKS) or TREE in names:
+        return True
+    return any(name in names and (folder / name / TREE).is_file() for name in ITEMS)
+
+
+def steps(folder: Path) -> list[str]:
+    """Names of the steps in a root, oldest first; empty and foreign folders are none."""
+    found = [
+        name
+        for name in entries(folder)
+        if _is_number(name) and (folder / name).is_dir() and is_checkpoint(member(folder, name, named_by=str(folder)))
+    ]
+    return sorted(found, key=lambda name: (int(name), name))
+
+
+def _is_number(name: str) -> bool:
+    return name.isascii() and name.isdecimal() and len(name) < 20
+
+
+def _step(folder: Path) -> Path:
+    if not folder.is_dir():
+        raise SourceNotFoundError(f"There is no folder {folder}. Check the path")
+    if is_checkpoint(folder):
+        return folder
+    found = steps(folder)
+    if not found:
+        raise SourceNotFoundError(f"{folder} holds no step that Orbax finished; in it is {listing(folder)}")
+    return member(folder, found[-1], named_by=str(folder))
+
+
+def _item(step: Path) -> Path:
+    names = entries(step)
+    if TREE in names:
+        return step
+    for name in ITEMS:
+        if name in names:
+            return _finished(member(step, name, named_by=str(step)))
+    others = [n for n in names if n != _MODEL_CONFIG and (step / n / TREE).is_file()]
+    if len(others) == 1:
+        return member(step, others[0], named_by=str(step))
+    if others:
+        raise SourceError(f"{step} holds several trees ({', '.join(others[:8])}); open the folder of one of them")
+    raise SourceError(
+        f"{step} should hold a folder with a tree of arrays ({', '.join(ITEMS)}), but holds {listing(step)}. "
+        "The save did not finish; use another step"
+    )
+
+
+def _finished(item: Path) -> Path:
+    if (item / TREE).is_file():
+        return item
+    if item.is_dir() and "checkpoint" in entries(item):
+        raise UnsupportedError(f"{item} was saved by an Orbax of 2023 or before; load and save it with a newer one")
+    raise SourceError(f"{item} has no file {TREE}: the save did not finish, or files are missing. Use another step")
+
+
+def _metadata(step: Path, item: Path, leaves: tuple[Leaf, ...], tensors: dict[str, list[str]]) -> dict[str, Any]:
+    beside = step / "shardload"
+    digests = member(beside, "digests.json", named_by=str(beside))
+    structure = member(beside, "structure.json", named_by=str(beside))
+    by_stored_name = {leaf.stored_name: leaf.name for leaf in leaves}
+    random_keys = read_random_keys(item)
+    return {
+        "step": int(step.name) if _is_number(step.name) else None,
+        "item": str(item),
+        "structure": read_object(structure) if structure.is_file() else None,
+        "digests": str(digests) if digests.is_file() else None,
+        "tree": tensors,
+        "strings": read_strings(item),
+        "left_out": {leaf.name: leaf.kind for leaf in leaves if leaf.name not in tensors},
+        "random_keys": {by_stored_name.get(name, name): kind for name, kind in random_keys.items()},
+    }
+
+
+def _config(step: Path) -> dict[str, Any]:
+    """The model's description as Keras' callback stores it: JSON in a leaf that is text."""
+    item = member(step, _MODEL_CONFIG, named_by=str(step))
+    if not item.is_dir():
+        return {}
+    text = read_strings(item).get("config")
+    if not isinstance(text, str) or len(text) > MAX_JSON_BYTES:
+        return {}
+    try:
+        raw = text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise SourceError(f"{item}: the model's description is not valid Unicode") from error
+    return parse_object(raw, path=f"{item}: the model's description")
