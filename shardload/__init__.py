@@ -4,6 +4,7 @@
     report = shardload.load_weights(model, "model.weights.h5")
     plan   = shardload.plan("gemma2_9b", mesh="4x8")
     with shardload.abstract(): model = build()
+    shardload.restore(model, "checkpoints", step="best")
 
 Everything here is imported on first use: ``import shardload`` itself loads neither JAX nor Keras.
 """
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from shardload.abstraction import abstract
     from shardload.loading import inspect, load, load_weights, plan, report
     from shardload.reports import LoadReport, PlanReport
+    from shardload.restoring import restore
 
 __version__ = "0.1.0"
 
@@ -34,6 +36,7 @@ __all__ = [
     "load_weights",
     "plan",
     "report",
+    "restore",
 ]
 
 _HOMES = {
@@ -45,6 +48,7 @@ _HOMES = {
     "load_weights": "loading",
     "plan": "loading",
     "report": "loading",
+    "restore": "restoring",
 }
 
 

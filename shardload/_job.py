@@ -70,6 +70,8 @@ class Job:
     plan: LoadPlan
     left_out: tuple[Mismatch, ...] = ()
     """What disagreed and is left alone, as ``strict`` was not set."""
+    check: transfer.Check | None = None
+    """Knows the checkpoint's digests."""
 
     def checked(self, *, strict: bool) -> Job:
         """The job as it can be done.
@@ -129,13 +131,26 @@ def prepare(
     layout: Any,
     host_memory_bytes: int,
     tensor_names: Mapping[str, str] | None = None,
+    mapping: VariableMap | None = None,
+    check: transfer.Check | None = None,
 ) -> Job:
-    """Decide everything; changes nothing."""
-    mapping = names.map_weights(model, manifest, names=tensor_names)
+    """Decide everything; changes nothing.
+
+    Args:
+        model: What to fill.
+        manifest: From what.
+        place: Onto which devices.
+        layout: A mode, or the layouts themselves.
+        host_memory_bytes: The budget.
+        tensor_names: Tensor name → variable path, for bare files.
+        mapping: Which tensor goes where, if that is known already.
+        check: Knows the checkpoint's digests.
+    """
+    mapping = mapping or names.map_weights(model, manifest, names=tensor_names)
     choice = layout if isinstance(layout, LayoutChoice) else choose(model, place.mesh, layout)
     targets = [Target(b.name, b.view, b.dtype, choice.layouts[id(b.variable)]) for b in mapping.bindings]
     plan = make_plan(manifest, targets, host_memory_bytes=host_memory_bytes)
-    return Job(model, manifest, place, mapping, choice, plan)
+    return Job(model, manifest, place, mapping, choice, plan, check=check)
 
 
 def fill(
@@ -183,6 +198,7 @@ def _stream(job: Job, assigner: Assigner, shown: Progress) -> transfer.TransferS
             on_start=assigner.starting,
             on_ready=assigner.ready,
             progress=shown.advance,
+            check=job.check,
         )
     finally:
         shown.stop()

@@ -129,7 +129,7 @@ def run(
         progress: Told how many bytes were read.
     """
     clock = _job.Clock()
-    dtype, budget = _dtype(dtype), _budget(host_memory_bytes)
+    dtype, limit = _dtype(dtype), budget(host_memory_bytes)
     _check_backend()
     found, manifest = _open(source, format)
     files = Fingerprint.of(manifest.files)
@@ -137,7 +137,7 @@ def run(
     with clock("build"):
         model = _job.build(manifest, dtype=dtype, task=task, custom_objects=custom_objects, safe_mode=safe_mode)
     with clock("plan"):
-        job = _job.prepare(model, manifest, place, layout=layout, host_memory_bytes=budget).checked(strict=strict)
+        job = _job.prepare(model, manifest, place, layout=layout, host_memory_bytes=limit).checked(strict=strict)
     report = _job.fill(job, clock, files=files, on_failure="raise", progress=progress, notes=_notes(found))
     _reports[model] = report
     return Loaded(model, report, manifest)
@@ -180,19 +180,15 @@ def load_weights(
         LoadInterruptedError: When the load failed after it had begun to replace values; says what the model holds.
     """
     clock = _job.Clock()
-    budget = _budget(host_memory_bytes)
-    if not hasattr(model, "weights"):
-        raise UsageError(f"The first argument is the Keras model to fill; got {type(model).__name__}")
-    _check_backend()
+    limit = budget(host_memory_bytes)
+    check_model(model)
     found, manifest = _open(source, format)
     files = Fingerprint.of(manifest.files)
-    if not getattr(model, "built", True):
-        raise UnsupportedError(f"The model {model.name!r} has not been built. Call model.build(input_shape) first")
     on_failure: _job.OnFailure = "restore" if atomic else "tell"
     with slots_as_stored(model, manifest):
         with clock("plan"):
             place, wanted = whereabouts(model, mesh=mesh, axes=axes, layout=layout, devices=devices)
-            job = _job.prepare(model, manifest, place, layout=wanted, tensor_names=names, host_memory_bytes=budget)
+            job = _job.prepare(model, manifest, place, layout=wanted, tensor_names=names, host_memory_bytes=limit)
             job = job.checked(strict=strict)
         report = _job.fill(job, clock, files=files, on_failure=on_failure, progress=progress, notes=_notes(found))
     _reports[model] = report
@@ -225,7 +221,7 @@ def plan(
         format: As for `run`.
     """
     clock = _job.Clock()
-    dtype, budget = _dtype(dtype), _budget(host_memory_bytes)
+    dtype, limit = _dtype(dtype), budget(host_memory_bytes)
     _check_backend()
     memory = None if device_memory_bytes is None else _bytes("device_memory_bytes", device_memory_bytes)
     found, manifest = _open(source, format)
@@ -234,7 +230,7 @@ def plan(
         model = _job.build(manifest, dtype=dtype, task=task)
     with clock("plan"):
         spec = placement.mesh_spec(mesh, axes=axes)
-        job = _job.prepare(model, manifest, placement.planned(spec), layout=layout, host_memory_bytes=budget)
+        job = _job.prepare(model, manifest, placement.planned(spec), layout=layout, host_memory_bytes=limit)
     return _accounts.plan_report(job, clock, layout=layout, device_memory_bytes=memory, notes=_notes(found))
 
 
@@ -263,6 +259,26 @@ def report(model: Any) -> LoadReport:
     return _reports[model]
 
 
+def check_model(model: Any) -> None:
+    """Whether something is a model that can be filled here.
+
+    Raises:
+        UsageError: When it is no Keras model.
+        BackendError: When Keras does not run on JAX.
+        UnsupportedError: When it has not been built.
+    """
+    if not hasattr(model, "weights"):
+        raise UsageError(f"The first argument is the Keras model to fill; got {type(model).__name__}")
+    _check_backend()
+    if not getattr(model, "built", True):
+        raise UnsupportedError(f"The model {model.name!r} has not been built. Call model.build(input_shape) first")
+
+
+def remember_report(model: Any, report: LoadReport) -> None:
+    """Make `report` answer for ``model``."""
+    _reports[model] = report
+
+
 def _check_backend() -> None:
     """Say at once, in the caller's words, that Keras was imported with another backend; it cannot be changed then."""
     if (found := keras.config.backend()) != "jax":
@@ -287,7 +303,12 @@ def _dtype(wanted: Any) -> Any:
     return name
 
 
-def _budget(wanted: int | str | None) -> int:
+def budget(wanted: int | str | None) -> int:
+    """Bytes staged at most, from what a caller said.
+
+    Raises:
+        UsageError: When it is no number of bytes.
+    """
     return DEFAULT_HOST_MEMORY if wanted is None else _bytes("host_memory_bytes", wanted)
 
 

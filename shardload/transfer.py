@@ -43,7 +43,7 @@ from shardload._placement import Growing, assemble, named_sharding, place, widen
 from shardload._reads import BUDGET_PARTS
 from shardload.bounds import Bounds
 from shardload.errors import BudgetError, MeshError, MismatchError, TransferError
-from shardload.manifest import Decoded, Manifest
+from shardload.manifest import Decoded, Manifest, Tensor
 from shardload.planner import Block, LoadPlan, Target, local_bounds
 
 __all__ = ["Placement", "TransferStats", "execute", "named_sharding", "place"]
@@ -58,6 +58,8 @@ PLACED_TOGETHER = 8
 """Variables that are made arrays at once. Between reads the caches are cold, and each alone takes 0.4 ms, not 0.1."""
 
 Placement = Literal["auto", "adopt", "upload"]
+Check = Callable[[str, int, int], None]
+"""Called with a file and a range of its bytes before they are used, by any thread; raises when they are damaged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,7 @@ def execute(
     progress: Callable[[int], None] | None = None,
     threads: int | None = None,
     placement: Placement = "auto",
+    check: Check | None = None,
 ) -> TransferStats:
     """Read everything a plan names and hand over each variable as a sharded array.
 
@@ -103,6 +106,7 @@ def execute(
         progress: Called on this thread with the number of bytes more that have been read.
         threads: Worker threads; by default one per core, at most `MAX_THREADS`.
         placement: Whether devices adopt host buffers or data is uploaded; by the platform for ``auto``.
+        check: Asked about everything that is read, where the checkpoint has digests.
 
     Raises:
         TransferError: When a file changed since its headers were read, ends early or cannot be read.
@@ -114,7 +118,7 @@ def execute(
     if placement == "auto":
         placement = "adopt" if all(d.platform == "cpu" for d in devices) else "upload"
     began, cpu = time.perf_counter(), time.process_time()
-    transfer = _Transfer(plan, manifest, devices, placement, threads or default_threads())
+    transfer = _Transfer(plan, manifest, devices, placement, threads=threads or default_threads(), check=check)
     try:
         transfer.run(on_ready, on_start or (lambda _: None), progress or (lambda _: None))
     finally:
@@ -165,13 +169,29 @@ def _check_file(path: str, manifest: Manifest) -> None:
         )
 
 
+def _check_block(check: Check, block: Block, tensor: Tensor) -> None:
+    if isinstance(tensor.storage, Decoded):
+        for path in tensor.storage.reader.paths:
+            check(path, 0, Path(path).stat().st_size)
+    else:
+        check(block.path, block.offset, block.offset + block.read_bytes)
+
+
 class _Transfer:
     """One run of one plan; used by the calling thread only, apart from the jobs it hands out."""
 
     def __init__(
-        self, plan: LoadPlan, manifest: Manifest, devices: Sequence[Any], placement: str, threads: int
+        self,
+        plan: LoadPlan,
+        manifest: Manifest,
+        devices: Sequence[Any],
+        placement: str,
+        *,
+        threads: int,
+        check: Check | None,
     ) -> None:
         self.plan, self.manifest, self.devices, self.placement = plan, manifest, devices, placement
+        self.check = check
         self.budget = Budget(plan.host_memory_bytes)
         self.read_s = self.copy_s = 0.0
         scratch = plan.scratch_bytes
@@ -280,6 +300,8 @@ class _Transfer:
         fd = -1 if isinstance(tensor.storage, Decoded) else self._file(block.path)
 
         def move() -> Moved:
+            if self.check is not None:
+                _check_block(self.check, block, tensor)
             return self.mover.move(block, tensor, [part for chunk, piece in work for part in chunk.parts(piece)], fd)
 
         return move

@@ -14,7 +14,7 @@ def save_step(model, root, step, *, compression="none", weights_only=False, **de
     staging = Staging.begin(root, step)
     _orbax.start_save(staging.path, {"pytree": state.tree}, compression=compression, step=step).result()
     own = staging.path / "shardload"
-    own.mkdir()
+    own.mkdir(exist_ok=True)
     (own / "structure.json").write_text(json.dumps(state.to_json()))
     (own / "step.json").write_text(json.dumps({"step": step, **details}))
     Digests.compute(staging.path).write(staging.path)

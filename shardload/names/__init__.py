@@ -5,6 +5,7 @@ One mechanism for all sources: the layers' and converters' own loading code runs
 
     structural.py   Keras files: each layer's load_own_variables
     converters.py   Hugging Face and GGUF: KerasHub's converters
+    stored_state.py training steps: what each leaf is
     exact.py        bare files of tensors: variable paths, structural keys, or a map
 """
 
@@ -17,17 +18,20 @@ from shardload.manifest import Manifest
 from shardload.names.converters import map_hub
 from shardload.names.exact import map_by_name
 from shardload.names.optimizer_slots import slots_as_stored
+from shardload.names.stored_state import Items, map_state
 from shardload.names.structural import map_keras
 from shardload.names.variable_map import Binding, Computed, Mismatch, VariableMap, variable_names
 
 __all__ = [
     "Binding",
     "Computed",
+    "Items",
     "Mismatch",
     "VariableMap",
     "map_by_name",
     "map_hub",
     "map_keras",
+    "map_state",
     "map_weights",
     "slots_as_stored",
     "variable_names",
@@ -38,10 +42,12 @@ _HUB = ("hf-safetensors", "gguf")
 
 
 def map_weights(model: Any, manifest: Manifest, *, names: Mapping[str, str] | None = None) -> VariableMap:
-    """As `map_keras`, `map_hub` or `map_by_name`, whichever the checkpoint's format asks for.
+    """As `map_keras`, `map_hub`, `map_state` or `map_by_name`, whichever the checkpoint's format asks for.
 
-    An explicit ``names`` map always means `map_by_name`.
+    An explicit ``names`` map means `map_by_name`, of a training step too.
     """
+    if manifest.format == "orbax":
+        return map_state(model, manifest, names=names)
     if names is None and manifest.format in _KERAS:
         return map_keras(model, manifest)
     if names is None and manifest.format in _HUB:

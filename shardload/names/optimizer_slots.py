@@ -14,8 +14,8 @@ from typing import Any
 from shardload import _keras
 from shardload.manifest import Manifest
 
-_STORED = "optimizer/vars/"
-"""Where Keras puts the variables of a model's optimizer, in every format of its own."""
+_STORED = ("optimizer/vars/", "optimizer_variables/")
+"""Where Keras puts the variables of a model's optimizer: in every format of its own, and in a training step."""
 
 
 @contextmanager

@@ -1,0 +1,192 @@
+"""A training step into a given model: weights, seeds, optimizer and metrics, by what they are.
+
+Steps saved by shardload say for each leaf what it is (`state_tree`), and are matched by that. Other trees (Keras' own
+callback, plain Orbax) only have names, and are matched by the names the model itself would be saved under, or by an
+explicit map; nothing is matched by likeness.
+
+    items         taken                              left alone ("unasked")
+    all           everything the model has a place for, an optimizer the model does not have, metrics
+    weights       weights and seeds                  optimizer, metrics
+    optimizer     the optimizer's variables          weights, seeds, metrics
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from shardload import _keras
+from shardload.errors import MismatchError, SourceError, UsageError
+from shardload.manifest import Manifest, Tensor, View
+from shardload.names.state_tree import Leaf, Stored, describe, find
+from shardload.names.variable_map import Binding, DirectStep, Mismatch, Variable, VariableMap, variable_names
+
+Items = Literal["all", "weights", "optimizer"]
+_KINDS = {
+    "all": {"weight", "seed", "slot", "optimizer", "metric"},
+    "weights": {"weight", "seed"},
+    "optimizer": {"slot", "optimizer"},
+}
+_OPTIMIZER = _KINDS["optimizer"]
+_MINOR = {"seed", "metric"}
+"""What may be missing or left over: another dropout or metric changes no weight."""
+_GROUPS = {
+    "trainable_variables": "weight",
+    "non_trainable_variables": "weight",
+    "optimizer_variables": "optimizer",
+    "metrics_variables": "metric",
+}
+"""What the leaves of a tree without structure are, by the group Keras puts them in."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Paired:
+    """Tensors and variables that belong together, and what is left of both."""
+
+    pairs: tuple[tuple[Tensor, Leaf], ...]
+    missing: tuple[Leaf, ...]
+    left: tuple[tuple[str, str], ...]
+    """Names of tensors without variable, and what they are."""
+
+
+def map_state(
+    model: Any,
+    manifest: Manifest,
+    *,
+    items: Items = "all",
+    rename: Mapping[str, str] | None = None,
+    names: Mapping[str, str] | None = None,
+) -> VariableMap:
+    """Which leaf of a step goes to which variable.
+
+    Args:
+        model: A built model, abstract or not; nothing of it is changed.
+        manifest: Of a training step.
+        items: ``"all"``, ``"weights"`` or ``"optimizer"``.
+        rename: Stored structural key prefix → the model's (`state_tree.find`).
+        names: Tensor name → variable path, for trees that do not say what their leaves are.
+
+    Raises:
+        UsageError: When ``items`` is none of those.
+        MismatchError: When ``names`` names what does not exist.
+        SourceError: When the step contradicts itself.
+    """
+    if items not in get_args(Items):
+        raise UsageError(f"items is one of {', '.join(get_args(Items))}; got {items!r}")
+    structure = manifest.metadata.get("structure")
+    if structure is None or names is not None:
+        paired = _by_name(model, manifest, names or {})
+    else:
+        paired = _by_structure(model, manifest, structure, rename)
+    return _summarise(model, paired, items)
+
+
+def _by_structure(
+    model: Any, manifest: Manifest, structure: Mapping[str, Any], rename: Mapping[str, str] | None
+) -> _Paired:
+    found = find(model, structure, rename=rename)
+    both = (*found.pairs, *found.mismatched)
+    stored = [s for s, _ in both] + list(found.unexpected)
+    tensors = {id(s): _tensor_of(s, manifest) for s in stored}
+    known = {tensor.name for tensor in tensors.values()}
+    left = [(tensors[id(s)].name, s.role.kind) for s in found.unexpected]
+    left += [(name, "weight") for name in manifest.tensors if name not in known]
+    return _Paired(tuple((tensors[id(s)], leaf) for s, leaf in both), found.missing, tuple(left))
+
+
+def _tensor_of(stored: Stored, manifest: Manifest) -> Tensor:
+    name = "/".join(stored.path)
+    tensor = manifest.tensors.get(name)
+    if tensor is None or tensor.shape != stored.shape or tensor.dtype.name != stored.dtype:
+        have = "it is not there" if tensor is None else f"its data is {tensor.dtype.name} of shape {tensor.shape}"
+        raise SourceError(
+            f"{manifest.source} contradicts itself: its structure.json lists {name!r} as {stored.dtype} of shape "
+            f"{stored.shape}, but {have}. The step is damaged; restore another one"
+        )
+    return tensor
+
+
+def _by_name(model: Any, manifest: Manifest, names: Mapping[str, str]) -> _Paired:
+    leaves = describe(model).leaves
+    by_tree = {"/".join(leaf.path): leaf for leaf in leaves}
+    by_path: dict[str, list[Leaf]] = {}
+    for leaf in leaves:
+        by_path.setdefault(leaf.variable.path, []).append(leaf)
+    pairs: list[tuple[Tensor, Leaf]] = []
+    left = []
+    for name in names:
+        if name not in manifest.tensors:
+            raise MismatchError(f"The map names a tensor {name!r} that {manifest.source} does not have")
+    for name, tensor in manifest.tensors.items():
+        if name in names:
+            pairs.append((tensor, _named(names[name], by_path)))
+        elif name in by_tree:
+            pairs.append((tensor, by_tree[name]))
+        else:
+            left.append((name, _kind_of(name)))
+    taken = [id(leaf) for _, leaf in pairs]
+    if len(set(taken)) < len(taken):
+        twice = next(leaf for _, leaf in pairs if taken.count(id(leaf)) > 1)
+        raise MismatchError(f"Variable {twice.variable.path!r} is provided twice; name each variable once")
+    return _Paired(tuple(pairs), tuple(leaf for leaf in leaves if id(leaf) not in taken), tuple(left))
+
+
+def _kind_of(name: str) -> str:
+    group, *_, last = name.split("/")
+    return "seed" if last == "seed_generator_state" else _GROUPS.get(group, "weight")
+
+
+def _named(path: str, by_path: Mapping[str, list[Leaf]]) -> Leaf:
+    found = by_path.get(path, [])
+    if len(found) != 1:
+        raise MismatchError(
+            f"The map sends a tensor to {path!r}, but the model has {len(found)} variables of that path"
+        )
+    return found[0]
+
+
+def _summarise(model: Any, paired: _Paired, items: Items) -> VariableMap:
+    kinds = set(_KINDS[items])
+    stored = {leaf.kind for _, leaf in paired.pairs} | {kind for _, kind in paired.left}
+    if items == "all" and (getattr(model, "optimizer", None) is None or not stored & _OPTIMIZER):
+        kinds -= _OPTIMIZER
+    everything = _keras.unique([*_keras.variables_of(model), *_keras.state_of(model)])
+    titles = variable_names([*everything, *(leaf.variable for _, leaf in paired.pairs)])
+    wanted = [(tensor, leaf) for tensor, leaf in paired.pairs if leaf.kind in kinds]
+    fits = [(tensor, leaf) for tensor, leaf in wanted if tensor.shape == leaf.shape]
+    wrong = [(tensor, leaf) for tensor, leaf in wanted if tensor.shape != leaf.shape]
+    bindings = tuple(_binding(tensor, leaf, titles) for tensor, leaf in fits)
+    demanded = [leaf for leaf in paired.missing if leaf.kind in kinds - _MINOR]
+    covered = {id(v) for v in _variables([*(leaf for _, leaf in wanted), *demanded])}
+    return VariableMap(
+        bindings=bindings,
+        computed=(),
+        missing=tuple(titles.get(id(leaf.variable), leaf.variable.path) for leaf in demanded),
+        missing_variables=tuple(_variables(demanded)),
+        state=tuple(v for v in everything if id(v) not in covered),
+        unused=tuple(name for name, kind in paired.left if kind in kinds - _MINOR),
+        unasked=(
+            *(name for name, kind in paired.left if kind not in kinds - _MINOR),
+            *(tensor.name for tensor, leaf in paired.pairs if leaf.kind not in kinds),
+        ),
+        mismatched=tuple(_disagree(tensor, leaf) for tensor, leaf in wrong),
+        notes=(),
+        steps=tuple(map(DirectStep, bindings)),
+        refused=tuple((titles[id(leaf.variable)], leaf.variable) for _, leaf in wrong),
+    )
+
+
+def _variables(leaves: Iterable[Leaf]) -> list[Variable]:
+    return [leaf.variable for leaf in leaves]
+
+
+def _binding(tensor: Tensor, leaf: Leaf, titles: Mapping[int, str]) -> Binding:
+    variable = leaf.variable
+    return Binding(titles[id(variable)], variable, View.whole(tensor), _keras.stored_dtype(variable), tensor.dtype)
+
+
+def _disagree(tensor: Tensor, leaf: Leaf) -> Mismatch:
+    path = leaf.variable.path
+    text = f"Variable {path!r} has shape {leaf.shape}, but {tensor.name!r} was saved with shape {tensor.shape}"
+    return Mismatch(path, tensor.name, leaf.shape, tensor.shape, text)

@@ -1,0 +1,183 @@
+"""A training step back into a model, wherever the model lives now.
+
+    find the step ─► check its small files ─► manifest ─► pair leaves with variables ─► plan ─► read, checking each MiB
+                                                                                             of data before it is used
+
+A step is read like any other checkpoint: its uncompressed chunks are extents, so any mesh can restore what any other
+saved, and no device ever holds more than its own shards.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from shardload import _job, loading
+from shardload._fingerprint import Fingerprint
+from shardload.errors import DamagedError, SourceError, UsageError
+from shardload.loaders import open_manifest
+from shardload.manifest import Manifest
+from shardload.names import Items, map_state, slots_as_stored
+from shardload.progress import Progress
+from shardload.reports import LoadReport
+from shardload.steps.digests import UNIT_BYTES, Checker, Digests, verify
+from shardload.steps.listing import StepInfo, find_step, list_steps
+from shardload.whereabouts import whereabouts
+
+Which = int | Literal["latest", "best"]
+
+
+def restore(
+    model: Any,
+    directory: str | os.PathLike[str],
+    *,
+    step: Which = "latest",
+    items: Items = "all",
+    mesh: Any = None,
+    axes: str | None = None,
+    layout: Any = None,
+    devices: Sequence[Any] | None = None,
+    rename: Mapping[str, str] | None = None,
+    names: Mapping[str, str] | None = None,
+    strict: bool = True,
+    atomic: bool = False,
+    fallback: Literal["previous"] | None = None,
+    host_memory_bytes: int | str | None = None,
+    progress: Progress | None = None,
+) -> LoadReport:
+    """Fill a model with a step of a training run.
+
+    Args:
+        model: A built Keras model, live or built inside `shardload.abstract`, compiled or not.
+        directory: Where `shardload.callbacks.OrbaxCheckpoint` saves its steps; also the directory of Keras' own
+            callback, or of plain Orbax.
+        step: Its number, ``"latest"`` or ``"best"``.
+        items: ``"all"``, ``"weights"`` or ``"optimizer"``. Of an uncompiled model ``"all"`` is its weights; an
+            optimizer that never trained gets its slots.
+        mesh: As for `load_weights`: where the model lives now by default. It need not be the mesh that saved the step.
+        axes: As for `load_weights`.
+        layout: As for `load_weights`.
+        devices: As for `load_weights`.
+        rename: Stored structural key prefix → the model's, for layers that moved: ``{"layers/dense": "layers/head"}``.
+        names: Tensor name → variable path, for steps that shardload did not save.
+        strict: Refuse a step that lacks something of what is asked for, or holds more; otherwise report it.
+        atomic: Keep the old values until the new ones are all there: twice the memory.
+        fallback: ``"previous"`` takes the newest undamaged step before one that is damaged, and says so.
+        host_memory_bytes: As for `load_weights`.
+        progress: As for `load_weights`.
+
+    Returns:
+        The account; its notes say which step it was, and whether its bytes were verified.
+
+    Raises:
+        SourceNotFoundError: When there is no such step.
+        DamagedError: When bytes are not those that were saved, naming step, file and the newest good step.
+        MismatchError: When model and step disagree; the model is unchanged then.
+        LoadInterruptedError: When reading failed after values had been replaced.
+    """
+    if fallback not in (None, "previous"):
+        raise UsageError(f"fallback is None or 'previous'; got {fallback!r}")
+    options: dict[str, Any] = {"mesh": mesh, "axes": axes, "layout": layout, "devices": devices, "items": items}
+    options |= {"rename": rename, "names": names, "strict": strict, "atomic": atomic, "progress": progress}
+    options["budget"] = loading.budget(host_memory_bytes)
+    loading.check_model(model)
+    skipped: list[str] = []
+    info = find_step(directory, step)
+    while True:
+        try:
+            return _restore(model, info, skipped, **options)
+        except Exception as error:
+            damage = _damage(error)
+            if damage is None:
+                raise
+            good = _newest_good(directory, before=info.step)
+            if fallback is None or good is None:
+                raise _with_way_out(error, good) from damage
+            skipped.append(f"step {info.step} is damaged and was passed over: {damage}")
+            info = good
+
+
+def _restore(model: Any, info: StepInfo, skipped: Sequence[str], **options: Any) -> LoadReport:
+    clock = _job.Clock()
+    checker = _checked(info) if info.ours else None
+    manifest = _opened(info)
+    files = Fingerprint.of(manifest.files)
+    stated = replace(manifest, tensors={}) if options["items"] == "weights" else manifest
+    with slots_as_stored(model, stated):
+        with clock("plan"):
+            place, wanted = whereabouts(model, **{k: options[k] for k in ("mesh", "axes", "layout", "devices")})
+            chosen = {k: options[k] for k in ("items", "rename", "names")}
+            job = _job.prepare(
+                model,
+                manifest,
+                place,
+                layout=wanted,
+                host_memory_bytes=options["budget"],
+                mapping=map_state(model, manifest, **chosen),
+                check=checker.check if checker is not None else None,
+            ).checked(strict=options["strict"])
+        report = _job.fill(
+            job,
+            clock,
+            files=files,
+            on_failure="restore" if options["atomic"] else "tell",
+            progress=options["progress"],
+            notes=(*skipped, _title(info)),
+        )
+    loading.remember_report(model, report)
+    return report
+
+
+def _opened(info: StepInfo) -> Manifest:
+    try:
+        return open_manifest(str(info.path), format="orbax")
+    except SourceError as error:
+        if info.ours:
+            raise DamagedError(f"Step {info.step} in {info.path.parent} cannot be read: {error}") from error
+        raise
+
+
+def _checked(info: StepInfo) -> Checker:
+    """Check names, sizes and small files of a step at once; the rest is checked as it is read.
+
+    Raises:
+        DamagedError: Naming the first damage.
+    """
+    digests = Digests.read(info.path)
+    if damage := digests.check_names(info.path):
+        raise DamagedError(str(damage[0]))
+    checker = Checker(info.path)
+    for name, digest in digests.files.items():
+        if digest.n_bytes <= UNIT_BYTES:
+            checker.check(str(Path(info.path) / name), 0, digest.n_bytes)
+    return checker
+
+
+def _damage(error: BaseException | None) -> DamagedError | None:
+    while error is not None:
+        if isinstance(error, DamagedError):
+            return error
+        error = error.__cause__
+    return None
+
+
+def _newest_good(directory: str | os.PathLike[str], *, before: int) -> StepInfo | None:
+    earlier = [info for info in list_steps(directory) if info.step < before and info.ours]
+    return next((info for info in reversed(earlier) if not verify(info.path)), None)
+
+
+def _with_way_out(error: Exception, good: StepInfo | None) -> Exception:
+    if good is None:
+        way_out = "No earlier step is undamaged."
+    else:
+        way_out = f"Step {good.step} is the newest good one before it: pass step={good.step}, or fallback='previous'."
+    return type(error)(f"{error}\n{way_out}")
+
+
+def _title(info: StepInfo) -> str:
+    if not info.ours:
+        return f"step {info.step}, not saved by shardload: unverified, as it has no digests"
+    return f"step {info.step}" + (f" (epoch {info.epoch})" if info.epoch is not None else "") + ", verified"

@@ -1,0 +1,217 @@
+"""A step restored onto whatever mesh the model lives on now, bit for bit, or not at all."""
+
+import jax
+import keras
+import numpy as np
+import pytest
+
+import shardload
+from shardload.errors import DamagedError, LoadInterruptedError, MismatchError, SourceNotFoundError, UsageError
+from tests.saved_steps import save_step
+
+MESHES = ["1x8", "2x4", "8x1", "1x3", "1x1"]
+
+
+def build(*, seed=0, optimizer="adam", width=24):
+    keras.utils.set_random_seed(seed)
+    model = keras.Sequential(
+        [keras.layers.Dense(48, activation="relu"), keras.layers.Dropout(0.1), keras.layers.Dense(width)]
+    )
+    model.build((None, 32))
+    if optimizer:
+        model.compile(optimizer, "mse", metrics=["mae"])
+    return model
+
+
+def trained(**options):
+    model = build(**options)
+    rng = np.random.default_rng(0)
+    model.fit(rng.random((64, 32)), rng.random((64, model.output_shape[1])), batch_size=8, verbose=0)
+    return model
+
+
+def values(model):
+    weights = {f"w{i}": np.asarray(v.value) for i, v in enumerate(model.weights)}
+    slots = {f"o{i}": np.asarray(v.value) for i, v in enumerate(getattr(model.optimizer, "variables", ()))}
+    return weights | slots
+
+
+def same(one, other):
+    one, other = values(one), values(other)
+    return one.keys() == other.keys() and all(one[k].tobytes() == other[k].tobytes() for k in one)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A model trained on 1x8, and the folder its step was saved in."""
+    model = trained()
+    root = tmp_path_factory.mktemp("run") / "steps"
+    save_step(model, root, 3)
+    spread = build()
+    shardload.restore(spread, root, mesh="1x8")
+    save_step(spread, root, 8, epoch=1)
+    return model, root
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_everything_on_any_mesh(run, mesh):
+    model, root = run
+    target = build(seed=5)
+    report = shardload.restore(target, root, mesh=mesh)
+    assert same(model, target)
+    assert report.bytes.read <= 1.1 * report.bytes.needed
+    assert any("step 8 (epoch 1), verified" in note for note in report.notes)
+    spread = {len(v.value.sharding.device_set) for v in target.weights}
+    assert spread == {np.prod([int(n) for n in mesh.split("x")])}
+
+
+def test_an_abstract_model_is_filled_in_place(run):
+    model, root = run
+    with shardload.abstract():
+        target = build(seed=5)
+    shardload.restore(target, root, mesh="2x4", step=3)
+    assert same(model, target)
+    target.fit(np.zeros((8, 32)), np.zeros((8, 24)), verbose=0)
+
+
+def test_training_goes_on_as_if_nothing_had_happened(run):
+    model, root = run
+    target = build(seed=5)
+    shardload.restore(target, root, step=3)
+    again = build(seed=6)
+    shardload.restore(again, root, step=3)
+    for one in (target, again):
+        one.fit(np.ones((16, 32)), np.ones((16, 24)), batch_size=8, shuffle=False, verbose=0)
+    assert same(target, again) and int(target.optimizer.iterations) == int(model.optimizer.iterations) + 2
+
+
+def test_auto_generated_names_play_no_part(run):
+    model, root = run
+    for _ in range(3):
+        target = build(seed=5)
+    assert target.layers[0].name != model.layers[0].name
+    shardload.restore(target, root)
+    assert same(model, target)
+
+
+def test_weights_into_an_uncompiled_model(run):
+    model, root = run
+    target = build(seed=5, optimizer=None)
+    report = shardload.restore(target, root)
+    assert all(np.array_equal(a.value, b.value) for a, b in zip(model.weights, target.weights, strict=True))
+    assert any("parts this model does not have" in note for note in report.notes)
+
+
+def test_weights_only_leaves_the_optimizer_alone(run):
+    _, root = run
+    target = trained(seed=5)
+    before = [np.asarray(v.value) for v in target.optimizer.variables]
+    shardload.restore(target, root, items="weights")
+    assert all(np.array_equal(a, v.value) for a, v in zip(before, target.optimizer.variables, strict=True))
+    with pytest.raises(UsageError, match="items is one of"):
+        shardload.restore(target, root, items="metrics")
+
+
+def test_optimizer_only_leaves_the_weights_alone(run):
+    model, root = run
+    target = build(seed=5)
+    before = [np.asarray(v.value) for v in target.trainable_variables]
+    shardload.restore(target, root, items="optimizer")
+    assert all(np.array_equal(a, v.value) for a, v in zip(before, target.trainable_variables, strict=True))
+    ours, theirs = target.optimizer.variables, model.optimizer.variables
+    assert all(np.array_equal(a.value, b.value) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_another_optimizer_is_a_stated_choice(run):
+    _, root = run
+    target = build(seed=5, optimizer="sgd")
+    before = values(target)
+    with pytest.raises(MismatchError, match="not used by the model"):
+        shardload.restore(target, root)
+    assert all(np.array_equal(before[k], v) for k, v in values(target).items())
+    shardload.restore(target, root, items="weights")
+
+
+def test_another_shape_is_refused_before_anything_changes(run):
+    _, root = run
+    target = build(seed=5, width=16)
+    before = values(target)
+    with pytest.raises(MismatchError, match=r"has shape \(48, 16\), but .* saved with shape \(48, 24\)"):
+        shardload.restore(target, root)
+    assert all(np.array_equal(before[k], v) for k, v in values(target).items())
+
+
+def test_a_moved_layer_is_found_through_an_explicit_map(run):
+    model, root = run
+    inputs = keras.Input((32,))
+    x = keras.layers.Dense(48, activation="relu")(inputs)
+    target = keras.Model(inputs, keras.layers.Dense(24)(keras.layers.Dense(48)(x)))
+    with pytest.raises(MismatchError):
+        shardload.restore(target, root)
+    shardload.restore(target, root, rename={"layers/dense_1": "layers/dense_2"}, strict=False)
+    assert np.array_equal(target.layers[-1].kernel.value, model.layers[-1].kernel.value)
+
+
+def test_compressed_steps_are_decoded(run, tmp_path):
+    model, _ = run
+    save_step(model, tmp_path / "z", 1, compression="zstd")
+    target = build(seed=5)
+    shardload.restore(target, tmp_path / "z", mesh="2x4")
+    assert same(model, target)
+
+
+def test_missing_steps_are_named(run, tmp_path):
+    _, root = run
+    with pytest.raises(SourceNotFoundError, match="has no step 5"):
+        shardload.restore(build(), root, step=5)
+    with pytest.raises(SourceNotFoundError, match="holds no steps"):
+        shardload.restore(build(), tmp_path)
+
+
+def largest_file(step):
+    return max((p for p in step.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+
+
+def flip(path, at):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 16
+    path.write_bytes(data)
+
+
+def test_a_flipped_bit_is_named_with_the_way_out_and_passed_over(tmp_path):
+    model = trained()
+    for step in (1, 2, 3):
+        save_step(model, tmp_path / "s", step)
+    flip(largest_file(tmp_path / "s" / "3"), 2000)
+    flip(largest_file(tmp_path / "s" / "2"), 3000)
+    with pytest.raises((DamagedError, LoadInterruptedError), match=r"(?s)3.*Step 1 is the newest good one"):
+        shardload.restore(build(), tmp_path / "s")
+    target = build(seed=5)
+    report = shardload.restore(target, tmp_path / "s", fallback="previous")
+    assert same(model, target)
+    assert any("step 3 is damaged and was passed over" in note for note in report.notes)
+
+
+def test_keras_own_steps_are_read_by_name_and_reported_unverified(tmp_path):
+    model = trained()
+    callback = keras.callbacks.OrbaxCheckpoint(str(tmp_path / "keras"), save_on_background=False)
+    callback.set_model(model)
+    callback._save_checkpoint(7)
+    callback.wait_until_finished()
+    target = keras.models.clone_model(model)
+    target.compile("adam", "mse")
+    report = shardload.restore(target, tmp_path / "keras", mesh="1x8", items="weights")
+    assert all(np.array_equal(a.value, b.value) for a, b in zip(model.weights, target.weights, strict=True))
+    assert any("unverified" in note for note in report.notes)
+
+
+def test_devices_never_hold_more_than_their_shards(run):
+    _, root = run
+    with shardload.abstract():
+        target = build(optimizer=None)
+    report = shardload.restore(target, root, mesh="1x8")
+    held = {d.id: 0 for d in jax.devices()}
+    for variable in target.variables:
+        for shard in variable.value.addressable_shards:
+            held[shard.device.id] += shard.data.nbytes
+    assert {d.id: d.bytes for d in report.devices} == {k: v for k, v in held.items() if v}
