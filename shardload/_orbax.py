@@ -3,10 +3,15 @@
 Orbax writes into ``path + ".orbax-checkpoint-tmp"`` and renames that to ``path``; we hand it a path inside a staging
 folder, so none of its names ever shows up among the steps. Array data is written uncompressed unless asked for:
 each chunk is then a range of bytes in a file, which loading reads without decoding.
+
+Orbax takes every folder in a step for a checkpointable, and plain ``load_checkpointables(step)`` fails on one that is
+none. So ``shardload/``, where our own files go afterwards, is made one: a tiny one that tells what it is.
 """
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +19,10 @@ from typing import Any, Literal
 
 from shardload.errors import SaveError, UsageError
 from shardload.steps._failures import describe, save_error
+from shardload.steps.digests import OWN_FOLDER
+
+OWN_ITEM = {OWN_FOLDER: {"format": "1"}}
+"""What plain Orbax loads from ``shardload/``; strings in a dict are what Keras' ``model_config`` is, too."""
 
 DEFAULT_TIMEOUT_S = 1200
 """Orbax's own: twenty minutes for one save."""
@@ -75,12 +84,13 @@ def start_save(
     Args:
         path: The folder to write: absolute, not existing yet, in a folder that does.
         items: Checkpointables by name: pytrees of arrays, dicts of strings, or objects with a handler of their own.
+            The name ``shardload`` is taken: that folder is made as well, for our own files.
         compression: ``"zstd"`` for smaller files that take several times as long to write and to read.
         step: The step's number, for messages.
         timeout_s: When Orbax itself gives up.
 
     Raises:
-        UsageError: When the path or the compression cannot be.
+        UsageError: When the path, a name or the compression cannot be.
         SaveError: When writing could not even start.
     """
     target = Path(path)
@@ -89,8 +99,14 @@ def start_save(
         raise UsageError(f"Orbax writes to absolute paths only, but was given {path}. Use Path(...).absolute()")
     if compression not in ("none", "zstd"):
         raise UsageError(f"compression should be 'none' or 'zstd', but is {compression!r}")
+    if OWN_FOLDER in items:
+        raise UsageError(f"No checkpointable can be named {OWN_FOLDER!r}: that folder of a step holds our own files")
+    if os.path.lexists(target):
+        raise describe("something is there already", step=step, folder=target, number=errno.EEXIST)
     if not target.parent.is_dir():  # Orbax would quietly make it, and hide that the folder was removed
-        raise describe(f"there is no folder {target.parent} to write into", step=step, folder=target, number=2)
+        raise describe(
+            f"there is no folder {target.parent} to write into", step=step, folder=target, number=errno.ENOENT
+        )
     try:
         return Pending(_start(target, items, compression, timeout_s), path=target, step=step)
     except SaveError:
@@ -110,4 +126,4 @@ def _start(target: Path, items: Mapping[str, Any], compression: str, timeout_s: 
     context.asynchronous.create_directories_asynchronously = False
     context.asynchronous.timeout_secs = int(timeout_s or DEFAULT_TIMEOUT_S)
     with context:
-        return ocp.save_checkpointables_async(str(target), dict(items))
+        return ocp.save_checkpointables_async(str(target), {**items, **OWN_ITEM})

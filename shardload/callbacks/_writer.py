@@ -108,7 +108,7 @@ def _finish(job: Job, staging: Staging, pending: _orbax.Pending) -> Path:
             "Steps saved before are untouched"
         ) from error
     own = staging.path / OWN_FOLDER
-    own.mkdir()
+    own.mkdir(exist_ok=True)
     for name, content in job.records.items():
         (own / name).write_text(json.dumps(content, indent=1), encoding="utf-8")
     Digests.compute(staging.path).write(staging.path)

@@ -1,0 +1,218 @@
+"""What the adapter writes, Orbax and Keras read; what goes wrong in Orbax is told as what it was."""
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+from contextlib import contextmanager
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+from keras.src.saving import saving_lib
+from orbax.checkpoint import v1 as ocp
+
+from shardload._orbax import Pending, start_save
+from shardload.errors import SaveError, UsageError
+from shardload.steps._failures import save_error
+from shardload.steps.digests import Digests, verify
+from shardload.steps.listing import list_steps
+from shardload.steps.publish import Root, Staging
+
+# Orbax warns whenever it restores without being told shardings, which is what a plain load does.
+pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
+
+
+def arrays(n_bytes=1 << 16):
+    return {"a": jnp.arange(n_bytes // 4, dtype=jnp.float32), "b": {"c": jnp.bfloat16(3), "n": jnp.int32(7)}}
+
+
+def save(root, step, items, **options):
+    staging = Staging.begin(root, step)
+    start_save(staging.path, items, step=step, **options).result()
+    (staging.path / "shardload" / "step.json").write_text("{}")
+    Digests.compute(staging.path).write(staging.path)
+    return staging.publish()
+
+
+def trained():
+    """A functional model: Keras' own loader leaves Sequential and subclassed ones at random weights."""
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((4,))
+    model = keras.Model(inputs, keras.layers.Dense(2, name="b")(keras.layers.Dense(3, name="a")(inputs)), name="m")
+    model.compile(optimizer="adam", loss="mse")
+    model.fit(np.ones((8, 4)), np.ones((8, 2)), verbose=0)
+    return model
+
+
+def as_keras_saves(model):
+    """The items that Keras' own callback hands to Orbax."""
+    config, _ = saving_lib._serialize_model_as_json(model)
+    return {"pytree": model.get_state_tree(), "model_config": {"config": config}}
+
+
+def test_orbax_reads_what_was_published(tmp_path):
+    tree = arrays()
+    step = save(tmp_path, 3, {"pytree": tree, "model_config": {"config": "{}"}})
+    found = ocp.load_checkpointables(step)
+    assert found["model_config"] == {"config": "{}"}
+    assert found["shardload"] == {"format": "1"}
+    jax.tree.map(np.testing.assert_array_equal, found["pytree"], tree)
+    assert verify(step) == []
+
+
+def test_sharded_arrays_are_saved(tmp_path):
+    mesh = jax.make_mesh((8,), ("x",))
+    array = jax.device_put(jnp.arange(64.0).reshape(8, 8), jax.NamedSharding(mesh, jax.P(None, "x")))
+    step = save(tmp_path, 0, {"pytree": {"w": array}})
+    np.testing.assert_array_equal(ocp.load_checkpointables(step)["pytree"]["w"], array)
+
+
+def test_keras_loads_a_published_step(tmp_path):
+    model = trained()
+    save(tmp_path, 5, as_keras_saves(model))
+    again = keras.saving.load_model(tmp_path)  # Keras takes the folder of all steps here, for its own ones too
+    for a, b in zip(model.weights, again.weights, strict=True):
+        np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(model.predict(np.ones((1, 4)), verbose=0), again.predict(np.ones((1, 4)), verbose=0))
+
+
+@pytest.mark.parametrize("which", ["5", "."], ids=["step", "root"])
+def test_keras_loads_the_weights_of_a_published_step(tmp_path, which):
+    model = trained()
+    save(tmp_path, 5, as_keras_saves(model))
+    other = trained()
+    for weight in other.weights:
+        weight.assign(weight + 1)
+    other.load_weights(str((tmp_path / which).resolve()))
+    for a, b in zip(model.weights, other.weights, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def codecs(step):
+    """The codecs of every array, from Orbax's store, as zarr3 records them."""
+    import tensorstore as ts
+
+    store = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{step}/pytree/"}).result()
+    found = [json.loads(store[key]) for key in store.list().result() if key.endswith(b"zarr.json")]
+    return {json.dumps(entry["codecs"]) for entry in found}
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+def test_compression_is_a_choice(tmp_path, compression):
+    tree = {"z": jnp.zeros(1 << 18, jnp.float32)}
+    step = save(tmp_path, 0, {"pytree": tree}, compression=compression)
+    assert all(("zstd" in text) == (compression == "zstd") for text in codecs(step))
+    size = sum(path.stat().st_size for path in step.rglob("*") if path.is_file())
+    assert (size > 1 << 20) == (compression == "none")
+
+
+def test_what_changes_afterwards_is_not_saved(tmp_path):
+    """The call returns once it has copies: donating or overwriting the arrays later does no harm."""
+    host = np.arange(1 << 20, dtype=np.float32)
+    tree = {"a": jnp.array(host)}
+    staging = Staging.begin(tmp_path, 0)
+    pending = start_save(staging.path, {"pytree": tree}, step=0)
+    jax.jit(lambda a: a * 0, donate_argnums=0)(tree["a"]).block_until_ready()
+    pending.result()
+    np.testing.assert_array_equal(ocp.load_checkpointables(staging.path)["pytree"]["a"], host)
+
+
+def test_waiting_can_be_given_up_and_taken_up_again(tmp_path):
+    class Slow:
+        def result(self):
+            gate.wait()
+
+    import threading
+
+    gate = threading.Event()
+    pending = Pending(Slow(), path=tmp_path, step=3)
+    with pytest.raises(TimeoutError, match="Step 3 is still being written"):
+        pending.result(0.01)
+    assert not pending.done()
+    gate.set()
+    pending.result()
+    assert pending.done()
+
+
+def test_paths_are_absolute_and_their_folder_is_there(tmp_path):
+    with pytest.raises(UsageError, match="absolute"):
+        start_save("relative/step", {"pytree": arrays()})
+    with pytest.raises(UsageError, match="compression"):
+        start_save(tmp_path / "x", {"pytree": arrays()}, compression="gzip")
+    with pytest.raises(UsageError, match="named 'shardload'"):
+        start_save(tmp_path / "x", {"shardload": arrays()})
+    with pytest.raises(SaveError, match="no folder") as caught:
+        start_save(tmp_path / "gone" / "x", {"pytree": arrays()}, step=4)
+    assert caught.value.errno == errno.ENOENT
+    assert not (tmp_path / "gone").exists()
+
+
+def test_a_folder_removed_while_saving_is_the_cause_that_is_told(tmp_path):
+    root = tmp_path / "run"
+    staging = Staging.begin(Root(root, create=True), 4)
+    pending = start_save(staging.path, {"pytree": arrays(1 << 24)}, step=4)
+    while root.exists():  # Orbax may be making files while we remove
+        shutil.rmtree(root, ignore_errors=True)
+    with pytest.raises(SaveError, match=r"Step 4 could not be saved to .*(removed|gone|No such file)"):
+        pending.result()
+
+
+@contextmanager
+def small_disk(path, size):
+    path.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], check=False, capture_output=True
+    )
+    if done.returncode:
+        yield None
+        return
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", path], check=True)
+
+
+def test_a_full_disk_is_told_and_older_steps_stay(tmp_path):
+    with small_disk(tmp_path / "disk", "4m") as disk:
+        if disk is None:  # nobody here may mount: the text of the error is tested below
+            return
+        save(disk, 1, {"pytree": arrays()})
+        with pytest.raises(SaveError, match=r"Step 2 .*No space left on device.*Free some room") as caught:
+            save(disk, 2, {"pytree": arrays(1 << 23)})
+        assert caught.value.errno == errno.ENOSPC
+        assert [info.step for info in list_steps(disk)] == [1]
+        assert verify(disk / "1") == []
+
+
+@pytest.mark.parametrize(
+    ("cause", "number"),
+    [
+        (ValueError("RESOURCE_EXHAUSTED: Failed writing: No space left on device [os_error_code='28']"), errno.ENOSPC),
+        (ValueError("PERMISSION_DENIED: Failed to open [os_error_code='13']"), errno.EACCES),
+        (OSError(errno.EROFS, "Read-only file system"), errno.EROFS),
+        (ValueError("No ArrayMetadata found for process_index=0"), errno.ENOENT),
+        (ValueError("something else"), None),
+    ],
+)
+def test_the_real_cause_is_found(tmp_path, cause, number):
+    for error in (cause, wrapped(cause)):
+        made = save_error(error, step=9, folder=tmp_path / "x")
+        assert made.errno == number
+        assert "Step 9 could not be saved" in str(made)
+        assert (os.strerror(number) if number else type(error).__name__) in str(made)
+
+
+def wrapped(cause):
+    outer = RuntimeError("background thread failed")
+    outer.__cause__ = cause
+    return outer
+
+
+def test_a_file_in_the_way_is_told(tmp_path):
+    (tmp_path / "x").touch()
+    with pytest.raises(SaveError, match="Step 1 could not be saved"):
+        start_save(tmp_path / "x", {"pytree": arrays()}, step=1).result()
