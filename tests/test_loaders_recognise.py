@@ -50,8 +50,8 @@ def test_an_ending_that_lies(files, format, ending):
 def test_insisting_on_another_format(files):
     with pytest.raises(SourceError, match=r"should be a \.gguf file, but its content is a \.safetensors"):
         open_manifest(files / "safetensors", format="gguf")
-    with pytest.raises(UnsupportedError, match="no format 'orbax'; there are keras-h5"):
-        open_manifest(files / "safetensors", format="orbax")
+    with pytest.raises(UnsupportedError, match="no format 'pickle'; there are keras-h5"):
+        open_manifest(files / "safetensors", format="pickle")
 
 
 CONTENT = {

@@ -1,0 +1,397 @@
+"""Orbax checkpoints, bit for bit what Orbax itself restores, and refused when they lie."""
+
+import json
+import math
+import os
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as v0
+import pytest
+import tensorstore as ts
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from numpy.typing import NDArray
+from orbax.checkpoint import v1
+
+import shardload
+from shardload.errors import (
+    SourceError,
+    SourceNotFoundError,
+    TransferError,
+    TruncatedSourceError,
+    UnsafeSourceError,
+    UnsupportedError,
+)
+from shardload.loaders import open_manifest
+from shardload.loaders._extents import collect
+from shardload.loaders._ocdbt import read_values
+from shardload.loaders._zarr import parse
+from shardload.manifest import Chunked, Decoded, Extent, Manifest, Tensor
+
+MESHES = {"1x8": (1, 8), "2x4": (2, 4), "1x1": (1, 1)}
+Saving = v1.options.ArrayOptions.Saving
+
+
+def placed(value: Any, mesh: str, *spec: str | None) -> jax.Array:
+    rows, columns = MESHES[mesh]
+    devices = np.array(jax.devices()[: rows * columns]).reshape(rows, columns)
+    return jax.device_put(value, NamedSharding(Mesh(devices, ("data", "model")), PartitionSpec(*spec)))
+
+
+def tree(mesh: str = "1x8") -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    floats = rng.standard_normal((256, 128), np.float32)
+    return {
+        "params": {
+            "rows": placed(floats, mesh, "model"),
+            "columns": placed(floats + 1, mesh, None, "model"),
+            "both": placed(floats + 2, mesh, "data", "model"),
+            "copied": placed(jnp.asarray(floats[:64], jnp.bfloat16), mesh),
+            "int8": placed(rng.integers(-128, 127, (64, 64)).astype(np.int8), mesh, None, "model"),
+            "bias": placed(np.arange(8, dtype=np.float32), mesh, "model"),
+        },
+        "step": jnp.int32(4),
+        "numpy": rng.standard_normal((33, 17, 5)),
+        "python": 3,
+        "list": [np.ones(2), (jnp.ones(3), None)],
+        "empty": {},
+    }
+
+
+def save(path: Path, value: Any, **options: Any) -> Path:
+    with v1.Context(array_options=v1.options.ArrayOptions(saving=Saving(**options))):
+        v1.save_checkpointables(path, {"pytree": value})
+    return path
+
+
+def rows_of(tensor: Tensor) -> NDArray[Any]:
+    """A tensor put together from what its manifest says, with NumPy alone."""
+    match tensor.storage:
+        case Decoded(reader):
+            middle = tensor.rows // 2
+            parts = [reader.read_rows(a, b) for a, b in ((0, middle), (middle, tensor.rows)) if a < b]
+            return np.concatenate(parts) if tensor.shape else parts[0]
+        case Extent(path, offset):
+            return np.fromfile(path, tensor.dtype, tensor.size, offset=offset).reshape(tensor.shape)
+        case Chunked(chunk, extents):
+            grid = tuple(-(-n // c) for n, c in zip(tensor.shape, chunk, strict=True))
+            assert set(extents) == set(np.ndindex(*grid))
+            found = np.empty([n * c for n, c in zip(grid, chunk, strict=True)], tensor.dtype)
+            for cell, e in extents.items():
+                box = tuple(slice(i * c, (i + 1) * c) for i, c in zip(cell, chunk, strict=True))
+                found[box] = np.fromfile(e.path, tensor.dtype, math.prod(chunk), offset=e.offset).reshape(chunk)
+            return found[tuple(map(slice, tensor.shape))]
+
+
+def check(manifest: Manifest, expected: Any) -> None:
+    """Every leaf with a value is there, bit for bit, and every file with its size."""
+    leaves = {jax.tree_util.keystr(k, simple=True, separator="/"): v for k, v in jax.tree.leaves_with_path(expected)}
+    arrays = {name: np.asarray(value) for name, value in leaves.items() if not isinstance(value, str)}
+    assert set(manifest.tensors) == set(arrays)
+    for name, array in arrays.items():
+        found = rows_of(manifest.tensors[name])
+        assert (found.shape, found.dtype) == (array.shape, array.dtype), name
+        assert found.tobytes() == array.tobytes(), name
+    assert manifest.files == {path: Path(path).stat().st_size for path in manifest.files}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("use_compression", [False, True])
+def test_every_mesh_reads_back_what_orbax_restores(tmp_path: Path, mesh: str, use_compression: bool) -> None:
+    step = save(tmp_path / "7", tree(mesh), use_compression=use_compression)
+    check(open_manifest(step), v1.load_checkpointables(step, {"pytree": tree(mesh)})["pytree"])
+
+
+@pytest.mark.parametrize("options", [{"use_zarr3": z, "use_ocdbt": o} for z in (0, 1) for o in (0, 1)])
+@pytest.mark.parametrize("use_compression", [False, True])
+def test_every_way_of_storing(tmp_path: Path, options: dict[str, Any], use_compression: bool) -> None:
+    value = tree("2x4")
+    options = {name: bool(chosen) for name, chosen in options.items()}
+    check(open_manifest(save(tmp_path / "7", value, use_compression=use_compression, **options)), value)
+
+
+def test_uncompressed_chunks_are_extents(tmp_path: Path) -> None:
+    found = open_manifest(save(tmp_path / "7", tree(), use_compression=False)).tensors
+    columns, array = found["params/columns"].storage, found["numpy"].storage
+    assert isinstance(columns, Chunked) and isinstance(array, Extent)
+    assert columns.chunk_shape == (256, 16)
+    assert found["params/columns"].stored_bytes == found["params/columns"].nbytes
+
+
+def test_chunks_within_shards(tmp_path: Path) -> None:
+    value = {"a": np.arange(60 * 64, dtype=np.float32).reshape(60, 64)}
+    options = {"use_compression": False, "storage_options": Saving.StorageOptions(chunk_byte_size=1024)}
+    manifest = open_manifest(save(tmp_path / "7", value, **options))
+    check(manifest, value)
+
+
+@pytest.mark.parametrize("driver", ["zarr", "zarr3"])
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_edge_chunks_are_stored_in_full(tmp_path: Path, driver: str, is_sharded: bool) -> None:
+    value = np.arange(50 * 30, dtype=np.float32).reshape(50, 30)
+    step = save(tmp_path / "7", {"a": value}, use_ocdbt=False, use_compression=False, use_zarr3=driver == "zarr3")
+    inner: dict[str, Any] = {"configuration": {"endian": "little"}, "name": "bytes"}
+    shards = {"name": "sharding_indexed", "configuration": {"chunk_shape": [8, 8], "codecs": [inner]}}
+    chunk = {"chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [16, 16]}}}
+    metadata = {"chunks": [16, 16], "compressor": None} if driver == "zarr" else chunk | {"codecs": [inner]}
+    if is_sharded and driver == "zarr3":
+        metadata["codecs"] = [shards]
+    shutil.rmtree(step / "pytree/a")
+    kvstore = {"driver": "file", "path": f"{step}/pytree/a/"}
+    array = ts.open(
+        {"driver": driver, "kvstore": kvstore, "metadata": metadata}, create=True, shape=[50, 30], dtype="float32"
+    ).result()
+    array.write(value).result()
+    manifest = open_manifest(step)
+    assert isinstance(manifest.tensors["a"].storage, Chunked)
+    check(manifest, {"a": value})
+
+
+@pytest.mark.parametrize("saver", ["standard", "pytree", "pytree-folders", "manager", "v1"])
+def test_every_saver(tmp_path: Path, saver: str) -> None:
+    value, path = tree("2x4"), tmp_path / "step"
+    if saver == "standard":
+        with v0.StandardCheckpointer() as checkpointer:
+            checkpointer.save(path, value)
+    elif saver.startswith("pytree"):
+        v0.PyTreeCheckpointer(use_ocdbt=saver == "pytree").save(path, value)
+    elif saver == "manager":
+        with v0.CheckpointManager(path) as manager:
+            for number in (1, 9, 10):
+                manager.save(number, args=v0.args.StandardSave(value if number == 10 else {"a": jnp.ones(2)}))
+    else:
+        v1.save(path, value)
+    manifest = shardload.inspect(path)
+    assert manifest.format == "orbax"
+    assert manifest.metadata["step"] == (10 if saver == "manager" else None)
+    check(manifest, value)
+
+
+def test_strings_random_keys_and_config(tmp_path: Path) -> None:
+    value = {"text": "hi", "key": jax.random.key(3), "none": None, "w": jnp.ones(4)}
+    v1.save_checkpointables(tmp_path / "3", {"pytree": value, "model_config": {"config": '{"class_name": "M"}'}})
+    manifest = open_manifest(tmp_path / "3")
+    assert manifest.metadata["strings"] == {"text": "hi"}
+    assert manifest.metadata["left_out"] == {"none": "None", "text": "string"}
+    assert manifest.metadata["random_keys"] == {"key": "threefry2x32"}
+    assert manifest.config == {"class_name": "M"}
+    assert json.dumps(dict(manifest.metadata))
+    assert rows_of(manifest.tensors["key"]).tobytes() == np.asarray(jax.random.key_data(value["key"])).tobytes()
+
+
+def test_a_root_opens_its_newest_step(tmp_path: Path) -> None:
+    for step in (2, 10):
+        save(tmp_path / str(step), {"a": np.full(3, step)})
+    for name in ("11", ".staging/12", "13.orbax-checkpoint-tmp"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "99").mkdir()
+    (tmp_path / "99/notes.txt").touch()
+    manifest = open_manifest(tmp_path)
+    assert manifest.metadata["step"] == 10
+    assert rows_of(manifest.tensors["a"])[0] == 10
+
+
+def test_what_lies_beside_is_told(tmp_path: Path) -> None:
+    ours = save(tmp_path / "4", {"a": np.ones(3)}) / "shardload"
+    ours.mkdir()
+    (ours / "structure.json").write_text('{"version": 1}')
+    (ours / "digests.json").write_text("{}")
+    found = open_manifest(tmp_path / "4").metadata
+    assert found["structure"] == {"version": 1}
+    assert found["digests"] == str(ours / "digests.json")
+    assert found["tree"] == {"a": ["a"]}
+
+
+def test_deep_trees_of_other_folders(tmp_path: Path) -> None:
+    context = ts.Context()
+    config = {"max_decoded_node_bytes": 300, "max_inline_value_bytes": 4}
+    expected = {f"long prefix/{i:03d}:%": b"x" * (i % 9 + 1) for i in range(80)}
+    inner, outer = (
+        ts.KvStore.open(
+            {"driver": "ocdbt", "base": {"driver": "file", "path": f"{tmp_path}{sub}"}, "config": config},
+            context=context,
+        ).result()
+        for sub in ("/sub/", "/")
+    )
+    transaction = ts.Transaction()
+    for key, content in expected.items():
+        inner.with_transaction(transaction)[key] = content
+    transaction.commit_sync()
+    transaction = ts.Transaction(atomic=True)
+    inner.experimental_copy_range_to(outer.with_transaction(transaction)).result()
+    transaction.commit_sync()
+    for folder in (tmp_path, tmp_path / "sub"):
+        assert {key: value.read(99, what="it") for key, value in read_values(folder).items()} == expected
+
+
+def test_files_that_shrink_later(tmp_path: Path) -> None:
+    step = save(tmp_path / "7", {"a": placed(np.arange(4096.0), "1x8", "model")})
+    manifest = open_manifest(step)
+    for path in manifest.files:
+        os.truncate(path, 10)
+    with pytest.raises(TransferError):
+        rows_of(manifest.tensors["a"])
+
+
+def plain(tmp_path: Path, **changes: Any) -> Path:
+    """A step whose one array lies in a folder, its metadata changed."""
+    step = save(tmp_path / "7", {"a": np.arange(64.0)}, use_ocdbt=False, use_compression=False, use_zarr3=False)
+    header = step / "pytree/a/.zarray"
+    header.write_text(json.dumps(json.loads(header.read_text()) | changes))
+    return step
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "says"),
+    [
+        ({"shape": [1 << 62]}, SourceError, "chunks, but"),
+        ({"shape": [1 << 62], "chunks": [1 << 62]}, UnsafeSourceError, "bomb"),
+        ({"shape": [64, 1 << 50, 1 << 50], "chunks": [1, 1, 1]}, SourceError, "but also"),
+        ({"shape": [-1]}, SourceError, "from 0 to"),
+        ({"shape": [64] * 40, "chunks": [64] * 40}, SourceError, "40 dims"),
+        ({"chunks": [0]}, SourceError, "which is none"),
+        ({"chunks": [64, 64]}, SourceError, "cuts the shape"),
+        ({"chunks": [32]}, SourceError, "1 are missing"),
+        ({"chunks": [128]}, SourceError, "should have 1024 bytes"),
+        ({"dtype": "<f2"}, SourceError, "should have 128 bytes"),
+        ({"dtype": "|O"}, UnsupportedError, "no numbers"),
+        ({"dtype": [["a", "<f4"]]}, SourceError, "does not describe"),
+        ({"shape": "wide"}, SourceError, "no list of integers"),
+        ({"zarr_format": 9}, SourceError, "zarr_format"),
+        ({"dimension_separator": 5}, SourceError, "joined by"),
+    ],
+)
+def test_metadata_that_lies(tmp_path: Path, changes: dict[str, Any], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        open_manifest(plain(tmp_path, **changes))
+
+
+def _remove_tree(item: Path) -> None:
+    (item / "_METADATA").unlink()
+
+
+def _empty_manifest(item: Path) -> None:
+    (item / "manifest.ocdbt").write_bytes(b"")
+
+
+def _remove_manifest(item: Path) -> None:
+    (item / "manifest.ocdbt").unlink()
+
+
+def _flip_manifest(item: Path) -> None:
+    raw = bytearray((item / "manifest.ocdbt").read_bytes())
+    raw[40] ^= 1
+    (item / "manifest.ocdbt").write_bytes(raw)
+
+
+def _flip_node(item: Path) -> None:
+    node = next((item / "d").iterdir())
+    raw = bytearray(node.read_bytes())
+    raw[40] ^= 1
+    node.write_bytes(raw)
+
+
+def _truncate_data(item: Path) -> None:
+    os.truncate(max((item / "ocdbt.process_0/d").iterdir(), key=lambda p: p.stat().st_size), 4000)
+
+
+def _remove_data(item: Path) -> None:
+    shutil.rmtree(item / "ocdbt.process_0")
+
+
+def _link_data_out(item: Path) -> None:
+    outside = item.parent.parent / "outside"
+    (item / "ocdbt.process_0").rename(outside)
+    (item / "ocdbt.process_0").symlink_to(outside)
+
+
+def _duplicate_key(item: Path) -> None:
+    text = (item / "_METADATA").read_text()
+    (item / "_METADATA").write_text(text.replace('"use_zarr3"', '"use_ocdbt"'))
+
+
+def _unknown_leaf(item: Path) -> None:
+    text = (item / "_METADATA").read_text()
+    (item / "_METADATA").write_text(text.replace('"key": "a"', '"key": "b"'))
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "says"),
+    [
+        (_remove_tree, SourceError, "_METADATA"),
+        (_empty_manifest, TruncatedSourceError, "empty"),
+        (_remove_manifest, SourceError, "does not hold it"),
+        (_flip_manifest, SourceError, "damaged"),
+        (_flip_node, SourceError, "damaged"),
+        (_truncate_data, TruncatedSourceError, "truncated"),
+        (_remove_data, SourceNotFoundError, "There is no file"),
+        (_link_data_out, UnsafeSourceError, "symbolic link"),
+        (_duplicate_key, SourceError, "twice"),
+        (_unknown_leaf, SourceError, "does not hold it"),
+    ],
+)
+def test_damage(tmp_path: Path, damage: Callable[[Path], None], error: type[Exception], says: str) -> None:
+    step = save(tmp_path / "7", {"a": placed(np.arange(4096.0), "1x8", "model")}, use_compression=False)
+    damage(step / "pytree")
+    with pytest.raises(error, match=says):
+        open_manifest(step)
+
+
+def test_a_node_that_would_inflate_is_refused_unread(tmp_path: Path) -> None:
+    step = save(tmp_path / "7", {"a": np.arange(4096.0)})
+    block = (1 << 17 << 3 | 1 << 1).to_bytes(3, "little") + b"\0"  # 128 KiB of zeros, by run length
+    body = b"\x28\xb5\x2f\xfd\x00\x58" + block * 2000 + b"\x01\0\0"
+    raw = bytes.fromhex("0cdb3a2a") + struct.pack("<Q", 18 + len(body)) + b"\0\1" + body + b"\0" * 4
+    (step / "pytree/manifest.ocdbt").write_bytes(raw)
+    with pytest.raises(UnsafeSourceError, match="bomb"):
+        open_manifest(step)
+
+
+@pytest.mark.parametrize("place", ["value::../../etc/passwd:0:1", "value:../:d/x:0:1", "value::/etc/passwd:0:1"])
+def test_references_that_leave_the_folder(tmp_path: Path, place: str) -> None:
+    from shardload.loaders._ocdbt import _Walk
+
+    with pytest.raises(SourceError, match="names"):
+        _Walk(tmp_path)._locate(place, "value")
+
+
+def test_chunks_may_not_overlap() -> None:
+    grid = Chunked((2,), {(0,): Extent("f", 0), (1,): Extent("f", 4)})
+    with pytest.raises(SourceError, match="overlap"):
+        collect([Tensor("a", (4,), np.dtype("float32"), grid)], files={"f": 100})
+    with pytest.raises(TruncatedSourceError, match="byte 12"):
+        collect([Tensor("a", (4,), np.dtype("float32"), grid)], files={"f": 11})
+
+
+def test_arrays_without_all_chunks(tmp_path: Path) -> None:
+    step = plain(tmp_path, shape=[96], chunks=[64], fill_value=7)
+    metadata = step / "pytree/_METADATA"
+    metadata.write_text(metadata.read_text().replace('fill_value": true', 'fill_value": false'))
+    found = rows_of(open_manifest(step).tensors["a"])
+    assert found.tolist() == [*range(64), *[7] * 32]
+
+
+def test_big_endian_is_decoded(tmp_path: Path) -> None:
+    step = plain(tmp_path, dtype=">f8")
+    chunk = step / "pytree/a/0"
+    chunk.write_bytes(np.arange(64.0).astype(">f8").tobytes())
+    check(open_manifest(step), {"a": np.arange(64.0)})
+
+
+def test_an_empty_folder_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="no checkpoint"):
+        open_manifest(tmp_path)
+    with pytest.raises(SourceNotFoundError, match="no step"):
+        open_manifest(tmp_path, format="orbax")
+
+
+@pytest.mark.parametrize("raw", [b"{}", b'{"zarr_format": 3}', b'{"zarr_format": 3, "chunk_grid": []}', b"[]"])
+def test_headers_without_sense(raw: bytes) -> None:
+    with pytest.raises(SourceError):
+        parse(raw, name="a", where="somewhere")
