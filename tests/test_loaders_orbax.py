@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 import orbax.checkpoint as v0
 import pytest
@@ -389,6 +390,19 @@ def test_an_empty_folder_is_no_checkpoint(tmp_path: Path) -> None:
         open_manifest(tmp_path)
     with pytest.raises(SourceNotFoundError, match="no step"):
         open_manifest(tmp_path, format="orbax")
+
+
+def test_keras_own_callback(tmp_path: Path) -> None:
+    inputs = keras.Input((64,))
+    model = keras.Model(inputs, keras.layers.Dense(48)(inputs))
+    model.compile("adam", "mse")
+    callback = keras.callbacks.OrbaxCheckpoint(directory=str(tmp_path), save_freq="epoch")
+    model.fit(np.ones((8, 64)), np.ones((8, 48)), verbose=0, callbacks=[callback])
+    manifest = open_manifest(tmp_path)
+    assert manifest.config["class_name"] == "Functional"
+    for variable in model.trainable_variables:
+        found = rows_of(manifest.tensors[f"trainable_variables/{variable.path}"])
+        assert found.tobytes() == np.asarray(variable.value).tobytes()
 
 
 @pytest.mark.parametrize("raw", [b"{}", b'{"zarr_format": 3}', b'{"zarr_format": 3, "chunk_grid": []}', b"[]"])

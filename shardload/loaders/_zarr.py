@@ -130,7 +130,7 @@ def _parse3(document: Mapping[str, Any]) -> Array:
 def _sharding(configuration: Mapping[str, Any], shard: tuple[int, ...]) -> tuple[Sharding | None, list[Any]]:
     """The sharding (``None`` where its index is not plain) and the codecs of the inner chunks."""
     inner = _ints(configuration["chunk_shape"])
-    if len(inner) != len(shard) or 0 in inner or any(n % i for n, i in zip(shard, inner, strict=True)):
+    if len(inner) != len(shard) or min(inner, default=1) < 1 or any(n % i for n, i in zip(shard, inner, strict=True)):
         raise ValueError(f"shards of {shard} do not divide into chunks of {inner}")
     index = configuration["index_codecs"]
     has_crc = [codec["name"] for codec in index[1:]] == ["crc32c"]
