@@ -22,7 +22,8 @@ from shardload.steps._failures import describe, save_error
 from shardload.steps.digests import OWN_FOLDER
 
 OWN_ITEM = {OWN_FOLDER: {"format": "1"}}
-"""What plain Orbax loads from ``shardload/``; strings in a dict are what Keras' ``model_config`` is, too."""
+"""What plain Orbax loads from ``shardload/``. Written as JSON: as a pytree, the default for strings, it would
+get an array store of its own, and Orbax would warn at every save that there is nothing in it."""
 
 DEFAULT_TIMEOUT_S = 1200
 """Orbax's own: twenty minutes for one save."""
@@ -125,5 +126,8 @@ def _start(target: Path, items: Mapping[str, Any], compression: str, timeout_s: 
     # Folders are made here and now: made in the background, a failure would only show as a time-out.
     context.asynchronous.create_directories_asynchronously = False
     context.asynchronous.timeout_secs = int(timeout_s or DEFAULT_TIMEOUT_S)
+    registry = ocp.handlers.local_registry()
+    registry.add(ocp.handlers.JsonHandler, checkpointable_name=OWN_FOLDER)
+    context.checkpointables.registry = registry
     with context:
         return ocp.save_checkpointables_async(str(target), {**items, **OWN_ITEM})

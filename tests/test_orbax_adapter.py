@@ -64,6 +64,16 @@ def test_orbax_reads_what_was_published(tmp_path):
     assert verify(step) == []
 
 
+def test_the_older_orbax_interface_reads_it_too(tmp_path):
+    import orbax.checkpoint as v0
+
+    tree = arrays()
+    for number in (3, 12):
+        step = save(tmp_path, number, {"pytree": tree})
+    assert v0.CheckpointManager(tmp_path).all_steps() == [3, 12]
+    jax.tree.map(np.testing.assert_array_equal, v0.StandardCheckpointer().restore(step / "pytree"), tree)
+
+
 def test_sharded_arrays_are_saved(tmp_path):
     mesh = jax.make_mesh((8,), ("x",))
     array = jax.device_put(jnp.arange(64.0).reshape(8, 8), jax.NamedSharding(mesh, jax.P(None, "x")))
