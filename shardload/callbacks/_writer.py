@@ -3,14 +3,17 @@
     training thread   wait for the last save · begin staging · Orbax copies the arrays off the devices ─► returns
     worker thread     Orbax is done · shardload/*.json · digests · publish · remove old steps · post_finalization
 
-A worker keeps the process alive until its step is published or discarded. Its failure is kept until `raise_failure` or
-`wait`; nothing half-written stays in the root, as everything before the publishing rename is in staging.
+A process that ends, also by an exception in ``fit``, first finishes the step in flight. A failure is kept until
+`raise_failure` or `wait`. Nothing half-written stays in the root: all before the publishing rename is in staging.
 """
 
 from __future__ import annotations
 
+import concurrent.futures.thread  # first: what registers later than it, runs before it
 import json
+import logging
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +24,8 @@ from shardload.errors import SaveError, ShardloadError
 from shardload.steps._failures import save_error
 from shardload.steps.digests import OWN_FOLDER, Digests
 from shardload.steps.publish import Root, Staging
+
+_WRITERS: weakref.WeakSet[Writer] = weakref.WeakSet()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,7 @@ class Writer:
         self.root = root
         self._worker: threading.Thread | None = None
         self._failure: ShardloadError | None = None
+        _WRITERS.add(self)
 
     def start(self, job: Job) -> None:
         """Return as soon as the arrays may change again; waits for the step before first.
@@ -58,7 +64,6 @@ class Writer:
             pending = _orbax.start_save(
                 staging.path, job.items, compression=job.compression, step=job.step, timeout_s=job.timeout_s
             )
-            # Not a daemon: the interpreter waits for it, so that an exception in `fit` does not cost the last step.
             worker = threading.Thread(target=self._run, args=(job, staging, pending), name=f"shardload-step-{job.step}")
             worker.start()
         except BaseException as error:  # Ctrl-C as well: nothing may be left behind
@@ -97,6 +102,21 @@ class Writer:
                 call(job.step, path)
         except BaseException as error:
             self._failure = _after_failed(error, job.step, path)
+
+
+def _finish_all() -> None:
+    """Called when the interpreter ends, while threads can still be started, which Orbax needs."""
+    for writer in list(_WRITERS):
+        try:
+            writer.wait()
+        except ShardloadError as error:  # nobody is left to raise it to
+            logging.getLogger("shardload").error("%s", error)
+
+
+# `atexit` and waiting for threads come too late: by then no pool takes work any more, and the step would be lost.
+if (_register := getattr(threading, "_register_atexit", None)) is not None:
+    assert concurrent.futures.thread
+    _register(_finish_all)
 
 
 def _finish(job: Job, staging: Staging, pending: _orbax.Pending) -> Path:

@@ -1,0 +1,241 @@
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import keras
+import pytest
+from callback_models import assert_holds, compiled, fit, steps_in
+
+from shardload import _orbax
+from shardload.callbacks import OrbaxCheckpoint
+from shardload.errors import SaveError
+from shardload.steps.digests import verify
+from shardload.steps.listing import list_steps
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
+
+
+class Batches(keras.callbacks.Callback):
+    """Counts batches; calls ``at[n]`` after batch ``n``."""
+
+    def __init__(self, at=()):
+        super().__init__()
+        self.done, self.at = 0, dict(at)
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.done += 1
+        if self.done in self.at:
+            self.at[self.done]()
+
+
+def broken(monkeypatch, *, at=1):
+    """From the save ``at`` on, Orbax fails in the background; returns an event set once it has."""
+    real, calls, failed = _orbax.Pending.result, [], threading.Event()
+
+    def result(self, timeout_s=None):
+        calls.append(self)
+        real(self, timeout_s)
+        if len(calls) >= at:
+            failed.set()
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(_orbax.Pending, "result", result)
+    return failed
+
+
+def settle(callback):
+    """Let the save in flight end without asking how."""
+    callback._writer._worker.join()
+
+
+def test_a_background_failure_is_raised_at_the_next_batch(tmp_path, monkeypatch):
+    broken(monkeypatch, at=2)
+    callback = OrbaxCheckpoint(tmp_path, save_freq=2, max_to_keep=None)
+    batches = Batches({4: lambda: settle(callback)})
+    with pytest.raises(SaveError, match=r"Step 4 could not be saved .*No space left on device") as caught:
+        fit(compiled(), callback, batches, epochs=5)
+    assert batches.done == 4 and caught.value.errno == 28
+    assert steps_in(tmp_path) == [2] and list((tmp_path / ".staging").iterdir()) == []
+
+
+def test_a_failure_of_the_last_save_ends_fit(tmp_path, monkeypatch):
+    broken(monkeypatch)
+    with pytest.raises(SaveError, match="Step 4 could not be saved"):
+        fit(compiled(), OrbaxCheckpoint(tmp_path))
+    assert steps_in(tmp_path) == []
+
+
+def test_a_failure_in_the_foreground_as_well(tmp_path, monkeypatch):
+    broken(monkeypatch)
+    batches = Batches()
+    with pytest.raises(SaveError, match="Step 1 could not be saved"):
+        fit(compiled(), OrbaxCheckpoint(tmp_path, save_freq=1, save_on_background=False), batches)
+    assert batches.done == 0
+
+
+def test_training_goes_on_after_a_failure_was_seen(tmp_path, monkeypatch):
+    callback, model = OrbaxCheckpoint(tmp_path), compiled()
+    with monkeypatch.context() as patch:
+        broken(patch)
+        with pytest.raises(SaveError):
+            fit(model, callback)
+    fit(model, callback)
+    assert steps_in(tmp_path) == [8]
+    assert_holds(tmp_path / "8", model)
+
+
+def test_waiting_tells_of_a_failure_once(tmp_path, monkeypatch):
+    broken(monkeypatch)
+    callback = OrbaxCheckpoint(tmp_path)
+    with pytest.raises(SaveError):
+        fit(compiled(), callback)
+    callback.wait_until_finished()
+
+
+def test_what_follows_a_save_may_fail_too(tmp_path):
+    def upload(step, path):
+        raise ConnectionError("no route")
+
+    with pytest.raises(SaveError, match=r"Step 4 is saved in .*ConnectionError: no route"):
+        fit(compiled(), OrbaxCheckpoint(tmp_path, post_finalization=upload))
+    assert verify(tmp_path / "4") == []
+
+
+def test_a_save_that_takes_too_long_is_given_up(tmp_path, monkeypatch):
+    def never(self, timeout_s=None):
+        raise TimeoutError(f"after {timeout_s} s")
+
+    monkeypatch.setattr(_orbax.Pending, "result", never)
+    with pytest.raises(SaveError, match=r"Step 4 was not written within 60 s \(async_timeout_s\)"):
+        fit(compiled(), OrbaxCheckpoint(tmp_path, async_timeout_s=60))
+    assert steps_in(tmp_path) == []
+
+
+def test_one_save_in_flight(tmp_path, monkeypatch):
+    real, running, most = _orbax.Pending.result, [], []
+
+    def slow(self, timeout_s=None):
+        running.append(self)
+        most.append(len(running))
+        time.sleep(0.1)
+        real(self, timeout_s)
+        running.remove(self)
+
+    monkeypatch.setattr(_orbax.Pending, "result", slow)
+    fit(compiled(), OrbaxCheckpoint(tmp_path, save_freq=1, max_to_keep=None))
+    assert most == [1, 1, 1, 1] and steps_in(tmp_path) == [1, 2, 3, 4]
+
+
+def test_training_goes_on_while_a_step_is_written(tmp_path, monkeypatch):
+    real, go = _orbax.Pending.result, threading.Event()
+    monkeypatch.setattr(_orbax.Pending, "result", lambda self, timeout_s=None: (go.wait(60), real(self, timeout_s)))
+    batches = Batches({3: go.set})
+    fit(compiled(), OrbaxCheckpoint(tmp_path, save_freq=2, max_to_keep=None), batches)
+    assert go.is_set() and steps_in(tmp_path) == [2, 4]
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_root_that_went_away_is_noticed(tmp_path, replaced):
+    root = tmp_path / "root"
+    callback = OrbaxCheckpoint(root, save_freq=1)
+
+    def remove():
+        callback.wait_until_finished()
+        shutil.rmtree(root)
+        if replaced:
+            root.mkdir()
+
+    with pytest.raises(SaveError, match="took the place" if replaced else "removed"):
+        fit(compiled(), callback, Batches({2: remove}))
+    assert root.exists() == replaced and not list(root.glob("[0-9]*"))
+
+
+def test_an_exception_in_fit_does_not_cost_the_pending_step(tmp_path):
+    def stop():
+        raise RuntimeError("out of luck")
+
+    callback, model = OrbaxCheckpoint(tmp_path, save_freq=2, max_to_keep=None), compiled()
+    with pytest.raises(RuntimeError, match="out of luck"):
+        fit(model, callback, Batches({2: stop}))
+    callback.wait_until_finished()
+    assert_holds(tmp_path / "2", model)
+    fit(model, callback)
+    assert steps_in(tmp_path) == [2, 4, 6]
+
+
+def test_a_failure_nobody_waited_for_is_raised_by_the_next_fit(tmp_path, monkeypatch):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    callback, model = OrbaxCheckpoint(tmp_path, save_freq=2), compiled()
+    with monkeypatch.context() as patch:
+        broken(patch)
+        with pytest.raises(KeyboardInterrupt):
+            fit(model, callback, Batches({2: interrupt}))
+        settle(callback)
+    with pytest.raises(SaveError, match="Step 2 could not be saved"):
+        fit(model, callback)
+
+
+def test_an_interrupt_while_arrays_are_copied_leaves_nothing(tmp_path, monkeypatch):
+    def interrupted(*args, **named):
+        raise KeyboardInterrupt
+
+    callback = OrbaxCheckpoint(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(_orbax, "start_save", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            fit(compiled(), callback)
+    assert steps_in(tmp_path) == [] and list((tmp_path / ".staging").iterdir()) == []
+
+
+CHILD = """
+import sys
+sys.path.insert(0, {tests!r})
+import conftest, os, signal
+from callback_models import *
+from test_callbacks_failures import Batches
+from shardload.callbacks import OrbaxCheckpoint
+def fail(): raise RuntimeError("on purpose")
+def interrupt(): os.kill(os.getpid(), signal.SIGINT)
+print("ready", flush=True)
+fit(compiled(), OrbaxCheckpoint({root!r}, save_freq=1, max_to_keep=3), Batches({at}), epochs={epochs})
+"""
+
+
+def child(root, *, at="{}", epochs=1):
+    code = CHILD.format(tests=str(Path(__file__).parent), root=str(root), at=at, epochs=epochs)
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+def test_kill_leaves_only_whole_steps(tmp_path):
+    run = child(tmp_path, epochs=100_000)
+    assert run.stdout.readline() == "ready\n"
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.glob("[0-9]*"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    time.sleep(0.013)
+    run.send_signal(signal.SIGKILL)
+    run.communicate()
+    steps = list_steps(tmp_path)
+    assert steps and [verify(info.path) for info in steps] == [[]] * len(steps)
+    newest = steps[-1].step
+    callback = OrbaxCheckpoint(tmp_path, max_to_keep=None)
+    fit(compiled(), callback)
+    assert steps_in(tmp_path)[-1] == newest + 4 and list((tmp_path / ".staging").iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "told"), [("fail", "RuntimeError: on purpose"), ("interrupt", "KeyboardInterrupt")])
+def test_a_script_that_ends_in_an_exception_ends_cleanly(tmp_path, how, told):
+    run = child(tmp_path, at=f"{{3: {how}}}")
+    _, stderr = run.communicate(timeout=60)
+    assert run.returncode != 0 and re.search(told, stderr), stderr
+    assert [verify(tmp_path / str(n)) for n in steps_in(tmp_path)] == [[]] * len(steps_in(tmp_path))
+    assert steps_in(tmp_path) == [1, 2, 3] and list((tmp_path / ".staging").iterdir()) == []

@@ -1,0 +1,265 @@
+import inspect
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+from callback_models import (
+    Subclassed,
+    X,
+    assert_holds,
+    compiled,
+    fit,
+    functional,
+    gemma,
+    gemma_data,
+    record,
+    sequential,
+    steps_in,
+)
+from orbax.checkpoint import v1 as ocp
+
+from shardload.callbacks import OrbaxCheckpoint
+from shardload.errors import UsageError
+from shardload.steps.listing import list_steps
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
+
+BUILDERS = {"functional": functional, "sequential": sequential, "subclassed": Subclassed}
+
+
+@pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS)
+def test_a_step_holds_the_whole_state(build, tmp_path):
+    model = compiled(build)
+    fit(model, OrbaxCheckpoint(tmp_path))
+    assert steps_in(tmp_path) == [4]
+    assert_holds(tmp_path / "4", model)
+
+
+def test_kerashub_gemma_keeps_its_optimizer(tmp_path):
+    model = gemma()
+    model.fit(*gemma_data(), batch_size=4, shuffle=False, verbose=0, callbacks=[OrbaxCheckpoint(tmp_path)])
+    assert_holds(tmp_path / "2", model)
+    slots = [leaf for leaf in record(tmp_path, 2, "structure")["leaves"] if leaf["kind"] == "slot"]
+    assert len(slots) == 2 * len(model.trainable_variables)
+
+
+def test_a_mesh_of_eight(tmp_path):
+    mesh = keras.distribution.DeviceMesh((1, 8), ("batch", "model"), keras.distribution.list_devices()[:8])
+    layouts = keras.distribution.LayoutMap(mesh)
+    layouts["first/kernel"] = (None, "model")
+    keras.distribution.set_distribution(keras.distribution.ModelParallel(layout_map=layouts, batch_dim_name="batch"))
+    try:
+        model = compiled()
+        fit(model, OrbaxCheckpoint(tmp_path, save_freq=2, max_to_keep=None))
+    finally:
+        keras.distribution.set_distribution(None)
+    assert len(model.get_layer("first").kernel.value.sharding.device_set) == 8
+    assert record(tmp_path, 4)["mesh"] == {"axes": ["batch", "model"], "sizes": [1, 8]}
+    assert_holds(tmp_path / "4", model)
+
+
+def test_a_second_fit_and_a_second_run_continue_the_numbers(tmp_path):
+    model, callback = compiled(), OrbaxCheckpoint(tmp_path, max_to_keep=None)
+    fit(model, callback, epochs=2)
+    fit(model, callback)
+    fit(model, OrbaxCheckpoint(tmp_path, max_to_keep=None))
+    fit(compiled(), OrbaxCheckpoint(tmp_path, max_to_keep=None))
+    assert steps_in(tmp_path) == [4, 8, 12, 16, 20]
+
+
+def test_every_so_many_batches_across_epochs(tmp_path):
+    fit(compiled(), OrbaxCheckpoint(tmp_path, save_freq=3, max_to_keep=None), epochs=3)
+    assert steps_in(tmp_path) == [3, 6, 9, 12]
+    assert [(record(tmp_path, n)["epoch"], record(tmp_path, n)["batch"]) for n in (3, 6, 12)] == [
+        (0, 3),
+        (1, 2),
+        (2, 4),
+    ]
+
+
+def test_a_step_in_mid_epoch_holds_the_state_of_that_batch(tmp_path):
+    model, twin = compiled(), compiled()
+    twin.set_weights(model.get_weights())
+    fit(model, OrbaxCheckpoint(tmp_path, save_freq=2, max_to_keep=None), shuffle=False)
+    twin.fit(X[:8], X[:8], batch_size=4, shuffle=False, verbose=0)
+    assert_holds(tmp_path / "2", twin)
+
+
+def test_several_batches_per_execution(tmp_path):
+    model = functional()
+    model.compile("adam", "mse", steps_per_execution=2)
+    fit(model, OrbaxCheckpoint(tmp_path, save_freq=2, max_to_keep=None), epochs=2)
+    assert steps_in(tmp_path) == [2, 4, 6, 8]
+
+
+def test_what_a_step_tells(tmp_path):
+    given = {"run": "a", "seeds": [1, 2]}
+    fit(
+        compiled(), OrbaxCheckpoint(tmp_path, monitor="loss", metadata=given, data_iterator=lambda: {"at": 7}), epochs=2
+    )
+    told = record(tmp_path, 8)
+    assert (told["step"], told["epoch"], told["batch"], told["epoch_done"]) == (8, 1, 4, True)
+    assert set(told["logs"]) == {"loss", "mae"} and told["best"] <= told["logs"]["loss"]
+    assert told["metadata"] == given and told["mode"] == "min" and told["mesh"] is None
+    assert set(told["versions"]) >= {"python", "shardload", "keras", "jax", "orbax-checkpoint"}
+    assert record(tmp_path, 8, "iterator")["state"] == {"at": 7}
+
+
+def test_metadata_of_each_step(tmp_path):
+    fit(compiled(), OrbaxCheckpoint(tmp_path, metadata=lambda step, logs: {"n": step, "keys": sorted(logs)}))
+    assert record(tmp_path, 4)["metadata"] == {"n": 4, "keys": ["loss", "mae"]}
+
+
+def test_keras_reads_it(tmp_path):
+    model = compiled()
+    fit(model, OrbaxCheckpoint(tmp_path), epochs=2)
+    loaded = keras.saving.load_model(tmp_path)
+    fresh = compiled()
+    fresh.load_weights(tmp_path / "8")
+    for ours, a, b in zip(model.weights, loaded.weights, fresh.weights, strict=True):
+        assert np.array_equal(ours, a) and np.array_equal(ours, b)
+    slots = zip(model.optimizer.variables, loaded.optimizer.variables, strict=True)
+    assert all(np.array_equal(ours, theirs) for ours, theirs in slots)
+
+
+@keras.saving.register_keras_serializable("shardload-tests")
+class Vocabulary(Subclassed):
+    def save_assets(self, folder):
+        (Path(folder) / "words.txt").write_text("a b")
+
+    def load_assets(self, folder):
+        pass
+
+
+def test_assets_as_keras_stores_them(tmp_path):
+    fit(compiled(Vocabulary), OrbaxCheckpoint(tmp_path))
+    stored = ocp.load_checkpointables(str(tmp_path / "4"), {"assets": None})["assets"]
+    assert bytes(stored["words.txt"]) == b"a b"
+
+
+def test_weights_only(tmp_path):
+    model = compiled()
+    fit(model, OrbaxCheckpoint(tmp_path, save_weights_only=True))
+    kinds = {leaf["kind"] for leaf in record(tmp_path, 4, "structure")["leaves"]}
+    assert kinds == {"weight"} and not (tmp_path / "4" / "model_config").exists()
+    fresh = compiled()
+    fresh.load_weights(tmp_path)
+    assert all(np.array_equal(a, b) for a, b in zip(model.weights, fresh.weights, strict=True))
+
+
+def test_optimizers_keras_cannot_save(tmp_path):
+    model = compiled(optimizer=keras.optimizers.Adafactor())
+    fit(model, OrbaxCheckpoint(tmp_path))
+    with pytest.raises(ValueError, match="found twice"):
+        model.get_state_tree()
+    assert_holds(tmp_path / "4", model)
+
+
+def test_best_only_keeps_its_best_over_runs(tmp_path):
+    fit_with = compiled()
+    first = OrbaxCheckpoint(tmp_path, "loss", save_best_only=True, max_to_keep=None)
+    history = fit(fit_with, first, epochs=3).history["loss"]
+    assert first.best == pytest.approx(min(history))
+    second = OrbaxCheckpoint(tmp_path, "loss", save_best_only=True, max_to_keep=None)
+    before = steps_in(tmp_path)
+    bad = compiled(optimizer=keras.optimizers.SGD(0.0))
+    bad.set_weights([w + 9 for w in bad.get_weights()])
+    fit(bad, second)
+    assert second.best == first.best and steps_in(tmp_path) == before
+
+
+def test_best_only_warns_without_the_metric(tmp_path):
+    with pytest.warns(UserWarning, match="Can save best model only with val_loss available"):
+        fit(compiled(), OrbaxCheckpoint(tmp_path, save_best_only=True))
+    assert steps_in(tmp_path) == []
+
+
+def test_threshold(tmp_path):
+    fit(compiled(), OrbaxCheckpoint(tmp_path, "loss", save_best_only=True, initial_value_threshold=0.0))
+    assert steps_in(tmp_path) == []
+
+
+def test_direction_of_a_metric(tmp_path):
+    model = functional()
+    model.compile("adam", "mse", metrics=[keras.metrics.R2Score(), "mae"])
+    fit(model, OrbaxCheckpoint(tmp_path, "r2_score", keep_best=1))
+    assert record(tmp_path, 4)["mode"] == "max"
+    with pytest.raises(UsageError, match="'nothing' is better cannot be told"):
+        fit(model, OrbaxCheckpoint(tmp_path, "nothing", save_best_only=True))
+
+
+def test_keeps_the_latest_and_tells_of_each(tmp_path):
+    told = []
+    callback = OrbaxCheckpoint(
+        tmp_path, save_freq=1, max_to_keep=2, post_finalization=lambda step, path: told.append((step, path.name))
+    )
+    fit(compiled(), callback)
+    assert steps_in(tmp_path) == [3, 4] and told == [(n, str(n)) for n in (1, 2, 3, 4)]
+
+
+def test_a_decision_of_the_users(tmp_path):
+    callback = OrbaxCheckpoint(tmp_path, save_freq=1, max_to_keep=None, save_decision=lambda step, logs: step % 3 == 0)
+    fit(compiled(), callback, epochs=2)
+    assert steps_in(tmp_path) == [3, 6]
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_further_items_and_compression(tmp_path, background):
+    items = lambda: {"ema": {"w": np.arange(3.0)}}  # noqa: E731
+    callback = OrbaxCheckpoint(tmp_path, save_on_background=background, checkpointables=items, compression="zstd")
+    model = compiled()
+    fit(model, callback)
+    found = ocp.load_checkpointables(str(tmp_path / "4"), {"ema": None})["ema"]
+    assert np.array_equal(found["w"], np.arange(3.0))
+    assert_holds(tmp_path / "4", model)
+
+
+def test_a_model_keras_cannot_serialise_is_saved_all_the_same(tmp_path):
+    class Odd(Subclassed):
+        def get_config(self):
+            raise NotImplementedError("never")
+
+    model = compiled(Odd)
+    with pytest.warns(UserWarning, match=r"configuration cannot be saved \(NotImplementedError: never\)"):
+        fit(model, OrbaxCheckpoint(tmp_path), epochs=2)
+    assert_holds(tmp_path / "8", model)
+
+
+def test_relative_directories_stay_where_they_were(tmp_path, monkeypatch):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    monkeypatch.chdir(tmp_path / "a")
+    callback = OrbaxCheckpoint("steps")
+    monkeypatch.chdir(tmp_path / "b")
+    fit(compiled(), callback)
+    assert steps_in(tmp_path / "a" / "steps") == [4] and callback.directory.is_absolute()
+
+
+def test_a_diverged_loss_can_be_read_back(tmp_path):
+    model = compiled(optimizer=keras.optimizers.SGD(1e30))
+    fit(model, OrbaxCheckpoint(tmp_path, "loss", keep_best=1), epochs=2)
+    assert [info.problems for info in list_steps(tmp_path)] == [None]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"save_freq": "batch"}, "Unrecognized save_freq"),
+        ({"save_freq": 0}, "Unrecognized save_freq"),
+        ({"max_to_keep": 0}, "max_to_keep should be"),
+        ({"compression": "gzip"}, "compression should be"),
+        ({"metadata": {"a": object()}}, "metadata should be"),
+        ({"checkpointables": {"pytree": {}}}, "cannot be named 'pytree'"),
+        ({"directory": "gs://bucket/run"}, "a folder of this machine"),
+    ],
+)
+def test_wrong_arguments_are_told_at_once(tmp_path, wrong, message):
+    with pytest.raises(UsageError, match=message):
+        OrbaxCheckpoint(**{"directory": tmp_path / "x", **wrong})
+
+
+def test_takes_what_keras_callback_takes():
+    theirs = inspect.signature(keras.callbacks.OrbaxCheckpoint).parameters
+    ours = inspect.signature(OrbaxCheckpoint).parameters
+    assert [(n, p.default) for n, p in theirs.items()] == [(n, p.default) for n, p in ours.items()][: len(theirs)]
