@@ -888,3 +888,8 @@ def epoch_iterator_of_caller() -> Any:
 def forget_epoch_length(epochs: Any) -> None:
     """Let an ``EpochIterator`` find out anew how many batches its data has."""
     epochs._num_batches = epochs.data_adapter.num_batches
+
+
+def set_initial_epoch(model: Any, epoch: int | None) -> None:
+    """Where the next ``fit`` begins; read right after ``on_train_begin``."""
+    model._initial_epoch = epoch

@@ -10,13 +10,17 @@ saved, and no device ever holds more than its own shards.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from numpy.typing import NDArray
+
 from shardload import _job, loading
 from shardload._fingerprint import Fingerprint
+from shardload._whole import read_tensor
 from shardload.errors import DamagedError, SourceError, UsageError
 from shardload.loaders import open_manifest
 from shardload.manifest import Manifest
@@ -25,9 +29,12 @@ from shardload.progress import Progress
 from shardload.reports import LoadReport
 from shardload.steps.digests import UNIT_BYTES, Checker, Digests, verify
 from shardload.steps.listing import StepInfo, find_step, list_steps
+from shardload.transfer import check_tensor
 from shardload.whereabouts import whereabouts
 
 Which = int | Literal["latest", "best"]
+
+_restored: weakref.WeakKeyDictionary[Any, StepInfo] = weakref.WeakKeyDictionary()
 
 
 def restore(
@@ -55,8 +62,8 @@ def restore(
         directory: Where `shardload.callbacks.OrbaxCheckpoint` saves its steps; also the directory of Keras' own
             callback, or of plain Orbax.
         step: Its number, ``"latest"`` or ``"best"``.
-        items: ``"all"``, ``"weights"`` or ``"optimizer"``. Of an uncompiled model ``"all"`` is its weights; an
-            optimizer that never trained gets its slots.
+        items: ``"all"``, ``"weights"``, ``"optimizer"`` or ``"metrics"``. Of an uncompiled model ``"all"`` is its
+            weights; an optimizer that never trained gets its slots.
         mesh: As for `load_weights`: where the model lives now by default. It need not be the mesh that saved the step.
         axes: As for `load_weights`.
         layout: As for `load_weights`.
@@ -128,7 +135,29 @@ def _restore(model: Any, info: StepInfo, skipped: Sequence[str], **options: Any)
             notes=(*skipped, _title(info)),
         )
     loading.remember_report(model, report)
+    if options["items"] == "all":
+        _restored[model] = info
     return report
+
+
+def take_restored(model: Any) -> StepInfo | None:
+    """The step that was last restored into ``model``, told once: the next ``fit`` goes on from there."""
+    return _restored.pop(model, None)
+
+
+def metric_values(model: Any, info: StepInfo) -> list[tuple[Any, NDArray[Any]]]:
+    """The metrics' variables of ``model`` with the values a step of ours has for them, checked.
+
+    Metrics only have variables once ``fit`` has seen data, so `restore` may come too early for them.
+    """
+    check = _checked(info).check
+    manifest = _opened(info)
+    found = []
+    for binding in map_state(model, manifest, items="metrics").bindings:
+        tensor = manifest.tensors[binding.view.tensor]
+        check_tensor(check, tensor)
+        found.append((binding.variable, read_tensor(manifest, tensor.name).astype(binding.dtype)))
+    return found
 
 
 def _opened(info: StepInfo) -> Manifest:

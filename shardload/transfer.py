@@ -41,6 +41,7 @@ from shardload._chunks import Chunk, Variable, grouped
 from shardload._mover import Moved, Mover
 from shardload._placement import Growing, assemble, named_sharding, place, widen, widens_on_device
 from shardload._reads import BUDGET_PARTS
+from shardload._regions import regions
 from shardload.bounds import Bounds
 from shardload.errors import BudgetError, MeshError, MismatchError, TransferError
 from shardload.manifest import Decoded, Manifest, Tensor
@@ -169,10 +170,19 @@ def _check_file(path: str, manifest: Manifest) -> None:
         )
 
 
-def _check_block(check: Check, block: Block, tensor: Tensor) -> None:
+def check_tensor(check: Check, tensor: Tensor) -> None:
+    """Check everything a tensor is read from; of a decoded one, whole files."""
     if isinstance(tensor.storage, Decoded):
         for path in tensor.storage.reader.paths:
             check(path, 0, Path(path).stat().st_size)
+    else:
+        for region in regions(tensor):
+            check(region.path, region.offset, region.offset + region.size * tensor.dtype.itemsize)
+
+
+def _check_block(check: Check, block: Block, tensor: Tensor) -> None:
+    if isinstance(tensor.storage, Decoded):
+        check_tensor(check, tensor)
     else:
         check(block.path, block.offset, block.offset + block.read_bytes)
 

@@ -8,6 +8,7 @@ explicit map; nothing is matched by likeness.
     all           everything the model has a place for, an optimizer the model does not have, metrics
     weights       weights and seeds                  optimizer, metrics
     optimizer     the optimizer's variables          weights, seeds, metrics
+    metrics       sums and counts of an epoch        weights, seeds, optimizer
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from shardload.manifest import Manifest, Tensor, View
 from shardload.names.state_tree import Leaf, Stored, describe, find
 from shardload.names.variable_map import Binding, DirectStep, Mismatch, Variable, VariableMap, variable_names
 
-Items = Literal["all", "weights", "optimizer"]
+Items = Literal["all", "weights", "optimizer", "metrics"]
 _KINDS = {
     "all": {"weight", "seed", "slot", "optimizer", "metric"},
     "weights": {"weight", "seed"},
     "optimizer": {"slot", "optimizer"},
+    "metrics": {"metric"},
 }
 _OPTIMIZER = _KINDS["optimizer"]
 _MINOR = {"seed", "metric"}
@@ -63,7 +65,7 @@ def map_state(
     Args:
         model: A built model, abstract or not; nothing of it is changed.
         manifest: Of a training step.
-        items: ``"all"``, ``"weights"`` or ``"optimizer"``.
+        items: ``"all"``, ``"weights"``, ``"optimizer"`` or ``"metrics"``.
         rename: Stored structural key prefix → the model's (`state_tree.find`).
         names: Tensor name → variable path, for trees that do not say what their leaves are.
 
