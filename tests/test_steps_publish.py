@@ -7,7 +7,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -121,6 +123,35 @@ def test_a_root_can_be_made_on_request(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(SaveError, match=r"Not a directory|File exists"):
         Root(tmp_path / "file", create=True)
+
+
+@contextmanager
+def ordinary_user():
+    """Root may write anywhere, so be somebody else for a while."""
+    was = os.geteuid()
+    if was == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(was)
+
+
+def test_a_folder_that_may_not_be_written(tmp_path):
+    with tempfile.TemporaryDirectory() as root:  # not tmp_path: others may not even look into that
+        save_step(Path(root), 1)
+        for folder in (Path(root), Path(root) / ".staging"):
+            folder.chmod(0o555)
+            with (
+                ordinary_user(),
+                pytest.raises(SaveError, match=r"Step 2 .*Permission denied.*Let this user") as caught,
+            ):
+                Staging.begin(root, 2)
+            assert caught.value.errno == errno.EACCES
+            with ordinary_user(), pytest.raises(WriteError, match="Step 1 cannot be removed"):
+                remove_step(root, 1)
+        Path(root).chmod(0o755)
+        assert verify(Path(root) / "1") == []
 
 
 def test_a_root_that_vanished_is_noticed(tmp_path):

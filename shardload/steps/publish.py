@@ -72,10 +72,11 @@ class Root:
         """
         try:
             found = self.path.stat()
+        except (FileNotFoundError, NotADirectoryError) as error:
+            why = "the folder was removed or renamed"
+            raise describe(why, step=step, folder=self.path, number=errno.ENOENT) from error
         except OSError as error:
-            raise describe(
-                "the folder was removed or renamed", step=step, folder=self.path, number=error.errno
-            ) from error
+            raise save_error(error, step=step, folder=self.path) from error
         known = os.fstat(self.fd)
         if (found.st_dev, found.st_ino) != (known.st_dev, known.st_ino):
             raise describe("another folder took the place of this one since it was opened", step=step, folder=self.path)
