@@ -32,6 +32,8 @@ LAYERS = {
     5: {
         "loading",
         "restoring",
+        "data",
+        "verifying",
         "_job",
         "_accounts",
         "reports",
