@@ -21,6 +21,7 @@ from orbax.checkpoint import v1 as ocp
 
 from shardload.callbacks import OrbaxCheckpoint
 from shardload.errors import UsageError
+from shardload.restoring import restore
 from shardload.steps.listing import list_steps
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
@@ -263,3 +264,23 @@ def test_takes_what_keras_callback_takes():
     theirs = inspect.signature(keras.callbacks.OrbaxCheckpoint).parameters
     ours = inspect.signature(OrbaxCheckpoint).parameters
     assert [(n, p.default) for n, p in theirs.items()] == [(n, p.default) for n, p in ours.items()][: len(theirs)]
+
+
+@pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS)
+def test_another_model_goes_on_as_the_first_would(build, tmp_path):
+    """Its layers and its optimizer (``adam_1``) are named differently: Keras restores nothing, without a word."""
+    first, other = compiled(build, keras.optimizers.Adam()), compiled(build, keras.optimizers.Adam())
+    fit(first, OrbaxCheckpoint(tmp_path), shuffle=False)
+    other(X[:4])
+    restore(other, tmp_path)
+    fit(first, shuffle=False)
+    fit(other, shuffle=False)
+    assert all(np.array_equal(a, b) for a, b in zip(first.get_weights(), other.get_weights(), strict=True))
+
+
+def test_goes_on_after_steps_of_others_and_never_removes_them(tmp_path):
+    (tmp_path / "50").mkdir()
+    (tmp_path / "50" / "_CHECKPOINT_METADATA").write_text("{}")
+    (tmp_path / "70").mkdir()  # empty: no step
+    fit(compiled(), OrbaxCheckpoint(tmp_path))
+    assert steps_in(tmp_path) == [50, 54, 70]
