@@ -18,6 +18,7 @@ from shardload import errors
 from shardload.errors import ShardloadError
 
 if TYPE_CHECKING:
+    from shardload import callbacks, data
     from shardload.abstraction import abstract
     from shardload.loading import inspect, load, load_weights, plan, report
     from shardload.reports import LoadReport, PlanReport
@@ -30,6 +31,8 @@ __all__ = [
     "PlanReport",
     "ShardloadError",
     "abstract",
+    "callbacks",
+    "data",
     "errors",
     "inspect",
     "load",
@@ -51,9 +54,13 @@ _HOMES = {
     "restore": "restoring",
 }
 
+_MODULES = ("callbacks", "data")
+
 
 def __getattr__(name: str) -> Any:
     """Import a public name on first use (PEP 562)."""
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

@@ -7,6 +7,7 @@ whose weights are not loaded (inside ``shardload.abstract()`` they are not even 
     hf-safetensors     config.json             ─► KerasHub's converter  ─► CausalLM / ImageClassifier, else backbone
     gguf               header                  ─► KerasHub's converter  ─► CausalLM, else backbone
     keras-archive      config.json             ─► keras.saving          ─► the saved model, compiled as saved
+    orbax              model_config            ─► keras.saving          ─► the same, where a training run saved it
 
 A `.weights.h5` describes nothing, unless a configuration lies beside it. TensorFlow is not needed:
 a preprocessor that insists on it is left off, and `shardload.generate` tokenises by itself.
@@ -73,6 +74,8 @@ def build_model(
             case "hf-safetensors" | "gguf":
                 return _from_transformers(manifest, dtype, task)
             case "keras-archive":
+                return _deserialize(with_dtype(manifest.config, dtype), manifest, custom_objects, safe_mode)
+            case "orbax" if manifest.config:
                 return _deserialize(with_dtype(manifest.config, dtype), manifest, custom_objects, safe_mode)
             case "keras-h5" | "keras-sharded-h5" if config := _config_beside(manifest):
                 return _deserialize(with_dtype(config, dtype), manifest, custom_objects, safe_mode)

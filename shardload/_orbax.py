@@ -11,6 +11,7 @@ none. So ``shardload/``, where our own files go afterwards, is made one: a tiny 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import threading
 from collections.abc import Mapping
@@ -116,9 +117,15 @@ def start_save(
         raise save_error(error, step=step, folder=target) from error
 
 
+def _is_worth_saying(record: logging.LogRecord) -> bool:
+    """Orbax warns in every save that an item without arrays has none (Keras' ``model_config``, our own)."""
+    return not record.getMessage().count("Skipping merge of OCDBT checkpoints: No per-process OCDBT")
+
+
 def _start(target: Path, items: Mapping[str, Any], compression: str, timeout_s: float | None) -> Any:
     from orbax.checkpoint import v1 as ocp
 
+    logging.getLogger("absl").addFilter(_is_worth_saying)  # the same function again is not added twice
     context = ocp.Context()
     context.array.saving.use_ocdbt = True
     context.array.saving.use_zarr3 = True

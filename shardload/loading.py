@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import keras
 
-from shardload import _accounts, _job
+from shardload import _accounts, _job, transfer
 from shardload import devices as placement
 from shardload._fingerprint import Fingerprint
 from shardload.dtypes import dtype_name
@@ -30,6 +30,8 @@ from shardload.manifest import Manifest
 from shardload.names import slots_as_stored
 from shardload.progress import Progress
 from shardload.resolve import Resolved, resolve
+from shardload.steps.digests import Checker
+from shardload.steps.listing import step_of_ours
 from shardload.units import parse_bytes
 from shardload.whereabouts import whereabouts
 
@@ -131,13 +133,14 @@ def run(
     clock = _job.Clock()
     dtype, limit = _dtype(dtype), budget(host_memory_bytes)
     _check_backend()
-    found, manifest = _open(source, format)
+    found, manifest, checker = _open_checked(source, format)
     files = Fingerprint.of(manifest.files)
     place = placement.place_on(mesh, axes=axes, devices=devices)
     with clock("build"):
         model = _job.build(manifest, dtype=dtype, task=task, custom_objects=custom_objects, safe_mode=safe_mode)
     with clock("plan"):
-        job = _job.prepare(model, manifest, place, layout=layout, host_memory_bytes=limit).checked(strict=strict)
+        job = _job.prepare(model, manifest, place, layout=layout, host_memory_bytes=limit, check=checker)
+        job = job.checked(strict=strict)
     report = _job.fill(job, clock, files=files, on_failure="raise", progress=progress, notes=_notes(found))
     _reports[model] = report
     return Loaded(model, report, manifest)
@@ -182,14 +185,21 @@ def load_weights(
     clock = _job.Clock()
     limit = budget(host_memory_bytes)
     check_model(model)
-    found, manifest = _open(source, format)
+    found, manifest, checker = _open_checked(source, format)
     files = Fingerprint.of(manifest.files)
     on_failure: _job.OnFailure = "restore" if atomic else "tell"
     with slots_as_stored(model, manifest):
         with clock("plan"):
             place, wanted = whereabouts(model, mesh=mesh, axes=axes, layout=layout, devices=devices)
-            job = _job.prepare(model, manifest, place, layout=wanted, tensor_names=names, host_memory_bytes=limit)
-            job = job.checked(strict=strict)
+            job = _job.prepare(
+                model,
+                manifest,
+                place,
+                layout=wanted,
+                tensor_names=names,
+                host_memory_bytes=limit,
+                check=checker,
+            ).checked(strict=strict)
         report = _job.fill(job, clock, files=files, on_failure=on_failure, progress=progress, notes=_notes(found))
     _reports[model] = report
     return report
@@ -290,6 +300,17 @@ def _open(source: str | os.PathLike[str], format: str | None) -> tuple[Resolved,
         raise UsageError(f"There is no format {format!r}; there are {', '.join(FORMATS)}")
     found = resolve(source)
     return found, open_manifest(found.path, format=format)
+
+
+def _open_checked(
+    source: str | os.PathLike[str], format: str | None
+) -> tuple[Resolved, Manifest, transfer.Check | None]:
+    """Open a source; for a training step with digests also what checks all that is read of it."""
+    found = resolve(source)
+    step = step_of_ours(found.path) if format in (None, "orbax") else None
+    checker = None if step is None else Checker.of_step(step)
+    found, manifest = _open(source if step is None else step, format)
+    return found, manifest, None if checker is None else checker.check
 
 
 def _notes(found: Resolved) -> tuple[str, ...]:

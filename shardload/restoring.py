@@ -13,7 +13,6 @@ import os
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 from numpy.typing import NDArray
@@ -27,7 +26,7 @@ from shardload.manifest import Manifest
 from shardload.names import Items, map_state, slots_as_stored
 from shardload.progress import Progress
 from shardload.reports import LoadReport
-from shardload.steps.digests import UNIT_BYTES, Checker, Digests, verify
+from shardload.steps.digests import Checker, verify
 from shardload.steps.listing import StepInfo, find_step, list_steps
 from shardload.transfer import check_tensor
 from shardload.whereabouts import whereabouts
@@ -109,7 +108,7 @@ def restore(
 
 def _restore(model: Any, info: StepInfo, skipped: Sequence[str], **options: Any) -> LoadReport:
     clock = _job.Clock()
-    checker = _checked(info) if info.ours else None
+    checker = Checker.of_step(info.path) if info.ours else None
     manifest = _opened(info)
     files = Fingerprint.of(manifest.files)
     stated = replace(manifest, tensors={}) if options["items"] == "weights" else manifest
@@ -150,7 +149,7 @@ def metric_values(model: Any, info: StepInfo) -> list[tuple[Any, NDArray[Any]]]:
 
     Metrics only have variables once ``fit`` has seen data, so `restore` may come too early for them.
     """
-    check = _checked(info).check
+    check = Checker.of_step(info.path).check
     manifest = _opened(info)
     found = []
     for binding in map_state(model, manifest, items="metrics").bindings:
@@ -167,22 +166,6 @@ def _opened(info: StepInfo) -> Manifest:
         if info.ours:
             raise DamagedError(f"Step {info.step} in {info.path.parent} cannot be read: {error}") from error
         raise
-
-
-def _checked(info: StepInfo) -> Checker:
-    """Check names, sizes and small files of a step at once; the rest is checked as it is read.
-
-    Raises:
-        DamagedError: Naming the first damage.
-    """
-    digests = Digests.read(info.path)
-    if damage := digests.check_names(info.path):
-        raise DamagedError(str(damage[0]))
-    checker = Checker(info.path)
-    for name, digest in digests.files.items():
-        if digest.n_bytes <= UNIT_BYTES:
-            checker.check(str(Path(info.path) / name), 0, digest.n_bytes)
-    return checker
 
 
 def _damage(error: BaseException | None) -> DamagedError | None:

@@ -25,6 +25,7 @@ class Format(StrEnum):
     HF_SAFETENSORS = "hf-safetensors"
     SAFETENSORS = "safetensors"
     GGUF = "gguf"
+    ORBAX = "orbax"
 
 
 class SynthFormat(StrEnum):

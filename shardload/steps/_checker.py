@@ -47,6 +47,22 @@ class Checker:
         self._units: dict[tuple[str, int], Future[None]] = {}
         self.bytes_checked = 0
 
+    @classmethod
+    def of_step(cls, folder: str | os.PathLike[str]) -> Checker:
+        """A checker that has seen to names, sizes and all files of at most a MiB; the rest is checked as it is read.
+
+        Raises:
+            DamagedError: Naming the first damage.
+            SourceNotFoundError: When there are no digests.
+        """
+        found = cls(folder)
+        if damage := found.digests.check_names(folder):
+            raise DamagedError(str(damage[0]))
+        for name, digest in found.digests.files.items():
+            if digest.n_bytes <= UNIT_BYTES:
+                found.check_whole(name)
+        return found
+
     def check(self, path: str | os.PathLike[str], start: int, stop: int, *, data: memoryview | None = None) -> None:
         """Return once every MiB that meets ``[start, stop)`` of a file is known to be as saved.
 

@@ -98,6 +98,15 @@ def find_step(root: str | os.PathLike[str], step: Literal["latest", "best"] | in
     raise SourceNotFoundError(f'{root} has no step {step}. {_existing(steps)}. Take one of those, or step="latest"')
 
 
+def step_of_ours(path: str | os.PathLike[str]) -> Path | None:
+    """The step with digests that opening ``path`` means: itself, or the latest step in it; None for others."""
+    folder = Path(path)
+    if (folder / OWN_FOLDER).is_dir():
+        return folder
+    steps = list_steps(folder) if folder.is_dir() else []
+    return steps[-1].path if steps and steps[-1].ours else None
+
+
 def better(value: float, than: float, *, mode: str, monitor: str = "") -> bool:
     """Whether a metric improved, as Keras' callbacks see it: "auto" goes by the metric's name."""
     if mode not in ("min", "max"):
