@@ -296,16 +296,21 @@ def _check_backend() -> None:
 
 
 def _open(source: str | os.PathLike[str], format: str | None) -> tuple[Resolved, Manifest]:
-    if format is not None and format not in FORMATS:
-        raise UsageError(f"There is no format {format!r}; there are {', '.join(FORMATS)}")
+    _check_format(format)
     found = resolve(source)
     return found, open_manifest(found.path, format=format)
+
+
+def _check_format(format: str | None) -> None:
+    if format is not None and format not in FORMATS:
+        raise UsageError(f"There is no format {format!r}; there are {', '.join(FORMATS)}")
 
 
 def _open_checked(
     source: str | os.PathLike[str], format: str | None
 ) -> tuple[Resolved, Manifest, transfer.Check | None]:
     """Open a source; for a training step with digests also what checks all that is read of it."""
+    _check_format(format)
     found = resolve(source)
     step = step_of_ours(found.path) if format in (None, "orbax") else None
     checker = None if step is None else Checker.of_step(step)

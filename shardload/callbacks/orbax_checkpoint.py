@@ -20,11 +20,14 @@ from typing import Any, Literal
 import jax
 import keras
 
-from shardload import _keras
+from shardload import _keras, restoring
 from shardload.callbacks import _records
 from shardload.callbacks._monitor import Monitor, plain_logs
+from shardload.callbacks._preemption import Preemption
+from shardload.callbacks._resume import Resumption, iterator_record, resumption
 from shardload.callbacks._retention import Retention
 from shardload.callbacks._writer import Job, Writer
+from shardload.data import Position, follow, stop_following
 from shardload.errors import UnsupportedError, UsageError
 from shardload.names.state_tree import StateTree, describe
 from shardload.steps.listing import list_steps
@@ -63,6 +66,8 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         save_decision: Function of step and logs, asked before each save; saves only if it is true.
         post_finalization: Called with step and folder of each step that is safely on disk, in another thread.
         async_timeout_s: Give a save up after so many seconds.
+        resume: Restore this step (``True``: the latest one, if there is any) when ``fit`` begins. Without it, ``fit``
+            goes on after whatever step of this folder `shardload.restore` put into the model, and after none otherwise.
 
     Raises:
         UsageError: When an argument is wrong.
@@ -93,6 +98,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         save_decision: SaveDecision | None = None,
         post_finalization: Callable[[int, Path], None] | None = None,
         async_timeout_s: float | None = None,
+        resume: bool | int | Literal["latest", "best"] = False,
     ) -> None:
         super().__init__()
         _check_frequency(save_freq)
@@ -115,6 +121,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self.save_decision = save_decision
         self.post_finalization = post_finalization
         self.async_timeout_s = async_timeout_s
+        self.resume = resume
         self._retention = Retention(max_to_keep, keep_best, keep_every_steps, keep_every_hours)
         self._monitor = Monitor(monitor, mode=mode, best=initial_value_threshold)
         self._root = Root(directory, create=True)
@@ -127,6 +134,10 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self._in_epoch = 0
         self._last_saved = -1
         self._warned: set[str] = set()
+        self._preemption = Preemption()
+        self._position = Position()
+        self._first: Resumption | None = None
+        self._skipped = 0
 
     @property
     def directory(self) -> Path:
@@ -175,14 +186,27 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self._total = max(self._total, newest, _iterations(model))
         self._since_save = 0
         self._state = None
+        self._position = follow(model)
+        self._first = self._resumed(model)
+        if self._first is None:
+            _keras.set_initial_epoch(model, None)
+        self._preemption.watch()
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Count the epoch's batches from its start."""
-        self._epoch, self._in_epoch = epoch, 0
+        """Count the epoch's batches from its start, or from where it was left."""
+        self._position.epoch_begins()
+        first, self._first = self._first, None
+        self._skipped = 0 if first is None else first.skipped
+        self._epoch, self._in_epoch = epoch, self._skipped
+        if first is not None:
+            _keras.set_initial_epoch(self.model, None)
+            first.restore_metrics()
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Save if ``save_freq`` batches have passed; raise what made the last save fail."""
         self._writer.raise_failure()
+        self._position.trained(batch + 1)
+        batch += self._skipped
         if batch < self._in_epoch:  # a loop of the user's own, that tells of no epochs
             self._in_epoch = 0
         new = batch + 1 - self._in_epoch
@@ -191,17 +215,45 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self._since_save += new
         if isinstance(self.save_freq, int) and self._since_save >= self.save_freq:
             self._since_save = 0
-            self._consider(logs, f"batch {batch}", epoch_done=False)
+            self._consider(logs, f"batch {batch}", epoch_done=self._position.at_end)
+        if self._preemption.is_announced:
+            self._end_early(logs)
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Save if ``save_freq`` is ``"epoch"``; raise what made the last save fail."""
         self._writer.raise_failure()
+        self._position.epoch_ends()
         if self.save_freq == "epoch":
             self._consider(logs, f"epoch {epoch}", epoch_done=True)
 
     def on_train_end(self, logs: Mapping[str, Any] | None = None) -> None:
         """Wait for the last save; raise what made it fail."""
+        self._preemption.ignore()
+        stop_following()
         self._writer.wait()
+
+    # ---- going on, and ending early -----------------------------------------------------------------
+
+    def _resumed(self, model: Any) -> Resumption | None:
+        info = restoring.take_restored(model)
+        wanted = self.resume
+        if wanted is not False and (info is None or info.path.parent != self.directory):
+            if wanted is True and not list_steps(self.directory):
+                return None
+            restoring.restore(model, self.directory, step="latest" if wanted is True else wanted)
+            info = restoring.take_restored(model)
+        if info is None or not info.ours or info.path.parent != self.directory:
+            return None
+        self._total = max(self._total, info.step)
+        return resumption(model, info, self._position, data_iterator=self.data_iterator)
+
+    def _end_early(self, logs: Mapping[str, Any] | None) -> None:
+        """This process is about to be taken away: save what is not saved yet, whatever its metric, and end ``fit``."""
+        if self._total > self._last_saved:
+            self._save(plain_logs(logs), epoch_done=self._position.at_end)
+        self._writer.wait()
+        self.model.stop_training = True
+        sys.stdout.write(f"\nSIGTERM: saved step {self._last_saved} to {self.directory}; training ends here\n")
 
     # ---- saving -------------------------------------------------------------------------------------
 
@@ -242,8 +294,9 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         if self.verbose:
             sys.stdout.write(f"\nStep {step}: saving to {self.directory / str(step)}\n")
         records = {"step.json": _records.step_record(facts, state), "structure.json": state.to_json()}
-        if self.data_iterator is not None:
-            records["iterator.json"] = _records.iterator_record(self.data_iterator)
+        own = {} if self.data_iterator is None else _records.iterator_record(self.data_iterator)
+        if iterator := iterator_record(self._position, own):
+            records["iterator.json"] = iterator
         job = Job(
             step=step,
             items=self._items(model, state),
