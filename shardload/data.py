@@ -71,7 +71,9 @@ class Position:
 
     @property
     def at_end(self) -> bool:
-        """Whether the last batch that was trained was the last one the dataset has."""
+        """Whether the last batch that was trained was the last one of its epoch."""
+        if self.spans_epochs:
+            return bool(self._skipped + self._trained - self._before_epoch == self._epochs.steps_per_epoch)
         return next((end for number, _, end in self._states if number == self._trained), False)
 
     @property

@@ -1,0 +1,182 @@
+"""A run that ended early and one that did not end with the same weights, batch for batch."""
+
+import os
+import signal
+import warnings
+
+import grain
+import keras
+import numpy as np
+import pytest
+
+import shardload
+from shardload.callbacks import OrbaxCheckpoint
+from shardload.data import resumable
+from shardload.errors import UsageError
+
+pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")  # what Keras says of any Grain epoch
+
+
+class Source:
+    """Eighty examples; random access, as Grain wants it."""
+
+    def __init__(self):
+        rng = np.random.default_rng(0)
+        self.x, self.y = rng.random((80, 6), np.float32), rng.random((80, 2), np.float32)
+
+    def __len__(self):
+        return 80
+
+    def __getitem__(self, i):
+        return self.x[i], self.y[i]
+
+
+def data(*, repeat=False):
+    found = grain.MapDataset.source(Source()).shuffle(seed=4)
+    return resumable((found.repeat() if repeat else found).batch(8))
+
+
+def model():
+    keras.utils.set_random_seed(1)
+    built = keras.Sequential(
+        [keras.Input((6,)), keras.layers.Dense(16, "tanh"), keras.layers.Dropout(0.2), keras.layers.Dense(2)]
+    )
+    built.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+    return built
+
+
+class At(keras.callbacks.Callback):
+    """Does something after so many batches."""
+
+    def __init__(self, batches, action):
+        super().__init__()
+        self.left, self.action = batches, action
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.left -= 1
+        if not self.left:
+            self.action(self)
+
+
+class Lengths(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.epochs = {}
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.epochs[self.epoch] += 1
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+        self.epochs[epoch] = 0
+
+
+def stop(callback):
+    callback.model.stop_training = True
+
+
+def fit(one, source, *callbacks, epochs=4, **options):
+    lengths = Lengths()
+    history = one.fit(source, epochs=epochs, verbose=0, shuffle=False, callbacks=[*callbacks, lengths], **options)
+    return history.history, lengths.epochs
+
+
+def same(one, other):
+    pairs = zip([*one.variables, *one.optimizer.variables], [*other.variables, *other.optimizer.variables], strict=True)
+    return all(np.asarray(a.value).tobytes() == np.asarray(b.value).tobytes() for a, b in pairs)
+
+
+@pytest.mark.parametrize("options", [{}, {"steps_per_epoch": 10}], ids=["epoch", "steps_per_epoch"])
+@pytest.mark.parametrize("stopped", [3, 10, 14])
+def test_weights_metrics_and_lengths_are_those_of_a_run_that_was_not_stopped(tmp_path, stopped, options):
+    repeat = bool(options)
+    whole = model()
+    wanted, _ = fit(whole, data(repeat=repeat), **options)
+    fit(
+        model(),
+        data(repeat=repeat),
+        OrbaxCheckpoint(tmp_path, save_freq=1, max_to_keep=2),
+        At(stopped, stop),
+        **options,
+    )
+    again = model()
+    found, lengths = fit(again, data(repeat=repeat), OrbaxCheckpoint(tmp_path, save_freq=5, resume=True), **options)
+    assert same(whole, again)
+    assert list(lengths) == list(range(stopped // 10, 4)) and sum(lengths.values()) == 40 - stopped
+    assert found["loss"] == wanted["loss"][stopped // 10 :] and found["mae"] == wanted["mae"][stopped // 10 :]
+
+
+def test_a_model_that_was_restored_goes_on_once(tmp_path):
+    one = model()
+    fit(one, data(), OrbaxCheckpoint(tmp_path), epochs=2)
+    again = model()
+    shardload.restore(again, tmp_path)
+    _, lengths = fit(again, data(), OrbaxCheckpoint(tmp_path), epochs=4)
+    assert list(lengths) == [2, 3]
+    _, lengths = fit(again, data(), OrbaxCheckpoint(tmp_path), epochs=1)
+    assert list(lengths) == [0]
+    assert shardload.callbacks.OrbaxCheckpoint(tmp_path).directory == tmp_path
+    assert max(int(p.name) for p in tmp_path.iterdir() if p.name.isdigit()) == 50
+
+
+def test_resume_begins_at_the_beginning_where_there_is_nothing(tmp_path):
+    _, lengths = fit(model(), data(), OrbaxCheckpoint(tmp_path / "new", resume=True), epochs=1)
+    assert lengths == {0: 10}
+
+
+def test_sigterm_saves_once_more_and_ends_fit(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    whole = model()
+    fit(whole, data())
+    _, lengths = fit(model(), data(), OrbaxCheckpoint(tmp_path), At(17, lambda _: os.kill(os.getpid(), signal.SIGTERM)))
+    assert sum(lengths.values()) in (17, 18) and signal.getsignal(signal.SIGTERM) is before
+    again = model()
+    fit(again, data(), OrbaxCheckpoint(tmp_path, resume=True))
+    assert same(whole, again)
+
+
+def test_arrays_do_not_say_where_they_stood_and_the_epoch_begins_again(tmp_path):
+    x, y = Source().x, Source().y
+    one = model()
+    one.fit(x, y, batch_size=8, verbose=0, callbacks=[OrbaxCheckpoint(tmp_path, save_freq=3), At(7, stop)])
+    again, lengths = model(), Lengths()
+    with pytest.warns(UserWarning, match="after 6 batches of epoch 0, and does not say where"):
+        again.fit(x, y, batch_size=8, epochs=2, verbose=0, callbacks=[OrbaxCheckpoint(tmp_path, resume=True), lengths])
+    assert lengths.epochs == {0: 10, 1: 10}
+
+
+class Counter:
+    """A source of the user's own that can tell its place."""
+
+    def __init__(self):
+        self.at = 0
+
+    def get_state(self):
+        return {"at": self.at}
+
+    def set_state(self, state):
+        self.at = state["at"]
+
+
+def test_a_source_of_the_users_own_gets_its_state_back(tmp_path):
+    source = Counter()
+
+    def tick(_):
+        source.at = 99
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fit(model(), data(), At(1, tick), OrbaxCheckpoint(tmp_path, data_iterator=source, save_freq=4), epochs=1)
+    other = Counter()
+    fit(model(), data(), OrbaxCheckpoint(tmp_path, data_iterator=other, resume=True), epochs=1)
+    assert other.at == 99
+
+
+def test_a_source_that_cannot_be_set_is_refused(tmp_path):
+    class Mute:
+        def get_state(self):
+            return {"at": 1}
+
+    fit(model(), data(), OrbaxCheckpoint(tmp_path, data_iterator=Mute(), save_freq=4), epochs=1)
+    with pytest.raises(UsageError, match="has no set_state"):
+        fit(model(), data(), OrbaxCheckpoint(tmp_path, data_iterator=Mute(), resume=True), epochs=1)

@@ -1,0 +1,63 @@
+"""kill -9 while steps are being written: whatever is published is whole, and restores on any mesh.
+
+``SHARDLOAD_KILLS=50`` kills as often as that; the suite kills three times.
+"""
+
+import os
+import random
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from orbax.checkpoint import v1 as ocp
+
+import shardload
+from shardload.steps.digests import verify
+from shardload.steps.listing import list_steps
+from tests.resume_child import model
+
+KILLS = int(os.environ.get("SHARDLOAD_KILLS", "3"))
+
+
+def killed(folder, *, after):
+    """Train in a process of its own and kill it once it has saved ``after`` steps and a little more."""
+    before = {info.step for info in list_steps(folder)} if folder.is_dir() else set()
+    child = subprocess.Popen([sys.executable, "-m", "tests.resume_child", str(folder)], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and child.poll() is None:
+        new = {info.step for info in list_steps(folder)} - before if folder.is_dir() else set()
+        if new and max(new) >= (max(before) if before else 0) + after:
+            break
+        time.sleep(0.01)
+    time.sleep(random.random() * 0.1)
+    child.kill()
+    child.wait()
+    assert child.returncode == -9, f"the child ended by itself: {child.returncode}"
+
+
+def leaves(tree):
+    return [v for value in tree.values() for v in (leaves(value) if isinstance(value, dict) else [value])]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")  # plain Orbax goes by the saved sharding
+def test_what_is_published_is_whole_and_restores_on_any_mesh(tmp_path):
+    folder, staged, newest = tmp_path / "run", 0, -1
+    for _ in range(KILLS):
+        killed(folder, after=random.randint(1, 4))
+        staged += any((folder / ".staging").glob("*"))
+        steps = list_steps(folder)
+        assert steps and all(info.ours and not verify(info.path) for info in steps)
+        assert steps[-1].step > newest
+        newest = steps[-1].step
+    print(f"{staged} of {KILLS} kills left a staging folder behind")  # noqa: T201
+    plain = leaves(ocp.load_checkpointables(list_steps(folder)[-1].path)["pytree"]["trainable_variables"])
+    stored = sorted(np.asarray(v).tobytes() for v in plain)
+    for mesh in ("2x4", "1x4", "1x1"):
+        one = model()
+        report = shardload.restore(one, folder, mesh=mesh)
+        assert any(f"step {newest}" in note and "verified" in note for note in report.notes)
+        assert sorted(np.asarray(v.value).tobytes() for v in one.trainable_variables) == stored
+        assert int(one.optimizer.iterations) == newest
