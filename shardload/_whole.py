@@ -1,7 +1,9 @@
-"""One stored tensor, whole, in host memory: for code that computes with it."""
+"""Stored tensors in host memory, whole or some rows at a time: for code that computes with them."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,23 +20,60 @@ def read_tensor(manifest: Manifest, name: str) -> NDArray[Any]:
         TransferError: When the file no longer holds what its headers promised.
     """
     tensor = manifest.tensors[name]
+    return read_rows(tensor, 0, tensor.rows)
+
+
+def read_rows(tensor: Tensor, start: int, stop: int) -> NDArray[Any]:
+    """Rows ``[start, stop)`` of a tensor; a rank-0 one counts as one row and comes back with shape ``()``.
+
+    Raises:
+        TransferError: When the file no longer holds what its headers promised.
+    """
     match tensor.storage:
         case Decoded(reader):
-            return reader.read_rows(0, tensor.rows)
+            return reader.read_rows(start, stop)
         case Extent(path, offset):
-            value = np.empty(tensor.shape, tensor.dtype)
-            with opened(path) as (fd, _):
-                read_exact(fd, value.reshape(-1).view(np.uint8).data, offset, path)
+            value = np.empty((stop - start, *tensor.shape[1:]) if tensor.shape else (), tensor.dtype)
+            row_bytes = math.prod(tensor.shape[1:]) * tensor.dtype.itemsize
+            _read(value, path, offset + start * row_bytes)
             return value
         case Chunked() as grid:
-            return _join(tensor, grid)
+            return _join(tensor, grid, start, stop)
 
 
-def _join(tensor: Tensor, grid: Chunked) -> NDArray[Any]:
-    value, chunk = np.empty(tensor.shape, tensor.dtype), np.empty(grid.chunk_shape, tensor.dtype)
+def row_ranges(tensor: Tensor, *, limit_bytes: int) -> Iterator[tuple[int, int]]:
+    """Consecutive ranges of rows of at most ``limit_bytes``, or of what is stored together if that is more."""
+    row_bytes = max(1, tensor.nbytes // max(1, tensor.rows))
+    match tensor.storage:
+        case Decoded(reader):
+            unit = max(1, reader.row_alignment)
+        case Chunked(chunk_shape):
+            unit = chunk_shape[0] if chunk_shape else 1
+        case Extent():
+            unit = 1
+    step = max(1, limit_bytes // (row_bytes * unit)) * unit
+    for start in range(0, tensor.rows, step):
+        yield start, min(start + step, tensor.rows)
+
+
+def _read(value: NDArray[Any], path: str, offset: int) -> None:
+    with opened(path) as (fd, _):
+        read_exact(fd, value.reshape(-1).view(np.uint8).data, offset, path)
+
+
+def _join(tensor: Tensor, grid: Chunked, start: int, stop: int) -> NDArray[Any]:
+    """The rows out of every chunk that has some of them; of a chunk only those rows are read."""
+    value = np.empty((stop - start, *tensor.shape[1:]) if tensor.shape else (), tensor.dtype)
+    shape = grid.chunk_shape
+    row_bytes = math.prod(shape[1:]) * tensor.dtype.itemsize
     for index, extent in grid.extents.items():
-        with opened(extent.path) as (fd, _):
-            read_exact(fd, chunk.reshape(-1).view(np.uint8).data, extent.offset, extent.path)
-        inside = value[tuple(slice(i * n, (i + 1) * n) for i, n in zip(index, grid.chunk_shape, strict=True))]
-        inside[...] = chunk[tuple(map(slice, inside.shape))]
+        first = index[0] * shape[0] if shape else 0
+        a, b = (max(start, first), min(stop, first + shape[0])) if shape else (0, 1)
+        if a >= b:
+            continue
+        part = np.empty((b - a, *shape[1:]) if shape else (), tensor.dtype)
+        _read(part, extent.path, extent.offset + (a - first) * row_bytes)
+        columns = tuple(slice(i * n, (i + 1) * n) for i, n in zip(index[1:], shape[1:], strict=True))
+        inside = value[(slice(a - start, b - start), *columns)] if shape else value
+        inside[...] = part[tuple(map(slice, inside.shape))]
     return value

@@ -7,20 +7,19 @@ anything else we read    headers checked, every tensor read to its end  readable
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from shardload._whole import read_rows, row_ranges
 from shardload.errors import ShardloadError
 from shardload.loaders import open_manifest
-from shardload.manifest import Chunked, Decoded, Extent, Tensor
+from shardload.manifest import Tensor
 from shardload.resolve import resolve
 from shardload.steps import digests
 from shardload.steps.listing import StepInfo, list_steps
-from shardload.stores.local import opened, read_exact
 
 READ_BYTES = 8 << 20
 """Read at once; nothing is kept."""
@@ -97,29 +96,9 @@ def _readable(path: Path, progress: Callable[[int], None] | None) -> Verdict:
 
 
 def _read(tensor: Tensor, progress: Callable[[int], None]) -> None:
-    match tensor.storage:
-        case Extent() as extent:
-            _read_extent(extent, tensor.nbytes, progress)
-        case Chunked(shape, extents):
-            for extent in extents.values():
-                _read_extent(extent, math.prod(shape) * tensor.dtype.itemsize, progress)
-        case Decoded(reader):
-            row = max(1, tensor.nbytes // max(1, tensor.rows))
-            unit = max(1, reader.row_alignment)
-            step = max(1, READ_BYTES // (row * unit)) * unit
-            for start in range(0, tensor.rows, step):
-                stop = min(start + step, tensor.rows)
-                reader.read_rows(start, stop)
-                progress(reader.stored_bytes * stop // tensor.rows - reader.stored_bytes * start // tensor.rows)
-
-
-def _read_extent(extent: Extent, n_bytes: int, progress: Callable[[int], None]) -> None:
-    buffer = memoryview(bytearray(min(READ_BYTES, n_bytes)))
-    with opened(extent.path) as (fd, _):
-        for at in range(0, n_bytes, READ_BYTES):
-            part = buffer[: min(READ_BYTES, n_bytes - at)]
-            read_exact(fd, part, extent.offset + at, extent.path)
-            progress(len(part))
+    for start, stop in row_ranges(tensor, limit_bytes=READ_BYTES):
+        read_rows(tensor, start, stop)
+        progress(tensor.stored_bytes * stop // tensor.rows - tensor.stored_bytes * start // tensor.rows)
 
 
 def _shortened(problems: tuple[str, ...]) -> tuple[str, ...]:

@@ -34,6 +34,7 @@ LAYERS = {
         "restoring",
         "data",
         "verifying",
+        "comparing",
         "_job",
         "_accounts",
         "reports",

@@ -42,6 +42,7 @@ app.command("synth")(commands.synth)
 app.command("sources")(commands.sources)
 app.command("steps")(run_commands.steps)
 app.command("verify")(run_commands.verify)
+app.command("diff")(run_commands.diff)
 
 
 def _show_version(wanted: bool) -> None:

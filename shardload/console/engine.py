@@ -92,3 +92,11 @@ def verify(source: str, *, progress: Progress) -> list[Any]:
 
     progress.start(0, "Verifying")
     return read_all(source, progress=progress.advance)
+
+
+def diff(first: str, second: str, *, progress: Progress) -> Any:
+    """Compare two checkpoints, tensor by tensor."""
+    from shardload.comparing import diff as compare
+
+    progress.start(0, "Comparing")
+    return compare(first, second, progress=progress.advance)

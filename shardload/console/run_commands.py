@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Annotated, Any
 
@@ -76,6 +77,63 @@ def verify(
             out.text("".join(map(_verdict, verdicts)))
     if not all(v.is_good for v in verdicts):
         raise typer.Exit(1)
+
+
+def diff(
+    first: options.Source,
+    second: Annotated[str, typer.Argument(metavar="OTHER", help="What to compare it with.", show_default=False)],
+    *,
+    json: options.Json = False,
+    no_progress: options.NoProgress = False,
+) -> None:
+    """Say which tensors two checkpoints differ in, and by how much.
+
+    Tensors are matched by name and compared bit for bit; where dtypes differ, as numbers. The exit code is 1 when
+    anything differs.
+
+    [dim]Examples[/dim]
+
+    $ shardload diff checkpoints/100 checkpoints/200
+
+    $ shardload diff model.safetensors other.safetensors --json
+    """
+    with streams.results() as out, interrupts.raise_where_it_counts():
+        environment.prepare(note=streams.note)
+        progress = for_stderr(enabled=not no_progress)
+        try:
+            found = engine.diff(first, second, progress=progress)
+        finally:
+            progress.stop()
+        if json:
+            out.json(_without_nan(found.to_json()))
+        else:
+            out.text(_differences(found))
+    if found.differences:
+        raise typer.Exit(1)
+
+
+def _without_nan(found: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN: where only NaNs differ, there is no largest difference."""
+    for difference in found["differences"]:
+        if difference["largest"] is not None and not math.isfinite(difference["largest"]):
+            difference["largest"] = None
+    return found
+
+
+def _differences(found: Any) -> str:
+    summary = f"{plural(found.equal, 'tensor')} equal, {len(found.differences)} not\n"
+    if not found.differences:
+        return summary
+    head = ("name", "what", "first", "second", "elements", "largest")
+    rows = [
+        (printable(d.name), d.what, d.first or "-", d.second or "-", f"{d.elements:,}", _largest(d.largest))
+        for d in found.differences
+    ]
+    return f"{summary}\n" + listing.aligned([head, *rows])
+
+
+def _largest(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
 
 
 def _facts(info: Any) -> dict[str, Any]:
