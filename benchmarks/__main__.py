@@ -12,6 +12,7 @@ COMMANDS = (
     ("models", "--pairs", "7"),
     ("transfer_orbax", "--pairs", "7"),
     ("transfer_floor", "--pairs", "15"),
+    ("restore_orbax", "--pairs", "7"),
 )
 """Each in a process of its own: they set up different numbers of devices and warm memory."""
 

@@ -1,0 +1,152 @@
+"""Restoring a training step against Orbax v1: the same state, saved as columns on 1x8, onto three meshes.
+
+Ours is verified: every MiB that is read is compared with its digest. The peer's best setting reads the very same
+uncompressed step without checking anything; its default is a step of its own, compressed with zstd.
+
+    python -m benchmarks.restore_orbax [--gb 1] [--pairs 7] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import Comparison, compare, table, warm_files
+
+ROWS, COLUMNS = 8192, 4096
+MESHES = {"1x8 columns": ("1x8", 1), "2x4 columns": ("2x4", 1), "8x1 rows": ("8x1", 0)}
+
+
+def state(n_bytes: int) -> dict[str, Any]:
+    """Random float32 matrices of 128 MiB, each split by columns over eight devices."""
+    import jax
+    import numpy as np
+
+    from shardload.layout import Layout
+    from shardload.mesh import MeshSpec
+    from shardload.transfer import named_sharding
+
+    spread = named_sharding(Layout.split(MeshSpec.parse("1x8"), 2, dim=1, axis="model"), jax.devices()[:8])
+    rng = np.random.default_rng(0)
+    names = (f"layer_{i}" for i in range(max(1, n_bytes // (4 * ROWS * COLUMNS))))
+    return {name: {"kernel": jax.device_put(rng.random((ROWS, COLUMNS), np.float32), spread)} for name in names}
+
+
+def save(folder: Path, tree: dict[str, Any]) -> tuple[Path, Path]:
+    """A step of ours, and one as Orbax saves by default."""
+    from orbax.checkpoint import v1 as ocp
+
+    from shardload import _orbax
+    from shardload.steps.digests import Digests
+    from shardload.steps.publish import Root, Staging
+
+    staging = Staging.begin(Root(folder / "ours", create=True), 1)
+    _orbax.start_save(staging.path, {"pytree": tree}).result()
+    Digests.compute(staging.path).write(staging.path)
+    ocp.save_checkpointables(folder / "theirs", {"pytree": tree})
+    return staging.publish(), folder / "theirs"
+
+
+def wanted(step: Path, mesh: str, dim: int) -> tuple[Any, list[Any]]:
+    """Manifest and targets: every array split along ``dim`` over the mesh's longer axis."""
+    from shardload.layout import Layout
+    from shardload.loaders import open_manifest
+    from shardload.manifest import View
+    from shardload.mesh import MeshSpec
+    from shardload.planner import Target
+
+    manifest, spec = open_manifest(str(step)), MeshSpec.parse(mesh)
+    axis = spec.axes[dim] if mesh == "8x1" else "model"
+    arrays = [t for t in manifest.tensors.values() if len(t.shape) == 2]
+    return manifest, [Target(t.name, View.whole(t), t.dtype, Layout.split(spec, 2, dim=dim, axis=axis)) for t in arrays]
+
+
+def ours(step: Path, mesh: str, dim: int) -> dict[str, Any]:
+    """Open, check and load the step."""
+    import jax
+
+    from shardload.planner import make_plan
+    from shardload.steps.digests import Checker
+    from shardload.transfer import execute
+
+    with Checker.of_step(step) as checker:
+        manifest, targets = wanted(step, mesh, dim)
+        plan = make_plan(manifest, targets, host_memory_bytes=256 << 20)
+        arrays: dict[str, Any] = {}
+        execute(plan, manifest, devices=jax.devices()[:8], on_ready=arrays.__setitem__, check=checker.check)
+    return arrays
+
+
+def theirs(folder: Path, shardings: dict[str, Any]) -> dict[str, Any]:
+    """The same through Orbax."""
+    import jax
+    from orbax.checkpoint import v1 as ocp
+
+    found = ocp.load_checkpointables(folder, {"pytree": shardings})["pytree"]
+    arrays: dict[str, Any] = jax.block_until_ready(found)
+    return arrays
+
+
+def abstract(step: Path, mesh: str, dim: int) -> dict[str, Any]:
+    """What Orbax is asked for."""
+    import jax
+
+    from shardload.transfer import named_sharding
+
+    _, targets = wanted(step, mesh, dim)
+    made = {t.name.split("/")[0]: t for t in targets}
+    return {
+        name: {
+            "kernel": jax.ShapeDtypeStruct(t.view.shape, t.dtype, sharding=named_sharding(t.layout, jax.devices()[:8]))
+        }
+        for name, t in made.items()
+    }
+
+
+def measure(folder: Path, n_bytes: int, *, pairs: int) -> list[Comparison]:
+    """Two comparisons per mesh: with the peer's best setting and with its default."""
+    import numpy as np
+
+    step, default = save(folder, state(n_bytes))
+    warm_files([p for p in folder.rglob("*") if p.is_file()])
+    found = []
+    for title, (mesh, dim) in MESHES.items():
+        shardings = abstract(step, mesh, dim)
+        check, peer = ours(step, mesh, dim), theirs(step, shardings)
+        for name, array in check.items():
+            if not np.array_equal(np.asarray(array), np.asarray(peer[name.split("/")[0]]["kernel"])):
+                raise AssertionError(f"{name} differs between the loaders")
+        size = sum(a.nbytes for a in check.values())
+        del check, peer
+        for kind, place in (("best", step), ("default", default)):
+            one, two = (lambda at=(mesh, dim): ours(step, *at)), (lambda at=(place, shardings): theirs(*at))
+            found.append(compare(f"{title}, {kind}", one, two, n_bytes=size, pairs=pairs, warm_bytes=3 * size))
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n", 1)[0])
+    parser.add_argument("--gb", type=float, default=1.07)
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(argv)
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    with tempfile.TemporaryDirectory(prefix="shardload-bench-") as folder:
+        found = measure(Path(folder), int(options.gb * 1e9), pairs=options.pairs)
+    if options.json:
+        print(json.dumps([c.summary() | {"runs": c.runs()} for c in found]))
+    else:
+        print(table(found, a="shardload", b="orbax"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
