@@ -79,7 +79,10 @@ def restore(
         The account; its notes say which step it was, and whether its bytes were verified.
 
     Raises:
+        UsageError: When an argument is of the wrong kind.
         SourceNotFoundError: When there is no such step.
+        MeshError: When there are too few devices.
+        LayoutError: When the layout cannot be applied.
         DamagedError: When bytes are not those that were saved, naming step, file and the newest good step.
         MismatchError: When model and step disagree; the model is unchanged then.
         LoadInterruptedError: When reading failed after values had been replaced.

@@ -12,7 +12,7 @@ import pytest
 import shardload
 from shardload.callbacks import OrbaxCheckpoint
 from shardload.data import resumable
-from shardload.errors import UsageError
+from shardload.errors import MismatchError, UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")  # what Keras says of any Grain epoch
 
@@ -180,3 +180,49 @@ def test_a_source_that_cannot_be_set_is_refused(tmp_path):
     fit(model(), data(), OrbaxCheckpoint(tmp_path, data_iterator=Mute(), save_freq=4), epochs=1)
     with pytest.raises(UsageError, match="has no set_state"):
         fit(model(), data(), OrbaxCheckpoint(tmp_path, data_iterator=Mute(), resume=True), epochs=1)
+
+
+def test_a_folder_is_the_same_by_whatever_path(tmp_path, monkeypatch):
+    one = model()
+    (tmp_path / "link").symlink_to(tmp_path / "run", target_is_directory=True)
+    (tmp_path / "run").mkdir()
+    fit(one, data(), OrbaxCheckpoint(tmp_path / "link"), epochs=2)
+    monkeypatch.chdir(tmp_path)
+    again = model()
+    shardload.restore(again, "run")
+    _, lengths = fit(again, data(), OrbaxCheckpoint("link"), epochs=4)
+    assert list(lengths) == [2, 3] and [p.name for p in (tmp_path / "run").iterdir() if p.name.isdigit()] == ["40"]
+
+
+def test_arrays_at_the_last_batch_of_an_epoch_go_on_with_the_next(tmp_path):
+    x, y = Source().x, Source().y
+    model().fit(x, y, batch_size=8, verbose=0, callbacks=[OrbaxCheckpoint(tmp_path, save_freq=10)])
+    again, lengths = model(), Lengths()
+    again.fit(x, y, batch_size=8, epochs=3, verbose=0, callbacks=[OrbaxCheckpoint(tmp_path, resume=True), lengths])
+    assert lengths.epochs == {1: 10, 2: 10}
+
+
+def test_weights_alone_are_not_mixed_with_a_trained_optimizer(tmp_path):
+    fit(model(), data(), OrbaxCheckpoint(tmp_path, save_weights_only=True), epochs=1)
+    used = model()
+    fit(used, data(), epochs=1)
+    with pytest.raises(MismatchError, match="missing from the checkpoint"):
+        shardload.restore(used, tmp_path)
+    with pytest.warns(UserWarning, match="no state of an optimizer"):
+        fit(model(), data(), OrbaxCheckpoint(tmp_path, resume=True), epochs=2)
+
+
+def test_an_interrupted_fit_and_the_next_one_in_the_same_process(tmp_path):
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(model(), data(), OrbaxCheckpoint(tmp_path, save_freq=1, max_to_keep=None), At(7, interrupt))
+    _, lengths = fit(model(), data(), OrbaxCheckpoint(tmp_path, save_freq=1, resume=True), epochs=1)
+    assert lengths == {0: 3}
+
+
+@pytest.mark.parametrize(("named", "message"), [({"directory": ""}, "cannot be"), ({"resume": "newest"}, "resume is")])
+def test_impossible_arguments_are_refused_at_once(tmp_path, named, message):
+    with pytest.raises(UsageError, match=message):
+        OrbaxCheckpoint(**({"directory": tmp_path} | named))

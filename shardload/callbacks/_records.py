@@ -57,7 +57,7 @@ def checked_metadata(found: Any) -> Any:
         UsageError: When it is not.
     """
     try:
-        return json.loads(json.dumps(found))
+        return json.loads(json.dumps(found, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise UsageError(
             f"metadata should be what JSON can hold (dicts, lists, text, numbers), but: {error}"

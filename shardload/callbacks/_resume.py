@@ -67,7 +67,7 @@ def resumption(model: Any, info: StepInfo, position: Position, *, data_iterator:
     if position_state is None and not (data_iterator is not None and state is not None and "state" in state):
         warnings.warn(
             f"Step {info.step} was saved after {batch} batches of epoch {epoch}, and does not say where its data "
-            "stood. The epoch begins again. shardload.data.resumable(grain_dataset), or data_iterator=, goes on there.",
+            "stood. The epoch begins again. With shardload.data.resumable(grain_dataset) it would go on there.",
             stacklevel=5,
         )
         return _begun(model, Resumption(epoch))

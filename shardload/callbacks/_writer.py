@@ -12,6 +12,7 @@ from __future__ import annotations
 import concurrent.futures.thread  # first: what registers later than it, runs before it
 import json
 import logging
+import math
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -104,6 +105,17 @@ class Writer:
             self._failure = _after_failed(error, job.step, path)
 
 
+def finish_others(root: Root, *, but: Writer) -> None:
+    """Wait for saves of this process that other callbacks left behind in a folder: an interrupted ``fit``, say.
+
+    Their failures stay theirs; what they publish counts.
+    """
+    for writer in list(_WRITERS):
+        worker = writer._worker
+        if writer is not but and worker is not None and writer.root.path == root.path:
+            worker.join()
+
+
 def _finish_all() -> None:
     """Called when the interpreter ends, while threads can still be started, which Orbax needs."""
     for writer in list(_WRITERS):
@@ -130,7 +142,7 @@ def _finish(job: Job, staging: Staging, pending: _orbax.Pending) -> Path:
     own = staging.path / OWN_FOLDER
     own.mkdir(exist_ok=True)
     for name, content in job.records.items():
-        (own / name).write_text(json.dumps(content, indent=1), encoding="utf-8")
+        (own / name).write_text(json.dumps(_finite(content), indent=1, allow_nan=False), encoding="utf-8")
     Digests.compute(staging.path).write(staging.path)
     return staging.publish()
 
@@ -147,3 +159,12 @@ def _after_failed(error: BaseException, step: int, path: Path) -> ShardloadError
     made = SaveError(f"Step {step} is saved in {path}, but what was to follow failed: {type(error).__name__}: {error}")
     made.__cause__ = error
     return made
+
+
+def _finite(content: Any) -> Any:
+    """JSON has no NaN and no infinity: a loss that is none of the numbers there are is written as null."""
+    if isinstance(content, float):
+        return content if math.isfinite(content) else None
+    if isinstance(content, Mapping):
+        return {key: _finite(value) for key, value in content.items()}
+    return [_finite(value) for value in content] if isinstance(content, (list, tuple)) else content

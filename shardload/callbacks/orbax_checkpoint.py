@@ -26,11 +26,12 @@ from shardload.callbacks._monitor import Monitor, plain_logs
 from shardload.callbacks._preemption import Preemption
 from shardload.callbacks._resume import Resumption, iterator_record, resumption
 from shardload.callbacks._retention import Retention
-from shardload.callbacks._writer import Job, Writer
+from shardload.callbacks._writer import Job, Writer, finish_others
 from shardload.data import Position, follow, stop_following
 from shardload.errors import UnsupportedError, UsageError
 from shardload.names.state_tree import StateTree, describe
-from shardload.steps.listing import list_steps
+from shardload.names.stored_state import NO_OPTIMIZER
+from shardload.steps.listing import StepInfo, list_steps
 from shardload.steps.publish import Root, remove_stale, remove_step
 
 SaveDecision = Callable[[int, Mapping[str, float]], bool]
@@ -39,8 +40,8 @@ SaveDecision = Callable[[int, Mapping[str, float]], bool]
 class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
     """Save weights, optimizer, metrics, seeds and the place in training, in the background.
 
-    The arguments of ``keras.callbacks.OrbaxCheckpoint`` mean what they mean there. Steps can be read by
-    ``keras.saving.load_model``, ``model.load_weights`` and plain Orbax, and are checked by `shardload.restore`.
+    The arguments of ``keras.callbacks.OrbaxCheckpoint`` mean what they mean there, over all runs in the folder. Steps
+    are checked by `shardload.restore`; plain Orbax and, within its limits, Keras read them too.
 
     Args:
         directory: Folder of the steps, made if missing; a relative path is taken from the current folder now.
@@ -71,6 +72,8 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
 
     Raises:
         UsageError: When an argument is wrong.
+        UnsupportedError: In training: when several processes take part.
+        DamagedError: When the step to resume from is damaged; other errors of `shardload.restore` likewise.
         SaveError: When the folder cannot be made. In training: when a step could not be saved, at the end of the
             next batch or epoch, at the latest when ``fit`` ends; with its real cause. Steps before it are untouched.
     """
@@ -104,6 +107,10 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         _check_frequency(save_freq)
         if compression not in ("none", "zstd"):
             raise UsageError(f"compression should be 'none' or 'zstd', but is {compression!r}")
+        if not (isinstance(resume, int) or resume in ("latest", "best")):
+            raise UsageError(f'resume is True, False, "latest", "best" or a step\'s number; got {resume!r}')
+        if not os.fspath(directory):
+            raise UsageError('directory is the folder of the steps; it cannot be "". The current folder is "."')
         if "://" in os.fspath(directory):
             raise UsageError(f"Steps are saved to a folder of this machine, but directory is {directory!r}")
         self.verbose = verbose
@@ -172,6 +179,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
                 "keras.callbacks.OrbaxCheckpoint for several"
             )
         self._writer.wait()
+        finish_others(self._root, but=self._writer)
         self._root.check()
         remove_stale(self.directory)
         model = self.model
@@ -215,7 +223,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self._since_save += new
         if isinstance(self.save_freq, int) and self._since_save >= self.save_freq:
             self._since_save = 0
-            self._consider(logs, f"batch {batch}", epoch_done=self._position.at_end)
+            self._consider(logs, f"batch {batch}", epoch_done=self._at_end)
         if self._preemption.is_announced:
             self._end_early(logs)
 
@@ -237,20 +245,32 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
     def _resumed(self, model: Any) -> Resumption | None:
         info = restoring.take_restored(model)
         wanted = self.resume
-        if wanted is not False and (info is None or info.path.parent != self.directory):
+        if wanted is not False and (info is None or not self._holds(info)):
             if wanted is True and not list_steps(self.directory):
                 return None
-            restoring.restore(model, self.directory, step="latest" if wanted is True else wanted)
+            report = restoring.restore(model, self.directory, step="latest" if wanted is True else wanted)
+            if NO_OPTIMIZER in report.notes:
+                warnings.warn(f"Going on in {self.directory}: {NO_OPTIMIZER}, and starts anew", stacklevel=4)
             info = restoring.take_restored(model)
-        if info is None or not info.ours or info.path.parent != self.directory:
+        if info is None or not info.ours or not self._holds(info):
             return None
         self._total = max(self._total, info.step)
         return resumption(model, info, self._position, data_iterator=self.data_iterator)
 
+    def _holds(self, info: StepInfo) -> bool:
+        """Whether a step lies in this folder, however either was written."""
+        return info.path.parent.resolve() == self.directory.resolve()
+
+    @property
+    def _at_end(self) -> bool:
+        """Whether the batch that was trained last was the last one of its epoch, as far as anybody knows."""
+        steps = (self.params or {}).get("steps")
+        return self._position.at_end or (steps is not None and self._in_epoch >= steps)
+
     def _end_early(self, logs: Mapping[str, Any] | None) -> None:
         """This process is about to be taken away: save what is not saved yet, whatever its metric, and end ``fit``."""
         if self._total > self._last_saved:
-            self._save(plain_logs(logs), epoch_done=self._position.at_end)
+            self._save(plain_logs(logs), epoch_done=self._at_end)
         self._writer.wait()
         self.model.stop_training = True
         sys.stdout.write(f"\nSIGTERM: saved step {self._last_saved} to {self.directory}; training ends here\n")

@@ -31,6 +31,8 @@ _KINDS = {
     "metrics": {"metric"},
 }
 _OPTIMIZER = _KINDS["optimizer"]
+NO_OPTIMIZER = "the step holds no state of an optimizer: the model's is as it was"
+"""Note of a restore that left the optimizer alone though everything was asked for."""
 _MINOR = {"seed", "metric"}
 """What may be missing or left over: another dropout or metric changes no weight."""
 _GROUPS = {
@@ -151,7 +153,8 @@ def _named(path: str, by_path: Mapping[str, list[Leaf]]) -> Leaf:
 def _summarise(model: Any, paired: _Paired, items: Items) -> VariableMap:
     kinds = set(_KINDS[items])
     stored = {leaf.kind for _, leaf in paired.pairs} | {kind for _, kind in paired.left}
-    if items == "all" and (getattr(model, "optimizer", None) is None or not stored & _OPTIMIZER):
+    optimizer = getattr(model, "optimizer", None)
+    if items == "all" and (optimizer is None or not (stored & _OPTIMIZER or _has_trained(optimizer))):
         kinds -= _OPTIMIZER
     everything = _keras.unique([*_keras.variables_of(model), *_keras.state_of(model)])
     titles = variable_names([*everything, *(leaf.variable for _, leaf in paired.pairs)])
@@ -173,10 +176,21 @@ def _summarise(model: Any, paired: _Paired, items: Items) -> VariableMap:
             *(tensor.name for tensor, leaf in paired.pairs if leaf.kind not in kinds),
         ),
         mismatched=tuple(_disagree(tensor, leaf) for tensor, leaf in wrong),
-        notes=(),
+        notes=_notes(model, items, stored),
         steps=tuple(map(DirectStep, bindings)),
         refused=tuple((titles[id(leaf.variable)], leaf.variable) for _, leaf in wrong),
     )
+
+
+def _has_trained(optimizer: Any) -> bool:
+    """Whether its slots are of other weights than those of the step: keeping them would mix two states."""
+    return bool(_keras.has_value(optimizer.iterations) and int(_keras.value_of(optimizer.iterations)))
+
+
+def _notes(model: Any, items: Items, stored: set[str]) -> tuple[str, ...]:
+    if items == "all" and getattr(model, "optimizer", None) is not None and not stored & _OPTIMIZER:
+        return (NO_OPTIMIZER,)
+    return ()
 
 
 def _variables(leaves: Iterable[Leaf]) -> list[Variable]:

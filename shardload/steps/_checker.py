@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
-from shardload.errors import DamagedError, SourceError, SourceNotFoundError, UsageError
+from shardload.errors import DamagedError, SourceError, SourceNotFoundError, TransferError, UsageError
 from shardload.steps._digest_list import (
     UNIT_BYTES,
     Damage,
@@ -52,10 +52,14 @@ class Checker:
         """A checker that has seen to names, sizes and all files of at most a MiB; the rest is checked as it is read.
 
         Raises:
-            DamagedError: Naming the first damage.
-            SourceNotFoundError: When there are no digests.
+            DamagedError: Naming the first damage; also when the digests are gone.
         """
-        found = cls(folder)
+        try:
+            found = cls(folder)
+        except SourceNotFoundError as error:
+            raise DamagedError(
+                f"Step {Path(folder).name} in {Path(folder).parent} lost its digests: {error}"
+            ) from error
         if damage := found.digests.check_names(folder):
             raise DamagedError(str(damage[0]))
         for name, digest in found.digests.files.items():
@@ -134,6 +138,8 @@ class Checker:
             try:
                 fd = local.open_readonly(self._real / name)
             except (SourceError, SourceNotFoundError) as error:
+                if isinstance(error.__cause__, PermissionError):  # an older step is no answer to that
+                    raise TransferError(str(error)) from error
                 raise self._damaged(Damage(name, f"cannot be opened: {error}")) from error
             found, expected = os.fstat(fd).st_size, self._expected(name).n_bytes
             if found != expected:

@@ -57,8 +57,12 @@ def list_steps(root: str | os.PathLike[str]) -> list[StepInfo]:
     """The steps in ``root``, ascending.
 
     Raises:
+        UsageError: When ``root`` is no path.
         SourceNotFoundError: When there is no such folder.
+        SourceError: When it, or a folder that may be a step, cannot be looked into.
     """
+    if not isinstance(root, (str, os.PathLike)) or not os.fspath(root):
+        raise UsageError(f"The folder of the steps is a path; got {root!r}")
     base = Path(root)
     try:
         names = [entry.name for entry in base.iterdir() if _NAME.fullmatch(entry.name)]
@@ -116,9 +120,12 @@ def better(value: float, than: float, *, mode: str, monitor: str = "") -> bool:
 
 def _look(path: Path) -> StepInfo | None:
     """What a folder named by digits is; None when it is no step."""
-    ours = (path / OWN_FOLDER).is_dir()
-    if not path.is_dir() or not (ours or (path / ORBAX_FILE).is_file()):
-        return None
+    try:
+        ours = (path / OWN_FOLDER).is_dir()
+        if not path.is_dir() or not (ours or (path / ORBAX_FILE).is_file()):
+            return None
+    except OSError as error:  # passing it over would make an older step the latest
+        raise SourceError(f"{path} may be a step, but cannot be looked into: {error.strerror}") from error
     problems = []
     n_bytes, changed_s = 0, 0.0
     try:

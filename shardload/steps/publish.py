@@ -51,7 +51,7 @@ class Root:
         Raises:
             SaveError: When it is missing, is no folder, or cannot be made.
         """
-        self.path = Path(path).absolute()
+        self.path = Path(path).resolve()  # a link that is changed later leads elsewhere; this run stays here
         try:
             if create:
                 _make_folders(self.path)
