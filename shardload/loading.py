@@ -24,14 +24,14 @@ from shardload import _accounts, _job, transfer
 from shardload import devices as placement
 from shardload._fingerprint import Fingerprint
 from shardload.dtypes import dtype_name
-from shardload.errors import BackendError, UnsupportedError, UsageError
+from shardload.errors import BackendError, SourceError, UnsupportedError, UsageError
 from shardload.loaders import FORMATS, open_manifest
 from shardload.manifest import Manifest
 from shardload.names import slots_as_stored
 from shardload.progress import Progress
 from shardload.resolve import Resolved, resolve
 from shardload.steps.digests import Checker
-from shardload.steps.listing import step_of_ours
+from shardload.steps.listing import is_ours, latest_of_ours
 from shardload.units import parse_bytes
 from shardload.whereabouts import whereabouts
 
@@ -312,10 +312,17 @@ def _open_checked(
     """Open a source; for a training step with digests also what checks all that is read of it."""
     _check_format(format)
     found = resolve(source)
-    step = step_of_ours(found.path) if format in (None, "orbax") else None
-    checker = None if step is None else Checker.of_step(step)
-    found, manifest = _open(source if step is None else step, format)
-    return found, manifest, None if checker is None else checker.check
+    try:
+        manifest = open_manifest(found.path, format=format)
+    except SourceError:
+        if (step := latest_of_ours(found.path)) is not None:
+            Checker.of_step(step)  # says what is damaged, if that is why
+        raise
+    if manifest.format != "orbax" or not is_ours(manifest.source):
+        return found, manifest, None
+    checker = Checker.of_step(manifest.source)
+    # Opened again: some values were taken from its small files before those were checked.
+    return found, open_manifest(manifest.source, format=format), checker.check
 
 
 def _notes(found: Resolved) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from shardload.loaders import open_manifest
 from shardload.manifest import Tensor
 from shardload.resolve import resolve
 from shardload.steps import digests
-from shardload.steps.listing import StepInfo, list_steps
+from shardload.steps.listing import StepInfo, is_ours, list_steps
 
 READ_BYTES = 8 << 20
 """Read at once; nothing is kept."""
@@ -60,11 +60,10 @@ def verify(source: str | os.PathLike[str], *, progress: Callable[[int], None] | 
         SourceNotFoundError: When there is nothing of that name.
     """
     path = Path(resolve(source).path)
-    steps = list_steps(path) if path.is_dir() else []
-    if steps and not (path / digests.OWN_FOLDER).is_dir():
-        return [_step(info, progress) for info in steps]
-    if (path / digests.OWN_FOLDER).is_dir():
+    if is_ours(path):
         return [_ours(path, progress)]
+    if steps := list_steps(path) if path.is_dir() else []:
+        return [_step(info, progress) for info in steps]
     return [_readable(path, progress)]
 
 

@@ -1,12 +1,22 @@
 """A step restored onto whatever mesh the model lives on now, bit for bit, or not at all."""
 
+import gc
+from pathlib import Path
+
 import jax
 import keras
 import numpy as np
 import pytest
 
 import shardload
-from shardload.errors import DamagedError, LoadInterruptedError, MismatchError, SourceNotFoundError, UsageError
+from shardload.errors import (
+    DamagedError,
+    LoadInterruptedError,
+    MismatchError,
+    SourceNotFoundError,
+    UsageError,
+)
+from shardload.verifying import verify
 from tests.saved_steps import save_step
 
 MESHES = ["1x8", "2x4", "8x1", "1x3", "1x1"]
@@ -215,3 +225,43 @@ def test_devices_never_hold_more_than_their_shards(run):
         for shard in variable.value.addressable_shards:
             held[shard.device.id] += shard.data.nbytes
     assert {d.id: d.bytes for d in report.devices} == {k: v for k, v in held.items() if v}
+
+
+def test_restoring_and_loading_leave_no_file_open(run):
+    _, root = run
+    target = build(seed=5)
+    shardload.restore(target, root)
+    before = len([*Path("/proc/self/fd").iterdir()])
+    for _ in range(3):
+        shardload.restore(target, root)
+        shardload.load_weights(target, root)
+    gc.collect()
+    assert len([*Path("/proc/self/fd").iterdir()]) <= before
+
+
+def test_a_folder_that_holds_a_folder_of_our_name_is_no_step(tmp_path):
+    one, other = build(optimizer=None), build(seed=5, optimizer=None)
+    one.save_weights(tmp_path / "model.weights.h5")
+    (tmp_path / "shardload").mkdir()
+    shardload.load_weights(other, tmp_path / "model.weights.h5")
+    assert [v.verdict for v in verify(tmp_path / "model.weights.h5")] == ["readable"]
+    third = build(seed=6, optimizer=None)
+    shardload.load_weights(third, tmp_path)
+    assert all(np.array_equal(a.value, b.value) for a, b in zip(one.weights, third.weights, strict=True))
+
+
+def test_a_damaged_step_is_told_by_load_too(tmp_path):
+    save_step(build(), tmp_path / "s", 1)
+    (tmp_path / "s" / "1" / "pytree" / "_METADATA").write_text("{}")
+    with pytest.raises(DamagedError, match="_METADATA"):
+        shardload.load_weights(build(), tmp_path / "s")
+
+
+def test_atomic_puts_the_old_values_back(tmp_path):
+    save_step(trained(), tmp_path / "s", 1)
+    flip(largest_file(tmp_path / "s" / "1"), 4000)
+    target = trained(seed=5)
+    before = values(target)
+    with pytest.raises((DamagedError, LoadInterruptedError)):
+        shardload.restore(target, tmp_path / "s", atomic=True)
+    assert all(np.array_equal(before[k], v) for k, v in values(target).items())

@@ -226,3 +226,18 @@ def test_an_interrupted_fit_and_the_next_one_in_the_same_process(tmp_path):
 def test_impossible_arguments_are_refused_at_once(tmp_path, named, message):
     with pytest.raises(UsageError, match=message):
         OrbaxCheckpoint(**({"directory": tmp_path} | named))
+
+
+def test_sigterm_after_a_failed_fit_does_what_it_did_before(tmp_path):
+    def fail(_):
+        raise RuntimeError("no more")
+
+    seen = []
+    before = signal.signal(signal.SIGTERM, lambda *_: seen.append(1))
+    try:
+        with pytest.raises(RuntimeError):
+            fit(model(), data(), OrbaxCheckpoint(tmp_path), At(2, fail))
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert seen == [1]
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -2,17 +2,20 @@
 
 The handler only takes note; the callback looks after each batch. It is installed where Python can (the main
 thread) and where JAX does not listen itself (``jax.distributed``), and takes the place of a default action only: a
-handler of the user's own is called as well.
+handler of the user's own is called as well. Keras tells callbacks nothing when ``fit`` fails, so the handler may
+outlive it: outside of ``fit``, SIGTERM does what it did before.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from types import FrameType
 from typing import Any
 
 import jax
+import keras
 
 
 class Preemption:
@@ -38,9 +41,21 @@ class Preemption:
             self._installed = False
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.is_announced = True
-        if callable(self._before):
-            self._before(number, frame)
+        if _in_fit(frame):
+            self.is_announced = True
+            if callable(self._before):
+                self._before(number, frame)
+            return
+        self.ignore()
+        os.kill(os.getpid(), number)
+
+
+def _in_fit(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_name == "fit" and isinstance(frame.f_locals.get("self"), keras.Model):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _jax_listens() -> bool:

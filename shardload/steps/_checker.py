@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -25,6 +26,11 @@ from shardload.steps._digest_list import (
     step_name,
 )
 from shardload.stores import local
+
+
+def _close_all(files: dict[str, int]) -> None:
+    while files:
+        os.close(files.popitem()[1])
 
 
 class Checker:
@@ -44,6 +50,7 @@ class Checker:
         self._real = Path(os.path.realpath(folder))
         self._lock = threading.Lock()
         self._files: dict[str, int] = {}
+        weakref.finalize(self, _close_all, self._files)
         self._units: dict[tuple[str, int], Future[None]] = {}
         self.bytes_checked = 0
 
@@ -102,11 +109,9 @@ class Checker:
         self.check(name, 0, self._expected(name).n_bytes)
 
     def close(self) -> None:
-        """Close the files; the checker can be used again afterwards."""
+        """Close the files, which also happens when nobody refers to the checker any more; it can be used again."""
         with self._lock:
-            files, self._files = self._files, {}
-        for fd in files.values():
-            os.close(fd)
+            _close_all(self._files)
 
     def __enter__(self) -> Checker:
         return self

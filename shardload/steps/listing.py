@@ -102,12 +102,18 @@ def find_step(root: str | os.PathLike[str], step: Literal["latest", "best"] | in
     raise SourceNotFoundError(f'{root} has no step {step}. {_existing(steps)}. Take one of those, or step="latest"')
 
 
-def step_of_ours(path: str | os.PathLike[str]) -> Path | None:
-    """The step with digests that opening ``path`` means: itself, or the latest step in it; None for others."""
-    folder = Path(path)
-    if (folder / OWN_FOLDER).is_dir():
-        return folder
-    steps = list_steps(folder) if folder.is_dir() else []
+def is_ours(folder: str | os.PathLike[str]) -> bool:
+    """Whether a folder, whatever its name, is a step of ours; holding a folder ``shardload`` is not enough."""
+    path = Path(folder)
+    marked = (path / OWN_FOLDER).is_dir() and (path / ORBAX_FILE).is_file()
+    return marked or (path / DIGESTS_FILE).is_file()
+
+
+def latest_of_ours(path: str | os.PathLike[str]) -> Path | None:
+    """The step of ours that ``path`` is, or the latest step in it if that is ours."""
+    if is_ours(path):
+        return Path(path)
+    steps = list_steps(path) if Path(path).is_dir() else []
     return steps[-1].path if steps and steps[-1].ours else None
 
 
