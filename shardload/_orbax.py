@@ -87,7 +87,7 @@ def start_save(
         path: The folder to write: absolute, not existing yet, in a folder that does.
         items: Checkpointables by name: pytrees of arrays, dicts of strings, or objects with a handler of their own.
             The name ``shardload`` is taken: that folder is made as well, for our own files.
-        compression: ``"zstd"`` for smaller files that take several times as long to write and to read.
+        compression: ``"zstd"`` for smaller files that take longer to write and to read.
         step: The step's number, for messages.
         timeout_s: When Orbax itself gives up.
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardload._whole import read_rows, row_ranges
-from shardload.errors import ShardloadError
+from shardload.errors import ShardloadError, UnsupportedError
 from shardload.loaders import open_manifest
 from shardload.manifest import Tensor
 from shardload.resolve import resolve
@@ -58,6 +58,7 @@ def verify(source: str | os.PathLike[str], *, progress: Callable[[int], None] | 
 
     Raises:
         SourceNotFoundError: When there is nothing of that name.
+        UnsupportedError: When it is no checkpoint of a format known here.
     """
     path = Path(resolve(source).path)
     if is_ours(path):
@@ -81,6 +82,8 @@ def _ours(path: Path, progress: Callable[[int], None] | None) -> Verdict:
 def _readable(path: Path, progress: Callable[[int], None] | None) -> Verdict:
     try:
         manifest = open_manifest(str(path))
+    except UnsupportedError:  # no checkpoint at all is not a damaged one
+        raise
     except ShardloadError as error:
         return Verdict(str(path), "damaged", None, 0, (str(error),))
     problems = []

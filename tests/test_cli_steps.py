@@ -105,3 +105,10 @@ def test_diff_compares_bits(tmp_path):
 
 def test_diff_of_two_steps(root):
     assert "0 not" in run("diff", root / "3", root / "9").stdout
+
+
+def test_what_is_no_checkpoint_is_not_called_damaged(tmp_path):
+    (tmp_path / "note.txt").write_text("hello")
+    done = run("verify", tmp_path / "note.txt")
+    assert done.returncode == 1 and done.stdout == "" and "no format known here" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -60,7 +60,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             a function that returns them. One with a handler of its own keeps plain Orbax from loading the step
             without naming items.
         data_iterator: Whose place is stored: an object with ``get_state``, a function, or a value JSON can hold.
-        compression: ``"zstd"`` makes smaller files that take several times as long to write and to read.
+        compression: ``"zstd"`` makes smaller files that take longer to write and to read.
         keep_best: So many of the best steps are kept as well.
         keep_every_steps: And the first step at or after each multiple of this.
         keep_every_hours: And one each so many hours.
