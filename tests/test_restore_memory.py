@@ -1,0 +1,235 @@
+"""What a restore holds on each device and on the host at any moment, and what it reads, measured from outside.
+
+Saved by columns on 1x8, so each chunk in the files is a column strip; restored in layouts that cut across them.
+"""
+
+import functools
+import os
+import subprocess
+import sys
+
+import jax
+import keras
+import numpy as np
+import pytest
+
+import shardload
+import shardload._mover
+from shardload import _job, transfer
+from shardload.assign import Assigner
+from shardload.callbacks import OrbaxCheckpoint
+from tests.test_load_memory import Sampling
+
+MIB = 1 << 20
+BUDGET = MIB
+"""A quarter of a kernel; two chunks."""
+LAYERS, WIDTH = 2, 1024
+
+LAYOUTS = {
+    "as saved": ((1, 8), (None, "model")),
+    "rows on 8x1": ((8, 1), ("batch", None)),
+    "rows on 1x8": ((1, 8), ("model", None)),
+    "2x4": ((2, 4), ("batch", "model")),
+    "columns on 2x4": ((2, 4), (None, "model")),
+    "1x4": ((1, 4), ("model", None)),
+    "1x1": ((1, 1), (None, None)),
+}
+
+
+def layouts(shape, kernel):
+    devices = np.array(jax.devices()[: shape[0] * shape[1]])
+    found = keras.distribution.LayoutMap(keras.distribution.DeviceMesh(shape, ("batch", "model"), devices))
+    found[".*kernel"] = kernel
+    found[".*bias"] = (None,)
+    return found
+
+
+def build():
+    inputs = x = keras.Input((WIDTH,))
+    for _ in range(LAYERS):
+        x = keras.layers.Dense(WIDTH)(x)
+    model = keras.Model(inputs, x)
+    model.compile("adam", "mse")
+    return model
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A model after two batches on 1x8 and the folder its callback saved to."""
+    root = tmp_path_factory.mktemp("run")
+    distribution = keras.distribution.ModelParallel(layout_map=layouts(*LAYOUTS["as saved"]), batch_dim_name="batch")
+    keras.distribution.set_distribution(distribution)
+    try:
+        keras.utils.set_random_seed(0)
+        model = build()
+        x = np.random.default_rng(0).random((16, WIDTH), np.float32)
+        model.fit(x, x, batch_size=8, verbose=0, callbacks=[OrbaxCheckpoint(root)])
+    finally:
+        keras.distribution.set_distribution(None)
+    return model, root
+
+
+def state(model):
+    return [np.asarray(v.value) for v in [*model.weights, *model.optimizer.variables]]
+
+
+def same(one, other):
+    return all(a.tobytes() == b.tobytes() for a, b in zip(state(one), state(other), strict=True))
+
+
+@pytest.fixture
+def sampling(monkeypatch):
+    """Looks at the devices at every block read, every array that is ready and every variable that is assigned."""
+    found = Sampling()
+
+    def watched(original):
+        @functools.wraps(original)
+        def call(*args):
+            found.look()
+            result = original(*args)
+            found.look()
+            return result
+
+        return call
+
+    for name in ("starting", "ready", "finish"):
+        monkeypatch.setattr(Assigner, name, watched(getattr(Assigner, name)))
+    return found
+
+
+@pytest.fixture
+def scratch(monkeypatch):
+    """Host memory that reader threads really took, in bytes, none of it counted as given back."""
+    taken, original = [], shardload._mover.memory
+
+    def memory(n_bytes):
+        taken.append(n_bytes)
+        return original(n_bytes)
+
+    monkeypatch.setattr(shardload._mover, "memory", memory)
+    return taken
+
+
+def restore(run, title, sampling, *, budget=BUDGET):
+    shape, kernel = LAYOUTS[title]
+    with shardload.abstract():
+        model = build()
+    report = shardload.restore(
+        model,
+        run[1],
+        mesh="x".join(map(str, shape)),
+        layout=layouts(shape, kernel),
+        host_memory_bytes=budget,
+        progress=sampling,
+    )
+    assert same(run[0], model)
+    return model, report
+
+
+def assert_bounded(model, report, sampling, *, block):
+    final = {d.id: 0 for d in jax.devices()}
+    for variable in [*model.variables, *model.optimizer.variables]:
+        for shard in variable.value.addressable_shards:
+            final[shard.device.id] += shard.data.nbytes
+    assert len(sampling.samples) > 2 * report.variables
+    for device, held in final.items():
+        assert held <= sampling.most(device) <= held + block, f"device {device}"
+    assert report.host_bytes.peak_staging <= 1.1 * report.host_bytes.budget
+
+
+@pytest.mark.parametrize("title", LAYOUTS)
+def test_devices_and_staging_are_bounded(title, run, sampling, scratch):
+    model, report = restore(run, title, sampling)
+    assert_bounded(model, report, sampling, block=BUDGET // 16)
+    assert report.host_bytes.budget == BUDGET and sum(scratch) <= 1.1 * BUDGET
+    shard = model.layers[1].kernel.value.addressable_shards[0].data.shape
+    (rows, columns), kernel = LAYOUTS[title]
+    sizes = {"batch": rows, "model": columns, None: 1}
+    assert shard == tuple(WIDTH // sizes[axis] for axis in kernel)
+
+
+@pytest.mark.parametrize("title", LAYOUTS)
+def test_each_needed_byte_is_transferred_about_once(title, run, sampling):
+    model, report = restore(run, title, sampling)
+    state_bytes = sum(v.nbytes for v in state(model))
+    assert state_bytes <= report.bytes.needed <= 1.001 * state_bytes  # scalars lie in the tree of the store
+    assert report.bytes.read <= 1.1 * report.bytes.needed
+
+
+@pytest.mark.parametrize("title", ["rows on 8x1", "2x4"])
+def test_uploaded_pieces_are_bounded(title, run, sampling, monkeypatch):
+    """As on accelerators: into shards that are there already."""
+    monkeypatch.setattr(_job.transfer, "execute", functools.partial(transfer.execute, placement="upload"))
+    model, report = restore(run, title, sampling)
+    assert_bounded(model, report, sampling, block=BUDGET // 2)
+
+
+@pytest.mark.slow
+def test_a_budget_below_a_chunk_holds_too(run, sampling, scratch):
+    model, report = restore(run, "rows on 8x1", sampling, budget=256 << 10)
+    assert_bounded(model, report, sampling, block=256 << 10)
+    assert sum(scratch) <= 1.1 * (256 << 10)
+
+
+def test_a_live_model_is_never_held_twice(run, sampling):
+    model, _ = restore(run, "rows on 8x1", sampling)
+    again = Sampling()
+    shardload.restore(model, run[1], host_memory_bytes=BUDGET, progress=again)
+    assert same(run[0], model)
+    assert again.most() <= 2 * (WIDTH * WIDTH * 4 // 8)  # what is being replaced just now
+
+
+def test_compressed_steps_stay_within_the_budget(run, tmp_path, sampling):
+    """Decoded chunk by chunk: half a MiB each."""
+    run[0].fit(
+        np.zeros((8, WIDTH)), np.zeros((8, WIDTH)), verbose=0, callbacks=[OrbaxCheckpoint(tmp_path, compression="zstd")]
+    )
+    model, report = restore((run[0], tmp_path), "rows on 8x1", sampling, budget=8 * MIB)
+    assert_bounded(model, report, sampling, block=8 * MIB // 16)
+
+
+# ---- the whole process ---------------------------------------------------------------------------
+
+_CHILD = """
+import gc, os, re, sys
+os.environ["KERAS_BACKEND"] = "jax"
+sys.modules["tensorflow"] = None
+import jax
+jax.config.update("jax_num_cpu_devices", 8)
+import shardload
+from tests.test_restore_memory import LAYOUTS, build, layouts
+
+root, title, budget = sys.argv[1], sys.argv[2], int(sys.argv[3])
+
+def restore():
+    shape, kernel = LAYOUTS[title]
+    with shardload.abstract():
+        model = build()
+    mesh = "x".join(map(str, shape))
+    report = shardload.restore(model, root, mesh=mesh, layout=layouts(shape, kernel), host_memory_bytes=budget)
+    return model, report
+
+def number(file, pattern):
+    return int(re.search(pattern, open(file).read())[1])
+
+restore()  # what is imported and warmed up once
+gc.collect()
+open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
+resident, read = number("/proc/self/status", r"VmRSS:\\s+(\\d+)"), number("/proc/self/io", r"rchar: (\\d+)")
+model, report = restore()
+read = number("/proc/self/io", r"rchar: (\\d+)") - read
+print((number("/proc/self/status", r"VmHWM:\\s+(\\d+)") - resident) << 10, read, report.bytes.needed)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("title", ["as saved", "rows on 8x1", "1x1"])
+def test_a_process_grows_by_the_state_and_reads_it_twice_at_most(title, run):
+    """Twice: the digests of a block are checked by a read of their own, which the report does not count."""
+    child = [sys.executable, "-c", _CHILD, str(run[1]), title, str(4 * MIB)]
+    found = subprocess.run(child, capture_output=True, text=True, timeout=200, check=False, env=dict(os.environ))
+    assert found.returncode == 0, found.stderr
+    growth, read, needed = map(int, found.stdout.split())
+    assert needed > 24 * MIB
+    assert needed <= read <= 2.1 * needed
+    assert growth <= needed + 4 * MIB + 24 * MIB
