@@ -17,7 +17,7 @@ from shardload._casts import is_float
 from shardload._fingerprint import Fingerprint
 from shardload._whole import read_tensor
 from shardload.assign import Assigner
-from shardload.devices import Place
+from shardload.devices import Place, local_positions
 from shardload.errors import LoadInterruptedError, MismatchError
 from shardload.manifest import Manifest
 from shardload.names import Mismatch, VariableMap
@@ -149,7 +149,7 @@ def prepare(
     mapping = mapping or names.map_weights(model, manifest, names=tensor_names)
     choice = layout if isinstance(layout, LayoutChoice) else choose(model, place.mesh, layout)
     targets = [Target(b.name, b.view, b.dtype, choice.layouts[id(b.variable)]) for b in mapping.bindings]
-    plan = make_plan(manifest, targets, host_memory_bytes=host_memory_bytes)
+    plan = make_plan(manifest, targets, host_memory_bytes=host_memory_bytes, positions=local_positions(place))
     return Job(model, manifest, place, mapping, choice, plan, check=check)
 
 

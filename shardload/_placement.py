@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from numpy.typing import NDArray
 
 from shardload._buffers import arena
@@ -71,8 +71,10 @@ def place(value: NDArray[Any], layout: Layout, devices: Sequence[Any]) -> Any:
         MeshError: When the number of devices is not the mesh's.
     """
     value = np.asarray(value)
+    layout.shard_shape(value.shape)  # says clearer than JAX what does not divide
     sharding = named_sharding(layout, devices)
-    distinct = tuple(dict.fromkeys(layout.bounds(value.shape)))
+    indices = sharding.addressable_devices_indices_map(value.shape).values()
+    distinct = tuple(dict.fromkeys(_bounds(index or (), value.shape) for index in indices))
     buffers = dict(zip(distinct, arena([b.shape for b in distinct], value.dtype), strict=True))
     for bounds, buffer in buffers.items():
         buffer[...] = value[bounds.slices]
@@ -89,14 +91,25 @@ def widens_on_device(stored: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
-def widen(array: Any, *, dtype: Any) -> Any:
-    """``array.astype(dtype)`` where it lies."""
+def _widened(array: Any, *, dtype: Any) -> Any:
     return array.astype(dtype)
+
+
+def widen(array: Any, *, dtype: Any) -> Any:
+    """``array.astype(dtype)`` where it lies; shard by shard where other processes hold some of them."""
+    if array.is_fully_addressable:
+        return _widened(array, dtype=dtype)
+    shards = [_widened(shard.data, dtype=dtype) for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _update(whole: Any, piece: Any, start: Any) -> Any:
     return jax.lax.dynamic_update_slice(whole, piece.astype(whole.dtype), start)
+
+
+def _empty(shape: tuple[int, ...], dtype: np.dtype[Any], device: Any) -> Any:
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=SingleDeviceSharding(device))()
 
 
 class Growing:
@@ -105,9 +118,11 @@ class Growing:
     def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any], sharding: NamedSharding) -> None:
         self.shape = shape
         self.sharding = sharding
-        empty = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()
+        # One by one, as processes need not come here in the same order: a program for all devices would have to wait.
         self.shards: dict[Any, tuple[Bounds, Any]] = {
-            s.device: (_bounds(s.index, shape), s.data) for s in empty.addressable_shards
+            device: (bounds, _empty(bounds.shape, dtype, device))
+            for device, index in sharding.addressable_devices_indices_map(shape).items()
+            for bounds in [_bounds(index or (), shape)]
         }
 
     def put(self, pieces: Mapping[Bounds, tuple[Bounds, NDArray[Any]]]) -> list[Any]:

@@ -134,6 +134,11 @@ def not_started(error: Exception) -> MeshError:
     )
 
 
+def local_positions(place: Place) -> tuple[int, ...]:
+    """The mesh positions whose devices this process feeds: all that other processes do not."""
+    return tuple(i for i, d in enumerate(place.devices) if d is None or d.process_index == jax.process_index())
+
+
 def planned(spec: MeshSpec) -> Place:
     """A mesh whose devices need not exist: good for planning, not for loading."""
     return Place(spec, (None,) * spec.size)

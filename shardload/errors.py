@@ -18,6 +18,7 @@
     ├── UninitialisedError (ValueError)     a variable was read that has no value yet
     ├── WriteError (OSError)                a file cannot be written: no room, no permission, something in the way
     ├── SaveError (OSError)                 a step could not be saved: which, where, and the real cause
+    │   └── ProcessLostError                another process of this run has ended, or went silent
     ├── StepExistsError (FileExistsError)   a step of this number is there already; nothing is overwritten
     └── MissingExtraError (ImportError)     an optional dependency is not installed
 
@@ -36,6 +37,7 @@ __all__ = [
     "MeshError",
     "MismatchError",
     "MissingExtraError",
+    "ProcessLostError",
     "SaveError",
     "ShardloadError",
     "SourceError",
@@ -128,6 +130,10 @@ class WriteError(ShardloadError, OSError):
 
 class SaveError(ShardloadError, OSError):
     """A step could not be saved; names step, folder and the real cause (``errno`` is set where it is known)."""
+
+
+class ProcessLostError(SaveError):
+    """Another process of this run has ended or went silent, so that nothing can be saved together any more."""
 
 
 class StepExistsError(ShardloadError, FileExistsError):

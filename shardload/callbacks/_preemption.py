@@ -1,35 +1,52 @@
 """SIGTERM, as a cluster sends it before it takes a machine away: save once more, then end ``fit``.
 
 The handler only takes note; the callback looks after each batch. It is installed where Python can (the main
-thread) and where JAX does not listen itself (``jax.distributed``), and takes the place of a default action only: a
-handler of the user's own is called as well. Keras tells callbacks nothing when ``fit`` fails, so the handler may
+thread) and takes the place of a default action only: a handler of the user's own is called as well. With
+``jax.distributed`` JAX listens itself, and agrees with all processes on the batch after which they save together;
+a handler of ours would keep it from hearing. Keras tells callbacks nothing when ``fit`` fails, so the handler may
 outlive it: outside of ``fit``, SIGTERM does what it did before.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
 from types import FrameType
 from typing import Any
 
-import jax
 import keras
+from jax.experimental import multihost_utils
+
+from shardload import _processes
+
+_asked = itertools.count()
+"""JAX counts how often it was asked, on all processes alike."""
 
 
 class Preemption:
     """Whether this process has been told to end."""
 
     def __init__(self) -> None:
-        self.is_announced = False
+        self._announced = False
         self._before: Any = None
         self._installed = False
 
+    def is_announced(self) -> bool:
+        """Whether it is time to save and end; asked once after each batch, by all processes."""
+        if not self._announced and _processes.is_distributed():
+            try:
+                self._announced = bool(multihost_utils.reached_preemption_sync_point(next(_asked)))
+            except RuntimeError:  # jax_enable_preemption_service is off: whoever turned it off does not want this
+                return False
+        return self._announced
+
     def watch(self) -> None:
         """Begin to listen; harmless where that is not possible."""
-        self.is_announced = False
-        if self._installed or threading.current_thread() is not threading.main_thread() or _jax_listens():
+        self._announced = False
+        in_main = threading.current_thread() is threading.main_thread()
+        if self._installed or not in_main or _processes.is_distributed():
             return
         self._before = signal.signal(signal.SIGTERM, self._note)
         self._installed = True
@@ -42,7 +59,7 @@ class Preemption:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if _in_fit(frame):
-            self.is_announced = True
+            self._announced = True
             if callable(self._before):
                 self._before(number, frame)
             return
@@ -56,7 +73,3 @@ def _in_fit(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _jax_listens() -> bool:
-    return bool(jax.distributed.is_initialized())

@@ -11,8 +11,9 @@ from importlib import metadata as distributions
 from typing import Any
 
 import jax
+import numpy as np
 
-from shardload import _keras
+from shardload import _keras, _processes
 from shardload.errors import UsageError
 from shardload.names.state_tree import StateTree
 
@@ -43,6 +44,21 @@ def placement(state: StateTree) -> dict[str, Any]:
             mesh = {"axes": list(axes), "sizes": list(sizes)}
             break
     return {"mesh": mesh, "devices": jax.device_count(), "processes": jax.process_count()}
+
+
+def for_all_processes(tree: Any) -> Any:
+    """A state tree as several processes save it together.
+
+    What is not spread over all of them (seeds, counters of a model without a distribution) is one process' own array,
+    which Orbax refuses: process 0 stores its value, which is that of all others, as they train the same model.
+    """
+    if _processes.count() == 1:
+        return tree
+
+    def plain(value: Any) -> Any:
+        return np.asarray(value) if isinstance(value, jax.Array) and value.is_fully_addressable else value
+
+    return jax.tree.map(plain, tree)
 
 
 def step_record(facts: Mapping[str, Any], state: StateTree) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardload import _keras, restoring
+from shardload import _keras, _processes, restoring
 from shardload.data import Position
 from shardload.errors import DamagedError, UsageError
 from shardload.steps.digests import OWN_FOLDER
@@ -56,7 +56,7 @@ def resumption(model: Any, info: StepInfo, position: Position, *, data_iterator:
     """
     details = info.details
     epoch, batch = int(details.get("epoch") or 0), int(details.get("batch") or 0)
-    state = _state(info)
+    state = _of_this_process(_state(info), info)
     if data_iterator is not None and state is not None and "state" in state:
         _set_state(data_iterator, state["state"])
     position_state = state.get("position") if state is not None else None
@@ -99,9 +99,26 @@ def _state(info: StepInfo) -> dict[str, Any] | None:
         raise DamagedError(f"Step {info.step}: {path} is no JSON: {error}") from error
     if not isinstance(found, dict):
         raise DamagedError(f"Step {info.step}: {path} should hold one object")
-    if "state_base64" in found:
-        found["state"] = base64.b64decode(found["state_base64"])
+    for record in (found, *found.get("processes", ())):
+        if "state_base64" in record:
+            record["state"] = base64.b64decode(record["state_base64"])
     return found
+
+
+def _of_this_process(state: dict[str, Any] | None, info: StepInfo) -> dict[str, Any] | None:
+    """What is said about the data of this process, where each had its own."""
+    if state is None or "processes" not in state:
+        return state
+    each = state["processes"]
+    if len(each) == _processes.count():
+        return dict(each[_processes.index()])
+    warnings.warn(
+        f"Step {info.step} was saved by {len(each)} processes whose data stood at different places, so it does not say "
+        f"where that of {_processes.count()} should go on. Shuffle and slice the data by process before batching it, "
+        "and all of them stand at the same place",
+        stacklevel=6,
+    )
+    return None
 
 
 def _set_state(source: Any, state: Any) -> None:

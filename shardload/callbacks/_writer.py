@@ -3,6 +3,9 @@
     training thread   wait for the last save · begin staging · Orbax copies the arrays off the devices ─► returns
     worker thread     Orbax is done · shardload/*.json · digests · publish · remove old steps · post_finalization
 
+Several processes do each of these stages together: process 0 begins, publishes and removes, every one writes its own
+shards and makes the digests of the files it wrote, and what fails on one of them fails on all.
+
 A process that ends, also by an exception in ``fit``, first finishes the step in flight. A failure is kept until
 `raise_failure` or `wait`. Nothing half-written stays in the root: all before the publishing rename is in staging.
 """
@@ -13,20 +16,28 @@ import concurrent.futures.thread  # first: what registers later than it, runs be
 import json
 import logging
 import math
+import re
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from shardload import _orbax
-from shardload.errors import SaveError, ShardloadError
+from shardload import _orbax, _processes
+from shardload.callbacks._witness import Witness
+from shardload.errors import ProcessLostError, SaveError, ShardloadError
 from shardload.steps._failures import save_error
+from shardload.steps._tree import sync_files
 from shardload.steps.digests import OWN_FOLDER, Digests
 from shardload.steps.publish import Root, Staging
 
 _WRITERS: weakref.WeakSet[Writer] = weakref.WeakSet()
+
+LOOK_S = 1.0
+"""How often a process that waits for Orbax looks whether the others are still there."""
+_OF_PROCESS = re.compile(r"(?:.*/)?ocdbt\.process_(\d+)/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +52,7 @@ class Job:
     compression: Literal["none", "zstd"] = "none"
     timeout_s: float | None = None
     after: tuple[Callable[[int, Path], None], ...] = field(default=())
-    """Called with the step and its folder once it is published, in the worker."""
+    """Called with the step and its folder once it is published, in the worker; on process 0."""
 
 
 class Writer:
@@ -49,6 +60,8 @@ class Writer:
 
     def __init__(self, root: Root) -> None:
         self.root = root
+        self.channel = _processes.Channel()
+        self.witness = Witness(root.path)
         self._worker: threading.Thread | None = None
         self._failure: ShardloadError | None = None
         _WRITERS.add(self)
@@ -60,7 +73,8 @@ class Writer:
             ShardloadError: What made the step before fail, or this one at its start.
         """
         self.wait()
-        staging = Staging.begin(self.root, job.step)
+        self.witness.note(f"step {job.step} was being saved")
+        staging = self._staging(job.step)
         try:
             pending = _orbax.start_save(
                 staging.path, job.items, compression=job.compression, step=job.step, timeout_s=job.timeout_s
@@ -73,6 +87,27 @@ class Writer:
                 raise save_error(error, step=job.step, folder=staging.path) from error
             raise
         self._worker = worker
+
+    def _staging(self, step: int) -> Staging:
+        """The folder that process 0 began, seen by all of them."""
+        mine: list[Staging] = []
+
+        def begin() -> str:
+            mine.append(Staging.begin(self.root, step))
+            return str(mine[0].path)
+
+        def join(path: str) -> None:
+            if not mine:
+                mine.append(Staging.join(path))
+
+        path = self.channel.first(begin)
+        try:
+            self.channel.together(lambda: join(path))
+        except BaseException:
+            for staging in mine:
+                staging.discard()
+            raise
+        return mine[0]
 
     def wait(self) -> None:
         """Wait for the save in flight.
@@ -91,16 +126,27 @@ class Writer:
         if failure is not None:
             raise failure
 
+    def look(self) -> None:
+        """Raise what made the last save fail, if this is the place for it.
+
+        Of several processes one would hear of it a batch before the others, and leave them waiting for it in the
+        next one. So they raise it where all of them wait, with the next save; unless one of them is lost anyway.
+        """
+        if _processes.count() == 1 or isinstance(self._failure, ProcessLostError):
+            self.raise_failure()
+
     def _run(self, job: Job, staging: Staging, pending: _orbax.Pending) -> None:
         try:
-            path = _finish(job, staging, pending)
+            path = _finish(job, staging, pending, self.channel)
+            self.witness.note("training")
         except BaseException as error:
             staging.discard()
-            self._failure = _as_failure(error, job, staging)
+            failure = _as_failure(error, job, staging)
+            self.witness.write(str(failure))
+            self._failure = failure
             return
         try:
-            for call in job.after:
-                call(job.step, path)
+            self.channel.first(lambda: _follow_up(job, path))
         except BaseException as error:
             self._failure = _after_failed(error, job.step, path)
 
@@ -131,20 +177,64 @@ if (_register := getattr(threading, "_register_atexit", None)) is not None:
     _register(_finish_all)
 
 
-def _finish(job: Job, staging: Staging, pending: _orbax.Pending) -> Path:
-    try:
-        pending.result(job.timeout_s)
-    except TimeoutError as error:
-        raise SaveError(
-            f"Step {job.step} was not written within {job.timeout_s} s (async_timeout_s) and is given up. "
-            "Steps saved before are untouched"
-        ) from error
-    own = staging.path / OWN_FOLDER
-    own.mkdir(exist_ok=True)
-    for name, content in job.records.items():
-        (own / name).write_text(json.dumps(_finite(content), indent=1, allow_nan=False), encoding="utf-8")
-    Digests.compute(staging.path).write(staging.path)
-    return staging.publish()
+def _finish(job: Job, staging: Staging, pending: _orbax.Pending, channel: _processes.Channel) -> Path:
+    channel.together(lambda: _written(job, pending))
+    channel.together(lambda: _digest(job, staging))
+
+    def publish() -> str:
+        parts = [Digests.read(_part(staging, process)) for process in range(_processes.count())]
+        Digests({name: found for part in parts for name, found in part.files.items()}).write(staging.path)
+        return str(staging.publish())
+
+    return Path(channel.first(publish))
+
+
+def _written(job: Job, pending: _orbax.Pending) -> None:
+    """Wait until Orbax has written everything, for as long as all processes are there."""
+    until = math.inf if job.timeout_s is None else time.monotonic() + job.timeout_s
+    while True:
+        try:
+            return pending.result(max(0.0, min(LOOK_S, until - time.monotonic())))
+        except TimeoutError as error:
+            if time.monotonic() >= until:
+                raise SaveError(
+                    f"Step {job.step} was not written within {job.timeout_s} s (async_timeout_s) and is given up. "
+                    "Steps saved before are untouched"
+                ) from error
+        if _processes.count() > 1:
+            _processes.heartbeat().check()
+
+
+def _digest(job: Job, staging: Staging) -> None:
+    """Our own files, by process 0; then the digests of what this process wrote, which is on the disk by then."""
+    if _processes.is_first():
+        own = staging.path / OWN_FOLDER
+        own.mkdir(exist_ok=True)
+        for name, content in job.records.items():
+            (own / name).write_text(json.dumps(_finite(content), indent=1, allow_nan=False), encoding="utf-8")
+    part = Digests.compute(staging.path, of=_is_ours_to_digest)
+    if _processes.count() > 1:
+        sync_files(staging.path, part.files)
+    folder = _part(staging, _processes.index())
+    folder.mkdir()
+    part.write(folder)
+
+
+def _is_ours_to_digest(name: str) -> bool:
+    """Whether this process wrote a file; process 0 also takes what nobody is named for."""
+    found = _OF_PROCESS.match(name)
+    writer = int(found.group(1)) if found else 0
+    return (writer if writer < _processes.count() else 0) == _processes.index()
+
+
+def _part(staging: Staging, process: int) -> Path:
+    """Where a process leaves its part of the digests: beside the step, not in it."""
+    return staging.home / f"digests-{process}"
+
+
+def _follow_up(job: Job, path: Path) -> None:
+    for call in job.after:
+        call(job.step, path)
 
 
 def _as_failure(error: BaseException, job: Job, staging: Staging) -> ShardloadError:

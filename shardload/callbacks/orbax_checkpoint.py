@@ -17,10 +17,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import jax
 import keras
 
-from shardload import _keras, restoring
+from shardload import _keras, _processes, restoring
 from shardload.callbacks import _records
 from shardload.callbacks._monitor import Monitor, plain_logs
 from shardload.callbacks._preemption import Preemption
@@ -28,7 +27,7 @@ from shardload.callbacks._resume import Resumption, iterator_record, resumption
 from shardload.callbacks._retention import Retention
 from shardload.callbacks._writer import Job, Writer, finish_others
 from shardload.data import Position, follow, stop_following
-from shardload.errors import UnsupportedError, UsageError
+from shardload.errors import SaveError, UsageError
 from shardload.names.state_tree import StateTree, describe
 from shardload.names.stored_state import NO_OPTIMIZER
 from shardload.steps.listing import StepInfo, list_steps
@@ -72,10 +71,11 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
 
     Raises:
         UsageError: When an argument is wrong.
-        UnsupportedError: In training: when several processes take part.
+        ProcessLostError: In training: when another process of the run has ended or went silent.
         DamagedError: When the step to resume from is damaged; other errors of `shardload.restore` likewise.
         SaveError: When the folder cannot be made. In training: when a step could not be saved, at the end of the
             next batch or epoch, at the latest when ``fit`` ends; with its real cause. Steps before it are untouched.
+            Several processes raise it together, with the next save or when ``fit`` ends.
     """
 
     def __init__(  # noqa: PLR0917  # in the order of Keras' own
@@ -173,19 +173,14 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         """Look at what the folder holds and go on after it."""
-        if jax.process_count() > 1:
-            raise UnsupportedError(
-                f"OrbaxCheckpoint saves from one process, but {jax.process_count()} take part. Use "
-                "keras.callbacks.OrbaxCheckpoint for several"
-            )
         self._writer.wait()
         finish_others(self._root, but=self._writer)
-        self._root.check()
-        remove_stale(self.directory)
+        self._writer.witness.begin()
+        self._writer.channel.first(self._clear_up)
         model = self.model
         if self.save_best_only or self._retention.best:
             self._monitor.require_direction(model)
-        steps = list_steps(self.directory)
+        steps = self._steps()
         for info in steps:
             if info.details.get("monitor") == self.monitor:
                 self._monitor.note(_number(info.details.get("best")), model)
@@ -200,6 +195,22 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             _keras.set_initial_epoch(model, None)
         self._preemption.watch()
 
+    def _clear_up(self) -> None:
+        self._root.check()
+        remove_stale(self.directory)
+
+    def _steps(self) -> list[StepInfo]:
+        """The steps of the folder, the same ones for all processes."""
+        steps = list_steps(self.directory)
+        numbers = [info.step for info in steps]
+        seen = self._writer.channel.together(lambda: numbers)
+        if any(others != numbers for others in seen):
+            raise SaveError(
+                f"The processes of this run do not see the same steps in {self.directory}: {seen}. Several processes "
+                "save together to a folder on a file system that all of them share"
+            )
+        return steps
+
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Count the epoch's batches from its start, or from where it was left."""
         self._position.epoch_begins()
@@ -212,7 +223,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Save if ``save_freq`` batches have passed; raise what made the last save fail."""
-        self._writer.raise_failure()
+        self._writer.look()
         self._position.trained(batch + 1)
         batch += self._skipped
         if batch < self._in_epoch:  # a loop of the user's own, that tells of no epochs
@@ -224,12 +235,12 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         if isinstance(self.save_freq, int) and self._since_save >= self.save_freq:
             self._since_save = 0
             self._consider(logs, f"batch {batch}", epoch_done=self._at_end)
-        if self._preemption.is_announced:
+        if self._preemption.is_announced():
             self._end_early(logs)
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Save if ``save_freq`` is ``"epoch"``; raise what made the last save fail."""
-        self._writer.raise_failure()
+        self._writer.look()
         self._position.epoch_ends()
         if self.save_freq == "epoch":
             self._consider(logs, f"epoch {epoch}", epoch_done=True)
@@ -273,7 +284,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             self._save(plain_logs(logs), epoch_done=self._at_end)
         self._writer.wait()
         self.model.stop_training = True
-        sys.stdout.write(f"\nSIGTERM: saved step {self._last_saved} to {self.directory}; training ends here\n")
+        self._say(f"\nSIGTERM: saved step {self._last_saved} to {self.directory}; training ends here\n")
 
     # ---- saving -------------------------------------------------------------------------------------
 
@@ -287,8 +298,10 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             return
         if self._total <= self._last_saved:  # nothing was trained since
             return
-        if self.save_decision is not None and not self.save_decision(self._total, plain):
-            return
+        if self.save_decision is not None:  # of process 0: all of them save, or none
+            decide, total = self.save_decision, self._total
+            if not self._writer.channel.first(lambda: bool(decide(total, plain))):
+                return
         self._save(plain, epoch_done=epoch_done)
 
     def _save(self, logs: dict[str, float], *, epoch_done: bool) -> None:
@@ -312,10 +325,10 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             "metadata": self._metadata_for(step, logs),
         }
         if self.verbose:
-            sys.stdout.write(f"\nStep {step}: saving to {self.directory / str(step)}\n")
+            self._say(f"\nStep {step}: saving to {self.directory / str(step)}\n")
         records = {"step.json": _records.step_record(facts, state), "structure.json": state.to_json()}
         own = {} if self.data_iterator is None else _records.iterator_record(self.data_iterator)
-        if iterator := iterator_record(self._position, own):
+        if iterator := _together(self._writer, iterator_record(self._position, own)):
             records["iterator.json"] = iterator
         job = Job(
             step=step,
@@ -337,7 +350,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         return self._state.weights_only() if self.save_weights_only else self._state
 
     def _items(self, model: Any, state: StateTree) -> dict[str, Any]:
-        items: dict[str, Any] = {"pytree": state.tree}
+        items: dict[str, Any] = {"pytree": _records.for_all_processes(state.tree)}
         if not self.save_weights_only:
             try:
                 items["model_config"] = {"config": _keras.serialised_model(model)}
@@ -366,6 +379,10 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
 
         return remove
 
+    def _say(self, text: str) -> None:
+        if _processes.is_first():
+            sys.stdout.write(text)
+
     def _warn(self, message: str) -> None:
         kind = message[:40]
         if kind not in self._warned:  # once each, not at every save
@@ -378,6 +395,12 @@ def _check_frequency(save_freq: Any) -> None:
         raise UsageError(
             f"Unrecognized save_freq: {save_freq}. Expected save_freq are 'epoch' or integer values from 1"
         )
+
+
+def _together(writer: Writer, record: dict[str, Any]) -> dict[str, Any]:
+    """Where the data of all processes stands: once, if it stands at the same place for all of them."""
+    records = writer.channel.together(lambda: record)
+    return record if all(other == record for other in records) else {"processes": records}
 
 
 def _iterations(model: Any) -> int:

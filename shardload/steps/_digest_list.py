@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,8 +85,12 @@ class Digests:
     """By path relative to the step's folder, with ``/``."""
 
     @classmethod
-    def compute(cls, folder: str | os.PathLike[str]) -> Digests:
+    def compute(cls, folder: str | os.PathLike[str], *, of: Callable[[str], bool] | None = None) -> Digests:
         """Digests of what lies in ``folder`` now, by reading it back.
+
+        Args:
+            folder: The step's folder.
+            of: Which files, by name; all by default.
 
         Raises:
             SourceError: When something in it is not a regular file.
@@ -95,7 +99,8 @@ class Digests:
         tree = scan(folder)
         for name, what in tree.others.items():
             raise SourceError(f"{os.fspath(folder)}/{name} is {what}; a step holds regular files only")
-        sizes = {name: size for name, size in tree.files.items() if name != DIGESTS_FILE}
+        wanted = of or (lambda _: True)
+        sizes = {name: size for name, size in tree.files.items() if name != DIGESTS_FILE and wanted(name)}
         pieces = [piece for name, size in sizes.items() for piece in pieces_of(name, size)]
         units: dict[str, list[str]] = {name: [] for name in sizes}
         with ThreadPoolExecutor(THREADS, thread_name_prefix="shardload-digest") as pool:

@@ -7,6 +7,7 @@ the caller to refuse. Order is by name: what is written from it does not depend 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,11 +75,16 @@ def sync(path: str | os.PathLike[str]) -> None:
         os.close(fd)
 
 
+def sync_files(folder: Path, names: Iterable[str]) -> None:
+    """`sync` some files of a folder."""
+    with ThreadPoolExecutor(SYNC_THREADS, thread_name_prefix="shardload-sync") as pool:
+        list(pool.map(sync, [folder / name for name in names]))
+
+
 def sync_all(folder: Path) -> None:
     """`sync` every file and folder below ``folder``, then ``folder``: names only after what they name."""
     tree = scan(folder)
-    with ThreadPoolExecutor(SYNC_THREADS, thread_name_prefix="shardload-sync") as pool:
-        list(pool.map(sync, [folder / name for name in tree.files]))
+    sync_files(folder, tree.files)
     for name in reversed(tree.folders):
         sync(folder / name)
     sync(folder)

@@ -119,8 +119,17 @@ class Staging:
 
     @classmethod
     def join(cls, path: str | os.PathLike[str]) -> Staging:
-        """The staging folder that another process began, by its `path`; only that one publishes or discards."""
+        """The staging folder that another process began, by its `path`; only that one publishes or discards.
+
+        Raises:
+            SaveError: When this process does not see it: the root is no folder that all processes share.
+        """
         home = Path(path).parent
+        if not home.is_dir():
+            raise SaveError(
+                f"Process 0 began to save in {home}, but this process does not see that folder. Several processes "
+                "save together to a folder on a file system that all of them share"
+            )
         return cls(Root(home.parent.parent), int(home.name.split("-")[0]), home, None)
 
     def publish(self) -> Path:

@@ -1,0 +1,47 @@
+"""A small process beside each one of a run of several, which writes down that it ended without saying so.
+
+    training process ──pipe──► this one            killed, aborted by JAX, out of memory: the pipe is closed
+                       "end" ─► nothing to say      without "end" ─► a line in FOLDER/.failures.jsonl, flushed to disk
+
+A process that is killed cannot say why any more, and JAX aborts the others as soon as process 0 is gone. Run as a
+program of its own (``python -I -S _last_words.py``); the standard library only, 10 MB, and asleep all the time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+FILE = ".failures.jsonl"
+END = "end"
+
+
+def write_down(folder: str, record: dict[str, object]) -> None:
+    """Add one line to the folder's list of failures, and flush it to disk; in a folder that is gone, nothing."""
+    line = (json.dumps({"unix_s": time.time(), **record}) + "\n").encode()
+    try:
+        fd = os.open(os.path.join(folder, FILE), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)  # noqa: PTH118
+    except OSError:
+        return
+    try:
+        os.write(fd, line)  # one write: lines of several processes do not mix
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _wait(folder: str, process: int, pid: int, host: str) -> None:
+    said = ""
+    for line in sys.stdin:
+        said = line.strip()
+    if said != END:
+        doing = said or "training"
+        what = f"Process {process} ({host} pid {pid}) ended without a word, most likely killed, while {doing}"
+        write_down(folder, {"process": process, "cause": what})
+        sys.stderr.write(f"shardload: {what}. Steps saved before are untouched\n")
+
+
+if __name__ == "__main__":
+    _wait(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

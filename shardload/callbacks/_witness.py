@@ -1,0 +1,59 @@
+"""Writes down, in the folder of the steps, why a run of several processes came to its end.
+
+of this process     a small process beside it sees it end (`_last_words`)
+of another one      the heartbeat misses it (`_heartbeat`)
+of a save           whoever raises it says so
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+import weakref
+from contextlib import suppress
+from pathlib import Path
+
+from shardload import _last_words, _processes
+
+
+class Witness:
+    """Keeps the account of one folder for this process; there is nothing to keep in a run of one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._beside: subprocess.Popen[str] | None = None
+
+    def begin(self) -> None:
+        """Have this process watched, and the others listened for."""
+        if _processes.count() == 1 or self._beside is not None:
+            return
+        _processes.heartbeat().when_lost(self.write)
+        me = (str(self.folder), str(_processes.index()), str(os.getpid()), platform.node())
+        with suppress(OSError):  # no room for one more process: the others still notice
+            self._beside = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(_last_words.__file__), *me],
+                stdin=subprocess.PIPE,
+                text=True,
+                start_new_session=True,  # what kills the group of a process should leave its witness
+                cwd="/",
+            )
+            weakref.finalize(self, _end, self._beside)  # also runs when the interpreter ends
+
+    def note(self, doing: str) -> None:
+        """What this process is about, in case it is the last thing it does."""
+        if self._beside is not None and self._beside.stdin is not None:
+            with suppress(OSError):
+                self._beside.stdin.write(f"{doing}\n")
+                self._beside.stdin.flush()
+
+    def write(self, cause: str) -> None:
+        """Write a cause down, flushed to disk."""
+        if _processes.count() > 1:
+            _last_words.write_down(str(self.folder), {"process": _processes.index(), "cause": cause})
+
+
+def _end(beside: subprocess.Popen[str]) -> None:
+    with suppress(OSError, ValueError):
+        beside.communicate(f"{_last_words.END}\n", timeout=5)
