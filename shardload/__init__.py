@@ -5,6 +5,7 @@
     plan   = shardload.plan("gemma2_9b", mesh="4x8")
     with shardload.abstract(): model = build()
     shardload.restore(model, "checkpoints", step="best")
+    shardload.convert("gemma2_9b", "gemma2-hf", to="safetensors")
 
 Everything here is imported on first use: ``import shardload`` itself loads neither JAX nor Keras.
 """
@@ -20,6 +21,7 @@ from shardload.errors import ShardloadError
 if TYPE_CHECKING:
     from shardload import callbacks, data
     from shardload.abstraction import abstract
+    from shardload.converting import ConvertReport, convert
     from shardload.loading import inspect, load, load_weights, plan, report
     from shardload.reports import LoadReport, PlanReport
     from shardload.restoring import restore
@@ -27,11 +29,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "ConvertReport",
     "LoadReport",
     "PlanReport",
     "ShardloadError",
     "abstract",
     "callbacks",
+    "convert",
     "data",
     "errors",
     "inspect",
@@ -43,9 +47,11 @@ __all__ = [
 ]
 
 _HOMES = {
+    "ConvertReport": "converting",
     "LoadReport": "reports",
     "PlanReport": "reports",
     "abstract": "abstraction",
+    "convert": "converting",
     "inspect": "loading",
     "load": "loading",
     "load_weights": "loading",

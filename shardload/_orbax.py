@@ -138,3 +138,30 @@ def _start(target: Path, items: Mapping[str, Any], compression: str, timeout_s: 
     context.checkpointables.registry = registry
     with context:
         return ocp.save_checkpointables_async(str(target), {**items, **OWN_ITEM})
+
+
+def write_plain_arrays(path: str | Path, items: Mapping[str, Any]) -> None:
+    """Write ``items`` with each array in a folder of its own, uncompressed, and wait until they are there.
+
+    Args:
+        path: The folder to make: absolute, not there yet.
+        items: As for `start_save`.
+
+    Raises:
+        SaveError: When it cannot be written.
+    """
+    from orbax.checkpoint import v1 as ocp
+
+    logging.getLogger("absl").addFilter(_is_worth_saying)
+    context = ocp.Context()
+    context.array.saving.use_ocdbt = False
+    context.array.saving.use_zarr3 = True
+    context.array.saving.use_compression = False
+    registry = ocp.handlers.local_registry()
+    registry.add(ocp.handlers.JsonHandler, checkpointable_name=OWN_FOLDER)
+    context.checkpointables.registry = registry
+    try:
+        with context:
+            ocp.save_checkpointables(str(path), {**items, **OWN_ITEM})
+    except (OSError, ValueError) as error:
+        raise save_error(error, step="?", folder=Path(path)) from error

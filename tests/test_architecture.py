@@ -27,6 +27,7 @@ LAYERS = {
         "_fingerprint",
         "_orbax",
         "steps",
+        "writers",
     },
     4: {"_keras", "_hub", "abstraction", "distribution", "names", "assign", "parallel", "whereabouts"},
     5: {
@@ -35,6 +36,7 @@ LAYERS = {
         "data",
         "verifying",
         "comparing",
+        "converting",
         "_job",
         "_accounts",
         "reports",
@@ -48,7 +50,7 @@ LAYERS = {
 }
 
 CONFINED = {
-    "h5py": {"loaders/hdf5.py", "synth/h5_writer.py"},  # one reads, one writes
+    "h5py": {"loaders/hdf5.py", "synth/h5_writer.py", "writers/h5.py"},  # one reads, two write
     "gguf": {"loaders/gguf_rows.py"},
     "keras_hub": {"_hub.py"},
     "orbax": {"_orbax.py"},

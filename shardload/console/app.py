@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shardload.console import commands, run_commands, streams
+from shardload.console import commands, convert_command, run_commands, streams
 
 app = typer.Typer(
     name="shardload",
@@ -43,6 +43,7 @@ app.command("sources")(commands.sources)
 app.command("steps")(run_commands.steps)
 app.command("verify")(run_commands.verify)
 app.command("diff")(run_commands.diff)
+app.command("convert")(convert_command.convert)
 
 
 def _show_version(wanted: bool) -> None:

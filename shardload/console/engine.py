@@ -94,6 +94,13 @@ def verify(source: str, *, progress: Progress) -> list[Any]:
     return read_all(source, progress=progress.advance)
 
 
+def convert(source: str, target: str, **options: Any) -> Any:
+    """Write ``source`` in another format; the account of it."""
+    from shardload.converting import convert as write
+
+    return write(source, target, **options)
+
+
 def diff(first: str, second: str, *, progress: Progress) -> Any:
     """Compare two checkpoints, tensor by tensor."""
     from shardload.comparing import diff as compare

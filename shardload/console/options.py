@@ -28,6 +28,14 @@ class Format(StrEnum):
     ORBAX = "orbax"
 
 
+class ConvertFormat(StrEnum):
+    """What ``shardload convert --to`` takes."""
+
+    H5 = "h5"
+    SAFETENSORS = "safetensors"
+    ORBAX = "orbax"
+
+
 class SynthFormat(StrEnum):
     """What ``shardload synth --format`` takes."""
 

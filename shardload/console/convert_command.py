@@ -1,0 +1,68 @@
+"""The command that writes a checkpoint in another format."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from shardload.console import engine, environment, interrupts, options, streams
+from shardload.progress import for_stderr
+from shardload.reports.names import printable
+from shardload.units import format_bytes, plural
+
+
+def convert(
+    source: options.Source,
+    target: Annotated[
+        str, typer.Argument(metavar="TARGET", help="A folder to make, or NAME.weights.h5.", show_default=False)
+    ],
+    *,
+    to: Annotated[
+        options.ConvertFormat | None,
+        typer.Option("--to", help="What TARGET shall be; needed unless it ends in .weights.h5."),
+    ] = None,
+    dtype: options.DtypeOption = None,
+    host_memory: Annotated[
+        int | None,
+        typer.Option(
+            "--host-memory",
+            metavar="SIZE",
+            parser=options.size,
+            help="Most host memory used for tensors: 2GiB, 256MiB. 512MiB by default.",
+        ),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what has the name TARGET.")] = False,
+    json: options.Json = False,
+    no_progress: options.NoProgress = False,
+) -> None:
+    """Write a checkpoint in another format, bit for bit, in bounded memory.
+
+    h5 is a KerasHub preset (or one Keras file), safetensors a Hugging Face folder, orbax an Orbax checkpoint. TARGET
+    appears when it is complete. Interrupted, the same command goes on where it stopped.
+
+    [dim]Examples[/dim]
+
+    $ shardload convert gemma2_9b gemma2-hf --to safetensors
+
+    $ shardload convert checkpoints/400 trained.weights.h5
+    """
+    with streams.results() as out, interrupts.raise_where_it_counts():
+        environment.prepare(note=streams.note)
+        progress = for_stderr(enabled=not no_progress)
+        memory = {} if host_memory is None else {"host_memory_bytes": host_memory}
+        chosen = to.value if to else None
+        try:
+            report = engine.convert(
+                source, target, to=chosen, dtype=dtype, overwrite=overwrite, progress=progress, **memory
+            )
+        finally:
+            progress.stop()
+        for note in report.notes:
+            streams.note(note)
+        if json:
+            out.json(report.to_json())
+            return
+        what = f"{plural(report.tensors, 'tensor')}, {format_bytes(report.n_bytes)}, {report.seconds:.1f} s"
+        resumed = f"; {report.resumed} were there from an interrupted run" if report.resumed else ""
+        out.text(f"{printable(report.target)}: {report.format}, {what}{resumed}\n")

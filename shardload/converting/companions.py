@@ -1,0 +1,99 @@
+"""The small files of a checkpoint that are no weights: configurations, tokenizers, licences.
+
+Two families of them exist, and neither reads the other's. Each format has its own family where it looks for it and
+keeps the other in a folder, so that converting there and back loses nothing::
+
+                   KerasHub's                    Hugging Face's
+    preset         .                             transformers/
+    safetensors    keras/                        .
+    orbax          shardload/keras/              shardload/transformers/
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardload.errors import SourceError
+from shardload.manifest import Manifest
+
+KERAS, TRANSFORMERS = "keras", "transformers"
+STATE = "state.json"
+"""In the Keras family, of formats that have no place for them: values of variables that are no weights (seeds)."""
+_WEIGHTS = (".h5", ".weights.json", ".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
+_OTHERS = (".gguf", ".msgpack", ".onnx", ".ckpt", ".keras", ".pkl")
+MAX_BYTES = 1 << 30
+"""Of one file; a larger one is some kind of weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Companions:
+    """Both families, by path relative to where their own format has them."""
+
+    keras: Mapping[str, Path] = field(default_factory=dict)
+    transformers: Mapping[str, Path] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def config(self, family: str, name: str = "config.json") -> dict[str, Any] | None:
+        """The content of one of the JSON files, ``None`` where it is not there.
+
+        Raises:
+            SourceError: When it is no JSON object.
+        """
+        path = getattr(self, family).get(name)
+        if path is None:
+            return None
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise SourceError(f"{path} is not valid JSON: {error}") from error
+        if not isinstance(found, dict):
+            raise SourceError(f"{path} should hold a JSON object")
+        return found
+
+
+def companions_of(manifest: Manifest) -> Companions:
+    """What lies beside the weights of a source."""
+    folder = Path(manifest.source)
+    match manifest.format:
+        case "keras-hub-preset":
+            own, left_out = _files(folder, skip=TRANSFORMERS)
+            other, _ = _files(folder / TRANSFORMERS)
+            return Companions(own, other, left_out)
+        case "hf-safetensors":
+            own, left_out = _files(folder, skip=KERAS)
+            other, _ = _files(folder / KERAS)
+            return Companions(other, own, left_out)
+        case "orbax":
+            base = folder / "shardload"
+            return Companions(_files(base / KERAS)[0], _files(base / TRANSFORMERS)[0])
+    return Companions()
+
+
+def _files(folder: Path, *, skip: str | None = None) -> tuple[dict[str, Path], tuple[str, ...]]:
+    """Files by relative path, and what was left out, in words."""
+    found: dict[str, Path] = {}
+    left_out = []
+    for path in sorted(folder.rglob("*")) if folder.is_dir() else ():
+        name = path.relative_to(folder).as_posix()
+        parts = name.split("/")
+        if parts[0] == skip or any(part.startswith(".") for part in parts) or not path.is_file():
+            continue
+        if not name.endswith(_WEIGHTS):
+            if name.endswith(_OTHERS) or path.stat().st_size > MAX_BYTES:
+                left_out.append(f"{name} was left out: it seems to hold weights of another kind")
+            else:
+                found[name] = path
+    return found, tuple(left_out)
+
+
+def copy(files: Mapping[str, Path], folder: Path) -> None:
+    """Copy one family into a folder."""
+    for name, path in files.items():
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target)

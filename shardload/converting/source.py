@@ -1,0 +1,189 @@
+"""A source as conversion sees it: a model without weights, and for each of its variables where the value lies.
+
+The value of a variable is a view of a stored tensor, or, for the few that are no weights and that the source has no
+place for (a dropout's seed), an array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardload import _hub, _keras, abstraction
+from shardload.converting.companions import KERAS, STATE, Companions, companions_of
+from shardload.errors import MismatchError, SourceError, UnsupportedError
+from shardload.loaders import open_manifest
+from shardload.loaders.hub_preset import WEIGHTS
+from shardload.manifest import Manifest, Tensor, View
+from shardload.names import VariableMap, map_weights
+from shardload.names.state_keys import roles_of
+
+SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Value:
+    """Where the value of one variable is."""
+
+    variable: Any
+    tensor: Tensor | None
+    view: View | None
+    array: NDArray[Any] | None = None
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """As stored."""
+        return self.tensor.dtype if self.tensor is not None else np.asarray(self.array).dtype
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Source:
+    """An opened source, its model and everything that is known about where its values are."""
+
+    manifest: Manifest
+    model: Any
+    """A task, a backbone, or any other Keras model; abstract."""
+    values: dict[int, Value]
+    """By ``id`` of the variable; every variable of the model that is a weight or a seed."""
+    companions: Companions
+    notes: tuple[str, ...]
+
+    @property
+    def backbone(self) -> Any:
+        """The part of the model that presets and Hugging Face checkpoints hold."""
+        return getattr(self.model, "backbone", self.model)
+
+    @property
+    def is_hub(self) -> bool:
+        """Whether KerasHub knows this architecture."""
+        return type(self.backbone).__module__.startswith("keras_hub.")
+
+
+def open_source(path: str) -> Source:
+    """Open a checkpoint, build its model and find the value of every variable.
+
+    Raises:
+        UnsupportedError: When it describes no model, or values must be computed from it.
+        MismatchError: When model and tensors disagree, or tensors would be lost.
+    """
+    manifest = open_manifest(path)
+    beside = Path(manifest.source)
+    if manifest.format == "keras-h5" and beside.name == WEIGHTS and beside.with_name("config.json").is_file():
+        manifest = open_manifest(beside.parent)
+    if manifest.format == "gguf":
+        raise UnsupportedError(
+            f"{manifest.source} is GGUF, whose quantised blocks no other format here can hold. Load it with "
+            "shardload.load and save the model: model.save_to_preset(folder)"
+        )
+    companions = companions_of(manifest)
+    model = _build(manifest, companions)
+    mapping = map_weights(model, manifest)
+    lost = _check(mapping, manifest)
+    values = {id(b.variable): Value(b.variable, manifest.tensors[b.view.tensor], b.view) for b in mapping.bindings}
+    _refuse_partial(values.values(), manifest)
+    values |= _stored_state(model, companions)
+    rest = [v for v in _keras.unique(_keras.variables_of(model)) if id(v) not in values]
+    made = [*_made_now(rest)]
+    values |= {id(v.variable): v for v in made}
+    notes = (*companions.notes, *lost, *_fresh(made))
+    return Source(manifest, model, values, companions, notes)
+
+
+def _build(manifest: Manifest, companions: Companions) -> Any:
+    """The model; as Keras described it where it came from, if that was kept."""
+    described = manifest
+    if manifest.format == "hf-safetensors" and (config := companions.config(KERAS)) is not None:
+        task = companions.config(KERAS, "task.json")
+        metadata = {"task": task} if task else {}
+        described = replace(manifest, format="keras-hub-preset", config=config, metadata=metadata)
+    with abstraction.abstract():
+        return _hub.build_model(described)
+
+
+def _check(mapping: VariableMap, manifest: Manifest) -> tuple[str, ...]:
+    """Refuse whatever would not arrive; returns in words what is left out on purpose."""
+    source = manifest.source
+    if mapping.computed:
+        raise UnsupportedError(
+            f"{source}: {mapping.computed[0].owner} computes {_some(mapping.computed[0].names)} from what is stored, "
+            "so it cannot be copied. Load it with shardload.load and save the model: model.save_to_preset(folder)"
+        )
+    wrong = [*map(str, mapping.mismatched), *map(str, mapping.refused)]
+    if wrong or mapping.missing:
+        what = wrong[0] if wrong else f"nothing is stored for {_some(mapping.missing)}"
+        raise MismatchError(f"{source} cannot be converted, its model and its tensors disagree: {what}")
+    unread = [*mapping.unused, *mapping.unasked]
+    notes = []
+    if manifest.format == "orbax" and unread:
+        state = [n for n in unread if n.split("/")[0] in ("optimizer_variables", "metrics_variables")]
+        unread = [n for n in unread if n not in state]
+        if state:
+            notes.append(f"{len(state)} tensors of optimizer and metrics were left out: only weights are converted")
+    if manifest.config.get("tie_word_embeddings") and "lm_head.weight" in unread:
+        unread.remove("lm_head.weight")
+        notes.append("lm_head.weight was left out: the model ties it to its embedding")
+    if unread:
+        raise MismatchError(
+            f"{source} holds {len(unread)} tensors its model has no variable for, and they would be lost: "
+            f"{_some(unread)}. Correct its configuration, or remove them"
+        )
+    return tuple(notes)
+
+
+def _refuse_partial(values: Iterable[Value], manifest: Manifest) -> None:
+    taken: dict[str, int] = {}
+    for value in values:
+        if value.view is not None:
+            taken[value.view.tensor] = taken.get(value.view.tensor, 0) + int(np.prod(value.view.shape, dtype=np.int64))
+    for name, count in taken.items():
+        if count < manifest.tensors[name].size:
+            raise UnsupportedError(
+                f"{manifest.source}: the model uses only {count} of {manifest.tensors[name].size} elements of tensor "
+                f"{name!r}; the others would be lost. Load it with shardload.load and save the model"
+            )
+
+
+def _stored_state(model: Any, companions: Companions) -> dict[int, Value]:
+    """Values that a format without a place for them kept in a file of ours."""
+    found = companions.config(KERAS, STATE) or {}
+    backbone = getattr(model, "backbone", model)
+    roles = roles_of(backbone)
+    values = {}
+    for variable in _keras.variables_of(backbone):
+        kept = found.get(roles[id(variable)].key) if id(variable) in roles else None
+        if kept is None:
+            continue
+        try:
+            array = np.asarray(kept["values"], kept["dtype"])
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise SourceError(f"{companions.keras[STATE]} holds no array for {variable.path!r}: {error}") from error
+        if array.shape != tuple(variable.shape):
+            raise SourceError(f"{companions.keras[STATE]}: {variable.path!r} should have the shape {variable.shape}")
+        values[id(variable)] = Value(variable, None, None, array)
+    return values
+
+
+def _made_now(variables: list[Any]) -> Iterable[Value]:
+    abstraction.initialise(variables)
+    for variable in variables:
+        yield Value(variable, None, None, np.asarray(_keras.value_of(variable)))
+
+
+def _fresh(made: list[Value]) -> tuple[str, ...]:
+    if not made:
+        return ()
+    return (
+        f"{len(made)} variables that the source does not hold have their initial values: "
+        f"{_some([v.variable.path for v in made])}",
+    )
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = list(names)
+    more = f" and {len(listed) - SHOWN} more" if len(listed) > SHOWN else ""
+    return ", ".join(map(repr, listed[:SHOWN])) + more

@@ -1,0 +1,209 @@
+"""The Hugging Face side: the configuration of a KerasHub backbone, and which of its tensors each variable becomes.
+
+KerasHub's converters only read. So the tensors a checkpoint of this configuration would have are shown to the
+converter, as if they were there, and what it makes of them is read backwards: a variable that is a view of a tensor is
+where the elements of that tensor come from. Every element of every tensor must come from somewhere, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from shardload import _hub, _keras, abstraction
+from shardload.errors import UnsupportedError
+from shardload.manifest import Extent, Manifest, Tensor, View
+from shardload.names import map_hub
+from shardload.names.variable_map import Binding
+from shardload.synth.tensors import transformers_tensors
+from shardload.writers import Wanted
+
+Config = dict[str, Any]
+_NOT_COMPARED = ("name", "dtype", "trainable", "dropout")
+"""What a Hugging Face configuration has no place for, and weights do not depend on."""
+_WAY_OUT = "Convert it with --to orbax or --to h5"
+
+
+def config_of(backbone: Any, dtype: str) -> Config:
+    """``config.json`` of a backbone.
+
+    Args:
+        backbone: A KerasHub backbone, abstract or not.
+        dtype: What most of the weights are stored in.
+
+    Raises:
+        UnsupportedError: When its architecture is not one of those written here, or it has been altered in a way that
+            Hugging Face's configuration cannot say.
+    """
+    kind = type(backbone).__name__
+    if kind not in _FAMILIES:
+        raise UnsupportedError(
+            f"No Hugging Face configuration can be written for {kind}, only for {', '.join(_FAMILIES)}. {_WAY_OUT}"
+        )
+    config = {**_FAMILIES[kind](backbone), "torch_dtype": dtype}
+    with abstraction.abstract():
+        again = _hub.build_model(stand_in(config), task=False)
+    ours, theirs = backbone.get_config(), again.get_config()
+    differing = [k for k in ours if k not in _NOT_COMPARED and ours[k] != theirs.get(k)]
+    if differing:
+        key = differing[0]
+        raise UnsupportedError(
+            f"{kind} with {key}={ours[key]!r} cannot be said in a Hugging Face configuration: KerasHub would read it "
+            f"as {key}={theirs.get(key)!r}. {_WAY_OUT}"
+        )
+    return config
+
+
+def stand_in(config: Mapping[str, Any]) -> Manifest:
+    """The manifest a checkpoint of this configuration would have; its bytes are nowhere."""
+    stored = np.dtype(np.float32)
+    tensors = {s.name: Tensor(s.name, s.shape, stored, Extent("", 0)) for s in transformers_tensors(dict(config))}
+    return Manifest("", "hf-safetensors", tensors, {}, dict(config))
+
+
+def views_of(backbone: Any, config: Mapping[str, Any]) -> tuple[Binding, ...]:
+    """For each variable which elements of which Hugging Face tensor it becomes; in the tensors' order.
+
+    Raises:
+        UnsupportedError: When an element would come from nowhere or twice, or a weight would go nowhere.
+    """
+    manifest = stand_in(config)
+    mapping = map_hub(backbone, manifest)
+    problems = [*map(str, mapping.mismatched), *mapping.missing, *mapping.unused, *(c.owner for c in mapping.computed)]
+    by_tensor = {b.view.tensor: b for b in mapping.bindings}
+    problems += [name for name, tensor in manifest.tensors.items() if not _covers(by_tensor.get(name), tensor)]
+    if problems or len(by_tensor) != len(mapping.bindings):
+        kind = type(backbone).__name__
+        raise UnsupportedError(
+            f"{kind} and the Hugging Face tensors of model_type {config['model_type']!r} are not one to one: "
+            f"{(problems or ['a tensor is used twice'])[0]}. {_WAY_OUT}"
+        )
+    return tuple(by_tensor[name] for name in manifest.tensors)
+
+
+def wanted(bindings: Iterable[Binding], shapes: Mapping[str, Tensor], dtypes: Mapping[int, Any]) -> tuple[Wanted, ...]:
+    """The tensors to write, in the dtypes of the variables they come from."""
+    return tuple(Wanted(b.view.tensor, shapes[b.view.tensor].shape, dtypes[id(b.variable)]) for b in bindings)
+
+
+def _covers(binding: Binding | None, tensor: Tensor) -> bool:
+    """Whether a view has each element of its tensor exactly once: its strides are those of some dense order."""
+    if binding is None:
+        return False
+    view: View = binding.view
+    expected = 1
+    for n, stride in sorted(zip(view.shape, view.strides, strict=True), key=lambda d: d[1]):
+        if n != 1:
+            if stride != expected:
+                return False
+            expected *= n
+    return expected == tensor.size and view.offset == 0
+
+
+def _decoder(backbone: Any, model_type: str, architecture: str) -> Config:
+    return {
+        "model_type": model_type,
+        "architectures": [architecture],
+        "vocab_size": backbone.vocabulary_size,
+        "hidden_size": backbone.hidden_dim,
+        "num_hidden_layers": backbone.num_layers,
+        "num_attention_heads": backbone.num_query_heads,
+        "num_key_value_heads": backbone.num_key_value_heads,
+        "rms_norm_eps": backbone.layer_norm_epsilon,
+    }
+
+
+_GEMMA_TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+
+
+def _gemma(backbone: Any) -> Config:
+    is_second = backbone.use_post_ffw_norm
+    kind = ("gemma2", "Gemma2ForCausalLM") if is_second else ("gemma", "GemmaForCausalLM")
+    common = {
+        **_decoder(backbone, *kind),
+        "intermediate_size": backbone.intermediate_dim // 2,
+        "head_dim": backbone.head_dim,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 8192,
+        "rope_theta": 10000.0,
+        "attention_bias": False,
+        "tie_word_embeddings": True,
+        **_GEMMA_TOKENS,
+    }
+    if not is_second:
+        return common
+    return {
+        **common,
+        "query_pre_attn_scalar": _scalar(backbone),
+        "attn_logit_softcapping": backbone.attention_logit_soft_cap,
+        "final_logit_softcapping": backbone.final_logit_soft_cap,
+        "sliding_window": backbone.sliding_window_size,
+    }
+
+
+def _scalar(backbone: Any) -> int:
+    """What scores are scaled by: the head's width, or the width of the model per head."""
+    normalised = backbone.query_head_dim_normalize
+    return int(backbone.head_dim if normalised else backbone.hidden_dim // backbone.num_query_heads)
+
+
+def _gemma3(backbone: Any) -> Config:
+    if backbone.vision_encoder is not None:
+        raise UnsupportedError(f"Gemma 3 with a vision encoder cannot be written for Hugging Face. {_WAY_OUT}")
+    factor = backbone.global_rope_scaling_factor
+    return {
+        **_decoder(backbone, "gemma3_text", "Gemma3ForCausalLM"),
+        "intermediate_size": backbone.intermediate_dim,
+        "head_dim": backbone.head_dim,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 32768,
+        "query_pre_attn_scalar": _scalar(backbone),
+        "sliding_window": backbone.sliding_window_size,
+        "sliding_window_pattern": 6,
+        "rope_theta": 1000000.0,
+        "rope_local_base_freq": 10000.0,
+        "rope_scaling": {"rope_type": "linear", "factor": factor} if factor != 1.0 else None,
+        "attn_logit_softcapping": backbone.attention_logit_soft_cap,
+        "final_logit_softcapping": backbone.final_logit_soft_cap,
+        "attention_bias": False,
+        "tie_word_embeddings": True,
+        **_GEMMA_TOKENS,
+    }
+
+
+def _llama3(backbone: Any) -> Config:
+    config = {
+        **_decoder(backbone, "llama", "LlamaForCausalLM"),
+        "intermediate_size": backbone.intermediate_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": 131072 if backbone.rope_frequency_adjustment_factor else 8192,
+        "rope_theta": backbone.rope_max_wavelength,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": bool(backbone.tie_word_embeddings),
+        "rope_scaling": None,
+    }
+    if backbone.rope_frequency_adjustment_factor is not None:
+        config["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": backbone.rope_frequency_adjustment_factor,
+            "low_freq_factor": backbone.rope_low_freq_factor,
+            "high_freq_factor": backbone.rope_high_freq_factor,
+            "original_max_position_embeddings": backbone.rope_pretraining_sequence_length,
+        }
+    return config
+
+
+_FAMILIES = {"GemmaBackbone": _gemma, "Gemma3Backbone": _gemma3, "Llama3Backbone": _llama3}
+
+
+def is_weight(variable: Any) -> bool:
+    """Whether a variable is trained, or large enough to be more than the state of something."""
+    return bool(variable.trainable) or _keras.stored_dtype(variable).itemsize * int(np.prod(variable.shape)) > MAX_STATE
+
+
+MAX_STATE = 1024
+"""Bytes of a variable that is kept in a file of JSON."""

@@ -1,0 +1,70 @@
+"""Writers: one file per format, each making the files of a checkpoint with everything in them but the values.
+
+    Wanted(name, shape, dtype) ─► safetensors │ h5 │ orbax ─► Place(name, shape, dtype, pieces)
+
+A `Piece` is a run of a tensor's row-major elements that lies at an offset of a file, so whoever has the values copies
+them in with plain positional writes, in any order and in as little memory as it likes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One tensor to be written."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return self.size * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of a tensor's elements in one file."""
+
+    path: str
+    """Relative to what is being written; empty where that is a single file."""
+    offset: int
+    """Byte offset of the first element in the file."""
+    start: int
+    """First element, counted in row-major order."""
+    count: int
+    """Number of elements."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the elements of one tensor belong."""
+
+    name: str
+    pieces: tuple[Piece, ...]
+    """Ascending, without gaps."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As one object."""
+        return {"name": self.name, "pieces": [[p.path, p.offset, p.start, p.count] for p in self.pieces]}
+
+    @classmethod
+    def of_json(cls, found: Mapping[str, Any]) -> Place:
+        """What `to_json` made."""
+        return cls(str(found["name"]), tuple(Piece(*piece) for piece in found["pieces"]))
+
+
+__all__ = ["Piece", "Place", "Wanted"]
