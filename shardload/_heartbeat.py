@@ -45,7 +45,7 @@ class Heartbeat:
         """What each said last, and when that was new. Who has not begun yet is not waited for: it may be compiling."""
         self._left: set[int] = set()
         self._told: list[Callable[[str], None]] = []
-        self._stopped = threading.Event()
+        self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardload-heartbeat", daemon=True)
 
     def start(self) -> None:
@@ -81,14 +81,17 @@ class Heartbeat:
 
     def _run(self) -> None:
         number = 0
-        while self._lost is None and not self._stopped.wait(self._beat_s):
+        while self._lost is None:
+            time.sleep(self._beat_s)
             number += 1
             try:
-                self._say(str(number))
+                if not self._leaving.is_set():
+                    self._say(str(number))
                 self._listen()
-            except Exception as error:  # of the service: process 0 is gone
-                if not self._stopped.is_set():
-                    self._lose(f"Process 0, which holds the coordination service, cannot be reached: {error}")
+            except Exception as error:  # of the service
+                if self._leaving.is_set():  # it was shut down with us
+                    return
+                self._lose(f"Process 0, which holds the coordination service, cannot be reached: {error}")
 
     def _say(self, word: str) -> None:
         self._client.key_value_set(f"{_ALIVE}{self._index}", f"{word} {self._title}", allow_overwrite=True)
@@ -133,6 +136,7 @@ class Heartbeat:
                 self._client.key_value_set(_LOST, what, allow_overwrite=True)
 
     def _leave(self) -> None:
-        self._stopped.set()
+        """Speak no more, but go on listening: after a failure JAX may wait minutes for one that is gone."""
+        self._leaving.set()
         with suppress(Exception):
             self._say(_LEFT)

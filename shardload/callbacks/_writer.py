@@ -83,9 +83,11 @@ class Writer:
             worker.start()
         except BaseException as error:  # Ctrl-C as well: nothing may be left behind
             staging.discard()
-            if isinstance(error, (OSError, ValueError, RuntimeError)) and not isinstance(error, ShardloadError):
-                raise save_error(error, step=job.step, folder=staging.path) from error
-            raise
+            if not isinstance(error, (OSError, ValueError, RuntimeError)):
+                raise
+            failure = _as_failure(error, job, staging)
+            self.witness.write(str(failure))
+            raise failure from failure.__cause__
         self._worker = worker
 
     def _staging(self, step: int) -> Staging:

@@ -1,0 +1,81 @@
+"""Who is taken for lost, and who is not; the key-value store is a dict."""
+
+import threading
+import time
+
+import pytest
+
+from shardload._heartbeat import Heartbeat
+from shardload.errors import ProcessLostError
+
+
+class Store:
+    def __init__(self):
+        self.keys = {}
+        self.gone = False
+
+    def key_value_set(self, key, value, allow_overwrite=False):
+        if self.gone:
+            raise RuntimeError("UNAVAILABLE: connection refused")
+        self.keys[key] = value
+
+    def key_value_dir_get(self, prefix):
+        return [(k, v) for k, v in self.keys.items() if k.startswith(prefix)]
+
+    def key_value_try_get(self, key):
+        return self.keys[key]
+
+
+@pytest.fixture
+def store():
+    return Store()
+
+
+def beating(store, index=0):
+    beat = Heartbeat(store, index=index, beat_s=0.02, silent_s=0.3)
+    beat.start()
+    return beat
+
+
+def lost(beat, within_s=5.0):
+    until = time.monotonic() + within_s
+    while beat.lost is None and time.monotonic() < until:
+        time.sleep(0.01)
+    return beat.lost
+
+
+def test_a_process_that_goes_silent_is_lost_and_all_are_told(store):
+    store.keys["shardload/alive/1"] = "7 host-b pid 9"
+    told = []
+    first, third = beating(store), beating(store, index=2)
+    first.when_lost(told.append)
+    assert "Process 1 (host-b pid 9) has said nothing" in lost(first)
+    assert told == [first.lost]
+    assert lost(third) == first.lost
+    with pytest.raises(ProcessLostError, match="Process 1"):
+        third.check()
+
+
+def test_processes_that_speak_or_have_not_begun_or_have_left_are_not_lost(store):
+    store.keys["shardload/alive/3"] = "left host-d pid 11"
+    first, second = beating(store), beating(store, index=1)
+    assert lost(first, within_s=0.8) is None
+    assert lost(second, within_s=0.0) is None
+    first.check(2)
+    with pytest.raises(ProcessLostError, match="Process 3 has ended while others waited"):
+        first.check(3)
+
+
+def test_a_store_that_is_gone_is_process_0_lost(store):
+    second = beating(store, index=1)
+    store.gone = True
+    assert "Process 0" in lost(second)
+
+
+def test_who_asks_late_is_told_at_once(store):
+    store.keys["shardload/alive/1"] = "7 host-b pid 9"
+    first = beating(store)
+    assert lost(first)
+    told = threading.Event()
+    first.when_lost(lambda _: told.set())
+    assert told.is_set()

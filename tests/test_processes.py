@@ -1,0 +1,169 @@
+"""Several processes on this machine save together; whatever number of them restores it; some are killed."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import keras
+import process_child
+import pytest
+
+import shardload
+from shardload.steps.digests import verify
+from shardload.steps.listing import list_steps
+
+HERE = Path(__file__).parent
+pytestmark = pytest.mark.slow
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+class Run:
+    """``processes`` times ``devices``, one batch part for each process of the mesh's first axis."""
+
+    def __init__(self, processes, devices, mesh, do, folder, *more):
+        port = free_port()
+        self.started = [
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.process_child"]
+                + [str(word) for word in (processes, index, port, devices, mesh, do, folder, *more)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                cwd=HERE.parent,
+                env={**os.environ, "KERAS_BACKEND": "jax", "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"},
+            )
+            for index in range(processes)
+        ]
+
+    def finish(self):
+        """What each process told last."""
+        outputs = [one.communicate(timeout=150)[0] for one in self.started]
+        assert all(one.returncode == 0 for one in self.started), outputs
+        return [told(output)[-1] for output in outputs]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for one in self.started:
+            one.kill()
+            one.communicate()
+
+
+def told(output):
+    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+
+
+def until(found, within_s=60.0):
+    end = time.monotonic() + within_s
+    while not found() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert found()
+
+
+@pytest.fixture(scope="module", params=["2 4 2x4", "4 2 1x8"])
+def saved(request, tmp_path_factory):
+    """A run by several processes, and the digest of the state it ended with."""
+    processes, devices, mesh = request.param.split()
+    folder = tmp_path_factory.mktemp("run") / "steps"
+    with Run(int(processes), int(devices), mesh, "train", folder) as run:
+        ends = run.finish()
+    assert len({end["digest"] for end in ends}) == 1
+    return folder, ends[0]
+
+
+def test_processes_that_save_together_publish_whole_steps(saved):
+    folder, end = saved
+    assert [info.step for info in list_steps(folder)] == [12, 14, 16]
+    assert all(verify(folder / str(step)) == [] for step in (12, 14, 16))
+    assert list((folder / ".staging").iterdir()) == []
+    assert json.loads((folder / "16/shardload/step.json").read_text())["processes"] > 1
+    assert end["step"] == 16
+
+
+@pytest.mark.parametrize("mesh", ["1x8", "1x4", "1x1"])
+def test_one_process_restores_what_several_saved(saved, mesh):
+    folder, end = saved
+    model = process_child.model()
+    shardload.restore(model, folder, mesh=mesh)
+    assert len(model.layers[0].kernel.value.sharding.device_set) == int(mesh[2:])
+    assert process_child.digest(model) == end["digest"]
+
+
+@pytest.mark.parametrize(("processes", "devices", "mesh"), [(4, 2, "4x2"), (2, 4, "1x8")])
+def test_another_number_of_processes_restores_it_each_reading_its_share(saved, processes, devices, mesh):
+    folder, end = saved
+    with Run(processes, devices, mesh, "restore", folder) as run:
+        ends = run.finish()
+    assert [one["digest"] for one in ends] == [end["digest"]] * processes
+    state = 3 * 4 * 2 * (process_child.WIDTH**2 + process_child.WIDTH)
+    share = processes if mesh == "1x8" else 1  # on 4x2 each process has all columns
+    assert all(one["read"] < 1.01 * state / share + 1024 for one in ends)
+
+
+def test_a_resumed_run_of_several_processes_equals_one_that_was_not_interrupted(tmp_path):
+    with Run(2, 4, "2x4", "train", tmp_path / "whole", 2) as run:
+        whole = run.finish()[0]
+    with Run(2, 4, "2x4", "train", tmp_path / "steps", 1) as run:
+        run.finish()
+    with Run(2, 4, "2x4", "resume", tmp_path / "steps", 2) as run:
+        assert run.finish()[0] == whole
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_when_one_of_two_is_killed_in_a_save_the_cause_is_written_down(tmp_path, victim):
+    folder = tmp_path / "steps"
+    with Run(2, 4, "2x4", "train", folder, 50) as run:
+        until(lambda: (folder / "4").exists() and any((folder / ".staging").iterdir()))
+        os.kill(run.started[victim].pid, signal.SIGKILL)
+        killed = time.time()
+        until(lambda: causes(folder, besides=victim) or run.started[1 - victim].poll() is not None, within_s=30)
+    until(lambda: causes(folder))
+    assert all(cause["unix_s"] - killed < 30 for cause in causes(folder))
+    assert f"Process {victim} (" in causes(folder)[0]["cause"]
+    steps = [info.step for info in list_steps(folder)]
+    assert steps
+    assert all(verify(folder / str(step)) == [] for step in steps)
+    model = process_child.model()
+    shardload.restore(model, folder)
+    assert int(model.optimizer.iterations) == steps[-1]
+
+
+def causes(folder, besides=None):
+    try:
+        lines = (folder / ".failures.jsonl").read_text().splitlines()
+    except FileNotFoundError:
+        return []
+    return [found for found in map(json.loads, lines) if found["process"] != besides]
+
+
+@pytest.mark.parametrize("told_to_end", [0, 1])
+def test_sigterm_to_one_process_saves_once_more_and_ends_fit_on_all(tmp_path, told_to_end):
+    folder = tmp_path / "steps"
+    with Run(2, 4, "2x4", "train", folder, 50) as run:
+        until(lambda: (folder / "4").exists())
+        run.started[told_to_end].terminate()
+        ends = run.finish()
+    assert all(end["stopped"] for end in ends)
+    assert ends[0]["step"] == ends[1]["step"] == list_steps(folder)[-1].step
+    model = process_child.model()
+    shardload.restore(model, folder)
+    assert process_child.digest(model) == ends[0]["digest"]
+
+
+@pytest.fixture(autouse=True)
+def plain():
+    yield
+    keras.distribution.set_distribution(None)
+    assert jax.process_count() == 1
