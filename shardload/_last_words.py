@@ -16,6 +16,7 @@ import time
 
 FILE = ".failures.jsonl"
 END = "end"
+TAIL_BYTES = 64 << 10
 
 
 def write_down(folder: str, record: dict[str, object]) -> None:
@@ -30,6 +31,27 @@ def write_down(folder: str, record: dict[str, object]) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def written_since(folder: str, unix_s: float) -> list[dict[str, object]]:
+    """The failures written down after a moment, oldest first; of the last 64 KiB, without lines that are none."""
+    try:
+        with open(os.path.join(folder, FILE), "rb") as file:  # noqa: PTH118, PTH123
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+            lines = file.read(TAIL_BYTES).splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and isinstance(record.get("cause"), str):
+            when = record.get("unix_s")
+            if isinstance(when, (int, float)) and when > unix_s:
+                found.append(record)
+    return found
 
 
 def _wait(folder: str, process: int, pid: int, host: str) -> None:

@@ -73,7 +73,7 @@ def train(one, folder, epochs, *, parts, part, **options):
     one.fit(x, x, batch_size=BATCH // parts, epochs=epochs, verbose=0, shuffle=False, callbacks=[saver, Slow()])
 
 
-def main(count, index, port, devices, mesh, do, folder, epochs=2):
+def main(count, index, port, devices, mesh, do, folder, epochs=2):  # noqa: PLR0917
     jax.config.update("jax_num_cpu_devices", devices)
     if count > 1 or do == "alone":
         jax.config.update("jax_cpu_collectives_implementation", "gloo")

@@ -1,8 +1,10 @@
 """`shardload steps` and `shardload verify`, typed as a user types them."""
 
 import json
+import shutil
 import subprocess
 import sys
+import time
 
 import keras
 import numpy as np
@@ -112,3 +114,13 @@ def test_what_is_no_checkpoint_is_not_called_damaged(tmp_path):
     done = run("verify", tmp_path / "note.txt")
     assert done.returncode == 1 and done.stdout == "" and "no format known here" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_steps_shows_what_ended_a_run_of_several_processes_after_its_last_step(root, tmp_path):
+    root = shutil.copytree(root, tmp_path / "run")
+    lines = [{"unix_s": 1.0, "cause": "long ago"}, {"unix_s": time.time() + 9, "cause": "Process 1 ended"}]
+    (root / ".failures.jsonl").write_text("no json\n" + "".join(json.dumps(line) + "\n" for line in lines))
+    assert run("steps", root).stdout.splitlines()[-1] == "since then: Process 1 ended"
+    assert [found["cause"] for found in json.loads(run("steps", root, "--json").stdout)["failures"]] == [
+        "Process 1 ended"
+    ]

@@ -15,6 +15,7 @@ import process_child
 import pytest
 
 import shardload
+from shardload.console import engine as console
 from shardload.steps.digests import verify
 from shardload.steps.listing import list_steps
 
@@ -135,6 +136,7 @@ def test_when_one_of_two_is_killed_in_a_save_the_cause_is_written_down(tmp_path,
     steps = [info.step for info in list_steps(folder)]
     assert steps
     assert all(verify(folder / str(step)) == [] for step in steps)
+    assert f"Process {victim} (" in console.failures_since(str(folder), list_steps(folder))[0]["cause"]
     model = process_child.model()
     shardload.restore(model, folder)
     assert int(model.optimizer.iterations) == steps[-1]
@@ -152,7 +154,7 @@ def causes(folder, besides=None):
 def test_sigterm_to_one_process_saves_once_more_and_ends_fit_on_all(tmp_path, told_to_end):
     folder = tmp_path / "steps"
     with Run(2, 4, "2x4", "train", folder, 50) as run:
-        until(lambda: (folder / "4").exists())
+        until((folder / "4").exists)
         run.started[told_to_end].terminate()
         ends = run.finish()
     assert all(end["stopped"] for end in ends)

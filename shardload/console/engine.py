@@ -86,6 +86,13 @@ def steps(directory: str) -> list[Any]:
     return list_steps(directory)
 
 
+def failures_since(directory: str, steps: list[Any]) -> list[Any]:
+    """What ended a run of several processes after its last step, oldest first."""
+    from shardload._last_words import written_since
+
+    return written_since(directory, max((info.saved_s for info in steps), default=0.0))
+
+
 def verify(source: str, *, progress: Progress) -> list[Any]:
     """Read everything of ``source``; a verdict for each checkpoint in it."""
     from shardload.verifying import verify as read_all

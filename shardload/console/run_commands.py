@@ -35,13 +35,16 @@ def steps(
     with streams.results() as out:
         environment.prepare(note=streams.note)
         found = engine.steps(directory)
+        failures = engine.failures_since(directory, found)
         if json:
-            out.json({"directory": directory, "steps": [_facts(info) for info in found]})
+            out.json({"directory": directory, "steps": [_facts(info) for info in found], "failures": failures})
         elif not found:
             out.text(f"{printable(directory)} holds no steps\n")
         else:
             head = ("step", "epoch", "metrics", "size", "age", "best", "state")
             out.text(listing.aligned([head, *map(_row, found)]))
+        if failures and not json:
+            out.text(f"since then: {printable(failures[0]['cause'])}\n")
 
 
 def verify(
