@@ -55,6 +55,11 @@ class Staging:
                 self.done[line["done"]] = line["xxh3"]
         if self.places is None:
             self._start(plan)
+            return
+        # Half a line at the end would swallow what is appended next.
+        draft = self._journal.with_suffix(".tmp")
+        draft.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        draft.replace(self._journal)
 
     def note_places(self, places: tuple[Place, ...]) -> None:
         """The files are made; from here on a conversion can be taken up."""

@@ -1,0 +1,25 @@
+"""A conversion in a process of its own, slowed down so that somebody can kill it.
+
+python -m tests.convert_child SOURCE TARGET FORMAT SECONDS_PER_TENSOR
+"""
+
+import sys
+import time
+
+import shardload
+from shardload.converting.staging import Staging
+
+
+def main(source, target, to, pause_s):
+    noted = Staging.note_done
+
+    def slowly(self, name, digest):
+        noted(self, name, digest)
+        time.sleep(pause_s)
+
+    Staging.note_done = slowly
+    shardload.convert(source, target, to=to)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:4], float(sys.argv[4]))
