@@ -182,7 +182,7 @@ def test_what_came_from_hugging_face_goes_back(name, tmp_path):
 
 def test_weights_a_converter_computes_are_refused_with_the_way_out(tmp_path):
     first = synth("mistral_7b", scale=0.02, directory=tmp_path, format="safetensors")
-    with pytest.raises(UnsupportedError, match=r"convert_mistral computes .* save_to_preset"):
+    with pytest.raises(UnsupportedError, match=r"convert_mistral computes .*save_to_preset"):
         shardload.convert(first, tmp_path / "step", to="orbax")
 
 
