@@ -210,6 +210,14 @@ def test_nothing_is_overwritten_unless_asked(presets, tmp_path):
     assert not (tmp_path / "out" / "mine").exists()
 
 
+def test_killed_between_the_two_renames_the_old_one_is_not_lost(presets, tmp_path):
+    (tmp_path / ".out.converting" / "replaced").mkdir(parents=True)
+    (tmp_path / ".out.converting" / "replaced" / "mine").write_text("precious")
+    with pytest.raises(WriteError, match="there already"):
+        shardload.convert(presets["gemma2_9b"], tmp_path / "out", to="h5")
+    assert (tmp_path / "out" / "mine").read_text() == "precious"
+
+
 def test_arguments_that_cannot_be(presets, tmp_path):
     preset = presets["gemma2_9b"]
     with pytest.raises(UsageError, match="Say what out shall be"):

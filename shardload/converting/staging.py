@@ -154,6 +154,8 @@ def staged(target: Path) -> Iterator[Staging]:
             raise WriteError(
                 f"Another process is writing {target} right now ({home} is locked); wait for it"
             ) from error
+        if (home / "replaced").exists() and not os.path.lexists(target):
+            (home / "replaced").rename(target)  # killed between the two renames of an overwrite
         yield Staging(home, target)
     finally:
         os.close(lock)
