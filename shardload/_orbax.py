@@ -115,6 +115,11 @@ def start_save(
         raise
     except (OSError, ValueError) as error:
         raise save_error(error, step=step, folder=target) from error
+    except KeyError as error:  # no handler of Orbax takes it
+        raise UsageError(
+            "A checkpointable is a pytree of arrays, a dict of text, or an object with a handler that Orbax knows: "
+            f"{error.args[0] if error.args else error}"
+        ) from error
 
 
 def _is_worth_saying(record: logging.LogRecord) -> bool:

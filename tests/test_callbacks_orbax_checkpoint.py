@@ -284,3 +284,14 @@ def test_goes_on_after_steps_of_others_and_never_removes_them(tmp_path):
     (tmp_path / "70").mkdir()  # empty: no step
     fit(compiled(), OrbaxCheckpoint(tmp_path))
     assert steps_in(tmp_path) == [50, 54, 70]
+
+
+def test_keep_best_says_that_its_metric_is_not_there(tmp_path):
+    with pytest.warns(UserWarning, match="keep_best cannot rank steps by 'val_loss'.*'loss'"):
+        fit(compiled(), OrbaxCheckpoint(tmp_path, "val_loss", keep_best=1), epochs=2)
+
+
+def test_a_checkpointable_that_nothing_can_store_is_named(tmp_path):
+    with pytest.raises(UsageError, match='"thing"'):
+        fit(compiled(), OrbaxCheckpoint(tmp_path, checkpointables={"thing": object()}))
+    assert steps_in(tmp_path) == []

@@ -83,7 +83,7 @@ class Writer:
             worker.start()
         except BaseException as error:  # Ctrl-C as well: nothing may be left behind
             staging.discard()
-            if not isinstance(error, (OSError, ValueError, RuntimeError)):
+            if not isinstance(error, Exception):
                 raise
             failure = _as_failure(error, job, staging)
             self.witness.write(str(failure))

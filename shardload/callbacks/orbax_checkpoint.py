@@ -310,6 +310,8 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self._writer.wait()
         state = self._described(model)
         direction = self._monitor.direction(model)
+        if self._retention.best and self._monitor.value_in(logs) is None:
+            self._warn(f"keep_best cannot rank steps by {self.monitor!r}: the logs of step {step} hold {sorted(logs)}")
         if direction is not None:
             self._monitor.note(self._monitor.value_in(logs), model)
         facts = {
