@@ -17,11 +17,14 @@ import time
 FILE = ".failures.jsonl"
 END = "end"
 TAIL_BYTES = 64 << 10
+RECENT_S = 120.0
+"""An end so soon after another failure of the run is its consequence: JAX aborts those who wait for a dead process."""
 
 
 def write_down(folder: str, record: dict[str, object]) -> None:
     """Add one line to the folder's list of failures, and flush it to disk; in a folder that is gone, nothing."""
-    line = (json.dumps({"unix_s": time.time(), **record}) + "\n").encode()
+    at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    line = (json.dumps({"at": at, "unix_s": time.time(), **record}) + "\n").encode()
     try:
         fd = os.open(os.path.join(folder, FILE), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)  # noqa: PTH118
     except OSError:
@@ -60,7 +63,9 @@ def _wait(folder: str, process: int, pid: int, host: str) -> None:
         said = line.strip()
     if said != END:
         doing = said or "training"
-        what = f"Process {process} ({host} pid {pid}) ended without a word, most likely killed, while {doing}"
+        before = written_since(folder, time.time() - RECENT_S)
+        why = "after what is written above" if before else "most likely killed,"
+        what = f"Process {process} ({host} pid {pid}) ended without a word, {why} while {doing}"
         write_down(folder, {"process": process, "cause": what})
         sys.stderr.write(f"shardload: {what}. Steps saved before are untouched\n")
 

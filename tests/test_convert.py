@@ -20,6 +20,7 @@ from safetensors import safe_open
 import shardload
 from shardload._whole import read_tensor
 from shardload.comparing import diff
+from shardload.converting.staging import staged
 from shardload.errors import DamagedError, MismatchError, UnsupportedError, UsageError, WriteError
 from shardload.synth import synth
 from shardload.verifying import verify
@@ -210,6 +211,25 @@ def test_nothing_is_overwritten_unless_asked(presets, tmp_path):
     assert not (tmp_path / "out" / "mine").exists()
 
 
+def test_the_description_beside_a_file_is_not_overwritten_either(presets, tmp_path):
+    (tmp_path / "q.json").write_text("precious")
+    with pytest.raises(WriteError, match=r"q\.json is there already.*overwrite"):
+        shardload.convert(presets["gemma2_9b"], tmp_path / "q.weights.h5")
+    assert (tmp_path / "q.json").read_text() == "precious"
+    assert [path.name for path in tmp_path.iterdir()] == ["q.json"]
+    (tmp_path / "q.json").unlink()
+    shardload.convert(presets["gemma2_9b"], tmp_path / "q.weights.h5")
+    (tmp_path / "q.weights.h5").unlink()
+    shardload.convert(presets["gemma2_9b"], tmp_path / "q.weights.h5")  # the same description may stay
+
+
+def test_whoever_comes_second_starts_again_instead_of_writing_it_twice(tmp_path):
+    (tmp_path / "out").mkdir()
+    with pytest.raises(WriteError, match="there already"), staged(tmp_path / "out", overwrite=False):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_killed_between_the_two_renames_the_old_one_is_not_lost(presets, tmp_path):
     (tmp_path / ".out.converting" / "replaced").mkdir(parents=True)
     (tmp_path / ".out.converting" / "replaced" / "mine").write_text("precious")
@@ -228,6 +248,8 @@ def test_arguments_that_cannot_be(presets, tmp_path):
         shardload.convert(preset, tmp_path / "out.weights.h5", to="orbax")
     with pytest.raises(UsageError, match="lie in each other"):
         shardload.convert(preset, preset / "out", to="orbax")
+    with pytest.raises(UsageError, match="at least 256KiB"):
+        shardload.convert(preset, tmp_path / "out", to="orbax", host_memory_bytes=1)
     assert not list(tmp_path.iterdir())
 
 

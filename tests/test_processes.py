@@ -133,6 +133,11 @@ def test_when_one_of_two_is_killed_in_a_save_the_cause_is_written_down(tmp_path,
     until(lambda: causes(folder))
     assert all(cause["unix_s"] - killed < 30 for cause in causes(folder))
     assert f"Process {victim} (" in causes(folder)[0]["cause"]
+    assert all(
+        "after what is written above" in found["cause"]
+        for found in causes(folder, besides=victim)
+        if "word" in found["cause"]
+    )
     steps = [info.step for info in list_steps(folder)]
     assert steps
     assert all(verify(folder / str(step)) == [] for step in steps)

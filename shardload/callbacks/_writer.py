@@ -144,7 +144,8 @@ class Writer:
         except BaseException as error:
             staging.discard()
             failure = _as_failure(error, job, staging)
-            self.witness.write(str(failure))
+            if not isinstance(failure, ProcessLostError):  # whoever found that out wrote it down
+                self.witness.write(str(failure))
             self._failure = failure
             return
         try:

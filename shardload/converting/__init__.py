@@ -44,6 +44,7 @@ DEFAULT_HOST_MEMORY = 512 << 20
 """Bytes of tensors in memory at once. Most tensors of a 9B model then pass in one piece; more is not faster."""
 _COPIES = 4
 """Of a block, at the worst moment: as read, joined from chunks or cast, in the target's order."""
+LEAST_HOST_MEMORY = 256 << 10
 _SPARE_BYTES = 64 << 20
 
 
@@ -106,10 +107,7 @@ def convert(
     target = Path(os.path.abspath(dst))  # noqa: PTH100  resolve() would follow a link that is to be replaced
     kind = target_of(target, to)
     name = None if dtype is None else str(dtype_name(dtype))
-    try:
-        block_bytes = max(1 << 16, parse_bytes(host_memory_bytes) // _COPIES)
-    except ValueError as error:
-        raise UsageError(f"host_memory_bytes: {error}") from error
+    block_bytes = _block_bytes(host_memory_bytes)
     if os.path.lexists(target) and not overwrite:
         raise exists(target)
     found = resolve(src)
@@ -117,9 +115,11 @@ def convert(
     _refuse_itself(Path(source.manifest.source), target)
     files = Fingerprint.of(source.manifest.files)
     plan = plan_for(source, target, kind, dtype=name)
+    if not overwrite:
+        _refuse_others(plan, target)
     progress = progress or Silent()
     _check_digests(source, progress)
-    with staged(target) as staging:
+    with staged(target, overwrite=overwrite) as staging:
         try:
             resumed = _write(source, plan, staging, block_bytes=block_bytes, progress=progress)
             files.check()
@@ -135,10 +135,30 @@ def convert(
     )
 
 
+def _block_bytes(host_memory_bytes: int | str) -> int:
+    try:
+        found = parse_bytes(host_memory_bytes)
+    except ValueError as error:
+        raise UsageError(f"host_memory_bytes: {error}") from error
+    if found < LEAST_HOST_MEMORY:
+        raise UsageError(
+            f"host_memory_bytes should be at least {LEAST_HOST_MEMORY >> 10}KiB, but is {host_memory_bytes}"
+        )
+    return found // _COPIES
+
+
 def _refuse_itself(source: Path, target: Path) -> None:
     one, two = source.resolve(), target.resolve()
     if one == two or two in one.parents or one in two.parents:
         raise UsageError(f"{target} and the source {source} lie in each other. Choose a place beside it")
+
+
+def _refuse_others(plan: Plan, target: Path) -> None:
+    """A file that goes with the target may be there already, but not with other content."""
+    for name, content in plan.beside.items():
+        path = target.with_name(name)
+        if os.path.lexists(path) and not (path.is_file() and path.read_bytes() == content):
+            raise exists(path)
 
 
 def _check_digests(source: Source, progress: Progress) -> None:
@@ -189,7 +209,11 @@ def _copy(copy: Copy, place: Place, root: Path, *, block_bytes: int, progress: P
 
 def _identity(source: Source, plan: Plan, target: Path) -> str:
     """A digest of everything that decides what is written."""
-    files = [(path, s.st_size, s.st_mtime_ns) for path in source.manifest.files for s in [Path(path).stat()]]
+    files = [
+        (path, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino)
+        for path in source.manifest.files
+        for s in [Path(path).stat()]
+    ]
     copies = [
         (c.wanted.name, c.wanted.shape, c.wanted.dtype.name, str(c.view), c.value.view and str(c.value.view))
         for c in plan.copies

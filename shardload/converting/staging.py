@@ -135,11 +135,12 @@ def exists(target: Path) -> WriteError:
 
 
 @contextlib.contextmanager
-def staged(target: Path) -> Iterator[Staging]:
+def staged(target: Path, *, overwrite: bool) -> Iterator[Staging]:
     """The working folder, alone in it.
 
     Raises:
-        WriteError: When another process converts to the same target, or nothing can be written there.
+        WriteError: When another process converts to the same target or has just done so, or nothing can be written
+            there.
     """
     home = home_of(target)
     try:
@@ -154,11 +155,24 @@ def staged(target: Path) -> Iterator[Staging]:
             raise WriteError(
                 f"Another process is writing {target} right now ({home} is locked); wait for it"
             ) from error
+        if not _is_still(home / "lock", lock):
+            raise WriteError(f"Another process has just written {target}; start again to see what there is to do")
         if (home / "replaced").exists() and not os.path.lexists(target):
             (home / "replaced").rename(target)  # killed between the two renames of an overwrite
+        if os.path.lexists(target) and not overwrite:
+            shutil.rmtree(home)
+            raise exists(target)
         yield Staging(home, target)
     finally:
         os.close(lock)
+
+
+def _is_still(path: Path, fd: int) -> bool:
+    """Whether a lock file is the one that was opened: whoever held it before removes it with the folder."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(fd))
+    except FileNotFoundError:
+        return False
 
 
 def digest(root: Path, place: Place, item_bytes: int) -> str:
