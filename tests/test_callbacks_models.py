@@ -57,7 +57,7 @@ def test_optimizers(make, tmp_path):
     assert_comes_back(Made("functional", optimizer=make), tmp_path)
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "bfloat16"])
+@pytest.mark.parametrize("policy", ["mixed_float16", "bfloat16"])
 def test_precision(policy, tmp_path):
     before = keras.config.dtype_policy()
     keras.config.set_dtype_policy(policy)

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:Depreca
 
 FAMILIES = ("gemma_2b", "gemma2_9b", "gemma3_1b", "llama3.2_1b")
 FORMATS = ("h5", "safetensors", "orbax")
+ROUND = (("safetensors", "orbax"), ("orbax", "h5"), ("h5", "safetensors"))
 ROOT = Path(__file__).parent.parent
 
 
@@ -72,9 +73,11 @@ def test_h5_is_what_it_was(name, presets, made):
     assert (before / "task.json").read_bytes() == (after / "task.json").read_bytes()
 
 
-@pytest.mark.parametrize("to", FORMATS)
-@pytest.mark.parametrize("via", FORMATS)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "via", "to"),
+    [("gemma2_9b", via, to) for via in FORMATS for to in FORMATS]
+    + [(name, *pair) for name in FAMILIES if name != "gemma2_9b" for pair in ROUND],
+)
 def test_every_pair_keeps_every_bit(name, via, to, made, tmp_path):
     report = shardload.convert(made[name, via], tmp_path / "out", to=to)
     assert same(made[name, to], tmp_path / "out")
