@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -150,3 +150,96 @@ def memory_status() -> dict[str, int]:
 def reset_peak_memory() -> None:
     """Forget the peak so far (Linux); afterwards `memory_status` reports the peak from here on."""
     Path("/proc/self/clear_refs").write_text("5")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What we do beside what it is compared with, round by round, and the limit it should keep."""
+
+    name: str
+    peer: str
+    """What it is compared with."""
+    ours: tuple[Run, ...]
+    theirs: tuple[Run, ...]
+    at_most: float | None = None
+    """Largest median of the ratios that is wanted; ``None``: shown only."""
+    slack_s: float = 0.0
+    """So many seconds more are fine."""
+
+    @property
+    def ratios(self) -> list[float]:
+        """Our wall time over the peer's, per round: below one, ours is faster."""
+        return sorted(a.wall_s / b.wall_s for a, b in zip(self.ours, self.theirs, strict=True))
+
+    @property
+    def verdict(self) -> str:
+        """The limit, and whether it was kept."""
+        if self.at_most is None:
+            return ""
+        slack = f" + {self.slack_s * 1e3:.0f} ms" if self.slack_s else ""
+        pairs = zip(self.ours, self.theirs, strict=True)
+        over_s = statistics.median(a.wall_s - self.at_most * b.wall_s for a, b in pairs) - self.slack_s
+        return f"<= {self.at_most:.2f}{slack}: {'met' if over_s <= 0 else 'MISSED'}"
+
+    def summary(self) -> dict[str, Any]:
+        """Medians, spread, every run."""
+        ratios = self.ratios
+        return {
+            "name": self.name,
+            "peer": self.peer,
+            "rounds": len(ratios),
+            "ratio_median": statistics.median(ratios),
+            "ratio_low": ratios[len(ratios) // 4],
+            "ratio_high": ratios[-1 - len(ratios) // 4],
+            "ours_s": statistics.median(r.wall_s for r in self.ours),
+            "theirs_s": statistics.median(r.wall_s for r in self.theirs),
+            "ours_cpu_s": statistics.median(r.cpu_s for r in self.ours),
+            "theirs_cpu_s": statistics.median(r.cpu_s for r in self.theirs),
+            "wanted": self.verdict,
+            "runs": {"ours": [asdict(r) for r in self.ours], "theirs": [asdict(r) for r in self.theirs]},
+        }
+
+
+def interleave(
+    sides: Mapping[str, Callable[[], Any]],
+    *,
+    rounds: int,
+    between: Callable[[], None],
+    warm_up: int = 1,
+) -> dict[str, tuple[Run, ...]]:
+    """Run every side once per round; who comes first, and in which direction it goes round, changes with each.
+
+    Args:
+        sides: What is timed, by name.
+        rounds: How many runs of each.
+        between: Called before every run and after the last one, outside the clock: removes what the last one left.
+        warm_up: How many rounds before the clock runs.
+    """
+    names, found = list(sides), {name: list[Run]() for name in sides}
+    for i in range(-warm_up, rounds):
+        first = i % len(names)
+        order = names[first:] + names[:first]
+        for name in order if i % 2 == 0 else reversed(order):
+            between()
+            run = timed(sides[name])
+            if i >= 0:
+                found[name].append(run)
+    between()
+    return {name: tuple(runs) for name, runs in found.items()}
+
+
+def rows_table(rows: Sequence[Row]) -> str:
+    """A table for people: seconds, the median ratio with its quartiles, CPU-seconds, the limit."""
+    head = f"{'':<26}{'against':<26}{'ours s':>9}{'theirs s':>10}{'ratio':>8}{'quartiles':>14}{'CPU-s':>15}  wanted"
+    lines = [head]
+    for row in rows:
+        s = row.summary()
+        spread, cpu = (
+            f"{s['ratio_low']:.3f}-{s['ratio_high']:.3f}",
+            f"{s['ours_cpu_s']:.2f} / {s['theirs_cpu_s']:.2f}",
+        )
+        lines.append(
+            f"{row.name:<26}{row.peer:<26}{s['ours_s']:>9.3f}{s['theirs_s']:>10.3f}{s['ratio_median']:>8.3f}"
+            f"{spread:>14}{cpu:>15}  {row.verdict}"
+        )
+    return "\n".join(lines)
