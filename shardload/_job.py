@@ -25,6 +25,7 @@ from shardload.parallel import LayoutChoice, choose
 from shardload.planner import LoadPlan, Target, make_plan
 from shardload.progress import Progress, Silent
 from shardload.reports import LoadReport
+from shardload.steps.digests import Checker
 from shardload.whereabouts import AS_IT_WAS, remember
 
 BARE = ("safetensors",)
@@ -70,7 +71,7 @@ class Job:
     plan: LoadPlan
     left_out: tuple[Mismatch, ...] = ()
     """What disagreed and is left alone, as ``strict`` was not set."""
-    check: transfer.Check | None = None
+    check: Checker | None = None
     """Knows the checkpoint's digests."""
 
     def checked(self, *, strict: bool) -> Job:
@@ -132,7 +133,7 @@ def prepare(
     host_memory_bytes: int,
     tensor_names: Mapping[str, str] | None = None,
     mapping: VariableMap | None = None,
-    check: transfer.Check | None = None,
+    check: Checker | None = None,
 ) -> Job:
     """Decide everything; changes nothing.
 
@@ -149,7 +150,13 @@ def prepare(
     mapping = mapping or names.map_weights(model, manifest, names=tensor_names)
     choice = layout if isinstance(layout, LayoutChoice) else choose(model, place.mesh, layout)
     targets = [Target(b.name, b.view, b.dtype, choice.layouts[id(b.variable)]) for b in mapping.bindings]
-    plan = make_plan(manifest, targets, host_memory_bytes=host_memory_bytes, positions=local_positions(place))
+    plan = make_plan(
+        manifest,
+        targets,
+        host_memory_bytes=host_memory_bytes,
+        positions=local_positions(place),
+        scatter=check is None,
+    )
     return Job(model, manifest, place, mapping, choice, plan, check=check)
 
 

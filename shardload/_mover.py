@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from shardload._buffers import memory
 from shardload._fanout import PAD_BYTES, Flat, Lane, Part, copy, grid_of, pitch_row
 from shardload._scatter import Call, Grid, calls, scatter_read
+from shardload._verified import VerifiedReads
 from shardload.errors import ShardloadError, TransferError
 from shardload.manifest import Decoded, Tensor
 from shardload.planner import Block
@@ -33,9 +34,14 @@ class Moved:
 
 
 class Mover:
-    """Moves blocks; one instance serves all threads of a transfer."""
+    """Moves blocks; one instance serves all threads of a transfer.
 
-    def __init__(self) -> None:
+    Args:
+        verified: Where staged blocks come from; files themselves by default.
+    """
+
+    def __init__(self, verified: VerifiedReads | None = None) -> None:
+        self.verified = verified
         self._own = threading.local()
 
     def move(self, block: Block, tensor: Tensor, parts: list[Part], fd: int) -> Moved:
@@ -49,6 +55,7 @@ class Mover:
 
         Raises:
             TransferError: When the file ends early or cannot be read.
+            DamagedError: When verified reads find that it is not what was saved.
         """
         try:
             return self._move(block, tensor, parts, fd)
@@ -93,9 +100,12 @@ class Mover:
         for step, start in enumerate(range(0, elements, block.step)):
             began = time.perf_counter()
             n_bytes = min(block.step, elements - start) * itemsize
-            fill = fills.get(n_bytes) or fills.setdefault(n_bytes, _fill(flat, n_bytes))
             offset = block.offset + start * itemsize
-            self._check(block, offset, n_bytes, scatter_read(fd, fill, offset))
+            if self.verified is not None:
+                self.verified.fill(flat, n_bytes, path=block.path, offset=offset)
+            else:
+                fill = fills.get(n_bytes) or fills.setdefault(n_bytes, _fill(flat, n_bytes))
+                self._check(block, offset, n_bytes, scatter_read(fd, fill, offset))
             read = time.perf_counter()
             for lane in lanes:
                 lane.move(step * rows, step * rows + rows)

@@ -144,11 +144,13 @@ class Planner:
         *,
         block_bytes: int,
         budget: int,
+        scatter: bool,
     ) -> None:
         self.tensors = manifest.tensors
         self.targets = targets
         self.block_bytes = block_bytes
         self.budget = budget
+        self.scatter = scatter
         self.shards = [local_bounds(t, positions) for t in targets]
         self.by_tensor: dict[str, list[int]] = {}
         for index, target in enumerate(targets):
@@ -203,6 +205,8 @@ class Planner:
     def _how(self, part: Part) -> How:
         if isinstance(part.tensor.storage, Decoded):
             return "decoded"
+        if not self.scatter:
+            return "staged"
         disjoint = all(a[1] <= b[0] for a, b in itertools.pairwise(part.ranges()))
         return "direct" if disjoint and all(self._is_direct(part, i) for i in part.seen) else "staged"
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import keras
 
-from shardload import _accounts, _job, transfer
+from shardload import _accounts, _job
 from shardload import devices as placement
 from shardload._fingerprint import Fingerprint
 from shardload.dtypes import dtype_name
@@ -306,9 +306,7 @@ def _check_format(format: str | None) -> None:
         raise UsageError(f"There is no format {format!r}; there are {', '.join(FORMATS)}")
 
 
-def _open_checked(
-    source: str | os.PathLike[str], format: str | None
-) -> tuple[Resolved, Manifest, transfer.Check | None]:
+def _open_checked(source: str | os.PathLike[str], format: str | None) -> tuple[Resolved, Manifest, Checker | None]:
     """Open a source; for a training step with digests also what checks all that is read of it."""
     _check_format(format)
     found = resolve(source)
@@ -322,7 +320,7 @@ def _open_checked(
         return found, manifest, None
     checker = Checker.of_step(manifest.source)
     # Opened again: some values were taken from its small files before those were checked.
-    return found, open_manifest(manifest.source, format=format), checker.check
+    return found, open_manifest(manifest.source, format=format), checker
 
 
 def _notes(found: Resolved) -> tuple[str, ...]:

@@ -94,6 +94,7 @@ def make_plan(
     host_memory_bytes: int,
     block_bytes: int = BLOCK_BYTES,
     positions: Sequence[int] | None = None,
+    scatter: bool = True,
 ) -> LoadPlan:
     """Decide which blocks are read and where they go.
 
@@ -103,6 +104,7 @@ def make_plan(
         host_memory_bytes: Budget for everything staged.
         block_bytes: Longest single read.
         positions: Mesh positions this process feeds; all by default.
+        scatter: Whether bytes may go straight from files to shards; not where they are checked in between.
 
     Raises:
         LayoutError: When a layout does not divide its variable, or meshes differ.
@@ -118,7 +120,7 @@ def make_plan(
     _check_meshes(targets)
     size = targets[0].layout.mesh.size if targets else 0
     local = tuple(range(size)) if positions is None else tuple(positions)
-    planner = Planner(manifest, targets, local, block_bytes=block_bytes, budget=host_memory_bytes)
+    planner = Planner(manifest, targets, local, block_bytes=block_bytes, budget=host_memory_bytes, scatter=scatter)
     blocks = planner.blocks()
     return LoadPlan(
         targets=targets,

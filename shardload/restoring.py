@@ -126,7 +126,7 @@ def _restore(model: Any, info: StepInfo, skipped: Sequence[str], **options: Any)
                 layout=wanted,
                 host_memory_bytes=options["budget"],
                 mapping=map_state(model, manifest, **chosen),
-                check=checker.check if checker is not None else None,
+                check=checker,
             ).checked(strict=options["strict"])
         report = _job.fill(
             job,
@@ -152,7 +152,7 @@ def metric_values(model: Any, info: StepInfo) -> list[tuple[Any, NDArray[Any]]]:
 
     Metrics only have variables once ``fit`` has seen data, so `restore` may come too early for them.
     """
-    check = Checker.of_step(info.path).check
+    check = Checker.of_step(info.path)
     manifest = _opened(info)
     found = []
     for binding in map_state(model, manifest, items="metrics").bindings:

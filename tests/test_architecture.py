@@ -21,6 +21,7 @@ LAYERS = {
         "_chunks",
         "_fanout",
         "_mover",
+        "_verified",
         "_placement",
         "_scatter",
         "_whole",

@@ -12,6 +12,7 @@ from step_folders import MIB, files_of, save_step
 from shardload.errors import DamagedError, SourceError, SourceNotFoundError, TransferError, UsageError
 from shardload.steps import _checker
 from shardload.steps.digests import Checker, Damage, Digests, verify
+from shardload.stores import local
 
 BIG = "pytree/d/big"
 
@@ -201,24 +202,16 @@ def test_a_checker_checks_what_is_read_and_no_more(step):
                 checker.check(BIG, 2 * MIB, 2 * MIB + 1)
 
 
-def test_a_checker_checks_the_bytes_it_is_given(step):
-    content = bytearray((step / BIG).read_bytes())
-    start, stop = MIB // 2, 2 * MIB + 3
+def test_a_unit_is_read_and_checked_at_once(step):
+    content, into = (step / BIG).read_bytes(), memoryview(bytearray(MIB))
     with Checker(step) as checker:
-        checker.check(BIG, start, stop, data=memoryview(content)[start:stop])
-    content[start + 9] ^= 1
-    with Checker(step) as checker, pytest.raises(DamagedError, match="from byte 0"):
-        checker.check(BIG, start, stop, data=memoryview(content)[start:stop])
-
-
-def test_given_bytes_save_reading_them_again(step, monkeypatch):
-    read = []
-    real = _checker._read
-    monkeypatch.setattr(_checker, "_read", lambda fd, a, b, path: (read.append(b - a), real(fd, a, b, path))[1])
-    content = memoryview((step / BIG).read_bytes())
-    with Checker(step) as checker:
-        checker.check(BIG, 3, 2 * MIB, data=content[3 : 2 * MIB])
-    assert read == [3]
+        for unit, size in enumerate((MIB, MIB, 5, 0)):
+            assert checker.read_unit(step / BIG, unit, into) == size
+            assert into[:size] == content[unit * MIB :][:size]
+        assert checker.bytes_checked == 2 * MIB + 5
+        flip(step / BIG, offset=MIB + 7)
+        with pytest.raises(DamagedError, match=rf"Step 7 is damaged: .*{BIG} from byte {MIB}"):
+            checker.read_unit(BIG, 1, into)
 
 
 def test_threads_check_each_unit_once(step):
@@ -232,7 +225,7 @@ def test_threads_check_each_unit_once(step):
 
 
 def test_a_failed_read_is_tried_again(step, monkeypatch):
-    real = _checker._read
+    real = local.read_exact
     answers = iter([TransferError("flaky")])
 
     def once(*where):
@@ -240,8 +233,8 @@ def test_a_failed_read_is_tried_again(step, monkeypatch):
             raise error
         return real(*where)
 
-    monkeypatch.setattr(_checker, "_read", once)
     with Checker(step) as checker:
+        monkeypatch.setattr(_checker.local, "read_exact", once)
         with pytest.raises(TransferError, match="flaky"):
             checker.check_whole(BIG)
         checker.check_whole(BIG)

@@ -2,7 +2,6 @@
 
                 start          stop
 |----unit----|--[-unit-----|--]-unit----|     the read meets two units: both are checked, whole
-             ^ from disk    ^ from the bytes that were read, where the caller hands them over
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -26,6 +24,9 @@ from shardload.steps._digest_list import (
     step_name,
 )
 from shardload.stores import local
+
+PIECE_BYTES = 128 << 10
+"""What `Checker.check` reads at a time: it stays in L2, and counts for little beside any budget."""
 
 
 def _close_all(files: dict[str, int]) -> None:
@@ -74,15 +75,13 @@ class Checker:
                 found.check_whole(name)
         return found
 
-    def check(self, path: str | os.PathLike[str], start: int, stop: int, *, data: memoryview | None = None) -> None:
+    def check(self, path: str | os.PathLike[str], start: int, stop: int) -> None:
         """Return once every MiB that meets ``[start, stop)`` of a file is known to be as saved.
 
         Args:
             path: The file: relative to the step's folder, or absolute inside it.
             start: First byte.
             stop: One past the last byte.
-            data: The bytes ``[start, stop)`` where they were read already: they are what is checked then, and only
-                the rest of the first and last MiB is read again.
 
         Raises:
             DamagedError: When they are not; names step, file and offset. Raised again on every later call.
@@ -98,9 +97,35 @@ class Checker:
         wanted = range(start // UNIT_BYTES, (stop - 1) // UNIT_BYTES + 1)
         mine, others = self._claim(name, wanted)
         for unit, done in mine:
-            self._settle(done, name, unit, fd=fd, start=start, data=data)
+            self._settle(done, name, unit, fd=fd)
         for done in [*(done for _, done in mine), *others]:
             done.result()
+
+    def read_unit(self, path: str | os.PathLike[str], unit: int, into: memoryview) -> int:
+        """Read one unit of a file and check what was read.
+
+        Args:
+            path: The file, as for `check`.
+            unit: Which MiB, from 0.
+            into: Room for a MiB.
+
+        Returns:
+            How many bytes it has: a MiB, fewer at the end of the file, none beyond it.
+
+        Raises:
+            DamagedError: When they are not what was saved; names step, file and offset.
+            TransferError: When the file cannot be read.
+        """
+        name = self._relative(path)
+        first, last = self._span(name, unit)
+        if first >= last:
+            return 0
+        part = into[: last - first]
+        local.read_exact(self._open(name), part, first, str(self.folder / name))
+        running = hasher()
+        running.update(part)
+        self._settled(name, unit, running.hexdigest())
+        return last - first
 
     def check_whole(self, path: str | os.PathLike[str]) -> None:
         """`check` all of a file; an empty one must be empty still."""
@@ -167,12 +192,10 @@ class Checker:
                 mine.append((unit, done))
         return mine, others
 
-    def _settle(
-        self, done: Future[None], name: str, unit: int, *, fd: int, start: int, data: memoryview | None
-    ) -> None:
+    def _settle(self, done: Future[None], name: str, unit: int, *, fd: int) -> None:
         """Check one unit and let everyone who waits for it know."""
         try:
-            self._check_unit(name, unit, fd=fd, start=start, data=data)
+            self._check_unit(name, unit, fd=fd)
         except BaseException as error:
             if not isinstance(error, DamagedError):  # a failed read says nothing about the bytes: let others try
                 with self._lock:
@@ -181,17 +204,24 @@ class Checker:
         else:
             done.set_result(None)
 
-    def _check_unit(self, name: str, unit: int, *, fd: int, start: int, data: memoryview | None) -> None:
-        expected = self._expected(name)
-        first = unit * UNIT_BYTES
-        last = min(first + UNIT_BYTES, expected.n_bytes)
-        parts = list(_from_disk_and(data, start, first, last, fd=fd, path=str(self.folder / name)))
-        running = hasher()
-        for part in parts:
+    def _check_unit(self, name: str, unit: int, *, fd: int) -> None:
+        first, last = self._span(name, unit)
+        running, piece = hasher(), memoryview(bytearray(min(PIECE_BYTES, last - first)))
+        for start in range(first, last, PIECE_BYTES):
+            part = piece[: min(PIECE_BYTES, last - start)]
+            local.read_exact(fd, part, start, str(self.folder / name))
             running.update(part)
+        self._settled(name, unit, running.hexdigest())
+
+    def _span(self, name: str, unit: int) -> tuple[int, int]:
+        first = unit * UNIT_BYTES
+        return first, min(first + UNIT_BYTES, self._expected(name).n_bytes)
+
+    def _settled(self, name: str, unit: int, found: str) -> None:
+        first, last = self._span(name, unit)
         with self._lock:
             self.bytes_checked += last - first
-        if running.hexdigest() != expected.units[unit]:
+        if found != self._expected(name).units[unit]:
             raise self._damaged(flip_damage(name, first, last, ""))
 
     def _damaged(self, found: Damage) -> DamagedError:
@@ -200,27 +230,3 @@ class Checker:
             f"Step {step_name(self.folder)} is damaged: {self.folder / found.path}{where} {found.what}. "
             "Restore an earlier step, or copy this one again"
         )
-
-
-def _from_disk_and(
-    data: memoryview | None, start: int, first: int, last: int, *, fd: int, path: str
-) -> Iterator[memoryview]:
-    """The bytes ``[first, last)`` of a file: what ``data`` (which begins at ``start``) has of them, else from disk."""
-    begin, end = first, first
-    if data is not None:
-        flat = data.cast("B") if data.nbytes else memoryview(b"")
-        begin, end = max(first, start), min(last, start + flat.nbytes)
-    if begin >= end:
-        yield _read(fd, first, last, path)
-        return
-    if first < begin:
-        yield _read(fd, first, begin, path)
-    yield flat[begin - start : end - start]
-    if end < last:
-        yield _read(fd, end, last, path)
-
-
-def _read(fd: int, start: int, stop: int, path: str) -> memoryview:
-    buffer = memoryview(bytearray(stop - start))
-    local.read_exact(fd, buffer, start, path)
-    return buffer
