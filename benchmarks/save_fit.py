@@ -7,7 +7,7 @@ takes as long as wanted. Each `fit` is one epoch and saves to a folder of its ow
 batch, as with `save_freq="epoch"`, so `on_train_end` waits for all of it: that counts for both callbacks.
 
 Keras' callback needs an absolute path and a model it can write a configuration of; this one is functional. It does not
-tell when a save fails, so that a step is there is looked at afterwards. Neither it nor Orbax flush files to the disk.
+tell when a save fails, so that a step is there is looked at afterwards.
 """
 
 from __future__ import annotations
