@@ -141,7 +141,7 @@ def run(
     with clock("plan"):
         job = _job.prepare(model, manifest, place, layout=layout, host_memory_bytes=limit, check=checker)
         job = job.checked(strict=strict)
-    report = _job.fill(job, clock, files=files, on_failure="raise", progress=progress, notes=_notes(found))
+    report = _job.fill(job, clock, files=files, on_failure="raise", progress=progress, notes=_notes(found, job))
     _reports[model] = report
     return Loaded(model, report, manifest)
 
@@ -200,7 +200,7 @@ def load_weights(
                 host_memory_bytes=limit,
                 check=checker,
             ).checked(strict=strict)
-        report = _job.fill(job, clock, files=files, on_failure=on_failure, progress=progress, notes=_notes(found))
+        report = _job.fill(job, clock, files=files, on_failure=on_failure, progress=progress, notes=_notes(found, job))
     _reports[model] = report
     return report
 
@@ -323,8 +323,10 @@ def _open_checked(source: str | os.PathLike[str], format: str | None) -> tuple[R
     return found, open_manifest(manifest.source, format=format), checker
 
 
-def _notes(found: Resolved) -> tuple[str, ...]:
-    return (found.note,) if found.note else ()
+def _notes(found: Resolved, job: _job.Job | None = None) -> tuple[str, ...]:
+    unverified = job is not None and job.manifest.format == "orbax" and job.check is None
+    notes = (found.note, "not saved by shardload: unverified, as it has no digests" if unverified else "")
+    return tuple(note for note in notes if note)
 
 
 def _dtype(wanted: Any) -> Any:

@@ -99,6 +99,9 @@ def test_what_cannot_be_found(tmp_path):
         find_step(tmp_path, "best")
     with pytest.raises(SourceNotFoundError, match=r"looks like a step itself: .*step=1"):
         find_step(step, "latest")
+    step.rename(tmp_path / "final")
+    with pytest.raises(SourceNotFoundError, match=r"single checkpoint of Orbax: use shardload\.load_weights"):
+        find_step(tmp_path / "final", "latest")
     for wrong in ("newest", True, 1.0, None):
         with pytest.raises(UsageError, match="should be"):
             find_step(tmp_path, wrong)

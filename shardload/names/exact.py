@@ -13,6 +13,7 @@ from typing import Any
 from shardload import _keras
 from shardload.errors import MismatchError
 from shardload.manifest import Manifest, Tensor, View
+from shardload.names.nearest import nearest
 from shardload.names.structural import map_keras
 from shardload.names.variable_map import (
     Binding,
@@ -58,9 +59,15 @@ def _chosen(
 ) -> dict[str, tuple[Tensor, Variable]]:
     for source, path in names.items():
         if source not in manifest.tensors:
-            raise MismatchError(f"The map names a tensor {source!r} that {manifest.source} does not have")
+            raise MismatchError(
+                f"The map names a tensor {source!r} that {manifest.source} does not have"
+                + nearest(source, manifest.tensors)
+            )
         if path not in variables:
-            raise MismatchError(f"The map sends {source!r} to {path!r}, but the model has no variable of that path")
+            raise MismatchError(
+                f"The map sends {source!r} to {path!r}, but the model has no variable of that path"
+                + nearest(path, variables)
+            )
     chosen: dict[str, tuple[Tensor, Variable]] = {}
     for name, tensor in manifest.tensors.items():
         found = variables.get(names.get(name, name), [])

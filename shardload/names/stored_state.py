@@ -20,6 +20,7 @@ from typing import Any, Literal, get_args
 from shardload import _keras
 from shardload.errors import MismatchError, SourceError, UsageError
 from shardload.manifest import Manifest, Tensor, View
+from shardload.names.nearest import nearest
 from shardload.names.state_tree import Leaf, Stored, describe, find
 from shardload.names.variable_map import Binding, DirectStep, Mismatch, Variable, VariableMap, variable_names
 
@@ -121,7 +122,10 @@ def _by_name(model: Any, manifest: Manifest, names: Mapping[str, str]) -> _Paire
     left = []
     for name in names:
         if name not in manifest.tensors:
-            raise MismatchError(f"The map names a tensor {name!r} that {manifest.source} does not have")
+            raise MismatchError(
+                f"The map names a tensor {name!r} that {manifest.source} does not have"
+                + nearest(name, manifest.tensors)
+            )
     for name, tensor in manifest.tensors.items():
         if name in names:
             pairs.append((tensor, _named(names[name], by_path)))
@@ -145,7 +149,8 @@ def _named(path: str, by_path: Mapping[str, list[Leaf]]) -> Leaf:
     found = by_path.get(path, [])
     if len(found) != 1:
         raise MismatchError(
-            f"The map sends a tensor to {path!r}, but the model has {len(found)} variables of that path"
+            f"The map sends a tensor to {path!r}, but the model has {len(found) or 'no'} variables of that path"
+            + ("" if found else nearest(path, by_path))
         )
     return found[0]
 

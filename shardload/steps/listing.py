@@ -23,6 +23,7 @@ from shardload.steps.digests import DIGESTS_FILE, OWN_FOLDER
 
 STEP_FILE = f"{OWN_FOLDER}/step.json"
 ORBAX_FILE = "_CHECKPOINT_METADATA"
+TREE_FILE = "_METADATA"
 
 _NAME = re.compile(r"0|[1-9][0-9]{0,17}")
 """At most 18 digits: any such number fits 64 bits."""
@@ -199,6 +200,8 @@ def _existing(steps: Sequence[StepInfo]) -> str:
 def _nested(root: str | os.PathLike[str]) -> str:
     """A way out when ``root`` is a step itself."""
     path = Path(root).absolute()
-    if (path / OWN_FOLDER).is_dir() or (path / ORBAX_FILE).is_file():
-        return f". It looks like a step itself: give its folder {path.parent} and step={path.name}"
+    if any((path / name).exists() for name in (OWN_FOLDER, ORBAX_FILE, TREE_FILE)):
+        if path.name.isascii() and path.name.isdigit():
+            return f". It looks like a step itself: give its folder {path.parent} and step={path.name}"
+        return ". It looks like a single checkpoint of Orbax: use shardload.load_weights, or shardload load"
     return ""
