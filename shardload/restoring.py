@@ -18,6 +18,7 @@ from typing import Any, Literal
 from numpy.typing import NDArray
 
 from shardload import _job, loading
+from shardload._checks import check_tensor
 from shardload._fingerprint import Fingerprint
 from shardload._whole import read_tensor
 from shardload.errors import DamagedError, SourceError, UsageError
@@ -28,7 +29,6 @@ from shardload.progress import Progress
 from shardload.reports import LoadReport
 from shardload.steps.digests import Checker, verify
 from shardload.steps.listing import StepInfo, find_step, list_steps
-from shardload.transfer import check_tensor
 from shardload.whereabouts import whereabouts
 
 Which = int | Literal["latest", "best"]

@@ -37,17 +37,16 @@ import jax
 
 from shardload._budget import Budget
 from shardload._buffers import arena, arena_bytes
+from shardload._checks import Checks
 from shardload._chunks import Chunk, Variable, grouped
 from shardload._mover import Moved, Mover
 from shardload._placement import Growing, assemble, named_sharding, place, widen, widens_on_device
 from shardload._reads import BUDGET_PARTS
-from shardload._regions import regions
-from shardload._verified import VerifiedReads
 from shardload.bounds import Bounds
 from shardload.errors import BudgetError, MeshError, MismatchError, TransferError
-from shardload.manifest import Decoded, Manifest, Tensor
+from shardload.manifest import Decoded, Manifest
 from shardload.planner import Block, LoadPlan, Target, local_bounds
-from shardload.steps.digests import UNIT_BYTES, Checker
+from shardload.steps.digests import Checker
 
 __all__ = ["Placement", "TransferStats", "execute", "named_sharding", "place"]
 
@@ -61,8 +60,6 @@ PLACED_TOGETHER = 8
 """Variables that are made arrays at once. Between reads the caches are cold, and each alone takes 0.4 ms, not 0.1."""
 
 Placement = Literal["auto", "adopt", "upload"]
-VERIFIED_BUDGET_BYTES = 4 * UNIT_BYTES
-"""From here on checked reads keep whole units in memory; a smaller budget has them read once more to be checked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +124,7 @@ def execute(
     finally:
         transfer.close()
     return TransferStats(
-        read_bytes=transfer.read_bytes(),
+        read_bytes=transfer.checks.read_bytes() if transfer.checks else plan.read_bytes,
         direct_bytes=sum(b.read_bytes for b in plan.blocks if b.how == "direct"),
         peak_staging_bytes=transfer.budget.peak_bytes,
         read_s=transfer.read_s,
@@ -172,23 +169,6 @@ def _check_file(path: str, manifest: Manifest) -> None:
         )
 
 
-def check_tensor(check: Checker, tensor: Tensor) -> None:
-    """Check everything a tensor is read from; of a decoded one, whole files."""
-    if isinstance(tensor.storage, Decoded):
-        for path in tensor.storage.reader.paths:
-            check.check(path, 0, Path(path).stat().st_size)
-    else:
-        for region in regions(tensor):
-            check.check(region.path, region.offset, region.offset + region.size * tensor.dtype.itemsize)
-
-
-def _check_block(check: Checker, block: Block, tensor: Tensor) -> None:
-    if isinstance(tensor.storage, Decoded):
-        check_tensor(check, tensor)
-    else:
-        check.check(block.path, block.offset, block.offset + block.read_bytes)
-
-
 class _Transfer:
     """One run of one plan; used by the calling thread only, apart from the jobs it hands out."""
 
@@ -203,20 +183,18 @@ class _Transfer:
         check: Checker | None,
     ) -> None:
         self.plan, self.manifest, self.devices, self.placement = plan, manifest, devices, placement
-        self.check = check
-        self.checked_before = check.bytes_checked if check is not None else 0
+        self.checks = None if check is None else Checks(check, plan)
         self.budget = Budget(plan.host_memory_bytes)
         self.read_s = self.copy_s = 0.0
-        verified = check is not None and self.budget.limit_bytes >= VERIFIED_BUDGET_BYTES
-        scratch = plan.scratch_bytes + (UNIT_BYTES if verified else 0)
+        scratch = plan.scratch_bytes + (self.checks.thread_bytes if self.checks else 0)
         self.threads = max(1, min(threads, self.budget.limit_bytes // 4 // scratch)) if scratch else max(1, threads)
-        self._must_take(self.threads * scratch, "Scratch memory")
-        self.verified = self._verified_reads(check) if check is not None and verified else None
+        shared = self.checks.begin(self.threads) if self.checks else 0
+        self._must_take(self.threads * scratch + shared, "Scratch memory")
         self.files: dict[str, int] = {}
         self.done: queue.SimpleQueue[tuple[range, Future[Moved]]] = queue.SimpleQueue()
         self.in_flight = 0
         self.uploads: deque[tuple[list[Any], int]] = deque()
-        self.mover = Mover(self.verified)
+        self.mover = Mover(self.checks.verified if self.checks else None)
         self.pool = ThreadPoolExecutor(self.threads, thread_name_prefix="shardload")
         self.variables = [self._variable(t) for t in plan.targets]
         self.chunks = self._make_chunks()
@@ -227,11 +205,6 @@ class _Transfer:
                 self._take(chunk)
 
         self.sharding = functools.cache(lambda layout: named_sharding(layout, devices))
-
-    def _verified_reads(self, check: Checker) -> VerifiedReads:
-        kept = max(1, min(self.threads + 2, self.budget.limit_bytes // (8 * UNIT_BYTES)))
-        self._must_take(kept * UNIT_BYTES, "Memory for checked reads")
-        return VerifiedReads(check, (b for b in self.plan.blocks if b.how == "staged"), kept_units=kept)
 
     def run(
         self, on_ready: Callable[[str, Any], None], on_start: Callable[[str], None], progress: Callable[[int], None]
@@ -250,14 +223,6 @@ class _Transfer:
         self._place_complete()
         while self.uploads:
             self._finish_upload()
-
-    def read_bytes(self) -> int:
-        """Bytes read from files, what was read only to be checked too."""
-        planned = self.plan.read_bytes
-        if self.check is None:
-            return planned
-        verified = sum(b.read_bytes for b in self.plan.blocks if b.how == "staged") if self.verified else 0
-        return planned - verified + self.check.bytes_checked - self.checked_before
 
     def close(self) -> None:
         """Stop the workers and let go of everything, also after an error."""
@@ -328,12 +293,12 @@ class _Transfer:
         fd = -1 if isinstance(tensor.storage, Decoded) else self._file(block.path)
 
         def move() -> Moved:
-            if self.check is not None and not (self.verified and block.how == "staged"):
-                _check_block(self.check, block, tensor)
+            if self.checks is not None:
+                self.checks.before(block, tensor)
             parts = [part for chunk, piece in work for part in chunk.parts(piece)]
             moved = self.mover.move(block, tensor, parts, fd)
-            if self.verified and block.how == "staged":
-                self.verified.release(block)
+            if self.checks is not None:
+                self.checks.after(block)
             return moved
 
         return move

@@ -22,6 +22,7 @@ LAYERS = {
         "_fanout",
         "_mover",
         "_verified",
+        "_checks",
         "_placement",
         "_scatter",
         "_whole",

@@ -1,0 +1,84 @@
+"""What a transfer does to use only bytes that are as they were saved, where a checkpoint has digests.
+
+Staged blocks come from units that were checked as they were read (`_verified`). What cannot is checked by a read of
+its own first: decoded tensors, and everything under a budget that has no room for whole units.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shardload._regions import regions
+from shardload._verified import VerifiedReads
+from shardload.manifest import Decoded, Tensor
+from shardload.planner import Block, LoadPlan
+from shardload.steps.digests import UNIT_BYTES, Checker
+
+VERIFIED_BUDGET_BYTES = 4 * UNIT_BYTES
+"""From here on there is room for units; a smaller budget has what it reads read once more to be checked."""
+
+
+class Checks:
+    """The checks of one transfer.
+
+    Args:
+        checker: Knows the digests.
+        plan: What will be read.
+    """
+
+    def __init__(self, checker: Checker, plan: LoadPlan) -> None:
+        self.checker, self.plan = checker, plan
+        self.verified: VerifiedReads | None = None
+        self._before = checker.bytes_checked
+
+    @property
+    def thread_bytes(self) -> int:
+        """Memory each thread takes for them."""
+        return UNIT_BYTES if self.plan.host_memory_bytes >= VERIFIED_BUDGET_BYTES else 0
+
+    def begin(self, threads: int) -> int:
+        """Get ready for so many threads; returns the bytes of memory all of them share."""
+        if not self.thread_bytes:
+            return 0
+        kept = max(1, min(threads + 2, self.plan.host_memory_bytes // (8 * UNIT_BYTES)))
+        staged = (block for block in self.plan.blocks if block.how == "staged")
+        self.verified = VerifiedReads(self.checker, staged, kept_units=kept)
+        return kept * UNIT_BYTES
+
+    def before(self, block: Block, tensor: Tensor) -> None:
+        """Called before a block is read.
+
+        Raises:
+            DamagedError: When its bytes are not those that were saved.
+        """
+        if isinstance(tensor.storage, Decoded):
+            check_tensor(self.checker, tensor)
+        elif not self._is_verified(block):
+            self.checker.check(block.path, block.offset, block.offset + block.read_bytes)
+
+    def after(self, block: Block) -> None:
+        """Called when it was moved."""
+        if self.verified is not None and self._is_verified(block):
+            self.verified.release(block)
+
+    def read_bytes(self) -> int:
+        """Bytes read from files so far, in a transfer that is done."""
+        used = sum(block.read_bytes for block in self.plan.blocks if not self._is_verified(block))
+        return used + self.checker.bytes_checked - self._before
+
+    def _is_verified(self, block: Block) -> bool:
+        return self.verified is not None and block.how == "staged"
+
+
+def check_tensor(checker: Checker, tensor: Tensor) -> None:
+    """Check everything a tensor is read from; of a decoded one, whole files.
+
+    Raises:
+        DamagedError: When it is not what was saved.
+    """
+    if isinstance(tensor.storage, Decoded):
+        for path in tensor.storage.reader.paths:
+            checker.check(path, 0, Path(path).stat().st_size)
+    else:
+        for region in regions(tensor):
+            checker.check(region.path, region.offset, region.offset + region.size * tensor.dtype.itemsize)
