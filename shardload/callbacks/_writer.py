@@ -13,6 +13,7 @@ A process that ends, also by an exception in ``fit``, first finishes the step in
 from __future__ import annotations
 
 import concurrent.futures.thread  # first: what registers later than it, runs before it
+import errno
 import json
 import logging
 import math
@@ -28,7 +29,7 @@ from typing import Any, Literal
 from shardload import _orbax, _processes
 from shardload.callbacks._witness import Witness
 from shardload.errors import ProcessLostError, SaveError, ShardloadError
-from shardload.steps._failures import save_error
+from shardload.steps._failures import describe, save_error
 from shardload.steps._tree import sync_files
 from shardload.steps.digests import OWN_FOLDER, Digests
 from shardload.steps.publish import Root, Staging
@@ -82,10 +83,10 @@ class Writer:
             worker = threading.Thread(target=self._run, args=(job, staging, pending), name=f"shardload-step-{job.step}")
             worker.start()
         except BaseException as error:  # Ctrl-C as well: nothing may be left behind
+            failure = _as_failure(error, job, staging)
             staging.discard()
             if not isinstance(error, Exception):
                 raise
-            failure = _as_failure(error, job, staging)
             self.witness.write(str(failure))
             raise failure from failure.__cause__
         self._worker = worker
@@ -142,11 +143,13 @@ class Writer:
             path = _finish(job, staging, pending, self.channel)
             self.witness.note("training")
         except BaseException as error:
-            staging.discard()
             failure = _as_failure(error, job, staging)
-            if not isinstance(failure, ProcessLostError):  # whoever found that out wrote it down
-                self.witness.write(str(failure))
-            self._failure = failure
+            try:
+                staging.discard()
+                if not isinstance(failure, ProcessLostError):  # whoever found that out wrote it down
+                    self.witness.write(str(failure))
+            finally:
+                self._failure = failure
             return
         try:
             self.channel.first(lambda: _follow_up(job, path))
@@ -185,11 +188,20 @@ def _finish(job: Job, staging: Staging, pending: _orbax.Pending, channel: _proce
     channel.together(lambda: _digest(job, staging))
 
     def publish() -> str:
+        _check_items(job, staging)
         parts = [Digests.read(_part(staging, process)) for process in range(_processes.count())]
         Digests({name: found for part in parts for name, found in part.files.items()}).write(staging.path)
         return str(staging.publish())
 
     return Path(channel.first(publish))
+
+
+def _check_items(job: Job, staging: Staging) -> None:
+    """Everything that was to be written is there: digests only vouch for what they find."""
+    for name in job.items:
+        if not (staging.path / name).is_dir():
+            why = f"the folder {name!r} that was written there is missing"
+            raise describe(why, step=job.step, folder=staging.path, number=errno.ENOENT)
 
 
 def _written(job: Job, pending: _orbax.Pending) -> None:
@@ -241,7 +253,15 @@ def _follow_up(job: Job, path: Path) -> None:
 
 
 def _as_failure(error: BaseException, job: Job, staging: Staging) -> ShardloadError:
-    if isinstance(error, ShardloadError):
+    if isinstance(error, ProcessLostError) or (isinstance(error, ShardloadError) and not isinstance(error, SaveError)):
+        return error
+    try:
+        staging.check()  # what became of the folder explains whatever Orbax says of files in it
+    except OSError as gone:
+        if isinstance(gone, SaveError) and str(gone) != str(error):
+            gone.__cause__ = error
+            return gone
+    if isinstance(error, SaveError):
         return error
     made = save_error(error, step=job.step, folder=staging.path)
     made.__cause__ = error

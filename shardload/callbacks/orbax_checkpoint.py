@@ -73,7 +73,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         UsageError: When an argument is wrong.
         ProcessLostError: In training: when another process of the run has ended or went silent.
         DamagedError: When the step to resume from is damaged; other errors of `shardload.restore` likewise.
-        SaveError: When the folder cannot be made. In training: when a step could not be saved, at the end of the
+        SaveError: When the folder cannot be made or this user may not write to it. In training: when a step could not be saved, at the end of the
             next batch or epoch, at the latest when ``fit`` ends; with its real cause. Steps before it are untouched.
             Several processes raise it together, with the next save or when ``fit`` ends.
     """
@@ -376,6 +376,8 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         retention, root, monitor = self._retention, self.directory, self.monitor
 
         def remove(step: int, path: Path) -> None:
+            if retention.latest is None:  # all stay, also those that cannot be looked into
+                return
             for old in retention.removable(list_steps(root), newest=step, monitor=monitor, mode=mode):
                 remove_step(root, old)
 

@@ -29,13 +29,14 @@ from shardload.converting.source import Source, open_source
 from shardload.converting.staging import Staging, digest, exists, home_of, staged
 from shardload.converting.targets import TARGETS, Copy, Plan, Target, plan_for, target_of
 from shardload.dtypes import dtype_name
-from shardload.errors import DamagedError, ShardloadError, SourceError, UsageError, WriteError
+from shardload.errors import DamagedError, SaveError, ShardloadError, SourceError, UsageError, WriteError
 from shardload.loaders import open_manifest
 from shardload.manifest import View
 from shardload.names import map_weights
 from shardload.progress import Progress, Silent
 from shardload.resolve import resolve
 from shardload.steps import digests
+from shardload.steps._failures import errno_of
 from shardload.steps.listing import is_ours
 from shardload.units import format_bytes, parse_bytes
 from shardload.writers import Place
@@ -227,7 +228,7 @@ def _check_room(target: Path, plan: Plan) -> None:
     if free < plan.nbytes + _SPARE_BYTES:
         raise WriteError(
             f"{target.name} needs {format_bytes(plan.nbytes)} and {format_bytes(_SPARE_BYTES)} to spare, but "
-            f"{target.parent} has {format_bytes(free)} free. Make room, or choose another place"
+            f"{target.parent} has {format_bytes(free)} free. Make room, or choose another place."
         )
 
 
@@ -266,10 +267,13 @@ def _check_result(source: Source, plan: Plan, result: Path, *, described: Path |
 
 def _explained(error: BaseException, target: Path) -> BaseException:
     """The same error, or the one to raise in its place, saying what is left and how to go on."""
-    if isinstance(error, OSError) and not isinstance(error, ShardloadError):
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        why = "the disk is full. Make room" if full else str(error.strerror or error)
-        error = WriteError(f"Cannot write {target}: {why}")
+    number = errno_of(error) if isinstance(error, Exception) else None
+    if isinstance(error, SaveError) or not isinstance(error, ShardloadError):
+        if number in (errno.ENOSPC, errno.EDQUOT):  # HDF5 has it in the text of a RuntimeError
+            error = WriteError(f"Cannot write {target}: the disk is full. Make room.")
+        elif isinstance(error, OSError):
+            why = str(error.strerror or error) if number is None else os.strerror(number)
+            error = WriteError(f"Cannot write {target}: {why}.")
     if home_of(target).exists():
         error.add_note(
             f"What was done so far is in {home_of(target)}: the same conversion started again goes on from there; "

@@ -29,6 +29,7 @@ _ADVICE = {
     errno.EDQUOT: "Free some room, or keep fewer steps (max_to_keep)",
     errno.EACCES: "Let this user write there, or save somewhere else",
     errno.EPERM: "Let this user write there, or save somewhere else",
+    errno.EXDEV: "Steps are renamed into place, so .staging has to lie on the disk of the folder it is in",
     errno.EROFS: "Save to a disk that can be written",
     errno.ENOENT: "Something removed the folder while the step was being written; find out what before saving again",
 }
@@ -44,24 +45,35 @@ def save_error(cause: BaseException, *, step: int | str, folder: str | os.PathLi
     """
     if isinstance(cause, SaveError):
         return cause
-    number = _errno_of(cause)
+    number = errno_of(cause)
     why = f"{os.strerror(number)} ({type(cause).__name__}: {cause})" if number else f"{type(cause).__name__}: {cause}"
     if not Path(folder).parent.exists() and number in (None, errno.ENOENT):
         number, why = errno.ENOENT, f"the folder {Path(folder).parent} was removed ({type(cause).__name__}: {cause})"
     return describe(why, step=step, folder=folder, number=number)
 
 
-def describe(why: str, *, step: int | str, folder: str | os.PathLike[str], number: int | None = None) -> SaveError:
-    """A `SaveError` in our usual words; ``number`` is the operating system's `errno`, when there is one."""
+def describe(
+    why: str, *, step: int | str, folder: str | os.PathLike[str], number: int | None = None, others: str = "untouched"
+) -> SaveError:
+    """A `SaveError` in our usual words.
+
+    Args:
+        why: What happened.
+        step: The step that was being saved.
+        folder: Where to.
+        number: The operating system's `errno`, when there is one.
+        others: What is known of the steps saved before.
+    """
     advice = f". {_ADVICE[number]}" if number in _ADVICE else ""
     made = SaveError(
-        f"Step {step} could not be saved to {os.fspath(folder)}: {why}{advice}. Steps saved before are untouched"
+        f"Step {step} could not be saved to {os.fspath(folder)}: {why}{advice}. Steps saved before are {others}"
     )
     made.errno = number
     return made
 
 
-def _errno_of(error: BaseException) -> int | None:
+def errno_of(error: BaseException) -> int | None:
+    """The operating system's number for what went wrong, from the error itself, its causes, or their text."""
     for link in _chain(error):
         if isinstance(link, OSError) and link.errno:
             return link.errno

@@ -17,6 +17,7 @@ import os
 import re
 import secrets
 import shutil
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -31,6 +32,11 @@ STAGING = ".staging"
 LOCK_FILE = "lock"
 STEP_FOLDER = "step"
 
+REMOVALS = 10
+REMOVAL_PAUSE_S = 0.05
+"""Half a second at most: nothing beside a failed save."""
+
+_WENT = "wherever that folder is now, if it is still anywhere"
 _BUSY = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 
 
@@ -49,20 +55,23 @@ class Root:
             create: Make it, and the folders above it, when it is missing.
 
         Raises:
-            SaveError: When it is missing, is no folder, or cannot be made.
+            SaveError: When it is missing, is no folder, or cannot be made; with ``create``, also when this user may not
+                write to it: said before anything is trained that could not be saved.
         """
         self.path = Path(path).resolve()  # a link that is changed later leads elsewhere; this run stays here
         try:
             if create:
                 _make_folders(self.path)
             self.fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            self._close = weakref.finalize(self, os.close, self.fd)
+            if create:
+                _check_writable(self.path)
         except OSError as error:
             made = SaveError(
                 f"No step can be saved to {self.path}: {error.strerror}. It should be a folder this user may write to"
             )
             made.errno = error.errno
             raise made from error
-        self._close = weakref.finalize(self, os.close, self.fd)
 
     def check(self, step: int | str = "?") -> None:
         """Make sure that the path still leads to this very folder.
@@ -74,12 +83,13 @@ class Root:
             found = self.path.stat()
         except (FileNotFoundError, NotADirectoryError) as error:
             why = "the folder was removed or renamed"
-            raise describe(why, step=step, folder=self.path, number=errno.ENOENT) from error
+            raise describe(why, step=step, folder=self.path, number=errno.ENOENT, others=_WENT) from error
         except OSError as error:
             raise save_error(error, step=step, folder=self.path) from error
         known = os.fstat(self.fd)
         if (found.st_dev, found.st_ino) != (known.st_dev, known.st_ino):
-            raise describe("another folder took the place of this one since it was opened", step=step, folder=self.path)
+            why = "another folder took the place of this one since it was opened"
+            raise describe(why, step=step, folder=self.path, others=_WENT)
 
     def close(self) -> None:
         """Let go of the folder; also happens when nobody refers to it any more."""
@@ -132,21 +142,32 @@ class Staging:
             )
         return cls(Root(home.parent.parent), int(home.name.split("-")[0]), home, None)
 
+    def check(self) -> None:
+        """Make sure that nobody took the folder away; whoever writes to it may have made it anew without noticing.
+
+        Raises:
+            SaveError: When it, or the root, is gone or was replaced.
+        """
+        self.root.check(self.step)
+        if self._lock is not None and not _leads_to(self.home / LOCK_FILE, self._lock):
+            why = f"the folder {self.home} was removed"
+            raise describe(why, step=self.step, folder=self.path, number=errno.ENOENT)
+
     def publish(self) -> Path:
         """Flush everything to disk and make it a step; returns its folder.
 
         Raises:
             StepExistsError: When a step of this number was published meanwhile. This one is kept, to be discarded.
-            SaveError: When the step is not as its digests say, the root is gone, or the disk refuses.
+            SaveError: When the step is not as its digests say, the root or this folder is gone, or the disk refuses.
         """
         target = self.root.path / str(self.step)
         if self._lock is None:
             raise UsageError(f"{self.home} is published by the process that began it, not by this one")
         try:
-            self.root.check(self.step)
+            self.check()
             self._check_complete()
             sync_all(self.path)
-            self.root.check(self.step)
+            self.check()
             _refuse_existing(target, self.step)
             # An empty folder in the way is no step: rename replaces it. A full one makes rename fail.
             os.rename(self.path, target)  # noqa: PTH104
@@ -163,6 +184,7 @@ class Staging:
     def discard(self) -> None:
         """Give up: remove what was written. Harmless when it was published or discarded before."""
         if self._lock is not None:
+            _remove_for_good(self.home)
             self._finish()
 
     def _check_complete(self) -> None:
@@ -219,15 +241,29 @@ def remove_step(root: str | os.PathLike[str], step: int) -> None:
             sync(base)
             if (home / STEP_FOLDER).is_symlink():
                 (home / STEP_FOLDER).unlink()
-            shutil.rmtree(home)
+            _remove_moved(home, step, base)
         finally:
             os.close(lock)
+    except WriteError:
+        raise
     except FileNotFoundError as error:
         if source.exists():
             raise WriteError(f"Step {step} cannot be removed from {base}: {error}") from error
         return  # somebody else removed it at the same time
     except OSError as error:
         raise WriteError(f"Step {step} cannot be removed from {base}: {error.strerror} ({error.filename})") from error
+
+
+def _remove_moved(home: Path, step: int, base: Path) -> None:
+    try:
+        shutil.rmtree(home)
+    except OSError as error:
+        if isinstance(error, FileNotFoundError):  # somebody else removes it as well
+            raise
+        raise WriteError(
+            f"Step {step} of {base} is no step any more, but its files cannot be removed: {error.strerror} "
+            f"({error.filename}). Remove the folder {home}"
+        ) from error
 
 
 def _locked_folder(staging: Path, name: str) -> tuple[Path, int]:
@@ -279,6 +315,35 @@ def _try_lock(folder: Path) -> int | None:
         return fd
     os.close(fd)
     return None
+
+
+def _leads_to(path: Path, fd: int) -> bool:
+    """Whether a path is that of the file that was opened."""
+    try:
+        return os.path.samestat(path.stat(follow_symlinks=False), os.fstat(fd))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def _remove_for_good(folder: Path) -> None:
+    """Remove a folder, as far as this user may, while others still write to it.
+
+    After a failure some threads of Orbax go on for a moment: what they add keeps a folder from being removed, and they
+    make anew what is missing above it. What they make later than this is stale.
+    """
+    for _ in range(REMOVALS):
+        shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(REMOVAL_PAUSE_S)
+        if not folder.exists():
+            return
+
+
+def _check_writable(folder: Path) -> None:
+    """Raise what the first save would."""
+    if not os.access(folder, os.W_OK | os.X_OK):
+        read_only = os.statvfs(folder).f_flag & os.ST_RDONLY
+        number = errno.EROFS if read_only else errno.EACCES
+        raise OSError(number, os.strerror(number), str(folder))
 
 
 def _make_folders(path: Path) -> None:
