@@ -73,8 +73,9 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         UsageError: When an argument is wrong.
         ProcessLostError: In training: when another process of the run has ended or went silent.
         DamagedError: When the step to resume from is damaged; other errors of `shardload.restore` likewise.
-        SaveError: When the folder cannot be made or this user may not write to it. In training: when a step could not be saved, at the end of the
-            next batch or epoch, at the latest when ``fit`` ends; with its real cause. Steps before it are untouched.
+        SaveError: When the folder cannot be made, or this user may not write to it. In training: when a step could
+            not be saved, at the end of the next batch or epoch, at the latest when ``fit`` ends; with its real cause.
+            Steps before it are untouched.
             Several processes raise it together, with the next save or when ``fit`` ends.
     """
 
