@@ -123,11 +123,11 @@ def full_in_places(base):
     """So little room that it ends in the middle of this file or that one, counted in pages and in inodes."""
     disk, found = tmpfs(base / "places", "size=4m,nr_inodes=300"), []
     before = attempt(disk / "run", untrained(), batch_size=len(X))
-    for pages in range(0, 28, 3):
+    for pages in range(0, 28, 4):
         refill(disk, pages * PAGE)
         found.append(attempt(disk / "run", untrained(), batch_size=len(X)))
         somebody.does(f"rm {disk}/filler")
-    for count in range(0, 45, 3):
+    for count in range(0, 45, 4):
         (disk / "filler").mkdir()
         for i in range(os.statvfs(disk).f_favail - count):
             (disk / "filler" / str(i)).touch()

@@ -42,27 +42,18 @@ def mounting(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def disk(mounting, tmp_path_factory):
-    names = ("full", "full_in_places", "other_disk", "read_only")
+    names = ("full", "full_in_places", "other_disk", "read_only", "conversions")
     return child(tmp_path_factory.mktemp("disk"), *names, before=mounting)
 
 
 @pytest.fixture(scope="module")
-def user():
-    """As an ordinary user, who cannot pass pytest's folders: those are root's alone."""
-    folder = Path(tempfile.mkdtemp())
-    folder.chmod(0o755)
-    yield child(folder, "denied_at_start", "denied_in_between", "older_denied")
-    shutil.rmtree(folder)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return child(tmp_path_factory.mktemp("folder"), "gone", "gone_while_saving", "older_spoilt")
-
-
-@pytest.fixture(scope="module")
-def conversions(mounting, tmp_path_factory):
-    return child(tmp_path_factory.mktemp("convert"), "conversions", before=mounting)["conversions"]
+def folder():
+    """The last ones as an ordinary user, who cannot pass pytest's folders: those are root's alone."""
+    base = Path(tempfile.mkdtemp())
+    base.chmod(0o755)
+    folders = ("gone", "gone_while_saving", "older_spoilt")
+    yield child(base, *folders, "denied_at_start", "denied_in_between", "older_denied")
+    shutil.rmtree(base)
 
 
 def assert_failed(seen, why, *, errno, steps):
@@ -129,30 +120,30 @@ def test_a_disk_that_becomes_read_only(disk):
 
 
 @pytest.mark.parametrize("where", ["itself", "above"])
-def test_a_folder_this_user_may_not_write_to_is_told_before_training(user, where):
-    seen = user["denied_at_start"][where]
+def test_a_folder_this_user_may_not_write_to_is_told_before_training(folder, where):
+    seen = folder["denied_at_start"][where]
     assert_failed(seen, "No step can be saved to .*: Permission denied. .*may write to", errno=13, steps=[])
     assert seen["batches"] == 0
 
 
 @pytest.mark.parametrize("where", ["root", "staging"])
-def test_a_folder_that_is_closed_in_between(user, where):
-    seen, again = user["denied_in_between"][where], user["denied_in_between"][f"{where} again"]
+def test_a_folder_that_is_closed_in_between(folder, where):
+    seen, again = folder["denied_in_between"][where], folder["denied_in_between"][f"{where} again"]
     assert_failed(seen, "Step 3 could not .*Permission denied.*Let this user write", errno=13, steps=[1, 2])
     assert seen["batches"] <= 3
     assert_saved(again, 2 + again["batches"])
 
 
-def test_an_older_step_that_is_closed_is_not_taken_for_a_failed_save(user):
-    seen = user["older_denied"]
+def test_an_older_step_that_is_closed_is_not_taken_for_a_failed_save(folder):
+    seen = folder["older_denied"]
     assert seen["all stay"]["error"] is None and seen["a"] == {"steps": [1, 2, 3, 4], "bad": [], "staged": []}
     told = seen["not to be listed"]["error"]["text"]
     assert re.search(r"Step 3 is saved in .*/1 may be a step, but cannot be looked into: Permission denied", told)
     assert seen["b"] == {"steps": [1, 2, 3], "bad": [], "staged": []}
 
 
-def test_a_step_that_cannot_be_removed_is_told_with_what_is_left_of_it(user):
-    seen, again = user["older_denied"]["not to be removed"], user["older_denied"]["c"]
+def test_a_step_that_cannot_be_removed_is_told_with_what_is_left_of_it(folder):
+    seen, again = folder["older_denied"]["not to be removed"], folder["older_denied"]["c"]
     (left,) = seen["staged"]
     told = rf"Step 3 is saved in .*Step 1 .* no step any more.*Permission denied.*Remove the folder .*/{left}$"
     assert_failed(seen, told, errno=None, steps=[2, 3])
@@ -224,8 +215,8 @@ def test_what_becomes_of_older_steps_is_nobodys_failure(folder):
 
 
 @pytest.mark.parametrize("to", ["h5", "safetensors", "orbax"])
-def test_a_conversion_that_fills_the_disk_goes_on_once_there_is_room(conversions, to):
-    found = {name: seen for name, seen in conversions.items() if name.startswith(to)}
+def test_a_conversion_that_fills_the_disk_goes_on_once_there_is_room(disk, to):
+    found = {name: seen for name, seen in disk["conversions"].items() if name.startswith(to)}
     assert len(found) >= 3
     for name, seen in found.items():
         paragraph = seen["first"]["out"].splitlines()[-1]
@@ -238,7 +229,7 @@ def test_a_conversion_that_fills_the_disk_goes_on_once_there_is_room(conversions
     assert all(re.search(r"; (3|24) were there from an interrupted run", out) for out in copied) and copied
 
 
-def test_a_conversion_to_a_small_disk_is_refused_at_once(conversions):
-    first = conversions["small"]["first"]
+def test_a_conversion_to_a_small_disk_is_refused_at_once(disk):
+    first = disk["conversions"]["small"]["first"]
     assert first["code"] == 1 and "out" not in first["names"]
     assert re.fullmatch(r"Error: out needs .* to spare, but .*Make room, or choose another place\. .*\n", first["out"])
