@@ -743,6 +743,11 @@ def serialised_model(model: Model) -> str:
     return str(config)
 
 
+def prepare_serialising() -> None:
+    """Import what Keras imports when it writes its first configuration: all of TensorFlow, where that is installed."""
+    keras.saving.serialize_keras_object(keras.layers.Identity())
+
+
 def assets_of(model: Model) -> dict[str, Any] | None:
     """Files that layers save beside their variables (vocabularies), as nested uint8 arrays; ``None`` without any."""
     with _LOAD_STATE_PATCH.applied():

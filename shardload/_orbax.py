@@ -71,6 +71,11 @@ class Pending:
             self._done.set()
 
 
+def prepare() -> None:
+    """Import Orbax: a second that the first save would otherwise take out of training."""
+    from orbax.checkpoint import v1  # noqa: F401
+
+
 def start_save(
     path: str | Path,
     items: Mapping[str, Any],

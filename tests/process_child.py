@@ -84,7 +84,13 @@ def main(count, index, port, devices, mesh, do, folder, epochs=2):  # noqa: PLR0
     parts = min(sizes[0], count)
     if do == "restore":
         report = shardload.restore(one, folder)
-        tell(digest=digest(one), step=int(one.optimizer.iterations), notes=report.notes, read=report.bytes.read)
+        tell(
+            digest=digest(one),
+            step=int(one.optimizer.iterations),
+            notes=report.notes,
+            needed=report.bytes.needed,
+            read=report.bytes.read,
+        )
         return
     train(one, folder, epochs, parts=parts, part=index * parts // count, resume=do == "resume")
     tell(digest=digest(one), step=int(one.optimizer.iterations), stopped=one.stop_training)

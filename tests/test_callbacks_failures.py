@@ -12,7 +12,7 @@ import pytest
 from callback_models import assert_holds, compiled, fit, steps_in
 
 from shardload import _orbax
-from shardload.callbacks import OrbaxCheckpoint
+from shardload.callbacks import OrbaxCheckpoint, _retention
 from shardload.errors import SaveError
 from shardload.steps.digests import verify
 from shardload.steps.listing import list_steps
@@ -108,11 +108,12 @@ def test_what_follows_a_save_may_fail_too(tmp_path):
 
 def test_a_save_that_takes_too_long_is_given_up(tmp_path, monkeypatch):
     def never(self, timeout_s=None):
+        time.sleep(timeout_s)
         raise TimeoutError(f"after {timeout_s} s")
 
     monkeypatch.setattr(_orbax.Pending, "result", never)
-    with pytest.raises(SaveError, match=r"Step 4 was not written within 60 s \(async_timeout_s\)"):
-        fit(compiled(), OrbaxCheckpoint(tmp_path, async_timeout_s=60))
+    with pytest.raises(SaveError, match=r"Step 4 was not written within 1 s \(async_timeout_s\)"):
+        fit(compiled(), OrbaxCheckpoint(tmp_path, async_timeout_s=1))
     assert steps_in(tmp_path) == []
 
 
@@ -200,7 +201,7 @@ sys.path.insert(0, {tests!r})
 import conftest, os, signal
 from callback_models import *
 from test_callbacks_failures import Batches
-from shardload.callbacks import OrbaxCheckpoint
+from shardload.callbacks import OrbaxCheckpoint, _retention
 def fail(): raise RuntimeError("on purpose")
 def interrupt(): os.kill(os.getpid(), signal.SIGINT)
 print("ready", flush=True)
@@ -239,3 +240,30 @@ def test_a_script_that_ends_in_an_exception_ends_cleanly(tmp_path, how, told):
     assert run.returncode != 0 and re.search(told, stderr), stderr
     assert [verify(tmp_path / str(n)) for n in steps_in(tmp_path)] == [[]] * len(steps_in(tmp_path))
     assert steps_in(tmp_path) == [1, 2, 3] and list((tmp_path / ".staging").iterdir()) == []
+
+
+# ---- removing in the background --------------------------------------------------------------------
+
+
+def test_saves_do_not_wait_for_steps_to_be_removed_but_fit_does(tmp_path, monkeypatch):
+    real, go, seen = _retention.remove_step, threading.Event(), []
+
+    def slow(root, step):
+        seen.append(steps_in(tmp_path))
+        assert go.wait(60)
+        real(root, step)
+
+    monkeypatch.setattr(_retention, "remove_step", slow)
+    callback = OrbaxCheckpoint(tmp_path, save_freq=1, background_delete=True)
+    fit(compiled(), callback, Batches({3: lambda: (settle(callback), go.set())}))
+    assert seen[0] == [1, 2] and steps_in(tmp_path) == [4]
+
+
+def test_a_failure_to_remove_in_the_background_is_raised(tmp_path, monkeypatch):
+    def fail(root, step):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(_retention, "remove_step", fail)
+    with pytest.raises(SaveError, match=r"Step \d is saved in .*Permission denied"):
+        fit(compiled(), OrbaxCheckpoint(tmp_path, save_freq=2, background_delete=True))
+    assert steps_in(tmp_path) == [2, 4]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import json
 import sys
 import time
@@ -22,6 +23,7 @@ _PACKAGES = ("shardload", "keras", "jax", "jaxlib", "orbax-checkpoint", "tensors
 _TAKEN = frozenset({"pytree", "model_config", "assets", "shardload"})
 
 
+@functools.cache
 def versions() -> dict[str, str]:
     """Of Python and of every package that has a part in a step."""
     found = {"python": sys.version.split()[0]}
@@ -114,3 +116,22 @@ def iterator_record(source: Any) -> dict[str, Any]:
 
 
 Metadata = Mapping[str, Any] | Callable[[int, Mapping[str, float]], Mapping[str, Any]] | None
+
+
+def check_frequency(save_freq: Any) -> None:
+    """Raise a `UsageError` for what is no ``save_freq``, in Keras' words."""
+    if save_freq != "epoch" and (isinstance(save_freq, bool) or not isinstance(save_freq, int) or save_freq < 1):
+        raise UsageError(
+            f"Unrecognized save_freq: {save_freq}. Expected save_freq are 'epoch' or integer values from 1"
+        )
+
+
+def iterations(model: Any) -> int:
+    """How many batches the model's optimizer has seen; 0 without one."""
+    optimizer = getattr(model, "optimizer", None)
+    return 0 if optimizer is None else int(optimizer.iterations)
+
+
+def number(found: Any) -> float | None:
+    """What a record holds, if it is a number."""
+    return float(found) if isinstance(found, (int, float)) and not isinstance(found, bool) else None

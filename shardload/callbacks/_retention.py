@@ -7,12 +7,14 @@ for people to remove.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from shardload.errors import UsageError
-from shardload.steps.listing import StepInfo
+from shardload.steps.listing import StepInfo, list_steps
+from shardload.steps.publish import remove_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,24 @@ class Retention:
         keep.update(_best(ours, self.best, monitor, mode), _spaced(ours, self.every_steps))
         keep.update(_in_time(ours, self.every_hours))
         return [s.step for s in ours if s.step not in keep]
+
+
+def remover(
+    retention: Retention, root: Path, *, monitor: str, mode: Literal["min", "max"] | None
+) -> Callable[[int, Path], None]:
+    """What is called with each new step and removes those no rule wants any more.
+
+    Raises:
+        WriteError: When called: a step's files cannot be removed.
+    """
+
+    def remove(step: int, path: Path) -> None:
+        if retention.latest is None:  # all stay, also those that cannot be looked into
+            return
+        for old in retention.removable(list_steps(root), newest=step, monitor=monitor, mode=mode):
+            remove_step(root, old)
+
+    return remove
 
 
 def _best(steps: Iterable[StepInfo], count: int | None, monitor: str, mode: str | None) -> list[int]:

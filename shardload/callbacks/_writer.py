@@ -65,6 +65,7 @@ class Writer:
         self.witness = Witness(root.path)
         self._worker: threading.Thread | None = None
         self._failure: ShardloadError | None = None
+        self._later: threading.Thread | None = None
         _WRITERS.add(self)
 
     def start(self, job: Job) -> None:
@@ -123,6 +124,41 @@ class Writer:
             self._worker = None
         self.raise_failure()
 
+    def later(self, call: Callable[[int, Path], None]) -> Callable[[int, Path], None]:
+        """The same to be done ``after`` a step in a thread that the next save does not wait for, one at a time.
+
+        Of several processes one alone would hear of its failure, so there it is done with the save.
+        """
+        if _processes.count() > 1:
+            return call
+
+        def run(step: int, path: Path, before: threading.Thread | None) -> None:
+            if before is not None:
+                before.join()
+            try:
+                call(step, path)
+            except BaseException as error:
+                self._failure = self._failure or _after_failed(error, step, path)
+
+        def start(step: int, path: Path) -> None:
+            self._later = threading.Thread(target=run, args=(step, path, self._later), name=f"shardload-after-{step}")
+            self._later.start()
+
+        return start
+
+    def settle(self) -> None:
+        """`wait`, and for what is done `later` as well.
+
+        Raises:
+            ShardloadError: What failed.
+        """
+        if self._worker is not None:
+            self._worker.join()
+        if self._later is not None:
+            self._later.join()
+            self._later = None
+        self.wait()
+
     def raise_failure(self) -> None:
         """Raise what made the last save fail, once."""
         failure, self._failure = self._failure, None
@@ -172,7 +208,7 @@ def _finish_all() -> None:
     """Called when the interpreter ends, while threads can still be started, which Orbax needs."""
     for writer in list(_WRITERS):
         try:
-            writer.wait()
+            writer.settle()
         except ShardloadError as error:  # nobody is left to raise it to
             logging.getLogger("shardload").error("%s", error)
 

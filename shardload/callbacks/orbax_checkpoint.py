@@ -13,25 +13,25 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import keras
 
-from shardload import _keras, _processes, restoring
+from shardload import _keras, _orbax, _processes, restoring
 from shardload.callbacks import _records
 from shardload.callbacks._monitor import Monitor, plain_logs
 from shardload.callbacks._preemption import Preemption
 from shardload.callbacks._resume import Resumption, iterator_record, resumption
-from shardload.callbacks._retention import Retention
+from shardload.callbacks._retention import Retention, remover
 from shardload.callbacks._writer import Job, Writer, finish_others
 from shardload.data import Position, follow, stop_following
 from shardload.errors import SaveError, UsageError
 from shardload.names.state_tree import StateTree, describe
 from shardload.names.stored_state import NO_OPTIMIZER
 from shardload.steps.listing import StepInfo, list_steps
-from shardload.steps.publish import Root, remove_stale, remove_step
+from shardload.steps.publish import Root, remove_stale
 
 SaveDecision = Callable[[int, Mapping[str, float]], bool]
 
@@ -63,6 +63,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         keep_best: So many of the best steps are kept as well.
         keep_every_steps: And the first step at or after each multiple of this.
         keep_every_hours: And one each so many hours.
+        background_delete: Do not let the next save wait until the files of steps no longer kept are gone.
         save_decision: Function of step and logs, asked before each save; saves only if it is true.
         post_finalization: Called with step and folder of each step that is safely on disk, in another thread.
         async_timeout_s: Give a save up after so many seconds.
@@ -99,13 +100,14 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         keep_best: int | None = None,
         keep_every_steps: int | None = None,
         keep_every_hours: float | None = None,
+        background_delete: bool = False,
         save_decision: SaveDecision | None = None,
         post_finalization: Callable[[int, Path], None] | None = None,
         async_timeout_s: float | None = None,
         resume: bool | int | Literal["latest", "best"] = False,
     ) -> None:
         super().__init__()
-        _check_frequency(save_freq)
+        _records.check_frequency(save_freq)
         if compression not in ("none", "zstd"):
             raise UsageError(f"compression should be 'none' or 'zstd', but is {compression!r}")
         if not (isinstance(resume, int) or resume in ("latest", "best")):
@@ -126,6 +128,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             _records.checked_items(checkpointables or {})
         self.data_iterator = data_iterator
         self.compression = compression
+        self.background_delete = background_delete
         self.save_decision = save_decision
         self.post_finalization = post_finalization
         self.async_timeout_s = async_timeout_s
@@ -168,7 +171,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         Raises:
             SaveError: When the last one failed.
         """
-        self._writer.wait()
+        self._writer.settle()
 
     # ---- what Keras calls ---------------------------------------------------------------------------
 
@@ -177,6 +180,8 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self._writer.wait()
         finish_others(self._root, but=self._writer)
         self._writer.witness.begin()
+        _orbax.prepare()
+        _keras.prepare_serialising()
         self._writer.channel.first(self._clear_up)
         model = self.model
         if self.save_best_only or self._retention.best:
@@ -184,10 +189,10 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         steps = self._steps()
         for info in steps:
             if info.details.get("monitor") == self.monitor:
-                self._monitor.note(_number(info.details.get("best")), model)
+                self._monitor.note(_records.number(info.details.get("best")), model)
         newest = steps[-1].step if steps else -1
         self._last_saved = max(self._last_saved, newest)
-        self._total = max(self._total, newest, _iterations(model))
+        self._total = max(self._total, newest, _records.iterations(model))
         self._since_save = 0
         self._state = None
         self._position = follow(model)
@@ -250,7 +255,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         """Wait for the last save; raise what made it fail."""
         self._preemption.ignore()
         stop_following()
-        self._writer.wait()
+        self._writer.settle()
 
     # ---- going on, and ending early -----------------------------------------------------------------
 
@@ -339,7 +344,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             records=records,
             compression=self.compression,
             timeout_s=self.async_timeout_s,
-            after=(self._remover(direction), *([self.post_finalization] if self.post_finalization else [])),
+            after=tuple(self._after(direction)),
         )
         self._writer.start(job)
         self._last_saved = step
@@ -373,16 +378,11 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             return _records.checked_metadata(self.metadata(step, logs))
         return self.metadata
 
-    def _remover(self, mode: Literal["min", "max"] | None) -> Callable[[int, Path], None]:
-        retention, root, monitor = self._retention, self.directory, self.monitor
-
-        def remove(step: int, path: Path) -> None:
-            if retention.latest is None:  # all stay, also those that cannot be looked into
-                return
-            for old in retention.removable(list_steps(root), newest=step, monitor=monitor, mode=mode):
-                remove_step(root, old)
-
-        return remove
+    def _after(self, direction: Literal["min", "max"] | None) -> Iterator[Callable[[int, Path], None]]:
+        remove = remover(self._retention, self.directory, monitor=self.monitor, mode=direction)
+        yield self._writer.later(remove) if self.background_delete else remove
+        if self.post_finalization is not None:
+            yield self.post_finalization
 
     def _say(self, text: str) -> None:
         if _processes.is_first():
@@ -395,23 +395,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             warnings.warn(message, stacklevel=4)
 
 
-def _check_frequency(save_freq: Any) -> None:
-    if save_freq != "epoch" and (isinstance(save_freq, bool) or not isinstance(save_freq, int) or save_freq < 1):
-        raise UsageError(
-            f"Unrecognized save_freq: {save_freq}. Expected save_freq are 'epoch' or integer values from 1"
-        )
-
-
 def _together(writer: Writer, record: dict[str, Any]) -> dict[str, Any]:
     """Where the data of all processes stands: once, if it stands at the same place for all of them."""
     records = writer.channel.together(lambda: record)
     return record if all(other == record for other in records) else {"processes": records}
-
-
-def _iterations(model: Any) -> int:
-    optimizer = getattr(model, "optimizer", None)
-    return 0 if optimizer is None else int(optimizer.iterations)
-
-
-def _number(found: Any) -> float | None:
-    return float(found) if isinstance(found, (int, float)) and not isinstance(found, bool) else None
