@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from shardload import _processes
 from shardload.errors import SaveError, UsageError
 from shardload.steps._failures import describe, save_error
 from shardload.steps.digests import OWN_FOLDER
@@ -33,9 +34,10 @@ DEFAULT_TIMEOUT_S = 1200
 class Pending:
     """A save that is being written in the background."""
 
-    def __init__(self, response: Any, *, path: Path, step: int | str) -> None:
+    def __init__(self, response: Any, *, path: Path, step: int | str, parent: os.stat_result) -> None:
         self.path = path
         self._step = step
+        self._parent = parent
         self._error: BaseException | None = None
         self._done = threading.Event()
         # A thread of ours waits: Orbax calls back on success only, and its timeout cannot be told from a failure.
@@ -61,6 +63,9 @@ class Pending:
             raise save_error(self._error, step=self._step, folder=self.path) from self._error
         if not self.path.is_dir():
             raise describe("the folder is gone after Orbax wrote it", step=self._step, folder=self.path)
+        if not os.path.samestat(self._parent, self.path.parent.stat()):  # Orbax makes what is missing anew
+            why = f"the folder {self.path.parent} was removed while it was written"
+            raise describe(why, step=self._step, folder=self.path, number=errno.ENOENT)
 
     def _wait(self, response: Any) -> None:
         try:
@@ -115,7 +120,8 @@ def start_save(
             f"there is no folder {target.parent} to write into", step=step, folder=target, number=errno.ENOENT
         )
     try:
-        return Pending(_start(target, items, compression, timeout_s), path=target, step=step)
+        parent = target.parent.stat()
+        return Pending(_start(target, items, compression, timeout_s), path=target, step=step, parent=parent)
     except SaveError:
         raise
     except (OSError, ValueError) as error:
@@ -140,8 +146,9 @@ def _start(target: Path, items: Mapping[str, Any], compression: str, timeout_s: 
     context.array.saving.use_ocdbt = True
     context.array.saving.use_zarr3 = True
     context.array.saving.use_compression = compression == "zstd"
-    # Folders are made here and now: made in the background, a failure would only show as a time-out.
-    context.asynchronous.create_directories_asynchronously = False
+    # In the background writing waits for them, and does not take the interpreter from the copying that training
+    # waits for. Several processes make them together, here and now.
+    context.asynchronous.create_directories_asynchronously = _processes.count() == 1
     context.asynchronous.timeout_secs = int(timeout_s or DEFAULT_TIMEOUT_S)
     registry = ocp.handlers.local_registry()
     registry.add(ocp.handlers.JsonHandler, checkpointable_name=OWN_FOLDER)
