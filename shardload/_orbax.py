@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from shardload import _processes
 from shardload.errors import SaveError, UsageError
 from shardload.steps._failures import describe, save_error
 from shardload.steps.digests import OWN_FOLDER
@@ -146,9 +145,9 @@ def _start(target: Path, items: Mapping[str, Any], compression: str, timeout_s: 
     context.array.saving.use_ocdbt = True
     context.array.saving.use_zarr3 = True
     context.array.saving.use_compression = compression == "zstd"
-    # In the background writing waits for them, and does not take the interpreter from the copying that training
-    # waits for. Several processes make them together, here and now.
-    context.asynchronous.create_directories_asynchronously = _processes.count() == 1
+    # Folders are made here and now: when making them fails in the background, threads of Orbax wait for them until its
+    # time-out, and so does the end of the process.
+    context.asynchronous.create_directories_asynchronously = False
     context.asynchronous.timeout_secs = int(timeout_s or DEFAULT_TIMEOUT_S)
     registry = ocp.handlers.local_registry()
     registry.add(ocp.handlers.JsonHandler, checkpointable_name=OWN_FOLDER)

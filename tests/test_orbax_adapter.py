@@ -139,7 +139,7 @@ def test_waiting_can_be_given_up_and_taken_up_again(tmp_path):
     import threading
 
     gate = threading.Event()
-    pending = Pending(Slow(), path=tmp_path, step=3)
+    pending = Pending(Slow(), path=tmp_path, step=3, parent=tmp_path.parent.stat())
     with pytest.raises(TimeoutError, match="Step 3 is still being written"):
         pending.result(0.01)
     assert not pending.done()

@@ -138,7 +138,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self._root = Root(directory, create=True)
         self._writer = Writer(self._root)
         self._state: StateTree | None = None
-        self._assets: dict[str, Any] | None = None
+        self._described_items: dict[str, Any] = {}
         self._total = 0
         self._since_save = 0
         self._epoch = 0
@@ -340,7 +340,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             records["iterator.json"] = iterator
         job = Job(
             step=step,
-            items=self._items(model, state),
+            items=self._items(state),
             records=records,
             compression=self.compression,
             timeout_s=self.async_timeout_s,
@@ -354,21 +354,23 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
     def _described(self, model: Any) -> StateTree:
         if self._state is None or not self._state.still_describes(model):
             self._state = describe(model)
-            self._assets = None if self.save_weights_only else _keras.assets_of(model)
+            self._described_items = {} if self.save_weights_only else dict(self._descriptions(model))
         return self._state.weights_only() if self.save_weights_only else self._state
 
-    def _items(self, model: Any, state: StateTree) -> dict[str, Any]:
-        items: dict[str, Any] = {"pytree": _records.for_all_processes(state.tree)}
-        if not self.save_weights_only:
-            try:
-                items["model_config"] = {"config": _keras.serialised_model(model)}
-            except Exception as error:  # Keras runs the get_config of every layer
-                self._warn(
-                    f"The model's configuration cannot be saved ({type(error).__name__}: {error}), so "
-                    "keras.saving.load_model cannot rebuild it; its state is saved."
-                )
-            if self._assets is not None:
-                items["assets"] = self._assets
+    def _descriptions(self, model: Any) -> Iterator[tuple[str, Any]]:
+        """What tells how to rebuild the model: the same for all steps until its variables change."""
+        try:
+            yield "model_config", {"config": _keras.serialised_model(model)}
+        except Exception as error:  # Keras runs the get_config of every layer
+            self._warn(
+                f"The model's configuration cannot be saved ({type(error).__name__}: {error}), so "
+                "keras.saving.load_model cannot rebuild it; its state is saved."
+            )
+        if (assets := _keras.assets_of(model)) is not None:
+            yield "assets", assets
+
+    def _items(self, state: StateTree) -> dict[str, Any]:
+        items = {"pytree": _records.for_all_processes(state.tree), **self._described_items}
         if self.checkpointables is not None:
             items |= _records.checked_items(self.checkpointables)
         return items
