@@ -95,3 +95,15 @@ def test_a_wrong_name_shows_the_closest(read, page):
         read(found["model"], where, names=names)
     with pytest.raises(MismatchError, match=r"a tensor 'Dense_0/kernel' that .* Closest .*'params/Dense_0/kernel'"):
         read(found["model"], where, names={"Dense_0/kernel": "mlp/x/kernel"})
+
+
+def test_what_the_model_has_no_use_for_is_listed_or_left_out(page, tmp_path):
+    tree = {**page(SAVE)["tree"], "step": jax.numpy.int32(3)}
+    with ocp.StandardCheckpointer() as made:
+        made.save(tmp_path / "state", tree)
+    found = page(LOAD)
+    with pytest.raises(MismatchError, match="not used by the model: step"):
+        shardload.load_weights(found["model"], tmp_path / "state", names=found["names"])
+    report = shardload.load_weights(found["model"], tmp_path / "state", names=found["names"], strict=False)
+    assert report.unused == ("step",)
+    assert_loaded(found["model"], tree)

@@ -17,11 +17,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import shardload
-import shardload._mover
 from shardload import _job, _keras, transfer
-from shardload.assign import Assigner
 from shardload.synth import synth
 from tests import hub_folders
+from tests.memory import Sampling, held, scratch_taken, watch
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # Keras 3.15 under NumPy 2.4
@@ -78,72 +77,14 @@ def split(dim):
     return layouts
 
 
-def held():
-    """Bytes of distinct live buffers per device."""
-    buffers = {d.id: {} for d in jax.devices()}
-    for array in jax.live_arrays():
-        for shard in array.addressable_shards:
-            buffers[shard.device.id][shard.data.unsafe_buffer_pointer()] = shard.data.nbytes
-    return {device: sum(sizes.values()) for device, sizes in buffers.items()}
-
-
-class Sampling:
-    """Progress that looks at what devices hold, and remembers the most and how often it looked."""
-
-    def __init__(self):
-        gc.collect()
-        self.before = held()
-        self.samples = []
-
-    def start(self, total_bytes, description):
-        self.look()
-
-    def advance(self, n_bytes):
-        self.look()
-
-    def stop(self):
-        self.look()
-
-    def look(self):
-        now = held()
-        self.samples.append({device: now[device] - self.before[device] for device in now})
-
-    def most(self, device=0):
-        return max(sample[device] for sample in self.samples)
-
-
 @pytest.fixture
 def sampling(monkeypatch):
-    """Samples at every block read, every array that is ready and every layer that is assigned."""
-    found = Sampling()
-
-    def watched(original):
-        @functools.wraps(original)
-        def call(*args):
-            found.look()
-            result = original(*args)
-            found.look()
-            return result
-
-        return call
-
-    for name in ("starting", "ready", "finish"):
-        monkeypatch.setattr(Assigner, name, watched(getattr(Assigner, name)))
-    return found
+    return watch(monkeypatch)
 
 
 @pytest.fixture
 def scratch(monkeypatch):
-    """Host memory that reader threads really took, in bytes, none of it counted as given back."""
-    taken = []
-    original = shardload._mover.memory
-
-    def memory(n_bytes):
-        taken.append(n_bytes)
-        return original(n_bytes)
-
-    monkeypatch.setattr(shardload._mover, "memory", memory)
-    return taken
+    return scratch_taken(monkeypatch)
 
 
 def assert_bounded(report, sampling, scratch, *, budget=BUDGET):

@@ -228,3 +228,21 @@ def test_int8_with_lora():
 def test_refuses_a_strange_structure(leaf):
     with pytest.raises(SourceError, match=r"structure\.json holds a leaf"):
         find(sequential(), [leaf])
+
+
+class Pair(keras.layers.Layer):
+    """Keeps its weights in a list, as many layers of users do."""
+
+    def build(self, shape):
+        self.pair = [self.add_weight(shape=(shape[-1],), initializer="ones", name=f"w{i}") for i in range(2)]
+        self.scalars = [self.add_weight(shape=(), initializer="ones", name=f"s{i}") for i in range(2)]
+
+    def call(self, x):
+        return x * self.pair[0] * self.scalars[0] + self.pair[1] * self.scalars[1]
+
+
+def test_weights_in_a_list_have_a_key_each():
+    model = keras.Sequential([keras.Input((4,)), Pair()])
+    model.compile("adam", "mse")
+    keys = [leaf.key for leaf in describe(model).leaves if leaf.kind == "weight"]
+    assert len(keys) == len(set(keys)) == 4

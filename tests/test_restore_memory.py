@@ -14,12 +14,9 @@ import numpy as np
 import pytest
 
 import shardload
-import shardload._mover
-import shardload._verified
 from shardload import _job, transfer
-from shardload.assign import Assigner
 from shardload.callbacks import OrbaxCheckpoint
-from tests.test_load_memory import Sampling
+from tests.memory import Sampling, scratch_taken, watch
 
 MIB = 1 << 20
 BUDGET = MIB
@@ -82,36 +79,12 @@ def same(one, other):
 
 @pytest.fixture
 def sampling(monkeypatch):
-    """Looks at the devices at every block read, every array that is ready and every variable that is assigned."""
-    found = Sampling()
-
-    def watched(original):
-        @functools.wraps(original)
-        def call(*args):
-            found.look()
-            result = original(*args)
-            found.look()
-            return result
-
-        return call
-
-    for name in ("starting", "ready", "finish"):
-        monkeypatch.setattr(Assigner, name, watched(getattr(Assigner, name)))
-    return found
+    return watch(monkeypatch)
 
 
 @pytest.fixture
 def scratch(monkeypatch):
-    """Host memory that reader threads really took, in bytes, none of it counted as given back."""
-    taken, original = [], shardload._mover.memory
-
-    def memory(n_bytes):
-        taken.append(n_bytes)
-        return original(n_bytes)
-
-    monkeypatch.setattr(shardload._mover, "memory", memory)
-    monkeypatch.setattr(shardload._verified, "memory", memory)
-    return taken
+    return scratch_taken(monkeypatch)
 
 
 def restore(run, title, sampling, *, budget=BUDGET):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -300,3 +301,25 @@ def test_a_killed_writer_never_leaves_half_a_step(tmp_path):
 @pytest.mark.slow
 def test_a_writer_killed_inside_orbax_never_leaves_half_a_step(tmp_path):
     assert kill_often(tmp_path, "orbax", times=6, rng=random.Random(0), patience_s=0.3)
+
+
+def test_removing_a_step_and_clearing_up_do_not_disturb_each_other(tmp_path):
+    done = threading.Event()
+
+    def clear_up():
+        while not done.is_set():
+            remove_stale(tmp_path)
+
+    thread = threading.Thread(target=clear_up)
+    thread.start()
+    try:
+        for step in range(300):
+            (tmp_path / str(step) / "shardload").mkdir(parents=True)
+            (tmp_path / str(step) / "shardload" / "step.json").write_text("{}")
+            remove_step(tmp_path, step)
+    finally:
+        done.set()
+        thread.join()
+    remove_stale(tmp_path)
+    assert [entry.name for entry in tmp_path.iterdir()] == [".staging"]
+    assert list((tmp_path / ".staging").iterdir()) == []

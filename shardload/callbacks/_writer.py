@@ -199,9 +199,10 @@ def finish_others(root: Root, *, but: Writer) -> None:
     Their failures stay theirs; what they publish counts.
     """
     for writer in list(_WRITERS):
-        worker = writer._worker
-        if writer is not but and worker is not None and writer.root.path == root.path:
-            worker.join()
+        if writer is not but and writer.root.path == root.path:
+            for thread in (writer._worker, writer._later):
+                if thread is not None:
+                    thread.join()
 
 
 def _finish_all() -> None:

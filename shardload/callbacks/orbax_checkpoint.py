@@ -177,7 +177,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         """Look at what the folder holds and go on after it."""
-        self._writer.wait()
+        self._writer.settle()
         finish_others(self._root, but=self._writer)
         self._writer.witness.begin()
         _orbax.prepare()

@@ -58,8 +58,8 @@ def _weights(model: Any) -> dict[int, Role]:
         stored = _keras.stored_by_hook(saveable) if _keras.stored_variables(saveable) else {}
         for key, variable in stored.items():
             roles.setdefault(id(variable), Role("weight", f"{prefix}vars/{key}"))
-        for variable in _keras.stored_variables(saveable):
-            name = _attribute(saveable, variable) or f"+{_keras.stored_variables(saveable).index(variable)}"
+        for position, variable in enumerate(_keras.stored_variables(saveable)):
+            name = _attribute(saveable, variable) or f"+{position}"
             roles.setdefault(id(variable), Role("weight", f"{prefix}vars/{name}"))
         for position, seed in enumerate(_keras.seeds_of(saveable)):
             roles.setdefault(id(seed), Role("seed", f"{prefix}seed_generators/{position}"))

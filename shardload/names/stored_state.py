@@ -141,7 +141,7 @@ def _by_name(model: Any, manifest: Manifest, names: Mapping[str, str]) -> _Paire
 
 
 def _kind_of(name: str) -> str:
-    group, *_, last = name.split("/")
+    group, last = name.split("/", maxsplit=1)[0], name.rsplit("/", maxsplit=1)[-1]
     return "seed" if last == "seed_generator_state" else _GROUPS.get(group, "weight")
 
 

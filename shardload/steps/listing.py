@@ -16,10 +16,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from shardload.errors import ShardloadError, SourceError, SourceNotFoundError, UsageError
+from shardload.errors import DamagedError, ShardloadError, SourceError, SourceNotFoundError, UsageError
 from shardload.loaders import _json
 from shardload.steps._tree import scan
-from shardload.steps.digests import DIGESTS_FILE, OWN_FOLDER
+from shardload.steps.digests import DIGESTS_FILE, OWN_FOLDER, Checker
 
 STEP_FILE = f"{OWN_FOLDER}/step.json"
 ORBAX_FILE = "_CHECKPOINT_METADATA"
@@ -82,6 +82,7 @@ def find_step(root: str | os.PathLike[str], step: Literal["latest", "best"] | in
     Raises:
         UsageError: When ``step`` is neither "latest", "best" nor a number.
         SourceNotFoundError: When there is no such step; says which there are.
+        DamagedError: When the best is asked for and a step's own record of how good it is cannot be trusted.
     """
     if step not in ("latest", "best") and (isinstance(step, bool) or not isinstance(step, int)):
         raise UsageError(f'step should be "latest", "best" or a number, but is {step!r}')
@@ -92,6 +93,11 @@ def find_step(root: str | os.PathLike[str], step: Literal["latest", "best"] | in
         )
     if step == "latest":
         return steps[-1]
+    if step == "best" and (unknown := [info for info in steps if info.ours and not info.details]):
+        raise DamagedError(
+            f"Which step in {root} is best cannot be told: of step {unknown[0].step}, {unknown[0].problems}. "
+            f"{_existing(steps)}. Take one by its number, or remove the folder {unknown[0].path}"
+        )
     for info in steps:
         if info.best if step == "best" else info.step == step:
             return info
@@ -144,6 +150,9 @@ def _look(path: Path) -> StepInfo | None:
     details: dict[str, Any] = {}
     if ours:
         try:
+            if not problems:
+                with Checker(path) as checker:  # what is best, and so what is removed, goes by it
+                    checker.check_whole(STEP_FILE)
             details = _json.read_object(path / STEP_FILE)
         except (ShardloadError, OSError) as error:
             problems.append(f"{STEP_FILE} cannot be read: {error}")

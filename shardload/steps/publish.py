@@ -256,7 +256,11 @@ def remove_step(root: str | os.PathLike[str], step: int) -> None:
 
 def _remove_moved(home: Path, step: int, base: Path) -> None:
     try:
-        shutil.rmtree(home)
+        shutil.rmtree(home, ignore_errors=True)
+        if home.exists():  # whoever clears up stale folders may have taken it for one, and made its lock anew
+            _remove_for_good(home)
+        if home.exists():
+            shutil.rmtree(home)
     except OSError as error:
         if isinstance(error, FileNotFoundError):  # somebody else removes it as well
             raise

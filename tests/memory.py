@@ -1,0 +1,76 @@
+"""What devices and reader threads hold at any moment, watched from outside."""
+
+import functools
+import gc
+
+import jax
+
+import shardload._mover
+import shardload._verified
+from shardload.assign import Assigner
+
+
+def held():
+    """Bytes of distinct live buffers per device."""
+    buffers = {d.id: {} for d in jax.devices()}
+    for array in jax.live_arrays():
+        for shard in array.addressable_shards:
+            buffers[shard.device.id][shard.data.unsafe_buffer_pointer()] = shard.data.nbytes
+    return {device: sum(sizes.values()) for device, sizes in buffers.items()}
+
+
+class Sampling:
+    """Progress that looks at what devices hold, and remembers the most and how often it looked."""
+
+    def __init__(self):
+        gc.collect()
+        self.before = held()
+        self.samples = []
+
+    def start(self, total_bytes, description):
+        self.look()
+
+    def advance(self, n_bytes):
+        self.look()
+
+    def stop(self):
+        self.look()
+
+    def look(self):
+        now = held()
+        self.samples.append({device: now[device] - self.before[device] for device in now})
+
+    def most(self, device=0):
+        return max(sample[device] for sample in self.samples)
+
+
+def watch(monkeypatch):
+    """Samples at every block read, every array that is ready and every layer or variable that is assigned."""
+    found = Sampling()
+
+    def watched(original):
+        @functools.wraps(original)
+        def call(*args):
+            found.look()
+            result = original(*args)
+            found.look()
+            return result
+
+        return call
+
+    for name in ("starting", "ready", "finish"):
+        monkeypatch.setattr(Assigner, name, watched(getattr(Assigner, name)))
+    return found
+
+
+def scratch_taken(monkeypatch):
+    """Host memory that reader threads really take, in bytes, none of it counted as given back."""
+    taken, original = [], shardload._mover.memory
+
+    def memory(n_bytes):
+        taken.append(n_bytes)
+        return original(n_bytes)
+
+    for module in (shardload._mover, shardload._verified):
+        monkeypatch.setattr(module, "memory", memory)
+    return taken
