@@ -41,7 +41,6 @@ class VerifiedReads:
     def __init__(self, checker: Checker, blocks: Iterable[Block], *, kept_units: int) -> None:
         self.checker = checker
         self.kept_units = kept_units
-        self.read_bytes = 0
         self._left = Counter(unit for block in blocks for unit in _units_of(block))
         self._kept: dict[Unit, Future[NDArray[np.uint8]]] = {}
         self._spare: list[NDArray[np.uint8]] = []
@@ -106,11 +105,7 @@ class VerifiedReads:
         return data
 
     def _read(self, unit: Unit, into: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        path, number = unit
-        n_bytes = self.checker.read_unit(path, number, into.data)
-        with self._lock:
-            self.read_bytes += n_bytes
-        return into[:n_bytes]
+        return into[: self.checker.read_unit(*unit, into.data)]
 
 
 def _units_of(block: Block) -> Iterator[Unit]:
@@ -131,8 +126,8 @@ def _put(flat: Flat, at: int, data: NDArray[np.uint8]) -> None:
     start = at // row * pitch + at % row
     flat.memory[start : start + head] = data[:head]
     first, rows = -(-at // row), (data.size - head) // row
-    whole = np.ndarray((rows, row), np.uint8, flat.memory.data, first * pitch, (pitch, 1)) if rows else None
-    if whole is not None:
+    if rows:
+        whole = np.ndarray((rows, row), np.uint8, flat.memory.data, first * pitch, (pitch, 1))
         whole[...] = data[head : head + rows * row].reshape(rows, row)
     tail = data[head + rows * row :]
     start = (first + rows) * pitch
