@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -118,6 +118,15 @@ class Part:
     seen: Mapping[int, Seen]
     """By target."""
 
+    def key(self, targets: Sequence[Target]) -> Hashable:
+        """Equal for parts that are cut the same way: layers repeat, and planning one of them is enough."""
+        tensor, region = self.tensor, self.region
+        views = (
+            (seen.view.offset, seen.view.shape, seen.view.strides, seen.box, targets[i].layout, targets[i].dtype)
+            for i, seen in self.seen.items()
+        )
+        return (tensor.shape, tensor.dtype, region.size, region.origin, *views)
+
     @property
     def lead(self) -> int:
         """The largest stride of all views, if they have it in common; else the region's size."""
@@ -153,6 +162,7 @@ class Planner:
         self.scatter = scatter
         self.shards = [local_bounds(t, positions) for t in targets]
         self.by_tensor: dict[str, list[int]] = {}
+        self._planned: dict[Hashable, tuple[Part, tuple[Block, ...]]] = {}
         for index, target in enumerate(targets):
             self._check_target(target)
             self.by_tensor.setdefault(target.view.tensor, []).append(index)
@@ -181,6 +191,18 @@ class Planner:
         part = Part(tensor, region, {i: seen for i, seen in views if seen is not None})
         if not part.seen:
             return
+        if isinstance(tensor.storage, Decoded):  # readers differ in more than shapes
+            yield from self._part_blocks(part)
+            return
+        key = part.key(self.targets)
+        if (like := self._planned.get(key)) is None:
+            self._planned[key] = part, tuple(self._part_blocks(part))
+            yield from self._planned[key][1]
+        else:
+            yield from _moved(*like, part)
+
+    def _part_blocks(self, part: Part) -> Iterator[Block]:
+        tensor = part.tensor
         how = self._how(part)
         limit = self._limit_bytes(part, how) // tensor.dtype.itemsize
         spans = sorted(
@@ -291,6 +313,18 @@ class Planner:
             elements = min(sum(_distinct(view, bounds) for view, bounds in seen.items()), tensor.size)
             total += tensor.stored_bytes * elements // max(1, tensor.size)
         return total
+
+
+def _moved(like: Part, blocks: tuple[Block, ...], part: Part) -> Iterator[Block]:
+    """The blocks of a part that is cut like another."""
+    other = dict(zip(like.seen, part.seen.items(), strict=True))
+    by = part.region.offset - like.region.offset
+    for b in blocks:
+        pieces = tuple(Piece(i, p.box, seen.view) for p in b.pieces for i, seen in (other[p.target],))
+        yield Block(
+            *(part.tensor.name, part.region.path, b.offset + by, b.start, b.stop, b.read_bytes, b.host_bytes),
+            *(b.lead, b.step, b.how, pieces),
+        )
 
 
 def _has_long_runs(view: View, box: Bounds, shard: tuple[int, ...], itemsize: int) -> bool:

@@ -3,6 +3,7 @@
 import itertools
 import math
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -99,6 +100,35 @@ def test_how_depends_on_run_length_and_order(shape, dim, strides, how):
     )
     assert {b.how for b in plan.blocks} == {how}
     assert all((b.host_bytes == 0) == (how == "direct") for b in plan.blocks)
+
+
+def fused(manifest, name, *, swapped=False, dtype=FLOAT32):
+    """Two variables out of one tensor: its upper half as it is, its lower half transposed."""
+    rows, columns = manifest.tensors[name].shape
+    upper = View(name, 0, (rows // 2, columns), (columns, 1))
+    lower = View(name, rows // 2 * columns, (columns, rows // 2), (1, columns))
+    found = [target(manifest, name, dim, view=view, dtype=dtype) for dim, view in ((0, upper), (1, lower))]
+    return found[::-1] if swapped else found
+
+
+def test_repeated_layers_are_planned_as_if_each_were_the_only_one():
+    shapes = dict.fromkeys("abcdefgh", (256, 1024))
+    manifest = manifest_of(shapes)
+    targets = [
+        *(target(manifest, "a", 0), target(manifest, "b", 1), target(manifest, "c", 0), target(manifest, "d", 1)),
+        *fused(manifest, "e"),
+        *fused(manifest, "f", swapped=True),
+        *fused(manifest, "g", dtype=np.dtype(np.float16)),
+        target(manifest, "h", 0, dtype=np.dtype(np.float16)),
+    ]
+    both = make_plan(manifest, targets, host_memory_bytes=1 << 20)
+    for name in shapes:
+        mine = [i for i, t in enumerate(targets) if t.view.tensor == name]
+        alone = make_plan(manifest, [targets[i] for i in mine], host_memory_bytes=1 << 20)
+        renumbered = [
+            replace(b, pieces=tuple(replace(p, target=mine[p.target]) for p in b.pieces)) for b in alone.blocks
+        ]
+        assert [b for b in both.blocks if b.tensor == name] == renumbered
 
 
 def test_no_position_means_no_read():
