@@ -890,6 +890,21 @@ def epoch_iterator_of_caller() -> Any:
     return None
 
 
+def epoch_iterator_of_fit() -> Any:
+    """The ``EpochIterator`` of the ``fit`` that calls; None outside of one."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "fit" and isinstance(found := frame.f_locals.get("epoch_iterator"), EpochIterator):
+            return found
+        frame = frame.f_back
+    return None
+
+
+def grain_dataset(epochs: Any) -> Any:
+    """The Grain dataset an ``EpochIterator`` reads; None where it reads something else."""
+    return getattr(epochs.data_adapter, "_dataset", None)
+
+
 def forget_epoch_length(epochs: Any) -> None:
     """Let an ``EpochIterator`` find out anew how many batches its data has."""
     epochs._num_batches = epochs.data_adapter.num_batches

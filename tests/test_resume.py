@@ -31,9 +31,10 @@ class Source:
         return self.x[i], self.y[i]
 
 
-def data(*, repeat=False):
+def data(*, repeat=False, rows=8, global_batch_size=None):
     found = grain.MapDataset.source(Source()).shuffle(seed=4)
-    return resumable((found.repeat() if repeat else found).batch(8))
+    found = found.repeat() if repeat else found
+    return resumable(found, global_batch_size=global_batch_size) if global_batch_size else resumable(found.batch(rows))
 
 
 def model():
@@ -104,6 +105,76 @@ def test_weights_metrics_and_lengths_are_those_of_a_run_that_was_not_stopped(tmp
     assert same(whole, again)
     assert list(lengths) == list(range(stopped // 10, 4)) and sum(lengths.values()) == 40 - stopped
     assert found["loss"] == wanted["loss"][stopped // 10 :] and found["mae"] == wanted["mae"][stopped // 10 :]
+
+
+@pytest.mark.parametrize("repeat", [False, True])
+def test_global_batches_go_on_as_those_of_one_process_do(tmp_path, repeat):
+    options = {"steps_per_epoch": 10} if repeat else {}
+    whole = model()
+    fit(whole, data(repeat=repeat), **options)
+    source = {"repeat": repeat, "global_batch_size": 8}
+    fit(model(), data(**source), OrbaxCheckpoint(tmp_path, save_freq=1), At(13, stop), **options)
+    again = model()
+    fit(again, data(**source), OrbaxCheckpoint(tmp_path, resume=True), **options)
+    assert same(whole, again)
+
+
+def saved_in_mid_epoch(folder, **source):
+    steps = {"steps_per_epoch": 10} if "repeat" in source else {}
+    fit(model(), data(**source), OrbaxCheckpoint(folder, save_freq=1), At(3, stop), epochs=1, **steps)
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "message"),
+    [
+        ({}, {"rows": 16}, r"Step 3 does not tell what comes next in this data: .* 10 batches, and now has 5\."),
+        ({}, {"repeat": True}, r"had 10 batches, and now has endlessly many"),
+        ({"repeat": True}, {"repeat": True, "rows": 16}, "had 8 rows in this process, and now have 16"),
+        ({"global_batch_size": 8}, {"global_batch_size": 16}, "counts global batches of 8 examples, and now of 16"),
+        ({"global_batch_size": 8}, {}, "saved with global_batch_size.*without it now"),
+        ({}, {"global_batch_size": 8}, "saved without global_batch_size.*with it now"),
+        ({"global_batch_size": 8}, {"global_batch_size": 8, "repeat": True}, "had 80 examples, and now has"),
+    ],
+)
+def test_data_that_is_cut_otherwise_does_not_go_on(tmp_path, then, now, message):
+    saved_in_mid_epoch(tmp_path, **then)
+    one = model()
+    with pytest.raises(UsageError, match=message):
+        fit(one, data(**now), OrbaxCheckpoint(tmp_path, resume=True), epochs=1)
+    assert int(one.optimizer.iterations) == 3
+
+
+def test_a_last_batch_that_is_shorter_is_none_of_another_length(tmp_path):
+    fit(model(), data(rows=12), OrbaxCheckpoint(tmp_path, save_freq=1), At(6, stop), epochs=1)
+    _, lengths = fit(model(), data(rows=12), OrbaxCheckpoint(tmp_path, resume=True), epochs=2)
+    assert lengths == {0: 1, 1: 7}
+
+
+def test_data_that_cannot_go_on_where_the_step_says_begins_the_epoch_again(tmp_path):
+    saved_in_mid_epoch(tmp_path)
+    x, y = Source().x, Source().y
+    again, lengths = model(), Lengths()
+    with pytest.warns(UserWarning, match="after 3 batches of epoch 0, and says where.*cannot go on"):
+        again.fit(x, y, batch_size=8, verbose=0, callbacks=[OrbaxCheckpoint(tmp_path, resume=True), lengths])
+    assert lengths.epochs == {0: 10}
+
+
+def test_a_place_that_was_refused_is_not_kept_for_another_fit(tmp_path):
+    saved_in_mid_epoch(tmp_path)
+    one = model()
+    with pytest.raises(UsageError, match="does not tell what comes next"):
+        fit(one, data(global_batch_size=8), OrbaxCheckpoint(tmp_path, resume=True), epochs=1)
+    _, lengths = fit(one, data(), OrbaxCheckpoint(tmp_path / "other"), epochs=1)
+    assert lengths == {0: 10}
+
+
+def test_a_resumable_dataset_may_lie_below_others(tmp_path):
+    whole = model()
+    fit(whole, data())
+    fit(model(), data().map(lambda pair: pair), OrbaxCheckpoint(tmp_path, save_freq=1), At(13, stop))
+    again = model()
+    fit(again, data().map(lambda pair: pair), OrbaxCheckpoint(tmp_path, resume=True))
+    assert same(whole, again)
 
 
 def test_a_model_that_was_restored_goes_on_once(tmp_path):

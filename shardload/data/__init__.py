@@ -15,136 +15,87 @@ batches it gave out, and is told by the callback how many were trained::
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
-import threading
-import weakref
-from collections import deque
 from typing import Any
 
 from shardload import _keras
+from shardload.data import _global_batches
+from shardload.data._position import Origin, Position, Reading, follow, followed, length, stop_following
 from shardload.errors import MissingExtraError, UsageError
 
-KEPT = 8
-"""States kept; Keras looks at most two batches ahead of what it trains."""
-
-_active = threading.local()
-_positions: weakref.WeakKeyDictionary[Any, Position] = weakref.WeakKeyDictionary()
+__all__ = ["Origin", "Position", "Reading", "follow", "resumable", "resumable_of_fit", "stop_following"]
 
 
-class Position:
-    """Where the data of one ``fit`` stands. Several callbacks may tell it the same things."""
-
-    def __init__(self) -> None:
-        self._wanted: dict[str, Any] | None = None
-        self._skipped = 0
-        self._expecting = False
-        self._states: deque[tuple[int, dict[str, Any], bool]] = deque(maxlen=KEPT)
-        self._given = self._trained = self._before_epoch = 0
-        self._left: int | None = None
-        self._epochs: Any = None
-
-    def resume(self, state: dict[str, Any] | None, *, skipped: int) -> None:
-        """Let the first iterator of the coming epoch begin at ``state``, ``skipped`` batches into the epoch."""
-        self._wanted, self._skipped = state, skipped
-
-    def epoch_begins(self) -> None:
-        """The next iterator that is opened, if any, is the one training reads."""
-        self._expecting = True
-        self._before_epoch = self._trained
-
-    def trained(self, batches: int) -> None:
-        """So many batches of this epoch were trained, not counting those that were skipped."""
-        self._expecting = False
-        self._trained = self._before_epoch + batches
-
-    def epoch_ends(self) -> None:
-        """Make Keras forget the length of an epoch resumed in its middle; it would cut all later ones to it."""
-        if self._skipped and self._epochs is not None:
-            _keras.forget_epoch_length(self._epochs)
-        self._skipped = 0
-
-    @property
-    def state(self) -> dict[str, Any] | None:
-        """The state after the last batch that was trained, which JSON can hold; None where no dataset tells."""
-        return next((copy.deepcopy(s) for number, s, _ in self._states if number == self._trained), None)
-
-    @property
-    def at_end(self) -> bool:
-        """Whether the last batch that was trained was the last one of its epoch."""
-        if self.spans_epochs:
-            return bool(self._skipped + self._trained - self._before_epoch == self._epochs.steps_per_epoch)
-        return next((end for number, _, end in self._states if number == self._trained), False)
-
-    @property
-    def spans_epochs(self) -> bool:
-        """Whether one iterator serves all epochs, as with ``steps_per_epoch``."""
-        return self._epochs is not None and bool(self._epochs.steps_per_epoch)
-
-    def opened(self, iterator: Any) -> bool:
-        """An iterator was opened; whether it is the one training reads."""
-        if not self._expecting:
-            return False
-        self._expecting = False
-        self._given = self._trained = self._before_epoch = 0
-        self._epochs = _keras.epoch_iterator_of_caller()
-        self._left = self._epochs.steps_per_epoch - self._skipped if self._skipped and self.spans_epochs else None
-        self._states.clear()
-        if self._wanted is not None:
-            wanted, self._wanted = self._wanted, None
-            iterator.set_state(wanted)
-        self._states.append((0, copy.deepcopy(iterator.get_state()), False))
-        return True
-
-    def goes_on(self) -> bool:
-        """Whether the live iterator may give another batch: a resumed epoch may be shorter than its data."""
-        if self._left is None or self._given < self._left:
-            return True
-        self._wanted, self._left = self._states[-1][1], None
-        return False
-
-    def gave(self, state: dict[str, Any], *, at_end: bool) -> None:
-        """The live iterator gave out a batch and now is at ``state``."""
-        self._given += 1
-        self._states.append((self._given, copy.deepcopy(state), at_end))
-
-
-def follow(model: Any) -> Position:
-    """The position of the data ``model`` is about to be trained on in this thread."""
-    position = _positions.setdefault(model, Position())
-    _active.position = position
-    return position
-
-
-def stop_following() -> None:
-    """Training in this thread has ended."""
-    _active.position = None
-
-
-def resumable(dataset: Any) -> Any:
+def resumable(dataset: Any, *, global_batch_size: int | None = None) -> Any:
     """A Grain dataset whose position `shardload.callbacks.OrbaxCheckpoint` saves and restores to the batch.
 
     Args:
         dataset: A `grain.IterDataset`, or a `grain.MapDataset`, which is read in its order. Shuffle, repeat and batch
-            it first. Without ``repeat`` it gives the same order in every epoch.
+            it first. Without ``repeat`` it gives the same order in every epoch. With several processes it is the
+            dataset of this one, and goes on with the same number of them.
+        global_batch_size: With it, ``dataset`` is a `grain.MapDataset` of single examples, shuffled and repeated but
+            not batched, and the same on every process. Each reads its part of every batch, as the mesh has it, and a
+            later run may have another number of processes, or one. A last batch that is not full is left out.
 
     Returns:
-        A `grain.IterDataset` of the same batches. It reads one batch ahead, to know which one is the last.
+        A `grain.IterDataset` of the batches of this process. It reads one batch ahead, to know which one is the last.
 
     Raises:
-        UsageError: When it is no Grain dataset. Other sources have their position saved through the callback's
-            ``data_iterator=``.
+        UsageError: When it is no Grain dataset, or one that has no global batches of that size. Other sources have
+            their position saved through the callback's ``data_iterator=``. Later, in ``fit``: when it should go on
+            where another dataset stood, and its batches are not the same ones.
         MissingExtraError: When Grain is not installed.
     """
     grain = _grain()
+    if global_batch_size is not None:
+        return _resumable_class()(dataset, _checked(dataset, global_batch_size))
+    reading = Reading()
     if isinstance(dataset, grain.MapDataset):
-        dataset = dataset.to_iter_dataset()
+        reading, dataset = Reading(batches=length(dataset)), dataset.to_iter_dataset()
     if not isinstance(dataset, grain.IterDataset):
         raise UsageError(
             f"resumable() takes a grain.MapDataset or grain.IterDataset; got {type(dataset).__name__}. For another "
             "source give the callback data_iterator=, an object with get_state() and set_state(state)"
         )
-    return _resumable_class()(dataset)
+    return _resumable_class()(dataset, reading)
+
+
+class Unseen:
+    """Stands for data that is read outside of ``fit``: it is checked when it is opened."""
+
+    def check(self, origin: Origin) -> None:
+        """Nothing can be told yet."""
+
+
+def resumable_of_fit() -> Any:
+    """The resumable dataset of the ``fit`` that calls; None where its data is none, `Unseen` outside of one."""
+    epochs = _keras.epoch_iterator_of_fit()
+    if epochs is None:
+        return Unseen()
+    waiting = [_keras.grain_dataset(epochs)]
+    while waiting:
+        found = waiting.pop()
+        if getattr(found, "is_resumable", False):
+            return found
+        waiting += getattr(found, "parents", ())
+    return None
+
+
+def _checked(dataset: Any, global_batch_size: int) -> Reading:
+    if not isinstance(dataset, _grain().MapDataset):
+        raise UsageError(
+            f"With global_batch_size, resumable() takes a grain.MapDataset of examples; got {type(dataset).__name__}, "
+            "whose examples have no numbers"
+        )
+    if isinstance(global_batch_size, bool) or not isinstance(global_batch_size, int) or global_batch_size < 1:
+        raise UsageError(f"global_batch_size is a whole number from 1 on; got {global_batch_size!r}")
+    if len(dataset) < global_batch_size:
+        raise UsageError(f"There is no batch of {global_batch_size}: the dataset has {len(dataset)} examples")
+    try:
+        dataset.batch(global_batch_size)
+    except ValueError as error:
+        raise UsageError(_global_batches.NO_NUMBERS) from error
+    return Reading(global_batch_size=global_batch_size, examples=length(dataset))
 
 
 def _grain() -> Any:
@@ -155,18 +106,25 @@ def _grain() -> Any:
     return grain
 
 
+def _rows(batch: Any) -> int:
+    """Examples in a batch; 0 where nothing in it has a first dimension."""
+    import jax
+
+    return next((int(leaf.shape[0]) for leaf in jax.tree.leaves(batch) if getattr(leaf, "shape", ())), 0)
+
+
 @functools.cache
 def _resumable_class() -> Any:
     grain = _grain()
 
     class Iterator(grain.DatasetIterator):  # type: ignore[misc,name-defined]
-        def __init__(self, inner: Any) -> None:
+        def __init__(self, inner: Any, reading: Reading) -> None:
             super().__init__(inner)
             self._inner = inner
             self._ahead: list[Any] = []
             self._state = inner.get_state()
-            position = getattr(_active, "position", None)
-            self._position = position if position is not None and position.opened(self) else None
+            position = followed()
+            self._position = position if position is not None and position.opened(self, reading) else None
 
         def __next__(self) -> Any:
             if self._position is not None and not self._position.goes_on():
@@ -175,7 +133,7 @@ def _resumable_class() -> Any:
             self._state = self._inner.get_state()
             self._look_ahead()
             if self._position is not None:
-                self._position.gave(self._state, at_end=not self._ahead)
+                self._position.gave(self._state, rows=_rows(batch), at_end=not self._ahead)
             return batch
 
         def _look_ahead(self) -> None:
@@ -191,10 +149,21 @@ def _resumable_class() -> Any:
             self._state = self._inner.get_state()
 
     class Resumable(grain.IterDataset):  # type: ignore[misc,name-defined]
-        def __init__(self, inner: Any) -> None:
+        is_resumable = True
+
+        def __init__(self, inner: Any, reading: Reading) -> None:
             super().__init__(inner)
+            self._reading = reading
+
+        def check(self, origin: Origin) -> None:
+            """Raise a `UsageError` unless a position from there means the same batches here."""
+            origin.check(self._reading)
+            if origin.reading.rows is not None:
+                origin.check_rows(_rows(next(iter(self), None)), at_end=False)
 
         def __iter__(self) -> Any:
-            return Iterator(iter(self._parent))
+            size = self._reading.global_batch_size
+            inner = iter(self._parent) if size is None else _global_batches.read(self._parent, size)
+            return Iterator(inner, self._reading)
 
     return Resumable

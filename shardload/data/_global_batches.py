@@ -1,0 +1,124 @@
+"""Global batches: the same examples in the same order, whatever number of processes reads them.
+
+    examples, shuffled       0  1  2  3  4  5  6  7 │ 8  9 10 11 12 13 14 15 │ …
+                             ── global batch 0 ──── │ ── global batch 1 ──── │
+    part 0 of 2              0  1  2  3             │ 8  9 10 11
+    part 1 of 2                          4  5  6  7 │             12 13 14 15
+
+The parts of a batch are put together in the order of the mesh, so the batch the model sees is the same array for one
+process and for many, and "so many global batches" says for all of them which examples come next. With
+``dataset[process::processes]`` the order within a batch would depend on their number, and with a shuffle after the
+slice the examples would.
+
+Which part a process reads follows from the mesh, not from its number: on a mesh of 1x8 over two processes both hold
+all rows of a batch, so both read all of it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardload.errors import UsageError
+
+NO_NUMBERS = (
+    "With global_batch_size each example has its number, so the dataset cannot leave any out (filter). Filter the "
+    "source, or batch the dataset yourself and call resumable(dataset) without it"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of ``count`` equal runs of rows of every global batch."""
+
+    index: int
+    count: int
+
+
+def part_of_this_process() -> Part:
+    """The rows of a batch that this process' devices hold; all of them without a Keras distribution.
+
+    Raises:
+        UsageError: When the mesh deals rows out in a way that is no equal share.
+    """
+    import jax
+    import keras
+    import numpy as np
+
+    found = keras.distribution.distribution()
+    if found is None or found.batch_dim_name is None:
+        return Part(0, 1)
+    mesh = found.device_mesh.backend_mesh
+    rows = np.moveaxis(mesh.devices, mesh.axis_names.index(found.batch_dim_name), 0)
+    owners = [{device.process_index for device in row.flat} for row in rows]
+    return part_in(owners, jax.process_index())
+
+
+def part_in(owners: Sequence[set[int]], process: int) -> Part:
+    """The part of a process, given the processes that hold each row of the mesh.
+
+    Raises:
+        UsageError: When it is no equal share, or the process holds no row.
+    """
+    shares = {one: tuple(i for i, who in enumerate(owners) if one in who) for who in owners for one in who}
+    parts = sorted(set(shares.values()))
+    together = [row for part in parts for row in part]
+    if process not in shares or together != list(range(len(owners))) or len({len(part) for part in parts}) != 1:
+        raise UsageError(
+            f"The rows of a global batch cannot be shared out: along the mesh's batch axis its devices belong to the "
+            f"processes {[sorted(who) for who in owners]}. Each process should hold as many neighbouring rows as any "
+            "other; keras.distribution.list_devices() has the devices in such an order"
+        )
+    return Part(parts.index(shares[process]), len(parts))
+
+
+def read(dataset: Any, global_batch_size: int) -> Any:
+    """An iterator over this process' part of each global batch.
+
+    Args:
+        dataset: A `grain.MapDataset` of examples, the same one on every process.
+        global_batch_size: Examples in a batch, of all processes together; what is left at the end is dropped.
+
+    Raises:
+        UsageError: When a batch cannot be cut into as many parts as the mesh has.
+    """
+    part = part_of_this_process()
+    rows, left = divmod(global_batch_size, part.count)
+    if left:
+        raise UsageError(
+            f"global_batch_size={global_batch_size} cannot be cut into {part.count} equal parts, one for each share "
+            "of the mesh's batch axis. Take a multiple of it"
+        )
+    return iter(_share_class()(dataset, part, rows).batch(rows, drop_remainder=True).to_iter_dataset())
+
+
+@functools.cache
+def _share_class() -> Any:
+    import grain
+
+    class Share(grain.MapDataset):  # type: ignore[misc]
+        """The examples of one part, in their order."""
+
+        _MUTATES_ELEMENT_SPEC = False
+
+        def __init__(self, parent: Any, part: Part, rows: int) -> None:
+            super().__init__(parent)
+            self._part = part
+            self._rows = rows
+            self._batches = len(parent) // (rows * part.count)
+
+        def __len__(self) -> int:
+            return self._batches * self._rows
+
+        def __getitem__(self, index: Any) -> Any:
+            if isinstance(index, slice):
+                return self.slice(index)
+            batch, row = divmod(index, self._rows)
+            found = self._parent[(batch * self._part.count + self._part.index) * self._rows + row]
+            if found is None:
+                raise UsageError(NO_NUMBERS)
+            return found
+
+    return Share
