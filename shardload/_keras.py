@@ -667,10 +667,10 @@ def is_tracing_error(error: Exception | None) -> bool:
     return isinstance(error, jax.errors.JAXTypeError)
 
 
-def saved_objects(model: Model) -> list[tuple[str, Any]]:
-    """Everything Keras would write into ``.weights.h5``, each once with its path there; without the optimizer."""
+def saved_objects(model: Model, *, skip: Iterable[Any] = ()) -> list[tuple[str, Any]]:
+    """All Keras would write into ``.weights.h5``, each once with its path there; without the optimizer and ``skip``."""
     found: list[tuple[str, Any]] = []
-    seen = {id(getattr(model, "optimizer", None))}
+    seen = {id(getattr(model, "optimizer", None)), *map(id, skip)}
 
     def visit(saveable: Any, path: str) -> None:
         if id(saveable) in seen:

@@ -25,8 +25,9 @@ import keras
 from callback_models import X, compiled, fit
 from test_callbacks_failures import Batches
 
-from shardload import cli, converting
+from shardload import cli
 from shardload.callbacks import OrbaxCheckpoint
+from shardload.converting import writing
 from shardload.converting.staging import Staging
 from shardload.synth import synth
 
@@ -313,7 +314,7 @@ def converted(source, target, to):
 @contextlib.contextmanager
 def full_after(disk, count, *, pages=0):
     """Somebody fills the disk once so many tensors were copied; -1: before any file is made."""
-    noted, room, left = Staging.note_done, converting._check_room, [count]
+    noted, room, left = Staging.note_done, writing._check_room, [count]
 
     def check_room(*arguments):
         room(*arguments)
@@ -326,11 +327,11 @@ def full_after(disk, count, *, pages=0):
         if left[0] == 0:
             refill(disk)
 
-    Staging.note_done, converting._check_room = note_done, check_room
+    Staging.note_done, writing._check_room = note_done, check_room
     try:
         yield
     finally:
-        Staging.note_done, converting._check_room = noted, room
+        Staging.note_done, writing._check_room = noted, room
 
 
 def conversions(base):

@@ -15,12 +15,15 @@ from shardload.units import format_bytes, plural
 def convert(
     source: options.Source,
     target: Annotated[
-        str, typer.Argument(metavar="TARGET", help="A folder to make, or NAME.weights.h5.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="TARGET", help="A folder to make, NAME.weights.h5, or NAME.weights.json.", show_default=False
+        ),
     ],
     *,
     to: Annotated[
         options.ConvertFormat | None,
-        typer.Option("--to", help="What TARGET shall be; needed unless it ends in .weights.h5."),
+        typer.Option("--to", help="What TARGET shall be; needed unless its name is that of a Keras file."),
     ] = None,
     dtype: options.DtypeOption = None,
     host_memory: Annotated[
@@ -32,13 +35,22 @@ def convert(
             help="Most host memory used for tensors: 2GiB, 256MiB. 512MiB by default.",
         ),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what has the name TARGET.")] = False,
+    max_shard_size: Annotated[
+        int | None,
+        typer.Option(
+            "--max-shard-size",
+            metavar="SIZE",
+            parser=options.size,
+            help="Most bytes of tensors in one file, where there are several: 2GiB. 5 GB by default.",
+        ),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint of the name TARGET.")] = False,
     json: options.Json = False,
     no_progress: options.NoProgress = False,
 ) -> None:
     """Write a checkpoint in another format, bit for bit, in bounded memory.
 
-    h5 is a KerasHub preset (or one Keras file), safetensors a Hugging Face folder, orbax an Orbax checkpoint. TARGET
+    h5 is a KerasHub preset (or Keras' own files), safetensors a Hugging Face folder, orbax an Orbax checkpoint. TARGET
     appears when it is complete. Interrupted, the same command goes on where it stopped.
 
     [dim]Examples[/dim]
@@ -46,6 +58,8 @@ def convert(
     $ shardload convert gemma2_9b gemma2-hf --to safetensors
 
     $ shardload convert checkpoints/400 trained.weights.h5
+
+    $ shardload convert model.gguf gemma3.weights.json --max-shard-size 2GiB
     """
     with streams.results() as out, interrupts.raise_where_it_counts():
         environment.prepare(note=streams.note)
@@ -54,7 +68,14 @@ def convert(
         chosen = to.value if to else None
         try:
             report = engine.convert(
-                source, target, to=chosen, dtype=dtype, overwrite=overwrite, progress=progress, **memory
+                source,
+                target,
+                to=chosen,
+                dtype=dtype,
+                max_shard_bytes=max_shard_size,
+                overwrite=overwrite,
+                progress=progress,
+                **memory,
             )
         finally:
             progress.stop()

@@ -3,7 +3,8 @@
     source ─► model (abstract) ─► value of every variable: a view of a stored tensor          `source.py`
                                   variable ─► a view of a tensor of the target                 `targets.py`
               every file of the target without its values                                      `shardload.writers`
-              copy, one tensor after the other, noted in a journal                             `moving.py`, `staging.py`
+              copy, one tensor after the other, noted in a journal              `writing.py`, `moving.py`, `staging.py`
+              what loading computes instead, a layer at a time, the same steps compute         `computing.py`
               read the result's headers as any reader would ─► flush ─► one rename
 
 Both sides are views of the same variables, so every pair of formats is the same copy. Values keep their dtype and bits
@@ -13,10 +14,7 @@ unless another dtype is asked for.
 from __future__ import annotations
 
 import errno
-import hashlib
-import json
 import os
-import shutil
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,29 +22,28 @@ from typing import Any
 
 from shardload import _hub, abstraction
 from shardload._fingerprint import Fingerprint
-from shardload.converting.moving import PieceWriter, move, reader_of, reader_of_value
+from shardload.converting.overwriting import check_description, check_free, check_shard
+from shardload.converting.plans import Plan
 from shardload.converting.source import Source, open_source
-from shardload.converting.staging import Staging, digest, exists, home_of, staged
-from shardload.converting.targets import TARGETS, Copy, Plan, Target, plan_for, target_of
+from shardload.converting.staging import RESULT, Staging, home_of, staged
+from shardload.converting.targets import TARGETS, Target, is_file_name, plan_for, shard_bytes_for, target_of
+from shardload.converting.writing import write_all
 from shardload.dtypes import dtype_name
 from shardload.errors import DamagedError, SaveError, ShardloadError, SourceError, UsageError, WriteError
 from shardload.loaders import open_manifest
-from shardload.manifest import View
 from shardload.names import map_weights
 from shardload.progress import Progress, Silent
 from shardload.resolve import resolve
 from shardload.steps import digests
 from shardload.steps._failures import errno_of
 from shardload.steps.listing import is_ours
-from shardload.units import format_bytes, parse_bytes
-from shardload.writers import Place
+from shardload.units import parse_bytes
 
 DEFAULT_HOST_MEMORY = 512 << 20
 """Bytes of tensors in memory at once. Most tensors of a 9B model then pass in one piece; more is not faster."""
 _COPIES = 4
 """Of a block, at the worst moment: as read, joined from chunks or cast, in the target's order."""
 LEAST_HOST_MEMORY = 256 << 10
-_SPARE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +75,7 @@ def convert(
     to: Target | None = None,
     dtype: Any = None,
     host_memory_bytes: int | str = DEFAULT_HOST_MEMORY,
+    max_shard_bytes: int | str | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> ConvertReport:
@@ -87,13 +85,17 @@ def convert(
     name only when it is complete and flushed to disk.
 
     Args:
-        src: Anything `shardload.load` takes that describes its model, except GGUF.
-        dst: What to make: a folder, or a file that ends in ``.weights.h5``.
-        to: ``"h5"`` (a KerasHub preset, or one file), ``"safetensors"`` (a Hugging Face folder) or ``"orbax"``; needed
-            unless ``dst`` ends in ``.weights.h5``.
-        dtype: Dtype of the floating-point tensors; each keeps its own by default.
+        src: Anything `shardload.load` takes that describes its model.
+        dst: What to make: a folder, a file that ends in ``.weights.h5``, or one that ends in ``.weights.json`` with its
+            shards.
+        to: ``"h5"`` (a KerasHub preset, or Keras' files), ``"safetensors"`` (a Hugging Face folder) or ``"orbax"``;
+            needed unless ``dst`` ends like one of Keras' files.
+        dtype: Dtype of the floating-point tensors; each keeps its own by default, and what is decoded (GGUF) or
+            computed has the one `shardload.load` gives it.
         host_memory_bytes: Bytes of tensors in memory at once, or text like ``"512MiB"``.
-        overwrite: Replace what has the name ``dst``.
+        max_shard_bytes: Most bytes of tensors in one file, or text like ``"2GiB"``; a larger tensor has a file of its
+            own. 5 GB by default for safetensors, 5 GiB for ``.weights.json``; a preset is cut only where this is given.
+        overwrite: Replace a checkpoint that has the name ``dst``.
         progress: Told how many bytes were written.
 
     Raises:
@@ -105,24 +107,25 @@ def convert(
         WriteError: When ``dst`` is there already, or cannot be written.
     """
     began = time.monotonic()
+    if not os.fspath(dst):
+        raise UsageError("The target's name is empty. Say what to make: a folder, or NAME.weights.h5")
     target = Path(os.path.abspath(dst))  # noqa: PTH100  resolve() would follow a link that is to be replaced
     kind = target_of(target, to)
     name = None if dtype is None else str(dtype_name(dtype))
     block_bytes = _block_bytes(host_memory_bytes)
-    if os.path.lexists(target) and not overwrite:
-        raise exists(target)
+    shard_bytes = shard_bytes_for(target, kind, max_shard_bytes)
+    check_free(target, folder=not is_file_name(target), overwrite=overwrite)
     found = resolve(src)
-    source = open_source(found.path)
+    source = open_source(found.path, dtype=name)
     _refuse_itself(Path(source.manifest.source), target)
     files = Fingerprint.of(source.manifest.files)
-    plan = plan_for(source, target, kind, dtype=name)
-    if not overwrite:
-        _refuse_others(plan, target)
+    plan = plan_for(source, target, kind, dtype=name, shard_bytes=shard_bytes)
+    _check_others(plan, target, overwrite=overwrite)
     progress = progress or Silent()
     _check_digests(source, progress)
-    with staged(target, overwrite=overwrite) as staging:
+    with staged(target, folder=not is_file_name(target), overwrite=overwrite) as staging:
         try:
-            resumed = _write(source, plan, staging, block_bytes=block_bytes, progress=progress)
+            resumed = write_all(source, plan, staging, block_bytes=block_bytes, progress=progress)
             files.check()
             _finish(source, plan, staging, overwrite=overwrite)
         except BaseException as error:
@@ -154,12 +157,12 @@ def _refuse_itself(source: Path, target: Path) -> None:
         raise UsageError(f"{target} and the source {source} lie in each other. Choose a place beside it")
 
 
-def _refuse_others(plan: Plan, target: Path) -> None:
-    """A file that goes with the target may be there already, but not with other content."""
+def _check_others(plan: Plan, target: Path, *, overwrite: bool) -> None:
+    """Files that go beside the target."""
     for name, content in plan.beside.items():
-        path = target.with_name(name)
-        if os.path.lexists(path) and not (path.is_file() and path.read_bytes() == content):
-            raise exists(path)
+        check_description(target.with_name(name), content, overwrite=overwrite)
+    for name in plan.shards:
+        check_shard(target.with_name(name), home_of(target) / RESULT / name, overwrite=overwrite)
 
 
 def _check_digests(source: Source, progress: Progress) -> None:
@@ -171,81 +174,22 @@ def _check_digests(source: Source, progress: Progress) -> None:
             raise DamagedError(f"{path} is damaged: {damage[0]}. See: shardload verify {path}")
 
 
-def _write(source: Source, plan: Plan, staging: Staging, *, block_bytes: int, progress: Progress) -> int:
-    """Make the files, copy what is not there yet; returns how many tensors were."""
-    staging.begin(_identity(source, plan, staging.target))
-    if staging.places is None:
-        _check_room(staging.target, plan)
-        staging.note_places(plan.make(staging.result))
-    assert staging.places is not None
-    places = {place.name: place for place in staging.places}
-    progress.start(plan.nbytes, f"Converting to {staging.target.name}")
-    resumed = 0
-    for copy in plan.copies:
-        place = places[copy.wanted.name]
-        item_bytes = copy.wanted.dtype.itemsize
-        known = staging.done.get(copy.wanted.name)
-        if known is not None and digest(staging.result, place, item_bytes) == known:
-            resumed += 1
-            progress.advance(copy.wanted.nbytes)
-            continue
-        _copy(copy, place, staging.result, block_bytes=block_bytes, progress=progress)
-        staging.note_done(copy.wanted.name, digest(staging.result, place, item_bytes))
-    return resumed
-
-
-def _copy(copy: Copy, place: Place, root: Path, *, block_bytes: int, progress: Progress) -> None:
-    value, dtype = copy.value, copy.wanted.dtype
-    if value.tensor is not None and value.view is not None:
-        read, view = reader_of(value.tensor, dtype), value.view
-        item_bytes = max(dtype.itemsize, value.tensor.dtype.itemsize)
-    else:
-        assert value.array is not None
-        read, item_bytes = reader_of_value(value.array, dtype), dtype.itemsize
-        strides = tuple(s // max(1, value.array.itemsize) for s in _dense(value.array.shape, value.array.itemsize))
-        view = View("", 0, value.array.shape, strides)
-    with PieceWriter(root, place, written=progress.advance) as writer:
-        move(read, writer.write, view, copy.view, block_elements=max(1, block_bytes // item_bytes))
-
-
-def _identity(source: Source, plan: Plan, target: Path) -> str:
-    """A digest of everything that decides what is written."""
-    files = [
-        (path, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino)
-        for path in source.manifest.files
-        for s in [Path(path).stat()]
-    ]
-    copies = [
-        (c.wanted.name, c.wanted.shape, c.wanted.dtype.name, str(c.view), c.value.view and str(c.value.view))
-        for c in plan.copies
-    ]
-    text = json.dumps([1, source.manifest.source, files, str(target), plan.format, copies])
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _check_room(target: Path, plan: Plan) -> None:
-    free = shutil.disk_usage(target.parent).free
-    if free < plan.nbytes + _SPARE_BYTES:
-        raise WriteError(
-            f"{target.name} needs {format_bytes(plan.nbytes)} and {format_bytes(_SPARE_BYTES)} to spare, but "
-            f"{target.parent} has {format_bytes(free)} free. Make room, or choose another place."
-        )
-
-
 def _finish(source: Source, plan: Plan, staging: Staging, *, overwrite: bool) -> None:
     """Digests, a look at the result as any reader would take it, and the rename."""
     beside = {}
     for name, content in plan.beside.items():
-        made = staging.result.with_name(name)
+        made = staging.result.with_name(f"beside-{name}")
         made.write_bytes(content)
         beside[made] = staging.target.with_name(name)
     if plan.format == "orbax":
         digests.Digests.compute(staging.result).write(staging.result)
-    _check_result(source, plan, staging.result, described=next(iter(beside), None))
-    staging.publish(beside=beside, overwrite=overwrite)
+    opened = staging.result / staging.target.name if plan.shards else staging.result
+    _check_result(plan, opened, described=bool(beside))
+    publish = staging.publish_index if plan.shards else staging.publish
+    publish(beside=beside, overwrite=overwrite)
 
 
-def _check_result(source: Source, plan: Plan, result: Path, *, described: Path | None) -> None:
+def _check_result(plan: Plan, result: Path, *, described: bool) -> None:
     """Open what was written: every tensor is there, and they are those of a model built from its own description."""
     manifest = open_manifest(result, format=plan.format)
     held = {t.name: (t.shape, t.dtype) for t in manifest.tensors.values()}
@@ -253,7 +197,7 @@ def _check_result(source: Source, plan: Plan, result: Path, *, described: Path |
     if held != wanted:
         name = next(n for n in {**held, **wanted} if held.get(n) != wanted.get(n))
         raise SourceError(f"{result}: tensor {name!r} reads back as {held.get(name)}, but is {wanted.get(name)}")
-    if described is not None:
+    if described:  # a file alone builds no model
         return
     with abstraction.abstract():
         model = _hub.build_model(manifest)
@@ -280,14 +224,6 @@ def _explained(error: BaseException, target: Path) -> BaseException:
             "remove the folder to give up."
         )
     return error
-
-
-def _dense(shape: tuple[int, ...], item: int) -> tuple[int, ...]:
-    strides, step = [], item
-    for n in reversed(shape):
-        strides.append(step)
-        step *= n
-    return tuple(reversed(strides))
 
 
 __all__ = ["DEFAULT_HOST_MEMORY", "TARGETS", "ConvertReport", "Target", "convert"]

@@ -71,6 +71,8 @@ def companions_of(manifest: Manifest) -> Companions:
         case "orbax":
             base = folder / "shardload"
             return Companions(_files(base / KERAS)[0], _files(base / TRANSFORMERS)[0])
+        case "gguf" if any(key.startswith("tokenizer.ggml.") for key in manifest.metadata):
+            return Companions(notes=("the tokenizer in the GGUF file was left out: no other format has it so",))
     return Companions()
 
 
@@ -83,12 +85,17 @@ def _files(folder: Path, *, skip: str | None = None) -> tuple[dict[str, Path], t
         parts = name.split("/")
         if parts[0] == skip or any(part.startswith(".") for part in parts) or not path.is_file():
             continue
-        if not name.endswith(_WEIGHTS):
+        if not is_weights(name):
             if name.endswith(_OTHERS) or path.stat().st_size > MAX_BYTES:
                 left_out.append(f"{name} was left out: it seems to hold weights of another kind")
             else:
                 found[name] = path
     return found, tuple(left_out)
+
+
+def is_weights(name: str) -> bool:
+    """Whether a file of this name holds weights, or lists the files that do."""
+    return name.endswith(_WEIGHTS)
 
 
 def copy(files: Mapping[str, Path], folder: Path) -> None:

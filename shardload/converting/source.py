@@ -1,12 +1,13 @@
 """A source as conversion sees it: a model without weights, and for each of its variables where the value lies.
 
-The value of a variable is a view of a stored tensor, or, for the few that are no weights and that the source has no
-place for (a dropout's seed), an array.
+The value of a variable is a view of a stored tensor; what a step of loading computes from some (merged experts,
+Mistral's rounding); or, for the few that are no weights and that the source has no place for (a dropout's seed), an
+array.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardload import _hub, _keras, abstraction
+from shardload._casts import is_float
 from shardload.converting.companions import KERAS, STATE, Companions, companions_of
+from shardload.converting.computing import Computing, computed_by
 from shardload.errors import MismatchError, SourceError, UnsupportedError
 from shardload.loaders import open_manifest
 from shardload.loaders.hub_preset import WEIGHTS
 from shardload.manifest import Manifest, Tensor, View
-from shardload.names import VariableMap, map_weights
+from shardload.names import Binding, VariableMap, map_weights
 from shardload.names.state_keys import roles_of
 
 SHOWN = 5
+_STATE = ("optimizer_variables", "metrics_variables", "optimizer", "task:optimizer")
+"""First parts of the names of what is no weight, of Orbax and of Keras."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,14 +36,12 @@ class Value:
     """Where the value of one variable is."""
 
     variable: Any
-    tensor: Tensor | None
-    view: View | None
+    dtype: np.dtype[Any]
+    """As stored; for what is decoded or computed the variable's own, which is what loading makes of it."""
+    tensor: Tensor | None = None
+    view: View | None = None
     array: NDArray[Any] | None = None
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """As stored."""
-        return self.tensor.dtype if self.tensor is not None else np.asarray(self.array).dtype
+    step: Computing | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,8 +67,12 @@ class Source:
         return type(self.backbone).__module__.startswith("keras_hub.")
 
 
-def open_source(path: str) -> Source:
+def open_source(path: str, *, dtype: str | None = None) -> Source:
     """Open a checkpoint, build its model and find the value of every variable.
+
+    Args:
+        path: What to open.
+        dtype: Of the model's floating-point variables; the checkpoint's own by default. Matters where it computes.
 
     Raises:
         UnsupportedError: When it describes no model, or values must be computed from it.
@@ -75,26 +82,23 @@ def open_source(path: str) -> Source:
     beside = Path(manifest.source)
     if manifest.format == "keras-h5" and beside.name == WEIGHTS and beside.with_name("config.json").is_file():
         manifest = open_manifest(beside.parent)
-    if manifest.format == "gguf":
-        raise UnsupportedError(
-            f"{manifest.source} is GGUF, whose quantised blocks no other format here can hold. Load it with "
-            "shardload.load and save the model: model.save_to_preset(folder)"
-        )
     companions = companions_of(manifest)
-    model = _build(manifest, companions)
+    model = _build(manifest, companions, dtype)
     mapping = map_weights(model, manifest)
     lost = _check(mapping, manifest)
-    values = {id(b.variable): Value(b.variable, manifest.tensors[b.view.tensor], b.view) for b in mapping.bindings}
-    _refuse_partial(values.values(), manifest)
+    values = {id(b.variable): _viewed(b, manifest) for b in mapping.bindings}
+    used = {name for computed in mapping.computed for name in computed.tensors}
+    _refuse_partial(values.values(), manifest, used=used)
+    values |= {id(v): Value(v, _keras.stored_dtype(v), step=step) for step, v in computed_by(mapping)}
     values |= _stored_state(model, companions)
     rest = [v for v in _keras.unique(_keras.variables_of(model)) if id(v) not in values]
-    made = [*_made_now(rest)]
+    made = [*made_now(rest)]
     values |= {id(v.variable): v for v in made}
-    notes = (*companions.notes, *lost, *_fresh(made))
+    notes = (*companions.notes, *lost, *_computed(mapping), *_fresh(made))
     return Source(manifest, model, values, companions, notes)
 
 
-def _build(manifest: Manifest, companions: Companions) -> Any:
+def _build(manifest: Manifest, companions: Companions, dtype: str | None) -> Any:
     """The model; as Keras described it where it came from, if that was kept."""
     described = manifest
     if manifest.format == "hf-safetensors" and (config := companions.config(KERAS)) is not None:
@@ -102,28 +106,21 @@ def _build(manifest: Manifest, companions: Companions) -> Any:
         metadata = {"task": task} if task else {}
         described = replace(manifest, format="keras-hub-preset", config=config, metadata=metadata)
     with abstraction.abstract():
-        return _hub.build_model(described)
+        return _hub.build_model(described, dtype=dtype)
 
 
 def _check(mapping: VariableMap, manifest: Manifest) -> tuple[str, ...]:
     """Refuse whatever would not arrive; returns in words what is left out on purpose."""
     source = manifest.source
-    if mapping.computed:
-        raise UnsupportedError(
-            f"{source}: {mapping.computed[0].owner} computes {_some(mapping.computed[0].names)} from what is stored, "
-            "so it cannot be copied. Load it with shardload.load and save the model: model.save_to_preset(folder)"
-        )
     wrong = [*map(str, mapping.mismatched), *map(str, mapping.refused)]
     if wrong or mapping.missing:
         what = wrong[0] if wrong else f"nothing is stored for {_some(mapping.missing)}"
         raise MismatchError(f"{source} cannot be converted, its model and its tensors disagree: {what}")
     unread = [*mapping.unused, *mapping.unasked]
     notes = []
-    if manifest.format == "orbax" and unread:
-        state = [n for n in unread if n.split("/")[0] in ("optimizer_variables", "metrics_variables")]
+    if state := [n for n in unread if n.split("/")[0] in _STATE]:
         unread = [n for n in unread if n not in state]
-        if state:
-            notes.append(f"{len(state)} tensors of optimizer and metrics were left out: only weights are converted")
+        notes.append(f"{len(state)} tensors of optimizer and metrics were left out: only weights are converted")
     if manifest.config.get("tie_word_embeddings") and "lm_head.weight" in unread:
         unread.remove("lm_head.weight")
         notes.append("lm_head.weight was left out: the model ties it to its embedding")
@@ -135,13 +132,30 @@ def _check(mapping: VariableMap, manifest: Manifest) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _refuse_partial(values: Iterable[Value], manifest: Manifest) -> None:
+def _viewed(binding: Binding, manifest: Manifest) -> Value:
+    """A view; of GGUF, whose blocks decode to float32, in the dtype that loading gives it."""
+    tensor = manifest.tensors[binding.view.tensor]
+    decoded = manifest.format == "gguf" and is_float(tensor.dtype)
+    return Value(binding.variable, binding.dtype if decoded else tensor.dtype, tensor, binding.view)
+
+
+def _computed(mapping: VariableMap) -> tuple[str, ...]:
+    owners: dict[str, int] = {}
+    for step, _ in computed_by(mapping):
+        owners[step.owner] = owners.get(step.owner, 0) + 1
+    return tuple(
+        f"{count} tensors are what {owner} computes from the source's; each of those is in memory whole while it does"
+        for owner, count in owners.items()
+    )
+
+
+def _refuse_partial(values: Iterable[Value], manifest: Manifest, *, used: Container[str]) -> None:
     taken: dict[str, int] = {}
     for value in values:
         if value.view is not None:
             taken[value.view.tensor] = taken.get(value.view.tensor, 0) + int(np.prod(value.view.shape, dtype=np.int64))
     for name, count in taken.items():
-        if count < manifest.tensors[name].size:
+        if count < manifest.tensors[name].size and name not in used:
             raise UnsupportedError(
                 f"{manifest.source}: the model uses only {count} of {manifest.tensors[name].size} elements of tensor "
                 f"{name!r}; the others would be lost. Load it with shardload.load and save the model"
@@ -164,14 +178,16 @@ def _stored_state(model: Any, companions: Companions) -> dict[int, Value]:
             raise SourceError(f"{companions.keras[STATE]} holds no array for {variable.path!r}: {error}") from error
         if array.shape != tuple(variable.shape):
             raise SourceError(f"{companions.keras[STATE]}: {variable.path!r} should have the shape {variable.shape}")
-        values[id(variable)] = Value(variable, None, None, array)
+        values[id(variable)] = Value(variable, array.dtype, array=array)
     return values
 
 
-def _made_now(variables: list[Any]) -> Iterable[Value]:
+def made_now(variables: list[Any]) -> Iterable[Value]:
+    """Initial values."""
     abstraction.initialise(variables)
     for variable in variables:
-        yield Value(variable, None, None, np.asarray(_keras.value_of(variable)))
+        array = np.asarray(_keras.value_of(variable))
+        yield Value(variable, array.dtype, array=array)
 
 
 def _fresh(made: list[Value]) -> tuple[str, ...]:

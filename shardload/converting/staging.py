@@ -15,11 +15,13 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from shardload.converting.overwriting import check_free, check_shard, is_empty
 from shardload.errors import WriteError
 from shardload.steps._digest_list import hasher
 from shardload.steps._tree import sync, sync_all
@@ -27,6 +29,8 @@ from shardload.stores.local import opened, read_exact
 from shardload.writers import Place
 
 READ_BYTES = 8 << 20
+RESULT = "result"
+"""Name of what is being made, in the working folder."""
 
 
 class Staging:
@@ -34,7 +38,7 @@ class Staging:
 
     def __init__(self, home: Path, target: Path) -> None:
         self.target = target
-        self.result = home / "result"
+        self.result = home / RESULT
         self.places: tuple[Place, ...] | None = None
         """Where tensors go, once the files were made."""
         self.done: dict[str, str] = {}
@@ -53,7 +57,7 @@ class Staging:
                 self.places = tuple(map(Place.of_json, line["places"]))
             else:
                 self.done[line["done"]] = line["xxh3"]
-        if self.places is None:
+        if self.places is None or not all((self.result / x.path).exists() for p in self.places for x in p.pieces):
             self._start(plan)
             return
         # Half a line at the end would swallow what is appended next.
@@ -76,24 +80,47 @@ class Staging:
 
         Args:
             beside: Small files that go with it, finished → name; they come first.
-            overwrite: Replace what has the name.
+            overwrite: Replace a checkpoint that has the name.
         """
-        if self.result.is_dir():
-            sync_all(self.result)
-        else:
-            sync(self.result)
-        for made, name in beside.items():
-            sync(made)
-            made.replace(name)
-        old = self._home / "replaced"
-        if os.path.lexists(self.target):
-            if not overwrite:
-                raise exists(self.target)
+        folder = self.result.is_dir()
+        sync_all(self.result) if folder else sync(self.result)
+        check_free(self.target, folder=folder, overwrite=overwrite)
+        _place(beside)
+        if os.path.lexists(self.target) and not (folder and is_empty(self.target)):
             if self.target.is_dir() and not self.target.is_symlink():
-                self.target.rename(old)
-            elif self.result.is_dir():
+                self.target.rename(self._home / "replaced")
+            elif folder:
                 self.target.unlink()
         self.result.replace(self.target)
+        sync(self.target.parent)
+        shutil.rmtree(self._home)
+
+    def publish_index(self, *, beside: dict[Path, Path], overwrite: bool) -> None:
+        """The same for an index and the shards it lists, which lie beside it: the index comes last.
+
+        A shard gets its name as a second one, where the file system has that, and keeps the first until the end: a run
+        that is killed in between is taken up. What is replaced loses its index first, so that none ever lists shards of
+        two checkpoints.
+
+        Args:
+            beside: As for `publish`.
+            overwrite: Replace an index and shards that have the names.
+        """
+        sync_all(self.result)
+        check_free(self.target, folder=False, overwrite=overwrite)
+        index = self.result / self.target.name
+        shards = sorted(path for path in self.result.iterdir() if path != index)
+        for shard in shards:
+            check_shard(self.target.with_name(shard.name), shard, overwrite=overwrite)
+        old = _listed(self.target)
+        self.target.unlink(missing_ok=True)
+        _place(beside)
+        for made in shards:
+            _link(made, self.target.with_name(made.name))
+        sync(self.target.parent)
+        index.replace(self.target)
+        for name in old - {shard.name for shard in shards}:
+            self.target.with_name(name).unlink(missing_ok=True)
         sync(self.target.parent)
         shutil.rmtree(self._home)
 
@@ -122,20 +149,42 @@ class Staging:
                 yield found
 
 
+def _place(beside: Mapping[Path, Path]) -> None:
+    for made, name in beside.items():
+        sync(made)
+        made.replace(name)
+
+
+def _link(made: Path, name: Path) -> None:
+    draft = made.with_name(f"{made.name}.named")
+    try:
+        draft.unlink(missing_ok=True)
+        os.link(made, draft)
+    except OSError:  # no second names here
+        made.replace(name)
+        return
+    draft.replace(name)
+    draft.unlink(missing_ok=True)  # still there where both names were one file already
+
+
+def _listed(index: Path) -> set[str]:
+    """Names of the shards an index lists, those that are its own by their name; empty where there is none to read."""
+    try:
+        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        names = {name for listed in found for name in (listed if isinstance(listed, list) else [listed])}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return set()
+    pattern = re.escape(index.name.removesuffix(".weights.json")) + r"_\d{5}\.weights\.h5"
+    return {name for name in names if isinstance(name, str) and re.fullmatch(pattern, name)}
+
+
 def home_of(target: Path) -> Path:
     """The working folder for a target."""
     return target.with_name(f".{target.name}.converting")
 
 
-def exists(target: Path) -> WriteError:
-    """What to say when something has the target's name."""
-    return WriteError(
-        f"{target} is there already. Replace it with overwrite=True (--overwrite), or choose another name"
-    )
-
-
 @contextlib.contextmanager
-def staged(target: Path, *, overwrite: bool) -> Iterator[Staging]:
+def staged(target: Path, *, folder: bool, overwrite: bool) -> Iterator[Staging]:
     """The working folder, alone in it.
 
     Raises:
@@ -159,9 +208,11 @@ def staged(target: Path, *, overwrite: bool) -> Iterator[Staging]:
             raise WriteError(f"Another process has just written {target}; start again to see what there is to do")
         if (home / "replaced").exists() and not os.path.lexists(target):
             (home / "replaced").rename(target)  # killed between the two renames of an overwrite
-        if os.path.lexists(target) and not overwrite:
+        try:
+            check_free(target, folder=folder, overwrite=overwrite)
+        except WriteError:
             shutil.rmtree(home)
-            raise exists(target)
+            raise
         yield Staging(home, target)
     finally:
         os.close(lock)

@@ -56,6 +56,11 @@ def config_of(backbone: Any, dtype: str) -> Config:
     return config
 
 
+def is_written(backbone: Any) -> bool:
+    """Whether `config_of` knows the architecture."""
+    return type(backbone).__name__ in _FAMILIES
+
+
 def stand_in(config: Mapping[str, Any]) -> Manifest:
     """The manifest a checkpoint of this configuration would have; its bytes are nowhere."""
     stored = np.dtype(np.float32)

@@ -8,6 +8,6 @@ No loader reads tensor data while opening, and none trusts a header: whatever a 
 
 from __future__ import annotations
 
-from shardload.loaders._recognise import FORMATS, open_manifest
+from shardload.loaders._recognise import FORMATS, open_manifest, recognise
 
-__all__ = ["FORMATS", "open_manifest"]
+__all__ = ["FORMATS", "open_manifest", "recognise"]

@@ -85,6 +85,19 @@ def open_manifest(path: str | os.PathLike[str], *, format: str | None = None) ->
     return _open_folder(where, format) if is_folder else _open_file(str(where), format)
 
 
+def recognise(path: str | os.PathLike[str]) -> str:
+    """Which of `FORMATS` a path holds, from a look at it: no header is read, and files in a folder may be damaged.
+
+    Raises:
+        SourceNotFoundError: When there is nothing at ``path``.
+        SourceError: When it cannot be looked at, or holds several.
+        UnsupportedError: When it is none of `FORMATS`.
+    """
+    where = Path(path).absolute()
+    found = _recognise_folder(where) if where.is_dir() else _recognise_file(str(where))
+    return "safetensors" if found == "safetensors-index" else found
+
+
 def _open_file(path: str, format: str | None) -> Manifest:
     found = _recognise_file(path)
     promised = next((kind for ending, kind in _by_length(_ENDINGS) if path.lower().endswith(ending)), None)

@@ -51,6 +51,8 @@ class ConverterStep:
     run_of: Run
     variables: tuple[Variable, ...]
     computing: frozenset[str]
+    reassigned: frozenset[int] = frozenset()
+    """``id`` of the variables it assigns more than once; only the last value counts."""
 
     @property
     def owner(self) -> str:

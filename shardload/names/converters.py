@@ -9,6 +9,7 @@ when the converter asks for it. That run comes after all bindings: some converte
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Mapping
 from typing import Any
 
@@ -110,7 +111,9 @@ def _binding(event: Assigned, manifest: Manifest, names: Mapping[int, str]) -> B
 def _step(recording: Recording, rest: list[Assigned]) -> ConverterStep:
     variables = tuple({id(e.variable): e.variable for e in rest}.values())
     direct = {n for e in rest if not e.ported for n in (*e.tensors, *((e.view.tensor,) if e.view else ()))}
-    return ConverterStep(recording.run, variables, frozenset(recording.computing | direct))
+    counts = collections.Counter(id(e.variable) for e in rest)
+    again = frozenset(key for key, count in counts.items() if count > 1)
+    return ConverterStep(recording.run, variables, frozenset(recording.computing | direct), again)
 
 
 def _computed(owner: str, rest: list[Assigned], names: Mapping[int, str]) -> list[Computed]:

@@ -9,7 +9,7 @@ them in with plain positional writes, in any order and in as little memory as it
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,4 +67,17 @@ class Place:
         return cls(str(found["name"]), tuple(Piece(*piece) for piece in found["pieces"]))
 
 
-__all__ = ["Piece", "Place", "Wanted"]
+def grouped(tensors: Sequence[Wanted], shard_bytes: int) -> list[list[Wanted]]:
+    """As ``transformers`` and Keras cut into files: in order, a new one where the next tensor would not fit."""
+    groups: list[list[Wanted]] = [[]]
+    filled = 0
+    for tensor in tensors:
+        if groups[-1] and filled + tensor.nbytes > shard_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(tensor)
+        filled += tensor.nbytes
+    return groups
+
+
+__all__ = ["Piece", "Place", "Wanted", "grouped"]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardload.errors import UnsupportedError
-from shardload.writers import Piece, Place, Wanted
+from shardload.writers import Piece, Place, Wanted, grouped
 
 SHARD_BYTES = 5_000_000_000
 """What ``transformers`` wrote for years."""
@@ -36,7 +36,7 @@ def write_skeleton(folder: Path, tensors: Sequence[Wanted], *, shard_bytes: int 
     Raises:
         UnsupportedError: When a dtype has no name in safetensors.
     """
-    groups = _groups(tensors, shard_bytes)
+    groups = grouped(tensors, shard_bytes)
     total = f"{len(groups):05}"
     names = [f"model-{i:05}-of-{total}.safetensors" for i in range(1, len(groups) + 1)]
     names = names if len(groups) > 1 else ["model.safetensors"]
@@ -46,19 +46,6 @@ def write_skeleton(folder: Path, tensors: Sequence[Wanted], *, shard_bytes: int 
         index = {"metadata": {"total_size": sum(t.nbytes for t in tensors)}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
     return tuple(places)
-
-
-def _groups(tensors: Sequence[Wanted], shard_bytes: int) -> list[list[Wanted]]:
-    """As ``transformers`` cuts them: in order, a new file where the next tensor would not fit."""
-    groups: list[list[Wanted]] = [[]]
-    filled = 0
-    for tensor in tensors:
-        if groups[-1] and filled + tensor.nbytes > shard_bytes:
-            groups.append([])
-            filled = 0
-        groups[-1].append(tensor)
-        filled += tensor.nbytes
-    return groups
 
 
 def _write(folder: Path, name: str, tensors: Sequence[Wanted]) -> list[Place]:

@@ -1,0 +1,192 @@
+"""Values that no view of a stored tensor is: the same steps compute them that compute while loading.
+
+    step (a converter's second run, a layer's hook) ──compute(variable, value)──► cast ──► written, and let go of
+
+A step holds what it reads of one layer or one tensor at a time, and so does a conversion. Where code computes from the
+value of another variable, as converters of position embeddings do, that variable is lent its value and the step begins
+again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from shardload import _keras
+from shardload._whole import read_rows, read_tensor
+from shardload.assign import as_keras_casts
+from shardload.errors import MismatchError, UninitialisedError, UnsupportedError
+from shardload.manifest import Manifest, Tensor, View
+from shardload.names import VariableMap
+from shardload.names.attributes import Snapshot
+from shardload.names.converter_step import ConverterStep
+from shardload.names.layer_step import LayerStep
+
+Array = NDArray[Any]
+Computing = ConverterStep | LayerStep
+"""Steps of a load that compute."""
+Lend = Callable[[Any, Array], None]
+"""Gives a variable a value until the step has ended."""
+
+
+def computed_by(mapping: VariableMap) -> Iterator[tuple[Computing, Any]]:
+    """Each variable whose value is computed, with the step that does it last."""
+    found: dict[int, tuple[Computing, Any]] = {}
+    for step in mapping.steps:
+        if isinstance(step, ConverterStep | LayerStep):
+            found |= {id(variable): (step, variable) for variable in step.variables}
+    yield from found.values()
+
+
+class Value(Protocol):
+    """Where the value of a variable is; `shardload.converting.source.Value`."""
+
+    @property
+    def variable(self) -> Any:
+        """The variable."""
+        ...
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """What it is a view of, if it is one."""
+        ...
+
+    @property
+    def view(self) -> View | None:
+        """Which elements."""
+        ...
+
+
+def compute(
+    step: Computing,
+    manifest: Manifest,
+    dtypes: Mapping[int, np.dtype[Any]],
+    *,
+    values: Iterable[Value],
+    write: Callable[[Any, Array], None],
+    done: Callable[[Any], None],
+) -> None:
+    """Run one step and write what it computes.
+
+    Args:
+        step: What computes.
+        manifest: What it reads from.
+        dtypes: By ``id``, of the variables that are wanted: the dtype to write them in.
+        values: Of all variables.
+        write: Puts the value of a variable where it belongs; may come again for the same one.
+        done: Called once for each variable that has its final value.
+
+    Raises:
+        UnsupportedError: When it needs the value of a variable that is no view of a tensor.
+        MismatchError: When what it computes has another shape than its variable.
+    """
+    variables = [v for v in step.variables if id(v) in dtypes]
+    # A layer may assign anything again until its hook returns.
+    later: Set[int] = {id(v) for v in variables} if isinstance(step, LayerStep) else step.reassigned
+    wanted = replace(step, variables=tuple(variables)) if isinstance(step, ConverterStep) else step
+    with _lending() as lend:
+        runtime = _Runtime(manifest, dtypes, write, done, later, lend)
+        while not _runs(wanted, runtime, values):
+            pass
+    if absent := [v.path for v in variables if id(v) not in runtime.written]:
+        raise MismatchError(f"{manifest.source}: {step.owner} gave {absent[0]!r} no value when it ran again")
+    for variable in variables:
+        if id(variable) in later:
+            done(variable)
+
+
+def _runs(step: Computing, runtime: _Runtime, values: Iterable[Value]) -> bool:
+    """Run a step; where it lacks the value of a variable, lend that and say that it must run again."""
+    snapshot = None if step.saveable is None else Snapshot.of(step.saveable)
+    try:
+        step.run(runtime)
+        return True
+    except UninitialisedError as error:
+        for value in values:
+            variable = value.variable
+            if value.tensor is None or value.view is None or _keras.has_value(variable):
+                continue
+            if str(error).startswith(f"Variable {variable.path!r} has no value"):
+                runtime.lend(variable, _viewed(value.tensor, value.view))
+                return False
+        raise UnsupportedError(
+            f"{runtime.manifest.source}: {step.owner} computes with values that a conversion does not hold "
+            f"({str(error)[:120]}). Load it with shardload.load and save the model: model.save_to_preset(folder)"
+        ) from error
+    finally:
+        if snapshot is not None:
+            snapshot.restore()
+
+
+@contextmanager
+def _lending() -> Iterator[Lend]:
+    """Gives variables values, and takes them away at the end."""
+    before: dict[int, tuple[Any, Any]] = {}
+
+    def lend(variable: Any, value: Array) -> None:
+        before.setdefault(id(variable), (variable, _keras.recorded_initializer(variable)))
+        _keras.put_back(variable, jax.numpy.asarray(as_keras_casts(value, _keras.stored_dtype(variable))), None)
+
+    try:
+        yield lend
+    finally:
+        for variable, initializer in before.values():
+            _keras.put_back(variable, None, initializer)
+
+
+def _viewed(tensor: Tensor, view: View) -> Array:
+    flat = read_rows(tensor, 0, tensor.rows).reshape(-1)[view.offset :]
+    strides = [stride * flat.itemsize for stride in view.strides]
+    return np.lib.stride_tricks.as_strided(flat, view.shape, strides, writeable=False)
+
+
+@dataclass(slots=True)
+class _Runtime:
+    """What a step may do: as `shardload.assign.Assigner`, without a model that holds anything."""
+
+    manifest: Manifest
+    dtypes: Mapping[int, np.dtype[Any]]
+    write: Callable[[Any, Array], None]
+    done: Callable[[Any], None]
+    later: Set[int]
+    lend: Lend
+    written: set[int] = field(default_factory=set)
+
+    def read(self, tensor: str) -> Array:
+        """A whole tensor, writable."""
+        value = read_tensor(self.manifest, tensor)
+        return value if value.flags.writeable else value.copy()
+
+    def take(self, name: str) -> None:
+        """Nothing: what is viewed is copied without the step."""
+        del name
+
+    def assign(self, variable: Any, value: Any, assign: Callable[[Any, Any], Any]) -> Any:
+        """Nothing either."""
+        del variable, assign
+        return value
+
+    def compute(self, variable: Any, value: Any, assign: Callable[[Any, Any], Any]) -> Any:
+        """Write a value, cast as loading casts it."""
+        del assign
+        if (dtype := self.dtypes.get(id(variable))) is None:
+            return value
+        host = np.asarray(value)
+        if host.shape != tuple(variable.shape):
+            raise MismatchError(
+                f"{self.manifest.source}: variable {variable.path!r} has shape {tuple(variable.shape)}, but what is "
+                f"computed for it {host.shape}"
+            )
+        self.write(variable, as_keras_casts(host, dtype))
+        self.written.add(id(variable))
+        if id(variable) in self.later:
+            self.lend(variable, host)  # the next value may be made from this one
+        else:
+            self.done(variable)
+        return value

@@ -1,0 +1,232 @@
+"""Keras' files: weights in one HDF5 file, in shards with their index, and the folder of a KerasHub preset.
+
+    NAME.weights.h5                                  all of the model
+    NAME.weights.json  NAME_00000.weights.h5 …       the same, cut; the index names the groups of each shard
+    preset/            model.weights.h5 or .json     the backbone
+                       task.weights.h5               what the task has besides (a classifier's head), where it has any
+
+Names of tensors are Keras' own; in `Copy` those of a task's file begin with "task:", as `shardload.loaders` has them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardload import _hub, _keras
+from shardload.converting import companions
+from shardload.converting.companions import STATE, TRANSFORMERS
+from shardload.converting.plans import Copy, Plan, whole
+from shardload.converting.source import Source, made_now
+from shardload.converting.transformers import is_weight
+from shardload.errors import UnsupportedError
+from shardload.loaders.hub_preset import SHARDED_WEIGHTS, TASK_PREFIX, TASK_WEIGHTS, WEIGHTS
+from shardload.names.state_keys import roles_of
+from shardload.writers import Place, Wanted
+
+ENDING = ".weights.h5"
+INDEX_ENDING = ".weights.json"
+SHARD_BYTES = 5 << 30
+"""What Keras takes where a model is saved in shards and nothing else is said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What Keras would write for one object."""
+
+    copies: tuple[Copy, ...]
+    names: Mapping[str, str]
+    """Group → the name of what is saved there."""
+    left: tuple[Any, ...]
+    """Variables that Keras leaves out: the states of seed generators."""
+
+    @property
+    def tensors(self) -> list[Wanted]:
+        """Named as in the file."""
+        names = [copy.wanted.name.removeprefix(TASK_PREFIX) for copy in self.copies]
+        return [replace(copy.wanted, name=name) for copy, name in zip(self.copies, names, strict=True)]
+
+
+def saved(root: Any, source: Source, dtypes: Mapping[int, Any], *, skip: Any = None, prefix: str = "") -> Saved:
+    """The tensors and the named groups that Keras would write.
+
+    Args:
+        root: A model.
+        source: Where the values come from.
+        dtypes: By ``id`` of the variable.
+        skip: A model in it whose layers are left out.
+        prefix: Put before the names of the tensors.
+
+    Raises:
+        UnsupportedError: When a layer computes what it stores.
+    """
+    skipped = [] if skip is None else _keras.own_layers(skip)
+    elsewhere = {id(v) for v in skip.variables} if skip is not None else set()
+    names: dict[str, str] = {}
+    copies: dict[int, Copy] = {}
+    for path, saveable in _keras.saved_objects(root, skip=skipped):
+        group = f"{path}/vars" if path else "vars"
+        if hasattr(saveable, "save_own_variables") and isinstance(getattr(saveable, "name", None), str):
+            names[group] = saveable.name
+        for key, variable in _keras.stored_by_hook(saveable).items():
+            copies.setdefault(id(variable), whole(f"{prefix}{group}/{key}", source.values[id(variable)], dtypes))
+    left = [v for v in root.variables if id(v) not in copies and id(v) not in elsewhere]
+    if weights := [v.path for v in left if is_weight(v)]:
+        raise UnsupportedError(
+            f"{len(weights)} variables are not stored as they are by their layers ({weights[0]!r}), so no HDF5 file "
+            "can be written without computing. Convert with --to orbax, or load the source with shardload.load and "
+            "save the model"
+        )
+    return Saved(tuple(copies.values()), names, tuple(left))
+
+
+def file(source: Source, dtypes: Mapping[int, Any], target: Path, dtype: str | None, shard_bytes: int | None) -> Plan:
+    """One file, or an index with its shards, as Keras writes them for the model, or for a backbone without a head."""
+    from shardload.writers import h5
+
+    root = source.backbone if source.is_hub and not head_of(source) else source.model
+    found = saved(root, source, dtypes)
+    stem = target.name.removesuffix(ENDING).removesuffix(INDEX_ENDING)
+    described = json.dumps(_hub.with_dtype(model_config(root), dtype), indent=2)
+    beside = {f"{stem}.json": described.encode()}
+    kept = [*source.companions.keras, *source.companions.transformers]
+    notes: tuple[str, ...] = (f"{len(kept)} files beside the weights were left out: {kept[0]} …",) if kept else ()
+    notes += _left_out(found.left)
+    if target.name.endswith(ENDING):
+        return Plan(
+            "keras-h5",
+            found.copies,
+            lambda path: h5.write_skeleton(path, found.tensors, names=found.names),
+            beside,
+            notes,
+        )
+    limit = SHARD_BYTES if shard_bytes is None else shard_bytes
+
+    def make(folder: Path) -> tuple[Place, ...]:
+        folder.mkdir()
+        return h5.write_shards(folder / target.name, found.tensors, names=found.names, shard_bytes=limit)
+
+    shards = h5.shard_names(target.name, found.tensors, shard_bytes=limit)
+    return Plan("keras-sharded-h5", found.copies, make, beside, notes, shards)
+
+
+def preset(source: Source, dtypes: Mapping[int, Any], dtype: str | None, shard_bytes: int | None) -> Plan:
+    """A KerasHub preset: the backbone's weights, and a task's own, as ``save_to_preset`` writes them."""
+    if not source.is_hub:
+        raise UnsupportedError(
+            f"{type(source.model).__name__} is no model of KerasHub, so there is no preset of it. Name the target "
+            f"something{ENDING}"
+        )
+    parts = [saved(source.backbone, source, dtypes)]
+    if head_of(source):
+        head = saved(source.model, source, dtypes, skip=source.backbone, prefix=TASK_PREFIX)
+        parts.append(replace(head, **_with_optimizer(head, source)))
+    state = state_of(source, parts[0].left)
+
+    def make(folder: Path) -> tuple[Place, ...]:
+        folder.mkdir()
+        keras_family(source, folder, dtype)
+        if state:
+            (folder / STATE).write_text(json.dumps(state), encoding="utf-8")
+        companions.copy(source.companions.transformers, folder / TRANSFORMERS)
+        places = _backbone_files(folder, parts[0], shard_bytes)
+        return places + tuple(place for part in parts[1:] for place in _file_in(folder, TASK_WEIGHTS, part))
+
+    notes = tuple(note for part in parts[1:] for note in _left_out(part.left))
+    return Plan("keras-hub-preset", tuple(copy for part in parts for copy in part.copies), make, {}, notes)
+
+
+def _with_optimizer(head: Saved, source: Source) -> dict[str, Any]:
+    """KerasHub compiles a task when it is made, and Keras misses the optimizer's counters where they are not stored."""
+    variables = _keras.optimizer_variables_of(source.model)
+    if not variables:
+        return {}
+    fresh = {id(v.variable): v for v in made_now([v for v in variables if id(v) not in source.values])}
+    values = [source.values.get(id(v)) or fresh[id(v)] for v in variables]
+    dtypes = {id(value.variable): value.dtype for value in values}
+    group = "optimizer/vars"
+    copies = tuple(whole(f"{TASK_PREFIX}{group}/{i}", value, dtypes) for i, value in enumerate(values))
+    return {"copies": (*head.copies, *copies), "names": {**head.names, group: str(source.model.optimizer.name)}}
+
+
+def head_of(source: Source) -> list[Any]:
+    """The weights a task has besides its backbone's."""
+    own = {id(v) for v in source.backbone.variables}
+    return [v for v in source.model.variables if id(v) not in own and is_weight(v)]
+
+
+def keras_family(source: Source, folder: Path, dtype: str | None) -> None:
+    """What KerasHub has beside weights: as it was, or as KerasHub writes it now."""
+    folder.mkdir(exist_ok=True)
+    kept = {name: path for name, path in source.companions.keras.items() if name != STATE}
+    if "config.json" not in kept:
+        _hub.save_description(source.model, folder, extra={})
+    companions.copy(kept, folder)
+    if dtype is not None:
+        for name in ("config.json", "task.json"):
+            if (path := folder / name).is_file():
+                found = json.loads(path.read_text(encoding="utf-8"))
+                path.write_text(json.dumps(_hub.with_dtype(found, dtype), indent=4), encoding="utf-8")
+
+
+def model_config(model: Any) -> dict[str, Any]:
+    """A model's configuration as Keras serialises it; how it was compiled belongs to training."""
+    found: dict[str, Any] = json.loads(_keras.serialised_model(model))
+    found.pop("compile_config", None)
+    backbone = getattr(model, "backbone", model)
+    inner = found["config"] if backbone is model else found["config"]["backbone"]["config"]
+    # KerasHub's Llama forgets this one, and would build an output layer that the weights do not have.
+    if (tied := getattr(backbone, "tie_word_embeddings", None)) is not None:
+        inner.setdefault("tie_word_embeddings", tied)
+    return found
+
+
+def state_of(source: Source, variables: Iterable[Any]) -> dict[str, Any]:
+    """Values of small variables of the backbone by structural key, for `Source` to find again."""
+    from shardload._whole import read_rows
+
+    roles = roles_of(source.backbone)
+    found = {}
+    for variable in variables:
+        value = source.values[id(variable)]
+        if value.step is not None:
+            raise UnsupportedError(
+                f"{value.step.owner} computes {variable.path!r}, which is no weight. Convert with --to orbax"
+            )
+        array = value.array
+        if value.tensor is not None:  # small and never rearranged
+            array = read_rows(value.tensor, 0, value.tensor.rows).reshape(variable.shape)
+        array = np.asarray(array)
+        found[roles[id(variable)].key] = {"dtype": array.dtype.name, "values": array.tolist()}
+    return found
+
+
+def _backbone_files(folder: Path, part: Saved, shard_bytes: int | None) -> tuple[Place, ...]:
+    from shardload.writers import h5
+
+    if shard_bytes is None:
+        return _file_in(folder, WEIGHTS, part)
+    return h5.write_shards(folder / SHARDED_WEIGHTS, part.tensors, names=part.names, shard_bytes=shard_bytes)
+
+
+def _file_in(folder: Path, name: str, part: Saved) -> tuple[Place, ...]:
+    from shardload.writers import h5
+
+    places = h5.write_skeleton(folder / name, part.tensors, names=part.names)
+    named: Sequence[str] = [copy.wanted.name for copy in part.copies]
+    return tuple(
+        Place(full, tuple(replace(piece, path=name) for piece in place.pieces))
+        for full, place in zip(named, places, strict=True)
+    )
+
+
+def _left_out(variables: Sequence[Any]) -> tuple[str, ...]:
+    if not variables:
+        return ()
+    first = variables[0].path
+    return (f"{len(variables)} states of seed generators were left out, as Keras leaves them out: {first!r} …",)

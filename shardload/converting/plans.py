@@ -1,0 +1,51 @@
+"""A conversion as data: the tensors of the target, where each gets its value, and what makes the files around them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardload.converting.source import Value
+from shardload.manifest import View
+from shardload.writers import Place, Wanted
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copy:
+    """One tensor of the target and the variable whose value it gets."""
+
+    wanted: Wanted
+    value: Value
+    view: View
+    """Which elements of the tensor the variable is."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """All that a conversion will write."""
+
+    format: str
+    """As `shardload.loaders.FORMATS` calls the result."""
+    copies: tuple[Copy, ...]
+    make: Callable[[Path], tuple[Place, ...]]
+    """Writes all files, without the values; takes the result's path, which is not there yet."""
+    beside: Mapping[str, bytes]
+    """Small files that go beside a target which is a file, by name."""
+    notes: tuple[str, ...] = ()
+    shards: tuple[str, ...] = ()
+    """Names of files that hold tensors, where the target is an index that goes beside them."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(copy.wanted.nbytes for copy in self.copies)
+
+
+def whole(name: str, value: Value, dtypes: Mapping[int, Any]) -> Copy:
+    """A tensor that is the variable itself."""
+    shape = tuple(value.variable.shape)
+    strides = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
+    return Copy(Wanted(name, shape, dtypes[id(value.variable)]), value, View(name, 0, shape, strides))

@@ -1,0 +1,145 @@
+"""The work itself: make the target's files, copy or compute each tensor not there yet, note it in the journal."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardload.converting.computing import compute
+from shardload.converting.moving import PieceWriter, Read, move, reader_of, reader_of_value
+from shardload.converting.plans import Copy, Plan
+from shardload.converting.source import Source
+from shardload.converting.staging import Staging, digest
+from shardload.errors import WriteError
+from shardload.manifest import View
+from shardload.progress import Progress
+from shardload.units import format_bytes
+from shardload.writers import Place
+
+_SPARE_BYTES = 64 << 20
+_COMPUTING = ("keras", "keras-hub", "numpy")
+"""Packages whose code makes values that are computed."""
+
+
+def write_all(source: Source, plan: Plan, staging: Staging, *, block_bytes: int, progress: Progress) -> int:
+    """Make the files, fill in what is not there yet; returns how many tensors were."""
+    staging.begin(_identity(source, plan, staging.target))
+    if staging.places is None:
+        _check_room(staging.target, plan)
+        staging.note_places(plan.make(staging.result))
+    assert staging.places is not None
+    work = _Work(staging, {place.name: place for place in staging.places}, block_bytes, progress)
+    progress.start(plan.nbytes, f"Converting to {staging.target.name}")
+    rest: list[Copy] = []
+    written = 0
+    for copy in plan.copies:
+        if work.is_done(copy):
+            progress.advance(copy.wanted.nbytes)
+        elif copy.value.step is not None:
+            rest.append(copy)
+        else:
+            work.copy(copy)
+            work.note(copy)
+            written += 1
+    _compute(source, rest, work)
+    return len(plan.copies) - len(rest) - written
+
+
+def _compute(source: Source, copies: list[Copy], work: _Work) -> None:
+    """Run what computes, and write what comes."""
+    by_variable = {id(copy.value.variable): copy for copy in copies}
+    dtypes = {key: copy.wanted.dtype for key, copy in by_variable.items()}
+    for step in {id(c.value.step): c.value.step for c in copies}.values():
+        assert step is not None
+        final = {key for key, copy in by_variable.items() if copy.value.step is step}
+        compute(
+            step,
+            source.manifest,
+            {key: dtype for key, dtype in dtypes.items() if key in final},
+            values=source.values.values(),
+            write=lambda variable, value: work.put(by_variable[id(variable)], value),
+            done=lambda variable: work.note(by_variable[id(variable)]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """Where tensors are written to, and how much of them at once."""
+
+    staging: Staging
+    places: Mapping[str, Place]
+    block_bytes: int
+    progress: Progress
+
+    def is_done(self, copy: Copy) -> bool:
+        """Whether an earlier run copied it, and the files still say so."""
+        known = self.staging.done.get(copy.wanted.name)
+        return known is not None and self._digest(copy) == known
+
+    def note(self, copy: Copy) -> None:
+        """It is there."""
+        self.staging.note_done(copy.wanted.name, self._digest(copy))
+
+    def copy(self, copy: Copy) -> None:
+        """Copy a view of a stored tensor, or an array."""
+        value, dtype = copy.value, copy.wanted.dtype
+        if value.tensor is None or value.view is None:
+            self.put(copy, np.asarray(value.array))
+            return
+        item_bytes = max(dtype.itemsize, value.tensor.dtype.itemsize)
+        self._move(copy, reader_of(value.tensor, dtype), value.view, item_bytes)
+
+    def put(self, copy: Copy, value: NDArray[Any]) -> None:
+        """Write a value that is in memory."""
+        strides = tuple(math.prod(value.shape[d + 1 :]) for d in range(value.ndim))
+        dtype = copy.wanted.dtype
+        self._move(copy, reader_of_value(value, dtype), View("", 0, value.shape, strides), dtype.itemsize)
+
+    def _move(self, copy: Copy, read: Read, view: View, item_bytes: int) -> None:
+        with PieceWriter(self.staging.result, self.places[copy.wanted.name], written=self.progress.advance) as writer:
+            move(read, writer.write, view, copy.view, block_elements=max(1, self.block_bytes // item_bytes))
+
+    def _digest(self, copy: Copy) -> str:
+        return digest(self.staging.result, self.places[copy.wanted.name], copy.wanted.dtype.itemsize)
+
+
+def _identity(source: Source, plan: Plan, target: Path) -> str:
+    """A digest of everything that decides what is written."""
+    files = [
+        (path, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino)
+        for path in source.manifest.files
+        for s in [Path(path).stat()]
+    ]
+    copies = [
+        (c.wanted.name, c.wanted.shape, c.wanted.dtype.name, str(c.view), c.value.view and str(c.value.view))
+        for c in plan.copies
+    ]
+    versions = [_version(name) for name in _COMPUTING] if any(c.value.step for c in plan.copies) else []
+    text = json.dumps([2, source.manifest.source, files, str(target), plan.format, copies, versions])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _check_room(target: Path, plan: Plan) -> None:
+    free = shutil.disk_usage(target.parent).free
+    if free < plan.nbytes + _SPARE_BYTES:
+        raise WriteError(
+            f"{target.name} needs {format_bytes(plan.nbytes)} and {format_bytes(_SPARE_BYTES)} to spare, but "
+            f"{target.parent} has {format_bytes(free)} free. Make room, or choose another place."
+        )
