@@ -25,11 +25,11 @@ def killed(folder, *, after):
     """Train in a process of its own and kill it once it has saved ``after`` steps and a little more."""
     before = {info.step for info in list_steps(folder)} if folder.is_dir() else set()
     child = subprocess.Popen([sys.executable, "-m", "tests.resume_child", str(folder)], stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and child.poll() is None:
+    deadline = time.monotonic() + 600
+    new = set()
+    while (not new or max(new) < (max(before) if before else 0) + after) and child.poll() is None:
+        assert time.monotonic() < deadline, "the child saves nothing"
         new = {info.step for info in list_steps(folder)} - before if folder.is_dir() else set()
-        if new and max(new) >= (max(before) if before else 0) + after:
-            break
         time.sleep(0.01)
     time.sleep(random.random() * 0.1)
     child.kill()
