@@ -78,6 +78,13 @@ def test_shards_are_a_source_and_a_tensor_may_be_larger_than_one(preset, tmp_pat
     assert same(preset, tmp_path / "back")
 
 
+def test_the_command_takes_a_shard_size(preset, tmp_path):
+    arguments = ["convert", preset, tmp_path / "m.weights.json", "--max-shard-size", "256KiB", "--json"]
+    done = subprocess.run([sys.executable, "-m", "shardload", *arguments], cwd=ROOT, capture_output=True, check=True)
+    assert json.loads(done.stdout)["format"] == "keras-sharded-h5"
+    assert len(shards_of(tmp_path / "m.weights.json")) > 2
+
+
 def test_a_preset_in_shards(preset, tmp_path):
     shardload.convert(preset, tmp_path / "out", to="h5", max_shard_bytes="256KiB")
     assert len(list((tmp_path / "out").glob("model_*.weights.h5"))) > 2
@@ -224,6 +231,21 @@ def test_states_of_seed_generators_are_left_out_as_keras_does(tmp_path):
     again = keras.models.clone_model(model)
     again.load_weights(tmp_path / "ours.weights.h5")
     assert_same_weights(again, model)
+
+
+def test_the_optimizer_of_a_keras_archive_is_left_out_and_told(tmp_path):
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(5), keras.layers.Dense(2)])
+    model.compile("adam", "mse")
+    model.fit(np.ones((8, 6)), np.ones((8, 2)), verbose=0)
+    model.save(tmp_path / "model.keras")
+    for out in ("out.weights.h5", "out.weights.json"):
+        report = shardload.convert(tmp_path / "model.keras", tmp_path / out)
+        assert report.tensors == 4
+        assert any(note.startswith("10 tensors of optimizer") for note in report.notes)
+        again = keras.Sequential([keras.Input((6,)), keras.layers.Dense(5), keras.layers.Dense(2)])
+        again.load_weights(tmp_path / out)
+        assert_same_weights(again, model)
+        (tmp_path / "out.json").unlink()
 
 
 def test_a_preset_keeps_the_states_of_its_backbone(tmp_path):

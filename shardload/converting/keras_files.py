@@ -11,6 +11,8 @@ Names of tensors are Keras' own; in `Copy` those of a task's file begin with "ta
 from __future__ import annotations
 
 import json
+import shutil
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -166,12 +168,33 @@ def keras_family(source: Source, folder: Path, dtype: str | None) -> None:
     kept = {name: path for name, path in source.companions.keras.items() if name != STATE}
     if "config.json" not in kept:
         _hub.save_description(source.model, folder, extra={})
+        _save_preprocessor(source.model, folder)
     companions.copy(kept, folder)
     if dtype is not None:
         for name in ("config.json", "task.json"):
             if (path := folder / name).is_file():
                 found = json.loads(path.read_text(encoding="utf-8"))
                 path.write_text(json.dumps(_hub.with_dtype(found, dtype), indent=4), encoding="utf-8")
+
+
+def _save_preprocessor(model: Any, folder: Path) -> None:
+    """The tokenizer and whatever else a task prepares its input with, as ``save_to_preset`` writes them.
+
+    ``task.json`` names it only where all its files are there: KerasHub would look for the vocabulary. A model that
+    comes from a training step has a tokenizer without one.
+    """
+    description = folder / "task.json"
+    if getattr(model, "preprocessor", None) is None or not description.is_file():
+        return
+    with tempfile.TemporaryDirectory(dir=folder) as made:
+        try:
+            model.preprocessor.save_to_preset(made)
+        except Exception:  # of any kind: NumPy's, SentencePiece's, KerasHub's
+            found = json.loads(description.read_text(encoding="utf-8"))
+            found["config"]["preprocessor"] = None
+            description.write_text(json.dumps(found, indent=4), encoding="utf-8")
+            return
+        shutil.copytree(made, folder, dirs_exist_ok=True)
 
 
 def model_config(model: Any) -> dict[str, Any]:

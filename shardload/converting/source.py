@@ -27,7 +27,7 @@ from shardload.names import Binding, VariableMap, map_weights
 from shardload.names.state_keys import roles_of
 
 SHOWN = 5
-_STATE = ("optimizer_variables", "metrics_variables", "optimizer", "task:optimizer")
+_STATE = ("optimizer_variables", "metrics_variables", "optimizer")
 """First parts of the names of what is no weight, of Orbax and of Keras."""
 
 
@@ -118,8 +118,9 @@ def _check(mapping: VariableMap, manifest: Manifest) -> tuple[str, ...]:
         raise MismatchError(f"{source} cannot be converted, its model and its tensors disagree: {what}")
     unread = [*mapping.unused, *mapping.unasked]
     notes = []
-    if state := [n for n in unread if n.split("/")[0] in _STATE]:
-        unread = [n for n in unread if n not in state]
+    state = [n for n in manifest.tensors if n.split("/")[0] in _STATE]
+    unread = [n for n in unread if n.split("/")[0] not in (*_STATE, "task:optimizer")]
+    if state:
         notes.append(f"{len(state)} tensors of optimizer and metrics were left out: only weights are converted")
     if manifest.config.get("tie_word_embeddings") and "lm_head.weight" in unread:
         unread.remove("lm_head.weight")
