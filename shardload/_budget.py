@@ -26,7 +26,7 @@ class Budget:
         if n_bytes > self.limit_bytes:
             raise BudgetError(
                 f"{what} needs {n_bytes} bytes of host memory at once, but the budget is {self.limit_bytes} bytes. "
-                "Raise the host-memory budget"
+                f"Raise the host-memory budget to at least {n_bytes} bytes"
             )
         if self.taken_bytes + n_bytes > self.limit_bytes:
             return False

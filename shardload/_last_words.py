@@ -18,7 +18,7 @@ FILE = ".failures.jsonl"
 END = "end"
 TAIL_BYTES = 64 << 10
 RECENT_S = 120.0
-"""An end so soon after another failure of the run is its consequence: JAX aborts those who wait for a dead process."""
+"""An end so soon after another failure of this run is its consequence: JAX aborts those who wait for a dead process."""
 
 
 def write_down(folder: str, record: dict[str, object]) -> None:
@@ -58,12 +58,12 @@ def written_since(folder: str, unix_s: float) -> list[dict[str, object]]:
 
 
 def _wait(folder: str, process: int, pid: int, host: str) -> None:
-    said = ""
+    said, began = "", time.time()
     for line in sys.stdin:
         said = line.strip()
     if said != END:
         doing = said or "training"
-        before = written_since(folder, time.time() - RECENT_S)
+        before = written_since(folder, max(began, time.time() - RECENT_S))
         why = "after what is written above" if before else "most likely killed,"
         what = f"Process {process} ({host} pid {pid}) ended without a word, {why} while {doing}"
         write_down(folder, {"process": process, "cause": what})

@@ -11,7 +11,6 @@ none. So ``shardload/``, where our own files go afterwards, is made one: a tiny 
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import threading
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardload.errors import SaveError, UsageError
+from shardload.steps import _aftermath
 from shardload.steps._failures import describe, save_error
 from shardload.steps.digests import OWN_FOLDER
 
@@ -72,6 +72,7 @@ class Pending:
         except BaseException as error:
             self._error = error
         finally:
+            _aftermath.ended(failed=self._error is not None)
             self._done.set()
 
 
@@ -132,15 +133,9 @@ def start_save(
         ) from error
 
 
-def _is_worth_saying(record: logging.LogRecord) -> bool:
-    """Orbax warns in every save that an item without arrays has none (Keras' ``model_config``, our own)."""
-    return not record.getMessage().count("Skipping merge of OCDBT checkpoints: No per-process OCDBT")
-
-
 def _start(target: Path, items: Mapping[str, Any], compression: str, timeout_s: float | None) -> Any:
     from orbax.checkpoint import v1 as ocp
 
-    logging.getLogger("absl").addFilter(_is_worth_saying)  # the same function again is not added twice
     context = ocp.Context()
     context.array.saving.use_ocdbt = True
     context.array.saving.use_zarr3 = True
@@ -152,8 +147,13 @@ def _start(target: Path, items: Mapping[str, Any], compression: str, timeout_s: 
     registry = ocp.handlers.local_registry()
     registry.add(ocp.handlers.JsonHandler, checkpointable_name=OWN_FOLDER)
     context.checkpointables.registry = registry
-    with context:
-        return ocp.save_checkpointables_async(str(target), {**items, **OWN_ITEM})
+    _aftermath.begins()
+    try:
+        with context:
+            return ocp.save_checkpointables_async(str(target), {**items, **OWN_ITEM})
+    except BaseException:
+        _aftermath.ended(failed=True)
+        raise
 
 
 def write_plain_arrays(path: str | Path, items: Mapping[str, Any]) -> None:
@@ -168,7 +168,6 @@ def write_plain_arrays(path: str | Path, items: Mapping[str, Any]) -> None:
     """
     from orbax.checkpoint import v1 as ocp
 
-    logging.getLogger("absl").addFilter(_is_worth_saying)
     context = ocp.Context()
     context.array.saving.use_ocdbt = False
     context.array.saving.use_zarr3 = True
@@ -176,8 +175,13 @@ def write_plain_arrays(path: str | Path, items: Mapping[str, Any]) -> None:
     registry = ocp.handlers.local_registry()
     registry.add(ocp.handlers.JsonHandler, checkpointable_name=OWN_FOLDER)
     context.checkpointables.registry = registry
+    _aftermath.begins()
     try:
         with context:
             ocp.save_checkpointables(str(path), {**items, **OWN_ITEM})
-    except (OSError, ValueError) as error:
-        raise save_error(error, step="?", folder=Path(path)) from error
+    except BaseException as error:
+        _aftermath.ended(failed=True)
+        if isinstance(error, (OSError, ValueError)):
+            raise save_error(error, step="?", folder=Path(path)) from error
+        raise
+    _aftermath.ended(failed=False)

@@ -329,7 +329,7 @@ class _Transfer:
             else:
                 raise BudgetError(
                     f"{what} needs {n_bytes} bytes while {self.budget.taken_bytes} of {self.budget.limit_bytes} are "
-                    "taken. Raise the host-memory budget"
+                    f"taken. Raise the host-memory budget to at least {self.budget.taken_bytes + n_bytes} bytes"
                 )
 
     def _file(self, path: str) -> int:

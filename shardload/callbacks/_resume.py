@@ -94,6 +94,11 @@ def iterator_record(position: Position, own: dict[str, Any]) -> dict[str, Any]:
     return {**own, **at, "reading": position.reading}
 
 
+def joined(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """The records of all processes in one: once, if they say the same."""
+    return records[0] if all(record == records[0] for record in records) else {"processes": records}
+
+
 def _begun(model: Any, found: Resumption) -> Resumption:
     _keras.set_initial_epoch(model, found.epoch)
     return found

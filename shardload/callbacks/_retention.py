@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from shardload.errors import UsageError
+from shardload.errors import SaveError, ShardloadError, UsageError
 from shardload.steps.listing import StepInfo, list_steps
 from shardload.steps.publish import remove_step
 
@@ -65,14 +65,19 @@ def remover(
     """What is called with each new step and removes those no rule wants any more.
 
     Raises:
-        WriteError: When called: a step's files cannot be removed.
+        SaveError: When called: which steps there are cannot be told, or a step's files cannot be removed.
     """
 
     def remove(step: int, path: Path) -> None:
         if retention.latest is None:  # all stay, also those that cannot be looked into
             return
-        for old in retention.removable(list_steps(root), newest=step, monitor=monitor, mode=mode):
-            remove_step(root, old)
+        try:
+            for old in retention.removable(list_steps(root), newest=step, monitor=monitor, mode=mode):
+                remove_step(root, old)
+        except ShardloadError as error:
+            raise SaveError(
+                f"older steps could not be removed, as max_to_keep={retention.latest} wants: {error}"
+            ) from error
 
     return remove
 

@@ -22,16 +22,27 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from shardload import _orbax, _processes
+from shardload.callbacks._interrupts import held_back
 from shardload.callbacks._witness import Witness
-from shardload.errors import ProcessLostError, SaveError, ShardloadError
+from shardload.errors import (
+    ProcessLostError,
+    SaveError,
+    ShardloadError,
+    SourceError,
+    SourceNotFoundError,
+    UnsupportedError,
+)
+from shardload.loaders.orbax import open_orbax
 from shardload.steps._failures import describe, save_error
 from shardload.steps._tree import sync_files
 from shardload.steps.digests import OWN_FOLDER, Digests
+from shardload.steps.listing import TREE_FILE
 from shardload.steps.publish import Root, Staging
 
 _WRITERS: weakref.WeakSet[Writer] = weakref.WeakSet()
@@ -76,6 +87,10 @@ class Writer:
         """
         self.wait()
         self.witness.note(f"step {job.step} was being saved")
+        with held_back():  # until the worker has it: from there on the step is finished whatever happens in fit
+            self._start(job)
+
+    def _start(self, job: Job) -> None:
         staging = self._staging(job.step)
         try:
             pending = _orbax.start_save(
@@ -83,7 +98,7 @@ class Writer:
             )
             worker = threading.Thread(target=self._run, args=(job, staging, pending), name=f"shardload-step-{job.step}")
             worker.start()
-        except BaseException as error:  # Ctrl-C as well: nothing may be left behind
+        except BaseException as error:  # a second Ctrl-C as well: nothing may be left behind
             failure = _as_failure(error, job, staging)
             staging.discard()
             if not isinstance(error, Exception):
@@ -206,12 +221,16 @@ def finish_others(root: Root, *, but: Writer) -> None:
 
 
 def _finish_all() -> None:
-    """Called when the interpreter ends, while threads can still be started, which Orbax needs."""
-    for writer in list(_WRITERS):
-        try:
-            writer.settle()
-        except ShardloadError as error:  # nobody is left to raise it to
-            logging.getLogger("shardload").error("%s", error)
+    """Called when the interpreter ends, while threads can still be started, which Orbax needs.
+
+    Ctrl-C once more does not cost the step, as it is about to be done; another one does.
+    """
+    with suppress(KeyboardInterrupt), held_back():
+        for writer in list(_WRITERS):
+            try:
+                writer.settle()
+            except ShardloadError as error:  # nobody is left to raise it to
+                logging.getLogger("shardload").error("%s", error)
 
 
 # `atexit` and waiting for threads come too late: by then no pool takes work any more, and the step would be lost.
@@ -239,6 +258,15 @@ def _check_items(job: Job, staging: Staging) -> None:
         if not (staging.path / name).is_dir():
             why = f"the folder {name!r} that was written there is missing"
             raise describe(why, step=job.step, folder=staging.path, number=errno.ENOENT)
+        if name != "pytree" and not (staging.path / name / TREE_FILE).is_file():  # no tree of arrays
+            continue
+        try:
+            open_orbax(staging.path / name)  # finds each chunk of each array
+        except UnsupportedError:  # an item of the user's own, of a kind that is not read here
+            continue
+        except (SourceError, SourceNotFoundError) as error:
+            why = f"what was written there is not whole: {error}"
+            raise describe(why, step=job.step, folder=staging.path, number=errno.ENOENT) from error
 
 
 def _written(job: Job, pending: _orbax.Pending) -> None:
@@ -306,7 +334,8 @@ def _as_failure(error: BaseException, job: Job, staging: Staging) -> ShardloadEr
 
 
 def _after_failed(error: BaseException, step: int, path: Path) -> ShardloadError:
-    made = SaveError(f"Step {step} is saved in {path}, but what was to follow failed: {type(error).__name__}: {error}")
+    what = str(error) if isinstance(error, ShardloadError) else f"{type(error).__name__}: {error}"
+    made = SaveError(f"Step {step} is saved in {path}, but what was to follow failed: {what}")
     made.__cause__ = error
     return made
 

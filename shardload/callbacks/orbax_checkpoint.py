@@ -23,7 +23,7 @@ from shardload import _keras, _orbax, _processes, restoring
 from shardload.callbacks import _records
 from shardload.callbacks._monitor import Monitor, plain_logs
 from shardload.callbacks._preemption import Preemption
-from shardload.callbacks._resume import Resumption, iterator_record, resumption
+from shardload.callbacks._resume import Resumption, iterator_record, joined, resumption
 from shardload.callbacks._retention import Retention, remover
 from shardload.callbacks._writer import Job, Writer, finish_others
 from shardload.data import Position, follow, stop_following
@@ -336,7 +336,8 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             self._say(f"\nStep {step}: saving to {self.directory / str(step)}\n")
         records = {"step.json": _records.step_record(facts, state), "structure.json": state.to_json()}
         own = {} if self.data_iterator is None else _records.iterator_record(self.data_iterator)
-        if iterator := _together(self._writer, iterator_record(self._position, own)):
+        place = iterator_record(self._position, own)
+        if iterator := joined(self._writer.channel.together(lambda: place)):
             records["iterator.json"] = iterator
         job = Job(
             step=step,
@@ -395,9 +396,3 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         if kind not in self._warned:  # once each, not at every save
             self._warned.add(kind)
             warnings.warn(message, stacklevel=4)
-
-
-def _together(writer: Writer, record: dict[str, Any]) -> dict[str, Any]:
-    """Where the data of all processes stands: once, if it stands at the same place for all of them."""
-    records = writer.channel.together(lambda: record)
-    return record if all(other == record for other in records) else {"processes": records}

@@ -31,7 +31,7 @@ _ADVICE = {
     errno.EPERM: "Let this user write there, or save somewhere else",
     errno.EXDEV: "Steps are renamed into place, so .staging has to lie on the disk of the folder it is in",
     errno.EROFS: "Save to a disk that can be written",
-    errno.ENOENT: "Something removed the folder while the step was being written; find out what before saving again",
+    errno.ENOENT: "Something removed it while the step was being written; find out what before saving again",
 }
 
 

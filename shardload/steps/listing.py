@@ -138,7 +138,9 @@ def _look(path: Path) -> StepInfo | None:
         if not path.is_dir() or not (ours or (path / ORBAX_FILE).is_file()):
             return None
     except OSError as error:  # passing it over would make an older step the latest
-        raise SourceError(f"{path} may be a step, but cannot be looked into: {error.strerror}") from error
+        raise SourceError(
+            f"{path} may be a step, but cannot be looked into: {error.strerror}. Let this user read it, or move it away"
+        ) from error
     problems = []
     n_bytes, changed_s = 0, 0.0
     try:

@@ -371,5 +371,6 @@ def _holds_anything(folder: Path) -> bool:
 def _exists(target: Path, step: int) -> StepExistsError:
     return StepExistsError(
         f"Step {step} is there already: {target}. A saved step is never overwritten; remove it, go on from it, or "
-        "save to another folder"
+        "save to another folder. Two callbacks of one fit cannot share a folder: give one of them both rules "
+        "(max_to_keep, keep_best, keep_every_steps, …), or each a folder of its own"
     )

@@ -1,0 +1,36 @@
+"""Ctrl-C that waits for the right moment, so that it does not cost the step that is being handed over.
+
+Raised inside Orbax, a `KeyboardInterrupt` would leave a step half handed over and threads of Orbax complaining. Held
+back until the step is in the hands of the thread that finishes it, it costs nothing but that moment.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Do the first Ctrl-C once the block is through; a second one at once, as nothing should be waited for then."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    held: list[FrameType | None] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if held:
+            before(number, frame)
+        held.append(frame)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if len(held) == 1:
+        before(signal.SIGINT, held[0])

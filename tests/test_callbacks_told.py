@@ -1,0 +1,196 @@
+"""What is said, and what is not, when saving goes wrong: one paragraph that names the step and the way out."""
+
+import logging
+import os
+import signal
+import sys
+import threading
+
+import numpy as np
+import pytest
+from callback_models import assert_holds, compiled, fit, steps_in
+
+from shardload import _last_words, _orbax
+from shardload.callbacks import OrbaxCheckpoint, _retention
+from shardload.callbacks._interrupts import held_back
+from shardload.errors import SaveError, SourceError, StepExistsError
+from shardload.steps import _aftermath
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
+
+
+def after_writing(monkeypatch, do):
+    """``do`` is called with the step's staging folder once Orbax has written everything."""
+    real = _orbax.Pending.result
+
+    def result(self, timeout_s=None):
+        real(self, timeout_s)
+        do(self.path)
+
+    monkeypatch.setattr(_orbax.Pending, "result", result)
+
+
+def test_two_callbacks_of_one_folder_are_told_the_way_out(tmp_path):
+    with pytest.raises(StepExistsError, match=r"Step 4 is there already.*Two callbacks.*give one of them both rules"):
+        fit(compiled(), OrbaxCheckpoint(tmp_path), OrbaxCheckpoint(tmp_path, "loss", save_best_only=True))
+    assert steps_in(tmp_path) == [4]
+
+
+# ---- files that go away before their digests are made --------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "names", ["pytree/_METADATA", "pytree/manifest.ocdbt", "pytree/d/*", "averages/d/*", "averages/ocdbt.process_0/d/*"]
+)
+def test_a_file_that_is_removed_before_the_digests_are_made_is_missed(tmp_path, monkeypatch, names):
+    def remove(step):
+        max(step.glob(names), key=lambda file: file.stat().st_size).unlink()
+
+    after_writing(monkeypatch, remove)
+    averages = {"averages": {"w": np.arange(4096.0)}}  # long enough for a file of its own
+    with pytest.raises(SaveError, match=r"Step 4 could not .*not whole: .*Something removed it"):
+        fit(compiled(), OrbaxCheckpoint(tmp_path, checkpointables=averages))
+    assert steps_in(tmp_path) == []
+
+
+# ---- older steps ---------------------------------------------------------------------------------
+
+
+def test_an_older_step_that_cannot_be_looked_into_is_named_with_the_way_out(tmp_path, monkeypatch):
+    def deny(root):
+        raise SourceError(
+            f"{root}/1 may be a step, but cannot be looked into: Permission denied. Let this user read it"
+        )
+
+    monkeypatch.setattr(_retention, "list_steps", deny)
+    with pytest.raises(SaveError) as caught:
+        fit(compiled(), OrbaxCheckpoint(tmp_path))
+    told = str(caught.value)
+    assert told.startswith(f"Step 4 is saved in {tmp_path}/4, but what was to follow failed: older steps could not be")
+    assert "as max_to_keep=1 wants" in told and "/1 may be a step" in told and "Let this user read it" in told
+    assert steps_in(tmp_path) == [4]
+
+
+# ---- what Orbax and TensorStore print ------------------------------------------------------------
+
+
+def test_a_failed_save_prints_no_traceback_of_orbax(tmp_path, monkeypatch, capfd):
+    real = _orbax.start_save
+
+    def start(path, *args, **named):
+        pending = real(path, *args, **named)
+        path.parent.rename(tmp_path / "away")
+        return pending
+
+    monkeypatch.setattr(_orbax, "start_save", start)
+    with pytest.raises(SaveError, match=r"Step 4 could not be saved .*was removed"):
+        fit(compiled(), OrbaxCheckpoint(tmp_path))
+    told = capfd.readouterr()
+    assert "Traceback" not in told.err + told.out
+
+
+@pytest.fixture
+def long_ago(monkeypatch):
+    """No save of ours is written, and none failed lately."""
+    monkeypatch.setattr(_aftermath, "_written", 0)
+    monkeypatch.setattr(_aftermath, "_failed_at", -_aftermath.STRAGGLERS_S)
+
+
+def record(path, level=logging.ERROR):
+    return logging.LogRecord("absl", level, path, 1, "_SignalingThread.run() raised an exception", (), None)
+
+
+def test_orbax_is_silent_about_our_saves_only(long_ago):
+    of_orbax, of_others = record("/lib/orbax/checkpoint/future.py"), record("/lib/other/thing.py")
+    assert _aftermath._is_worth_logging(of_orbax) and _aftermath._is_worth_logging(of_others)
+    _aftermath.begins()
+    assert not _aftermath._is_worth_logging(of_orbax) and _aftermath._is_worth_logging(of_others)
+    assert _aftermath._is_worth_logging(record("/lib/orbax/checkpoint/future.py", logging.WARNING))
+    _aftermath.ended(failed=False)
+    assert _aftermath._is_worth_logging(of_orbax)
+    _aftermath.begins()
+    _aftermath.ended(failed=True)
+    assert not _aftermath._is_worth_logging(of_orbax)
+
+
+def test_only_a_write_of_tensorstore_that_comes_late_is_silent():
+    import asyncio
+
+    loop = asyncio.new_event_loop()
+    loop.close()
+    with pytest.raises(RuntimeError) as caught:
+        loop.call_soon_threadsafe(print)
+    here = caught.value.__traceback__
+    assert not _aftermath.is_late_write(caught.value, here)  # somebody's own call
+    assert _aftermath.is_late_write(caught.value, here.tb_next)  # called from no Python
+    assert not _aftermath.is_late_write(RuntimeError("other"), here.tb_next)
+
+
+# ---- Ctrl-C --------------------------------------------------------------------------------------
+
+
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c_while_a_step_is_handed_over_does_not_cost_it(tmp_path, monkeypatch):
+    real, model, callback = _orbax.start_save, compiled(), OrbaxCheckpoint(tmp_path, save_freq=2, max_to_keep=None)
+
+    def start(*args, **named):
+        interrupt()
+        return real(*args, **named)
+
+    monkeypatch.setattr(_orbax, "start_save", start)
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, callback)
+    callback.wait_until_finished()
+    assert steps_in(tmp_path) == [2] and list((tmp_path / ".staging").iterdir()) == []
+    assert_holds(tmp_path / "2", model)
+
+
+def test_the_first_ctrl_c_is_held_back_and_the_second_is_not():
+    done, before = [], signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), held_back():
+        interrupt()
+        done.append(1)
+    with pytest.raises(KeyboardInterrupt), held_back():
+        interrupt()
+        interrupt()
+        done.append(2)
+    assert done == [1] and signal.getsignal(signal.SIGINT) is before
+
+
+def test_nothing_is_held_back_in_another_thread_or_where_ctrl_c_does_nothing():
+    seen = []
+
+    def look():
+        with held_back():
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    before = signal.getsignal(signal.SIGINT)
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        look()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert seen == [before, signal.SIG_IGN]
+
+
+# ---- last words ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("same_run", "why"), [(False, "most likely killed"), (True, "after what is written above")])
+def test_an_end_is_a_consequence_of_failures_of_the_same_run_only(tmp_path, monkeypatch, capsys, same_run, why):
+    _last_words.write_down(str(tmp_path), {"process": 1, "cause": "Process 1 was killed in the run before"})
+
+    def lines():
+        if same_run:
+            _last_words.write_down(str(tmp_path), {"process": 1, "cause": "Process 1 was killed"})
+        yield "training\n"
+
+    monkeypatch.setattr(sys, "stdin", lines())
+    _last_words._wait(str(tmp_path), 0, 9, "host")
+    assert why in _last_words.written_since(str(tmp_path), 0)[-1]["cause"]
