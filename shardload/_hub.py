@@ -205,10 +205,10 @@ def preprocessor(task_or_class: Any, manifest: Manifest) -> Any:
     return made
 
 
-def preset_tokenizer(manifest: Manifest) -> Any:
-    """The tokenizer layer of a KerasHub preset folder, its vocabulary loaded."""
+def preset_tokenizer(manifest: Manifest, cls: Any = None) -> Any:
+    """The tokenizer layer of a KerasHub preset, or of a Hugging Face folder as ``cls``, its vocabulary loaded."""
     loader = _preset_loader(manifest)
-    return loader.load_tokenizer(None)
+    return loader.load_tokenizer(cls)
 
 
 def greedy_sampler() -> Any:

@@ -3,13 +3,17 @@
 import io
 import json
 
+import gguf_pairs
 import keras
 import keras_hub
 import numpy as np
 import pytest
 import sentencepiece
+from gguf_fixture import gemma3_gguf  # noqa: F401 - a fixture
+from sentencepiece import sentencepiece_model_pb2
 
 import shardload
+from shardload.generate.tokenizer import tokenizer_of
 from shardload.synth import synth
 
 # Keras 3.15 converts its variables with an old signature of __array__ that NumPy 2.4 warns about.
@@ -23,13 +27,15 @@ pytestmark = [
 TEXT = ["the quick brown fox", "jumps over"]
 
 
-def sentence_pieces():
+def sentence_pieces(kind="unigram"):
     """A vocabulary as Gemma's: these names and places of the special tokens."""
     made = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(["the quick brown fox jumps over the lazy dog", "hello world"] * 9),
         model_writer=made,
-        vocab_size=40,
+        vocab_size=40 if kind == "unigram" else 320,
+        model_type=kind,
+        byte_fallback=kind == "bpe",
         hard_vocab_limit=False,
         minloglevel=2,
         **{"pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3},
@@ -58,8 +64,9 @@ def folders(tmp_path_factory):
     base = tmp_path_factory.mktemp("tokenizers")
     found = {
         name: synth(name, scale=0.02, directory=base, format="safetensors")
-        for name in ("gemma2_9b", "llama3.2_1b", "qwen3_0.6b")
+        for name in ("gemma2_9b", "gemma3_1b", "llama3.2_1b", "qwen3_0.6b")
     }
+    (found["gemma3_1b"] / "tokenizer.model").write_bytes(sentence_pieces())
     (found["gemma2_9b"] / "tokenizer.model").write_bytes(sentence_pieces())
     for name in ("llama3.2_1b", "qwen3_0.6b"):
         (found[name] / "tokenizer.json").write_text(json.dumps(byte_pairs()))
@@ -92,6 +99,20 @@ def test_a_preset_has_the_tokenizer_that_keras_hub_would_write(name, via, folder
         np.testing.assert_array_equal(one, two)
 
 
+@pytest.mark.parametrize("via", [None, "orbax"])
+def test_the_tokenizer_alone_where_the_preprocessor_needs_tensorflow(via, folders, tmp_path):
+    source = folders["gemma3_1b"]
+    if via is not None:
+        shardload.convert(source, tmp_path / "via", to=via)
+    shardload.convert(source if via is None else tmp_path / "via", tmp_path / "out", to="h5")
+    theirs, ours = (keras_hub.tokenizers.Gemma3Tokenizer.from_preset(str(path)) for path in (source, tmp_path / "out"))
+    assert ours.get_config() == {**theirs.get_config(), "name": ours.name}
+    for one, two in zip(ours(TEXT), theirs(TEXT), strict=True):
+        np.testing.assert_array_equal(one, two)
+    assert keras_hub.models.CausalLM.from_preset(str(tmp_path / "out"), dtype="bfloat16").preprocessor is None
+    assert tokenizer_of(shardload.inspect(tmp_path / "out")).encode(TEXT[0])[1:] == [int(i) for i in theirs(TEXT[0])]
+
+
 def test_a_model_whose_tokenizer_has_no_words_is_a_preset_without_it(folders, tmp_path):
     """As a training step holds it: the configuration only."""
     model = keras_hub.models.CausalLM.from_preset(str(folders["gemma2_9b"]), dtype="bfloat16")
@@ -104,3 +125,96 @@ def test_a_model_whose_tokenizer_has_no_words_is_a_preset_without_it(folders, tm
     assert task["config"]["preprocessor"] is None
     found = keras_hub.models.CausalLM.from_preset(str(tmp_path / "out"), dtype="bfloat16", preprocessor=None)
     assert len(found.weights) == len(model.weights)
+
+
+# ---- GGUF ---------------------------------------------------------------------------------------
+
+
+def gguf_with_tokenizer(tmp_path, monkeypatch, model_type, add):
+    """A small model whose header carries a tokenizer too."""
+    described = gguf_pairs.describe
+    monkeypatch.setattr(gguf_pairs, "describe", lambda writer, config: (described(writer, config), add(writer)))
+    return gguf_pairs.write(tmp_path, model_type, "Q8_0")[0]
+
+
+def add_pieces(writer):
+    model = sentencepiece_model_pb2.ModelProto.FromString(sentence_pieces("bpe"))
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([piece.piece for piece in model.pieces])
+    writer.add_token_scores([piece.score for piece in model.pieces])
+    writer.add_token_types([piece.type for piece in model.pieces])
+    for add, number in (("pad", 0), ("eos", 1), ("bos", 2), ("unk", 3)):
+        getattr(writer, f"add_{add}_token_id")(number)
+    writer.add_chat_template("{{ bos_token }}")
+
+
+def add_byte_pairs(writer):
+    described = byte_pairs()
+    words = [*described["model"]["vocab"], *(token["content"] for token in described["added_tokens"])]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("llama-bpe")
+    writer.add_token_list(words)
+    writer.add_token_types([3 if word.startswith("<|") else 1 for word in words])
+    writer.add_token_merges([" ".join(pair) for pair in described["model"]["merges"]])
+    writer.add_bos_token_id(words.index("<|begin_of_text|>"))
+    writer.add_eos_token_id(words.index("<|end_of_text|>"))
+
+
+def test_gguf_pieces_become_a_tokenizer_model(tmp_path, monkeypatch):
+    file = gguf_with_tokenizer(tmp_path, monkeypatch, "gemma2", add_pieces)
+    wanted = tokenizer_of(shardload.inspect(file))
+    report = shardload.convert(file, tmp_path / "out", to="safetensors")
+    assert any("tokenizer was rebuilt" in note for note in report.notes)
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "out" / "tokenizer.model"))
+    assert (processor.pad_id(), processor.eos_id(), processor.bos_id(), processor.unk_id()) == (0, 1, 2, 3)
+    found = tokenizer_of(shardload.inspect(tmp_path / "out"))
+    assert [found.encode(text) for text in TEXT] == [wanted.encode(text) for text in TEXT]
+    config = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert (config["bos_token"], config["chat_template"]) == ("<bos>", "{{ bos_token }}")
+
+
+def test_gguf_byte_pairs_become_a_tokenizer_json(tmp_path, monkeypatch):
+    file = gguf_with_tokenizer(tmp_path, monkeypatch, "llama", add_byte_pairs)
+    wanted = tokenizer_of(shardload.inspect(file))
+    shardload.convert(file, tmp_path / "out", to="safetensors")
+    found = tokenizer_of(shardload.inspect(tmp_path / "out"))
+    config = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert (config["bos_token"], config["eos_token"]) == ("<|begin_of_text|>", "<|end_of_text|>")
+    for text in TEXT:
+        assert [*wanted.prefix, *found.encode(text)] == wanted.encode(text)
+
+
+@pytest.mark.parametrize(("model_type", "add"), [("gemma2", add_pieces), ("llama", add_byte_pairs)])
+@pytest.mark.parametrize("via", [None, "orbax"])
+def test_a_preset_of_gguf_has_its_tokenizer(model_type, add, via, tmp_path, monkeypatch):
+    file = gguf_with_tokenizer(tmp_path, monkeypatch, model_type, add)
+    wanted = tokenizer_of(shardload.inspect(file))
+    if via is not None:
+        shardload.convert(file, tmp_path / "via", to=via)
+    shardload.convert(file if via is None else tmp_path / "via", tmp_path / "out", to="h5")
+    found = keras_hub.models.CausalLM.from_preset(str(tmp_path / "out"), dtype="bfloat16").preprocessor.tokenizer
+    for text in TEXT:
+        assert [*wanted.prefix, *(int(i) for i in found(text))] == wanted.encode(text)
+
+
+def test_a_gguf_tokenizer_that_cannot_be_rebuilt_is_told(tmp_path, monkeypatch):
+    def add(writer):
+        writer.add_tokenizer_model("bert")
+        writer.add_token_list(["a", "b"])
+
+    file = gguf_with_tokenizer(tmp_path, monkeypatch, "gemma2", add)
+    report = shardload.convert(file, tmp_path / "out", to="safetensors")
+    assert any("tokenizer in the GGUF file was left out" in note and "'bert'" in note for note in report.notes)
+    assert not (tmp_path / "out" / "tokenizer_config.json").exists()
+
+
+@pytest.mark.slow
+def test_the_real_gguf_tokenizer(gemma3_gguf, tmp_path):  # noqa: F811
+    wanted = tokenizer_of(shardload.inspect(gemma3_gguf))
+    shardload.convert(gemma3_gguf, tmp_path / "hf", to="safetensors")
+    shardload.convert(tmp_path / "hf", tmp_path / "out", to="h5")
+    found = tokenizer_of(shardload.inspect(tmp_path / "hf"))
+    preset = keras_hub.tokenizers.Gemma3Tokenizer.from_preset(str(tmp_path / "out"))
+    for text in (*TEXT, "  def f(x):\n\treturn x ** 2", "na\u00efve \u65e5\u672c\u8a9e \U0001f680"):
+        assert found.encode(text) == wanted.encode(text)
+        assert [*wanted.prefix, *(int(i) for i in preset(text))] == wanted.encode(text)

@@ -35,7 +35,8 @@ class Companions:
     """Both families, by path relative to where their own format has them."""
 
     keras: Mapping[str, Path] = field(default_factory=dict)
-    transformers: Mapping[str, Path] = field(default_factory=dict)
+    transformers: Mapping[str, Path | bytes] = field(default_factory=dict)
+    """The files, or what is in them, where they were made now."""
     notes: tuple[str, ...] = ()
 
     def config(self, family: str, name: str = "config.json") -> dict[str, Any] | None:
@@ -48,7 +49,7 @@ class Companions:
         if path is None:
             return None
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = json.loads(path if isinstance(path, bytes) else path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise SourceError(f"{path} is not valid JSON: {error}") from error
         if not isinstance(found, dict):
@@ -71,8 +72,6 @@ def companions_of(manifest: Manifest) -> Companions:
         case "orbax":
             base = folder / "shardload"
             return Companions(_files(base / KERAS)[0], _files(base / TRANSFORMERS)[0])
-        case "gguf" if any(key.startswith("tokenizer.ggml.") for key in manifest.metadata):
-            return Companions(notes=("the tokenizer in the GGUF file was left out: no other format has it so",))
     return Companions()
 
 
@@ -98,9 +97,12 @@ def is_weights(name: str) -> bool:
     return name.endswith(_WEIGHTS)
 
 
-def copy(files: Mapping[str, Path], folder: Path) -> None:
+def copy(files: Mapping[str, Path] | Mapping[str, Path | bytes], folder: Path) -> None:
     """Copy one family into a folder."""
-    for name, path in files.items():
+    for name, found in files.items():
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, target)
+        if isinstance(found, bytes):
+            target.write_bytes(found)
+        else:
+            shutil.copyfile(found, target)

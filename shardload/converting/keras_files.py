@@ -11,6 +11,7 @@ Names of tensors are Keras' own; in `Copy` those of a task's file begin with "ta
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,6 +31,8 @@ from shardload.errors import UnsupportedError
 from shardload.loaders.hub_preset import SHARDED_WEIGHTS, TASK_PREFIX, TASK_WEIGHTS, WEIGHTS
 from shardload.names.state_keys import roles_of
 from shardload.writers import Place, Wanted
+
+_log = logging.getLogger(__name__)
 
 ENDING = ".weights.h5"
 INDEX_ENDING = ".weights.json"
@@ -168,7 +171,8 @@ def keras_family(source: Source, folder: Path, dtype: str | None) -> None:
     kept = {name: path for name, path in source.companions.keras.items() if name != STATE}
     if "config.json" not in kept:
         _hub.save_description(source.model, folder, extra={})
-        _save_preprocessor(source.model, folder)
+        if not _save_preprocessor(source.model, folder):
+            _save_tokenizer(source, folder)
     companions.copy(kept, folder)
     if dtype is not None:
         for name in ("config.json", "task.json"):
@@ -177,7 +181,7 @@ def keras_family(source: Source, folder: Path, dtype: str | None) -> None:
                 path.write_text(json.dumps(_hub.with_dtype(found, dtype), indent=4), encoding="utf-8")
 
 
-def _save_preprocessor(model: Any, folder: Path) -> None:
+def _save_preprocessor(model: Any, folder: Path) -> bool:
     """The tokenizer and whatever else a task prepares its input with, as ``save_to_preset`` writes them.
 
     ``task.json`` names it only where all its files are there: KerasHub would look for the vocabulary. A model that
@@ -185,16 +189,41 @@ def _save_preprocessor(model: Any, folder: Path) -> None:
     """
     description = folder / "task.json"
     if getattr(model, "preprocessor", None) is None or not description.is_file():
+        return False
+    if _save_to_preset(model.preprocessor, folder):
+        return True
+    found = json.loads(description.read_text(encoding="utf-8"))
+    found["config"]["preprocessor"] = None
+    description.write_text(json.dumps(found, indent=4), encoding="utf-8")
+    return False
+
+
+def _save_tokenizer(source: Source, folder: Path) -> None:
+    """The tokenizer alone, where KerasHub's preprocessor needs TensorFlow (Gemma 3's does)."""
+    cls = getattr(getattr(type(source.model), "preprocessor_cls", None), "tokenizer_cls", None)
+    if cls is None or source.manifest.format not in ("hf-safetensors", "gguf"):
         return
+    with tempfile.TemporaryDirectory() as files:
+        companions.copy(source.companions.transformers, Path(files))
+        described = replace(source.manifest, source=files, format="hf-safetensors")
+        try:
+            tokenizer = _hub.preset_tokenizer(described, cls)
+        except Exception as error:  # whatever its files or their absence cause
+            _log.info("No tokenizer for %s: %s", source.manifest.source, error)
+            return
+        _save_to_preset(tokenizer, folder)
+
+
+def _save_to_preset(layer: Any, folder: Path) -> bool:
+    """All of a preprocessing layer's files, or none."""
     with tempfile.TemporaryDirectory(dir=folder) as made:
         try:
-            model.preprocessor.save_to_preset(made)
-        except Exception:  # of any kind: NumPy's, SentencePiece's, KerasHub's
-            found = json.loads(description.read_text(encoding="utf-8"))
-            found["config"]["preprocessor"] = None
-            description.write_text(json.dumps(found, indent=4), encoding="utf-8")
-            return
+            layer.save_to_preset(made)
+        except Exception as error:  # of any kind: NumPy's, SentencePiece's, KerasHub's
+            _log.info("%s is not saved: %s", type(layer).__name__, error)
+            return False
         shutil.copytree(made, folder, dirs_exist_ok=True)
+    return True
 
 
 def model_config(model: Any) -> dict[str, Any]:

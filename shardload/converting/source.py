@@ -19,6 +19,7 @@ from shardload import _hub, _keras, abstraction
 from shardload._casts import is_float
 from shardload.converting.companions import KERAS, STATE, Companions, companions_of
 from shardload.converting.computing import Computing, computed_by
+from shardload.converting.gguf_tokenizers import attach_preprocessor, companions_of_gguf
 from shardload.errors import MismatchError, SourceError, UnsupportedError
 from shardload.loaders import open_manifest
 from shardload.loaders.hub_preset import WEIGHTS
@@ -82,8 +83,11 @@ def open_source(path: str, *, dtype: str | None = None) -> Source:
     beside = Path(manifest.source)
     if manifest.format == "keras-h5" and beside.name == WEIGHTS and beside.with_name("config.json").is_file():
         manifest = open_manifest(beside.parent)
-    companions = companions_of(manifest)
+    is_gguf = manifest.format == "gguf"
+    companions = companions_of_gguf(manifest) if is_gguf else companions_of(manifest)
     model = _build(manifest, companions, dtype)
+    if is_gguf:
+        attach_preprocessor(model, manifest, companions)
     mapping = map_weights(model, manifest)
     lost = _check(mapping, manifest)
     values = {id(b.variable): _viewed(b, manifest) for b in mapping.bindings}

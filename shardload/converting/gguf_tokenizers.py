@@ -1,0 +1,96 @@
+"""The tokenizer in a GGUF file's header, as the files a Hugging Face folder has it in.
+
+    llama   SentencePiece      tokenizer.model
+    gpt2    byte-level BPE     tokenizer.json
+            both               tokenizer_config.json: special tokens, chat template
+
+What is rebuilt makes the same tokens of any text (`shardload.generate.gguf_tokenizer`), its bytes are others.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from shardload import _hub
+from shardload.converting.companions import Companions, copy
+from shardload.errors import ShardloadError
+from shardload.generate.gguf_tokenizer import rebuild, sentencepiece_proto
+from shardload.generate.tokenizer import HuggingFace
+from shardload.loaders.gguf import TokenizerMetadata, tokenizer_metadata
+from shardload.manifest import Manifest
+
+_CLASSES = {"gemma": "GemmaTokenizer", "gemma2": "GemmaTokenizer", "gemma3_text": "GemmaTokenizer"}
+_SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+
+
+@dataclass(frozen=True, slots=True)
+class Rebuilt:
+    """What was made of a header."""
+
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def companions_of_gguf(manifest: Manifest) -> Companions:
+    """The tokenizer as Hugging Face's files."""
+    found = _rebuilt(manifest)
+    return Companions({}, found.files, found.notes)
+
+
+def attach_preprocessor(model: Any, manifest: Manifest, companions: Companions) -> None:
+    """Give a task the preprocessor that KerasHub makes of these files, where it can."""
+    if not companions.transformers or getattr(type(model), "preprocessor_cls", None) is None:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        copy(companions.transformers, Path(folder))
+        model.preprocessor = _hub.preprocessor(type(model), replace(manifest, source=folder, format="hf-safetensors"))
+
+
+def _rebuilt(manifest: Manifest) -> Rebuilt:
+    if not any(key.startswith("tokenizer.ggml.") for key in manifest.metadata):
+        return Rebuilt()
+    try:
+        found = tokenizer_metadata(manifest.source)
+        files = _files(found, manifest)
+    except (ShardloadError, ImportError) as error:
+        return Rebuilt(notes=(f"the tokenizer in the GGUF file was left out: {error}",))
+    return Rebuilt(files, ("the tokenizer was rebuilt from the header of the GGUF file",))
+
+
+def _files(found: TokenizerMetadata, manifest: Manifest) -> dict[str, bytes]:
+    described: dict[str, Any] = {
+        name: found.tokens[found.special_ids[key]] for key, name in _SPECIAL.items() if key in found.special_ids
+    }
+    if found.chat_template is not None:
+        described["chat_template"] = found.chat_template
+    if "add_bos_token" in found.flags:
+        described["add_bos_token"] = found.flags["add_bos_token"]
+    inner = rebuild(manifest.source)  # refuses what cannot be
+    if isinstance(inner, HuggingFace):
+        described["tokenizer_class"] = "PreTrainedTokenizerFast"
+        files = {"tokenizer.json": inner.inner.to_str(pretty=True).encode()}
+    else:
+        described["tokenizer_class"] = _CLASSES.get(str(manifest.config.get("model_type")), "LlamaTokenizer")
+        files = {"tokenizer.model": _with_special(found)}
+    return {**files, "tokenizer_config.json": json.dumps(described, indent=2, ensure_ascii=False).encode()}
+
+
+def _with_special(found: TokenizerMetadata) -> bytes:
+    """A SentencePiece model that says which pieces are special, as readers other than ours ask it."""
+    from sentencepiece import sentencepiece_model_pb2 as pb2
+
+    proto = pb2.ModelProto.FromString(sentencepiece_proto(found))
+    spec = proto.trainer_spec
+    for key, name in (("bos", "bos"), ("eos", "eos"), ("padding", "pad"), ("unknown", "unk")):
+        number = found.special_ids.get(key, 0 if key == "unknown" else -1)
+        setattr(spec, f"{name}_id", number)
+        if number >= 0:
+            setattr(spec, f"{name}_piece", proto.pieces[number].piece)
+            if key != "unknown":
+                proto.pieces[number].type = pb2.ModelProto.SentencePiece.CONTROL
+    return bytes(proto.SerializeToString())
