@@ -10,7 +10,7 @@ import keras
 import keras_hub
 import numpy as np
 import pytest
-from test_convert import ROOT, folder, held, presets, same  # noqa: F401 - fixtures
+from test_convert import ROOT, folder, held, presets, same, start, wait_for  # noqa: F401 - fixtures
 from test_names_converters import build
 
 import shardload
@@ -114,6 +114,22 @@ def test_a_shard_of_somebody_else_stays(preset, tmp_path):
         with pytest.raises(WriteError, match=r"m_00001\.weights\.h5 is there already"):
             shardload.convert(preset, tmp_path / "m.weights.json", max_shard_bytes="256KiB", overwrite=overwrite)
     assert [path.name for path in tmp_path.iterdir()] == ["m_00001.weights.h5"]
+
+
+@pytest.mark.parametrize("name", ["m.weights.json", "m"])
+def test_another_shard_size_begins_anew(name, preset, tmp_path):
+    """What a killed run had done was cut otherwise."""
+    child = start(preset, tmp_path / name, "h5" if name.endswith("json") else "safetensors")
+    journal = tmp_path / f".{name}.converting" / "journal.jsonl"
+    wait_for(lambda: journal.exists() and journal.read_text().count('"done"') >= 2, child)
+    child.kill()
+    child.wait()
+    to = None if name.endswith("json") else "safetensors"
+    report = shardload.convert(preset, tmp_path / name, to=to, max_shard_bytes="64KiB")
+    assert report.resumed == 0
+    assert len(list(tmp_path.rglob("m*_000*.h5" if to is None else "model-*.safetensors"))) > 3
+    shardload.convert(tmp_path / name, tmp_path / "back", to="h5")
+    assert same(preset, tmp_path / "back")
 
 
 @pytest.mark.parametrize("moment", [1, 3])

@@ -37,6 +37,8 @@ class Plan:
     notes: tuple[str, ...] = ()
     shards: tuple[str, ...] = ()
     """Names of files that hold tensors, where the target is an index that goes beside them."""
+    shard_bytes: int | None = None
+    """Most bytes of a file, as asked for; another one makes other files of the same tensors."""
 
     @property
     def nbytes(self) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -98,10 +99,12 @@ def plan_for(source: Source, target: Path, to: Target, *, dtype: str | None, sha
     if to == "orbax":
         return _orbax(source, dtypes, dtype)
     if to == "safetensors":
-        return _safetensors(source, dtypes, dtype, shard_bytes)
-    if is_file_name(target):
-        return keras_files.file(source, dtypes, target, dtype, shard_bytes)
-    return keras_files.preset(source, dtypes, dtype, shard_bytes)
+        plan = _safetensors(source, dtypes, dtype, shard_bytes)
+    elif is_file_name(target):
+        plan = keras_files.file(source, dtypes, target, dtype, shard_bytes)
+    else:
+        plan = keras_files.preset(source, dtypes, dtype, shard_bytes)
+    return replace(plan, shard_bytes=shard_bytes)
 
 
 def _dtype(name: str) -> Any:

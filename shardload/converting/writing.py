@@ -125,7 +125,7 @@ def _identity(source: Source, plan: Plan, target: Path) -> str:
         for c in plan.copies
     ]
     versions = [_version(name) for name in _COMPUTING] if any(c.value.step for c in plan.copies) else []
-    text = json.dumps([2, source.manifest.source, files, str(target), plan.format, copies, versions])
+    text = json.dumps([2, source.manifest.source, files, str(target), plan.format, plan.shard_bytes, copies, versions])
     return hashlib.sha256(text.encode()).hexdigest()
 
 
