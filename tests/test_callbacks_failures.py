@@ -50,7 +50,7 @@ def broken(monkeypatch, *, at=1):
 
 def settle(callback):
     """Let the save in flight end without asking how."""
-    callback._writer._worker.join()
+    callback._writer._worker.wait()
 
 
 def test_a_background_failure_is_raised_at_the_next_batch(tmp_path, monkeypatch):

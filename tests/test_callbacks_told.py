@@ -12,7 +12,7 @@ from callback_models import assert_holds, compiled, fit, steps_in
 
 from shardload import _last_words, _orbax
 from shardload.callbacks import OrbaxCheckpoint, _retention
-from shardload.callbacks._interrupts import held_back
+from shardload.callbacks._interrupts import Worker, held_back
 from shardload.errors import SaveError, SourceError, StepExistsError
 from shardload.steps import _aftermath
 
@@ -158,6 +158,25 @@ def test_the_first_ctrl_c_is_held_back_and_the_second_is_not():
         interrupt()
         done.append(2)
     assert done == [1] and signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_wait_that_ctrl_c_ended_can_be_taken_up_again():
+    waiting, go, done = threading.Event(), threading.Event(), []
+
+    def work():
+        assert waiting.wait(30)
+        interrupt()
+        assert go.wait(30)
+        done.append(1)
+
+    worker = Worker(work, name="test")
+    with pytest.raises(KeyboardInterrupt):
+        waiting.set()
+        worker.wait()
+    assert done == []
+    threading.Timer(0.2, go.set).start()
+    worker.wait()  # Thread.join would return at once
+    assert done == [1]
 
 
 def test_nothing_is_held_back_in_another_thread_or_where_ctrl_c_does_nothing():

@@ -8,9 +8,31 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+
+class Worker:
+    """A thread that can be waited for, also once more after Ctrl-C ended a wait.
+
+    `threading.Thread.join` cannot: interrupted, it takes the running thread for ended from then on (Python 3.11, 3.12).
+    """
+
+    def __init__(self, do: Callable[[], object], *, name: str) -> None:
+        self._do = do
+        self._done = threading.Event()
+        threading.Thread(target=self._run, name=name).start()
+
+    def wait(self) -> None:
+        """Return once it has ended."""
+        self._done.wait()
+
+    def _run(self) -> None:
+        try:
+            self._do()
+        finally:
+            self._done.set()
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardload import _orbax, _processes
-from shardload.callbacks._interrupts import held_back
+from shardload.callbacks._interrupts import Worker, held_back
 from shardload.callbacks._witness import Witness
 from shardload.errors import (
     ProcessLostError,
@@ -74,9 +74,9 @@ class Writer:
         self.root = root
         self.channel = _processes.Channel()
         self.witness = Witness(root.path)
-        self._worker: threading.Thread | None = None
+        self._worker: Worker | None = None
         self._failure: ShardloadError | None = None
-        self._later: threading.Thread | None = None
+        self._later: Worker | None = None
         _WRITERS.add(self)
 
     def start(self, job: Job) -> None:
@@ -96,8 +96,7 @@ class Writer:
             pending = _orbax.start_save(
                 staging.path, job.items, compression=job.compression, step=job.step, timeout_s=job.timeout_s
             )
-            worker = threading.Thread(target=self._run, args=(job, staging, pending), name=f"shardload-step-{job.step}")
-            worker.start()
+            self._worker = Worker(lambda: self._run(job, staging, pending), name=f"shardload-step-{job.step}")
         except BaseException as error:  # a second Ctrl-C as well: nothing may be left behind
             failure = _as_failure(error, job, staging)
             staging.discard()
@@ -105,7 +104,6 @@ class Writer:
                 raise
             self.witness.write(str(failure))
             raise failure from failure.__cause__
-        self._worker = worker
 
     def _staging(self, step: int) -> Staging:
         """The folder that process 0 began, seen by all of them."""
@@ -135,7 +133,7 @@ class Writer:
             ShardloadError: When it failed.
         """
         if self._worker is not None:
-            self._worker.join()
+            self._worker.wait()
             self._worker = None
         self.raise_failure()
 
@@ -147,17 +145,17 @@ class Writer:
         if _processes.count() > 1:
             return call
 
-        def run(step: int, path: Path, before: threading.Thread | None) -> None:
+        def run(step: int, path: Path, before: Worker | None) -> None:
             if before is not None:
-                before.join()
+                before.wait()
             try:
                 call(step, path)
             except BaseException as error:
                 self._failure = self._failure or _after_failed(error, step, path)
 
         def start(step: int, path: Path) -> None:
-            self._later = threading.Thread(target=run, args=(step, path, self._later), name=f"shardload-after-{step}")
-            self._later.start()
+            before = self._later
+            self._later = Worker(lambda: run(step, path, before), name=f"shardload-after-{step}")
 
         return start
 
@@ -168,9 +166,9 @@ class Writer:
             ShardloadError: What failed.
         """
         if self._worker is not None:
-            self._worker.join()
+            self._worker.wait()
         if self._later is not None:
-            self._later.join()
+            self._later.wait()
             self._later = None
         self.wait()
 
@@ -217,7 +215,7 @@ def finish_others(root: Root, *, but: Writer) -> None:
         if writer is not but and writer.root.path == root.path:
             for thread in (writer._worker, writer._later):
                 if thread is not None:
-                    thread.join()
+                    thread.wait()
 
 
 def _finish_all() -> None:
