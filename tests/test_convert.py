@@ -97,6 +97,34 @@ def test_keras_hub_reads_the_same_weights_from_hugging_face_and_from_its_preset(
         np.testing.assert_array_equal(np.asarray(one).view(np.uint16), np.asarray(two).view(np.uint16), one.path)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mistral_7b",
+        "qwen2.5_0.5b",
+        "qwen3_8b",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen2.5_7b", "qwen3_0.6b")),
+    ],
+)
+def test_keras_hub_reads_what_was_a_preset(name, tmp_path):
+    preset = synth(name, scale=0.02, directory=tmp_path)
+    shardload.convert(preset, tmp_path / "hf", to="safetensors")
+    wanted = shardload.inspect(synth(name, scale=0.02, directory=tmp_path / "hub", format="safetensors"))
+    assert {n: t.shape for n, t in shardload.inspect(tmp_path / "hf").tensors.items()} == {
+        n: t.shape for n, t in wanted.tensors.items()
+    }
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    loader = TransformersPresetLoader(str(tmp_path / "hf"), config)
+    theirs = loader.load_backbone(loader.check_backbone_class(), True, dtype="bfloat16")
+    ours = shardload.load(preset, mesh="1x1", task=False)
+    for one, two in zip(ours.trainable_variables, theirs.trainable_variables, strict=True):
+        value = np.asarray(one.value)
+        value = value.astype(np.float16).astype(value.dtype) if name.startswith("mistral") else value
+        np.testing.assert_array_equal(value.view(np.uint16), np.asarray(two.value).view(np.uint16), one.path)
+    shardload.convert(tmp_path / "hf", tmp_path / "back", to="h5")
+    assert name.startswith("mistral") or same(preset, tmp_path / "back")
+
+
 def test_safetensors_reads_what_synth_would_have_written_in_shape(made, tmp_path):
     wanted = shardload.inspect(synth("gemma2_9b", scale=0.02, directory=tmp_path, format="safetensors"))
     with safe_open(made["gemma2_9b", "safetensors"] / "model.safetensors", "np") as file:

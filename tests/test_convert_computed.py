@@ -108,17 +108,22 @@ def test_what_a_converter_computes_is_what_loading_gives(model_type, to, tmp_pat
     assert any("computes" in note for note in report.notes)
 
 
-@pytest.mark.parametrize("to", ["h5", "orbax"])
+@pytest.mark.parametrize("to", FORMATS)
 @pytest.mark.parametrize("source", ["safetensors", "gguf"])
 def test_mistral_is_rounded_as_loading_rounds_it(source, to, tmp_path):
     if source == "gguf":
         path, _ = gguf_pairs.write(tmp_path, "mistral", "Q4_K_M")
     else:
         path = synth("mistral_7b", scale=0.02, directory=tmp_path, format="safetensors")
-    shardload.convert(path, tmp_path / "out", to=to)
+    report = shardload.convert(path, tmp_path / "out", to=to)
     assert_same_model(path, tmp_path / "out")
-    with pytest.raises(UnsupportedError, match=r"not one to one.*--to orbax"):
-        shardload.convert(path, tmp_path / "hf2", to="safetensors")
+    assert any("rounds these tensors to float16" in note for note in report.notes) == (to == "safetensors")
+
+
+def test_merged_experts_are_not_taken_apart(tmp_path):
+    with pytest.raises(UnsupportedError, match=r"mixtral.*--to orbax or --to h5"):
+        shardload.convert(folder_of(tmp_path, "mixtral"), tmp_path / "out", to="safetensors")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
 def test_a_layer_that_computes_what_it_saves_is_refused_for_hdf5(tmp_path):

@@ -150,7 +150,9 @@ def _safetensors(source: Source, dtypes: Mapping[int, Any], dtype: str | None, s
         (folder / KERAS / STATE).write_text(json.dumps(state_of(source, state)), encoding="utf-8")
         return safetensors.write_skeleton(folder, tensors, shard_bytes=shard_bytes or safetensors.SHARD_BYTES)
 
-    return Plan("hf-safetensors", copies, make, {})
+    rounded = transformers.ROUNDED.get(config["model_type"])
+    note = f"KerasHub rounds these tensors to {rounded} when it reads them; they are written unrounded"
+    return Plan("hf-safetensors", copies, make, {}, (note,) if rounded else ())
 
 
 def _transformers_config(source: Source, dtypes: Mapping[int, Any], dtype: str | None) -> dict[str, Any]:
@@ -180,7 +182,7 @@ def _sentencepiece(source: Source, folder: Path) -> None:
     path = source.companions.keras.get("assets/tokenizer/vocabulary.spm")
     if path is not None:
         companions.copy({"tokenizer.model": path}, folder)
-        kind = "LlamaTokenizer" if "Llama" in type(source.backbone).__name__ else "GemmaTokenizer"
+        kind = "GemmaTokenizer" if "Gemma" in type(source.backbone).__name__ else "LlamaTokenizer"
         (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}), encoding="utf-8")
 
 

@@ -63,8 +63,13 @@ def is_written(backbone: Any) -> bool:
 
 def stand_in(config: Mapping[str, Any]) -> Manifest:
     """The manifest a checkpoint of this configuration would have; its bytes are nowhere."""
-    stored = np.dtype(np.float32)
-    tensors = {s.name: Tensor(s.name, s.shape, stored, Extent("", 0)) for s in transformers_tensors(dict(config))}
+    stored = np.dtype(np.float16)  # what Mistral's converter rounds to: no cast, so its hooks only view
+    try:
+        specs = transformers_tensors(dict(config))
+    except UnsupportedError as error:
+        kind = config["model_type"]
+        raise UnsupportedError(f"No Hugging Face tensors can be written for model_type {kind!r}. {_WAY_OUT}") from error
+    tensors = {s.name: Tensor(s.name, s.shape, stored, Extent("", 0)) for s in specs}
     return Manifest("", "hf-safetensors", tensors, {}, dict(config))
 
 
@@ -202,7 +207,55 @@ def _llama3(backbone: Any) -> Config:
     return config
 
 
-_FAMILIES = {"GemmaBackbone": _gemma, "Gemma3Backbone": _gemma3, "Llama3Backbone": _llama3}
+def _plain_decoder(backbone: Any, model_type: str, architecture: str) -> Config:
+    """What Mistral and Qwen have in common."""
+    return {
+        **_decoder(backbone, model_type, architecture),
+        "intermediate_size": backbone.intermediate_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": 32768,
+        "rope_theta": backbone.rope_max_wavelength,
+        "tie_word_embeddings": bool(getattr(backbone, "tie_word_embeddings", False)),
+    }
+
+
+def _mistral(backbone: Any) -> Config:
+    config = _plain_decoder(backbone, "mistral", "MistralForCausalLM")
+    return {**config, "head_dim": backbone.head_dim, "sliding_window": backbone.sliding_window}
+
+
+def _qwen2(backbone: Any) -> Config:
+    windowed = backbone.use_sliding_window_attention
+    return {
+        **_plain_decoder(backbone, "qwen2", "Qwen2ForCausalLM"),
+        "use_sliding_window": windowed,
+        "sliding_window": backbone.sliding_window_size,
+        "max_window_layers": 0 if windowed else backbone.num_layers,
+    }
+
+
+def _qwen3(backbone: Any) -> Config:
+    windowed = backbone.sliding_window_size is not None
+    return {
+        **_plain_decoder(backbone, "qwen3", "Qwen3ForCausalLM"),
+        "head_dim": backbone.head_dim,
+        "attention_bias": False,
+        "use_sliding_window": windowed,
+        "sliding_window": backbone.sliding_window_size,
+        "max_window_layers": 0 if windowed else backbone.num_layers,
+    }
+
+
+_FAMILIES = {
+    "GemmaBackbone": _gemma,
+    "Gemma3Backbone": _gemma3,
+    "Llama3Backbone": _llama3,
+    "MistralBackbone": _mistral,
+    "QwenBackbone": _qwen2,
+    "Qwen3Backbone": _qwen3,
+}
+ROUNDED = {"mistral": "float16"}
+"""By ``model_type``: what KerasHub's converter rounds every tensor to when it reads them."""
 
 
 def is_weight(variable: Any) -> bool:
