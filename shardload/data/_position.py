@@ -110,7 +110,9 @@ def _number(found: int | None) -> str:
 class Position:
     """Where the data of one ``fit`` stands. Several callbacks may tell it the same things."""
 
-    def __init__(self) -> None:
+    def __init__(self, fit: Any = None) -> None:
+        """Begin to follow ``fit``: what tells it from others, if anything does."""
+        self.fit = fit
         self._wanted: dict[str, Any] | None = None
         self._origin: Origin | None = None
         self._skipped = 0
@@ -121,13 +123,6 @@ class Position:
         self._epochs: Any = None
         self._reading = Reading()
         self._rows = 0
-        self._fit: Any = None
-
-    def begin(self, fit: Any) -> None:
-        """Forget what an earlier ``fit`` was to read; ``fit`` is what tells this one from others, if anything does."""
-        if fit is not None and fit is not self._fit:
-            self.__init__()  # type: ignore[misc]  # all of it is about one fit
-            self._fit = fit
 
     def resume(self, state: dict[str, Any] | None, *, skipped: int, origin: Origin | None = None) -> None:
         """Let the first iterator of the coming epoch begin at ``state``, ``skipped`` batches into the epoch.
@@ -223,8 +218,9 @@ class Position:
 
 def follow(model: Any) -> Position:
     """The position of the data ``model`` is about to be trained on in this thread."""
-    position = _positions.setdefault(model, Position())
-    position.begin(_keras.epoch_iterator_of_fit())
+    position, fit = _positions.get(model), _keras.epoch_iterator_of_fit()
+    if position is None or (fit is not None and fit is not position.fit):  # what another fit was to read is past
+        position = _positions[model] = Position(fit)
     _active.position = position
     return position
 
