@@ -14,7 +14,7 @@ from test_convert import ROOT, folder, held, presets, same, start, wait_for  # n
 from test_names_converters import build
 
 import shardload
-from shardload.errors import WriteError
+from shardload.errors import UnsupportedError, WriteError
 from shardload.loaders import open_manifest
 
 # Keras 3.15 converts its variables with an old signature of __array__ that NumPy 2.4 warns about.
@@ -116,7 +116,7 @@ def test_a_shard_of_somebody_else_stays(preset, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["m_00001.weights.h5"]
 
 
-@pytest.mark.parametrize("name", ["m.weights.json", "m"])
+@pytest.mark.parametrize("name", ["m.weights.json", pytest.param("m", marks=pytest.mark.slow)])
 def test_another_shard_size_begins_anew(name, preset, tmp_path):
     """What a killed run had done was cut otherwise."""
     child = start(preset, tmp_path / name, "h5" if name.endswith("json") else "safetensors")
@@ -132,8 +132,7 @@ def test_another_shard_size_begins_anew(name, preset, tmp_path):
     assert same(preset, tmp_path / "back")
 
 
-@pytest.mark.parametrize("moment", [1, 3])
-@pytest.mark.parametrize("links", [True, False])
+@pytest.mark.parametrize(("links", "moment"), [(True, 3), (False, 1)])
 def test_killed_while_shards_get_their_names(links, moment, preset, tmp_path):
     """Between two shards; on a file system with second names, and on one without."""
     code = f"""
@@ -234,6 +233,19 @@ def test_an_image_classifier_from_hugging_face(tmp_path):
 
 
 # ---- what Keras leaves out ----------------------------------------------------------------------
+
+
+def test_lora_goes_to_orbax_as_it_loads_and_is_refused_for_hdf5(tmp_path):
+    """Keras saves the kernel with the factors in it, and loads factors that add nothing."""
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(8, lora_rank=2), keras.layers.Dense(3)])
+    model.layers[0].lora_kernel_a.assign(np.ones((8, 2)))
+    model.layers[0].lora_kernel_b.assign(np.ones((2, 8)))
+    model.save(tmp_path / "model.keras")
+    shardload.convert(tmp_path / "model.keras", tmp_path / "step", to="orbax")
+    wanted, found = (shardload.load(tmp_path / name, mesh="1x1") for name in ("model.keras", "step"))
+    assert_same_weights(found, wanted)
+    with pytest.raises(UnsupportedError, match=r"lora_kernel_a.*--to orbax"):
+        shardload.convert(tmp_path / "model.keras", tmp_path / "out.weights.h5")
 
 
 def test_states_of_seed_generators_are_left_out_as_keras_does(tmp_path):

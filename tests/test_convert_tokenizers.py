@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 
 import gguf_pairs
 import keras
@@ -52,9 +53,14 @@ def byte_pairs():
     words = [*letters, *("".join(pair) for pair in merges)]
     special = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
     special += ["<|endoftext|>", "<|im_end|>"]
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    cut = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     return {
+        "version": "1.0",
+        "added_tokens": [{"content": word, "id": len(words) + i, **flags} for i, word in enumerate(special)],
+        "pre_tokenizer": cut,
+        "decoder": cut,
         "model": {"type": "BPE", "vocab": {word: i for i, word in enumerate(words)}, "merges": merges},
-        "added_tokens": [{"content": word, "id": len(words) + i} for i, word in enumerate(special)],
     }
 
 
@@ -125,6 +131,27 @@ def test_a_model_whose_tokenizer_has_no_words_is_a_preset_without_it(folders, tm
     assert task["config"]["preprocessor"] is None
     found = keras_hub.models.CausalLM.from_preset(str(tmp_path / "out"), dtype="bfloat16", preprocessor=None)
     assert len(found.weights) == len(model.weights)
+
+
+# ---- back to Hugging Face ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("via", [None, "orbax"])
+@pytest.mark.parametrize("name", ["gemma2_9b", "llama3.2_1b", "qwen3_0.6b"])
+def test_a_preset_s_tokenizer_becomes_hugging_face_s(name, via, folders, tmp_path):
+    source = folders[name]
+    shardload.convert(source, tmp_path / "preset", to="h5")
+    shutil.rmtree(tmp_path / "preset" / "transformers")  # now it is like one that never was anything else
+    if via is not None:
+        shardload.convert(tmp_path / "preset", tmp_path / "via", to=via)
+    report = shardload.convert(tmp_path / ("preset" if via is None else "via"), tmp_path / "out", to="safetensors")
+    assert not any("tokenizer" in note for note in report.notes)
+    theirs, ours = (tokenizer_of(shardload.inspect(path)) for path in (source, tmp_path / "out"))
+    assert [ours.encode(text) for text in ("thexoqtthe", "the")] == [theirs.encode(t) for t in ("thexoqtthe", "the")]
+    again = keras_hub.models.CausalLM.from_preset(str(tmp_path / "out"), dtype="bfloat16").preprocessor.tokenizer
+    first = keras_hub.models.CausalLM.from_preset(str(source), dtype="bfloat16").preprocessor.tokenizer
+    for one, two in zip(again(TEXT), first(TEXT), strict=True):
+        np.testing.assert_array_equal(one, two)
 
 
 # ---- GGUF ---------------------------------------------------------------------------------------

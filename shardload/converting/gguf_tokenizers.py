@@ -19,7 +19,7 @@ from typing import Any
 from shardload import _hub
 from shardload.converting.companions import Companions, copy
 from shardload.errors import ShardloadError
-from shardload.generate.gguf_tokenizer import rebuild, sentencepiece_proto
+from shardload.generate.gguf_tokenizer import of_metadata, sentencepiece_proto
 from shardload.generate.tokenizer import HuggingFace
 from shardload.loaders.gguf import TokenizerMetadata, tokenizer_metadata
 from shardload.manifest import Manifest
@@ -56,13 +56,18 @@ def _rebuilt(manifest: Manifest) -> Rebuilt:
         return Rebuilt()
     try:
         found = tokenizer_metadata(manifest.source)
-        files = _files(found, manifest)
+        files = files_of(found, manifest.source, str(manifest.config.get("model_type")))
     except (ShardloadError, ImportError) as error:
         return Rebuilt(notes=(f"the tokenizer in the GGUF file was left out: {error}",))
     return Rebuilt(files, ("the tokenizer was rebuilt from the header of the GGUF file",))
 
 
-def _files(found: TokenizerMetadata, manifest: Manifest) -> dict[str, bytes]:
+def files_of(found: TokenizerMetadata, source: str, model_type: str) -> dict[str, bytes]:
+    """A tokenizer as Hugging Face's files.
+
+    Raises:
+        UnsupportedError: When it is of a kind that cannot be rebuilt.
+    """
     described: dict[str, Any] = {
         name: found.tokens[found.special_ids[key]] for key, name in _SPECIAL.items() if key in found.special_ids
     }
@@ -70,12 +75,12 @@ def _files(found: TokenizerMetadata, manifest: Manifest) -> dict[str, bytes]:
         described["chat_template"] = found.chat_template
     if "add_bos_token" in found.flags:
         described["add_bos_token"] = found.flags["add_bos_token"]
-    inner = rebuild(manifest.source)  # refuses what cannot be
+    inner = of_metadata(found, source)  # refuses what cannot be
     if isinstance(inner, HuggingFace):
         described["tokenizer_class"] = "PreTrainedTokenizerFast"
         files = {"tokenizer.json": inner.inner.to_str(pretty=True).encode()}
     else:
-        described["tokenizer_class"] = _CLASSES.get(str(manifest.config.get("model_type")), "LlamaTokenizer")
+        described["tokenizer_class"] = _CLASSES.get(model_type, "LlamaTokenizer")
         files = {"tokenizer.model": _with_special(found)}
     return {**files, "tokenizer_config.json": json.dumps(described, indent=2, ensure_ascii=False).encode()}
 

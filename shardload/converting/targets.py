@@ -17,6 +17,7 @@ from shardload import _hub
 from shardload._casts import is_float
 from shardload.converting import companions, keras_files, transformers
 from shardload.converting.companions import KERAS, STATE, TRANSFORMERS
+from shardload.converting.hub_tokenizers import tokenizer_files
 from shardload.converting.keras_files import ENDING, INDEX_ENDING, head_of, keras_family, model_config, state_of
 from shardload.converting.plans import Copy, Plan, whole
 from shardload.converting.source import Source
@@ -140,11 +141,12 @@ def _safetensors(source: Source, dtypes: Mapping[int, Any], dtype: str | None, s
     if more := [v.path for v in state if transformers.is_weight(v)]:
         raise UnsupportedError(f"Hugging Face has no tensor for {more[0]!r}. Convert with --to orbax or --to h5")
 
+    tokenizer, notes = tokenizer_files(source, config["model_type"])
+
     def make(folder: Path) -> tuple[Place, ...]:
         folder.mkdir()
         companions.copy(source.companions.transformers, folder)
-        if "tokenizer.model" not in source.companions.transformers:
-            _sentencepiece(source, folder)
+        companions.copy(tokenizer, folder)
         (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
         keras_family(source, folder / KERAS, dtype)
         (folder / KERAS / STATE).write_text(json.dumps(state_of(source, state)), encoding="utf-8")
@@ -152,7 +154,7 @@ def _safetensors(source: Source, dtypes: Mapping[int, Any], dtype: str | None, s
 
     rounded = transformers.ROUNDED.get(config["model_type"])
     note = f"KerasHub rounds these tensors to {rounded} when it reads them; they are written unrounded"
-    return Plan("hf-safetensors", copies, make, {}, (note,) if rounded else ())
+    return Plan("hf-safetensors", copies, make, {}, (*notes, note) if rounded else notes)
 
 
 def _transformers_config(source: Source, dtypes: Mapping[int, Any], dtype: str | None) -> dict[str, Any]:
@@ -175,15 +177,6 @@ def _transformers_config(source: Source, dtypes: Mapping[int, Any], dtype: str |
     if source.manifest.format == "gguf" and not transformers.is_written(source.backbone):
         return {**source.manifest.config, "torch_dtype": most}  # made from the header, in Hugging Face's words
     return transformers.config_of(source.backbone, most)
-
-
-def _sentencepiece(source: Source, folder: Path) -> None:
-    """KerasHub's vocabulary of a SentencePiece tokenizer is the file Hugging Face calls ``tokenizer.model``."""
-    path = source.companions.keras.get("assets/tokenizer/vocabulary.spm")
-    if path is not None:
-        companions.copy({"tokenizer.model": path}, folder)
-        kind = "GemmaTokenizer" if "Gemma" in type(source.backbone).__name__ else "LlamaTokenizer"
-        (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}), encoding="utf-8")
 
 
 # ---- Orbax --------------------------------------------------------------------------------------

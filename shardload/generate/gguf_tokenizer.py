@@ -39,7 +39,16 @@ def rebuild(path: str) -> Tokenizer:
         UnsupportedError: When the file carries none, or one of a kind that cannot be rebuilt.
         SourceError: When its parts contradict each other.
     """
-    found = tokenizer_metadata(path)
+    return of_metadata(tokenizer_metadata(path), path)
+
+
+def of_metadata(found: TokenizerMetadata, path: str) -> Tokenizer:
+    """The tokenizer that a header, or something else of that kind at ``path``, describes.
+
+    Raises:
+        UnsupportedError: When it is of a kind that cannot be rebuilt.
+        SourceError: When its parts contradict each other.
+    """
     match found.model:
         case "llama":
             return _sentencepiece(found)

@@ -1,0 +1,74 @@
+"""The tokenizer of a KerasHub preset, as the files a Hugging Face folder has it in.
+
+vocabulary.spm                    tokenizer.model: the same file
+vocabulary.json, merges.txt       tokenizer.json, with the expression that Llama 3 and Qwen cut text into words by
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardload import _hub
+from shardload.converting.gguf_tokenizers import files_of
+from shardload.converting.source import Source
+from shardload.generate.gguf_tokenizer import CONTROL, NORMAL
+from shardload.loaders.gguf import TokenizerMetadata
+
+_log = logging.getLogger(__name__)
+_PIECES = "assets/tokenizer/vocabulary.spm"
+_CUT_BY = {"Llama3Backbone": "llama-bpe", "QwenBackbone": "qwen2", "Qwen3Backbone": "qwen2"}
+"""How text is cut into words, by the names `shardload.generate.gguf_tokenizer.PATTERNS` has."""
+
+
+def tokenizer_files(source: Source, model_type: str) -> tuple[dict[str, bytes], tuple[str, ...]]:
+    """Files by name, and what there is to tell; nothing where the source has Hugging Face's own, or none."""
+    kept, own = source.companions.keras, source.companions.transformers
+    if "tokenizer.model" in own or "tokenizer.json" in own:
+        return {}, ()
+    if _PIECES in kept:
+        return _pieces(source, kept[_PIECES]), ()
+    if "tokenizer.json" not in kept:
+        return {}, ()
+    try:
+        layer = _hub.preset_tokenizer(
+            replace(source.manifest, source=str(kept["tokenizer.json"].parent), format="keras-hub-preset")
+        )
+        found = _metadata(layer, _CUT_BY[type(source.backbone).__name__])
+        return files_of(found, source.manifest.source, model_type), ()
+    except Exception as error:  # whatever its files cause, or a kind that is not known
+        _log.info("No tokenizer of %s for Hugging Face: %s", source.manifest.source, error)
+        return {}, ("the tokenizer is not written for Hugging Face: its kind is known of Gemma, Llama 3 and Qwen only",)
+
+
+def _pieces(source: Source, path: Path) -> dict[str, bytes]:
+    """KerasHub's vocabulary of a SentencePiece tokenizer is the file Hugging Face calls ``tokenizer.model``."""
+    kind = "GemmaTokenizer" if "Gemma" in type(source.backbone).__name__ else "LlamaTokenizer"
+    return {
+        "tokenizer.model": path.read_bytes(),
+        "tokenizer_config.json": json.dumps({"tokenizer_class": kind}).encode(),
+    }
+
+
+def _metadata(layer: Any, cut_by: str) -> TokenizerMetadata:
+    """A byte-pair tokenizer of KerasHub's in the terms of a GGUF header."""
+    tokens = {int(number): word for word, number in layer.vocabulary.items()}
+    special = set(layer.unsplittable_tokens or ())
+    listed = tuple(tokens.get(i, f"<unused {i}>") for i in range(max(tokens) + 1))
+    ids = {"bos": getattr(layer, "start_token_id", None), "eos": getattr(layer, "end_token_id", None)}
+    return TokenizerMetadata(
+        model="gpt2",
+        pre=cut_by,
+        tokens=listed,
+        scores=np.array([], np.float32),
+        token_types=np.array([CONTROL if word in special else NORMAL for word in listed], np.int32),
+        merges=tuple(layer.merges),
+        special_ids={name: int(number) for name, number in ids.items() if number is not None},
+        flags={},
+        chat_template=None,
+    )
