@@ -235,6 +235,17 @@ def test_a_gguf_tokenizer_that_cannot_be_rebuilt_is_told(tmp_path, monkeypatch):
     assert not (tmp_path / "out" / "tokenizer_config.json").exists()
 
 
+def test_a_damaged_gguf_tokenizer_does_not_keep_the_weights(tmp_path, monkeypatch):
+    def add(writer):
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(["a", "a", "b"])
+
+    file = gguf_with_tokenizer(tmp_path, monkeypatch, "gemma2", add)
+    report = shardload.convert(file, tmp_path / "out", to="h5")
+    assert any("tokenizer in the GGUF file was left out" in note for note in report.notes)
+    assert not (tmp_path / "out" / "tokenizer.json").exists()
+
+
 @pytest.mark.slow
 def test_the_real_gguf_tokenizer(gemma3_gguf, tmp_path):  # noqa: F811
     wanted = tokenizer_of(shardload.inspect(gemma3_gguf))
