@@ -120,6 +120,14 @@ def test_mistral_is_rounded_as_loading_rounds_it(source, to, tmp_path):
     assert any("rounds these tensors to float16" in note for note in report.notes) == (to == "safetensors")
 
 
+def test_rows_that_the_model_does_not_use_are_left_out_and_told(tmp_path):
+    folder = folder_of(tmp_path, "roberta")
+    report = shardload.convert(folder, tmp_path / "out", to="h5")
+    assert_same_model(folder, tmp_path / "out")
+    told = "the model uses 704 of the 768 elements of tensor 'roberta.embeddings.position_embeddings.weight'"
+    assert any(note.startswith(told) for note in report.notes)
+
+
 def test_merged_experts_are_not_taken_apart(tmp_path):
     with pytest.raises(UnsupportedError, match=r"mixtral.*--to orbax or --to h5"):
         shardload.convert(folder_of(tmp_path, "mixtral"), tmp_path / "out", to="safetensors")

@@ -20,7 +20,7 @@ from shardload._casts import is_float
 from shardload.converting.companions import KERAS, STATE, Companions, companions_of
 from shardload.converting.computing import Computing, computed_by
 from shardload.converting.gguf_tokenizers import attach_preprocessor, companions_of_gguf
-from shardload.errors import MismatchError, SourceError, UnsupportedError
+from shardload.errors import MismatchError, SourceError
 from shardload.loaders import open_manifest
 from shardload.loaders.hub_preset import WEIGHTS
 from shardload.manifest import Manifest, Tensor, View
@@ -76,7 +76,7 @@ def open_source(path: str, *, dtype: str | None = None) -> Source:
         dtype: Of the model's floating-point variables; the checkpoint's own by default. Matters where it computes.
 
     Raises:
-        UnsupportedError: When it describes no model, or values must be computed from it.
+        UnsupportedError: When it describes no model.
         MismatchError: When model and tensors disagree, or tensors would be lost.
     """
     manifest = open_manifest(path)
@@ -92,13 +92,13 @@ def open_source(path: str, *, dtype: str | None = None) -> Source:
     lost = _check(mapping, manifest)
     values = {id(b.variable): _viewed(b, manifest) for b in mapping.bindings}
     used = {name for computed in mapping.computed for name in computed.tensors}
-    _refuse_partial(values.values(), manifest, used=used)
+    partial = _partial(values.values(), manifest, used=used)
     values |= {id(v): Value(v, _keras.stored_dtype(v), step=step) for step, v in computed_by(mapping)}
     values |= _stored_state(model, companions)
     rest = [v for v in _keras.unique(_keras.variables_of(model)) if id(v) not in values]
     made = [*made_now(rest)]
     values |= {id(v.variable): v for v in made}
-    notes = (*companions.notes, *lost, *_computed(mapping), *_fresh(made))
+    notes = (*companions.notes, *lost, *partial, *_computed(mapping), *_fresh(made))
     return Source(manifest, model, values, companions, notes)
 
 
@@ -154,17 +154,18 @@ def _computed(mapping: VariableMap) -> tuple[str, ...]:
     )
 
 
-def _refuse_partial(values: Iterable[Value], manifest: Manifest, *, used: Container[str]) -> None:
+def _partial(values: Iterable[Value], manifest: Manifest, *, used: Container[str]) -> tuple[str, ...]:
+    """Tensors the model takes only some elements of: RoBERTa's first two positions are Hugging Face's padding."""
     taken: dict[str, int] = {}
     for value in values:
         if value.view is not None:
             taken[value.view.tensor] = taken.get(value.view.tensor, 0) + int(np.prod(value.view.shape, dtype=np.int64))
-    for name, count in taken.items():
-        if count < manifest.tensors[name].size and name not in used:
-            raise UnsupportedError(
-                f"{manifest.source}: the model uses only {count} of {manifest.tensors[name].size} elements of tensor "
-                f"{name!r}; the others would be lost. Load it with shardload.load and save the model"
-            )
+    sizes = {name: (count, manifest.tensors[name].size) for name, count in taken.items() if name not in used}
+    return tuple(
+        f"the model uses {count} of the {size} elements of tensor {name!r}; the others were left out"
+        for name, (count, size) in sizes.items()
+        if count < size
+    )
 
 
 def _stored_state(model: Any, companions: Companions) -> dict[int, Value]:
