@@ -280,14 +280,22 @@ def _deserialize(
 ) -> Any:
     import keras
 
+    from shardload import _keras
+    from shardload._form import take_form
+
     if "keras_hub" in json.dumps(config):
         keras_hub()  # registers its classes
     # Keras takes the configuration apart as it goes.
-    made = keras.saving.deserialize_keras_object(
-        copy.deepcopy(dict(config)), custom_objects=custom_objects, safe_mode=safe_mode
-    )
+    rest = copy.deepcopy(dict(config))
+    compiled = rest.pop("compile_config", None)
+    made = keras.saving.deserialize_keras_object(rest, custom_objects=custom_objects, safe_mode=safe_mode)
     if not isinstance(made, keras.Model):
         raise UnsupportedError(f"{manifest.source} describes a {type(made).__name__}, expected a Keras model")
+    structure = manifest.metadata.get("structure")
+    if structure and "form" in structure:
+        take_form(made, structure["form"])
+    if compiled:
+        _keras.compile_as_described(made, compiled, custom_objects=custom_objects, safe_mode=safe_mode)
     return made
 
 

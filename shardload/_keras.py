@@ -20,7 +20,7 @@ import inspect
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.common.symbolic_scope import SymbolicScope, in_symbolic_scope
 from keras.src.backend.jax.core import JaxVariable
 from keras.src.backend.jax.trainer import JAXEpochIterator, JAXTrainer, _distribute_data
-from keras.src.saving import saving_lib
+from keras.src.saving import saving_lib, serialization_lib
 from keras.src.saving.keras_saveable import KerasSaveable
 from keras.src.trainers.epoch_iterator import EpochIterator
 from keras.src.utils import naming
@@ -179,6 +179,12 @@ def state_of(model: Model) -> list[Variable]:
     if isinstance(model, keras.Layer):
         for layer in model._flatten_layers():
             found.extend(getattr(layer, "metrics_variables", ()))
+            # Metrics that were handed to compile as objects have variables before the model counts them as its own.
+            given = getattr(layer, "_compile_metrics", None)
+            for metric in keras.tree.flatten(
+                [getattr(given, n, None) for n in ("_user_metrics", "_user_weighted_metrics")]
+            ):
+                found.extend(metric.variables if isinstance(metric, keras.Metric) else ())
             for attribute in list(vars(layer).values()):
                 found.extend(_held_by(attribute))
     return unique(found)
@@ -696,6 +702,55 @@ def saved_objects(model: Model, *, skip: Iterable[Any] = ()) -> list[tuple[str, 
     return found
 
 
+def has_plain_int8(layer: Any) -> bool:
+    """Whether a layer has a kernel of its own (models hand quantising on), and Keras' own quantisers for it."""
+    if not isinstance(layer, keras.Layer) or type(layer).quantize in (keras.Layer.quantize, keras.Model.quantize):
+        return False
+    config = getattr(layer, "quantization_config", None)
+    return config is None or config.get_config() == keras.quantizers.Int8QuantizationConfig().get_config()
+
+
+def quantize_without_values(layer: Any) -> None:
+    """``layer.quantize("int8")`` where its kernel has no value: everything but the numbers, which a load brings.
+
+    A layer built from a map of policies has the map itself as its policy, so that Keras' own hooks store no scale; it
+    gets the one that is meant.
+    """
+    policy = getattr(layer, "_dtype_policy", None)
+    if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
+        layer._dtype_policy = policy[layer.path]
+    if layer.quantization_mode is None:
+        with _INT8_PATCH.applied():
+            layer.quantize("int8")
+
+
+def compile_as_described(
+    model: Model, config: Mapping[str, Any], *, custom_objects: Mapping[str, Any] | None, safe_mode: bool
+) -> None:
+    """What ``deserialize_keras_object`` does with a ``compile_config``, once the model has the layers it trained.
+
+    Tasks of KerasHub have a ``compile`` of their own, which keeps Keras from calling it; they get what theirs takes.
+    """
+    own = type(model).compile
+    with keras.saving.custom_object_scope(dict(custom_objects or {})), serialization_lib.SafeModeScope(safe_mode):
+        if own is not keras.Model.compile and own.__module__.startswith("keras_hub."):
+            model.compile(**keras.saving.deserialize_keras_object(dict(config)))
+        else:
+            model.compile_from_config(dict(config))
+
+
+def _stand_ins(original: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self: Any, x: Any, axis: Any = None, to_numpy: bool = False, **named: Any) -> Any:
+        if not (isinstance(x, JaxVariable) and is_abstract(x)):
+            return original(self, x, axis, to_numpy=to_numpy, **named)
+        axis = self.axis if axis is None else axis
+        axes = {a % len(x.shape) for a in ((axis,) if isinstance(axis, int) else axis)}
+        scales = tuple(1 if d in axes else n for d, n in enumerate(x.shape))
+        return np.broadcast_to(np.int8(0), tuple(x.shape)), np.broadcast_to(np.float32(1), scales)
+
+    return call
+
+
 def stored_by_hook(saveable: Any) -> dict[str, Variable]:
     """What ``save_own_variables`` stores as it is, by key; nothing is computed. LoRA is left out, not merged."""
     hook = getattr(saveable, "save_own_variables", None)
@@ -878,6 +933,7 @@ _LOAD_STATE_PATCH = Patches(
         (saving_lib, "get_attr_skipset", functools.cache),
     ]
 )
+_INT8_PATCH = Patches(lambda: [(keras.quantizers.AbsMaxQuantizer, "__call__", _stand_ins)])
 
 
 def epoch_iterator_of_caller() -> Any:

@@ -138,10 +138,11 @@ def run(
     place = placement.place_on(mesh, axes=axes, devices=devices)
     with clock("build"):
         model = _job.build(manifest, dtype=dtype, task=task, custom_objects=custom_objects, safe_mode=safe_mode)
-    with clock("plan"):
-        job = _job.prepare(model, manifest, place, layout=layout, host_memory_bytes=limit, check=checker)
-        job = job.checked(strict=strict)
-    report = _job.fill(job, clock, files=files, on_failure="raise", progress=progress, notes=_notes(found, job))
+    with slots_as_stored(model, manifest):
+        with clock("plan"):
+            job = _job.prepare(model, manifest, place, layout=layout, host_memory_bytes=limit, check=checker)
+            job = job.checked(strict=strict)
+        report = _job.fill(job, clock, files=files, on_failure="raise", progress=progress, notes=_notes(found, job))
     _reports[model] = report
     return Loaded(model, report, manifest)
 

@@ -34,7 +34,7 @@ LAYERS = {
         "steps",
         "writers",
     },
-    4: {"_keras", "_hub", "abstraction", "distribution", "names", "assign", "parallel", "whereabouts"},
+    4: {"_keras", "_form", "_hub", "abstraction", "distribution", "names", "assign", "parallel", "whereabouts"},
     5: {
         "loading",
         "restoring",

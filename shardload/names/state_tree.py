@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from shardload import _keras
+from shardload._form import form_of
 from shardload.errors import MismatchError, SourceError, UninitialisedError
 from shardload.names.state_keys import Role, Variable, roles_of
 
@@ -69,6 +70,8 @@ class StateTree:
     """The state of one model; holds its variables, not their values."""
 
     leaves: tuple[Leaf, ...]
+    form: Mapping[str, Any] = field(default_factory=dict)
+    """What the configuration does not say (`_form`)."""
 
     @property
     def tree(self) -> dict[str, Any]:
@@ -93,11 +96,11 @@ class StateTree:
 
     def weights_only(self) -> StateTree:
         """Without optimizer and metrics, as ``save_weights_only`` stores it."""
-        return StateTree(tuple(leaf for leaf in self.leaves if leaf.path[0] in WEIGHTS))
+        return StateTree(tuple(leaf for leaf in self.leaves if leaf.path[0] in WEIGHTS), self.form)
 
     def to_json(self) -> dict[str, Any]:
         """The content of ``structure.json``."""
-        return {"version": VERSION, "leaves": [leaf.to_json() for leaf in self.leaves]}
+        return {"version": VERSION, "leaves": [leaf.to_json() for leaf in self.leaves], "form": dict(self.form)}
 
     def still_describes(self, model: Any) -> bool:
         """Whether the model has the same variables in the same groups as when it was described."""
@@ -119,7 +122,7 @@ def describe(model: Any) -> StateTree:
             path = _free_path(group, variable.path, taken)
             shape, dtype = tuple(variable.shape), _keras.stored_dtype(variable).name
             leaves.append(Leaf(path, roles[id(variable)], shape, dtype, variable))
-    return StateTree(tuple(leaves))
+    return StateTree(tuple(leaves), form_of(model))
 
 
 def _variables_by_group(model: Any) -> list[tuple[str, list[Variable]]]:
