@@ -1,22 +1,27 @@
-"""What a configuration does not say of a model: which layers are frozen, quantised, or have LoRA.
+"""What a configuration does not say of a model: its dtype policy, and what is frozen, quantised, or has LoRA.
 
-Functional models say all of it, layer by layer; subclassed ones and KerasHub's say how they were made, not what was
+Functional models say most of it, layer by layer; subclassed ones and KerasHub's say how they were made, not what was
 done to them afterwards. A step therefore keeps it beside its leaves, and `take_form` does the same to the model made
 anew::
 
-    "form": {"layers/dense": {"trainable": false, "quantization": "int8", "lora": {"rank": 4, "alpha": 4}}}
+    "form": {
+        "": {"policy": "mixed_bfloat16"},                     the model's own, Keras' global one when it was made
+        "layers/dense": {"trainable": false, "lora": {"rank": 4, "alpha": 16}},
+        "layers/dense_1": {"frozen": ["kernel"], "policy": "int8_from_float32", "quantization": "int8"},
+    }
 
-Paths are those of `state_keys`. Layers that were quantised in other ways than Keras' own int8 are left as they are
-made; their tensors then do not match, and loading says so.
+Paths are those of `state_keys`. What cannot be done again (layers quantised with quantisers of one's own, a policy set
+after a layer was built) is refused, naming the layer: a model that computes otherwise is not the one that was saved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from shardload import _keras
-from shardload.errors import SourceError
+from shardload.errors import SourceError, UnsupportedError
 
 _INT8 = "int8"
 _MAX_RANK = 1 << 20
@@ -25,33 +30,60 @@ _MAX_RANK = 1 << 20
 def form_of(model: Any) -> dict[str, dict[str, Any]]:
     """What was done to the layers of ``model``, by path; layers that are as they were made are left out."""
     found = {}
+    usual = _keras.policy_name(model)
     for path, layer in _keras.saved_objects(model):
-        if done := _done_to(layer):
+        if done := _done_to(layer, usual=None if layer is model else usual):
             found[path] = done
     return found
 
 
-def _done_to(layer: Any) -> dict[str, Any]:
+def _done_to(layer: Any, *, usual: str | None) -> dict[str, Any]:
     done: dict[str, Any] = {}
-    if getattr(layer, "trainable", True) is False:
+    trainable = getattr(layer, "trainable", True) is not False
+    if not trainable:
         done["trainable"] = False
-    if getattr(layer, "quantization_mode", None) == _INT8 and _keras.has_plain_int8(layer):
-        done["quantization"] = _INT8
+    frozen = [name for name, variable in _keras.named_weights(layer) if not variable.trainable]
+    if frozen and (trainable or len(frozen) < len(_keras.named_weights(layer))):
+        done["frozen"] = frozen
+    policy = _keras.policy_name(layer)
+    if policy not in (None, usual):
+        done["policy"] = policy
+    mode = _keras.quantization_of(layer)
+    if mode is not None:
+        done["quantization"] = mode if mode == _INT8 and _keras.has_plain_int8(layer) else f"{mode}, not as by default"
     if getattr(layer, "lora_enabled", False):
         done["lora"] = {"rank": int(layer.lora_rank), "alpha": float(layer.lora_alpha)}
     return done
 
 
-def take_form(model: Any, form: Any) -> None:
+@contextmanager
+def global_policy(form: Any, dtype: Any = None) -> Iterator[None]:
+    """Keras' global dtype policy as it was for the saved model, or ``dtype``, while it is made anew."""
+    top = form.get("", {}) if isinstance(form, Mapping) else {}
+    name = dtype if dtype is not None else top.get("policy") if isinstance(top, Mapping) else None
+    if name is None:
+        yield
+        return
+    try:
+        found = _keras.policy_of(name)
+    except ValueError as error:
+        raise SourceError(f"structure.json says that the model has the dtype policy {name!r:.80}") from error
+    with _keras.global_policy(found):
+        yield
+
+
+def take_form(model: Any, form: Any, *, any_policy: bool = False) -> None:
     """Do to the layers of a model just made, inside `shardload.abstract`, what had been done to those saved.
 
     Args:
-        model: Built, without values.
+        model: Built, without values, not compiled.
         form: What `form_of` gave, read back; foreign input. Paths the model does not have are passed over: its
             weights will not match, which says more.
+        any_policy: Layers may have other dtype policies than they had, as another dtype was asked for.
 
     Raises:
         SourceError: When ``form`` is not what `form_of` makes.
+        UnsupportedError: When it cannot be done again.
     """
     known = {path: _checked(path, done) for path, done in _mapping("", form).items()}
     layers = _keras.saved_objects(model)
@@ -61,11 +93,46 @@ def take_form(model: Any, form: Any) -> None:
             layer.trainable = wanted
     for path, layer in layers:
         done = known.get(path, {})
-        if done.get("quantization") == _INT8:
-            _keras.quantize_without_values(layer)
-        lora = done.get("lora")
-        if lora and hasattr(layer, "enable_lora") and not getattr(layer, "lora_enabled", False):
-            layer.enable_lora(lora["rank"], lora_alpha=lora["alpha"])
+        _quantise(path, layer, done.get("quantization"))
+        if not any_policy and path:
+            _check_policy(path, layer, done.get("policy", known.get("", {}).get("policy")))
+        if lora := done.get("lora"):
+            _give_lora(path, layer, lora)
+        frozen = set(done.get("frozen", ()))
+        for name, variable in _keras.named_weights(layer):
+            wanted = name not in frozen if frozen else done.get("trainable", True)
+            if variable.trainable is not wanted:
+                variable.trainable = wanted
+
+
+def _quantise(path: str, layer: Any, mode: str | None) -> None:
+    has = _keras.quantization_of(layer)
+    if mode == _INT8 and _keras.quantizes(layer):
+        _keras.quantize_without_values(layer)
+    elif mode is not None and has is None:
+        raise _refused(path, f"was quantised ({mode})")
+
+
+def _check_policy(path: str, layer: Any, wanted: str | None) -> None:
+    has = _keras.policy_name(layer)
+    if None not in (has, wanted) and has != wanted:
+        raise _refused(path, f"had the dtype policy {wanted!r}, and is made with {has!r}")
+
+
+def _give_lora(path: str, layer: Any, lora: Mapping[str, Any]) -> None:
+    if not hasattr(layer, "enable_lora"):
+        return
+    if not getattr(layer, "lora_enabled", False):
+        layer.enable_lora(lora["rank"], lora_alpha=lora["alpha"])
+    elif layer.lora_alpha != lora["alpha"]:  # Keras' Dense and Embedding forget it
+        layer.lora_alpha = lora["alpha"]
+
+
+def _refused(path: str, what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"The layer {path!r} {what}, which its configuration does not say. Build the model yourself, as it was, and "
+        "fill it: shardload.restore(model, directory)"
+    )
 
 
 def _checked(path: str, said: Any) -> Mapping[str, Any]:
@@ -77,6 +144,11 @@ def _checked(path: str, said: Any) -> Mapping[str, Any]:
             raise SourceError(f"structure.json gives {path!r} a LoRA of rank {rank!r} and alpha {alpha!r}")
     if not isinstance(done.get("trainable", True), bool):
         raise SourceError(f"structure.json says trainable={done['trainable']!r} of {path!r}")
+    frozen = done.get("frozen", [])
+    if not isinstance(frozen, list) or not all(isinstance(name, str) for name in frozen):
+        raise SourceError(f"structure.json says that {frozen!r:.80} is frozen in {path!r}")
+    if any(not isinstance(done.get(key, ""), str) for key in ("policy", "quantization")):
+        raise SourceError(f"structure.json says of {path!r}: {dict(done)!r:.80}")
     return done
 
 

@@ -76,7 +76,8 @@ def build_model(
             case "keras-archive":
                 return _deserialize(with_dtype(manifest.config, dtype), manifest, custom_objects, safe_mode)
             case "orbax" if manifest.config:
-                return _deserialize(with_dtype(manifest.config, dtype), manifest, custom_objects, safe_mode)
+                described = with_dtype(manifest.config, dtype)
+                return _deserialize(described, manifest, custom_objects, safe_mode, dtype=dtype)
             case "keras-h5" | "keras-sharded-h5" if config := _config_beside(manifest):
                 return _deserialize(with_dtype(config, dtype), manifest, custom_objects, safe_mode)
     raise UnsupportedError(
@@ -276,26 +277,31 @@ def _parameters(cls: Any) -> Mapping[str, Any]:
 
 
 def _deserialize(
-    config: Mapping[str, Any], manifest: Manifest, custom_objects: Mapping[str, Any] | None, safe_mode: bool
+    config: Mapping[str, Any],
+    manifest: Manifest,
+    custom_objects: Mapping[str, Any] | None,
+    safe_mode: bool,
+    *,
+    dtype: Any = None,
 ) -> Any:
     import keras
 
-    from shardload import _keras
-    from shardload._form import take_form
+    from shardload import _form, _keras
 
     if "keras_hub" in json.dumps(config):
         keras_hub()  # registers its classes
+    form = (manifest.metadata.get("structure") or {}).get("form")
     # Keras takes the configuration apart as it goes.
     rest = copy.deepcopy(dict(config))
     compiled = rest.pop("compile_config", None)
-    made = keras.saving.deserialize_keras_object(rest, custom_objects=custom_objects, safe_mode=safe_mode)
-    if not isinstance(made, keras.Model):
-        raise UnsupportedError(f"{manifest.source} describes a {type(made).__name__}, expected a Keras model")
-    structure = manifest.metadata.get("structure")
-    if structure and "form" in structure:
-        take_form(made, structure["form"])
-    if compiled:
-        _keras.compile_as_described(made, compiled, custom_objects=custom_objects, safe_mode=safe_mode)
+    with _form.global_policy(form, None if form is None else dtype):
+        made = keras.saving.deserialize_keras_object(rest, custom_objects=custom_objects, safe_mode=safe_mode)
+        if not isinstance(made, keras.Model):
+            raise UnsupportedError(f"{manifest.source} describes a {type(made).__name__}, expected a Keras model")
+        if form is not None:
+            _form.take_form(made, form, any_policy=dtype is not None)
+        if compiled:
+            _keras.compile_as_described(made, compiled, custom_objects=custom_objects, safe_mode=safe_mode)
     return made
 
 

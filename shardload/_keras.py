@@ -710,6 +710,61 @@ def has_plain_int8(layer: Any) -> bool:
     return config is None or config.get_config() == keras.quantizers.Int8QuantizationConfig().get_config()
 
 
+def quantization_of(layer: Any) -> str | None:
+    """How a layer that has a kernel of its own is quantised: ``int8``, ``int4`` and so on."""
+    if not isinstance(layer, keras.Layer) or type(layer).quantize in (keras.Layer.quantize, keras.Model.quantize):
+        return None
+    mode: str | None = layer.quantization_mode
+    return mode
+
+
+def quantizes(layer: Any) -> bool:
+    """Whether a layer can be quantised, or is."""
+    own = isinstance(layer, keras.Layer) and type(layer).quantize not in (keras.Layer.quantize, keras.Model.quantize)
+    return own and layer.quantization_mode in (None, "int8")
+
+
+def policy_name(layer: Any) -> str | None:
+    """Name of a layer's dtype policy, the usual one of a map; None for what is no layer."""
+    policy = layer._dtype_policy if isinstance(layer, keras.Layer) else None
+    if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
+        policy = policy[layer.path] if layer.path and not isinstance(layer, keras.Model) else policy.default_policy
+    if isinstance(policy, keras.dtype_policies.QuantizedDTypePolicy):  # some are named "int8_from_None"
+        computes, holds = policy.compute_dtype, policy.variable_dtype
+        return f"{policy.quantization_mode}_from_{holds if computes == holds else f'mixed_{computes}'}"
+    return None if policy is None else str(policy.name)
+
+
+def policy_of(name: Any) -> Any:
+    """A dtype policy by its name.
+
+    Raises:
+        ValueError: When there is none.
+    """
+    return keras.dtype_policies.get(name)
+
+
+@contextmanager
+def global_policy(policy: Any) -> Iterator[None]:
+    """Another global dtype policy for a while."""
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(policy)
+    try:
+        yield
+    finally:
+        keras.config.set_dtype_policy(before)
+
+
+def named_weights(layer: Any) -> list[tuple[str, Variable]]:
+    """The weights of a layer itself that can be frozen, by name; ``#2`` and so on where names repeat."""
+    found: list[tuple[str, Variable]] = []
+    seen: dict[str, int] = {}
+    for variable in layer._trainable_variables if isinstance(layer, keras.Layer) else ():
+        count = seen[variable.name] = seen.get(variable.name, 0) + 1
+        found.append((variable.name if count == 1 else f"{variable.name}#{count}", variable))
+    return found
+
+
 def quantize_without_values(layer: Any) -> None:
     """``layer.quantize("int8")`` where its kernel has no value: everything but the numbers, which a load brings.
 

@@ -10,7 +10,7 @@ import pytest
 import shardload
 from shardload._form import form_of, take_form
 from shardload.callbacks import OrbaxCheckpoint
-from shardload.errors import MismatchError, SourceError
+from shardload.errors import SourceError, UnsupportedError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method")
 
@@ -127,7 +127,83 @@ def test_a_quantiser_of_ones_own_is_not_taken_for_keras_own(tmp_path):
     model.quantize("int8", config=keras.quantizers.Int8QuantizationConfig(activation_quantizer=None))
     model.compile("sgd", "mse")
     step = saved(model, tmp_path)
-    with pytest.raises(MismatchError, match="int8"):
+    with pytest.raises(UnsupportedError, match=r"The layer '.*' was quantised \(int8, not as by default\)"):
+        shardload.load(tmp_path / str(step), mesh="1x1")
+
+
+def functional(*, policy=None):
+    inputs = keras.Input((4,))
+    layers = [keras.layers.Dense(8, dtype=policy, name="a"), keras.layers.Dense(2, dtype=policy, name="b")]
+    return keras.Model(inputs, layers[1](layers[0](inputs)))
+
+
+def rows(model, *callbacks):
+    rng = np.random.default_rng(0)
+    x, y = rng.random((16, 4), np.float32), rng.random((16, 2), np.float32)
+    model.fit(x, y, batch_size=8, verbose=0, shuffle=False, callbacks=list(callbacks))
+
+
+def freeze_kernel(model):
+    model.get_layer("a").kernel.trainable = False
+
+
+def lora_with_alpha(model):
+    model.get_layer("a").enable_lora(2, lora_alpha=16)
+
+
+def thaw_after_lora(model):
+    model.get_layer("a").enable_lora(2)
+    model.trainable = False
+    model.trainable = True
+
+
+@pytest.mark.parametrize("change", [freeze_kernel, lora_with_alpha, thaw_after_lora])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_single_variables_stay_frozen_and_alpha_is_kept(tmp_path, change, optimizer):
+    model = functional()
+    change(model)
+    model.compile(optimizer, "mse")
+    step = saved(model, tmp_path, rows)
+    again = shardload.load(tmp_path / str(step), mesh="1x1")
+    assert [v.trainable for v in again.weights] == [v.trainable for v in model.weights]
+    assert np.asarray(again(np.ones((2, 4)))).tobytes() == np.asarray(model(np.ones((2, 4)))).tobytes()
+    assert_same_training(model, again, rows)
+
+
+@pytest.mark.parametrize("policy", ["bfloat16", "mixed_bfloat16", "mixed_float16", "float16"])
+@pytest.mark.parametrize("build", [functional, nested], ids=["functional", "subclassed"])
+def test_the_policy_that_was_global_is_the_models(tmp_path, policy, build):
+    fit = rows if build is functional else train
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(policy)
+    try:
+        model = build()
+        model.compile("adam", "mse")
+    finally:
+        keras.config.set_dtype_policy(before)
+    step = saved(model, tmp_path, fit)
+    again = shardload.load(tmp_path / str(step), mesh="1x1")
+    assert keras.config.dtype_policy() == before
+    assert [layer.dtype_policy.name for layer in again.layers] == [layer.dtype_policy.name for layer in model.layers]
+    assert type(again.optimizer) is type(model.optimizer)
+    assert_same_training(model, again, fit)
+
+
+def test_another_dtype_may_be_asked_for(tmp_path):
+    model = nested()
+    step = saved(model, tmp_path)
+    again = shardload.load(tmp_path / str(step), mesh="1x1", dtype="bfloat16")
+    assert {str(v.dtype) for v in again.weights} == {"bfloat16"}
+
+
+def test_a_policy_set_on_a_built_layer_is_refused(tmp_path):
+    model = nested()
+    model.head.dtype_policy = "mixed_bfloat16"
+    model.compile("sgd", "mse")
+    step = saved(model, tmp_path)
+    with pytest.raises(
+        UnsupportedError, match="'head' had the dtype policy 'mixed_bfloat16', and is made with 'float32'"
+    ):
         shardload.load(tmp_path / str(step), mesh="1x1")
 
 
@@ -165,6 +241,8 @@ def test_a_quantised_task_made_anew_can_be_saved_by_keras(tmp_path):
         {"head": {"lora": {"rank": 10**9, "alpha": 1}}},
         {"head": {"lora": {"rank": True, "alpha": 1}}},
         {"head": {"lora": {"rank": 2, "alpha": "much"}}},
+        {"head": {"frozen": "kernel"}},
+        {"head": {"policy": 16}},
     ],
     ids=json.dumps,
 )
@@ -179,4 +257,4 @@ def test_a_path_the_model_does_not_have_is_passed_over():
     with shardload.abstract():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
         take_form(model, {"layers/gone": {"trainable": False, "quantization": "int8"}})
-    assert form_of(model) == {}
+    assert form_of(model) == {"": {"policy": "float32"}}

@@ -20,19 +20,19 @@ pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")  # 
 class Source:
     """Eighty examples; random access, as Grain wants it."""
 
-    def __init__(self):
+    def __init__(self, count=80):
         rng = np.random.default_rng(0)
-        self.x, self.y = rng.random((80, 6), np.float32), rng.random((80, 2), np.float32)
+        self.x, self.y = rng.random((count, 6), np.float32), rng.random((count, 2), np.float32)
 
     def __len__(self):
-        return 80
+        return len(self.x)
 
     def __getitem__(self, i):
         return self.x[i], self.y[i]
 
 
-def data(*, repeat=False, rows=8, global_batch_size=None):
-    found = grain.MapDataset.source(Source()).shuffle(seed=4)
+def data(*, repeat=False, rows=8, global_batch_size=None, count=80):
+    found = grain.MapDataset.source(Source(count)).shuffle(seed=4)
     found = found.repeat() if repeat else found
     return resumable(found, global_batch_size=global_batch_size) if global_batch_size else resumable(found.batch(rows))
 
@@ -130,6 +130,12 @@ def saved_in_mid_epoch(folder, **source):
         ({}, {"rows": 16}, r"Step 3 does not tell what comes next in this data: .* 10 batches, and now has 5\."),
         ({}, {"repeat": True}, r"had 10 batches, and now has endlessly many"),
         ({"repeat": True}, {"repeat": True, "rows": 16}, "had 8 rows in this process, and now have 16"),
+        ({"repeat": True}, {"repeat": True, "count": 96}, r"had 80 elements before repeat\(\), and now has 96"),
+        (
+            {"repeat": True, "global_batch_size": 8},
+            {"repeat": True, "global_batch_size": 8, "count": 96},
+            r"had 80 elements before repeat\(\), and now has 96",
+        ),
         ({"global_batch_size": 8}, {"global_batch_size": 16}, "counts global batches of 8 examples, and now of 16"),
         ({"global_batch_size": 8}, {}, "saved with global_batch_size.*without it now"),
         ({}, {"global_batch_size": 8}, "saved without global_batch_size.*with it now"),

@@ -20,7 +20,16 @@ from typing import Any
 
 from shardload import _keras
 from shardload.data import _global_batches
-from shardload.data._position import Origin, Position, Reading, follow, followed, length, stop_following
+from shardload.data._position import (
+    Origin,
+    Position,
+    Reading,
+    follow,
+    followed,
+    length,
+    repeated_length,
+    stop_following,
+)
 from shardload.errors import MissingExtraError, UsageError
 
 __all__ = ["Origin", "Position", "Reading", "follow", "resumable", "resumable_of_fit", "stop_following"]
@@ -51,7 +60,8 @@ def resumable(dataset: Any, *, global_batch_size: int | None = None) -> Any:
         return _resumable_class()(dataset, _checked(dataset, global_batch_size))
     reading = Reading()
     if isinstance(dataset, grain.MapDataset):
-        reading, dataset = Reading(batches=length(dataset)), dataset.to_iter_dataset()
+        reading = Reading(batches=length(dataset), repeated=repeated_length(dataset))
+        dataset = dataset.to_iter_dataset()
     if not isinstance(dataset, grain.IterDataset):
         raise UsageError(
             f"resumable() takes a grain.MapDataset or grain.IterDataset; got {type(dataset).__name__}. For another "
@@ -95,7 +105,8 @@ def _checked(dataset: Any, global_batch_size: int) -> Reading:
         dataset.batch(global_batch_size)
     except ValueError as error:
         raise UsageError(_global_batches.NO_NUMBERS) from error
-    return Reading(global_batch_size=global_batch_size, examples=length(dataset))
+    sizes = {"examples": length(dataset), "repeated": repeated_length(dataset)}
+    return Reading(global_batch_size=global_batch_size, **sizes)
 
 
 def _grain() -> Any:

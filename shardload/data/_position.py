@@ -22,6 +22,8 @@ KEPT = 8
 ENDLESS = 1 << 48
 """No dataset is as long; Grain repeats without end up to the largest index, divided by what is in a batch."""
 
+_LENGTHS = {"examples": "examples", "batches": "batches", "repeated": "elements before repeat()"}
+
 _active = threading.local()
 _positions: weakref.WeakKeyDictionary[Any, Position] = weakref.WeakKeyDictionary()
 
@@ -38,6 +40,8 @@ class Reading:
     """Of a dataset of the process' own, where it tells; 0 for one without end."""
     rows: int | None = None
     """Examples of this process in a batch, where it has a dataset of its own."""
+    repeated: int | None = None
+    """Elements of what is repeated without end."""
 
     @classmethod
     def of_record(cls, found: Any) -> Reading:
@@ -69,8 +73,8 @@ class Origin:
         if then.global_batch_size != now.global_batch_size:
             sizes = f"{then.global_batch_size} examples, and now of {now.global_batch_size}"
             raise self._cannot(f"it counts global batches of {sizes}")
-        for what in ("examples", "batches"):
-            before, after = getattr(then, what), getattr(now, what)
+        for field, what in _LENGTHS.items():
+            before, after = getattr(then, field), getattr(now, field)
             if before is not None and before != after:
                 raise self._cannot(f"its dataset had {_number(before)} {what}, and now has {_number(after)}")
         if then.global_batch_size is None and self.processes != self.processes_now:
@@ -101,6 +105,14 @@ def length(dataset: Any) -> int:
     """Of a `grain.MapDataset`; 0 for one without end, which has as many elements as an index can count."""
     found = len(dataset)
     return found if found < ENDLESS else 0
+
+
+def repeated_length(dataset: Any) -> int | None:
+    """Of what a `grain.MapDataset` without end repeats; None for one that ends, or does not tell."""
+    if length(dataset):
+        return None
+    below = [length(parent) or repeated_length(parent) for parent in getattr(dataset, "parents", ())]
+    return next((n for n in below if n), None)
 
 
 def _number(found: int | None) -> str:
