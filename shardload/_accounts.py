@@ -108,8 +108,15 @@ def _computed_tensors(job: Job) -> set[str]:
 def _unasked(job: Job) -> tuple[str, ...]:
     if not job.mapping.unasked:
         return ()
-    count, first = len(job.mapping.unasked), job.mapping.unasked[0]
-    return (f"{count} tensors belong to parts this model does not have and were left alone: {first} …",)
+    counts = [name for name in job.mapping.unasked if name.startswith("metrics_variables/")]
+    others = [name for name in job.mapping.unasked if not name.startswith("metrics_variables/")]
+    found = []
+    if others:
+        what = f"{len(others)} tensors belong to parts this model does not have and were left alone"
+        found.append(f"{what}: {others[0]} …")
+    if counts:
+        found.append(f"metrics count from the beginning: the {len(counts)} values they stood at were left alone")
+    return tuple(found)
 
 
 def _stages(clock: Clock) -> Stages:

@@ -156,6 +156,13 @@ def test_a_last_batch_that_is_shorter_is_none_of_another_length(tmp_path):
     assert lengths == {0: 1, 1: 7}
 
 
+def test_data_that_has_run_out_is_told(tmp_path):
+    with pytest.warns(UserWarning, match="ran out of data"):
+        fit(model(), data(rows=16), OrbaxCheckpoint(tmp_path, save_freq=1), epochs=2, steps_per_epoch=4)
+    with pytest.raises(UsageError, match="Step 5 stands at the end of this data"):
+        fit(model(), data(rows=16), OrbaxCheckpoint(tmp_path, resume=True), epochs=2, steps_per_epoch=4)
+
+
 def test_data_that_cannot_go_on_where_the_step_says_begins_the_epoch_again(tmp_path):
     saved_in_mid_epoch(tmp_path)
     x, y = Source().x, Source().y

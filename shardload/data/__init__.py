@@ -140,7 +140,12 @@ def _resumable_class() -> Any:
         def __next__(self) -> Any:
             if self._position is not None and not self._position.goes_on():
                 raise StopIteration
-            batch = self._ahead.pop() if self._ahead else next(self._inner)
+            try:
+                batch = self._ahead.pop() if self._ahead else next(self._inner)
+            except StopIteration:
+                if self._position is not None:
+                    self._position.ended()
+                raise
             self._state = self._inner.get_state()
             self._look_ahead()
             if self._position is not None:

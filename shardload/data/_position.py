@@ -214,6 +214,18 @@ class Position:
         self._wanted, self._left = self._states[-1][1], None
         return False
 
+    def ended(self) -> None:
+        """The live iterator has no batch left.
+
+        Raises:
+            UsageError: When it gave none at all to a run that goes on: Keras would fail without saying why.
+        """
+        if self._origin is not None and not self._given:
+            raise UsageError(
+                f"Step {self._origin.step} stands at the end of this data, and `fit` is to train more batches. "
+                "Train fewer epochs, or repeat the data (dataset.repeat() with steps_per_epoch)"
+            )
+
     def gave(self, state: dict[str, Any], *, rows: int, at_end: bool) -> None:
         """The live iterator gave out a batch of so many rows and now is at ``state``.
 
