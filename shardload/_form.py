@@ -16,8 +16,7 @@ after a layer was built) is refused, naming the layer: a model that computes oth
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from shardload import _keras
@@ -56,20 +55,43 @@ def _done_to(layer: Any, *, usual: str | None) -> dict[str, Any]:
     return done
 
 
-@contextmanager
-def global_policy(form: Any, dtype: Any = None) -> Iterator[None]:
-    """Keras' global dtype policy as it was for the saved model, or ``dtype``, while it is made anew."""
+class _PolicyDiffersError(UnsupportedError):
+    """A layer was made with another dtype policy than it had."""
+
+
+def under_its_policy(make: Callable[[], Any], form: Any, dtype: Any, *, says_dtype: bool) -> Any:
+    """What ``make`` makes, while Keras' global dtype policy is what it was for the saved model.
+
+    Which one that was is not known: it may have been the model's own policy, or that was asked for and the global one
+    is as now. Both are tried; what the layers had decides.
+
+    Args:
+        make: Makes the model and calls `take_form`; called twice if need be.
+        form: As for `take_form`.
+        dtype: A policy that was asked for instead.
+        says_dtype: Whether the model's configuration has a policy for the model.
+
+    Raises:
+        UnsupportedError: When a layer has another policy under both.
+    """
     top = form.get("", {}) if isinstance(form, Mapping) else {}
-    name = dtype if dtype is not None else top.get("policy") if isinstance(top, Mapping) else None
-    if name is None:
-        yield
-        return
+    wanted = dtype if dtype is not None else top.get("policy") if isinstance(top, Mapping) else None
     try:
-        found = _keras.policy_of(name)
+        own = None if wanted is None else _keras.policy_of(wanted)
     except ValueError as error:
-        raise SourceError(f"structure.json says that the model has the dtype policy {name!r:.80}") from error
-    with _keras.global_policy(found):
-        yield
+        raise SourceError(f"structure.json says that the model has the dtype policy {wanted!r:.80}") from error
+    now = _keras.global_policy_now()
+    if own is None or own.name == now.name:
+        return make()
+    policies = [own] if dtype is not None else [now, own] if says_dtype else [own, now]
+    for last, policy in enumerate(policies, start=1 - len(policies)):
+        with _keras.global_policy(policy):
+            try:
+                return make()
+            except _PolicyDiffersError:
+                if not last:
+                    raise
+    raise AssertionError("the last one returns or raises")
 
 
 def take_form(model: Any, form: Any, *, any_policy: bool = False) -> None:
@@ -94,7 +116,7 @@ def take_form(model: Any, form: Any, *, any_policy: bool = False) -> None:
     for path, layer in layers:
         done = known.get(path, {})
         _quantise(path, layer, done.get("quantization"))
-        if not any_policy and path:
+        if not any_policy and _keras.computes(layer):
             _check_policy(path, layer, done.get("policy", known.get("", {}).get("policy")))
         if lora := done.get("lora"):
             _give_lora(path, layer, lora)
@@ -110,13 +132,15 @@ def _quantise(path: str, layer: Any, mode: str | None) -> None:
     if mode == _INT8 and _keras.quantizes(layer):
         _keras.quantize_without_values(layer)
     elif mode is not None and has is None:
-        raise _refused(path, f"was quantised ({mode})")
+        raise UnsupportedError(_refusal(path, f"was quantised ({mode}), which its configuration does not say"))
 
 
 def _check_policy(path: str, layer: Any, wanted: str | None) -> None:
     has = _keras.policy_name(layer)
     if None not in (has, wanted) and has != wanted:
-        raise _refused(path, f"had the dtype policy {wanted!r}, and is made with {has!r}")
+        raise _PolicyDiffersError(
+            _refusal(path, f"had the dtype policy {wanted!r}, and is made with {has!r}, as nothing says otherwise")
+        )
 
 
 def _give_lora(path: str, layer: Any, lora: Mapping[str, Any]) -> None:
@@ -128,10 +152,10 @@ def _give_lora(path: str, layer: Any, lora: Mapping[str, Any]) -> None:
         layer.lora_alpha = lora["alpha"]
 
 
-def _refused(path: str, what: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"The layer {path!r} {what}, which its configuration does not say. Build the model yourself, as it was, and "
-        "fill it: shardload.restore(model, directory)"
+def _refusal(path: str, what: str) -> str:
+    return (
+        f"The layer {path!r} {what}. Build the model yourself, as it was, and fill it: "
+        "shardload.restore(model, directory)"
     )
 
 

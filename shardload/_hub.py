@@ -291,18 +291,22 @@ def _deserialize(
     if "keras_hub" in json.dumps(config):
         keras_hub()  # registers its classes
     form = (manifest.metadata.get("structure") or {}).get("form")
-    # Keras takes the configuration apart as it goes.
-    rest = copy.deepcopy(dict(config))
-    compiled = rest.pop("compile_config", None)
-    with _form.global_policy(form, None if form is None else dtype):
-        made = keras.saving.deserialize_keras_object(rest, custom_objects=custom_objects, safe_mode=safe_mode)
-        if not isinstance(made, keras.Model):
-            raise UnsupportedError(f"{manifest.source} describes a {type(made).__name__}, expected a Keras model")
+
+    def made() -> Any:
+        # Keras takes the configuration apart as it goes.
+        rest = copy.deepcopy(dict(config))
+        compiled = rest.pop("compile_config", None)
+        model = keras.saving.deserialize_keras_object(rest, custom_objects=custom_objects, safe_mode=safe_mode)
+        if not isinstance(model, keras.Model):
+            raise UnsupportedError(f"{manifest.source} describes a {type(model).__name__}, expected a Keras model")
         if form is not None:
-            _form.take_form(made, form, any_policy=dtype is not None)
+            _form.take_form(model, form, any_policy=dtype is not None)
         if compiled:
-            _keras.compile_as_described(made, compiled, custom_objects=custom_objects, safe_mode=safe_mode)
-    return made
+            _keras.compile_as_described(model, compiled, custom_objects=custom_objects, safe_mode=safe_mode)
+        return model
+
+    says_dtype = isinstance(config.get("config"), Mapping) and "dtype" in config["config"]
+    return made() if form is None else _form.under_its_policy(made, form, dtype, says_dtype=says_dtype)
 
 
 def _preset_loader(manifest: Manifest) -> Any:

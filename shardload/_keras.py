@@ -744,6 +744,16 @@ def policy_of(name: Any) -> Any:
     return keras.dtype_policies.get(name)
 
 
+def computes(layer: Any) -> bool:
+    """Whether a layer's dtype policy matters: not that of a place where input enters, or of what is no layer."""
+    return isinstance(layer, keras.Layer) and not isinstance(layer, keras.layers.InputLayer)
+
+
+def global_policy_now() -> Any:
+    """Keras' global dtype policy."""
+    return keras.config.dtype_policy()
+
+
 @contextmanager
 def global_policy(policy: Any) -> Iterator[None]:
     """Another global dtype policy for a while."""
