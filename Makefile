@@ -10,7 +10,7 @@ export KERAS_BACKEND := jax
 demo: $(VENV)/.demo  ## real Gemma 3 270M on eight devices answers a prompt
 	$(BIN)/shardload load gemma3_270m --mesh 1x8 --prompt "The capital of France is"
 
-test: $(STAMP)  ## all tests, a process per core (two at most: each takes up to 3 GB)
+test: $(STAMP)  ## all tests, a process per core (two at most: each takes up to 5 GB)
 	$(BIN)/python -m pytest -n 2
 
 test-full: $(STAMP)  ## every format, family and dtype on every mesh
