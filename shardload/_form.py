@@ -16,8 +16,11 @@ after a layer was built) is refused, naming the layer: a model that computes oth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+
+import keras
 
 from shardload import _keras
 from shardload.errors import SourceError, UnsupportedError
@@ -47,9 +50,9 @@ def _done_to(layer: Any, *, usual: str | None) -> dict[str, Any]:
     policy = _keras.policy_name(layer)
     if policy not in (None, usual):
         done["policy"] = policy
-    mode = _keras.quantization_of(layer)
+    mode = _quantization_of(layer)
     if mode is not None:
-        done["quantization"] = mode if mode == _INT8 and _keras.has_plain_int8(layer) else f"{mode}, not as by default"
+        done["quantization"] = mode if mode == _INT8 and _has_plain_int8(layer) else f"{mode}, not as by default"
     if getattr(layer, "lora_enabled", False):
         done["lora"] = {"rank": int(layer.lora_rank), "alpha": float(layer.lora_alpha)}
     return done
@@ -77,15 +80,15 @@ def under_its_policy(make: Callable[[], Any], form: Any, dtype: Any, *, says_dty
     top = form.get("", {}) if isinstance(form, Mapping) else {}
     wanted = dtype if dtype is not None else top.get("policy") if isinstance(top, Mapping) else None
     try:
-        own = None if wanted is None else _keras.policy_of(wanted)
+        own = None if wanted is None else keras.dtype_policies.get(wanted)
     except ValueError as error:
         raise SourceError(f"structure.json says that the model has the dtype policy {wanted!r:.80}") from error
-    now = _keras.global_policy_now()
+    now = keras.config.dtype_policy()
     if own is None or own.name == now.name:
         return make()
     policies = [own] if dtype is not None else [now, own] if says_dtype else [own, now]
     for last, policy in enumerate(policies, start=1 - len(policies)):
-        with _keras.global_policy(policy):
+        with _global_policy(policy):
             try:
                 return make()
             except _PolicyDiffersError:
@@ -116,7 +119,7 @@ def take_form(model: Any, form: Any, *, any_policy: bool = False) -> None:
     for path, layer in layers:
         done = known.get(path, {})
         _quantise(path, layer, done.get("quantization"))
-        if not any_policy and _keras.computes(layer):
+        if not any_policy and _computes(layer):
             _check_policy(path, layer, done.get("policy", known.get("", {}).get("policy")))
         if lora := done.get("lora"):
             _give_lora(path, layer, lora)
@@ -128,8 +131,8 @@ def take_form(model: Any, form: Any, *, any_policy: bool = False) -> None:
 
 
 def _quantise(path: str, layer: Any, mode: str | None) -> None:
-    has = _keras.quantization_of(layer)
-    if mode == _INT8 and _keras.quantizes(layer):
+    has = _quantization_of(layer)
+    if mode == _INT8 and _quantizes(layer):
         _keras.quantize_without_values(layer)
     elif mode is not None and has is None:
         raise UnsupportedError(_refusal(path, f"was quantised ({mode}), which its configuration does not say"))
@@ -180,3 +183,43 @@ def _mapping(path: str, found: Any) -> Mapping[str, Any]:
     if not isinstance(found, Mapping):
         raise SourceError(f"structure.json should say what was done to the layer {path!r}, but says {found!r:.80}")
     return found
+
+
+def _has_kernel(layer: Any) -> bool:
+    """Whether a layer has a kernel of its own to quantise; models hand quantising on to their layers."""
+    return isinstance(layer, keras.Layer) and type(layer).quantize not in (keras.Layer.quantize, keras.Model.quantize)
+
+
+def _has_plain_int8(layer: Any) -> bool:
+    """Whether a layer has a kernel of its own, and Keras' own quantisers for it."""
+    if not _has_kernel(layer):
+        return False
+    config = getattr(layer, "quantization_config", None)
+    return config is None or config.get_config() == keras.quantizers.Int8QuantizationConfig().get_config()
+
+
+def _quantization_of(layer: Any) -> str | None:
+    """How a layer that has a kernel of its own is quantised: ``int8``, ``int4`` and so on."""
+    mode: str | None = layer.quantization_mode if _has_kernel(layer) else None
+    return mode
+
+
+def _quantizes(layer: Any) -> bool:
+    """Whether a layer can be quantised, or is."""
+    return _has_kernel(layer) and layer.quantization_mode in (None, _INT8)
+
+
+def _computes(layer: Any) -> bool:
+    """Whether a layer's dtype policy matters: not that of a place where input enters, or of what is no layer."""
+    return isinstance(layer, keras.Layer) and not isinstance(layer, keras.layers.InputLayer)
+
+
+@contextmanager
+def _global_policy(policy: Any) -> Iterator[None]:
+    """Another global dtype policy for a while."""
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(policy)
+    try:
+        yield
+    finally:
+        keras.config.set_dtype_policy(before)

@@ -702,28 +702,6 @@ def saved_objects(model: Model, *, skip: Iterable[Any] = ()) -> list[tuple[str, 
     return found
 
 
-def has_plain_int8(layer: Any) -> bool:
-    """Whether a layer has a kernel of its own (models hand quantising on), and Keras' own quantisers for it."""
-    if not isinstance(layer, keras.Layer) or type(layer).quantize in (keras.Layer.quantize, keras.Model.quantize):
-        return False
-    config = getattr(layer, "quantization_config", None)
-    return config is None or config.get_config() == keras.quantizers.Int8QuantizationConfig().get_config()
-
-
-def quantization_of(layer: Any) -> str | None:
-    """How a layer that has a kernel of its own is quantised: ``int8``, ``int4`` and so on."""
-    if not isinstance(layer, keras.Layer) or type(layer).quantize in (keras.Layer.quantize, keras.Model.quantize):
-        return None
-    mode: str | None = layer.quantization_mode
-    return mode
-
-
-def quantizes(layer: Any) -> bool:
-    """Whether a layer can be quantised, or is."""
-    own = isinstance(layer, keras.Layer) and type(layer).quantize not in (keras.Layer.quantize, keras.Model.quantize)
-    return own and layer.quantization_mode in (None, "int8")
-
-
 def policy_name(layer: Any) -> str | None:
     """Name of a layer's dtype policy, the usual one of a map; None for what is no layer."""
     policy = layer._dtype_policy if isinstance(layer, keras.Layer) else None
@@ -733,36 +711,6 @@ def policy_name(layer: Any) -> str | None:
         computes, holds = policy.compute_dtype, policy.variable_dtype
         return f"{policy.quantization_mode}_from_{holds if computes == holds else f'mixed_{computes}'}"
     return None if policy is None else str(policy.name)
-
-
-def policy_of(name: Any) -> Any:
-    """A dtype policy by its name.
-
-    Raises:
-        ValueError: When there is none.
-    """
-    return keras.dtype_policies.get(name)
-
-
-def computes(layer: Any) -> bool:
-    """Whether a layer's dtype policy matters: not that of a place where input enters, or of what is no layer."""
-    return isinstance(layer, keras.Layer) and not isinstance(layer, keras.layers.InputLayer)
-
-
-def global_policy_now() -> Any:
-    """Keras' global dtype policy."""
-    return keras.config.dtype_policy()
-
-
-@contextmanager
-def global_policy(policy: Any) -> Iterator[None]:
-    """Another global dtype policy for a while."""
-    before = keras.config.dtype_policy()
-    keras.config.set_dtype_policy(policy)
-    try:
-        yield
-    finally:
-        keras.config.set_dtype_policy(before)
 
 
 def named_weights(layer: Any) -> list[tuple[str, Variable]]:
