@@ -21,6 +21,7 @@ from shardload.devices import Place, local_positions
 from shardload.errors import LoadInterruptedError, MismatchError
 from shardload.manifest import Manifest
 from shardload.names import Mismatch, VariableMap
+from shardload.names.layer_step import has_keras_hook
 from shardload.parallel import LayoutChoice, choose
 from shardload.planner import LoadPlan, Target, make_plan
 from shardload.progress import Progress, Silent
@@ -102,7 +103,7 @@ class Job:
 
         A loading hook of the user's own may know what it does.
         """
-        knowing = [s for s in self.mapping.steps if s.saveable is not None and not _keras.has_keras_hook(s.saveable)]
+        knowing = [s for s in self.mapping.steps if s.saveable is not None and not has_keras_hook(s.saveable)]
         exempt = {name for step in knowing for name in step.needs}
         for b in self.mapping.bindings:
             if is_float(b.dtype) and not is_float(b.stored) and b.name not in exempt:

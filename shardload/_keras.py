@@ -16,7 +16,6 @@ tests/test_keras_contract.py against the Keras version named there.
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 import sys
 import threading
@@ -41,6 +40,7 @@ from keras.src.trainers.epoch_iterator import EpochIterator
 from keras.src.utils import naming
 from numpy.typing import NDArray
 
+from shardload._patches import Patches
 from shardload.errors import MismatchError, UninitialisedError, UnsupportedError
 from shardload.layout import Layout
 
@@ -335,22 +335,11 @@ def pending_of(variable: Variable) -> Pending:
     return pending
 
 
-def begins_constant(variable: Variable) -> bool:
-    """Whether an abstract variable's initial value is all zeros or all ones."""
-    constant = (keras.initializers.Zeros, keras.initializers.Ones)
-    return is_abstract(variable) and isinstance(pending_of(variable).initializer, constant)
-
-
 def initialise_eagerly(variable: Variable, initializer: Callable[..., Any]) -> None:
     """Initialise as Keras would have done, single-device or by the initialiser's own ``layout`` argument."""
     variable._value = None
     variable._initialize_with_initializer(initializer)
     variable._initializer = None
-
-
-def takes_layout(initializer: Callable[..., Any]) -> bool:
-    """Whether Keras would hand the initialiser its layout, and leave the sharding to it."""
-    return "layout" in inspect.signature(initializer).parameters
 
 
 def is_built_in(initializer: Any) -> bool:
@@ -657,17 +646,6 @@ def stored_variables(saveable: Any) -> list[Variable]:
     return list(saveable.variables) if isinstance(saveable, keras.optimizers.Optimizer) else []
 
 
-def has_own_hook(saveable: Any) -> bool:
-    """Whether its ``load_own_variables`` is more than Keras' plain one for layers."""
-    return getattr(type(saveable), "load_own_variables", None) is not keras.Layer.load_own_variables
-
-
-def has_keras_hook(saveable: Any) -> bool:
-    """Whether its ``load_own_variables`` was written by Keras, for any kind of layer or optimizer."""
-    module = getattr(getattr(type(saveable), "load_own_variables", None), "__module__", "")
-    return str(module).split(".")[0] == "keras"
-
-
 def is_tracing_error(error: Exception | None) -> bool:
     """Whether code failed only because it ran in `without_computing`."""
     return isinstance(error, jax.errors.JAXTypeError)
@@ -811,11 +789,6 @@ def serialised_model(model: Model) -> str:
     return str(config)
 
 
-def prepare_serialising() -> None:
-    """Import what Keras imports when it writes its first configuration: all of TensorFlow, where that is installed."""
-    keras.saving.serialize_keras_object(keras.layers.Identity())
-
-
 def assets_of(model: Model) -> dict[str, Any] | None:
     """Files that layers save beside their variables (vocabularies), as nested uint8 arrays; ``None`` without any."""
     with _LOAD_STATE_PATCH.applied():
@@ -881,45 +854,6 @@ def _plain(container: Any) -> Any:
 
 
 # ---- how the seams are opened and closed --------------------------------------------------------
-
-
-Patch = tuple[Any, str, Callable[[Any], Any]]
-"""A class (or module), the attribute to replace, and what makes the replacement of the original."""
-
-
-class Patches:
-    """Attributes of classes and modules, replaced while at least one block anywhere needs it."""
-
-    def __init__(self, patches: Callable[[], Iterable[Patch]]) -> None:
-        self._patches = patches
-        self._originals: list[tuple[Any, str, Any]] = []
-        self._open = 0
-        self._lock = threading.Lock()
-
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Replace on entry of the first block, put back on exit of the last."""
-        with self._lock:
-            if self._open == 0:
-                self._replace()
-            self._open += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._open -= 1
-                if self._open == 0:
-                    self._put_back()
-
-    def _replace(self) -> None:
-        for cls, name, wrap in self._patches():
-            original = vars(cls)[name]
-            self._originals.append((cls, name, original))
-            setattr(cls, name, wrap(original))
-
-    def _put_back(self) -> None:
-        while self._originals:
-            setattr(*self._originals.pop())
 
 
 _RECORDING_PATCHES = Patches(

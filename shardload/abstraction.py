@@ -17,6 +17,7 @@ import copy
 import functools
 import importlib
 import importlib.abc
+import inspect
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ from jax.extend.core import Literal
 
 from shardload import _keras
 from shardload._keras import HostConstant, Model, Variable, is_abstract
+from shardload._patches import Patch, Patches
 from shardload.errors import UninitialisedError, UnsupportedError
 from shardload.layout import Layout
 
@@ -129,10 +131,15 @@ def _initialise(variable: Variable) -> None:
             _initialise(generator.state)
     if isinstance(initializer, HostConstant) and sharding is not None:
         _keras.direct_assign(variable, _place(initializer.value, variable, sharding))
-    elif sharding is None or _keras.takes_layout(initializer):
+    elif sharding is None or _takes_layout(initializer):
         _keras.initialise_eagerly(variable, initializer)
     else:
         _keras.direct_assign(variable, _sharded_value(variable, initializer, sharding))
+
+
+def _takes_layout(initializer: Callable[..., Any]) -> bool:
+    """Whether Keras would hand the initialiser its layout, and leave the sharding to it."""
+    return "layout" in inspect.signature(initializer).parameters
 
 
 def _place(value: np.ndarray[Any, Any], variable: Variable, sharding: Any) -> jax.Array:
@@ -296,7 +303,7 @@ class _HubWatcher(importlib.abc.MetaPathFinder):
         return self._done
 
 
-def _hub_patches() -> list[_keras.Patch]:
+def _hub_patches() -> list[Patch]:
     loader = importlib.import_module(f"{_HUB}.src.utils.transformers.safetensor_utils").SafetensorLoader
     return [
         (sys.modules[f"{_HUB}.src.models.backbone"].Backbone, "from_preset", _without_weights),
@@ -305,7 +312,7 @@ def _hub_patches() -> list[_keras.Patch]:
     ]
 
 
-_HUB_PATCHES = _keras.Patches(_hub_patches)
+_HUB_PATCHES = Patches(_hub_patches)
 
 
 def _without_weights(original: Any) -> Any:

@@ -12,6 +12,7 @@ from importlib import metadata as distributions
 from typing import Any
 
 import jax
+import keras
 import numpy as np
 
 from shardload import _keras, _processes
@@ -33,6 +34,11 @@ def versions() -> dict[str, str]:
         except distributions.PackageNotFoundError:
             continue
     return found
+
+
+def prepare_serialising() -> None:
+    """Import what Keras imports when it writes its first configuration: all of TensorFlow, where that is installed."""
+    keras.saving.serialize_keras_object(keras.layers.Identity())
 
 
 def placement(state: StateTree) -> dict[str, Any]:

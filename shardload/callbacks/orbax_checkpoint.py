@@ -181,7 +181,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         finish_others(self._root, but=self._writer)
         self._writer.witness.begin()
         _orbax.prepare()
-        _keras.prepare_serialising()
+        _records.prepare_serialising()
         self._writer.channel.first(self._clear_up)
         model = self.model
         if self.save_best_only or self._retention.best:

@@ -13,6 +13,8 @@ import collections
 from collections.abc import Mapping
 from typing import Any
 
+import keras
+
 from shardload import _hub, _keras
 from shardload.manifest import Manifest
 from shardload.names.converter_run import Assigned, Recording, Run, record
@@ -72,7 +74,7 @@ def _summarise(model: Any, manifest: Manifest, recordings: list[Recording]) -> V
         have = {id(p) for p in (*provided, *covered)}
         weights = [v for v in weights if v.trainable or id(v) in have]
         # So are biases it never asks for either, as Gemma 3n's in KerasHub's MobileNet; random values would not be.
-        plain = {id(v): names[id(v)] for v in weights if id(v) not in have and _keras.begins_constant(v)}
+        plain = {id(v): names[id(v)] for v in weights if id(v) not in have and _begins_constant(v)}
         weights = [v for v in weights if id(v) not in plain]
     missing, missing_variables, state = split_missing(weights, everything, [*provided, *covered], names)
     unused = tuple(n for n in manifest.tensors if n not in fetched)
@@ -143,3 +145,9 @@ def _has_head(model: Any, manifest: Manifest) -> bool:
     architecture = str((manifest.config.get("architectures") or [""])[0])
     fits = "ForImageClassification" in architecture or architecture == "Gemma4AssistantForCausalLM"
     return fits and hasattr(model, "backbone") and hasattr(_hub.converter(manifest), "convert_head")
+
+
+def _begins_constant(variable: Variable) -> bool:
+    """Whether an abstract variable's initial value is all zeros or all ones."""
+    constant = (keras.initializers.Zeros, keras.initializers.Ones)
+    return _keras.is_abstract(variable) and isinstance(_keras.pending_of(variable).initializer, constant)

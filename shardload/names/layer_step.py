@@ -15,6 +15,12 @@ from shardload.names.reservations import Reservations
 from shardload.names.variable_map import Binding, Runtime, Variable
 
 
+def has_keras_hook(saveable: Any) -> bool:
+    """Whether its ``load_own_variables`` was written by Keras, for any kind of layer or optimizer."""
+    module = getattr(getattr(type(saveable), "load_own_variables", None), "__module__", "")
+    return str(module).split(".")[0] == "keras"
+
+
 def _refuse_overflow(variable: Variable, value: Any) -> None:
     """Integers may become narrower ones only where every value survives."""
     wanted, found = _keras.stored_dtype(variable), getattr(value, "dtype", None)
@@ -129,7 +135,7 @@ class LayerStep:
         other threads fill memory. Only Keras' own hooks assign what they read, untouched; another one may reshape
         it or look at its dtype, which an array already cast would answer otherwise.
         """
-        if self.computes or not _keras.has_keras_hook(self.saveable):
+        if self.computes or not has_keras_hook(self.saveable):
             return None
         found = [b for b in self.bindings if b.view.tensor == tensor.name]
         return found[0].name if len(found) == 1 and found[0].view.is_whole(tensor) else None

@@ -17,12 +17,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import keras
 import numpy as np
 
 from shardload import _keras
 from shardload.manifest import Manifest, Tensor, View
 from shardload.names.attributes import Snapshot
-from shardload.names.layer_step import Entry, LayerStep
+from shardload.names.layer_step import Entry, LayerStep, has_keras_hook
 from shardload.names.reservations import Reservations
 from shardload.names.variable_map import (
     Binding,
@@ -229,7 +230,7 @@ def _summarise(model: Any, manifest: Manifest, walks: list[Walk], notes: tuple[s
 
 def _declined(visit: Visit) -> list[str]:
     """Tensors that a layer's own hook, not Keras', was offered and left unread: it makes those values itself."""
-    if _keras.has_keras_hook(visit.saveable):
+    if has_keras_hook(visit.saveable):
         return []
     return [t.name for t in visit.tensors.values() if t.name not in visit.read]
 
@@ -268,9 +269,14 @@ def _bind(visits: list[Visit], names: Mapping[int, str]) -> tuple[tuple[Binding,
     for visit in visits:
         made = [_binding(event, visit, names) for event in mine.get(id(visit), ())]
         bindings.extend(made)
-        if visit.assigned or visit.read or _keras.has_own_hook(visit.saveable):
+        if visit.assigned or visit.read or _has_own_hook(visit.saveable):
             steps.append(_step(visit, made))
     return tuple(bindings), steps
+
+
+def _has_own_hook(saveable: Any) -> bool:
+    """Whether its ``load_own_variables`` is more than Keras' plain one for layers."""
+    return getattr(type(saveable), "load_own_variables", None) is not keras.Layer.load_own_variables
 
 
 def _binding(event: Assigned, visit: Visit, names: Mapping[int, str]) -> Binding:

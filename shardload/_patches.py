@@ -1,0 +1,46 @@
+"""Attributes of other people's classes and modules, replaced for as long as somebody needs it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+Patch = tuple[Any, str, Callable[[Any], Any]]
+"""A class (or module), the attribute to replace, and what makes the replacement of the original."""
+
+
+class Patches:
+    """Attributes of classes and modules, replaced while at least one block anywhere needs it."""
+
+    def __init__(self, patches: Callable[[], Iterable[Patch]]) -> None:
+        self._patches = patches
+        self._originals: list[tuple[Any, str, Any]] = []
+        self._open = 0
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Replace on entry of the first block, put back on exit of the last."""
+        with self._lock:
+            if self._open == 0:
+                self._replace()
+            self._open += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._open -= 1
+                if self._open == 0:
+                    self._put_back()
+
+    def _replace(self) -> None:
+        for cls, name, wrap in self._patches():
+            original = vars(cls)[name]
+            self._originals.append((cls, name, original))
+            setattr(cls, name, wrap(original))
+
+    def _put_back(self) -> None:
+        while self._originals:
+            setattr(*self._originals.pop())
