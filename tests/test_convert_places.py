@@ -1,10 +1,16 @@
 """What may have the target's name, what is refused, and what the messages say."""
 
+import errno
+import os
+import shutil
+from pathlib import Path
+
 import keras
 import pytest
 from test_convert import folder, made, presets, same  # noqa: F401 - fixtures
 
 import shardload
+from shardload.converting.staging import Staging, staged
 from shardload.errors import UsageError, WriteError
 
 # Keras 3.15 converts its variables with an old signature of __array__ that NumPy 2.4 warns about.
@@ -98,6 +104,41 @@ def test_a_folder_does_not_get_a_file_s_name(name, to, preset, tmp_path):
 def test_an_empty_name(preset):
     with pytest.raises(UsageError, match="name is empty"):
         shardload.convert(preset, "", to="h5")
+
+
+def test_nothing_stays_of_what_was_not_begun(preset, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1 << 20))
+    with pytest.raises(WriteError, match="Make room, or choose another place") as refused:
+        shardload.convert(preset, tmp_path / "out", to="h5")
+    assert not getattr(refused.value, "__notes__", [])
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_an_earlier_run_did_stays_when_the_source_is_gone(preset, tmp_path, monkeypatch):
+    def stop(self, name, digest):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Staging, "note_done", stop)
+    with pytest.raises(KeyboardInterrupt) as interrupted:
+        shardload.convert(preset, tmp_path / "out", to="h5")
+    assert "What was done so far is in" in interrupted.value.__notes__[0]
+    monkeypatch.setattr("shardload.converting.writing._identity", lambda *args: Path("gone").stat())
+    with pytest.raises(WriteError) as failed:
+        shardload.convert(preset, tmp_path / "out", to="h5")
+    assert "goes on from there" in failed.value.__notes__[0]
+    assert (tmp_path / ".out.converting" / "result").is_dir()
+
+
+def test_a_disk_without_room_for_the_lock_keeps_no_empty_folder(tmp_path, monkeypatch):
+    def full(path, flags, mode=0o777):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "open", full)
+    with pytest.raises(WriteError, match="No space"), staged(tmp_path / "out", folder=True, overwrite=False):
+        pass
+    monkeypatch.undo()
+    assert not list(tmp_path.iterdir())
 
 
 def test_shard_sizes_that_cannot_be(preset, tmp_path):

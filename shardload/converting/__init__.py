@@ -129,7 +129,7 @@ def convert(
             files.check()
             _finish(source, plan, staging, overwrite=overwrite)
         except BaseException as error:
-            raise _explained(error, target) from error
+            raise _explained(error, staging) from error
         finally:
             progress.stop()
     notes = (*((found.note,) if found.note else ()), *source.notes, *plan.notes)
@@ -210,8 +210,9 @@ def _check_result(plan: Plan, result: Path, *, described: bool) -> None:
         )
 
 
-def _explained(error: BaseException, target: Path) -> BaseException:
+def _explained(error: BaseException, staging: Staging) -> BaseException:
     """The same error, or the one to raise in its place, saying what is left and how to go on."""
+    target = staging.target
     number = errno_of(error) if isinstance(error, Exception) else None
     if isinstance(error, SaveError) or not isinstance(error, ShardloadError):
         if number in (errno.ENOSPC, errno.EDQUOT):  # HDF5 has it in the text of a RuntimeError
@@ -219,7 +220,7 @@ def _explained(error: BaseException, target: Path) -> BaseException:
         elif isinstance(error, OSError):
             why = str(error.strerror or error) if number is None else os.strerror(number)
             error = WriteError(f"Cannot write {target}: {why}.")
-    if home_of(target).exists():
+    if staging.kept():
         error.add_note(
             f"What was done so far is in {home_of(target)}: the same conversion started again goes on from there; "
             "remove the folder to give up."

@@ -75,6 +75,15 @@ class Staging:
         self.done[name] = digest
         self._append({"done": name, "xxh3": digest})
 
+    def kept(self) -> bool:
+        """Whether a later run can go on from what is here; nothing is left of what none can."""
+        with contextlib.suppress(OSError):  # of a disk in trouble, which the caller tells
+            if self.result.exists() and any("places" in line for line in self._lines()):
+                return True
+            if not (self._home / "replaced").exists():  # a checkpoint
+                shutil.rmtree(self._home)
+        return False
+
     def publish(self, *, beside: dict[Path, Path], overwrite: bool) -> None:
         """Flush everything to disk and give the result its name.
 
@@ -196,6 +205,8 @@ def staged(target: Path, *, folder: bool, overwrite: bool) -> Iterator[Staging]:
         home.mkdir(parents=True, exist_ok=True)
         lock = os.open(home / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
+        with contextlib.suppress(OSError):  # not there, or not empty
+            home.rmdir()
         raise WriteError(f"Cannot write to {home}: {error.strerror or error}") from error
     try:
         try:
