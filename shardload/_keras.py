@@ -41,6 +41,7 @@ from keras.src.utils import naming
 from numpy.typing import NDArray
 
 from shardload._patches import Patches
+from shardload._placement import named_sharding
 from shardload.errors import MismatchError, UninitialisedError, UnsupportedError
 from shardload.layout import Layout
 
@@ -74,23 +75,12 @@ def stored_dtype(variable: Variable) -> np.dtype[Any]:
     return dtype
 
 
-def named_sharding(layout: Layout, devices: Sequence[jax.Device]) -> jax.sharding.NamedSharding:
-    """The layout over real devices, given in mesh-position order."""
-    return _named_sharding(layout, tuple(devices))
-
-
-@functools.lru_cache(maxsize=4096)
-def _named_sharding(layout: Layout, devices: tuple[jax.Device, ...]) -> jax.sharding.NamedSharding:
-    mesh = jax.sharding.Mesh(np.array(devices).reshape(layout.mesh.sizes), layout.mesh.axes)
-    dims = (axes[0] if len(axes) == 1 else (axes or None) for axes in layout.spec)
-    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*dims))
-
-
 def set_layout(variable: Variable, layout: Layout, devices: Sequence[jax.Device]) -> None:
     """Say where the variable is to live; a value it already holds stays where it is.
 
     Raises:
         LayoutError: When the layout does not divide the variable's shape.
+        MeshError: When there are not as many devices as mesh positions.
     """
     layout.shard_shape(tuple(variable.shape))
     variable._layout = named_sharding(layout, devices)

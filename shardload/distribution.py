@@ -28,6 +28,7 @@ import numpy as np
 
 from shardload import _keras, abstraction
 from shardload._keras import Model, Variable
+from shardload._placement import named_sharding
 from shardload.errors import LayoutError, MeshError
 from shardload.layout import Layout
 from shardload.mesh import MeshSpec
@@ -86,7 +87,7 @@ class MeshParallel(keras.distribution.ModelParallel):  # type: ignore[misc]
 
     def replicated(self, rank: int) -> jax.sharding.NamedSharding:
         """Every device of the mesh holds the whole."""
-        return _keras.named_sharding(Layout.replicated(self._mesh, rank), self._devices)
+        return named_sharding(Layout.replicated(self._mesh, rank), self._devices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +205,7 @@ def _shardings(
                 f"Variable {variable.path!r} of shape {tuple(variable.shape)} cannot take the layout {layout} of the "
                 f"mesh {layout.mesh}: the model is to live on {mesh}, and every split dim must divide"
             )
-        found.append((variable, _keras.named_sharding(layout, devices)))
+        found.append((variable, named_sharding(layout, devices)))
     return found
 
 
