@@ -1,6 +1,8 @@
 """Eight CPU devices, Keras on JAX, no TensorFlow, no network names: the same for every test."""
 
+import gc
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -14,6 +16,10 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 sys.modules.setdefault("tensorflow", None)  # type: ignore[arg-type]
 sys.modules.setdefault("tensorflow_text", None)  # type: ignore[arg-type]
 
+# A shell that runs something in the background may let it ignore Ctrl-C, and its children inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 import jax  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -21,3 +27,9 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 def pytest_addoption(parser):
     parser.addoption("--every-mesh", action="store_true", help="load every format on every mesh, not on two in turn")
+
+
+def pytest_collection_finish():
+    """Leave what was imported out of garbage collections: Keras asks for one at every `del layer.kernel`."""
+    gc.collect()
+    gc.freeze()
