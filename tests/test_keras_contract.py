@@ -6,6 +6,7 @@ source before touching anything else.
 
 import inspect
 
+import grain
 import jax
 import keras
 import numpy as np
@@ -13,6 +14,9 @@ import pytest
 from keras.src.backend.common import global_state, variables
 from keras.src.backend.jax import trainer
 from keras.src.backend.jax.core import JaxVariable
+from keras.src.saving import saving_lib, serialization_lib
+from keras.src.saving.keras_saveable import KerasSaveable
+from keras.src.trainers.epoch_iterator import EpochIterator
 
 from shardload import _keras
 from shardload.errors import LayoutError, MismatchError
@@ -45,10 +49,23 @@ def test_a_variable_has_the_private_attributes():
         (JaxVariable, "_initialize_layout", ["self"]),
         (trainer.JAXEpochIterator, "_get_distributed_iterator", ["self", "distribution"]),
         (trainer.JAXTrainer, "_check_sharding_consistency", ["self", "trainable_shardings"]),
+        (trainer, "_distribute_data", ["data"]),
+        (keras.Operation, "_post_build", ["self"]),
+        (keras.quantizers.AbsMaxQuantizer, "__call__", ["self", "x", "axis", "to_numpy"]),
+        (saving_lib, "_load_state", ["saveable", "weights_store", "assets_store", "inner_path"]),
+        (saving_lib, "get_attr_skipset", ["obj_type"]),
+        (saving_lib, "_walk_saveable", ["saveable"]),
+        (saving_lib, "_get_unique_name", ["name", "used_names"]),
+        (saving_lib, "_serialize_model_as_json", ["model"]),
+        (saving_lib, "_save_assets_to_dict", ["model"]),
     ],
 )
-def test_patched_methods_have_their_signature(owner, name, parameters):
+def test_patched_methods_and_called_functions_have_their_signature(owner, name, parameters):
     assert list(inspect.signature(vars(owner)[name]).parameters)[: len(parameters)] == parameters
+
+
+def test_assign_is_inherited_so_that_a_replacement_can_be_deleted_again():
+    assert "assign" not in vars(JaxVariable)
 
 
 def test_reading_a_variable_without_value_calls_its_initializer():
@@ -154,3 +171,153 @@ def test_state_covers_samplers_metrics_and_seeds():
     assert {id(v) for v in lm.optimizer.variables} <= ids
     assert {id(v) for v in lm.metrics_variables} <= ids
     assert [*map(id, _keras.weights_of(lm))] == [*map(id, [*lm.variables, *lm.optimizer.variables])]
+
+
+def small_model():
+    """An input, and one layer with a kernel and a bias."""
+    return keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, name="dense")], name="small")
+
+
+def test_layers_are_flattened_from_the_model_itself_down():
+    inner = small_model()
+    outer = keras.Sequential([keras.Input((2,)), inner])
+    assert [*map(id, outer._flatten_layers())][:1] == [id(outer)]
+    assert {id(inner), id(inner.layers[-1])} <= set(map(id, outer._flatten_layers()))
+
+
+def test_a_layer_keeps_what_it_stores_in_two_lists():
+    layer = keras.layers.BatchNormalization()
+    layer.build((None, 2))
+    assert [v.name for v in layer._trainable_variables] == ["gamma", "beta"]
+    assert [v.name for v in layer._non_trainable_variables] == ["moving_mean", "moving_variance"]
+
+
+def test_a_layer_lists_its_seed_generators():
+    layer = keras.layers.Dropout(0.5, seed=1)
+    assert [*map(id, layer._seed_generators)] == [id(layer.seed_generator)]
+
+
+@pytest.mark.parametrize("argument", ["metrics", "weighted_metrics"])
+def test_metrics_handed_to_compile_are_kept_as_they_were_given(argument):
+    model, metric = small_model(), keras.metrics.MeanSquaredError()
+    model.compile("sgd", "mse", **{argument: [metric]})
+    private = {"metrics": "_user_metrics", "weighted_metrics": "_user_weighted_metrics"}[argument]
+    assert keras.tree.flatten(getattr(model._compile_metrics, private)) == [metric]
+    assert not set(map(id, metric.variables)) & set(map(id, model.metrics_variables))
+    assert set(map(id, metric.variables)) <= set(map(id, _keras.state_of(model)))
+
+
+def test_a_metric_says_in_private_which_direction_is_better():
+    assert [m()._direction for m in (keras.metrics.Accuracy, keras.metrics.MeanSquaredError)] == ["up", "down"]
+
+
+def test_a_layers_policy_may_be_a_map_by_path():
+    policies = keras.dtype_policies.DTypePolicyMap(default_policy="mixed_bfloat16")
+    layer = keras.layers.Dense(3, dtype=policies, name="dense")
+    layer.build((None, 2))
+    policies[layer.path] = "int8_from_float32"
+    assert layer._dtype_policy is layer.dtype_policy is policies
+    assert _keras.policy_name(layer) == "int8_from_float32"
+    assert keras.layers.Dense(3, dtype="float16")._dtype_policy == keras.DTypePolicy("float16")
+
+
+def test_an_abstract_kernel_is_quantised_by_stand_ins():
+    with _keras.record_variables():
+        layer = keras.layers.Dense(3)
+        layer.build((None, 2))
+    _keras.quantize_without_values(layer)
+    assert (str(layer.kernel.dtype), layer.kernel.shape, layer.kernel_scale.shape) == ("int8", (2, 3), (3,))
+
+
+def test_safe_mode_is_what_the_innermost_scope_says():
+    before = serialization_lib.in_safe_mode()
+    with serialization_lib.SafeModeScope(True):
+        with serialization_lib.SafeModeScope(False):
+            assert serialization_lib.in_safe_mode() is False
+        assert serialization_lib.in_safe_mode() is True
+    assert serialization_lib.in_safe_mode() is before
+
+
+def test_a_symbolic_tensor_knows_the_operation_and_its_inputs():
+    source = keras.KerasTensor((2,))
+    history = keras.ops.exp(source)._keras_history
+    assert history.operation._inbound_nodes[history.node_index].input_tensors == [source]
+
+
+def test_initializers_of_keras_are_told_by_their_module():
+    assert _keras.is_built_in(keras.initializers.GlorotUniform())
+    assert type(keras.initializers.GlorotUniform()).__module__.startswith("keras.src.initializers.")
+
+
+def test_an_optimizer_tracks_by_id_in_stores_that_can_be_put_back():
+    optimizer = keras.optimizers.Adam()
+    before, built = _keras.OptimizerState.of(optimizer), [keras.Variable(np.zeros(2, "float32"))]
+    tracked = {name: set(ids) for name, ids in optimizer._tracker.stored_ids.items()}
+    optimizer.build(built)
+    assert optimizer._tracker.stored_ids != tracked
+    before.restore()
+    assert optimizer._tracker.stored_ids == tracked
+    assert not optimizer.built
+
+
+def test_what_is_saved_is_found_by_walking_saveables():
+    model = small_model()
+    assert all(isinstance(part, KerasSaveable) for part in (model, model.layers[-1], keras.optimizers.SGD()))
+    assert "layers" in {name for name, _ in saving_lib._walk_saveable(model)}
+    assert [path for path, part in _keras.saved_objects(model) if part is model.layers[-1]] == ["layers/dense"]
+
+
+def test_a_model_without_assets_has_none():
+    assert saving_lib._save_assets_to_dict(small_model()) is None
+    assert '"class_name": "Sequential"' in saving_lib._serialize_model_as_json(small_model())[0]
+
+
+def batches():
+    """Endless batches of Grain's, of inputs and targets."""
+    data = [(np.ones(2, "float32"), np.ones(3, "float32"))] * 6
+    return grain.MapDataset.source(data).repeat().batch(2).to_iter_dataset()
+
+
+def test_the_adapter_of_grain_keeps_the_dataset_and_the_iterator_its_length():
+    data = batches()
+    epochs = EpochIterator(x=data)
+    assert epochs.data_adapter._dataset is data
+    assert _keras.grain_dataset(epochs) is data
+    epochs._num_batches = 1
+    _keras.forget_epoch_length(epochs)
+    assert epochs._num_batches == epochs.data_adapter.num_batches
+
+
+class Looking(keras.callbacks.Callback):
+    """Notes which iterator the running fit has, and in which epochs."""
+
+    def on_train_begin(self, logs=None):
+        self.found, self.epochs = _keras.epoch_iterator_of_fit(), []
+        _keras.set_initial_epoch(self.model, 2)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epochs.append(epoch)
+
+
+def test_fit_has_a_local_variable_epoch_iterator_and_starts_where_it_is_told():
+    model, looking, data = small_model(), Looking(), batches()
+    model.compile("sgd", "mse")
+    model.fit(data, epochs=4, steps_per_epoch=1, shuffle=False, verbose=0, callbacks=[looking])
+    assert "epoch_iterator" in inspect.unwrap(trainer.JAXTrainer.fit).__code__.co_varnames
+    assert _keras.grain_dataset(looking.found) is data
+    assert looking.epochs == [2, 3]
+    assert _keras.epoch_iterator_of_fit() is None
+
+
+def test_a_dataset_is_opened_from_inside_a_method_of_the_epoch_iterator():
+    found = []
+
+    class Noting(grain.IterDataset):
+        def __iter__(self):
+            found.append(_keras.epoch_iterator_of_caller())
+            return iter(self._parent)
+
+    epochs = trainer.JAXEpochIterator(x=Noting(batches()), steps_per_epoch=2)
+    assert len([begin for begin, _, _ in epochs]) == 2
+    assert found[-1] is epochs
+    assert isinstance(epochs, EpochIterator)
