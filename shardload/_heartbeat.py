@@ -26,6 +26,8 @@ from shardload.errors import ProcessLostError
 BEAT_S = 1.0
 SILENT_S = 15.0
 """A process that says nothing for so long is taken for lost. A thread of its own speaks, also while XLA compiles."""
+LEAVE_S = 10.0
+"""For the answer that the thread waits for while the interpreter ends; it comes within milliseconds, or never."""
 
 _ALIVE = "shardload/alive/"
 _LOST = "shardload/lost"
@@ -81,16 +83,12 @@ class Heartbeat:
 
     def _run(self) -> None:
         number = 0
-        while self._lost is None:
-            time.sleep(self._beat_s)
+        while self._lost is None and not self._leaving.wait(self._beat_s):
             number += 1
             try:
-                if not self._leaving.is_set():
-                    self._say(str(number))
+                self._say(str(number))
                 self._listen()
             except Exception as error:  # of the service
-                if self._leaving.is_set():  # it was shut down with us
-                    return
                 self._lose(f"Process 0, which holds the coordination service, cannot be reached: {error}")
 
     def _say(self, word: str) -> None:
@@ -136,7 +134,11 @@ class Heartbeat:
                 self._client.key_value_set(_LOST, what, allow_overwrite=True)
 
     def _leave(self) -> None:
-        """Speak no more, but go on listening: after a failure JAX may wait minutes for one that is gone."""
+        """Speak no more, and listen no more: a thread inside the service when the interpreter ends aborts the process.
+
+        Python ends daemon threads where they next take its lock; in C++ code which may not throw, that is an abort.
+        """
         self._leaving.set()
+        self._thread.join(LEAVE_S)
         with suppress(Exception):
             self._say(_LEFT)

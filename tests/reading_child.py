@@ -7,7 +7,6 @@ of the state that is saved. DO is "global stop", which trains to the end in FOLD
 FOLDER/stopped, or "global go-on", or the same with "own", where each process has a dataset of its own.
 """
 
-import os
 import sys
 
 import grain
@@ -118,7 +117,3 @@ def main(count, index, port, devices, mesh, do, folder):  # noqa: PLR0917
 if __name__ == "__main__":
     words = sys.argv[1:]
     main(*map(int, words[:4]), *words[4:7])
-    sys.stdout.flush()
-    if int(words[0]) > 1:
-        jax.distributed.shutdown()
-    os._exit(0)  # threads that still read ahead may abort an interpreter that ends

@@ -79,3 +79,25 @@ def test_who_asks_late_is_told_at_once(store):
     told = threading.Event()
     first.when_lost(lambda _: told.set())
     assert told.is_set()
+
+
+def test_no_thread_is_in_the_service_when_the_interpreter_ends(store, monkeypatch):
+    at_exit = []
+    monkeypatch.setattr("shardload._heartbeat.atexit.register", at_exit.append)
+    inside, answer = threading.Event(), threading.Event()
+
+    def slow(prefix):
+        inside.set()
+        answer.wait(5)
+        return []
+
+    monkeypatch.setattr(store, "key_value_dir_get", slow)
+    before = set(threading.enumerate())
+    beating(store)
+    (speaker,) = set(threading.enumerate()) - before
+    assert inside.wait(5)
+    threading.Timer(0.2, answer.set).start()
+    (leave,) = at_exit
+    leave()
+    assert not speaker.is_alive()
+    assert store.keys["shardload/alive/0"].startswith("left")
