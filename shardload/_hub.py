@@ -30,17 +30,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from shardload.errors import MissingExtraError, SourceError, UninitialisedError, UnsupportedError
+from shardload._build_errors import TRANSFORMERS, check_layer_count, describe_failure
+from shardload.errors import MissingExtraError, SourceError, UnsupportedError
 from shardload.manifest import Manifest
 
 _log = logging.getLogger(__name__)
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
-_TRANSFORMERS = ("hf-safetensors", "gguf")
 _WEIGHTS_ONLY = ("keras-h5", "keras-sharded-h5")
-_LAYER_KEYS = ("num_layers", "num_hidden_layers", "n_layer", "num_encoder_layers", "num_decoder_layers")
-SHOWN = 1000
-"""Characters of an error's first paragraph: one may quote the whole value that caused it."""
 _CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForConditionalLM")
 
 
@@ -66,8 +63,8 @@ def build_model(
         SourceError: When its configuration contradicts its tensors or itself.
         MissingExtraError: When it needs KerasHub and that is not installed.
     """
-    _check_layer_count(manifest)
-    with _describe_failure(manifest):
+    check_layer_count(manifest)
+    with describe_failure(manifest):
         match manifest.format:
             case "keras-hub-preset":
                 return _from_preset(manifest, dtype, task, custom_objects, safe_mode)
@@ -310,7 +307,7 @@ def _deserialize(
 
 
 def _preset_loader(manifest: Manifest) -> Any:
-    if manifest.format in _TRANSFORMERS:
+    if manifest.format in TRANSFORMERS:
         return _transformers_loader(manifest)
     keras_hub()
     from keras_hub.src.utils.preset_utils import KerasPresetLoader
@@ -351,19 +348,6 @@ def _config_beside(manifest: Manifest) -> dict[str, Any] | None:
     return None
 
 
-def _check_layer_count(manifest: Manifest) -> None:
-    """A model has at least one tensor a layer; a configuration that says otherwise would build for ever."""
-    nested = [manifest.config.get(key) for key in ("config", "text_config")]
-    for config in (manifest.config, *(c for c in nested if isinstance(c, Mapping))):
-        for key in _LAYER_KEYS:
-            layers = config.get(key)
-            if isinstance(layers, int) and layers > max(len(manifest.tensors), 1):
-                raise SourceError(
-                    f"{manifest.source}: the configuration says {key}={layers}, but there are only "
-                    f"{len(manifest.tensors)} tensors. Repair the configuration"
-                )
-
-
 @contextlib.contextmanager
 def _hub_extra() -> Iterator[None]:
     try:
@@ -371,31 +355,3 @@ def _hub_extra() -> Iterator[None]:
     except ImportError as error:
         package = {"keras_hub": "keras-hub"}.get(error.name or "", error.name or "keras-hub")
         raise MissingExtraError(package, extra="hub", needed_for="Building this model") from error
-
-
-@contextlib.contextmanager
-def _describe_failure(manifest: Manifest) -> Iterator[None]:
-    """Whatever a configuration makes constructors raise becomes one error that names the checkpoint."""
-    try:
-        yield
-    except (UnsupportedError, SourceError, MissingExtraError):
-        raise
-    except KeyError as error:
-        raise SourceError(f"{manifest.source}: the configuration has no {error}, which this model needs") from error
-    except UninitialisedError as error:
-        raise UnsupportedError(
-            f"{manifest.source}: the model computes with the values of its weights while it is built "
-            f"({str(error).split(' has no value')[0]}), so it cannot be built without them. Build the model yourself "
-            "and fill it: shardload.load_weights(model, source, mesh=…)"
-        ) from error
-    except Exception as error:  # of any kind: JAX's and NumPy's have trees of their own
-        first = str(error).strip().split("\n\n")[0][:SHOWN] or type(error).__name__
-        raise UnsupportedError(
-            f"{manifest.source}: no model can be built from its configuration: {first}. {_way_out(manifest)}"
-        ) from error
-
-
-def _way_out(manifest: Manifest) -> str:
-    if manifest.format in _TRANSFORMERS:
-        return "Repair config.json, or build the model yourself and fill it: shardload.load_weights(model, source)"
-    return "Pass classes of your own as custom_objects, or register them with keras.saving"

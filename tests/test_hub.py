@@ -164,8 +164,19 @@ def test_archive_dtype_reaches_every_layer(tmp_path):
 def test_archive_with_code_is_refused(tmp_path):
     inputs = keras.Input((2,))
     model = keras.Model(inputs, keras.layers.Lambda(lambda x: x + 1)(inputs))
-    with pytest.raises(UnsupportedError, match=r"m\.keras.*lambda"):
+    with pytest.raises(UnsupportedError, match=r"m\.keras.*lambda.*shardload\.load\(source, safe_mode=False\)"):
         _hub.build_model(archive(model, tmp_path))
+
+
+@pytest.mark.filterwarnings("ignore:The object being serialized includes a `lambda`:UserWarning")
+def test_a_lambda_as_loss_is_refused_naming_the_way_out(tmp_path):
+    saved = models.build("conv")
+    saved.compile("sgd", loss=lambda wanted, found: keras.ops.mean(wanted - found))
+    manifest = archive(saved, tmp_path)
+    with pytest.raises(UnsupportedError, match=r"lambda.*shardload\.load\(source, safe_mode=False\)$") as refused:
+        _hub.build_model(manifest)
+    assert "custom_objects" not in str(refused.value)
+    assert _hub.build_model(manifest, safe_mode=False).loss.__name__ == "<lambda>"
 
 
 def test_unknown_class_asks_for_custom_objects(tmp_path):
