@@ -93,8 +93,14 @@ def restore(
     options |= {"rename": rename, "names": names, "strict": strict, "atomic": atomic, "progress": progress}
     options["budget"] = loading.budget(host_memory_bytes)
     loading.check_model(model)
+    return _restore_sound(model, directory, find_step(directory, step), fall_back=fallback is not None, **options)
+
+
+def _restore_sound(
+    model: Any, directory: str | os.PathLike[str], info: StepInfo, *, fall_back: bool, **options: Any
+) -> LoadReport:
+    """Restore ``info``; where it is damaged and ``fall_back`` is set, the newest undamaged step before it."""
     skipped: list[str] = []
-    info = find_step(directory, step)
     while True:
         try:
             return _restore(model, info, skipped, **options)
@@ -103,7 +109,7 @@ def restore(
             if damage is None:
                 raise
             good = _newest_good(directory, before=info.step)
-            if fallback is None or good is None:
+            if not fall_back or good is None:
                 raise _with_way_out(error, good) from damage
             skipped.append(f"step {info.step} is damaged and was passed over: {damage}")
             info = good

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -11,39 +11,44 @@ from shardload.progress import for_stderr
 from shardload.reports.names import printable
 from shardload.units import format_bytes, plural
 
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET", help="A folder to make, NAME.weights.h5, or NAME.weights.json.", show_default=False
+    ),
+]
+To = Annotated[
+    options.ConvertFormat | None,
+    typer.Option("--to", help="What TARGET shall be; needed unless its name is that of a Keras file."),
+]
+HostMemory = Annotated[
+    int | None,
+    typer.Option(
+        "--host-memory",
+        metavar="SIZE",
+        parser=options.size,
+        help="Most host memory used for tensors: 2GiB, 256MiB. 512MiB by default.",
+    ),
+]
+MaxShardSize = Annotated[
+    int | None,
+    typer.Option(
+        "--max-shard-size",
+        metavar="SIZE",
+        parser=options.size,
+        help="Most bytes of tensors in one file, where there are several: 2GiB. 5 GB by default.",
+    ),
+]
+
 
 def convert(
     source: options.Source,
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="TARGET", help="A folder to make, NAME.weights.h5, or NAME.weights.json.", show_default=False
-        ),
-    ],
+    target: Target,
     *,
-    to: Annotated[
-        options.ConvertFormat | None,
-        typer.Option("--to", help="What TARGET shall be; needed unless its name is that of a Keras file."),
-    ] = None,
+    to: To = None,
     dtype: options.DtypeOption = None,
-    host_memory: Annotated[
-        int | None,
-        typer.Option(
-            "--host-memory",
-            metavar="SIZE",
-            parser=options.size,
-            help="Most host memory used for tensors: 2GiB, 256MiB. 512MiB by default.",
-        ),
-    ] = None,
-    max_shard_size: Annotated[
-        int | None,
-        typer.Option(
-            "--max-shard-size",
-            metavar="SIZE",
-            parser=options.size,
-            help="Most bytes of tensors in one file, where there are several: 2GiB. 5 GB by default.",
-        ),
-    ] = None,
+    host_memory: HostMemory = None,
+    max_shard_size: MaxShardSize = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint of the name TARGET.")] = False,
     json: options.Json = False,
     no_progress: options.NoProgress = False,
@@ -84,6 +89,10 @@ def convert(
         if json:
             out.json(report.to_json())
             return
-        what = f"{plural(report.tensors, 'tensor')}, {format_bytes(report.n_bytes)}, {report.seconds:.1f} s"
-        resumed = f"; {report.resumed} were there from an interrupted run" if report.resumed else ""
-        out.text(f"{printable(report.target)}: {report.format}, {what}{resumed}\n")
+        out.text(_summary(report))
+
+
+def _summary(report: Any) -> str:
+    what = f"{plural(report.tensors, 'tensor')}, {format_bytes(report.n_bytes)}, {report.seconds:.1f} s"
+    resumed = f"; {report.resumed} were there from an interrupted run" if report.resumed else ""
+    return f"{printable(report.target)}: {report.format}, {what}{resumed}\n"
