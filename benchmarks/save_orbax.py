@@ -166,7 +166,11 @@ def measure_blocking(folder: Path, n_bytes: int, *, pairs: int) -> tuple[list[Ro
 
 
 def blocking_of(folder: Path, model: Any, *, pairs: int) -> tuple[Row, float]:
-    """The hook that saves, called as `fit` calls it after a batch, against `np.copyto` of every local shard."""
+    """The hook that saves, called as `fit` calls it after a batch, against `np.copyto` of every local shard.
+
+    Before each of them the variables get new arrays, as from a batch: JAX remembers the views it has given.
+    """
+    import jax
     import numpy as np
 
     from shardload.callbacks import OrbaxCheckpoint
@@ -175,14 +179,18 @@ def blocking_of(folder: Path, model: Any, *, pairs: int) -> tuple[Row, float]:
     callback.set_model(model)
     callback.on_train_begin()
     callback.on_epoch_begin(0)
-    shards = local_shards([v.value for v in model.variables])
-    targets = [np.ones_like(shard) for shard in shards]
-    batches = count()
+    targets = [np.ones_like(shard) for shard in local_shards([v.value for v in model.variables])]
+    batches, renewed = count(), jax.jit(lambda values: jax.tree.map(jax.numpy.copy, values))
+    shards: list[Any] = []
 
     def between() -> None:
         callback.wait_until_finished()
+        shards.clear()
+        for variable, value in zip(model.variables, renewed([v.value for v in model.variables]), strict=True):
+            variable.assign(value)
+        shards.extend(local_shards(renewed([v.value for v in model.variables])))
         os.sync()
-        warm_memory(3 * sum(shard.nbytes for shard in shards))
+        warm_memory(3 * sum(target.nbytes for target in targets))
 
     def hook() -> None:
         callback.on_train_batch_end(next(batches), {"loss": 0.0})
@@ -191,6 +199,7 @@ def blocking_of(folder: Path, model: Any, *, pairs: int) -> tuple[Row, float]:
         for target, shard in zip(targets, shards, strict=True):
             np.copyto(target, shard)
 
+    between()
     first_s = timed(hook).wall_s
     runs = interleave({"hook": hook, "copy": copy}, rounds=pairs, between=between)
     callback.on_train_end()

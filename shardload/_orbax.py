@@ -10,12 +10,10 @@ none. So ``shardload/``, where our own files go afterwards, is made one: a tiny 
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
-import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,32 +28,6 @@ get an array store of its own, and Orbax would warn at every save that there is 
 
 DEFAULT_TIMEOUT_S = 1200
 """Orbax's own: twenty minutes for one save."""
-
-_TURN_S = 0.0002
-"""Longest turn of a thread in Python while a save starts; the interpreter's usual one is 5 ms."""
-_turns_lock = threading.Lock()
-_turns: list[float] = []
-"""What the turns were before each start that is under way."""
-
-
-@contextlib.contextmanager
-def _short_turns() -> Iterator[None]:
-    """Let threads take turns often.
-
-    The thread that trains starts the save together with threads of Orbax', and each time it has waited for one of them
-    it stands in line for the interpreter: 2,048 shards block it for 0.10 s instead of 0.12 s.
-    """
-    with _turns_lock:
-        _turns.append(sys.getswitchinterval())
-        sys.setswitchinterval(min(_TURN_S, _turns[0]))
-    try:
-        yield
-    finally:
-        with _turns_lock:
-            first = _turns[0]
-            _turns.pop()
-            if not _turns:
-                sys.setswitchinterval(first)
 
 
 class Pending:
@@ -177,7 +149,7 @@ def _start(target: Path, items: Mapping[str, Any], compression: str, timeout_s: 
     context.checkpointables.registry = registry
     _aftermath.begins()
     try:
-        with context, _short_turns():
+        with context:
             return ocp.save_checkpointables_async(str(target), {**items, **OWN_ITEM})
     except BaseException:
         _aftermath.ended(failed=True)

@@ -12,7 +12,7 @@ import pytest
 from callback_models import assert_holds, compiled, fit, steps_in
 
 from shardload import _orbax
-from shardload.callbacks import OrbaxCheckpoint, _retention
+from shardload.callbacks import OrbaxCheckpoint, _retention, _writer
 from shardload.errors import SaveError
 from shardload.steps.digests import verify
 from shardload.steps.listing import list_steps
@@ -183,12 +183,14 @@ def test_a_failure_nobody_waited_for_is_raised_by_the_next_fit(tmp_path, monkeyp
         fit(model, callback)
 
 
-def test_an_interrupt_while_arrays_are_copied_leaves_nothing(tmp_path, monkeypatch):
+@pytest.mark.parametrize("at", ["held", "copied"])
+def test_an_interrupt_while_arrays_are_held_or_copied_leaves_nothing(tmp_path, monkeypatch, at):
     def interrupted(*args, **named):
         raise KeyboardInterrupt
 
     callback = OrbaxCheckpoint(tmp_path)
     with monkeypatch.context() as patch:
+        patch.setattr(_writer, "snapshot", interrupted if at == "held" else lambda items: None)
         patch.setattr(_orbax, "start_save", interrupted)
         with pytest.raises(KeyboardInterrupt):
             fit(compiled(), callback)

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from contextlib import contextmanager
 
 import jax
@@ -16,7 +15,7 @@ import pytest
 from keras.src.saving import saving_lib
 from orbax.checkpoint import v1 as ocp
 
-from shardload._orbax import Pending, _short_turns, start_save
+from shardload._orbax import Pending, start_save
 from shardload.errors import SaveError, UsageError
 from shardload.steps._failures import save_error
 from shardload.steps.digests import Digests, verify
@@ -221,18 +220,6 @@ def wrapped(cause):
     outer = RuntimeError("background thread failed")
     outer.__cause__ = cause
     return outer
-
-
-def test_turns_of_threads_are_short_while_a_save_starts_and_then_as_they_were(tmp_path):
-    before = sys.getswitchinterval()
-    with _short_turns():
-        with _short_turns():
-            assert sys.getswitchinterval() < before
-        assert sys.getswitchinterval() < before
-    start_save(tmp_path / "x", {"pytree": arrays()}).result()
-    with pytest.raises(UsageError):
-        start_save(tmp_path / "y", {"pytree": object()})
-    assert sys.getswitchinterval() == before
 
 
 def test_a_file_in_the_way_is_told(tmp_path):

@@ -1,7 +1,10 @@
 """One step at a time, from the arrays to a published folder; what fails in the background is raised in the foreground.
 
-    training thread   wait for the last save · begin staging · Orbax copies the arrays off the devices ─► returns
-    worker thread     Orbax is done · shardload/*.json · digests · publish · remove old steps · post_finalization
+    training thread   wait for the last save · begin staging · take hold of the arrays ─► returns
+    worker thread     Orbax writes · shardload/*.json · digests · publish · remove old steps · post_finalization
+
+The arrays of CPU devices are held where they are (`shardload._snapshot`); what cannot be, and what several processes
+save together, Orbax copies off the devices in the training thread.
 
 Several processes do each of these stages together: process 0 begins, publishes and removes, every one writes its own
 shards and makes the digests of the files it wrote, and what fails on one of them fails on all.
@@ -28,6 +31,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardload import _orbax, _processes
+from shardload._snapshot import snapshot
 from shardload.callbacks._interrupts import Worker, held_back
 from shardload.callbacks._witness import Witness
 from shardload.errors import (
@@ -93,10 +97,8 @@ class Writer:
     def _start(self, job: Job) -> None:
         staging = self._staging(job.step)
         try:
-            pending = _orbax.start_save(
-                staging.path, job.items, compression=job.compression, step=job.step, timeout_s=job.timeout_s
-            )
-            self._worker = Worker(lambda: self._run(job, staging, pending), name=f"shardload-step-{job.step}")
+            begin = _begin(job, staging)
+            self._worker = Worker(lambda: self._run(job, staging, begin), name=f"shardload-step-{job.step}")
         except BaseException as error:  # a second Ctrl-C as well: nothing may be left behind
             failure = _as_failure(error, job, staging)
             staging.discard()
@@ -187,9 +189,9 @@ class Writer:
         if _processes.count() == 1 or isinstance(self._failure, ProcessLostError):
             self.raise_failure()
 
-    def _run(self, job: Job, staging: Staging, pending: _orbax.Pending) -> None:
+    def _run(self, job: Job, staging: Staging, begin: Callable[[], _orbax.Pending]) -> None:
         try:
-            path = _finish(job, staging, pending, self.channel)
+            path = _finish(job, staging, begin, self.channel)
             self.witness.note("training")
         except BaseException as error:
             failure = _as_failure(error, job, staging)
@@ -237,8 +239,22 @@ if (_register := getattr(threading, "_register_atexit", None)) is not None:
     _register(_finish_all)
 
 
-def _finish(job: Job, staging: Staging, pending: _orbax.Pending, channel: _processes.Channel) -> Path:
-    channel.together(lambda: _written(job, pending))
+def _begin(job: Job, staging: Staging) -> Callable[[], _orbax.Pending]:
+    """What gives the save, which has begun by then. Once this returns, the arrays may change."""
+    held = snapshot(job.items) if _processes.count() == 1 else None
+    if held is None:
+        pending = _start_save(job, staging, job.items)
+        return lambda: pending
+    take = held.take
+    return lambda: _start_save(job, staging, take())
+
+
+def _start_save(job: Job, staging: Staging, items: Mapping[str, Any]) -> _orbax.Pending:
+    return _orbax.start_save(staging.path, items, compression=job.compression, step=job.step, timeout_s=job.timeout_s)
+
+
+def _finish(job: Job, staging: Staging, begin: Callable[[], _orbax.Pending], channel: _processes.Channel) -> Path:
+    channel.together(lambda: _written(job, begin()))
     channel.together(lambda: _digest(job, staging))
 
     def publish() -> str:

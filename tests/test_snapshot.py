@@ -1,0 +1,66 @@
+"""What a save in the background reads: the arrays of one moment, whatever training does to them afterwards."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardload._snapshot import snapshot
+
+
+def sharding(*spec):
+    return NamedSharding(Mesh(np.array(jax.devices()).reshape(2, 4), ("batch", "model")), PartitionSpec(*spec))
+
+
+def pointers(array):
+    return [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]
+
+
+@pytest.mark.parametrize("spec", [(), ("model",), (None, "model"), ("model", "batch")])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool", "float8_e4m3fn", "int4", "complex64"])
+def test_arrays_outlive_a_step_that_takes_their_memory(spec, dtype):
+    values = np.random.default_rng(0).integers(0, 2, (64, 256)).astype(jnp.dtype(dtype))
+    state = {"a": [jax.device_put(values, sharding(*spec))], "b": jax.device_put(values)}
+    held = snapshot({"pytree": state})
+    step = jax.jit(lambda s: jax.tree.map(lambda a: a * 0, s), donate_argnums=0)
+    kept_shardings = jax.tree.map(lambda a: a.sharding, state)
+    for _ in range(3):
+        state = step(state)
+    taken = held.take()["pytree"]
+    assert jax.tree.map(lambda a: a.sharding, taken) == kept_shardings
+    for array in jax.tree.leaves(taken):
+        assert array.dtype == values.dtype
+        assert np.asarray(array).tobytes() == values.tobytes()
+
+
+def test_nothing_is_copied_and_nothing_held_longer():
+    array = jax.device_put(jnp.arange(1 << 20, dtype="float32"), sharding("model"))
+    before = pointers(array)
+    held = snapshot({"pytree": {"a": array}})
+    assert pointers(held.take()["pytree"]["a"]) == before
+    assert held.take() == {}
+
+
+def test_what_can_change_is_copied():
+    array, numbers = np.arange(4.0), {"list": [1, 2.5, "text", None, (True, b"x")]}
+    held = snapshot({"pytree": {"a": array, **numbers}})
+    array[:] = 0
+    numbers["list"][0] = 7
+    taken = held.take()["pytree"]
+    assert taken["a"].tolist() == [0, 1, 2, 3]
+    assert taken["list"] == [1, 2.5, "text", None, (True, b"x")]
+
+
+@pytest.mark.parametrize(
+    "thing", [object(), iter([]), ml_dtypes, {1, 2}, bytearray(b"x")], ids=lambda t: type(t).__name__
+)
+def test_what_only_its_handler_knows_is_not_held(thing):
+    assert snapshot({"pytree": {"a": np.zeros(2)}, "mine": {"deep": [thing]}}) is None
+
+
+def test_random_keys_and_memory_of_another_kind_are_not_held():
+    assert snapshot({"pytree": jax.random.key(0)}) is None
+    pinned = NamedSharding(sharding().mesh, PartitionSpec(), memory_kind="pinned_host")
+    assert snapshot({"pytree": jax.device_put(jnp.zeros(8), pinned)}) is None
