@@ -22,6 +22,9 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+_WIDE = {np.dtype(name) for name in ("int64", "uint64", "float64", "complex128")}
+"""JAX has these where ``jax_enable_x64`` is set, which may be so in one thread only; elsewhere it would narrow them."""
+
 _PLAIN = bool, int, float, complex, str, bytes, np.generic
 """Leaves that nobody can change."""
 
@@ -76,8 +79,10 @@ def _is_plain_tree(item: Any) -> bool:
 
 
 def _is_host(array: jax.Array) -> bool:
-    """Whether NumPy sees the memory of its devices."""
+    """Whether NumPy sees the memory of its devices, and JAX takes it back as it is in any thread."""
     if not array.is_fully_addressable or jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended):
+        return False
+    if array.dtype in _WIDE:
         return False
     devices = array.sharding.device_set
     usual = {None, *(device.default_memory().kind for device in devices)}

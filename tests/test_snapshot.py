@@ -64,3 +64,8 @@ def test_random_keys_and_memory_of_another_kind_are_not_held():
     assert snapshot({"pytree": jax.random.key(0)}) is None
     pinned = NamedSharding(sharding().mesh, PartitionSpec(), memory_kind="pinned_host")
     assert snapshot({"pytree": jax.device_put(jnp.zeros(8), pinned)}) is None
+
+
+def test_numbers_that_another_thread_would_narrow_are_not_held():
+    with jax.enable_x64(True):
+        assert snapshot({"pytree": jnp.array([2**40])}) is None
