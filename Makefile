@@ -10,14 +10,14 @@ export KERAS_BACKEND := jax
 demo: $(VENV)/.demo  ## real Gemma 3 270M on eight devices answers a prompt
 	$(BIN)/shardload load gemma3_270m --mesh 1x8 --prompt "The capital of France is"
 
-test: $(STAMP)  ## all tests, a process per core (two at most: each takes up to 5 GB)
-	$(BIN)/python -m pytest -n 2
+test: $(STAMP)  ## all tests, a process per core (two at most: each takes up to 5 GB), each beginning with files of its own
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-full: $(STAMP)  ## every format, family and dtype on every mesh
-	$(BIN)/python -m pytest -n 2 --every-mesh
+	$(BIN)/python -m pytest -n 2 --dist worksteal --every-mesh
 
 test-fast: $(STAMP)  ## without the slow ones
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 check: lint types test  ## what CI runs (tests include the docs)
 

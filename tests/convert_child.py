@@ -9,6 +9,8 @@ import time
 import shardload
 from shardload.converting.staging import Staging
 
+sys.modules.setdefault("tensorflow", None)  # Keras and KerasHub import it where it is; it is not needed
+
 
 def main(source, target, to, pause_s):
     noted = Staging.note_done

@@ -11,6 +11,8 @@ import numpy as np
 
 import shardload
 
+sys.modules.setdefault("tensorflow", None)  # Keras and KerasHub import it where it is; it is not needed
+
 WIDTH = 512
 
 
