@@ -27,7 +27,17 @@ class Store:
 
 
 @pytest.fixture
-def store():
+def at_exit(monkeypatch):
+    """What would be done when the interpreter ends; at the latest, it is done after the test."""
+    found = []
+    monkeypatch.setattr("shardload._heartbeat.atexit.register", found.append)
+    yield found
+    for leave in found:
+        leave()
+
+
+@pytest.fixture
+def store(at_exit):
     return Store()
 
 
@@ -81,9 +91,7 @@ def test_who_asks_late_is_told_at_once(store):
     assert told.is_set()
 
 
-def test_no_thread_is_in_the_service_when_the_interpreter_ends(store, monkeypatch):
-    at_exit = []
-    monkeypatch.setattr("shardload._heartbeat.atexit.register", at_exit.append)
+def test_no_thread_is_in_the_service_when_the_interpreter_ends(store, at_exit, monkeypatch):
     inside, answer = threading.Event(), threading.Event()
 
     def slow(prefix):
