@@ -29,7 +29,19 @@ def pytest_addoption(parser):
     parser.addoption("--every-mesh", action="store_true", help="load every format on every mesh, not on two in turn")
 
 
+_collect = gc.collect
+
+
+def _collect_unless_for_keras(generation=2):
+    """Keras asks for it at every `del layer.kernel`, dozens of times for int8; each goes through all there is."""
+    asked_by = sys._getframe(1).f_globals.get("__name__")
+    return 0 if asked_by == "keras.src.layers.layer" else _collect(generation)
+
+
+gc.collect = _collect_unless_for_keras
+
+
 def pytest_collection_finish():
-    """Leave what was imported out of garbage collections: Keras asks for one at every `del layer.kernel`."""
+    """Leave what was imported out of the other garbage collections."""
     gc.collect()
     gc.freeze()
