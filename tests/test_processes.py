@@ -1,5 +1,6 @@
 """Several processes on this machine save together; whatever number of them restores it; some are killed."""
 
+import functools
 import json
 import os
 import signal
@@ -26,15 +27,25 @@ def until(found, within_s=60.0):
     assert found()
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Runs by several processes, and the digest of the state each ended with; made when they are asked for."""
+
+    @functools.cache
+    def made(shape):
+        processes, devices, mesh = shape.split()
+        folder = tmp_path_factory.mktemp("run") / "steps"
+        with Run(int(processes), int(devices), mesh, "train", folder) as run:
+            ends = run.finish()
+        assert len({end["digest"] for end in ends}) == 1
+        return folder, ends[0]
+
+    return made
+
+
 @pytest.fixture(scope="module", params=["2 4 2x4", "4 2 1x8"])
-def saved(request, tmp_path_factory):
-    """A run by several processes, and the digest of the state it ended with."""
-    processes, devices, mesh = request.param.split()
-    folder = tmp_path_factory.mktemp("run") / "steps"
-    with Run(int(processes), int(devices), mesh, "train", folder) as run:
-        ends = run.finish()
-    assert len({end["digest"] for end in ends}) == 1
-    return folder, ends[0]
+def saved(request, trained):
+    return trained(request.param)
 
 
 def test_processes_that_save_together_publish_whole_steps(saved):
@@ -69,9 +80,8 @@ def test_another_number_of_processes_restores_it_each_reading_its_share(saved, p
     assert all(one["read"] < stored for one in ends)
 
 
-def test_a_resumed_run_of_several_processes_equals_one_that_was_not_interrupted(tmp_path):
-    with Run(2, 4, "2x4", "train", tmp_path / "whole", 2) as run:
-        whole = run.finish()[0]
+def test_a_resumed_run_of_several_processes_equals_one_that_was_not_interrupted(trained, tmp_path):
+    whole = trained("2 4 2x4")[1]
     with Run(2, 4, "2x4", "train", tmp_path / "steps", 1) as run:
         run.finish()
     with Run(2, 4, "2x4", "resume", tmp_path / "steps", 2) as run:
