@@ -122,11 +122,12 @@ def make_plan(
     local = tuple(range(size)) if positions is None else tuple(positions)
     planner = Planner(manifest, targets, local, block_bytes=block_bytes, budget=host_memory_bytes, scatter=scatter)
     blocks = planner.blocks()
+    read = dict.fromkeys(b.tensor for b in blocks)
     return LoadPlan(
         targets=targets,
         blocks=blocks,
         positions=local,
-        files=tuple(dict.fromkeys(path for b in blocks for path in paths_of(manifest.tensors[b.tensor]))),
+        files=tuple(dict.fromkeys(path for name in read for path in paths_of(manifest.tensors[name]))),
         needed_bytes=planner.needed_bytes(),
         read_bytes=sum(b.read_bytes for b in blocks),
         device_bytes=(sum(math.prod(t.layout.shard_shape(t.view.shape)) * t.dtype.itemsize for t in targets),) * size,
