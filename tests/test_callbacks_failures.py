@@ -14,6 +14,7 @@ from callback_models import assert_holds, compiled, fit, steps_in
 from shardload import _orbax
 from shardload.callbacks import OrbaxCheckpoint, _retention, _writer
 from shardload.errors import SaveError
+from shardload.steps._failures import save_error
 from shardload.steps.digests import verify
 from shardload.steps.listing import list_steps
 
@@ -269,3 +270,8 @@ def test_a_failure_to_remove_in_the_background_is_raised(tmp_path, monkeypatch):
     with pytest.raises(SaveError, match=r"Step \d is saved in .*Permission denied"):
         fit(compiled(), OrbaxCheckpoint(tmp_path, save_freq=2, background_delete=True))
     assert steps_in(tmp_path) == [2, 4]
+
+
+def test_what_orbax_says_ends_in_one_full_stop():
+    said = str(save_error(ValueError("Found empty item."), step=3, folder="/nowhere/else/step"))
+    assert "Found empty item)" in said and ".." not in said

@@ -1,6 +1,7 @@
 import inspect
 from pathlib import Path
 
+import jax
 import keras
 import numpy as np
 import pytest
@@ -252,6 +253,9 @@ def test_a_diverged_loss_can_be_read_back(tmp_path):
         ({"compression": "gzip"}, "compression should be"),
         ({"metadata": {"a": object()}}, "metadata should be"),
         ({"checkpointables": {"pytree": {}}}, "cannot be named 'pytree'"),
+        ({"checkpointables": {"mine": np.arange(3)}}, "'mine' is a single value"),
+        ({"checkpointables": {"mine": jax.numpy.arange(3)}}, "'mine' is a single value"),
+        ({"checkpointables": {"mine": 1.5}}, "'mine' is a single value"),
         ({"directory": "gs://bucket/run"}, "a folder of this machine"),
     ],
 )

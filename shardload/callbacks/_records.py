@@ -92,7 +92,7 @@ def checked_items(checkpointables: Any) -> dict[str, Any]:
     """Further items of a step by name; a callable is called for them.
 
     Raises:
-        UsageError: When a name cannot be used.
+        UsageError: When a name, or what it stands for, cannot be used.
     """
     found = checkpointables() if callable(checkpointables) else checkpointables
     if not isinstance(found, Mapping):
@@ -102,6 +102,11 @@ def checked_items(checkpointables: Any) -> dict[str, Any]:
             raise UsageError(
                 f"A checkpointable cannot be named {name!r}: take letters, digits, _ and -, and none of "
                 f"{', '.join(sorted(_TAKEN))}"
+            )
+        if isinstance(found[name], (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
+            raise UsageError(
+                f"The checkpointable {name!r} is a single value, which has no name in the tree it would be saved as. "
+                f'Put it into a dict: {{"{name}": {{"value": …}}}}'
             )
     return dict(found)
 

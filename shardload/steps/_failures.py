@@ -46,9 +46,10 @@ def save_error(cause: BaseException, *, step: int | str, folder: str | os.PathLi
     if isinstance(cause, SaveError):
         return cause
     number = errno_of(cause)
-    why = f"{os.strerror(number)} ({type(cause).__name__}: {cause})" if number else f"{type(cause).__name__}: {cause}"
+    said = f"{type(cause).__name__}: {str(cause).rstrip('. ')}"
+    why = f"{os.strerror(number)} ({said})" if number else said
     if not Path(folder).parent.exists() and number in (None, errno.ENOENT):
-        number, why = errno.ENOENT, f"the folder {Path(folder).parent} was removed ({type(cause).__name__}: {cause})"
+        number, why = errno.ENOENT, f"the folder {Path(folder).parent} was removed ({said})"
     return describe(why, step=step, folder=folder, number=number)
 
 
