@@ -30,8 +30,10 @@ from shardload.manifest import Manifest
 from shardload.names import slots_as_stored
 from shardload.progress import Progress
 from shardload.resolve import Resolved, resolve
+from shardload.resolve.stores import open_remote
 from shardload.steps.digests import Checker
 from shardload.steps.listing import is_ours, latest_of_ours
+from shardload.stores.remote import is_url
 from shardload.units import parse_bytes
 from shardload.whereabouts import whereabouts
 
@@ -298,6 +300,8 @@ def _check_backend() -> None:
 
 def _open(source: str | os.PathLike[str], format: str | None) -> tuple[Resolved, Manifest]:
     _check_format(format)
+    if is_url(source):
+        return open_remote(str(source), format=format)
     found = resolve(source)
     return found, open_manifest(found.path, format=format)
 
@@ -310,6 +314,9 @@ def _check_format(format: str | None) -> None:
 def _open_checked(source: str | os.PathLike[str], format: str | None) -> tuple[Resolved, Manifest, Checker | None]:
     """Open a source; for a training step with digests also what checks all that is read of it."""
     _check_format(format)
+    if is_url(source):
+        found, manifest = open_remote(str(source), format=format)
+        return found, manifest, Checker.of_step(found.path)
     found = resolve(source)
     try:
         manifest = open_manifest(found.path, format=format)

@@ -23,6 +23,7 @@ LAYERS = {
         "_mover",
         "_verified",
         "_checks",
+        "_ahead",
         "_placement",
         "_scatter",
         "_whole",
