@@ -197,7 +197,7 @@ def _newest_good(directory: str | os.PathLike[str], *, before: StepInfo) -> Step
 
 def _with_way_out(error: Exception, bad: StepInfo, good: StepInfo | None) -> Exception:
     if bad.url is not None and good is None:
-        way_out = "Restore an earlier step by its address, if there is one."
+        way_out = "No earlier step is known there; restore one by its address, if there is one."
     elif bad.url is not None and good is not None:
         way_out = f"Step {good.step} is the newest before it: pass step={good.step}, or fallback='previous'."
     elif good is None:

@@ -154,12 +154,11 @@ def _check(plan: LoadPlan, manifest: Manifest, devices: Sequence[Any]) -> None:
                 "Enable it, or build the model with a 32-bit dtype"
             )
     for path in plan.files:
-        _check_file(path, manifest)
+        if not places.is_remote(path):  # each read of it is compared with its digests
+            _check_file(path, manifest)
 
 
 def _check_file(path: str, manifest: Manifest) -> None:
-    if places.is_remote(path):  # each read of it is compared with its digests
-        return
     try:
         found = Path(path).stat().st_size
     except OSError as error:

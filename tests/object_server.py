@@ -23,13 +23,14 @@ class ObjectServer:
     """Serves the files below a folder as the objects of one bucket.
 
     Attributes of an instance may be changed at any time: ``status`` (path → HTTP status to answer with), ``tampered``
-    (path → function of the object's bytes), ``stalled`` (paths that send headers and nothing more).
+    (path → function of the object's bytes), ``stalled`` (paths that send headers and nothing more), ``cut`` (path → how
+    many answers end in the middle).
     """
 
     def __init__(self, folder):
         self.folder = Path(folder)
         self.requests = []  # (method, path, (first, last) or None, bytes sent)
-        self.status, self.tampered, self.stalled = {}, {}, set()
+        self.status, self.tampered, self.stalled, self.cut = {}, {}, set(), {}
         self.ignores_ranges = False
         self.released = threading.Event()
         self.server = _Server(("127.0.0.1", 0), _handler(self))
@@ -95,6 +96,7 @@ class ObjectServer:
         self.status.clear()
         self.tampered.clear()
         self.stalled.clear()
+        self.cut.clear()
         self.ignores_ranges = False
 
     def names(self):
@@ -158,6 +160,10 @@ def _handler(store):
                 store.released.wait()
                 self.close_connection = True
                 return None
+            if store.cut.get(key, 0):
+                store.cut[key] -= 1
+                self.close_connection = True
+                return self._say(code, body[: len(body) // 2], headers, length=len(body))
             return self._say(code, body, headers, length=last + 1 - first)
 
         def _list(self, query, *, is_gcs):

@@ -279,3 +279,13 @@ def test_the_model_still_works_after_a_failure(objects, store):
     shardload.restore(target, store.s3 + "/run")
     assert same(target, objects[1])
     keras.utils.clear_session()
+
+
+def test_answers_cut_short_are_asked_for_again(objects, store):
+    name = data_file(objects)
+    store.cut[name] = 2
+    target = build(WIDTH)
+    shardload.restore(target, store.s3 + "/run")
+    assert same(target, objects[1]) and not store.cut[name]
+    store.cut[name] = 1000
+    expect(TransferError, store.s3 + "/run", name, "cannot be read")

@@ -1,8 +1,8 @@
 """Folders of remote stores (``s3://``, ``gs://``, ``http(s)://``), read through TensorStore's drivers.
 
 TensorStore does the requests, signs them and repeats those that failed; here is what it does not do: limits on
-waiting, and errors in words. A store answers in bounded time or there is a `TransferError`: `RETRIES` attempts, then
-nothing from the store for `timeout_s`.
+waiting, and errors in words. A store answers in bounded time or there is a `TransferError`: `RETRIES` attempts, and
+nothing from the store for so many seconds.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from urllib.parse import urlsplit
 from shardload.errors import SourceError, SourceNotFoundError, TransferError, UnsafeSourceError, UnsupportedError
 
 TIMEOUT_VARIABLE = "SHARDLOAD_REMOTE_TIMEOUT"
-DEFAULT_TIMEOUT_S = 60.0
-"""Without any answer. TensorStore itself would wait for ever."""
+DEFAULT_TIMEOUT_S = 120.0
+"""Without anything coming: 64 MiB on their way together take that long at 0.5 MB/s. TensorStore waits for ever."""
+FIRST_ANSWER_S = 30.0
+"""For the first answer of a store, which is short."""
 RETRIES: Mapping[str, Any] = {"max_retries": 4, "initial_delay": "250ms", "max_delay": "4s"}
 """TensorStore's own 32 attempts take a quarter of an hour."""
 WAIT_S = 0.25
@@ -109,14 +111,15 @@ class Folder:
         """What went wrong, in words: what was asked for, what the store said, what to do."""
         where = f"{self.url}/{name}" if name else self.url
         text = " ".join(str(error).split())
+        code = text.partition(":")[0]  # what follows it may be the server's words
         said = _SENTENCE.sub("", text)[:_SHOWN].strip() or type(error).__name__
-        if "OUT_OF_RANGE" in text:
+        if code == "OUT_OF_RANGE":
             return _OutOfRangeError(f"{where} is shorter than it should be: {said}")
-        if "NoSuchBucket" in text or ("NOT_FOUND" in text and not name):
+        if code == "NOT_FOUND" and not name:
             return SourceNotFoundError(f"There is no bucket or folder {self.url}: {said}. Check the address")
-        if "PERMISSION_DENIED" in text or "UNAUTHENTICATED" in text:
+        if code in ("PERMISSION_DENIED", "UNAUTHENTICATED"):
             return TransferError(f"{where} may not be read: {said}. {self._access()}")
-        if "was ignored by server" in text:
+        if code == "FAILED_PRECONDITION" and "was ignored by server" in said:
             return TransferError(f"{where} cannot be read in parts, as its server ignores ranges. {COPY_FIRST}")
         return TransferError(f"{where} cannot be read: {said}. Check the address, the network and {self._settings()}")
 
@@ -146,13 +149,14 @@ class Folder:
         import tensorstore as ts  # 0.2 s to import
 
         spec = _spec(self.url)
+        limit = timeout_s(first=True)
         context = {f"{kind}_request_retries": RETRIES for kind in ("s3", "gcs", "http")}
         if (credentials := _aws_credentials()) is not None:
             context["aws_credentials"] = credentials
         try:
-            return ts.KvStore.open(spec, context=ts.Context(context)).result(timeout=timeout_s())
+            return ts.KvStore.open(spec, context=ts.Context(context)).result(timeout=limit)
         except TimeoutError as error:
-            raise self.stalled("", timeout_s()) from error
+            raise self.stalled("", limit) from error
         except (ValueError, RuntimeError) as error:
             raise SourceError(f"{self.url} is no address that can be read: {str(error)[:_SHOWN]}") from error
 
@@ -161,7 +165,7 @@ COPY_FIRST = (
     "Copy it to this machine first (aws s3 cp --recursive, gcloud storage cp --recursive, wget --recursive), and "
     "read it there"
 )
-_SENTENCE = re.compile(r"\s*\[http_response_body=.*?\](?=\s*\[|$)|\s*\[source locations.*|\s*\[[a-z_]+='[^']*'\]")
+_SENTENCE = re.compile(r"\s*\[http_response_body=.*?\](?=\s*\[|$)|\s*\[source locations.*|\s*\[[a-z_\-]+='[^']*'\]")
 
 
 class _OutOfRangeError(TransferError):
@@ -173,6 +177,7 @@ class _Progress:
 
     def __init__(self) -> None:
         self.at_s = time.monotonic()
+        self.answered = False
         self._waiting = 0
         self._lock = threading.Lock()
 
@@ -188,6 +193,7 @@ class _Progress:
         with self._lock:
             self._waiting -= 1
             self.at_s = time.monotonic()
+            self.answered = True
 
 
 class Fetch:
@@ -218,7 +224,7 @@ class Fetch:
 
     def wait(self) -> Any:
         """What TensorStore returns."""
-        limit = timeout_s()
+        limit = timeout_s(first=not self._progress.answered)
         self._progress.begin()
         try:
             while True:
@@ -238,15 +244,15 @@ class Fetch:
             self._progress.end()
 
 
-def timeout_s() -> float:
-    """How long a store may say nothing, in seconds.
+def timeout_s(*, first: bool) -> float:
+    """How long a store may say nothing, in seconds; ``first`` before it ever answered.
 
     Raises:
         SourceError: When the environment says no number.
     """
     text = os.environ.get(TIMEOUT_VARIABLE)
     if not text:
-        return DEFAULT_TIMEOUT_S
+        return FIRST_ANSWER_S if first else DEFAULT_TIMEOUT_S
     try:
         found = float(text)
     except ValueError:
