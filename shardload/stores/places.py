@@ -12,6 +12,7 @@ Every reader of data asks here; without mirrors, which is the rule, an answer co
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -113,6 +114,12 @@ def enter(mirror: Mirror) -> None:
 def leave(folder: str) -> None:
     """The end of a mirror."""
     _mirrors.pop(folder, None)
+
+
+def remove_mirrors() -> None:
+    """Remove the folders of all mirrors, for a process that ends at once."""
+    for folder in list(_mirrors):
+        shutil.rmtree(os.path.split(folder)[0], ignore_errors=True)
 
 
 def mirror_of(path: str | os.PathLike[str]) -> Mirror | None:
