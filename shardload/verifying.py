@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardload._whole import read_rows, row_ranges
-from shardload.errors import ShardloadError, UnsupportedError
+from shardload.errors import ShardloadError, SourceNotFoundError, UnsupportedError
 from shardload.loaders import open_manifest
 from shardload.manifest import Tensor
 from shardload.resolve import resolve
@@ -63,7 +63,9 @@ def verify(source: str | os.PathLike[str], *, progress: Callable[[int], None] | 
         UnsupportedError: When it is no checkpoint of a format known here.
     """
     if is_url(source):
-        return [_remote(info, progress) for info in list_steps(source)]
+        if not (steps := list_steps(source)):
+            raise SourceNotFoundError(f"{source} holds no steps, and of remote sources only those are read")
+        return [_remote(info, progress) for info in steps]
     path = Path(resolve(source).path)
     if is_ours(path):
         return [_ours(path, progress)]

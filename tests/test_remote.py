@@ -1,6 +1,8 @@
 """Steps in object stores, restored through TensorStore's own drivers from a server on loopback."""
 
+import functools
 import gc
+import hashlib
 import json
 import os
 import subprocess
@@ -15,7 +17,7 @@ from object_server import ObjectServer
 from remote_runs import build, same, state, train
 
 import shardload
-from shardload import _ahead
+from shardload import _ahead, transfer
 from shardload.errors import BudgetError
 from shardload.steps.listing import list_steps
 from shardload.verifying import verify
@@ -96,6 +98,16 @@ def test_a_small_budget_is_kept(objects, store, monkeypatch):
         shardload.restore(target, store.s3 + "/run", host_memory_bytes="8MiB")
 
 
+@pytest.mark.parametrize("budget", ["16MiB", None])
+def test_where_data_is_uploaded(objects, store, monkeypatch, budget):
+    monkeypatch.setattr(transfer, "execute", functools.partial(transfer.execute, placement="upload"))
+    target = build()
+    report = shardload.restore(target, store.s3 + "/run", mesh="1x8", layout=rows((1, 8)), host_memory_bytes=budget)
+    assert same(target, objects[1])
+    assert report.host_bytes.peak_staging <= 1.1 * report.host_bytes.budget
+    assert store.sent_of(DATA) <= 1.1 * report.bytes.needed
+
+
 @pytest.mark.parametrize("step", ["latest", "best", 1, 2])
 def test_a_step_of_several(objects, store, step):
     target = build(32)
@@ -152,8 +164,6 @@ print(hashlib.sha256(b"".join(a.tobytes() for a in state(model))).hexdigest())
 
 
 def test_in_a_fresh_process(objects, store):
-    import hashlib
-
     code = f"import conftest\n{FRESH}"
     done = python("-c", code, store.s3 + "/run")
     expected = hashlib.sha256(b"".join(a.tobytes() for a in state(objects[1]))).hexdigest()

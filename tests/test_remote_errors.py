@@ -22,7 +22,7 @@ from shardload.errors import (
     UnsupportedError,
     UsageError,
 )
-from shardload.steps._digest_list import Digests
+from shardload.steps._digest_list import Digests, FileDigest
 from shardload.steps.listing import list_steps
 from shardload.stores import remote
 from shardload.verifying import verify
@@ -169,6 +169,10 @@ def test_nothing_there(store):
     expect(SourceNotFoundError, store.s3 + "/run", "has no step 7. It has 2 steps: 1, 2", step=7)
     expect(SourceNotFoundError, store.http + "/run", f"There is no step at {store.http}/run/7", step=7)
     expect(UsageError, store.http + "/run", "step should be", step="newest")
+    with pytest.raises(SourceNotFoundError, match="There is nothing at s3://bucket/nowhere"):
+        verify(store.s3 + "/nowhere")
+    with pytest.raises(SourceNotFoundError, match="holds no steps"):
+        verify(store.s3)
 
 
 def test_http_lists_nothing(store):
@@ -188,11 +192,12 @@ def test_compressed_steps_are_read_here_only(store):
     assert [verdict.verdict for verdict in verify(store.s3 + "/zipped")] == ["verified"]
 
 
-def test_a_step_without_digests_is_damaged(objects, store):
+def test_a_step_without_digests_is_damaged(store):
     store.status["run/2/shardload/digests.json"] = 404
     expect(DamagedError, store.s3 + "/run", "digests.json is missing")
     assert [info.problems is None for info in list_steps(store.s3 + "/run")] == [True, False]
     assert [verdict.verdict for verdict in verify(store.s3 + "/run")] == ["verified", "damaged"]
+    expect(DamagedError, store.s3 + "/run/2", "Step 2 at s3://bucket/run/2 is damaged: shardload/digests.json")
 
 
 def test_verify_names_all_that_is_wrong(objects, store):
@@ -230,20 +235,18 @@ def forged(folder, files):
 
 
 def test_hostile_lists_of_files(objects, store):
-    from shardload.steps._digest_list import FileDigest
-
-    huge, hole = FileDigest(1 << 40, ("0" * 16,) * 4), FileDigest(65 << 20, ("0" * 16,) * 65)
-    entry = {"bytes": 1 << 40, "units": ["0" * 16]}
-    for name, file, words in (
-        ("../../escape", FileDigest(0, ()), "leads out of the step's folder"),
-        ("shardload/step.json", huge, "not one digest per MiB"),
-        ("pytree/_METADATA", hole, "up to 67108864"),
+    huge, large = FileDigest(1 << 40, ("0" * 16,) * 4), FileDigest(65 << 20, ("0" * 16,) * 65)
+    for files, words in (
+        ({"../../escape": FileDigest(0, ())}, "leads out of the step's folder"),
+        ({"shardload/step.json": huge}, "not one digest per MiB"),
+        ({"pytree/_METADATA": large}, "up to 67108864"),
+        ({f"pytree/{k}": FileDigest(1, ("0" * 16,)) for k in range(20_000)}, "20000 small files"),
     ):
-        forged(objects[0] / "forged" / "1", {name: file})
+        forged(objects[0] / "forged" / "1", files)
         with pytest.raises((DamagedError, UnsafeSourceError, UnsupportedError), match=words):
             shardload.restore(build(WIDTH), store.s3 + "/forged")
         shutil.rmtree(objects[0] / "forged")
-    assert entry
+    assert store.sent_of("forged/1/pytree") == 0
 
 
 def test_a_list_of_files_too_large_is_not_fetched(objects, store):

@@ -31,6 +31,8 @@ MAX_FILE_BYTES = 64 << 20
 """The largest file fetched whole: JSON is read up to 32 MiB, B-tree nodes have a few; tokenizers 40."""
 MAX_MIRROR_BYTES = 512 << 20
 """All of them together, on this machine's disk."""
+MAX_FILES = 1 << 14
+"""And so many; each process that saved has two or three."""
 IN_FLIGHT = 16
 """Small files fetched at once: a round trip each is what they cost."""
 _ITEMS = frozenset({OWN_FOLDER, "pytree", "model_config", "assets"})
@@ -145,10 +147,10 @@ class Mirror:
                     f"{self.url}/{name} has {sizes[name]} bytes and would have to be fetched whole, which is done up "
                     f"to {MAX_FILE_BYTES}. {COPY_FIRST}"
                 )
-        if sum(sizes.values()) > MAX_MIRROR_BYTES:
+        if sum(sizes.values()) > MAX_MIRROR_BYTES or len(sizes) > MAX_FILES:
             raise UnsafeSourceError(
-                f"{self.url} lists {sum(sizes.values())} bytes of small files; at most {MAX_MIRROR_BYTES} are fetched. "
-                f"{COPY_FIRST}"
+                f"{self.url} lists {len(sizes)} small files of {sum(sizes.values())} bytes together; at most "
+                f"{MAX_FILES} of {MAX_MIRROR_BYTES} are fetched. {COPY_FIRST}"
             )
 
     def _write(self, name: str, data: bytes | memoryview) -> None:

@@ -22,6 +22,7 @@ from shardload.stores.remote import COPY_FIRST, Folder
 
 THREADS = 8
 """Steps looked at together: each costs a few round trips."""
+_ONLY_STEPS = "Other checkpoints than training steps are not read from afar"
 
 
 def list_remote(url: str) -> list[StepInfo]:
@@ -80,13 +81,15 @@ def _numbers(root: Folder) -> dict[int, bool]:
         _refuse_foreign(root)
         raise UnsupportedError(
             f"{root.url} has no {DIGESTS_FILE}, so it is no step itself, and HTTP servers do not list what they have. "
-            f"Give the address of the step itself ({root.url}/100), or its number (step=100)"
+            f"Give the address of the step itself ({root.url}/100), or its number (step=100). {_ONLY_STEPS}"
         )
     names = root.names()
     if not names:
-        raise SourceNotFoundError(f"There is nothing at {root.url}. Check the address")
+        raise SourceNotFoundError(f"There is nothing at {root.url}. Check the address. {_ONLY_STEPS}")
     if ORBAX_FILE in names:
-        _refuse_foreign(root)
+        if any(name.startswith(f"{OWN_FOLDER}/") for name in names):
+            raise DamagedError(f"Step {root.name} at {root.url} is damaged: {DIGESTS_FILE} is missing")
+        raise foreign(root.url)
     found: dict[int, bool] = {}
     for name in names:
         folder, _, rest = name.partition("/")
