@@ -101,7 +101,7 @@ def test_neighbours_come_in_one_request_and_several_at_a_time(store):
     wanted = [block(at, min(at + 4 * MIB, DATA.nbytes)) for at in range(0, DATA.nbytes, 4 * MIB)]
     reads = AheadReads(wanted, limit_bytes=64 * MIB, threads=2)
     read(reads, wanted[0], MIB)
-    assert store.asked[:4] == [(0, 8), (8, 8), (16, 8), (24, 8)] and MAX_RANGE_UNITS == 8
+    assert store.asked[:8] == [(unit, 4) for unit in range(0, 32, 4)] and MAX_RANGE_UNITS == 4
 
 
 def test_a_gap_is_not_fetched(store):

@@ -76,7 +76,7 @@ def test_a_layout_across_the_one_that_was_saved(objects, store):
 def test_neighbouring_bytes_are_fetched_together(store):
     shardload.restore(build(), store.http + "/run/1")
     lengths = [sent for _, key, _, sent in store.requests if key and "/d/" in key and sent > MIB]
-    assert len(lengths) <= 10 and max(lengths) <= 8 * MIB
+    assert len(lengths) <= 14 and max(lengths) <= 4 * MIB
 
 
 def test_of_weights_only_weights_are_fetched(objects, store):
