@@ -30,7 +30,7 @@ from shardload.manifest import Manifest
 from shardload.names import slots_as_stored
 from shardload.progress import Progress
 from shardload.resolve import Resolved, resolve
-from shardload.resolve.stores import open_remote
+from shardload.resolve.stores import naming, open_remote
 from shardload.steps.digests import Checker
 from shardload.steps.listing import is_ours, latest_of_ours
 from shardload.stores.remote import is_url
@@ -138,9 +138,9 @@ def run(
     found, manifest, checker = _open_checked(source, format)
     files = Fingerprint.of(manifest.files)
     place = placement.place_on(mesh, axes=axes, devices=devices)
-    with clock("build"):
+    with naming(manifest), clock("build"):
         model = _job.build(manifest, dtype=dtype, task=task, custom_objects=custom_objects, safe_mode=safe_mode)
-    with slots_as_stored(model, manifest):
+    with naming(manifest), slots_as_stored(model, manifest):
         with clock("plan"):
             job = _job.prepare(model, manifest, place, layout=layout, host_memory_bytes=limit, check=checker)
             job = job.checked(strict=strict)
@@ -191,7 +191,7 @@ def load_weights(
     found, manifest, checker = _open_checked(source, format)
     files = Fingerprint.of(manifest.files)
     on_failure: _job.OnFailure = "restore" if atomic else "tell"
-    with slots_as_stored(model, manifest):
+    with naming(manifest), slots_as_stored(model, manifest):
         with clock("plan"):
             place, wanted = whereabouts(model, mesh=mesh, axes=axes, layout=layout, devices=devices)
             job = _job.prepare(
@@ -239,9 +239,9 @@ def plan(
     memory = None if device_memory_bytes is None else _bytes("device_memory_bytes", device_memory_bytes)
     found, manifest = _open(source, format)
     placement.available()  # building computes shapes with JAX, whose own error would say nothing
-    with clock("build"):
+    with naming(manifest), clock("build"):
         model = _job.build(manifest, dtype=dtype, task=task)
-    with clock("plan"):
+    with naming(manifest), clock("plan"):
         spec = placement.mesh_spec(mesh, axes=axes)
         job = _job.prepare(model, manifest, placement.planned(spec), layout=layout, host_memory_bytes=limit)
     return _accounts.plan_report(job, clock, layout=layout, device_memory_bytes=memory, notes=_notes(found))

@@ -14,6 +14,7 @@ import shardload
 from shardload.cli import main
 from shardload.errors import (
     DamagedError,
+    MismatchError,
     ShardloadError,
     SourceError,
     SourceNotFoundError,
@@ -168,6 +169,7 @@ def test_nothing_there(store):
     expect(SourceNotFoundError, "s3://other/run", "There is no bucket or folder s3://other/run")
     expect(SourceNotFoundError, store.s3 + "/run", "has no step 7. It has 2 steps: 1, 2", step=7)
     expect(SourceNotFoundError, store.http + "/run", f"There is no step at {store.http}/run/7", step=7)
+    expect(SourceNotFoundError, store.http + "/run/7", f"There is no step at {store.http}/run/7")
     expect(UsageError, store.http + "/run", "step should be", step="newest")
     with pytest.raises(SourceNotFoundError, match="There is nothing at s3://bucket/nowhere"):
         verify(store.s3 + "/nowhere")
@@ -264,6 +266,13 @@ def test_only_training_steps_are_read_from_afar(store, capfd):
         assert "copy" in error["message"] and error["type"] == "UnsupportedError"
     with pytest.raises(UsageError, match="a folder of this machine"):
         shardload.callbacks.OrbaxCheckpoint("s3://bucket/run")
+
+
+def test_a_model_that_does_not_fit_is_told_the_address(store):
+    with pytest.raises(MismatchError, match=r"^s3://bucket/run/2 does not fit the model"):
+        shardload.load_weights(build(8), store.s3 + "/run")
+    with pytest.raises(MismatchError, match="s3://bucket/run/2"):
+        shardload.restore(build(8), store.s3 + "/run")
 
 
 def test_the_command_line_says_it_in_one_paragraph(objects, store, capfd):

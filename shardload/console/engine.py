@@ -59,8 +59,11 @@ def inspect(source: str, *, format: str | None = None) -> Manifest:
 def check_tokenizer(source: str, *, format: str | None = None) -> None:
     """Raise now, not after minutes of loading, when ``source`` has no tokenizer for a prompt."""
     from shardload.generate.tokenizer import tokenizer_of
+    from shardload.resolve.stores import naming
 
-    tokenizer_of(inspect(source, format=format))
+    manifest = inspect(source, format=format)
+    with naming(manifest):
+        tokenizer_of(manifest)
 
 
 def generate(loaded: Any, prompt: str, *, max_new_tokens: int) -> Iterable[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 from shardload.errors import UnsupportedError
 from shardload.loaders import open_manifest
 from shardload.manifest import Manifest
@@ -25,3 +27,10 @@ def open_remote(url: str, *, format: str | None = None) -> tuple[Resolved, Manif
     with info.naming():
         manifest = as_remote(open_manifest(info.path, format="orbax"), info)
     return Resolved(str(info.path), info.where, f"step {info.step}, verified"), manifest
+
+
+def naming(manifest: Manifest) -> AbstractContextManager[None]:
+    """Errors raised in the block tell a remote source's address, not the folder that stands for it."""
+    mirror = manifest.metadata.get("mirror")
+    found: AbstractContextManager[None] = nullcontext() if mirror is None else mirror.naming()
+    return found

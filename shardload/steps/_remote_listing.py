@@ -79,6 +79,10 @@ def _numbers(root: Folder) -> dict[int, bool]:
     """Steps by number, and whether each is one of ours."""
     if not root.can_list:
         _refuse_foreign(root)
+        if NAME.fullmatch(root.name):
+            raise SourceNotFoundError(
+                f"There is no step at {root.url}: it has no {DIGESTS_FILE}. Check the address. {_ONLY_STEPS}"
+            )
         raise UnsupportedError(
             f"{root.url} has no {DIGESTS_FILE}, so it is no step itself, and HTTP servers do not list what they have. "
             f"Give the address of the step itself ({root.url}/100), or its number (step=100). {_ONLY_STEPS}"
