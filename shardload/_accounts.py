@@ -66,7 +66,7 @@ def _facts(job: Job, notes: tuple[str, ...]) -> dict[str, Any]:
     weight_bytes = sum(math.prod(v.shape) * _keras.stored_dtype(v).itemsize for v in variables)
     mesh_notes = tuple(f"replicated though large: {path}" for path in job.choice.replicated_large)
     return {
-        "source": job.manifest.source,
+        "source": job.manifest.metadata.get("url", job.manifest.source),
         "format": job.manifest.format,
         "mesh": str(job.place.mesh),
         "devices": _devices(job),

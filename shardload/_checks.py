@@ -6,13 +6,16 @@ its own first: decoded tensors, and everything under a budget that has no room f
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterable
 
+from shardload._ahead import MAX_AHEAD_BYTES, MIN_BUDGET_BYTES, AheadReads, reads_remote
 from shardload._regions import regions
 from shardload._verified import VerifiedReads
+from shardload.errors import BudgetError
 from shardload.manifest import Decoded, Tensor
 from shardload.planner import Block, LoadPlan
 from shardload.steps.digests import UNIT_BYTES, Checker
+from shardload.stores import places
 
 VERIFIED_BUDGET_BYTES = 4 * UNIT_BYTES
 """From here on there is room for units; a smaller budget has what it reads read once more to be checked."""
@@ -28,7 +31,7 @@ class Checks:
 
     def __init__(self, checker: Checker, plan: LoadPlan) -> None:
         self.checker, self.plan = checker, plan
-        self.verified: VerifiedReads | None = None
+        self.verified: VerifiedReads | AheadReads | None = None
         self._before = checker.bytes_checked
 
     @property
@@ -38,12 +41,30 @@ class Checks:
 
     def begin(self, threads: int) -> int:
         """Get ready for so many threads; returns the bytes of memory all of them share."""
+        staged = (block for block in self.plan.blocks if block.how == "staged")
+        if reads_remote(self.plan.files):
+            return self._begin_remote(staged, threads)
         if not self.thread_bytes:
             return 0
         kept = max(1, min(threads + 2, self.plan.host_memory_bytes // (8 * UNIT_BYTES)))
-        staged = (block for block in self.plan.blocks if block.how == "staged")
         self.verified = VerifiedReads(self.checker, staged, kept_units=kept)
         return kept * UNIT_BYTES
+
+    def _begin_remote(self, blocks: Iterable[Block], threads: int) -> int:
+        budget = self.plan.host_memory_bytes
+        if budget < MIN_BUDGET_BYTES:
+            raise BudgetError(
+                f"A host-memory budget of {budget} B leaves no room for what comes from a remote store. Give it at "
+                f"least {MIN_BUDGET_BYTES >> 20}MiB"
+            )
+        limit = min(MAX_AHEAD_BYTES, budget // 4)
+        self.verified = AheadReads(blocks, limit_bytes=limit, threads=threads)
+        return limit
+
+    def close(self) -> None:
+        """Give up what is still being fetched."""
+        if isinstance(self.verified, AheadReads):
+            self.verified.close()
 
     def before(self, block: Block, tensor: Tensor) -> None:
         """Called before a block is read.
@@ -78,7 +99,7 @@ def check_tensor(checker: Checker, tensor: Tensor) -> None:
     """
     if isinstance(tensor.storage, Decoded):
         for path in tensor.storage.reader.paths:
-            checker.check(path, 0, Path(path).stat().st_size)
+            checker.check(path, 0, places.size_of(path))
     else:
         for region in regions(tensor):
             checker.check(region.path, region.offset, region.offset + region.size * tensor.dtype.itemsize)

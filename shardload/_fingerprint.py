@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardload.errors import TransferError
+from shardload.stores import places
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,8 @@ class Fingerprint:
 
 
 def _look(path: str) -> _File:
+    if (remote := places.remote_file(path)) is not None:  # each read of it is compared with its digests
+        return _File(0, 0, remote.n_bytes, 0)
     try:
         found = Path(path).stat()
     except OSError as error:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from shardload._ahead import AheadReads
 from shardload._buffers import memory
 from shardload._fanout import PAD_BYTES, Flat, Lane, Part, copy, grid_of, pitch_row
 from shardload._scatter import Call, Grid, calls, scatter_read
@@ -40,7 +41,7 @@ class Mover:
         verified: Where staged blocks come from; files themselves by default.
     """
 
-    def __init__(self, verified: VerifiedReads | None = None) -> None:
+    def __init__(self, verified: VerifiedReads | AheadReads | None = None) -> None:
         self.verified = verified
         self._own = threading.local()
 

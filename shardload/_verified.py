@@ -16,6 +16,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,7 +42,7 @@ class VerifiedReads:
     def __init__(self, checker: Checker, blocks: Iterable[Block], *, kept_units: int) -> None:
         self.checker = checker
         self.kept_units = kept_units
-        self._left = Counter(unit for block in blocks for unit in _units_of(block))
+        self._left = Counter(unit for block in blocks for unit in units_of(block))
         self._kept: dict[Unit, Future[NDArray[np.uint8]]] = {}
         self._spare: list[NDArray[np.uint8]] = []
         self._lock = threading.Lock()
@@ -60,13 +61,13 @@ class VerifiedReads:
             part = self._unit((path, unit))[skip : skip + n_bytes - at]
             if not part.size:
                 self.checker.check(path, offset, offset + n_bytes)  # it ends early: says so
-            _put(flat, at, part)
+            put(flat, at, part)
             at += part.size
 
     def release(self, block: Block) -> None:
         """Let go of the units that no block needs any more after this one."""
         with self._lock:
-            for unit in _units_of(block):
+            for unit in units_of(block):
                 self._left[unit] -= 1
                 if not self._left[unit] and (kept := self._kept.pop(unit, None)) is not None:
                     data = kept.result()
@@ -108,14 +109,15 @@ class VerifiedReads:
         return into[: self.checker.read_unit(*unit, into.data)]
 
 
-def _units_of(block: Block) -> Iterator[Unit]:
+def units_of(block: Block) -> Iterator[Unit]:
+    """The units a block lies in; none of a decoded one."""
     if block.how != "decoded" and block.read_bytes:
         last = (block.offset + block.read_bytes - 1) // UNIT_BYTES
         for number in range(block.offset // UNIT_BYTES, last + 1):
             yield block.path, number
 
 
-def _put(flat: Flat, at: int, data: NDArray[np.uint8]) -> None:
+def put(flat: Flat, at: int, data: NDArray[Any]) -> None:
     """Bytes into scratch, ``at`` bytes after its first, its rows spaced out as they are."""
     itemsize = flat.dtype.itemsize
     row, pitch = flat.row * itemsize, flat.pitch * itemsize

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardload.manifest import Chunked, Decoded, Extent, Manifest, Tensor
-from shardload.stores.local import opened, read_exact
+from shardload.stores import places
 
 
 def read_tensor(manifest: Manifest, name: str) -> NDArray[Any]:
@@ -57,8 +57,8 @@ def row_ranges(tensor: Tensor, *, limit_bytes: int) -> Iterator[tuple[int, int]]
 
 
 def _read(value: NDArray[Any], path: str, offset: int) -> None:
-    with opened(path) as (fd, _):
-        read_exact(fd, value.reshape(-1).view(np.uint8).data, offset, path)
+    with places.opened(path) as file:
+        file.read_into(value.reshape(-1).view(np.uint8).data, offset)
 
 
 def _join(tensor: Tensor, grid: Chunked, start: int, stop: int) -> NDArray[Any]:

@@ -30,8 +30,10 @@ from shardload.manifest import Manifest
 from shardload.names import slots_as_stored
 from shardload.progress import Progress
 from shardload.resolve import Resolved, resolve
+from shardload.resolve.stores import naming, open_remote
 from shardload.steps.digests import Checker
 from shardload.steps.listing import is_ours, latest_of_ours
+from shardload.stores.remote import is_url
 from shardload.units import parse_bytes
 from shardload.whereabouts import whereabouts
 
@@ -136,9 +138,9 @@ def run(
     found, manifest, checker = _open_checked(source, format)
     files = Fingerprint.of(manifest.files)
     place = placement.place_on(mesh, axes=axes, devices=devices)
-    with clock("build"):
+    with naming(manifest), clock("build"):
         model = _job.build(manifest, dtype=dtype, task=task, custom_objects=custom_objects, safe_mode=safe_mode)
-    with slots_as_stored(model, manifest):
+    with naming(manifest), slots_as_stored(model, manifest):
         with clock("plan"):
             job = _job.prepare(model, manifest, place, layout=layout, host_memory_bytes=limit, check=checker)
             job = job.checked(strict=strict)
@@ -189,7 +191,7 @@ def load_weights(
     found, manifest, checker = _open_checked(source, format)
     files = Fingerprint.of(manifest.files)
     on_failure: _job.OnFailure = "restore" if atomic else "tell"
-    with slots_as_stored(model, manifest):
+    with naming(manifest), slots_as_stored(model, manifest):
         with clock("plan"):
             place, wanted = whereabouts(model, mesh=mesh, axes=axes, layout=layout, devices=devices)
             job = _job.prepare(
@@ -237,9 +239,9 @@ def plan(
     memory = None if device_memory_bytes is None else _bytes("device_memory_bytes", device_memory_bytes)
     found, manifest = _open(source, format)
     placement.available()  # building computes shapes with JAX, whose own error would say nothing
-    with clock("build"):
+    with naming(manifest), clock("build"):
         model = _job.build(manifest, dtype=dtype, task=task)
-    with clock("plan"):
+    with naming(manifest), clock("plan"):
         spec = placement.mesh_spec(mesh, axes=axes)
         job = _job.prepare(model, manifest, placement.planned(spec), layout=layout, host_memory_bytes=limit)
     return _accounts.plan_report(job, clock, layout=layout, device_memory_bytes=memory, notes=_notes(found))
@@ -298,6 +300,8 @@ def _check_backend() -> None:
 
 def _open(source: str | os.PathLike[str], format: str | None) -> tuple[Resolved, Manifest]:
     _check_format(format)
+    if is_url(source):
+        return open_remote(str(source), format=format)
     found = resolve(source)
     return found, open_manifest(found.path, format=format)
 
@@ -310,6 +314,9 @@ def _check_format(format: str | None) -> None:
 def _open_checked(source: str | os.PathLike[str], format: str | None) -> tuple[Resolved, Manifest, Checker | None]:
     """Open a source; for a training step with digests also what checks all that is read of it."""
     _check_format(format)
+    if is_url(source):
+        found, manifest = open_remote(str(source), format=format)
+        return found, manifest, Checker.of_step(found.path)
     found = resolve(source)
     try:
         manifest = open_manifest(found.path, format=format)

@@ -27,6 +27,7 @@ from shardload.manifest import Manifest
 from shardload.names import Items, map_state, slots_as_stored
 from shardload.progress import Progress
 from shardload.reports import LoadReport
+from shardload.steps._remote_listing import as_remote, knows_others, prepared
 from shardload.steps.digests import Checker, verify
 from shardload.steps.listing import StepInfo, find_step, list_steps
 from shardload.whereabouts import whereabouts
@@ -103,20 +104,22 @@ def _restore_sound(
     skipped: list[str] = []
     while True:
         try:
-            return _restore(model, info, skipped, **options)
+            with info.naming():
+                return _restore(model, info, skipped, **options)
         except Exception as error:
             damage = _damage(error)
             if damage is None:
                 raise
-            good = _newest_good(directory, before=info.step)
+            good = _newest_good(directory, before=info)
             if not fall_back or good is None:
-                raise _with_way_out(error, good) from damage
+                raise _with_way_out(error, info, good) from damage
             skipped.append(f"step {info.step} is damaged and was passed over: {damage}")
             info = good
 
 
 def _restore(model: Any, info: StepInfo, skipped: Sequence[str], **options: Any) -> LoadReport:
     clock = _job.Clock()
+    info = prepared(info)
     checker = Checker.of_step(info.path) if info.ours else None
     manifest = _opened(info)
     files = Fingerprint.of(manifest.files)
@@ -143,7 +146,7 @@ def _restore(model: Any, info: StepInfo, skipped: Sequence[str], **options: Any)
             notes=(*skipped, _title(info)),
         )
     loading.remember_report(model, report)
-    if options["items"] == "all":
+    if options["items"] == "all" and info.url is None:  # runs go on in their own folder, on this machine
         _restored[model] = info
     return report
 
@@ -170,10 +173,13 @@ def metric_values(model: Any, info: StepInfo) -> list[tuple[Any, NDArray[Any]]]:
 
 def _opened(info: StepInfo) -> Manifest:
     try:
-        return open_manifest(str(info.path), format="orbax")
+        manifest = open_manifest(str(info.path), format="orbax")
+        return manifest if info.url is None else as_remote(manifest, info)
     except SourceError as error:
         if info.ours:
-            raise DamagedError(f"Step {info.step} in {info.path.parent} cannot be read: {error}") from error
+            raise DamagedError(
+                f"Step {info.step} in {info.where.rpartition('/')[0]} cannot be read: {error}"
+            ) from error
         raise
 
 
@@ -185,13 +191,22 @@ def _damage(error: BaseException | None) -> DamagedError | None:
     return None
 
 
-def _newest_good(directory: str | os.PathLike[str], *, before: int) -> StepInfo | None:
-    earlier = [info for info in list_steps(directory) if info.step < before and info.ours]
+def _newest_good(directory: str | os.PathLike[str], *, before: StepInfo) -> StepInfo | None:
+    """The newest undamaged step; of remote ones, which are not read to the end for that, the newest that seems so."""
+    if before.url is not None and not knows_others(str(directory), before):
+        return None
+    earlier = [info for info in list_steps(directory) if info.step < before.step and info.ours]
+    if before.url is not None:
+        return next((info for info in reversed(earlier) if info.problems is None), None)
     return next((info for info in reversed(earlier) if not verify(info.path)), None)
 
 
-def _with_way_out(error: Exception, good: StepInfo | None) -> Exception:
-    if good is None:
+def _with_way_out(error: Exception, bad: StepInfo, good: StepInfo | None) -> Exception:
+    if bad.url is not None and good is None:
+        way_out = "No earlier step is known there; restore one by its address, if there is one."
+    elif bad.url is not None and good is not None:
+        way_out = f"Step {good.step} is the newest before it: pass step={good.step}, or fallback='previous'."
+    elif good is None:
         way_out = "No earlier step is undamaged."
     else:
         way_out = f"Step {good.step} is the newest good one before it: pass step={good.step}, or fallback='previous'."

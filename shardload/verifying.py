@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardload._whole import read_rows, row_ranges
-from shardload.errors import ShardloadError, UnsupportedError
+from shardload.errors import ShardloadError, SourceNotFoundError, UnsupportedError
 from shardload.loaders import open_manifest
 from shardload.manifest import Tensor
 from shardload.resolve import resolve
 from shardload.steps import digests
+from shardload.steps._remote_listing import foreign
 from shardload.steps.listing import StepInfo, is_ours, list_steps
+from shardload.stores.remote import is_url
 
 READ_BYTES = 8 << 20
 """Read at once; nothing is kept."""
@@ -60,6 +62,10 @@ def verify(source: str | os.PathLike[str], *, progress: Callable[[int], None] | 
         SourceNotFoundError: When there is nothing of that name.
         UnsupportedError: When it is no checkpoint of a format known here.
     """
+    if is_url(source):
+        if not (steps := list_steps(source)):
+            raise SourceNotFoundError(f"{source} holds no steps, and of remote sources only those are read")
+        return [_remote(info, progress) for info in steps]
     path = Path(resolve(source).path)
     if is_ours(path):
         return [_ours(path, progress)]
@@ -70,6 +76,17 @@ def verify(source: str | os.PathLike[str], *, progress: Callable[[int], None] | 
 
 def _step(info: StepInfo, progress: Callable[[int], None] | None) -> Verdict:
     return _ours(info.path, progress) if info.ours else _readable(info.path, progress)
+
+
+def _remote(info: StepInfo, progress: Callable[[int], None] | None) -> Verdict:
+    if not info.ours:
+        raise foreign(info.where)
+    if info.mirror is None:
+        return Verdict(info.where, "damaged", None, info.n_bytes, (str(info.problems),))
+    with info.naming():
+        problems = tuple(str(found) for found in digests.verify(info.path, progress=progress))
+    verdict: Literal["verified", "damaged"] = "damaged" if problems else "verified"
+    return Verdict(info.where, verdict, None, info.n_bytes, _shortened(problems))
 
 
 def _ours(path: Path, progress: Callable[[int], None] | None) -> Verdict:

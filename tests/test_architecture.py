@@ -24,6 +24,7 @@ LAYERS = {
         "_verified",
         "_checks",
         "_patches",
+        "_ahead",
         "_placement",
         "_scatter",
         "_whole",

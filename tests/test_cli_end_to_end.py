@@ -160,7 +160,9 @@ def test_a_tensor_name_cannot_drive_the_terminal(cli, tmp_path):
     assert "\x1b" not in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("source", ["no_such_model_at_all", "./nowhere/model.gguf", "s3://bucket/model", "", "a\0b"])
+@pytest.mark.parametrize(
+    "source", ["no_such_model_at_all", "./nowhere/model.gguf", "ftp://server/model", "s3://", "", "a\0b"]
+)
 def test_a_source_that_is_not_there(source, cli):
     done = cli("load", source, "--platform", "cpu")
     assert (done.code, done.stdout) == (1, "")

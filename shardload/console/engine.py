@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 def find(source: str) -> None:
     """Have ``source`` on this machine: assembled, downloaded, or known not to exist."""
     from shardload.resolve import resolve
+    from shardload.stores.remote import is_url
 
-    resolve(source)
+    if not is_url(source):  # what lies in a remote store stays there
+        resolve(source)
 
 
 def load(source: str, **options: Any) -> Any:
@@ -41,7 +43,12 @@ def plan(source: str, *, mesh: MeshSpec | None, **options: Any) -> PlanReport:
 def inspect(source: str, *, format: str | None = None) -> Manifest:
     """Open ``source`` and read its headers."""
     from shardload.loaders import open_manifest
+    from shardload.stores.remote import is_url
 
+    if is_url(source):
+        from shardload.resolve.stores import open_remote
+
+        return open_remote(source, format=format)[1]
     if Path(source).exists():  # no name to look up
         return open_manifest(source, format=format)
     from shardload.resolve import resolve
@@ -52,8 +59,11 @@ def inspect(source: str, *, format: str | None = None) -> Manifest:
 def check_tokenizer(source: str, *, format: str | None = None) -> None:
     """Raise now, not after minutes of loading, when ``source`` has no tokenizer for a prompt."""
     from shardload.generate.tokenizer import tokenizer_of
+    from shardload.resolve.stores import naming
 
-    tokenizer_of(inspect(source, format=format))
+    manifest = inspect(source, format=format)
+    with naming(manifest):
+        tokenizer_of(manifest)
 
 
 def generate(loaded: Any, prompt: str, *, max_new_tokens: int) -> Iterable[str]:

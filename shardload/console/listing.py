@@ -33,7 +33,7 @@ def _summary(manifest: Manifest, tensors: Sequence[Tensor]) -> str:
     shown = plural(total, "tensor") if len(tensors) == total else f"{len(tensors):,} of {plural(total, 'tensor')}"
     elements, size = sum(t.size for t in tensors), sum(t.nbytes for t in tensors)
     sizes = f"{format_count(elements)} parameters, {format_bytes(size)}"
-    return f"{printable(manifest.source)} ({manifest.format}): {shown}, {sizes}"
+    return f"{printable(manifest.metadata.get('url', manifest.source))} ({manifest.format}): {shown}, {sizes}"
 
 
 def _row(tensor: Tensor) -> tuple[str, ...]:
@@ -63,7 +63,7 @@ def as_json(manifest: Manifest, *, match: str | None = None) -> dict[str, Any]:
     """The same facts as one object."""
     tensors = selected(manifest, match)
     return {
-        "source": manifest.source,
+        "source": manifest.metadata.get("url", manifest.source),
         "format": manifest.format,
         "files": dict(manifest.files),
         "parameters": sum(t.size for t in tensors),

@@ -142,7 +142,7 @@ def _largest(value: float | None) -> str:
 def _facts(info: Any) -> dict[str, Any]:
     return {
         "step": info.step,
-        "path": str(info.path),
+        "path": info.where,
         "epoch": info.epoch,
         "batch": info.batch,
         "metrics": info.metrics,

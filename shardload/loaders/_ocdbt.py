@@ -20,7 +20,7 @@ from urllib.parse import unquote
 
 from shardload.errors import SourceError, TruncatedSourceError, UnsafeSourceError
 from shardload.loaders._folder import descendant
-from shardload.stores import local
+from shardload.stores import places
 
 MANIFEST = "manifest.ocdbt"
 MAX_MANIFEST_BYTES = 1 << 20
@@ -58,8 +58,7 @@ class Value:
             raise UnsafeSourceError(f"{self.path}: {what} should have at most {limit} bytes, but has {self.length}")
         if self.inline is not None:
             return self.inline
-        with local.opened(self.path) as (fd, _):
-            return local.read_header(fd, self.length, offset=self.offset, path=self.path, what=what)
+        return places.read_header(self.path, self.length, offset=self.offset, what=what)
 
 
 def read_values(folder: Path) -> dict[str, Value]:
@@ -90,8 +89,7 @@ class _Walk:
             raise UnsafeSourceError(f"{manifest} should have at most {MAX_MANIFEST_BYTES} bytes, but has {size}")
         if not size:
             raise TruncatedSourceError(f"{manifest} is empty. The save did not finish; use another step")
-        with local.opened(manifest) as (fd, _):
-            _refuse_inflation(local.read_header(fd, size, offset=0, path=str(manifest), what="the manifest"), manifest)
+        _refuse_inflation(places.read_header(manifest, size, offset=0, what="the manifest"), manifest)
         versions = self._dump(None, manifest).get("versions")
         if not versions:
             raise SourceError(f"{manifest} lists no version of the store. Save the checkpoint again")
@@ -106,6 +104,7 @@ class _Walk:
         found = self._locate(location, "btreenode")
         if found.length > MAX_NODE_BYTES or not depth:
             raise UnsafeSourceError(f"{found.path} holds a B-tree node of {found.length} bytes, or one too deep")
+        places.have_local(found.path)
         _refuse_inflation(found.read(MAX_NODE_BYTES, what="a B-tree node"), Path(found.path))
         node = self._dump(location, Path(found.path))
         for entry in node["entries"]:
@@ -140,8 +139,7 @@ class _Walk:
     def _file(self, name: str) -> tuple[str, int]:
         if name not in self.sizes:
             path = descendant(self.folder, name, named_by=str(self.folder / MANIFEST))
-            with local.opened(path) as (_, size):
-                self.sizes[name] = str(path), size
+            self.sizes[name] = str(path), places.size_of(path)
         return self.sizes[name]
 
     def _dump(self, location: str | None, path: Path) -> Any:

@@ -21,7 +21,7 @@ from shardload.errors import SourceError, TransferError, UnsafeSourceError
 from shardload.loaders._ocdbt import MAX_KEYS, Value
 from shardload.loaders._zarr import Array, Sharding
 from shardload.manifest import Chunked, Decoded, Extent, Storage
-from shardload.stores import local
+from shardload.stores import places
 
 Cell = tuple[int, ...]
 _MISSING = (1 << 64) - 1
@@ -166,8 +166,8 @@ class RawRows:
             raw = bytearray(value.inline[start * row : stop * row])
         else:
             raw = bytearray((stop - start) * row)
-            with local.opened(value.path) as (fd, _):
-                local.read_exact(fd, memoryview(raw), value.offset + start * row, value.path)
+            with places.opened(value.path) as file:
+                file.read_into(memoryview(raw), value.offset + start * row)
         return np.frombuffer(raw, self.dtype).reshape(stop - start, *self.chunk_shape[1:])
 
 

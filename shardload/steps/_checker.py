@@ -11,6 +11,7 @@ import threading
 import weakref
 from concurrent.futures import Future
 from pathlib import Path
+from typing import cast
 
 from shardload.errors import DamagedError, SourceError, SourceNotFoundError, TransferError, UsageError
 from shardload.steps._digest_list import (
@@ -23,15 +24,15 @@ from shardload.steps._digest_list import (
     size_damage,
     step_name,
 )
-from shardload.stores import local
+from shardload.stores import places
 
 PIECE_BYTES = 128 << 10
 """What `Checker.check` reads at a time: it stays in L2, and counts for little beside any budget."""
 
 
-def _close_all(files: dict[str, int]) -> None:
+def _close_all(files: dict[str, places.File]) -> None:
     while files:
-        os.close(files.popitem()[1])
+        files.popitem()[1].close()
 
 
 class Checker:
@@ -39,18 +40,20 @@ class Checker:
 
     Args:
         folder: The step's folder.
+        shown: What to call it in messages, if not by its path.
 
     Raises:
         SourceNotFoundError: When it has no digests.
         DamagedError: When its digests are not what was written.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    def __init__(self, folder: str | os.PathLike[str], *, shown: str | None = None) -> None:
         self.folder = Path(folder)
+        self.shown = shown or str(self.folder)
         self.digests = Digests.read(folder)
         self._real = Path(os.path.realpath(folder))
         self._lock = threading.Lock()
-        self._files: dict[str, int] = {}
+        self._files: dict[str, places.File] = {}
         weakref.finalize(self, _close_all, self._files)
         self._units: dict[tuple[str, int], Future[None]] = {}
         self.bytes_checked = 0
@@ -62,6 +65,8 @@ class Checker:
         Raises:
             DamagedError: Naming the first damage; also when the digests are gone.
         """
+        if (mirror := places.mirror_of(folder)) is not None:
+            return cast(Checker, mirror.checker)  # what is there was checked when it was fetched
         try:
             found = cls(folder)
         except SourceNotFoundError as error:
@@ -91,13 +96,13 @@ class Checker:
         size = self._expected(name).n_bytes
         if not 0 <= start <= stop <= size:
             raise self._damaged(Damage(name, f"was asked for up to byte {stop}, but was saved with {size} bytes"))
-        if start == stop:
+        if start == stop or places.is_remote(self._real / name):  # what a store gives is checked when it comes
             return
-        fd = self._open(name)
+        file = self._open(name)
         wanted = range(start // UNIT_BYTES, (stop - 1) // UNIT_BYTES + 1)
         mine, others = self._claim(name, wanted)
         for unit, done in mine:
-            self._settle(done, name, unit, fd=fd)
+            self._settle(done, name, unit, file=file)
         for done in [*(done for _, done in mine), *others]:
             done.result()
 
@@ -121,11 +126,32 @@ class Checker:
         if first >= last:
             return 0
         part = into[: last - first]
-        local.read_exact(self._open(name), part, first, str(self.folder / name))
-        running = hasher()
-        running.update(part)
-        self._settled(name, unit, running.hexdigest())
+        file = self._open(name)
+        file.read_into(part, first)
+        if not file.is_checked:
+            self.check_data(name, unit, part)
         return last - first
+
+    def check_data(self, name: str, unit: int, data: memoryview) -> None:
+        """Compare bytes that were read with the digest of their unit; ``name`` is relative to the step's folder.
+
+        Raises:
+            DamagedError: When they are not what was saved.
+        """
+        running = hasher()
+        running.update(data)
+        self._settled(name, unit, running.hexdigest())
+
+    def wrong_size(self, name: str, *, found: int | None = None) -> DamagedError:
+        """The error for a file that turned out shorter than it was."""
+        expected = self._expected(name).n_bytes
+        if found is not None:
+            return self._damaged(size_damage(name, found, expected, ""))
+        return self._damaged(Damage(name, f"was truncated: it was saved with {expected} bytes, and has fewer"))
+
+    def missing(self, name: str) -> DamagedError:
+        """The error for a file that is not there."""
+        return self._damaged(Damage(name, "is missing"))
 
     def check_whole(self, path: str | os.PathLike[str]) -> None:
         """`check` all of a file; an empty one must be empty still."""
@@ -159,24 +185,24 @@ class Checker:
             raise self._damaged(Damage(name, "is no file that was saved with the step"))
         return found
 
-    def _open(self, name: str) -> int:
+    def _open(self, name: str) -> places.File:
         with self._lock:
             if name in self._files:
                 return self._files[name]
             if os.path.realpath(self._real / name) != str(self._real / name):
                 raise self._damaged(Damage(name, "is reached through a symbolic link, which no step holds"))
             try:
-                fd = local.open_readonly(self._real / name)
+                file = places.open_file(self._real / name)
             except (SourceError, SourceNotFoundError) as error:
                 if isinstance(error.__cause__, PermissionError):  # an older step is no answer to that
                     raise TransferError(str(error)) from error
                 raise self._damaged(Damage(name, f"cannot be opened: {error}")) from error
-            found, expected = os.fstat(fd).st_size, self._expected(name).n_bytes
+            found, expected = file.n_bytes, self._expected(name).n_bytes
             if found != expected:
-                os.close(fd)
+                file.close()
                 raise self._damaged(size_damage(name, found, expected, ""))
-            self._files[name] = fd
-            return fd
+            self._files[name] = file
+            return file
 
     def _claim(self, name: str, wanted: range) -> tuple[list[tuple[int, Future[None]]], list[Future[None]]]:
         """Units this thread must check now, and those another one has or had in hand."""
@@ -192,10 +218,10 @@ class Checker:
                 mine.append((unit, done))
         return mine, others
 
-    def _settle(self, done: Future[None], name: str, unit: int, *, fd: int) -> None:
+    def _settle(self, done: Future[None], name: str, unit: int, *, file: places.File) -> None:
         """Check one unit and let everyone who waits for it know."""
         try:
-            self._check_unit(name, unit, fd=fd)
+            self._check_unit(name, unit, file=file)
         except BaseException as error:
             if not isinstance(error, DamagedError):  # a failed read says nothing about the bytes: let others try
                 with self._lock:
@@ -204,12 +230,12 @@ class Checker:
         else:
             done.set_result(None)
 
-    def _check_unit(self, name: str, unit: int, *, fd: int) -> None:
+    def _check_unit(self, name: str, unit: int, *, file: places.File) -> None:
         first, last = self._span(name, unit)
         running, piece = hasher(), memoryview(bytearray(min(PIECE_BYTES, last - first)))
         for start in range(first, last, PIECE_BYTES):
             part = piece[: min(PIECE_BYTES, last - start)]
-            local.read_exact(fd, part, start, str(self.folder / name))
+            file.read_into(part, start)
             running.update(part)
         self._settled(name, unit, running.hexdigest())
 
@@ -227,6 +253,6 @@ class Checker:
     def _damaged(self, found: Damage) -> DamagedError:
         where = "" if found.offset is None else f" from byte {found.offset}"
         return DamagedError(
-            f"Step {step_name(self.folder)} is damaged: {self.folder / found.path}{where} {found.what}. "
+            f"Step {step_name(self.folder)} is damaged: {self.shown}/{found.path}{where} {found.what}. "
             "Restore an earlier step, or copy this one again"
         )

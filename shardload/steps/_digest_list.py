@@ -23,7 +23,7 @@ from typing import Any
 from shardload.errors import DamagedError, SourceError, SourceNotFoundError
 from shardload.loaders import _json
 from shardload.steps._tree import Tree, scan, sync
-from shardload.stores import local
+from shardload.stores import places
 
 UNIT_BYTES = 1 << 20
 """One digest covers this many bytes. Smaller units would over-read less, but the list grows (16 bytes per MiB)."""
@@ -194,10 +194,10 @@ def digest_piece(folder: str | os.PathLike[str], piece: Piece, size: int) -> lis
     found: list[str] = []
     stop = min((piece.first + piece.count) * UNIT_BYTES, size)
     buffer = memoryview(bytearray(min(READ_UNITS * UNIT_BYTES, stop - piece.first * UNIT_BYTES)))
-    with local.opened(path) as (fd, _):
+    with places.opened(path) as file:
         for start in range(piece.first * UNIT_BYTES, stop, READ_UNITS * UNIT_BYTES):
             block = buffer[: min(READ_UNITS * UNIT_BYTES, stop - start)]
-            local.read_exact(fd, block, start, str(path))
+            file.read_unchecked(block, start)
             found += [_hash(block[at : at + UNIT_BYTES]) for at in range(0, len(block), UNIT_BYTES)]
     return found
 

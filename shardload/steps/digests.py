@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from shardload.errors import ShardloadError, SourceNotFoundError
+from shardload.errors import ShardloadError, SourceNotFoundError, TransferError
 from shardload.steps._checker import Checker
 from shardload.steps._digest_list import (
     DIGESTS_FILE,
@@ -29,6 +29,7 @@ from shardload.steps._digest_list import (
     step_name,
 )
 from shardload.steps._tree import scan
+from shardload.stores import places
 
 __all__ = ["DIGESTS_FILE", "OWN_FOLDER", "UNIT_BYTES", "Checker", "Damage", "Digests", "FileDigest", "verify"]
 
@@ -45,14 +46,16 @@ def verify(folder: str | os.PathLike[str], *, progress: Callable[[int], None] | 
     """
     if not Path(folder).is_dir():
         raise SourceNotFoundError(f"There is no step folder {os.fspath(folder)}")
-    step = step_name(folder)
+    step, mirror = step_name(folder), places.mirror_of(folder)
     try:
-        digests, tree = Digests.read(folder), scan(folder)
+        digests = Digests.read(folder)
+        damage = name_damage(digests, scan(folder), step) if mirror is None else mirror.name_damage()
+    except TransferError:  # a store that does not answer says nothing about the step
+        raise
     except ShardloadError as error:
         return [Damage(DIGESTS_FILE, f"cannot be trusted: {error}", step=step)]
     except OSError as error:
         return [Damage(str(error.filename), f"cannot be listed: {error.strerror}", step=step)]
-    damage = name_damage(digests, tree, step)
     bad = {found.path for found in damage}
     pieces = [p for name, f in digests.files.items() if name not in bad for p in pieces_of(name, f.n_bytes)]
     with ThreadPoolExecutor(THREADS, thread_name_prefix="shardload-verify") as pool:
@@ -69,6 +72,8 @@ def _piece_damage(folder: str | os.PathLike[str], piece: Piece, expected: FileDi
     try:
         found = digest_piece(folder, piece, expected.n_bytes)
     except (ShardloadError, OSError) as error:
+        if isinstance(error, TransferError) and places.mirror_of(folder) is not None:
+            raise
         return [Damage(piece.path, f"cannot be read: {error}", piece.first * UNIT_BYTES, step)]
     wrong = [piece.first + k for k, unit in enumerate(found) if unit != expected.units[piece.first + k]]
     runs: list[list[int]] = []

@@ -12,6 +12,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -20,12 +21,13 @@ from shardload.errors import DamagedError, ShardloadError, SourceError, SourceNo
 from shardload.loaders import _json
 from shardload.steps._tree import scan
 from shardload.steps.digests import DIGESTS_FILE, OWN_FOLDER, Checker
+from shardload.stores.remote import is_url
 
 STEP_FILE = f"{OWN_FOLDER}/step.json"
 ORBAX_FILE = "_CHECKPOINT_METADATA"
 TREE_FILE = "_METADATA"
 
-_NAME = re.compile(r"0|[1-9][0-9]{0,17}")
+NAME = re.compile(r"0|[1-9][0-9]{0,17}")
 """At most 18 digits: any such number fits 64 bits."""
 
 
@@ -52,10 +54,27 @@ class StepInfo:
     """What is wrong with it at first sight; `shardload.steps.digests.verify` looks closely."""
     details: Mapping[str, Any] = field(default_factory=dict)
     """All of ``step.json``."""
+    url: str | None = None
+    """Its address, where it is a remote one; ``path`` then is a folder that stands for it."""
+    mirror: Any = field(default=None, repr=False, compare=False)
+    """Keeps that folder, see `shardload.steps._mirror`."""
+
+    @property
+    def where(self) -> str:
+        """What to call it: its address or its path."""
+        return self.url or str(self.path)
+
+    def naming(self) -> AbstractContextManager[None]:
+        """Errors raised in the block call it `where`."""
+        return nullcontext() if self.mirror is None else self.mirror.naming()
+
+    def at(self, url: str, mirror: Any) -> StepInfo:
+        """The same step, known to be a remote one."""
+        return replace(self, url=url, mirror=mirror)
 
 
 def list_steps(root: str | os.PathLike[str]) -> list[StepInfo]:
-    """The steps in ``root``, ascending.
+    """The steps in ``root``, ascending; of an address as `shardload.steps._remote_listing` finds them.
 
     Raises:
         UsageError: When ``root`` is no path.
@@ -64,14 +83,23 @@ def list_steps(root: str | os.PathLike[str]) -> list[StepInfo]:
     """
     if not isinstance(root, (str, os.PathLike)) or not os.fspath(root):
         raise UsageError(f"The folder of the steps is a path; got {root!r}")
+    if is_url(root):
+        from shardload.steps._remote_listing import list_remote
+
+        return list_remote(str(root))
     base = Path(root)
     try:
-        names = [entry.name for entry in base.iterdir() if _NAME.fullmatch(entry.name)]
+        names = [entry.name for entry in base.iterdir() if NAME.fullmatch(entry.name)]
     except (FileNotFoundError, NotADirectoryError) as error:
         raise SourceNotFoundError(f"There is no folder {base}, so it holds no steps. Check the path") from error
     except OSError as error:
         raise SourceError(f"The folder {base} cannot be listed: {error.strerror}") from error
     found = [info for name in sorted(names, key=int) if (info := _look(base / name)) is not None]
+    return with_best(found)
+
+
+def with_best(found: Sequence[StepInfo]) -> list[StepInfo]:
+    """The same steps, of which one may be marked as the best."""
     best = _best(found)
     return [replace(info, best=True) if info.step == best else info for info in found]
 
@@ -86,7 +114,15 @@ def find_step(root: str | os.PathLike[str], step: Literal["latest", "best"] | in
     """
     if step not in ("latest", "best") and (isinstance(step, bool) or not isinstance(step, int)):
         raise UsageError(f'step should be "latest", "best" or a number, but is {step!r}')
-    steps = list_steps(root)
+    if is_url(root):
+        from shardload.steps._remote_listing import find_remote
+
+        found = find_remote(str(root), step)
+        if isinstance(found, StepInfo):
+            return found
+        steps = found
+    else:
+        steps = list_steps(root)
     if not steps:
         raise SourceNotFoundError(
             f"{root} holds no steps. Check the path: steps are folders named 0, 1, 2, …{_nested(root)}"
@@ -96,7 +132,7 @@ def find_step(root: str | os.PathLike[str], step: Literal["latest", "best"] | in
     if step == "best" and (unknown := [info for info in steps if info.ours and not info.details]):
         raise DamagedError(
             f"Which step in {root} is best cannot be told: of step {unknown[0].step}, {unknown[0].problems}. "
-            f"{_existing(steps)}. Take one by its number, or remove the folder {unknown[0].path}"
+            f"{_existing(steps)}. Take one by its number, or remove the folder {unknown[0].where}"
         )
     for info in steps:
         if info.best if step == "best" else info.step == step:
@@ -158,8 +194,23 @@ def _look(path: Path) -> StepInfo | None:
             details = _json.read_object(path / STEP_FILE)
         except (ShardloadError, OSError) as error:
             problems.append(f"{STEP_FILE} cannot be read: {error}")
+    problem = "; ".join(problems) or None
+    return described(int(path.name), path, details, ours=ours, n_bytes=n_bytes, changed_s=changed_s, problems=problem)
+
+
+def described(
+    step: int,
+    path: Path,
+    details: Mapping[str, Any],
+    *,
+    ours: bool,
+    n_bytes: int,
+    changed_s: float = 0.0,
+    problems: str | None = None,
+) -> StepInfo:
+    """A step as its ``step.json`` tells of it."""
     return StepInfo(
-        step=int(path.name),
+        step=step,
         path=path,
         ours=ours,
         epoch=_whole(details.get("epoch")),
@@ -167,7 +218,7 @@ def _look(path: Path) -> StepInfo | None:
         metrics=_numbers(details.get("logs")),
         n_bytes=n_bytes,
         saved_s=_number(details.get("saved_unix_s")) or changed_s,
-        problems="; ".join(problems) or None,
+        problems=problems,
         details=details,
     )
 
@@ -210,6 +261,8 @@ def _existing(steps: Sequence[StepInfo]) -> str:
 
 def _nested(root: str | os.PathLike[str]) -> str:
     """A way out when ``root`` is a step itself."""
+    if is_url(root):
+        return ""
     path = Path(root).absolute()
     if any((path / name).exists() for name in (OWN_FOLDER, ORBAX_FILE, TREE_FILE)):
         if path.name.isascii() and path.name.isdigit():

@@ -1,0 +1,36 @@
+"""Training steps at an address (``s3://``, ``gs://``, ``http(s)://``) as sources of a load."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+from shardload.errors import UnsupportedError
+from shardload.loaders import open_manifest
+from shardload.manifest import Manifest
+from shardload.resolve import Resolved
+from shardload.steps._remote_listing import as_remote, prepared
+from shardload.steps.listing import find_step
+
+
+def open_remote(url: str, *, format: str | None = None) -> tuple[Resolved, Manifest]:
+    """The step at an address, or the latest of those below it.
+
+    Raises:
+        SourceNotFoundError: When there is none.
+        UnsupportedError: When it is none of ours, or the store cannot list.
+        DamagedError: When it is not what was saved.
+        TransferError: When the store does not answer.
+    """
+    if format not in (None, "orbax"):
+        raise UnsupportedError(f"{url}: of remote sources only training steps are read, and those are no {format}")
+    info = prepared(find_step(url, "latest"))
+    with info.naming():
+        manifest = as_remote(open_manifest(info.path, format="orbax"), info)
+    return Resolved(str(info.path), info.where, f"step {info.step}, verified"), manifest
+
+
+def naming(manifest: Manifest) -> AbstractContextManager[None]:
+    """Errors raised in the block tell a remote source's address, not the folder that stands for it."""
+    mirror = manifest.metadata.get("mirror")
+    found: AbstractContextManager[None] = nullcontext() if mirror is None else mirror.naming()
+    return found

@@ -1,0 +1,298 @@
+"""Folders of remote stores (``s3://``, ``gs://``, ``http(s)://``), read through TensorStore's drivers.
+
+TensorStore does the requests, signs them and repeats those that failed; here is what it does not do: limits on
+waiting, and errors in words. A store answers in bounded time or there is a `TransferError`: `RETRIES` attempts, and
+nothing from the store for so many seconds.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import threading
+import time
+from asyncio import CancelledError
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from shardload.errors import SourceError, SourceNotFoundError, TransferError, UnsafeSourceError, UnsupportedError
+
+TIMEOUT_VARIABLE = "SHARDLOAD_REMOTE_TIMEOUT"
+DEFAULT_TIMEOUT_S = 120.0
+"""Without anything coming: 64 MiB on their way together take that long at 0.5 MB/s. TensorStore waits for ever."""
+FIRST_ANSWER_S = 30.0
+"""For the first answer of a store, which is short."""
+RETRIES: Mapping[str, Any] = {"max_retries": 4, "initial_delay": "250ms", "max_delay": "4s"}
+"""TensorStore's own 32 attempts take a quarter of an hour."""
+WAIT_S = 0.25
+"""How often a wait looks whether others got something meanwhile."""
+_URL = re.compile(r"(s3|gs|https?)://", re.ASCII)
+_SHOWN = 300
+
+
+def is_url(source: object) -> bool:
+    """Whether a source is the address of something remote."""
+    return isinstance(source, str) and _URL.match(source) is not None
+
+
+class Folder:
+    """A folder of a remote store.
+
+    Args:
+        url: ``s3://bucket/path``, ``gs://bucket/path``, ``http://host/path`` or ``https://host/path``.
+
+    Raises:
+        UnsupportedError: When the address has parts that cannot be used here.
+        SourceError: When it is none.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._progress = _Progress()
+        self._kv = self._opened()
+
+    def child(self, name: str) -> Folder:
+        """A folder in this one."""
+        return Folder(f"{self.url}/{name}")
+
+    @property
+    def name(self) -> str:
+        """Its last part."""
+        return self.url.rpartition("/")[2]
+
+    @property
+    def can_list(self) -> bool:
+        """Whether the store tells which names there are; HTTP does not."""
+        return not self.url.startswith("http")
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes | None:
+        """Bytes of an object, all by default; ``None`` where there is none of this name.
+
+        Raises:
+            TransferError: When the store does not answer, refuses, or has not so many bytes.
+        """
+        return self.begin(name, start, stop).result()
+
+    def begin(self, name: str, start: int = 0, stop: int | None = None) -> Fetch:
+        """Start to read."""
+        asked = None if stop is None and not start else slice(start, stop)
+        return Fetch(self, name, self._kv.read(name, byte_range=asked), self._progress)
+
+    def read_small(self, name: str, *, limit: int) -> bytes | None:
+        """All of an object whose size is not known; ``None`` where there is none.
+
+        Raises:
+            UnsafeSourceError: When it has more than ``limit`` bytes; they are not fetched.
+        """
+        try:
+            beyond = self.read(name, limit, limit + 1)
+        except _OutOfRangeError:
+            return self.read(name)
+        if beyond is None:
+            return None
+        raise UnsafeSourceError(f"{self.url}/{name} should have at most {limit} bytes, but has more")
+
+    def names(self) -> list[str]:
+        """Every object below, by its path in here.
+
+        Raises:
+            UnsupportedError: When the store cannot list.
+            SourceNotFoundError: When there is no such bucket.
+            TransferError: When it does not answer or refuses.
+        """
+        if not self.can_list:
+            raise UnsupportedError(f"{self.url}: HTTP servers do not list what they have")
+        keys = Fetch(self, "", self._kv.list(), self._progress).wait()
+        return sorted(key.decode("utf-8", "replace") for key in keys)
+
+    def failure(self, error: BaseException | None, name: str) -> Exception:
+        """What went wrong, in words: what was asked for, what the store said, what to do."""
+        where = f"{self.url}/{name}" if name else self.url
+        text = " ".join(str(error).split())
+        code = text.partition(":")[0]  # what follows it may be the server's words
+        said = _SENTENCE.sub("", text)[:_SHOWN].strip() or type(error).__name__
+        if code == "OUT_OF_RANGE":
+            return _OutOfRangeError(f"{where} is shorter than it should be: {said}")
+        if code == "NOT_FOUND" and not name:
+            return SourceNotFoundError(f"There is no bucket or folder {self.url}: {said}. Check the address")
+        if code in ("PERMISSION_DENIED", "UNAUTHENTICATED"):
+            return TransferError(f"{where} may not be read: {said}. {self._access()}")
+        if code == "FAILED_PRECONDITION" and "was ignored by server" in said:
+            return TransferError(f"{where} cannot be read in parts, as its server ignores ranges. {COPY_FIRST}")
+        return TransferError(f"{where} cannot be read: {said}. Check the address, the network and {self._settings()}")
+
+    def stalled(self, name: str, timeout_s: float) -> TransferError:
+        """What to say when nothing came for so long."""
+        return TransferError(
+            f"{self.url}/{name}".rstrip("/") + f" cannot be read: nothing came from its server for {timeout_s:g} s. "
+            f"Check the address, the network and {self._settings()}; {TIMEOUT_VARIABLE}=SECONDS waits longer"
+        )
+
+    def _settings(self) -> str:
+        scheme = self.url.partition(":")[0]
+        return {
+            "s3": "AWS_ENDPOINT_URL and AWS_REGION",
+            "gs": "TENSORSTORE_GCS_HTTP_URL",
+        }.get(scheme, "whether the server is up")
+
+    def _access(self) -> str:
+        scheme = self.url.partition(":")[0]
+        return {
+            "s3": "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or AWS_NO_SIGN_REQUEST=YES for a "
+            "public bucket",
+            "gs": "Set GOOGLE_APPLICATION_CREDENTIALS, or run: gcloud auth application-default login",
+        }.get(scheme, "No password can be given to an HTTP server here: copy the step to this machine first")
+
+    def _opened(self) -> Any:
+        import tensorstore as ts  # 0.2 s to import
+
+        spec = _spec(self.url)
+        limit = timeout_s(first=True)
+        context = {f"{kind}_request_retries": RETRIES for kind in ("s3", "gcs", "http")}
+        if (credentials := _aws_credentials()) is not None:
+            context["aws_credentials"] = credentials
+        try:
+            return ts.KvStore.open(spec, context=ts.Context(context)).result(timeout=limit)
+        except TimeoutError as error:
+            raise self.stalled("", limit) from error
+        except (ValueError, RuntimeError) as error:
+            raise SourceError(f"{self.url} is no address that can be read: {str(error)[:_SHOWN]}") from error
+
+
+COPY_FIRST = (
+    "Copy it to this machine first (aws s3 cp --recursive, gcloud storage cp --recursive, wget --recursive), and "
+    "read it there"
+)
+_SENTENCE = re.compile(r"\s*\[http_response_body=.*?\](?=\s*\[|$)|\s*\[source locations.*|\s*\[[a-z_\-]+='[^']*'\]")
+
+
+class _OutOfRangeError(TransferError):
+    """More bytes were asked for than there are."""
+
+
+class _Progress:
+    """When something last came from a store, for all who wait for it."""
+
+    def __init__(self) -> None:
+        self.at_s = time.monotonic()
+        self.answered = False
+        self._waiting = 0
+        self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        """Somebody begins to wait; the first one starts the clock."""
+        with self._lock:
+            if not self._waiting:
+                self.at_s = time.monotonic()
+            self._waiting += 1
+
+    def end(self) -> None:
+        """Something came, or the wait was given up."""
+        with self._lock:
+            self._waiting -= 1
+            self.at_s = time.monotonic()
+            self.answered = True
+
+
+class Fetch:
+    """One request on its way."""
+
+    def __init__(self, folder: Folder, name: str, future: Any, progress: _Progress) -> None:
+        self._folder, self._name, self._future, self._progress = folder, name, future, progress
+        self._given_up = False
+
+    def cancel(self) -> None:
+        """Give it up; who waits for it gets a `TransferError`."""
+        self._given_up = True
+        self._future.cancel()
+
+    def result(self) -> bytes | None:
+        """The bytes; ``None`` where there is no such object. Raises like `Folder.read`."""
+        found = self.wait()
+        if found.state == "missing":
+            return None
+        if found.state != "value":
+            raise TransferError(f"{self._folder.url}/{self._name} cannot be read: its state is {found.state!r}")
+        return bytes(found.value)
+
+    @staticmethod
+    def is_too_short(error: TransferError) -> bool:
+        """Whether it failed as the object ends before the range that was asked for."""
+        return isinstance(error, _OutOfRangeError)
+
+    def wait(self) -> Any:
+        """What TensorStore returns."""
+        limit = timeout_s(first=not self._progress.answered)
+        self._progress.begin()
+        try:
+            while True:
+                if self._given_up:
+                    raise TransferError(f"{self._folder.url}/{self._name} is not wanted any more")
+                try:
+                    return self._future.result(timeout=WAIT_S)
+                except CancelledError:
+                    self._given_up = True
+                except TimeoutError as error:
+                    if time.monotonic() - self._progress.at_s > limit:
+                        self._future.cancel()
+                        raise self._folder.stalled(self._name, limit) from error
+                except (ValueError, RuntimeError, NotImplementedError, OSError) as error:
+                    raise self._folder.failure(error, self._name) from error
+        finally:
+            self._progress.end()
+
+
+def timeout_s(*, first: bool) -> float:
+    """How long a store may say nothing, in seconds; ``first`` before it ever answered.
+
+    Raises:
+        SourceError: When the environment says no number.
+    """
+    text = os.environ.get(TIMEOUT_VARIABLE)
+    if not text:
+        return FIRST_ANSWER_S if first else DEFAULT_TIMEOUT_S
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 < found < math.inf:
+        raise SourceError(f"{TIMEOUT_VARIABLE} should be a number of seconds, but is {text!r}")
+    return found
+
+
+def _spec(url: str) -> dict[str, Any]:
+    scheme, _, rest = url.partition("://")
+    bucket, _, path = rest.partition("/")
+    if not bucket:
+        raise SourceError(f"{url} names no {'server' if scheme.startswith('http') else 'bucket'}")
+    if any(part in (".", "..") for part in path.split("/")) or "\0" in url:
+        raise UnsupportedError(f"{url} has '.' or '..' between slashes, which is no name in a store")
+    if scheme.startswith("http"):
+        parts = urlsplit(url)
+        if parts.query or parts.fragment or parts.username:
+            raise UnsupportedError(
+                "An http address of a step is plain: no user, no ? and no #, since file names are added to its end. "
+                + COPY_FIRST
+            )
+        return {"driver": "http", "base_url": f"{url}/"}
+    folder = f"{path}/" if path else ""
+    if scheme == "gs":
+        return {"driver": "gcs", "bucket": bucket, "path": folder}
+    spec = {"driver": "s3", "bucket": bucket, "path": folder}
+    if region := os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION"):
+        spec["aws_region"] = region
+    if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
+        # TensorStore does not look these up, and wants a region with an endpoint.
+        spec |= {"endpoint": endpoint.rstrip("/"), "aws_region": region or "us-east-1"}
+    return spec
+
+
+def _aws_credentials() -> dict[str, str] | None:
+    """Which of TensorStore's ways to look for credentials; the default one logs whatever it misses."""
+    if os.environ.get("AWS_NO_SIGN_REQUEST", "").upper() in ("1", "YES", "TRUE"):
+        return {"type": "anonymous"}
+    if os.environ.get("AWS_ACCESS_KEY_ID"):
+        return {"type": "environment"}
+    return None

@@ -1,0 +1,215 @@
+"""An object store on loopback with enough of HTTP, S3 and GCS for TensorStore's drivers; it counts, and misbehaves.
+
+http://127.0.0.1:PORT/bucket/key                              plain HTTP, and S3 by path
+GET /bucket?list-type=2&prefix=…                              S3's list
+GET /storage/v1/b/bucket/o…                                   GCS' JSON interface
+"""
+
+import contextlib
+import re
+import socket
+import threading
+import urllib.parse
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from json import dumps
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+BUCKET = "bucket"
+PAGE = 20
+
+
+class ObjectServer:
+    """Serves the files below a folder as the objects of one bucket.
+
+    Attributes of an instance may be changed at any time: ``status`` (path → HTTP status to answer with), ``tampered``
+    (path → function of the object's bytes), ``stalled`` (paths that send headers and nothing more), ``cut`` (path → how
+    many answers end in the middle).
+    """
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        self.requests = []  # (method, path, (first, last) or None, bytes sent)
+        self.status, self.tampered, self.stalled, self.cut = {}, {}, set(), {}
+        self.ignores_ranges = False
+        self.released = threading.Event()
+        self.server = _Server(("127.0.0.1", 0), _handler(self))
+        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True)
+        self.thread.start()
+
+    @property
+    def root(self):
+        return f"http://127.0.0.1:{self.server.server_address[1]}"
+
+    @property
+    def http(self):
+        return f"{self.root}/{BUCKET}"
+
+    @property
+    def s3(self):
+        return f"s3://{BUCKET}"
+
+    @property
+    def gs(self):
+        return f"gs://{BUCKET}"
+
+    @property
+    def bytes_sent(self):
+        return sum(sent for *_, sent in self.requests)
+
+    def sent_of(self, pattern):
+        """Bytes sent of objects whose key matches."""
+        return sum(sent for _, key, _, sent in self.requests if key is not None and re.search(pattern, key))
+
+    def environment(self):
+        return {
+            "AWS_ENDPOINT_URL": self.root,
+            "AWS_REGION": "us-east-1",
+            "AWS_ACCESS_KEY_ID": "key",
+            "AWS_SECRET_ACCESS_KEY": "secret",
+            "TENSORSTORE_GCS_HTTP_URL": self.root,
+        }
+
+    def close(self):
+        self.released.set()
+        self.server.shutdown()
+        self.server.server_close()
+        self.thread.join()
+
+    def size(self, key):
+        """Of an object; None where there is none."""
+        path = self.folder / key
+        if not path.is_file():
+            return None
+        return len(self.tampered[key](path.read_bytes())) if key in self.tampered else path.stat().st_size
+
+    def data(self, key, first, last):
+        if key in self.tampered:
+            return self.tampered[key]((self.folder / key).read_bytes())[first : last + 1]
+        with (self.folder / key).open("rb") as file:
+            file.seek(first)
+            return file.read(last + 1 - first)
+
+    def reset(self):
+        """Behave again, and forget what was asked."""
+        self.requests.clear()
+        self.status.clear()
+        self.tampered.clear()
+        self.stalled.clear()
+        self.cut.clear()
+        self.ignores_ranges = False
+
+    def names(self):
+        return sorted(p.relative_to(self.folder).as_posix() for p in self.folder.rglob("*") if p.is_file())
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128  # with the 5 by default, connections opened together wait a second for a place
+
+
+def _handler(store):
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True
+
+        def log_message(self, *_):
+            pass
+
+        def do_HEAD(self):
+            self.do_GET()
+
+        def do_GET(self):
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                self._answer()
+
+        def _answer(self):
+            url = urllib.parse.urlsplit(self.path)
+            query = dict(urllib.parse.parse_qsl(url.query))
+            path = urllib.parse.unquote(url.path).strip("/")
+            if (found := re.fullmatch(r"storage/v1/b/([^/]+)/o(?:/(.+))?", path)) is not None:
+                bucket, key = found.groups()
+            else:
+                bucket, _, key = path.partition("/")
+            if bucket != BUCKET:
+                return self._say(404, _xml_error("NoSuchBucket"))
+            if not key:
+                return self._list(query, is_gcs=path.startswith("storage/"))
+            return self._object(key)
+
+        def _object(self, key):
+            if (code := store.status.get(key, store.status.get("*"))) is not None:
+                store.requests.append((self.command, key, None, 0))
+                return self._say(code, _xml_error("AccessDenied" if code == 403 else "InternalError"))
+            if (total := store.size(key)) is None:
+                store.requests.append((self.command, key, None, 0))
+                return self._say(404, _xml_error("NoSuchKey"))
+            asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+            headers = {"ETag": '"1"', "x-goog-generation": "1", "Accept-Ranges": "bytes"}
+            if asked is None or store.ignores_ranges:
+                first, last, code = 0, total - 1, 200
+            else:
+                first, last, code = int(asked[1]), min(int(asked[2] or total - 1), total - 1), 206
+                if first >= total:
+                    return self._say(416, b"", {"Content-Range": f"bytes */{total}"})
+                headers["Content-Range"] = f"bytes {first}-{last}/{total}"
+            body = b"" if self.command == "HEAD" else store.data(key, first, last)
+            store.requests.append((self.command, key, None if asked is None else (first, last), len(body)))
+            if key in store.stalled:
+                self._headers(code, headers | {"Content-Length": str(len(body))})
+                store.released.wait()
+                self.close_connection = True
+                return None
+            if store.cut.get(key, 0):
+                store.cut[key] -= 1
+                self.close_connection = True
+                return self._say(code, body[: len(body) // 2], headers, length=len(body))
+            return self._say(code, body, headers, length=last + 1 - first)
+
+        def _list(self, query, *, is_gcs):
+            store.requests.append((self.command, None, None, 0))
+            if (code := store.status.get("", store.status.get("*"))) is not None:
+                return self._say(code, _xml_error("AccessDenied" if code == 403 else "InternalError"))
+            keys = [key for key in store.names() if key.startswith(query.get("prefix", ""))]
+            keys = [key for key in keys if key >= query.get("startOffset", "")]
+            token = int(query.get("pageToken" if is_gcs else "continuation-token", 0))
+            page, more = keys[token : token + PAGE], token + PAGE < len(keys)
+            if is_gcs:
+                found = {"kind": "storage#objects", "items": [_item(store, key) for key in page]}
+                return self._say(200, dumps(found | ({"nextPageToken": str(token + PAGE)} if more else {})).encode())
+            contents = "".join(
+                f"<Contents><Key>{escape(key)}</Key><Size>{(store.folder / key).stat().st_size}</Size></Contents>"
+                for key in page
+            )
+            following = f"<NextContinuationToken>{token + PAGE}</NextContinuationToken>" if more else ""
+            body = (
+                '<?xml version="1.0" encoding="UTF-8"?>'
+                '<ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">'
+                f"<Name>{BUCKET}</Name><KeyCount>{len(page)}</KeyCount><MaxKeys>{PAGE}</MaxKeys>"
+                f"<IsTruncated>{str(more).lower()}</IsTruncated>{following}{contents}</ListBucketResult>"
+            )
+            return self._say(200, body.encode(), {"Content-Type": "application/xml"})
+
+        def _say(self, code, body, headers=None, *, length=None):
+            self._headers(code, (headers or {}) | {"Content-Length": str(len(body) if length is None else length)})
+            if self.command != "HEAD":
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError, socket.timeout):
+                    self.wfile.write(body)
+
+        def _headers(self, code, headers):
+            self.send_response(code)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.flush()
+
+    return Handler
+
+
+def _item(store, key):
+    size = (store.folder / key).stat().st_size
+    return {"kind": "storage#object", "name": key, "bucket": BUCKET, "size": str(size), "generation": "1"}
+
+
+def _xml_error(code):
+    return f'<?xml version="1.0"?><Error><Code>{code}</Code><Message>{code}</Message></Error>'.encode()
