@@ -21,6 +21,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import jax  # noqa: E402
+import pytest  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -45,3 +46,10 @@ def pytest_collection_finish():
     """Leave what was imported out of the other garbage collections."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _collected():
+    """Let go of the models of one file before the next: their arrays would be counted, and take memory."""
+    yield
+    gc.collect()

@@ -11,7 +11,7 @@ import pytest
 from callback_models import assert_holds, compiled, fit, steps_in
 
 from shardload import _last_words, _orbax
-from shardload.callbacks import OrbaxCheckpoint, _retention
+from shardload.callbacks import OrbaxCheckpoint, _retention, _writer
 from shardload.callbacks._interrupts import Worker, held_back
 from shardload.errors import SaveError, SourceError, StepExistsError
 from shardload.steps import _aftermath
@@ -134,13 +134,13 @@ def interrupt():
 
 
 def test_ctrl_c_while_a_step_is_handed_over_does_not_cost_it(tmp_path, monkeypatch):
-    real, model, callback = _orbax.start_save, compiled(), OrbaxCheckpoint(tmp_path, save_freq=2, max_to_keep=None)
+    real, model, callback = _writer.snapshot, compiled(), OrbaxCheckpoint(tmp_path, save_freq=2, max_to_keep=None)
 
-    def start(*args, **named):
+    def hold(items):
         interrupt()
-        return real(*args, **named)
+        return real(items)
 
-    monkeypatch.setattr(_orbax, "start_save", start)
+    monkeypatch.setattr(_writer, "snapshot", hold)
     with pytest.raises(KeyboardInterrupt):
         fit(model, callback)
     callback.wait_until_finished()
