@@ -179,6 +179,23 @@ def test_a_wait_that_ctrl_c_ended_can_be_taken_up_again():
     assert done == [1]
 
 
+def test_a_wait_looks_for_ctrl_c_now_and_then(monkeypatch):
+    """One that came right before the wait would otherwise be seen when the wait ends."""
+    go, asked = threading.Event(), []
+    worker = Worker(go.wait, name="test")
+    real = worker._done.wait
+
+    def wait(timeout=None):
+        asked.append(timeout)
+        if len(asked) > 1:
+            go.set()
+        return real(0.05)
+
+    monkeypatch.setattr(worker._done, "wait", wait)
+    worker.wait()
+    assert len(asked) > 1 and None not in asked
+
+
 def test_nothing_is_held_back_in_another_thread_or_where_ctrl_c_does_nothing():
     seen = []
 

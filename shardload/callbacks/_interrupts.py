@@ -12,11 +12,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+LOOK_S = 0.5
+"""How long a Ctrl-C may go unnoticed in a wait."""
+
 
 class Worker:
     """A thread that can be waited for, also once more after Ctrl-C ended a wait.
 
     `threading.Thread.join` cannot: interrupted, it takes the running thread for ended from then on (Python 3.11, 3.12).
+    And a wait without an end misses a Ctrl-C that comes right before it begins: Python only looks when a wait returns.
     """
 
     def __init__(self, do: Callable[[], object], *, name: str) -> None:
@@ -26,7 +30,8 @@ class Worker:
 
     def wait(self) -> None:
         """Return once it has ended."""
-        self._done.wait()
+        while not self._done.wait(LOOK_S):
+            pass
 
     def _run(self) -> None:
         try:
