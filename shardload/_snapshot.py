@@ -71,7 +71,8 @@ def snapshot(items: Mapping[str, Any]) -> Snapshot | None:
 
 
 def _is_plain_tree(item: Any) -> bool:
-    if isinstance(item, dict):
+    """No containers but Python's own: JAX takes others for leaves, and a copy of those shares what they hold."""
+    if type(item) is dict:
         return all(map(_is_plain_tree, item.values()))
     if type(item) in {list, tuple}:
         return all(map(_is_plain_tree, item))

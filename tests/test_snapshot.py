@@ -60,6 +60,13 @@ def test_what_only_its_handler_knows_is_not_held(thing):
     assert snapshot({"pytree": {"a": np.zeros(2)}, "mine": {"deep": [thing]}}) is None
 
 
+@pytest.mark.parametrize("kind", [dict, list, tuple])
+def test_containers_that_jax_does_not_look_into_are_not_held(kind):
+    one = type("Own", (kind,), {})({"a": np.zeros(2)} if kind is dict else [np.zeros(2)])
+    assert snapshot({"mine": {"deep": one}}) is None
+    assert snapshot({"mine": one}) is None
+
+
 def test_random_keys_and_memory_of_another_kind_are_not_held():
     assert snapshot({"pytree": jax.random.key(0)}) is None
     pinned = NamedSharding(sharding().mesh, PartitionSpec(), memory_kind="pinned_host")
