@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -528,26 +527,17 @@ def _inherited_assign(variable: Variable, value: Any) -> Any:
     return variables.Variable.assign(variable, value)
 
 
-class _InheritedPatch:
+class _InheritedPatch(Patches):
     """``JaxVariable.assign`` is inherited: this one is set on the subclass and deleted after."""
 
     def __init__(self) -> None:
-        self._open = 0
-        self._lock = threading.Lock()
+        super().__init__(tuple)
 
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        with self._lock:
-            self._open += 1
-            if self._open == 1:
-                JaxVariable.assign = _handled_assign(_inherited_assign)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._open -= 1
-                if self._open == 0:
-                    del JaxVariable.assign
+    def _replace(self) -> None:
+        JaxVariable.assign = _handled_assign(_inherited_assign)
+
+    def _put_back(self) -> None:
+        del JaxVariable.assign
 
 
 class StateSource(Protocol):
