@@ -47,6 +47,7 @@ class Heartbeat:
         """What each said last, and when that was new. Who has not begun yet is not waited for: it may be compiling."""
         self._left: set[int] = set()
         self._told: list[Callable[[str], None]] = []
+        self._telling = threading.Lock()
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardload-heartbeat", daemon=True)
 
@@ -77,9 +78,11 @@ class Heartbeat:
 
     def when_lost(self, call: Callable[[str], None]) -> None:
         """Have ``call`` told, once, in the thread of the heartbeat; at once when a process is lost already."""
-        self._told.append(call)
-        if self._lost is not None:
-            call(self._lost)
+        with self._telling:
+            self._told.append(call)
+            late = self._lost
+        if late is not None:
+            call(late)
 
     def _run(self) -> None:
         number = 0
@@ -124,9 +127,11 @@ class Heartbeat:
     def _lose(self, what: str) -> None:
         if self._lost is not None:
             return
-        self._lost = what
+        with self._telling:
+            self._lost = what
+            told = list(self._told)
         logging.getLogger("shardload").error("%s", what)
-        for call in self._told:
+        for call in told:
             with suppress(Exception):  # whatever it was, the others are to be told
                 call(what)
         if self._index == 0:
