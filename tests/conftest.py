@@ -49,7 +49,10 @@ def pytest_collection_finish():
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _collected():
+def _collected(request):
     """Let go of the models of one file before the next: their arrays would be counted, and take memory."""
     yield
+    for found in vars(request.module).values():
+        if hasattr(found, "cache_clear") and found.__module__ == request.module.__name__:
+            found.cache_clear()
     gc.collect()
