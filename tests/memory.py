@@ -10,9 +10,8 @@ import shardload._mover
 import shardload._verified
 from shardload.assign import Assigner
 
-
 _BUFFERS = {}
-"""Where the arrays seen before lie, by their ids. Other tests leave thousands, and asking each for its shards takes 20 µs."""
+"""Where the arrays seen before lie, by their ids: other tests leave thousands, and asking takes 5 µs each."""
 
 
 def buffers_of(array):
