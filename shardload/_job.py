@@ -7,7 +7,7 @@ headers only, nothing changed            the only part that touches the model
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -169,6 +169,7 @@ def fill(
     on_failure: OnFailure,
     progress: Progress | None,
     notes: tuple[str, ...],
+    on_filled: Callable[[], None] | None = None,
 ) -> LoadReport:
     """Read, assign, initialise the rest, and account for it.
 
@@ -179,6 +180,7 @@ def fill(
         on_failure: What to do with a model that is half loaded.
         progress: Told how many bytes were read.
         notes: For the report.
+        on_filled: Called before initial values are computed.
 
     Raises:
         LoadInterruptedError: When it failed after values had been replaced; says what the model holds.
@@ -189,6 +191,8 @@ def fill(
         stats = _stream(job, assigner, progress or Silent())
         files.check()
         assigner.finish()
+    if on_filled is not None:
+        on_filled()
     with clock("build"):
         initialised = abstraction.initialise(job.model)
         _gather(job)

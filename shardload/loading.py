@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -110,6 +110,7 @@ def run(
     atomic: bool = False,
     format: str | None = None,
     progress: Progress | None = None,
+    on_filled: Callable[[], None] | None = None,
 ) -> Loaded:
     """`load`, returning the report and the manifest too.
 
@@ -131,6 +132,8 @@ def run(
         format: One of `shardload.loaders.FORMATS`, to insist on where a file's ending says something else, or a folder
             holds several.
         progress: Told how many bytes were read.
+        on_filled: Called when all is read and in place, before initial values are computed, for which the processes of
+            a mesh need each other.
     """
     clock = _job.Clock()
     dtype, limit = _dtype(dtype), budget(host_memory_bytes)
@@ -144,7 +147,15 @@ def run(
         with clock("plan"):
             job = _job.prepare(model, manifest, place, layout=layout, host_memory_bytes=limit, check=checker)
             job = job.checked(strict=strict)
-        report = _job.fill(job, clock, files=files, on_failure="raise", progress=progress, notes=_notes(found, job))
+        report = _job.fill(
+            job,
+            clock,
+            files=files,
+            on_failure="raise",
+            progress=progress,
+            notes=_notes(found, job),
+            on_filled=on_filled,
+        )
     _reports[model] = report
     return Loaded(model, report, manifest)
 

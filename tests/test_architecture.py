@@ -57,6 +57,7 @@ LAYERS = {
         "comparing",
         "converting",
         "_job",
+        "_together",
         "_accounts",
         "reports",
         "progress",

@@ -46,7 +46,7 @@ def test_every_variable_is_named(variable):
 def test_every_key_of_a_report_is_explained():
     keys = {*load_report().to_json(), *plan_report().to_json()}
     explained = set(re.findall(r"^\| `(\w+)` \|", (REFERENCE / "report.md").read_text(), re.MULTILINE))
-    assert explained == keys | {"generated"}
+    assert explained == keys | {"generated", "processes"}
 
 
 def test_examples_name_commands_that_exist():

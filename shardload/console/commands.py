@@ -39,11 +39,17 @@ def load(
         int, typer.Option("--max-new-tokens", metavar="N", min=1, help="Tokens to generate for --prompt.")
     ] = 32,
     platform: options.PlatformOption = None,
+    coordinator_address: options.CoordinatorAddress = None,
+    num_processes: options.NumProcesses = None,
+    process_id: options.ProcessId = None,
     format: options.FormatOption = None,
     json: options.Json = False,
     no_progress: options.NoProgress = False,
 ) -> None:
     """Load a checkpoint onto a mesh and report what went where.
+
+    With --num-processes every process runs the same command, each with its own --process-id, and reads what its
+    devices need; process 0 reports for all.
 
     [dim]Examples[/dim]
 
@@ -52,37 +58,57 @@ def load(
     $ shardload load ./model.safetensors --mesh 2x4 --dtype bfloat16 --json
     """
     spec = options.mesh_spec(mesh, axes)
+    processes = options.processes(coordinator_address, num_processes, process_id)
     if prompt == "":
         raise typer.BadParameter("An empty text cannot be continued.", param_hint="--prompt")
+    if processes is not None and prompt is not None:
+        raise typer.BadParameter("Text is continued by one process; leave out --num-processes.", param_hint="--prompt")
+    if processes is not None and spec is None:
+        raise typer.BadParameter("Several processes need a mesh to share.", param_hint="--mesh")
+    reports = processes is None or processes.is_first
+    note = streams.note if reports else _nothing
     with streams.results() as out:
-        environment.prepare(note=streams.note)
+        environment.prepare(note=note)
         with interrupts.raise_where_it_counts():
             engine.find(source)
         with interrupts.exit_at_once(lambda: out.interrupted(as_json=json)):
-            environment.provide_devices(spec, platform=platform, note=streams.note)
+            environment.provide_devices(spec, platform=platform, note=note, processes=processes, json_wanted=json)
             if prompt is not None:
                 engine.check_tokenizer(source, format=format and str(format))
-            progress = for_stderr(enabled=not no_progress)
+            progress = for_stderr(enabled=reports and not no_progress)
+            wanted = {
+                "mesh": spec,
+                "layout": layout,
+                "dtype": dtype,
+                "host_memory_bytes": host_memory,
+                "strict": strict,
+                "atomic": atomic,
+                "format": format and str(format),
+                "progress": progress,
+            }
+            shares: tuple[Any, ...] = ()
             try:
-                loaded = engine.load(
-                    source,
-                    mesh=spec,
-                    layout=layout,
-                    dtype=dtype,
-                    host_memory_bytes=host_memory,
-                    strict=strict,
-                    atomic=atomic,
-                    format=format and str(format),
-                    progress=progress,
-                )
+                if processes is None:
+                    loaded = engine.load(source, **wanted)
+                else:
+                    loaded, shares = engine.load_together(source, **wanted)
             finally:
                 progress.stop()
+            if not reports:
+                return
             if not json:
                 out.table(loaded.report)
+                if shares:
+                    out.text(listing.of_processes(shares))
             text = _generate(out, loaded, prompt, max_new_tokens=max_new_tokens, shown=not json)
         if json:
             generated = {"generated": {"prompt": prompt, "text": text}} if prompt is not None else {}
-            out.json(loaded.report.to_json() | generated)
+            each = {"processes": [asdict(share) for share in shares]} if shares else {}
+            out.json(loaded.report.to_json() | each | generated)
+
+
+def _nothing(_: str) -> None:
+    """The notes of a process that leaves telling to process 0."""
 
 
 def _generate(out: streams.Results, loaded: Any, prompt: str | None, *, max_new_tokens: int, shown: bool) -> str:

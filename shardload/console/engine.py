@@ -33,6 +33,13 @@ def load(source: str, **options: Any) -> Any:
     return loading.run(source, **options)
 
 
+def load_together(source: str, **options: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Load ``source`` on every process of this run: the same, and the share of each process."""
+    from shardload import _together
+
+    return _together.run(source, **options)
+
+
 def plan(source: str, *, mesh: MeshSpec | None, **options: Any) -> PlanReport:
     """Plan the load of ``source``; onto one device when no mesh is given."""
     from shardload import loading

@@ -16,6 +16,7 @@ from enum import StrEnum
 from importlib import metadata
 from typing import Any
 
+from shardload.console.processes import Processes
 from shardload.errors import MeshError
 from shardload.mesh import MeshSpec
 
@@ -61,13 +62,22 @@ def _quieten() -> None:
         warnings.simplefilter("ignore")
 
 
-def provide_devices(mesh: MeshSpec | None, *, platform: Platform | None, note: Callable[[str], None]) -> None:
+def provide_devices(
+    mesh: MeshSpec | None,
+    *,
+    platform: Platform | None,
+    note: Callable[[str], None],
+    processes: Processes | None = None,
+    json_wanted: bool = False,
+) -> None:
     """Start JAX with the devices a mesh needs, simulating them on the CPU where the platform is the CPU.
 
     Args:
         mesh: The mesh to provide for; ``None`` takes what there is.
         platform: The platform to use; JAX's choice when ``None``.
         note: Told when devices are simulated.
+        processes: This process among several, each with its part of the mesh; this one alone when ``None``.
+        json_wanted: Whether a failure to meet them is also told on stdout.
 
     Raises:
         MeshError: When the platform cannot be had, or has too few devices.
@@ -75,15 +85,23 @@ def provide_devices(mesh: MeshSpec | None, *, platform: Platform | None, note: C
     if platform is not None:
         os.environ["JAX_PLATFORMS"] = _jax_platforms(platform)
     needed = mesh.size if mesh is not None else 1
+    own = processes.devices_of(mesh) if processes is not None and mesh is not None else needed
     import jax
 
-    simulated = _simulate(jax, min(needed, MAX_SIMULATED))
+    simulated = _simulate(jax, min(own, MAX_SIMULATED))
+    if processes is not None:
+        processes.meet(note=note, json_wanted=json_wanted)
     devices = _start(jax)
     found = devices[0].platform
     if platform is not None and found != platform:
         raise MeshError(f"--platform {platform} was asked for, but JAX found no such device here, only {found}.")
     if len(devices) < needed:
         raise MeshError(_too_few(needed, mesh, devices))
+    if processes is not None and len(devices) != needed:
+        raise MeshError(
+            f"The mesh {mesh} needs {needed} devices, but the {processes.num_processes} processes have {len(devices)}, "
+            "and none may be left over. Use a mesh of that size"
+        )
     if found == "cpu" and simulated:
         note(f"simulating {needed} CPU devices for the mesh {mesh}; no accelerator is used.")
 

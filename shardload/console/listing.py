@@ -59,6 +59,16 @@ def aligned(table: Iterable[Iterable[str]]) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
+def of_processes(shares: Sequence[Any]) -> str:
+    """What each of several processes read; nothing for a process by itself."""
+    if not shares:
+        return ""
+    rows = [
+        (str(s.process), format_bytes(s.bytes.needed), format_bytes(s.bytes.read), f"{s.total_s:.2f} s") for s in shares
+    ]
+    return "\n" + aligned([("process", "needed", "read", "time"), *rows])
+
+
 def as_json(manifest: Manifest, *, match: str | None = None) -> dict[str, Any]:
     """The same facts as one object."""
     tensors = selected(manifest, match)

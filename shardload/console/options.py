@@ -9,6 +9,7 @@ import typer
 
 from shardload.console import completion
 from shardload.console.environment import Platform
+from shardload.console.processes import Processes
 from shardload.dtypes import FLOATS, dtype_name
 from shardload.errors import MeshError, UsageError
 from shardload.mesh import MeshSpec
@@ -86,6 +87,32 @@ def mesh_spec(mesh: str | None, axes: str | None) -> MeshSpec | None:
         raise typer.BadParameter(str(error), param_hint="--mesh") from None
 
 
+def processes(coordinator_address: str | None, num_processes: int | None, process_id: int | None) -> Processes | None:
+    """This process among several, from the three options that `jax.distributed.initialize` names so.
+
+    Raises:
+        typer.BadParameter: When only some of them are given, or they contradict each other.
+    """
+    if coordinator_address is None and num_processes is None and process_id is None:
+        return None
+    if coordinator_address is None or num_processes is None or process_id is None:
+        raise typer.BadParameter(
+            "Several processes need --coordinator-address, --num-processes and --process-id, all three.",
+            param_hint="--coordinator-address",
+        )
+    host, _, port = coordinator_address.rpartition(":")
+    if not (host and port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise typer.BadParameter(
+            f"{coordinator_address!r} is no address like host:1234.", param_hint="--coordinator-address"
+        )
+    if process_id >= num_processes:
+        raise typer.BadParameter(
+            f"{process_id} is not below the number of processes, {num_processes}; they count from 0.",
+            param_hint="--process-id",
+        )
+    return Processes(coordinator_address, num_processes, process_id)
+
+
 Source = Annotated[
     str,
     typer.Argument(
@@ -141,6 +168,21 @@ PlatformOption = Annotated[
     typer.Option(
         "--platform", help="Devices to use; cpu simulates as many as the mesh needs. JAX's choice by default."
     ),
+]
+CoordinatorAddress = Annotated[
+    str | None,
+    typer.Option(
+        "--coordinator-address",
+        metavar="HOST:PORT",
+        help="Load with several processes, which meet here; process 0 runs on this host.",
+    ),
+]
+NumProcesses = Annotated[
+    int | None,
+    typer.Option("--num-processes", metavar="N", min=1, max=1 << 16, help="How many processes load together."),
+]
+ProcessId = Annotated[
+    int | None, typer.Option("--process-id", metavar="I", min=0, help="Which of them this is, from 0.")
 ]
 FormatOption = Annotated[
     Format | None,

@@ -1,0 +1,81 @@
+"""One load by several processes: which of them this is, and how they find each other.
+
+`jax.distributed` aborts a process whose peers do not come, with a stack of C++ frames. So it is given longer than
+the watch here, which ends the process with a sentence before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from shardload.console import failures
+from shardload.errors import MeshError
+from shardload.mesh import MeshSpec
+
+WAIT_S = 300.0
+"""For all processes to be there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """This process among those that load together; the names are those of `jax.distributed.initialize`."""
+
+    coordinator_address: str
+    """``host:port`` at which process 0 serves the others."""
+    num_processes: int
+    process_id: int
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the one that prints."""
+        return self.process_id == 0
+
+    def devices_of(self, mesh: MeshSpec) -> int:
+        """How many devices of the mesh each process has.
+
+        Raises:
+            MeshError: When they cannot have as many each.
+        """
+        if mesh.size % self.num_processes:
+            raise MeshError(
+                f"The mesh {mesh} has {mesh.size} devices, which {self.num_processes} processes cannot share evenly. "
+                "Use a mesh whose size divides by the number of processes"
+            )
+        return mesh.size // self.num_processes
+
+    def meet(self, *, note: Callable[[str], None], json_wanted: bool = False, wait_s: float = WAIT_S) -> None:
+        """Set up `jax.distributed`, before anything else of JAX is used."""
+        import jax
+
+        others = "the other process" if self.num_processes == 2 else f"the {self.num_processes - 1} other processes"
+        note(f"process {self.process_id} of {self.num_processes}; waiting for {others} at {self.coordinator_address}.")
+        with _watched(self, wait_s, json_wanted=json_wanted):
+            jax.distributed.initialize(
+                self.coordinator_address,
+                self.num_processes,
+                self.process_id,
+                initialization_timeout=int(2 * wait_s) + 60,
+            )
+
+
+@contextlib.contextmanager
+def _watched(processes: Processes, wait_s: float, *, json_wanted: bool) -> Iterator[None]:
+    def give_up() -> None:
+        error = MeshError(
+            f"After {wait_s:.0f} s the {processes.num_processes} processes had not all come to "
+            f"{processes.coordinator_address}. Start every one of them with the same --coordinator-address and "
+            "--num-processes and with its own --process-id, from 0; process 0 on the machine of that address"
+        )
+        os._exit(failures.tell(error, json_wanted=json_wanted))
+
+    watch = threading.Timer(wait_s, give_up)
+    watch.daemon = True
+    watch.start()
+    try:
+        yield
+    finally:
+        watch.cancel()

@@ -1,0 +1,144 @@
+"""`shardload load` by several processes: real ones, on loopback, each with its part of the mesh."""
+
+import contextlib
+import json
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+from cli_fakes import COMMAND, Done, environment
+from process_runs import free_port
+
+from shardload.console import options
+from shardload.console.processes import Processes
+from shardload.errors import MeshError
+from shardload.mesh import MeshSpec
+from shardload.synth import synth
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return synth("gemma2_2b", scale=0.05, format="safetensors", directory=tmp_path_factory.mktemp("checkpoint"))
+
+
+@contextlib.contextmanager
+def started(*commands):
+    """The same load by as many processes as there are commands, each with arguments of its own."""
+    together = ("--platform", "cpu", "--coordinator-address", f"127.0.0.1:{free_port()}", "--num-processes")
+    running = [
+        subprocess.Popen(
+            [*COMMAND, "load", *map(str, command), *together, str(len(commands)), "--process-id", str(index)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(),
+        )
+        for index, command in enumerate(commands)
+    ]
+    try:
+        yield running
+    finally:
+        for one in running:
+            one.kill()
+            one.communicate()
+
+
+def ended(commands):
+    with started(*commands) as running:
+        said = [one.communicate(timeout=120) for one in running]
+        heard = [(out, "\n".join(w for w in err.splitlines() if w and "[Gloo]" not in w)) for out, err in said]
+        return [Done(one.returncode, *words) for one, words in zip(running, heard, strict=True)]
+
+
+@pytest.mark.parametrize("mesh", ["1x8", "2x4"])
+def test_each_reads_what_its_devices_need_and_the_first_reports_for_all(mesh, checkpoint):
+    first, second = ended([(checkpoint, "--mesh", mesh, "--json")] * 2)
+    assert (first.code, second.code) == (0, 0), first.stderr + second.stderr
+    assert (second.stdout, second.stderr) == ("", "")
+    found = first.json
+    assert [p["process"] for p in found["processes"]] == [0, 1]
+    for key in ("needed", "read"):
+        assert sum(p["bytes"][key] for p in found["processes"]) == found["bytes"][key]
+    assert len(found["devices"]) == 8
+    if mesh == "1x8":  # halves; biases and scales are small, and both have them
+        assert max(p["bytes"]["needed"] for p in found["processes"]) < 0.51 * found["weight_bytes"]
+    else:  # each has the whole model, on four devices
+        assert [p["bytes"]["needed"] for p in found["processes"]] == [found["weight_bytes"]] * 2
+
+
+def test_a_table_for_people(checkpoint):
+    first, second = ended([(checkpoint, "--mesh", "1x2")] * 2)
+    assert (first.code, second.code) == (0, 0), first.stderr + second.stderr
+    assert [line.split()[:1] for line in first.stdout.splitlines()[-3:]] == [["process"], ["0"], ["1"]]
+    assert "process 0 of 2; waiting for the other process at 127.0.0.1:" in first.stderr
+
+
+def test_what_fails_on_one_fails_on_all(checkpoint, tmp_path):
+    damaged = tmp_path / "damaged"
+    shutil.copytree(checkpoint, damaged)
+    (file,) = damaged.glob("*.safetensors")
+    with file.open("r+b") as opened:
+        opened.truncate(file.stat().st_size - 1000)
+    first, second = ended([(checkpoint, "--mesh", "1x4", "--json"), (damaged, "--mesh", "1x4", "--json")])
+    assert (first.code, second.code) == (1, 1)
+    assert str(file) in second.stderr
+    assert "On process 1: " in first.stderr and str(file) in first.stderr
+    assert first.json["error"]["type"] == second.json["error"]["type"] == "TruncatedSourceError"
+
+
+def test_ctrl_c_ends_the_waiting_for_others(checkpoint):
+    with started((checkpoint, "--mesh", "1x2"), ("no such thing", "--mesh", "1x2")) as (first, second):
+        assert second.wait(60) == 1  # it never comes
+        until = time.monotonic() + 60
+        while "waiting for" not in first.stderr.readline() and time.monotonic() < until:
+            pass
+        first.send_signal(signal.SIGINT)
+        assert first.wait(20) == 130
+
+
+def test_those_that_never_come_are_missed_in_a_sentence():
+    code = (
+        "from shardload.console.processes import Processes\n"
+        f"Processes('127.0.0.1:{free_port()}', 2, 0).meet(note=print, json_wanted=True, wait_s=1.0)"
+    )
+    done = subprocess.run(
+        [COMMAND[0], "-c", code], capture_output=True, text=True, timeout=60, env=environment(), check=False
+    )
+    assert done.returncode == 1
+    assert "After 1 s the 2 processes had not all come to 127.0.0.1:" in done.stderr
+    assert "--process-id" in done.stderr and "@ " not in done.stderr  # a stack of C++ frames
+    assert json.loads(done.stdout.split("\n", 1)[1])["error"]["type"] == "MeshError"
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (("host:1", 2, None), "all three"),
+        ((None, None, 0), "all three"),
+        (("host", 2, 0), "host:1234"),
+        (("host:0", 2, 0), "host:1234"),
+        ((":12", 2, 0), "host:1234"),
+        (("host:99999", 2, 0), "host:1234"),
+        (("host:1", 2, 2), "count from 0"),
+    ],
+)
+def test_options_that_contradict_each_other(given, named):
+    with pytest.raises(options.typer.BadParameter, match=named):
+        options.processes(*given)
+
+
+def test_a_mesh_that_processes_cannot_share_is_refused():
+    assert options.processes(None, None, None) is None
+    with pytest.raises(MeshError, match="8 devices, which 3 processes cannot share evenly"):
+        Processes("host:1", 3, 0).devices_of(MeshSpec.parse("1x8"))
+
+
+@pytest.mark.parametrize("more", [("--prompt", "Hello", "--mesh", "1x2"), ()])
+def test_what_several_processes_cannot_do(more, checkpoint):
+    (done,) = ended([(checkpoint, *more)])
+    assert done.code == 2
+    assert ("--num-processes" in done.error) if more else ("need a mesh" in done.error)
