@@ -74,7 +74,8 @@ def initialise(
         Paths of the variables initialised, in that order.
 
     Raises:
-        UninitialisedError: When a variable's old value was dropped and never replaced; it has no initialiser.
+        UninitialisedError: When a variable's old value was dropped and never replaced: it has no initialiser. Or when
+            its initial value differs from process to process.
     """
     found = _variables(target)
     for variable in found:
@@ -84,7 +85,8 @@ def initialise(
     waiting = sorted(filter(is_abstract, found), key=lambda v: _keras.pending_of(v).order)
     for variable in waiting:
         if is_abstract(variable):  # a seed generator may have been needed by an earlier initialiser
-            _initialise(variable)
+            with _same_everywhere(variable):
+                _initialise(variable)
     if isinstance(target, keras.Layer):
         _keras.refresh_derived(target)
     return [v.path for v in waiting]
@@ -118,6 +120,21 @@ def _variables(target: Model | Iterable[Variable]) -> list[Variable]:
 # ---- one variable's initial value ----------------------------------------------------------------
 
 
+@contextmanager
+def _same_everywhere(variable: Variable) -> Iterator[None]:
+    """Say what to do where JAX finds that processes are about to give one array different values."""
+    try:
+        yield
+    except AssertionError as error:
+        if "not the same on each process" not in str(error):
+            raise
+        raise UninitialisedError(
+            f"The initial value of {variable.path!r}, which the checkpoint does not hold, differs from process to "
+            "process, as each draws its own random seed. Before building the model, call keras.utils.set_random_seed(n)"
+            " with the same n on every process, or set them up with keras.distribution.initialize(), which does so"
+        ) from error
+
+
 def _initialise(variable: Variable) -> None:
     pending, sharding = _keras.pending_of(variable), _keras.sharding_of(variable)
     initializer = pending.initializer
@@ -144,6 +161,8 @@ def _takes_layout(initializer: Callable[..., Any]) -> bool:
 
 def _place(value: np.ndarray[Any, Any], variable: Variable, sharding: Any) -> jax.Array:
     owned = np.array(value, dtype=_keras.stored_dtype(variable)).reshape(variable.shape)
+    if not sharding.is_fully_addressable:
+        return jax.device_put(owned, sharding)  # compares what the processes have
     return jax.make_array_from_callback(owned.shape, sharding, lambda index: owned[index])
 
 

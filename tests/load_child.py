@@ -1,0 +1,58 @@
+"""One of two processes that load together; prints one JSON object a line.
+
+python -m tests.load_child COUNT INDEX PORT DEVICES MESH DO FOLDER
+"""
+
+import hashlib
+import json
+import sys
+
+import jax
+import keras
+import numpy as np
+
+import shardload
+from shardload.errors import UninitialisedError
+
+sys.modules.setdefault("tensorflow", None)  # Keras and KerasHub import it where it is; it is not needed
+
+
+def abstract(*, seed):
+    """A model with a layer that has a seed of its own, which weights on disk need not hold."""
+    if seed is not None:
+        keras.utils.set_random_seed(seed)
+    with shardload.abstract():
+        return keras.Sequential(
+            [keras.Input((64,)), keras.layers.Dense(64), keras.layers.Dropout(0.1), keras.layers.Dense(8)]
+        )
+
+
+def load(folder, mesh, *, seed):
+    model = abstract(seed=seed)
+    report = shardload.load_weights(model, folder, mesh=mesh, strict=False)
+    own = {v.path: v.value for v in model.variables}
+    return report, own
+
+
+def digest(value):
+    """Of the whole value; one collective at a time, as each is waited for."""
+    whole = np.asarray(jax.experimental.multihost_utils.process_allgather(value, tiled=True))
+    return hashlib.sha256(np.ascontiguousarray(whole).tobytes()).hexdigest()
+
+
+def main(*arguments):
+    count, index, port, devices, mesh, do, folder = arguments
+    jax.config.update("jax_num_cpu_devices", int(devices))
+    jax.distributed.initialize(f"127.0.0.1:{port}", int(count), int(index))
+    seed = None if do == "unseeded" else 7
+    try:
+        report, own = load(folder, mesh, seed=seed)
+    except UninitialisedError as error:
+        sys.stdout.write(json.dumps({"error": str(error)}) + "\n")
+        return
+    values = {path: digest(value) for path, value in own.items()}
+    sys.stdout.write(json.dumps({"initialised": report.initialised, "values": values}) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,35 @@
+"""`shardload.load_weights` in a script that several processes run; `tests.test_cli_processes` has the command."""
+
+import hashlib
+
+import keras
+import numpy as np
+import pytest
+from process_runs import Run
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The weights of a model without the seed of its dropout layer."""
+    file = tmp_path_factory.mktemp("saved") / "some.weights.h5"
+    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(64), keras.layers.Dense(8)])
+    model.save_weights(file)
+    return file, model
+
+
+def test_each_gets_its_part_of_the_same_values(saved):
+    file, model = saved
+    with Run(2, 4, "2x4", "seeded", file, module="tests.load_child") as run:
+        first, second = run.finish()
+    assert first == second
+    wanted = [hashlib.sha256(np.asarray(v.value).tobytes()).hexdigest() for v in model.layers[0].weights]
+    assert [first["values"][f"sequential/dense/{name}"] for name in ("kernel", "bias")] == wanted
+    assert any("seed" in path for path in first["initialised"])
+
+
+def test_seeds_that_differ_are_told_with_the_way_out(saved):
+    with Run(2, 4, "2x4", "unseeded", saved[0], module="tests.load_child") as run:
+        for told in run.finish():
+            assert "seed_generator_state" in told["error"] and "set_random_seed(n)" in told["error"]
