@@ -56,3 +56,10 @@ def _collected(request):
         if hasattr(found, "cache_clear") and found.__module__ == request.module.__name__:
             found.cache_clear()
     gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def _default_ctrl_c():
+    """What stands in for the default action in a `fit` that a test lets fail would be there in the next one."""
+    yield
+    signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,3 +1,4 @@
+import os
 import re
 import shutil
 import signal
@@ -5,11 +6,12 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import keras
 import pytest
-from callback_models import assert_holds, compiled, fit, steps_in
+from callback_models import X, assert_holds, compiled, fit, steps_in
 
 from shardload import _orbax
 from shardload.callbacks import OrbaxCheckpoint, _retention, _writer
@@ -182,6 +184,35 @@ def test_a_failure_nobody_waited_for_is_raised_by_the_next_fit(tmp_path, monkeyp
         settle(callback)
     with pytest.raises(SaveError, match="Step 2 could not be saved"):
         fit(model, callback)
+
+
+@pytest.mark.parametrize("seen_before", [False, True])
+def test_a_ctrl_c_that_was_dropped_ends_fit_after_the_batch(tmp_path, seen_before):
+    """As Python drops it in a finaliser, where training would go on."""
+
+    class Dropping(keras.callbacks.Callback):
+        batches = 0
+
+        def on_train_batch_begin(self, batch, logs=None):
+            self.batches += 1
+            if batch == 1:
+                with suppress(KeyboardInterrupt):
+                    os.kill(os.getpid(), signal.SIGINT)
+                    time.sleep(1)
+
+    dropping = Dropping()
+    if seen_before:  # by a `fit` that failed, of another callback
+        with pytest.raises(ZeroDivisionError):
+            fit(compiled(), OrbaxCheckpoint(tmp_path / "other"), Batches({1: lambda: 1 / 0}))
+    callback = OrbaxCheckpoint(tmp_path / "run", save_freq=1)
+    with pytest.raises(KeyboardInterrupt):
+        compiled().fit(X, X, batch_size=4, verbose=0, callbacks=[callback, dropping])
+    assert dropping.batches == 2
+    callback.wait_until_finished()
+    assert steps_in(tmp_path / "run") == [1]
+    with pytest.raises(KeyboardInterrupt):  # outside of fit, and no more than once
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.parametrize("at", ["held", "copied"])

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 
+from shardload.callbacks._records import iterator_record
 from shardload.data import _global_batches, follow, resumable, stop_following
 from shardload.data._global_batches import Part, part_in
 from shardload.errors import UsageError
@@ -181,3 +182,14 @@ def test_global_batches_that_cannot_be_are_refused_when_they_are_read(monkeypatc
     monkeypatch.setattr(_global_batches, "part_of_this_process", lambda: Part(0, 3))
     with pytest.raises(UsageError, match="cannot be cut into 3 equal parts"):
         list(resumable(examples(), global_batch_size=8))
+
+
+@pytest.mark.parametrize("state", [{"best": float("inf")}, [float("nan")], {1: 2}, {"at": (1, 2)}, {"seen": {1}}])
+def test_a_state_that_json_would_change_is_refused(state):
+    with pytest.raises(UsageError, match="state of data_iterator"):
+        iterator_record(state)
+
+
+def test_a_state_comes_back_as_it_was():
+    state = {"at": [1, 2.5, None, True], "of": {"text": "ü"}}
+    assert iterator_record(lambda: state)["state"] == state

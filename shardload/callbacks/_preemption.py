@@ -16,10 +16,10 @@ import threading
 from types import FrameType
 from typing import Any
 
-import keras
 from jax.experimental import multihost_utils
 
 from shardload import _processes
+from shardload.callbacks._interrupts import CtrlC, in_fit
 
 _asked = itertools.count()
 """JAX counts how often it was asked, on all processes alike."""
@@ -29,6 +29,8 @@ class Preemption:
     """Whether this process has been told to end."""
 
     def __init__(self) -> None:
+        self.ctrl_c = CtrlC()
+        """Ends `fit` as well, but as it does without us: nothing is saved for it."""
         self._announced = False
         self._before: Any = None
         self._installed = False
@@ -45,6 +47,7 @@ class Preemption:
     def watch(self) -> None:
         """Begin to listen; harmless where that is not possible."""
         self._announced = False
+        self.ctrl_c.watch()
         in_main = threading.current_thread() is threading.main_thread()
         if self._installed or not in_main or _processes.is_distributed():
             return
@@ -53,23 +56,16 @@ class Preemption:
 
     def ignore(self) -> None:
         """Put back what was there before."""
+        self.ctrl_c.ignore()
         if self._installed and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._before)
             self._installed = False
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if _in_fit(frame):
+        if in_fit(frame):
             self._announced = True
             if callable(self._before):
                 self._before(number, frame)
             return
         self.ignore()
         os.kill(os.getpid(), number)
-
-
-def _in_fit(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if frame.f_code.co_name == "fit" and isinstance(frame.f_locals.get("self"), keras.Model):
-            return True
-        frame = frame.f_back
-    return False

@@ -20,6 +20,8 @@ from shardload.errors import UsageError
 from shardload.names.state_tree import StateTree
 
 VERSION = 1
+MAX_SHOWN = 200
+"""Characters of a user's own value in a message."""
 _PACKAGES = ("shardload", "keras", "jax", "jaxlib", "orbax-checkpoint", "tensorstore", "numpy")
 _TAKEN = frozenset({"pytree", "model_config", "assets", "shardload"})
 
@@ -115,15 +117,26 @@ def iterator_record(source: Any) -> dict[str, Any]:
     """Where a data iterator stands, as JSON: what its ``get_state`` gives, a callable's result, or the value itself.
 
     Raises:
-        UsageError: When that is not JSON, nor bytes.
+        UsageError: When that is not bytes, nor something that comes back from JSON as it was.
     """
     state = source.get_state() if hasattr(source, "get_state") else source() if callable(source) else source
     if isinstance(state, bytes):
         return {"version": VERSION, "state_base64": base64.b64encode(state).decode()}
     try:
-        return {"version": VERSION, "state": json.loads(json.dumps(state))}
+        held = json.loads(json.dumps(state, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise UsageError(f"The state of data_iterator should be bytes or what JSON can hold, but: {error}") from error
+    if held != state:
+        raise UsageError(
+            "The state of data_iterator should be bytes or what JSON can hold, but it would come back as something "
+            f"else: {_shown(held)} instead of {_shown(state)}. Take lists instead of tuples, and text as keys of dicts"
+        )
+    return {"version": VERSION, "state": held}
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + " …"
 
 
 Metadata = Mapping[str, Any] | Callable[[int, Mapping[str, float]], Mapping[str, Any]] | None
