@@ -91,9 +91,14 @@ def _remote(info: StepInfo, progress: Callable[[int], None] | None) -> Verdict:
 
 def _ours(path: Path, progress: Callable[[int], None] | None) -> Verdict:
     damage = digests.verify(path, progress=progress)
-    size = sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
     problems = tuple(str(found) for found in damage)
-    return Verdict(str(path), "damaged" if problems else "verified", None, size, _shortened(problems))
+    return Verdict(str(path), "damaged" if problems else "verified", None, _size(path), _shortened(problems))
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file, or of all files in a folder."""
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(p.stat().st_size for p in files if p.is_file())
 
 
 def _readable(path: Path, progress: Callable[[int], None] | None) -> Verdict:
@@ -102,7 +107,7 @@ def _readable(path: Path, progress: Callable[[int], None] | None) -> Verdict:
     except UnsupportedError:  # no checkpoint at all is not a damaged one
         raise
     except ShardloadError as error:
-        return Verdict(str(path), "damaged", None, 0, (str(error),))
+        return Verdict(str(path), "damaged", None, _size(path), (str(error),))
     problems = []
     for tensor in manifest.tensors.values():
         try:
