@@ -132,6 +132,13 @@ def test_paths_that_do_not_exist_are_refused_as_paths(name):
         resolve(name)
 
 
+@pytest.mark.parametrize("target", ["nowhere", "link.gguf"])
+def test_a_link_to_nowhere_is_not_offered_itself(target, tmp_path):
+    (tmp_path / "link.gguf").symlink_to(target)
+    with pytest.raises(SourceNotFoundError, match=f"no file behind .*a link to '{target}'$"):
+        resolve(str(tmp_path / "link.gguf"))
+
+
 def test_names_cannot_leave_the_root(home):
     folder(home.parent / "secret")
     with pytest.raises(SourceNotFoundError):

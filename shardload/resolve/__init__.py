@@ -258,9 +258,9 @@ def _no_such_path(text: str, path: Path) -> str:
     folder = path.parent
     if not folder.is_dir():
         return f"There is no {text!r}: its folder {folder} does not exist"
-    if path.is_symlink():
-        return f"{text!r} is a link that leads nowhere: to {str(path.readlink())!r}"
     try:
+        if path.is_symlink():
+            return f"There is no file behind {text!r}, which is a link to {str(path.readlink())!r}"
         close = difflib.get_close_matches(path.name, [entry.name for entry in folder.iterdir()], n=3)
     except OSError as error:
         return f"There is no {text!r} that can be read: {error}"
