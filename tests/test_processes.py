@@ -96,9 +96,9 @@ def test_when_one_of_two_is_killed_in_a_save_the_cause_is_written_down(tmp_path,
         os.kill(run.started[victim].pid, signal.SIGKILL)
         killed = time.time()
         until(lambda: causes(folder, besides=victim) or run.started[1 - victim].poll() is not None, within_s=30)
-    until(lambda: causes(folder))
+    # The survivor may be the first to write: that its save failed as nobody answered. Its cause comes from the witness.
+    until(lambda: any(f"Process {victim} (" in found["cause"] for found in causes(folder)))
     assert all(cause["unix_s"] - killed < 30 for cause in causes(folder))
-    assert f"Process {victim} (" in causes(folder)[0]["cause"]
     assert all(
         "after what is written above" in found["cause"]
         for found in causes(folder, besides=victim)
@@ -107,7 +107,8 @@ def test_when_one_of_two_is_killed_in_a_save_the_cause_is_written_down(tmp_path,
     steps = [info.step for info in list_steps(folder)]
     assert steps
     assert all(verify(folder / str(step)) == [] for step in steps)
-    assert f"Process {victim} (" in console.failures_since(str(folder), list_steps(folder))[0]["cause"]
+    shown = console.failures_since(str(folder), list_steps(folder))
+    assert any(f"Process {victim} (" in found["cause"] for found in shown)
     model = process_child.model()
     shardload.restore(model, folder)
     assert int(model.optimizer.iterations) == steps[-1]
