@@ -1,14 +1,13 @@
 """`shardload load` by several processes: real ones, on loopback, each with its part of the mesh."""
 
 import contextlib
-import json
 import shutil
 import signal
 import subprocess
 import time
 
 import pytest
-from cli_fakes import COMMAND, Done, environment
+from cli_fakes import COMMAND, Done, environment, run
 from process_runs import free_port
 
 from shardload.console import options
@@ -100,18 +99,16 @@ def test_ctrl_c_ends_the_waiting_for_others(checkpoint):
         assert first.wait(20) == 130
 
 
-def test_those_that_never_come_are_missed_in_a_sentence():
-    code = (
-        "from shardload.console.processes import Processes\n"
-        f"Processes('127.0.0.1:{free_port()}', 2, 0).meet(note=print, json_wanted=True, wait_s=1.0)"
+def test_those_that_never_come_are_missed_in_a_sentence(checkpoint):
+    start = "import sys; from shardload.cli import main; from shardload.console import processes as p; p.WAIT_S = 1.0"
+    address = ("--coordinator-address", f"127.0.0.1:{free_port()}", "--num-processes", "2", "--process-id", "0")
+    done = run(
+        (COMMAND[0], "-c", f"{start}; sys.exit(main())", "load", str(checkpoint), "--mesh=1x2", "--json", *address)
     )
-    done = subprocess.run(
-        [COMMAND[0], "-c", code], capture_output=True, text=True, timeout=60, env=environment(), check=False
-    )
-    assert done.returncode == 1
+    assert done.code == 1
     assert "After 1 s the 2 processes had not all come to 127.0.0.1:" in done.stderr
     assert "--process-id" in done.stderr and "@ " not in done.stderr  # a stack of C++ frames
-    assert json.loads(done.stdout.split("\n", 1)[1])["error"]["type"] == "MeshError"
+    assert done.json["error"]["type"] == "MeshError"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,17 @@ from typing import Annotated, Any
 
 import typer
 
-from shardload.console import catalogue, completion, engine, environment, interrupts, listing, options, streams
+from shardload.console import (
+    catalogue,
+    completion,
+    engine,
+    environment,
+    failures,
+    interrupts,
+    listing,
+    options,
+    streams,
+)
 from shardload.progress import for_stderr
 from shardload.reports.names import printable
 from shardload.synth import MAX_SEED
@@ -72,34 +82,35 @@ def load(
         with interrupts.raise_where_it_counts():
             engine.find(source)
         with interrupts.exit_at_once(lambda: out.interrupted(as_json=json)):
-            environment.provide_devices(spec, platform=platform, note=note, processes=processes, json_wanted=json)
+            environment.provide_devices(
+                spec,
+                platform=platform,
+                note=note,
+                processes=processes,
+                give_up=lambda error: failures.tell(error, json_wanted=json, stdout=out.stream),
+            )
             if prompt is not None:
                 engine.check_tokenizer(source, format=format and str(format))
             progress = for_stderr(enabled=reports and not no_progress)
-            wanted = {
-                "mesh": spec,
-                "layout": layout,
-                "dtype": dtype,
-                "host_memory_bytes": host_memory,
-                "strict": strict,
-                "atomic": atomic,
-                "format": format and str(format),
-                "progress": progress,
-            }
-            shares: tuple[Any, ...] = ()
             try:
-                if processes is None:
-                    loaded = engine.load(source, **wanted)
-                else:
-                    loaded, shares = engine.load_together(source, **wanted)
+                loaded, shares = (engine.load if processes is None else engine.load_together)(
+                    source,
+                    mesh=spec,
+                    layout=layout,
+                    dtype=dtype,
+                    host_memory_bytes=host_memory,
+                    strict=strict,
+                    atomic=atomic,
+                    format=format and str(format),
+                    progress=progress,
+                )
             finally:
                 progress.stop()
             if not reports:
                 return
             if not json:
                 out.table(loaded.report)
-                if shares:
-                    out.text(listing.of_processes(shares))
+                out.text(listing.of_processes(shares))
             text = _generate(out, loaded, prompt, max_new_tokens=max_new_tokens, shown=not json)
         if json:
             generated = {"generated": {"prompt": prompt, "text": text}} if prompt is not None else {}

@@ -26,11 +26,11 @@ def find(source: str) -> None:
         resolve(source)
 
 
-def load(source: str, **options: Any) -> Any:
-    """Load ``source``: an object with ``model`` and ``report``."""
+def load(source: str, **options: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Load ``source``: an object with ``model`` and ``report``, and no shares of several processes."""
     from shardload import loading
 
-    return loading.run(source, **options)
+    return loading.run(source, **options), ()
 
 
 def load_together(source: str, **options: Any) -> tuple[Any, tuple[Any, ...]]:

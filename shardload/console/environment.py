@@ -8,6 +8,7 @@ JAX_PLATFORMS, devices JAX fixes its platform and the number of CPU devices on f
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import warnings
@@ -16,13 +17,15 @@ from enum import StrEnum
 from importlib import metadata
 from typing import Any
 
-from shardload.console.processes import Processes
+from shardload.console import failures
+from shardload.console.processes import GiveUp, Processes
 from shardload.errors import MeshError
 from shardload.mesh import MeshSpec
 
 KEEP_TENSORFLOW_VARIABLE = "SHARDLOAD_KEEP_TENSORFLOW"
 MAX_SIMULATED = 1024
 """CPU devices one process simulates; 1024 take a second to start, and more show nothing new."""
+_TELL: GiveUp = functools.partial(failures.tell, json_wanted=False)
 
 
 class Platform(StrEnum):
@@ -68,7 +71,7 @@ def provide_devices(
     platform: Platform | None,
     note: Callable[[str], None],
     processes: Processes | None = None,
-    json_wanted: bool = False,
+    give_up: GiveUp = _TELL,
 ) -> None:
     """Start JAX with the devices a mesh needs, simulating them on the CPU where the platform is the CPU.
 
@@ -77,7 +80,7 @@ def provide_devices(
         platform: The platform to use; JAX's choice when ``None``.
         note: Told when devices are simulated.
         processes: This process among several, each with its part of the mesh; this one alone when ``None``.
-        json_wanted: Whether a failure to meet them is also told on stdout.
+        give_up: Told when they do not come, right before the process ends.
 
     Raises:
         MeshError: When the platform cannot be had, or has too few devices.
@@ -90,7 +93,7 @@ def provide_devices(
 
     simulated = _simulate(jax, min(own, MAX_SIMULATED))
     if processes is not None:
-        processes.meet(note=note, json_wanted=json_wanted)
+        processes.meet(note=note, give_up=give_up)
     devices = _start(jax)
     found = devices[0].platform
     if platform is not None and found != platform:

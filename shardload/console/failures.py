@@ -16,6 +16,7 @@ import sys
 import textwrap
 import traceback
 from dataclasses import dataclass
+from typing import TextIO
 
 from typer.exceptions import TyperException
 
@@ -41,8 +42,13 @@ class Failure:
     """One paragraph; empty when nobody is left to read it."""
 
 
-def tell(error: BaseException, *, json_wanted: bool) -> int:
+def tell(error: BaseException, *, json_wanted: bool, stdout: TextIO | None = None) -> int:
     """Report a failure on stderr, and on stdout for programs.
+
+    Args:
+        error: What was raised.
+        json_wanted: Whether a program reads stdout.
+        stdout: The real one, while another thread keeps it for results.
 
     Returns:
         The exit code.
@@ -56,7 +62,7 @@ def tell(error: BaseException, *, json_wanted: bool) -> int:
         label = "" if failure.exit_code == INTERRUPTED else "Error: "
         _to_stderr(_paragraph(label + failure.message))
     if json_wanted and not isinstance(error, streams.ReaderLeftError | streams.OutputError):
-        _to_stdout(failure)
+        _to_stdout(failure, stdout or sys.stdout)
     return failure.exit_code
 
 
@@ -148,15 +154,15 @@ def _to_stderr(text: str) -> None:
         sys.stderr.flush()
 
 
-def _to_stdout(failure: Failure) -> None:
-    if sys.stdout is None:
+def _to_stdout(failure: Failure, stdout: TextIO | None) -> None:
+    if stdout is None:
         return
     error = {"type": failure.kind, "message": failure.message, "exit_code": failure.exit_code}
     try:
-        sys.stdout.write(json.dumps({"error": error}, indent=2) + "\n")
-        sys.stdout.flush()
+        stdout.write(json.dumps({"error": error}, indent=2) + "\n")
+        stdout.flush()
     except (OSError, ValueError):
-        streams.abandon(sys.stdout)
+        streams.abandon(stdout)
 
 
 def _die_on_second_interrupt() -> None:

@@ -12,12 +12,13 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from shardload.console import failures
 from shardload.errors import MeshError
 from shardload.mesh import MeshSpec
 
 WAIT_S = 300.0
 """For all processes to be there."""
+GiveUp = Callable[[MeshError], int]
+"""Tells of an error from another thread, and returns the exit code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,32 +48,32 @@ class Processes:
             )
         return mesh.size // self.num_processes
 
-    def meet(self, *, note: Callable[[str], None], json_wanted: bool = False, wait_s: float = WAIT_S) -> None:
-        """Set up `jax.distributed`, before anything else of JAX is used."""
+    def meet(self, *, note: Callable[[str], None], give_up: GiveUp) -> None:
+        """Set up `jax.distributed`, before anything else of JAX is used; ``give_up`` when the others do not come."""
         import jax
 
         others = "the other process" if self.num_processes == 2 else f"the {self.num_processes - 1} other processes"
         note(f"process {self.process_id} of {self.num_processes}; waiting for {others} at {self.coordinator_address}.")
-        with _watched(self, wait_s, json_wanted=json_wanted):
+        with _watched(self, give_up):
             jax.distributed.initialize(
                 self.coordinator_address,
                 self.num_processes,
                 self.process_id,
-                initialization_timeout=int(2 * wait_s) + 60,
+                initialization_timeout=int(2 * WAIT_S) + 60,
             )
 
 
 @contextlib.contextmanager
-def _watched(processes: Processes, wait_s: float, *, json_wanted: bool) -> Iterator[None]:
-    def give_up() -> None:
+def _watched(processes: Processes, give_up: GiveUp) -> Iterator[None]:
+    def miss() -> None:
         error = MeshError(
-            f"After {wait_s:.0f} s the {processes.num_processes} processes had not all come to "
+            f"After {WAIT_S:.0f} s the {processes.num_processes} processes had not all come to "
             f"{processes.coordinator_address}. Start every one of them with the same --coordinator-address and "
             "--num-processes and with its own --process-id, from 0; process 0 on the machine of that address"
         )
-        os._exit(failures.tell(error, json_wanted=json_wanted))
+        os._exit(give_up(error))
 
-    watch = threading.Timer(wait_s, give_up)
+    watch = threading.Timer(WAIT_S, miss)
     watch.daemon = True
     watch.start()
     try:

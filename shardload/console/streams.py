@@ -36,20 +36,20 @@ class Results:
     """The real stdout, for results only."""
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+        self.stream = stream
 
     def interrupted(self, *, as_json: bool) -> None:
         """Say goodbye after Ctrl-C, past all buffers and locks, which the main thread may hold."""
         if as_json:
             error = {"type": "KeyboardInterrupt", "message": "Interrupted.", "exit_code": INTERRUPTED}
-            os.write(self._stream.fileno(), f"{json.dumps({'error': error}, indent=2)}\n".encode())
+            os.write(self.stream.fileno(), f"{json.dumps({'error': error}, indent=2)}\n".encode())
         clear = b"\r\x1b[2K\x1b[?25h" if os.isatty(2) else b""  # a progress bar's line, and the cursor it hid
         os.write(2, clear + b"Interrupted.\n")
 
     @property
     def unicode(self) -> bool:
         """Whether the stream can write more than ASCII."""
-        return (self._stream.encoding or "utf-8").lower().startswith("utf")
+        return (self.stream.encoding or "utf-8").lower().startswith("utf")
 
     def text(self, text: str) -> None:
         """Write text as it is, at once.
@@ -58,9 +58,9 @@ class Results:
             ReaderLeftError: When the reader closed the pipe.
             OutputError: When the text cannot be written.
         """
-        with _write_errors(self._stream):
-            self._stream.write(text)
-            self._stream.flush()
+        with _write_errors(self.stream):
+            self.stream.write(text)
+            self.stream.flush()
 
     def json(self, value: Mapping[str, Any]) -> None:
         """Write one JSON object."""
@@ -70,9 +70,9 @@ class Results:
         """Write a rich renderable; in colour only where stdout is a terminal."""
         from rich.console import Console
 
-        watched = self._stream.isatty()
+        watched = self.stream.isatty()
         console = Console(
-            file=self._stream, highlight=False, width=None if watched else 100, no_color=not watched or None
+            file=self.stream, highlight=False, width=None if watched else 100, no_color=not watched or None
         )
         with console.capture() as captured:
             console.print(renderable)
