@@ -1,7 +1,8 @@
 """Restoring a training step against Orbax v1: the same state, saved as columns on 1x8, onto three meshes.
 
 Ours is verified: every MiB that is read is compared with its digest. The peer's best setting reads the very same
-uncompressed step without checking anything; its default is a step of its own, compressed with zstd.
+uncompressed step without checking anything; its default is a step of its own, compressed with zstd. Last, both read
+that compressed step, which has no digests.
 
     python -m benchmarks.restore_orbax [--gb 1] [--pairs 7] [--json]
 """
@@ -9,6 +10,7 @@ uncompressed step without checking anything; its default is a step of its own, c
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import tempfile
@@ -66,16 +68,17 @@ def wanted(step: Path, mesh: str, dim: int) -> tuple[Any, list[Any]]:
 
 
 def ours(step: Path, mesh: str, dim: int) -> dict[str, Any]:
-    """Open, check and load the step."""
+    """Open, check and load a step; one without digests is only opened and loaded."""
     import jax
 
     from shardload.planner import make_plan
-    from shardload.steps.digests import Checker
+    from shardload.steps.digests import DIGESTS_FILE, Checker
     from shardload.transfer import execute
 
-    with Checker.of_step(step) as checker:
+    with contextlib.ExitStack() as stack:
+        checker = stack.enter_context(Checker.of_step(step)) if (step / DIGESTS_FILE).exists() else None
         manifest, targets = wanted(step, mesh, dim)
-        plan = make_plan(manifest, targets, host_memory_bytes=256 << 20, scatter=False)
+        plan = make_plan(manifest, targets, host_memory_bytes=256 << 20, scatter=checker is None)
         arrays: dict[str, Any] = {}
         execute(plan, manifest, devices=jax.devices()[:8], on_ready=arrays.__setitem__, check=checker)
     return arrays
@@ -108,7 +111,7 @@ def abstract(step: Path, mesh: str, dim: int) -> dict[str, Any]:
 
 
 def measure(folder: Path, n_bytes: int, *, pairs: int) -> list[Comparison]:
-    """Two comparisons per mesh: with the peer's best setting and with its default."""
+    """Three comparisons per mesh: with the peer's best setting, with its default, and of that default's step."""
     import numpy as np
 
     step, default = save(folder, state(n_bytes))
@@ -122,8 +125,8 @@ def measure(folder: Path, n_bytes: int, *, pairs: int) -> list[Comparison]:
                 raise AssertionError(f"{name} differs between the loaders")
         size = sum(a.nbytes for a in check.values())
         del check, peer
-        for kind, place in (("best", step), ("default", default)):
-            one, two = (lambda at=(mesh, dim): ours(step, *at)), (lambda at=(place, shardings): theirs(*at))
+        for kind, mine, place in (("best", step, step), ("default", step, default), ("zstd", default, default)):
+            one, two = (lambda at=(mine, mesh, dim): ours(*at)), (lambda at=(place, shardings): theirs(*at))
             found.append(compare(f"{title}, {kind}", one, two, n_bytes=size, pairs=pairs, warm_bytes=3 * size))
     return found
 

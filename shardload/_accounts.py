@@ -19,6 +19,7 @@ from shardload.reports import (
     PlanReport,
     Stages,
 )
+from shardload.units import format_bytes
 
 if TYPE_CHECKING:
     from shardload._job import Clock, Job
@@ -81,8 +82,15 @@ def _facts(job: Job, notes: tuple[str, ...]) -> dict[str, Any]:
             Mismatched(m.variable, m.tensor, m.expected, m.found) for m in (*job.left_out, *job.mapping.mismatched)
         ),
         "computed": tuple(name for c in job.mapping.computed for name in c.names),
-        "notes": (*notes, *job.mapping.notes, *_unasked(job), *mesh_notes),
+        "notes": (*notes, *job.mapping.notes, *_unasked(job), *mesh_notes, *_raised(job)),
     }
+
+
+def _raised(job: Job) -> tuple[str, ...]:
+    if not job.plan.budget_raised:
+        return ()
+    size = format_bytes(job.plan.host_memory_bytes)
+    return (f"host memory up to {size}, as chunks of the checkpoint decode as a whole",)
 
 
 def _devices(job: Job) -> tuple[DeviceUse, ...]:

@@ -1,7 +1,7 @@
 """What a transfer does to use only bytes that are as they were saved, where a checkpoint has digests.
 
-Staged blocks come from units that were checked as they were read (`_verified`). What cannot is checked by a read of
-its own first: decoded tensors, and everything under a budget that has no room for whole units.
+Staged and packed blocks come from units that were checked as they were read (`_verified`). What cannot is checked by a
+read of its own first: decoded tensors, and everything under a budget that has no room for whole units.
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ from shardload.stores import places
 
 VERIFIED_BUDGET_BYTES = 4 * UNIT_BYTES
 """From here on there is room for units; a smaller budget has what it reads read once more to be checked."""
+
+
+_READ_HERE = ("staged", "packed")
+"""Ways to move a block whose bytes from the file pass through memory of ours."""
 
 
 class Checks:
@@ -41,7 +45,7 @@ class Checks:
 
     def begin(self, threads: int) -> int:
         """Get ready for so many threads; returns the bytes of memory all of them share."""
-        staged = (block for block in self.plan.blocks if block.how == "staged")
+        staged = (block for block in self.plan.blocks if block.how in _READ_HERE)
         if reads_remote(self.plan.files):
             return self._begin_remote(staged, threads)
         if not self.thread_bytes:
@@ -74,6 +78,8 @@ class Checks:
         """
         if isinstance(tensor.storage, Decoded):
             check_tensor(self.checker, tensor)
+        elif block.packed is not None and not block.read_bytes:
+            self.checker.check(block.path, 0, places.size_of(block.path))
         elif not self._is_verified(block):
             self.checker.check(block.path, block.offset, block.offset + block.read_bytes)
 
@@ -88,7 +94,7 @@ class Checks:
         return used + self.checker.bytes_checked - self._before
 
     def _is_verified(self, block: Block) -> bool:
-        return self.verified is not None and block.how == "staged"
+        return self.verified is not None and block.how in _READ_HERE
 
 
 def check_tensor(checker: Checker, tensor: Tensor) -> None:
@@ -102,4 +108,7 @@ def check_tensor(checker: Checker, tensor: Tensor) -> None:
             checker.check(path, 0, places.size_of(path))
     else:
         for region in regions(tensor):
-            checker.check(region.path, region.offset, region.offset + region.size * tensor.dtype.itemsize)
+            if n_bytes := region.stored_bytes(tensor.dtype):
+                checker.check(region.path, region.offset, region.offset + n_bytes)
+            elif region.packed is not None:
+                checker.check(region.path, 0, places.size_of(region.path))

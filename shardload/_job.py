@@ -131,7 +131,7 @@ def prepare(
     place: Place,
     *,
     layout: Any,
-    host_memory_bytes: int,
+    host_memory_bytes: int | None,
     tensor_names: Mapping[str, str] | None = None,
     mapping: VariableMap | None = None,
     check: Checker | None = None,
@@ -143,7 +143,7 @@ def prepare(
         manifest: From what.
         place: Onto which devices.
         layout: A mode, or the layouts themselves.
-        host_memory_bytes: The budget.
+        host_memory_bytes: The budget; by default what the plan thinks right.
         tensor_names: Tensor name → variable path, for bare files.
         mapping: Which tensor goes where, if that is known already.
         check: Knows the checkpoint's digests.

@@ -17,8 +17,9 @@ from shardload._buffers import memory
 from shardload._fanout import PAD_BYTES, Flat, Lane, Part, copy, grid_of, pitch_row
 from shardload._scatter import Call, Grid, calls, scatter_read
 from shardload._verified import VerifiedReads
+from shardload._whole import stored_of
 from shardload.errors import ShardloadError, TransferError
-from shardload.manifest import Decoded, Tensor
+from shardload.manifest import Decoded, Packed, Tensor
 from shardload.planner import Block
 
 
@@ -38,7 +39,7 @@ class Mover:
     """Moves blocks; one instance serves all threads of a transfer.
 
     Args:
-        verified: Where staged blocks come from; files themselves by default.
+        verified: Where staged and packed blocks come from; files themselves by default.
     """
 
     def __init__(self, verified: VerifiedReads | AheadReads | None = None) -> None:
@@ -52,7 +53,7 @@ class Mover:
             block: What to read.
             tensor: The stored tensor it belongs to.
             parts: Where in the shard buffers it goes; all boxes lie inside the block.
-            fd: The open file, -1 for a decoded tensor.
+            fd: The open file, -1 for what is decoded.
 
         Raises:
             TransferError: When the file ends early or cannot be read.
@@ -75,7 +76,7 @@ class Mover:
             return Moved(time.perf_counter() - began, 0.0)
         if block.how == "staged":
             return self._stage(block, tensor, parts, fd)
-        flat = self._decode(block, tensor)
+        flat = self._decode(block, tensor) if block.packed is None else self._unpack(block, tensor, block.packed)
         read = time.perf_counter()
         for part in parts:
             copy(part.target, flat.source(part))
@@ -127,6 +128,22 @@ class Mover:
                 f"{block.stop - block.start} elements of {tensor.dtype}, received {rows.size} of {rows.dtype}"
             )
         return Flat(rows.reshape(-1).view(np.uint8), tensor.dtype, block.start)
+
+    def _unpack(self, block: Block, tensor: Tensor, packed: Packed) -> Flat:
+        found = packed.codec.decode(self._stored(block, packed))
+        if found.size != block.stop or found.dtype != tensor.dtype:
+            raise TransferError(
+                f"Tensor {tensor.name!r}: the chunk at byte {packed.offset} of {block.path} should decode to "
+                f"{block.stop} elements of {tensor.dtype}, received {found.size} of {found.dtype}"
+            )
+        return Flat(np.ascontiguousarray(found).reshape(-1).view(np.uint8), tensor.dtype, 0)
+
+    def _stored(self, block: Block, packed: Packed) -> bytes:
+        if self.verified is None or not packed.n_bytes:
+            return stored_of(packed)
+        raw = memory(packed.n_bytes)
+        self.verified.fill(Flat(raw, raw.dtype, 0), packed.n_bytes, path=block.path, offset=packed.offset)
+        return raw.tobytes()
 
     def _scratch(self, n_bytes: int) -> NDArray[np.uint8]:
         held: NDArray[np.uint8] | None = getattr(self._own, "scratch", None)

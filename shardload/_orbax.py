@@ -26,6 +26,8 @@ OWN_ITEM = {OWN_FOLDER: {"format": "1"}}
 """What plain Orbax loads from ``shardload/``. Written as JSON: as a pytree, the default for strings, it would
 get an array store of its own, and Orbax would warn at every save that there is nothing in it."""
 
+COMPRESSED_CHUNK_BYTES = 4 << 20
+"""A compressed chunk decodes as a whole, so a restore holds it, and processes that share it each decode it."""
 DEFAULT_TIMEOUT_S = 1200
 """Orbax's own: twenty minutes for one save."""
 
@@ -139,6 +141,8 @@ def _start(target: Path, items: Mapping[str, Any], compression: str, timeout_s: 
     context = ocp.Context()
     context.array.saving.use_ocdbt = True
     context.array.saving.use_zarr3 = True
+    if compression == "zstd":
+        context.array.saving.storage_options.chunk_byte_size = COMPRESSED_CHUNK_BYTES
     context.array.saving.use_compression = compression == "zstd"
     # Folders are made here and now: when making them fails in the background, threads of Orbax wait for them until its
     # time-out, and so does the end of the process.

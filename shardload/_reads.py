@@ -17,11 +17,11 @@ import numpy as np
 
 from shardload._blocks import SKIP_BYTES, Ordered, address, cut, is_injective, lead_stride, shard_run, span
 from shardload._casts import check_cast
-from shardload._regions import Region, Seen, in_file_order, see
+from shardload._regions import Region, Seen, in_file_order, least_budget, see
 from shardload.bounds import Bounds
 from shardload.errors import BudgetError, LayoutError, MismatchError
 from shardload.layout import Layout
-from shardload.manifest import Decoded, Manifest, Tensor, View
+from shardload.manifest import Decoded, Manifest, Packed, Tensor, View
 
 BLOCK_BYTES = 16 << 20
 """Longest block; see the module docstring."""
@@ -36,7 +36,7 @@ MIN_BLOCK_BYTES = 4 << 10
 BUDGET_PARTS = 16
 """A staged or uploaded block takes at most this fraction of the budget, so that several are in flight."""
 
-How = Literal["direct", "staged", "decoded"]
+How = Literal["direct", "staged", "packed", "decoded"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +85,13 @@ class Block:
     """Elements that go through scratch at a time: a multiple of ``lead``, else the whole block."""
     how: How
     pieces: tuple[Piece, ...]
+    packed: Packed | None = None
+    """How the chunk is stored that decodes as a whole, for ``packed``."""
+
+    @property
+    def is_decoded(self) -> bool:
+        """Whether elements come out of a decoder, into memory of their own."""
+        return self.how in ("packed", "decoded")
 
     @property
     def gap_bytes(self) -> int:
@@ -95,7 +102,7 @@ class Block:
     @property
     def scratch_bytes(self) -> int:
         """Memory the thread that moves it needs."""
-        return {"direct": min(SKIP_BYTES, self.gap_bytes), "staged": self.host_bytes, "decoded": 0}[self.how]
+        return {"direct": min(SKIP_BYTES, self.gap_bytes), "staged": self.host_bytes}.get(self.how, 0)
 
 
 def local_bounds(target: Target, positions: Iterable[int]) -> tuple[Bounds, ...]:
@@ -191,6 +198,9 @@ class Planner:
         part = Part(tensor, region, {i: seen for i, seen in views if seen is not None})
         if not part.seen:
             return
+        if region.packed is not None:
+            yield from self._packed_block(part, region.packed)
+            return
         if isinstance(tensor.storage, Decoded):  # readers differ in more than shapes
             yield from self._part_blocks(part)
             return
@@ -213,16 +223,37 @@ class Planner:
             yield self._block(part, start, stop, how, pieces)
 
     def _cut(self, index: int, part: Part, limit: int) -> Iterator[tuple[int, int, Piece]]:
-        seen, shards = part.seen[index], self.shards[index]
-        if not shards:
-            return
-        dense = sum(b.size for b in shards) == math.prod(seen.view.shape)
-        boxes = [seen.box] if dense else [both for b in shards if (both := b.intersect(seen.box)) is not None]
+        seen = part.seen[index]
         skip = max(1, SKIP_BYTES // part.tensor.dtype.itemsize)
-        for box in boxes:
+        for box in self._boxes(index, seen):
             for cut_out in cut(Ordered.of(seen.view, box), limit=limit, skip=skip):
                 start = address(seen.view, cut_out.start)
                 yield start, start + span(cut_out.shape, seen.view.strides), Piece(index, cut_out, seen.view)
+
+    def _boxes(self, index: int, seen: Seen) -> list[Bounds]:
+        """What the local shards have of a variable's part, in boxes."""
+        shards = self.shards[index]
+        if shards and sum(b.size for b in shards) == math.prod(seen.view.shape):
+            return [seen.box]
+        return [both for b in shards if (both := b.intersect(seen.box)) is not None]
+
+    def _packed_block(self, part: Part, packed: Packed) -> Iterator[Block]:
+        tensor, region = part.tensor, part.region
+        pieces = tuple(Piece(i, box, seen.view) for i, seen in part.seen.items() for box in self._boxes(i, seen))
+        if not pieces:
+            return
+        if region.least_budget(tensor.dtype) > self.budget:
+            least = max(least_budget(self.tensors[name]) for name in self.by_tensor)
+            raise BudgetError(
+                f"Tensor {tensor.name!r} has chunks of {region.size * tensor.dtype.itemsize} bytes that decode as a "
+                f"whole, which does not fit into the host-memory budget of {self.budget} bytes. Raise the budget to at "
+                f"least {least} bytes"
+            )
+        host_bytes = region.unpacking_bytes(tensor.dtype) + self._cast_bytes(tensor, region.size, pieces)
+        yield Block(
+            *(tensor.name, region.path, region.offset, 0, region.size, packed.n_bytes, host_bytes, 0, region.size),
+            *("packed", pieces, packed),
+        )
 
     def _how(self, part: Part) -> How:
         if isinstance(part.tensor.storage, Decoded):
@@ -297,10 +328,13 @@ class Planner:
         """The block as read, room to space its rows out (see `_fanout`), and a copy of it cast."""
         if how == "direct":
             return 0
-        wanted = {self.targets[p.target].dtype for p in pieces} - {tensor.dtype}
-        cast_bytes = elements * max((d.itemsize for d in wanted), default=0)
         stored_bytes = elements * tensor.dtype.itemsize
-        return stored_bytes + cast_bytes + (stored_bytes // 16 + 64 if how == "staged" else 0)
+        padding = stored_bytes // 16 + 64 if how == "staged" else 0
+        return stored_bytes + self._cast_bytes(tensor, elements, pieces) + padding
+
+    def _cast_bytes(self, tensor: Tensor, elements: int, pieces: tuple[Piece, ...]) -> int:
+        wanted = {self.targets[p.target].dtype for p in pieces} - {tensor.dtype}
+        return elements * max((d.itemsize for d in wanted), default=0)
 
     def needed_bytes(self) -> int:
         """Distinct stored bytes of the local shards; views that overlap count no more than their tensor."""

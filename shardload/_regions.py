@@ -1,7 +1,7 @@
 """Where the elements of a tensor lie: in one run of a file, or in chunks each of which is one.
 
-A chunk of shape ``chunk_shape`` holds its elements in C order, also those past the tensor's edge. Seen from
-one chunk, a variable is a view with the chunk's own strides, of which only a box is there::
+A chunk of shape ``chunk_shape`` holds its elements in C order (once decoded, where it is packed), also those past the
+tensor's edge. Seen from one chunk, a variable is a view with the chunk's own strides, of which only a box is there::
 
     tensor (4, 6), chunks (4, 3)      variable = tensor, seen from chunk (0, 1)
         0  1  2 │ 3  4  5                 strides (3, 1), offset -3: index (0, 3) is element 0 of the chunk
@@ -13,11 +13,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from shardload._blocks import c_strides
 from shardload.bounds import Bounds
 from shardload.errors import LayoutError
-from shardload.manifest import Chunked, Decoded, Extent, Tensor, View
+from shardload.manifest import Chunked, Decoded, Extent, Packed, Tensor, View
+
+UNPACKING_SLACK_BYTES = 128 << 20
+"""What a transfer takes besides a chunk that decodes as a whole: scratch, units that are kept or fetched ahead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +40,25 @@ class Region:
     """Which index of the tensor comes first, for a chunk; None where the region is the whole tensor."""
     shape: tuple[int, ...] = ()
     """The chunk's shape."""
+    packed: Packed | None = None
+    """How it is stored, where it decodes as a whole."""
+
+    def stored_bytes(self, dtype: np.dtype[Any]) -> int:
+        """What it takes up in its file; of a decoded tensor nothing is known."""
+        return self.size * dtype.itemsize if self.packed is None else self.packed.n_bytes
+
+    def unpacking_bytes(self, dtype: np.dtype[Any]) -> int:
+        """Memory that decoding it takes: TensorStore holds a copy of what goes in, and one of what comes out."""
+        if self.packed is None:
+            return 0
+        return 2 * (self.size * dtype.itemsize + self.packed.n_bytes + len(self.packed.kept))
+
+    def least_budget(self, dtype: np.dtype[Any]) -> int:
+        """The smallest budget it can be decoded in, with the shards it goes to."""
+        if self.packed is None:
+            return 0
+        most = self.unpacking_bytes(dtype) + 2 * self.size * dtype.itemsize
+        return min(2 * most, most + UNPACKING_SLACK_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +76,15 @@ def regions(tensor: Tensor) -> Iterator[Region]:
     match tensor.storage:
         case Extent(path, offset):
             yield Region(path, offset, tensor.size)
+        case Packed() as whole:
+            yield Region(whole.path, whole.offset, tensor.size, packed=whole)
         case Decoded(reader):
             yield Region(next(iter(reader.paths), ""), 0, tensor.size)
         case Chunked(shape, extents):
             for index, extent in extents.items():
                 origin = tuple(i * n for i, n in zip(index, shape, strict=True))
-                yield Region(extent.path, extent.offset, math.prod(shape), origin, shape)
+                packed = extent if isinstance(extent, Packed) else None
+                yield Region(extent.path, extent.offset, math.prod(shape), origin, shape, packed)
 
 
 def see(view: View, tensor: Tensor, region: Region) -> Seen | None:
@@ -115,6 +143,13 @@ def paths_of(tensor: Tensor) -> tuple[str, ...]:
             return tuple(dict.fromkeys(region.path for region in regions(tensor)))
 
 
+def least_budget(tensor: Tensor) -> int:
+    """The smallest budget that every chunk of a tensor can be decoded in; 0 where none decodes as a whole."""
+    if isinstance(tensor.storage, Extent | Decoded):
+        return 0
+    return max((region.least_budget(tensor.dtype) for region in regions(tensor)), default=0)
+
+
 def in_file_order(tensors: dict[str, Tensor]) -> list[tuple[Tensor, Region]]:
     """Every region of some tensors, per file by offset; a decoded tensor counts as lying where its predecessor ends."""
     files: dict[str, int] = {}
@@ -124,10 +159,10 @@ def in_file_order(tensors: dict[str, Tensor]) -> list[tuple[Tensor, Region]]:
         for region in regions(tensor):
             decoded = isinstance(tensor.storage, Decoded)
             offset = reached.get(region.path, 0) if decoded else region.offset
-            reached[region.path] = offset + (0 if decoded else region.size * tensor.dtype.itemsize)
+            reached[region.path] = offset + (0 if decoded else region.stored_bytes(tensor.dtype))
             placed.append((files.setdefault(region.path, len(files)), offset, index, tensor, region))
     placed.sort(key=lambda p: p[:3])
     return [(tensor, region) for *_, tensor, region in placed]
 
 
-__all__ = ["Region", "Seen", "in_file_order", "paths_of", "regions", "see"]
+__all__ = ["Region", "Seen", "in_file_order", "least_budget", "paths_of", "regions", "see"]

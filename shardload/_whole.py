@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardload.manifest import Chunked, Decoded, Extent, Manifest, Tensor
+from shardload.manifest import Chunked, Decoded, Extent, Manifest, Packed, Tensor
 from shardload.stores import places
 
 
@@ -32,6 +32,8 @@ def read_rows(tensor: Tensor, start: int, stop: int) -> NDArray[Any]:
     match tensor.storage:
         case Decoded(reader):
             return reader.read_rows(start, stop)
+        case Packed() as packed:
+            return _unpacked(packed)[start:stop] if tensor.shape else _unpacked(packed)
         case Extent(path, offset):
             value = np.empty((stop - start, *tensor.shape[1:]) if tensor.shape else (), tensor.dtype)
             row_bytes = math.prod(tensor.shape[1:]) * tensor.dtype.itemsize
@@ -49,11 +51,30 @@ def row_ranges(tensor: Tensor, *, limit_bytes: int) -> Iterator[tuple[int, int]]
             unit = max(1, reader.row_alignment)
         case Chunked(chunk_shape):
             unit = chunk_shape[0] if chunk_shape else 1
+        case Packed():
+            unit = max(1, tensor.rows)
         case Extent():
             unit = 1
     step = max(1, limit_bytes // (row_bytes * unit)) * unit
     for start in range(0, tensor.rows, step):
         yield start, min(start + step, tensor.rows)
+
+
+def stored_of(packed: Packed) -> bytes:
+    """The bytes that a chunk is stored as.
+
+    Raises:
+        TransferError: When the file no longer holds them.
+    """
+    if not packed.n_bytes:
+        return packed.kept
+    found = np.empty(packed.n_bytes, np.uint8)
+    _read(found, packed.path, packed.offset)
+    return found.tobytes()
+
+
+def _unpacked(packed: Packed) -> NDArray[Any]:
+    return packed.codec.decode(stored_of(packed))
 
 
 def _read(value: NDArray[Any], path: str, offset: int) -> None:
@@ -62,7 +83,7 @@ def _read(value: NDArray[Any], path: str, offset: int) -> None:
 
 
 def _join(tensor: Tensor, grid: Chunked, start: int, stop: int) -> NDArray[Any]:
-    """The rows out of every chunk that has some of them; of a chunk only those rows are read."""
+    """The rows out of every chunk that has some of them; of a raw chunk only those rows are read."""
     value = np.empty((stop - start, *tensor.shape[1:]) if tensor.shape else (), tensor.dtype)
     shape = grid.chunk_shape
     row_bytes = math.prod(shape[1:]) * tensor.dtype.itemsize
@@ -71,8 +92,11 @@ def _join(tensor: Tensor, grid: Chunked, start: int, stop: int) -> NDArray[Any]:
         a, b = (max(start, first), min(stop, first + shape[0])) if shape else (0, 1)
         if a >= b:
             continue
-        part = np.empty((b - a, *shape[1:]) if shape else (), tensor.dtype)
-        _read(part, extent.path, extent.offset + (a - first) * row_bytes)
+        if isinstance(extent, Packed):
+            part = _unpacked(extent)[a - first : b - first] if shape else _unpacked(extent)
+        else:
+            part = np.empty((b - a, *shape[1:]) if shape else (), tensor.dtype)
+            _read(part, extent.path, extent.offset + (a - first) * row_bytes)
         columns = tuple(slice(i * n, (i + 1) * n) for i, n in zip(index[1:], shape[1:], strict=True))
         inside = value[(slice(a - start, b - start), *columns)] if shape else value
         inside[...] = part[tuple(map(slice, inside.shape))]

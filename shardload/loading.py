@@ -40,10 +40,6 @@ from shardload.whereabouts import whereabouts
 if TYPE_CHECKING:
     from shardload.reports import LoadReport, PlanReport
 
-DEFAULT_HOST_MEMORY = 256 << 20
-"""Bytes staged at most. Enough to keep every reader thread busy with several blocks (8 MiB at most) and small
-beside any model; more does not make loading faster (docs/performance.md)."""
-
 _reports: weakref.WeakKeyDictionary[Any, LoadReport] = weakref.WeakKeyDictionary()
 
 
@@ -355,13 +351,13 @@ def _dtype(wanted: Any) -> Any:
     return name
 
 
-def budget(wanted: int | str | None) -> int:
-    """Bytes staged at most, from what a caller said.
+def budget(wanted: int | str | None) -> int | None:
+    """Bytes staged at most, from what a caller said; ``None`` leaves it to the plan.
 
     Raises:
         UsageError: When it is no number of bytes.
     """
-    return DEFAULT_HOST_MEMORY if wanted is None else _bytes("host_memory_bytes", wanted)
+    return None if wanted is None else _bytes("host_memory_bytes", wanted)
 
 
 def _bytes(argument: str, wanted: int | str) -> int:

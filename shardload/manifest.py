@@ -1,11 +1,12 @@
 """What lies in a checkpoint, read from its headers alone.
 
 A loader turns files into a `Manifest`: for each tensor its name, shape, dtype and *storage*. Storage
-is one of three things:
+is one of four things:
 
     Extent    raw little-endian bytes in a file            path ──[offset ............ offset+nbytes)──
+    Packed    bytes in a file that decode as a whole       path ──[offset … offset+n_bytes)── codec.decode -> ndarray
     Decoded   rows that must be decoded on the way         reader.read_rows(start, stop) -> ndarray
-    Chunked   a grid of raw chunks, each an Extent         shape (5, 8) in chunks of (3, 4):
+    Chunked   a grid of chunks, each Extent or Packed      shape (5, 8) in chunks of (3, 4):
                                                                 (0,0)──┬──(0,1)──┐   the last row of chunks sticks out
                                                                 (1,0)  │  (1,1)  │   past the tensor, but is stored full
 
@@ -64,6 +65,33 @@ class Extent:
     """Byte offset of the first element."""
 
 
+class Codec(Protocol):
+    """Turns what is stored of a chunk into its elements; must be safe to call from several threads."""
+
+    def decode(self, stored: bytes) -> NDArray[Any]:
+        """The chunk's elements, in its shape and the tensor's dtype; of nothing (``b""``), those of one never written.
+
+        Raises:
+            TransferError: When the bytes are not what they should be.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Elements that are stored in a form of their own and decode as a whole: a compressed chunk of zarr."""
+
+    path: str
+    """The file, absolute; of what is kept or was never written, the one that says so."""
+    offset: int
+    """First byte; 0 where there is none in the file."""
+    n_bytes: int
+    """Bytes in the file; 0 of what is kept or was never written."""
+    codec: Codec
+    kept: bytes = b""
+    """What is stored, where headers hold it themselves."""
+
+
 @dataclass(frozen=True, slots=True)
 class Decoded:
     """A tensor whose rows must be decoded: chunked HDF5, quantised GGUF, the result of a computation."""
@@ -73,7 +101,7 @@ class Decoded:
 
 @dataclass(frozen=True, slots=True)
 class Chunked:
-    """A tensor cut into a regular grid of chunks, each of them raw bytes somewhere (zarr, uncompressed).
+    """A tensor cut into a regular grid of chunks, each of them somewhere by itself (zarr).
 
     Chunk ``(i, j, …)`` holds the box that starts at ``(i * chunk_shape[0], j * chunk_shape[1], …)``. A chunk at
     the far edge may stick out past the tensor: it is stored in full ``chunk_shape`` all the same, and what lies
@@ -82,7 +110,7 @@ class Chunked:
 
     chunk_shape: tuple[int, ...]
     """Shape of every chunk, one positive number per dim of the tensor."""
-    extents: Mapping[tuple[int, ...], Extent]
+    extents: Mapping[tuple[int, ...], Extent | Packed]
     """Grid index → where the chunk's ``prod(chunk_shape)`` elements lie, row-major; every cell of the grid is there."""
 
     @property
@@ -91,7 +119,7 @@ class Chunked:
         return tuple(dict.fromkeys(extent.path for extent in self.extents.values()))
 
 
-Storage = Extent | Decoded | Chunked
+Storage = Extent | Packed | Decoded | Chunked
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +154,13 @@ class Tensor:
         match self.storage:
             case Extent():
                 return self.nbytes
+            case Packed(n_bytes=n_bytes, kept=kept):
+                return n_bytes + len(kept)
             case Decoded(reader):
                 return reader.stored_bytes
             case Chunked(chunk_shape, extents):
-                return len(extents) * math.prod(chunk_shape) * self.dtype.itemsize
+                raw = math.prod(chunk_shape) * self.dtype.itemsize
+                return sum(e.n_bytes + len(e.kept) if isinstance(e, Packed) else raw for e in extents.values())
 
 
 @dataclass(frozen=True, slots=True)

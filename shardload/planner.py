@@ -8,13 +8,14 @@ variable is made of and the layout it is spread in; `make_plan` cuts the views i
                   ├─► kernel[0:64, :]   ─► the shards of kernel that meet the box
                   └─► bias …                one vectorised copy per (block, shard)
 
-A block is moved in one of three ways (``how``):
+A block is moved in one of four ways (``how``):
 
 * ``direct``: element order and dtype of file and shards agree in runs of at least `DIRECT_RUN_BYTES`, so one
   scatter read puts each run where it belongs: one copy in all, no scratch. Blocks are 16 MiB: Python costs
   about 0.2 ms a block, 5 % of copying one.
 * ``staged``: transposed, cast, shared between variables, or of short runs. The block goes row by row through a
   scratch buffer of 1 MiB, which stays in a core's L2, so the second copy does not come from memory.
+* ``packed``: a chunk that is compressed or otherwise decodes as a whole, once, whatever the layout.
 * ``decoded``: rows come from a `RowReader`; 2 MiB, to spread its per-call cost.
 
 Views with overlapping byte ranges on one tensor (fused kernels, tied weights) share blocks, so that each
@@ -37,11 +38,16 @@ from shardload._reads import (
     Target,
     local_bounds,
 )
-from shardload._regions import paths_of
+from shardload._regions import least_budget, paths_of
 from shardload.errors import BudgetError, LayoutError
 from shardload.manifest import Manifest
 
 __all__ = ["BLOCK_BYTES", "Block", "LoadPlan", "Piece", "Target", "local_bounds", "make_plan"]
+
+
+DEFAULT_HOST_MEMORY = 256 << 20
+"""Bytes staged at most. Enough to keep every reader thread busy with several blocks and small beside any model; more
+does not make loading faster (docs/performance.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +70,8 @@ class LoadPlan:
     """The budget."""
     block_bytes: int
     """Longest direct read."""
+    budget_raised: bool = False
+    """Whether the budget is more than the default, as chunks that decode as a whole need it."""
 
     @property
     def over_read_bytes(self) -> int:
@@ -78,7 +86,7 @@ class LoadPlan:
     @property
     def decoded_bytes(self) -> int:
         """Size of the largest decoded block."""
-        return max((b.host_bytes for b in self.blocks if b.how == "decoded"), default=0)
+        return max((b.host_bytes for b in self.blocks if b.is_decoded), default=0)
 
     @property
     def peak_staging_bytes(self) -> int:
@@ -91,7 +99,7 @@ def make_plan(
     manifest: Manifest,
     targets: Sequence[Target],
     *,
-    host_memory_bytes: int,
+    host_memory_bytes: int | None,
     block_bytes: int = BLOCK_BYTES,
     positions: Sequence[int] | None = None,
     scatter: bool = True,
@@ -101,7 +109,8 @@ def make_plan(
     Args:
         manifest: What lies in the checkpoint.
         targets: Variables to fill; several may share a tensor. All layouts share one mesh.
-        host_memory_bytes: Budget for everything staged.
+        host_memory_bytes: Budget for everything staged; by default `DEFAULT_HOST_MEMORY`, or what the largest chunk
+            takes that decodes as a whole.
         block_bytes: Longest single read.
         positions: Mesh positions this process feeds; all by default.
         scatter: Whether bytes may go straight from files to shards; not where they are checked in between.
@@ -111,6 +120,11 @@ def make_plan(
         MismatchError: When a view leaves its tensor, or a cast would lose more than float precision.
         BudgetError: When the budget cannot hold a single block.
     """
+    budget_raised = False
+    if host_memory_bytes is None:
+        wanted = {target.view.tensor for target in targets} & manifest.tensors.keys()
+        least = max((least_budget(manifest.tensors[name]) for name in wanted), default=0)
+        host_memory_bytes, budget_raised = max(DEFAULT_HOST_MEMORY, least), least > DEFAULT_HOST_MEMORY
     if host_memory_bytes < BUDGET_PARTS * MIN_BLOCK_BYTES:
         raise BudgetError(
             f"A host-memory budget of {host_memory_bytes} B cannot hold the blocks in flight. Give it at least "
@@ -133,6 +147,7 @@ def make_plan(
         device_bytes=(sum(math.prod(t.layout.shard_shape(t.view.shape)) * t.dtype.itemsize for t in targets),) * size,
         host_memory_bytes=host_memory_bytes,
         block_bytes=block_bytes,
+        budget_raised=budget_raised,
     )
 
 

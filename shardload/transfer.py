@@ -44,7 +44,7 @@ from shardload._placement import Growing, assemble, named_sharding, place, widen
 from shardload._reads import BUDGET_PARTS
 from shardload.bounds import Bounds
 from shardload.errors import BudgetError, MeshError, MismatchError, TransferError
-from shardload.manifest import Decoded, Manifest
+from shardload.manifest import Manifest
 from shardload.planner import Block, LoadPlan, Target, local_bounds
 from shardload.steps.digests import Checker
 from shardload.stores import places
@@ -277,7 +277,7 @@ class _Transfer:
             yield range(first, len(self.plan.blocks))
 
     def _is_free(self, block: Block) -> bool:
-        return self.placement == "adopt" and block.how != "decoded"
+        return self.placement == "adopt" and not block.is_decoded
 
     def _hand_out(self, job: range) -> None:
         moves = [self._move_of(index) for index in job]
@@ -291,10 +291,10 @@ class _Transfer:
         work = [(self.chunks[index, p], piece) for p, piece in enumerate(block.pieces)]
         for chunk, _ in work:
             self._open(chunk)
-        if block.how == "decoded":
+        if block.is_decoded:
             self._must_take(block.host_bytes, f"A block of tensor {block.tensor!r}")
         tensor = self.manifest.tensors[block.tensor]
-        fd = -1 if isinstance(tensor.storage, Decoded) else self._file(block.path)
+        fd = -1 if block.is_decoded else self._file(block.path)
 
         def move() -> Moved:
             if self.checks is not None:
@@ -356,7 +356,7 @@ class _Transfer:
         self.copy_s += moved.copy_s
         for index in job:
             block = self.plan.blocks[index]
-            if block.how == "decoded":
+            if block.is_decoded:
                 self.budget.give_back(block.host_bytes)
             for p in range(len(block.pieces)):
                 chunk = self.chunks.pop((index, p))

@@ -33,7 +33,7 @@ from shardload.loaders import open_manifest
 from shardload.loaders._extents import collect
 from shardload.loaders._ocdbt import read_values
 from shardload.loaders._zarr import parse
-from shardload.manifest import Chunked, Decoded, Extent, Manifest, Tensor
+from shardload.manifest import Chunked, Decoded, Extent, Manifest, Packed, Tensor
 
 MESHES = {"1x8": (1, 8), "2x4": (2, 4), "1x1": (1, 1)}
 Saving = v1.options.ArrayOptions.Saving
@@ -78,16 +78,23 @@ def rows_of(tensor: Tensor) -> NDArray[Any]:
             middle = tensor.rows // 2
             parts = [reader.read_rows(a, b) for a, b in ((0, middle), (middle, tensor.rows)) if a < b]
             return np.concatenate(parts) if tensor.shape else parts[0]
-        case Extent(path, offset):
-            return np.fromfile(path, tensor.dtype, tensor.size, offset=offset).reshape(tensor.shape)
+        case (Extent() | Packed()) as whole:
+            return chunk_of(whole, tensor.shape, tensor.dtype)
         case Chunked(chunk, extents):
             grid = tuple(-(-n // c) for n, c in zip(tensor.shape, chunk, strict=True))
             assert set(extents) == set(np.ndindex(*grid))
             found = np.empty([n * c for n, c in zip(grid, chunk, strict=True)], tensor.dtype)
             for cell, e in extents.items():
                 box = tuple(slice(i * c, (i + 1) * c) for i, c in zip(cell, chunk, strict=True))
-                found[box] = np.fromfile(e.path, tensor.dtype, math.prod(chunk), offset=e.offset).reshape(chunk)
+                found[box] = chunk_of(e, chunk, tensor.dtype)
             return found[tuple(map(slice, tensor.shape))]
+
+
+def chunk_of(place: Extent | Packed, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    if isinstance(place, Extent):
+        return np.fromfile(place.path, dtype, math.prod(shape), offset=place.offset).reshape(shape)
+    stored = np.fromfile(place.path, np.uint8, place.n_bytes, offset=place.offset).tobytes() or place.kept
+    return place.codec.decode(stored)
 
 
 def check(manifest: Manifest, expected: Any) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from object_server import ObjectServer
 from remote_runs import build, same, state, train
+from saved_steps import save_step
 
 import shardload
 from shardload import _ahead, transfer
@@ -30,7 +31,9 @@ DATA = r"/d/"
 def objects(tmp_path_factory):
     """A bucket with one run of large arrays and one of two steps of small ones; and the models."""
     folder = tmp_path_factory.mktemp("bucket")
-    return folder, train(folder / "run"), train(folder / "small", width=32, epochs=2, monitor="loss")
+    model = train(folder / "run")
+    save_step(model, folder / "packed", 1, compression="zstd")
+    return folder, model, train(folder / "small", width=32, epochs=2, monitor="loss")
 
 
 @pytest.fixture
@@ -71,6 +74,17 @@ def test_a_layout_across_the_one_that_was_saved(objects, store):
     assert {shard.data.shape for shard in kernel.addressable_shards} == {(128, 2048)}
     assert same(target, objects[1])
     assert store.sent_of(DATA) <= 1.1 * report.bytes.needed
+
+
+@pytest.mark.parametrize(("scheme", "budget"), [("s3", "64MiB"), ("http", None)])
+def test_compressed_chunks_across_a_layout(objects, store, scheme, budget):
+    target = build()
+    url = address(store, scheme, "packed/1")
+    report = shardload.restore(target, url, mesh="1x8", layout=rows((1, 8)), host_memory_bytes=budget)
+    assert same(target, objects[1])
+    assert store.sent_of(DATA) <= report.bytes.read <= 1.1 * report.bytes.needed
+    assert report.bytes.needed < sum(array.nbytes for array in state(objects[1]))
+    assert report.host_bytes.peak_staging <= 1.1 * report.host_bytes.budget
 
 
 def test_neighbouring_bytes_are_fetched_together(store):

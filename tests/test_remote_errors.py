@@ -189,9 +189,12 @@ def test_foreign_steps_are_not_believed(store):
         verify(store.s3 + "/foreign")
 
 
-def test_compressed_steps_are_read_here_only(store):
-    expect(UnsupportedError, store.s3 + "/zipped", "is compressed", "Copy it to this machine first")
-    assert [verdict.verdict for verdict in verify(store.s3 + "/zipped")] == ["verified"]
+def test_damage_of_a_compressed_step(objects, store):
+    name = max((objects[0] / "zipped/1/pytree").rglob("d/*"), key=lambda p: p.stat().st_size)
+    name = name.relative_to(objects[0]).as_posix()
+    store.tampered[name] = flipped(2_500_000)
+    expect(DamagedError, store.s3 + "/zipped", "Step 1 is damaged", name, "from byte 2097152")
+    assert [verdict.verdict for verdict in verify(store.s3 + "/zipped")] == ["damaged"]
 
 
 def test_a_step_without_digests_is_damaged(store):

@@ -5,6 +5,7 @@ Saved by columns on 1x8, so each chunk in the files is a column strip; restored 
 
 import functools
 import os
+import re
 import subprocess
 import sys
 
@@ -14,9 +15,12 @@ import numpy as np
 import pytest
 
 import shardload
-from shardload import _job, transfer
+from shardload import _job, _orbax, planner, transfer
 from shardload.callbacks import OrbaxCheckpoint
+from shardload.errors import BudgetError
+from shardload.loaders._zarr_chunks import ZarrCodec
 from tests.memory import Sampling, scratch_taken, watch
+from tests.saved_steps import save_step
 
 MIB = 1 << 20
 BUDGET = MIB
@@ -163,13 +167,72 @@ def test_a_live_model_is_never_held_twice(run, sampling):
     assert again.most() <= 2 * (WIDTH * WIDTH * 4 // 8)  # what is being replaced just now
 
 
-def test_compressed_steps_stay_within_the_budget(run, tmp_path, sampling):
-    """Decoded chunk by chunk: half a MiB each."""
-    run[0].fit(
-        np.zeros((8, WIDTH)), np.zeros((8, WIDTH)), verbose=0, callbacks=[OrbaxCheckpoint(tmp_path, compression="zstd")]
+# ---- compressed steps ----------------------------------------------------------------------------
+
+PACKED_BUDGET = 8 * MIB
+"""Enough for a chunk of half a MiB, what it is decoded from and to, and units that are kept."""
+
+
+@pytest.fixture(scope="module")
+def packed(run, tmp_path_factory):
+    root = tmp_path_factory.mktemp("packed")
+    save_step(run[0], root, 1, compression="zstd")
+    return run[0], root
+
+
+@pytest.fixture
+def decoded(monkeypatch):
+    """The shape of every chunk that is decoded."""
+    found = []
+    decode = ZarrCodec.decode
+    monkeypatch.setattr(ZarrCodec, "decode", lambda self, stored: found.append(self.shape) or decode(self, stored))
+    return found
+
+
+@pytest.mark.parametrize("title", LAYOUTS)
+def test_compressed_chunks_are_read_and_decoded_once(title, packed, sampling, decoded):
+    model, report = restore(packed, title, sampling, budget=4 * PACKED_BUDGET)
+    assert_bounded(model, report, sampling, block=MIB // 2)
+    assert decoded.count((WIDTH, WIDTH // 8)) == 3 * LAYERS * 8
+    assert 0.999 * report.bytes.needed <= report.bytes.read <= 1.1 * report.bytes.needed  # scalars lie in the tree
+
+
+@pytest.mark.parametrize("title", ["rows on 8x1", "2x4"])
+def test_compressed_chunks_are_uploaded_in_bounds(title, packed, sampling, monkeypatch, decoded):
+    monkeypatch.setattr(_job.transfer, "execute", functools.partial(transfer.execute, placement="upload"))
+    model, report = restore(packed, title, sampling, budget=PACKED_BUDGET)
+    assert_bounded(model, report, sampling, block=PACKED_BUDGET // 2)
+    assert decoded.count((WIDTH, WIDTH // 8)) == 3 * LAYERS * 8
+
+
+def test_a_budget_below_what_a_chunk_takes_says_what_would_do(packed, sampling):
+    with pytest.raises(
+        BudgetError, match=r"chunks of 524288 bytes that decode as a whole.* at least (\d+) bytes"
+    ) as told:
+        restore(packed, "as saved", sampling, budget=MIB)
+    least = int(re.search(r"at least (\d+)", str(told.value))[1])
+    _, report = restore(packed, "rows on 8x1", sampling, budget=least)
+    assert report.host_bytes.budget == least < PACKED_BUDGET
+
+
+def test_the_default_budget_holds_what_a_chunk_takes(packed, sampling, monkeypatch):
+    monkeypatch.setattr(planner, "DEFAULT_HOST_MEMORY", MIB)
+    _, report = restore(packed, "2x4", sampling, budget=None)
+    assert MIB < report.host_bytes.budget <= PACKED_BUDGET
+    assert any("decode as a whole" in note for note in report.notes)
+    assert not any(
+        "decode as a whole" in note for note in restore(packed, "2x4", sampling, budget=PACKED_BUDGET)[1].notes
     )
-    model, report = restore((run[0], tmp_path), "rows on 8x1", sampling, budget=8 * MIB)
-    assert_bounded(model, report, sampling, block=8 * MIB // 16)
+
+
+def test_what_lies_on_one_device_is_compressed_in_chunks(run, tmp_path, monkeypatch, sampling):
+    monkeypatch.setattr(_orbax, "COMPRESSED_CHUNK_BYTES", MIB)
+    model = build()
+    shardload.restore(model, run[1], mesh="1x1")
+    save_step(model, tmp_path, 1, compression="zstd")
+    kernels = [t.storage for t in shardload.inspect(tmp_path).tensors.values() if t.shape == (WIDTH, WIDTH)]
+    assert len(kernels) == 3 * LAYERS and {len(kernel.extents) for kernel in kernels} == {4}
+    restore((run[0], tmp_path), "rows on 8x1", sampling, budget=2 * PACKED_BUDGET)
 
 
 # ---- the whole process ---------------------------------------------------------------------------
@@ -210,10 +273,22 @@ print((number("/proc/self/status", r"VmHWM:\\s+(\\d+)") - resident) << 10, read,
 @pytest.mark.parametrize("title", ["as saved", "rows on 8x1", "1x1"])
 def test_a_process_grows_by_the_state_and_reads_it_once(title, run):
     """As the system counts it: what is checked is what is used."""
-    child = [sys.executable, "-c", _CHILD, str(run[1]), title, str(4 * MIB)]
-    found = subprocess.run(child, capture_output=True, text=True, timeout=200, check=False, env=dict(os.environ))
-    assert found.returncode == 0, found.stderr
-    growth, read, needed = map(int, found.stdout.split())
+    growth, read, needed = grown(run[1], title, 4 * MIB)
     assert needed > 24 * MIB
     assert needed <= read <= 1.1 * needed
     assert growth <= needed + 4 * MIB + 24 * MIB
+
+
+@pytest.mark.slow
+def test_a_process_that_decodes_grows_by_the_state_and_the_budget(packed):
+    growth, read, needed = grown(packed[1], "rows on 8x1", 4 * PACKED_BUDGET)
+    assert needed <= read <= 1.1 * needed
+    assert growth <= sum(v.nbytes for v in state(packed[0])) + 4 * PACKED_BUDGET
+
+
+def grown(root, title, budget):
+    """Bytes a fresh process grew by at most, and read, in its second restore, and what was needed."""
+    child = [sys.executable, "-c", _CHILD, str(root), title, str(budget)]
+    found = subprocess.run(child, capture_output=True, text=True, timeout=200, check=False, env=dict(os.environ))
+    assert found.returncode == 0, found.stderr
+    return map(int, found.stdout.split())

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from shardload.manifest import Chunked, Decoded, Extent, Manifest, Tensor
+from shardload.manifest import Chunked, Decoded, Extent, Manifest, Packed, Tensor
 from shardload.reports.names import printable
 from shardload.units import format_bytes, format_count, plural
 
@@ -41,6 +41,8 @@ def _row(tensor: Tensor) -> tuple[str, ...]:
     match tensor.storage:
         case Extent(path, offset):
             files, storage = (path,), f"offset {offset}"
+        case Packed(path):
+            files, storage = (path,), f"decoded from {format_bytes(tensor.stored_bytes)}"
         case Decoded(reader):
             files, storage = reader.paths, f"decoded from {format_bytes(reader.stored_bytes)}"
         case Chunked(chunk_shape, extents) as grid:
@@ -93,6 +95,8 @@ def _facts(tensor: Tensor) -> dict[str, Any]:
     match tensor.storage:
         case Extent(path, offset):
             return facts | {"storage": "extent", "files": [path], "offset": offset}
+        case Packed(path):
+            return facts | {"storage": "decoded", "files": [path], "offset": None}
         case Decoded(reader):
             return facts | {"storage": "decoded", "files": list(reader.paths), "offset": None}
         case Chunked(chunk_shape) as grid:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 
 from shardload.errors import SourceError, TruncatedSourceError
-from shardload.manifest import Chunked, Decoded, Extent, Tensor
+from shardload.manifest import Chunked, Decoded, Extent, Packed, Tensor
 
 MAX_RANK = 32
 """HDF5's limit, and more than any weight has."""
@@ -55,7 +55,7 @@ def _check(tensor: Tensor, files: Mapping[str, int]) -> None:
     match tensor.storage:
         case Extent(path):
             check_shape(tensor.shape, name=tensor.name, path=path)
-    for path, start, stop in _runs(tensor):
+    for path, start, stop in itertools.chain(_runs(tensor), _packed_runs(tensor)):
         if start < 0 or stop > files[path]:
             raise TruncatedSourceError(
                 f"{path} is truncated: tensor {tensor.name!r} should end at byte {stop}, "
@@ -71,7 +71,16 @@ def _runs(tensor: Tensor) -> Iterator[tuple[str, int, int]]:
         case Chunked(chunk_shape, extents):
             length = math.prod(chunk_shape) * tensor.dtype.itemsize
             for extent in extents.values():
-                yield extent.path, extent.offset, extent.offset + length
+                if isinstance(extent, Extent):
+                    yield extent.path, extent.offset, extent.offset + length
+
+
+def _packed_runs(tensor: Tensor) -> Iterator[tuple[str, int, int]]:
+    """The same of what decodes as a whole. Two of those may share their bytes: equal chunks, kept once."""
+    cells = tensor.storage.extents.values() if isinstance(tensor.storage, Chunked) else (tensor.storage,)
+    for packed in cells:
+        if isinstance(packed, Packed):
+            yield packed.path, packed.offset, packed.offset + packed.n_bytes
 
 
 def _is_text(name: str) -> bool:
@@ -81,7 +90,7 @@ def _is_text(name: str) -> bool:
 
 def _position(tensor: Tensor, order: Mapping[str, int]) -> tuple[int, int, int]:
     match tensor.storage:
-        case Extent(path, offset):
+        case Extent(path, offset) | Packed(path, offset):
             return order[path], 0, offset
         case Decoded(reader):
             return order[reader.paths[0]], 1, 0
@@ -102,7 +111,7 @@ def _refuse_overlap(tensors: Iterable[Tensor], order: Mapping[str, int]) -> None
 
 def _place(tensor: Tensor) -> str:
     match tensor.storage:
-        case Extent(path, offset):
+        case Extent(path, offset) | Packed(path, offset):
             return f"at byte {offset} of {path}"
         case Decoded(reader):
             return f"in {reader.paths[0]}"

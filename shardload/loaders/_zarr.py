@@ -4,11 +4,12 @@
     zarr 2   name/.zarray     name/0.1      the chunk's bytes and nothing else          └───────────┴─────────────────┘
 
 A shard may hold several inner chunks; its index then tells where each begins. Chunks at the far edge are stored in full
-in both versions. What is not plain little-endian row-major bytes is read through TensorStore.
+in both versions. What is not plain little-endian row-major bytes is decoded by TensorStore, a chunk at a time.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -108,6 +109,30 @@ def parse(raw: bytes, *, name: str, where: str) -> Array:
     if len(found.chunk_shape) != len(found.shape) or 0 in found.chunk_shape:
         raise SourceError(f"{where} cuts the shape {found.shape} into chunks of {found.chunk_shape}, which is none")
     return found
+
+
+def one_chunk(raw: bytes, *, shape: tuple[int, ...], inner: bool) -> tuple[bytes, str]:
+    """Metadata of an array that is one chunk of another, and the key of that chunk, both without a name.
+
+    Args:
+        raw: The other array's ``zarr.json`` or ``.zarray``.
+        shape: The chunk's shape.
+        inner: Whether it is a chunk within a shard, which has codecs of its own.
+    """
+    document = parse_object(raw, path="")
+    if document.get("zarr_format") != 3:
+        document |= {"shape": list(shape), "chunks": list(shape), "dimension_separator": "."}
+        return json.dumps(document).encode(), ".".join("0" for _ in shape) or "0"
+    for name in ("attributes", "dimension_names"):
+        document.pop(name, None)
+    if inner:
+        document["codecs"] = document["codecs"][0]["configuration"]["codecs"]
+    document |= {
+        "shape": list(shape),
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(shape)}},
+        "chunk_key_encoding": {"name": "default"},
+    }
+    return json.dumps(document).encode(), "/".join(("c", *("0" for _ in shape)))
 
 
 def _parse3(document: Mapping[str, Any]) -> Array:

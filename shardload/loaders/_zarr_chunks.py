@@ -1,17 +1,18 @@
 """From an array's metadata and the places of its chunks to a `Storage`.
 
 one raw chunk, rows as in the tensor   Extent
-raw chunks, all in files               Chunked
-raw chunks, some inline                Decoded(RawRows)     put together here
-anything else                          Decoded(ZarrRows)    through TensorStore
+raw chunks, all in files               Chunked of Extents
+raw chunks, some inline                Decoded(RawRows)       put together here
+anything else                          Packed, or Chunked of them: TensorStore decodes each chunk by itself
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,8 @@ from numpy.typing import NDArray
 
 from shardload.errors import SourceError, TransferError, UnsafeSourceError
 from shardload.loaders._ocdbt import MAX_KEYS, Value
-from shardload.loaders._zarr import Array, Sharding
-from shardload.manifest import Chunked, Decoded, Extent, Storage
+from shardload.loaders._zarr import Array, Sharding, one_chunk
+from shardload.manifest import Chunked, Decoded, Extent, Packed, Storage
 from shardload.stores import places
 
 Cell = tuple[int, ...]
@@ -28,26 +29,26 @@ _MISSING = (1 << 64) - 1
 """Offset and length of an inner chunk that was never written."""
 
 
-def storage(array: Array, chunks: Mapping[Cell, Value], rows: ZarrRows) -> Storage:
+def storage(array: Array, chunks: Mapping[Cell, Value], *, header: Value, metadata: bytes) -> Storage:
     """How the tensor of ``array`` is stored.
 
     Args:
         array: Its metadata.
         chunks: Grid index → what is stored there; may lack cells.
-        rows: The way to read it when it is not raw.
+        header: Where its metadata lie.
+        metadata: And what they are.
 
     Raises:
-        SourceError: When a raw chunk has not as many bytes as it should.
-        UnsafeSourceError: When a shard's index claims absurdly many chunks.
+        SourceError: When a raw chunk has not as many bytes as it should, or a shard contradicts itself.
+        UnsafeSourceError: When metadata or a shard's index claim absurdly many chunks.
     """
-    if not array.is_raw or len(chunks) < math.prod(array.grid) or not chunks:
-        return Decoded(rows)
-    found = _raw(array, chunks)
+    found = _raw(array, chunks) if array.is_raw and chunks and len(chunks) == math.prod(array.grid) else None
     if found is None:
-        return Decoded(rows)
+        return _packed(array, chunks, header, metadata)
     chunk_shape, cells = found
     if any(value.inline is not None for value in cells.values()):
-        return Decoded(RawRows(array.dtype, array.shape, chunk_shape, cells, rows.stored_bytes))
+        stored = sum(value.length for value in chunks.values())
+        return Decoded(RawRows(array.dtype, array.shape, chunk_shape, cells, stored))
     if len(cells) == 1 and chunk_shape[1:] == array.shape[1:]:
         only = next(iter(cells.values()))
         return Extent(only.path, only.offset)
@@ -65,20 +66,47 @@ def _raw(array: Array, chunks: Mapping[Cell, Value]) -> tuple[Cell, dict[Cell, V
         skip = index_bytes if sharding.index_first else 0
         whole = {cell: _exact(value, nbytes + index_bytes) for cell, value in chunks.items()}
         return array.chunk_shape, {cell: _part(value, skip, nbytes) for cell, value in whole.items()}
-    if index_bytes // 16 * len(chunks) > MAX_KEYS:
-        raise UnsafeSourceError(f"{_path(chunks)} claims more than {MAX_KEYS} chunks for one array")
-    inner = {
-        cell: part
-        for shard, value in sorted(chunks.items())
-        for cell, part in _inner(array, sharding, shard=shard, value=value, index_bytes=index_bytes, nbytes=nbytes)
-    }
+    inner = dict(_inner(array, sharding, chunks, nbytes=nbytes))
     return None if any(part is None for part in inner.values()) else (sharding.inner_shape, inner)  # type: ignore[return-value]
 
 
+def _packed(array: Array, chunks: Mapping[Cell, Value], header: Value, metadata: bytes) -> Storage:
+    """Each chunk by itself, those within shards too: they are what can be decoded without the others."""
+    shape, cells = array.chunk_shape, dict[Cell, Value | None](chunks)
+    inside = (sharding := array.sharding) is not None and sharding.inner_shape != shape
+    if sharding is not None and inside:
+        shape, cells = sharding.inner_shape, dict(_inner(array, sharding, chunks, nbytes=None))
+    grid = tuple(-(-n // c) for n, c in zip(array.shape, shape, strict=True))
+    if math.prod(grid) > MAX_KEYS:
+        raise UnsafeSourceError(f"{header.path} claims more than {MAX_KEYS} chunks for one array")
+    document, key = one_chunk(metadata, shape=shape, inner=inside)
+    codec = ZarrCodec(array.driver, document, key, shape, array.dtype, header.path)
+    found = {cell: _pack(cells.get(cell), codec, header) for cell in itertools.product(*map(range, grid))}
+    return found[(0,) * len(shape)] if shape == array.shape else Chunked(shape, found)
+
+
+def _pack(value: Value | None, codec: ZarrCodec, header: Value) -> Packed:
+    if value is None:
+        return Packed(header.path, 0, 0, codec)
+    if value.inline is not None:
+        return Packed(value.path, 0, 0, codec, value.inline)
+    return Packed(value.path, value.offset, value.length, codec)
+
+
 def _inner(
-    array: Array, sharding: Sharding, *, shard: Cell, value: Value, index_bytes: int, nbytes: int
+    array: Array, sharding: Sharding, chunks: Mapping[Cell, Value], *, nbytes: int | None
 ) -> Iterator[tuple[Cell, Value | None]]:
-    """The inner chunks of one shard that meet the tensor, by their index in the grid of inner chunks."""
+    """The inner chunks that meet the tensor, by their index in the grid of inner chunks; each of ``nbytes``."""
+    index_bytes = sharding.index_bytes(array.chunk_shape)
+    if index_bytes // 16 * len(chunks) > MAX_KEYS:
+        raise UnsafeSourceError(f"{_path(chunks)} claims more than {MAX_KEYS} chunks for one array")
+    for shard, value in sorted(chunks.items()):
+        yield from _of_shard(array, sharding, shard=shard, value=value, index_bytes=index_bytes, nbytes=nbytes)
+
+
+def _of_shard(
+    array: Array, sharding: Sharding, *, shard: Cell, value: Value, index_bytes: int, nbytes: int | None
+) -> Iterator[tuple[Cell, Value | None]]:
     if value.length < index_bytes:
         raise SourceError(f"{value.path}: a shard has {value.length} bytes, its index alone {index_bytes}")
     at = 0 if sharding.index_first else value.length - index_bytes
@@ -92,12 +120,13 @@ def _inner(
         if offset == length == _MISSING:
             yield cell, None
             continue
-        if length != nbytes or offset + length > value.length:
+        if (length != nbytes and nbytes is not None) or not length or offset + length > value.length:
+            wanted = "some" if nbytes is None else nbytes
             raise SourceError(
                 f"{value.path}: the shard at byte {value.offset} puts inner chunk {cell} at {offset}, {length} bytes; "
-                f"it should have {nbytes} within {value.length}. Copy it again, or use another step"
+                f"it should have {wanted} within {value.length}. Copy it again, or use another step"
             )
-        yield cell, _part(value, offset, nbytes)
+        yield cell, _part(value, offset, length)
 
 
 def _exact(value: Value, nbytes: int) -> Value:
@@ -172,64 +201,37 @@ class RawRows:
 
 
 @dataclass(frozen=True, slots=True)
-class ZarrRows:
-    """Rows of an array that only TensorStore can decode: compressed, big-endian or with chunks never written."""
+class ZarrCodec:
+    """Decodes chunks of one array that only TensorStore can: compressed, big-endian or never written."""
 
-    name: str
-    """The array's name in its store."""
-    folder: str
-    """Where the store lies, absolute."""
-    is_ocdbt: bool
-    array: Array
-    paths: tuple[str, ...]
-    stored_bytes: int
-    context: Any
-    """A `tensorstore.Context` shared by the arrays of a store, or ``None``."""
+    driver: str
+    """TensorStore's name of the format."""
+    metadata: bytes
+    """Those of an array that is one such chunk."""
+    key: str
+    """And the chunk's key in there."""
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    where: str
+    """For messages."""
 
-    @property
-    def row_alignment(self) -> int:
-        """Rows per chunk: a chunk is decoded whole."""
-        return self.array.chunk_shape[0] if self.array.chunk_shape else 1
-
-    def read_rows(self, start: int, stop: int) -> NDArray[Any]:
-        """Rows ``[start, stop)``; see `shardload.manifest.RowReader`.
+    def decode(self, stored: bytes) -> NDArray[Any]:
+        """The chunk's elements; see `shardload.manifest.Codec`.
 
         Raises:
-            TransferError: When the array is no longer what its metadata said, or does not decode.
+            TransferError: When the bytes do not decode.
         """
-        array = self.array
-        try:
-            store = self._open()
-            if tuple(store.shape) != array.shape:
-                raise TransferError(f"{self._where()} had the shape {array.shape}, and now has {tuple(store.shape)}")
-            found = (store[start:stop] if array.shape else store).read().result()
-        except (ValueError, RuntimeError, OSError) as error:
-            if isinstance(error, TransferError):
-                raise
-            raise TransferError(f"{self._where()}: rows {start} to {stop} do not decode: {error}") from error
-        shape = np.shape(found)
-        return np.ascontiguousarray(found).reshape(shape).astype(array.dtype, copy=False)
-
-    def sharing(self, context: Any) -> ZarrRows:
-        """The same rows, read within a `tensorstore.Context`."""
-        return replace(self, context=context)
-
-    def _open(self) -> Any:
         import tensorstore as ts  # 0.2 s to import
 
-        base = {"driver": "file", "path": f"{self.folder}/" if self.is_ocdbt else f"{self.folder}/{self.name}/"}
-        ocdbt = {"driver": "ocdbt", "base": base, "path": f"{self.name}/", "cache_pool": "cache_pool#nodes"}
-        spec = {"driver": self.array.driver, "kvstore": ocdbt if self.is_ocdbt else base}
-        return ts.open(spec, open=True, read=True, context=self.context).result()
-
-    def _where(self) -> str:
-        return f"{self.folder}: array {self.name!r}"
-
-
-def decoding_context() -> Any:
-    """What the arrays of one store share: B-tree nodes are kept, decoded chunks are not."""
-    import tensorstore as ts
-
-    return ts.Context(
-        {"cache_pool": {"total_bytes_limit": 0}, "cache_pool#nodes": {"total_bytes_limit": 1 << 26}},
-    )
+        context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
+        memory = {"driver": "memory"}
+        spec = {"driver": self.driver, "kvstore": memory, "metadata": json.loads(self.metadata)}
+        try:
+            if stored:
+                ts.KvStore.open(memory, context=context).result()[self.key] = stored
+            found = ts.open(spec, open=True, assume_metadata=True, context=context).result().read().result()
+        except (ValueError, RuntimeError, OSError) as error:
+            raise TransferError(
+                f"{self.where}: a chunk of shape {self.shape}, stored in {len(stored)} bytes, does not decode: {error}"
+            ) from error
+        return np.ascontiguousarray(found).reshape(self.shape).astype(self.dtype, copy=False)

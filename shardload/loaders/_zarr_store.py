@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
-from typing import Any
 
 from shardload.errors import SourceError, UnsafeSourceError, UnsupportedError
 from shardload.loaders import _ocdbt, _zarr
 from shardload.loaders._folder import descendant
 from shardload.loaders._ocdbt import MAX_KEYS, Value
-from shardload.loaders._zarr_chunks import Cell, ZarrRows, decoding_context, storage
-from shardload.manifest import Decoded, Extent, Tensor
+from shardload.loaders._zarr_chunks import Cell, storage
+from shardload.manifest import Extent, Tensor
 from shardload.stores import places
 from shardload.stores.remote import COPY_FIRST
 
@@ -36,16 +35,17 @@ class Arrays:
     def __init__(self, folder: Path, *, is_complete: bool) -> None:
         self._folder = folder
         self._is_complete = is_complete
-        self._is_ocdbt = os.path.lexists(folder / _ocdbt.MANIFEST)
-        if not self._is_ocdbt:
-            self._refuse_remote(str(folder), "keeps a folder for each array")
-        values = _ocdbt.read_values(folder) if self._is_ocdbt else _files(folder)
+        is_ocdbt = os.path.lexists(folder / _ocdbt.MANIFEST)
+        if not is_ocdbt and places.mirror_of(folder) is not None:
+            raise UnsupportedError(
+                f"{folder} keeps a folder for each array, which is only read on this machine. {COPY_FIRST}"
+            )
+        values = _ocdbt.read_values(folder) if is_ocdbt else _files(folder)
         self._total = sum(value.length for value in values.values())
         self._headers = {key.rpartition("/")[0]: key for key in values if key.endswith(("/.zarray", "/zarr.json"))}
         self._values: dict[str, dict[str, Value]] = {name: {} for name in self._headers}
         for key, value in values.items():
             self._file_away(key, value)
-        self._context: Any = None
         self._sizes: dict[str, int] = {}
 
     def _file_away(self, key: str, value: Value) -> None:
@@ -81,7 +81,8 @@ class Arrays:
         where = f"{self._folder}: {key}"
         values = self._values[stored_name]
         header = values[key[len(stored_name) + 1 :]]
-        array = _zarr.parse(header.read(_zarr.MAX_METADATA_BYTES, what=key), name=name, where=where)
+        metadata = header.read(_zarr.MAX_METADATA_BYTES, what=key)
+        array = _zarr.parse(metadata, name=name, where=where)
         chunks = self._chunks(array, values, where)
         self._refuse_bomb(array, where)
         for value in (header, *chunks.values()):
@@ -89,12 +90,7 @@ class Arrays:
                 self._sizes[value.path] = places.size_of(value.path)
         if not math.prod(array.shape):
             return Tensor(name, array.shape, array.dtype, Extent(header.path, 0))
-        found = storage(array, chunks, self._rows(stored_name, array, chunks, header))
-        if isinstance(found, Decoded) and isinstance(found.reader, ZarrRows):
-            self._refuse_remote(where, "is compressed")
-            self._context = self._context or decoding_context()
-            found = Decoded(found.reader.sharing(self._context))
-        return Tensor(name, array.shape, array.dtype, found)
+        return Tensor(name, array.shape, array.dtype, storage(array, chunks, header=header, metadata=metadata))
 
     def _chunks(self, array: _zarr.Array, values: dict[str, Value], where: str) -> dict[Cell, Value]:
         found: dict[Cell, Value] = {}
@@ -112,15 +108,6 @@ class Arrays:
                 "use another one"
             )
         return found
-
-    def _rows(self, name: str, array: _zarr.Array, chunks: dict[Cell, Value], header: Value) -> ZarrRows:
-        paths = tuple(dict.fromkeys(value.path for value in chunks.values())) or (header.path,)
-        stored = sum(value.length for value in chunks.values())
-        return ZarrRows(name, str(self._folder), self._is_ocdbt, array, paths, stored, None)
-
-    def _refuse_remote(self, where: str, why: str) -> None:
-        if places.mirror_of(self._folder) is not None:
-            raise UnsupportedError(f"{where} {why}, which is only read on this machine. {COPY_FIRST}")
 
     def _refuse_bomb(self, array: _zarr.Array, where: str) -> None:
         most = max(EXPANSION_FLOOR_BYTES, MAX_EXPANSION * self._total)
