@@ -117,7 +117,10 @@ class Channel:
             if self._number:  # whoever gave this word has read the answer before it
                 client.key_value_delete(f"{self._name}/{self._number - 1}")
         except jax.errors.JaxRuntimeError as error:
-            raise ProcessLostError(f"The coordination service of this run cannot be reached: {error}") from error
+            raise ProcessLostError(
+                "Process 0, which holds the coordination service of this run, cannot be reached, most likely as it has "
+                f"ended: {error}. Steps saved before are untouched; start all processes again"
+            ) from error
         self._number += 1
         return words
 
