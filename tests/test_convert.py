@@ -19,9 +19,11 @@ from safetensors import safe_open
 
 import shardload
 from shardload._whole import read_tensor
+from shardload.callbacks import OrbaxCheckpoint
 from shardload.comparing import diff
 from shardload.converting.staging import staged
 from shardload.errors import DamagedError, MismatchError, UnsupportedError, UsageError, WriteError
+from shardload.loaders._zarr_chunks import ZarrCodec
 from shardload.synth import synth
 from shardload.verifying import verify
 
@@ -31,6 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:Depreca
 FAMILIES = ("gemma_2b", "gemma2_9b", "gemma3_1b", "llama3.2_1b")
 FORMATS = ("h5", "safetensors", "orbax")
 ROUND = (("safetensors", "orbax"), ("orbax", "h5"), ("h5", "safetensors"))
+WEIGHTS = ("trainable_variables", "non_trainable_variables")
 ROOT = Path(__file__).parent.parent
 
 
@@ -151,6 +154,26 @@ def test_orbax_in_several_chunks_with_a_padded_one(presets, made, tmp_path, monk
     assert len(list((tmp_path / "out" / "pytree").rglob("c/1/*"))) > 5
     shardload.convert(tmp_path / "out", tmp_path / "back", to="h5")
     assert same(made["gemma2_9b", "h5"], tmp_path / "back")
+
+
+def test_compressed_chunks_are_decoded_once(presets, made, tmp_path, monkeypatch):
+    """Columns of a matrix that is written by rows, in blocks smaller than a chunk."""
+    model = shardload.load(presets["gemma2_9b"], mesh="1x8")
+    model.compile("sgd", "mse")
+    saving = OrbaxCheckpoint(tmp_path / "run", compression="zstd")
+    saving.set_model(model)
+    saving.on_train_begin()
+    saving.on_epoch_end(0)
+    saving.on_train_end()
+    decoded = []
+    decode = ZarrCodec.decode
+    monkeypatch.setattr(ZarrCodec, "decode", lambda self, stored: decoded.append(stored) or decode(self, stored))
+    shardload.convert(tmp_path / "run", tmp_path / "out.weights.h5", host_memory_bytes=1 << 20)
+    weights = [t.storage for n, t in shardload.inspect(tmp_path / "run").tensors.items() if n.split("/")[0] in WEIGHTS]
+    chunks = [getattr(storage, "extents", [storage]) for storage in weights]
+    assert len(decoded) == sum(map(len, chunks)) and max(map(len, chunks)) == 8
+    shardload.convert(tmp_path / "run", tmp_path / "hf", to="safetensors")
+    assert same(made["gemma2_9b", "safetensors"], tmp_path / "hf")
 
 
 def test_a_step_loads_onto_a_mesh_and_verifies(made):

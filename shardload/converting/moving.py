@@ -20,8 +20,11 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
+from shardload._blocks import address
+from shardload._regions import regions, see
 from shardload._whole import read_rows
-from shardload.manifest import Extent, Tensor, View
+from shardload.errors import LayoutError
+from shardload.manifest import Chunked, Extent, Packed, Tensor, View
 from shardload.stores.local import opened, read_exact
 from shardload.writers import Piece, Place
 
@@ -112,8 +115,34 @@ def _move_box(read: Read, write: Write, dims: Sequence[Dim], start: int, at: int
         write(at + sum(i * d.target for i, d in zip(index, outer, strict=True)), row)
 
 
+def parts_of(tensor: Tensor, source: View, target: View) -> Iterator[tuple[Tensor, View, View]]:
+    """A move cut into one for each chunk the tensor is stored in, so that each is read, and decoded, on its own.
+
+    Yields:
+        The chunk as a tensor of its own, the view of it, and the view of the target of the same shape.
+    """
+    if not isinstance(tensor.storage, Chunked):
+        yield tensor, source, target
+        return
+    try:
+        seen = [(region, see(source, tensor, region)) for region in regions(tensor)]
+    except LayoutError:  # a view across chunks
+        yield tensor, source, target
+        return
+    cells = tensor.storage.extents.values()
+    for storage, (region, part) in zip(cells, seen, strict=True):
+        if part is not None:
+            chunk = Tensor(tensor.name, region.shape, tensor.dtype, storage)
+            start, shape = part.box.start, part.box.shape
+            at = target.offset + sum(i * t for i, t in zip(start, target.strides, strict=True))
+            inside = View(tensor.name, address(part.view, start), shape, part.view.strides)
+            yield chunk, inside, View(target.tensor, at, shape, target.strides)
+
+
 def reader_of(tensor: Tensor, dtype: np.dtype[Any]) -> Read:
     """Reads elements of a stored tensor and casts them; the bits come as unsigned integers, which copy fast."""
+    if isinstance(tensor.storage, Packed):
+        return reader_of_value(read_rows(tensor, 0, tensor.rows), dtype)
     row = max(1, tensor.size // max(1, tensor.rows))
 
     def read(start: int, stop: int) -> Array:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardload.converting.computing import compute
-from shardload.converting.moving import PieceWriter, Read, move, reader_of, reader_of_value
+from shardload.converting.moving import PieceWriter, Read, move, parts_of, reader_of, reader_of_value
 from shardload.converting.plans import Copy, Plan
 from shardload.converting.source import Source
 from shardload.converting.staging import Staging, digest
@@ -97,17 +97,19 @@ class _Work:
             self.put(copy, np.asarray(value.array))
             return
         item_bytes = max(dtype.itemsize, value.tensor.dtype.itemsize)
-        self._move(copy, reader_of(value.tensor, dtype), value.view, item_bytes)
+        for tensor, source, target in parts_of(value.tensor, value.view, copy.view):
+            self._move(copy, reader_of(tensor, dtype), source, target, item_bytes)
 
     def put(self, copy: Copy, value: NDArray[Any]) -> None:
         """Write a value that is in memory."""
         strides = tuple(math.prod(value.shape[d + 1 :]) for d in range(value.ndim))
         dtype = copy.wanted.dtype
-        self._move(copy, reader_of_value(value, dtype), View("", 0, value.shape, strides), dtype.itemsize)
+        source = View("", 0, value.shape, strides)
+        self._move(copy, reader_of_value(value, dtype), source, copy.view, dtype.itemsize)
 
-    def _move(self, copy: Copy, read: Read, view: View, item_bytes: int) -> None:
+    def _move(self, copy: Copy, read: Read, source: View, target: View, item_bytes: int) -> None:
         with PieceWriter(self.staging.result, self.places[copy.wanted.name], written=self.progress.advance) as writer:
-            move(read, writer.write, view, copy.view, block_elements=max(1, self.block_bytes // item_bytes))
+            move(read, writer.write, source, target, block_elements=max(1, self.block_bytes // item_bytes))
 
     def _digest(self, copy: Copy) -> str:
         return digest(self.staging.result, self.places[copy.wanted.name], copy.wanted.dtype.itemsize)
