@@ -106,6 +106,8 @@ def test_keras_hub_reads_the_same_weights_from_hugging_face_and_from_its_preset(
         "mistral_7b",
         "qwen2.5_0.5b",
         "qwen3_8b",
+        "gpt2_base",
+        "bert_base",
         *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen2.5_7b", "qwen3_0.6b")),
     ],
 )

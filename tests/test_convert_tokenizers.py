@@ -154,6 +154,46 @@ def test_a_preset_s_tokenizer_becomes_hugging_face_s(name, via, folders, tmp_pat
         np.testing.assert_array_equal(one, two)
 
 
+@pytest.mark.parametrize("via", [None, "orbax"])
+def test_gpt2_s_vocabulary_becomes_hugging_face_s(via, tmp_path):
+    source = synth("gpt2_base", scale=0.02, directory=tmp_path, format="safetensors")
+    pairs = byte_pairs()["model"]
+    vocabulary = {**pairs["vocab"], "<|endoftext|>": len(pairs["vocab"])}
+    (source / "vocab.json").write_text(json.dumps(vocabulary))
+    (source / "merges.txt").write_text("\n".join(["#version: 0.2", *(" ".join(pair) for pair in pairs["merges"])]))
+    out, report = there_and_back(source, via, tmp_path)
+    assert not any("tokenizer" in note for note in report.notes)
+    assert json.loads((out / "vocab.json").read_text()) == vocabulary
+    theirs, ours = (keras_hub.tokenizers.GPT2Tokenizer.from_preset(str(path)) for path in (source, out))
+    for one, two in zip(ours(TEXT), theirs(TEXT), strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
+@pytest.mark.parametrize("via", [None, "orbax"])
+def test_bert_s_vocabulary_becomes_hugging_face_s(via, tmp_path):
+    """KerasHub itself needs TensorFlow to read it, so the preset's files are written as KerasHub writes them."""
+    preset = synth("bert_base", scale=0.02, directory=tmp_path)
+    (preset / "assets" / "tokenizer").mkdir(parents=True)
+    words = "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "quick"])
+    (preset / "assets" / "tokenizer" / "vocabulary.txt").write_text(words)
+    settings = {"name": "bert_tokenizer", "lowercase": True, "config_file": "tokenizer.json"}
+    (preset / "tokenizer.json").write_text(json.dumps({"class_name": "BertTokenizer", "config": settings}))
+    out, report = there_and_back(preset, via, tmp_path)
+    assert not any("tokenizer" in note for note in report.notes)
+    assert (out / "vocab.txt").read_text() == words
+    assert json.loads((out / "tokenizer_config.json").read_text())["do_lower_case"] is True
+
+
+def there_and_back(source, via, folder):
+    """From a preset that never was anything else to Hugging Face."""
+    shardload.convert(source, folder / "preset", to="h5")
+    shutil.rmtree(folder / "preset" / "transformers", ignore_errors=True)
+    if via is not None:
+        shardload.convert(folder / "preset", folder / "via", to=via)
+    report = shardload.convert(folder / ("preset" if via is None else "via"), folder / "out", to="safetensors")
+    return folder / "out", report
+
+
 # ---- GGUF ---------------------------------------------------------------------------------------
 
 

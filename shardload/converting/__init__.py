@@ -135,7 +135,7 @@ def convert(
     notes = (*((found.note,) if found.note else ()), *source.notes, *plan.notes)
     seconds = time.monotonic() - began
     return ConvertReport(
-        source.manifest.source, str(target), plan.format, len(plan.copies), plan.nbytes, resumed, seconds, notes
+        source.manifest.source, str(target), plan.format, len(plan.tensors), plan.nbytes, resumed, seconds, notes
     )
 
 

@@ -2,12 +2,15 @@
 
 vocabulary.spm                    tokenizer.model: the same file
 vocabulary.json, merges.txt       tokenizer.json, with the expression that Llama 3 and Qwen cut text into words by
+                                  vocab.json, merges.txt of GPT-2: the same files
+vocabulary.txt                    vocab.txt of BERT: the same file
 """
 
 from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +21,17 @@ from shardload import _hub
 from shardload.converting.gguf_tokenizers import files_of
 from shardload.converting.source import Source
 from shardload.generate.gguf_tokenizer import CONTROL, NORMAL
+from shardload.loaders import _json
 from shardload.loaders.gguf import TokenizerMetadata
 
 _log = logging.getLogger(__name__)
 _PIECES = "assets/tokenizer/vocabulary.spm"
+_OF_TRANSFORMERS = ("tokenizer.model", "tokenizer.json", "vocab.json", "vocab.txt")
+_AS_THEY_ARE = {
+    "gpt2": {"assets/tokenizer/vocabulary.json": "vocab.json", "assets/tokenizer/merges.txt": "merges.txt"},
+    "bert": {"assets/tokenizer/vocabulary.txt": "vocab.txt"},
+}
+"""By ``model_type``: files that are the same under another name."""
 _CUT_BY = {"Llama3Backbone": "llama-bpe", "QwenBackbone": "qwen2", "Qwen3Backbone": "qwen2"}
 """How text is cut into words, by the names `shardload.generate.gguf_tokenizer.PATTERNS` has."""
 
@@ -29,12 +39,14 @@ _CUT_BY = {"Llama3Backbone": "llama-bpe", "QwenBackbone": "qwen2", "Qwen3Backbon
 def tokenizer_files(source: Source, model_type: str) -> tuple[dict[str, bytes], tuple[str, ...]]:
     """Files by name, and what there is to tell; nothing where the source has Hugging Face's own, or none."""
     kept, own = source.companions.keras, source.companions.transformers
-    if "tokenizer.model" in own or "tokenizer.json" in own:
+    if not own.keys().isdisjoint(_OF_TRANSFORMERS):
         return {}, ()
     if _PIECES in kept:
         return _pieces(source, kept[_PIECES]), ()
     if "tokenizer.json" not in kept:
         return {}, ()
+    if model_type in _AS_THEY_ARE:
+        return _as_they_are(kept, model_type)
     try:
         layer = _hub.preset_tokenizer(
             replace(source.manifest, source=str(kept["tokenizer.json"].parent), format="keras-hub-preset")
@@ -43,7 +55,8 @@ def tokenizer_files(source: Source, model_type: str) -> tuple[dict[str, bytes], 
         return files_of(found, source.manifest.source, model_type), ()
     except Exception as error:  # whatever its files cause, or a kind that is not known
         _log.info("No tokenizer of %s for Hugging Face: %s", source.manifest.source, error)
-        return {}, ("the tokenizer is not written for Hugging Face: its kind is known of Gemma, Llama 3 and Qwen only",)
+        known = "Gemma, Llama 3, Qwen, GPT-2 and BERT"
+        return {}, (f"the tokenizer is not written for Hugging Face: its kind is known of {known} only",)
 
 
 def _pieces(source: Source, path: Path) -> dict[str, bytes]:
@@ -53,6 +66,18 @@ def _pieces(source: Source, path: Path) -> dict[str, bytes]:
         "tokenizer.model": path.read_bytes(),
         "tokenizer_config.json": json.dumps({"tokenizer_class": kind}).encode(),
     }
+
+
+def _as_they_are(kept: Mapping[str, Path], model_type: str) -> tuple[dict[str, bytes], tuple[str, ...]]:
+    names = _AS_THEY_ARE[model_type]
+    if not names.keys() <= kept.keys():
+        return {}, ("the tokenizer is not written for Hugging Face: the source lacks files of it",)
+    found = {name: kept[ours].read_bytes() for ours, name in names.items()}
+    if model_type == "bert":
+        settings = _json.read_object(kept["tokenizer.json"]).get("config", {})
+        told = {"tokenizer_class": "BertTokenizer", "do_lower_case": bool(settings.get("lowercase", False))}
+        found["tokenizer_config.json"] = json.dumps(told).encode()
+    return found, ()
 
 
 def _metadata(layer: Any, cut_by: str) -> TokenizerMetadata:

@@ -15,7 +15,7 @@ from shardload.writers import Place, Wanted
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copy:
-    """One tensor of the target and the variable whose value it gets."""
+    """One tensor of the target, or a part of it, and the variable whose value it gets."""
 
     wanted: Wanted
     value: Value
@@ -41,9 +41,17 @@ class Plan:
     """Most bytes of a file, as asked for; another one makes other files of the same tensors."""
 
     @property
+    def tensors(self) -> dict[str, tuple[Copy, ...]]:
+        """By name: what each tensor is made of."""
+        found: dict[str, list[Copy]] = {}
+        for copy in self.copies:
+            found.setdefault(copy.wanted.name, []).append(copy)
+        return {name: tuple(copies) for name, copies in found.items()}
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(copy.wanted.nbytes for copy in self.copies)
+        return sum(copies[0].wanted.nbytes for copies in self.tensors.values())
 
 
 def whole(name: str, value: Value, dtypes: Mapping[int, Any]) -> Copy:

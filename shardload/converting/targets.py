@@ -135,7 +135,7 @@ def _safetensors(source: Source, dtypes: Mapping[int, Any], dtype: str | None, s
     bindings = transformers.views_of(backbone, config)
     shapes = transformers.stand_in(config).tensors
     tensors = transformers.wanted(bindings, shapes, dtypes)
-    copies = tuple(Copy(w, source.values[id(b.variable)], b.view) for w, b in zip(tensors, bindings, strict=True))
+    copies = tuple(Copy(tensors[b.view.tensor], source.values[id(b.variable)], b.view) for b in bindings)
     placed = {id(b.variable) for b in bindings}
     state = [v for v in backbone.variables if id(v) not in placed]
     if more := [v.path for v in state if transformers.is_weight(v)]:
@@ -150,7 +150,9 @@ def _safetensors(source: Source, dtypes: Mapping[int, Any], dtype: str | None, s
         (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
         keras_family(source, folder / KERAS, dtype)
         (folder / KERAS / STATE).write_text(json.dumps(state_of(source, state)), encoding="utf-8")
-        return safetensors.write_skeleton(folder, tensors, shard_bytes=shard_bytes or safetensors.SHARD_BYTES)
+        return safetensors.write_skeleton(
+            folder, [*tensors.values()], shard_bytes=shard_bytes or safetensors.SHARD_BYTES
+        )
 
     rounded = transformers.ROUNDED.get(config["model_type"])
     note = f"KerasHub rounds these tensors to {rounded} when it reads them; they are written unrounded"

@@ -2,12 +2,13 @@
 
 KerasHub's converters only read. So the tensors a checkpoint of this configuration would have are shown to the
 converter, as if they were there, and what it makes of them is read backwards: a variable that is a view of a tensor is
-where the elements of that tensor come from. Every element of every tensor must come from somewhere, once.
+where the elements of that tensor come from. Every element of every tensor must come from somewhere, once; of a fused
+tensor (GPT-2's queries, keys and values) each part comes from a variable of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -82,27 +83,58 @@ def views_of(backbone: Any, config: Mapping[str, Any]) -> tuple[Binding, ...]:
     manifest = stand_in(config)
     mapping = map_hub(backbone, manifest)
     problems = [*map(str, mapping.mismatched), *mapping.missing, *mapping.unused, *(c.owner for c in mapping.computed)]
-    by_tensor = {b.view.tensor: b for b in mapping.bindings}
-    problems += [name for name, tensor in manifest.tensors.items() if not _covers(by_tensor.get(name), tensor)]
-    if problems or len(by_tensor) != len(mapping.bindings):
+    by_tensor: dict[str, list[Binding]] = {}
+    for binding in mapping.bindings:
+        by_tensor.setdefault(binding.view.tensor, []).append(binding)
+    problems += [name for name, tensor in manifest.tensors.items() if not _covers(by_tensor.get(name, ()), tensor)]
+    if problems:
         kind = type(backbone).__name__
         raise UnsupportedError(
             f"{kind} and the Hugging Face tensors of model_type {config['model_type']!r} are not one to one: "
-            f"{(problems or ['a tensor is used twice'])[0]}. {_WAY_OUT}"
+            f"{problems[0]}. {_WAY_OUT}"
         )
-    return tuple(by_tensor[name] for name in manifest.tensors)
+    return tuple(binding for name in manifest.tensors for binding in by_tensor[name])
 
 
-def wanted(bindings: Iterable[Binding], shapes: Mapping[str, Tensor], dtypes: Mapping[int, Any]) -> tuple[Wanted, ...]:
-    """The tensors to write, in the dtypes of the variables they come from."""
-    return tuple(Wanted(b.view.tensor, shapes[b.view.tensor].shape, dtypes[id(b.variable)]) for b in bindings)
+def wanted(bindings: Iterable[Binding], shapes: Mapping[str, Tensor], dtypes: Mapping[int, Any]) -> dict[str, Wanted]:
+    """The tensors to write, in the dtypes of the variables they come from.
+
+    Raises:
+        UnsupportedError: When a tensor comes from variables of several dtypes.
+    """
+    found: dict[str, Wanted] = {}
+    for b in bindings:
+        name, dtype = b.view.tensor, dtypes[id(b.variable)]
+        known = found.setdefault(name, Wanted(name, shapes[name].shape, dtype))
+        if known.dtype != dtype:
+            raise UnsupportedError(
+                f"Hugging Face's {name!r} is put together from {known.dtype} and {dtype} ({b.variable.path!r}). Choose "
+                "one with --dtype"
+            )
+    return found
 
 
-def _covers(binding: Binding | None, tensor: Tensor) -> bool:
-    """Whether a view has each element of its tensor exactly once: its strides are those of some dense order."""
-    if binding is None:
-        return False
-    view: View = binding.view
+def _covers(bindings: Sequence[Binding], tensor: Tensor) -> bool:
+    """Whether views have each element of their tensor exactly once."""
+    if len(bindings) == 1:
+        return _is_dense(bindings[0].view, tensor)
+    seen = np.zeros(tensor.size, np.uint8)
+    for binding in bindings:
+        view = binding.view
+        if not _is_inside(view, tensor):
+            return False
+        part = np.lib.stride_tricks.as_strided(seen[view.offset :], view.shape, view.strides)
+        part += 1
+    return bool((seen == 1).all())
+
+
+def _is_inside(view: View, tensor: Tensor) -> bool:
+    last = view.offset + sum((n - 1) * t for n, t in zip(view.shape, view.strides, strict=True))
+    return 0 not in view.shape and min(view.strides, default=1) > 0 and last < tensor.size
+
+
+def _is_dense(view: View, tensor: Tensor) -> bool:
+    """Whether a view has each element exactly once: its strides are those of some dense order."""
     expected = 1
     for n, stride in sorted(zip(view.shape, view.strides, strict=True), key=lambda d: d[1]):
         if n != 1:
@@ -246,6 +278,42 @@ def _qwen3(backbone: Any) -> Config:
     }
 
 
+def _gpt2(backbone: Any) -> Config:
+    return {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "vocab_size": backbone.vocabulary_size,
+        "n_embd": backbone.hidden_dim,
+        "n_layer": backbone.num_layers,
+        "n_head": backbone.num_heads,
+        "n_positions": backbone.max_sequence_length,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), backbone.dropout),
+        "bos_token_id": 50256,
+        "eos_token_id": 50256,
+        "tie_word_embeddings": True,
+    }
+
+
+def _bert(backbone: Any) -> Config:
+    return {
+        "model_type": "bert",
+        "architectures": ["BertModel"],
+        "vocab_size": backbone.vocabulary_size,
+        "hidden_size": backbone.hidden_dim,
+        "num_hidden_layers": backbone.num_layers,
+        "num_attention_heads": backbone.num_heads,
+        "intermediate_size": backbone.intermediate_dim,
+        "max_position_embeddings": backbone.max_sequence_length,
+        "type_vocab_size": backbone.num_segments,
+        "hidden_act": "gelu",
+        "layer_norm_eps": 1e-12,
+        **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), backbone.dropout),
+        "pad_token_id": 0,
+    }
+
+
 _FAMILIES = {
     "GemmaBackbone": _gemma,
     "Gemma3Backbone": _gemma3,
@@ -253,6 +321,8 @@ _FAMILIES = {
     "MistralBackbone": _mistral,
     "QwenBackbone": _qwen2,
     "Qwen3Backbone": _qwen3,
+    "GPT2Backbone": _gpt2,
+    "BertBackbone": _bert,
 }
 ROUNDED = {"mistral": "float16"}
 """By ``model_type``: what KerasHub's converter rounds every tensor to when it reads them."""

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import shutil
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -41,24 +42,35 @@ def write_all(source: Source, plan: Plan, staging: Staging, *, block_bytes: int,
     work = _Work(staging, {place.name: place for place in staging.places}, block_bytes, progress)
     progress.start(plan.nbytes, f"Converting to {staging.target.name}")
     rest: list[Copy] = []
-    written = 0
-    for copy in plan.copies:
-        if work.is_done(copy):
-            progress.advance(copy.wanted.nbytes)
-        elif copy.value.step is not None:
-            rest.append(copy)
-        else:
-            work.copy(copy)
-            work.note(copy)
-            written += 1
+    there = 0
+    for first, *more in plan.tensors.values():
+        if work.is_done(first):
+            progress.advance(first.wanted.nbytes)
+            there += 1
+            continue
+        computed = [copy for copy in (first, *more) if copy.value.step is not None]
+        for copy in (first, *more):
+            if copy.value.step is None:
+                work.copy(copy)
+        if not computed:
+            work.note(first)
+        rest += computed
     _compute(source, rest, work)
-    return len(plan.copies) - len(rest) - written
+    return there
 
 
 def _compute(source: Source, copies: list[Copy], work: _Work) -> None:
     """Run what computes, and write what comes."""
     by_variable = {id(copy.value.variable): copy for copy in copies}
     dtypes = {key: copy.wanted.dtype for key, copy in by_variable.items()}
+    left = Counter(copy.wanted.name for copy in copies)
+
+    def done(variable: Any) -> None:
+        copy = by_variable[id(variable)]
+        left[copy.wanted.name] -= 1
+        if not left[copy.wanted.name]:
+            work.note(copy)
+
     for step in {id(c.value.step): c.value.step for c in copies}.values():
         assert step is not None
         final = {key for key, copy in by_variable.items() if copy.value.step is step}
@@ -68,7 +80,7 @@ def _compute(source: Source, copies: list[Copy], work: _Work) -> None:
             {key: dtype for key, dtype in dtypes.items() if key in final},
             values=source.values.values(),
             write=lambda variable, value: work.put(by_variable[id(variable)], value),
-            done=lambda variable: work.note(by_variable[id(variable)]),
+            done=done,
         )
 
 

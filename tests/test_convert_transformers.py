@@ -1,0 +1,47 @@
+"""Which Hugging Face tensors variables make up: every element once, of one dtype."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from shardload.converting.transformers import _covers, wanted
+from shardload.errors import UnsupportedError
+from shardload.manifest import Extent, Tensor, View
+
+FUSED = Tensor("c_attn", (4, 6), np.dtype("f4"), Extent("", 0))
+
+
+def binding(offset, shape, strides):
+    return SimpleNamespace(view=View("c_attn", offset, shape, strides), variable=SimpleNamespace(path="kernel"))
+
+
+def third(number):
+    return binding(2 * number, (4, 2), (6, 1))
+
+
+@pytest.mark.parametrize(
+    ("bindings", "whole"),
+    [
+        ([third(0), third(1), third(2)], True),
+        ([third(2), binding(0, (4, 2, 2), (6, 2, 1))], True),
+        ([third(0), third(1)], False),
+        ([third(0), third(1), third(1)], False),
+        ([third(0), third(1), third(2), third(2)], False),
+        ([third(0), third(1), binding(4, (5, 2), (6, 1))], False),
+        ([third(0), third(1), binding(4, (4, 2), (0, 1))], False),
+        ([binding(0, (6, 4), (1, 6))], True),
+        ([third(0)], False),
+        ([], False),
+    ],
+)
+def test_every_element_comes_from_somewhere_once(bindings, whole):
+    assert _covers(bindings, FUSED) == whole
+
+
+def test_a_tensor_of_two_dtypes_is_refused():
+    one, two = third(0), third(1)
+    same = {id(one.variable): np.dtype("f4"), id(two.variable): np.dtype("f4")}
+    assert wanted([one, two], {"c_attn": FUSED}, same)["c_attn"].shape == (4, 6)
+    with pytest.raises(UnsupportedError, match=r"'c_attn' is put together from float32 and float16.*--dtype"):
+        wanted([one, two], {"c_attn": FUSED}, {**same, id(two.variable): np.dtype("f2")})
