@@ -157,6 +157,7 @@ def prepare(
         host_memory_bytes=host_memory_bytes,
         positions=local_positions(place),
         scatter=check is None,
+        uploads=any(device is not None and device.platform != "cpu" for device in place.devices),
     )
     return Job(model, manifest, place, mapping, choice, plan, check=check)
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from shardload._blocks import SKIP_BYTES, Ordered, address, cut, is_injective, lead_stride, shard_run, span
 from shardload._casts import check_cast
-from shardload._regions import Region, Seen, in_file_order, least_budget, see
+from shardload._regions import Region, Seen, in_file_order, see
 from shardload.bounds import Bounds
 from shardload.errors import BudgetError, LayoutError, MismatchError
 from shardload.layout import Layout
@@ -242,13 +242,6 @@ class Planner:
         pieces = tuple(Piece(i, box, seen.view) for i, seen in part.seen.items() for box in self._boxes(i, seen))
         if not pieces:
             return
-        if region.least_budget(tensor.dtype) > self.budget:
-            least = max(least_budget(self.tensors[name]) for name in self.by_tensor)
-            raise BudgetError(
-                f"Tensor {tensor.name!r} has chunks of {region.size * tensor.dtype.itemsize} bytes that decode as a "
-                f"whole, which does not fit into the host-memory budget of {self.budget} bytes. Raise the budget to at "
-                f"least {least} bytes"
-            )
         host_bytes = region.unpacking_bytes(tensor.dtype) + self._cast_bytes(tensor, region.size, pieces)
         yield Block(
             *(tensor.name, region.path, region.offset, 0, region.size, packed.n_bytes, host_bytes, 0, region.size),

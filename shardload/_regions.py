@@ -22,9 +22,6 @@ from shardload.bounds import Bounds
 from shardload.errors import LayoutError
 from shardload.manifest import Chunked, Decoded, Extent, Packed, Tensor, View
 
-UNPACKING_SLACK_BYTES = 128 << 20
-"""What a transfer takes besides a chunk that decodes as a whole: scratch, units that are kept or fetched ahead."""
-
 
 @dataclass(frozen=True, slots=True)
 class Region:
@@ -48,17 +45,10 @@ class Region:
         return self.size * dtype.itemsize if self.packed is None else self.packed.n_bytes
 
     def unpacking_bytes(self, dtype: np.dtype[Any]) -> int:
-        """Memory that decoding it takes: TensorStore holds a copy of what goes in, and one of what comes out."""
+        """Memory that decoding it takes: what goes in, and what comes out in TensorStore and here."""
         if self.packed is None:
             return 0
-        return 2 * (self.size * dtype.itemsize + self.packed.n_bytes + len(self.packed.kept))
-
-    def least_budget(self, dtype: np.dtype[Any]) -> int:
-        """The smallest budget it can be decoded in, with the shards it goes to."""
-        if self.packed is None:
-            return 0
-        most = self.unpacking_bytes(dtype) + 2 * self.size * dtype.itemsize
-        return min(2 * most, most + UNPACKING_SLACK_BYTES)
+        return 2 * self.size * dtype.itemsize + self.packed.n_bytes + len(self.packed.kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +133,23 @@ def paths_of(tensor: Tensor) -> tuple[str, ...]:
             return tuple(dict.fromkeys(region.path for region in regions(tensor)))
 
 
-def least_budget(tensor: Tensor) -> int:
-    """The smallest budget that every chunk of a tensor can be decoded in; 0 where none decodes as a whole."""
+def least_budget(tensor: Tensor, *, verified: bool, uploads: bool) -> int:
+    """The smallest budget that every chunk of a tensor can be decoded in; 0 where none decodes as a whole.
+
+    Args:
+        tensor: The tensor.
+        verified: Whether what is read is checked: units are kept or fetched ahead, which takes up to half of the
+            budget, 96 MiB at most. Scratch alone takes a quarter, 16 MiB at most.
+        uploads: Whether shards are staged as well, in at most half of what is left.
+    """
     if isinstance(tensor.storage, Extent | Decoded):
         return 0
-    return max((region.least_budget(tensor.dtype) for region in regions(tensor)), default=0)
+    packed = [region for region in regions(tensor) if region.packed is not None]
+    if not packed:
+        return 0
+    most = max(region.unpacking_bytes(tensor.dtype) for region in packed)
+    most += 2 * packed[0].size * tensor.dtype.itemsize if uploads else 0
+    return min(2 * most, most + (96 << 20)) + (2 << 20) if verified else min(most * 4 // 3, most + (16 << 20))
 
 
 def in_file_order(tensors: dict[str, Tensor]) -> list[tuple[Tensor, Region]]:

@@ -38,9 +38,9 @@ from shardload._reads import (
     Target,
     local_bounds,
 )
-from shardload._regions import least_budget, paths_of
+from shardload._regions import least_budget, paths_of, regions
 from shardload.errors import BudgetError, LayoutError
-from shardload.manifest import Manifest
+from shardload.manifest import Manifest, Tensor
 
 __all__ = ["BLOCK_BYTES", "Block", "LoadPlan", "Piece", "Target", "local_bounds", "make_plan"]
 
@@ -103,6 +103,7 @@ def make_plan(
     block_bytes: int = BLOCK_BYTES,
     positions: Sequence[int] | None = None,
     scatter: bool = True,
+    uploads: bool = False,
 ) -> LoadPlan:
     """Decide which blocks are read and where they go.
 
@@ -114,27 +115,21 @@ def make_plan(
         block_bytes: Longest single read.
         positions: Mesh positions this process feeds; all by default.
         scatter: Whether bytes may go straight from files to shards; not where they are checked in between.
+        uploads: Whether shards are staged too, as devices have memory of their own.
 
     Raises:
         LayoutError: When a layout does not divide its variable, or meshes differ.
         MismatchError: When a view leaves its tensor, or a cast would lose more than float precision.
         BudgetError: When the budget cannot hold a single block.
     """
-    budget_raised = False
-    if host_memory_bytes is None:
-        wanted = {target.view.tensor for target in targets} & manifest.tensors.keys()
-        least = max((least_budget(manifest.tensors[name]) for name in wanted), default=0)
-        host_memory_bytes, budget_raised = max(DEFAULT_HOST_MEMORY, least), least > DEFAULT_HOST_MEMORY
-    if host_memory_bytes < BUDGET_PARTS * MIN_BLOCK_BYTES:
-        raise BudgetError(
-            f"A host-memory budget of {host_memory_bytes} B cannot hold the blocks in flight. Give it at least "
-            f"{BUDGET_PARTS * MIN_BLOCK_BYTES >> 10}KiB"
-        )
     targets = tuple(targets)
     _check_meshes(targets)
+    wanted = {target.view.tensor: None for target in targets}
+    tensors = [manifest.tensors[name] for name in wanted if name in manifest.tensors]
+    budget = _budget(tensors, host_memory_bytes, verified=not scatter, uploads=uploads)
     size = targets[0].layout.mesh.size if targets else 0
     local = tuple(range(size)) if positions is None else tuple(positions)
-    planner = Planner(manifest, targets, local, block_bytes=block_bytes, budget=host_memory_bytes, scatter=scatter)
+    planner = Planner(manifest, targets, local, block_bytes=block_bytes, budget=budget, scatter=scatter)
     blocks = planner.blocks()
     read = dict.fromkeys(b.tensor for b in blocks)
     return LoadPlan(
@@ -145,10 +140,30 @@ def make_plan(
         needed_bytes=planner.needed_bytes(),
         read_bytes=sum(b.read_bytes for b in blocks),
         device_bytes=(sum(math.prod(t.layout.shard_shape(t.view.shape)) * t.dtype.itemsize for t in targets),) * size,
-        host_memory_bytes=host_memory_bytes,
+        host_memory_bytes=budget,
         block_bytes=block_bytes,
-        budget_raised=budget_raised,
+        budget_raised=host_memory_bytes is None and budget > DEFAULT_HOST_MEMORY,
     )
+
+
+def _budget(tensors: Sequence[Tensor], asked: int | None, *, verified: bool, uploads: bool) -> int:
+    needs = {tensor.name: least_budget(tensor, verified=verified, uploads=uploads) for tensor in tensors}
+    least = max(needs.values(), default=0)
+    if asked is None:
+        return max(DEFAULT_HOST_MEMORY, least)
+    if asked < BUDGET_PARTS * MIN_BLOCK_BYTES:
+        raise BudgetError(
+            f"A host-memory budget of {asked} B cannot hold the blocks in flight. Give it at least "
+            f"{BUDGET_PARTS * MIN_BLOCK_BYTES >> 10}KiB"
+        )
+    if asked < least:
+        tensor = next(tensor for tensor in tensors if needs[tensor.name] == least)
+        chunk = max(region.size for region in regions(tensor)) * tensor.dtype.itemsize
+        raise BudgetError(
+            f"Tensor {tensor.name!r} has chunks of {chunk} bytes that decode as a whole, for which a host-memory "
+            f"budget of {asked} bytes is too small. Raise the budget to at least {least} bytes"
+        )
+    return asked
 
 
 def _check_meshes(targets: Sequence[Target]) -> None:

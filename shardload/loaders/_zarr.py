@@ -44,11 +44,31 @@ class Sharding:
     inner_shape: tuple[int, ...]
     index_first: bool
     has_crc: bool
+    codecs: tuple[Mapping[str, Any], ...]
+    """Of the inner chunks."""
+
+    def per_shard(self, chunk_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Inner chunks of a shard in each dim."""
+        return tuple(n // i for n, i in zip(chunk_shape, self.inner_shape, strict=True))
 
     def index_bytes(self, chunk_shape: tuple[int, ...]) -> int:
         """Bytes of a shard's index: offset and length of each inner chunk, and a checksum."""
-        inner = math.prod(n // i for n, i in zip(chunk_shape, self.inner_shape, strict=True))
-        return 16 * inner + _CRC_BYTES * self.has_crc
+        return 16 * math.prod(self.per_shard(chunk_shape)) + _CRC_BYTES * self.has_crc
+
+    def index_metadata(self, chunk_shape: tuple[int, ...]) -> bytes:
+        """Metadata of an array that is such an index, by which TensorStore compares its checksum."""
+        shape = (*self.per_shard(chunk_shape), 2)
+        document = {
+            "zarr_format": 3,
+            "node_type": "array",
+            "data_type": "uint64",
+            "fill_value": 0,
+            "codecs": [
+                {"name": "bytes", "configuration": {"endian": "little"}},
+                *([{"name": "crc32c"}] if self.has_crc else []),
+            ],
+        }
+        return json.dumps(document | _grid(shape)).encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +147,20 @@ def one_chunk(raw: bytes, *, shape: tuple[int, ...], inner: bool) -> tuple[bytes
         document.pop(name, None)
     if inner:
         document["codecs"] = document["codecs"][0]["configuration"]["codecs"]
-    document |= {
+    return json.dumps(document | _grid(shape)).encode(), key_of(shape)
+
+
+def key_of(shape: tuple[int, ...]) -> str:
+    """The key of the only chunk of an array of zarr 3, without the array's name."""
+    return "/".join(("c", *("0" for _ in shape)))
+
+
+def _grid(shape: tuple[int, ...]) -> dict[str, Any]:
+    return {
         "shape": list(shape),
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(shape)}},
         "chunk_key_encoding": {"name": "default"},
     }
-    return json.dumps(document).encode(), "/".join(("c", *("0" for _ in shape)))
 
 
 def _parse3(document: Mapping[str, Any]) -> Array:
@@ -164,7 +192,7 @@ def _sharding(configuration: Mapping[str, Any], shard: tuple[int, ...]) -> tuple
     if location not in ("start", "end"):
         raise ValueError(f"the index of a shard lies at its {location!r}")
     codecs: list[Any] = configuration["codecs"]
-    return (Sharding(inner, location == "start", has_crc) if is_plain else None), codecs
+    return (Sharding(inner, location == "start", has_crc, tuple(codecs)) if is_plain else None), codecs
 
 
 def _parse2(document: Mapping[str, Any]) -> Array:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from shardload.errors import SourceError, TransferError, UnsafeSourceError
 from shardload.loaders._ocdbt import MAX_KEYS, Value
-from shardload.loaders._zarr import Array, Sharding, one_chunk
+from shardload.loaders._zarr import Array, Sharding, key_of, one_chunk
 from shardload.manifest import Chunked, Decoded, Extent, Packed, Storage
 from shardload.stores import places
 
@@ -73,7 +73,8 @@ def _raw(array: Array, chunks: Mapping[Cell, Value]) -> tuple[Cell, dict[Cell, V
 def _packed(array: Array, chunks: Mapping[Cell, Value], header: Value, metadata: bytes) -> Storage:
     """Each chunk by itself, those within shards too: they are what can be decoded without the others."""
     shape, cells = array.chunk_shape, dict[Cell, Value | None](chunks)
-    inside = (sharding := array.sharding) is not None and sharding.inner_shape != shape
+    sharding = array.sharding
+    inside = sharding is not None and (sharding.inner_shape != shape or _is_blosc(sharding.codecs))
     if sharding is not None and inside:
         shape, cells = sharding.inner_shape, dict(_inner(array, sharding, chunks, nbytes=None))
     grid = tuple(-(-n // c) for n, c in zip(array.shape, shape, strict=True))
@@ -81,6 +82,7 @@ def _packed(array: Array, chunks: Mapping[Cell, Value], header: Value, metadata:
         raise UnsafeSourceError(f"{header.path} claims more than {MAX_KEYS} chunks for one array")
     document, key = one_chunk(metadata, shape=shape, inner=inside)
     codec = ZarrCodec(array.driver, document, key, shape, array.dtype, header.path)
+    codec.check()
     found = {cell: _pack(cells.get(cell), codec, header) for cell in itertools.product(*map(range, grid))}
     return found[(0,) * len(shape)] if shape == array.shape else Chunked(shape, found)
 
@@ -100,20 +102,29 @@ def _inner(
     index_bytes = sharding.index_bytes(array.chunk_shape)
     if index_bytes // 16 * len(chunks) > MAX_KEYS:
         raise UnsafeSourceError(f"{_path(chunks)} claims more than {MAX_KEYS} chunks for one array")
+    per_shard, metadata = sharding.per_shard(array.chunk_shape), sharding.index_metadata(array.chunk_shape)
+    shape = (*per_shard, 2)
+    codec = ZarrCodec("zarr3", metadata, key_of(shape), shape, np.dtype(np.uint64), _path(chunks) if chunks else "")
     for shard, value in sorted(chunks.items()):
-        yield from _of_shard(array, sharding, shard=shard, value=value, index_bytes=index_bytes, nbytes=nbytes)
+        if value.length < index_bytes:
+            raise SourceError(f"{value.path}: a shard has {value.length} bytes, its index alone {index_bytes}")
+        at = 0 if sharding.index_first else value.length - index_bytes
+        raw = _part(value, at, index_bytes).read(index_bytes, what="the index of a shard")
+        try:
+            index = codec.decode(raw).reshape(-1, 2).tolist()
+        except TransferError as error:
+            raise SourceError(
+                f"{value.path}: the index of the shard at byte {value.offset} is damaged: {error.__cause__}. Copy it "
+                "again, or use another step"
+            ) from error
+        yield from _of_shard(array, sharding, shard=shard, value=value, index=index, nbytes=nbytes)
 
 
 def _of_shard(
-    array: Array, sharding: Sharding, *, shard: Cell, value: Value, index_bytes: int, nbytes: int | None
+    array: Array, sharding: Sharding, *, shard: Cell, value: Value, index: list[list[int]], nbytes: int | None
 ) -> Iterator[tuple[Cell, Value | None]]:
-    if value.length < index_bytes:
-        raise SourceError(f"{value.path}: a shard has {value.length} bytes, its index alone {index_bytes}")
-    at = 0 if sharding.index_first else value.length - index_bytes
-    raw = _part(value, at, index_bytes).read(index_bytes, what="the index of a shard")
-    places = np.frombuffer(raw, "<u8", count=index_bytes // 16 * 2).reshape(-1, 2).tolist()
-    per_shard = tuple(n // i for n, i in zip(array.chunk_shape, sharding.inner_shape, strict=True))
-    for position, (offset, length) in zip(itertools.product(*map(range, per_shard)), places, strict=True):
+    per_shard = sharding.per_shard(array.chunk_shape)
+    for position, (offset, length) in zip(itertools.product(*map(range, per_shard)), index, strict=True):
         cell = tuple(s * n + p for s, n, p in zip(shard, per_shard, position, strict=True))
         if any(i * c >= n for i, c, n in zip(cell, sharding.inner_shape, array.shape, strict=True)):
             continue  # beyond the edge: may be missing
@@ -215,23 +226,75 @@ class ZarrCodec:
     where: str
     """For messages."""
 
+    def check(self) -> None:
+        """Make sure that TensorStore takes the metadata.
+
+        Raises:
+            SourceError: When it does not, or compressors are stacked in a way whose sizes cannot be checked.
+        """
+        codecs = self._codecs()
+        if _is_blosc(codecs[:-1]):
+            raise SourceError(f"{self.where} compresses again what blosc compressed, which is not read. Save it again")
+        try:
+            self._open(_context())
+        except _FAILURES as error:
+            raise SourceError(f"{self.where} does not describe an array that can be decoded: {error}") from error
+
     def decode(self, stored: bytes) -> NDArray[Any]:
         """The chunk's elements; see `shardload.manifest.Codec`.
 
         Raises:
             TransferError: When the bytes do not decode.
         """
-        import tensorstore as ts  # 0.2 s to import
-
-        context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
-        memory = {"driver": "memory"}
-        spec = {"driver": self.driver, "kvstore": memory, "metadata": json.loads(self.metadata)}
+        n_bytes, context = len(stored), _context()
         try:
+            self._refuse_bomb(stored)
             if stored:
-                ts.KvStore.open(memory, context=context).result()[self.key] = stored
-            found = ts.open(spec, open=True, assume_metadata=True, context=context).result().read().result()
-        except (ValueError, RuntimeError, OSError) as error:
+                _memory(context)[self.key] = stored
+            del stored  # there is a copy of it now
+            found = self._open(context).read().result()
+        except _FAILURES as error:
             raise TransferError(
-                f"{self.where}: a chunk of shape {self.shape}, stored in {len(stored)} bytes, does not decode: {error}"
+                f"{self.where}: a chunk of shape {self.shape}, stored in {n_bytes} bytes, does not decode: {error}"
             ) from error
         return np.ascontiguousarray(found).reshape(self.shape).astype(self.dtype, copy=False)
+
+    def _open(self, context: Any) -> Any:
+        import tensorstore as ts
+
+        spec = {"driver": self.driver, "kvstore": _MEMORY, "metadata": json.loads(self.metadata)}
+        return ts.open(spec, open=True, assume_metadata=True, context=context).result()
+
+    def _codecs(self) -> list[Any]:
+        """From the inside out."""
+        document = json.loads(self.metadata)
+        if self.driver == "zarr3":
+            return list(document["codecs"])
+        return [c for c in (*(document.get("filters") or ()), document.get("compressor")) if c is not None]
+
+    def _refuse_bomb(self, stored: bytes) -> None:
+        """Blosc alone takes memory for what its header says before anything is compared."""
+        if stored and _is_blosc(self._codecs()[-1:]):
+            declared = int.from_bytes(stored[4:8], "little")
+            if declared > (most := math.prod(self.shape) * self.dtype.itemsize):
+                raise ValueError(f"its header declares {declared} bytes, but it should have {most}")
+
+
+_MEMORY = {"driver": "memory"}
+_FAILURES = (ValueError, RuntimeError, OSError)
+
+
+def _is_blosc(codecs: Iterable[Any]) -> bool:
+    return any("blosc" in (codec.get("name"), codec.get("id")) for codec in codecs if isinstance(codec, Mapping))
+
+
+def _context() -> Any:
+    import tensorstore as ts  # 0.2 s to import
+
+    return ts.Context({"cache_pool": {"total_bytes_limit": 0}})
+
+
+def _memory(context: Any) -> Any:
+    import tensorstore as ts
+
+    return ts.KvStore.open(_MEMORY, context=context).result()

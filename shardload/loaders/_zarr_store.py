@@ -18,6 +18,8 @@ from shardload.stores.remote import COPY_FIRST
 MAX_EXPANSION = 40_000
 """Bytes declared for each byte an item stores: zstd shrinks zeros, as in fresh optimizer slots, to a 32 768th."""
 EXPANSION_FLOOR_BYTES = 1 << 26
+MAX_OVERHANG = 16
+"""Bytes of a chunk for each byte of its tensor: at an edge it sticks out by less than its length in each dim."""
 
 
 class Arrays:
@@ -110,6 +112,9 @@ class Arrays:
         return found
 
     def _refuse_bomb(self, array: _zarr.Array, where: str) -> None:
+        size, chunk = (math.prod(shape) * array.dtype.itemsize for shape in (array.shape, array.chunk_shape))
+        if chunk > max(EXPANSION_FLOOR_BYTES, MAX_OVERHANG * size):
+            raise UnsafeSourceError(f"{where} declares chunks of {chunk} bytes for a tensor of {size}")
         most = max(EXPANSION_FLOOR_BYTES, MAX_EXPANSION * self._total)
         for what, shape in (("tensor", array.shape), ("chunk", array.chunk_shape)):
             declared = math.prod(shape) * array.dtype.itemsize
