@@ -285,13 +285,18 @@ def check_model(model: Any) -> None:
     Raises:
         UsageError: When it is no Keras model.
         BackendError: When Keras does not run on JAX.
-        UnsupportedError: When it has not been built.
+        UnsupportedError: When it has not been built, or has no weights.
     """
     if not hasattr(model, "weights"):
         raise UsageError(f"The first argument is the Keras model to fill; got {type(model).__name__}")
     _check_backend()
     if not getattr(model, "built", True):
-        raise UnsupportedError(f"The model {model.name!r} has not been built. Call model.build(input_shape) first")
+        raise UnsupportedError(f"The model {model.name!r} has not been built. Call it on a batch of inputs first")
+    if not model.weights:
+        raise UnsupportedError(
+            f"The model {model.name!r} has no weights. If its layers make them when it is called, call it on a batch "
+            "of inputs first"
+        )
 
 
 def remember_report(model: Any, report: LoadReport) -> None:

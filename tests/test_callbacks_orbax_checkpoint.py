@@ -70,6 +70,13 @@ def test_a_second_fit_and_a_second_run_continue_the_numbers(tmp_path):
     assert steps_in(tmp_path) == [4, 8, 12, 16, 20]
 
 
+def test_batches_are_counted_over_several_fits(tmp_path):
+    model, callback = compiled(), OrbaxCheckpoint(tmp_path, save_freq=3, max_to_keep=None)
+    for _ in range(3):
+        fit(model, callback)
+    assert steps_in(tmp_path) == [3, 6, 9, 12]
+
+
 def test_every_so_many_batches_across_epochs(tmp_path):
     fit(compiled(), OrbaxCheckpoint(tmp_path, save_freq=3, max_to_keep=None), epochs=3)
     assert steps_in(tmp_path) == [3, 6, 9, 12]

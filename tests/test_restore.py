@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 import shardload
+from shardload.callbacks import OrbaxCheckpoint
 from shardload.errors import (
     DamagedError,
     LoadInterruptedError,
     MismatchError,
     SourceNotFoundError,
+    UnsupportedError,
     UsageError,
 )
 from shardload.verifying import verify
@@ -130,6 +132,69 @@ def test_optimizer_only_leaves_the_weights_alone(run):
     assert all(np.array_equal(a, v.value) for a, v in zip(before, target.trainable_variables, strict=True))
     ours, theirs = target.optimizer.variables, model.optimizer.variables
     assert all(np.array_equal(a.value, b.value) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "explicit"])
+@pytest.mark.parametrize("mesh", [None, "1x8"])
+def test_an_optimizer_that_keras_wraps_for_half_precision(mesh, optimizer, tmp_path):
+    """``compile`` puts a `LossScaleOptimizer` around it, which the configuration it keeps does not say."""
+
+    def mixed():
+        policy = keras.config.dtype_policy()
+        keras.config.set_dtype_policy("mixed_float16")
+        try:
+            model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(8)])
+        finally:
+            keras.config.set_dtype_policy(policy)
+        wrapped = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam())
+        model.compile("adam" if optimizer == "adam" else wrapped, "mse")
+        return model
+
+    model, x = mixed(), np.random.default_rng(0).random((64, 16), np.float32)
+    model.fit(x, x[:, :8], verbose=0, callbacks=[OrbaxCheckpoint(tmp_path / "run")])
+    model.save(tmp_path / "model.keras")
+    assert type(model.optimizer).__name__ == "LossScaleOptimizer"
+    one, two = mixed(), mixed()
+    shardload.restore(one, tmp_path / "run", mesh=mesh)
+    shardload.load_weights(two, tmp_path / "model.keras", mesh=mesh)
+    assert same(model, one) and same(model, two)
+    assert int(one.optimizer.iterations) == 2
+    for step, other in zip(model.optimizer.variables, one.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(step.value, other.value)
+    other = mixed()
+    other.compile("sgd", "mse")
+    with pytest.raises(MismatchError, match="not used by the model"):
+        shardload.restore(other, tmp_path / "run")
+
+
+def test_what_only_a_compiled_model_has_is_not_asked_of_another(run):
+    for items in ("optimizer", "metrics"):
+        with pytest.raises(UsageError, match=f"has no {items}: it was not compiled"):
+            shardload.restore(build(seed=5, optimizer=None), run[1], items=items)
+
+
+def test_a_map_that_names_nothing_is_refused(run):
+    with pytest.raises(MismatchError, match=r"rename names 'layers/dens', but nothing in .*'layers/dense', "):
+        shardload.restore(build(seed=5), run[1], rename={"layers/dens": "layers/head"})
+    with pytest.raises(UsageError, match="rename maps stored keys"):
+        shardload.restore(build(seed=5), run[1], rename="layers/dense")
+
+
+def test_a_model_whose_layers_have_no_weights_yet(run):
+    class Late(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(4)
+
+        def call(self, inputs):
+            return self.dense(inputs)
+
+    model = Late()
+    with pytest.raises(UnsupportedError, match=r"has not been built\. Call it on a batch"):
+        shardload.restore(model, run[1])
+    model.built = True
+    with pytest.raises(UnsupportedError, match=r"has no weights.* call it on a batch"):
+        shardload.restore(model, run[1])
 
 
 def test_another_optimizer_is_a_stated_choice(run):

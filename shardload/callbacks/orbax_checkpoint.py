@@ -193,7 +193,6 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         newest = steps[-1].step if steps else -1
         self._last_saved = max(self._last_saved, newest)
         self._total = max(self._total, newest, _records.iterations(model))
-        self._since_save = 0
         self._state = None
         self._position = follow(model)
         self._first = self._resumed(model)

@@ -39,6 +39,11 @@ def target_of(path: Path, to: str | None) -> Target:
         UsageError: When neither tells, or they contradict each other.
     """
     is_file = is_file_name(path)
+    if path.name.lower().endswith(".keras"):
+        stem = path.name[: -len(".keras")] or "model"
+        raise UsageError(
+            f"{path.name}: .keras files are read, not written. Name it {stem}{ENDING}, or a folder with --to"
+        )
     if to is None and not is_file:
         raise UsageError(
             f"Say what {path.name} shall be: to='safetensors', 'orbax' or 'h5' (--to); or name it {path.name}{ENDING}"

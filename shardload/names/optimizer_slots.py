@@ -50,5 +50,15 @@ def _other_kind(optimizer: Any, manifest: Manifest) -> bool:
     """Whether an archive says that its optimizer is of another class: SGD's momentum would fit RMSprop's velocity."""
     compiled = manifest.config.get("compile_config")
     saved = compiled.get("optimizer") if isinstance(compiled, Mapping) else None
-    name = saved.get("class_name") if isinstance(saved, Mapping) else None
-    return name is not None and name != type(optimizer).__name__
+    name, inner = _class_name(saved), getattr(optimizer, "inner_optimizer", optimizer)
+    if (
+        name == "LossScaleOptimizer"
+    ):  # said, or put around another one by `compile`, which the archive then does not say
+        config = saved.get("config") if isinstance(saved, Mapping) else None
+        name = _class_name(config.get("inner_optimizer") if isinstance(config, Mapping) else None)
+    return name is not None and name != type(inner).__name__
+
+
+def _class_name(described: object) -> str | None:
+    name = described.get("class_name") if isinstance(described, Mapping) else None
+    return name if isinstance(name, str) else None

@@ -73,12 +73,16 @@ def map_state(
         names: Tensor name → variable path, for trees that do not say what their leaves are.
 
     Raises:
-        UsageError: When ``items`` is none of those.
-        MismatchError: When ``names`` names what does not exist.
+        UsageError: When ``items`` is none of those, or asks for what only a compiled model has.
+        MismatchError: When ``names`` or ``rename`` name what does not exist.
         SourceError: When the step contradicts itself.
     """
     if items not in get_args(Items):
         raise UsageError(f"items is one of {', '.join(get_args(Items))}; got {items!r}")
+    if items in ("optimizer", "metrics") and getattr(model, "optimizer", None) is None:
+        raise UsageError(f"The model {model.name!r} has no {items}: it was not compiled. Call model.compile(...) first")
+    if rename is not None and not isinstance(rename, Mapping):
+        raise UsageError(f"rename maps stored keys to the model's: {{'layers/dense': 'layers/head'}}; got {rename!r}")
     structure = manifest.metadata.get("structure")
     if structure is None or names is not None:
         paired = _by_name(model, manifest, names or {})
@@ -91,6 +95,14 @@ def _by_structure(
     model: Any, manifest: Manifest, structure: Mapping[str, Any], rename: Mapping[str, str] | None
 ) -> _Paired:
     found = find(model, structure, rename=rename)
+    keys = [s.role.of or s.role.key for s, _ in found.pairs + found.mismatched]
+    keys += [s.role.of or s.role.key for s in found.unexpected]
+    for old in rename or ():
+        if old and not any(key == old or key.startswith(f"{old}/") for key in keys):
+            raise MismatchError(
+                f"rename names {old!r}, but nothing in {manifest.source} has a key that begins so"
+                + nearest(old, {key.split("/vars")[0]: None for key in keys})
+            )
     both = (*found.pairs, *found.mismatched)
     stored = [s for s, _ in both] + list(found.unexpected)
     tensors = {id(s): _tensor_of(s, manifest) for s in stored}
