@@ -291,7 +291,10 @@ def check_model(model: Any) -> None:
         raise UsageError(f"The first argument is the Keras model to fill; got {type(model).__name__}")
     _check_backend()
     if not getattr(model, "built", True):
-        raise UnsupportedError(f"The model {model.name!r} has not been built. Call it on a batch of inputs first")
+        raise UnsupportedError(
+            f"The model {model.name!r} has not been built. Call it on a batch of inputs, or model.build(input_shape), "
+            "first"
+        )
     if not model.weights:
         raise UnsupportedError(
             f"The model {model.name!r} has no weights. If its layers make them when it is called, call it on a batch "

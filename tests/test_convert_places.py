@@ -93,11 +93,18 @@ def test_a_link_is_replaced_and_what_it_names_stays(preset, tmp_path):
     assert same(preset, tmp_path / "first")
 
 
-@pytest.mark.parametrize("name", ["z.h5", "z.keras", "z.safetensors", "z.gguf", "z.json", "Z.HDF5"])
+@pytest.mark.parametrize("name", ["z.h5", "z.safetensors", "z.gguf", "z.json", "Z.HDF5"])
 @pytest.mark.parametrize("to", ["h5", "orbax"])
 def test_a_folder_does_not_get_a_file_s_name(name, to, preset, tmp_path):
     with pytest.raises(UsageError, match=r"(?i)ends like a file, .* makes a folder.* or name it z\.weights\.h5"):
         shardload.convert(preset, tmp_path / name, to=to)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("to", [None, "h5", "orbax"])
+def test_keras_archives_are_not_written(to, preset, tmp_path):
+    with pytest.raises(UsageError, match=r"\.keras files are read, not written\. Name it z\.weights\.h5"):
+        shardload.convert(preset, tmp_path / "z.keras", to=to)
     assert not list(tmp_path.iterdir())
 
 

@@ -229,7 +229,7 @@ def test_a_layout_that_matches_nothing_or_does_not_divide_is_refused(tmp_path):
 
 def test_a_model_that_is_not_built_is_refused_with_the_way_out(tmp_path):
     model = keras.Sequential([keras.layers.Dense(3)])
-    with pytest.raises(UnsupportedError, match=r"Call model\.build"):
+    with pytest.raises(UnsupportedError, match=r"or model\.build"):
         shardload.load_weights(model, saved(tmp_path))
 
 
