@@ -78,10 +78,8 @@ class Checks:
         """
         if isinstance(tensor.storage, Decoded):
             check_tensor(self.checker, tensor)
-        elif block.packed is not None and not block.read_bytes:
-            self.checker.check(block.path, 0, places.size_of(block.path))
-        elif not self._is_verified(block):
-            self.checker.check(block.path, block.offset, block.offset + block.read_bytes)
+        elif not block.read_bytes or not self._is_verified(block):
+            _check(self.checker, block.path, block.offset, block.read_bytes)
 
     def after(self, block: Block) -> None:
         """Called when it was moved."""
@@ -108,7 +106,10 @@ def check_tensor(checker: Checker, tensor: Tensor) -> None:
             checker.check(path, 0, places.size_of(path))
     else:
         for region in regions(tensor):
-            if n_bytes := region.stored_bytes(tensor.dtype):
-                checker.check(region.path, region.offset, region.offset + n_bytes)
-            elif region.packed is not None:
-                checker.check(region.path, 0, places.size_of(region.path))
+            _check(checker, region.path, region.offset, region.stored_bytes(tensor.dtype))
+
+
+def _check(checker: Checker, path: str, offset: int, n_bytes: int) -> None:
+    """What has no bytes of its own is kept in the headers, somewhere in that file."""
+    start, stop = (offset, offset + n_bytes) if n_bytes else (0, places.size_of(path))
+    checker.check(path, start, stop)

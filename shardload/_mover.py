@@ -136,14 +136,15 @@ class Mover:
                 f"Tensor {tensor.name!r}: the chunk at byte {packed.offset} of {block.path} should decode to "
                 f"{block.stop} elements of {tensor.dtype}, received {found.size} of {found.dtype}"
             )
-        return Flat(np.ascontiguousarray(found).reshape(-1).view(np.uint8), tensor.dtype, 0)
+        return Flat(found.reshape(-1).view(np.uint8), tensor.dtype, 0)
 
-    def _stored(self, block: Block, packed: Packed) -> bytes:
+    def _stored(self, block: Block, packed: Packed) -> bytes | bytearray:
         if self.verified is None or not packed.n_bytes:
             return stored_of(packed)
-        raw = memory(packed.n_bytes)
-        self.verified.fill(Flat(raw, raw.dtype, 0), packed.n_bytes, path=block.path, offset=packed.offset)
-        return raw.tobytes()
+        stored = bytearray(packed.n_bytes)
+        flat = Flat(np.frombuffer(stored, np.uint8), np.dtype(np.uint8), 0)
+        self.verified.fill(flat, packed.n_bytes, path=block.path, offset=packed.offset)
+        return stored
 
     def _scratch(self, n_bytes: int) -> NDArray[np.uint8]:
         held: NDArray[np.uint8] | None = getattr(self._own, "scratch", None)

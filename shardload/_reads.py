@@ -242,10 +242,19 @@ class Planner:
         pieces = tuple(Piece(i, box, seen.view) for i, seen in part.seen.items() for box in self._boxes(i, seen))
         if not pieces:
             return
-        host_bytes = region.unpacking_bytes(tensor.dtype) + self._cast_bytes(tensor, region.size, pieces)
         yield Block(
-            *(tensor.name, region.path, region.offset, 0, region.size, packed.n_bytes, host_bytes, 0, region.size),
-            *("packed", pieces, packed),
+            tensor.name,
+            region.path,
+            region.offset,
+            start=0,
+            stop=region.size,
+            read_bytes=packed.n_bytes,
+            host_bytes=region.unpacking_bytes(tensor.dtype) + self._cast_bytes(tensor, region.size, pieces),
+            lead=0,
+            step=region.size,
+            how="packed",
+            pieces=pieces,
+            packed=packed,
         )
 
     def _how(self, part: Part) -> How:

@@ -22,6 +22,11 @@ from shardload.bounds import Bounds
 from shardload.errors import LayoutError
 from shardload.manifest import Chunked, Decoded, Extent, Packed, Tensor, View
 
+CHECKING_BYTES = 96 << 20
+"""What a transfer takes at most for units that are kept or fetched ahead, and for scratch."""
+SCRATCH_BYTES = 16 << 20
+"""For scratch alone: two MiB a thread."""
+
 
 @dataclass(frozen=True, slots=True)
 class Region:
@@ -138,18 +143,26 @@ def least_budget(tensor: Tensor, *, verified: bool, uploads: bool) -> int:
 
     Args:
         tensor: The tensor.
-        verified: Whether what is read is checked: units are kept or fetched ahead, which takes up to half of the
-            budget, 96 MiB at most. Scratch alone takes a quarter, 16 MiB at most.
+        verified: Whether what is read is checked: that takes up to half of the budget, `CHECKING_BYTES` at most.
+            Scratch alone takes a quarter, `SCRATCH_BYTES` at most.
         uploads: Whether shards are staged as well, in at most half of what is left.
     """
-    if isinstance(tensor.storage, Extent | Decoded):
+    if not _is_packed(tensor):
         return 0
-    packed = [region for region in regions(tensor) if region.packed is not None]
-    if not packed:
-        return 0
-    most = max(region.unpacking_bytes(tensor.dtype) for region in packed)
-    most += 2 * packed[0].size * tensor.dtype.itemsize if uploads else 0
-    return min(2 * most, most + (96 << 20)) + (2 << 20) if verified else min(most * 4 // 3, most + (16 << 20))
+    most = max(region.unpacking_bytes(tensor.dtype) for region in regions(tensor))
+    if uploads:
+        most += 2 * max(region.size for region in regions(tensor)) * tensor.dtype.itemsize
+    if verified:
+        return min(2 * most, most + CHECKING_BYTES) + (2 << 20)
+    return min(most * 4 // 3, most + SCRATCH_BYTES)
+
+
+def _is_packed(tensor: Tensor) -> bool:
+    match tensor.storage:
+        case Chunked(extents=extents):
+            return any(isinstance(extent, Packed) for extent in extents.values())
+        case storage:
+            return isinstance(storage, Packed)
 
 
 def in_file_order(tensors: dict[str, Tensor]) -> list[tuple[Tensor, Region]]:

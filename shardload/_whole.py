@@ -60,7 +60,7 @@ def row_ranges(tensor: Tensor, *, limit_bytes: int) -> Iterator[tuple[int, int]]
         yield start, min(start + step, tensor.rows)
 
 
-def stored_of(packed: Packed) -> bytes:
+def stored_of(packed: Packed) -> bytes | bytearray:
     """The bytes that a chunk is stored as.
 
     Raises:
@@ -68,9 +68,9 @@ def stored_of(packed: Packed) -> bytes:
     """
     if not packed.n_bytes:
         return packed.kept
-    found = np.empty(packed.n_bytes, np.uint8)
-    _read(found, packed.path, packed.offset)
-    return found.tobytes()
+    found = bytearray(packed.n_bytes)
+    _read(np.frombuffer(found, np.uint8), packed.path, packed.offset)
+    return found
 
 
 def _unpacked(packed: Packed) -> NDArray[Any]:

@@ -116,7 +116,8 @@ def run(
         axes: Names for a mesh given as sizes, joined by commas; ``batch,model`` by default.
         layout: As for `load`.
         dtype: As for `load`.
-        host_memory_bytes: Most bytes staged in host memory, or text like ``"512MiB"``.
+        host_memory_bytes: Most bytes staged in host memory, or text like ``"512MiB"``; 256 MiB by default, or what a
+            compressed chunk takes.
         strict: Refuse a checkpoint that lacks a weight of the model, holds one the model has no place for, has another
             shape for one, or integers for floats. Otherwise layers whose shapes differ keep what they hold, or get
             their initial values, as with ``skip_mismatch`` in Keras, and the report says so.

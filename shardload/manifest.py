@@ -68,8 +68,8 @@ class Extent:
 class Codec(Protocol):
     """Turns what is stored of a chunk into its elements; must be safe to call from several threads."""
 
-    def decode(self, stored: bytes) -> NDArray[Any]:
-        """The chunk's elements, in its shape and the tensor's dtype; of nothing (``b""``), those of one never written.
+    def decode(self, stored: bytes | bytearray) -> NDArray[Any]:
+        """The chunk's elements, C-contiguous, in its shape and the tensor's dtype; of nothing, of one never written.
 
         Raises:
             TransferError: When the bytes are not what they should be.

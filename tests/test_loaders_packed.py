@@ -16,6 +16,8 @@ from shardload.manifest import Chunked, Packed
 VALUE = np.arange(64 * 64, dtype=np.float32).reshape(64, 64)
 BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
 ZSTD = {"name": "zstd", "configuration": {"level": 3}}
+CRC = {"name": "crc32c"}
+BLOSC3 = {"name": "blosc", "configuration": {"cname": "lz4", "clevel": 5, "shuffle": "shuffle", "typesize": 4}}
 BLOSC = {"id": "blosc", "cname": "zstd", "clevel": 5, "shuffle": 1}
 
 
@@ -30,12 +32,17 @@ def step_of(folder, driver, metadata):
     return folder, place
 
 
+INDEX = {"index_codecs": [BYTES, CRC]}
+
+
+def shards(codecs, inner=(16, 64), index=INDEX):
+    return {"name": "sharding_indexed", "configuration": {"chunk_shape": list(inner), "codecs": codecs, **index}}
+
+
 def sharded(folder, codecs, inner=(16, 64)):
     """Shards of the whole array, cut into inner chunks."""
-    index = {"index_codecs": [BYTES, {"name": "crc32c"}]}
-    cut = {"name": "sharding_indexed", "configuration": {"chunk_shape": list(inner), "codecs": codecs, **index}}
     grid = {"name": "regular", "configuration": {"chunk_shape": [64, 64]}}
-    return step_of(folder, "zarr3", {"chunk_grid": grid, "codecs": [cut]})
+    return step_of(folder, "zarr3", {"chunk_grid": grid, "codecs": [shards(codecs, inner)]})
 
 
 def test_inner_chunks_are_decoded_by_themselves(tmp_path):
@@ -81,33 +88,42 @@ def test_chunks_never_written_are_what_the_metadata_say(tmp_path):
     np.testing.assert_array_equal(np.delete(found, np.s_[16:32], 0), np.delete(VALUE, np.s_[16:32], 0))
 
 
-def test_a_blosc_header_that_asks_for_gigabytes(tmp_path):
-    step, place = step_of(tmp_path / "7", "zarr", {"chunks": [16, 64], "compressor": BLOSC})
+@pytest.mark.parametrize(
+    ("make", "chunk", "n_bytes"),
+    [
+        (lambda folder: step_of(folder, "zarr", {"chunks": [16, 64], "compressor": BLOSC}), "2.0", 4096),
+        (lambda folder: sharded(folder, [BYTES, BLOSC3], inner=(64, 64)), "c/0/0", 16384),
+        (lambda folder: step_of(folder, "zarr3", {"codecs": [BYTES, BLOSC3, CRC]}), "c/0/0", 16384),
+    ],
+    ids=["zarr2", "in a shard", "with a checksum"],
+)
+def test_a_blosc_header_that_asks_for_gigabytes(make, chunk, n_bytes, tmp_path):
+    step, place = make(tmp_path / "7")
     manifest = open_orbax(step)
     np.testing.assert_array_equal(read_tensor(manifest, "a"), VALUE)
-    raw = bytearray((place / "2.0").read_bytes())
+    raw = bytearray((place / chunk).read_bytes())
     raw[4:8] = (2_000_000_000).to_bytes(4, "little")
-    (place / "2.0").write_bytes(raw)
-    with pytest.raises(TransferError, match="declares 2000000000 bytes, but it should have 4096"):
+    (place / chunk).write_bytes(raw)
+    with pytest.raises(TransferError, match=f"declares 2000000000 bytes, but it should have {n_bytes}"):
         read_tensor(manifest, "a")
 
 
-def test_blosc_within_shards_is_looked_at_too(tmp_path):
-    blosc = {"name": "blosc", "configuration": {"cname": "lz4", "clevel": 5, "shuffle": "shuffle", "typesize": 4}}
-    step, place = sharded(tmp_path / "7", [BYTES, blosc], inner=(64, 64))
-    manifest = open_orbax(step)
-    np.testing.assert_array_equal(read_tensor(manifest, "a"), VALUE)
-    raw = bytearray((place / "c/0/0").read_bytes())
-    raw[4:8] = (2_000_000_000).to_bytes(4, "little")
-    (place / "c/0/0").write_bytes(raw)
-    with pytest.raises(TransferError, match="declares 2000000000 bytes"):
-        read_tensor(manifest, "a")
+GZIP = {"name": "gzip", "configuration": {"level": 1}}
 
 
-def test_blosc_under_another_compressor_is_refused(tmp_path):
-    blosc = {"name": "blosc", "configuration": {"cname": "lz4", "clevel": 5, "shuffle": "shuffle", "typesize": 4}}
-    gzip = {"name": "gzip", "configuration": {"level": 1}}
-    step, _ = step_of(tmp_path / "7", "zarr3", {"codecs": [BYTES, blosc, gzip]})
+@pytest.mark.parametrize(
+    "codecs",
+    [
+        [BYTES, BLOSC3, GZIP],
+        [shards([shards([BYTES, BLOSC3])], inner=(64, 64))],
+        [shards([BYTES, BLOSC3], index={"index_codecs": [BYTES, CRC, CRC]})],
+    ],
+    ids=["gzip", "nested shards", "odd index"],
+)
+def test_blosc_under_another_compressor_is_refused(codecs, tmp_path):
+    step, place = step_of(tmp_path / "7", "zarr3", {"codecs": [BYTES]})
+    header = json.loads((place / "zarr.json").read_text())
+    (place / "zarr.json").write_text(json.dumps(header | {"codecs": codecs}))
     with pytest.raises(SourceError, match="compresses again what blosc compressed"):
         open_orbax(step)
 

@@ -129,9 +129,9 @@ def parts_of(tensor: Tensor, source: View, target: View) -> Iterator[tuple[Tenso
     except LayoutError:  # a view across chunks
         yield tensor, source, target
         return
-    cells = tensor.storage.extents.values()
-    for storage, (region, part) in zip(cells, seen, strict=True):
+    for region, part in seen:
         if part is not None:
+            storage = region.packed or Extent(region.path, region.offset)
             chunk = Tensor(tensor.name, region.shape, tensor.dtype, storage)
             start, shape = part.box.start, part.box.shape
             at = target.offset + sum(i * t for i, t in zip(start, target.strides, strict=True))

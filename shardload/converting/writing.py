@@ -43,17 +43,17 @@ def write_all(source: Source, plan: Plan, staging: Staging, *, block_bytes: int,
     progress.start(plan.nbytes, f"Converting to {staging.target.name}")
     rest: list[Copy] = []
     there = 0
-    for first, *more in plan.tensors.values():
-        if work.is_done(first):
-            progress.advance(first.wanted.nbytes)
+    for parts in plan.tensors.values():
+        if work.is_done(parts[0]):
+            progress.advance(parts[0].wanted.nbytes)
             there += 1
             continue
-        computed = [copy for copy in (first, *more) if copy.value.step is not None]
-        for copy in (first, *more):
-            if copy.value.step is None:
-                work.copy(copy)
+        computed = [part for part in parts if part.value.step is not None]
+        for part in parts:
+            if part.value.step is None:
+                work.copy(part)
         if not computed:
-            work.note(first)
+            work.note(parts[0])
         rest += computed
     _compute(source, rest, work)
     return there

@@ -114,8 +114,8 @@ def _inner(
             index = codec.decode(raw).reshape(-1, 2).tolist()
         except TransferError as error:
             raise SourceError(
-                f"{value.path}: the index of the shard at byte {value.offset} is damaged: {error.__cause__}. Copy it "
-                "again, or use another step"
+                f"{value.path}: the index of the shard at byte {value.offset} is damaged: "
+                f"{_said(error.__cause__)}. Copy it again, or use another step"
             ) from error
         yield from _of_shard(array, sharding, shard=shard, value=value, index=index, nbytes=nbytes)
 
@@ -232,15 +232,15 @@ class ZarrCodec:
         Raises:
             SourceError: When it does not, or compressors are stacked in a way whose sizes cannot be checked.
         """
-        codecs = self._codecs()
-        if _is_blosc(codecs[:-1]):
+        *inside, last = self._codecs() or [None]
+        if _is_blosc(inside) or (not _is_blosc([last]) and _holds_blosc(last)):
             raise SourceError(f"{self.where} compresses again what blosc compressed, which is not read. Save it again")
         try:
             self._open(_context())
         except _FAILURES as error:
-            raise SourceError(f"{self.where} does not describe an array that can be decoded: {error}") from error
+            raise SourceError(f"{self.where} does not describe an array that can be decoded: {_said(error)}") from error
 
-    def decode(self, stored: bytes) -> NDArray[Any]:
+    def decode(self, stored: bytes | bytearray) -> NDArray[Any]:
         """The chunk's elements; see `shardload.manifest.Codec`.
 
         Raises:
@@ -255,7 +255,8 @@ class ZarrCodec:
             found = self._open(context).read().result()
         except _FAILURES as error:
             raise TransferError(
-                f"{self.where}: a chunk of shape {self.shape}, stored in {n_bytes} bytes, does not decode: {error}"
+                f"{self.where}: a chunk of shape {self.shape}, stored in {n_bytes} bytes, does not decode: "
+                f"{_said(error)}"
             ) from error
         return np.ascontiguousarray(found).reshape(self.shape).astype(self.dtype, copy=False)
 
@@ -266,13 +267,13 @@ class ZarrCodec:
         return ts.open(spec, open=True, assume_metadata=True, context=context).result()
 
     def _codecs(self) -> list[Any]:
-        """From the inside out."""
+        """From the inside out; without checksums, which come after the bytes they are of."""
         document = json.loads(self.metadata)
         if self.driver == "zarr3":
-            return list(document["codecs"])
+            return [codec for codec in document["codecs"] if codec.get("name") != "crc32c"]
         return [c for c in (*(document.get("filters") or ()), document.get("compressor")) if c is not None]
 
-    def _refuse_bomb(self, stored: bytes) -> None:
+    def _refuse_bomb(self, stored: bytes | bytearray) -> None:
         """Blosc alone takes memory for what its header says before anything is compared."""
         if stored and _is_blosc(self._codecs()[-1:]):
             declared = int.from_bytes(stored[4:8], "little")
@@ -284,8 +285,20 @@ _MEMORY = {"driver": "memory"}
 _FAILURES = (ValueError, RuntimeError, OSError)
 
 
+def _said(error: BaseException | None) -> str:
+    """TensorStore's words, without the whole specification it adds."""
+    return str(error).split(" [tensorstore_spec=")[0]
+
+
 def _is_blosc(codecs: Iterable[Any]) -> bool:
     return any("blosc" in (codec.get("name"), codec.get("id")) for codec in codecs if isinstance(codec, Mapping))
+
+
+def _holds_blosc(codec: object) -> bool:
+    """Whether a codec has codecs of its own, as shards have, one of them blosc."""
+    settings = codec.get("configuration") if isinstance(codec, Mapping) else None
+    inside = settings.get("codecs") if isinstance(settings, Mapping) else None
+    return isinstance(inside, list) and (_is_blosc(inside) or any(map(_holds_blosc, inside)))
 
 
 def _context() -> Any:

@@ -51,9 +51,7 @@ def _other_kind(optimizer: Any, manifest: Manifest) -> bool:
     compiled = manifest.config.get("compile_config")
     saved = compiled.get("optimizer") if isinstance(compiled, Mapping) else None
     name, inner = _class_name(saved), getattr(optimizer, "inner_optimizer", optimizer)
-    if (
-        name == "LossScaleOptimizer"
-    ):  # said, or put around another one by `compile`, which the archive then does not say
+    if name == "LossScaleOptimizer":  # `compile` puts it around others for half precision, and the archive is silent
         config = saved.get("config") if isinstance(saved, Mapping) else None
         name = _class_name(config.get("inner_optimizer") if isinstance(config, Mapping) else None)
     return name is not None and name != type(inner).__name__
