@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+import warnings
 
 import numpy as np
 import pytest
@@ -124,6 +125,30 @@ def test_only_a_write_of_tensorstore_that_comes_late_is_silent():
     assert not _aftermath.is_late_write(caught.value, here)  # somebody's own call
     assert _aftermath.is_late_write(caught.value, here.tb_next)  # called from no Python
     assert not _aftermath.is_late_write(RuntimeError("other"), here.tb_next)
+
+
+def async_serialize_from_host():
+    async def write_fragment():
+        pass
+
+    return write_fragment()
+
+
+async def of_somebody_else():
+    pass
+
+
+def test_what_orbax_left_behind_is_collected_silently_once_a_save_failed(long_ago):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        async_serialize_from_host()
+        assert len(told) == 1 and "never awaited" in str(told[0].message)
+        _aftermath.begins()
+        _aftermath.ended(failed=True)
+        async_serialize_from_host()
+        assert len(told) == 1
+        of_somebody_else()
+        assert len(told) == 2
 
 
 # ---- Ctrl-C --------------------------------------------------------------------------------------

@@ -2,9 +2,10 @@
 
     Orbax          logs the traceback of each of its threads before it hands us the first of their errors
     TensorStore    prints "Event loop is closed" for each write that ends after Orbax has given up
+    Python         warns of Orbax's coroutines that were "never awaited", whenever it collects them
 
-Both only say again what we raise. They are silent while a save of ours is written and for a while after one failed;
-at any other time they are about somebody else's doing, and are shown.
+All only say again what we raise. The first two are silent while a save of ours is written and for a while after one
+failed, the last once one failed; at any other time they are about somebody else's doing, and are shown.
 """
 
 from __future__ import annotations
@@ -13,11 +14,15 @@ import logging
 import sys
 import threading
 import time
+import warnings
 from types import TracebackType
 from typing import Any
 
 STRAGGLERS_S = 30.0
 """Threads of Orbax go on for a moment after it gave up; TensorStore's writes too."""
+
+LEFT_BEHIND = r"coroutine '(.*\._background_save|async_serialize\w*\..*)' was never awaited"
+"""Orbax closes the loop of a save that fails with what had not begun still on it."""
 
 _lock = threading.Lock()
 _written = 0
@@ -40,6 +45,7 @@ def ended(*, failed: bool) -> None:
         _written -= 1
         if failed:
             _failed_at = time.monotonic()
+            warnings.filterwarnings("ignore", LEFT_BEHIND, RuntimeWarning)
 
 
 def is_ours() -> bool:
