@@ -7,15 +7,19 @@ relative is read.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardload._blocks import lead_stride
 from shardload._fanout import Part
 from shardload._placement import Growing
 from shardload.bounds import Bounds
+from shardload.manifest import View
 from shardload.planner import Piece, Target
 
 
@@ -32,6 +36,70 @@ class Variable:
     started: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Shards that follow each other along one dim and lie equally far apart in memory, as one array.
+
+    A block of rows has a piece of each of eight shards that split the columns. Finding its place in each of them took
+    0.15 ms of Python, with cold caches twice that, for a block that moves in 3 ms. So the split dim counts as two,
+    which shard and where in it, and the piece is one part::
+
+        variable (rows, 8 * w), strides (s, 1)  =  (8, rows, w), strides (w, s, 1)
+    """
+
+    dim: int
+    """Of the variable."""
+    first: Bounds
+    """The box of the first shard."""
+    memory: NDArray[Any]
+    """Shards first, then their own dims."""
+    held: Sequence[tuple[Bounds, NDArray[Any]]]
+    """The box of each, and its memory."""
+
+    @classmethod
+    def of(cls, held: Sequence[tuple[Bounds, NDArray[Any]]]) -> Stack | None:
+        """The stack of these boxes of a variable and their memory, if they are one."""
+        if len(held) < 2 or not held[0][0].size or len({box.shape for box, _ in held}) > 1:
+            return None
+        first, second = held[0][0], held[1][0]
+        dims = [d for d, (a, b) in enumerate(zip(first.start, second.start, strict=True)) if a != b]
+        addresses = [memory.ctypes.data for _, memory in held]
+        step = addresses[1] - addresses[0]
+        if len(dims) != 1 or any(b - a != step for a, b in itertools.pairwise(addresses)):
+            return None
+        dim, origin = dims[0], list(first.start)
+        for k, (box, _) in enumerate(held):
+            origin[dim] = first.start[dim] + k * first.shape[dim]
+            if list(box.start) != origin:
+                return None
+        one = held[0][1]
+        memory = np.lib.stride_tricks.as_strided(one, (len(held), *one.shape), (step, *one.strides))
+        return cls(dim, first, memory, held)
+
+    def around(self, box: Bounds) -> Sequence[tuple[Bounds, NDArray[Any]]]:
+        """Those that have something of a box, as far as ``dim`` goes."""
+        width, begin = self.first.shape[self.dim], self.first.start[self.dim]
+        first, last = (box.start[self.dim] - begin) // width, -(-(box.stop[self.dim] - begin) // width)
+        return self.held[max(0, first) : max(0, last)]
+
+    def part(self, piece: Piece) -> Part | None:
+        """Where a piece of the variable goes, if it has something of every shard, along ``dim`` everything."""
+        view, box, d = piece.view, piece.box, self.dim
+        width, count = self.first.shape[d], len(self.memory)
+        begin = self.first.start[d]
+        apart = width * view.strides[d]
+        if box.start[d] > begin or box.stop[d] < begin + width * count or apart * count > lead_stride(view):
+            return None
+        start, stop = list(map(max, box.start, self.first.start)), list(map(min, box.stop, self.first.stop))
+        start[d], stop[d] = begin, begin + width
+        if any(b <= a for a, b in zip(start, stop, strict=True)):
+            return None
+        place = (slice(a - o, b - o) for a, b, o in zip(start, stop, self.first.start, strict=True))
+        shape = (*view.shape[:d], begin + width, *view.shape[d + 1 :])
+        stacked = View(view.tensor, view.offset, (count, *shape), (apart, *view.strides))
+        return Part(stacked, Bounds((0, *start), (count, *stop)), self.memory[(slice(None), *place)])
+
+
 @dataclass(eq=False, slots=True)
 class Chunk:
     """What is staged of a variable at once: a box of it, usually all."""
@@ -43,17 +111,23 @@ class Chunk:
     """What it takes from the budget."""
     buffers: dict[Bounds, tuple[Bounds, NDArray[Any]]] = field(default_factory=dict)
     """Shard → the box of the variable that is staged of it, and its memory."""
+    stack: Stack | None = None
+    """The same memory, where it is regular."""
 
     @property
     def common(self) -> dict[Bounds, Bounds]:
         """Shard → what it has in common with this chunk."""
+        if self.box.shape == self.variable.target.view.shape:
+            return dict(zip(self.variable.shards, self.variable.shards, strict=True))
         pairs = ((shard, self.box.intersect(shard) if shard.size else shard) for shard in self.variable.shards)
         return {shard: box for shard, box in pairs if box is not None}
 
     def parts(self, piece: Piece) -> list[Part]:
         """Where a piece of the variable goes."""
+        if self.stack is not None and (part := self.stack.part(piece)) is not None:
+            return [part]
         found = []
-        for held, buffer in self.buffers.values():
+        for held, buffer in self.buffers.values() if self.stack is None else self.stack.around(piece.box):
             if (both := held.intersect(piece.box)) is not None:
                 # The Ellipsis keeps rank 0 an array.
                 place: tuple[Any, ...] = (*both.relative_to(held.start).slices, ...)

@@ -10,7 +10,8 @@ Without the 64 bytes a walk down rows of 4 KiB hits the same few cache sets over
 against 5.4 with them (2-byte elements, block of 1 MiB, in L2), the same as NumPy reaches with any tiling on top.
 
 Pure copies go as unsigned integers of the element's size: copying ``ml_dtypes`` arrays converts element by
-element and holds the GIL.
+element and holds the GIL. Where runs of a row go to a shard unchanged, a run is an element of its own: two threads
+divide rows into runs of 576 bytes at 11.5 GB/s then, a scatter read at 10, and 15 is what they read without dividing.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ PITCH_ROW_BYTES = 1 << 10
 """Shorter rows spread over enough cache sets by themselves."""
 PAD_BYTES = 64
 """One cache line."""
+UNLOCKED = 500
+"""NumPy keeps the interpreter's lock while it copies no more elements than this."""
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _FLOAT32 = np.dtype(np.float32)
@@ -82,17 +85,20 @@ class Lane:
 
     def __init__(self, part: Part, flat: Flat, *, lead: int, rows: int) -> None:
         start = address(part.view, part.box.start) - flat.start
-        dims = zip(part.view.shape, part.view.strides, strict=True)
-        dim = next(d for d, (n, t) in enumerate(dims) if n > 1 and t == lead)
-        shape = (*part.box.shape[:dim], rows, *part.box.shape[dim + 1 :])
+        shape = list(part.box.shape)
+        dims = enumerate(zip(part.view.shape, part.view.strides, strict=True))
+        dim = next(d for d, (n, t) in dims if n > 1 and t == lead)
         self.first = start // lead
-        self.last = self.first + part.box.shape[dim]
-        self.target = np.moveaxis(part.target, dim, 0)
-        self.source = np.moveaxis(flat.window(part.view, shape, start % lead), dim, 0)
+        self.last = self.first + shape[dim]
+        shape[dim] = rows
+        order = (dim, *(d for d in range(len(shape)) if d != dim))
+        self.target = part.target.transpose(order)
+        self.source = flat.window(part.view, tuple(shape), start % lead).transpose(order)
         bits = _UNSIGNED.get(flat.dtype.itemsize)
         self.is_cast = part.target.dtype != flat.dtype
         if not self.is_cast and bits is not None:
-            self.target, self.source = self.target.view(bits), self.source.view(bits)
+            run = _run(self.target, self.source) or bits
+            self.target, self.source = self.target.view(run), self.source.view(run)
 
     def move(self, start: int, stop: int) -> None:
         """Copy what this part has of rows ``start`` to ``stop``, which lie at the start of scratch."""
@@ -104,6 +110,20 @@ class Lane:
             copy(target, source)
         else:
             target[...] = source
+
+
+def _run(target: NDArray[Any], source: NDArray[Any]) -> np.dtype[np.void] | None:
+    """Runs that both have in one piece, or parts of them, as a dtype of their own; ``None`` where they have none.
+
+    Parts, so that more than `UNLOCKED` of them are left.
+    """
+    itemsize = source.dtype.itemsize
+    if source.ndim < 2 or target.strides[-1] != itemsize or source.strides[-1] != itemsize:
+        return None
+    length, count = source.shape[-1], source.size // max(1, source.shape[-1])
+    while count <= UNLOCKED and length % 2 == 0:
+        length, count = length // 2, count * 2
+    return np.dtype((np.void, length * itemsize)) if length > 1 and count > UNLOCKED else None
 
 
 def pitch_row(block: Block, parts: list[Part], itemsize: int) -> int:

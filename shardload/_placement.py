@@ -48,13 +48,18 @@ def assemble(shape: tuple[int, ...], sharding: NamedSharding, buffers: Mapping[B
     """One sharded array out of one host buffer per distinct shard; on CPU it adopts aligned buffers."""
 
     def shard(index: tuple[slice, ...] | None) -> NDArray[Any]:
-        return buffers[_bounds(index or (), shape)]
+        return buffers[_bounds(_ranges(index), shape)]
 
     return jax.make_array_from_callback(shape, sharding, shard)
 
 
-def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> Bounds:
-    ranges = [s.indices(n) for s, n in zip(index, shape, strict=True)]
+def _ranges(index: tuple[slice, ...] | None) -> tuple[tuple[int | None, int | None], ...]:
+    return tuple((s.start, s.stop) for s in index or ())
+
+
+@functools.lru_cache(maxsize=4096)
+def _bounds(index: tuple[tuple[int | None, int | None], ...], shape: tuple[int, ...]) -> Bounds:
+    ranges = [slice(*s).indices(n) for s, n in zip(index, shape, strict=True)]
     return Bounds(tuple(r[0] for r in ranges), tuple(r[1] for r in ranges))
 
 
@@ -74,7 +79,7 @@ def place(value: NDArray[Any], layout: Layout, devices: Sequence[Any]) -> Any:
     layout.shard_shape(value.shape)  # says clearer than JAX what does not divide
     sharding = named_sharding(layout, devices)
     indices = sharding.addressable_devices_indices_map(value.shape).values()
-    distinct = tuple(dict.fromkeys(_bounds(index or (), value.shape) for index in indices))
+    distinct = tuple(dict.fromkeys(_bounds(_ranges(index), value.shape) for index in indices))
     buffers = dict(zip(distinct, arena([b.shape for b in distinct], value.dtype), strict=True))
     for bounds, buffer in buffers.items():
         buffer[...] = value[bounds.slices]
@@ -122,7 +127,7 @@ class Growing:
         self.shards: dict[Any, tuple[Bounds, Any]] = {
             device: (bounds, _empty(bounds.shape, dtype, device))
             for device, index in sharding.addressable_devices_indices_map(shape).items()
-            for bounds in [_bounds(index or (), shape)]
+            for bounds in [_bounds(_ranges(index), shape)]
         }
 
     def put(self, pieces: Mapping[Bounds, tuple[Bounds, NDArray[Any]]]) -> list[Any]:

@@ -23,11 +23,9 @@ from __future__ import annotations
 
 import functools
 import os
-import queue
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -38,7 +36,8 @@ import jax
 from shardload._budget import Budget
 from shardload._buffers import arena, arena_bytes
 from shardload._checks import Checks
-from shardload._chunks import Chunk, Variable, grouped
+from shardload._chunks import Chunk, Stack, Variable, grouped
+from shardload._crew import Crew
 from shardload._mover import Moved, Mover
 from shardload._placement import Growing, assemble, named_sharding, place, widen, widens_on_device
 from shardload._reads import BUDGET_PARTS
@@ -192,12 +191,10 @@ class _Transfer:
         self.threads = max(1, min(threads, self.budget.limit_bytes // 4 // scratch)) if scratch else max(1, threads)
         shared = self.checks.begin(self.threads) if self.checks else 0
         self._must_take(self.threads * scratch + shared, "Scratch memory")
+        self.crew = Crew[Moved](self.threads)
         self.files: dict[str, int] = {}
-        self.done: queue.SimpleQueue[tuple[range, Future[Moved]]] = queue.SimpleQueue()
-        self.in_flight = 0
         self.uploads: deque[tuple[list[Any], int]] = deque()
         self.mover = Mover(self.checks.verified if self.checks else None)
-        self.pool = ThreadPoolExecutor(self.threads, thread_name_prefix="shardload")
         self.variables = [self._variable(t) for t in plan.targets]
         self.chunks = self._make_chunks()
         self.complete: list[Chunk] = []
@@ -216,13 +213,14 @@ class _Transfer:
         for variable in self.variables:
             if not variable.chunks_left:
                 self._place(Chunk(variable, Bounds.whole(variable.target.view.shape)))
+        most = min(self.threads * QUEUED_PER_THREAD, BUDGET_PARTS)
         for job in self._jobs():
-            while self.in_flight >= min(self.threads * QUEUED_PER_THREAD, BUDGET_PARTS):
-                self._complete_one()
+            if self.crew.in_flight >= most:
+                self._complete(at_least=most // 2)
             self._hand_out(job)
-        while self.in_flight:
-            self._complete_one()
-        self._place_complete()
+        while self.crew.in_flight:
+            self._complete(at_least=self.crew.in_flight - self.threads + 1)
+            self._place_complete()  # a core is free
         while self.uploads:
             self._finish_upload()
 
@@ -230,14 +228,13 @@ class _Transfer:
         """Stop the workers and let go of everything, also after an error."""
         if self.checks is not None:
             self.checks.close()
-        self.pool.shutdown(wait=True, cancel_futures=True)
+        self.crew.close()
         for fd in self.files.values():
             os.close(fd)
         self.variables.clear()
         self.chunks.clear()
         self.complete.clear()
         self.uploads.clear()
-        self.done = queue.SimpleQueue()
 
     def _variable(self, target: Target) -> Variable:
         stored = self.manifest.tensors[target.view.tensor].dtype
@@ -281,10 +278,7 @@ class _Transfer:
 
     def _hand_out(self, job: range) -> None:
         moves = [self._move_of(index) for index in job]
-        future = self.pool.submit(lambda: reduce(Moved.plus, (move() for move in moves)))
-        self.in_flight += 1
-        done = self.done
-        future.add_done_callback(lambda f: done.put((job, f)))
+        self.crew.hand_out(job, lambda: reduce(Moved.plus, (move() for move in moves)))
 
     def _move_of(self, index: int) -> Callable[[], Moved]:
         block = self.plan.blocks[index]
@@ -322,14 +316,15 @@ class _Transfer:
             self._must_take(chunk.n_bytes, f"A piece of variable {chunk.variable.target.name!r}")
         memory = arena(shapes, chunk.variable.staged)
         chunk.buffers = {s: (box, m) for (s, box), m in zip(common.items(), memory, strict=True)}
+        chunk.stack = Stack.of([*chunk.buffers.values()])
 
     def _must_take(self, n_bytes: int, what: str) -> None:
         """Take from the budget, finishing what is in flight until there is room."""
         while not self.budget.try_take(n_bytes, what=what):
             if self.uploads:
                 self._finish_upload()
-            elif self.in_flight:
-                self._complete_one()
+            elif self.crew.in_flight:
+                self._complete()
             else:
                 raise BudgetError(
                     f"{what} needs {n_bytes} bytes while {self.budget.taken_bytes} of {self.budget.limit_bytes} are "
@@ -346,12 +341,14 @@ class _Transfer:
                 raise TransferError(f"{path} cannot be opened: {error}") from error
         return self.files[path]
 
-    def _complete_one(self) -> None:
-        job, future = self.done.get()
-        self.in_flight -= 1
-        if (error := future.exception()) is not None:
-            raise error
-        moved = future.result()
+    def _complete(self, at_least: int = 1) -> None:
+        for ended in self.crew.take_back(at_least):
+            if ended.error is not None:
+                raise ended.error
+            assert ended.result is not None
+            self._complete_one(ended.job, ended.result)
+
+    def _complete_one(self, job: range, moved: Moved) -> None:
         self.read_s += moved.read_s
         self.copy_s += moved.copy_s
         for index in job:
@@ -387,7 +384,7 @@ class _Transfer:
             uploaded, array = variable.growing.put(chunk.buffers), None
         if chunk.n_bytes:
             self.uploads.append((uploaded, chunk.n_bytes))
-        chunk.buffers = {}
+        chunk.buffers, chunk.stack = {}, None
         variable.chunks_left -= 1
         if variable.chunks_left <= 0:
             self.on_ready(target.name, array if variable.growing is None else variable.growing.finish())

@@ -20,6 +20,7 @@ LAYERS = {
         "_buffers",
         "_chunks",
         "_fanout",
+        "_crew",
         "_mover",
         "_verified",
         "_checks",

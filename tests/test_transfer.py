@@ -89,11 +89,14 @@ def test_devices_adopt_the_buffers_that_were_read_into(manifest, monkeypatch, di
         return original(shape, sharding, remember)
 
     monkeypatch.setattr(jax, "make_array_from_callback", spy)
-    found, stats = load(planned(manifest, whole(manifest, "a", dim=dim)), manifest)
+    plan = planned(manifest, whole(manifest, "a", dim=dim))
+    found, stats = load(plan, manifest)
     pointers = {s.data.unsafe_buffer_pointer() for s in found["a"].addressable_shards}
     assert pointers == {b.ctypes.data for b in handed.values()}
-    assert stats.peak_staging_bytes == 0
-    assert stats.direct_bytes == stats.read_bytes
+    if dim == 1:  # in runs of 512 bytes: two copies through scratch are faster
+        assert stats.direct_bytes == 0 and stats.peak_staging_bytes == stats.threads * plan.scratch_bytes
+    else:
+        assert stats.direct_bytes == stats.read_bytes and stats.peak_staging_bytes == 0
 
 
 def test_replicas_share_memory_and_survive_donation(manifest):
@@ -377,8 +380,9 @@ def test_reads_that_the_kernel_cuts_short_are_gone_on_with(manifest, value, monk
 @pytest.mark.parametrize(
     ("shape", "dim"), [((1037, 2048), 1), ((3, 517, 2048), 2), ((5, 8, 211, 256), 1), ((129, 9, 2048), 2)]
 )
-def test_lists_of_reads_longer_than_one_call_takes(tmp_path, shape, dim):
+def test_lists_of_reads_longer_than_one_call_takes(tmp_path, monkeypatch, shape, dim):
     """More runs than one system call takes, and not a multiple of them."""
+    monkeypatch.setattr("shardload._reads.DIRECT_RUN_BYTES", 512)
     value = np.arange(np.prod(shape), dtype=np.uint32).astype(np.uint16).reshape(shape)
     manifest = manifest_of(tmp_path / "f.bin", {"a": value})
     plan = planned(manifest, whole(manifest, "a", dim=dim), block_bytes=1 << 30, budget=1 << 34)
