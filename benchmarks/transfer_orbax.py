@@ -11,7 +11,13 @@ from typing import Any
 
 from benchmarks.checkpoint import command, open_safetensors, targets_for
 from benchmarks.measure import Comparison, compare
-from benchmarks.transfer_floor import load
+from benchmarks.transfer_floor import planned, transfer
+
+
+def load(path: Path, layout: str, devices: list[Any], threads: int) -> dict[str, Any]:
+    """The file through shardload, planning and all."""
+    plan, manifest, _ = planned(path, layout, times=1)
+    return transfer(plan, manifest, devices, threads)
 
 
 def orbax_load(path: Path, layout: str, devices: list[Any]) -> dict[str, Any]:
