@@ -43,13 +43,18 @@ def memory(n_bytes: int) -> NDArray[np.uint8]:
     return raw[start : start + n_bytes]
 
 
+def stack(count: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """``count`` uninitialised C-ordered arrays of one shape, as one array, in one piece of memory."""
+    strides = [math.prod(shape[d + 1 :]) * dtype.itemsize for d in range(len(shape))]
+    step = _step(math.prod(shape) * dtype.itemsize)
+    return np.ndarray((count, *shape), dtype, memory(count * step).data, 0, (step, *strides))
+
+
 def arena(shapes: Sequence[tuple[int, ...]], dtype: np.dtype[Any]) -> list[NDArray[Any]]:
     """One uninitialised C-ordered array per shape, all in one piece of memory."""
     sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
-    steps = [-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes]
+    steps = [_step(size) for size in sizes]
     area = memory(sum(steps))
-    if sizes == steps and len(set(shapes)) == 1:
-        return list(area.view(dtype).reshape(len(shapes), *shapes[0]))
     starts = [sum(steps[:i]) for i in range(len(steps))]
     return [
         area[start : start + size].view(dtype).reshape(shape)
@@ -59,4 +64,8 @@ def arena(shapes: Sequence[tuple[int, ...]], dtype: np.dtype[Any]) -> list[NDArr
 
 def arena_bytes(shapes: Sequence[tuple[int, ...]], dtype: np.dtype[Any]) -> int:
     """Bytes `arena` takes for these shapes."""
-    return sum(-(-math.prod(s) * dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for s in shapes)
+    return sum(_step(math.prod(shape) * dtype.itemsize) for shape in shapes)
+
+
+def _step(n_bytes: int) -> int:
+    return -(-n_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

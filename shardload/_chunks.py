@@ -7,7 +7,7 @@ relative is read.
 
 from __future__ import annotations
 
-import itertools
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardload._blocks import lead_stride
+from shardload._buffers import arena, stack
 from shardload._fanout import Part
 from shardload._placement import Growing
 from shardload.bounds import Bounds
@@ -56,26 +57,6 @@ class Stack:
     held: Sequence[tuple[Bounds, NDArray[Any]]]
     """The box of each, and its memory."""
 
-    @classmethod
-    def of(cls, held: Sequence[tuple[Bounds, NDArray[Any]]]) -> Stack | None:
-        """The stack of these boxes of a variable and their memory, if they are one."""
-        if len(held) < 2 or not held[0][0].size or len({box.shape for box, _ in held}) > 1:
-            return None
-        first, second = held[0][0], held[1][0]
-        dims = [d for d, (a, b) in enumerate(zip(first.start, second.start, strict=True)) if a != b]
-        addresses = [memory.ctypes.data for _, memory in held]
-        step = addresses[1] - addresses[0]
-        if len(dims) != 1 or any(b - a != step for a, b in itertools.pairwise(addresses)):
-            return None
-        dim, origin = dims[0], list(first.start)
-        for k, (box, _) in enumerate(held):
-            origin[dim] = first.start[dim] + k * first.shape[dim]
-            if list(box.start) != origin:
-                return None
-        one = held[0][1]
-        memory = np.lib.stride_tricks.as_strided(one, (len(held), *one.shape), (step, *one.strides))
-        return cls(dim, first, memory, held)
-
     def around(self, box: Bounds) -> Sequence[tuple[Bounds, NDArray[Any]]]:
         """Those that have something of a box, as far as ``dim`` goes."""
         width, begin = self.first.shape[self.dim], self.first.start[self.dim]
@@ -100,6 +81,21 @@ class Stack:
         return Part(stacked, Bounds((0, *start), (count, *stop)), self.memory[(slice(None), *place)])
 
 
+@functools.lru_cache(maxsize=1024)
+def _stacked_dim(boxes: tuple[Bounds, ...]) -> int | None:
+    """The dim along which boxes of one shape follow each other; ``None`` where they do not."""
+    if len(boxes) < 2 or not boxes[0].size:
+        return None
+    first, second = boxes[:2]
+    dims = [d for d, (a, b) in enumerate(zip(first.start, second.start, strict=True)) if a != b]
+    if len(dims) != 1:
+        return None
+    step = tuple(n if d == dims[0] else 0 for d, n in enumerate(first.shape))
+    following = (tuple(a + k * n for a, n in zip(first.start, step, strict=True)) for k in range(len(boxes)))
+    alike = all(box.shape == first.shape and box.start == at for box, at in zip(boxes, following, strict=True))
+    return dims[0] if alike else None
+
+
 @dataclass(eq=False, slots=True)
 class Chunk:
     """What is staged of a variable at once: a box of it, usually all."""
@@ -121,6 +117,19 @@ class Chunk:
             return dict(zip(self.variable.shards, self.variable.shards, strict=True))
         pairs = ((shard, self.box.intersect(shard) if shard.size else shard) for shard in self.variable.shards)
         return {shard: box for shard, box in pairs if box is not None}
+
+    def take_memory(self) -> None:
+        """Memory for what it has of every shard."""
+        common, dtype = self.common, self.variable.staged
+        boxes = tuple(common.values())
+        dim = _stacked_dim(boxes)
+        if dim is None:
+            held = list(zip(boxes, arena([box.shape for box in boxes], dtype), strict=True))
+        else:
+            whole = stack(len(boxes), boxes[0].shape, dtype)
+            held = list(zip(boxes, whole, strict=True))
+            self.stack = Stack(dim, boxes[0], whole, held)
+        self.buffers = dict(zip(common, held, strict=True))
 
     def parts(self, piece: Piece) -> list[Part]:
         """Where a piece of the variable goes."""

@@ -34,9 +34,9 @@ from typing import Any, Literal
 import jax
 
 from shardload._budget import Budget
-from shardload._buffers import arena, arena_bytes
+from shardload._buffers import arena_bytes
 from shardload._checks import Checks
-from shardload._chunks import Chunk, Stack, Variable, grouped
+from shardload._chunks import Chunk, Variable, grouped
 from shardload._crew import Crew
 from shardload._mover import Moved, Mover
 from shardload._placement import Growing, assemble, named_sharding, place, widen, widens_on_device
@@ -309,14 +309,10 @@ class _Transfer:
             self._take(chunk)
 
     def _take(self, chunk: Chunk) -> None:
-        common = chunk.common
-        shapes = [box.shape for box in common.values()]
         if self.placement == "upload":
-            chunk.n_bytes = arena_bytes(shapes, chunk.variable.staged)
+            chunk.n_bytes = arena_bytes([box.shape for box in chunk.common.values()], chunk.variable.staged)
             self._must_take(chunk.n_bytes, f"A piece of variable {chunk.variable.target.name!r}")
-        memory = arena(shapes, chunk.variable.staged)
-        chunk.buffers = {s: (box, m) for (s, box), m in zip(common.items(), memory, strict=True)}
-        chunk.stack = Stack.of([*chunk.buffers.values()])
+        chunk.take_memory()
 
     def _must_take(self, n_bytes: int, what: str) -> None:
         """Take from the budget, finishing what is in flight until there is room."""

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from shardload._buffers import ALIGNMENT_BYTES, HUGE_PAGE_BYTES, MAPPED_BYTES, arena, memory
+from shardload._buffers import ALIGNMENT_BYTES, HUGE_PAGE_BYTES, MAPPED_BYTES, arena, memory, stack
 
 
 @pytest.mark.parametrize("n_bytes", [1, 1000, MAPPED_BYTES, HUGE_PAGE_BYTES - 1])
@@ -26,3 +26,14 @@ def test_an_arena_holds_all_shards_apart():
     for k, shard in enumerate(shards):
         shard[...] = k
     assert [set(shard.ravel().tolist()) for shard in shards] == [{0.0}, {1.0}, {2.0}]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((3, 5), np.float32), ((7,), np.int8), ((300, 2000), np.uint16), ((1, 16), np.float64)]
+)
+def test_a_stack_holds_arrays_of_one_shape_apart_and_aligned(shape, dtype):
+    whole = stack(4, shape, np.dtype(dtype))
+    for k, one in enumerate(whole):
+        assert one.shape == shape and one.flags.c_contiguous and one.ctypes.data % ALIGNMENT_BYTES == 0
+        one[...] = k
+    assert [set(one.ravel().tolist()) for one in whole] == [{0}, {1}, {2}, {3}]
