@@ -20,6 +20,7 @@ from shardload._buffers import arena, stack
 from shardload._fanout import Part
 from shardload._placement import Growing
 from shardload.bounds import Bounds
+from shardload.errors import TransferError
 from shardload.manifest import View
 from shardload.planner import Piece, Target
 
@@ -119,7 +120,21 @@ class Chunk:
         return {shard: box for shard, box in pairs if box is not None}
 
     def take_memory(self) -> None:
-        """Memory for what it has of every shard."""
+        """Memory for what it has of every shard.
+
+        Raises:
+            TransferError: When there is none.
+        """
+        try:
+            self._take_memory()
+        except (OSError, MemoryError) as error:
+            n_bytes = sum(box.size for box in self.common.values()) * self.variable.staged.itemsize
+            raise TransferError(
+                f"Variable {self.variable.target.name!r}: there is no memory for the {n_bytes} bytes of it that belong "
+                f"here: {error}. Use a mesh over more hosts, a smaller dtype, or a smaller model"
+            ) from error
+
+    def _take_memory(self) -> None:
         common, dtype = self.common, self.variable.staged
         boxes = tuple(common.values())
         dim = _stacked_dim(boxes)

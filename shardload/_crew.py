@@ -3,14 +3,19 @@
 The caller competes with its workers for cores: woken at the end of every job it took 0.4 ms of the worker whose core it
 got, a tenth of a load on two cores. So it says how many jobs must have ended before it wants to know. The threads
 are started before there is work: starting one while another touches fresh memory took 3 ms.
+
+Ctrl-C may strike the caller between any two instructions. Where that is inside `threading.Condition`, or an executor or
+event made of it, its lock stays taken and a worker waits for it for ever. So everything shared is of C: queues, a
+deque, plain attributes.
 """
 
 from __future__ import annotations
 
+import queue
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -38,19 +43,22 @@ class Crew(Generic[T]):
         self.threads = threads
         self.in_flight = 0
         """Jobs that were handed out and not yet taken back."""
-        self._ended: deque[Ended[T]] = deque()
-        self._wanted = 1
-        self._failed = False
-        self._woken = threading.Event()
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="shardload")
-        together = threading.Barrier(threads)
-        for _ in range(threads):
-            self._pool.submit(together.wait)
+        self._table = _Table[T]()
+        self._dismiss = weakref.finalize(self, self._table.jobs.put, None)
+        self._threads = [
+            threading.Thread(target=self._table.work, name=f"shardload_{k}", daemon=True) for k in range(threads)
+        ]
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:
+            self._dismiss()
+            raise
 
     def hand_out(self, job: Any, work: Callable[[], T]) -> None:
         """Have one of the threads do ``work``; ``job`` names it."""
         self.in_flight += 1
-        self._pool.submit(self._do, job, work)
+        self._table.jobs.put((job, work))
 
     def take_back(self, at_least: int = 1) -> list[Ended[T]]:
         """Jobs that are over, in the order they ended.
@@ -58,18 +66,41 @@ class Crew(Generic[T]):
         Args:
             at_least: How many to wait for; fewer come back where that is all there are, or where one failed.
         """
-        self._wanted = max(1, min(at_least, self.in_flight))
-        self._woken.clear()
-        if len(self._ended) < self._wanted and not self._failed:
-            self._woken.wait()
-        found = [self._ended.popleft() for _ in range(len(self._ended))]
+        table = self._table
+        table.wanted = max(1, min(at_least, self.in_flight))
+        while len(table.ended) < table.wanted and not table.failed:
+            table.bell.get()
+        found = [table.ended.popleft() for _ in range(len(table.ended))]
         self.in_flight -= len(found)
         return found
 
     def close(self) -> None:
         """Wait for the threads; what they had not begun is dropped."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
-        self._ended.clear()
+        self._table.closed = True
+        self._dismiss()
+        for thread in self._threads:
+            thread.join()
+        self._table.ended.clear()
+
+
+class _Table(Generic[T]):
+    """What the threads see. They do not hold the crew, so one that is forgotten dismisses them."""
+
+    def __init__(self) -> None:
+        self.jobs: queue.SimpleQueue[tuple[Any, Callable[[], T]] | None] = queue.SimpleQueue()
+        """``None`` says that there is nothing more to do."""
+        self.ended: deque[Ended[T]] = deque()
+        self.bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        """Rung when there is something to look at; now and then once too often."""
+        self.wanted = 1
+        self.failed = self.closed = False
+
+    def work(self) -> None:
+        while (task := self.jobs.get()) is not None:
+            if not self.closed:
+                self._do(*task)
+            del task  # it holds memory of shards
+        self.jobs.put(None)  # for the next
 
     def _do(self, job: Any, work: Callable[[], T]) -> None:
         result: T | None = None
@@ -77,7 +108,7 @@ class Crew(Generic[T]):
         try:
             result = work()
         except BaseException as error:
-            failure, self._failed = error, True
-        self._ended.append(Ended(job, result, failure))
-        if self._failed or len(self._ended) >= self._wanted:  # appended first: the caller looks after it has said
-            self._woken.set()
+            failure, self.failed = error, True
+        self.ended.append(Ended(job, result, failure))
+        if self.failed or len(self.ended) >= self.wanted:  # appended first: the caller looks after it has said
+            self.bell.put(None)

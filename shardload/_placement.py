@@ -110,11 +110,22 @@ def widen(array: Any, *, dtype: Any) -> Any:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _update(whole: Any, piece: Any, start: Any) -> Any:
-    return jax.lax.dynamic_update_slice(whole, piece.astype(whole.dtype), start)
+    floats = jnp.issubdtype(whole.dtype, jnp.floating) and jnp.finfo(whole.dtype).bits == 8 * whole.dtype.itemsize
+    if piece.dtype != whole.dtype or not floats:
+        return jax.lax.dynamic_update_slice(whole, piece.astype(whole.dtype), start)
+    # As integers: XLA on CPU computes with short floats in float32, which quiets NaNs.
+    bits = jnp.dtype(f"uint{8 * whole.dtype.itemsize}")
+    as_bits = (jax.lax.bitcast_convert_type(x, bits) for x in (whole, piece))
+    return jax.lax.bitcast_convert_type(jax.lax.dynamic_update_slice(*as_bits, start), whole.dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any], device: Any) -> Any:
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=SingleDeviceSharding(device))
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype[Any], device: Any) -> Any:
-    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=SingleDeviceSharding(device))()
+    return _zeros(shape, dtype, device)()
 
 
 class Growing:

@@ -306,7 +306,8 @@ class Planner:
             first, last = start // row, -(-stop // row)
             start, stop, offset = first * row, last * row, 0
             read_bytes = stored * last // tensor.rows - stored * first // tensor.rows
-        lead, step = self._lead(part, start, pieces) if how == "staged" else 0, stop - start
+        step = stop - start
+        lead = self._lead(part, start, pieces) if how == "staged" and step >= part.lead else 0
         if lead:
             step = min(-(-step // lead), max(1, STAGED_BYTES // (lead * itemsize))) * lead
         host_bytes = self._host_bytes(tensor, step, how, pieces)

@@ -191,7 +191,6 @@ class _Transfer:
         self.threads = max(1, min(threads, self.budget.limit_bytes // 4 // scratch)) if scratch else max(1, threads)
         shared = self.checks.begin(self.threads) if self.checks else 0
         self._must_take(self.threads * scratch + shared, "Scratch memory")
-        self.crew = Crew[Moved](self.threads)
         self.files: dict[str, int] = {}
         self.uploads: deque[tuple[list[Any], int]] = deque()
         self.mover = Mover(self.checks.verified if self.checks else None)
@@ -202,8 +201,8 @@ class _Transfer:
             # Mapping memory later would wait for, and then hold up, the threads that touch it for the first time.
             for chunk in dict.fromkeys(self.chunks.values()):
                 self._take(chunk)
-
         self.sharding = functools.cache(lambda layout: named_sharding(layout, devices))
+        self.crew = Crew[Moved](self.threads)  # last: whatever fails before leaves no thread behind
 
     def run(
         self, on_ready: Callable[[str, Any], None], on_start: Callable[[str], None], progress: Callable[[int], None]
@@ -226,11 +225,14 @@ class _Transfer:
 
     def close(self) -> None:
         """Stop the workers and let go of everything, also after an error."""
-        if self.checks is not None:
-            self.checks.close()
-        self.crew.close()
-        for fd in self.files.values():
-            os.close(fd)
+        try:
+            if self.checks is not None:
+                self.checks.close()
+            self.crew.close()
+        finally:
+            for fd in self.files.values():
+                os.close(fd)
+            self.files.clear()
         self.variables.clear()
         self.chunks.clear()
         self.complete.clear()

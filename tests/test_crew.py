@@ -1,5 +1,6 @@
 """Worker threads that wake their caller seldom: `shardload._crew`."""
 
+import gc
 import threading
 
 import pytest
@@ -61,3 +62,29 @@ def test_all_threads_stand_by_before_there_is_work():
         assert sum(t.name.startswith("shardload") for t in threading.enumerate()) == 3
     finally:
         crew.close()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), KeyboardInterrupt()])
+def test_a_thread_that_cannot_be_started_leaves_none_waiting(monkeypatch, error):
+    real, started = threading.Thread.start, []
+
+    def start(thread):
+        if thread.name.startswith("shardload"):
+            started.append(thread)
+            if len(started) == 2:
+                raise error
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(type(error)):
+        Crew(3)
+    started[0].join(30)
+    assert not started[0].is_alive()
+
+
+def test_a_crew_that_is_forgotten_dismisses_its_threads():
+    threads = Crew(3)._threads
+    gc.collect()
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads)

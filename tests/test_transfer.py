@@ -1,5 +1,6 @@
 """Bytes read, memory held, casts, failures: what a transfer promises beyond geometry."""
 
+import dataclasses
 import os
 import threading
 from pathlib import Path
@@ -402,3 +403,39 @@ def test_what_is_passed_over_counts_against_the_budget(tmp_path):
     found, stats = load(plan, manifest, threads=2)
     check(found["a"], value[:, :1024], target.layout)
     assert stats.peak_staging_bytes == 2 * plan.scratch_bytes > 0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float8_e4m3fn"])
+def test_pieces_that_are_uploaded_keep_every_bit(tmp_path, dtype):
+    """Signalling NaNs too."""
+    value = np.random.default_rng(0).integers(0, 256, 4 << 20, np.uint8).view(jnp.dtype(dtype)).reshape(256, -1)
+    manifest = manifest_of(tmp_path / "f.bin", {"a": value})
+    found, _ = load(planned(manifest, whole(manifest, "a", dim=1), budget=MIB), manifest, placement="upload")
+    assert np.asarray(found["a"]).tobytes() == value.tobytes()
+
+
+@pytest.mark.parametrize("placement", ["adopt", "upload"])
+@pytest.mark.parametrize("budget", [64 << 10, 256 << 10, MIB, 2 * MIB])
+@pytest.mark.parametrize(
+    ("wanted", "dim", "transposed"), [("uint16", 0, True), ("float32", 1, False), ("float32", 0, True)]
+)
+def test_rows_longer_than_the_budget_allows_are_not_moved_row_by_row(
+    tmp_path, placement, *, budget, wanted, dim, transposed
+):
+    value = np.arange(4 * (512 << 10), dtype=np.uint32).astype(np.uint16).reshape(4, 512 << 10)
+    manifest = manifest_of(tmp_path / "f.bin", {"a": value})
+    target = dataclasses.replace(whole(manifest, "a", dim=dim, transposed=transposed), dtype=np.dtype(wanted))
+    found, stats = load(planned(manifest, target, budget=budget), manifest, placement=placement, threads=1)
+    np.testing.assert_array_equal(np.asarray(found["a"]), (value.T if transposed else value).astype(wanted))
+    assert stats.peak_staging_bytes <= budget
+
+
+def test_no_memory_for_shards_is_told(manifest, monkeypatch):
+    def no_memory(n_bytes):
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr("shardload._buffers.memory", no_memory)
+    with pytest.raises(
+        TransferError, match=r"'a': there is no memory for the 4194304 bytes .*Use a mesh over more hosts"
+    ):
+        load(planned(manifest, whole(manifest, "a", dim=1)), manifest)
