@@ -121,11 +121,8 @@ def _update(whole: Any, piece: Any, start: Any) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any], device: Any) -> Any:
+    """What makes them: compiled once for each kind of shard."""
     return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=SingleDeviceSharding(device))
-
-
-def _empty(shape: tuple[int, ...], dtype: np.dtype[Any], device: Any) -> Any:
-    return _zeros(shape, dtype, device)()
 
 
 class Growing:
@@ -136,7 +133,7 @@ class Growing:
         self.sharding = sharding
         # One by one, as processes need not come here in the same order: a program for all devices would have to wait.
         self.shards: dict[Any, tuple[Bounds, Any]] = {
-            device: (bounds, _empty(bounds.shape, dtype, device))
+            device: (bounds, _zeros(bounds.shape, dtype, device)())
             for device, index in sharding.addressable_devices_indices_map(shape).items()
             for bounds in [_bounds(_ranges(index), shape)]
         }

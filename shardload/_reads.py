@@ -25,8 +25,9 @@ from shardload.manifest import Decoded, Manifest, Packed, Tensor, View
 
 BLOCK_BYTES = 16 << 20
 """Longest block; see the module docstring."""
-STAGED_BYTES = 2048 << 10
-"""One scratch fill: half an L2 of 2 MiB, all of one of 1 MiB; 5 GB/s per core transposed, 3 at 8 MiB."""
+STAGED_BYTES = 2 << 20
+"""One scratch fill, about an L2. Half of it takes twice as many turns of the interpreter; with 16 MiB the second copy
+comes from memory, a quarter slower."""
 DECODED_BYTES = 2 << 20
 """Longest decoded block, unless the reader's unit is longer."""
 DIRECT_RUN_BYTES = 2 << 10

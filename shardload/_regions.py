@@ -22,10 +22,10 @@ from shardload.bounds import Bounds
 from shardload.errors import LayoutError
 from shardload.manifest import Chunked, Decoded, Extent, Packed, Tensor, View
 
-CHECKING_BYTES = 96 << 20
-"""What a transfer takes at most for units that are kept or fetched ahead, and for scratch."""
-SCRATCH_BYTES = 16 << 20
-"""For scratch alone: two MiB a thread."""
+SCRATCH_BYTES = 64 << 20
+"""What a transfer takes at most for scratch, with fewer threads if need be: 8 MiB for each of eight."""
+CHECKING_BYTES = SCRATCH_BYTES + (64 << 20)
+"""For units that are kept or fetched ahead as well."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ A block is moved in one of four ways (``how``):
   scatter read puts each run where it belongs: one copy in all, no scratch. Blocks are 16 MiB: Python costs
   about 0.2 ms a block, 5 % of copying one.
 * ``staged``: transposed, cast, shared between variables, or of short runs. The block goes row by row through a
-  scratch buffer of 1 MiB, which stays in a core's L2, so the second copy does not come from memory.
+  scratch buffer of 2 MiB, which mostly stays in a core's L2, so the second copy does not come from memory.
 * ``packed``: a chunk that is compressed or otherwise decodes as a whole, once, whatever the layout.
 * ``decoded``: rows come from a `RowReader`; 2 MiB, to spread its per-call cost.
 

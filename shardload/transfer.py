@@ -41,6 +41,7 @@ from shardload._crew import Crew
 from shardload._mover import Moved, Mover
 from shardload._placement import Growing, assemble, named_sharding, place, widen, widens_on_device
 from shardload._reads import BUDGET_PARTS
+from shardload._regions import SCRATCH_BYTES
 from shardload.bounds import Bounds
 from shardload.errors import BudgetError, MeshError, MismatchError, TransferError
 from shardload.manifest import Manifest
@@ -188,7 +189,8 @@ class _Transfer:
         self.budget = Budget(plan.host_memory_bytes)
         self.read_s = self.copy_s = 0.0
         scratch = plan.scratch_bytes + (self.checks.thread_bytes if self.checks else 0)
-        self.threads = max(1, min(threads, self.budget.limit_bytes // 4 // scratch)) if scratch else max(1, threads)
+        most = min(self.budget.limit_bytes // 4, SCRATCH_BYTES)
+        self.threads = max(1, min(threads, most // scratch)) if scratch else max(1, threads)
         shared = self.checks.begin(self.threads) if self.checks else 0
         self._must_take(self.threads * scratch + shared, "Scratch memory")
         self.files: dict[str, int] = {}

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 import shardload._scatter
+from shardload._regions import least_budget
 from shardload.errors import BudgetError, MeshError, MismatchError, TransferError
 from shardload.layout import Layout
-from shardload.manifest import Manifest, View
+from shardload.manifest import Manifest, Packed, Tensor, View
 from shardload.mesh import MeshSpec
 from shardload.planner import Target, make_plan
 from shardload.transfer import execute, named_sharding, place
@@ -439,3 +440,27 @@ def test_no_memory_for_shards_is_told(manifest, monkeypatch):
         TransferError, match=r"'a': there is no memory for the 4194304 bytes .*Use a mesh over more hosts"
     ):
         load(planned(manifest, whole(manifest, "a", dim=1)), manifest)
+
+
+class Zeros:
+    """Decodes whatever is stored to zeros."""
+
+    def __init__(self, shape):
+        self.shape = shape
+
+    def decode(self, stored):
+        return np.zeros(self.shape, np.uint16)
+
+
+@pytest.mark.parametrize("shape", [(4, 1 << 20), (4, 4 << 20), (4, 12 << 20)])
+def test_the_least_budget_of_a_chunk_leaves_room_for_the_scratch_of_many_threads(tmp_path, shape):
+    path = tmp_path / "f.bin"
+    value = np.arange(1 << 20, dtype=np.uint32).astype(np.uint16).reshape(256, 4096)
+    held = manifest_of(path, {"a": value})
+    big = Tensor("big", shape, value.dtype, Packed(str(path), 0, 8, Zeros(shape)))
+    manifest = dataclasses.replace(held, tensors={**held.tensors, "big": big})
+    budget = least_budget(big, verified=False, uploads=False)
+    plan = planned(manifest, whole(manifest, "a", dim=0, transposed=True), whole(manifest, "big"), budget=budget)
+    found, stats = load(plan, manifest, threads=8)
+    np.testing.assert_array_equal(np.asarray(found["a"]), value.T)
+    assert stats.peak_staging_bytes <= budget
