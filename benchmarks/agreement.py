@@ -8,10 +8,12 @@ For each model, dtype and mesh a fresh process loads, runs the forward pass and 
     gemma2_2b   random, exact architecture (`shardload synth`)             4 KV heads, soft caps, post norms
     gemma_2b    random, exact architecture                                 1 KV head
 
-Random checkpoints of 5 GB are written one at a time and deleted. Memory (both are the CPU platform's doing): float32
-needs the weights once, as replicas share host memory; for bfloat16 XLA keeps float32 copies of weights in use, one
-for each simulated device that holds them, which is what ``--vocabulary`` and ``--layers`` are for. A run that would
-use up the machine's memory is stopped and reported as such.
+Random models memorise a text for each prompt first (`benchmarks.agreement_weights`); without (``--forgetful``) what
+they say hangs on rounding. Random checkpoints of 5 GB are written one at a time and deleted.
+
+Memory (both are the CPU platform's doing): float32 needs the weights once, as replicas share host memory; for
+bfloat16 XLA keeps float32 copies of weights in use, one for each simulated device that holds them, which is what
+``--vocabulary`` and ``--layers`` are for. A run that would use up the machine's memory is stopped and reported as such.
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import math
 import os
 import subprocess
 import sys
@@ -35,8 +36,9 @@ os.environ["KERAS_BACKEND"] = "jax"
 os.environ["JAX_PLATFORMS"] = "cpu"
 sys.modules["tensorflow"] = sys.modules["tensorflow_text"] = None  # type: ignore[assignment]
 
-import ml_dtypes  # noqa: E402
 import numpy as np  # noqa: E402
+
+from benchmarks.agreement_weights import temper  # noqa: E402
 
 MODELS = ("gemma3", "gemma2_2b", "gemma_2b")
 MESHES = ("1x8", "2x4", "8x1", "1x3")
@@ -45,8 +47,6 @@ TOLERANCE = 1e-4
 """Largest difference of float32 logits allowed."""
 SPARE_BYTES = 1_500_000_000
 """Memory left to everyone else; below it a run is stopped."""
-QUIETER, LOUDER = 4, 6
-"""Powers of two of `temper`."""
 TEXTS = (
     "The capital of France is",
     "The capital of Japan is the city of",
@@ -160,11 +160,11 @@ def _row(model: str, mesh: str, dtype: str, found: dict[str, Any], folder: Path)
         return Row(**head, **sizes, **compare(ours, reference), rounding=rounding)
 
 
-def _child(job: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _child(job: dict[str, Any], folder: Path, *, module: str = "agreement_child") -> dict[str, Any]:
     """Run one job, stopping it before it takes the machine's last memory; ``failure`` says what went wrong."""
     described = folder / "job.json"
-    described.write_text(json.dumps({**job, "out": str(folder / f"{job['mesh']}-{job['dtype']}.npz")}))
-    command = [sys.executable, "-m", "benchmarks.agreement_child", str(described)]
+    described.write_text(json.dumps({**job, "out": str(folder / f"{job['mesh']}-{job.get('dtype')}.npz")}))
+    command = [sys.executable, "-m", f"benchmarks.{module}", str(described)]
     began, failure = time.perf_counter(), ""
     with (folder / "errors").open("w+") as errors, (folder / "found").open("w+") as found:
         child = subprocess.Popen(command, stdout=found, stderr=errors, env={**os.environ, "XLA_FLAGS": XLA_FLAGS})
@@ -214,32 +214,15 @@ def source_of(model: str, options: argparse.Namespace) -> Iterator[str]:
         with tempfile.TemporaryDirectory(prefix="agreement-") as folder:
             path = str(synth.synth("agreement", directory=folder))
             temper(path)
+            if options.new_tokens and not options.forgetful:
+                job = {"source": path, "mesh": "1x1", "prompts": random_prompts(), "new_tokens": options.new_tokens}
+                found = _child(job, Path(folder), module="agreement_weights")
+                if found["failure"]:
+                    raise SystemExit(f"{model} could not memorise its texts: {found['failure']}")
+                print(f"{model}: margins before each round of memorising: {found['margins']}", file=sys.stderr)
             yield path
     finally:
         del architectures.ARCHITECTURES["agreement"]
-
-
-def temper(source: str) -> None:
-    """Make random weights speak: divide the vocabulary's rows, multiply the last norm's weights, in the file.
-
-    With tied random rows a token's own row is the likeliest next one, whatever the layers say: every model would
-    repeat its prompt's last token, and agree. With small rows the layers decide; the last norm then brings logits
-    back to the size of a real model's, which is what an absolute tolerance needs. Both factors are powers of two.
-    """
-    from shardload.loaders import open_manifest
-
-    tensors = open_manifest(source).tensors
-    rows = _stored(tensors["layers/reversible_embedding/vars/0"])
-    for start in range(0, rows.size, 1 << 24):
-        rows[start : start + (1 << 24)] -= QUIETER << 7  # the exponent's lowest bit
-    norm = _stored(tensors["layers/rms_normalization/vars/0"]).view(ml_dtypes.bfloat16)
-    norm[:] = 2.0**LOUDER * (1 + norm.astype(np.float32)) - 1  # Gemma adds 1 to what is stored
-
-
-def _stored(tensor: Any) -> np.ndarray:
-    """A bfloat16 tensor in its file, writable, as bits."""
-    place = tensor.storage
-    return np.memmap(place.path, np.uint16, "r+", offset=place.offset, shape=(math.prod(tensor.shape),))
 
 
 def real_prompts(source: str) -> list[list[int]]:
@@ -276,6 +259,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="fewer layers for the random models, all dims exact")
     parser.add_argument("--vocabulary", type=int, help="a smaller vocabulary for the random models")
     parser.add_argument("--new-tokens", type=int, default=16, help="tokens to generate (default: 16; 0: none)")
+    parser.add_argument("--forgetful", action="store_true", help="random models as they come, without memorised texts")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     options = parser.parse_args()
     options.meshes, options.dtypes = options.meshes or MESHES, options.dtypes or DTYPES

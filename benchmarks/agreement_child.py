@@ -27,17 +27,23 @@ from benchmarks.measure import memory_status  # noqa: E402
 from shardload.distribution import binding_of  # noqa: E402
 
 
-def forward(model: Any, prompts: list[list[int]]) -> np.ndarray:
+def forward(model: Any, prompts: list[list[int]], *, part: Any = None) -> np.ndarray:
     """Logits in float32 of every real token of every prompt, one row a token, from one compiled call.
 
     Not ``predict``: it hands the weights back as results, which makes a copy for each simulated device.
+
+    Args:
+        model: What was loaded.
+        prompts: Token ids.
+        part: The part of the model whose outputs are wanted instead: its backbone gives hidden states.
     """
+    part = part or model
     longest = max(map(len, prompts))
     tokens = np.zeros((len(prompts), longest), np.int32)
     mask = np.zeros((len(prompts), longest), np.bool_)
     for row, ids in enumerate(prompts):
         tokens[row, : len(ids)], mask[row, : len(ids)] = ids, True
-    weights = [[v.value for v in part] for part in (model.trainable_variables, model.non_trainable_variables)]
+    weights = [[v.value for v in of] for of in (part.trainable_variables, part.non_trainable_variables)]
     binding = binding_of(model)
     with binding.scope():
         data = {
@@ -46,8 +52,8 @@ def forward(model: Any, prompts: list[list[int]]) -> np.ndarray:
             )
             for name, value in (("token_ids", tokens), ("padding_mask", mask))
         }
-        logits = jax.jit(lambda weights, data: model.stateless_call(*weights, data)[0])(weights, data)
-        return np.asarray(logits)[mask].astype(np.float32)
+        outputs = jax.jit(lambda weights, data: part.stateless_call(*weights, data)[0])(weights, data)
+        return np.asarray(outputs)[mask].astype(np.float32)
 
 
 def margins(model: Any, prompts: list[list[int]], added: list[list[int]]) -> np.ndarray:
