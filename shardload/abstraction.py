@@ -85,8 +85,7 @@ def initialise(
     waiting = sorted(filter(is_abstract, found), key=lambda v: _keras.pending_of(v).order)
     for variable in waiting:
         if is_abstract(variable):  # a seed generator may have been needed by an earlier initialiser
-            with _same_everywhere(variable):
-                _initialise(variable)
+            _initialise(variable)
     if isinstance(target, keras.Layer):
         _keras.refresh_derived(target)
     return [v.path for v in waiting]
@@ -120,19 +119,29 @@ def _variables(target: Model | Iterable[Variable]) -> list[Variable]:
 # ---- one variable's initial value ----------------------------------------------------------------
 
 
-@contextmanager
-def _same_everywhere(variable: Variable) -> Iterator[None]:
-    """Say what to do where JAX finds that processes are about to give one array different values."""
-    try:
-        yield
-    except AssertionError as error:
-        if "not the same on each process" not in str(error):
-            raise
+def _require_agreement(values: Iterable[Any], variable: Variable, sharding: jax.sharding.Sharding) -> None:
+    """Make sure that the processes are about to give one array the same value, or compute it from the same ones.
+
+    JAX's ``device_put`` compares, too, but on all devices, and waits for the first of them alone: a process that gave
+    up on what it saw could never end, its other devices still waiting for those of a process that has. So here one
+    device of each process takes part.
+
+    Raises:
+        UninitialisedError: When they are not.
+    """
+    devices = {d.process_index: d for d in sorted(sharding.device_set, key=lambda d: -d.id)}
+    mesh = jax.sharding.Mesh([devices[i] for i in sorted(devices)], ("processes",))
+    each, whole = (jax.sharding.NamedSharding(mesh, jax.P(*axes)) for axes in (["processes"], []))
+    bits = np.frombuffer(b"".join(np.asarray(value).tobytes() for value in values), np.uint8)[None]
+    mine = jax.device_put(bits, devices[jax.process_index()])
+    parts = jax.make_array_from_single_device_arrays((len(devices), bits.size), each, [mine])
+    found = np.asarray(jax.jit(lambda part: part, out_shardings=whole)(parts).addressable_data(0))
+    if (found != bits).any():
         raise UninitialisedError(
             f"The initial value of {variable.path!r}, which the checkpoint does not hold, differs from process to "
             "process, as each draws its own random seed. Before building the model, call keras.utils.set_random_seed(n)"
             " with the same n on every process, or set them up with keras.distribution.initialize(), which does so"
-        ) from error
+        )
 
 
 def _initialise(variable: Variable) -> None:
@@ -162,7 +171,7 @@ def _takes_layout(initializer: Callable[..., Any]) -> bool:
 def _place(value: np.ndarray[Any, Any], variable: Variable, sharding: Any) -> jax.Array:
     owned = np.array(value, dtype=_keras.stored_dtype(variable)).reshape(variable.shape)
     if not sharding.is_fully_addressable:
-        return jax.device_put(owned, sharding)  # compares what the processes have
+        _require_agreement([owned], variable, sharding)
     return jax.make_array_from_callback(owned.shape, sharding, lambda index: owned[index])
 
 
@@ -172,7 +181,9 @@ def _sharded_value(variable: Variable, initializer: Callable[..., Any], sharding
     except Exception:
         # Not traceable (draws from Keras' global seed, computes in NumPy …): a real error shows again here.
         value = keras.ops.convert_to_tensor(initializer(variable.shape, dtype=_keras.stored_dtype(variable).name))
-        return jax.device_put(value, sharding)
+        return _place(np.asarray(value), variable, sharding)
+    if not sharding.is_fully_addressable:
+        _require_agreement([*program.constants, *seeds], variable, sharding)
     value, *states = program(*seeds)
     for generator, state in zip(_generators(initializer), states, strict=False):
         generator.state.assign(np.asarray(state))
@@ -274,7 +285,16 @@ class _Program:
             env = {key: x for key, x in env.items() if self._last_use.get(key, -1) > i}
             env |= {id(v): x for v, x in zip(eqn.outvars, results, strict=True)}
         first, *rest = (read(v) for v in self._jaxpr.outvars)
+        if isinstance(first, np.ndarray):  # computed from nothing, so no stage has put it on a device
+            owned = np.array(first, self._jaxpr.outvars[0].aval.dtype)
+            return [jax.make_array_from_callback(owned.shape, self._final, lambda index: owned[index]), *rest]
         return [jax.device_put(first, self._final), *rest]
+
+    @property
+    def constants(self) -> list[Any]:
+        """What is computed with, beside the seeds."""
+        inputs = [v for eqn in self._jaxpr.eqns for v in eqn.invars]
+        return [*self._consts, *(v.val for v in [*inputs, *self._jaxpr.outvars] if isinstance(v, Literal))]
 
 
 def _bound(eqn: Any) -> Callable[..., list[Any]]:

@@ -17,18 +17,17 @@ from shardload.errors import UninitialisedError
 sys.modules.setdefault("tensorflow", None)  # Keras and KerasHub import it where it is; it is not needed
 
 
-def abstract(*, seed):
-    """A model with a layer that has a seed of its own, which weights on disk need not hold."""
+def abstract(*, seed, do):
+    """A model with a layer that has a seed of its own, which weights on disk need not hold; or with a new head."""
     if seed is not None:
         keras.utils.set_random_seed(seed)
     with shardload.abstract():
-        return keras.Sequential(
-            [keras.Input((64,)), keras.layers.Dense(64), keras.layers.Dropout(0.1), keras.layers.Dense(8)]
-        )
+        more = [keras.layers.Dense(16, name="head")] if do == "unseeded-head" else [keras.layers.Dropout(0.1)]
+        return keras.Sequential([keras.Input((64,)), keras.layers.Dense(64), keras.layers.Dense(8), *more])
 
 
-def load(folder, mesh, *, seed):
-    model = abstract(seed=seed)
+def load(folder, mesh, *, seed, do):
+    model = abstract(seed=seed, do=do)
     report = shardload.load_weights(model, folder, mesh=mesh, strict=False)
     own = {v.path: v.value for v in model.variables}
     return report, own
@@ -44,9 +43,9 @@ def main(*arguments):
     count, index, port, devices, mesh, do, folder = arguments
     jax.config.update("jax_num_cpu_devices", int(devices))
     jax.distributed.initialize(f"127.0.0.1:{port}", int(count), int(index))
-    seed = None if do == "unseeded" else 7
+    seed = None if do.startswith("unseeded") else 7
     try:
-        report, own = load(folder, mesh, seed=seed)
+        report, own = load(folder, mesh, seed=seed, do=do)
     except UninitialisedError as error:
         sys.stdout.write(json.dumps({"error": str(error)}) + "\n")
         return

@@ -29,7 +29,8 @@ def test_each_gets_its_part_of_the_same_values(saved):
     assert any("seed" in path for path in first["initialised"])
 
 
-def test_seeds_that_differ_are_told_with_the_way_out(saved):
-    with Run(2, 4, "2x4", "unseeded", saved[0], module="tests.load_child") as run:
+@pytest.mark.parametrize(("do", "what"), [("unseeded", "seed_generator_state"), ("unseeded-head", "head/kernel")])
+def test_seeds_that_differ_are_told_with_the_way_out(saved, do, what):
+    with Run(2, 4, "2x4", do, saved[0], module="tests.load_child") as run:
         for told in run.finish():
-            assert "seed_generator_state" in told["error"] and "set_random_seed(n)" in told["error"]
+            assert what in told["error"] and "set_random_seed(n)" in told["error"]
