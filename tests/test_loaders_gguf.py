@@ -18,7 +18,7 @@ from shardload.errors import (
 )
 from shardload.loaders import open_manifest
 from shardload.loaders.gguf import tokenizer_metadata
-from shardload.loaders.gguf_header import _TYPES, INLINE_ITEMS, read_header
+from shardload.loaders.gguf_header import _TYPES, INLINE_ITEMS, read_array, read_header
 from shardload.loaders.gguf_models import ARCHITECTURES, llama3_factors
 from shardload.loaders.gguf_rows import PLAIN, minus_one
 
@@ -177,6 +177,20 @@ def test_header_is_small_and_long_arrays_stay_in_the_file(tmp_path):
     assert (found.model, found.special_ids, found.flags) == ("gpt2", {"eos": 7}, {"add_bos_token": True})
     assert found.chat_template == "{{ messages }}"
     assert not found.token_types.size
+
+
+def test_long_texts_stay_in_the_file_and_long_templates_come_whole(tmp_path):
+    licence, template = "All rights reserved. " * 4096, "{{ bos_token }}é" * 8192
+
+    def extra(writer):
+        writer.add_license(licence)
+        writer.add_token_list(["a", "b"])
+        writer.add_chat_template(template)
+
+    path = write_gguf(tmp_path / "x.gguf", {"blk.0.attn_norm.weight": np.ones(32, np.float32)}, extra=extra)
+    found = read_header(str(path)).values["general.license"]
+    assert read_array(found).tobytes() == licence.encode()
+    assert tokenizer_metadata(path).chat_template == template
 
 
 def test_no_tokenizer(tmp_path):

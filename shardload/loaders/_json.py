@@ -36,6 +36,7 @@ def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
                 f"{name} has {size} bytes, but a JSON description has at most {MAX_JSON_BYTES}. "
                 "It is not what its name says; download it again"
             )
+        local.require_brace(fd, size, path=name, what="the JSON text")
         return parse_object(local.read_header(fd, size, offset=0, path=name, what="the JSON text"), path=name)
 
 
@@ -53,7 +54,9 @@ def parse_object(raw: bytes, *, path: str) -> dict[str, Any]:
             "parsed they would take many times the memory. Download it again"
         )
     try:
-        found = json.loads(raw.decode("utf-8"), object_pairs_hook=unique_pairs)
+        text = raw.decode("utf-8")
+        del raw
+        found = json.loads(text, object_pairs_hook=unique_pairs)
     except UnicodeDecodeError as error:
         raise SourceError(f"{path} should hold JSON in UTF-8, but byte {error.start} is not UTF-8") from error
     except RecursionError as error:

@@ -101,7 +101,7 @@ def tokenizer_metadata(path: str | os.PathLike[str]) -> TokenizerMetadata:
         merges=_strings(values, "ggml.merges", name),
         special_ids={key: value for key, value in ids.items() if isinstance(value, int) and value < len(tokens)},
         flags={key[5:]: value for key, value in values.items() if key.startswith("ggml.") and isinstance(value, bool)},
-        chat_template=values["chat_template"] if isinstance(values.get("chat_template"), str) else None,
+        chat_template=_template(values.get("chat_template"), name),
     )
     for what, items in (("scores", found.scores), ("token types", found.token_types)):
         if len(items) not in (0, len(tokens)):
@@ -115,6 +115,15 @@ def _strings(values: dict[str, Any], key: str, path: str) -> tuple[str, ...]:
     if not all(isinstance(item, str) for item in items):
         raise SourceError(f"{path}: 'tokenizer.{key}' should be a list of strings")
     return tuple(items)
+
+
+def _template(found: object, path: str) -> str | None:
+    """The text under that key: a long one was stepped over as bytes."""
+    try:
+        text = bytes(read_array(found)).decode("utf-8") if isinstance(found, LongArray) else found
+    except UnicodeDecodeError as error:
+        raise SourceError(f"{path}: 'tokenizer.chat_template' is not UTF-8 at its byte {error.start}") from error
+    return text if isinstance(text, str) else None
 
 
 def _numbers(values: dict[str, Any], key: str, dtype: type) -> NDArray[Any]:

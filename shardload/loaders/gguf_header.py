@@ -29,13 +29,15 @@ MAX_NAME_BYTES = 65535
 """The specification's limit for keys."""
 INLINE_ITEMS = 1024
 """Arrays up to this length are parsed at once: per-layer settings, not vocabularies."""
+INLINE_TEXT_BYTES = 1 << 16
+"""Longer texts are stepped over like long arrays, of which a licence in full is the largest seen."""
 INLINE_SHARE = 8
 """All of them together have one item per so many bytes of the file: a Python number takes up to 36 bytes."""
 _WINDOW_BYTES = 1 << 20
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Value type → `struct` code; 8 is a string, 9 an array."""
-_STRING, _ARRAY = 8, 9
+_BYTE, _STRING, _ARRAY = 0, 8, 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,12 +213,21 @@ def _pairs(cursor: _Cursor, count: int) -> dict[str, Any]:
 
 def _value(cursor: _Cursor, kind: int, key: str) -> Any:
     if kind == _STRING:
-        return cursor.string(f"the value of {key!r}")
+        return _text(cursor, f"the value of {key!r}")
     if kind == _ARRAY:
         return _array(cursor, key)
     if kind not in _SCALARS:
         raise SourceError(f"{cursor.path}: {key!r} has the value type {kind}, which does not exist")
     return cursor.unpack("<" + _SCALARS[kind], f"the value of {key!r}")[0]
+
+
+def _text(cursor: _Cursor, what: str) -> str | LongArray:
+    (count,) = cursor.peek("<Q", what)
+    if count <= INLINE_TEXT_BYTES:
+        return cursor.string(what)
+    start = cursor.position + 8
+    cursor.skip(8 + count, what)
+    return LongArray(cursor.path, _BYTE, count, start, count)
 
 
 def _array(cursor: _Cursor, key: str) -> list[Any] | LongArray:
@@ -229,6 +240,9 @@ def _array(cursor: _Cursor, key: str) -> list[Any] | LongArray:
     cursor.require(count * item_bytes, f"the array {key!r} of {count} items")
     if count <= min(INLINE_ITEMS, cursor.inline_items):
         cursor.inline_items -= count
+        if kind == _STRING:
+            what = f"an item of the array {key!r}"
+            return [cursor.string(what, limit=INLINE_TEXT_BYTES) for _ in range(count)]
         return [_value(cursor, kind, key) for _ in range(count)]
     start = cursor.position
     if kind == _STRING:
@@ -296,9 +310,13 @@ class _Cursor:
             )
 
     def unpack(self, code: str, what: str) -> tuple[Any, ...]:
-        count = struct.calcsize(code)
-        at = self._load(count, what)
-        self.position += count
+        found = self.peek(code, what)
+        self.position += struct.calcsize(code)
+        return found
+
+    def peek(self, code: str, what: str) -> tuple[Any, ...]:
+        """The next values; the position stays."""
+        at = self._load(struct.calcsize(code), what)
         return struct.unpack_from(code, self._window, at)
 
     def string(self, what: str, *, limit: int | None = None) -> str:

@@ -46,6 +46,9 @@ EXPANSION_FLOOR_BYTES = 1 << 20
 """Below this any expansion is harmless: a freshly initialised bias compresses well."""
 CACHE_BYTES = 1 << 20
 """libhdf5's cache of object headers, 32 MiB by default; each header is read once here."""
+FREE_READ_BYTES = 1 << 16
+"""At once, while headers are read; more only up to half of the file. libhdf5 takes as much memory as a header says it
+is long, and reads it in one go: where the length is damaged, the tensors, too, which it then takes for messages."""
 MAX_DEPTH = 256
 """Groups in groups; Keras has two for each layer in a layer."""
 _LOCK = threading.RLock()
@@ -120,7 +123,8 @@ def read_tensors(region: Region) -> tuple[Tensor, ...]:
         UnsupportedError: When a dataset holds no numbers, needs a missing filter, or the file is a legacy one.
         SourceError: When libhdf5 cannot make sense of it.
     """
-    with _LOCK, _translated(region), _opened(region) as file:
+    at_once = max(FREE_READ_BYTES, region.nbytes // 2)
+    with _LOCK, _translated(region), _opened(region, at_once=at_once) as file:
         _refuse_legacy(file, region.path)
         return tuple(_tensor(node, name, region) for name, node in _walk(file, region.path))
 
@@ -128,9 +132,10 @@ def read_tensors(region: Region) -> tuple[Tensor, ...]:
 class _RegionFile(io.RawIOBase):
     """A read-only file object over a region; libhdf5 cannot see, lock or map anything else."""
 
-    def __init__(self, region: Region) -> None:
+    def __init__(self, region: Region, *, at_once: int | None = None) -> None:
         self._fd = local.open_readonly(region.path)
         self._region = region
+        self._at_once = at_once
         self._at = 0
 
     def readable(self) -> bool:
@@ -148,6 +153,11 @@ class _RegionFile(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
+        if self._at_once is not None and len(view) > self._at_once:
+            raise UnsafeSourceError(
+                f"{self._region.path} is damaged HDF5: a header at byte {self._at} should take {len(view)} bytes, more "
+                f"than half of the {self._region.nbytes} there are. Download or save it again"
+            )
         view = view[: max(0, self._region.nbytes - self._at)]
         count = os.preadv(self._fd, [view], self._region.start + self._at) if view else 0
         self._at += count
@@ -160,8 +170,8 @@ class _RegionFile(io.RawIOBase):
 
 
 @contextmanager
-def _opened(region: Region) -> Iterator[Any]:
-    with _RegionFile(region) as raw, h5py.File(raw, "r") as file:
+def _opened(region: Region, *, at_once: int | None = None) -> Iterator[Any]:
+    with _RegionFile(region, at_once=at_once) as raw, h5py.File(raw, "r") as file:
         cache = file.id.get_mdc_config()
         cache.set_initial_size = True
         cache.initial_size = cache.max_size = CACHE_BYTES

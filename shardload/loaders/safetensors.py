@@ -98,7 +98,10 @@ def read_header(path: str) -> Header:
                 f"{path} declares a header of {length} bytes; at most {MAX_HEADER_BYTES} are allowed. "
                 "It is damaged or no safetensors file; download it again"
             )
-        raw = local.read_header(fd, length, offset=8, path=path, what="the safetensors header")
+        what = "the safetensors header"
+        if 8 + length <= size:  # read_header says what is wrong where it is not
+            local.require_brace(fd, 8 + length, path=path, what=what)
+        raw = local.read_header(fd, length, offset=8, path=path, what=what)
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -16,6 +16,9 @@ from pathlib import Path
 
 from shardload.errors import SourceError, SourceNotFoundError, TransferError, TruncatedSourceError
 
+SMALL_BYTES = 4096
+"""Not worth a look before it is read."""
+
 
 def read_exact(fd: int, buffer: memoryview, offset: int, path: str) -> None:
     """Fill ``buffer`` with the bytes of a file that start at ``offset``.
@@ -105,9 +108,35 @@ def read_header(fd: int, count: int, *, offset: int, path: str, what: str) -> by
             f"{path} is truncated: {what} should take {count} bytes at offset {offset}, but the file has {size} bytes. "
             "Download or save it again"
         )
-    buffer = bytearray(count)
+    try:
+        found = os.pread(fd, count, offset)
+    except OSError as error:
+        raise TruncatedSourceError(
+            f"{path}: {what} could not be read: {count} bytes at offset {offset} failed: {error}"
+        ) from error
+    if len(found) == count:
+        return found
+    buffer = bytearray(count)  # a system call returns at most 2 GiB, and a network file system less when it likes
     try:
         read_exact(fd, memoryview(buffer), offset, path)
     except TransferError as error:
         raise TruncatedSourceError(f"{path}: {what} could not be read: {error}") from error
     return bytes(buffer)
+
+
+def require_brace(fd: int, stop: int, *, path: str, what: str) -> None:
+    """Raise unless a large JSON object that is said to end before byte ``stop`` ends with a brace.
+
+    A length that points into the tensors is found here, before that much is read.
+
+    Raises:
+        SourceError: When it ends with anything else; also when the file cannot be read.
+    """
+    if stop <= SMALL_BYTES:
+        return
+    end = read_header(fd, SMALL_BYTES, offset=stop - SMALL_BYTES, path=path, what=what).rstrip(b" \t\r\n")
+    if end and not end.endswith(b"}"):
+        raise SourceError(
+            f"{path}: {what} should end with a closing brace, but ends with {end[-8:]!r} before byte {stop}. "
+            "It is damaged, or not what its name says; download it again"
+        )
