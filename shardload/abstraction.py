@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
 import importlib
 import importlib.abc
 import inspect
@@ -27,7 +28,7 @@ from typing import Any
 import jax
 import keras
 import numpy as np
-from jax.extend.core import Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from shardload import _keras
 from shardload._keras import HostConstant, Model, Variable, is_abstract
@@ -132,15 +133,20 @@ def _require_agreement(values: Iterable[Any], variable: Variable, sharding: jax.
     devices = {d.process_index: d for d in sorted(sharding.device_set, key=lambda d: -d.id)}
     mesh = jax.sharding.Mesh([devices[i] for i in sorted(devices)], ("processes",))
     each, whole = (jax.sharding.NamedSharding(mesh, jax.P(*axes)) for axes in (["processes"], []))
-    bits = np.frombuffer(b"".join(np.asarray(value).tobytes() for value in values), np.uint8)[None]
+    digest = hashlib.sha256()  # of one length, whatever the others compare: Gloo aborts where lengths differ
+    for value in values:
+        array = np.asarray(value)
+        digest.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
+    bits = np.frombuffer(digest.digest(), np.uint8)[None]
     mine = jax.device_put(bits, devices[jax.process_index()])
     parts = jax.make_array_from_single_device_arrays((len(devices), bits.size), each, [mine])
     found = np.asarray(jax.jit(lambda part: part, out_shardings=whole)(parts).addressable_data(0))
     if (found != bits).any():
         raise UninitialisedError(
             f"The initial value of {variable.path!r}, which the checkpoint does not hold, differs from process to "
-            "process, as each draws its own random seed. Before building the model, call keras.utils.set_random_seed(n)"
-            " with the same n on every process, or set them up with keras.distribution.initialize(), which does so"
+            "process, most likely as each draws its own random seed. Before building the model, call "
+            "keras.utils.set_random_seed(n) with the same n on every process, or set them up with "
+            "keras.distribution.initialize(), which does so"
         )
 
 
@@ -158,6 +164,8 @@ def _initialise(variable: Variable) -> None:
     if isinstance(initializer, HostConstant) and sharding is not None:
         _keras.direct_assign(variable, _place(initializer.value, variable, sharding))
     elif sharding is None or _takes_layout(initializer):
+        if sharding is not None and not sharding.is_fully_addressable:
+            _require_agreement([_described(initializer)], variable, sharding)
         _keras.initialise_eagerly(variable, initializer)
     else:
         _keras.direct_assign(variable, _sharded_value(variable, initializer, sharding))
@@ -166,6 +174,13 @@ def _initialise(variable: Variable) -> None:
 def _takes_layout(initializer: Callable[..., Any]) -> bool:
     """Whether Keras would hand the initialiser its layout, and leave the sharding to it."""
     return "layout" in inspect.signature(initializer).parameters
+
+
+def _described(initializer: Any) -> str:
+    """All that can be compared of an initialiser which computes its own shards: attributes, its seeds' states."""
+    states = [np.asarray(_keras.value_of(g.state)).tolist() for g in _generators(initializer)]
+    named = getattr(initializer, "__dict__", {})
+    return json.dumps([named, states], sort_keys=True, default=lambda value: type(value).__name__)
 
 
 def _place(value: np.ndarray[Any, Any], variable: Variable, sharding: Any) -> jax.Array:
@@ -292,9 +307,22 @@ class _Program:
 
     @property
     def constants(self) -> list[Any]:
-        """What is computed with, beside the seeds."""
-        inputs = [v for eqn in self._jaxpr.eqns for v in eqn.invars]
-        return [*self._consts, *(v.val for v in [*inputs, *self._jaxpr.outvars] if isinstance(v, Literal))]
+        """What is computed with, beside the seeds, and by which operations."""
+        return [*self._consts, *_ingredients(self._jaxpr)]
+
+
+def _ingredients(jaxpr: Any) -> Iterator[Any]:
+    """Names of operations, literals and constants, those of programs inside the program too."""
+    for eqn in jaxpr.eqns:
+        yield eqn.primitive.name
+        yield from (v.val for v in eqn.invars if isinstance(v, Literal))
+        for inner in jax.tree.leaves([*eqn.params.values()], is_leaf=lambda x: isinstance(x, ClosedJaxpr | Jaxpr)):
+            if isinstance(inner, ClosedJaxpr):
+                yield from inner.consts
+                yield from _ingredients(inner.jaxpr)
+            elif isinstance(inner, Jaxpr):
+                yield from _ingredients(inner)
+    yield from (v.val for v in jaxpr.outvars if isinstance(v, Literal))
 
 
 def _bound(eqn: Any) -> Callable[..., list[Any]]:

@@ -135,8 +135,19 @@ def not_started(error: Exception) -> MeshError:
 
 
 def local_positions(place: Place) -> tuple[int, ...]:
-    """The mesh positions whose devices this process feeds: all that other processes do not."""
-    return tuple(i for i, d in enumerate(place.devices) if d is None or d.process_index == jax.process_index())
+    """The mesh positions whose devices this process feeds: all that other processes do not.
+
+    Raises:
+        MeshError: When the mesh has none of this process's devices.
+    """
+    found = tuple(i for i, d in enumerate(place.devices) if d is None or d.process_index == jax.process_index())
+    if not found:
+        raise MeshError(
+            f"The mesh {place.mesh} has none of the {jax.local_device_count()} devices of this process "
+            f"({jax.process_index()} of {jax.process_count()}). Use a larger mesh, of {jax.device_count()} devices, or "
+            "hand over the devices to use as devices="
+        )
+    return found
 
 
 def planned(spec: MeshSpec) -> Place:

@@ -17,17 +17,23 @@ from shardload.errors import UninitialisedError
 sys.modules.setdefault("tensorflow", None)  # Keras and KerasHub import it where it is; it is not needed
 
 
-def abstract(*, seed, do):
+def abstract(*, seed, do, index):
     """A model with a layer that has a seed of its own, which weights on disk need not hold; or with a new head."""
     if seed is not None:
         keras.utils.set_random_seed(seed)
     with shardload.abstract():
-        more = [keras.layers.Dense(16, name="head")] if do == "unseeded-head" else [keras.layers.Dropout(0.1)]
+        kernel = {
+            "unseeded-head": keras.initializers.RandomNormal(),
+            "zeros-or-not": "zeros" if index else keras.initializers.RandomNormal(seed=5),
+            "in-a-program": lambda shape, dtype: jax.jit(lambda: jax.numpy.ones(shape, dtype) * (2.0 + index))(),
+        }.get(do)
+        more = [keras.layers.Dense(16, kernel_initializer=kernel, name="head")] if kernel else []
+        more = more or [keras.layers.Dropout(0.1)]
         return keras.Sequential([keras.Input((64,)), keras.layers.Dense(64), keras.layers.Dense(8), *more])
 
 
-def load(folder, mesh, *, seed, do):
-    model = abstract(seed=seed, do=do)
+def load(folder, mesh, *, seed, do, index):
+    model = abstract(seed=seed, do=do, index=index)
     report = shardload.load_weights(model, folder, mesh=mesh, strict=False)
     own = {v.path: v.value for v in model.variables}
     return report, own
@@ -45,7 +51,7 @@ def main(*arguments):
     jax.distributed.initialize(f"127.0.0.1:{port}", int(count), int(index))
     seed = None if do.startswith("unseeded") else 7
     try:
-        report, own = load(folder, mesh, seed=seed, do=do)
+        report, own = load(folder, mesh, seed=seed, do=do, index=int(index))
     except UninitialisedError as error:
         sys.stdout.write(json.dumps({"error": str(error)}) + "\n")
         return

@@ -29,8 +29,16 @@ def test_each_gets_its_part_of_the_same_values(saved):
     assert any("seed" in path for path in first["initialised"])
 
 
-@pytest.mark.parametrize(("do", "what"), [("unseeded", "seed_generator_state"), ("unseeded-head", "head/kernel")])
-def test_seeds_that_differ_are_told_with_the_way_out(saved, do, what):
+@pytest.mark.parametrize(
+    ("do", "what"),
+    [
+        ("unseeded", "seed_generator_state"),
+        ("unseeded-head", "head/kernel"),
+        ("zeros-or-not", "head/kernel"),
+        ("in-a-program", "head/kernel"),
+    ],
+)
+def test_what_would_differ_is_told_with_the_way_out_and_all_end(saved, do, what):
     with Run(2, 4, "2x4", do, saved[0], module="tests.load_child") as run:
         for told in run.finish():
             assert what in told["error"] and "set_random_seed(n)" in told["error"]
