@@ -22,6 +22,11 @@ def test_every_bit_equals_the_reference_reader(tmp_path):
     assert_same(manifest, load_file(tmp_path / "a.safetensors"))
 
 
+def test_metadata_may_be_null(tmp_path):
+    path = write_safetensors(tmp_path / "x.safetensors", {"__metadata__": None, "a": entry()}, b"\0" * 4)
+    assert load_file(path).keys() == open_manifest(path).tensors.keys() == {"a"}
+
+
 def test_tensors_come_in_file_order(tmp_path):
     header = {"b": entry(0, 4), "a": entry(8, 12), "c": entry(4, 8)}
     path = write_safetensors(tmp_path / "x.safetensors", header, b"\0" * 12)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from typing import Any
 
 from shardload.errors import SourceError, UnsafeSourceError
@@ -21,6 +22,8 @@ MIN_BYTES_PER_CONTAINER = 16
 """Keras' and Hugging Face's descriptions have 50 bytes and more for each bracket or brace, Python takes 200 for it."""
 FREE_CONTAINERS = 1024
 """Small documents may be as dense as they like."""
+_TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+"""One string with its quotes."""
 
 
 def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -47,14 +50,17 @@ def parse_object(raw: bytes, *, path: str) -> dict[str, Any]:
         SourceError: When the bytes are not UTF-8, not JSON, hold a key twice, or are not an object.
         UnsafeSourceError: When they nest too deeply, or would take far more memory than they have bytes.
     """
-    containers = raw.count(b"{") + raw.count(b"[")
-    if containers > FREE_CONTAINERS + len(raw) // MIN_BYTES_PER_CONTAINER:
+    allowed = FREE_CONTAINERS + len(raw) // MIN_BYTES_PER_CONTAINER
+    containers = _containers(raw)
+    if containers > allowed:
+        containers -= sum(_containers(text[0]) for text in _TEXT.finditer(raw))  # a template is full of braces
+    if containers > allowed:
         raise UnsafeSourceError(
             f"{path} holds {containers} brackets and braces in {len(raw)} bytes of JSON; no checkpoint does, and "
             "parsed they would take many times the memory. Download it again"
         )
     try:
-        text = raw.decode("utf-8")
+        text = raw.decode("utf-8-sig")  # as `json.loads` does with bytes
         del raw
         found = json.loads(text, object_pairs_hook=unique_pairs)
     except UnicodeDecodeError as error:
@@ -66,6 +72,10 @@ def parse_object(raw: bytes, *, path: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise SourceError(f"{path} should hold a JSON object, but holds a {type(found).__name__}")
     return found
+
+
+def _containers(raw: bytes) -> int:
+    return raw.count(b"{") + raw.count(b"[")
 
 
 def unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -322,7 +322,7 @@ class _Cursor:
     def string(self, what: str, *, limit: int | None = None) -> str:
         (count,) = self.unpack("<Q", what)
         if limit is not None and count > limit:
-            raise SourceError(f"{self.path}: {what} has {count} bytes; at most {limit} are allowed")
+            raise SourceError(f"{self.path}: {what} has {count} bytes; at most {limit} are allowed. Convert it anew")
         at = self._load(count, what)
         self.position += count
         try:

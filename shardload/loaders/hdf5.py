@@ -18,7 +18,7 @@ import math
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +35,7 @@ from shardload.errors import (
     UnsafeSourceError,
     UnsupportedError,
 )
+from shardload.loaders import _hdf5_apart
 from shardload.loaders._extents import check_shape
 from shardload.manifest import Decoded, Extent, Storage, Tensor
 from shardload.stores import local
@@ -46,9 +47,11 @@ EXPANSION_FLOOR_BYTES = 1 << 20
 """Below this any expansion is harmless: a freshly initialised bias compresses well."""
 CACHE_BYTES = 1 << 20
 """libhdf5's cache of object headers, 32 MiB by default; each header is read once here."""
-FREE_READ_BYTES = 1 << 16
-"""At once, while headers are read; more only up to half of the file. libhdf5 takes as much memory as a header says it
-is long, and reads it in one go: where the length is damaged, the tensors, too, which it then takes for messages."""
+FREE_HEADER_BYTES = 1 << 20
+"""An object header; longer ones up to half of the file. libhdf5 takes as much memory as a header says it is long, and
+reads it in one go: where the length is damaged, the tensors, too, which it then takes for messages."""
+LINK_INFO = 1 << 2
+"""Bit of an object header that has a link info message: a group of the format of HDF5 1.8."""
 MAX_DEPTH = 256
 """Groups in groups; Keras has two for each layer in a layer."""
 _LOCK = threading.RLock()
@@ -98,7 +101,7 @@ class H5Rows:
             TransferError: When the dataset is no longer what its header said, or does not decode.
         """
         try:
-            with _LOCK, _opened(self.region) as file:
+            with _LOCK, _RegionFile(self.region) as raw, _opened(raw) as file:
                 dataset = file[self.name]
                 if dataset.shape != self.shape:
                     raise TransferError(f"{self._where()} had the shape {self.shape}, and now has {dataset.shape}")
@@ -123,19 +126,32 @@ def read_tensors(region: Region) -> tuple[Tensor, ...]:
         UnsupportedError: When a dataset holds no numbers, needs a missing filter, or the file is a legacy one.
         SourceError: When libhdf5 cannot make sense of it.
     """
-    at_once = max(FREE_READ_BYTES, region.nbytes // 2)
-    with _LOCK, _translated(region), _opened(region, at_once=at_once) as file:
+    try:
+        return read_here(region)
+    except _DenseGroup:
+        return _hdf5_apart.read(region.path, region.start, region.nbytes)
+
+
+def read_here(region: Region, *, dense: bool = False) -> tuple[Tensor, ...]:
+    """`read_tensors` in this process.
+
+    Raises:
+        _DenseGroup: Where it might end the process, unless ``dense``: libhdf5 1.14 may crash when a damaged file makes
+            it fail while it iterates over more links of a group than fit its header. Keras writes no such groups.
+    """
+    with _LOCK, _translated(region), _RegionFile(region) as raw, _opened(raw, limit=True) as file:
         _refuse_legacy(file, region.path)
-        return tuple(_tensor(node, name, region) for name, node in _walk(file, region.path))
+        walk = _walk(file, raw, region.path, dense=dense)
+        return tuple(_tensor(node, name, region) for name, node in walk)
 
 
 class _RegionFile(io.RawIOBase):
     """A read-only file object over a region; libhdf5 cannot see, lock or map anything else."""
 
-    def __init__(self, region: Region, *, at_once: int | None = None) -> None:
+    def __init__(self, region: Region) -> None:
         self._fd = local.open_readonly(region.path)
         self._region = region
-        self._at_once = at_once
+        self._limit: int | None = None
         self._at = 0
 
     def readable(self) -> bool:
@@ -153,15 +169,25 @@ class _RegionFile(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
-        if self._at_once is not None and len(view) > self._at_once:
+        if self._limit is not None and len(view) > self._limit:
             raise UnsafeSourceError(
-                f"{self._region.path} is damaged HDF5: a header at byte {self._at} should take {len(view)} bytes, more "
-                f"than half of the {self._region.nbytes} there are. Download or save it again"
+                f"{self._region.path}: the header of the object at byte {self._at} or before it should take "
+                f"{len(view)} bytes, more than half of the {self._region.nbytes} there are. The file is damaged, so "
+                "download or save it again; if it is not, attach less to that object"
             )
         view = view[: max(0, self._region.nbytes - self._at)]
         count = os.preadv(self._fd, [view], self._region.start + self._at) if view else 0
         self._at += count
         return count
+
+    @contextmanager
+    def headers(self) -> Iterator[None]:
+        """Only headers of a likely length may be read here. Not around iteration, where libhdf5 may not fail."""
+        self._limit = max(FREE_HEADER_BYTES, self._region.nbytes // 2)
+        try:
+            yield
+        finally:
+            self._limit = None
 
     def close(self) -> None:
         if not self.closed:
@@ -169,9 +195,15 @@ class _RegionFile(io.RawIOBase):
         super().close()
 
 
+class _DenseGroup(Exception):  # noqa: N818 - not an error
+    """The file has a group that is better read in a process of its own."""
+
+
 @contextmanager
-def _opened(region: Region, *, at_once: int | None = None) -> Iterator[Any]:
-    with _RegionFile(region, at_once=at_once) as raw, h5py.File(raw, "r") as file:
+def _opened(raw: _RegionFile, *, limit: bool = False) -> Iterator[Any]:
+    with raw.headers() if limit else nullcontext():
+        opened = h5py.File(raw, "r")
+    with opened as file:
         cache = file.id.get_mdc_config()
         cache.set_initial_size = True
         cache.initial_size = cache.max_size = CACHE_BYTES
@@ -185,7 +217,7 @@ def _translated(region: Region) -> Iterator[None]:
     """libhdf5's errors come as a dozen builtins; each means that the file is damaged."""
     try:
         yield
-    except ShardloadError:
+    except (ShardloadError, _DenseGroup):
         raise
     except Exception as error:
         kind = TruncatedSourceError if "truncated" in str(error) else SourceError
@@ -201,30 +233,38 @@ def _refuse_legacy(file: Any, path: str) -> None:
         )
 
 
-def _walk(file: Any, path: str) -> Iterator[tuple[str, Any]]:
+def _walk(file: Any, raw: _RegionFile, path: str, *, dense: bool) -> Iterator[tuple[str, Any]]:
     """Names and datasets, depth first; open are a group and its ancestors only, as each takes libhdf5 2 KB."""
     seen = {_address(file.id, b".")}
-    stack = [("", file.id, iter(file.id))]
+    stack = [("", file.id, _members(file.id, dense=dense))]
     while stack:
         prefix, group, members = stack[-1]
-        if (raw := next(members, None)) is None:
+        if (member := next(members, None)) is None:
             stack.pop()
             continue
-        name = prefix + _decode(raw, path)
-        if group.links.get_info(raw).type != h5py.h5l.TYPE_HARD:
+        name = prefix + _decode(member, path)
+        if group.links.get_info(member).type != h5py.h5l.TYPE_HARD:
             raise UnsafeSourceError(f"{path}: {name!r} is a soft or external link; weights may not be linked in")
-        if (address := _address(group, raw)) in seen:
+        with raw.headers():
+            address, node = _address(group, member), h5py.h5o.open(group, member)
+        if address in seen:
             raise UnsafeSourceError(f"{path}: {name!r} is a second link to one object, or a cycle of links")
         seen.add(address)
-        node = h5py.h5o.open(group, raw)
         if isinstance(node, h5py.h5g.GroupID):
             if len(stack) > MAX_DEPTH:
                 raise UnsafeSourceError(f"{path} nests groups more than {MAX_DEPTH} deep; no model's layers are")
-            stack.append((name + "/", node, iter(node)))
+            stack.append((name + "/", node, _members(node, dense=dense)))
         elif isinstance(node, h5py.h5d.DatasetID):
             yield name, node
         else:
             raise UnsupportedError(f"{path}: {name!r} is neither a group nor a dataset")
+
+
+def _members(group: Any, *, dense: bool) -> Iterator[bytes]:
+    info = h5py.h5o.get_info(group)
+    if not dense and info.hdr.mesg.present & LINK_INFO and info.meta_size.obj.heap_size:
+        raise _DenseGroup
+    return iter(group)
 
 
 def _address(group: Any, name: bytes) -> int:

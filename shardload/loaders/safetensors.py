@@ -146,7 +146,8 @@ class _Parser:
                 if has_metadata:
                     raise self._wrong("holds '__metadata__' twice")
                 has_metadata = True
-                members.position = self._strings(at)
+                is_null = self._text.startswith("null", at)
+                members.position = at + len("null") if is_null else self._strings(at)
                 continue
             entry, members.position = self._entry(key, at)
             if key in tensors:
