@@ -24,6 +24,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 import keras  # noqa: E402
 import keras_hub  # noqa: E402
+import keras_hub.src.utils.transformers.preset_loader  # noqa: E402 - imported on first use, on the peer's side before
 
 import shardload  # noqa: E402
 from benchmarks.measure import memory_status, reset_peak_memory, warm_memory  # noqa: E402
@@ -66,7 +67,8 @@ def peer(source: str, dtype: str) -> Callable[[], object]:
 
 def ours(source: str, dtype: str) -> Callable[[], object]:
     """The same through shardload, layout choice included."""
-    return lambda: shardload.load(source, mesh="1x8", dtype=dtype)
+    load = shardload.load  # imports what it needs
+    return lambda: load(source, mesh="1x8", dtype=dtype)
 
 
 def main() -> None:
