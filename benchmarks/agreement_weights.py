@@ -3,8 +3,8 @@
 A model with random weights prefers one of 256,000 words to the next by less than rounding to bfloat16 moves their
 logits, so which one it says is decided by the order of sums. A trained model has reasons. `memorise` gives a random
 one reasons, too: the vocabulary's rows are fitted until each prompt is continued by a text of its own, every word of
-it preferred by `MARGIN` on one device in float32. All other weights stay random, and every word depends on what all
-layers make of all words before it.
+it preferred by half of `MARGIN` or more on one device in float32. All other weights stay random, and every word
+depends on what all layers make of all words before it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy as np  # noqa: E402
 QUIETER, LOUDER = 4, 6
 """Powers of two of `temper`."""
 MARGIN = 6.0
-"""By how much a memorised word's logit is above all others, before Gemma 2's soft cap."""
+"""What is fitted: how much a memorised word's logit is above all others, before Gemma 2's soft cap."""
 ROUNDS = 8
 """Fits at most; changing a row changes what later positions see."""
 ROWS, LAST_NORM = "layers/reversible_embedding/vars/0", "layers/rms_normalization/vars/0"

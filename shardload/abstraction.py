@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import hashlib
 import importlib
 import importlib.abc
 import inspect
@@ -31,6 +30,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from shardload import _keras
+from shardload._agreement import require_agreement
 from shardload._keras import HostConstant, Model, Variable, is_abstract
 from shardload._patches import Patch, Patches
 from shardload.errors import UninitialisedError, UnsupportedError
@@ -120,36 +120,6 @@ def _variables(target: Model | Iterable[Variable]) -> list[Variable]:
 # ---- one variable's initial value ----------------------------------------------------------------
 
 
-def _require_agreement(values: Iterable[Any], variable: Variable, sharding: jax.sharding.Sharding) -> None:
-    """Make sure that the processes are about to give one array the same value, or compute it from the same ones.
-
-    JAX's ``device_put`` compares, too, but on all devices, and waits for the first of them alone: a process that gave
-    up on what it saw could never end, its other devices still waiting for those of a process that has. So here one
-    device of each process takes part.
-
-    Raises:
-        UninitialisedError: When they are not.
-    """
-    devices = {d.process_index: d for d in sorted(sharding.device_set, key=lambda d: -d.id)}
-    mesh = jax.sharding.Mesh([devices[i] for i in sorted(devices)], ("processes",))
-    each, whole = (jax.sharding.NamedSharding(mesh, jax.P(*axes)) for axes in (["processes"], []))
-    digest = hashlib.sha256()  # of one length, whatever the others compare: Gloo aborts where lengths differ
-    for value in values:
-        array = np.asarray(value)
-        digest.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
-    bits = np.frombuffer(digest.digest(), np.uint8)[None]
-    mine = jax.device_put(bits, devices[jax.process_index()])
-    parts = jax.make_array_from_single_device_arrays((len(devices), bits.size), each, [mine])
-    found = np.asarray(jax.jit(lambda part: part, out_shardings=whole)(parts).addressable_data(0))
-    if (found != bits).any():
-        raise UninitialisedError(
-            f"The initial value of {variable.path!r}, which the checkpoint does not hold, differs from process to "
-            "process, most likely as each draws its own random seed. Before building the model, call "
-            "keras.utils.set_random_seed(n) with the same n on every process, or set them up with "
-            "keras.distribution.initialize(), which does so"
-        )
-
-
 def _initialise(variable: Variable) -> None:
     pending, sharding = _keras.pending_of(variable), _keras.sharding_of(variable)
     initializer = pending.initializer
@@ -165,7 +135,7 @@ def _initialise(variable: Variable) -> None:
         _keras.direct_assign(variable, _place(initializer.value, variable, sharding))
     elif sharding is None or _takes_layout(initializer):
         if sharding is not None and not sharding.is_fully_addressable:
-            _require_agreement([_described(initializer)], variable, sharding)
+            require_agreement([_described(initializer)], variable.path, sharding)
         _keras.initialise_eagerly(variable, initializer)
     else:
         _keras.direct_assign(variable, _sharded_value(variable, initializer, sharding))
@@ -177,16 +147,16 @@ def _takes_layout(initializer: Callable[..., Any]) -> bool:
 
 
 def _described(initializer: Any) -> str:
-    """All that can be compared of an initialiser which computes its own shards: attributes, its seeds' states."""
+    """All that can be compared of an initialiser which computes its own shards: plain attributes, seeds' states."""
     states = [np.asarray(_keras.value_of(g.state)).tolist() for g in _generators(initializer)]
-    named = getattr(initializer, "__dict__", {})
-    return json.dumps([named, states], sort_keys=True, default=lambda value: type(value).__name__)
+    plain = {k: v for k, v in getattr(initializer, "__dict__", {}).items() if isinstance(v, str | int | float)}
+    return json.dumps([plain, states], sort_keys=True)
 
 
 def _place(value: np.ndarray[Any, Any], variable: Variable, sharding: Any) -> jax.Array:
     owned = np.array(value, dtype=_keras.stored_dtype(variable)).reshape(variable.shape)
     if not sharding.is_fully_addressable:
-        _require_agreement([owned], variable, sharding)
+        require_agreement([owned], variable.path, sharding)
     return jax.make_array_from_callback(owned.shape, sharding, lambda index: owned[index])
 
 
@@ -198,7 +168,7 @@ def _sharded_value(variable: Variable, initializer: Callable[..., Any], sharding
         value = keras.ops.convert_to_tensor(initializer(variable.shape, dtype=_keras.stored_dtype(variable).name))
         return _place(np.asarray(value), variable, sharding)
     if not sharding.is_fully_addressable:
-        _require_agreement([*program.constants, *seeds], variable, sharding)
+        require_agreement([*program.constants, *seeds], variable.path, sharding)
     value, *states = program(*seeds)
     for generator, state in zip(_generators(initializer), states, strict=False):
         generator.state.assign(np.asarray(state))

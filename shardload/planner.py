@@ -11,8 +11,8 @@ variable is made of and the layout it is spread in; `make_plan` cuts the views i
 A block is moved in one of four ways (``how``):
 
 * ``direct``: element order and dtype of file and shards agree in runs of at least `DIRECT_RUN_BYTES`, so one
-  scatter read puts each run where it belongs: one copy in all, no scratch. Blocks are 16 MiB: Python costs
-  about 0.2 ms a block, 5 % of copying one.
+  scatter read puts each run where it belongs: one copy in all, no scratch. Blocks are 16 MiB: shorter ones
+  take more turns of Python, and share more huge pages of the shards.
 * ``staged``: transposed, cast, shared between variables, or of short runs. The block goes row by row through a
   scratch buffer of 2 MiB, which mostly stays in a core's L2, so the second copy does not come from memory.
 * ``packed``: a chunk that is compressed or otherwise decodes as a whole, once, whatever the layout.

@@ -33,6 +33,7 @@ LAYERS = {
         "_orbax",
         "_snapshot",
         "_last_words",
+        "_agreement",
         "_heartbeat",
         "_processes",
         "steps",

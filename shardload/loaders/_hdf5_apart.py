@@ -39,6 +39,11 @@ def read(path: str, start: int, n_bytes: int) -> tuple[Tensor, ...]:
             f"{path} is damaged HDF5: libhdf5 was still reading its headers after {PATIENCE_S} s. "
             "Download or save it again"
         ) from error
+    except OSError as error:
+        raise SourceError(
+            f"{path} has groups of many links, whose headers are read in a process of their own, which could not be "
+            f"started: {error}. Save it again with Keras, which writes no such groups"
+        ) from error
     if done.returncode < 0:
         name = signal.Signals(-done.returncode).name
         raise SourceError(f"{path} is damaged HDF5: it made libhdf5 crash ({name}). Download or save it again")

@@ -22,6 +22,8 @@ MIN_BYTES_PER_CONTAINER = 16
 """Keras' and Hugging Face's descriptions have 50 bytes and more for each bracket or brace, Python takes 200 for it."""
 FREE_CONTAINERS = 1024
 """Small documents may be as dense as they like."""
+SMALL_BYTES = 4096
+"""Not worth a look before it is read."""
 _TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 """One string with its quotes."""
 
@@ -39,8 +41,26 @@ def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
                 f"{name} has {size} bytes, but a JSON description has at most {MAX_JSON_BYTES}. "
                 "It is not what its name says; download it again"
             )
-        local.require_brace(fd, size, path=name, what="the JSON text")
+        require_brace(fd, size, path=name, what="the JSON text")
         return parse_object(local.read_header(fd, size, offset=0, path=name, what="the JSON text"), path=name)
+
+
+def require_brace(fd: int, stop: int, *, path: str, what: str) -> None:
+    """Raise unless a large JSON object that is said to end before byte ``stop`` ends with a brace.
+
+    A length that points into the tensors is found here, before that much is read.
+
+    Raises:
+        SourceError: When it ends with anything else; also when the file cannot be read.
+    """
+    if stop <= SMALL_BYTES:
+        return
+    end = local.read_header(fd, SMALL_BYTES, offset=stop - SMALL_BYTES, path=path, what=what).rstrip(b" \t\r\n")
+    if end and not end.endswith(b"}"):
+        raise SourceError(
+            f"{path}: {what} should end with a closing brace, but ends with {end[-8:]!r} before byte {stop}. "
+            "It is damaged, or not what its name says; download it again"
+        )
 
 
 def parse_object(raw: bytes, *, path: str) -> dict[str, Any]:

@@ -25,7 +25,7 @@ import numpy as np
 
 from shardload.errors import SourceError, TruncatedSourceError, UnsafeSourceError, UnsupportedError
 from shardload.loaders._extents import check_shape, collect
-from shardload.loaders._json import unique_pairs
+from shardload.loaders._json import require_brace, unique_pairs
 from shardload.manifest import Extent, Manifest, Tensor
 from shardload.stores import local
 
@@ -100,7 +100,7 @@ def read_header(path: str) -> Header:
             )
         what = "the safetensors header"
         if 8 + length <= size:  # read_header says what is wrong where it is not
-            local.require_brace(fd, 8 + length, path=path, what=what)
+            require_brace(fd, 8 + length, path=path, what=what)
         raw = local.read_header(fd, length, offset=8, path=path, what=what)
     try:
         text = raw.decode("utf-8")

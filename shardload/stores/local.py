@@ -16,9 +16,6 @@ from pathlib import Path
 
 from shardload.errors import SourceError, SourceNotFoundError, TransferError, TruncatedSourceError
 
-SMALL_BYTES = 4096
-"""Not worth a look before it is read."""
-
 
 def read_exact(fd: int, buffer: memoryview, offset: int, path: str) -> None:
     """Fill ``buffer`` with the bytes of a file that start at ``offset``.
@@ -122,21 +119,3 @@ def read_header(fd: int, count: int, *, offset: int, path: str, what: str) -> by
     except TransferError as error:
         raise TruncatedSourceError(f"{path}: {what} could not be read: {error}") from error
     return bytes(buffer)
-
-
-def require_brace(fd: int, stop: int, *, path: str, what: str) -> None:
-    """Raise unless a large JSON object that is said to end before byte ``stop`` ends with a brace.
-
-    A length that points into the tensors is found here, before that much is read.
-
-    Raises:
-        SourceError: When it ends with anything else; also when the file cannot be read.
-    """
-    if stop <= SMALL_BYTES:
-        return
-    end = read_header(fd, SMALL_BYTES, offset=stop - SMALL_BYTES, path=path, what=what).rstrip(b" \t\r\n")
-    if end and not end.endswith(b"}"):
-        raise SourceError(
-            f"{path}: {what} should end with a closing brace, but ends with {end[-8:]!r} before byte {stop}. "
-            "It is damaged, or not what its name says; download it again"
-        )
