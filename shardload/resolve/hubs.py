@@ -92,7 +92,8 @@ def _is_complete(folder: Path) -> bool:
 def _require_network(url: str, handle: str) -> None:
     if not reachable(url):
         raise SourceNotFoundError(
-            f"{handle} is not in the local cache, and {urlsplit(url).hostname} cannot be reached from here"
+            f"{handle} is not in the local cache, and {urlsplit(url).hostname} cannot be reached from here. "
+            "Download it where it can be and give the folder's path, or make one to try with: shardload synth --help"
         )
 
 
