@@ -93,7 +93,7 @@ def _require_network(url: str, handle: str) -> None:
     if not reachable(url):
         raise SourceNotFoundError(
             f"{handle} is not in the local cache, and {urlsplit(url).hostname} cannot be reached from here. "
-            "Download it where it can be and give the folder's path, or make one to try with: shardload synth --help"
+            "Download it where it can be, and give the folder's path"
         )
 
 
