@@ -123,7 +123,7 @@ def command(
     import jax
 
     jax.config.update("jax_num_cpu_devices", 8)
-    from shardload.transfer import default_threads
+    from shardload._crew import default_threads
 
     with tempfile.TemporaryDirectory() as folder:
         path = write_safetensors(Path(folder), int(options.gb * 1e9))

@@ -11,6 +11,7 @@ deque, plain attributes.
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import weakref
@@ -20,6 +21,15 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+
+MAX_THREADS = 8
+"""Enough to saturate the page cache or a fast disk; more only take scratch memory."""
+
+
+def default_threads() -> int:
+    """Cores this process may use, at most `MAX_THREADS`."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, MAX_THREADS)
 
 
 @dataclass(frozen=True, slots=True)

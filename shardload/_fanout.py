@@ -16,6 +16,7 @@ divide rows into runs of 576 bytes at 11.5 GB/s then, a scatter read at 10, and 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,18 +71,30 @@ class Flat:
 
     def window(self, view: View, shape: tuple[int, ...], at: int) -> NDArray[Any]:
         """A box of ``shape`` with the strides of ``view`` that starts ``at`` elements after the first."""
+        return np.ndarray(shape, self.dtype, self.memory.data, *self.place(view, at))
+
+    def place(self, view: View, at: int) -> tuple[int, tuple[int, ...]]:
+        """Where such a box starts in memory, and its strides, in bytes."""
         itemsize = self.dtype.itemsize
         if self.row:
             at = at // self.row * self.pitch + at % self.row
-        strides = tuple(self._stride(t) * itemsize for t in view.strides)
-        return np.ndarray(shape, self.dtype, self.memory.data, at * itemsize, strides)
+        return at * itemsize, tuple(self._stride(t) * itemsize for t in view.strides)
 
     def _stride(self, stride: int) -> int:
         return stride // self.row * self.pitch if self.row and stride >= self.row else stride
 
 
 class Lane:
-    """One part of a block that passes through scratch some rows of ``lead`` elements at a time."""
+    """One part of a block that passes through scratch some rows of ``lead`` elements at a time.
+
+    It is made before anything is read, so it knows where in scratch its elements will lie, but not yet where that is.
+
+    Args:
+        part: Where in the shard buffers it goes.
+        flat: How scratch is laid out; its memory is not looked at.
+        lead: Elements per row.
+        rows: How many of them go through scratch at a time.
+    """
 
     def __init__(self, part: Part, flat: Flat, *, lead: int, rows: int) -> None:
         start = address(part.view, part.box.start) - flat.start
@@ -93,34 +106,50 @@ class Lane:
         shape[dim] = rows
         order = (dim, *(d for d in range(len(shape)) if d != dim))
         self.target = part.target.transpose(order)
-        self.source = flat.window(part.view, tuple(shape), start % lead).transpose(order)
-        bits = _UNSIGNED.get(flat.dtype.itemsize)
+        self.offset, strides = flat.place(part.view, start % lead)
+        self.shape, self.strides = tuple(shape[d] for d in order), tuple(strides[d] for d in order)
+        self.dtype = flat.dtype
         self.is_cast = part.target.dtype != flat.dtype
+        bits = _UNSIGNED.get(flat.dtype.itemsize)
         if not self.is_cast and bits is not None:
-            run = _run(self.target, self.source) or bits
-            self.target, self.source = self.target.view(run), self.source.view(run)
+            self._join(np.dtype(bits))
 
-    def move(self, start: int, stop: int) -> None:
-        """Copy what this part has of rows ``start`` to ``stop``, which lie at the start of scratch."""
+    def _join(self, bits: np.dtype[Any]) -> None:
+        """Elements are as good as unsigned integers, or as runs of them."""
+        run = _run(self.target, self.shape, self.strides)
+        if run is None:
+            self.dtype = bits
+        else:
+            self.shape = (*self.shape[:-1], self.shape[-1] * bits.itemsize // run.itemsize)
+            self.strides = (*self.strides[:-1], run.itemsize)
+            self.dtype = run
+        self.target = self.target.view(self.dtype)
+
+    def source(self, scratch: NDArray[np.uint8]) -> NDArray[Any]:
+        """Its elements in scratch."""
+        return np.ndarray(self.shape, self.dtype, scratch.data, self.offset, self.strides)
+
+    def move(self, source: NDArray[Any], start: int, stop: int) -> None:
+        """Copy what this part has of rows ``start`` to ``stop``, which lie at the start of ``source``."""
         a, b = max(start, self.first), min(stop, self.last)
         if a >= b:
             return
-        target, source = self.target[a - self.first : b - self.first], self.source[a - start : b - start]
+        target, source = self.target[a - self.first : b - self.first], source[a - start : b - start]
         if self.is_cast:
             copy(target, source)
         else:
             target[...] = source
 
 
-def _run(target: NDArray[Any], source: NDArray[Any]) -> np.dtype[np.void] | None:
+def _run(target: NDArray[Any], shape: tuple[int, ...], strides: tuple[int, ...]) -> np.dtype[np.void] | None:
     """Runs that both have in one piece, or parts of them, as a dtype of their own; ``None`` where they have none.
 
     Parts, so that more than `UNLOCKED` of them are left.
     """
-    itemsize = source.dtype.itemsize
-    if source.ndim < 2 or target.strides[-1] != itemsize or source.strides[-1] != itemsize:
+    itemsize = target.itemsize
+    if len(shape) < 2 or target.strides[-1] != itemsize or strides[-1] != itemsize:
         return None
-    length, count = source.shape[-1], source.size // max(1, source.shape[-1])
+    length, count = shape[-1], math.prod(shape) // max(1, shape[-1])
     while count <= UNLOCKED and length % 2 == 0:
         length, count = length // 2, count * 2
     return np.dtype((np.void, length * itemsize)) if length > 1 and count > UNLOCKED else None

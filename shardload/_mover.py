@@ -22,6 +22,8 @@ from shardload.errors import ShardloadError, TransferError
 from shardload.manifest import Decoded, Packed, Tensor
 from shardload.planner import Block
 
+_NOWHERE = np.empty(0, np.uint8)
+
 
 @dataclass(frozen=True, slots=True)
 class Moved:
@@ -35,6 +37,36 @@ class Moved:
         return Moved(self.read_s + other.read_s, self.copy_s + other.copy_s)
 
 
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One block, and what can be found out before it is read."""
+
+    block: Block
+    tensor: Tensor
+    """The stored one it belongs to."""
+    parts: list[Part]
+    """Where in the shard buffers it goes; all boxes lie inside the block."""
+    grids: list[Grid]
+    """The runs of a direct block."""
+    row: int
+    """Elements that follow each other in the scratch of a staged block; 0: all."""
+    lanes: list[Lane]
+    """The parts of a staged block that goes through scratch some rows at a time."""
+
+    @classmethod
+    def of(cls, block: Block, tensor: Tensor, parts: list[Part]) -> Task:
+        """Python is slow once copying has emptied the caches: better all of it before the first byte is read."""
+        itemsize = tensor.dtype.itemsize
+        if block.how == "direct":
+            return cls(block, tensor, parts, [grid_of(block, part, itemsize) for part in parts], 0, [])
+        row = pitch_row(block, parts, itemsize) if block.how == "staged" else 0
+        lanes: list[Lane] = []
+        if block.how == "staged" and block.lead:
+            flat, rows = _flat(_NOWHERE, block, tensor, row), block.step // block.lead
+            lanes = [Lane(part, flat, lead=block.lead, rows=rows) for part in parts]
+        return cls(block, tensor, parts, [], row, lanes)
+
+
 class Mover:
     """Moves blocks; one instance serves all threads of a transfer.
 
@@ -46,13 +78,11 @@ class Mover:
         self.verified = verified
         self._own = threading.local()
 
-    def move(self, block: Block, tensor: Tensor, parts: list[Part], fd: int) -> Moved:
+    def move(self, task: Task, fd: int) -> Moved:
         """Read one block into its parts.
 
         Args:
-            block: What to read.
-            tensor: The stored tensor it belongs to.
-            parts: Where in the shard buffers it goes; all boxes lie inside the block.
+            task: What to read, and where it goes.
             fd: The open file, -1 for what is decoded.
 
         Raises:
@@ -60,45 +90,45 @@ class Mover:
             DamagedError: When verified reads find that it is not what was saved.
         """
         try:
-            return self._move(block, tensor, parts, fd)
+            return self._move(task, fd)
         except OSError as error:
             if isinstance(error, ShardloadError):
                 raise
+            block = task.block
             raise TransferError(
                 f"Tensor {block.tensor!r}: cannot read {block.read_bytes} bytes at offset {block.offset} of "
                 f"{block.path}: {error}"
             ) from error
 
-    def _move(self, block: Block, tensor: Tensor, parts: list[Part], fd: int) -> Moved:
-        began = time.perf_counter()
+    def _move(self, task: Task, fd: int) -> Moved:
+        block, began = task.block, time.perf_counter()
         if block.how == "direct":
-            self._scatter(block, parts, fd, tensor.dtype.itemsize)
+            self._scatter(block, task.grids, fd)
             return Moved(time.perf_counter() - began, 0.0)
         if block.how == "staged":
-            return self._stage(block, tensor, parts, fd)
-        flat = self._decode(block, tensor) if block.packed is None else self._unpack(block, tensor, block.packed)
+            return self._stage(task, fd)
+        tensor, packed = task.tensor, block.packed
+        flat = self._decode(block, tensor) if packed is None else self._unpack(block, tensor, packed)
         read = time.perf_counter()
-        for part in parts:
+        for part in task.parts:
             copy(part.target, flat.source(part))
         return Moved(read - began, time.perf_counter() - read)
 
-    def _scatter(self, block: Block, parts: list[Part], fd: int, itemsize: int) -> None:
-        grids = [grid_of(block, part, itemsize) for part in parts]
+    def _scatter(self, block: Block, grids: list[Grid], fd: int) -> None:
         stop, junk = block.offset + block.read_bytes, self._scratch(block.scratch_bytes)
         wanted = calls(grids, start=block.offset, stop=stop, junk=junk)
         self._check(block, block.offset, block.read_bytes, scatter_read(fd, wanted, block.offset))
 
-    def _stage(self, block: Block, tensor: Tensor, parts: list[Part], fd: int) -> Moved:
+    def _stage(self, task: Task, fd: int) -> Moved:
         """Read and fan out one scratch fill after the other."""
-        itemsize, elements = tensor.dtype.itemsize, block.stop - block.start
-        row = pitch_row(block, parts, itemsize)
-        pitch = row + PAD_BYTES // itemsize if row else 0
-        padding = block.step // row * PAD_BYTES if row else 0
-        flat = Flat(self._scratch(block.step * itemsize + padding), tensor.dtype, block.start, row, pitch)
-        rows = block.step // block.lead if block.lead else 0
-        lanes = [Lane(part, flat, lead=block.lead, rows=rows) for part in parts] if rows else []
+        block = task.block
+        itemsize, elements = task.tensor.dtype.itemsize, block.stop - block.start
+        padding = block.step // task.row * PAD_BYTES if task.row else 0
+        flat = _flat(self._scratch(block.step * itemsize + padding), block, task.tensor, task.row)
+        lanes = [(lane, lane.source(flat.memory)) for lane in task.lanes]
+        rows = block.step // block.lead if lanes else 0
+        whole = self._fill(flat, block.step * itemsize)
         read_s = copy_s = 0.0
-        fills: dict[int, list[Call]] = {}
         for step, start in enumerate(range(0, elements, block.step)):
             began = time.perf_counter()
             n_bytes = min(block.step, elements - start) * itemsize
@@ -106,13 +136,13 @@ class Mover:
             if self.verified is not None:
                 self.verified.fill(flat, n_bytes, path=block.path, offset=offset)
             else:
-                fill = fills.get(n_bytes) or fills.setdefault(n_bytes, _fill(flat, n_bytes))
+                fill = whole if elements - start >= block.step else self._fill(flat, n_bytes)
                 self._check(block, offset, n_bytes, scatter_read(fd, fill, offset))
             read = time.perf_counter()
-            for lane in lanes:
-                lane.move(step * rows, step * rows + rows)
-            if not rows:
-                for part in parts:
+            for lane, source in lanes:
+                lane.move(source, step * rows, step * rows + rows)
+            if not lanes:
+                for part in task.parts:
                     copy(part.target, flat.source(part))
             read_s, copy_s = read_s + read - began, copy_s + time.perf_counter() - read
         return Moved(read_s, copy_s)
@@ -150,7 +180,14 @@ class Mover:
         held: NDArray[np.uint8] | None = getattr(self._own, "scratch", None)
         if held is None or held.nbytes < n_bytes:
             held = self._own.scratch = memory(n_bytes)
+            self._own.fills = {}
         return held
+
+    def _fill(self, flat: Flat, n_bytes: int) -> list[Call]:
+        """How to read ``n_bytes`` into this thread's scratch; there are as many ways as kinds of rows."""
+        fills: dict[tuple[int, ...], list[Call]] = self._own.fills
+        key = (n_bytes, flat.row, flat.pitch, flat.dtype.itemsize)
+        return fills.get(key) or fills.setdefault(key, _fill(flat, n_bytes))
 
     @staticmethod
     def _check(block: Block, offset: int, expected: int, received: int) -> None:
@@ -159,6 +196,12 @@ class Mover:
                 f"Tensor {block.tensor!r}: {block.path} ends early. Expected {expected} bytes at offset {offset}, "
                 f"received {received}. The file changed while it was read; copy or download it again"
             )
+
+
+def _flat(scratch: NDArray[np.uint8], block: Block, tensor: Tensor, row: int) -> Flat:
+    """A staged block in scratch."""
+    pitch = row + PAD_BYTES // tensor.dtype.itemsize if row else 0
+    return Flat(scratch, tensor.dtype, block.start, row, pitch)
 
 
 def _fill(flat: Flat, n_bytes: int) -> list[Call]:
