@@ -175,7 +175,8 @@ def state_of(model: Model) -> list[Variable]:
             ):
                 found.extend(metric.variables if isinstance(metric, keras.Metric) else ())
             for attribute in list(vars(layer).values()):
-                found.extend(_held_by(attribute))
+                if _may_hold(type(attribute)):  # type: ignore[arg-type]  # a class is hashable
+                    found.extend(_held_by(attribute))
     return unique(found)
 
 
@@ -205,14 +206,20 @@ def refresh_derived(model: Model) -> None:
             layer.finalize_state()
 
 
+@functools.lru_cache(maxsize=4096)
+def _may_hold(kind: type) -> bool:
+    """Whether an attribute of this type is a variable or has some; a layer has thirty that are plain values."""
+    if issubclass(kind, (keras.Layer, list, tuple, dict, set)):
+        return False
+    return issubclass(kind, (JaxVariable, keras.random.SeedGenerator)) or hasattr(kind, "variables")
+
+
 def _held_by(attribute: Any) -> Iterable[Variable]:
     if isinstance(attribute, JaxVariable):
         return (attribute,)
     if isinstance(attribute, keras.random.SeedGenerator):
         return (attribute.state,)
-    if isinstance(attribute, (keras.Layer, list, tuple, dict, set)):
-        return ()
-    held = getattr(attribute, "variables", ()) if hasattr(type(attribute), "variables") else ()
+    held = getattr(attribute, "variables", ())
     return [v for v in held if isinstance(v, JaxVariable)] if isinstance(held, (list, tuple)) else ()
 
 
