@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, Literal, Protocol
 
 import jax
@@ -162,6 +163,10 @@ def weights_of(model: Model) -> list[Variable]:
     return unique([*variables_of(model), *optimizer_variables_of(model)])
 
 
+_PLAIN = frozenset(map(id, (bool, int, float, str, list, tuple, set, dict, FunctionType, type(None))))
+"""Types of most attributes, which hold no variables; by identity, as a metaclass may define equality and hashes."""
+
+
 def state_of(model: Model) -> list[Variable]:
     """Every variable reachable: `weights_of`, metrics, and what attributes hold (a sampler's seeds)."""
     found = weights_of(model)
@@ -175,7 +180,7 @@ def state_of(model: Model) -> list[Variable]:
             ):
                 found.extend(metric.variables if isinstance(metric, keras.Metric) else ())
             for attribute in list(vars(layer).values()):
-                if _may_hold(type(attribute)):  # type: ignore[arg-type]  # a class is hashable
+                if id(type(attribute)) not in _PLAIN:
                     found.extend(_held_by(attribute))
     return unique(found)
 
@@ -206,20 +211,14 @@ def refresh_derived(model: Model) -> None:
             layer.finalize_state()
 
 
-@functools.lru_cache(maxsize=4096)
-def _may_hold(kind: type) -> bool:
-    """Whether an attribute of this type is a variable or has some; a layer has thirty that are plain values."""
-    if issubclass(kind, (keras.Layer, list, tuple, dict, set)):
-        return False
-    return issubclass(kind, (JaxVariable, keras.random.SeedGenerator)) or hasattr(kind, "variables")
-
-
 def _held_by(attribute: Any) -> Iterable[Variable]:
     if isinstance(attribute, JaxVariable):
         return (attribute,)
     if isinstance(attribute, keras.random.SeedGenerator):
         return (attribute.state,)
-    held = getattr(attribute, "variables", ())
+    if isinstance(attribute, (keras.Layer, list, tuple, dict, set)):
+        return ()
+    held = getattr(attribute, "variables", ()) if hasattr(type(attribute), "variables") else ()
     return [v for v in held if isinstance(v, JaxVariable)] if isinstance(held, (list, tuple)) else ()
 
 

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+import weakref
 
 import jax
 import keras
@@ -119,6 +120,41 @@ def test_late_initialisation_is_eager_initialisation(name):
     check_initialised(late)
     assert len(done) == len(_keras.state_of(late))
     assert bits(late) == bits(eager)
+
+
+class Odd(type):
+    """A class made of this is equal to all others and has no hash."""
+
+    def __eq__(cls, other):
+        return True
+
+    __hash__ = None
+
+
+class Holder(metaclass=Odd):
+    variables = ()
+
+    def __init__(self, *variables):
+        self.variables = list(variables)
+
+
+class Empty(metaclass=Odd):
+    pass
+
+
+def test_variables_are_found_whatever_holds_them():
+    layer = keras.layers.Dense(2)
+    seeds, first, second = keras.random.SeedGenerator(1), keras.Variable([1.0]), keras.Variable([2.0])
+    layer.attributes = None
+    for name, value in {
+        "a": Empty(),
+        "b": Holder(first),
+        "c": weakref.proxy(second),
+        "d": weakref.proxy(seeds),
+    }.items():
+        layer.__dict__[name] = value
+    found = {v.path for v in _keras.state_of(layer)}
+    assert {first.path, second.path, seeds.state.path} <= found
 
 
 INITIALIZERS = [

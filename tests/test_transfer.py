@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import shardload._scatter
+import shardload.transfer
 from shardload._regions import least_budget
 from shardload.errors import BudgetError, MeshError, MismatchError, TransferError
 from shardload.layout import Layout
@@ -166,6 +167,23 @@ def test_budget_holds_for_a_tensor_four_times_its_size(manifest, value, placemen
     check(found["a"], value.T if transposed else value, layout)
     assert stats.peak_staging_bytes <= MIB
     assert plan.peak_staging_bytes <= MIB
+
+
+def test_what_is_prepared_ahead_is_bounded(manifest, value, monkeypatch):
+    plan = planned(manifest, whole(manifest, "a", dim=1), budget=MIB)
+    monkeypatch.setattr(shardload.transfer, "PREPARED", 2)
+    ahead = []
+    original = shardload.transfer._Transfer.run
+
+    def run(self, *callbacks):
+        ahead.append(len(self.tasks))
+        original(self, *callbacks)
+
+    monkeypatch.setattr(shardload.transfer._Transfer, "run", run)
+    found, _ = load(plan, manifest, placement="adopt")
+    check(found["a"], value, split(2, 1))
+    assert ahead == [2]
+    assert len([b for b in plan.blocks if b.how == "staged"]) > 2
 
 
 @pytest.mark.parametrize("placement", ["adopt", "upload"])
