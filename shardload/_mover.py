@@ -1,5 +1,7 @@
 """What a worker thread does with one block: read it and put every part where it belongs.
 
+A `Task` is what can be found out about a block before it is read; the caller prepares some before any is.
+
 Scratch memory belongs to a thread, is reused from block to block and never leaves this module.
 """
 
@@ -23,6 +25,7 @@ from shardload.manifest import Decoded, Packed, Tensor
 from shardload.planner import Block
 
 _NOWHERE = np.empty(0, np.uint8)
+"""Stands for scratch where only its layout is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +130,6 @@ class Mover:
         flat = _flat(self._scratch(block.step * itemsize + padding), block, task.tensor, task.row)
         lanes = [(lane, lane.source(flat.memory)) for lane in task.lanes]
         rows = block.step // block.lead if lanes else 0
-        whole = self._fill(flat, block.step * itemsize)
         read_s = copy_s = 0.0
         for step, start in enumerate(range(0, elements, block.step)):
             began = time.perf_counter()
@@ -136,8 +138,7 @@ class Mover:
             if self.verified is not None:
                 self.verified.fill(flat, n_bytes, path=block.path, offset=offset)
             else:
-                fill = whole if elements - start >= block.step else self._fill(flat, n_bytes)
-                self._check(block, offset, n_bytes, scatter_read(fd, fill, offset))
+                self._check(block, offset, n_bytes, scatter_read(fd, self._fill(flat, n_bytes), offset))
             read = time.perf_counter()
             for lane, source in lanes:
                 lane.move(source, step * rows, step * rows + rows)

@@ -3,7 +3,7 @@
 The calling thread hands out blocks in file order and places variables as they complete; a few worker threads
 read and copy (both release the GIL)::
 
-    caller    map shard buffers ─ submit block ─ … ─ variable complete ─► jax.Array ─► on_ready(name, array)
+    caller    map shards ─ prepare blocks ─ submit block ─ … ─ variable complete ─► jax.Array ─► on_ready(name, array)
     workers        read block ─► shard buffers        (direct: the kernel copies; else through scratch in L2)
 
 Two placements:
