@@ -1,5 +1,6 @@
 """Eight CPU devices, Keras on JAX, no TensorFlow, no network names: the same for every test."""
 
+import ctypes
 import gc
 import os
 import signal
@@ -12,6 +13,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 # Every process of every test compiles the same small programs: the first one does it for all.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+# Tests wait for XLA to compile far longer than for what it compiled: without optimisation that takes two thirds.
+os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
 # keras-hub imports TensorFlow where it finds it; nothing here needs it, and it costs 4 s and 600 MB.
 sys.modules.setdefault("tensorflow", None)  # type: ignore[arg-type]
 sys.modules.setdefault("tensorflow_text", None)  # type: ignore[arg-type]
@@ -28,6 +31,8 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 def pytest_addoption(parser):
     parser.addoption("--every-mesh", action="store_true", help="load every format on every mesh, not on two in turn")
+    parser.addoption("--every-folder", action="store_true", help="load every folder of the cross with transformers")
+    parser.addoption("--folders-from", type=Path, help="fixtures of that cross to use instead of the stored ones")
 
 
 _collect = gc.collect
@@ -50,12 +55,15 @@ def pytest_collection_finish():
 
 @pytest.fixture(scope="module", autouse=True)
 def _collected(request):
-    """Let go of the models of one file before the next: their arrays would be counted, and take memory."""
+    """Let go of the models and programs of one file before the next: arrays would be counted, and all take memory."""
     yield
     for found in vars(request.module).values():
         if hasattr(found, "cache_clear") and found.__module__ == request.module.__name__:
             found.cache_clear()
+    jax.clear_caches()
     gc.collect()
+    # Half of a process would be what the compiler has freed: 4 GB after some thousand tests.
+    getattr(ctypes.CDLL(None), "malloc_trim", id)(0)
 
 
 @pytest.fixture(autouse=True)

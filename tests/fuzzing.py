@@ -1,7 +1,7 @@
 """What all fuzz tests share: how many cases, what opening a file may cost, and how bytes get damaged.
 
-Each format meets 2,000 cases in the full run, some of them in the fast one; ``SHARDLOAD_FUZZ_CASES=50000`` asks for
-more. Cases are the same every time.
+Each format meets 1,000 cases in the full run, 100 in the fast one; ``SHARDLOAD_FUZZ_CASES=50000`` asks for more.
+Cases are the same every time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import time
 import tracemalloc
 from pathlib import Path
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -26,7 +25,7 @@ from shardload.loaders import open_manifest
 from shardload.manifest import Extent
 
 FAST_CASES = 100
-FULL_CASES = int(os.environ.get("SHARDLOAD_FUZZ_CASES", "2000"))
+FULL_CASES = int(os.environ.get("SHARDLOAD_FUZZ_CASES", "1000"))
 PEAK_FLOOR_BYTES = 64 << 10
 """A traceback with its frames, a few dozen objects of the manifest itself; 16 KiB in most cases."""
 RESIDENT_FLOOR_BYTES = 1 << 20
@@ -52,14 +51,17 @@ class Format:
     """A dataset of one number, 300 bytes: the name, a `Tensor` and its place, and about 1 KB in libhdf5."""
 
 
-def fuzz(*, share=1, **strategies):
+def number(request, fast, full):
+    """How many cases to try: few where slow tests are left out."""
+    return fast if "not slow" in request.config.option.markexpr else full
+
+
+def fuzz(*, share=1, fast=FAST_CASES, **strategies):
     """Run a test body on many examples; ``share`` of a format's cases where several tests share them."""
 
     def decorate(body):
-        slow = pytest.param(round(FULL_CASES * share), marks=pytest.mark.slow)
-
-        @pytest.mark.parametrize("cases", [FAST_CASES, slow], ids=["some", "all"])
-        def test(tmp_path, cases):
+        def test(tmp_path, request):
+            cases = number(request, fast, round(FULL_CASES * share))
             ends = collections.Counter()
 
             @settings(
@@ -130,12 +132,12 @@ def check_places(manifest):
 
 
 class Child:
-    """`fuzz_child` at work; a file that crashes it or makes it hang fails the test that sent it."""
+    """`fuzz_child` at work, or another; a file that crashes it or makes it hang fails the test that sent it."""
 
-    def __init__(self):
+    def __init__(self, script="fuzz_child.py"):
         root = Path(__file__).parent
         self._process = subprocess.Popen(
-            [sys.executable, root / "fuzz_child.py"],
+            [sys.executable, root / script],
             cwd=root.parent,
             env={**os.environ, "PYTHONPATH": str(root.parent)},
             stdin=subprocess.PIPE,
@@ -145,12 +147,16 @@ class Child:
 
     def grown_by_opening(self, path):
         """Bytes by which opening raised its resident peak."""
-        self._process.stdin.write(f"{path}\n")
+        return int(self.ask(path))
+
+    def ask(self, about):
+        """The line that comes back for a line."""
+        self._process.stdin.write(f"{about}\n")
         self._process.stdin.flush()
-        assert select.select([self._process.stdout], [], [], PATIENCE)[0], f"opening {path} hangs"
+        assert select.select([self._process.stdout], [], [], PATIENCE)[0], f"{about} makes it hang"
         answer = self._process.stdout.readline()
-        assert answer, f"opening {path} ended the process: {self._process.wait()}"
-        return int(answer)
+        assert answer, f"{about} ended the process: {self._process.wait()}"
+        return answer
 
     def close(self):
         self._process.kill()

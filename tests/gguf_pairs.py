@@ -26,7 +26,7 @@ COMMON = {
     "hidden_size": HIDDEN,
     "intermediate_size": INNER,
     "num_hidden_layers": LAYERS,
-    "rms_norm_eps": 1e-5,
+    "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
     "max_position_embeddings": 64,
     "tie_word_embeddings": True,
