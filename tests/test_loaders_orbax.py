@@ -22,6 +22,7 @@ from orbax.checkpoint import v1
 
 import shardload
 from shardload.errors import (
+    ShardloadError,
     SourceError,
     SourceNotFoundError,
     TransferError,
@@ -273,11 +274,94 @@ def plain(tmp_path: Path, **changes: Any) -> Path:
         ({"shape": "wide"}, SourceError, "no list of integers"),
         ({"zarr_format": 9}, SourceError, "zarr_format"),
         ({"dimension_separator": 5}, SourceError, "joined by"),
+        ({"compressor": {"id": "zstd", "level": 1 << 70}}, SourceError, "more than 64 bits"),
+        ({"compressor": {"id": "zstd"}, "fill_value": float("nan")}, SourceError, "no JSON number"),
+        ({"compressor": {"id": "zstd", "level": "\ud800"}}, SourceError, "does not describe"),
+        ({"compressor": {"id": 5}}, SourceError, "no compressor or filter"),
+        ({"compressor": "zstd"}, SourceError, "no compressor or filter"),
+        ({"filters": [5]}, SourceError, "no compressor or filter"),
+        ({"filters": 5}, SourceError, "does not describe"),
+        ({"dtype": "f4,f4"}, UnsupportedError, "no numbers"),
+        ({"dtype": "(9999999999999999999,)f4"}, UnsupportedError, "no numbers"),
     ],
 )
 def test_metadata_that_lies(tmp_path: Path, changes: dict[str, Any], error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         open_manifest(plain(tmp_path, **changes))
+
+
+def zstd_step(tmp_path: Path) -> Path:
+    """A step whose one array lies compressed in a folder, in one shard."""
+    return save(tmp_path / "7", {"a": np.arange(64.0)}, use_ocdbt=False, use_compression=True, use_zarr3=True)
+
+
+DEEP = json.loads("[" * 40 + "]" * 40)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"codecs": []}, "no list of codecs"),
+        ({"codecs": ["zstd"]}, "does not describe"),
+        ({"codecs": [{"name": ["zstd"]}]}, "no codec"),
+        ({"codecs": [{"name": "zstd", "configuration": 5}]}, "no codec"),
+        ({"codecs": [{"name": "zstd", "configuration": {"level": 1 << 70}}]}, "more than 64 bits"),
+        ({"codecs": [{"name": "transpose", "configuration": {"order": DEEP}}]}, "deep"),
+        ({"codecs": [{"name": "sharding_indexed", "configuration": {"codecs": [5]}}]}, "does not describe"),
+        ({"fill_value": -(1 << 64)}, "more than 64 bits"),
+        ({"node_type": "group"}, "no array with a regular grid"),
+        ({"chunk_grid": {"name": "rows", "configuration": {"chunk_shape": [64]}}}, "no array with a regular grid"),
+        ({"chunk_key_encoding": {"name": "v3"}}, "no array with a regular grid"),
+    ],
+)
+def test_codecs_that_lie(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+    step = zstd_step(tmp_path)
+    header = step / "pytree/a/zarr.json"
+    header.write_text(json.dumps(json.loads(header.read_text()) | changes))
+    with pytest.raises(SourceError, match=says):
+        open_manifest(step)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"codecs": None}, r"array: None is no list of codecs\. Copy"),
+        ({"chunk_grid": 5}, r"array: an entry is of the wrong type\. Copy"),
+        ({"chunk_grid": {"name": "regular"}}, r"array: 'configuration' is missing\. Copy"),
+        ({"data_type": "string"}, r"zarr\.json: arrays of the type 'string' hold no numbers"),
+    ],
+)
+def test_what_is_wrong_is_said_in_words(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+    step = zstd_step(tmp_path)
+    header = step / "pytree/a/zarr.json"
+    header.write_text(json.dumps(json.loads(header.read_text()) | changes))
+    with pytest.raises(ShardloadError, match=says):
+        open_manifest(step)
+
+
+def test_a_chunk_that_does_not_decode_is_told_without_the_insides_of_tensorstore(tmp_path: Path) -> None:
+    step = zstd_step(tmp_path)
+    chunk = step / "pytree/a/c/0"
+    chunk.write_bytes(b"\0" + chunk.read_bytes()[1:])
+    with pytest.raises(TransferError) as caught:
+        rows_of(open_manifest(step).tensors["a"])
+    message = str(caught.value)
+    assert "does not decode: ZSTD_decompressStream() failed: Unknown frame descriptor. Copy the checkpoint" in message
+    assert not any(word in message for word in ("FAILED_PRECONDITION", "spec", "uncompressed byte", "source loc"))
+
+
+def test_what_only_describes_an_array_may_be_anything(tmp_path: Path) -> None:
+    step = zstd_step(tmp_path)
+    header = step / "pytree/a/zarr.json"
+    header.write_text(json.dumps(json.loads(header.read_text()) | {"attributes": {"a": [float("nan"), 1 << 70, DEEP]}}))
+    check(open_manifest(step), {"a": np.arange(64.0)})
+
+
+def test_a_compressed_chunk_is_not_stored_in_far_more_bytes_than_it_has(tmp_path: Path) -> None:
+    step = save(tmp_path / "7", {"a": np.arange(64.0)}, use_ocdbt=False, use_compression=True, use_zarr3=False)
+    os.truncate(step / "pytree/a/0", 1 << 40)
+    with pytest.raises(UnsafeSourceError, match="is stored in 1099511627776"):
+        open_manifest(step)
 
 
 def _remove_tree(item: Path) -> None:
@@ -359,6 +443,27 @@ def test_a_node_that_would_inflate_is_refused_unread(tmp_path: Path) -> None:
     (step / "pytree/manifest.ocdbt").write_bytes(raw)
     with pytest.raises(UnsafeSourceError, match="bomb"):
         open_manifest(step)
+
+
+def test_nodes_that_share_their_children_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four levels of 60 entries, all for the same node below: 13 million leaves in a file of 500 bytes."""
+    from shardload.loaders._ocdbt import _Walk
+
+    (tmp_path / "manifest.ocdbt").write_bytes(bytes(100))
+    (tmp_path / "d").write_bytes(bytes(500))
+
+    def dump(_: object, location: str | None, path: Path) -> Any:
+        if location is None:
+            root = {"location": "btreenode::d:0:100", "statistics": {"num_keys": 1}}
+            return {"versions": [{"generation_number": 1, "root": root}]}
+        height = 4 - int(location.split(":")[3]) // 100
+        below = {"location": f"btreenode::d:{500 - height * 100}:100", "subtree_common_prefix": b"a"}
+        leaf = {"key": b"a", "inline_value": b"1"}
+        return {"height": height, "entries": [below if height else leaf] * 60}
+
+    monkeypatch.setattr(_Walk, "_dump", dump)
+    with pytest.raises(SourceError, match="again and again"):
+        read_values(tmp_path)
 
 
 @pytest.mark.parametrize("place", ["value::../../etc/passwd:0:1", "value:../:d/x:0:1", "value::/etc/passwd:0:1"])

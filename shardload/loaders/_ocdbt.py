@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,14 @@ MAX_NODE_BYTES = 1 << 27
 MAX_HEIGHT = 16
 MAX_KEYS = 1 << 20
 """A million chunks; the largest runs on record write some hundred thousand."""
+MAX_VISITS, VISITS_FLOOR_BYTES = 4, 1 << 16
+"""Bytes of nodes read for each byte of the files they are in. Each node has one parent; where stores were copied into
+one another a few have several, but a chain of nodes that all have the next one for a child 99 times has no end."""
+_LABELS = re.compile(
+    r'^[A-Z_]+: |Error (?:reading|opening|decoding)[^:]*"[^"]*": |Error parsing object member "metadata": '
+)
+_ADDED = re.compile(r" \[[a-z_ ]+=|; at (?:uncompressed )?byte ")
+"""What begins and what ends the text of TensorStore's errors, for its developers."""
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _ZSTD_BLOCK_BYTES = 1 << 17
 _NODE_HEADER_BYTES = 14
@@ -81,6 +90,11 @@ class _Walk:
     sizes: dict[str, tuple[str, int]] = field(default_factory=dict)
     """File name in the store → absolute path and size."""
     keys: int = 0
+    node_bytes: int = 0
+    """Of nodes read so far."""
+    node_files: set[str] = field(default_factory=set)
+    """What they were read from."""
+    node_file_bytes: int = 0
 
     def walk(self) -> Iterator[tuple[str, Value]]:
         manifest = self.folder / MANIFEST
@@ -104,6 +118,7 @@ class _Walk:
         found = self._locate(location, "btreenode")
         if found.length > MAX_NODE_BYTES or not depth:
             raise UnsafeSourceError(f"{found.path} holds a B-tree node of {found.length} bytes, or one too deep")
+        self._count(found)
         places.have_local(found.path)
         _refuse_inflation(found.read(MAX_NODE_BYTES, what="a B-tree node"), Path(found.path))
         node = self._dump(location, Path(found.path))
@@ -116,6 +131,17 @@ class _Walk:
             if self.keys > MAX_KEYS:
                 raise UnsafeSourceError(f"{found.path}: the store has more than {MAX_KEYS} keys")
             yield self._text(prefix + entry["key"], found.path), self._value(entry, found.path)
+
+    def _count(self, node: Value) -> None:
+        self.node_bytes += node.length
+        if node.path not in self.node_files:
+            self.node_files.add(node.path)
+            self.node_file_bytes += places.size_of(node.path)
+        if self.node_bytes > VISITS_FLOOR_BYTES + MAX_VISITS * self.node_file_bytes:
+            raise UnsafeSourceError(
+                f"{node.path}: the nodes of the B-tree refer to the same nodes again and again: {self.node_bytes} "
+                f"bytes of them were read from files of {self.node_file_bytes}. Save the checkpoint again"
+            )
 
     def _value(self, entry: Mapping[str, Any], node_path: str) -> Value:
         if (inline := entry.get("inline_value")) is not None:
@@ -149,7 +175,7 @@ class _Walk:
             base = ts.KvStore.open({"driver": "file", "path": f"{self.folder}{os.sep}"}).result()
             return ts.ocdbt.dump(base, location).result()
         except (ValueError, RuntimeError, OSError) as error:
-            raise SourceError(f"{path} is damaged: {error}. Copy it again, or use another step") from error
+            raise SourceError(f"{path} is damaged: {said(error)}. Copy it again, or use another step") from error
 
     @staticmethod
     def _text(key: bytes, path: str) -> str:
@@ -157,6 +183,12 @@ class _Walk:
             return key.decode("utf-8")
         except UnicodeDecodeError as error:
             raise SourceError(f"{path} holds the key {key[:200]!r}, which is not UTF-8") from error
+
+
+def said(error: BaseException | None) -> str:
+    """What TensorStore found, without the code, the keys of its own and the specification it says it with."""
+    text = _LABELS.sub("", _ADDED.split(str(error))[0])
+    return text.strip().rstrip(".") or "it cannot be decoded"
 
 
 def _refuse_inflation(raw: bytes, path: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,15 @@ _NIBBLES = ("int2", "int4", "uint2", "uint4")
 _DTYPES: Mapping[str, np.dtype[Any]] = {name: np.dtype(name) for name in _PLAIN + _FLOATS} | {
     name: np.dtype(getattr(ml_dtypes, name)) for name in (*_ML, *_NIBBLES) if hasattr(ml_dtypes, name)
 }
+_ZARR2_DTYPE = re.compile(r"[<>|=]?[biufc][0-9]{1,2}")
+"""What NumPy is asked about: it takes far more, and fails in as many ways."""
 _CRC_BYTES = 4
+_MAX_DEPTH = 16
+"""Of JSON in JSON; codecs within shards within shards reach 10."""
+_NOT_PASSED_ON = ("attributes", "dimension_names")
+"""What TensorStore does not need to decode a chunk of zarr 3."""
+_INTEGERS = range(-(1 << 63), 1 << 64)
+"""What TensorStore can take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +128,14 @@ def parse(raw: bytes, *, name: str, where: str) -> Array:
     """
     document = parse_object(raw, path=where)
     try:
+        _check_values({key: value for key, value in document.items() if key not in _NOT_PASSED_ON})
         found = _parse3(document) if document.get("zarr_format") == 3 else _parse2(document)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        if isinstance(error, SourceError | UnsupportedError):
-            raise
-        raise SourceError(f"{where} does not describe an array: {type(error).__name__} {error}") from error
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{where}: {error}") from error
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+        raise SourceError(
+            f"{where} does not describe an array: {_reason(error)}. Copy the checkpoint again, or use another step"
+        ) from error
     check_shape(found.shape, name=name, path=where)
     check_shape(found.chunk_shape, name=name, path=where)
     if len(found.chunk_shape) != len(found.shape) or 0 in found.chunk_shape:
@@ -143,7 +155,7 @@ def one_chunk(raw: bytes, *, shape: tuple[int, ...], inner: bool) -> tuple[bytes
     if document.get("zarr_format") != 3:
         document |= {"shape": list(shape), "chunks": list(shape), "dimension_separator": "."}
         return json.dumps(document).encode(), ".".join("0" for _ in shape) or "0"
-    for name in ("attributes", "dimension_names"):
+    for name in _NOT_PASSED_ON:
         document.pop(name, None)
     if inner:
         document["codecs"] = document["codecs"][0]["configuration"]["codecs"]
@@ -164,13 +176,15 @@ def _grid(shape: tuple[int, ...]) -> dict[str, Any]:
 
 
 def _parse3(document: Mapping[str, Any]) -> Array:
-    chunk_shape = _ints(document["chunk_grid"]["configuration"]["chunk_shape"])
-    encoding = document["chunk_key_encoding"]
+    grid, encoding = document["chunk_grid"], document["chunk_key_encoding"]
+    if document["node_type"] != "array" or grid["name"] != "regular" or encoding["name"] not in ("default", "v2"):
+        raise ValueError("it is no array with a regular grid of chunks")
+    chunk_shape = _ints(grid["configuration"]["chunk_shape"])
     is_default = encoding["name"] == "default"
     separator = encoding.get("configuration", {}).get("separator", "/" if is_default else ".")
     name = document["data_type"]
     dtype = _dtype(name)
-    codecs, sharding = document["codecs"], None
+    codecs, sharding = _codecs(document["codecs"]), None
     if [codec["name"] for codec in codecs] == ["sharding_indexed"]:
         sharding, codecs = _sharding(codecs[0]["configuration"], chunk_shape)
     plain_index = sharding is not None or document["codecs"] is codecs
@@ -185,23 +199,24 @@ def _sharding(configuration: Mapping[str, Any], shard: tuple[int, ...]) -> tuple
     inner = _ints(configuration["chunk_shape"])
     if len(inner) != len(shard) or min(inner, default=1) < 1 or any(n % i for n, i in zip(shard, inner, strict=True)):
         raise ValueError(f"shards of {shard} do not divide into chunks of {inner}")
-    index = configuration["index_codecs"]
+    index = _codecs(configuration["index_codecs"])
     has_crc = [codec["name"] for codec in index[1:]] == ["crc32c"]
     is_plain = _is_little(index[:1], np.dtype("uint64")) and (has_crc or len(index) == 1)
     location = configuration.get("index_location", "end")
     if location not in ("start", "end"):
         raise ValueError(f"the index of a shard lies at its {location!r}")
-    codecs: list[Any] = configuration["codecs"]
+    codecs = _codecs(configuration["codecs"])
     return (Sharding(inner, location == "start", has_crc, tuple(codecs)) if is_plain else None), codecs
 
 
 def _parse2(document: Mapping[str, Any]) -> Array:
     if document["zarr_format"] != 2:
-        raise ValueError(f"zarr_format {document['zarr_format']!r}")
+        raise ValueError(f"zarr_format should be 2 or 3, but is {str(document['zarr_format'])[:100]}")
     name = document["dtype"]
-    dtype = _DTYPES[name] if name in _DTYPES else np.dtype(name) if isinstance(name, str) else None
-    if dtype is None or dtype.newbyteorder("=") not in _DTYPES.values():
-        raise UnsupportedError(f"arrays of the type {str(name)[:100]!r} hold no numbers known here")
+    dtype = _dtype2(name)
+    _check_codec2(document.get("compressor"))
+    for codec in document.get("filters") or ():
+        _check_codec2(codec)
     plain = document.get("compressor") is None and not document.get("filters") and document.get("order", "C") == "C"
     is_raw = plain and not (isinstance(name, str) and name.startswith(">")) and name not in _NIBBLES
     separator = _separator(document.get("dimension_separator", "."))
@@ -215,6 +230,69 @@ def _dtype(name: object) -> np.dtype[Any]:
     raise UnsupportedError(f"arrays of the type {str(name)[:100]!r} hold no numbers known here")
 
 
+def _reason(error: Exception) -> str:
+    match error:
+        case KeyError():
+            return f"{str(error.args[0])[:100]!r} is missing"
+        case UnicodeError():
+            return "some text is not valid Unicode"
+        case ValueError():
+            return str(error)
+    return "an entry is of the wrong type"
+
+
+def _dtype2(name: object) -> np.dtype[Any]:
+    if not isinstance(name, str):
+        raise ValueError(f"the type {str(name)[:100]!r} is no name")
+    if name not in _DTYPES and _ZARR2_DTYPE.fullmatch(name):
+        dtype = np.dtype(name)
+        return dtype if dtype.newbyteorder("=") in _DTYPES.values() else _dtype(name)
+    return _dtype(name)
+
+
+def _check_values(document: object, depth: int = _MAX_DEPTH) -> None:
+    """Refuse what TensorStore's JSON cannot hold, where it would fail without naming the file.
+
+    Raises:
+        ValueError: When a number is too large or none, text is not Unicode, or lists are nested without end.
+    """
+    match document:
+        case int() if document not in _INTEGERS:
+            raise ValueError("an integer has more than 64 bits")
+        case float() if not math.isfinite(document):
+            raise ValueError(f"{document} is no JSON number")
+        case str():
+            document.encode()
+        case dict() | list() if not depth:
+            raise ValueError(f"objects and lists lie more than {_MAX_DEPTH} deep")
+        case dict():
+            for key, value in document.items():
+                key.encode()
+                _check_values(value, depth - 1)
+        case list():
+            for value in document:
+                _check_values(value, depth - 1)
+
+
+def _codecs(found: object) -> list[dict[str, Any]]:
+    """Codecs of zarr 3, at any depth: objects with a name and, maybe, an object that configures them."""
+    if not isinstance(found, list) or not found:
+        raise ValueError(f"{str(found)[:200]} is no list of codecs")
+    for codec in found:
+        configuration = codec.get("configuration", {})
+        if not isinstance(codec["name"], str) or not isinstance(configuration, dict):
+            raise ValueError(f"{str(codec)[:200]} is no codec")
+        for inside in ("codecs", "index_codecs"):
+            if inside in configuration:
+                _codecs(configuration[inside])
+    return found
+
+
+def _check_codec2(found: object) -> None:
+    if found is not None and not (isinstance(found, dict) and isinstance(found.get("id"), str)):
+        raise ValueError(f"{str(found)[:200]} is no compressor or filter")
+
+
 def _is_little(codecs: list[Any], dtype: np.dtype[Any]) -> bool:
     if [codec["name"] for codec in codecs] != ["bytes"]:
         return False
@@ -224,7 +302,7 @@ def _is_little(codecs: list[Any], dtype: np.dtype[Any]) -> bool:
 
 def _ints(found: object) -> tuple[int, ...]:
     if not isinstance(found, list) or any(type(n) is not int for n in found):
-        raise TypeError(f"{str(found)[:200]} is no list of integers")
+        raise ValueError(f"{str(found)[:200]} is no list of integers")
     return tuple(found)
 
 

@@ -19,12 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardload.errors import SourceError, TransferError, UnsafeSourceError
-from shardload.loaders._ocdbt import MAX_KEYS, Value
+from shardload.loaders._ocdbt import MAX_KEYS, Value, said
 from shardload.loaders._zarr import Array, Sharding, key_of, one_chunk
 from shardload.manifest import Chunked, Decoded, Extent, Packed, Storage
 from shardload.stores import places
 
 Cell = tuple[int, ...]
+MAX_GROWTH, GROWTH_FLOOR_BYTES = 32, 1 << 16
+"""Stored bytes for each byte of a chunk: codecs add a little, and indices of shards 16 bytes for each inner chunk."""
 _MISSING = (1 << 64) - 1
 """Offset and length of an inner chunk that was never written."""
 
@@ -88,8 +90,15 @@ def _packed(array: Array, chunks: Mapping[Cell, Value], header: Value, metadata:
 
 
 def _pack(value: Value | None, codec: ZarrCodec, header: Value) -> Packed:
+    """A chunk, which is decoded as a whole: so it may not be stored in far more bytes than it has."""
     if value is None:
         return Packed(header.path, 0, 0, codec)
+    nbytes = math.prod(codec.shape) * codec.dtype.itemsize
+    if value.length > GROWTH_FLOOR_BYTES + MAX_GROWTH * nbytes:
+        raise UnsafeSourceError(
+            f"{value.path}: a chunk of {nbytes} bytes is stored in {value.length} at byte {value.offset}; no codec "
+            "needs as much. Copy it again, or use another step"
+        )
     if value.inline is not None:
         return Packed(value.path, 0, 0, codec, value.inline)
     return Packed(value.path, value.offset, value.length, codec)
@@ -115,7 +124,7 @@ def _inner(
         except TransferError as error:
             raise SourceError(
                 f"{value.path}: the index of the shard at byte {value.offset} is damaged: "
-                f"{_said(error.__cause__)}. Copy it again, or use another step"
+                f"{said(error.__cause__)}. Copy it again, or use another step"
             ) from error
         yield from _of_shard(array, sharding, shard=shard, value=value, index=index, nbytes=nbytes)
 
@@ -238,7 +247,7 @@ class ZarrCodec:
         try:
             self._open(_context())
         except _FAILURES as error:
-            raise SourceError(f"{self.where} does not describe an array that can be decoded: {_said(error)}") from error
+            raise SourceError(f"{self.where} does not describe an array that can be decoded: {said(error)}") from error
 
     def decode(self, stored: bytes | bytearray) -> NDArray[Any]:
         """The chunk's elements; see `shardload.manifest.Codec`.
@@ -256,7 +265,7 @@ class ZarrCodec:
         except _FAILURES as error:
             raise TransferError(
                 f"{self.where}: a chunk of shape {self.shape}, stored in {n_bytes} bytes, does not decode: "
-                f"{_said(error)}"
+                f"{said(error)}. Copy the checkpoint again, or use another step"
             ) from error
         return np.ascontiguousarray(found).reshape(self.shape).astype(self.dtype, copy=False)
 
@@ -283,11 +292,6 @@ class ZarrCodec:
 
 _MEMORY = {"driver": "memory"}
 _FAILURES = (ValueError, RuntimeError, OSError)
-
-
-def _said(error: BaseException | None) -> str:
-    """TensorStore's words, without the whole specification it adds."""
-    return str(error).split(" [tensorstore_spec=")[0]
 
 
 def _is_blosc(codecs: Iterable[Any]) -> bool:
