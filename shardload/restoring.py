@@ -12,12 +12,13 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, Literal
 
 from numpy.typing import NDArray
 
-from shardload import _job, loading
+from shardload import _job, _together, loading
 from shardload._checks import check_tensor
 from shardload._fingerprint import Fingerprint
 from shardload._whole import read_tensor
@@ -27,12 +28,11 @@ from shardload.manifest import Manifest
 from shardload.names import Items, map_state, slots_as_stored
 from shardload.progress import Progress
 from shardload.reports import LoadReport
-from shardload.steps._remote_listing import as_remote, knows_others, prepared
-from shardload.steps.digests import Checker, verify
-from shardload.steps.listing import StepInfo, find_step, list_steps
+from shardload.steps._remote_listing import as_remote, prepared
+from shardload.steps.digests import Checker
+from shardload.steps.listing import StepInfo, find_step
+from shardload.steps.way_out import WayOut, Which, way_out
 from shardload.whereabouts import whereabouts
-
-Which = int | Literal["latest", "best"]
 
 _restored: weakref.WeakKeyDictionary[Any, StepInfo] = weakref.WeakKeyDictionary()
 
@@ -61,7 +61,7 @@ def restore(
         model: A built Keras model, live or built inside `shardload.abstract`, compiled or not.
         directory: Where `shardload.callbacks.OrbaxCheckpoint` saves its steps; also the directory of Keras' own
             callback, or of plain Orbax.
-        step: Its number, ``"latest"`` or ``"best"``.
+        step: Its number, ``"latest"`` or ``"best"``; of several processes, process 0 says which one that is.
         items: ``"all"``, ``"weights"``, ``"optimizer"`` or ``"metrics"``. Of an uncompiled model ``"all"`` is its
             weights; an optimizer that never trained gets its slots.
         mesh: As for `load_weights`: where the model lives now by default. It need not be the mesh that saved the step.
@@ -72,7 +72,8 @@ def restore(
         names: Tensor name → variable path, for steps that shardload did not save.
         strict: Refuse a step that lacks something of what is asked for, or holds more; otherwise report it.
         atomic: Keep the old values until the new ones are all there: twice the memory.
-        fallback: ``"previous"`` takes the newest undamaged step before one that is damaged, and says so.
+        fallback: ``"previous"`` takes the newest undamaged step before one that is damaged, with ``step="best"`` the
+            next best undamaged one, and says so.
         host_memory_bytes: As for `load_weights`.
         progress: As for `load_weights`.
 
@@ -84,49 +85,85 @@ def restore(
         SourceNotFoundError: When there is no such step.
         MeshError: When there are too few devices.
         LayoutError: When the layout cannot be applied.
-        DamagedError: When bytes are not those that were saved, naming step, file and the newest good step.
+        DamagedError: When bytes are not those that were saved, naming step, file and the step to take instead.
         MismatchError: When model and step disagree; the model is unchanged then.
         LoadInterruptedError: When reading failed after values had been replaced.
+        DisagreementError: As in `load`; so are all others that concern processes.
     """
-    if fallback not in (None, "previous"):
-        raise UsageError(f"fallback is None or 'previous'; got {fallback!r}")
-    options: dict[str, Any] = {"mesh": mesh, "axes": axes, "layout": layout, "devices": devices, "items": items}
-    options |= {"rename": rename, "names": names, "strict": strict, "atomic": atomic, "progress": progress}
-    options["budget"] = loading.budget(host_memory_bytes)
-    loading.check_model(model)
-    return _restore_sound(model, directory, find_step(directory, step), fall_back=fallback is not None, **options)
+    where: dict[str, Any] = {"mesh": mesh, "devices": devices, "model": model}
+    same: dict[str, Any] = {"step": step, "items": items, "rename": rename, "names": names}
+    same |= {"strict": strict, "atomic": atomic, "fallback": fallback}
+    with _together.call("restore", directory, **where, **same) as call:
+        if fallback not in (None, "previous"):
+            raise UsageError(f"fallback is None or 'previous'; got {fallback!r}")
+        options: dict[str, Any] = {"mesh": mesh, "axes": axes, "layout": layout, "devices": devices, "items": items}
+        options |= {"rename": rename, "names": names, "strict": strict, "atomic": atomic, "progress": progress}
+        options["budget"] = loading.budget(host_memory_bytes)
+        loading.check_model(model)
+        report = _restore_sound(model, directory, step, call, fall_back=fallback is not None, **options)
+        call.done(report)
+        return report
+
+
+def _chosen(call: _together.Call, directory: str | os.PathLike[str], step: Which) -> StepInfo:
+    """The step that process 0 chooses; the folder may have another one by the time another process looks."""
+    mine: list[StepInfo] = []
+
+    def choose() -> int:
+        mine.append(find_step(directory, step))
+        return mine[0].step
+
+    number = call.first(choose, "the choice of the step")
+    return mine[0] if mine else find_step(directory, number)
 
 
 def _restore_sound(
-    model: Any, directory: str | os.PathLike[str], info: StepInfo, *, fall_back: bool, **options: Any
+    model: Any,
+    directory: str | os.PathLike[str],
+    step: Which,
+    call: _together.Call,
+    *,
+    fall_back: bool,
+    **options: Any,
 ) -> LoadReport:
-    """Restore ``info``; where it is damaged and ``fall_back`` is set, the newest undamaged step before it."""
+    """Restore the step that is meant; where it is damaged and ``fall_back`` is set, the one `way_out` finds."""
     skipped: list[str] = []
+    tried: set[int] = set()
+    info: StepInfo | None = None
     while True:
         try:
-            with info.naming():
-                return _restore(model, info, skipped, **options)
+            with call.attempt():
+                info = info or _chosen(call, directory, step)
+                with info.naming():
+                    return _restore(model, info, skipped, call, best=step == "best" and not skipped, **options)
         except Exception as error:
             damage = _damage(error)
-            if damage is None:
+            if damage is None or (info is None and step != "best"):
                 raise
-            good = _newest_good(directory, before=info)
-            if not fall_back or good is None:
-                raise _with_way_out(error, info, good) from damage
-            skipped.append(f"step {info.step} is damaged and was passed over: {damage}")
-            info = good
+            tried |= {info.step} if info is not None else set()
+            find = partial(way_out, directory, step, bad=info, tried=tried)
+            found = WayOut(**call.first(lambda find=find: asdict(find()), "the way out"))  # type: ignore[misc]
+            if not fall_back or found.step is None:
+                raise type(error)(f"{error}\n{found.sentence}") from damage
+            name = "a damaged step" if info is None else f"step {info.step} is damaged and"
+            skipped.append(f"{name} was passed over: {damage}")
+            info = find_step(directory, found.step)
 
 
-def _restore(model: Any, info: StepInfo, skipped: Sequence[str], **options: Any) -> LoadReport:
+def _restore(
+    model: Any, info: StepInfo, skipped: Sequence[str], call: _together.Call, *, best: bool, **options: Any
+) -> LoadReport:
     clock = _job.Clock()
     info = prepared(info)
     checker = Checker.of_step(info.path) if info.ours else None
     manifest = _opened(info)
     files = Fingerprint.of(manifest.files)
+    call.ready()
     stated = replace(manifest, tensors={}) if options["items"] == "weights" else manifest
     with slots_as_stored(model, stated):
         with clock("plan"):
             place, wanted = whereabouts(model, **{k: options[k] for k in ("mesh", "axes", "layout", "devices")})
+            call.share(place)
             chosen = {k: options[k] for k in ("items", "rename", "names")}
             job = _job.prepare(
                 model,
@@ -137,13 +174,15 @@ def _restore(model: Any, info: StepInfo, skipped: Sequence[str], **options: Any)
                 mapping=map_state(model, manifest, **chosen),
                 check=checker,
             ).checked(strict=options["strict"])
+        call.agree(job)
         report = _job.fill(
             job,
             clock,
             files=files,
             on_failure="restore" if options["atomic"] else "tell",
-            progress=options["progress"],
-            notes=(*skipped, _title(info)),
+            progress=call.watched(options["progress"]),
+            notes=(*skipped, _title(info, best=best)),
+            on_filled=call.filled,
         )
     loading.remember_report(model, report)
     if options["items"] == "all" and info.url is None:  # runs go on in their own folder, on this machine
@@ -154,6 +193,11 @@ def _restore(model: Any, info: StepInfo, skipped: Sequence[str], **options: Any)
 def take_restored(model: Any) -> StepInfo | None:
     """The step that was last restored into ``model``, told once: the next ``fit`` goes on from there."""
     return _restored.pop(model, None)
+
+
+def remember_restored(model: Any, info: StepInfo) -> None:
+    """Undo `take_restored`, for a ``fit`` that trained nothing."""
+    _restored[model] = info
 
 
 def metric_values(model: Any, info: StepInfo) -> list[tuple[Any, NDArray[Any]]]:
@@ -191,29 +235,9 @@ def _damage(error: BaseException | None) -> DamagedError | None:
     return None
 
 
-def _newest_good(directory: str | os.PathLike[str], *, before: StepInfo) -> StepInfo | None:
-    """The newest undamaged step; of remote ones, which are not read to the end for that, the newest that seems so."""
-    if before.url is not None and not knows_others(str(directory), before):
-        return None
-    earlier = [info for info in list_steps(directory) if info.step < before.step and info.ours]
-    if before.url is not None:
-        return next((info for info in reversed(earlier) if info.problems is None), None)
-    return next((info for info in reversed(earlier) if not verify(info.path)), None)
-
-
-def _with_way_out(error: Exception, bad: StepInfo, good: StepInfo | None) -> Exception:
-    if bad.url is not None and good is None:
-        way_out = "No earlier step is known there; restore one by its address, if there is one."
-    elif bad.url is not None and good is not None:
-        way_out = f"Step {good.step} is the newest before it: pass step={good.step}, or fallback='previous'."
-    elif good is None:
-        way_out = "No earlier step is undamaged."
-    else:
-        way_out = f"Step {good.step} is the newest good one before it: pass step={good.step}, or fallback='previous'."
-    return type(error)(f"{error}\n{way_out}")
-
-
-def _title(info: StepInfo) -> str:
+def _title(info: StepInfo, *, best: bool) -> str:
     if not info.ours:
         return f"step {info.step}, not saved by shardload: unverified, as it has no digests"
-    return f"step {info.step}" + (f" (epoch {info.epoch})" if info.epoch is not None else "") + ", verified"
+    epoch = f" (epoch {info.epoch})" if info.epoch is not None else ""
+    by = f", best {info.best_by}" if best and info.best_by else ""
+    return f"step {info.step}{epoch}{by}, verified"

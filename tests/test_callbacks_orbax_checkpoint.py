@@ -235,6 +235,15 @@ def test_a_model_keras_cannot_serialise_is_saved_all_the_same(tmp_path):
     assert_holds(tmp_path / "8", model)
 
 
+def test_a_directory_of_the_users_home_is_found_there(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    model = compiled()
+    fit(model, OrbaxCheckpoint("~/run"))
+    assert steps_in(tmp_path / "run") and not Path("~").exists()
+    assert restore(model, "~/run").notes
+    assert [info.path.parent for info in list_steps("~/run")] == [tmp_path / "run"]
+
+
 def test_relative_directories_stay_where_they_were(tmp_path, monkeypatch):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
@@ -257,6 +266,8 @@ def test_a_diverged_loss_can_be_read_back(tmp_path):
         ({"save_freq": "batch"}, "Unrecognized save_freq"),
         ({"save_freq": 0}, "Unrecognized save_freq"),
         ({"max_to_keep": 0}, "max_to_keep should be"),
+        ({"keep_best": 0}, "keep_best should be"),
+        ({"keep_best": 0, "save_best_only": True}, "keep_best should be"),
         ({"compression": "gzip"}, "compression should be"),
         ({"metadata": {"a": object()}}, "metadata should be"),
         ({"checkpointables": {"pytree": {}}}, "cannot be named 'pytree'"),

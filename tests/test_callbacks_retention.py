@@ -2,18 +2,19 @@ from pathlib import Path
 
 import pytest
 
-from shardload.callbacks._retention import Retention
+from shardload.callbacks._retention import Comparison, Retention
 from shardload.errors import UsageError
 from shardload.steps.listing import StepInfo
 
 
-def step(number, *, loss=None, hours=0.0, ours=True, problems=None):
+def step(number, *, loss=None, hours=0.0, ours=True, problems=None, **details):
     metrics = {} if loss is None else {"loss": loss}
-    return StepInfo(number, Path(str(number)), ours, metrics=metrics, saved_s=hours * 3600, problems=problems)
+    named = {"metrics": metrics, "saved_s": hours * 3600, "problems": problems}
+    return StepInfo(number, Path(str(number)), ours, **named, details=details)
 
 
-def removed(rule, steps, mode="min"):
-    return rule.removable(steps, newest=steps[-1].step, monitor="loss", mode=mode)
+def removed(rule, steps, mode="min", **by):
+    return rule.removable(steps, newest=steps[-1].step, by=Comparison("loss", mode, **by))
 
 
 def test_latest():
@@ -57,3 +58,31 @@ def test_leaves_alone_what_is_foreign_or_damaged():
 def test_refuses_nonsense(wrong):
     with pytest.raises(UsageError):
         Retention(**wrong)
+
+
+PROMISED = {"monitor": "loss", "mode": "min", "keep_best": 1}
+
+
+def test_the_best_that_another_callback_promised_to_keep_stay():
+    steps = [step(1, loss=0.1, **PROMISED), step(2, loss=0.2, **PROMISED), step(3), step(4)]
+    assert removed(Retention(1), steps) == [2, 3]
+    two = [*steps[:2], step(3, loss=0.3, **(PROMISED | {"keep_best": 2})), step(4)]
+    assert removed(Retention(1), two) == [3]
+    assert removed(Retention(1, best=1), two) == [2, 3]  # the rule of this callback, which is about the same
+    other = [step(1, loss=0.1, **PROMISED), step(2, loss=0.2), step(3, loss=0.3)]
+    assert Retention(1, best=1).removable(other, newest=3, by=Comparison("mae", "min")) == [2]
+
+
+def test_steps_of_other_runs_are_compared_among_themselves():
+    ours, others = PROMISED | {"run": "b"}, PROMISED | {"run": "a"}
+    steps = [step(1, loss=0.1, **others), step(2, loss=0.2, **others), step(3, loss=0.3, **ours), step(4, **ours)]
+    assert removed(Retention(1, best=1), steps, runs={"b"}) == [2]
+    assert removed(Retention(1, best=1), steps) == [2, 3]
+
+
+def test_what_is_known_to_be_damaged_is_left_alone():
+    assert removed(Retention(1, best=1), [step(1, loss=0.1), step(2, loss=0.2), step(3)], damaged={1}) == []
+
+
+def test_the_metrics_of_a_part_of_an_epoch_do_not_count():
+    assert removed(Retention(1, best=1), [step(1, loss=0.2), step(2, loss=0.1, ranks=False), step(3)]) == [2]

@@ -18,6 +18,7 @@ from shardload.errors import (
     UnsupportedError,
     UsageError,
 )
+from shardload.names.stored_state import NO_OPTIMIZER, UNTRAINED
 from shardload.verifying import verify
 from tests.saved_steps import save_step
 
@@ -122,6 +123,54 @@ def test_weights_only_leaves_the_optimizer_alone(run):
     assert all(np.array_equal(a, v.value) for a, v in zip(before, target.optimizer.variables, strict=True))
     with pytest.raises(UsageError, match="items is one of"):
         shardload.restore(target, root, items="everything")
+
+
+@pytest.mark.parametrize("load", [shardload.restore, shardload.load_weights])
+def test_a_step_of_weights_leaves_a_trained_optimizer_as_it_is_and_says_so(tmp_path, load):
+    model = trained()
+    save_step(model, tmp_path / "run", 1, weights_only=True)
+    target = trained(seed=5)
+    before = [np.asarray(v.value) for v in target.optimizer.variables]
+    report = load(target, tmp_path / "run")
+    assert all(np.array_equal(a.value, b.value) for a, b in zip(model.weights, target.weights, strict=True))
+    assert all(np.array_equal(a, v.value) for a, v in zip(before, target.optimizer.variables, strict=True))
+    assert NO_OPTIMIZER in report.notes
+    with pytest.raises(MismatchError, match="missing from the checkpoint"):
+        shardload.restore(target, tmp_path / "run", items="optimizer")
+
+
+@pytest.mark.parametrize("make", [build, trained])
+def test_a_step_from_before_training_leaves_slots_as_they_are_and_says_so(tmp_path, make):
+    model = build()
+    save_step(model, tmp_path / "run", 0)
+    target = make(seed=5)
+    target.optimizer.build(target.trainable_variables)
+    slots = [np.asarray(v.value) for v in target.optimizer.variables[2:]]
+    report = shardload.restore(target, tmp_path / "run")
+    assert all(np.array_equal(a.value, b.value) for a, b in zip(model.weights, target.weights, strict=True))
+    assert int(target.optimizer.iterations.value) == 0
+    assert len(slots) == 8
+    assert all(np.array_equal(a, v.value) for a, v in zip(slots, target.optimizer.variables[2:], strict=True))
+    assert UNTRAINED in report.notes
+
+
+def test_a_model_that_never_trained_comes_back_from_its_step_alone(tmp_path):
+    callback = OrbaxCheckpoint(tmp_path / "run", save_freq=1)
+    model = build()
+    callback.set_model(model)
+    callback.on_train_begin()
+    callback._save({}, epoch_done=False)
+    callback.on_train_end()
+    again = shardload.load(tmp_path / "run", mesh="1x1")
+    assert all(np.array_equal(a.value, b.value) for a, b in zip(model.weights, again.weights, strict=True))
+    assert again.compiled
+    assert not any(np.asarray(v.value).any() for v in again.optimizer.variables[2:])
+
+
+def test_a_trained_optimizer_without_slots_is_not_taken_for_an_untrained_one(tmp_path):
+    save_step(trained(optimizer="sgd"), tmp_path / "run", 1)
+    with pytest.raises(MismatchError, match="missing from the checkpoint"):
+        shardload.restore(trained(seed=5), tmp_path / "run")
 
 
 def test_optimizer_only_leaves_the_weights_alone(run):
@@ -265,6 +314,56 @@ def test_a_flipped_bit_is_named_with_the_way_out_and_passed_over(tmp_path):
     report = shardload.restore(target, tmp_path / "s", fallback="previous")
     assert same(model, target)
     assert any("step 3 is damaged and was passed over" in note for note in report.notes)
+
+
+@pytest.fixture
+def scored(run, tmp_path):
+    """Steps whose losses were 0.3, 0.1, 0.4 and 0.2, and one that says nothing; 2 is the best, then 4, 1 and 3."""
+    for step, loss in enumerate((0.3, 0.1, 0.4, 0.2, None), 1):
+        logs = {} if loss is None else {"loss": loss}
+        save_step(run[0], tmp_path / "s", step, monitor="loss", mode="min", logs=logs)
+    return tmp_path / "s"
+
+
+def test_the_best_step_says_by_what_it_is_the_best(scored):
+    report = shardload.restore(build(), scored, step="best")
+    assert report.notes[0] == "step 2, best loss=0.1 (lower is better), verified"
+    assert shardload.restore(build(), scored, step=2).notes[0] == "step 2, verified"
+
+
+def damage_data(root, *steps):
+    for step in steps:
+        flip(largest_file(root / str(step)), 2000)
+
+
+def test_the_way_out_of_a_damaged_best_is_the_next_best(run, scored):
+    damage_data(scored, 2, 4)
+    out = r"(?s)tep 2.*Step 1 is the next best good one: pass step=1, or fallback='previous'"
+    with pytest.raises((DamagedError, LoadInterruptedError), match=out):
+        shardload.restore(build(), scored, step="best")
+    target = build(seed=5)
+    report = shardload.restore(target, scored, step="best", fallback="previous")
+    assert same(run[0], target) and report.notes[1].startswith("step 1, verified")
+    assert report.notes[0].startswith("step 2 is damaged and was passed over: Step 2")
+
+
+def test_where_no_other_good_step_is_ranked_none_is_taken_for_the_next_best(scored):
+    damage_data(scored, 1, 2, 3, 4)
+    out = r"No other step that says how good it is is undamaged\. Step 5 is the newest good one: pass step=5\.$"
+    with pytest.raises((DamagedError, LoadInterruptedError), match=out):
+        shardload.restore(build(), scored, step="best", fallback="previous")
+
+
+@pytest.mark.parametrize("file", ["step.json", "digests.json"])
+def test_a_step_that_does_not_say_how_good_it_is_is_passed_over_if_asked_for(scored, file):
+    (scored / "2" / "shardload" / file).write_text("{")
+    with pytest.raises(
+        DamagedError, match=r"(?s)tep 2.*Step 4 is the (next best good one|best good one of the others)"
+    ):
+        shardload.restore(build(), scored, step="best")
+    report = shardload.restore(build(), scored, step="best", fallback="previous")
+    assert "passed over" in report.notes[0] and "step 2" in report.notes[0].lower()
+    assert report.notes[1].startswith("step 4, verified")
 
 
 def test_keras_own_steps_are_read_by_name_and_reported_unverified(tmp_path):

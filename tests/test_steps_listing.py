@@ -56,6 +56,13 @@ def test_an_unreadable_record_is_tolerated(tmp_path, content):
     assert "shardload/step.json" in info.problems
 
 
+@pytest.mark.parametrize("epoch", [-1, 1 << 63, 10**400, True, 1.0, "1", [1]])
+def test_an_epoch_that_cannot_be_is_none(tmp_path, epoch):
+    save_step(tmp_path, 3, epoch=epoch, batch=epoch, saved_unix_s=10**400, logs={"a": 10**400})
+    (info,) = list_steps(tmp_path)
+    assert (info.epoch, info.batch, info.metrics) == (None, None, {})
+
+
 def logged(root, mode, values):
     for step, value in enumerate(values):
         save_step(root, step, monitor="m", mode=mode, logs={} if value is None else {"m": value})
@@ -121,6 +128,16 @@ def test_a_record_that_is_not_as_it_was_saved_does_not_say_what_is_best(tmp_path
         (False, {}, False),
         (True, {"loss": 0.3}, True),
     ]
-    with pytest.raises(DamagedError, match=r"best cannot be told: of step 1, shardload/step\.json cannot be read"):
+    with pytest.raises(
+        DamagedError, match=r"determine the best step in .*: step 1 does not say .*step\.json cannot be read"
+    ):
         find_step(tmp_path, "best")
     assert find_step(tmp_path, "latest").step == 2
+
+
+def test_the_home_of_nobody_is_a_folder_of_that_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SourceNotFoundError, match="There is no folder ~nosuchuser/run"):
+        list_steps("~nosuchuser/run")
+    (tmp_path / "~nosuchuser" / "run").mkdir(parents=True)
+    assert list_steps("~nosuchuser/run") == []

@@ -1,6 +1,6 @@
 """Which of two values of a metric is better, and the best one so far.
 
-As in Keras' callbacks, but a NaN never is an improvement: taken for the first best value, nothing would beat it.
+As in Keras' callbacks, but NaN and infinities never are an improvement: taken for the best, nothing may ever beat them.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ class Monitor:
     Args:
         name: Its name there, ``val_loss``.
         mode: ``min``, ``max``, or ``auto``: ask the model's metric of that name.
-        best: The value to beat, if any.
+        threshold: The value to beat at first, if any.
     """
 
-    def __init__(self, name: str, *, mode: str = "auto", best: float | None = None) -> None:
+    def __init__(self, name: str, *, mode: str = "auto", threshold: float | None = None) -> None:
         if mode not in ("auto", "min", "max"):
             warnings.warn(f"OrbaxCheckpoint mode {mode!r} is unknown, fallback to auto mode.", stacklevel=3)
             mode = "auto"
         self.name = name
         self.mode = mode
-        self.best = best
+        self.best = self._threshold = threshold
 
     def direction(self, model: Any) -> Mode | None:
         """Which way is better; ``None`` where neither ``mode`` nor the model tells."""
@@ -54,13 +54,18 @@ class Monitor:
             )
         return found
 
+    def begin(self, found: float | None, model: Any) -> bool:
+        """Compare from now on with the threshold, or with what was found if that is harder to beat; whether it is."""
+        self.best = self._threshold
+        return self.note(found, model)
+
     def value_in(self, logs: Mapping[str, float]) -> float | None:
         """The metric's value, ``None`` where the logs lack it."""
         return logs.get(self.name)
 
     def improves(self, value: float, model: Any) -> bool:
         """Whether ``value`` beats the best so far."""
-        if math.isnan(value):
+        if not math.isfinite(value):
             return False
         if self.best is None or math.isnan(self.best):
             return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import functools
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -142,6 +143,28 @@ def _shown(value: Any) -> str:
 Metadata = Mapping[str, Any] | Callable[[int, Mapping[str, float]], Mapping[str, Any]] | None
 
 
+def check_directory(directory: str | os.PathLike[str]) -> None:
+    """Raise a `UsageError` for what is no folder of this machine."""
+    if not os.fspath(directory):
+        raise UsageError('directory is the folder of the steps; it cannot be "". The current folder is "."')
+    if "://" in os.fspath(directory):
+        raise UsageError(f"Steps are saved to a folder of this machine, but directory is {directory!r}")
+
+
+def check_choices(*, compression: str, best_of: str) -> None:
+    """Raise a `UsageError` for a word that is none of those there are."""
+    if compression not in ("none", "zstd"):
+        raise UsageError(f"compression should be 'none' or 'zstd', but is {compression!r}")
+    if best_of not in ("folder", "run"):
+        raise UsageError(f"best_of is 'folder' or 'run'; got {best_of!r}")
+
+
+def check_initial_epoch(found: Any) -> None:
+    """Raise a `UsageError` for what is no number of an epoch."""
+    if found is not None and (isinstance(found, bool) or not isinstance(found, int) or found < 0):
+        raise UsageError(f"initial_epoch should be a whole number from 0 on, or None, but is {found!r}")
+
+
 def check_frequency(save_freq: Any) -> None:
     """Raise a `UsageError` for what is no ``save_freq``, in Keras' words."""
     if save_freq != "epoch" and (isinstance(save_freq, bool) or not isinstance(save_freq, int) or save_freq < 1):
@@ -154,8 +177,3 @@ def iterations(model: Any) -> int:
     """How many batches the model's optimizer has seen; 0 without one."""
     optimizer = getattr(model, "optimizer", None)
     return 0 if optimizer is None else int(optimizer.iterations)
-
-
-def number(found: Any) -> float | None:
-    """What a record holds, if it is a number."""
-    return float(found) if isinstance(found, (int, float)) and not isinstance(found, bool) else None

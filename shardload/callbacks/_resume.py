@@ -10,15 +10,22 @@ from __future__ import annotations
 import base64
 import json
 import warnings
+import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from shardload import _keras, _processes, restoring
+from shardload._job import NOT_STRICT
+from shardload.callbacks._records import iterations
 from shardload.data import Origin, Position, Reading, resumable_of_fit
-from shardload.errors import DamagedError, UsageError
+from shardload.errors import DamagedError, MismatchError, SourceError, SourceNotFoundError, UsageError
+from shardload.loaders import _json
+from shardload.names.stored_state import leaves_optimizer_alone
+from shardload.reports import LoadReport
 from shardload.steps.digests import OWN_FOLDER
-from shardload.steps.listing import StepInfo
+from shardload.steps.listing import StepInfo, list_steps, whole
 
 ITERATOR_FILE = "iterator.json"
 
@@ -30,17 +37,30 @@ _END = {
 """By whether the data said where it stood."""
 _WAY_OUT = " With shardload.data.resumable(grain_dataset) it would go on there."
 
+_begun_at: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""Models whose next ``fit`` was told where to begin."""
+
 
 @dataclass(slots=True)
 class Resumption:
     """How the first epoch of a ``fit`` differs from others."""
 
+    info: StepInfo
+    """The step to go on from."""
     epoch: int
     """Where to begin."""
+    complete: int
+    """How many epochs the step had behind it: where to begin unless ``initial_epoch`` says something else."""
     skipped: int = 0
     """Batches of that epoch that were trained before."""
     metrics: list[tuple[Any, Any]] = field(default_factory=list)
     """Variables of metrics and their values half-way through that epoch."""
+    restored_before: bool = False
+    """Whether the step was restored before ``fit`` began."""
+    trained: int = 0
+    """Batches the model had trained before the step was restored into it now."""
+    undone: int = 0
+    """So many of these came after the step."""
 
     def restore_metrics(self) -> None:
         """Give metrics what they had gathered; Keras has just reset them."""
@@ -48,8 +68,96 @@ class Resumption:
             variable.assign(value)
         self.metrics.clear()
 
+    def give_up(self, model: Any) -> None:
+        """Leave everything to the next ``fit``: no epoch has begun in this one."""
+        forget_beginning(model)
+        if self.restored_before:
+            restoring.remember_restored(model, self.info)
 
-def resumption(model: Any, info: StepInfo, position: Position, *, data_iterator: Any) -> Resumption:
+    def notices(self, *, epochs: int | None, newest: int) -> Iterator[str]:
+        """What may surprise, a line each; ``epochs`` is what ``fit`` was given, ``newest`` the folder's newest step."""
+        if self.undone:
+            had = f"this model had trained {self.trained} batches, so its last {self.undone} are undone"
+            way_out = "To go on from the model as it is, pass resume=False"
+            yield f"Resumed step {self.info.step} (epoch {self.info.epoch}); {had}. {way_out}"
+        if notice := self._notice(epochs=epochs, newest=newest):
+            yield notice
+
+    def _notice(self, *, epochs: int | None, newest: int) -> str | None:
+        which = f"Resumed step {self.info.step} of {self.info.path.parent}"
+        if epochs is not None and self.epoch >= epochs:
+            given = f"fit() was given epochs={epochs}, so nothing is left to train."
+            if self.epoch != self.complete:
+                return f"{which}: training begins with epoch {self.epoch}, and {given}"
+            done = "1 epoch is" if self.complete == 1 else f"{self.complete} epochs are"
+            way_out = "OrbaxCheckpoint(initial_epoch=0) to go on from this step and count epochs from 0."
+            return f"{which}: {done} complete, and {given} Pass a larger epochs, or {way_out}"
+        if self.info.step < newest:
+            numbers = f"new steps are numbered from {newest + 1} on"
+            return f"{which}, which has later steps: {numbers}, and the latest is {newest} until one of them is saved."
+        return None
+
+
+def go_on(
+    model: Any,
+    directory: Path,
+    resume: bool | int | Literal["latest", "best"],
+    position: Position,
+    *,
+    data_iterator: Any,
+    initial_epoch: int | None,
+) -> Resumption | None:
+    """Go on after the step of a folder that was restored into a model, or that ``resume`` says and is restored now.
+
+    Raises:
+        UsageError: As `resumption`.
+        DamagedError: When the step is damaged; other errors of `shardload.restore` likewise.
+    """
+    info = restoring.take_restored(model)
+    before = info is not None and _lies_in(directory, info)
+    trained = undone = 0
+    if resume is not False and not before:
+        if resume is True and not list_steps(directory):
+            return None
+        trained = iterations(model)
+        report = _restored(model, directory, resume)
+        if lacking := "; ".join(filter(leaves_optimizer_alone, report.notes)):
+            warnings.warn(f"Going on in {directory}: {lacking}", stacklevel=4)
+        info = restoring.take_restored(model)
+        # A step of weights alone leaves the optimizer's count as it is.
+        undone = 0 if info is None else max(0, trained - min(iterations(model), info.step))
+    if info is None or not _lies_in(directory, info):
+        return None
+    if not info.ours:
+        warnings.warn(
+            f"The step {info.step} of {directory}, which shardload did not save, tells no epoch: training begins with "
+            "epoch 0, or with the initial_epoch of fit",
+            stacklevel=4,
+        )
+        return None
+    found = resumption(model, info, position, data_iterator=data_iterator, initial_epoch=initial_epoch)
+    found.restored_before, found.trained, found.undone = before, trained, undone
+    return found
+
+
+def _restored(model: Any, directory: Path, resume: bool | int | Literal["latest", "best"]) -> LoadReport:
+    try:
+        return restoring.restore(model, directory, step="latest" if resume is True else resume)
+    except MismatchError as error:
+        raise MismatchError(
+            f"{str(error).replace(NOT_STRICT, '')} To take its weights alone, call shardload.restore(model, "
+            f"{str(directory)!r}, items='weights') before fit, and pass resume=False."
+        ) from error
+
+
+def _lies_in(directory: Path, info: StepInfo) -> bool:
+    """Whether a step lies in a folder, however either was written."""
+    return info.path.parent.resolve() == directory.resolve()
+
+
+def resumption(
+    model: Any, info: StepInfo, position: Position, *, data_iterator: Any, initial_epoch: int | None
+) -> Resumption:
     """Prepare the data and Keras' own count of epochs for going on after a step.
 
     Args:
@@ -57,32 +165,36 @@ def resumption(model: Any, info: StepInfo, position: Position, *, data_iterator:
         info: The step.
         position: Of the data that is about to be read.
         data_iterator: The user's own source, if any.
+        initial_epoch: Where to begin instead, unless ``fit`` itself was told. The data begins at its beginning then.
 
     Raises:
         UsageError: When the step says where the user's source stood, and it takes no such thing; when it says where
             a resumable dataset stood, and that does not tell what is next in this one.
         DamagedError: When the step is damaged.
     """
-    details = info.details
-    epoch, batch = int(details.get("epoch") or 0), int(details.get("batch") or 0)
+    epoch, batch = info.epoch or 0, info.batch or 0
+    complete = epoch + 1 if info.details.get("epoch_done") else epoch
+    given = _keras.initial_epoch_of_fit() or initial_epoch  # 0 is what fit has by default
+    if given is not None and given != complete:
+        return _begun(model, Resumption(info, given, complete))
     records = _records(info)
     own_goes_on = data_iterator is not None and _give_back(data_iterator, records, info)
     stood = _where_it_stood(records, info)
     goes_on = None if stood is None else resumable_of_fit()
-    if details.get("epoch_done"):
+    if info.details.get("epoch_done"):
         if stood is not None and stood.spans_epochs:
             if goes_on is not None:
                 _go_on(position, stood, goes_on, skipped=0)
             elif not own_goes_on:
                 _warn(f"{_END[True].format(step=info.step, place=f'epoch {epoch}')} The data begins at its beginning.")
-        return _begun(model, Resumption(epoch + 1))
+        return _begun(model, Resumption(info, complete, complete))
     if goes_on is None and not own_goes_on:
         place = f"{batch} batches of epoch {epoch}"
         _warn(f"{_END[stood is not None].format(step=info.step, place=place)} The epoch begins again.{_WAY_OUT}")
-        return _begun(model, Resumption(epoch))
+        return _begun(model, Resumption(info, complete, complete))
     if stood is not None and goes_on is not None:
         _go_on(position, stood, goes_on, skipped=batch)
-    return _begun(model, Resumption(epoch, batch, restoring.metric_values(model, info)))
+    return _begun(model, Resumption(info, complete, complete, batch, restoring.metric_values(model, info)))
 
 
 def iterator_record(position: Position, own: dict[str, Any]) -> dict[str, Any]:
@@ -101,25 +213,39 @@ def joined(records: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _begun(model: Any, found: Resumption) -> Resumption:
     _keras.set_initial_epoch(model, found.epoch)
+    _begun_at[model] = found.epoch
     return found
+
+
+def forget_beginning(model: Any) -> None:
+    """Let the next ``fit`` begin where it is told; what another callback said (Keras' BackupAndRestore) stays."""
+    if _begun_at.pop(model, None) is not None:
+        _keras.set_initial_epoch(model, None)
 
 
 def _records(info: StepInfo) -> list[dict[str, Any]]:
     """What is said about the data: by each process, or once where it is the same for all of them, or never."""
     path = Path(info.path) / OWN_FOLDER / ITERATOR_FILE
     try:
-        found = json.loads(path.read_bytes())
-    except FileNotFoundError:
+        found = _json.read_object(path)
+    except SourceNotFoundError:
         return []
-    except ValueError as error:
-        raise DamagedError(f"Step {info.step}: {path} is no JSON: {error}") from error
-    records = found.get("processes", [found]) if isinstance(found, dict) else None
+    except SourceError as error:
+        raise DamagedError(f"Step {info.step}: {error}") from error
+    records = found.get("processes", [found])
     if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
-        raise DamagedError(f"Step {info.step}: {path} should hold one object, or a list of them for its processes")
+        raise DamagedError(f"Step {info.step}: {path} should contain one object, or a list of them for its processes")
     for record in records:
         if "state_base64" in record:
-            record["state"] = base64.b64decode(record["state_base64"])
+            record["state"] = _decoded(record["state_base64"], f"Step {info.step}: {path}")
     return records
+
+
+def _decoded(found: Any, where: str) -> bytes:
+    try:
+        return base64.b64decode(found, validate=True)
+    except (TypeError, ValueError) as error:
+        raise DamagedError(f"{where} should contain the iterator's state in base64, but has {found!r:.80}") from error
 
 
 def _of_this_process(records: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -145,7 +271,7 @@ def _where_it_stood(records: list[dict[str, Any]], info: StepInfo) -> _Stood | N
     if record.get("position") is None:
         return None
     reading = Reading() if mine is None else Reading.of_record(record.get("reading"))
-    saved_by = int(info.details.get("processes") or 1)
+    saved_by = whole(info.details.get("processes")) or 1
     origin = Origin(info.step, reading, processes=saved_by, processes_now=_processes.count())
     return _Stood(record["position"], bool(record.get("spans_epochs")), origin)
 

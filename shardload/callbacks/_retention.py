@@ -1,20 +1,42 @@
 """Which steps stay. A step stays if any rule wants it; without a limit on the latest ones, all stay.
 
 Only steps of ours whose files look whole are counted and removed: what another program wrote, and what is damaged, is
-for people to remove.
+for people to remove. The best steps that another callback or another run promised to keep stay as well: one for the
+latest steps and one for the best may share a folder.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from shardload.errors import SaveError, ShardloadError, UsageError
-from shardload.steps.listing import StepInfo, list_steps
+from shardload.steps.listing import StepInfo, list_steps, ranked
 from shardload.steps.publish import remove_step
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What "best" means to a callback."""
+
+    monitor: str
+    mode: Literal["min", "max"] | None
+    """Which way is better; ``None`` where it is not known."""
+    runs: Collection[str | None] | None = None
+    """The runs whose steps are compared; ``None``: all."""
+    damaged: Collection[int] = ()
+    """Steps that look whole and are not."""
+
+    def covers(self, info: StepInfo) -> bool:
+        """Whether a step was ranked in this way when it was saved, so that the rule for the best is this callback's."""
+        ours = self.runs is None or info.run in self.runs
+        return ours and (info.details.get("monitor"), info.details.get("mode")) == (self.monitor, self.mode)
+
+    def best(self, steps: Iterable[StepInfo]) -> list[StepInfo]:
+        """Steps that can be compared, the best first."""
+        return ranked(steps, monitor=self.monitor, mode=self.mode or "min", runs=self.runs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,29 +61,26 @@ class Retention:
         if self.every_hours is not None and not self.every_hours > 0:
             raise UsageError(f"keep_every_hours should be more than 0, or None, but is {self.every_hours!r}")
 
-    def removable(
-        self, steps: Sequence[StepInfo], *, newest: int, monitor: str, mode: Literal["min", "max"] | None
-    ) -> list[int]:
+    def removable(self, steps: Sequence[StepInfo], *, newest: int, by: Comparison) -> list[int]:
         """Steps no rule wants, oldest first; never the newest.
 
         Args:
             steps: All that are there, ascending.
             newest: The one just saved.
-            monitor: The metric "best" means.
-            mode: Which way is better.
+            by: What "best" means.
         """
         if self.latest is None:
             return []
-        ours = [s for s in steps if s.ours and s.problems is None]
+        damaged = {*by.damaged, *recorded_damage(steps)}
+        ours = [s for s in steps if s.ours and s.problems is None and s.step not in damaged]
         keep = {newest, *(s.step for s in ours[-self.latest :])}
-        keep.update(_best(ours, self.best, monitor, mode), _spaced(ours, self.every_steps))
-        keep.update(_in_time(ours, self.every_hours))
+        keep.update(s.step for s in by.best(ours)[: self.best or 0])
+        keep.update(_promised(s for s in ours if not (self.best and by.covers(s))))
+        keep.update(_spaced(ours, self.every_steps), _in_time(ours, self.every_hours))
         return [s.step for s in ours if s.step not in keep]
 
 
-def remover(
-    retention: Retention, root: Path, *, monitor: str, mode: Literal["min", "max"] | None
-) -> Callable[[int, Path], None]:
+def remover(retention: Retention, root: Path, *, by: Comparison) -> Callable[[int, Path], None]:
     """What is called with each new step and removes those no rule wants any more.
 
     Raises:
@@ -72,7 +91,7 @@ def remover(
         if retention.latest is None:  # all stay, also those that cannot be looked into
             return
         try:
-            for old in retention.removable(list_steps(root), newest=step, monitor=monitor, mode=mode):
+            for old in retention.removable(list_steps(root), newest=step, by=by):
                 remove_step(root, old)
         except ShardloadError as error:
             raise SaveError(
@@ -82,10 +101,21 @@ def remover(
     return remove
 
 
-def _best(steps: Iterable[StepInfo], count: int | None, monitor: str, mode: str | None) -> list[int]:
-    scored = [(s.metrics[monitor], s.step) for s in steps if not math.isnan(s.metrics.get(monitor, math.nan))]
-    ranked = sorted(scored, key=lambda found: (-found[0] if mode == "max" else found[0], found[1]))
-    return [step for _, step in ranked[: count or 0]]
+def recorded_damage(steps: Iterable[StepInfo]) -> set[int]:
+    """Steps that other ones say were damaged when they were saved; a run that reads no data would not notice."""
+    found = (info.details.get("damaged") for info in steps)
+    return {step for numbers in found if isinstance(numbers, list) for step in numbers if type(step) is int}
+
+
+def _promised(steps: Iterable[StepInfo]) -> Iterator[int]:
+    """The best steps by each metric whose callback keeps the best, as many as it said when it last saved one."""
+    groups: dict[tuple[str, str], list[StepInfo]] = {}
+    for info in steps:
+        monitor, count = info.details.get("monitor"), info.details.get("keep_best")
+        if isinstance(monitor, str) and isinstance(count, int):
+            groups.setdefault((monitor, str(info.details.get("mode"))), []).append(info)
+    for (monitor, mode), group in groups.items():
+        yield from (s.step for s in ranked(group, monitor=monitor, mode=mode)[: group[-1].details["keep_best"]])
 
 
 def _spaced(steps: Iterable[StepInfo], every: int | None) -> list[int]:

@@ -32,8 +32,8 @@ from typing import Any, Literal
 
 from shardload import _orbax, _processes
 from shardload._snapshot import snapshot
+from shardload._witness import Witness
 from shardload.callbacks._interrupts import Worker, held_back
-from shardload.callbacks._witness import Witness
 from shardload.errors import (
     ProcessLostError,
     SaveError,

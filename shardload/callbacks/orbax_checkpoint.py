@@ -10,6 +10,7 @@ numbers by epoch, from 0 again in every ``fit``, so that a second one saves noth
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import warnings
@@ -19,17 +20,17 @@ from typing import Any, Literal
 
 import keras
 
-from shardload import _keras, _orbax, _processes, restoring
+from shardload import _orbax, _processes
 from shardload.callbacks import _records
+from shardload.callbacks._best import Best
+from shardload.callbacks._contents import Contents
 from shardload.callbacks._monitor import Monitor, plain_logs
 from shardload.callbacks._preemption import Preemption
-from shardload.callbacks._resume import Resumption, iterator_record, joined, resumption
+from shardload.callbacks._resume import Resumption, forget_beginning, go_on, iterator_record, joined
 from shardload.callbacks._retention import Retention, remover
 from shardload.callbacks._writer import Job, Writer, finish_others
 from shardload.data import Position, follow, stop_following
 from shardload.errors import SaveError, UsageError
-from shardload.names.state_tree import StateTree, describe
-from shardload.names.stored_state import NO_OPTIMIZER
 from shardload.steps.listing import StepInfo, list_steps
 from shardload.steps.publish import Root, remove_stale
 
@@ -46,7 +47,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         directory: Folder of the steps, made if missing; a relative path is taken from the current folder now.
         monitor: Metric that says which step is best.
         verbose: 1 writes a line for every save.
-        save_best_only: Save only when ``monitor`` beat the best of all runs in this folder.
+        save_best_only: Save only when ``monitor`` beat the best so far, and keep that step, whatever else is saved.
         mode: ``min``, ``max``, or ``auto``: as the metric of that name has it.
         save_freq: ``"epoch"``, or every so many batches.
         initial_value_threshold: Value of ``monitor`` to beat at first.
@@ -60,7 +61,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             without naming items.
         data_iterator: Whose place is stored: an object with ``get_state``, a function, or a value JSON can hold.
         compression: ``"zstd"`` makes smaller files that take longer to write and to read.
-        keep_best: So many of the best steps are kept as well.
+        keep_best: So many of the best steps are kept as well; with ``save_best_only`` at least one.
         keep_every_steps: And the first step at or after each multiple of this.
         keep_every_hours: And one each so many hours.
         background_delete: Do not let the next save wait until the files of steps no longer kept are gone.
@@ -69,6 +70,10 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         async_timeout_s: Give a save up after so many seconds.
         resume: Restore this step (``True``: the latest one, if there is any) when ``fit`` begins. Without it, ``fit``
             goes on after whatever step of this folder `shardload.restore` put into the model, and after none otherwise.
+        best_of: What ``monitor`` is compared with: steps of all runs in the folder, or of this ``"run"`` and what it
+            resumes.
+        initial_epoch: Begin with this epoch after a restore, not after those that were complete; 0 counts anew. That of
+            ``fit`` wins, unless it is 0, its default.
 
     Raises:
         UsageError: When an argument is wrong.
@@ -105,17 +110,16 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         post_finalization: Callable[[int, Path], None] | None = None,
         async_timeout_s: float | None = None,
         resume: bool | int | Literal["latest", "best"] = False,
+        best_of: Literal["folder", "run"] = "folder",
+        initial_epoch: int | None = None,
     ) -> None:
         super().__init__()
+        _records.check_directory(directory)
         _records.check_frequency(save_freq)
-        if compression not in ("none", "zstd"):
-            raise UsageError(f"compression should be 'none' or 'zstd', but is {compression!r}")
+        _records.check_choices(compression=compression, best_of=best_of)
+        _records.check_initial_epoch(initial_epoch)
         if not (isinstance(resume, int) or resume in ("latest", "best")):
             raise UsageError(f'resume is True, False, "latest", "best" or a step\'s number; got {resume!r}')
-        if not os.fspath(directory):
-            raise UsageError('directory is the folder of the steps; it cannot be "". The current folder is "."')
-        if "://" in os.fspath(directory):
-            raise UsageError(f"Steps are saved to a folder of this machine, but directory is {directory!r}")
         self.verbose = verbose
         self.save_best_only = save_best_only
         self.save_freq = save_freq
@@ -133,12 +137,19 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self.post_finalization = post_finalization
         self.async_timeout_s = async_timeout_s
         self.resume = resume
-        self._retention = Retention(max_to_keep, keep_best, keep_every_steps, keep_every_hours)
-        self._monitor = Monitor(monitor, mode=mode, best=initial_value_threshold)
+        self.best_of = best_of
+        self.initial_epoch = initial_epoch
+        self._retention = Retention(
+            max_to_keep, 1 if save_best_only and keep_best is None else keep_best, keep_every_steps, keep_every_hours
+        )
+        self._monitor = Monitor(monitor, mode=mode, threshold=initial_value_threshold)
+        rule = "save_best_only" if save_best_only else "keep_best"
+        self._best = Best(self._monitor, of=best_of, rule=rule if self._retention.best else None)
         self._root = Root(directory, create=True)
         self._writer = Writer(self._root)
-        self._state: StateTree | None = None
-        self._described_items: dict[str, Any] = {}
+        self._decisions = _processes.Channel()
+        """Of the training thread alone; the writer's is also used by the thread that writes."""
+        self._contents = Contents(weights_only=save_weights_only, warn=self._warn)
         self._total = 0
         self._since_save = 0
         self._epoch = 0
@@ -162,7 +173,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
 
     @property
     def best(self) -> float | None:
-        """The best value of ``monitor`` so far, over all runs in this folder."""
+        """The best value of ``monitor`` so far, of what ``best_of`` says."""
         return self._monitor.best
 
     def wait_until_finished(self) -> None:
@@ -184,20 +195,23 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         _records.prepare_serialising()
         self._writer.channel.first(self._clear_up)
         model = self.model
-        if self.save_best_only or self._retention.best:
+        if self._retention.best:
             self._monitor.require_direction(model)
         steps = self._steps()
-        for info in steps:
-            if info.details.get("monitor") == self.monitor:
-                self._monitor.note(_records.number(info.details.get("best")), model)
         newest = steps[-1].step if steps else -1
         self._last_saved = max(self._last_saved, newest)
         self._total = max(self._total, newest, _records.iterations(model))
-        self._state = None
+        self._contents.forget()
         self._position = follow(model)
-        self._first = self._resumed(model)
-        if self._first is None:
-            _keras.set_initial_epoch(model, None)
+        given = {"data_iterator": self.data_iterator, "initial_epoch": self.initial_epoch}
+        self._first = first = go_on(model, self.directory, self.resume, self._position, **given)
+        resumed = None if first is None else first.info
+        if first is None:
+            forget_beginning(model)
+        for notice in () if first is None else first.notices(epochs=(self.params or {}).get("epochs"), newest=newest):
+            self._say(f"{notice}\n")
+        for line in self._best.begin(model, steps, self.directory, resumed, channel=self._decisions):
+            self._say(f"{line}\n")
         self._preemption.watch()
 
     def _clear_up(self) -> None:
@@ -223,7 +237,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self._skipped = 0 if first is None else first.skipped
         self._epoch, self._in_epoch = epoch, self._skipped
         if first is not None:
-            _keras.set_initial_epoch(self.model, None)
+            forget_beginning(self.model)
             first.restore_metrics()
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
@@ -256,28 +270,11 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         """Wait for the last save; raise what made it fail."""
         self._preemption.ignore()
         stop_following()
+        if self._first is not None:  # no epoch has begun
+            self._first.give_up(self.model)
         self._writer.settle()
 
-    # ---- going on, and ending early -----------------------------------------------------------------
-
-    def _resumed(self, model: Any) -> Resumption | None:
-        info = restoring.take_restored(model)
-        wanted = self.resume
-        if wanted is not False and (info is None or not self._holds(info)):
-            if wanted is True and not list_steps(self.directory):
-                return None
-            report = restoring.restore(model, self.directory, step="latest" if wanted is True else wanted)
-            if NO_OPTIMIZER in report.notes:
-                warnings.warn(f"Going on in {self.directory}: {NO_OPTIMIZER}, and starts anew", stacklevel=4)
-            info = restoring.take_restored(model)
-        if info is None or not info.ours or not self._holds(info):
-            return None
-        self._total = max(self._total, info.step)
-        return resumption(model, info, self._position, data_iterator=self.data_iterator)
-
-    def _holds(self, info: StepInfo) -> bool:
-        """Whether a step lies in this folder, however either was written."""
-        return info.path.parent.resolve() == self.directory.resolve()
+    # ---- ending early -------------------------------------------------------------------------------
 
     @property
     def _at_end(self) -> bool:
@@ -297,29 +294,42 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _consider(self, logs: Mapping[str, Any] | None, when: str, *, epoch_done: bool) -> None:
         plain = plain_logs(logs)
-        value = self._monitor.value_in(plain)
-        if self.save_best_only and value is None:
-            self._warn(f"Can save best model only with {self.monitor} available, skipping save at {when}.")
-            return
-        if self.save_best_only and not self._monitor.improves(value or 0.0, self.model):
-            return
         if self._total <= self._last_saved:  # nothing was trained since
             return
-        if self.save_decision is not None:  # of process 0: all of them save, or none
-            decide, total = self.save_decision, self._total
-            if not self._writer.channel.first(lambda: bool(decide(total, plain))):
-                return
-        self._save(plain, epoch_done=epoch_done)
+        if not self.save_best_only and self.save_decision is None:
+            wanted = True
+        else:  # process 0 decides: all of them save, or none
+            wanted = self._decisions.first(lambda: self._is_wanted(plain, when))
+        if wanted and self._retention.best and self._monitor.value_in(plain) is None:
+            self._warn(
+                f"keep_best cannot rank steps by {self.monitor!r}: the logs of step {self._total} hold {sorted(plain)}"
+            )
+        if wanted:
+            self._save(plain, epoch_done=epoch_done)
+
+    def _is_wanted(self, logs: dict[str, float], when: str) -> bool:
+        value = self._monitor.value_in(logs)
+        if self.save_best_only:
+            if value is None:
+                self._warn(f"Can save best model only with {self.monitor} available, skipping save at {when}.")
+            elif not math.isfinite(value):
+                self._warn(
+                    f"{self.monitor} is {value} at {when}, which is never the best: nothing is saved.",
+                    kind="never the best",
+                )
+            if value is None or not self._monitor.improves(value, self.model):
+                if self.verbose and value is not None and math.isfinite(value):
+                    self._say(f"\n{self.monitor}={value:.6g} does not beat {self.best} at {when}: nothing is saved\n")
+                return False
+        return self.save_decision is None or bool(self.save_decision(self._total, logs))
 
     def _save(self, logs: dict[str, float], *, epoch_done: bool) -> None:
         """Save now; the seam for other occasions than ``save_freq``."""
         step, model = self._total, self.model
         self._writer.wait()
-        state = self._described(model)
-        direction = self._monitor.direction(model)
-        if self._retention.best and self._monitor.value_in(logs) is None:
-            self._warn(f"keep_best cannot rank steps by {self.monitor!r}: the logs of step {step} hold {sorted(logs)}")
-        if direction is not None:
+        state = self._contents.state_of(model)
+        ranks = self.save_freq != "epoch" or epoch_done  # else these are metrics of a part of an epoch
+        if ranks and self._best.comparison.mode is not None:
             self._monitor.note(self._monitor.value_in(logs), model)
         facts = {
             "step": step,
@@ -327,9 +337,9 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             "batch": self._in_epoch,
             "epoch_done": epoch_done,
             "logs": logs,
-            "monitor": self.monitor,
-            "mode": direction or "auto",
-            "best": self.best,
+            **self._best.record(),
+            "ranks": ranks,
+            "keep_best": self._retention.best,
             "save_weights_only": self.save_weights_only,
             "metadata": self._metadata_for(step, logs),
         }
@@ -342,48 +352,24 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             records["iterator.json"] = iterator
         job = Job(
             step=step,
-            items=self._items(state),
+            items=self._contents.items(state, self.checkpointables),
             records=records,
             compression=self.compression,
             timeout_s=self.async_timeout_s,
-            after=tuple(self._after(direction)),
+            after=tuple(self._after()),
         )
         self._writer.start(job)
         self._last_saved = step
         if not self.save_on_background:
             self._writer.wait()
 
-    def _described(self, model: Any) -> StateTree:
-        if self._state is None or not self._state.still_describes(model):
-            self._state = describe(model)
-            self._described_items = {} if self.save_weights_only else dict(self._descriptions(model))
-        return self._state.weights_only() if self.save_weights_only else self._state
-
-    def _descriptions(self, model: Any) -> Iterator[tuple[str, Any]]:
-        """What tells how to rebuild the model: the same for all steps until its variables change."""
-        try:
-            yield "model_config", {"config": _keras.serialised_model(model)}
-        except Exception as error:  # Keras runs the get_config of every layer
-            self._warn(
-                f"The model's configuration cannot be saved ({type(error).__name__}: {error}), so "
-                "keras.saving.load_model cannot rebuild it; its state is saved."
-            )
-        if (assets := _keras.assets_of(model)) is not None:
-            yield "assets", assets
-
-    def _items(self, state: StateTree) -> dict[str, Any]:
-        items = {"pytree": _records.for_all_processes(state.tree), **self._described_items}
-        if self.checkpointables is not None:
-            items |= _records.checked_items(self.checkpointables)
-        return items
-
     def _metadata_for(self, step: int, logs: Mapping[str, float]) -> Any:
         if callable(self.metadata):
             return _records.checked_metadata(self.metadata(step, logs))
         return self.metadata
 
-    def _after(self, direction: Literal["min", "max"] | None) -> Iterator[Callable[[int, Path], None]]:
-        remove = remover(self._retention, self.directory, monitor=self.monitor, mode=direction)
+    def _after(self) -> Iterator[Callable[[int, Path], None]]:
+        remove = remover(self._retention, self.directory, by=self._best.comparison)
         yield self._writer.later(remove) if self.background_delete else remove
         if self.post_finalization is not None:
             yield self.post_finalization
@@ -392,8 +378,8 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         if _processes.is_first():
             sys.stdout.write(text)
 
-    def _warn(self, message: str) -> None:
-        kind = message[:40]
+    def _warn(self, message: str, *, kind: str = "") -> None:
+        kind = kind or message[:40]
         if kind not in self._warned:  # once each, not at every save
             self._warned.add(kind)
             warnings.warn(message, stacklevel=4)

@@ -24,6 +24,7 @@ from shardload.steps._digest_list import (
     size_damage,
     step_name,
 )
+from shardload.steps._number import STEP_FILE, check_number
 from shardload.stores import places
 
 PIECE_BYTES = 128 << 10
@@ -63,7 +64,8 @@ class Checker:
         """A checker that has seen to names, sizes and all files of at most a MiB; the rest is checked as it is read.
 
         Raises:
-            DamagedError: Naming the first damage; also when the digests are gone.
+            DamagedError: Naming the first damage; also when the digests are gone, or the folder has the number of
+                another step.
         """
         if (mirror := places.mirror_of(folder)) is not None:
             return cast(Checker, mirror.checker)  # what is there was checked when it was fetched
@@ -76,8 +78,9 @@ class Checker:
         if damage := found.digests.check_names(folder):
             raise DamagedError(str(damage[0]))
         for name, digest in found.digests.files.items():
-            if digest.n_bytes <= UNIT_BYTES:
+            if digest.n_bytes <= UNIT_BYTES or name == STEP_FILE:
                 found.check_whole(name)
+        check_number(folder)
         return found
 
     def check(self, path: str | os.PathLike[str], start: int, stop: int) -> None:

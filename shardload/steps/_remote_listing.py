@@ -17,7 +17,8 @@ from shardload.loaders import _json
 from shardload.manifest import Manifest
 from shardload.steps._digest_list import DIGESTS_FILE, OWN_FOLDER
 from shardload.steps._mirror import Mirror, open_mirror
-from shardload.steps.listing import NAME, ORBAX_FILE, STEP_FILE, StepInfo, described, with_best
+from shardload.steps._number import NAME, STEP_FILE, check_number
+from shardload.steps.listing import ORBAX_FILE, StepInfo, described, with_best
 from shardload.stores.remote import COPY_FIRST, Folder
 
 THREADS = 8
@@ -157,7 +158,7 @@ def prepared(info: StepInfo) -> StepInfo:
 
     Raises:
         UnsupportedError: When shardload did not save it.
-        DamagedError: When it lost its digests, or a small file is not what was saved.
+        DamagedError: When it lost its digests, a small file is not what was saved, or it has another step's number.
         TransferError: When the store does not answer.
     """
     if info.url is not None:
@@ -167,6 +168,7 @@ def prepared(info: StepInfo) -> StepInfo:
             raise DamagedError(f"Step {info.step} at {info.url} is damaged: {info.problems}")
         with info.mirror.naming():
             info.mirror.fill()
+            check_number(info.mirror.folder)
     return info
 
 

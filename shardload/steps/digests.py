@@ -28,6 +28,7 @@ from shardload.steps._digest_list import (
     pieces_of,
     step_name,
 )
+from shardload.steps._number import number_damage
 from shardload.steps._tree import scan
 from shardload.stores import places
 
@@ -65,6 +66,7 @@ def verify(folder: str | os.PathLike[str], *, progress: Callable[[int], None] | 
             if progress is not None:
                 size = digests.files[piece.path].n_bytes
                 progress(min(piece.count * UNIT_BYTES, size - piece.first * UNIT_BYTES))
+    damage += number_damage(folder)
     return sorted(damage, key=lambda d: (d.path, d.offset or 0))
 
 

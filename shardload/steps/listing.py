@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 import os
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,16 +18,15 @@ from typing import Any, Literal
 
 from shardload.errors import DamagedError, ShardloadError, SourceError, SourceNotFoundError, UsageError
 from shardload.loaders import _json
-from shardload.steps._tree import scan
+from shardload.steps._digest_list import name_damage
+from shardload.steps._number import NAME, STEP_FILE, holds, stated_number
+from shardload.steps._tree import Tree, scan
 from shardload.steps.digests import DIGESTS_FILE, OWN_FOLDER, Checker
+from shardload.stores.local import expanded
 from shardload.stores.remote import is_url
 
-STEP_FILE = f"{OWN_FOLDER}/step.json"
 ORBAX_FILE = "_CHECKPOINT_METADATA"
 TREE_FILE = "_METADATA"
-
-NAME = re.compile(r"0|[1-9][0-9]{0,17}")
-"""At most 18 digits: any such number fits 64 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +42,8 @@ class StepInfo:
     """Batches of the epoch that were done."""
     metrics: dict[str, float] = field(default_factory=dict)
     """The logs at that step."""
-    best: bool = False
-    """Whether it has the best value of the monitored metric among the steps that are there."""
+    best_by: str | None = None
+    """By what it is the best of the steps that are there, if it is: ``val_loss=0.25 (lower is better)``."""
     n_bytes: int = 0
     """All its files."""
     saved_s: float = 0.0
@@ -58,6 +56,32 @@ class StepInfo:
     """Its address, where it is a remote one; ``path`` then is a folder that stands for it."""
     mirror: Any = field(default=None, repr=False, compare=False)
     """Keeps that folder, see `shardload.steps._mirror`."""
+
+    @property
+    def best(self) -> bool:
+        """Whether it has the best value of the monitored metric among the steps that are there."""
+        return self.best_by is not None
+
+    @property
+    def holds(self) -> int:
+        """The number it was saved under; another one than ``step`` where its folder was copied or renamed."""
+        found = stated_number(self.details)
+        return self.step if found is None else found
+
+    @property
+    def run(self) -> str | None:
+        """The name of the run that saved it."""
+        found = self.details.get("run")
+        return found if isinstance(found, str) else None
+
+    def ranks_by(self, monitor: str) -> bool:
+        """Whether it says how good it is: its metrics have the value, and are not of a part of an epoch."""
+        return self.details.get("ranks") is not False and not math.isnan(self.metrics.get(monitor, math.nan))
+
+    @property
+    def hides_rank(self) -> bool:
+        """Whether damage hides how good it is."""
+        return self.ours and not self.details and self.problems is not None
 
     @property
     def where(self) -> str:
@@ -87,7 +111,7 @@ def list_steps(root: str | os.PathLike[str]) -> list[StepInfo]:
         from shardload.steps._remote_listing import list_remote
 
         return list_remote(str(root))
-    base = Path(root)
+    base = expanded(root)
     try:
         names = [entry.name for entry in base.iterdir() if NAME.fullmatch(entry.name)]
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -100,8 +124,24 @@ def list_steps(root: str | os.PathLike[str]) -> list[StepInfo]:
 
 def with_best(found: Sequence[StepInfo]) -> list[StepInfo]:
     """The same steps, of which one may be marked as the best."""
-    best = _best(found)
-    return [replace(info, best=True) if info.step == best else info for info in found]
+    best = next((info.step for info in best_first(found)), None)
+    return [replace(info, best_by=_best_by(info, found)) if info.step == best else info for info in found]
+
+
+def _best_by(best: StepInfo, found: Sequence[StepInfo]) -> str:
+    last = _ranking(found)
+    assert last is not None  # it made one the best
+    monitor = last.details["monitor"]
+    better = "higher" if _is_higher_better(str(last.details.get("mode")), monitor) else "lower"
+    return f"{monitor}={best.metrics[monitor]:.6g} ({better} is better)"
+
+
+def best_first(steps: Sequence[StepInfo]) -> list[StepInfo]:
+    """Those of all runs, or of the newest one's, that say how good they are: as the callback of `_ranking` has it."""
+    if (last := _ranking(steps)) is None:
+        return []
+    runs = [last.run] if last.details.get("best_of") == "run" else None
+    return ranked(steps, monitor=last.details["monitor"], mode=str(last.details.get("mode")), runs=runs)
 
 
 def find_step(root: str | os.PathLike[str], step: Literal["latest", "best"] | int) -> StepInfo:
@@ -129,20 +169,29 @@ def find_step(root: str | os.PathLike[str], step: Literal["latest", "best"] | in
         )
     if step == "latest":
         return steps[-1]
-    if step == "best" and (unknown := [info for info in steps if info.ours and not info.details]):
+    if step == "best" and (unknown := [info for info in steps if info.hides_rank]):
+        also = f"; nor do {', '.join(str(info.step) for info in unknown[1:])}" if len(unknown) > 1 else ""
         raise DamagedError(
-            f"Which step in {root} is best cannot be told: of step {unknown[0].step}, {unknown[0].problems}. "
-            f"{_existing(steps)}. Take one by its number, or remove the folder {unknown[0].where}"
+            f"Cannot determine the best step in {root}: step {unknown[0].step} does not say how good it is "
+            f"({unknown[0].problems}){also}. {_existing(steps)}. Take one by its number, or remove the folder "
+            f"{unknown[0].where}"
         )
     for info in steps:
         if info.best if step == "best" else info.step == step:
             return info
     if step == "best":
+        last = _ranking(steps)
+        metric = "the monitored metric" if last is None else repr(last.details["monitor"])
         raise SourceNotFoundError(
-            f"No step in {root} says how good it is: none was saved with a value of the monitored metric. "
+            f"No step in {root} says how good it is: none was saved with a value of {metric}. "
             f'{_existing(steps)}. Take one by its number, or step="latest"'
         )
-    raise SourceNotFoundError(f'{root} has no step {step}. {_existing(steps)}. Take one of those, or step="latest"')
+    elsewhere = next(
+        (f" The folder {info.step} holds it: rename that to {step}." for info in steps if info.holds == step), ""
+    )
+    raise SourceNotFoundError(
+        f'{root} has no step {step}.{elsewhere} {_existing(steps)}. Take one of those, or step="latest"'
+    )
 
 
 def is_ours(folder: str | os.PathLike[str]) -> bool:
@@ -162,9 +211,34 @@ def latest_of_ours(path: str | os.PathLike[str]) -> Path | None:
 
 def better(value: float, than: float, *, mode: str, monitor: str = "") -> bool:
     """Whether a metric improved, as Keras' callbacks see it: "auto" goes by the metric's name."""
-    if mode not in ("min", "max"):
-        mode = "max" if monitor.endswith(("acc", "accuracy", "auc")) or "fmeasure" in monitor else "min"
-    return value > than if mode == "max" else value < than
+    return value > than if _is_higher_better(mode, monitor) else value < than
+
+
+def ranked(
+    steps: Iterable[StepInfo], *, monitor: str, mode: str, runs: Collection[str | None] | None = None
+) -> list[StepInfo]:
+    """Steps from the best to the worst; those that do not say how good they are, are left out.
+
+    Args:
+        steps: Of equally good ones the original comes before a copy, and the earlier before the later.
+        monitor: The metric to rank them by.
+        mode: ``min``, ``max``, or ``auto``: as `better`.
+        runs: Rank the steps of these runs only.
+    """
+    sign = -1 if _is_higher_better(mode, monitor) else 1
+    known = [info for info in steps if info.ranks_by(monitor) and (runs is None or info.run in runs)]
+    return sorted(known, key=lambda info: (sign * info.metrics[monitor], info.holds != info.step, info.step))
+
+
+def _is_higher_better(mode: str, monitor: str) -> bool:
+    if mode in ("min", "max"):
+        return mode == "max"
+    return monitor.endswith(("acc", "accuracy", "auc")) or "fmeasure" in monitor
+
+
+def whole(found: Any) -> int | None:
+    """A count; None of anything else, and of what no training run reaches."""
+    return found if type(found) is int and 0 <= found < 1 << 63 else None
 
 
 def _look(path: Path) -> StepInfo | None:
@@ -178,9 +252,9 @@ def _look(path: Path) -> StepInfo | None:
             f"{path} may be a step, but cannot be looked into: {error.strerror}. Let this user read it, or move it away"
         ) from error
     problems = []
-    n_bytes, changed_s = 0, 0.0
+    tree, changed_s = Tree({}, (), {}), 0.0
     try:
-        n_bytes, changed_s = scan(path).n_bytes, path.stat().st_mtime
+        tree, changed_s = scan(path), path.stat().st_mtime
     except OSError as error:
         problems.append(f"cannot be listed: {error.strerror}")
     if ours and not (path / DIGESTS_FILE).is_file():
@@ -188,14 +262,19 @@ def _look(path: Path) -> StepInfo | None:
     details: dict[str, Any] = {}
     if ours:
         try:
-            if not problems:
-                with Checker(path) as checker:  # what is best, and so what is removed, goes by it
+            if not problems:  # what is best, and so what is removed, goes by these
+                with Checker(path) as checker:
                     checker.check_whole(STEP_FILE)
+                    problems += [
+                        f"{found.path} {found.what}" for found in name_damage(checker.digests, tree, path.name)[:1]
+                    ]
             details = _json.read_object(path / STEP_FILE)
         except (ShardloadError, OSError) as error:
             problems.append(f"{STEP_FILE} cannot be read: {error}")
     problem = "; ".join(problems) or None
-    return described(int(path.name), path, details, ours=ours, n_bytes=n_bytes, changed_s=changed_s, problems=problem)
+    return described(
+        int(path.name), path, details, ours=ours, n_bytes=tree.n_bytes, changed_s=changed_s, problems=problem
+    )
 
 
 def described(
@@ -209,12 +288,15 @@ def described(
     problems: str | None = None,
 ) -> StepInfo:
     """A step as its ``step.json`` tells of it."""
+    stated = stated_number(details)
+    if problems is None and stated is not None and stated != step:
+        problems = holds(stated)
     return StepInfo(
         step=step,
         path=path,
         ours=ours,
-        epoch=_whole(details.get("epoch")),
-        batch=_whole(details.get("batch")),
+        epoch=whole(details.get("epoch")),
+        batch=whole(details.get("batch")),
         metrics=_numbers(details.get("logs")),
         n_bytes=n_bytes,
         saved_s=_number(details.get("saved_unix_s")) or changed_s,
@@ -223,29 +305,19 @@ def described(
     )
 
 
-def _best(steps: Sequence[StepInfo]) -> int | None:
-    """The step with the best value of what the latest step monitors; the earliest of equals."""
+def _ranking(steps: Sequence[StepInfo]) -> StepInfo | None:
+    """The step whose callback says what "best" means: the newest that was told to keep the best, or the newest of all.
+
+    A callback without such a rule has a metric too, by default; that must not change what another one promised.
+    """
     monitored = [info for info in steps if isinstance(info.details.get("monitor"), str)]
-    if not monitored:
-        return None
-    monitor, mode = monitored[-1].details["monitor"], str(monitored[-1].details.get("mode"))
-    best: StepInfo | None = None
-    for info in steps:
-        value = info.metrics.get(monitor, math.nan)
-        if math.isnan(value):
-            continue
-        if best is None or better(value, best.metrics[monitor], mode=mode, monitor=monitor):
-            best = info
-    return None if best is None else best.step
+    promised = [info for info in monitored if info.details.get("keep_best")]
+    return next(reversed(promised or monitored), None)
 
 
 def _number(found: Any) -> float | None:
     usable = isinstance(found, (int, float)) and not isinstance(found, bool) and abs(found) < 1e300
     return float(found) if usable or found in (math.inf, -math.inf) else None
-
-
-def _whole(found: Any) -> int | None:
-    return found if isinstance(found, int) and not isinstance(found, bool) else None
 
 
 def _numbers(found: Any) -> dict[str, float]:
@@ -263,7 +335,7 @@ def _nested(root: str | os.PathLike[str]) -> str:
     """A way out when ``root`` is a step itself."""
     if is_url(root):
         return ""
-    path = Path(root).absolute()
+    path = expanded(root).absolute()
     if any((path / name).exists() for name in (OWN_FOLDER, ORBAX_FILE, TREE_FILE)):
         if path.name.isascii() and path.name.isdigit():
             return f". It looks like a step itself: give its folder {path.parent} and step={path.name}"

@@ -27,6 +27,7 @@ from shardload.errors import SaveError, ShardloadError, SourceNotFoundError, Ste
 from shardload.steps._failures import describe, save_error
 from shardload.steps._tree import sync, sync_all
 from shardload.steps.digests import Digests
+from shardload.stores.local import expanded
 
 STAGING = ".staging"
 LOCK_FILE = "lock"
@@ -58,7 +59,8 @@ class Root:
             SaveError: When it is missing, is no folder, or cannot be made; with ``create``, also when this user may not
                 write to it: said before anything is trained that could not be saved.
         """
-        self.path = Path(path).resolve()  # a link that is changed later leads elsewhere; this run stays here
+        # A link that is changed later leads elsewhere; this run stays here.
+        self.path = expanded(path).resolve()
         try:
             if create:
                 _make_folders(self.path)

@@ -1,4 +1,4 @@
-"""Writes down, in the folder of the steps, why a run of several processes came to its end.
+"""Says why a run of several processes came to its end: in the folder of the steps, or where it only loads, on stderr.
 
 of this process     a small process beside it sees it end (`_last_words`)
 of another one      the heartbeat misses it (`_heartbeat`)
@@ -19,9 +19,13 @@ from shardload import _last_words, _processes
 
 
 class Witness:
-    """Keeps the account of one folder for this process; there is nothing to keep in a run of one."""
+    """Keeps the account of one folder for this process; there is nothing to keep in a run of one.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: Of the steps; without one, what happens is only said on stderr.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder
         self._beside: subprocess.Popen[str] | None = None
 
@@ -29,8 +33,10 @@ class Witness:
         """Have this process watched, and the others listened for."""
         if _processes.count() == 1 or self._beside is not None:
             return
-        _processes.heartbeat().when_lost(self.write)
-        me = (str(self.folder), str(_processes.index()), str(os.getpid()), platform.node())
+        if self.folder is not None:
+            _processes.heartbeat().when_lost(self.write)
+        me = [str(self.folder or ""), str(_processes.index()), str(os.getpid()), platform.node()]
+        me.append(_processes.coordinator())
         with suppress(OSError):  # no room for one more process: the others still notice
             self._beside = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(_last_words.__file__), *me],
@@ -48,9 +54,13 @@ class Witness:
                 self._beside.stdin.write(f"{doing}\n")
                 self._beside.stdin.flush()
 
+    def rest(self) -> None:
+        """This process may end now, with nothing said."""
+        self.note(_last_words.END)
+
     def write(self, cause: str) -> None:
         """Write a cause down, flushed to disk."""
-        if _processes.count() > 1:
+        if _processes.count() > 1 and self.folder is not None:
             _last_words.write_down(str(self.folder), {"process": _processes.index(), "cause": cause})
 
 

@@ -1,0 +1,131 @@
+"""The value a new step has to beat: the best of the steps that are in the folder, whole, and of a run that counts.
+
+    best_of="folder"    all runs that saved to the folder
+    best_of="run"       this run, which includes what it resumed; Keras' own callbacks compare like this
+
+It is found again whenever ``fit`` begins: what an earlier run remembered may have been removed or damaged since.
+"""
+
+from __future__ import annotations
+
+import secrets
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from shardload._processes import Channel
+from shardload.callbacks._monitor import Monitor
+from shardload.callbacks._retention import Comparison, recorded_damage
+from shardload.steps.digests import verify
+from shardload.steps.listing import StepInfo
+
+READ_BYTES = 4 << 30
+"""Steps up to this size are read to the end before they count, which takes seconds; of larger ones, names and sizes."""
+
+_runs: weakref.WeakKeyDictionary[Any, dict[Path, str]] = weakref.WeakKeyDictionary()
+
+
+class Best:
+    """The best value so far, and what it is compared with.
+
+    Args:
+        monitor: The metric.
+        of: ``"folder"`` or ``"run"``.
+        rule: The argument of the callback that makes it matter, if one does.
+    """
+
+    def __init__(self, monitor: Monitor, *, of: Literal["folder", "run"], rule: str | None) -> None:
+        self.monitor, self.of, self.rule = monitor, of, rule
+        self.comparison = Comparison(monitor.name, None)
+        self.run = ""
+
+    def begin(
+        self, model: Any, steps: Sequence[StepInfo], folder: Path, resumed: StepInfo | None, *, channel: Channel
+    ) -> list[str]:
+        """Find what has to be beaten, on process 0 for all; returns what may surprise about it, a line each."""
+        self.run = channel.first(lambda: _run_of(model, folder, resumed))
+        _runs.setdefault(model, {})[folder] = self.run
+        direction = self.monitor.direction(model)
+        known = recorded_damage(steps) & {info.step for info in steps}
+        if direction is None:  # no rule needs it
+            self.comparison = Comparison(self.monitor.name, None, damaged=known)
+            return []
+        family: set[str | None] = {self.run} if resumed is None else {self.run, resumed.run}
+        by = Comparison(self.monitor.name, direction, family if self.of == "run" else None)
+        read_bytes = 0 if self.rule is None else READ_BYTES
+        found = Found(**channel.first(lambda: asdict(find_best(steps, by, read_bytes=read_bytes))))
+        if self.rule is not None:  # it was read, and is good again
+            known.discard(found.step)
+        self.comparison = replace(by, damaged=known | {step for step, *_ in found.damaged})
+        if not self.monitor.begin(found.value, model):
+            found = replace(found, value=None)
+        if self.rule is None:
+            return []
+        return list(_notices(found, by, rule=self.rule, folder=folder, family=family, resumed=resumed))
+
+    def record(self) -> dict[str, Any]:
+        """What a step says about it."""
+        mode = self.comparison.mode or "auto"
+        return {
+            "monitor": self.monitor.name,
+            "mode": mode,
+            "best": self.monitor.best,
+            "best_of": self.of,
+            "run": self.run,
+            "damaged": sorted(self.comparison.damaged),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a folder tells about the best so far. JSON, so that process 0 can tell the others."""
+
+    value: float | None = None
+    step: int = -1
+    run: str | None = None
+    damaged: list[tuple[int, float | None, str]] = field(default_factory=list)
+    """Steps that would be better, or may be, but do not count: number, value if known, and what is wrong with it."""
+
+
+def find_best(steps: Sequence[StepInfo], by: Comparison, *, read_bytes: int) -> Found:
+    """The best step that is whole; those before it are damaged. Larger steps than ``read_bytes`` are not read."""
+    unknown = (info for info in steps if info.hides_rank)
+    damaged: list[tuple[int, float | None, str]] = [(info.step, None, str(info.problems)) for info in unknown]
+    for info in by.best(info for info in steps if info.ours):
+        value = info.metrics[by.monitor]
+        if (what := _damage(info, read_bytes)) is None:
+            return Found(value, info.step, info.run, damaged)
+        damaged.append((info.step, value, what))
+    return Found(damaged=damaged)
+
+
+def _damage(info: StepInfo, read_bytes: int) -> str | None:
+    if info.problems is not None or info.n_bytes > read_bytes:
+        return info.problems
+    return next((str(found) for found in verify(info.path)), None)
+
+
+def _run_of(model: Any, folder: Path, resumed: StepInfo | None) -> str:
+    """The run that trains a model: of the step it resumed, of its last ``fit`` in this process, or a new one."""
+    found = _runs.get(model, {}).get(folder) if resumed is None else resumed.run
+    return found or secrets.token_hex(8)
+
+
+def _notices(
+    found: Found, by: Comparison, *, rule: str, folder: Path, family: set[str | None], resumed: StepInfo | None
+) -> Iterator[str]:
+    for step, value, what in found.damaged:
+        metric = by.monitor if value is None else f"{by.monitor}={value:.6g}"
+        yield f"{metric} of step {step} does not count: {what}"
+    if found.value is None:
+        return
+    best = f"{rule} compares with {by.monitor}={found.value:.6g} of step {found.step}"
+    if found.run not in family:
+        yield f"{best}, which another run saved in {folder}. To ignore other runs, pass best_of='run' or another folder"
+    elif resumed is not None and found.step > resumed.step:
+        yield (
+            f"{best}, which was saved after step {resumed.step}, where this run goes on. To ignore it, save to another "
+            f"folder, or remove {folder / str(found.step)}"
+        )

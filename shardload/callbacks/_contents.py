@@ -1,0 +1,54 @@
+"""What of a model goes into a step: its state, and what tells how to build it again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from shardload import _keras
+from shardload.callbacks import _records
+from shardload.names.state_tree import StateTree, describe
+
+
+class Contents:
+    """The content of the steps of one callback.
+
+    Args:
+        weights_only: Leave out optimizer, metrics and the model's configuration.
+        warn: Called with what cannot be saved.
+    """
+
+    def __init__(self, *, weights_only: bool, warn: Callable[[str], None]) -> None:
+        self.weights_only, self._warn = weights_only, warn
+        self._state: StateTree | None = None
+        self._items: dict[str, Any] = {}
+
+    def forget(self) -> None:
+        """Describe the model again for the next step."""
+        self._state = None
+
+    def state_of(self, model: Any) -> StateTree:
+        """The model's state, described again only if its variables changed."""
+        if self._state is None or not self._state.still_describes(model):
+            self._state = describe(model)
+            self._items = {} if self.weights_only else dict(self._descriptions(model))
+        return self._state.weights_only() if self.weights_only else self._state
+
+    def items(
+        self, state: StateTree, more: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
+    ) -> dict[str, Any]:
+        """What Orbax writes, by name: the state, the descriptions, and the user's own items."""
+        items = {"pytree": _records.for_all_processes(state.tree), **self._items}
+        return items if more is None else items | _records.checked_items(more)
+
+    def _descriptions(self, model: Any) -> Iterator[tuple[str, Any]]:
+        """What tells how to rebuild the model: the same for all steps until its variables change."""
+        try:
+            yield "model_config", {"config": _keras.serialised_model(model)}
+        except Exception as error:  # Keras runs the get_config of every layer
+            self._warn(
+                f"The model's configuration cannot be saved ({type(error).__name__}: {error}), so "
+                "keras.saving.load_model cannot rebuild it; its state is saved."
+            )
+        if (assets := _keras.assets_of(model)) is not None:
+            yield "assets", assets
