@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from shardload.errors import MissingExtraError, SourceError, UninitialisedError, UnsupportedError
 from shardload.manifest import Manifest
 
 TRANSFORMERS = ("hf-safetensors", "gguf")
 """Formats whose models KerasHub's converters build."""
-_LAYER_KEYS = ("num_layers", "num_hidden_layers", "n_layer", "num_encoder_layers", "num_decoder_layers")
+_LAYER_KEYS = (
+    *("num_layers", "num_hidden_layers", "n_layer", "n_layers", "depths"),
+    *("num_encoder_layers", "num_decoder_layers", "encoder_layers", "decoder_layers"),
+)
+_PARTS = ("config", "text_config", "vision_config", "audio_config", "encoder", "decoder")
 SHOWN = 1000
 """Characters of an error's first paragraph: one may quote the whole value that caused it."""
 
 _CODE = "Requested the deserialization of a"
 """How Keras begins to refuse Python code, a lambda; no place for what a configuration itself may say."""
+_INNER = "Exception encountered: "
+"""Before the cause, at the end of Keras' message that something "could not be deserialized properly"."""
 
 
 def check_layer_count(manifest: Manifest) -> None:
@@ -24,15 +31,29 @@ def check_layer_count(manifest: Manifest) -> None:
     Raises:
         SourceError: When it does.
     """
-    nested = [manifest.config.get(key) for key in ("config", "text_config")]
-    for config in (manifest.config, *(c for c in nested if isinstance(c, Mapping))):
+    n_tensors = len(manifest.tensors)
+    parts = [manifest.config.get(key) for key in _PARTS]
+    for config in (manifest.config, *(part for part in parts if isinstance(part, Mapping))):
         for key in _LAYER_KEYS:
-            layers = config.get(key)
-            if isinstance(layers, int) and layers > max(len(manifest.tensors), 1):
+            said = config.get(key)
+            # Of a float or a text the integer is built. Not ">": NaN is no number of layers either.
+            if any(not _number(layers) <= max(n_tensors, 1) for layers in (said if isinstance(said, list) else [said])):
                 raise SourceError(
-                    f"{manifest.source}: the configuration says {key}={layers}, but there are only "
-                    f"{len(manifest.tensors)} tensors. Repair the configuration"
+                    f"{manifest.source}: the configuration says {key}={_shown(said)}, but there are only "
+                    f"{n_tensors} tensors. Repair the configuration"
                 )
+
+
+def _number(said: Any) -> float:
+    """A number of layers as `int` reads it; 0 of what it does not read, which ends soon."""
+    try:
+        return said if isinstance(said, (int, float)) else int(said)
+    except (TypeError, ValueError):
+        return 0
+
+
+def _shown(said: Any) -> str:
+    return repr(said) if len(repr(said)) < 60 else f"{repr(said)[:60]}…"
 
 
 @contextlib.contextmanager
@@ -56,10 +77,47 @@ def describe_failure(manifest: Manifest) -> Iterator[None]:
             "and fill it: shardload.load_weights(model, source, mesh=…)"
         ) from error
     except Exception as error:  # of any kind: JAX's and NumPy's have trees of their own
-        first = str(error).strip().split("\n\n")[0][:SHOWN].rstrip(".") or type(error).__name__
         raise UnsupportedError(
-            f"{manifest.source}: no model can be built from its configuration: {first}. {_way_out(manifest, error)}"
+            f"{manifest.source}: no model can be built from its configuration: {_first(error)}. "
+            f"{_way_out(manifest, error)}"
         ) from error
+
+
+def refuse_code(error: Exception, manifest: Manifest) -> None:
+    """Stop where Keras refused Python code in what ``compile`` got.
+
+    Raises:
+        UnsupportedError: With both ways out.
+    """
+    if str(error).startswith(_CODE):
+        raise UnsupportedError(
+            f"Cannot compile the model of {manifest.source}: {_first(error)}. Where you trust it, run that code with "
+            "shardload.load(source, safe_mode=False), or load the model without it with compile=False (--no-compile)"
+        ) from error
+
+
+def not_compiled(manifest: Manifest, why: Exception | str, *, has_defaults: bool) -> str:
+    """Why a model is not compiled as it was saved, and what to do about it.
+
+    Args:
+        manifest: Of the checkpoint.
+        why: What ``compile`` raised, or the reason.
+        has_defaults: Whether the model's class compiles it anyway, as KerasHub's tasks do.
+    """
+    stored = ("optimizer/", "optimizer_variables/")
+    what = "compiled with the defaults of its class" if has_defaults else "not compiled"
+    reason = why if isinstance(why, str) else _first(why)
+    text = f"The model is {what}: its stored configuration does not fit compile() ({reason}). "
+    text += "Call model.compile(...) yourself"
+    if any(name.startswith(stored) for name in manifest.tensors):
+        text += "; shardload.load_weights(model, source) then loads the state of its optimizer as well"
+    return f"{text}. Pass compile=False (--no-compile) to load it without this warning."
+
+
+def _first(error: Exception) -> str:
+    """The first paragraph of what an error says; of those that Keras wraps into each other, the innermost."""
+    said = str(error).strip().rpartition(_INNER)[2]
+    return said.split("\n\n")[0][:SHOWN].rstrip(".") or type(error).__name__
 
 
 def _way_out(manifest: Manifest, error: Exception) -> str:

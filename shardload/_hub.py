@@ -25,13 +25,19 @@ import inspect
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from shardload._build_errors import TRANSFORMERS, check_layer_count, describe_failure
+from shardload import fidelity
+from shardload._build_errors import TRANSFORMERS, check_layer_count, describe_failure, not_compiled, refuse_code
+from shardload._config_forms import check_representable, read_config, ties_embeddings
+from shardload._patches import Patches
 from shardload.errors import MissingExtraError, SourceError, UnsupportedError
+from shardload.fidelity import quantised
+from shardload.fidelity.arguments import for_converter
 from shardload.manifest import Manifest
 
 _log = logging.getLogger(__name__)
@@ -48,6 +54,9 @@ def build_model(
     task: bool = True,
     custom_objects: Mapping[str, Any] | None = None,
     safe_mode: bool = True,
+    ignore_config: Sequence[str] = (),
+    compile: bool = True,
+    note: Callable[[str], None] | None = None,
 ) -> Any:
     """The model a checkpoint describes, without its weights.
 
@@ -57,26 +66,34 @@ def build_model(
         task: Build the task (a ``CausalLM``, a classifier) where the checkpoint is one; the backbone otherwise.
         custom_objects: Classes the configuration names and Keras does not know.
         safe_mode: Refuse configurations that hold Python code, as ``keras.saving.load_model`` does.
+        ignore_config: Fields of a Hugging Face configuration that the model may differ from.
+        compile: Compile the model as it was saved, where the checkpoint says how.
+        note: Called with the reason why a model that was saved compiled is not compiled now.
 
     Raises:
         UnsupportedError: When the checkpoint describes no model, or one that is not known here.
         SourceError: When its configuration contradicts its tensors or itself.
         MissingExtraError: When it needs KerasHub and that is not installed.
     """
+    ignore = fidelity.check_names(ignore_config)
+    quantised.check(manifest, ignore=ignore)
     check_layer_count(manifest)
+    compiling = note or _ignore if compile else None
     with describe_failure(manifest):
         match manifest.format:
             case "keras-hub-preset":
                 return _from_preset(manifest, dtype, task, custom_objects, safe_mode)
             case "hf-safetensors" | "gguf":
-                return _from_transformers(manifest, dtype, task)
+                return _from_transformers(manifest, dtype, task, ignore)
             case "keras-archive":
-                return _deserialize(with_dtype(manifest.config, dtype), manifest, custom_objects, safe_mode)
+                described = with_dtype(manifest.config, dtype)
+                return _deserialize(described, manifest, custom_objects, safe_mode, compiling=compiling)
             case "orbax" if manifest.config:
                 described = with_dtype(manifest.config, dtype)
-                return _deserialize(described, manifest, custom_objects, safe_mode, dtype=dtype)
+                return _deserialize(described, manifest, custom_objects, safe_mode, dtype=dtype, compiling=compiling)
             case "keras-h5" | "keras-sharded-h5" if config := _config_beside(manifest):
-                return _deserialize(with_dtype(config, dtype), manifest, custom_objects, safe_mode)
+                described = with_dtype(config, dtype)
+                return _deserialize(described, manifest, custom_objects, safe_mode, compiling=compiling)
     raise UnsupportedError(
         f"{manifest.source} holds weights ({manifest.format}) and no description of the model they belong to. "
         "Build the model yourself and fill it: shardload.load_weights(model, source)"
@@ -186,21 +203,34 @@ def preset_handles() -> dict[str, str]:
     return {name: str(entry["kaggle_handle"]) for name, entry in BUILTIN_PRESETS.items()}
 
 
-def preprocessor(task_or_class: Any, manifest: Manifest) -> Any:
+def preprocessor(task_or_class: Any, manifest: Manifest, *, usable: bool = True) -> Any:
     """The preprocessor of a task where the checkpoint has its files and it works as things are; else ``None``.
 
     Some of KerasHub's preprocessors need TensorFlow; each is tried on one word before it is attached, so that a
     model never fails later because of it. The reason for leaving it off goes to the log.
+
+    Args:
+        task_or_class: A task of KerasHub's, or its class.
+        manifest: Of a folder with its files.
+        usable: Whether it is to be used here; one that is only written needs no TensorFlow.
     """
-    if not Path(manifest.source).is_dir() or getattr(task_or_class, "preprocessor_cls", None) is None:
+    cls = getattr(task_or_class, "preprocessor_cls", None)
+    if not Path(manifest.source).is_dir() or cls is None:
         return None
     try:
-        made = _preset_loader(manifest).load_preprocessor(task_or_class.preprocessor_cls)
+        with contextlib.nullcontext() if usable else _as_with_tensorflow(cls):
+            made = _preset_loader(manifest).load_preprocessor(cls)
         made.tokenizer(["a"])
     except Exception as error:  # whatever its files or TensorFlow's absence cause: the model works without
         _log.info("No preprocessor for %s: %s", manifest.source, error)
         return None
     return made
+
+
+def _as_with_tensorflow(cls: type) -> contextlib.AbstractContextManager[None]:
+    """While open, the constructor of Gemma 3's preprocessor does not insist on TensorFlow, which only its calls use."""
+    module, name = sys.modules[cls.__module__], "assert_tf_installed"
+    return Patches(lambda: [(module, name, lambda _: lambda symbol: None)] if hasattr(module, name) else []).applied()
 
 
 def preset_tokenizer(manifest: Manifest, cls: Any = None) -> Any:
@@ -240,15 +270,20 @@ def _preset_dtype(manifest: Manifest, dtype: Any) -> dict[str, Any]:
     return config
 
 
-def _from_transformers(manifest: Manifest, dtype: Any, task: bool) -> Any:
+def _from_transformers(manifest: Manifest, dtype: Any, task: bool, ignore: Sequence[str]) -> Any:
     loader = _transformers_loader(manifest)
     backbone_cls = loader.check_backbone_class()
-    backbone = loader.load_backbone(backbone_cls, False, dtype=dtype or checkpoint_dtype(manifest))
+    check_representable(manifest, backbone_cls, _parameters(backbone_cls))
+    kept = fidelity.arguments(manifest, backbone_cls)
+    ties = ties_embeddings(manifest)
+    tied = {} if ties is None else {"tie_word_embeddings": ties}
+    backbone = loader.load_backbone(backbone_cls, False, dtype=dtype or checkpoint_dtype(manifest), **kept, **tied)
+    fidelity.settle(backbone, manifest, ignore=ignore)
     cls = _task_class(manifest, loader.converter, backbone_cls) if task else None
     if cls is None:
         return backbone
     # num_classes keeps KerasHub from opening the weights for the head: names.py maps them like all others.
-    labels = {"num_classes": len(manifest.config["id2label"])} if "num_classes" in _parameters(cls) else {}
+    labels = {"num_classes": len(loader.config["id2label"])} if "num_classes" in _parameters(cls) else {}
     return loader.load_task(cls, False, False, backbone=backbone, preprocessor=preprocessor(cls, manifest), **labels)
 
 
@@ -280,30 +315,54 @@ def _deserialize(
     safe_mode: bool,
     *,
     dtype: Any = None,
+    compiling: Callable[[str], None] | None = None,
 ) -> Any:
-    import keras
-
+    """The model of a Keras configuration, compiled unless ``compiling`` is ``None``; that is told why it is not."""
     from shardload import _form, _keras
 
     if "keras_hub" in json.dumps(config):
         keras_hub()  # registers its classes
     form = (manifest.metadata.get("structure") or {}).get("form")
+    scope: dict[str, Any] = {"custom_objects": custom_objects, "safe_mode": safe_mode}
 
-    def made() -> Any:
-        # Keras takes the configuration apart as it goes.
-        rest = copy.deepcopy(dict(config))
-        compiled = rest.pop("compile_config", None)
-        model = keras.saving.deserialize_keras_object(rest, custom_objects=custom_objects, safe_mode=safe_mode)
-        if not isinstance(model, keras.Model):
-            raise UnsupportedError(f"{manifest.source} describes a {type(model).__name__}, expected a Keras model")
+    def built() -> Any:
+        model = _uncompiled(config, manifest, scope)
         if form is not None:
             _form.take_form(model, form, any_policy=dtype is not None)
-        if compiled:
-            _keras.compile_as_described(model, compiled, custom_objects=custom_objects, safe_mode=safe_mode)
+        return model
+
+    def made() -> Any:
+        model, described = built(), config.get("compile_config")
+        if compiling is None or not described:
+            return model
+        why: Exception | str = "its class has a compile() of its own"
+        try:
+            if _keras.compile_as_described(model, described, **scope):
+                return model
+        except Exception as error:  # of any kind: losses, metrics and optimizers of anybody's are built here
+            refuse_code(error, manifest)
+            model, why = built(), error  # another one, as half of this one may be compiled
+        compiling(not_compiled(manifest, why, has_defaults=model.compiled))
         return model
 
     says_dtype = isinstance(config.get("config"), Mapping) and "dtype" in config["config"]
     return made() if form is None else _form.under_its_policy(made, form, dtype, says_dtype=says_dtype)
+
+
+def _uncompiled(config: Mapping[str, Any], manifest: Manifest, scope: Mapping[str, Any]) -> Any:
+    import keras
+
+    # Keras takes the configuration apart as it goes.
+    rest = copy.deepcopy({key: value for key, value in config.items() if key != "compile_config"})
+    model = keras.saving.deserialize_keras_object(rest, **scope)
+    if not isinstance(model, keras.Model):
+        raise UnsupportedError(f"{manifest.source} describes a {type(model).__name__}, expected a Keras model")
+    fidelity.settle(model, manifest)
+    return model
+
+
+def _ignore(_: str) -> None:
+    """Drop a warning."""
 
 
 def _preset_loader(manifest: Manifest) -> Any:
@@ -319,9 +378,7 @@ def _transformers_loader(manifest: Manifest) -> Any:
     keras_hub()
     with _hub_extra():
         from keras_hub.src.utils.transformers.preset_loader import TransformersPresetLoader
-    config = copy.deepcopy(dict(manifest.config))
-    # KerasHub takes the first one without asking; GGUF and KerasHub's own exports name none.
-    config["architectures"] = config.get("architectures") or [""]
+    config = for_converter(read_config(manifest))
     try:
         return TransformersPresetLoader(manifest.source, config)
     except (KeyError, ValueError) as error:

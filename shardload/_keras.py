@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import functools
 import itertools
+import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from types import FunctionType
 from typing import Any, Literal, Protocol
 
@@ -40,6 +42,7 @@ from keras.src.trainers.epoch_iterator import EpochIterator
 from keras.src.utils import naming
 from numpy.typing import NDArray
 
+from shardload._agreement import require_agreement
 from shardload._patches import Patches
 from shardload._placement import named_sharding
 from shardload.errors import MismatchError, UninitialisedError, UnsupportedError
@@ -52,6 +55,8 @@ Model = Any
 
 BUILD_YOURSELF = "Build the model yourself, outside it, and fill it: shardload.load_weights(model, source, mesh=…)"
 """The way out where a model cannot be built without values."""
+GLOBAL_SEED, GLOBAL_GENERATOR = "global_random_seed", "global_seed_generator"
+"""Where Keras keeps what `keras.utils.set_random_seed` was given, and the generator that it seeds."""
 UNINITIALISED = "uninitialized_variables"
 """Keras' thread-local list of variables created in a ``StatelessScope``."""
 
@@ -140,8 +145,34 @@ def relocate(variable: Variable, sharding: Any) -> None:
     """Give the variable a layout and move its value there, if it has one."""
     variable._layout = sharding
     # Not is_equivalent_to: an equivalent sharding of another mesh would clash with that mesh in one program.
-    if variable._value is not None and variable._value.sharding != sharding:
-        variable._value = jax.device_put(variable._value, sharding)
+    value = variable._value
+    if value is None or value.sharding == sharding:
+        return
+    if value.is_fully_addressable and not sharding.is_fully_addressable:
+        host = np.asarray(value)
+        require_agreement([host], variable.path, sharding)
+        variable._value = jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+    else:
+        variable._value = jax.device_put(value, sharding)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Have Keras, Python and NumPy draw from ``seed`` inside, and go on afterwards as if nothing had been drawn."""
+    names = (GLOBAL_SEED, GLOBAL_GENERATOR)
+    before = [global_state.get_global_attribute(name) for name in names]
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        random.seed(seed)
+        np.random.seed(seed)  # Keras' own generators, and user code, may draw from it
+        for name, value in zip(names, (seed, None), strict=True):
+            global_state.set_global_attribute(name, value)
+        yield
+    finally:
+        for name, value in zip(names, before, strict=True):
+            global_state.set_global_attribute(name, value)
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 # ---- variables of a model -----------------------------------------------------------------------
@@ -182,21 +213,60 @@ def state_of(model: Model) -> list[Variable]:
             for attribute in list(vars(layer).values()):
                 if id(type(attribute)) not in _PLAIN:
                     found.extend(_held_by(attribute))
+        for optimizer in _attribute_optimizers(model):
+            found.extend(optimizer.variables)
     return unique(found)
+
+
+def other_optimizers(model: Model) -> list[tuple[str, Any]]:
+    """Optimizers that Keras saves with the model besides the compiled one (a GAN's), by path in ``.weights.h5``."""
+    held = set(map(id, _attribute_optimizers(model)))
+    return [(path, found) for path, found in saved_objects(model) if id(found) in held] if held else []
+
+
+def _attribute_optimizers(model: Model) -> list[Any]:
+    """What `other_optimizers` may find, without Keras' walk over everything, which takes long for large models."""
+    found: dict[int, Any] = {}
+    for layer in model._flatten_layers() if isinstance(model, keras.Layer) else ():
+        for attribute in list(vars(layer).values()):
+            found |= {id(optimizer): optimizer for optimizer in _optimizers_in(attribute)}
+    for wrapper in (model, *found.values()):  # what another one wraps, for loss scaling, is saved with that
+        inner = getattr(wrapper, "optimizer" if wrapper is model else "inner_optimizer", None)
+        while inner is not None:
+            found = {i: optimizer for i, optimizer in found.items() if optimizer is not inner}
+            inner = getattr(inner, "inner_optimizer", None)
+    return list(found.values())
+
+
+def _optimizers_in(held: Any) -> Iterator[Any]:
+    """The optimizers that an attribute is, or that its containers hold, as far down as Keras looks."""
+    waiting, seen = [held], set[int]()
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, keras.optimizers.Optimizer):
+            yield one
+        elif isinstance(one, (dict, list, tuple)) and id(one) not in seen:  # a list may hold itself
+            seen.add(id(one))
+            waiting.extend(one.values() if isinstance(one, dict) else one)
 
 
 def slots_of(model: Model) -> list[tuple[Variable, Variable]]:
     """Optimizer variables that mirror a weight in shape, each with that weight."""
-    optimizer = getattr(model, "optimizer", None)
     found: list[tuple[Variable, Variable]] = []
-    while optimizer is not None:
-        weights = getattr(optimizer, "_trainable_variables", [])
-        for held in vars(optimizer).values():
-            if isinstance(held, list) and held is not weights and len(held) == len(weights):
-                pairs = zip(held, weights, strict=True)
-                found.extend((s, w) for s, w in pairs if isinstance(s, JaxVariable) and s.shape == w.shape)
-        optimizer = getattr(optimizer, "inner_optimizer", None)
+    waiting = [getattr(model, "optimizer", None), *_attribute_optimizers(model)]
+    while waiting:
+        if (optimizer := waiting.pop()) is not None:
+            found.extend(_slots_in(optimizer))
+            waiting.append(getattr(optimizer, "inner_optimizer", None))
     return found
+
+
+def _slots_in(optimizer: Any) -> Iterator[tuple[Variable, Variable]]:
+    weights = getattr(optimizer, "_trainable_variables", [])
+    for held in vars(optimizer).values():
+        if isinstance(held, list) and held is not weights and len(held) == len(weights):
+            pairs = zip(held, weights, strict=True)
+            yield from ((s, w) for s, w in pairs if isinstance(s, JaxVariable) and s.shape == w.shape)
 
 
 def models_in(model: Model) -> list[Model]:
@@ -703,17 +773,27 @@ def quantize_without_values(layer: Any) -> None:
 
 def compile_as_described(
     model: Model, config: Mapping[str, Any], *, custom_objects: Mapping[str, Any] | None, safe_mode: bool
-) -> None:
+) -> bool:
     """What ``deserialize_keras_object`` does with a ``compile_config``, once the model has the layers it trained.
 
     Tasks of KerasHub have a ``compile`` of their own, which keeps Keras from calling it; they get what theirs takes.
+
+    Returns:
+        Whether the model is compiled so now. Keras warns and does not call a ``compile`` that the user has overridden.
     """
-    own = type(model).compile
+    cls = type(model)
     with keras.saving.custom_object_scope(dict(custom_objects or {})), serialization_lib.SafeModeScope(safe_mode):
-        if own is not keras.Model.compile and own.__module__.startswith("keras_hub."):
+        if cls.compile.__module__.startswith("keras_hub."):
             model.compile(**keras.saving.deserialize_keras_object(dict(config)))
-        else:
-            model.compile_from_config(dict(config))
+            return True
+        model.compile_from_config(dict(config))
+    return cls.compile is keras.Model.compile or cls.compile_from_config is not keras.Model.compile_from_config
+
+
+def has_own_compile(model: Model) -> bool:
+    """Whether the user has overridden the model's ``compile``."""
+    own = getattr(type(model), "compile", keras.Model.compile)
+    return own is not keras.Model.compile and not own.__module__.startswith("keras_hub.")
 
 
 def _stand_ins(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -780,6 +860,27 @@ def assets_of(model: Model) -> dict[str, Any] | None:
     with _LOAD_STATE_PATCH.applied():
         found: dict[str, Any] | None = saving_lib._save_assets_to_dict(model)
     return found
+
+
+def load_assets(model: Model, folder: Path) -> list[tuple[Any, Exception]]:
+    """Let everything in ``model`` that saved files read them again; what failed, and how.
+
+    Args:
+        model: A built model.
+        folder: Laid out like the ``assets`` of a ``.keras`` archive.
+    """
+    failed: dict[int, tuple[Any, Exception]] = {}
+    with _LOAD_STATE_PATCH.applied():
+        saving_lib._load_state(
+            model,
+            weights_store=None,
+            assets_store=saving_lib.DiskIOStore(str(folder), mode="r"),
+            inner_path="",
+            visited_saveables=set(),
+            failed_saveables=set(),
+            error_msgs=failed,
+        )
+    return list(failed.values())
 
 
 def own_layers(model: Model) -> list[Any]:
@@ -881,12 +982,21 @@ def epoch_iterator_of_caller() -> Any:
 
 def epoch_iterator_of_fit() -> Any:
     """The ``EpochIterator`` of the ``fit`` that calls; None outside of one."""
+    return _locals_of_fit().get("epoch_iterator")
+
+
+def initial_epoch_of_fit() -> int:
+    """What the ``fit`` that calls was given as ``initial_epoch``, which Keras tells no callback; its default is 0."""
+    return int(_locals_of_fit().get("initial_epoch", 0))
+
+
+def _locals_of_fit() -> dict[str, Any]:
     frame: Any = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name == "fit" and isinstance(found := frame.f_locals.get("epoch_iterator"), EpochIterator):
-            return found
+        if frame.f_code.co_name == "fit" and isinstance(frame.f_locals.get("epoch_iterator"), EpochIterator):
+            return dict(frame.f_locals)
         frame = frame.f_back
-    return None
+    return {}
 
 
 def grain_dataset(epochs: Any) -> Any:

@@ -127,8 +127,11 @@ class Assigner:
             if not missing:
                 self._run(step)
 
-    def finish(self) -> Assigned:
+    def finish(self, agreed: Callable[[], None] = lambda: None) -> Assigned:
         """Run everything that computes, and account for every variable.
+
+        Args:
+            agreed: Called when all is assigned, while `abort` can still put old values back.
 
         Raises:
             LoadInterruptedError: When arrays are still to come.
@@ -139,6 +142,7 @@ class Assigner:
             raise LoadInterruptedError(f"{len(absent)} arrays never came, the first for {absent[0]!r}")
         for step in self._late:
             self._run(step)
+        agreed()
         self._late.clear()
         self._snapshots.clear()
         computed = tuple(dict.fromkeys(self._computed))

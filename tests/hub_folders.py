@@ -18,7 +18,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from shardload import _hub
-from shardload.manifest import Manifest
+from shardload.manifest import Extent, Manifest, Tensor
 
 COMMON = {
     "vocab_size": 48,
@@ -64,7 +64,7 @@ COMMON = {
 CONFIGS = {
     "gemma": {},
     "gemma2": {},
-    "gemma3_text": {},
+    "gemma3_text": {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
     "llama": {},
     "mistral": {},
     "mixtral": {},
@@ -79,13 +79,14 @@ CONFIGS = {
     "xlm-roberta": {},
     "distilbert": {"n_layers": 2, "n_heads": 4, "dim": 32, "hidden_dim": 56},
     "albert": {"embedding_size": 16, "num_hidden_groups": 1, "inner_group_num": 1},
-    "bart": {"d_model": 32, "encoder_attention_heads": 4, "encoder_ffn_dim": 56},
+    "bart": {"d_model": 32, "encoder_ffn_dim": 56, "decoder_ffn_dim": 56, "encoder_layers": 2, "decoder_layers": 2}
+    | {"encoder_attention_heads": 4, "decoder_attention_heads": 4},
     "esm": {"position_embedding_type": "rotary", "pad_token_id": 1},
     "vit": {"architectures": ["ViTForImageClassification"], "id2label": {"0": "a", "1": "b", "2": "c"}},
     "deit": {"architectures": ["DeiTForImageClassification"], "id2label": {"0": "a", "1": "b", "2": "c"}},
     "dinov2": {"layerscale_value": 1.0, "use_swiglu_ffn": False, "image_size": 64},
     "swin": {"embed_dim": 16, "depths": [2, 1], "num_heads": [2, 4], "window_size": 2, "patch_size": 4},
-    "gpt_oss": {},
+    "gpt_oss": {"sliding_window": 24},
 }
 """By ``model_type``: what differs from `COMMON`."""
 
@@ -175,7 +176,8 @@ def described(folder, model_type):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config_of(model_type)))
     (folder / "tokenizer_config.json").write_text("{}")
-    return Manifest(str(folder), "hf-safetensors", {str(n): None for n in range(9)}, {}, config_of(model_type))
+    held = {str(n): Tensor(str(n), (1,), np.dtype(np.float32), Extent("", 0)) for n in range(9)}
+    return Manifest(str(folder), "hf-safetensors", held, {}, config_of(model_type))
 
 
 def write(folder, model_type, model, dtype="float32", *, files=1, unwanted=True):

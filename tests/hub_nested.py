@@ -45,6 +45,7 @@ VISION = {
 }
 QWEN3_5 = {
     **TEXT,
+    "hidden_act": "silu",
     "layer_types": ["linear_attention", "full_attention"],
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,

@@ -58,6 +58,7 @@ def test_a_variable_has_the_private_attributes():
         (saving_lib, "_get_unique_name", ["name", "used_names"]),
         (saving_lib, "_serialize_model_as_json", ["model"]),
         (saving_lib, "_save_assets_to_dict", ["model"]),
+        (saving_lib.DiskIOStore, "__init__", ["self", "root_path", "archive", "mode"]),
     ],
 )
 def test_patched_methods_and_called_functions_have_their_signature(owner, name, parameters):
@@ -293,6 +294,7 @@ class Looking(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         self.found, self.epochs = _keras.epoch_iterator_of_fit(), []
+        self.given = _keras.initial_epoch_of_fit()
         _keras.set_initial_epoch(self.model, 2)
 
     def on_epoch_begin(self, epoch, logs=None):
@@ -302,7 +304,8 @@ class Looking(keras.callbacks.Callback):
 def test_fit_has_a_local_variable_epoch_iterator_and_starts_where_it_is_told():
     model, looking, data = small_model(), Looking(), batches()
     model.compile("sgd", "mse")
-    model.fit(data, epochs=4, steps_per_epoch=1, shuffle=False, verbose=0, callbacks=[looking])
+    model.fit(data, epochs=4, steps_per_epoch=1, shuffle=False, verbose=0, callbacks=[looking], initial_epoch=1)
+    assert looking.given == 1 and _keras.initial_epoch_of_fit() == 0
     assert "epoch_iterator" in inspect.unwrap(trainer.JAXTrainer.fit).__code__.co_varnames
     assert _keras.grain_dataset(looking.found) is data
     assert looking.epochs == [2, 3]
@@ -321,3 +324,15 @@ def test_a_dataset_is_opened_from_inside_a_method_of_the_epoch_iterator():
     assert len([begin for begin, _, _ in epochs]) == 2
     assert found[-1] is epochs
     assert isinstance(epochs, EpochIterator)
+
+
+def test_seeds_are_kept_where_set_random_seed_puts_them():
+    keras.utils.set_random_seed(5)
+    assert global_state.get_global_attribute(_keras.GLOBAL_SEED) == 5
+    assert global_state.get_global_attribute(_keras.GLOBAL_GENERATOR) is None
+    keras.random.uniform(())
+    generator = global_state.get_global_attribute(_keras.GLOBAL_GENERATOR)
+    assert isinstance(generator, keras.random.SeedGenerator)
+    with _keras.seeded(6):
+        assert global_state.get_global_attribute(_keras.GLOBAL_SEED) == 6
+    assert global_state.get_global_attribute(_keras.GLOBAL_GENERATOR) is generator

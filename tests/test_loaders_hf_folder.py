@@ -52,6 +52,12 @@ def test_folder_and_index_without_config(folder):
     assert_same(open_manifest(folder / "model.safetensors.index.json"), small_arrays())
 
 
+def test_two_checkpoints_in_one_folder_are_refused(folder):
+    save_file(small_arrays(), folder / "model.safetensors")
+    with pytest.raises(SourceError, match=r"Cannot tell which checkpoint .* 2 shards, and model.safetensors is not"):
+        open_manifest(folder)
+
+
 def test_missing_shard_is_listed(folder):
     (folder / B).unlink()
     with pytest.raises(SourceNotFoundError, match=rf"lists 2 shards, but 1 are missing.*{B}"):

@@ -224,10 +224,21 @@ def test_int8_with_lora():
     find(build(), describe(build()).to_json()).check()
 
 
-@pytest.mark.parametrize("leaf", [{}, {"path": 3}, [], {"path": ["a"], "kind": 1, "key": "", "shape": [], "dtype": ""}])
+NAMED = {"path": ["a"], "kind": "weight", "key": "", "name": [], "shape": [], "dtype": ""}
+
+
+@pytest.mark.parametrize(
+    "leaf", [{}, {"path": 3}, [], {"path": ["a"], "kind": 1, "key": "", "shape": [], "dtype": ""}, NAMED]
+)
 def test_refuses_a_strange_structure(leaf):
     with pytest.raises(SourceError, match=r"structure\.json holds a leaf"):
         find(sequential(), [leaf])
+
+
+@pytest.mark.parametrize("leaves", [5, None, True])
+def test_refuses_a_structure_without_leaves(leaves):
+    with pytest.raises(SourceError, match=r"structure\.json should list the leaves"):
+        find(sequential(), {"version": 1, "leaves": leaves})
 
 
 class Pair(keras.layers.Layer):

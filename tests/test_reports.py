@@ -14,6 +14,7 @@ from shardload.reports import (
     HostBytes,
     LayoutSummary,
     LoadReport,
+    Outside,
     PlanReport,
     Stages,
 )
@@ -70,7 +71,13 @@ def key_fallbacks(n: int = 18) -> tuple[Fallback, ...]:
 
 def test_json_has_the_promised_keys_in_order():
     assert list(load_report().to_json())[: len(ISSUE_KEYS)] == ISSUE_KEYS
-    assert list(load_report().to_json())[len(ISSUE_KEYS) :] == ["mismatched", "computed", "initialised", "notes"]
+    assert list(load_report().to_json())[len(ISSUE_KEYS) :] == [
+        "mismatched",
+        "computed",
+        "initialised",
+        "outside",
+        "notes",
+    ]
 
 
 def test_json_nests_as_promised():
@@ -162,6 +169,15 @@ def test_every_list_is_shown_folded_and_cut_with_a_count(field):
     assert field.capitalize() in text
     assert f"a/vars_* {TIMES}3" in text
     assert "… and 24 more (--json lists all)" in text
+
+
+def test_what_is_outside_the_model_is_shown_with_its_reason():
+    buffers = tuple(Outside(f"h.{i}.attn.bias", "a buffer: the causal mask") for i in range(12))
+    report = load_report(outside=(*buffers, Outside("score.weight", "part of a head")))
+    text = str(report)
+    assert "13, no part of the model" in text and "a buffer: the causal mask" in text and "part of a head" in text
+    assert f"h.*.attn.bias {TIMES}12" in text
+    assert report.to_json()["outside"][-1] == {"tensor": "score.weight", "reason": "part of a head"}
 
 
 def test_casts_are_counted_by_dtypes():

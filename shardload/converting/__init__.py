@@ -16,6 +16,7 @@ from __future__ import annotations
 import errno
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,7 @@ def convert(
     max_shard_bytes: int | str | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
+    ignore_config: Sequence[str] = (),
 ) -> ConvertReport:
     """Write a checkpoint in another format, tensor by tensor.
 
@@ -97,6 +99,7 @@ def convert(
             own. 5 GB by default for safetensors, 5 GiB for ``.weights.json``; a preset is cut only where this is given.
         overwrite: Replace a checkpoint that has the name ``dst``.
         progress: Told how many bytes were written.
+        ignore_config: As for `shardload.load`.
 
     Raises:
         UsageError: When an argument cannot be.
@@ -116,7 +119,7 @@ def convert(
     shard_bytes = shard_bytes_for(target, kind, max_shard_bytes)
     check_free(target, folder=not is_file_name(target), overwrite=overwrite)
     found = resolve(src)
-    source = open_source(found.path, dtype=name)
+    source = open_source(found.path, dtype=name, ignore_config=ignore_config)
     _refuse_itself(Path(source.manifest.source), target)
     files = Fingerprint.of(source.manifest.files)
     plan = plan_for(source, target, kind, dtype=name, shard_bytes=shard_bytes)

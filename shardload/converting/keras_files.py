@@ -170,6 +170,7 @@ def keras_family(source: Source, folder: Path, dtype: str | None) -> None:
     folder.mkdir(exist_ok=True)
     kept = {name: path for name, path in source.companions.keras.items() if name != STATE}
     if "config.json" not in kept:
+        _attach_preprocessor(source)
         _hub.save_description(source.model, folder, extra={})
         if not _save_preprocessor(source.model, folder):
             _save_tokenizer(source, folder)
@@ -179,6 +180,21 @@ def keras_family(source: Source, folder: Path, dtype: str | None) -> None:
             if (path := folder / name).is_file():
                 found = json.loads(path.read_text(encoding="utf-8"))
                 path.write_text(json.dumps(_hub.with_dtype(found, dtype), indent=4), encoding="utf-8")
+
+
+def _attach_preprocessor(source: Source) -> None:
+    """Give a task the preprocessor of its files where it has none, as TensorFlow is not there (Gemma 3's needs it).
+
+    KerasHub generates nothing from a preset without one.
+    """
+    model = source.model
+    if getattr(type(model), "preprocessor_cls", None) is None or model.preprocessor is not None:
+        return
+    if source.manifest.format in ("hf-safetensors", "gguf"):
+        with tempfile.TemporaryDirectory() as files:
+            companions.copy(source.companions.transformers, Path(files))
+            described = replace(source.manifest, source=files, format="hf-safetensors")
+            model.preprocessor = _hub.preprocessor(type(model), described, usable=False)
 
 
 def _save_preprocessor(model: Any, folder: Path) -> bool:
@@ -199,7 +215,7 @@ def _save_preprocessor(model: Any, folder: Path) -> bool:
 
 
 def _save_tokenizer(source: Source, folder: Path) -> None:
-    """The tokenizer alone, where KerasHub's preprocessor needs TensorFlow (Gemma 3's does)."""
+    """The tokenizer alone, where KerasHub cannot make the preprocessor here."""
     cls = getattr(getattr(type(source.model), "preprocessor_cls", None), "tokenizer_cls", None)
     if cls is None or source.manifest.format not in ("hf-safetensors", "gguf"):
         return

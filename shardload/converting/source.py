@@ -7,7 +7,7 @@ array.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,16 +15,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardload import _hub, _keras, abstraction
+from shardload import _hub, _keras, abstraction, fidelity
 from shardload._casts import is_float
 from shardload.converting.companions import KERAS, STATE, Companions, companions_of
 from shardload.converting.computing import Computing, computed_by
 from shardload.converting.gguf_tokenizers import attach_preprocessor, companions_of_gguf
 from shardload.errors import MismatchError, SourceError
+from shardload.fidelity import quantised
 from shardload.loaders import open_manifest
 from shardload.loaders.hub_preset import WEIGHTS
 from shardload.manifest import Manifest, Tensor, View
-from shardload.names import Binding, VariableMap, map_weights
+from shardload.names import Binding, Outside, VariableMap, map_weights, sort_unused
 from shardload.names.state_keys import roles_of
 
 SHOWN = 5
@@ -68,12 +69,13 @@ class Source:
         return type(self.backbone).__module__.startswith("keras_hub.")
 
 
-def open_source(path: str, *, dtype: str | None = None) -> Source:
+def open_source(path: str, *, dtype: str | None = None, ignore_config: Sequence[str] = ()) -> Source:
     """Open a checkpoint, build its model and find the value of every variable.
 
     Args:
         path: What to open.
         dtype: Of the model's floating-point variables; the checkpoint's own by default. Matters where it computes.
+        ignore_config: As for `shardload.load`.
 
     Raises:
         UnsupportedError: When it describes no model.
@@ -85,11 +87,11 @@ def open_source(path: str, *, dtype: str | None = None) -> Source:
         manifest = open_manifest(beside.parent)
     is_gguf = manifest.format == "gguf"
     companions = companions_of_gguf(manifest) if is_gguf else companions_of(manifest)
-    model = _build(manifest, companions, dtype)
+    model = _build(manifest, companions, dtype, ignore_config)
     if is_gguf:
         attach_preprocessor(model, manifest, companions)
     mapping = map_weights(model, manifest)
-    lost = _check(mapping, manifest)
+    lost = _check(mapping, manifest, model)
     values = {id(b.variable): _viewed(b, manifest) for b in mapping.bindings}
     used = {name for computed in mapping.computed for name in computed.tensors}
     partial = _partial(values.values(), manifest, used=used)
@@ -98,11 +100,19 @@ def open_source(path: str, *, dtype: str | None = None) -> Source:
     rest = [v for v in _keras.unique(_keras.variables_of(model)) if id(v) not in values]
     made = [*made_now(rest)]
     values |= {id(v.variable): v for v in made}
-    notes = (*companions.notes, *lost, *partial, *_computed(mapping), *_fresh(made))
+    notes = (
+        *fidelity.notes_of(model, manifest),
+        *quantised.accepted(manifest, mapping.bindings, ignore=fidelity.check_names(ignore_config)),
+        *companions.notes,
+        *lost,
+        *partial,
+        *_computed(mapping),
+        *_fresh(made),
+    )
     return Source(manifest, model, values, companions, notes)
 
 
-def _build(manifest: Manifest, companions: Companions, dtype: str | None) -> Any:
+def _build(manifest: Manifest, companions: Companions, dtype: str | None, ignore_config: Sequence[str]) -> Any:
     """The model; as Keras described it where it came from, if that was kept."""
     described = manifest
     if manifest.format == "hf-safetensors" and (config := companions.config(KERAS)) is not None:
@@ -110,31 +120,37 @@ def _build(manifest: Manifest, companions: Companions, dtype: str | None) -> Any
         metadata = {"task": task} if task else {}
         described = replace(manifest, format="keras-hub-preset", config=config, metadata=metadata)
     with abstraction.abstract():
-        return _hub.build_model(described, dtype=dtype)
+        return _hub.build_model(described, dtype=dtype, ignore_config=ignore_config)
 
 
-def _check(mapping: VariableMap, manifest: Manifest) -> tuple[str, ...]:
+def _check(mapping: VariableMap, manifest: Manifest, model: Any) -> tuple[str, ...]:
     """Refuse whatever would not arrive; returns in words what is left out on purpose."""
     source = manifest.source
     wrong = [*map(str, mapping.mismatched), *map(str, mapping.refused)]
     if wrong or mapping.missing:
         what = wrong[0] if wrong else f"nothing is stored for {_some(mapping.missing)}"
         raise MismatchError(f"{source} cannot be converted, its model and its tensors disagree: {what}")
-    unread = [*mapping.unused, *mapping.unasked]
-    notes = []
+    found = sort_unused(mapping, manifest, model)
+    lost = [each.tensor for each in found.outside if each.is_weight]
+    unread = [*found.unused, *lost, *mapping.unasked]
+    notes = _left_out([each for each in found.outside if not each.is_weight])
     state = [n for n in manifest.tensors if n.split("/")[0] in _STATE]
     unread = [n for n in unread if n.split("/")[0] not in (*_STATE, "task:optimizer")]
     if state:
         notes.append(f"{len(state)} tensors of optimizer and metrics were left out: only weights are converted")
-    if manifest.config.get("tie_word_embeddings") and "lm_head.weight" in unread:
-        unread.remove("lm_head.weight")
-        notes.append("lm_head.weight was left out: the model ties it to its embedding")
     if unread:
         raise MismatchError(
             f"{source} holds {len(unread)} tensors its model has no variable for, and they would be lost: "
             f"{_some(unread)}. Correct its configuration, or remove them"
         )
     return tuple(notes)
+
+
+def _left_out(outside: Sequence[Outside]) -> list[str]:
+    reasons: dict[str, list[str]] = {}
+    for each in outside:
+        reasons.setdefault(each.reason, []).append(each.tensor)
+    return [f"{_some(names)} left out: {reason}" for reason, names in reasons.items()]
 
 
 def _viewed(binding: Binding, manifest: Manifest) -> Value:

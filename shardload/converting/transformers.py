@@ -44,8 +44,11 @@ def config_of(backbone: Any, dtype: str) -> Config:
             f"No Hugging Face configuration can be written for {kind}, only for {', '.join(_FAMILIES)}. {_WAY_OUT}"
         )
     config = {**_FAMILIES[kind](backbone), "torch_dtype": dtype}
-    with abstraction.abstract():
-        again = _hub.build_model(stand_in(config), task=False)
+    try:
+        with abstraction.abstract():
+            again = _hub.build_model(stand_in(config), task=False)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{kind} cannot be said in a Hugging Face configuration: {error}. {_WAY_OUT}") from error
     ours, theirs = backbone.get_config(), again.get_config()
     differing = [k for k in ours if k not in _NOT_COMPARED and ours[k] != theirs.get(k)]
     if differing:
@@ -195,6 +198,9 @@ def _scalar(backbone: Any) -> int:
 def _gemma3(backbone: Any) -> Config:
     if backbone.vision_encoder is not None:
         raise UnsupportedError(f"Gemma 3 with a vision encoder cannot be written for Hugging Face. {_WAY_OUT}")
+    if backbone.use_bidirectional_attention or backbone.attention_logit_soft_cap is not None:
+        what = "attention in both directions" if backbone.use_bidirectional_attention else "capped attention scores"
+        raise UnsupportedError(f"Gemma 3 with {what} cannot be written for Hugging Face. {_WAY_OUT}")
     factor = backbone.global_rope_scaling_factor
     return {
         **_decoder(backbone, "gemma3_text", "Gemma3ForCausalLM"),
@@ -208,7 +214,7 @@ def _gemma3(backbone: Any) -> Config:
         "rope_theta": 1000000.0,
         "rope_local_base_freq": 10000.0,
         "rope_scaling": {"rope_type": "linear", "factor": factor} if factor != 1.0 else None,
-        "attn_logit_softcapping": backbone.attention_logit_soft_cap,
+        "attn_logit_softcapping": None,
         "final_logit_softcapping": backbone.final_logit_soft_cap,
         "attention_bias": False,
         "tie_word_embeddings": True,

@@ -198,7 +198,19 @@ def _rope_scaling(values: _Values) -> Config | None:
     kind = values.header.values.get(f"{values.architecture}.rope.scaling.type")
     if kind in (None, "none"):
         return None
-    return {"rope_type": kind, "factor": values.number("rope.scaling.factor", 1.0)}
+    found = {"rope_type": kind, "factor": values.number("rope.scaling.factor", 1.0)}
+    for key, name in _YARN.items():
+        if values.has(f"rope.scaling.{key}"):
+            found[name] = values.number(f"rope.scaling.{key}")
+    return found
+
+
+_YARN = {
+    "original_context_length": "original_max_position_embeddings",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+}
+"""GGUF's names for what a kind of rotary positions takes."""
 
 
 def _gemma(values: _Values) -> Config:

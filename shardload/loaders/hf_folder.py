@@ -51,6 +51,11 @@ def open_bare(
     names = entries(folder)
     if INDEX in names:
         found = open_index(member(folder, INDEX, named_by=str(folder)))
+        if SINGLE in names and str(folder / SINGLE) not in found.files:
+            raise SourceError(
+                f"Cannot tell which checkpoint {folder} means: {INDEX} lists {len(found.files)} shards, and {SINGLE} "
+                "is not one of them; transformers would load the file, KerasHub the shards. Move one of them elsewhere"
+            )
     else:
         found = safetensors.open_file(member(folder, _only_file(folder, names), named_by=str(folder)))
     return Manifest(str(folder), format, found.tensors, found.files, config or {}, found.metadata)
@@ -70,6 +75,26 @@ def open_index(path: str | os.PathLike[str]) -> Manifest:
     if stray := [f"{shard}: {name}" for shard in held for name in held[shard] if weight_map.get(name) != shard]:
         metadata["not_in_index"] = stray
     return Manifest(str(index), "safetensors", collect(tensors, files=files), files, metadata=metadata)
+
+
+def folder_of(path: str | os.PathLike[str]) -> Path | None:
+    """The folder whose ``config.json`` describes the weights in a file, or ``None`` where none does.
+
+    The file is what the folder would be read from: its only file, a shard of its index, or the index.
+    """
+    file = Path(path).absolute()
+    config_path = file.parent / CONFIG
+    if not file.name.endswith((".safetensors", ".safetensors.index.json")) or not config_path.is_file():
+        return None
+    try:
+        if not isinstance(read_object(config_path).get("model_type"), str):
+            return None
+        names = entries(file.parent)
+        if INDEX not in names:
+            return file.parent if _only_file(file.parent, names) == file.name else None
+        return file.parent if file.name == INDEX or file.name in _weight_map(file.parent / INDEX).values() else None
+    except (SourceError, SourceNotFoundError):
+        return None
 
 
 def _weight_map(index: Path) -> dict[str, str]:

@@ -9,12 +9,15 @@ repeat or be encrypted, and nothing may stand before the first: such archives ar
 
 from __future__ import annotations
 
+import functools
 import os
+import shutil
 import struct
 import zipfile
 import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from shardload.errors import (
     ShardloadError,
@@ -37,6 +40,10 @@ _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _ENCRYPTED = 0x1
 MAX_EXPANSION = 1000
 """Inflated bytes per stored byte, as in Keras."""
+ASSETS = "assets/"
+ASSET_EXPANSION = 100
+"""The same of files that layers saved, beyond `ASSET_FLOOR_BYTES`; both as in Keras."""
+ASSET_FLOOR_BYTES = 1 << 28
 
 
 def open_file(path: str | os.PathLike[str]) -> Manifest:
@@ -56,6 +63,33 @@ def open_file(path: str | os.PathLike[str]) -> Manifest:
     files = {name: size}
     tensors = collect(hdf5.read_tensors(region), files=files)
     return Manifest(name, "keras-archive", tensors, files, _json(name, members, CONFIG), _json(name, members, METADATA))
+
+
+def assets(path: str | os.PathLike[str]) -> Iterator[tuple[str, Callable[[BinaryIO], None]]]:
+    """The files layers saved beside their variables: names below ``assets/``, and what writes their content.
+
+    Raises:
+        UnsafeSourceError: When one declares far more bytes than are stored.
+        SourceError: When the zip contradicts itself.
+    """
+    name = str(Path(path).absolute())
+    with local.opened(name) as (fd, size):
+        members = _members(name, fd, size)
+        _check_all(name, fd, members)
+    files = [info for key, info in members.items() if key.startswith(ASSETS) and not key.endswith("/")]
+    for info in files:
+        if info.file_size > ASSET_FLOOR_BYTES and info.file_size > ASSET_EXPANSION * info.compress_size:
+            raise UnsafeSourceError(
+                f"{name}: {info.filename} declares {info.file_size} bytes from {info.compress_size}: a zip bomb"
+            )
+    with _translated(name), zipfile.ZipFile(name) as archive:
+        for info in files:
+            yield info.filename.removeprefix(ASSETS), functools.partial(_copy, name, archive, info)
+
+
+def _copy(path: str, archive: zipfile.ZipFile, info: zipfile.ZipInfo, file: BinaryIO) -> None:
+    with _translated(path), archive.open(info) as member:
+        shutil.copyfileobj(member, file)
 
 
 def _members(path: str, fd: int, size: int) -> dict[str, zipfile.ZipInfo]:

@@ -4,8 +4,10 @@ One mechanism for all sources: the layers' and converters' own loading code runs
 (`reservations.py`), and what it assigns tells by its address which part of which tensor it is.
 
     structural.py   Keras files: each layer's load_own_variables
+    hub_names.py    which tensor a converter means by a name
     converters.py   Hugging Face and GGUF: KerasHub's converters
     stored_state.py training steps: what each leaf is
+    outside.py      what a model leaves over, and why that is right
     exact.py        bare files of tensors: variable paths, structural keys, or a map
 """
 
@@ -18,6 +20,7 @@ from shardload.manifest import Manifest
 from shardload.names.converters import map_hub
 from shardload.names.exact import map_by_name
 from shardload.names.optimizer_slots import slots_as_stored
+from shardload.names.outside import Outside, sort_unused, without_parts
 from shardload.names.stored_state import Items, map_state
 from shardload.names.structural import map_keras
 from shardload.names.variable_map import Binding, Computed, Mismatch, VariableMap, variable_names
@@ -27,6 +30,7 @@ __all__ = [
     "Computed",
     "Items",
     "Mismatch",
+    "Outside",
     "VariableMap",
     "map_by_name",
     "map_hub",
@@ -34,22 +38,32 @@ __all__ = [
     "map_state",
     "map_weights",
     "slots_as_stored",
+    "sort_unused",
     "variable_names",
+    "without_parts",
 ]
 
 _KERAS = ("keras-h5", "keras-sharded-h5", "keras-archive", "keras-hub-preset")
 _HUB = ("hf-safetensors", "gguf")
 
 
-def map_weights(model: Any, manifest: Manifest, *, names: Mapping[str, str] | None = None) -> VariableMap:
+def map_weights(
+    model: Any, manifest: Manifest, *, names: Mapping[str, str] | None = None, optimizer: bool = True
+) -> VariableMap:
     """As `map_keras`, `map_hub`, `map_state` or `map_by_name`, whichever the checkpoint's format asks for.
 
     An explicit ``names`` map means `map_by_name`, of a training step too.
+
+    Args:
+        model: A built model, abstract or not; nothing of it is changed.
+        manifest: Any format.
+        names: Tensor name → variable path.
+        optimizer: Whether what is stored of an optimizer goes to the model's; of a training step, metrics as well.
     """
     if manifest.format == "orbax":
-        return map_state(model, manifest, names=names)
+        return map_state(model, manifest, items="all" if optimizer else "weights", names=names)
     if names is None and manifest.format in _KERAS:
-        return map_keras(model, manifest)
+        return map_keras(model, manifest, optimizer=optimizer)
     if names is None and manifest.format in _HUB:
         return map_hub(model, manifest)
     return map_by_name(model, manifest, names=names)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import io
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from shardload import _keras
+from shardload._config_forms import read_config
 from shardload.errors import MismatchError, ShardloadError, UnsupportedError
 from shardload.manifest import Manifest, Tensor, View
+from shardload.names.hub_names import HubNames
 from shardload.names.reservations import Reservations, tensors_behind
 from shardload.names.variable_map import Mismatch, Variable
 
@@ -32,7 +33,7 @@ class Run:
         """Run it; returns what it printed."""
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed), loader:
-            self.function(self.target, loader, copy.deepcopy(dict(self.manifest.config)))
+            self.function(self.target, loader, read_config(self.manifest))
         return printed.getvalue()
 
 
@@ -43,24 +44,19 @@ class Loader(contextlib.ExitStack):
         super().__init__()
         self.tensors = run.manifest.tensors
         self.preset = run.manifest.source
-        self.prefix = run.prefix
+        self._names = HubNames(run.manifest, run.prefix)
         self.fname = None
         self.safetensor_files: dict[str, Any] = {}
         self.safetensor_config = _weight_map(run.manifest)
 
+    @property
+    def prefix(self) -> str | None:
+        """The prefix that fitted last; converters look at it."""
+        return self._names.prefix
+
     def get_prefixed_key(self, hf_weight_key: str, dict_like: Any) -> str:
-        """The name as stored: itself, behind the prefix found before, or behind the first prefix that fits."""
-        names = dict_like.keys()
-        if hf_weight_key in names:
-            return hf_weight_key
-        if self.prefix is not None and self.prefix + hf_weight_key in names:
-            return self.prefix + hf_weight_key
-        for name in names:
-            if name.endswith(hf_weight_key):
-                self.prefix = name[: -len(hf_weight_key)]
-                return str(name)
-        self.prefix = ""
-        return hf_weight_key
+        """The name as stored."""
+        return self._names.find(hf_weight_key, dict_like)
 
     def find(self, hf_weight_key: str) -> Tensor:
         """The tensor a converter means.
@@ -167,8 +163,9 @@ def record(run: Run) -> Recording:
         name = run.function.__module__.rpartition(".")[2]
         raise MismatchError(
             f"{run.manifest.source}: KerasHub's {name} cannot make the weights of {type(run.target).__name__} from the "
-            f"tensors: {str(error)[:200] or type(error).__name__}. Its configuration is that of another model than its "
-            "tensors: repair config.json"
+            f"tensors: {str(error)[:200] or type(error).__name__}. If config.json does not match the tensors, repair "
+            f"config.json. If it does, KerasHub's {type(run.target).__name__} cannot represent this model: load it "
+            "into one of your own with shardload.load_weights(model, source)"
         ) from error
 
 

@@ -93,6 +93,7 @@ def _summarise(model: Any, manifest: Manifest, recordings: list[Recording]) -> V
         notes,
         steps,
         refused,
+        tuple(name for r in recordings for name in r.absent),
     )
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 from shardload import _keras
 from shardload.manifest import Manifest
+from shardload.names.state_keys import Role, roles_of
+from shardload.names.state_tree import Stored
 
 _STORED = ("optimizer/vars/", "optimizer_variables/")
 """Where Keras puts the variables of a model's optimizer: in every format of its own, and in a training step."""
@@ -29,21 +31,44 @@ def slots_as_stored(model: Any, manifest: Manifest) -> Iterator[None]:
         model: A built model, compiled or not, abstract or not.
         manifest: Any format.
     """
-    stored = sum(name.startswith(_STORED) for name in manifest.tensors)
-    optimizer = getattr(model, "optimizer", None)
-    if not stored or optimizer is None or optimizer.built or _other_kind(optimizer, manifest):
-        yield
-        return
-    before = _keras.OptimizerState.of(optimizer)
+    before: list[_keras.OptimizerState] = []
     try:
-        with _keras.record_variables():
-            optimizer.build(model.trainable_variables)
-        if len(optimizer.variables) != stored:
-            before.restore()
+        for optimizer, weights, stored in list(_unbuilt(model, manifest)):
+            before.append(_keras.OptimizerState.of(optimizer))
+            with _keras.record_variables():
+                optimizer.build(weights)
+            if len(optimizer.variables) != stored:
+                before.pop().restore()
         yield
     except BaseException:
-        before.restore()
+        for state in before:
+            state.restore()
         raise
+
+
+def _unbuilt(model: Any, manifest: Manifest) -> Iterator[tuple[Any, list[Any], int]]:
+    """Optimizers to build: with the weights they train, and how many variables the checkpoint has for them."""
+    optimizer, others = getattr(model, "optimizer", None), _of_others(manifest)
+    stored = sum(name.startswith(_STORED) for name in manifest.tensors) - len(others)
+    if stored and optimizer is not None and not optimizer.built and not _other_kind(optimizer, manifest):
+        yield optimizer, model.trainable_variables, stored
+    waiting = [(path, found) for path, found in _keras.other_optimizers(model) if not found.built] if others else []
+    by_key = {role.key: i for i, role in roles_of(model).items()} if waiting else {}
+    by_id = {id(v): v for v in _keras.variables_of(model)}
+    for path, found in waiting:
+        mine = [role for role in others if role.optimizer == path]
+        trained = dict.fromkeys(role.of for role in mine if role.of is not None)
+        weights = [by_id[i] for key in trained if (i := by_key.get(key)) in by_id]
+        if weights and len(weights) == len(trained):
+            yield found, weights, len(mine)
+
+
+def _of_others(manifest: Manifest) -> list[Role]:
+    """What a training step holds of optimizers besides the compiled one."""
+    structure = manifest.metadata.get("structure")
+    leaves = structure.get("leaves") if isinstance(structure, Mapping) else None
+    found = map(Stored.of_json, leaves) if isinstance(leaves, list) else ()
+    return [stored.role for stored in found if stored.role.optimizer is not None]
 
 
 def _other_kind(optimizer: Any, manifest: Manifest) -> bool:

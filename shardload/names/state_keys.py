@@ -6,6 +6,9 @@
     optimizer  iteration, learning_rate, inner_optimizer/dynamic_scale
     metric     0/total                            position of the metric, name of its variable
 
+Optimizers that a model holds besides the compiled one (a GAN's) have their path before their keys and slots:
+``optimizers/d_optimizer/iteration``.
+
 A weight that its layer's hook does not store as it is (LoRA's factors) is named by its attribute:
 ``layers/dense_1/vars/lora_kernel_a``. Two models of the same structure have the same names, whatever ran before.
 """
@@ -13,7 +16,7 @@ A weight that its layer's hook does not store as it is (LoRA's factors) is named
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardload import _keras
@@ -40,14 +43,20 @@ class Role:
     """Key of the weight a slot belongs to."""
     name: str | None = None
     """A metric's own name."""
+    optimizer: str | None = None
+    """Path of the optimizer a slot or optimizer variable belongs to, unless that is the compiled one."""
 
 
 def roles_of(model: Any) -> dict[int, Role]:
     """The role of every variable of ``model`` that training keeps, by ``id``."""
     roles = _weights(model)
+    keys = {i: role.key for i, role in roles.items()}
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None:
-        roles |= _optimizer(optimizer, {i: role.key for i, role in roles.items()})
+        roles |= _optimizer(optimizer, keys)
+    for path, other in _keras.other_optimizers(model):
+        found = _optimizer(other, keys, f"optimizers/{path}/")
+        roles |= {i: replace(role, optimizer=path) for i, role in found.items()}
     return roles | _metrics(model)
 
 

@@ -60,7 +60,7 @@ class Leaf:
 
     def to_json(self) -> dict[str, Any]:
         """As in ``structure.json``."""
-        role = {k: v for k in ("slot", "of", "name") if (v := getattr(self.role, k)) is not None}
+        role = {k: v for k in ("slot", "of", "name", "optimizer") if (v := getattr(self.role, k)) is not None}
         place = {"path": list(self.path), "kind": self.kind, "key": self.key}
         return {**place, **role, "shape": list(self.shape), "dtype": self.dtype}
 
@@ -119,15 +119,19 @@ def describe(model: Any) -> StateTree:
     leaves = []
     for group, variables in _variables_by_group(model):
         for variable in variables:
-            path = _free_path(group, variable.path, taken)
+            role = roles[id(variable)]
+            # Keras assigns whatever in the group has a variable's path: another optimizer's must not be one of them.
+            name = variable.path if role.optimizer is None else f"{role.optimizer}/{variable.path}"
+            path = _free_path(group, name, taken)
             shape, dtype = tuple(variable.shape), _keras.stored_dtype(variable).name
-            leaves.append(Leaf(path, roles[id(variable)], shape, dtype, variable))
+            leaves.append(Leaf(path, role, shape, dtype, variable))
     return StateTree(tuple(leaves), form_of(model))
 
 
 def _variables_by_group(model: Any) -> list[tuple[str, list[Variable]]]:
     """Keras' four groups; a variable that stands in two of them belongs to the first."""
-    optimizer = _keras.optimizer_variables_of(model)
+    others = (v for _, other in _keras.other_optimizers(model) for v in other.variables)
+    optimizer = [*_keras.optimizer_variables_of(model), *others]
     groups = {
         "trainable_variables": model.trainable_variables,
         "non_trainable_variables": model.non_trainable_variables,
@@ -190,10 +194,11 @@ class Stored:
         """
         try:
             path, shape = tuple(leaf["path"]), tuple(leaf["shape"])
-            role = Role(leaf["kind"], leaf["key"], leaf.get("slot"), leaf.get("of"), leaf.get("name"))
-            texts = [*path, role.kind, role.key, leaf["dtype"], *(t for t in (role.slot, role.of) if t is not None)]
+            role = Role(leaf["kind"], leaf["key"], *(leaf.get(k) for k in ("slot", "of", "name", "optimizer")))
+            texts = [*path, role.kind, role.key, leaf["dtype"]]
         except (KeyError, TypeError, AttributeError) as error:
             raise SourceError(f"structure.json holds a leaf without path, kind, key, shape or dtype: {leaf}") from error
+        texts += [t for t in (role.slot, role.of, role.name, role.optimizer) if t is not None]
         if not all(isinstance(t, str) for t in texts) or not all(type(n) is int and n >= 0 for n in shape):
             raise SourceError(f"structure.json holds a leaf whose entries are of the wrong kind: {leaf}")
         return cls(path, role, shape, leaf["dtype"])
@@ -264,7 +269,9 @@ def find(
     Raises:
         SourceError: When ``leaves`` is not what `StateTree.to_json` makes.
     """
-    listed = leaves.get("leaves", ()) if isinstance(leaves, Mapping) else leaves
+    listed = leaves.get("leaves") if isinstance(leaves, Mapping) else leaves
+    if not isinstance(listed, Iterable):
+        raise SourceError(f"structure.json should list the leaves of the step, but its leaves are {str(listed)[:80]}")
     stored = {_identity(s.role, rename or {}): s for s in map(Stored.of_json, listed)}
     wanted = {_identity(leaf.role, {}): leaf for leaf in describe(model).leaves}
     both = [(stored[i], wanted[i]) for i in wanted if i in stored]

@@ -9,18 +9,23 @@ explicit map; nothing is matched by likeness.
     weights       weights and seeds                  optimizer, metrics
     optimizer     the optimizer's variables          weights, seeds, metrics
     metrics       sums and counts of an epoch        weights, seeds, optimizer
+
+What a step does not hold of an optimizer (it has weights alone, or was saved before training) stays as it is in the
+model, with a note. That goes for each optimizer by itself: a GAN has two, besides the one it was compiled with.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from shardload import _keras
+from shardload._whole import read_tensor
 from shardload.errors import MismatchError, SourceError, UsageError
 from shardload.manifest import Manifest, Tensor, View
 from shardload.names.nearest import nearest
+from shardload.names.state_keys import Role
 from shardload.names.state_tree import Leaf, Stored, describe, find
 from shardload.names.variable_map import Binding, DirectStep, Mismatch, Variable, VariableMap, variable_names
 
@@ -34,6 +39,9 @@ _KINDS = {
 _OPTIMIZER = _KINDS["optimizer"]
 NO_OPTIMIZER = "the step holds no state of an optimizer: the model's is as it was"
 """Note of a restore that left the optimizer alone though everything was asked for."""
+UNTRAINED = "the step was saved before training and holds no slots of an optimizer: the model's are as they were"
+"""Note of a restore that left slots alone, as the step's optimizer had not made its own yet."""
+_NO_OTHER = "the step holds no state of the optimizer "
 _MINOR = {"seed", "metric"}
 """What may be missing or left over: another dropout or metric changes no weight."""
 _GROUPS = {
@@ -51,8 +59,29 @@ class _Paired:
 
     pairs: tuple[tuple[Tensor, Leaf], ...]
     missing: tuple[Leaf, ...]
-    left: tuple[tuple[str, str], ...]
-    """Names of tensors without variable, and what they are."""
+    left: tuple[_Left, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """A tensor without variable."""
+
+    tensor: str
+    kind: str
+    optimizer: str | None = None
+    """As in `Role`."""
+
+
+def leaves_optimizer_alone(note: str) -> bool:
+    """Whether a note of a restore says that the step lacks the state of an optimizer the model has."""
+    if note.startswith(_NO_OTHER):
+        return not _is_of_inner_model(note.removeprefix(_NO_OTHER).partition(":")[0])
+    return note == NO_OPTIMIZER
+
+
+def _is_of_inner_model(optimizer: str) -> bool:
+    """Whether an optimizer is what an inner model was compiled with: it does nothing while the outer one trains."""
+    return optimizer.endswith("/optimizer")
 
 
 def map_state(
@@ -79,7 +108,8 @@ def map_state(
     """
     if items not in get_args(Items):
         raise UsageError(f"items is one of {', '.join(get_args(Items))}; got {items!r}")
-    if items in ("optimizer", "metrics") and getattr(model, "optimizer", None) is None:
+    others = items == "optimizer" and _keras.other_optimizers(model)
+    if items in ("optimizer", "metrics") and getattr(model, "optimizer", None) is None and not others:
         raise UsageError(f"The model {model.name!r} has no {items}: it was not compiled. Call model.compile(...) first")
     if rename is not None and not isinstance(rename, Mapping):
         raise UsageError(f"rename maps stored keys to the model's: {{'layers/dense': 'layers/head'}}; got {rename!r}")
@@ -88,7 +118,69 @@ def map_state(
         paired = _by_name(model, manifest, names or {})
     else:
         paired = _by_structure(model, manifest, structure, rename)
-    return _summarise(model, paired, items)
+    noted: list[str] = []
+    if items == "all" and _is_untrained(paired, manifest, None):
+        kept = _without(paired, None)
+        noted += [UNTRAINED] if len(kept.missing) < len(paired.missing) else []
+        paired = kept
+    if items in ("all", "optimizer"):
+        paired = _settle_others(paired, manifest, noted)
+    return _summarise(model, paired, items, tuple(noted))
+
+
+def _without(paired: _Paired, optimizer: str | None) -> _Paired:
+    """Where nothing of an optimizer is missing."""
+    missing = (m for m in paired.missing if m.kind not in _OPTIMIZER or m.role.optimizer != optimizer)
+    return replace(paired, missing=tuple(missing))
+
+
+def _settle_others(paired: _Paired, manifest: Manifest, noted: list[str]) -> _Paired:
+    """Optimizers besides the compiled one, where step or model has none, or one that never trained; says so."""
+    both = {leaf.role.optimizer for _, leaf in paired.pairs}
+    in_step = {found.optimizer for found in paired.left} | both
+    in_model = {leaf.role.optimizer for leaf in paired.missing} | both
+    for name in sorted(filter(None, in_step | in_model)):
+        if name not in in_step:
+            noted.append(f"{_NO_OTHER}{name}: the model's is as it was")
+            paired = _without(paired, name)
+        elif name not in in_model:
+            noted.append(f"the model has no optimizer {name}: its state in the step is not used")
+            left = (replace(found, kind="") if found.optimizer == name else found for found in paired.left)
+            paired = replace(paired, left=tuple(left))
+        elif _is_untrained(paired, manifest, name):
+            kept = _without(paired, name)
+            if len(kept.missing) < len(paired.missing):
+                noted.append(f"the optimizer {name}: {UNTRAINED}")
+            paired = kept
+        elif _is_of_inner_model(name) and not _fits(paired, name):
+            noted.append(f"the step holds another kind of state for the optimizer {name}: the model's is as it was")
+            paired = _alone(paired, name)
+    return paired
+
+
+def _fits(paired: _Paired, optimizer: str) -> bool:
+    """Whether step and model have the same variables of an optimizer."""
+    unpaired = [leaf.role.optimizer for leaf in paired.missing] + [found.optimizer for found in paired.left]
+    return optimizer not in unpaired
+
+
+def _alone(paired: _Paired, optimizer: str) -> _Paired:
+    """Where an optimizer of the model stays as it is."""
+    pairs = tuple(pair for pair in paired.pairs if pair[1].role.optimizer != optimizer)
+    left = tuple(replace(found, kind="") if found.optimizer == optimizer else found for found in paired.left)
+    return replace(_without(paired, optimizer), pairs=pairs, left=left)
+
+
+def _is_untrained(paired: _Paired, manifest: Manifest, optimizer: str | None) -> bool:
+    """Whether a step has an optimizer that counts no iterations and has no slots: ``fit`` would have made them.
+
+    One with a count and without slots is of another kind (SGD), and does not fit an optimizer that has slots.
+    """
+    pairs = [(tensor, leaf) for tensor, leaf in paired.pairs if leaf.role.optimizer == optimizer]
+    kinds = [leaf.kind for _, leaf in pairs] + [found.kind for found in paired.left if found.optimizer == optimizer]
+    of_optimizer = [(tensor, leaf) for tensor, leaf in pairs if leaf.kind == "optimizer"]
+    counts = [tensor.name for tensor, leaf in of_optimizer if leaf.key.rpartition("/")[2] == "iteration"]
+    return "slot" not in kinds and bool(counts) and not any(read_tensor(manifest, name).any() for name in counts)
 
 
 def _by_structure(
@@ -107,8 +199,8 @@ def _by_structure(
     stored = [s for s, _ in both] + list(found.unexpected)
     tensors = {id(s): _tensor_of(s, manifest) for s in stored}
     known = {tensor.name for tensor in tensors.values()}
-    left = [(tensors[id(s)].name, s.role.kind) for s in found.unexpected]
-    left += [(name, "weight") for name in manifest.tensors if name not in known]
+    left = [_Left(tensors[id(s)].name, s.role.kind, s.role.optimizer) for s in found.unexpected]
+    left += [_Left(name, "weight") for name in manifest.tensors if name not in known]
     return _Paired(tuple((tensors[id(s)], leaf) for s, leaf in both), found.missing, tuple(left))
 
 
@@ -144,7 +236,7 @@ def _by_name(model: Any, manifest: Manifest, names: Mapping[str, str]) -> _Paire
         elif name in by_tree:
             pairs.append((tensor, by_tree[name]))
         else:
-            left.append((name, _kind_of(name)))
+            left.append(_Left(name, _kind_of(name)))
     taken = [id(leaf) for _, leaf in pairs]
     if len(set(taken)) < len(taken):
         twice = next(leaf for _, leaf in pairs if taken.count(id(leaf)) > 1)
@@ -167,19 +259,23 @@ def _named(path: str, by_path: Mapping[str, list[Leaf]]) -> Leaf:
     return found[0]
 
 
-def _summarise(model: Any, paired: _Paired, items: Items) -> VariableMap:
+def _summarise(model: Any, paired: _Paired, items: Items, noted: tuple[str, ...] = ()) -> VariableMap:
     kinds = set(_KINDS[items])
-    stored = {leaf.kind for _, leaf in paired.pairs} | {kind for _, kind in paired.left}
-    optimizer = getattr(model, "optimizer", None)
-    if items == "all" and (optimizer is None or not (stored & _OPTIMIZER or _has_trained(optimizer))):
+    stored = {leaf.kind for _, leaf in paired.pairs if leaf.role.optimizer is None}
+    stored |= {found.kind for found in paired.left if found.optimizer is None}
+    if items == "all" and (getattr(model, "optimizer", None) is None or not stored & _OPTIMIZER):
         kinds -= _OPTIMIZER
     everything = _keras.unique([*_keras.variables_of(model), *_keras.state_of(model)])
     titles = variable_names([*everything, *(leaf.variable for _, leaf in paired.pairs)])
-    wanted = [(tensor, leaf) for tensor, leaf in paired.pairs if leaf.kind in kinds]
+
+    def asked(found: _Left | Role) -> bool:
+        return found.kind in (kinds if found.optimizer is None else _KINDS[items])
+
+    wanted = [(tensor, leaf) for tensor, leaf in paired.pairs if asked(leaf.role)]
     fits = [(tensor, leaf) for tensor, leaf in wanted if tensor.shape == leaf.shape]
     wrong = [(tensor, leaf) for tensor, leaf in wanted if tensor.shape != leaf.shape]
     bindings = tuple(_binding(tensor, leaf, titles) for tensor, leaf in fits)
-    demanded = [leaf for leaf in paired.missing if leaf.kind in kinds - _MINOR]
+    demanded = [leaf for leaf in paired.missing if asked(leaf.role) and leaf.kind not in _MINOR]
     covered = {id(v) for v in _variables([*(leaf for _, leaf in wanted), *demanded])}
     return VariableMap(
         bindings=bindings,
@@ -187,21 +283,16 @@ def _summarise(model: Any, paired: _Paired, items: Items) -> VariableMap:
         missing=tuple(titles.get(id(leaf.variable), leaf.variable.path) for leaf in demanded),
         missing_variables=tuple(_variables(demanded)),
         state=tuple(v for v in everything if id(v) not in covered),
-        unused=tuple(name for name, kind in paired.left if kind in kinds - _MINOR),
+        unused=tuple(found.tensor for found in paired.left if asked(found) and found.kind not in _MINOR),
         unasked=(
-            *(name for name, kind in paired.left if kind not in kinds - _MINOR),
-            *(tensor.name for tensor, leaf in paired.pairs if leaf.kind not in kinds),
+            *(found.tensor for found in paired.left if not asked(found) or found.kind in _MINOR),
+            *(tensor.name for tensor, leaf in paired.pairs if not asked(leaf.role)),
         ),
         mismatched=tuple(_disagree(tensor, leaf) for tensor, leaf in wrong),
-        notes=_notes(model, items, stored),
+        notes=(*_notes(model, items, stored), *noted),
         steps=tuple(map(DirectStep, bindings)),
         refused=tuple((titles[id(leaf.variable)], leaf.variable) for _, leaf in wrong),
     )
-
-
-def _has_trained(optimizer: Any) -> bool:
-    """Whether its slots are of other weights than those of the step: keeping them would mix two states."""
-    return bool(_keras.has_value(optimizer.iterations) and int(_keras.value_of(optimizer.iterations)))
 
 
 def _notes(model: Any, items: Items, stored: set[str]) -> tuple[str, ...]:

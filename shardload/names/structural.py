@@ -36,21 +36,24 @@ from shardload.names.variable_map import (
     variable_names,
 )
 
+_IDLE = "the checkpoint holds the state of optimizers that the model does not use"
 _TASK = "task:"
 _LEGACY = "_layer_checkpoint_dependencies"
 
 
-def map_keras(model: Any, manifest: Manifest) -> VariableMap:
+def map_keras(model: Any, manifest: Manifest, *, optimizer: bool = True) -> VariableMap:
     """Which tensor of a Keras file goes to which variable of ``model``, as the layers' own hooks have it.
 
     Args:
         model: A built model, abstract or not; nothing of it is changed.
         manifest: ``keras-h5``, ``keras-sharded-h5``, ``keras-archive`` or ``keras-hub-preset``.
+        optimizer: Whether what is stored of an optimizer goes to the model's.
     """
     own = {n: t for n, t in manifest.tensors.items() if not n.startswith(_TASK)}
     head = {n.removeprefix(_TASK): t for n, t in manifest.tensors.items() if n.startswith(_TASK)}
     backbone = getattr(model, "backbone", None) if manifest.format == "keras-hub-preset" else None
-    walks = [Walk(model if backbone is None else backbone, own)]
+    left_out = () if optimizer or getattr(model, "optimizer", None) is None else (model.optimizer,)
+    walks = [Walk(model if backbone is None else backbone, own, skip=left_out)]
     if backbone is not None and head:
         walks.insert(0, Walk(model, head, skip=_keras.own_layers(backbone)))
     with warnings.catch_warnings(record=True) as caught:
@@ -92,7 +95,8 @@ class Visit:
     @property
     def computing(self) -> set[str]:
         """Tensors whose bytes the hook needs, beyond viewing them."""
-        used = set(self.reservations.used)
+        # What is read for no variable is kept elsewhere (the idf weights of a StringLookup), as more than a stand-in.
+        used = self.reservations.used | (self.read - {e.view.tensor for e in self.assigned if e.view})
         dtypes = {t.name: t.dtype for t in self.tensors.values()}
         used.update(e.view.tensor for e in self.assigned if e.view and _narrows(dtypes[e.view.tensor], e.variable))
         for event in self.assigned:
@@ -215,17 +219,46 @@ def _summarise(model: Any, manifest: Manifest, walks: list[Walk], notes: tuple[s
     mismatched = tuple(m for visit in failed for m in _mismatches(visit))
     covered = [v for visit in failed if visit.tensors for v in _keras.stored_variables(visit.saveable)]
     provided = [b.variable for b in bindings] + [v for c in computed for v in c.variables]
-    missing, missing_variables, state = split_missing(weights, everything, [*provided, *covered], names)
+    made = [v for visit in good for v in _made_by_hook(visit)]
+    missing, missing_variables, state = split_missing(weights, everything, [*provided, *covered, *made], names)
     taken = {n for visit in good for n in visit.read} | {t.name for visit in failed for t in visit.tensors.values()}
     declined = {n for visit in good for n in _declined(visit)} - taken
     notes += tuple(_declining(visit) for visit in good if declined.intersection(_declined(visit)))
+    own = [v for v in made if id(v) not in {id(v) for v in provided}]
+    notes += tuple(_not_stored(v, names) for v in own)
     left = [n for n, t in manifest.tensors.items() if t.name not in taken | declined]
-    unasked = tuple(n for n in left if n.startswith(("optimizer/", _TASK)))
+    idle = _idle_optimizers(model, good, {n: manifest.tensors[n] for n in left})
+    notes += (f"{_IDLE}: {', '.join(idle)}. Build them, and load the checkpoint again",) if idle else ()
+    unasked = tuple(n for n in left if n.startswith(("optimizer/", _TASK, *(f"{path}/vars/" for path in idle))))
     unused = tuple(n for n in left if n not in set(unasked))
     refused = refused_among(weights, covered, provided, names)
     return VariableMap(
-        bindings, computed, missing, missing_variables, state, unused, unasked, mismatched, notes, tuple(steps), refused
+        bindings=bindings,
+        computed=computed,
+        missing=missing,
+        missing_variables=missing_variables,
+        state=(*state, *own),
+        unused=unused,
+        unasked=unasked,
+        mismatched=mismatched,
+        notes=notes,
+        steps=tuple(steps),
+        refused=refused,
     )
+
+
+def _idle_optimizers(model: Any, visits: list[Visit], left: Mapping[str, Tensor]) -> list[str]:
+    """Paths of optimizers, besides the compiled one, whose state is stored and not taken; Keras goes on without it.
+
+    The model has not built them yet, or does not have them, as it gets them in a ``compile`` of its own.
+    """
+    found = [v.path for v in visits if v.tensors and not v.read and isinstance(v.saveable, keras.optimizers.Optimizer)]
+    if _keras.has_own_compile(model):
+        seen = {visit.path for visit in visits}
+        first = [(n.removesuffix("/vars/0"), tensor) for n, tensor in left.items() if n.endswith("/vars/0")]
+        # An optimizer's first variable counts its iterations.
+        found += [path for path, t in first if path not in seen and t.shape == () and t.dtype.kind in "iu"]
+    return [path for path in dict.fromkeys(found) if path != "optimizer"]
 
 
 def _declined(visit: Visit) -> list[str]:
@@ -233,6 +266,18 @@ def _declined(visit: Visit) -> list[str]:
     if has_keras_hook(visit.saveable):
         return []
     return [t.name for t in visit.tensors.values() if t.name not in visit.read]
+
+
+def _made_by_hook(visit: Visit) -> list[Variable]:
+    """Variables that a layer's own hook, not Keras', leaves as they are, though it read all that it saved."""
+    if has_keras_hook(visit.saveable) or not visit.tensors or _declined(visit):
+        return []
+    assigned = {id(event.variable) for event in visit.assigned}
+    return [v for v in _keras.stored_variables(visit.saveable) if id(v) not in assigned]
+
+
+def _not_stored(variable: Variable, names: Mapping[int, str]) -> str:
+    return f"{names[id(variable)]} is none of the values its layer saves in hooks of its own: it stays as it was made"
 
 
 def _declining(visit: Visit) -> str:
@@ -303,8 +348,8 @@ def _computed(step: LayerStep, names: Mapping[int, str]) -> Computed | None:
 
 
 def _mismatches(visit: Visit) -> list[Mismatch]:
-    """What a failed visit disagrees about; nothing where the file holds nothing for it: that is missing."""
-    if not visit.tensors:
+    """What a failed visit disagrees about; nothing of Keras' own hooks without tensors: those are missing."""
+    if not visit.tensors and has_keras_hook(visit.saveable):
         return []
     own = _keras.stored_variables(visit.saveable)
     pairs = [(v, visit.tensors.get(str(i))) for i, v in enumerate(own)]
@@ -315,4 +360,6 @@ def _mismatches(visit: Visit) -> list[Mismatch]:
         return [visit.mismatch]
     name = own[0].path if own else visit.path
     what = f"{type(visit.saveable).__name__} at {visit.path!r} cannot take what the checkpoint holds for it"
-    return [Mismatch(name, next(iter(visit.tensors.values())).name, None, None, f"{what}: {visit.error}")]
+    tensor = next((t.name for t in visit.tensors.values()), "")
+    error = str(visit.error) or type(visit.error).__name__
+    return [Mismatch(name, tensor, None, None, f"{what}: {error}")]

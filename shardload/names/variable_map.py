@@ -139,6 +139,8 @@ class VariableMap:
     """In the order Keras would have run them."""
     refused: tuple[tuple[str, Variable], ...] = ()
     """Weights that get no value because they, or others of their layer, are mismatched; by name."""
+    absent: tuple[str, ...] = ()
+    """Names a converter asked for that the checkpoint does not have."""
 
     @property
     def provided(self) -> tuple[Variable, ...]:

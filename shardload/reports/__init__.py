@@ -6,7 +6,8 @@ same facts. ``str(report)`` is a table for people, ``report.to_json()`` an objec
     source, format, mesh, devices[{id, platform, bytes}], variables, parameters, weight_bytes, bytes{needed, read},
     seconds{build, plan, transfer, total}, throughput_gb_s, host_bytes{budget, peak_staging},
     layout{sharded, replicated, fallbacks[{variable, wanted, got, why}]}, missing, unused,
-    cast[{variable, stored, loaded}], mismatched[{variable, tensor, expected, found}], computed, initialised, notes
+    cast[{variable, stored, loaded}], mismatched[{variable, tensor, expected, found}], computed, initialised,
+    outside[{tensor, reason}], notes
     fits{device_memory, per_device_max, fits, smallest_mesh}                                            plans only
 
 What was not measured is ``null`` there, never ``NaN``, so that every JSON parser reads it.
@@ -35,6 +36,7 @@ __all__ = [
     "LayoutSummary",
     "LoadReport",
     "Mismatched",
+    "Outside",
     "PlanReport",
     "Report",
     "Stages",
@@ -114,6 +116,15 @@ class Cast:
 
 
 @dataclass(frozen=True, slots=True)
+class Outside:
+    """A tensor outside the architecture that the checkpoint's configuration describes."""
+
+    tensor: str
+    reason: str
+    """Why the model computes the same without it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Mismatched:
     """A variable that was left alone because its tensor has another shape."""
 
@@ -172,6 +183,8 @@ class Report:
     """Variables whose value a layer or converter computed from stored tensors, not merely copied."""
     initialised: tuple[str, ...] = ()
     """Variables that got their initial value because the checkpoint does not hold them (seeds, metrics, heads)."""
+    outside: tuple[Outside, ...] = ()
+    """Tensors that are no part of the model that was built: buffers, heads, poolers, copies of the embedding."""
     notes: tuple[str, ...] = ()
     """Anything else a person should know, one line each: ``gemma2_7b is not a released size; loaded gemma2_9b``."""
 
@@ -234,6 +247,7 @@ _KEYS = (
     "mismatched",
     "computed",
     "initialised",
+    "outside",
     "notes",
     "fits",
 )

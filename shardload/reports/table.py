@@ -27,7 +27,7 @@ from shardload.reports.names import TIMES, Folded, fold, printable
 from shardload.units import format_bytes, format_count, format_rate, format_seconds, plural
 
 if TYPE_CHECKING:
-    from shardload.reports import Cast, DeviceUse, Fallback, Fit, Mismatched, Report
+    from shardload.reports import Cast, DeviceUse, Fallback, Fit, Mismatched, Outside, Report
 
 MAX_DEVICE_LINES = 16
 """More devices than this become least, median and most: nobody reads 256 bars."""
@@ -139,10 +139,22 @@ def _lists(report: Report) -> Iterator[tuple[str, RenderableType]]:
     ):
         if names:
             yield label, Group(Text(f"{len(names):,}, {meaning}", style="dim"), _names(fold(names)))
+    if report.outside:
+        yield "Outside", _outside(report.outside)
     if report.cast:
         yield "Cast", _casts(report.cast)
     if report.mismatched:
         yield "Mismatched", _mismatched(report.mismatched)
+
+
+def _outside(found: Sequence[Outside]) -> RenderableType:
+    groups: dict[str, list[str]] = {}
+    for each in found:
+        groups.setdefault(each.reason, []).append(each.tensor)
+    parts: list[RenderableType] = [Text(f"{len(found):,}, no part of the model", style="dim")]
+    for reason, names in list(groups.items())[:MAX_NAME_LINES]:
+        parts += [_names(fold(names)), Text(f"    {printable(reason)}", style="dim")]
+    return _with_rest(Group(*parts), [Folded("", len(names)) for names in list(groups.values())[MAX_NAME_LINES:]])
 
 
 def _names(folded: Sequence[Folded]) -> RenderableType:

@@ -1,0 +1,101 @@
+"""What follows EmbeddingGemma's last layer, which sentence-transformers stores in folders of its own.
+
+KerasHub's class pools, projects and normalises in one form. A folder with that form gets it; one with another form,
+or with none, is built without, and the report says so: its hidden states are those of the source all the same.
+
+    modules.json   Transformer ─► Pooling (mean) ─► Dense ─► Dense (no bias, no activation) ─► Normalize
+                                  1_Pooling         2_Dense  3_Dense
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardload.manifest import Manifest
+
+_FORM = ["Transformer", "Pooling", "Dense", "Dense", "Normalize"]
+_PATHS = ["", "1_Pooling", "2_Dense", "3_Dense"]
+_DENSE = _PATHS[2:]
+_WITHOUT = {"is_embedding_model": False, "pooling_intermediate_dim": None, "embedding_dim": None}
+
+
+def arguments(manifest: Manifest) -> dict[str, Any]:
+    """What to pass to KerasHub's class for a folder's pooling; empty for a model that has none."""
+    if not _is_embedder(manifest):
+        return {}
+    if _other_form(Path(manifest.source)) is not None:
+        return _WITHOUT
+    widths = [_object(Path(manifest.source) / part / "config.json").get("out_features") for part in _DENSE]
+    names = ("pooling_intermediate_dim", "embedding_dim")
+    return {name: width for name, width in zip(names, widths, strict=True) if width is not None}
+
+
+def notes(manifest: Manifest) -> tuple[str, ...]:
+    """Why a model for embeddings was built without what pools them."""
+    why = _other_form(Path(manifest.source)) if _is_embedder(manifest) else None
+    if why is None:
+        return ()
+    return (f"Built without pooled_output: {why}; sequence_output is that of the source",)
+
+
+def _is_embedder(manifest: Manifest) -> bool:
+    config = manifest.config
+    return config.get("model_type") == "gemma3_text" and bool(config.get("use_bidirectional_attention"))
+
+
+def _other_form(folder: Path) -> str | None:
+    """What KerasHub's class has no place for; ``None`` where it is what the folder says."""
+    listed = _list(folder / "modules.json")
+    if not listed and not any((folder / part).is_dir() for part in _DENSE):
+        return "the folder has neither modules.json nor 2_Dense and 3_Dense"
+    modules = [str(one.get("type")).rpartition(".")[2] for one in listed if isinstance(one, Mapping)]
+    if modules and modules != _FORM:
+        return f"modules.json says {' → '.join(modules)}, and KerasHub has {' → '.join(_FORM)} only"
+    paths = [str(one.get("path")) for one in listed if isinstance(one, Mapping)][: len(_PATHS)]
+    if paths and paths != _PATHS:
+        read = ", ".join(_PATHS[1:])
+        return f"modules.json has {', '.join(paths[1:])}, and KerasHub's converter reads {read} in this order"
+    if (pooled := _pooling(_object(folder / "1_Pooling" / "config.json"))) != ["mean"]:
+        return f"1_Pooling/config.json says {', '.join(pooled)}, and KerasHub takes the mean"
+    return next((why for part in _DENSE if (why := _active(part, _object(folder / part / "config.json")))), None)
+
+
+def _pooling(config: Mapping[str, Any]) -> list[str]:
+    """What is done with a text's tokens, in the form of sentence-transformers 6 or of older ones."""
+    if said := config.get("pooling_mode"):
+        return [str(one) for one in (said if isinstance(said, list) else [said])]
+    found = [key.removeprefix("pooling_mode_") for key, value in config.items() if "pooling_mode_" in key and value]
+    return [key.removesuffix("_tokens") for key in found] or ["mean"]
+
+
+def _active(part: str, config: Mapping[str, Any]) -> str | None:
+    activation = str(config.get("activation_function", "Identity"))
+    if config.get("bias"):
+        return f"{part}/config.json says bias, and KerasHub has none"
+    if not activation.endswith("Identity"):
+        return f"{part}/config.json says {activation}, and KerasHub has no activation"
+    return None
+
+
+def _object(path: Path) -> Mapping[str, Any]:
+    found = _read(path)
+    return found if isinstance(found, dict) else {}
+
+
+def _list(path: Path) -> list[Any]:
+    found = _read(path)
+    return found if isinstance(found, list) else []
+
+
+def _read(path: Path) -> Any:
+    """A JSON file; None where there is none."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+__all__ = ["arguments", "notes"]

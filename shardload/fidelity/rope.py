@@ -1,0 +1,184 @@
+"""Rotary positions as a Hugging Face configuration says them: the angle each pair of features turns by per token.
+
+A configuration says them in one of three forms, and `rotation` reads all into one `Rotation`::
+
+    transformers 4   rope_theta, rope_scaling {rope_type | type, factor, …}
+    transformers 5   rope_parameters {rope_theta, rope_type, factor, …}
+    Gemma 3          the same per kind of layer; rope_local_base_freq of sliding layers
+
+The rules are those of ``transformers.modeling_rope_utils``; a test holds them against values PyTorch computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardload.errors import SourceError
+
+Config = Mapping[str, Any]
+Angles = NDArray[np.float64]
+SLIDING = "sliding_attention"
+FULL = "full_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """How one layer turns queries and keys."""
+
+    kind: str
+    """``default``, ``linear``, ``dynamic``, ``yarn``, ``longrope``, ``llama3``, or what is said."""
+    theta: float
+    parameters: Config
+    """What the rule takes."""
+    angles: Angles | None
+    """Radians per token of each pair of features; ``None`` for a kind that is not known here."""
+    scale: float = 1.0
+    """What sine and cosine are multiplied by."""
+
+    def __str__(self) -> str:
+        factor = self.parameters.get("factor")
+        stretched = "" if self.kind == "default" or factor is None else f" with factor {factor}"
+        return f"rotary positions of type {self.kind}{stretched}, base {self.theta:g}"
+
+
+def rotation(config: Config, layer_type: str, *, default_theta: float, head_dim: int | None) -> Rotation:
+    """The rotation of one kind of layer.
+
+    Args:
+        config: The text model's configuration.
+        layer_type: `FULL` or `SLIDING`; most models turn both alike.
+        default_theta: The base where the configuration names none.
+        head_dim: Features of a head; ``None`` leaves the angles out.
+
+    Raises:
+        SourceError: When a parameter is missing, or no number.
+    """
+    said = dict(parameters_of(config, layer_type))
+    kind = said.get("rope_type") or said.get("type") or "default"
+    theta = said.get("rope_theta") or _theta_beside(config, layer_type) or default_theta
+    said.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
+    said["max_position_embeddings"] = config.get("max_position_embeddings")
+    partial = said.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    if kind == "default":
+        partial = 1.0  # no model that is looked at has another: transformers 5 ignores it, 4 fails
+    base = _number("rope_theta", theta)
+    rule = _RULES.get(str(kind))
+    if rule is None or head_dim is None:
+        return Rotation(str(kind), base, said, None)
+    dims = int(head_dim * _number("partial_rotary_factor", partial))
+    with np.errstate(all="ignore"):  # a hostile base gives NaN, which equals nothing
+        plain = np.float64(base) ** -(np.arange(0, dims, 2) / max(dims, 1))
+        angles, scale = rule(plain, base, said)
+    return Rotation(str(kind), base, said, angles, scale)
+
+
+def parameters_of(config: Config, layer_type: str) -> Config:
+    """What a configuration says about one kind of layer, in whichever form."""
+    old, new = config.get("rope_scaling"), config.get("rope_parameters")
+    if isinstance(new, Mapping) and any(isinstance(new.get(key), Mapping) for key in (FULL, SLIDING)):
+        found = new.get(layer_type)
+        return found if isinstance(found, Mapping) else {}
+    if is_gemma_3(config):  # one flat entry belongs to full attention
+        return old if layer_type == FULL and isinstance(old, Mapping) else {}
+    found = old or new
+    return {**(new if isinstance(new, Mapping) else {}), **found} if isinstance(found, Mapping) else {}
+
+
+def field_of(config: Config) -> str:
+    """The entry of ``config.json`` that says how positions are scaled."""
+    return "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+
+
+def is_gemma_3(config: Config) -> bool:
+    """Whether a configuration is of Gemma 3, whose sliding layers turn otherwise than its others."""
+    return str(config.get("model_type", "")).startswith("gemma3")
+
+
+def _theta_beside(config: Config, layer_type: str) -> Any:
+    if is_gemma_3(config) and layer_type == SLIDING:
+        return config.get("rope_local_base_freq")
+    return config.get("rope_theta")
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise SourceError(f"Cannot read rotary positions: {name} is {str(value)[:80]!r}, expected a number")
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise SourceError(f"Cannot read rotary positions: {name} is too large for a float") from error
+
+
+def _of(said: Config, name: str) -> float:
+    return _number(name, said.get(name))
+
+
+def _default(plain: Angles, base: float, said: Config) -> tuple[Angles, float]:
+    return plain, 1.0
+
+
+def _linear(plain: Angles, base: float, said: Config) -> tuple[Angles, float]:
+    return plain / _of(said, "factor"), 1.0
+
+
+def _llama3(plain: Angles, base: float, said: Config) -> tuple[Angles, float]:
+    low, high, factor = _of(said, "low_freq_factor"), _of(said, "high_freq_factor"), _of(said, "factor")
+    turns = _of(said, "original_max_position_embeddings") * plain / (2 * np.pi)
+    smooth = np.clip((turns - low) / (high - low), 0, 1)
+    return (1 - smooth) * plain / factor + smooth * plain, 1.0
+
+
+def _yarn(plain: Angles, base: float, said: Config) -> tuple[Angles, float]:
+    length = _of(said, "original_max_position_embeddings")
+    factor = _of(said, "factor") if said.get("factor") else _of(said, "max_position_embeddings") / length
+    dims = 2 * len(plain)
+
+    def dimension(turns: float) -> float:
+        return float(dims * np.log(length / (turns * 2 * np.pi)) / (2 * np.log(base)))
+
+    low = dimension(_number("beta_fast", said.get("beta_fast") or 32))
+    high = dimension(_number("beta_slow", said.get("beta_slow") or 1))
+    if said.get("truncate", True):
+        low, high = float(np.floor(low)), float(np.ceil(high))
+    low, high = max(low, 0.0), min(high, dims - 1.0)
+    ramp = np.clip((np.arange(len(plain)) - low) / (high - low if high != low else 0.001), 0, 1)
+    return ramp * plain / factor + (1 - ramp) * plain, _yarn_scale(said, factor)
+
+
+def _yarn_scale(said: Config, factor: float) -> float:
+    if said.get("attention_factor") is not None:
+        return _of(said, "attention_factor")
+
+    def scale(strength: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * strength * math.log(factor) + 1.0
+
+    if said.get("mscale") and said.get("mscale_all_dim"):
+        return scale(_of(said, "mscale")) / scale(_of(said, "mscale_all_dim"))
+    return scale(1.0)
+
+
+def _longrope(plain: Angles, base: float, said: Config) -> tuple[Angles, float]:
+    length = _of(said, "original_max_position_embeddings")
+    factor = _of(said, "factor") if said.get("factor") else _of(said, "max_position_embeddings") / length
+    short = said.get("short_factor")
+    if not isinstance(short, list) or len(short) != len(plain):
+        raise SourceError(f"Cannot read rotary positions: short_factor should be a list of {len(plain)} numbers")
+    divisors = np.array([_number("short_factor", one) for one in short])
+    scale = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 and length > 1 else 1.0
+    return plain / divisors, _of(said, "attention_factor") if said.get("attention_factor") is not None else scale
+
+
+_RULES: Mapping[str, Callable[[Angles, float, Config], tuple[Angles, float]]] = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _default,  # up to max_position_embeddings tokens
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}

@@ -1,0 +1,105 @@
+"""Which tensor a KerasHub converter means by a name.
+
+A converter knows one spelling; folders have several. Tried in this order; the first that is there wins::
+
+    as asked            roberta.encoder.layer.0.…     the name itself, or behind a prefix that fits (KerasHub's rule)
+    another spelling    LayerNorm.gamma               for LayerNorm.weight: what transformers has called it as well
+    without a prefix    encoder.layer.0.…             a base model, stored without its family's prefix
+    what it is tied to  model.embed_tokens.weight     for lm_head.weight, where the configuration ties them
+
+The prefix of a base model is found once, from the tensors; where several would fit, that is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from shardload.errors import SourceError
+from shardload.manifest import Manifest
+
+_BASES = ("model", "transformer", "albert", "bert", "deit", "distilbert", "roberta", "swin", "vit")
+"""First parts of names that `transformers` leaves off when a base model is stored by itself."""
+_SPELLINGS = (
+    ("LayerNorm.weight", "LayerNorm.gamma"),
+    ("LayerNorm.bias", "LayerNorm.beta"),
+    ("vision_tower.vision_model.", "vision_tower."),
+    ("cls_classifier.", "classifier."),
+)
+"""What converters ask for, and what is stored by old TensorFlow checkpoints, by ESM and vision towers in transformers 5
+and by DeiT's classifier without a teacher."""
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+class HubNames:
+    """Looks names up in one checkpoint; remembers the prefix that fitted, as KerasHub's loader does."""
+
+    def __init__(self, manifest: Manifest, prefix: str | None) -> None:
+        self.prefix = prefix
+        self._source = manifest.source
+        self._config = manifest.config
+        self._bare: dict[str, str] = {}
+        """Prefix a converter uses → what stands in its place in this checkpoint."""
+
+    def find(self, wanted: str, names: Mapping[str, Any]) -> str:
+        """The stored name for ``wanted``, or ``wanted`` itself where there is none.
+
+        Raises:
+            SourceError: When several tensors could be meant.
+        """
+        if (found := self._plain(wanted, names)) is not None:
+            return found
+        for spelling in _spellings(wanted):
+            if (found := self._plain(spelling, names)) is not None:
+                return found
+        for spelling in (wanted, *_spellings(wanted)):
+            if (found := self._without_base(spelling, names)) is not None:
+                return found
+        if wanted == _HEAD and self._config.get("tie_word_embeddings") is True:
+            return self.find(_EMBEDDING, names)
+        self.prefix = ""
+        return wanted
+
+    def _plain(self, wanted: str, names: Mapping[str, Any]) -> str | None:
+        if wanted in names:
+            return wanted
+        if self.prefix is not None and self.prefix + wanted in names:
+            return self.prefix + wanted
+        for name in names:
+            if name.endswith(f".{wanted}"):  # whole parts: "norm.weight" is not layer 1's "q_norm.weight"
+                self.prefix = name[: -len(wanted)]
+                return str(name)
+        return None
+
+    def _without_base(self, wanted: str, names: Mapping[str, Any]) -> str | None:
+        base, _, rest = wanted.partition(".")
+        if base not in _BASES or not rest:
+            return None
+        if base not in self._bare:
+            if any(name.startswith(f"{base}.") for name in names):
+                return None
+            found = list(_prefixes(rest, names))
+            if len(found) > 1:
+                raise SourceError(
+                    f"{self._source}: KerasHub's converter asks for {wanted!r}, and {len(found)} tensors could be "
+                    f"meant: {', '.join(repr(prefix + rest) for prefix in found[:4])}. Remove the ones that are not "
+                    "part of the model"
+                )
+            if not found:
+                return None
+            self._bare[base] = found[0]
+        name = self._bare[base] + rest
+        return name if name in names else None
+
+
+def _spellings(wanted: str) -> Iterator[str]:
+    for asked, stored in _SPELLINGS:
+        if asked in wanted:
+            yield wanted.replace(asked, stored)
+
+
+def _prefixes(rest: str, names: Iterable[str]) -> Iterator[str]:
+    """What precedes ``rest`` in names: nothing, or whole parts."""
+    for name in names:
+        if name == rest or name.endswith(f".{rest}"):
+            yield name[: len(name) - len(rest)]

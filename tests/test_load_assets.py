@@ -1,0 +1,193 @@
+"""Layers with files and hooks of their own: what they saved comes back, and what cannot is an error."""
+
+import zipfile
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+import shardload
+from shardload.callbacks import OrbaxCheckpoint
+from shardload.errors import DamagedError, MismatchError, SourceError, UnsafeSourceError
+from shardload.loaders import keras_archive
+
+X = np.ones((8, 3), "float32")
+
+
+@keras.saving.register_keras_serializable("test-load-assets")
+class Worded(keras.layers.Dense):
+    """Keeps words in a file beside its kernel."""
+
+    words = ""
+
+    def save_assets(self, folder):
+        (Path(folder) / "words.txt").write_text(self.words)
+
+    def load_assets(self, folder):
+        self.words = (Path(folder) / "words.txt").read_text()
+
+
+@keras.saving.register_keras_serializable("test-load-assets")
+class Hooked(keras.layers.Dense):
+    """Saves its kernel only."""
+
+    def save_own_variables(self, store):
+        store["kernel"] = self.kernel.numpy()
+
+    def load_own_variables(self, store):
+        self.kernel.assign(store["kernel"])
+
+
+@keras.saving.register_keras_serializable("test-load-assets")
+class Renamed(Hooked):
+    """Its files have another key by now, which it passes over."""
+
+    def load_own_variables(self, store):
+        if "weight" in store:
+            self.kernel.assign(store["weight"])
+
+
+@keras.saving.register_keras_serializable("test-load-assets")
+class Raising(keras.layers.Layer):
+    """Stores nothing itself, and has a hook that fails."""
+
+    def __init__(self, **named):
+        super().__init__(**named)
+        self.inner = keras.layers.Dense(2)
+
+    def build(self, shape):
+        self.inner.build(shape)
+
+    def call(self, x):
+        return self.inner(x)
+
+    def load_own_variables(self, store):
+        raise RuntimeError("no table of mine")
+
+
+def model_of(layer):
+    keras.utils.set_random_seed(1)
+    return keras.Sequential([keras.Input((3,)), layer])
+
+
+def archive(layer, folder):
+    model = model_of(layer)
+    model.save(folder / "model.keras")
+    return model, folder / "model.keras"
+
+
+def test_an_archive_gives_layers_their_files_back(tmp_path):
+    layer = Worded(2)
+    layer.words = "cat dog"
+    _, path = archive(layer, tmp_path)
+    assert shardload.load(path).layers[0].words == "cat dog"
+
+
+def step(folder):
+    layer = Worded(2)
+    layer.words = "cat dog" * 1000
+    model = model_of(layer)
+    model.compile("sgd", "mse")
+    model.fit(X, X[:, :2], verbose=0, callbacks=[OrbaxCheckpoint(folder)])
+    return layer.words
+
+
+def test_a_step_gives_layers_their_files_back(tmp_path):
+    words = step(tmp_path)
+    assert shardload.load(tmp_path).layers[0].words == words
+
+
+def test_a_damaged_file_of_a_step_is_told(tmp_path):
+    words = step(tmp_path).encode()
+    holding = [path for path in (tmp_path / "1" / "assets").rglob("*") if path.is_file() and words in path.read_bytes()]
+    for path in holding:
+        path.write_bytes(path.read_bytes().replace(b"dogcat", b"dogcow", 1))
+    assert holding
+    with pytest.raises(DamagedError, match="assets"):
+        shardload.load(tmp_path)
+
+
+def with_member(path, name, content=b"x"):
+    with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as found:
+        found.writestr(name, content)
+
+
+@pytest.mark.parametrize("name", ["assets/../../escaped.txt", "assets//escaped.txt", "assets/a\\\\..\\\\b.txt"])
+def test_a_file_that_would_leave_its_folder_is_refused(tmp_path, name):
+    _, path = archive(Worded(2), tmp_path)
+    with_member(path, name)
+    with pytest.raises(SourceError):
+        shardload.load(path)
+    assert not list(tmp_path.parent.glob("escaped.txt"))
+
+
+def test_a_file_that_is_a_bomb_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(keras_archive, "ASSET_FLOOR_BYTES", 1 << 16)
+    _, path = archive(Worded(2), tmp_path)
+    with_member(path, "assets/bomb", bytes(1 << 20))
+    with pytest.raises(UnsafeSourceError, match="assets/bomb declares 1048576 bytes"):
+        shardload.load(path)
+
+
+def test_files_a_layer_cannot_read_are_an_error(tmp_path, monkeypatch):
+    _, path = archive(Worded(2), tmp_path)
+    monkeypatch.setattr(Worded, "load_assets", lambda self, folder: 1 / 0)
+    with pytest.raises(
+        SourceError, match=r"Cannot load the files that .*Worded.* saved in .*ZeroDivisionError: division by zero"
+    ):
+        shardload.load(path)
+    filled = shardload.load_weights(model_of(Worded(2)), path)  # the way out that the message names
+    assert filled.bytes.read > 0
+
+
+class Weighing(keras.layers.Layer):
+    """As ``StringLookup(output_mode="tf_idf")``, which needs TensorFlow: words, and weights that are no Variable."""
+
+    def call(self, x):
+        return x
+
+    def save_own_variables(self, store):
+        store["idf_weights"] = self.weights_const
+
+    def load_own_variables(self, store):
+        self.weights_const = np.asarray(store["idf_weights"])
+
+    def save_assets(self, folder):
+        (Path(folder) / "words.txt").write_text("cat dog")
+
+    def load_assets(self, folder):
+        self.table = dict(zip((Path(folder) / "words.txt").read_text().split(), self.weights_const, strict=True))
+
+
+def test_files_that_belong_to_stored_values_come_back_after_them(tmp_path):
+    layer = Weighing()
+    layer.weights_const = np.asarray([0.25, 2.0], "float32")
+    _, path = archive(layer, tmp_path)
+    assert shardload.load(path, custom_objects={"Weighing": Weighing}).layers[0].table == {"cat": 0.25, "dog": 2.0}
+
+
+def test_files_are_read_once_the_weights_are_there(tmp_path, monkeypatch):
+    model, path = archive(Worded(2), tmp_path)
+    monkeypatch.setattr(Worded, "load_assets", lambda self, folder: setattr(self, "seen", np.asarray(self.kernel)))
+    np.testing.assert_array_equal(shardload.load(path).layers[0].seen, model.layers[0].kernel)
+
+
+def test_weights_that_a_hook_never_saves_stay_as_they_are_made(tmp_path):
+    model, path = archive(Hooked(2, bias_initializer="ones"), tmp_path)
+    loaded = shardload.load(path)
+    np.testing.assert_array_equal(loaded.layers[0].kernel.value, model.layers[0].kernel.value)
+    np.testing.assert_array_equal(loaded.layers[0].bias.value, 1)
+    assert any("/bias is none of the values" in note for note in shardload.report(loaded).notes)
+
+
+def test_a_hook_that_passes_over_what_is_stored_misses_its_weights(tmp_path):
+    _, path = archive(Renamed(2), tmp_path)
+    with pytest.raises(MismatchError, match=r"missing from the checkpoint: .*kernel"):
+        shardload.load(path)
+
+
+def test_a_hook_that_fails_where_nothing_is_stored_for_it_is_told(tmp_path):
+    _, path = archive(Raising(), tmp_path)
+    with pytest.raises(MismatchError, match=r"Raising at .* no table of mine"):
+        shardload.load(path)

@@ -1,0 +1,239 @@
+"""Several modalities, and encoders with decoders: families whose configurations are nested."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from transformers_cross.cases.parts import DECODER, EXPERTS, FULL, HEAD_DIM, KV_1, SLIDING, TIED, Case, Config
+
+VISION: Config = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 32,
+    "patch_size": 4,
+    "vision_use_head": False,
+}
+TEXT: Config = {**DECODER, **HEAD_DIM, **TIED}
+WINDOWED: Config = {**TEXT, "query_pre_attn_scalar": 8, "sliding_window": 4, "layer_types": [SLIDING, FULL]}
+TOKENS: Config = {"image_token_index": 63, "boi_token_index": 61, "eoi_token_index": 62}
+PART: Config = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+QWEN: Config = {
+    **TEXT,
+    "tie_word_embeddings": False,
+    "layer_types": ["linear_attention", FULL],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 5000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [1, 1, 0],
+    },
+}
+QWEN_VISION: Config = {
+    "depth": 2,
+    "hidden_size": 16,
+    "num_heads": 2,
+    "intermediate_size": 24,
+    "in_channels": 3,
+    "patch_size": 4,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+}
+QWEN_TOKENS: Config = {
+    "image_token_id": 60,
+    "video_token_id": 61,
+    "vision_start_token_id": 62,
+    "vision_end_token_id": 63,
+}
+
+
+def cases() -> Iterator[Case]:
+    """All of them."""
+    yield from _gemma_3()
+    yield from _paligemma()
+    yield from _t5gemma()
+    yield from _t5gemma_2()
+    yield from _gemma_4()
+    yield from _qwen_3_5("qwen3_5", "Qwen3_5", {})
+    experts = {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 40}
+    yield from _qwen_3_5("qwen3_5_moe", "Qwen3_5Moe", experts)
+    yield from _metaclip_2()
+    yield from _blip_2()
+
+
+def _gemma_3() -> Iterator[Case]:
+    text = {**WINDOWED, "layer_types": [SLIDING] * 2}
+    config = {"text_config": text, "vision_config": VISION, "mm_tokens_per_image": 4, **TOKENS}
+
+    def case(
+        variant: str, cls: str = "ForConditionalGeneration", changed: Config | None = None, **options: Any
+    ) -> Case:
+        whole = {**config, **(changed or {})}
+        return Case("gemma3", variant, f"Gemma3{cls}", whole, ask="image and text", **options)
+
+    yield case("vision")
+    yield case("vision, transformers 4", writer=4)
+    yield case("bfloat16", dtype="bfloat16")
+    yield case("sharded", sharded=True)
+    yield case("1 KV head", changed={"text_config": {**text, **KV_1}})
+    yield case("base model", "Model")
+    yield case("16 tokens an image", changed={"mm_tokens_per_image": 16})
+
+
+def _paligemma() -> Iterator[Case]:
+    text = {**TEXT, "vocab_size": 72, "num_image_tokens": 16, "head_dim": 16}
+    config = {
+        "text_config": text,
+        "vision_config": {**VISION, "patch_size": 8, "projection_dim": 32},
+        "projection_dim": 32,
+        "image_token_index": 64,
+        "image_token_id": 64,
+        "vocab_size": 64,
+        "hidden_size": 32,
+    }
+
+    def case(variant: str, config: Config = config, **options: Any) -> Case:
+        lm = "PaliGemmaForConditionalGeneration"
+        return Case("paligemma", variant, lm, config, ask="image and text", **options)
+
+    yield case("vision")
+    yield case("vision, transformers 4", writer=4)
+    yield case("bfloat16", dtype="bfloat16")
+    yield case("head_dim is not the number of image tokens", {**config, "text_config": {**text, "head_dim": 8}})
+
+
+def _t5gemma() -> Iterator[Case]:
+    module = {key: value for key, value in WINDOWED.items() if key != "tie_word_embeddings"}
+    wide = {**module, "sliding_window": 32}
+    full = {**module, "layer_types": [FULL] * 2, "attn_logit_softcapping": None}
+    capped = {**full, "attn_logit_softcapping": 50.0}
+
+    def case(variant: str, encoder: Config, decoder: Config, *, tied: bool = True, **options: Any) -> Case:
+        config = {"encoder": encoder, "decoder": decoder, "vocab_size": 64, "dropout_rate": 0.0}
+        cls = options.pop("cls", "T5GemmaForConditionalGeneration")
+        return Case("t5gemma", variant, cls, {**config, "tie_word_embeddings": tied}, ask="text to text", **options)
+
+    yield case("tied", wide, wide)
+    yield case("tied, transformers 4", wide, wide, writer=4)
+    yield case("bfloat16", wide, wide, dtype="bfloat16")
+    yield case("untied", wide, wide, tied=False)
+    yield case("base model", wide, wide, cls="T5GemmaModel")
+    yield case("no sliding attention", full, full)
+    yield case("soft caps", capped, capped)
+    yield case("a window narrower than the text", module, module)
+    yield case("a window in the decoder", full, {**full, "layer_types": module["layer_types"]})
+
+
+def _t5gemma_2() -> Iterator[Case]:
+    text = {**WINDOWED, "sliding_window": 32}
+    encoder = {"text_config": text, "vision_config": VISION, "mm_tokens_per_image": 4, **TOKENS}
+    config = {
+        "encoder": encoder,
+        "decoder": text,
+        "image_token_index": 63,
+        "eoi_token_index": 62,
+        "vocab_size": 64,
+        **TIED,
+    }
+    seen: Config = {"ask": "image and text to text"}
+    lm = "T5Gemma2ForConditionalGeneration"
+    yield Case("t5gemma2", "tied", lm, config, **seen)
+    yield Case("t5gemma2", "bfloat16", lm, config, dtype="bfloat16", **seen)
+    yield Case("t5gemma2", "base model", "T5Gemma2Model", config, **seen)
+
+
+def _gemma_4() -> Iterator[Case]:
+    text = {key: value for key, value in WINDOWED.items() if key != "query_pre_attn_scalar"}
+    text |= {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+    wide: Config = {"global_head_dim": 16}
+
+    def case(variant: str, changed: Config, cls: str = "Gemma4ForCausalLM", **options: Any) -> Case:
+        return Case("gemma4_text", variant, cls, {**text, **changed}, **options)
+
+    yield case("one head_dim", {"per_layer_config": {}})
+    yield case("two head_dims", {})
+    yield case("global_head_dim", wide)
+    yield case("per layer inputs", {**wide, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64})
+    yield case("bfloat16", wide, dtype="bfloat16")
+    yield case("sharded", wide, sharded=True)
+    yield case("1 KV head", {**wide, **KV_1})
+    yield case("base model", wide, "Gemma4TextModel")
+    experts = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24}
+    yield case("experts", {**wide, **experts})
+    whole = {"text_config": {**text, **wide}, "vision_config": None, "audio_config": None}
+    yield Case("gemma4", "no vision", "Gemma4ForConditionalGeneration", whole)
+
+
+def _qwen_3_5(family: str, stem: str, more: Config) -> Iterator[Case]:
+    text = {**QWEN, **more}
+    whole = {"text_config": text, "vision_config": QWEN_VISION, **QWEN_TOKENS, "tie_word_embeddings": False}
+    lm = f"{stem}ForConditionalGeneration"
+
+    def seen(variant: str, config: Config = whole, **options: Any) -> Case:
+        return Case(family, variant, lm, config, ask="patches and text", **options)
+
+    yield seen("vision")
+    yield seen("vision, tied", {**whole, "text_config": {**text, **TIED}, **TIED})
+    yield seen("vision, bfloat16", dtype="bfloat16")
+    yield seen("vision, sharded", sharded=True)
+    yield Case(family, "text", lm, whole, mesh="2x2")
+    full = {**whole, "text_config": {**text, "layer_types": [FULL] * 2}}
+    yield Case(family, "text, no linear attention", lm, full)
+    yield Case(f"{family}_text", "text only", f"{stem}ForCausalLM", text)
+
+
+def _metaclip_2() -> Iterator[Case]:
+    ends = {"eos_token_id": 2, "pad_token_id": 1, "bos_token_id": 0}
+    config = {
+        "text_config": {**PART, "vocab_size": 64, "max_position_embeddings": 16, **ends},
+        "vision_config": {**PART, "image_size": 32, "patch_size": 8},
+        "projection_dim": 24,
+    }
+
+    def case(variant: str, **options: Any) -> Case:
+        return Case("metaclip_2", variant, "MetaClip2Model", config, ask="image beside text", **options)
+
+    yield case("both")
+    yield case("transformers 4", writer=4)
+    yield case("bfloat16", dtype="bfloat16")
+    yield case("position_ids", edits=("position_ids",))
+
+
+def _blip_2() -> Iterator[Case]:
+    opt = {
+        "model_type": "opt",
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "ffn_dim": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 40,
+        "word_embed_proj_dim": 32,
+        "pad_token_id": 1,
+        "bos_token_id": 2,
+        "eos_token_id": 2,
+    }
+    config = {
+        "vision_config": {**PART, "image_size": 32, "patch_size": 8},
+        "qformer_config": {**PART, "vocab_size": 64, "encoder_hidden_size": 32},
+        "text_config": opt,
+        "num_query_tokens": 4,
+        "image_token_index": 63,
+        "image_token_id": 63,
+    }
+
+    def case(variant: str, **options: Any) -> Case:
+        return Case("blip-2", variant, "Blip2ForConditionalGeneration", config, ask="queries and text", **options)
+
+    yield case("opt")
+    yield case("opt, transformers 4", writer=4)
+    yield case("opt, bfloat16", dtype="bfloat16")

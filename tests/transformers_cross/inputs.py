@@ -1,0 +1,63 @@
+"""What each model is asked, small enough to keep: token ids as they are, images by name and shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from transformers_cross import weights
+from transformers_cross.cases import Case
+
+BATCH, LENGTH = 2, 12
+FIRST_TOKEN = 6
+"""Smaller ones are padding, beginnings, ends and masks in some family."""
+
+
+def of(case: Case, config: dict[str, Any]) -> dict[str, Any]:
+    """The inputs of a case: lists of ids, or ``{"image": shape}``."""
+    text = config.get("text_config") or config.get("decoder") or config
+    size = min(text.get("vocab_size", 48), 48)
+    ids = np.random.RandomState(1).randint(FIRST_TOKEN, size, size=(BATCH, LENGTH))
+    match case.ask:
+        case "text":
+            return {"input_ids": ids.tolist()}
+        case "text to text":
+            return {"input_ids": ids.tolist(), "decoder_input_ids": ids[::-1, 1:8].tolist()}
+        case "image":
+            side = config["image_size"]
+            return {"pixel_values": {"image": [BATCH, 3, side, side]}}
+        case "image and text" | "queries and text" | "image and text to text":
+            within = config.get("encoder", config)
+            count = within.get("mm_tokens_per_image") or (16 if case.family == "paligemma" else 4)
+            ids = np.random.RandomState(1).randint(FIRST_TOKEN, size, size=(BATCH, count + 8))
+            ids[:, 2 : 2 + count] = within.get("image_token_index", within.get("image_token_id"))
+            if case.family in ("paligemma", "blip-2"):
+                ids[:, : count + 2] = np.roll(ids[:, : count + 2], count, axis=1)
+            side = within["vision_config"]["image_size"]
+            made = {"input_ids": ids.tolist(), "pixel_values": {"image": [BATCH, 3, side, side]}}
+            if case.family in ("gemma3", "paligemma"):
+                is_image = ids == ids[0, 2 if case.family == "gemma3" else 0]
+                made["token_type_ids"] = (is_image if case.family == "gemma3" else ids * 0).astype(int).tolist()
+            return made | ({"decoder_input_ids": ids[::-1, 6:].tolist()} if "to text" in case.ask else {})
+        case "image beside text":
+            side = config["vision_config"]["image_size"]
+            ids[:, -1] = text["eos_token_id"]
+            return {"input_ids": ids.tolist(), "pixel_values": {"image": [BATCH, 3, side, side]}}
+        case "patches and text":
+            vision = config["vision_config"]
+            values = 3 * vision["temporal_patch_size"] * vision["patch_size"] ** 2
+            return {
+                "input_ids": ids.tolist(),
+                "pixel_values": {"image": [BATCH * 16, values]},
+                "image_grid_thw": [[1, 4, 4]] * BATCH,
+            }
+    raise ValueError(case.ask)
+
+
+def expand(fed: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Arrays from what `of` gave."""
+    return {
+        name: weights.draw(name, tuple(value["image"])) / np.float32(64) if isinstance(value, dict) else np.array(value)
+        for name, value in fed.items()
+    }

@@ -1,0 +1,79 @@
+"""The table of what becomes of each folder: read from ``expected.toml``, written into the documentation.
+
+    [llama]
+    "untied" = {ours = "loads", kerashub = "equal"}
+    "rope yarn" = {ours = "refused", says = "rope_parameters", because = "…", kerashub = "wrong"}
+
+``says`` is a regular expression that the refusal matches; ``because`` is its reason in the reader's words. What loads
+equals PyTorch within `running.TOLERANCE`, or ``within`` another bound, which ``because`` then explains. KerasHub's own
+``from_preset`` gives ``equal`` numbers, ``wrong`` ones, or ``fails``; ``untried`` is not known.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+EXPECTED = Path(__file__).parent / "expected.toml"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "huggingface-folders.md"
+BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What must become of one folder."""
+
+    ours: str
+    kerashub: str
+    says: str = ""
+    because: str = ""
+    within: float = 0.0
+
+
+def read() -> dict[str, Expected]:
+    """By name of the case."""
+    families = tomllib.loads(EXPECTED.read_text(encoding="utf-8"))
+    return {
+        f"{family}, {variant}": Expected(**row) for family, rows in families.items() for variant, row in rows.items()
+    }
+
+
+def page(text: str) -> str:
+    """The documentation's page with a fresh table."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{markdown()}\n{END}{after}"
+
+
+def markdown() -> str:
+    """Rows of one family that share an outcome are one row."""
+    rows: dict[tuple[str, str, str], list[str]] = {}
+    expected = read()
+    for name, found in expected.items():
+        family, _, variant = name.partition(", ")
+        rows.setdefault((family, _outcome(found), KERASHUB[found.kerashub]), []).append(variant)
+    lines = ["| family | variants | shardload | KerasHub itself |", "|---|---|---|---|"]
+    for (family, outcome, kerashub), variants in rows.items():
+        lines.append(f"| `{family}` | {'; '.join(variants)} | {outcome} | {kerashub} |")
+    return "\n".join([_summary(expected), "", *lines])
+
+
+KERASHUB = {"equal": "equal", "wrong": "**other numbers**", "fails": "fails", "untried": "not tried"}
+
+
+def _outcome(found: Expected) -> str:
+    if found.ours == "refused":
+        return f"refused: {found.because}"
+    return f"loads, within {found.within:g}: {found.because}" if found.within else "loads"
+
+
+def _summary(expected: dict[str, Expected]) -> str:
+    rows = expected.values()
+    loads, refused = ([row for row in rows if row.ours == kind] for kind in ("loads", "refused"))
+    count = {kind: sum(row.kerashub == kind for row in rows) for kind in KERASHUB}
+    return (
+        f"{len(expected)} folders: {len(loads)} load, {len(refused)} are refused. "
+        f"Of the same folders KerasHub itself loads {count['equal']} with PyTorch's numbers, "
+        f"{count['wrong']} with other numbers and without a word, and fails on {count['fails']}."
+    )
