@@ -12,7 +12,9 @@ Everything here is imported on first use: ``import shardload`` itself loads neit
 
 from __future__ import annotations
 
+import atexit
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from shardload import errors
@@ -78,6 +80,14 @@ def __getattr__(name: str) -> Any:
     value = getattr(module, name)
     globals()[name] = value
     return value
+
+
+@atexit.register  # where JAX was imported first, this comes before its shutdown, which waits for the others
+def _leave() -> None:
+    """Tell the other processes when a script ends that never used a name of this package: they may wait for it."""
+    jax = sys.modules.get("jax")
+    if jax is not None and jax.distributed.is_initialized():
+        importlib.import_module(f"{__name__}._processes").leave_unheard()
 
 
 def _about_keras(error: ImportError) -> Exception:

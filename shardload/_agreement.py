@@ -7,19 +7,19 @@ import hashlib
 from collections.abc import Iterable
 from typing import Any
 
-import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Sharding
 
+from shardload import _processes
 from shardload.errors import UninitialisedError
 
 
 def require_agreement(values: Iterable[Any], path: str, sharding: Sharding) -> None:
     """Make sure that the processes initialise a variable alike; all of them call this, in the same order.
 
-    JAX's ``device_put`` compares, too, but on all devices, and waits for the first of them alone: a process that gave
-    up on what it saw could never end, its other devices still waiting for those of a process that has. So here one
-    device of each process takes part.
+    JAX's ``device_put`` compares, too, but on all devices: a process that gave up on what it saw could never end, its
+    devices still waiting for those of a process that has, and one that was killed would keep the others waiting. So
+    digests go through the key-value store.
 
     Args:
         values: What the initial value is, or is computed from.
@@ -28,21 +28,15 @@ def require_agreement(values: Iterable[Any], path: str, sharding: Sharding) -> N
 
     Raises:
         UninitialisedError: When they do not.
+        ProcessLostError: When one of them has ended.
     """
-    devices = {d.process_index: d for d in sorted(sharding.device_set, key=lambda d: -d.id)}
-    mesh = Mesh([devices[i] for i in sorted(devices)], ("processes",))
-    digest = hashlib.sha256()  # of one length, whatever the others compare: Gloo aborts where lengths differ
+    members = tuple(sorted({d.process_index for d in sharding.device_set}))
+    digest = hashlib.sha256()
     for value in values:
         array = np.asarray(value)
         digest.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
-    mine = np.frombuffer(digest.digest(), np.uint8)[None]
-    parts = jax.make_array_from_single_device_arrays(
-        (len(devices), mine.size),
-        NamedSharding(mesh, PartitionSpec("processes")),
-        [jax.device_put(mine, devices[jax.process_index()])],
-    )
-    found = _gathering(NamedSharding(mesh, PartitionSpec()))(parts)
-    if (np.asarray(found.addressable_data(0)) != mine).any():
+    channel = _channel(members, _processes.call.name)
+    if len(set(channel.together(digest.hexdigest))) > 1:
         raise UninitialisedError(
             f"The initial value of {path!r}, which the checkpoint does not hold, differs from process to process, most "
             "likely as each draws its own random seed. Before building the model, call keras.utils.set_random_seed(n) "
@@ -51,6 +45,6 @@ def require_agreement(values: Iterable[Any], path: str, sharding: Sharding) -> N
 
 
 @functools.cache
-def _gathering(whole: Sharding) -> Any:
-    """What brings parts together, compiled once."""
-    return jax.jit(lambda parts: parts, out_shardings=whole)
+def _channel(members: tuple[int, ...], call: str) -> _processes.Channel:
+    """One for each call, as a call may fail between two words."""
+    return _processes.Channel("-".join(("initial", *map(str, members), call)), members=members)

@@ -7,20 +7,21 @@ headers only, nothing changed            the only part that touches the model
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from shardload import _accounts, _hub, _keras, abstraction, distribution, names, transfer
+from shardload import _accounts, _hub, _keras, abstraction, distribution, fidelity, names, transfer
 from shardload._casts import is_float
 from shardload._fingerprint import Fingerprint
 from shardload._whole import read_tensor
 from shardload.assign import Assigner
 from shardload.devices import Place, local_positions
 from shardload.errors import LoadInterruptedError, MismatchError
+from shardload.fidelity import quantised
 from shardload.manifest import Manifest
-from shardload.names import Mismatch, VariableMap
+from shardload.names import Mismatch, Outside, VariableMap
 from shardload.names.layer_step import has_keras_hook
 from shardload.parallel import LayoutChoice, choose
 from shardload.planner import LoadPlan, Target, make_plan
@@ -35,6 +36,8 @@ OnFailure = Literal["raise", "tell", "restore"]
 """``raise``: just the error, as nobody has the model yet; ``tell``: what the model holds now; ``restore``: keep the old
 values until the new ones are complete, and put them back."""
 SHOWN = 8
+NOT_STRICT = " Pass strict=False (--no-strict) to load what fits and report the rest."
+"""The way out of a load or restore that does not fit, which a caller may have to replace by its own."""
 """How many names an error lists before it counts the rest."""
 
 
@@ -74,6 +77,24 @@ class Job:
     """What disagreed and is left alone, as ``strict`` was not set."""
     check: Checker | None = None
     """Knows the checkpoint's digests."""
+    outside: tuple[Outside, ...] = ()
+    """Tensors outside the model's architecture: reported, and no reason to refuse."""
+    why_unused: Mapping[str, str] = field(default_factory=dict)
+    """Of some unused tensors, what is known about them."""
+    built: bool = False
+    """Whether the model was built from the checkpoint's description."""
+
+    def sorted(self, *, ignore: Iterable[str] = (), compare: bool = True) -> Job:
+        """The job of a model that was built from the checkpoint's own description: tensors outside of it set apart.
+
+        Args:
+            ignore: As for `names.sort_unused`.
+            compare: Likewise.
+        """
+        mapping = names.without_parts(self.mapping, self.manifest)
+        found = names.sort_unused(mapping, self.manifest, self.model, ignore=ignore, compare=compare)
+        mapping = replace(mapping, unused=found.unused)
+        return replace(self, mapping=mapping, outside=found.outside, why_unused=found.why, built=True)
 
     def checked(self, *, strict: bool) -> Job:
         """The job as it can be done.
@@ -87,7 +108,7 @@ class Job:
         problems = [f"does not match: {m}" for m in self.mapping.mismatched]
         problems += [f"does not match: {text}" for text in self._integers_for_floats()]
         problems += [f"missing from the checkpoint: {name}" for name in self.mapping.missing]
-        problems += [f"not used by the model: {name}" for name in self.mapping.unused]
+        problems += [f"not used by the model: {self._told(name)}" for name in self.mapping.unused]
         if not problems:
             return self
         rest = f"\n  … and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
@@ -112,8 +133,16 @@ class Job:
                     "weights unless something scales them"
                 )
 
+    def _told(self, name: str) -> str:
+        return f"{name} ({self.why_unused[name]})" if name in self.why_unused else name
+
     def _way_out(self) -> str:
-        out = " Pass strict=False (--no-strict) to load what fits and report the rest."
+        out = NOT_STRICT
+        if self.built and self.mapping.unused:
+            out = (
+                f" Where the model is right without a tensor, name it: ignore=[{self.mapping.unused[0]!r}] "
+                f"(--ignore {self.mapping.unused[0]}). strict=False (--no-strict) also accepts missing weights."
+            )
         if self.manifest.format in BARE and self.mapping.missing and self.mapping.unused:
             out += " Where only the names differ, pass names={tensor: variable path}."
         return out
@@ -135,6 +164,8 @@ def prepare(
     tensor_names: Mapping[str, str] | None = None,
     mapping: VariableMap | None = None,
     check: Checker | None = None,
+    ignore_config: Sequence[str] = (),
+    optimizer: bool = True,
 ) -> Job:
     """Decide everything; changes nothing.
 
@@ -147,8 +178,15 @@ def prepare(
         tensor_names: Tensor name → variable path, for bare files.
         mapping: Which tensor goes where, if that is known already.
         check: Knows the checkpoint's digests.
+        ignore_config: As for `shardload.loading.run`.
+        optimizer: Whether what is stored of an optimizer goes to the model's.
     """
-    mapping = mapping or names.map_weights(model, manifest, names=tensor_names)
+    ignore_config = fidelity.check_names(ignore_config)
+    quantised.check_before(manifest, ignore=ignore_config)
+    mapping = mapping or names.map_weights(model, manifest, names=tensor_names, optimizer=optimizer)
+    quantised.check_mapped(manifest, mapping.bindings, mapping.unused, ignore=ignore_config)
+    told = quantised.accepted(manifest, mapping.bindings, ignore=ignore_config)
+    mapping = replace(mapping, notes=(*told, *mapping.notes))
     choice = layout if isinstance(layout, LayoutChoice) else choose(model, place.mesh, layout)
     targets = [Target(b.name, b.view, b.dtype, choice.layouts[id(b.variable)]) for b in mapping.bindings]
     plan = make_plan(
@@ -170,7 +208,7 @@ def fill(
     on_failure: OnFailure,
     progress: Progress | None,
     notes: tuple[str, ...],
-    on_filled: Callable[[], None] | None = None,
+    on_filled: Callable[[], None] = lambda: None,
 ) -> LoadReport:
     """Read, assign, initialise the rest, and account for it.
 
@@ -181,7 +219,7 @@ def fill(
         on_failure: What to do with a model that is half loaded.
         progress: Told how many bytes were read.
         notes: For the report.
-        on_filled: Called before initial values are computed.
+        on_filled: Called when all is read and in place, while old values can still be put back.
 
     Raises:
         LoadInterruptedError: When it failed after values had been replaced; says what the model holds.
@@ -191,9 +229,7 @@ def fill(
     with clock("transfer"), _standing(job, files, on_failure=on_failure) as assigner:
         stats = _stream(job, assigner, progress or Silent())
         files.check()
-        assigner.finish()
-    if on_filled is not None:
-        on_filled()
+        assigner.finish(on_filled)
     with clock("build"):
         initialised = abstraction.initialise(job.model)
         _gather(job)

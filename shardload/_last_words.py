@@ -2,6 +2,7 @@
 
     training process ──pipe──► this one            killed, aborted by JAX, out of memory: the pipe is closed
                        "end" ─► nothing to say      without "end" ─► a line in FOLDER/.failures.jsonl, flushed to disk
+                                                                     (without a folder: on stderr only)
 
 A process that is killed cannot say why any more, and JAX aborts the others as soon as process 0 is gone. Run as a
 program of its own (``python -I -S _last_words.py``); the standard library only, 10 MB, and asleep all the time.
@@ -11,12 +12,15 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import time
 
 FILE = ".failures.jsonl"
 END = "end"
 TAIL_BYTES = 64 << 10
+ANSWER_S = 3.0
+"""For the coordination service to accept a connection."""
 RECENT_S = 120.0
 """An end so soon after another failure of this run is its consequence: JAX aborts those who wait for a dead process."""
 
@@ -57,11 +61,14 @@ def written_since(folder: str, unix_s: float) -> list[dict[str, object]]:
     return found
 
 
-def _wait(folder: str, process: int, pid: int, host: str) -> None:
+def _wait(folder: str, process: int, pid: int, host: str, coordinator: str = "") -> None:
     said, began = "", time.time()
     for line in sys.stdin:
         said = line.strip()
-    if said != END:
+    if said != END and not folder:
+        sys.stderr.write(f"shardload: Process {process} ({host} pid {pid}) ended unexpectedly while {said}: ")
+        sys.stderr.write(f"{_why(process, coordinator)}. Start all processes again\n")
+    elif said != END:
         doing = said or "training"
         before = written_since(folder, max(began, time.time() - RECENT_S))
         why = "after what is written above" if before else "most likely killed,"
@@ -70,5 +77,21 @@ def _wait(folder: str, process: int, pid: int, host: str) -> None:
         sys.stderr.write(f"shardload: {what}. Steps saved before are untouched\n")
 
 
+def _why(process: int, coordinator: str) -> str:
+    """What ended a process that loaded."""
+    if not process or _answers(coordinator):
+        return "most likely it was killed"
+    return f"process 0 has ended, and JAX, whose coordination service it held at {coordinator}, ended the others"
+
+
+def _answers(coordinator: str) -> bool:
+    host, _, port = coordinator.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S).close()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
 if __name__ == "__main__":
-    _wait(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    _wait(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5])

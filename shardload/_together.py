@@ -1,17 +1,46 @@
-"""One load by all processes of a `jax.distributed` run: done only when it is done on each of them."""
+"""A load by all processes of a `jax.distributed` run, or by this one alone: where they meet, and what they say.
+
+    ●0 open headers ●1 start JAX ●2 build, map, plan ●3 read ●4 assign, initialise ●5 account
+
+    0   all make the same call with the same arguments
+    1   headers are good everywhere: JAX, whose start waits for all processes, may start
+    2   it has, and the mesh gives each process an equal part
+    3   all are about to load the same thing (`shardload._accord`)
+    4   all have read their part, and old values may go: what follows computes together
+    5   all are done
+
+A load onto devices of this process only concerns this process only: it waits for no other and tells none.
+"""
 
 from __future__ import annotations
 
-import os
+import functools
 import random
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from typing import Any, NoReturn
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
 
-import keras
+import jax
 
-from shardload import _processes, loading
-from shardload.reports import ByteCounts, HostBytes
+from shardload import _accord, _keras, _processes
+from shardload import devices as placement
+from shardload._job import Job
+from shardload._joint import Joint
+from shardload._witness import Witness
+from shardload.devices import Place
+from shardload.progress import Progress, Silent
+from shardload.reports import ByteCounts, HostBytes, LoadReport
+from shardload.whereabouts import home
+
+T = TypeVar("T")
+
+LOOK_S = 0.2
+"""How often a process that waits for JAX to start looks whether all others still are there."""
+OUTSIDE_S = 3.0
+"""Where others have not come to a call after so long, JAX starts: one of them may be starting it outside of any call,
+which waits for this process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,67 +54,205 @@ class Share:
     """Wall clock, seconds."""
 
 
-def run(source: str | os.PathLike[str], **options: Any) -> tuple[loading.Loaded, tuple[Share, ...]]:
-    """Load on every process, each reading what its devices need.
+class Call:
+    """One call of `load`, `load_weights` or `restore`; alone, its meetings cost nothing."""
+
+    def __init__(self, joint: Joint | None) -> None:
+        self._joint = joint
+
+    def first(self, do: Callable[[], T], what: str) -> T:
+        """What process 0 makes of something, as JSON has it; without others, what this one does."""
+        return do() if self._joint is None else self._joint.first(do, what)
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Have what fails inside fail on all processes, each of which may then try something else."""
+        try:
+            yield
+        except BaseException as error:
+            if self._joint is None or (cause := self._joint.failure(error)) is error:
+                raise
+            raise cause from None
+
+    def ready(self) -> None:
+        """Headers are read: start JAX, which waits for the other processes."""
+        if self._joint is not None:
+            self._joint.together(lambda: None, "the start of JAX")
+            self._joint.together(self._start, "JAX has started")
+
+    def share(self, place: Place) -> None:
+        """Make sure that the processes can share a mesh.
+
+        Raises:
+            MeshError: When they cannot.
+        """
+        if self._joint is not None:
+            placement.check_shares(place)
+
+    @contextmanager
+    def seeds(self) -> Iterator[None]:
+        """Have all processes draw the same seeds inside, and leave the user's generators as they were."""
+        if self._joint is None:
+            yield
+            return
+        with _keras.seeded(self._joint.first(self._draw, "the seed")):
+            yield
+
+    def agree(self, job: Job) -> None:
+        """Compare what the processes are about to load.
+
+        Raises:
+            DisagreementError: When it is not the same.
+        """
+        if self._joint is not None:
+            _accord.require(self._joint, _accord.topics(job))
+
+    def watched(self, shown: Progress | None) -> Progress:
+        """A progress that also ends the load when it failed on another process."""
+        return shown or Silent() if self._joint is None else _Watched(shown or Silent(), self._joint)
+
+    def filled(self) -> None:
+        """All is read and in place here: wait until it is everywhere."""
+        if self._joint is not None:
+            self._joint.together(lambda: None, "the end of the transfer")
+
+    def done(self, report: LoadReport) -> tuple[Share, ...]:
+        """Wait until all are done; the share of each, and none where this process was alone."""
+        if self._joint is None:
+            return ()
+        said = self._joint.together(lambda: _account(report), "the account")
+        return tuple(
+            Share(i, ByteCounts(**word["bytes"]), HostBytes(**word["host_bytes"]), word["total_s"])
+            for i, word in enumerate(said)
+        )
+
+    def _draw(self) -> int:
+        """A seed that goes by the user's own, if one was set, without taking a number from it; another each time."""
+        drawn = random.Random()
+        drawn.setstate(random.getstate())
+        assert self._joint is not None
+        return random.Random(f"{drawn.getrandbits(64)} {self._joint.name}").getrandbits(31)
+
+    def _start(self) -> None:
+        """Start JAX's backends in another thread: where another process fails to, it takes minutes to notice."""
+        assert self._joint is not None
+        raised: list[BaseException] = []
+
+        def start() -> None:
+            try:
+                placement.available()
+            except BaseException as error:
+                raised.append(error)
+
+        starting = threading.Thread(target=start, name="shardload-start", daemon=True)
+        starting.start()
+        while starting.is_alive():
+            starting.join(LOOK_S)
+            try:
+                self._joint.check()
+            except BaseException:
+                if starting.is_alive():
+                    _processes.heartbeat().abandon()  # JAX would wait for what does not come
+                raise
+        if raised:
+            _processes.heartbeat().abandon()
+            raise raised[0]
+
+
+@contextmanager
+def call(
+    name: str,
+    source: Any,
+    *,
+    mesh: Any = None,
+    devices: Sequence[Any] | None = None,
+    model: Any = None,
+    refusal: Exception | None = None,
+    **arguments: Any,
+) -> Iterator[Call]:
+    """Make a call together with the other processes, if there are any and it is about their devices, too.
 
     Args:
-        source: As for `shardload.load`; every process must see it.
-        **options: Those of `shardload.loading.run`.
-
-    Returns:
-        What was loaded, its report counting the bytes that all processes read and the most that one staged; and the
-        share of each process.
+        name: Of the function.
+        source: What it was given, for messages.
+        mesh: As the caller wrote it.
+        devices: As the caller gave them.
+        model: The one to fill, whose own devices count where neither of them was given.
+        refusal: What is wrong with the call itself; it still is made, as others may wait for it.
+        **arguments: Those that have to be the same on all processes as they were written.
 
     Raises:
-        ProcessLostError: When a process has ended or went silent.
-        ShardloadError: On all processes, when it failed on one.
+        DisagreementError: On all processes, when they make different calls.
     """
-    channel = _processes.Channel()
-    # Seeds that no checkpoint holds are drawn as a model is built, and all processes need the same.
-    keras.utils.set_random_seed(channel.first(lambda: random.getrandbits(31)))
-    heard = False
-
-    def meet() -> None:
-        nonlocal heard
-        try:
-            channel.together(lambda: None)
-        except BaseException:
-            heard = True
-            raise
-
+    if not _processes.are_several() or _is_own(mesh, devices, model):
+        if refusal is not None:
+            raise refusal
+        yield Call(None)
+        return
+    witness = _witness()
+    witness.begin()
+    witness.note(f"shardload.{name} was loading {str(source)!r}")
+    joint = Joint(on_end=witness.rest)
+    made = Call(joint)
     try:
-        loaded = loading.run(source, on_filled=meet, **options)
-    except BaseException as error:
-        if not heard:
-            _tell(channel, error)
-        raise
-    said = channel.together(lambda: _account(loaded))
-    shares = tuple(
-        Share(i, ByteCounts(**word["bytes"]), HostBytes(**word["host_bytes"]), word["total_s"])
-        for i, word in enumerate(said)
-    )
-    report = replace(
-        loaded.report,
-        bytes=ByteCounts(sum(s.bytes.needed for s in shares), sum(s.bytes.read for s in shares)),
-        host_bytes=max((s.host_bytes for s in shares), key=lambda host: host.peak_staging),
-    )
-    return replace(loaded, report=report), shares
+        with made.attempt():
+            if refusal is not None:
+                raise refusal
+            with _processes.starting_meanwhile(placement.available, OUTSIDE_S):
+                _accord.require(joint, _accord.call_topics(name, arguments))
+            yield made
+    finally:
+        joint.close()
+        witness.rest()
 
 
-def _tell(channel: _processes.Channel, error: BaseException) -> None:
-    """Tell the others, who wait where all meet next."""
+def start() -> None:
+    """Start JAX on all processes, before they know what they will load.
 
-    def fail() -> NoReturn:
-        raise error
+    Raises:
+        MeshError: On all of them, when it did not start on one.
+    """
+    with call("load", "its devices") as made:
+        made.ready()
 
-    with suppress(BaseException):
-        channel.together(fail)
+
+@functools.cache
+def _witness() -> Witness:
+    return Witness()
 
 
-def _account(loaded: loading.Loaded) -> dict[str, Any]:
-    report = loaded.report
+def _is_own(mesh: Any, devices: Sequence[Any] | None, model: Any) -> bool:
+    """Whether all devices that were named belong to this process: where none is, all devices of all are meant."""
+    try:
+        named = placement.named_devices(mesh, devices)
+        if mesh is None and devices is None and model is not None:
+            place = home(model)
+            named = None if place is None else place.devices
+    except Exception:  # of a wrong argument: the call itself says what is wrong with it, to all
+        return False
+    return bool(named) and all(getattr(d, "process_index", None) == jax.process_index() for d in named or ())
+
+
+def _account(report: LoadReport) -> dict[str, Any]:
     return {
         "bytes": asdict(report.bytes),
         "host_bytes": asdict(report.host_bytes),
         "total_s": report.seconds.total,
     }
+
+
+class _Watched:
+    """Passes on how far the load has come, and looks whether it failed elsewhere."""
+
+    def __init__(self, shown: Progress, joint: Joint) -> None:
+        self._shown, self._joint = shown, joint
+
+    def start(self, total_bytes: int, description: str) -> None:
+        self._shown.start(total_bytes, description)
+
+    def advance(self, n_bytes: int) -> None:
+        self._joint.check()
+        self._shown.advance(n_bytes)
+
+    def stop(self) -> None:
+        self._shown.stop()

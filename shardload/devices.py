@@ -7,6 +7,7 @@ already lives.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -148,6 +149,42 @@ def local_positions(place: Place) -> tuple[int, ...]:
             "hand over the devices to use as devices="
         )
     return found
+
+
+def named_devices(mesh: Any, devices: Sequence[Any] | None) -> tuple[Any, ...] | None:
+    """The very devices a caller named, ``None`` where only a size was given; starts no JAX."""
+    if devices is not None:
+        return tuple(devices)
+    if isinstance(mesh, jax.sharding.Mesh):
+        return tuple(mesh.devices.flat)
+    if hasattr(mesh, "axis_names") and hasattr(mesh, "devices"):
+        return tuple(mesh.backend_mesh.devices.flat)
+    return None
+
+
+def check_shares(place: Place) -> None:
+    """Make sure that each process has an equal part of a mesh: the same rows, columns, … of each axis, and as many.
+
+    JAX distributes data only over such meshes.
+
+    Raises:
+        MeshError: When one of them does not.
+    """
+    indices = np.array([device.process_index for device in place.devices]).reshape(place.mesh.sizes)
+    parts = [np.nonzero(indices == process) for process in range(jax.process_count())]
+    counts = [len(part[0]) for part in parts]
+    kinds = {tuple(len(set(along)) for along in part) for part in parts}
+    if len(kinds) == 1 and counts[0] and math.prod(*kinds) == counts[0]:
+        return
+    if len(set(counts)) > 1:
+        shares = ", ".join(f"process {i} has {n}" for i, n in enumerate(counts[:8])) + (" …" * (len(counts) > 8))
+        what = f"of its {place.mesh.size} devices {shares}"
+    else:
+        what = f"the {counts[0]} devices of a process are no block of it"
+    raise MeshError(
+        f"The mesh {place.mesh} cannot be shared evenly by {len(parts)} processes: {what}. Use a mesh with a whole "
+        f"number of rows or columns for each process, for example 1x{jax.device_count()}, or pass devices="
+    )
 
 
 def planned(spec: MeshSpec) -> Place:

@@ -11,21 +11,26 @@ what a user calls.
 from __future__ import annotations
 
 import os
+import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from inspect import signature
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 import keras
 
-from shardload import _accounts, _job
+from shardload import _accounts, _job, _together
 from shardload import devices as placement
+from shardload._assets import load_assets
 from shardload._fingerprint import Fingerprint
 from shardload.dtypes import dtype_name
 from shardload.errors import BackendError, SourceError, UnsupportedError, UsageError
 from shardload.loaders import FORMATS, open_manifest
+from shardload.loaders.hf_folder import folder_of
 from shardload.manifest import Manifest
 from shardload.names import slots_as_stored
 from shardload.progress import Progress
@@ -50,6 +55,8 @@ class Loaded:
     model: Any
     report: LoadReport
     manifest: Manifest
+    shares: tuple[_together.Share, ...] = ()
+    """What each process read, where several loaded together."""
 
 
 def load(
@@ -61,6 +68,9 @@ def load(
     **options: Any,
 ) -> Any:
     """Build the model a checkpoint describes and load it straight into its layout.
+
+    In a `jax.distributed` run of several processes all of them make the call, which succeeds or fails on all; a mesh of
+    devices of this process only is its own affair.
 
     Args:
         source: A path, a name in the checkpoint root, a KerasHub preset or handle, or an alias.
@@ -83,10 +93,15 @@ def load(
         MeshError: When there are too few devices.
         LayoutError: When the layout cannot be applied.
         TransferError: When reading fails half-way.
+        DisagreementError: When the processes of a `jax.distributed` run are about to load different things.
+        ProcessFailedError: When it failed on another process with an error that is not from shardload.
+        ProcessLostError: When another process has ended, or is silent for 15 s.
     """
     known = signature(run).parameters
     if unknown := sorted(set(options) - set(known)):
-        raise UsageError(f"load() has no argument {unknown[0]!r}; there are {', '.join(known)}")
+        error = UsageError(f"load() has no argument {unknown[0]!r}; there are {', '.join(known)}")
+        with _together.call("load", source, mesh=mesh, devices=options.get("devices"), refusal=error):
+            pass
     return run(source, mesh=mesh, layout=layout, dtype=dtype, **options).model
 
 
@@ -99,14 +114,16 @@ def run(
     dtype: Any = None,
     host_memory_bytes: int | str | None = None,
     strict: bool = True,
+    ignore: Sequence[str] = (),
     devices: Sequence[Any] | None = None,
     task: bool = True,
     custom_objects: Mapping[str, Any] | None = None,
     safe_mode: bool = True,
+    compile: bool = True,
     atomic: bool = False,
     format: str | None = None,
     progress: Progress | None = None,
-    on_filled: Callable[[], None] | None = None,
+    ignore_config: Sequence[str] = (),
 ) -> Loaded:
     """`load`, returning the report and the manifest too.
 
@@ -118,43 +135,71 @@ def run(
         dtype: As for `load`.
         host_memory_bytes: Most bytes staged in host memory, or text like ``"512MiB"``; 256 MiB by default, or what a
             compressed chunk takes.
-        strict: Refuse a checkpoint that lacks a weight of the model, holds one the model has no place for, has another
-            shape for one, or integers for floats. Otherwise layers whose shapes differ keep what they hold, or get
-            their initial values, as with ``skip_mismatch`` in Keras, and the report says so.
+        strict: Refuse a checkpoint that lacks a weight of the model, holds one the model should use and does not, has
+            another shape for one, or integers for floats. Tensors outside the model (buffers, heads, copies of the
+            embedding: ``report.outside``) are no reason to refuse. Otherwise layers whose shapes differ keep what they
+            hold, or get their initial values, as with ``skip_mismatch`` in Keras, and the report says so.
+        ignore: Names of tensors to leave out although the model may need them, with ``*`` and ``?``: ``"score.*"``.
         devices: Devices to use, in mesh order.
         task: Build the task where the checkpoint is one; the backbone otherwise.
         custom_objects: Classes the checkpoint's configuration names and Keras does not know.
         safe_mode: Refuse configurations that hold Python code.
+        compile: Compile the model as it was saved, and load the state of its optimizer. Where its class does not take
+            the stored configuration of ``compile``, the model is loaded uncompiled, with a warning.
         atomic: Changes nothing here, as a new model is returned whole or not at all; see `load_weights`.
         format: One of `shardload.loaders.FORMATS`, to insist on where a file's ending says something else, or a folder
             holds several.
         progress: Told how many bytes were read.
-        on_filled: Called when all is read and in place, before initial values are computed, for which the processes of
-            a mesh need each other.
+        ignore_config: Fields of a Hugging Face ``config.json`` (or of a GGUF header, under the same names) that the
+            model may differ from, such as ``("rope_scaling",)``. Otherwise a field that changes what the model
+            computes, and that KerasHub's class cannot express, is refused. The report lists what was ignored.
     """
-    clock = _job.Clock()
-    dtype, limit = _dtype(dtype), budget(host_memory_bytes)
-    _check_backend()
-    found, manifest, checker = _open_checked(source, format)
-    files = Fingerprint.of(manifest.files)
-    place = placement.place_on(mesh, axes=axes, devices=devices)
-    with naming(manifest), clock("build"):
-        model = _job.build(manifest, dtype=dtype, task=task, custom_objects=custom_objects, safe_mode=safe_mode)
-    with naming(manifest), slots_as_stored(model, manifest):
-        with clock("plan"):
-            job = _job.prepare(model, manifest, place, layout=layout, host_memory_bytes=limit, check=checker)
-            job = job.checked(strict=strict)
-        report = _job.fill(
-            job,
-            clock,
-            files=files,
-            on_failure="raise",
-            progress=progress,
-            notes=_notes(found, job),
-            on_filled=on_filled,
-        )
+    told: list[str] = []
+    options = {"custom_objects": custom_objects, "safe_mode": safe_mode, "compile": compile, "note": told.append}
+    same: dict[str, Any] = {"strict": strict, "ignore": ignore, "ignore_config": ignore_config, "task": task}
+    same |= {"compile": compile, "safe_mode": safe_mode, "custom_objects": custom_objects}
+    with _together.call("load", source, mesh=mesh, devices=devices, **same) as call:
+        clock = _job.Clock()
+        dtype, limit = _dtype(dtype), budget(host_memory_bytes)
+        _check_backend()
+        found, manifest, checker = _open_checked(source, format, described=True)
+        files = Fingerprint.of(manifest.files)
+        call.ready()
+        place = placement.place_on(mesh, axes=axes, devices=devices)
+        call.share(place)
+        with naming(manifest), call.seeds():
+            with clock("build"):
+                model = _job.build(manifest, dtype=dtype, task=task, ignore_config=ignore_config, **options)
+            for text in told:
+                warnings.warn(text, stacklevel=3)
+            as_saved = compile and not told
+            with slots_as_stored(model, manifest) if as_saved else nullcontext():
+                with clock("plan"):
+                    job = _job.prepare(
+                        model,
+                        manifest,
+                        place,
+                        layout=layout,
+                        host_memory_bytes=limit,
+                        check=checker,
+                        ignore_config=ignore_config,
+                        optimizer=as_saved,
+                    )
+                    job = job.sorted(ignore=_patterns(ignore)).checked(strict=strict)
+                call.agree(job)
+                report = _job.fill(
+                    job,
+                    clock,
+                    files=files,
+                    on_failure="raise",
+                    progress=call.watched(progress),
+                    notes=(*_notes(found, job), *told),
+                    on_filled=call.filled,
+                )
+            load_assets(model, manifest, check=checker)  # after the weights, as in Keras: hooks may use their values
+        shares = call.done(report)
     _reports[model] = report
-    return Loaded(model, report, manifest)
+    return Loaded(model, report, manifest, shares)
 
 
 def load_weights(
@@ -171,6 +216,7 @@ def load_weights(
     atomic: bool = False,
     format: str | None = None,
     progress: Progress | None = None,
+    ignore_config: Sequence[str] = (),
 ) -> LoadReport:
     """Fill a model that stands, live or built inside `shardload.abstract`.
 
@@ -189,29 +235,46 @@ def load_weights(
             memory.
         format: As for `run`.
         progress: As for `run`.
+        ignore_config: As for `run`. Of a model you built yourself, only ``quantization_config`` is checked; other
+            fields that it differs from are listed in the report.
 
     Raises:
         LoadInterruptedError: When the load failed after it had begun to replace values; says what the model holds.
+        DisagreementError: As in `load`; so are all others.
     """
-    clock = _job.Clock()
-    limit = budget(host_memory_bytes)
-    check_model(model)
-    found, manifest, checker = _open_checked(source, format)
-    files = Fingerprint.of(manifest.files)
-    on_failure: _job.OnFailure = "restore" if atomic else "tell"
-    with naming(manifest), slots_as_stored(model, manifest):
-        with clock("plan"):
-            place, wanted = whereabouts(model, mesh=mesh, axes=axes, layout=layout, devices=devices)
-            job = _job.prepare(
-                model,
-                manifest,
-                place,
-                layout=wanted,
-                tensor_names=names,
-                host_memory_bytes=limit,
-                check=checker,
-            ).checked(strict=strict)
-        report = _job.fill(job, clock, files=files, on_failure=on_failure, progress=progress, notes=_notes(found, job))
+    same: dict[str, Any] = {"names": names, "strict": strict, "atomic": atomic, "ignore_config": ignore_config}
+    with _together.call("load_weights", source, mesh=mesh, devices=devices, model=model, **same) as call:
+        clock = _job.Clock()
+        limit = budget(host_memory_bytes)
+        check_model(model)
+        found, manifest, checker = _open_checked(source, format)
+        files = Fingerprint.of(manifest.files)
+        call.ready()
+        with naming(manifest), slots_as_stored(model, manifest):
+            with clock("plan"):
+                place, wanted = whereabouts(model, mesh=mesh, axes=axes, layout=layout, devices=devices)
+                call.share(place)
+                job = _job.prepare(
+                    model,
+                    manifest,
+                    place,
+                    layout=wanted,
+                    tensor_names=names,
+                    host_memory_bytes=limit,
+                    check=checker,
+                    ignore_config=ignore_config,
+                ).checked(strict=strict)
+            call.agree(job)
+            report = _job.fill(
+                job,
+                clock,
+                files=files,
+                on_failure="restore" if atomic else "tell",
+                progress=call.watched(progress),
+                notes=_notes(found, job),
+                on_filled=call.filled,
+            )
+        call.done(report)
     _reports[model] = report
     return report
 
@@ -225,8 +288,10 @@ def plan(
     dtype: Any = None,
     host_memory_bytes: int | str | None = None,
     device_memory_bytes: int | str | None = None,
+    ignore: Sequence[str] = (),
     task: bool = True,
     format: str | None = None,
+    ignore_config: Sequence[str] = (),
 ) -> PlanReport:
     """What a load would read and where it would go, from headers alone; needs no devices.
 
@@ -238,20 +303,30 @@ def plan(
         dtype: As for `load`.
         host_memory_bytes: As for `run`.
         device_memory_bytes: Bytes one device has, or text like ``"16GiB"``: the report says whether the plan fits.
+        ignore: As for `run`.
         task: As for `run`.
         format: As for `run`.
+        ignore_config: As for `run`.
     """
     clock = _job.Clock()
     dtype, limit = _dtype(dtype), budget(host_memory_bytes)
     _check_backend()
     memory = None if device_memory_bytes is None else _bytes("device_memory_bytes", device_memory_bytes)
-    found, manifest = _open(source, format)
+    found, manifest = _open(source, format, described=True)
     placement.available()  # building computes shapes with JAX, whose own error would say nothing
     with naming(manifest), clock("build"):
-        model = _job.build(manifest, dtype=dtype, task=task)
+        model = _job.build(manifest, dtype=dtype, task=task, ignore_config=ignore_config)
     with naming(manifest), clock("plan"):
         spec = placement.mesh_spec(mesh, axes=axes)
-        job = _job.prepare(model, manifest, placement.planned(spec), layout=layout, host_memory_bytes=limit)
+        job = _job.prepare(
+            model,
+            manifest,
+            placement.planned(spec),
+            layout=layout,
+            host_memory_bytes=limit,
+            ignore_config=ignore_config,
+        )
+        job = job.sorted(ignore=_patterns(ignore), compare=False)
     return _accounts.plan_report(job, clock, layout=layout, device_memory_bytes=memory, notes=_notes(found))
 
 
@@ -314,12 +389,21 @@ def _check_backend() -> None:
         raise BackendError(found)
 
 
-def _open(source: str | os.PathLike[str], format: str | None) -> tuple[Resolved, Manifest]:
+def _open(source: str | os.PathLike[str], format: str | None, *, described: bool = False) -> tuple[Resolved, Manifest]:
     _check_format(format)
     if is_url(source):
         return open_remote(str(source), format=format)
-    found = resolve(source)
+    found = _resolve(source, format, described)
     return found, open_manifest(found.path, format=format)
+
+
+def _resolve(source: str | os.PathLike[str], format: str | None, described: bool) -> Resolved:
+    """Where the source is; where its model is described beside it and that is wanted, the folder with both."""
+    found = resolve(source)
+    if not described or format not in (None, "hf-safetensors") or (folder := folder_of(found.path)) is None:
+        return found
+    told = f"config.json in {folder} describes the model of {Path(found.path).name}: loaded the folder"
+    return replace(found, path=str(folder), note="; ".join(note for note in (found.note, told) if note))
 
 
 def _check_format(format: str | None) -> None:
@@ -327,13 +411,15 @@ def _check_format(format: str | None) -> None:
         raise UsageError(f"There is no format {format!r}; there are {', '.join(FORMATS)}")
 
 
-def _open_checked(source: str | os.PathLike[str], format: str | None) -> tuple[Resolved, Manifest, Checker | None]:
+def _open_checked(
+    source: str | os.PathLike[str], format: str | None, *, described: bool = False
+) -> tuple[Resolved, Manifest, Checker | None]:
     """Open a source; for a training step with digests also what checks all that is read of it."""
     _check_format(format)
     if is_url(source):
         found, manifest = open_remote(str(source), format=format)
         return found, manifest, Checker.of_step(found.path)
-    found = resolve(source)
+    found = _resolve(source, format, described)
     try:
         manifest = open_manifest(found.path, format=format)
     except SourceError:
@@ -351,6 +437,12 @@ def _notes(found: Resolved, job: _job.Job | None = None) -> tuple[str, ...]:
     unverified = job is not None and job.manifest.format == "orbax" and job.check is None
     notes = (found.note, "not saved by shardload: unverified, as it has no digests" if unverified else "")
     return tuple(note for note in notes if note)
+
+
+def _patterns(ignore: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(ignore, str) or not all(isinstance(pattern, str) for pattern in ignore):
+        raise UsageError(f"ignore is a list of names of tensors, such as ['score.*']; got {ignore!r:.60}")
+    return tuple(ignore)
 
 
 def _dtype(wanted: Any) -> Any:

@@ -10,6 +10,7 @@ import sys
 import jax
 import keras
 import numpy as np
+from jax.experimental import multihost_utils
 
 import shardload
 from shardload.errors import UninitialisedError
@@ -41,7 +42,7 @@ def load(folder, mesh, *, seed, do, index):
 
 def digest(value):
     """Of the whole value; one collective at a time, as each is waited for."""
-    whole = np.asarray(jax.experimental.multihost_utils.process_allgather(value, tiled=True))
+    whole = np.asarray(multihost_utils.process_allgather(value, tiled=True))
     return hashlib.sha256(np.ascontiguousarray(whole).tobytes()).hexdigest()
 
 

@@ -29,7 +29,7 @@ class Run:
                 stderr=subprocess.STDOUT,
                 text=True,
                 cwd=HERE.parent,
-                env={**os.environ, "KERAS_BACKEND": "jax", "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"},
+                env={**os.environ, "KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"},
             )
             for index in range(processes)
         ]

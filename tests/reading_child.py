@@ -13,6 +13,7 @@ import grain
 import jax
 import keras
 import numpy as np
+from jax.experimental import multihost_utils
 
 import shardload
 from tests.process_child import WIDTH, digest, distribute, tell
@@ -96,7 +97,7 @@ def train(kind, folder, *, index, count, stop_after=0):
 def ledger(one):
     value = one.layers[0].when.value
     if not value.is_fully_addressable:
-        value = jax.experimental.multihost_utils.process_allgather(value, tiled=True)
+        value = multihost_utils.process_allgather(value, tiled=True)
     return np.asarray(value).tolist()
 
 

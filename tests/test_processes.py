@@ -15,7 +15,7 @@ from process_runs import Run
 import shardload
 from shardload.console import engine as console
 from shardload.steps.digests import verify
-from shardload.steps.listing import list_steps
+from shardload.steps.listing import find_step, list_steps
 
 pytestmark = pytest.mark.slow
 
@@ -134,6 +134,15 @@ def test_sigterm_to_one_process_saves_once_more_and_ends_fit_on_all(tmp_path, to
     model = process_child.model()
     shardload.restore(model, folder)
     assert process_child.digest(model) == ends[0]["digest"]
+
+
+def test_sigterm_does_not_cost_the_best_step_which_process_0_chooses(tmp_path):
+    folder = tmp_path / "steps"
+    with Run(2, 4, "2x4", "best", folder, 50) as run:
+        ends = run.finish()
+    steps = list_steps(folder)
+    assert [info.step for info in steps] == [8, ends[1]["step"]] and all(end["stopped"] for end in ends)
+    assert find_step(folder, "best").step == 8 and all(verify(info.path) == [] for info in steps)
 
 
 @pytest.fixture(autouse=True)
