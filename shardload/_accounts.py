@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from shardload import _keras
+from shardload import _keras, fidelity
 from shardload.parallel import fit, smallest_mesh
 from shardload.reports import (
     ByteCounts,
@@ -16,6 +16,7 @@ from shardload.reports import (
     LayoutSummary,
     LoadReport,
     Mismatched,
+    Outside,
     PlanReport,
     Stages,
 )
@@ -77,12 +78,20 @@ def _facts(job: Job, notes: tuple[str, ...]) -> dict[str, Any]:
         "layout": LayoutSummary(len(layouts) - replicated, replicated, job.choice.fallbacks),
         "missing": job.mapping.missing,
         "unused": job.mapping.unused,
+        "outside": tuple(Outside(o.tensor, o.reason) for o in job.outside),
         "cast": _casts(job),
         "mismatched": tuple(
             Mismatched(m.variable, m.tensor, m.expected, m.found) for m in (*job.left_out, *job.mapping.mismatched)
         ),
         "computed": tuple(name for c in job.mapping.computed for name in c.names),
-        "notes": (*notes, *job.mapping.notes, *_unasked(job), *mesh_notes, *_raised(job)),
+        "notes": (
+            *notes,
+            *fidelity.notes_of(job.model, job.manifest),
+            *job.mapping.notes,
+            *_unasked(job),
+            *mesh_notes,
+            *_raised(job),
+        ),
     }
 
 
@@ -120,8 +129,8 @@ def _unasked(job: Job) -> tuple[str, ...]:
     others = [name for name in job.mapping.unasked if not name.startswith("metrics_variables/")]
     found = []
     if others:
-        what = f"{len(others)} tensors belong to parts this model does not have and were left alone"
-        found.append(f"{what}: {others[0]} …")
+        what = f"{len(others)} tensors belong to parts this model does not have, or were not asked for"
+        found.append(f"{what}, and were left alone: {others[0]} …")
     if counts:
         found.append(f"metrics count from the beginning: the {len(counts)} values they stood at were left alone")
     return tuple(found)

@@ -15,6 +15,8 @@
     ├── BudgetError (ValueError)            the host-memory budget is too small for one block
     ├── TransferError (OSError)             reading failed half-way: a file shrank, vanished, or could not be read
     ├── LoadInterruptedError                a load ended half-way; says what the model holds now
+    ├── DisagreementError (ValueError)      processes that load together were given different things
+    ├── ProcessFailedError (RuntimeError)   a load failed on another process, with an error that is not from shardload
     ├── UninitialisedError (ValueError)     a variable was read that has no value yet
     ├── WriteError (OSError)                a file cannot be written: no room, no permission, something in the way
     ├── SaveError (OSError)                 a step could not be saved: which, where, and the real cause
@@ -32,11 +34,13 @@ __all__ = [
     "BackendError",
     "BudgetError",
     "DamagedError",
+    "DisagreementError",
     "LayoutError",
     "LoadInterruptedError",
     "MeshError",
     "MismatchError",
     "MissingExtraError",
+    "ProcessFailedError",
     "ProcessLostError",
     "SaveError",
     "ShardloadError",
@@ -120,6 +124,14 @@ class LoadInterruptedError(ShardloadError):
     """A load ended half-way; the message says what the model holds now."""
 
 
+class DisagreementError(ShardloadError, ValueError):
+    """Processes that load together were given different sources, meshes, layouts or options; nothing was read."""
+
+
+class ProcessFailedError(ShardloadError, RuntimeError):
+    """A load failed on another process, with an error that is not from shardload; names the process and the error."""
+
+
 class UninitialisedError(ShardloadError, ValueError):
     """A variable built without allocating was read, or is left, without a value."""
 
@@ -133,7 +145,10 @@ class SaveError(ShardloadError, OSError):
 
 
 class ProcessLostError(SaveError):
-    """Another process of this run has ended or went silent, so that nothing can be saved together any more."""
+    """Another process of this run has ended or went silent, so that nothing can be done together any more."""
+
+    in_order = False
+    """Whether it ended as programs do, and was not lost: it still takes part in the shutdown of JAX."""
 
 
 class StepExistsError(ShardloadError, FileExistsError):

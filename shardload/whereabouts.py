@@ -35,7 +35,7 @@ def whereabouts(
     Raises:
         MeshError: When the model's variables are spread over several meshes, or there are too few devices.
     """
-    if mesh is not None or devices is not None or (place := _home(model)) is None:
+    if mesh is not None or devices is not None or (place := home(model)) is None:
         return place_on(mesh, axes=axes, devices=devices), "auto" if layout is None else layout
     return place, _standing(model, place) if layout is None else layout
 
@@ -48,7 +48,12 @@ def remember(model: Any, place: Place) -> None:
     _lost[model] = place
 
 
-def _home(model: Any) -> Place | None:
+def home(model: Any) -> Place | None:
+    """Where a model lives, if it does so anywhere.
+
+    Raises:
+        MeshError: When its variables are spread over several meshes.
+    """
     shardings = [s for v in all_variables(model).values() if (s := _sharding(v)) is not None]
     meshes = {s.mesh for s in shardings if isinstance(s, jax.sharding.NamedSharding)}
     if len(meshes) > 1:

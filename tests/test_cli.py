@@ -26,6 +26,7 @@ from shardload.errors import (
 from shardload.reports import Fit, PlanReport
 
 LOAD = ("load", "somewhere", "--mesh", "1x2", "--platform", "cpu")
+IGNORE = ["--ignore", "score.*", "--ignore", "mtp.*"]
 
 
 @pytest.fixture
@@ -167,7 +168,9 @@ engine.load = noisy
 def test_options_arrive_as_typed(cli, monkeypatch):
     seen = {}
     monkeypatch.setattr(engine, "load", lambda source, **options: seen.update(options, source=source) or loads(source))
-    cli(*LOAD, "--dtype", "bf16", "--host-memory", "2GiB", "--no-strict", "--atomic", "--format", "gguf")
+    off = ("--no-strict", "--no-compile")
+    arguments = (*off, "--atomic", "--format", "gguf", "--ignore-config", "rope_scaling", *IGNORE)
+    cli(*LOAD, "--dtype", "bf16", "--host-memory", "2GiB", *arguments)
     assert str(seen.pop("mesh")) == "batch=1,model=2"
     assert type(seen.pop("progress")).__name__ == "Silent"
     assert seen == {
@@ -176,8 +179,11 @@ def test_options_arrive_as_typed(cli, monkeypatch):
         "dtype": "bfloat16",
         "host_memory_bytes": 2 << 30,
         "strict": False,
+        "ignore": ["score.*", "mtp.*"],
         "atomic": True,
+        "compile": False,
         "format": "gguf",
+        "ignore_config": ("rope_scaling",),
     }
 
 

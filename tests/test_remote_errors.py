@@ -246,9 +246,10 @@ def test_hostile_lists_of_files(objects, store):
         ({"shardload/step.json": huge}, "not one digest per MiB"),
         ({"pytree/_METADATA": large}, "up to 67108864"),
         ({f"pytree/{k}": FileDigest(1, ("0" * 16,)) for k in range(20_000)}, "20000 small files"),
+        ({"pytree/\udcff": FileDigest(1, ("0" * 16,))}, "not valid Unicode"),
     ):
         forged(objects[0] / "forged" / "1", files)
-        with pytest.raises((DamagedError, UnsafeSourceError, UnsupportedError), match=words):
+        with pytest.raises((DamagedError, TransferError, UnsafeSourceError, UnsupportedError), match=words):
             shardload.restore(build(WIDTH), store.s3 + "/forged")
         shutil.rmtree(objects[0] / "forged")
     assert store.sent_of("forged/1/pytree") == 0

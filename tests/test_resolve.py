@@ -132,6 +132,16 @@ def test_paths_that_do_not_exist_are_refused_as_paths(name):
         resolve(name)
 
 
+@pytest.mark.parametrize("name", ["google/gemma-3-270m", "google/gemma-3"])
+def test_what_may_be_a_name_on_the_hugging_face_hub_is_answered_with_its_handle(name, tmp_path):
+    for _ in range(2):
+        with pytest.raises(SourceNotFoundError, match=f"There is no '{name}'.* write hf://{name}$"):
+            resolve(name)
+        (tmp_path / "here" / "google").mkdir(exist_ok=True)
+    with pytest.raises(SourceNotFoundError, match=r"does not exist\.$"):
+        resolve("./google2/gemma-3")
+
+
 @pytest.mark.parametrize("target", ["nowhere", "link.gguf"])
 def test_a_link_to_nowhere_is_not_offered_itself(target, tmp_path):
     (tmp_path / "link.gguf").symlink_to(target)

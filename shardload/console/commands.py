@@ -39,9 +39,16 @@ def load(
         bool,
         typer.Option("--strict/--no-strict", help="Fail when variables are missing, tensors unused, or shapes differ."),
     ] = True,
+    ignore: options.Ignore = None,
     atomic: Annotated[
         bool, typer.Option("--atomic", help="All or nothing; a model that is built anew always is.")
     ] = False,
+    compile: Annotated[
+        bool,
+        typer.Option(
+            "--compile/--no-compile", help="Compile a model that was saved compiled, and load its optimizer's state."
+        ),
+    ] = True,
     prompt: Annotated[
         str | None, typer.Option("--prompt", metavar="TEXT", help="Text to continue when the model is loaded.")
     ] = None,
@@ -53,6 +60,7 @@ def load(
     num_processes: options.NumProcesses = None,
     process_id: options.ProcessId = None,
     format: options.FormatOption = None,
+    ignore_config: options.IgnoreConfig = None,
     json: options.Json = False,
     no_progress: options.NoProgress = False,
 ) -> None:
@@ -93,15 +101,18 @@ def load(
                 engine.check_tokenizer(source, format=format and str(format))
             progress = for_stderr(enabled=reports and not no_progress)
             try:
-                loaded, shares = (engine.load if processes is None else engine.load_together)(
+                loaded, shares = engine.load(
                     source,
                     mesh=spec,
                     layout=layout,
                     dtype=dtype,
                     host_memory_bytes=host_memory,
                     strict=strict,
+                    ignore=ignore or (),
                     atomic=atomic,
+                    compile=compile,
                     format=format and str(format),
+                    ignore_config=tuple(ignore_config or ()),
                     progress=progress,
                 )
             finally:
@@ -159,7 +170,9 @@ def plan(
             help="Memory of one device: 16GiB. Says whether the weights fit, and on which smallest mesh they do.",
         ),
     ] = None,
+    ignore: options.Ignore = None,
     format: options.FormatOption = None,
+    ignore_config: options.IgnoreConfig = None,
     json: options.Json = False,
 ) -> None:
     """Say what a load would do, without reading tensor data.
@@ -188,7 +201,9 @@ def plan(
                 dtype=dtype,
                 host_memory_bytes=host_memory,
                 device_memory_bytes=device_memory,
+                ignore=ignore or (),
                 format=format and str(format),
+                ignore_config=tuple(ignore_config or ()),
             )
         if json:
             out.json(report.to_json())

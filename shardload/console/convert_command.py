@@ -50,6 +50,7 @@ def convert(
     host_memory: HostMemory = None,
     max_shard_size: MaxShardSize = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint of the name TARGET.")] = False,
+    ignore_config: options.IgnoreConfig = None,
     json: options.Json = False,
     no_progress: options.NoProgress = False,
 ) -> None:
@@ -79,6 +80,7 @@ def convert(
                 dtype=dtype,
                 max_shard_bytes=max_shard_size,
                 overwrite=overwrite,
+                ignore_config=tuple(ignore_config or ()),
                 progress=progress,
                 **memory,
             )

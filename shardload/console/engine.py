@@ -5,6 +5,7 @@ Each function is one door. Tests put fakes here.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,17 +28,22 @@ def find(source: str) -> None:
 
 
 def load(source: str, **options: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Load ``source``: an object with ``model`` and ``report``, and no shares of several processes."""
+    """Load ``source``: an object with ``model`` and ``report``, and the share of each process if there are several.
+
+    The report of several counts the bytes that all of them read, and the most that one staged.
+    """
     from shardload import loading
 
-    return loading.run(source, **options), ()
-
-
-def load_together(source: str, **options: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Load ``source`` on every process of this run: the same, and the share of each process."""
-    from shardload import _together
-
-    return _together.run(source, **options)
+    loaded = loading.run(source, **options)
+    shares = loaded.shares
+    if not shares:
+        return loaded, ()
+    report = replace(
+        loaded.report,
+        bytes=type(loaded.report.bytes)(sum(s.bytes.needed for s in shares), sum(s.bytes.read for s in shares)),
+        host_bytes=max((s.host_bytes for s in shares), key=lambda host: host.peak_staging),
+    )
+    return replace(loaded, report=report), shares
 
 
 def plan(source: str, *, mesh: MeshSpec | None, **options: Any) -> PlanReport:
@@ -66,9 +72,12 @@ def inspect(source: str, *, format: str | None = None) -> Manifest:
 def check_tokenizer(source: str, *, format: str | None = None) -> None:
     """Raise now, not after minutes of loading, when ``source`` has no tokenizer for a prompt."""
     from shardload.generate.tokenizer import tokenizer_of
+    from shardload.loaders.hf_folder import folder_of
     from shardload.resolve.stores import naming
 
     manifest = inspect(source, format=format)
+    if manifest.format == "safetensors" and (folder := folder_of(manifest.source)) is not None:
+        manifest = inspect(str(folder))
     with naming(manifest):
         tokenizer_of(manifest)
 

@@ -94,6 +94,7 @@ def provide_devices(
     simulated = _simulate(jax, min(own, MAX_SIMULATED))
     if processes is not None:
         processes.meet(note=note, give_up=give_up)
+        _start_together()
     devices = _start(jax)
     found = devices[0].platform
     if platform is not None and found != platform:
@@ -150,6 +151,12 @@ def _start(jax: Any) -> list[Any]:
         from shardload.devices import not_started
 
         raise not_started(error) from error
+
+
+def _start_together() -> None:
+    from shardload import _together
+
+    _together.start()
 
 
 def _too_few(needed: int, mesh: MeshSpec | None, devices: list[Any]) -> str:

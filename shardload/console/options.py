@@ -188,5 +188,21 @@ FormatOption = Annotated[
     Format | None,
     typer.Option("--format", help="Insist on a format where an ending says something else, or a folder holds several."),
 ]
+IgnoreConfig = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--ignore-config",
+        metavar="FIELD",
+        help="Load although the model cannot express this field of config.json: rope_scaling. May be repeated.",
+    ),
+]
+Ignore = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--ignore",
+        metavar="NAME",
+        help="Leave out a tensor although the model may need it, with * and ?. May be repeated.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
 NoProgress = Annotated[bool, typer.Option("--no-progress", help="No progress bar, even on a terminal.")]

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardload.errors import MissingExtraError, SourceNotFoundError, UnsupportedError, UsageError, WriteError
+from shardload.stores.local import expanded
 from shardload.units import format_bytes
 
 ENDINGS = (".weights.h5", ".weights.json", ".keras", ".gguf", ".safetensors")
@@ -58,7 +59,7 @@ def root() -> Path:
         UsageError: When ``SHARDLOAD_HOME`` is a file.
     """
     if home := os.environ.get("SHARDLOAD_HOME"):
-        folder = Path(home).expanduser().absolute()
+        folder = expanded(home).absolute()
         if _exists(folder) and not folder.is_dir():
             raise UsageError(f"SHARDLOAD_HOME is {folder}, which is a file. Point it at a folder, or unset it")
         return folder
@@ -85,7 +86,7 @@ def resolve(source: str | os.PathLike[str]) -> Resolved:
         )
     if "://" in text:
         return _handle(text)
-    path = Path(text).expanduser()
+    path = expanded(text)
     if text and _exists(path):
         return Resolved(str(path.absolute()), path.name or str(path), _synthetic_note(path))
     if not re.fullmatch(_NAME, text) or (text.endswith(ENDINGS) and not _in_root(text)):
@@ -257,7 +258,7 @@ def _no_such_path(text: str, path: Path) -> str:
         return f"{text!r} is no path. Write a path, or a name such as {PIP_NAME}"
     folder = path.parent
     if not folder.is_dir():
-        return f"There is no {text!r}: its folder {folder} does not exist"
+        return f"There is no {text!r}: its folder {folder} does not exist.{_on_hub(text)}"
     try:
         if path.is_symlink():
             return f"There is no file behind {text!r}, which is a link to {str(path.readlink())!r}"
@@ -265,7 +266,13 @@ def _no_such_path(text: str, path: Path) -> str:
     except OSError as error:
         return f"There is no {text!r} that can be read: {error}"
     hint = f" Did you mean {', '.join(str(folder / c) for c in close)}?" if close else ""
-    return f"There is no {text!r}: {folder.absolute()} has nothing called {path.name!r}.{hint}"
+    return f"There is no {text!r}: {folder.absolute()} has nothing called {path.name!r}.{hint}{_on_hub(text)}"
+
+
+def _on_hub(text: str) -> str:
+    """How to write what may be the name of a model on the Hugging Face Hub."""
+    is_name = re.fullmatch(f"{_NAME}/{_NAME}", text) and not text.endswith(ENDINGS)
+    return f" For a model of the Hugging Face Hub, write hf://{text}" if is_name else ""
 
 
 def _nothing(name: str, tried: list[str]) -> str:

@@ -17,6 +17,14 @@ from pathlib import Path
 from shardload.errors import SourceError, SourceNotFoundError, TransferError, TruncatedSourceError
 
 
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """A path with a folder for a user's ``~``; as it is written where there is no such user."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
+
+
 def read_exact(fd: int, buffer: memoryview, offset: int, path: str) -> None:
     """Fill ``buffer`` with the bytes of a file that start at ``offset``.
 

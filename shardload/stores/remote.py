@@ -76,7 +76,15 @@ class Folder:
         return self.begin(name, start, stop).result()
 
     def begin(self, name: str, start: int = 0, stop: int | None = None) -> Fetch:
-        """Start to read."""
+        """Start to read.
+
+        Raises:
+            TransferError: When no store can have such a name: a damaged file may tell of one.
+        """
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise TransferError(f"{self.url}/{name!a} cannot be read: its name is not valid Unicode") from error
         asked = None if stop is None and not start else slice(start, stop)
         return Fetch(self, name, self._kv.read(name, byte_range=asked), self._progress)
 
