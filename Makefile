@@ -7,10 +7,13 @@ TORCH := .venv-torch
 FOLDERS := .cache/transformers-cross
 export KERAS_BACKEND := jax
 
-.PHONY: demo test test-full test-fast test-together nightly check lint types bench clean
+.PHONY: demo help test test-full test-fast test-together nightly check lint types bench clean
 
 demo: $(VENV)/.demo  ## real Gemma 3 270M on eight devices answers a prompt
 	$(BIN)/shardload load gemma3_270m --mesh 1x8 --prompt "The capital of France is"
+
+help:  ## list these targets
+	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / { printf "%-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 test: $(STAMP)  ## all tests, a process per core (two at most: each takes up to 5 GB), each beginning with files of its own
 	$(BIN)/python -m pytest -n 2 --dist worksteal
@@ -32,11 +35,11 @@ nightly: $(STAMP) $(TORCH)/.installed  ## folders that transformers 4 and 5 writ
 
 check: lint types test  ## what CI runs (tests include the docs)
 
-lint: $(STAMP)
+lint: $(STAMP)  ## ruff: rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(STAMP)
+types: $(STAMP)  ## mypy, strict
 	$(BIN)/mypy
 
 bench: $(STAMP)  ## interleaved with the peers; see docs/performance.md
@@ -58,5 +61,5 @@ $(TORCH)/.installed: tests/transformers_cross/requirements.txt tests/transformer
 	$(TORCH)/bin/python -m pip install --quiet --disable-pip-version-check --target $(TORCH)/transformers-4 -r tests/transformers_cross/requirements-4.txt
 	touch $@
 
-clean:
+clean:  ## remove environments, caches and builds
 	rm -rf $(VENV) $(TORCH) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .cache/jax $(FOLDERS)
