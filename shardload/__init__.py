@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from shardload.reports import LoadReport, PlanReport
     from shardload.restoring import restore
 
-__version__ = "0.1.0"
+    __version__: str
 
 __all__ = [
     "ConvertReport",
@@ -67,6 +67,8 @@ _MODULES = ("callbacks", "data")
 
 def __getattr__(name: str) -> Any:
     """Import a public name on first use (PEP 562)."""
+    if name == "__version__":
+        return _installed_version()
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOMES:
@@ -96,5 +98,15 @@ def _about_keras(error: ImportError) -> Exception:
     return errors.BackendError(missing) if missing in ("tensorflow", "torch", "openvino") else error
 
 
+def _installed_version() -> str:
+    """The version in the package's metadata, which comes from pyproject.toml."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(__name__)
+    except PackageNotFoundError:  # imported from a source tree that was never installed
+        return "0+unknown"
+
+
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, "__version__"})
