@@ -205,7 +205,7 @@ def source_of(model: str, options: argparse.Namespace) -> Iterator[str]:
         yield "gemma3_270m"
         return
     from shardload import synth
-    from shardload.synth import architectures
+    from shardload.resolve import architectures
 
     smaller = {"num_hidden_layers": options.layers, "vocab_size": options.vocabulary}
     config = {**architectures.ARCHITECTURES[model], **{k: v for k, v in smaller.items() if v}}

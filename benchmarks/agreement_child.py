@@ -24,7 +24,7 @@ import keras  # noqa: E402
 import numpy as np  # noqa: E402
 
 from benchmarks.measure import memory_status  # noqa: E402
-from shardload.distribution import binding_of  # noqa: E402
+from shardload.keras_bridge.binding import binding_of  # noqa: E402
 
 
 def forward(model: Any, prompts: list[list[int]], *, part: Any = None) -> np.ndarray:

@@ -85,10 +85,10 @@ def split_dim(name: str, layout: str) -> int:
 
 def targets_for(manifest: Any, layout: str) -> list[Any]:
     """One variable per tensor on a 1x8 mesh."""
-    from shardload.layout import Layout
     from shardload.manifest import View
-    from shardload.mesh import MeshSpec
-    from shardload.planner import Target
+    from shardload.sharding.layout import Layout
+    from shardload.sharding.mesh import MeshSpec
+    from shardload.transfer.planning import Target
 
     mesh, found = MeshSpec.parse("1x8"), []
     for name, tensor in manifest.tensors.items():
@@ -123,7 +123,7 @@ def command(
     import jax
 
     jax.config.update("jax_num_cpu_devices", 8)
-    from shardload._crew import default_threads
+    from shardload.transfer.workers import default_threads
 
     with tempfile.TemporaryDirectory() as folder:
         path = write_safetensors(Path(folder), int(options.gb * 1e9))

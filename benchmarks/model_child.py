@@ -28,9 +28,10 @@ import keras_hub.src.utils.transformers.preset_loader  # noqa: E402 - imported o
 
 import shardload  # noqa: E402
 from benchmarks.measure import memory_status, reset_peak_memory, warm_memory  # noqa: E402
-from shardload import _hub, loaders  # noqa: E402
-from shardload.mesh import MeshSpec  # noqa: E402
+from shardload import loaders  # noqa: E402
+from shardload.hub import kerashub  # noqa: E402
 from shardload.parallel import choose  # noqa: E402
+from shardload.sharding.mesh import MeshSpec  # noqa: E402
 
 MESH = MeshSpec.parse("1x8")
 WARM_BYTES = 8 << 30
@@ -43,7 +44,7 @@ def peer(source: str, dtype: str) -> Callable[[], object]:
 
     manifest = loaders.open_manifest(source)
     with shardload.abstract():
-        model = _hub.build_model(manifest, dtype=dtype, task=False)
+        model = kerashub.build_model(manifest, dtype=dtype, task=False)
     chosen = choose(model, MESH)
     mesh = keras.distribution.DeviceMesh((1, 8), ["batch", "model"], [f"cpu:{i}" for i in range(8)])
     layout_map = keras.distribution.LayoutMap(mesh)

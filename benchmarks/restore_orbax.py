@@ -28,9 +28,9 @@ def state(n_bytes: int) -> dict[str, Any]:
     import jax
     import numpy as np
 
-    from shardload.layout import Layout
-    from shardload.mesh import MeshSpec
-    from shardload.transfer import named_sharding
+    from shardload.sharding.layout import Layout
+    from shardload.sharding.mesh import MeshSpec
+    from shardload.transfer.execution import named_sharding
 
     spread = named_sharding(Layout.split(MeshSpec.parse("1x8"), 2, dim=1, axis="model"), jax.devices()[:8])
     rng = np.random.default_rng(0)
@@ -42,12 +42,12 @@ def save(folder: Path, tree: dict[str, Any]) -> tuple[Path, Path]:
     """A step of ours, and one as Orbax saves by default."""
     from orbax.checkpoint import v1 as ocp
 
-    from shardload import _orbax
+    from shardload.steps import orbax_writer
     from shardload.steps.digests import Digests
     from shardload.steps.publish import Root, Staging
 
     staging = Staging.begin(Root(folder / "ours", create=True), 1)
-    _orbax.start_save(staging.path, {"pytree": tree}).result()
+    orbax_writer.start_save(staging.path, {"pytree": tree}).result()
     Digests.compute(staging.path).write(staging.path)
     ocp.save_checkpointables(folder / "theirs", {"pytree": tree})
     return staging.publish(), folder / "theirs"
@@ -55,11 +55,11 @@ def save(folder: Path, tree: dict[str, Any]) -> tuple[Path, Path]:
 
 def wanted(step: Path, mesh: str, dim: int) -> tuple[Any, list[Any]]:
     """Manifest and targets: every array split along ``dim`` over the mesh's longer axis."""
-    from shardload.layout import Layout
     from shardload.loaders import open_manifest
     from shardload.manifest import View
-    from shardload.mesh import MeshSpec
-    from shardload.planner import Target
+    from shardload.sharding.layout import Layout
+    from shardload.sharding.mesh import MeshSpec
+    from shardload.transfer.planning import Target
 
     manifest, spec = open_manifest(str(step)), MeshSpec.parse(mesh)
     axis = spec.axes[dim] if mesh == "8x1" else "model"
@@ -71,9 +71,9 @@ def ours(step: Path, mesh: str, dim: int) -> dict[str, Any]:
     """Open, check and load a step; one without digests is only opened and loaded."""
     import jax
 
-    from shardload.planner import make_plan
     from shardload.steps.digests import DIGESTS_FILE, Checker
-    from shardload.transfer import execute
+    from shardload.transfer.execution import execute
+    from shardload.transfer.planning import make_plan
 
     with contextlib.ExitStack() as stack:
         checker = stack.enter_context(Checker.of_step(step)) if (step / DIGESTS_FILE).exists() else None
@@ -98,7 +98,7 @@ def abstract(step: Path, mesh: str, dim: int) -> dict[str, Any]:
     """What Orbax is asked for."""
     import jax
 
-    from shardload.transfer import named_sharding
+    from shardload.transfer.execution import named_sharding
 
     _, targets = wanted(step, mesh, dim)
     made = {t.name.split("/")[0]: t for t in targets}

@@ -70,11 +70,11 @@ def like_weights(n_bytes: int) -> dict[str, Any]:
 
 def ours(folder: Path, tree: Any) -> None:
     """A step as the callback writes it, until it is published."""
-    from shardload.callbacks._writer import Job, Writer
+    from shardload.callbacks._writer import SaveJob, Writer
     from shardload.steps.publish import Root
 
     writer = Writer(Root(folder, create=True))
-    writer.start(Job(1, {"pytree": tree}, {"step.json": {"version": 1, "step": 1}}))
+    writer.start(SaveJob(1, {"pytree": tree}, {"step.json": {"version": 1, "step": 1}}))
     writer.wait()
 
 

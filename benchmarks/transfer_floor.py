@@ -25,8 +25,8 @@ from benchmarks.measure import Comparison, compare
 
 def floor(path: Path, sizes: list[int], threads: int) -> list[object]:
     """Read the file once into fresh memory, one allocation per tensor as a load has, and nothing more."""
-    from shardload._buffers import memory
-    from shardload.planner import BLOCK_BYTES
+    from shardload.transfer.buffers import memory
+    from shardload.transfer.planning import BLOCK_BYTES
 
     fd = os.open(path, os.O_RDONLY)
     buffers = [memory(n) for n in sizes]
@@ -49,7 +49,7 @@ def floor(path: Path, sizes: list[int], threads: int) -> list[object]:
 
 def transfer(plan: Any, manifest: Any, devices: list[Any], threads: int) -> dict[str, Any]:
     """Everything after planning."""
-    from shardload.transfer import execute
+    from shardload.transfer.execution import execute
 
     arrays: dict[str, Any] = {}
     execute(plan, manifest, devices=devices, on_ready=arrays.__setitem__, threads=threads)
@@ -58,7 +58,7 @@ def transfer(plan: Any, manifest: Any, devices: list[Any], threads: int) -> dict
 
 def planned(path: Path, layout: str, *, times: int = 5) -> tuple[Any, Any, float]:
     """Plan and manifest of the whole file, and how many seconds planning took, targets and all: the best of some."""
-    from shardload.planner import make_plan
+    from shardload.transfer.planning import make_plan
 
     took = []
     for _ in range(times):

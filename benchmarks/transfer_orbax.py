@@ -25,7 +25,7 @@ def orbax_load(path: Path, layout: str, devices: list[Any]) -> dict[str, Any]:
     import jax
     from orbax.checkpoint import v1 as ocp
 
-    from shardload.transfer import named_sharding
+    from shardload.transfer.execution import named_sharding
 
     wanted = {
         t.name: jax.ShapeDtypeStruct(t.view.shape, t.dtype, sharding=named_sharding(t.layout, devices))

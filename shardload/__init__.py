@@ -22,8 +22,8 @@ from shardload.errors import ShardloadError
 
 if TYPE_CHECKING:
     from shardload import callbacks, data
-    from shardload.abstraction import abstract
     from shardload.converting import ConvertReport, convert
+    from shardload.keras_bridge.abstraction import abstract, initialise
     from shardload.loading import inspect, load, load_weights, plan, report
     from shardload.reports import LoadReport, PlanReport
     from shardload.restoring import restore
@@ -40,6 +40,7 @@ __all__ = [
     "convert",
     "data",
     "errors",
+    "initialise",
     "inspect",
     "load",
     "load_weights",
@@ -52,8 +53,9 @@ _HOMES = {
     "ConvertReport": "converting",
     "LoadReport": "reports",
     "PlanReport": "reports",
-    "abstract": "abstraction",
+    "abstract": "keras_bridge.abstraction",
     "convert": "converting",
+    "initialise": "keras_bridge.abstraction",
     "inspect": "loading",
     "load": "loading",
     "load_weights": "loading",
@@ -89,7 +91,7 @@ def _leave() -> None:
     """Tell the other processes when a script ends that never used a name of this package: they may wait for it."""
     jax = sys.modules.get("jax")
     if jax is not None and jax.distributed.is_initialized():
-        importlib.import_module(f"{__name__}._processes").leave_unheard()
+        importlib.import_module(f"{__name__}.distributed.processes").leave_unheard()
 
 
 def _about_keras(error: ImportError) -> Exception:

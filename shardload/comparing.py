@@ -13,18 +13,18 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from shardload._casts import is_float
-from shardload._whole import read_rows, row_ranges
 from shardload.loaders import open_manifest
 from shardload.manifest import Tensor
 from shardload.resolve import resolve
+from shardload.transfer.casts import is_float
+from shardload.transfer.read_tensor import read_rows, row_ranges
 
 READ_BYTES = 8 << 20
 """Of each side at once."""
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class TensorDifference:
     """One tensor that is not the same on both sides."""
 
     name: str
@@ -47,7 +47,7 @@ class Comparison:
     second: str
     equal: int
     """Tensors that are the same, bit for bit."""
-    differences: tuple[Difference, ...]
+    differences: tuple[TensorDifference, ...]
 
     def to_json(self) -> dict[str, Any]:
         """As one object."""
@@ -76,12 +76,12 @@ def diff(
     for name, tensor in one.tensors.items():
         other = two.tensors.get(name)
         if other is None:
-            found.append(Difference(name, "only in the first", _title(tensor), "", tensor.size, None))
+            found.append(TensorDifference(name, "only in the first", _title(tensor), "", tensor.size, None))
         elif (difference := _compare(tensor, other, progress or (lambda _: None))) is not None:
             found.append(difference)
     for name, tensor in two.tensors.items():
         if name not in one.tensors:
-            found.append(Difference(name, "only in the second", "", _title(tensor), tensor.size, None))
+            found.append(TensorDifference(name, "only in the second", "", _title(tensor), tensor.size, None))
     equal = sum(name in two.tensors for name in one.tensors) - sum(not d.what.startswith("only") for d in found)
     return Comparison(one.source, two.source, equal, tuple(found))
 
@@ -90,9 +90,9 @@ def _title(tensor: Tensor) -> str:
     return f"{tensor.dtype} {'x'.join(map(str, tensor.shape)) or 'scalar'}"
 
 
-def _compare(one: Tensor, two: Tensor, progress: Callable[[int], None]) -> Difference | None:
+def _compare(one: Tensor, two: Tensor, progress: Callable[[int], None]) -> TensorDifference | None:
     if one.shape != two.shape:
-        return Difference(one.name, "shape", _title(one), _title(two), max(one.size, two.size), None)
+        return TensorDifference(one.name, "shape", _title(one), _title(two), max(one.size, two.size), None)
     elements, largest = 0, None
     for start, stop in row_ranges(one, limit_bytes=READ_BYTES):
         a, b = read_rows(one, start, stop), read_rows(two, start, stop)
@@ -102,8 +102,8 @@ def _compare(one: Tensor, two: Tensor, progress: Callable[[int], None]) -> Diffe
             largest = by if largest is None else max(largest, by)
         progress(a.nbytes)
     if one.dtype != two.dtype:
-        return Difference(one.name, "dtype", _title(one), _title(two), elements, largest)
-    return Difference(one.name, "values", _title(one), _title(two), elements, largest) if elements else None
+        return TensorDifference(one.name, "dtype", _title(one), _title(two), elements, largest)
+    return TensorDifference(one.name, "values", _title(one), _title(two), elements, largest) if elements else None
 
 
 def _differing(a: NDArray[Any], b: NDArray[Any]) -> int:

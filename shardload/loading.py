@@ -4,7 +4,7 @@
                                                                                      │  above: headers only
     report ◄── initialise the rest ◄── assign through the layers ◄── execute ◄───────┘  and no model is changed
 
-Each arrow is a function of another module; `shardload._job` holds the checks between them. This module is
+Each arrow is a function of another module; `shardload.pipeline.filling` holds the checks between them. This module is
 what a user calls.
 """
 
@@ -23,24 +23,24 @@ from typing import TYPE_CHECKING, Any
 import jax
 import keras
 
-from shardload import _accounts, _job, _together
-from shardload import devices as placement
-from shardload._assets import load_assets
-from shardload._fingerprint import Fingerprint
 from shardload.dtypes import dtype_name
 from shardload.errors import BackendError, SourceError, UnsupportedError, UsageError
 from shardload.loaders import FORMATS, open_manifest
 from shardload.loaders.hf_folder import folder_of
 from shardload.manifest import Manifest
-from shardload.names import slots_as_stored
+from shardload.mapping import slots_as_stored
+from shardload.mapping.assets import load_assets
+from shardload.parallel.current_layout import whereabouts
+from shardload.pipeline import filling, load_distributed, reporting
 from shardload.progress import Progress
 from shardload.resolve import Resolved, resolve
 from shardload.resolve.stores import naming, open_remote
+from shardload.sharding import devices as placement
 from shardload.steps.digests import Checker
 from shardload.steps.listing import is_ours, latest_of_ours
+from shardload.stores.fingerprint import Fingerprint
 from shardload.stores.remote import is_url
 from shardload.units import parse_bytes
-from shardload.whereabouts import whereabouts
 
 if TYPE_CHECKING:
     from shardload.reports import LoadReport, PlanReport
@@ -55,7 +55,7 @@ class Loaded:
     model: Any
     report: LoadReport
     manifest: Manifest
-    shares: tuple[_together.Share, ...] = ()
+    shares: tuple[load_distributed.ReadShare, ...] = ()
     """What each process read, where several loaded together."""
 
 
@@ -100,7 +100,7 @@ def load(
     known = signature(run).parameters
     if unknown := sorted(set(options) - set(known)):
         error = UsageError(f"load() has no argument {unknown[0]!r}; there are {', '.join(known)}")
-        with _together.call("load", source, mesh=mesh, devices=options.get("devices"), refusal=error):
+        with load_distributed.call("load", source, mesh=mesh, devices=options.get("devices"), refusal=error):
             pass
     return run(source, mesh=mesh, layout=layout, dtype=dtype, **options).model
 
@@ -158,8 +158,8 @@ def run(
     options = {"custom_objects": custom_objects, "safe_mode": safe_mode, "compile": compile, "note": told.append}
     same: dict[str, Any] = {"strict": strict, "ignore": ignore, "ignore_config": ignore_config, "task": task}
     same |= {"compile": compile, "safe_mode": safe_mode, "custom_objects": custom_objects}
-    with _together.call("load", source, mesh=mesh, devices=devices, **same) as call:
-        clock = _job.Clock()
+    with load_distributed.call("load", source, mesh=mesh, devices=devices, **same) as call:
+        clock = filling.Clock()
         dtype, limit = _dtype(dtype), budget(host_memory_bytes)
         _check_backend()
         found, manifest, checker = _open_checked(source, format, described=True)
@@ -169,13 +169,13 @@ def run(
         call.share(place)
         with naming(manifest), call.seeds():
             with clock("build"):
-                model = _job.build(manifest, dtype=dtype, task=task, ignore_config=ignore_config, **options)
+                model = filling.build(manifest, dtype=dtype, task=task, ignore_config=ignore_config, **options)
             for text in told:
                 warnings.warn(text, stacklevel=3)
             as_saved = compile and not told
             with slots_as_stored(model, manifest) if as_saved else nullcontext():
                 with clock("plan"):
-                    job = _job.prepare(
+                    job = filling.prepare(
                         model,
                         manifest,
                         place,
@@ -187,7 +187,7 @@ def run(
                     )
                     job = job.sorted(ignore=_patterns(ignore)).checked(strict=strict)
                 call.agree(job)
-                report = _job.fill(
+                report = filling.fill(
                     job,
                     clock,
                     files=files,
@@ -243,8 +243,8 @@ def load_weights(
         DisagreementError: As in `load`; so are all others.
     """
     same: dict[str, Any] = {"names": names, "strict": strict, "atomic": atomic, "ignore_config": ignore_config}
-    with _together.call("load_weights", source, mesh=mesh, devices=devices, model=model, **same) as call:
-        clock = _job.Clock()
+    with load_distributed.call("load_weights", source, mesh=mesh, devices=devices, model=model, **same) as call:
+        clock = filling.Clock()
         limit = budget(host_memory_bytes)
         check_model(model)
         found, manifest, checker = _open_checked(source, format)
@@ -254,7 +254,7 @@ def load_weights(
             with clock("plan"):
                 place, wanted = whereabouts(model, mesh=mesh, axes=axes, layout=layout, devices=devices)
                 call.share(place)
-                job = _job.prepare(
+                job = filling.prepare(
                     model,
                     manifest,
                     place,
@@ -265,7 +265,7 @@ def load_weights(
                     ignore_config=ignore_config,
                 ).checked(strict=strict)
             call.agree(job)
-            report = _job.fill(
+            report = filling.fill(
                 job,
                 clock,
                 files=files,
@@ -308,17 +308,17 @@ def plan(
         format: As for `run`.
         ignore_config: As for `run`.
     """
-    clock = _job.Clock()
+    clock = filling.Clock()
     dtype, limit = _dtype(dtype), budget(host_memory_bytes)
     _check_backend()
     memory = None if device_memory_bytes is None else _bytes("device_memory_bytes", device_memory_bytes)
     found, manifest = _open(source, format, described=True)
     placement.available()  # building computes shapes with JAX, whose own error would say nothing
     with naming(manifest), clock("build"):
-        model = _job.build(manifest, dtype=dtype, task=task, ignore_config=ignore_config)
+        model = filling.build(manifest, dtype=dtype, task=task, ignore_config=ignore_config)
     with naming(manifest), clock("plan"):
         spec = placement.mesh_spec(mesh, axes=axes)
-        job = _job.prepare(
+        job = filling.prepare(
             model,
             manifest,
             placement.planned(spec),
@@ -327,7 +327,7 @@ def plan(
             ignore_config=ignore_config,
         )
         job = job.sorted(ignore=_patterns(ignore), compare=False)
-    return _accounts.plan_report(job, clock, layout=layout, device_memory_bytes=memory, notes=_notes(found))
+    return reporting.plan_report(job, clock, layout=layout, device_memory_bytes=memory, notes=_notes(found))
 
 
 def inspect(source: str | os.PathLike[str], *, format: str | None = None) -> Manifest:
@@ -433,7 +433,7 @@ def _open_checked(
     return found, open_manifest(manifest.source, format=format), checker
 
 
-def _notes(found: Resolved, job: _job.Job | None = None) -> tuple[str, ...]:
+def _notes(found: Resolved, job: filling.LoadJob | None = None) -> tuple[str, ...]:
     unverified = job is not None and job.manifest.format == "orbax" and job.check is None
     notes = (found.note, "not saved by shardload: unverified, as it has no digests" if unverified else "")
     return tuple(note for note in notes if note)

@@ -18,21 +18,22 @@ from typing import Any, Literal
 
 from numpy.typing import NDArray
 
-from shardload import _job, _together, loading
-from shardload._checks import check_tensor
-from shardload._fingerprint import Fingerprint
-from shardload._whole import read_tensor
+from shardload import loading
 from shardload.errors import DamagedError, SourceError, UsageError
 from shardload.loaders import open_manifest
 from shardload.manifest import Manifest
-from shardload.names import Items, map_state, slots_as_stored
+from shardload.mapping import Items, map_state, slots_as_stored
+from shardload.parallel.current_layout import whereabouts
+from shardload.pipeline import filling, load_distributed
 from shardload.progress import Progress
 from shardload.reports import LoadReport
-from shardload.steps._remote_listing import as_remote, prepared
+from shardload.steps.alternatives import WayOut, Which, way_out
 from shardload.steps.digests import Checker
 from shardload.steps.listing import StepInfo, find_step
-from shardload.steps.way_out import WayOut, Which, way_out
-from shardload.whereabouts import whereabouts
+from shardload.steps.remote_listing import as_remote, prepared
+from shardload.stores.fingerprint import Fingerprint
+from shardload.transfer.read_tensor import read_tensor
+from shardload.transfer.verification import check_tensor
 
 _restored: weakref.WeakKeyDictionary[Any, StepInfo] = weakref.WeakKeyDictionary()
 
@@ -93,7 +94,7 @@ def restore(
     where: dict[str, Any] = {"mesh": mesh, "devices": devices, "model": model}
     same: dict[str, Any] = {"step": step, "items": items, "rename": rename, "names": names}
     same |= {"strict": strict, "atomic": atomic, "fallback": fallback}
-    with _together.call("restore", directory, **where, **same) as call:
+    with load_distributed.call("restore", directory, **where, **same) as call:
         if fallback not in (None, "previous"):
             raise UsageError(f"fallback is None or 'previous'; got {fallback!r}")
         options: dict[str, Any] = {"mesh": mesh, "axes": axes, "layout": layout, "devices": devices, "items": items}
@@ -105,7 +106,7 @@ def restore(
         return report
 
 
-def _chosen(call: _together.Call, directory: str | os.PathLike[str], step: Which) -> StepInfo:
+def _chosen(call: load_distributed.JointLoad, directory: str | os.PathLike[str], step: Which) -> StepInfo:
     """The step that process 0 chooses; the folder may have another one by the time another process looks."""
     mine: list[StepInfo] = []
 
@@ -121,7 +122,7 @@ def _restore_sound(
     model: Any,
     directory: str | os.PathLike[str],
     step: Which,
-    call: _together.Call,
+    call: load_distributed.JointLoad,
     *,
     fall_back: bool,
     **options: Any,
@@ -151,9 +152,9 @@ def _restore_sound(
 
 
 def _restore(
-    model: Any, info: StepInfo, skipped: Sequence[str], call: _together.Call, *, best: bool, **options: Any
+    model: Any, info: StepInfo, skipped: Sequence[str], call: load_distributed.JointLoad, *, best: bool, **options: Any
 ) -> LoadReport:
-    clock = _job.Clock()
+    clock = filling.Clock()
     info = prepared(info)
     checker = Checker.of_step(info.path) if info.ours else None
     manifest = _opened(info)
@@ -165,7 +166,7 @@ def _restore(
             place, wanted = whereabouts(model, **{k: options[k] for k in ("mesh", "axes", "layout", "devices")})
             call.share(place)
             chosen = {k: options[k] for k in ("items", "rename", "names")}
-            job = _job.prepare(
+            job = filling.prepare(
                 model,
                 manifest,
                 place,
@@ -175,7 +176,7 @@ def _restore(
                 check=checker,
             ).checked(strict=options["strict"])
         call.agree(job)
-        report = _job.fill(
+        report = filling.fill(
             job,
             clock,
             files=files,

@@ -13,15 +13,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from shardload._whole import read_rows, row_ranges
 from shardload.errors import ShardloadError, SourceNotFoundError, UnsupportedError
 from shardload.loaders import open_manifest
 from shardload.manifest import Tensor
 from shardload.resolve import resolve
 from shardload.steps import digests
-from shardload.steps._remote_listing import foreign
 from shardload.steps.listing import StepInfo, is_ours, list_steps
+from shardload.steps.remote_listing import foreign
 from shardload.stores.remote import is_url
+from shardload.transfer.read_tensor import read_rows, row_ranges
 
 READ_BYTES = 8 << 20
 """Read at once; nothing is kept."""

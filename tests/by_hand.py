@@ -10,9 +10,10 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardload import _keras
-from shardload.assign import Assigner
+from shardload.keras_bridge.model_state import state_of
+from shardload.keras_bridge.variables import set_sharding, sharding_of
 from shardload.manifest import Extent
+from shardload.mapping.assign import Assigner
 
 
 def mesh(shape=(2, 4)):
@@ -27,8 +28,8 @@ def sharding_for(variable, over):
 
 
 def lay_out(model, over):
-    for variable in _keras.state_of(model):
-        _keras.set_sharding(variable, sharding_for(variable, over))
+    for variable in state_of(model):
+        set_sharding(variable, sharding_for(variable, over))
     return model
 
 
@@ -47,7 +48,7 @@ def read_view(manifest, view):
 
 def assigner(mapping, manifest, **options):
     def place(variable, host):
-        sharding = _keras.sharding_of(variable)
+        sharding = sharding_of(variable)
         return jax.device_put(host.copy(), sharding) if sharding is not None else jax.numpy.array(host)
 
     return Assigner(mapping, lambda name: read_tensor(manifest, name), place, **options)
@@ -58,7 +59,7 @@ def arrays(mapping, manifest):
     for binding in mapping.bindings:
         host = np.ascontiguousarray(read_view(manifest, binding.view)).reshape(binding.view.shape)
         host = np.asarray(jax.numpy.asarray(host).astype(binding.dtype))
-        sharding = _keras.sharding_of(binding.variable)
+        sharding = sharding_of(binding.variable)
         yield binding.name, jax.device_put(host, sharding) if sharding is not None else jax.numpy.array(host)
 
 
@@ -76,7 +77,7 @@ def fill(mapping, manifest, **options):
         if binding.name not in done.computed:
             assert pointers(binding.variable._value) == given[binding.name]
     for variable in mapping.provided:
-        sharding = _keras.sharding_of(variable)
+        sharding = sharding_of(variable)
         assert sharding is None or variable._value.sharding.is_equivalent_to(sharding, variable._value.ndim)
     return done
 
@@ -87,7 +88,7 @@ def pointers(array):
 
 def check_same(model, reference, *, state=False):
     """Every weight equal, bit for bit, dtype included."""
-    pick = _keras.state_of if state else (lambda m: m.weights)
+    pick = state_of if state else (lambda m: m.weights)
     ours, theirs = pick(model), pick(reference)
     assert len(ours) == len(theirs)
     for one, other in zip(ours, theirs, strict=True):

@@ -7,8 +7,8 @@ import models
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from shardload import _keras
-from shardload.names.state_tree import find
+from shardload.keras_bridge.variables import value_of
+from shardload.mapping.state_tree import find
 from shardload.steps.digests import verify
 
 X = np.random.default_rng(0).normal(size=(16, 8)).astype("float32")
@@ -74,4 +74,4 @@ def assert_holds(folder, model):
         held = tree
         for part in stored.path:
             held = held[part]
-        assert np.array_equal(np.asarray(held), np.asarray(_keras.value_of(leaf.variable))), stored.path
+        assert np.array_equal(np.asarray(held), np.asarray(value_of(leaf.variable))), stored.path

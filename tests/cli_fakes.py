@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from shardload.console import engine
+from shardload.console import lazy_api
 from shardload.reports import ByteCounts, DeviceUse, HostBytes, LayoutSummary, LoadReport, PlanReport, Stages
 
 COMMAND = (sys.executable, "-c", "import sys; from shardload.cli import main; sys.exit(main())")
@@ -48,8 +48,8 @@ FAKES = {
 def install() -> Any:
     """Put the fakes where the commands look for the engine; returns the engine for further changes."""
     for name, fake in FAKES.items():
-        setattr(engine, name, fake)
-    return engine
+        setattr(lazy_api, name, fake)
+    return lazy_api
 
 
 @dataclass(frozen=True)

@@ -7,19 +7,19 @@ import sys
 import time
 
 import shardload
-from shardload.converting.staging import Staging
+from shardload.converting.staging import ConversionFolder
 
 sys.modules.setdefault("tensorflow", None)  # Keras and KerasHub import it where it is; it is not needed
 
 
 def main(source, target, to, pause_s):
-    noted = Staging.note_done
+    noted = ConversionFolder.note_done
 
     def slowly(self, name, digest):
         noted(self, name, digest)
         time.sleep(pause_s)
 
-    Staging.note_done = slowly
+    ConversionFolder.note_done = slowly
     shardload.convert(source, target, to=to)
 
 

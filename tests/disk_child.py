@@ -28,7 +28,7 @@ from test_callbacks_failures import Batches
 from shardload import cli
 from shardload.callbacks import OrbaxCheckpoint
 from shardload.converting import writing
-from shardload.converting.staging import Staging
+from shardload.converting.staging import ConversionFolder
 from shardload.synth import synth
 
 PAGE = 4096
@@ -314,7 +314,7 @@ def converted(source, target, to):
 @contextlib.contextmanager
 def full_after(disk, count, *, pages=0):
     """Somebody fills the disk once so many tensors were copied; -1: before any file is made."""
-    noted, room, left = Staging.note_done, writing._check_room, [count]
+    noted, room, left = ConversionFolder.note_done, writing._check_room, [count]
 
     def check_room(*arguments):
         room(*arguments)
@@ -327,11 +327,11 @@ def full_after(disk, count, *, pages=0):
         if left[0] == 0:
             refill(disk)
 
-    Staging.note_done, writing._check_room = note_done, check_room
+    ConversionFolder.note_done, writing._check_room = note_done, check_room
     try:
         yield
     finally:
-        Staging.note_done, writing._check_room = noted, room
+        ConversionFolder.note_done, writing._check_room = noted, room
 
 
 def conversions(base):

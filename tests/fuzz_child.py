@@ -10,13 +10,7 @@ import pathlib
 import sys
 
 from shardload.errors import ShardloadError
-from shardload.loaders import (  # all of them now: an import is no cost of a file
-    gguf,  # noqa: F401
-    hf_folder,  # noqa: F401
-    hub_preset,  # noqa: F401
-    keras_archive,  # noqa: F401
-    open_manifest,
-)
+from shardload.loaders import open_manifest
 
 
 def status(field):

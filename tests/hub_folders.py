@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from shardload import _hub
+from shardload.hub import kerashub
 from shardload.manifest import Extent, Manifest, Tensor
 
 COMMON = {
@@ -183,7 +183,7 @@ def described(folder, model_type):
 def write(folder, model_type, model, dtype="float32", *, files=1, unwanted=True):
     """A folder KerasHub and we can load; ``model`` is only asked for shapes. One tensor in it is ``unwanted``."""
     config = config_of(model_type)
-    convert = _hub.converter(described(folder, model_type))
+    convert = kerashub.converter(described(folder, model_type))
     loader = AskingLoader(getattr(ml_dtypes, dtype) if dtype == "bfloat16" else dtype)
     with contextlib.redirect_stdout(io.StringIO()):
         convert.convert_weights(getattr(model, "backbone", model), loader, config)
@@ -212,7 +212,7 @@ def reference(folder, model, model_type):
     from keras_hub.src.utils.transformers.safetensor_utils import SafetensorLoader
 
     config = config_of(model_type)
-    convert = _hub.converter(described(folder, model_type))
+    convert = kerashub.converter(described(folder, model_type))
     with contextlib.redirect_stdout(io.StringIO()), SafetensorLoader(str(folder)) as loader:
         convert.convert_weights(getattr(model, "backbone", model), loader, config)
     if "ForImageClassification" in config["architectures"][0]:

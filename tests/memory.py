@@ -6,9 +6,9 @@ import weakref
 
 import jax
 
-import shardload._mover
-import shardload._verified
-from shardload.assign import Assigner
+import shardload.transfer.block_copy
+import shardload.transfer.verified_reads
+from shardload.mapping.assign import Assigner
 
 _BUFFERS = {}
 """Where the arrays seen before lie, by their ids: other tests leave thousands, and asking takes 5 µs each."""
@@ -79,12 +79,12 @@ def watch(monkeypatch):
 
 def scratch_taken(monkeypatch):
     """Host memory that reader threads really take, in bytes, none of it counted as given back."""
-    taken, original = [], shardload._mover.memory
+    taken, original = [], shardload.transfer.block_copy.memory
 
     def memory(n_bytes):
         taken.append(n_bytes)
         return original(n_bytes)
 
-    for module in (shardload._mover, shardload._verified):
+    for module in (shardload.transfer.block_copy, shardload.transfer.verified_reads):
         monkeypatch.setattr(module, "memory", memory)
     return taken

@@ -16,7 +16,7 @@ from fuzzing import anything, damaged
 from hypothesis import strategies as st
 
 from shardload.errors import ShardloadError
-from shardload.steps._digest_list import _canonical, _hash
+from shardload.steps.digest_list import _canonical, _hash
 from shardload.steps.digests import DIGESTS_FILE, Digests
 
 DEEP = "[" * 2000 + "]" * 2000

@@ -19,12 +19,12 @@ import orbax_seeds
 import tensorstore as ts
 
 import shardload
-from shardload import _keras
-from shardload._whole import read_tensor
 from shardload.cli import main
 from shardload.errors import ShardloadError
-from shardload.names.state_tree import describe
+from shardload.keras_bridge.variables import has_value, value_of
+from shardload.mapping.state_tree import describe
 from shardload.steps.listing import list_steps
+from shardload.transfer.read_tensor import read_tensor
 from shardload.verifying import verify
 
 
@@ -143,9 +143,7 @@ def forget():
 
 def state():
     values = {leaf.path: leaf.variable for leaf in describe(MODEL).leaves}
-    return {
-        "/".join(path): hash_of(np.asarray(_keras.value_of(v))) for path, v in values.items() if _keras.has_value(v)
-    }
+    return {"/".join(path): hash_of(np.asarray(value_of(v))) for path, v in values.items() if has_value(v)}
 
 
 def command(found, words):

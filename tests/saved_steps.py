@@ -2,8 +2,8 @@
 
 import json
 
-from shardload import _orbax
-from shardload.names.state_tree import describe
+from shardload.mapping.state_tree import describe
+from shardload.steps import orbax_writer
 from shardload.steps.digests import Digests
 from shardload.steps.publish import Staging
 
@@ -12,7 +12,7 @@ def save_step(model, root, step, *, compression="none", weights_only=False, **de
     root.mkdir(exist_ok=True)
     state = describe(model).weights_only() if weights_only else describe(model)
     staging = Staging.begin(root, step)
-    _orbax.start_save(staging.path, {"pytree": state.tree}, compression=compression, step=step).result()
+    orbax_writer.start_save(staging.path, {"pytree": state.tree}, compression=compression, step=step).result()
     own = staging.path / "shardload"
     own.mkdir(exist_ok=True)
     (own / "structure.json").write_text(json.dumps(state.to_json()))

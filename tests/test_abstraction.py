@@ -10,13 +10,18 @@ import keras
 import models
 import numpy as np
 import pytest
+from keras.src.backend.common import variables
+from keras.src.backend.jax.core import JaxVariable
 
 import shardload
-from shardload import _keras
-from shardload.abstraction import abstract, check_initialised, initialise, is_abstract, uninitialised
 from shardload.errors import UninitialisedError, UnsupportedError
-from shardload.layout import Layout
-from shardload.mesh import MeshSpec
+from shardload.keras_bridge.abstraction import abstract, check_initialised, initialise, is_abstract, uninitialised
+from shardload.keras_bridge.model_state import state_of
+from shardload.keras_bridge.pending import recording
+from shardload.keras_bridge.recording import registered, unregistered
+from shardload.keras_bridge.variables import direct_assign, drop_value, has_value, set_layout, sharding_of
+from shardload.sharding.layout import Layout
+from shardload.sharding.mesh import MeshSpec
 
 # Keras 3.15 under NumPy 2.3: `Variable.__array__` has no `copy` argument.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -74,7 +79,7 @@ def compiled(build):
 
 
 def bits(model):
-    return [np.asarray(v.value).tobytes() for v in _keras.state_of(model)]
+    return [np.asarray(v.value).tobytes() for v in state_of(model)]
 
 
 @pytest.fixture
@@ -97,7 +102,7 @@ def test_nothing_is_allocated_nor_initialised(name, monkeypatch):
     before = sum(a.nbytes for a in jax.live_arrays())
     with shardload.abstract():
         model = compiled(EVERYTHING[name])
-    assert all(map(is_abstract, _keras.state_of(model)))
+    assert all(map(is_abstract, state_of(model)))
     # Constructors' own arithmetic: the scale of Gemma's embeddings, Normalization's mean and variance.
     assert sum(a.nbytes for a in jax.live_arrays()) - before <= 32
 
@@ -118,7 +123,7 @@ def test_late_initialisation_is_eager_initialisation(name):
         late = compiled(EVERYTHING[name])
     done = initialise(late)
     check_initialised(late)
-    assert len(done) == len(_keras.state_of(late))
+    assert len(done) == len(state_of(late))
     assert bits(late) == bits(eager)
 
 
@@ -153,7 +158,7 @@ def test_variables_are_found_whatever_holds_them():
         "d": weakref.proxy(seeds),
     }.items():
         layer.__dict__[name] = value
-    found = {v.path for v in _keras.state_of(layer)}
+    found = {v.path for v in state_of(layer)}
     assert {first.path, second.path, seeds.state.path} <= found
 
 
@@ -182,7 +187,7 @@ def test_sharded_initialisation_is_eager_initialisation(initializer, dtype):
             late = keras.Variable(initializer, shape=(64, 64), dtype=dtype)
         initialise([late], layouts={id(late): Layout(mesh, spec)}, devices=jax.devices())
         assert np.asarray(late.value).tobytes() == np.asarray(eager.value).tobytes()
-        assert late.value.sharding.is_equivalent_to(_keras.sharding_of(late), 2)
+        assert late.value.sharding.is_equivalent_to(sharding_of(late), 2)
 
 
 def test_no_device_holds_more_than_its_shards_while_initialising(monkeypatch):
@@ -317,7 +322,7 @@ def test_a_variable_computed_in_build_is_never_initialised(sharded):
         layer = Derived()
         layer.build((None, 3))
     if sharded:
-        _keras.set_layout(layer.half, Layout(MeshSpec(("model",), (1,)), ((), ())), jax.devices()[:1])
+        set_layout(layer.half, Layout(MeshSpec(("model",), (1,)), ((), ())), jax.devices()[:1])
     with pytest.raises(UninitialisedError, match=r"half' has no value: its layer computes it.*shardload\.load_weights"):
         initialise(layer)
     assert uninitialised(layer) == [layer.half.path]
@@ -365,25 +370,25 @@ def test_variables_on_keras_waiting_list_are_found():
         forgotten = keras.Variable("zeros", shape=(2,), name="forgotten")
     with pytest.raises(UninitialisedError, match="forgotten"):
         check_initialised([])
-    assert _keras.unregistered() == [forgotten]
+    assert unregistered() == [forgotten]
 
 
 def test_stateless_scopes_inside_leave_no_debt():
     with abstract(), keras.StatelessScope(initialize_variables=False):
         variable = keras.Variable("zeros", shape=(2,))
-    assert _keras.registered() == []
+    assert registered() == []
     assert is_abstract(variable)
     assert initialise([variable]) == [variable.path]
 
 
 def test_an_exception_restores_everything():
-    seams = [_keras.variables.Variable, _keras.JaxVariable]
+    seams = [variables.Variable, JaxVariable]
     before = [dict(vars(cls)) for cls in seams]
     with pytest.raises(RuntimeError, match="half-way"), abstract():
         keras.layers.Dense(3).build((2, 2))
         with abstract():
             pass
-        assert _keras.recording()
+        assert recording()
         raise RuntimeError("half-way")
     assert [dict(vars(cls)) for cls in seams] == before
     assert not is_abstract(keras.Variable("zeros", shape=(1,)))
@@ -458,11 +463,11 @@ def test_quantize_needs_values():
 
 def test_dropped_values_are_not_made_up():
     variable = keras.Variable(np.ones(3), name="dropped")
-    _keras.drop_value(variable)
-    assert not _keras.has_value(variable)
+    drop_value(variable)
+    assert not has_value(variable)
     with pytest.raises(UninitialisedError, match=r"'dropped'.*load the model again"):
         initialise([variable])
-    _keras.direct_assign(variable, jax.numpy.zeros(3))
+    direct_assign(variable, jax.numpy.zeros(3))
     check_initialised([variable])
 
 

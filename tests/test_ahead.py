@@ -6,11 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from shardload._ahead import MAX_RANGE_UNITS, AheadReads
-from shardload._fanout import Flat
 from shardload.errors import DamagedError, TransferError
-from shardload.planner import Block
-from shardload.stores import places
+from shardload.stores import file_access
+from shardload.transfer.planning import Block
+from shardload.transfer.prefetch import MAX_RANGE_UNITS, AheadReads
+from shardload.transfer.scratch import Flat
 
 MIB = 1 << 20
 PATH = "/nowhere/7/data"
@@ -50,9 +50,9 @@ class Pending:
 @pytest.fixture
 def store():
     found = Store()
-    places.enter(found)
+    file_access.enter(found)
     yield found
-    places.leave(found.folder)
+    file_access.leave(found.folder)
 
 
 def block(start, stop):
@@ -126,8 +126,8 @@ def test_what_fails_fails_for_every_thread_and_the_rest_is_given_up(store):
 
 def test_a_mirror_that_is_gone_is_no_file(store):
     reads = AheadReads([block(0, MIB)], limit_bytes=16 * MIB, threads=1)
-    places.leave(store.folder)
+    file_access.leave(store.folder)
     with pytest.raises(TransferError, match="is read no more"):
         read(reads, block(0, MIB), MIB)
     with pytest.raises(FileNotFoundError):
-        places.open_file(PATH)
+        file_access.open_file(PATH)

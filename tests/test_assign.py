@@ -6,12 +6,13 @@ import pytest
 from by_hand import arrays, assigner, check_same, fill, lay_out, mesh, pointers
 from keras import layers
 
-import shardload.abstraction
-from shardload import _keras
-from shardload.assign import as_keras_casts
+import shardload.keras_bridge.abstraction
 from shardload.errors import LoadInterruptedError, MismatchError
+from shardload.keras_bridge.saving import assignments_to
+from shardload.keras_bridge.variables import is_abstract, stored_dtype
 from shardload.loaders import open_manifest
-from shardload.names import map_keras
+from shardload.mapping import map_keras
+from shardload.mapping.assign import as_keras_casts
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
 
@@ -124,11 +125,11 @@ def test_an_interrupted_load_of_a_live_model(manifest):
 
 
 def test_an_interrupted_load_of_an_abstract_model(manifest):
-    with shardload.abstraction.abstract():
+    with shardload.keras_bridge.abstraction.abstract():
         target = model()
     state = interrupted(target, manifest).abort()
     assert len(state.new) == 2 and len(state.none) == 5 and not state.old
-    shardload.abstraction.initialise(target)
+    shardload.keras_bridge.abstraction.initialise(target)
     assert all(v._value is not None for v in target.weights)
 
 
@@ -140,11 +141,11 @@ def test_atomic_puts_the_old_buffers_back(manifest):
 
 
 def test_atomic_makes_abstract_variables_abstract_again(manifest):
-    with shardload.abstraction.abstract():
+    with shardload.keras_bridge.abstraction.abstract():
         target = model()
     interrupted(target, manifest, atomic=True).abort()
-    assert all(_keras.is_abstract(v) for v in target.weights)
-    shardload.abstraction.initialise(target)
+    assert all(is_abstract(v) for v in target.weights)
+    shardload.keras_bridge.abstraction.initialise(target)
     assert np.asarray(target.layers[1].kernel).any()
 
 
@@ -177,7 +178,7 @@ def test_other_threads_assign_as_ever(manifest):
 
     other = keras.Variable(np.zeros(3, "float32"))
     thread = threading.Thread(target=lambda: other.assign(np.ones(3, "float32")))
-    with _keras.assignments_to(lambda variable, value, assign: value):
+    with assignments_to(lambda variable, value, assign: value):
         thread.start()
         thread.join()
         other.assign(np.full(3, 7.0, "float32"))
@@ -191,5 +192,5 @@ def test_casts_equal_keras(stored, wanted):
     value = (np.random.default_rng(0).normal(size=4096) * 100).astype(stored)
     variable = keras.Variable(np.zeros(4096), dtype=wanted)
     variable.assign(value)
-    ours = as_keras_casts(value, _keras.stored_dtype(variable))
+    ours = as_keras_casts(value, stored_dtype(variable))
     assert ours.tobytes() == np.asarray(variable._value).tobytes()

@@ -13,12 +13,12 @@ import keras
 import pytest
 from callback_models import X, assert_holds, compiled, fit, steps_in
 
-from shardload import _orbax
 from shardload.callbacks import OrbaxCheckpoint, _retention, _writer
 from shardload.errors import SaveError
-from shardload.steps._failures import save_error
+from shardload.steps import orbax_writer
 from shardload.steps.digests import verify
 from shardload.steps.listing import list_steps
+from shardload.steps.save_errors import save_error
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
 
@@ -38,7 +38,7 @@ class Batches(keras.callbacks.Callback):
 
 def broken(monkeypatch, *, at=1):
     """From the save ``at`` on, Orbax fails in the background; returns an event set once it has."""
-    real, calls, failed = _orbax.Pending.result, [], threading.Event()
+    real, calls, failed = orbax_writer.PendingSave.result, [], threading.Event()
 
     def result(self, timeout_s=None):
         calls.append(self)
@@ -47,7 +47,7 @@ def broken(monkeypatch, *, at=1):
             failed.set()
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(_orbax.Pending, "result", result)
+    monkeypatch.setattr(orbax_writer.PendingSave, "result", result)
     return failed
 
 
@@ -114,14 +114,14 @@ def test_a_save_that_takes_too_long_is_given_up(tmp_path, monkeypatch):
         time.sleep(timeout_s)
         raise TimeoutError(f"after {timeout_s} s")
 
-    monkeypatch.setattr(_orbax.Pending, "result", never)
+    monkeypatch.setattr(orbax_writer.PendingSave, "result", never)
     with pytest.raises(SaveError, match=r"Step 4 was not written within 1 s \(async_timeout_s\)"):
         fit(compiled(), OrbaxCheckpoint(tmp_path, async_timeout_s=1))
     assert steps_in(tmp_path) == []
 
 
 def test_one_save_in_flight(tmp_path, monkeypatch):
-    real, running, most = _orbax.Pending.result, [], []
+    real, running, most = orbax_writer.PendingSave.result, [], []
 
     def slow(self, timeout_s=None):
         running.append(self)
@@ -130,14 +130,16 @@ def test_one_save_in_flight(tmp_path, monkeypatch):
         real(self, timeout_s)
         running.remove(self)
 
-    monkeypatch.setattr(_orbax.Pending, "result", slow)
+    monkeypatch.setattr(orbax_writer.PendingSave, "result", slow)
     fit(compiled(), OrbaxCheckpoint(tmp_path, save_freq=1, max_to_keep=None))
     assert most == [1, 1, 1, 1] and steps_in(tmp_path) == [1, 2, 3, 4]
 
 
 def test_training_goes_on_while_a_step_is_written(tmp_path, monkeypatch):
-    real, go = _orbax.Pending.result, threading.Event()
-    monkeypatch.setattr(_orbax.Pending, "result", lambda self, timeout_s=None: (go.wait(60), real(self, timeout_s)))
+    real, go = orbax_writer.PendingSave.result, threading.Event()
+    monkeypatch.setattr(
+        orbax_writer.PendingSave, "result", lambda self, timeout_s=None: (go.wait(60), real(self, timeout_s))
+    )
     batches = Batches({3: go.set})
     fit(compiled(), OrbaxCheckpoint(tmp_path, save_freq=2, max_to_keep=None), batches)
     assert go.is_set() and steps_in(tmp_path) == [2, 4]
@@ -223,7 +225,7 @@ def test_an_interrupt_while_arrays_are_held_or_copied_leaves_nothing(tmp_path, m
     callback = OrbaxCheckpoint(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(_writer, "snapshot", interrupted if at == "held" else lambda items: None)
-        patch.setattr(_orbax, "start_save", interrupted)
+        patch.setattr(orbax_writer, "start_save", interrupted)
         with pytest.raises(KeyboardInterrupt):
             fit(compiled(), callback)
     assert steps_in(tmp_path) == [] and list((tmp_path / ".staging").iterdir()) == []

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from shardload.callbacks._retention import Comparison, Retention
+from shardload.callbacks._retention import BestRule, Retention
 from shardload.errors import UsageError
 from shardload.steps.listing import StepInfo
 
@@ -14,7 +14,7 @@ def step(number, *, loss=None, hours=0.0, ours=True, problems=None, **details):
 
 
 def removed(rule, steps, mode="min", **by):
-    return rule.removable(steps, newest=steps[-1].step, by=Comparison("loss", mode, **by))
+    return rule.removable(steps, newest=steps[-1].step, by=BestRule("loss", mode, **by))
 
 
 def test_latest():
@@ -70,7 +70,7 @@ def test_the_best_that_another_callback_promised_to_keep_stay():
     assert removed(Retention(1), two) == [3]
     assert removed(Retention(1, best=1), two) == [2, 3]  # the rule of this callback, which is about the same
     other = [step(1, loss=0.1, **PROMISED), step(2, loss=0.2), step(3, loss=0.3)]
-    assert Retention(1, best=1).removable(other, newest=3, by=Comparison("mae", "min")) == [2]
+    assert Retention(1, best=1).removable(other, newest=3, by=BestRule("mae", "min")) == [2]
 
 
 def test_steps_of_other_runs_are_compared_among_themselves():

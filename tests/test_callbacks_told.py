@@ -11,24 +11,24 @@ import numpy as np
 import pytest
 from callback_models import assert_holds, compiled, fit, steps_in
 
-from shardload import _last_words, _orbax
 from shardload.callbacks import OrbaxCheckpoint, _retention, _writer
 from shardload.callbacks._interrupts import Worker, held_back
+from shardload.distributed import watchdog
 from shardload.errors import SaveError, SourceError, StepExistsError
-from shardload.steps import _aftermath
+from shardload.steps import orbax_log_filter, orbax_writer
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
 
 
 def after_writing(monkeypatch, do):
     """``do`` is called with the step's staging folder once Orbax has written everything."""
-    real = _orbax.Pending.result
+    real = orbax_writer.PendingSave.result
 
     def result(self, timeout_s=None):
         real(self, timeout_s)
         do(self.path)
 
-    monkeypatch.setattr(_orbax.Pending, "result", result)
+    monkeypatch.setattr(orbax_writer.PendingSave, "result", result)
 
 
 def test_two_callbacks_of_one_folder_are_told_the_way_out(tmp_path):
@@ -76,14 +76,14 @@ def test_an_older_step_that_cannot_be_looked_into_is_named_with_the_way_out(tmp_
 
 
 def test_a_failed_save_prints_no_traceback_of_orbax(tmp_path, monkeypatch, capfd):
-    real = _orbax.start_save
+    real = orbax_writer.start_save
 
     def start(path, *args, **named):
         pending = real(path, *args, **named)
         path.parent.rename(tmp_path / "away")
         return pending
 
-    monkeypatch.setattr(_orbax, "start_save", start)
+    monkeypatch.setattr(orbax_writer, "start_save", start)
     with pytest.raises(SaveError, match=r"Step 4 could not be saved .*was removed"):
         fit(compiled(), OrbaxCheckpoint(tmp_path))
     told = capfd.readouterr()
@@ -93,8 +93,8 @@ def test_a_failed_save_prints_no_traceback_of_orbax(tmp_path, monkeypatch, capfd
 @pytest.fixture
 def long_ago(monkeypatch):
     """No save of ours is written, and none failed lately."""
-    monkeypatch.setattr(_aftermath, "_written", 0)
-    monkeypatch.setattr(_aftermath, "_failed_at", -_aftermath.STRAGGLERS_S)
+    monkeypatch.setattr(orbax_log_filter, "_written", 0)
+    monkeypatch.setattr(orbax_log_filter, "_failed_at", -orbax_log_filter.STRAGGLERS_S)
 
 
 def record(path, level=logging.ERROR):
@@ -103,15 +103,15 @@ def record(path, level=logging.ERROR):
 
 def test_orbax_is_silent_about_our_saves_only(long_ago):
     of_orbax, of_others = record("/lib/orbax/checkpoint/future.py"), record("/lib/other/thing.py")
-    assert _aftermath._is_worth_logging(of_orbax) and _aftermath._is_worth_logging(of_others)
-    _aftermath.begins()
-    assert not _aftermath._is_worth_logging(of_orbax) and _aftermath._is_worth_logging(of_others)
-    assert _aftermath._is_worth_logging(record("/lib/orbax/checkpoint/future.py", logging.WARNING))
-    _aftermath.ended(failed=False)
-    assert _aftermath._is_worth_logging(of_orbax)
-    _aftermath.begins()
-    _aftermath.ended(failed=True)
-    assert not _aftermath._is_worth_logging(of_orbax)
+    assert orbax_log_filter._is_worth_logging(of_orbax) and orbax_log_filter._is_worth_logging(of_others)
+    orbax_log_filter.begins()
+    assert not orbax_log_filter._is_worth_logging(of_orbax) and orbax_log_filter._is_worth_logging(of_others)
+    assert orbax_log_filter._is_worth_logging(record("/lib/orbax/checkpoint/future.py", logging.WARNING))
+    orbax_log_filter.ended(failed=False)
+    assert orbax_log_filter._is_worth_logging(of_orbax)
+    orbax_log_filter.begins()
+    orbax_log_filter.ended(failed=True)
+    assert not orbax_log_filter._is_worth_logging(of_orbax)
 
 
 def test_only_a_write_of_tensorstore_that_comes_late_is_silent():
@@ -122,9 +122,9 @@ def test_only_a_write_of_tensorstore_that_comes_late_is_silent():
     with pytest.raises(RuntimeError) as caught:
         loop.call_soon_threadsafe(print)
     here = caught.value.__traceback__
-    assert not _aftermath.is_late_write(caught.value, here)  # somebody's own call
-    assert _aftermath.is_late_write(caught.value, here.tb_next)  # called from no Python
-    assert not _aftermath.is_late_write(RuntimeError("other"), here.tb_next)
+    assert not orbax_log_filter.is_late_write(caught.value, here)  # somebody's own call
+    assert orbax_log_filter.is_late_write(caught.value, here.tb_next)  # called from no Python
+    assert not orbax_log_filter.is_late_write(RuntimeError("other"), here.tb_next)
 
 
 def async_serialize_from_host():
@@ -143,8 +143,8 @@ def test_what_orbax_left_behind_is_collected_silently_once_a_save_failed(long_ag
         warnings.simplefilter("always")
         async_serialize_from_host()
         assert len(told) == 1 and "never awaited" in str(told[0].message)
-        _aftermath.begins()
-        _aftermath.ended(failed=True)
+        orbax_log_filter.begins()
+        orbax_log_filter.ended(failed=True)
         async_serialize_from_host()
         assert len(told) == 1
         of_somebody_else()
@@ -245,13 +245,13 @@ def test_nothing_is_held_back_in_another_thread_or_where_ctrl_c_does_nothing():
 
 @pytest.mark.parametrize(("same_run", "why"), [(False, "most likely killed"), (True, "after what is written above")])
 def test_an_end_is_a_consequence_of_failures_of_the_same_run_only(tmp_path, monkeypatch, capsys, same_run, why):
-    _last_words.write_down(str(tmp_path), {"process": 1, "cause": "Process 1 was killed in the run before"})
+    watchdog.write_down(str(tmp_path), {"process": 1, "cause": "Process 1 was killed in the run before"})
 
     def lines():
         if same_run:
-            _last_words.write_down(str(tmp_path), {"process": 1, "cause": "Process 1 was killed"})
+            watchdog.write_down(str(tmp_path), {"process": 1, "cause": "Process 1 was killed"})
         yield "training\n"
 
     monkeypatch.setattr(sys, "stdin", lines())
-    _last_words._wait(str(tmp_path), 0, 9, "host")
-    assert why in _last_words.written_since(str(tmp_path), 0)[-1]["cause"]
+    watchdog._wait(str(tmp_path), 0, 9, "host")
+    assert why in watchdog.written_since(str(tmp_path), 0)[-1]["cause"]

@@ -1,15 +1,15 @@
-"""Where pieces of a variable go: `shardload._chunks`."""
+"""Where pieces of a variable go: `shardload.transfer.staging`."""
 
 import numpy as np
 import pytest
 
-from shardload._chunks import Chunk, Variable, _stacked_dim
-from shardload._fanout import Flat, copy
-from shardload.bounds import Bounds
-from shardload.layout import Layout
 from shardload.manifest import View
-from shardload.mesh import MeshSpec
-from shardload.planner import Piece, Target, local_bounds
+from shardload.sharding.bounds import Bounds
+from shardload.sharding.layout import Layout
+from shardload.sharding.mesh import MeshSpec
+from shardload.transfer.planning import BlockPiece, Target, local_bounds
+from shardload.transfer.scratch import Flat, copy
+from shardload.transfer.staging import Chunk, Variable, _stacked_dim
 
 MESH = MeshSpec.parse("2x4")
 ROWS, COLUMNS = 16, 24
@@ -59,7 +59,7 @@ def test_a_piece_goes_to_the_same_places_however_it_is_divided(name, dims):
     boxes = [whole, *(Bounds((a, *whole.start[1:]), (b, *whole.stop[1:])) for a, b in ((0, 1), (1, 4), (3, 4)))]
     boxes += [Bounds((*whole.start[:-1], a), (*whole.stop[:-1], b)) for a, b in ((0, 1), (1, 4), (5, 6))]
     for box in boxes:
-        piece = Piece(0, box, view)
+        piece = BlockPiece(0, box, view)
         apart, wanted = filled(chunk, piece, stacked=False)
         together, found = filled(chunk, piece, stacked=True)
         assert all((a == b).all() for a, b in zip(found, wanted, strict=True))
@@ -68,7 +68,7 @@ def test_a_piece_goes_to_the_same_places_however_it_is_divided(name, dims):
 
 def test_columns_of_rows_are_one_part():
     chunk = chunk_of(VIEWS["as stored"], {1: "model"})
-    (part,) = chunk.parts(Piece(0, Bounds((2, 0), (5, COLUMNS)), VIEWS["as stored"]))
+    (part,) = chunk.parts(BlockPiece(0, Bounds((2, 0), (5, COLUMNS)), VIEWS["as stored"]))
     assert part.target.shape == (4, 3, 6) and part.view.strides == (6, COLUMNS, 1)
 
 

@@ -13,7 +13,7 @@ from cli_fakes import FAKES, Done, environment, fake_command, loads, report, run
 
 import shardload as package
 from shardload.cli import main
-from shardload.console import engine, failures
+from shardload.console import failures, lazy_api
 from shardload.errors import (
     LayoutError,
     LoadInterruptedError,
@@ -33,7 +33,7 @@ IGNORE = ["--ignore", "score.*", "--ignore", "mtp.*"]
 def cli(capfd, monkeypatch):
     """The command with a fake engine, in this process."""
     for name, fake in FAKES.items():
-        monkeypatch.setattr(engine, name, fake)
+        monkeypatch.setattr(lazy_api, name, fake)
 
     def call(*arguments: str) -> Done:
         capfd.readouterr()
@@ -135,7 +135,7 @@ def test_load_prints_generated_text_last_and_set_off(cli):
 
 
 def test_generated_text_cannot_drive_the_terminal(cli, monkeypatch):
-    monkeypatch.setattr(engine, "generate", lambda *a, **k: ["\x1b]0;title\x07", "two\nlines"])
+    monkeypatch.setattr(lazy_api, "generate", lambda *a, **k: ["\x1b]0;title\x07", "two\nlines"])
     assert cli(*LOAD, "--prompt", "Say").stdout.endswith("Say\\x1b]0;title\\x07two\nlines\n")
 
 
@@ -167,7 +167,9 @@ engine.load = noisy
 
 def test_options_arrive_as_typed(cli, monkeypatch):
     seen = {}
-    monkeypatch.setattr(engine, "load", lambda source, **options: seen.update(options, source=source) or loads(source))
+    monkeypatch.setattr(
+        lazy_api, "load", lambda source, **options: seen.update(options, source=source) or loads(source)
+    )
     off = ("--no-strict", "--no-compile")
     arguments = (*off, "--atomic", "--format", "gguf", "--ignore-config", "rope_scaling", *IGNORE)
     cli(*LOAD, "--dtype", "bf16", "--host-memory", "2GiB", *arguments)
@@ -189,7 +191,7 @@ def test_options_arrive_as_typed(cli, monkeypatch):
 
 @pytest.mark.parametrize(("fits", "code"), [(True, 0), (False, 1)])
 def test_a_plan_that_does_not_fit_exits_with_1(fits, code, cli, monkeypatch):
-    monkeypatch.setattr(engine, "plan", lambda *a, **k: report(PlanReport, fits=Fit(10, 20, fits, "1x4")))
+    monkeypatch.setattr(lazy_api, "plan", lambda *a, **k: report(PlanReport, fits=Fit(10, 20, fits, "1x4")))
     done = cli("plan", "x", "--mesh", "1x2", "--device-memory", "16GiB", "--json")
     assert (done.code, done.json["fits"]["smallest_mesh"], done.stderr) == (code, "1x4", "")
 
@@ -207,7 +209,7 @@ def failing(cli, monkeypatch):
         def fails(*args, **options):
             raise error
 
-        monkeypatch.setattr(engine, "plan", fails)
+        monkeypatch.setattr(lazy_api, "plan", fails)
         return cli("plan", "x", *arguments)
 
     return call

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 from cli_fakes import run, with_fakes
 
-import shardload.devices  # noqa: F401 - imported here, so that it never sees a pretended JAX
-from shardload.console import environment
-from shardload.console.environment import Platform
+import shardload.sharding.devices  # noqa: F401 - imported here, so that it never sees a pretended JAX
+from shardload.console import jax_setup
+from shardload.console.jax_setup import Platform
 from shardload.errors import MeshError
-from shardload.mesh import MeshSpec
+from shardload.sharding.mesh import MeshSpec
 
 SHOW = """
 import json, os
@@ -67,7 +67,7 @@ def machine(monkeypatch):
         config.update = lambda name, value: setattr(config, name, value)
         points = [SimpleNamespace(name=name) for name in plugins]
         monkeypatch.setitem(sys.modules, "jax", SimpleNamespace(config=config, devices=devices))
-        monkeypatch.setattr(environment.metadata, "entry_points", lambda group: points)
+        monkeypatch.setattr(jax_setup.metadata, "entry_points", lambda group: points)
         monkeypatch.setenv("JAX_PLATFORMS", "")
 
     return make
@@ -75,7 +75,7 @@ def machine(monkeypatch):
 
 def provide(mesh: str, platform: Platform | None = None) -> list[str]:
     notes: list[str] = []
-    environment.provide_devices(MeshSpec.parse(mesh), platform=platform, note=notes.append)
+    jax_setup.provide_devices(MeshSpec.parse(mesh), platform=platform, note=notes.append)
     return notes
 
 
@@ -114,7 +114,7 @@ def test_a_platform_without_plugin_says_what_to_install(machine):
 def test_the_gpu_plugin_that_is_installed_is_used(machine, monkeypatch, plugin, platforms):
     machine("gpu", 2, plugins=(plugin,))
     assert provide("1x2", Platform.GPU) == []
-    assert environment.os.environ["JAX_PLATFORMS"] == platforms
+    assert jax_setup.os.environ["JAX_PLATFORMS"] == platforms
 
 
 def test_a_plugin_without_its_device_is_told(machine):
@@ -139,7 +139,7 @@ def test_cuda_where_there_is_none_is_one_paragraph():
 
 
 def test_cuda_where_there_is_none_is_our_error_in_python():
-    code = "from shardload.devices import place_on; place_on('1x8')"
+    code = "from shardload.sharding.devices import place_on; place_on('1x8')"
     done = run((sys.executable, "-c", code), JAX_PLATFORMS="cuda", CUDA_VISIBLE_DEVICES="")
     assert done.stderr.splitlines()[-1].startswith("shardload.errors.MeshError: JAX could not start with JAX_PLATFORMS")
 
@@ -147,6 +147,6 @@ def test_cuda_where_there_is_none_is_our_error_in_python():
 def test_warnings_are_kept_from_people_who_did_not_ask(monkeypatch):
     monkeypatch.setattr(sys, "warnoptions", [])
     with warnings.catch_warnings(record=True) as caught:
-        environment.prepare(note=lambda message: None)
+        jax_setup.prepare(note=lambda message: None)
         warnings.warn("noise", stacklevel=1)
     assert caught == []

@@ -13,7 +13,7 @@ from process_runs import free_port
 from shardload.console import options
 from shardload.console.processes import Processes
 from shardload.errors import MeshError
-from shardload.mesh import MeshSpec
+from shardload.sharding.mesh import MeshSpec
 from shardload.synth import synth
 
 pytestmark = pytest.mark.slow

@@ -18,13 +18,13 @@ from orbax.checkpoint import v1 as ocp
 from safetensors import safe_open
 
 import shardload
-from shardload._whole import read_tensor
 from shardload.callbacks import OrbaxCheckpoint
 from shardload.comparing import diff
 from shardload.converting.staging import staged
 from shardload.errors import DamagedError, MismatchError, UnsupportedError, UsageError, WriteError
 from shardload.loaders._zarr_chunks import ZarrCodec
 from shardload.synth import synth
+from shardload.transfer.read_tensor import read_tensor
 from shardload.verifying import verify
 
 # Keras 3.15 converts its variables with an old signature of __array__ that NumPy 2.4 warns about.
@@ -150,7 +150,7 @@ def test_plain_orbax_reads_its_own(made):
 
 
 def test_orbax_in_several_chunks_with_a_padded_one(presets, made, tmp_path, monkeypatch):
-    monkeypatch.setattr("shardload.writers.orbax.CHUNK_BYTES", 10_000)
+    monkeypatch.setattr("shardload.converting.writers.orbax.CHUNK_BYTES", 10_000)
     shardload.convert(presets["gemma2_9b"], tmp_path / "out", to="orbax", host_memory_bytes=1 << 20)
     assert same(made["gemma2_9b", "orbax"], tmp_path / "out")
     assert len(list((tmp_path / "out" / "pytree").rglob("c/1/*"))) > 5

@@ -19,9 +19,10 @@ from test_convert import ROOT, start, wait_for
 from test_names_converters import build
 
 import shardload
-from shardload import _keras, _whole
 from shardload.errors import UnsupportedError
+from shardload.keras_bridge.variables import value_of
 from shardload.synth import synth
+from shardload.transfer import read_tensor
 
 # Keras 3.15 converts its variables with an old signature of __array__ that NumPy 2.4 warns about.
 pytestmark = [
@@ -57,7 +58,7 @@ def assert_same_model(first, second):
     ours, theirs = (shardload.load(path, mesh="1x1", task=False) for path in (first, second))
     assert len(ours.weights) > 3
     for one, two in zip(ours.weights, theirs.weights, strict=True):
-        a, b = (np.asarray(_keras.value_of(v)) for v in (one, two))
+        a, b = (np.asarray(value_of(v)) for v in (one, two))
         assert (path_of(one), a.dtype, a.tobytes()) == (path_of(two), b.dtype, b.tobytes())
 
 
@@ -164,7 +165,7 @@ def test_one_layer_s_experts_are_in_memory_at_a_time(tmp_path, monkeypatch):
     live, most = {}, [0]
 
     def read(manifest, name):
-        value = _whole.read_tensor(manifest, name)
+        value = read_tensor.read_tensor(manifest, name)
         live[name] = value.nbytes
         weakref.finalize(value, live.pop, name)
         most[0] = max(most[0], sum(live.values()))

@@ -10,7 +10,7 @@ import pytest
 from test_convert import folder, made, presets, same  # noqa: F401 - fixtures
 
 import shardload
-from shardload.converting.staging import Staging, staged
+from shardload.converting.staging import ConversionFolder, staged
 from shardload.errors import UsageError, WriteError
 
 # Keras 3.15 converts its variables with an old signature of __array__ that NumPy 2.4 warns about.
@@ -126,7 +126,7 @@ def test_what_an_earlier_run_did_stays_when_the_source_is_gone(preset, tmp_path,
     def stop(self, name, digest):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Staging, "note_done", stop)
+    monkeypatch.setattr(ConversionFolder, "note_done", stop)
     with pytest.raises(KeyboardInterrupt) as interrupted:
         shardload.convert(preset, tmp_path / "out", to="h5")
     assert "What was done so far is in" in interrupted.value.__notes__[0]

@@ -1,11 +1,11 @@
-"""Worker threads that wake their caller seldom: `shardload._crew`."""
+"""Worker threads that wake their caller seldom: `shardload.transfer.workers`."""
 
 import gc
 import threading
 
 import pytest
 
-from shardload._crew import Crew
+from shardload.transfer.workers import Crew
 
 
 @pytest.fixture

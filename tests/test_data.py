@@ -9,7 +9,7 @@ import pytest
 
 from shardload.callbacks._records import iterator_record
 from shardload.data import _global_batches, follow, resumable, stop_following
-from shardload.data._global_batches import Part, part_in
+from shardload.data._global_batches import BatchPart, part_in
 from shardload.errors import UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")  # what Keras says of any Grain epoch
@@ -127,15 +127,15 @@ def test_global_batches_are_those_of_one_process_cut_into_parts(monkeypatch):
         monkeypatch.setattr(_global_batches, "part_of_this_process", lambda: part)
         return [batch.tolist() for batch in resumable(examples(), global_batch_size=8)]
 
-    whole = numbers(Part(0, 1))
+    whole = numbers(BatchPart(0, 1))
     assert whole == [batch.tolist() for batch in examples().batch(8, drop_remainder=True)] and len(whole) == 8
     for count in (2, 4, 8):
-        parts = [numbers(Part(index, count)) for index in range(count)]
+        parts = [numbers(BatchPart(index, count)) for index in range(count)]
         assert [list(itertools.chain(*batch)) for batch in zip(*parts, strict=True)] == whole
 
 
 def test_global_batches_of_a_repeated_dataset_pass_its_end(monkeypatch):
-    monkeypatch.setattr(_global_batches, "part_of_this_process", lambda: Part(1, 2))
+    monkeypatch.setattr(_global_batches, "part_of_this_process", lambda: BatchPart(1, 2))
     wanted = itertools.islice(examples(repeat=True).batch(8), 20)
     found = itertools.islice(resumable(examples(repeat=True), global_batch_size=8), 20)
     assert [batch.tolist() for batch in found] == [batch.tolist()[4:] for batch in wanted]
@@ -144,11 +144,11 @@ def test_global_batches_of_a_repeated_dataset_pass_its_end(monkeypatch):
 @pytest.mark.parametrize(
     ("owners", "process", "part"),
     [
-        ([{0}, {1}], 1, Part(1, 2)),  # two rows of the mesh, one for each
-        ([{0, 1}], 1, Part(0, 1)),  # 1x8: both hold all rows
-        ([{0}, {0}, {1}, {1}], 0, Part(0, 2)),  # 4x2 over two
-        ([{0, 1}, {2, 3}], 3, Part(1, 2)),  # 2x4 over four
-        ([{1}, {0}], 0, Part(1, 2)),  # the mesh has the last word, not the process' number
+        ([{0}, {1}], 1, BatchPart(1, 2)),  # two rows of the mesh, one for each
+        ([{0, 1}], 1, BatchPart(0, 1)),  # 1x8: both hold all rows
+        ([{0}, {0}, {1}, {1}], 0, BatchPart(0, 2)),  # 4x2 over two
+        ([{0, 1}, {2, 3}], 3, BatchPart(1, 2)),  # 2x4 over four
+        ([{1}, {0}], 0, BatchPart(1, 2)),  # the mesh has the last word, not the process' number
     ],
 )
 def test_the_part_of_a_process_follows_from_the_mesh(owners, process, part):
@@ -179,7 +179,7 @@ def test_global_batches_that_cannot_be_are_refused_when_they_are_read(monkeypatc
     gaps = examples().map(lambda i: i if i % 3 else None)
     with pytest.raises(UsageError, match="cannot leave any out"):
         list(resumable(gaps, global_batch_size=8))
-    monkeypatch.setattr(_global_batches, "part_of_this_process", lambda: Part(0, 3))
+    monkeypatch.setattr(_global_batches, "part_of_this_process", lambda: BatchPart(0, 3))
     with pytest.raises(UsageError, match="cannot be cut into 3 equal parts"):
         list(resumable(examples(), global_batch_size=8))
 

@@ -10,11 +10,13 @@ import models
 import numpy as np
 import pytest
 
-from shardload import _keras, abstraction
-from shardload.distribution import METHODS, bind, binding_of, rebind, unbind
 from shardload.errors import LayoutError, MeshError
-from shardload.layout import Layout
-from shardload.mesh import MeshSpec
+from shardload.keras_bridge import abstraction
+from shardload.keras_bridge.binding import METHODS, bind, binding_of, rebind, unbind
+from shardload.keras_bridge.model_state import slots_of, state_of, variables_of
+from shardload.keras_bridge.variables import value_of
+from shardload.sharding.layout import Layout
+from shardload.sharding.mesh import MeshSpec
 
 # Keras 3.15 under NumPy 2.3: `Variable.__array__` has no `copy` argument.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -32,7 +34,7 @@ def spread(variable, mesh):
 
 def put(model, text, *, devices=None):
     mesh = MeshSpec.parse(text)
-    layouts = {id(v): spread(v, mesh) for v in _keras.variables_of(model)}
+    layouts = {id(v): spread(v, mesh) for v in variables_of(model)}
     bind(model, mesh=mesh, devices=devices or jax.devices()[: mesh.size], layouts=layouts)
     return model
 
@@ -123,7 +125,7 @@ def test_slots_are_sharded_like_their_variables():
     x, y = data()
     model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     model.fit(x, y, verbose=0)
-    pairs = _keras.slots_of(model)
+    pairs = slots_of(model)
     assert len(pairs) == 2 * len(model.trainable_variables)
     for slot, weight in pairs:
         assert slot.value.sharding.is_equivalent_to(weight.value.sharding, slot.ndim)
@@ -134,14 +136,14 @@ def test_slots_that_exist_already_follow_their_variables():
     model = classifier()
     model.optimizer.build(model.trainable_variables)
     put(model, "1x8")
-    for slot, weight in _keras.slots_of(model):
+    for slot, weight in slots_of(model):
         assert slot.value.sharding.is_equivalent_to(weight.value.sharding, slot.ndim)
 
 
 def test_every_variable_lives_on_the_mesh_after_fit():
     model = put(classifier(), "1x3")
     model.fit(*data(), verbose=0)
-    for variable in _keras.state_of(model):
+    for variable in state_of(model):
         assert variable.value.sharding.device_set == set(jax.devices()[:3]), variable.path
 
 
@@ -162,8 +164,8 @@ def test_rebinding_moves_the_model():
 def test_rebinding_moves_replicated_values_off_the_old_mesh():
     model = put(classifier(), "1x8")
     put(model, "2x4")
-    for variable in _keras.state_of(model):
-        assert _keras.value_of(variable).sharding.mesh.shape == {"batch": 2, "model": 4}, variable.path
+    for variable in state_of(model):
+        assert value_of(variable).sharding.mesh.shape == {"batch": 2, "model": 4}, variable.path
 
 
 def test_constants_beside_variables_move_with_them():
@@ -234,7 +236,7 @@ def test_lora_after_binding():
     model.layers[1].enable_lora(2)
     x, y = data()
     model.fit(x, y, verbose=0)
-    assert all(v.value.sharding.device_set == set(jax.devices()) for v in _keras.state_of(model))
+    assert all(v.value.sharding.device_set == set(jax.devices()) for v in state_of(model))
 
 
 @pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method:UserWarning")
@@ -253,7 +255,7 @@ def test_an_unbuilt_model_builds_on_its_mesh():
     bind(model, mesh=MeshSpec.parse("2x4"), devices=jax.devices(), layouts={})
     x, _ = data()
     model.fit(x, x[:, :1], verbose=0)
-    assert all(len(v.value.sharding.device_set) == 8 for v in _keras.state_of(model))
+    assert all(len(v.value.sharding.device_set) == 8 for v in state_of(model))
 
 
 def test_threads_keep_their_own_scope():

@@ -14,13 +14,12 @@ from keras_hub.src.models.llama.llama_rotary_embedding import LlamaRotaryEmbeddi
 from safetensors.numpy import load_file, save_file
 
 import shardload
-from shardload import _hub, fidelity
-from shardload._config_defaults import completed
-from shardload._config_forms import read_config
 from shardload.converting import transformers as written
 from shardload.errors import MismatchError, SourceError, UnsupportedError, UsageError
-from shardload.fidelity import built as built_layers
-from shardload.fidelity import families, fields, rope
+from shardload.hub import built as built_layers
+from shardload.hub import families, fidelity, fields, kerashub, rope
+from shardload.hub.config_defaults import completed
+from shardload.hub.config_forms import read_config
 from shardload.loaders import gguf_models
 from shardload.loaders.gguf_header import read_header
 from shardload.manifest import Extent, Manifest, Tensor
@@ -44,7 +43,7 @@ def built(model_type, **entries):
     shapes = dict.fromkeys(small_folders.tensors_of(small_folders.config_of(model_type)))
     manifest = Manifest("/m", "hf-safetensors", {}, {}, config)
     with shardload.abstract():
-        return shapes and _hub.build_model(with_layers(manifest), task=False)
+        return shapes and kerashub.build_model(with_layers(manifest), task=False)
 
 
 def with_layers(manifest):
@@ -132,11 +131,11 @@ def test_what_an_argument_takes_needs_no_note(tmp_path):
 def test_a_gemma_of_kerashubs_own_scales_as_it_says(tmp_path):
     model = built("gemma2", **PER_HEAD)
     model.query_head_dim_normalize = False
-    _hub.save_description(model, tmp_path, extra={})
+    kerashub.save_description(model, tmp_path, extra={})
     config = json.loads((tmp_path / "config.json").read_text())
     manifest = with_layers(Manifest(str(tmp_path), "keras-hub-preset", {}, {}, config))
     with shardload.abstract():
-        preset = _hub.build_model(manifest, task=False)
+        preset = kerashub.build_model(manifest, task=False)
     assert not preset.transformer_layers[0].attention.query_head_dim_normalize
 
 
@@ -339,7 +338,7 @@ def test_a_folder_older_than_some_keys_has_the_defaults_of_transformers(tmp_path
 def test_every_field_may_be_left_out_that_has_a_default(model_type):
     needed = {"vocab_size": 33, "pad_token_id": 1} if model_type == "esm" else {}
     manifest = Manifest("/m", "hf-safetensors", {}, {}, {"model_type": model_type, **needed})
-    assert _hub.converter(manifest).convert_backbone_config(read_config(manifest))
+    assert kerashub.converter(manifest).convert_backbone_config(read_config(manifest))
 
 
 @pytest.mark.parametrize(
@@ -431,7 +430,7 @@ def test_half_precision_is_as_good_as_float32(model_type):
 
 def test_every_family_is_one_that_kerashub_converts():
     for model_type in families.FAMILIES:
-        assert _hub.converter(Manifest("/m", "hf-safetensors", {}, {}, {"model_type": model_type}))
+        assert kerashub.converter(Manifest("/m", "hf-safetensors", {}, {}, {"model_type": model_type}))
 
 
 # ---- rotary positions ----------------------------------------------------------------------------
@@ -523,12 +522,12 @@ def test_gguf_says_yarn_too(tmp_path):
     config = gguf_models.config(header(tmp_path / "m.gguf", **entries), "m.gguf")
     assert config["rope_scaling"] == {**YARN, "beta_fast": 8.0}
     with pytest.raises(UnsupportedError, match=r"rope_scaling says .* yarn"), shardload.abstract():
-        _hub.build_model(with_layers(Manifest("m.gguf", "gguf", {}, {}, config)), task=False)
+        kerashub.build_model(with_layers(Manifest("m.gguf", "gguf", {}, {}, config)), task=False)
 
 
 def test_gguf_with_linear_positions_gets_them(tmp_path):
     config = gguf_models.config(header(tmp_path / "m.gguf", type="linear", factor=4.0), "m.gguf")
     with shardload.abstract():
-        model = _hub.build_model(with_layers(Manifest("m.gguf", "gguf", {}, {}, config)), task=False)
+        model = kerashub.build_model(with_layers(Manifest("m.gguf", "gguf", {}, {}, config)), task=False)
     assert model.rope_scaling_factor == 4.0
     assert not fidelity.notes_of(model, Manifest("m.gguf", "gguf", {}, {}, config))

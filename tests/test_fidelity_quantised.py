@@ -178,7 +178,7 @@ def test_codes_in_a_bare_file_are_refused_where_the_model_takes_none_of_them(den
 
 
 def test_gpt_oss_in_mxfp4_is_decoded_by_kerashub_and_not_refused(tmp_path):
-    from shardload.fidelity import quantised as checks
+    from shardload.hub import quantised as checks
     from shardload.manifest import Extent, Manifest, Tensor
 
     config = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}

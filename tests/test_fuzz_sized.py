@@ -115,7 +115,7 @@ def with_many_links(path, libver, *, track_order):
 def test_groups_of_many_links_are_read_apart(tmp_path, libver, track_order):
     with_many_links(tmp_path / "x.weights.h5", libver, track_order=track_order)
     with pytest.raises(hdf5._DenseGroup):
-        hdf5.read_here(hdf5.Region.whole(str(tmp_path / "x.weights.h5")))
+        hdf5.read_here(hdf5.FileRegion.whole(str(tmp_path / "x.weights.h5")))
     found = open_manifest(tmp_path / "x.weights.h5").tensors
     assert {name: float(read_tensor(found[name])[0]) for name in found} == {
         f"layers/dense_{i}/vars/0": float(i) for i in range(60)

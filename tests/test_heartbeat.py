@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from shardload._heartbeat import Heartbeat
+from shardload.distributed.heartbeat import Heartbeat
 from shardload.errors import ProcessLostError
 
 
@@ -31,7 +31,7 @@ class Store:
 def at_exit(monkeypatch):
     """What would be done when the interpreter ends; at the latest, it is done after the test."""
     found = []
-    monkeypatch.setattr("shardload._heartbeat.atexit.register", found.append)
+    monkeypatch.setattr("shardload.distributed.heartbeat.atexit.register", found.append)
     yield found
     for leave in found:
         leave()

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import shardload
-from shardload import _keras
 from shardload.errors import LayoutError
+from shardload.keras_bridge.variables import value_of
 from shardload.synth import synth
 
 PAGE = (Path(__file__).parent.parent / "docs" / "how-to" / "layout-rules.md").read_text()
@@ -21,7 +21,7 @@ def source(tmp_path_factory):
 
 def specs(model):
     """How each variable really lies: its mesh axes, dim by dim."""
-    return {v.path: tuple(_keras.value_of(v).sharding.spec) for v in model.backbone.variables}
+    return {v.path: tuple(value_of(v).sharding.spec) for v in model.backbone.variables}
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from shardload.errors import UnsafeSourceError
-from shardload.loaders._json import parse_object, read_object
+from shardload.stores.json_files import parse_object, read_object
 
 
 @pytest.mark.parametrize(

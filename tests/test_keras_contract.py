@@ -1,4 +1,4 @@
-"""What shardload/_keras.py relies on in Keras beyond its public API. A new Keras release must pass this first.
+"""What shardload/keras_bridge relies on in Keras beyond its public API. A new Keras release must pass this first.
 
 Pinned against Keras 3.15.1 on JAX 0.10.2. Each test names one seam; where it fails, read that seam's upstream
 source before touching anything else.
@@ -18,10 +18,31 @@ from keras.src.saving import saving_lib, serialization_lib
 from keras.src.saving.keras_saveable import KerasSaveable
 from keras.src.trainers.epoch_iterator import EpochIterator
 
-from shardload import _keras
 from shardload.errors import LayoutError, MismatchError
-from shardload.layout import Layout
-from shardload.mesh import MeshSpec
+from shardload.keras_bridge.model_state import OptimizerState, policy_name, slots_of, state_of, weights_of
+from shardload.keras_bridge.pending import is_built_in, pending_of
+from shardload.keras_bridge.recording import (
+    GLOBAL_GENERATOR,
+    GLOBAL_SEED,
+    UNINITIALISED,
+    quantize_without_values,
+    record_variables,
+    registered,
+    seeded,
+    unregistered,
+)
+from shardload.keras_bridge.saving import saved_objects
+from shardload.keras_bridge.training import (
+    epoch_iterator_of_caller,
+    epoch_iterator_of_fit,
+    forget_epoch_length,
+    grain_dataset,
+    initial_epoch_of_fit,
+    set_initial_epoch,
+)
+from shardload.keras_bridge.variables import direct_assign, set_layout, sharding_of
+from shardload.sharding.layout import Layout
+from shardload.sharding.mesh import MeshSpec
 
 MESH = MeshSpec.parse("2x4")
 
@@ -78,31 +99,31 @@ def test_reading_a_variable_without_value_calls_its_initializer():
 def test_the_waiting_list_is_a_list_in_thread_local_state():
     with keras.StatelessScope(initialize_variables=False):
         variable = keras.Variable("zeros", shape=(1,))
-    assert global_state.get_global_attribute(_keras.UNINITIALISED) == [variable]
-    assert _keras.unregistered() == [variable]
-    assert _keras.registered() == []
+    assert global_state.get_global_attribute(UNINITIALISED) == [variable]
+    assert unregistered() == [variable]
+    assert registered() == []
 
 
 def test_a_seed_generators_state_is_recognised():
-    with _keras.record_variables():
+    with record_variables():
         state = keras.random.SeedGenerator(7).state
-    assert _keras.pending_of(state).exact
+    assert pending_of(state).exact
     np.testing.assert_array_equal(state.value, [7, 0])
 
 
 def test_assignment_keeps_a_sharded_buffer():
     variable = keras.Variable(np.zeros((8, 4), "float32"))
-    _keras.set_layout(variable, Layout(MESH, (("model",), ("batch",))), jax.devices())
-    array = jax.device_put(np.ones((8, 4), "float32"), _keras.sharding_of(variable))
+    set_layout(variable, Layout(MESH, (("model",), ("batch",))), jax.devices())
+    array = jax.device_put(np.ones((8, 4), "float32"), sharding_of(variable))
     variable.assign(array)
     assert variable._value is array
-    _keras.direct_assign(variable, array)
+    direct_assign(variable, array)
     assert variable._value is array
 
 
 def test_a_named_sharding_serves_as_layout():
     variable = keras.Variable(np.zeros((8, 4), "float32"))
-    _keras.set_layout(variable, Layout(MESH, (("batch", "model"), ())), jax.devices())
+    set_layout(variable, Layout(MESH, (("batch", "model"), ())), jax.devices())
     variable.assign(np.ones((8, 4)))
     assert [s.data.shape for s in variable.value.addressable_shards] == [(1, 4)] * 8
 
@@ -110,19 +131,19 @@ def test_a_named_sharding_serves_as_layout():
 def test_direct_assignment_refuses_what_does_not_fit():
     variable = keras.Variable(np.zeros((8, 4), "float32"), name="v")
     with pytest.raises(MismatchError, match=r"'v' is float32 \(8, 4\), but was given float32 \(4, 8\)"):
-        _keras.direct_assign(variable, jax.numpy.zeros((4, 8)))
+        direct_assign(variable, jax.numpy.zeros((4, 8)))
     with pytest.raises(MismatchError, match="given bfloat16"):
-        _keras.direct_assign(variable, jax.numpy.zeros((8, 4), "bfloat16"))
+        direct_assign(variable, jax.numpy.zeros((8, 4), "bfloat16"))
     with pytest.raises(LayoutError, match="does not divide"):
-        _keras.set_layout(variable, Layout(MESH, ((), ("batch", "model"))), jax.devices())
-    _keras.set_layout(variable, Layout(MESH, ((), ("model",))), jax.devices())
+        set_layout(variable, Layout(MESH, ((), ("batch", "model"))), jax.devices())
+    set_layout(variable, Layout(MESH, ((), ("model",))), jax.devices())
     with pytest.raises(MismatchError, match="lives on"):
-        _keras.direct_assign(variable, jax.numpy.zeros((8, 4)))
+        direct_assign(variable, jax.numpy.zeros((8, 4)))
 
 
 def test_optimizers_take_a_layout_from_the_reference_variable():
     variable = keras.Variable(np.zeros((8, 4), "float32"))
-    _keras.set_layout(variable, Layout(MESH, (("model",), ())), jax.devices())
+    set_layout(variable, Layout(MESH, (("model",), ())), jax.devices())
     optimizer = keras.optimizers.Adam()
     optimizer.build([variable])
     assert optimizer._trainable_variables == [variable]
@@ -136,7 +157,7 @@ def test_slots_are_found_in_every_optimizer(name):
     model.optimizer = getattr(keras.optimizers, name)(**({"momentum": 0.9} if name == "SGD" else {}))
     model.optimizer.build(weights)
     same_shape = [v for v in model.optimizer.variables if v.shape in ((6, 4), (8,))]
-    assert {id(slot) for slot, _ in _keras.slots_of(model)} == set(map(id, same_shape))
+    assert {id(slot) for slot, _ in slots_of(model)} == set(map(id, same_shape))
 
 
 def test_slots_are_found_behind_a_loss_scale():
@@ -144,7 +165,7 @@ def test_slots_are_found_behind_a_loss_scale():
     model = keras.Sequential([])
     model.optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam())
     model.optimizer.build(weights)
-    assert [weight for _, weight in _keras.slots_of(model)] == weights * 2
+    assert [weight for _, weight in slots_of(model)] == weights * 2
 
 
 def test_one_operation_of_a_program_can_be_bound_alone():
@@ -162,16 +183,16 @@ def test_a_models_call_is_looked_up_on_the_instance():
 def test_state_covers_samplers_metrics_and_seeds():
     import models
 
-    with _keras.record_variables():
+    with record_variables():
         lm = models.causal_lm("gpt2")
         lm.compile("adam", "mse", sampler="top_k", weighted_metrics=["mae"])
-    state = _keras.state_of(lm)
+    state = state_of(lm)
     ids = set(map(id, state))
     assert len(ids) == len(state)
     assert {id(v) for v in lm.sampler.variables} <= ids
     assert {id(v) for v in lm.optimizer.variables} <= ids
     assert {id(v) for v in lm.metrics_variables} <= ids
-    assert [*map(id, _keras.weights_of(lm))] == [*map(id, [*lm.variables, *lm.optimizer.variables])]
+    assert [*map(id, weights_of(lm))] == [*map(id, [*lm.variables, *lm.optimizer.variables])]
 
 
 def small_model():
@@ -205,7 +226,7 @@ def test_metrics_handed_to_compile_are_kept_as_they_were_given(argument):
     private = {"metrics": "_user_metrics", "weighted_metrics": "_user_weighted_metrics"}[argument]
     assert keras.tree.flatten(getattr(model._compile_metrics, private)) == [metric]
     assert not set(map(id, metric.variables)) & set(map(id, model.metrics_variables))
-    assert set(map(id, metric.variables)) <= set(map(id, _keras.state_of(model)))
+    assert set(map(id, metric.variables)) <= set(map(id, state_of(model)))
 
 
 def test_a_metric_says_in_private_which_direction_is_better():
@@ -218,15 +239,15 @@ def test_a_layers_policy_may_be_a_map_by_path():
     layer.build((None, 2))
     policies[layer.path] = "int8_from_float32"
     assert layer._dtype_policy is layer.dtype_policy is policies
-    assert _keras.policy_name(layer) == "int8_from_float32"
+    assert policy_name(layer) == "int8_from_float32"
     assert keras.layers.Dense(3, dtype="float16")._dtype_policy == keras.DTypePolicy("float16")
 
 
 def test_an_abstract_kernel_is_quantised_by_stand_ins():
-    with _keras.record_variables():
+    with record_variables():
         layer = keras.layers.Dense(3)
         layer.build((None, 2))
-    _keras.quantize_without_values(layer)
+    quantize_without_values(layer)
     assert (str(layer.kernel.dtype), layer.kernel.shape, layer.kernel_scale.shape) == ("int8", (2, 3), (3,))
 
 
@@ -246,13 +267,13 @@ def test_a_symbolic_tensor_knows_the_operation_and_its_inputs():
 
 
 def test_initializers_of_keras_are_told_by_their_module():
-    assert _keras.is_built_in(keras.initializers.GlorotUniform())
+    assert is_built_in(keras.initializers.GlorotUniform())
     assert type(keras.initializers.GlorotUniform()).__module__.startswith("keras.src.initializers.")
 
 
 def test_an_optimizer_tracks_by_id_in_stores_that_can_be_put_back():
     optimizer = keras.optimizers.Adam()
-    before, built = _keras.OptimizerState.of(optimizer), [keras.Variable(np.zeros(2, "float32"))]
+    before, built = OptimizerState.of(optimizer), [keras.Variable(np.zeros(2, "float32"))]
     tracked = {name: set(ids) for name, ids in optimizer._tracker.stored_ids.items()}
     optimizer.build(built)
     assert optimizer._tracker.stored_ids != tracked
@@ -265,7 +286,7 @@ def test_what_is_saved_is_found_by_walking_saveables():
     model = small_model()
     assert all(isinstance(part, KerasSaveable) for part in (model, model.layers[-1], keras.optimizers.SGD()))
     assert "layers" in {name for name, _ in saving_lib._walk_saveable(model)}
-    assert [path for path, part in _keras.saved_objects(model) if part is model.layers[-1]] == ["layers/dense"]
+    assert [path for path, part in saved_objects(model) if part is model.layers[-1]] == ["layers/dense"]
 
 
 def test_a_model_without_assets_has_none():
@@ -283,9 +304,9 @@ def test_the_adapter_of_grain_keeps_the_dataset_and_the_iterator_its_length():
     data = batches()
     epochs = EpochIterator(x=data)
     assert epochs.data_adapter._dataset is data
-    assert _keras.grain_dataset(epochs) is data
+    assert grain_dataset(epochs) is data
     epochs._num_batches = 1
-    _keras.forget_epoch_length(epochs)
+    forget_epoch_length(epochs)
     assert epochs._num_batches == epochs.data_adapter.num_batches
 
 
@@ -293,9 +314,9 @@ class Looking(keras.callbacks.Callback):
     """Notes which iterator the running fit has, and in which epochs."""
 
     def on_train_begin(self, logs=None):
-        self.found, self.epochs = _keras.epoch_iterator_of_fit(), []
-        self.given = _keras.initial_epoch_of_fit()
-        _keras.set_initial_epoch(self.model, 2)
+        self.found, self.epochs = epoch_iterator_of_fit(), []
+        self.given = initial_epoch_of_fit()
+        set_initial_epoch(self.model, 2)
 
     def on_epoch_begin(self, epoch, logs=None):
         self.epochs.append(epoch)
@@ -305,11 +326,11 @@ def test_fit_has_a_local_variable_epoch_iterator_and_starts_where_it_is_told():
     model, looking, data = small_model(), Looking(), batches()
     model.compile("sgd", "mse")
     model.fit(data, epochs=4, steps_per_epoch=1, shuffle=False, verbose=0, callbacks=[looking], initial_epoch=1)
-    assert looking.given == 1 and _keras.initial_epoch_of_fit() == 0
+    assert looking.given == 1 and initial_epoch_of_fit() == 0
     assert "epoch_iterator" in inspect.unwrap(trainer.JAXTrainer.fit).__code__.co_varnames
-    assert _keras.grain_dataset(looking.found) is data
+    assert grain_dataset(looking.found) is data
     assert looking.epochs == [2, 3]
-    assert _keras.epoch_iterator_of_fit() is None
+    assert epoch_iterator_of_fit() is None
 
 
 def test_a_dataset_is_opened_from_inside_a_method_of_the_epoch_iterator():
@@ -317,7 +338,7 @@ def test_a_dataset_is_opened_from_inside_a_method_of_the_epoch_iterator():
 
     class Noting(grain.IterDataset):
         def __iter__(self):
-            found.append(_keras.epoch_iterator_of_caller())
+            found.append(epoch_iterator_of_caller())
             return iter(self._parent)
 
     epochs = trainer.JAXEpochIterator(x=Noting(batches()), steps_per_epoch=2)
@@ -328,11 +349,11 @@ def test_a_dataset_is_opened_from_inside_a_method_of_the_epoch_iterator():
 
 def test_seeds_are_kept_where_set_random_seed_puts_them():
     keras.utils.set_random_seed(5)
-    assert global_state.get_global_attribute(_keras.GLOBAL_SEED) == 5
-    assert global_state.get_global_attribute(_keras.GLOBAL_GENERATOR) is None
+    assert global_state.get_global_attribute(GLOBAL_SEED) == 5
+    assert global_state.get_global_attribute(GLOBAL_GENERATOR) is None
     keras.random.uniform(())
-    generator = global_state.get_global_attribute(_keras.GLOBAL_GENERATOR)
+    generator = global_state.get_global_attribute(GLOBAL_GENERATOR)
     assert isinstance(generator, keras.random.SeedGenerator)
-    with _keras.seeded(6):
-        assert global_state.get_global_attribute(_keras.GLOBAL_SEED) == 6
-    assert global_state.get_global_attribute(_keras.GLOBAL_GENERATOR) is generator
+    with seeded(6):
+        assert global_state.get_global_attribute(GLOBAL_SEED) == 6
+    assert global_state.get_global_attribute(GLOBAL_GENERATOR) is generator

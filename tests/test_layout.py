@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardload.errors import LayoutError
-from shardload.layout import Layout
-from shardload.mesh import MeshSpec
-from shardload.transfer import named_sharding
+from shardload.sharding.layout import Layout
+from shardload.sharding.mesh import MeshSpec
+from shardload.transfer.execution import named_sharding
 
 MESHES = [MeshSpec.parse(m) for m in ("1x1", "1x3", "1x8", "8x1", "2x4", "data=2,fsdp=2,model=2")]
 

@@ -11,8 +11,8 @@ import pytest
 from by_hand import check_same
 
 import shardload
-from shardload import _hub
 from shardload.errors import MismatchError
+from shardload.hub import kerashub
 from shardload.manifest import Manifest
 
 pytestmark = [
@@ -60,7 +60,7 @@ def test_every_converter_has_a_folder():
 
     types = {name.split()[0] for name in (*hub_folders.CONFIGS, *hub_nested.CONFIGS)}
     manifests = [Manifest("/m", "hf-safetensors", {}, {}, {"model_type": t}) for t in types]
-    tested = {_hub.converter(manifest).__name__.rpartition(".")[2] for manifest in manifests}
+    tested = {kerashub.converter(manifest).__name__.rpartition(".")[2] for manifest in manifests}
     there = {module.name for module in pkgutil.iter_modules(transformers.__path__) if "convert_" in module.name}
     assert tested == there
 

@@ -17,10 +17,6 @@ import pytest
 from safetensors.numpy import save_file
 
 import shardload
-from shardload import _job, _keras
-from shardload.assign import Assigner
-from shardload.devices import place_on
-from shardload.distribution import bind, binding_of
 from shardload.errors import (
     BudgetError,
     LayoutError,
@@ -31,7 +27,14 @@ from shardload.errors import (
     UninitialisedError,
     UnsupportedError,
 )
+from shardload.keras_bridge.binding import bind, binding_of
+from shardload.keras_bridge.model_state import state_of, weights_of
+from shardload.keras_bridge.recording import registered
+from shardload.keras_bridge.variables import current_value, has_value, value_of
+from shardload.mapping.assign import Assigner
 from shardload.parallel import choose
+from shardload.pipeline import filling
+from shardload.sharding.devices import place_on
 from shardload.synth import synth
 from tests.checkpoints import write_gguf
 
@@ -68,8 +71,8 @@ def saved(tmp_path, **options):
 def standing(model):
     """Everything a load could change: buffers, shardings, layouts, the binding."""
     held = []
-    for variable in _keras.state_of(model):
-        array = _keras.current_value(variable)
+    for variable in state_of(model):
+        array = current_value(variable)
         shards = None if array is None else [s.data.unsafe_buffer_pointer() for s in array.addressable_shards]
         held.append((variable.path, shards, None if array is None else array.sharding, variable._layout))
     return held, binding_of(model)
@@ -115,7 +118,7 @@ class Interfering:
 def nothing_left_behind():
     yield
     assert keras.distribution.distribution() is None
-    assert not _keras.registered()
+    assert not registered()
     assert not [t.name for t in threading.enumerate() if t.name.startswith("shardload")]
 
 
@@ -124,13 +127,13 @@ def between(monkeypatch):
     """Have something happen after the headers were read and before the first byte of data is."""
 
     def arrange(act):
-        original = _job.fill
+        original = filling.fill
 
         def fill(*args, **options):
             act()
             return original(*args, **options)
 
-        monkeypatch.setattr(_job, "fill", fill)
+        monkeypatch.setattr(filling, "fill", fill)
 
     return arrange
 
@@ -173,7 +176,7 @@ def test_not_strict_loads_what_fits_and_initialises_the_rest(tmp_path):
     report = shardload.load_weights(model, path, strict=False, mesh="1x8")
     for variable, fresh in zip(model.weights, eager.weights, strict=True):
         np.testing.assert_array_equal(variable.value, tensors.get(variable.path, np.asarray(fresh.value)))
-        assert _keras.value_of(variable).sharding.device_set == set(jax.devices())
+        assert value_of(variable).sharding.device_set == set(jax.devices())
     assert (report.missing, report.unused) == (("last/kernel", "last/bias"), ("extra",))
     assert report.initialised == ("last/kernel", "last/bias")
     model.fit(np.ones((8, 256)), np.ones((8, 256)), verbose=0)
@@ -187,8 +190,8 @@ def test_not_strict_leaves_a_live_model_what_it_had(make, tmp_path):
     report = shardload.load_weights(model, path, strict=False, mesh="1x4")
     for variable in model.weights:
         np.testing.assert_array_equal(variable.value, tensors.get(variable.path, old[variable.path]))
-    for variable in _keras.state_of(model):
-        assert _keras.value_of(variable).sharding.device_set == set(jax.devices()[:4]), variable.path
+    for variable in state_of(model):
+        assert value_of(variable).sharding.device_set == set(jax.devices()[:4]), variable.path
     assert (report.missing, report.initialised) == (("last/kernel", "last/bias"), ())
     model(np.ones((4, 256), "float32"))
 
@@ -224,7 +227,7 @@ def test_a_layout_that_matches_nothing_or_does_not_divide_is_refused(tmp_path):
         model = abstract_stack()
         with pytest.raises(LayoutError, match=says):
             shardload.load_weights(model, path, mesh="1x8", layout=layouts)
-        assert not any(map(_keras.has_value, model.weights))
+        assert not any(map(has_value, model.weights))
 
 
 def test_a_model_that_is_not_built_is_refused_with_the_way_out(tmp_path):
@@ -273,13 +276,13 @@ def test_a_file_that_changes_after_its_headers_were_read_is_not_read(make, chang
 def accounted(model, old, new):
     """How many variables hold old and new values and none; fails for one that holds anything else."""
     counts = {"new": 0, "old": 0, "none": 0}
-    for variable in _keras.weights_of(model):
-        if not _keras.has_value(variable):
+    for variable in weights_of(model):
+        if not has_value(variable):
             with pytest.raises(UninitialisedError):
                 variable.numpy()
             counts["none"] += 1
             continue
-        found = np.asarray(_keras.value_of(variable)).tobytes()
+        found = np.asarray(value_of(variable)).tobytes()
         if np.array_equal(old[variable.path], new[variable.path]):
             continue  # learning rate, zeros
         assert found in (old[variable.path].tobytes(), new[variable.path].tobytes()), variable.path
@@ -288,7 +291,7 @@ def accounted(model, old, new):
 
 
 def contents(model):
-    return {v.path: np.asarray(_keras.value_of(v)) for v in _keras.weights_of(model)}
+    return {v.path: np.asarray(value_of(v)) for v in weights_of(model)}
 
 
 @LIVE
@@ -406,7 +409,7 @@ def test_atomic_on_an_abstract_model_leaves_it_abstract(tmp_path):
         shardload.load_weights(
             model, path, mesh="1x8", host_memory_bytes=SMALL, atomic=True, progress=Interfering(interrupt, after=20)
         )
-    assert not any(map(_keras.has_value, model.weights))
+    assert not any(map(has_value, model.weights))
     assert binding_of(model) is None
     shardload.load_weights(model, path, mesh="1x2")
     np.testing.assert_array_equal(model.weights[-1].value, stack(seed=1).weights[-1].value)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import shardload
-from shardload import _keras
+from shardload.keras_bridge.variables import sharding_of, value_of
 from shardload.synth import synth
 from tests import models
 
@@ -45,7 +45,7 @@ def meshes(request):
 
 
 def bits(variable, dtype=None):
-    value = np.asarray(_keras.value_of(variable))
+    value = np.asarray(value_of(variable))
     value = value if dtype is None else value.astype(dtype)
     return value.dtype, value.shape, value.tobytes()
 
@@ -62,9 +62,9 @@ def assert_on(model, mesh):
     expected = set(jax.devices()[: rows * columns])
     held = dict.fromkeys((d.id for d in expected), 0)
     for variable in shardload.report(model) and model.weights:
-        array = _keras.value_of(variable)
+        array = value_of(variable)
         assert array.sharding.device_set == expected, variable.path
-        assert array.sharding.is_equivalent_to(_keras.sharding_of(variable), array.ndim)
+        assert array.sharding.is_equivalent_to(sharding_of(variable), array.ndim)
         for shard in array.addressable_shards:
             held[shard.device.id] += shard.data.nbytes
     assert set(held.values()) == {shardload.report(model).devices[0].bytes}
@@ -171,7 +171,7 @@ def test_bare_safetensors_into_a_model_that_stands(dtype, tmp_path, meshes):
     from safetensors.numpy import save_file
 
     reference = saved("llama", dtype)
-    save_file({v.path: np.asarray(_keras.value_of(v)) for v in reference.weights}, tmp_path / "x.safetensors")
+    save_file({v.path: np.asarray(value_of(v)) for v in reference.weights}, tmp_path / "x.safetensors")
     for mesh in meshes:
         model = abstract_twin(reference)
         shardload.load_weights(model, tmp_path / "x.safetensors", mesh=mesh)

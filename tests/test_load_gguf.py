@@ -10,7 +10,7 @@ from gguf_fixture import gemma3_gguf  # noqa: F401 - a fixture
 from test_load_formats import DTYPES, abstract_twin, assert_on, assert_same, meshes  # noqa: F401 - a fixture
 
 import shardload
-from shardload import _keras
+from shardload.keras_bridge.variables import value_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")]
 
@@ -60,8 +60,8 @@ def test_real_gemma_equals_keras_hub_from_preset(gemma3_gguf, real_folder, dtype
     model = shardload.load(gemma3_gguf, mesh=mesh, dtype=dtype, task=False)
     assert described(model) == described(reference)
     for ours, theirs in zip(model.weights, reference.weights, strict=True):
-        whole = np.asarray(_keras.value_of(theirs))
-        for shard in _keras.value_of(ours).addressable_shards:  # shard by shard: no second copy of a gigabyte
+        whole = np.asarray(value_of(theirs))
+        for shard in value_of(ours).addressable_shards:  # shard by shard: no second copy of a gigabyte
             found = np.asarray(shard.data)
             assert found.dtype == whole.dtype
             assert found.tobytes() == whole[shard.index].tobytes(), ours.path

@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import shardload
-from shardload import _hub
 from shardload.errors import ShardloadError
+from shardload.hub import kerashub
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # a configuration of nonsense earns Keras' and NumPy's warnings
 
@@ -55,7 +55,7 @@ def configs(draw):
 @functools.cache
 def weights(architecture, root):
     """The weights that go with the good configuration, made once."""
-    model = _hub.build_model(hub_folders.described(root / architecture, architecture), dtype="float32")
+    model = kerashub.build_model(hub_folders.described(root / architecture, architecture), dtype="float32")
     return hub_folders.write(root / architecture, architecture, model, unwanted=False) / "model.safetensors"
 
 

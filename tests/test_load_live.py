@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 import shardload
-from shardload import _keras
-from shardload.distribution import binding_of
+from shardload.keras_bridge.binding import binding_of
+from shardload.keras_bridge.model_state import slots_of, state_of
+from shardload.keras_bridge.variables import value_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # Keras 3.15 under NumPy 2.4
@@ -42,7 +43,7 @@ def train(model, *, epochs=1):
 
 
 def values(variables):
-    return [np.asarray(_keras.value_of(v)) for v in variables]
+    return [np.asarray(value_of(v)) for v in variables]
 
 
 def assert_equal(model, reference, *, pick=lambda m: m.weights):
@@ -57,12 +58,12 @@ def optimizer_state(model):
 
 
 def devices_of(model):
-    return {frozenset(_keras.value_of(v).sharding.device_set) for v in _keras.state_of(model)}
+    return {frozenset(value_of(v).sharding.device_set) for v in state_of(model)}
 
 
 def spread(model):
     """How many variables are really split over devices."""
-    return sum(not _keras.value_of(v).sharding.is_fully_replicated for v in _keras.state_of(model))
+    return sum(not value_of(v).sharding.is_fully_replicated for v in state_of(model))
 
 
 def assert_usable(model, folder):
@@ -100,7 +101,7 @@ def test_a_plain_model_stays_on_its_device_and_stays_plain(checkpoint, tmp_path)
     assert_equal(model, original)
     assert devices_of(model) == {frozenset({device})}
     assert binding_of(model) is None
-    assert all(v._layout is None for v in _keras.state_of(model))
+    assert all(v._layout is None for v in state_of(model))
     assert (report.mesh, [d.id for d in report.devices]) == ("batch=1,model=1", [device.id])
     with jax.default_device(device):
         assert_usable(model, tmp_path)
@@ -115,11 +116,11 @@ def test_a_model_of_the_users_own_distribution_keeps_its_layouts(checkpoint, tmp
     distribution = keras.distribution.ModelParallel(layout_map=layouts, batch_dim_name="data")
     with distribution.scope():
         model = classifier()
-        before = {v.path: _keras.value_of(v).sharding for v in model.weights}
+        before = {v.path: value_of(v).sharding for v in model.weights}
         report = shardload.load_weights(model, path)
         assert keras.distribution.distribution() is distribution
         assert_equal(model, original)
-        assert {v.path: _keras.value_of(v).sharding for v in model.weights} == before
+        assert {v.path: value_of(v).sharding for v in model.weights} == before
         assert binding_of(model) is None
         assert_usable(model, tmp_path)
     assert (report.mesh, report.layout.sharded) == ("data=2,tensor=4", 6)  # two kernels, each with two slots
@@ -129,11 +130,11 @@ def test_a_bound_model_is_filled_where_it_is(checkpoint, tmp_path):
     path, original = checkpoint
     model = classifier()
     shardload.load_weights(model, path, mesh="2x4")
-    binding, before = binding_of(model), {v.path: _keras.value_of(v).sharding for v in model.weights}
+    binding, before = binding_of(model), {v.path: value_of(v).sharding for v in model.weights}
     train(model)
     report = shardload.load_weights(model, path)
     assert binding_of(model) is binding
-    assert {v.path: _keras.value_of(v).sharding for v in model.weights} == before
+    assert {v.path: value_of(v).sharding for v in model.weights} == before
     assert_equal(model, original)
     assert report.mesh == "batch=2,model=4"
     assert spread(model)
@@ -150,8 +151,8 @@ def test_a_new_mesh_moves_the_optimizer_along(checkpoint, tmp_path):
     assert_equal(model, original)
     assert_equal(model, original, pick=optimizer_state)
     assert devices_of(model) == {frozenset(jax.devices()[:4])}
-    for slot, weight in _keras.slots_of(model):
-        assert _keras.value_of(slot).sharding == _keras.value_of(weight).sharding
+    for slot, weight in slots_of(model):
+        assert value_of(slot).sharding == value_of(weight).sharding
     assert_usable(model, tmp_path)
 
 
@@ -239,8 +240,8 @@ def test_an_archive_brings_its_optimizer_back(mesh, tmp_path):
     assert_equal(model, original)
     assert_equal(model, original, pick=optimizer_state)
     assert shardload.report(model).missing == ()
-    for slot, weight in _keras.slots_of(model):
-        assert _keras.value_of(slot).sharding == _keras.value_of(weight).sharding
+    for slot, weight in slots_of(model):
+        assert value_of(slot).sharding == value_of(weight).sharding
     assert_usable(model, tmp_path)
 
 
@@ -346,5 +347,5 @@ def test_the_report_is_of_the_last_load_and_only_for_loaded_models(checkpoint):
     report = shardload.load_weights(model, path, mesh="1x2")
     assert shardload.report(model) is report
     assert report.bytes.read == report.bytes.needed == report.weight_bytes
-    held = sum(v.addressable_shards[0].data.nbytes for v in map(_keras.value_of, _keras.state_of(model)))
+    held = sum(v.addressable_shards[0].data.nbytes for v in map(value_of, state_of(model)))
     assert report.devices[0].bytes <= held

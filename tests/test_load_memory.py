@@ -17,8 +17,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import shardload
-from shardload import _job, _keras, transfer
+from shardload.keras_bridge.variables import stored_dtype
+from shardload.pipeline import filling
 from shardload.synth import synth
+from shardload.transfer import execution
 from tests import hub_folders
 from tests.memory import Sampling, held, scratch_taken, watch
 
@@ -122,7 +124,7 @@ def test_transposed_and_cast_weights_are_bounded(name, dtype, checkpoints, sampl
     report = shardload.report(model)
     assert_bounded(report, sampling, scratch)
     assert report.layout.sharded > report.variables // 2
-    largest = max(math.prod(v.shape) * _keras.stored_dtype(v).itemsize for v in model.weights)
+    largest = max(math.prod(v.shape) * stored_dtype(v).itemsize for v in model.weights)
     assert largest > BUDGET
 
 
@@ -131,7 +133,7 @@ def test_transposed_and_cast_weights_are_bounded(name, dtype, checkpoints, sampl
 def test_uploaded_pieces_are_bounded(file, dim, checkpoints, sampling, monkeypatch):
     """As on accelerators: kernels larger than the budget go up in pieces, into shards that are there already."""
     folder, tensors = checkpoints
-    monkeypatch.setattr(_job.transfer, "execute", functools.partial(transfer.execute, placement="upload"))
+    monkeypatch.setattr(filling.execution, "execute", functools.partial(execution.execute, placement="upload"))
     model = abstract_stack()
     report = shardload.load_weights(
         model, folder / file, mesh="1x8", layout=split(dim), host_memory_bytes=BUDGET, progress=sampling
@@ -145,7 +147,7 @@ def test_uploaded_pieces_are_bounded(file, dim, checkpoints, sampling, monkeypat
 
 @pytest.mark.parametrize("name", ["eight", "hf_one"])
 def test_the_smallest_budget_holds_too(name, checkpoints, sampling, scratch):
-    model = abstract_stack() if name == "eight" else _job.build(shardload.inspect(checkpoints[0] / name), task=False)
+    model = abstract_stack() if name == "eight" else filling.build(shardload.inspect(checkpoints[0] / name), task=False)
     report = shardload.load_weights(model, checkpoints[0] / name, mesh="1x8", host_memory_bytes="64KiB")
     assert_bounded(report, sampling, scratch, budget=64 << 10)
 

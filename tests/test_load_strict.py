@@ -6,8 +6,8 @@ import pytest
 from safetensors.numpy import save_file
 
 import shardload
-from shardload import _keras
 from shardload.errors import MismatchError
+from shardload.keras_bridge.variables import value_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # Keras 3.15 under NumPy 2.4
@@ -22,7 +22,7 @@ def network(outputs=8, *, seed=0):
 
 
 def values(model):
-    return {v.path: np.asarray(_keras.value_of(v)) for v in model.weights}
+    return {v.path: np.asarray(value_of(v)) for v in model.weights}
 
 
 @pytest.fixture(params=["keras", "h5", "bare"])

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import shardload
-from shardload._form import form_of, take_form
 from shardload.callbacks import OrbaxCheckpoint
 from shardload.errors import SourceError, UnsupportedError
+from shardload.keras_bridge.layer_settings import form_of, take_form
 
 pytestmark = pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method")
 

@@ -8,10 +8,10 @@ import pytest
 import tensorstore as ts
 from orbax.checkpoint import v1
 
-from shardload._whole import read_tensor
 from shardload.errors import SourceError, TransferError, UnsafeSourceError
 from shardload.loaders.orbax import open_orbax
 from shardload.manifest import Chunked, Packed
+from shardload.transfer.read_tensor import read_tensor
 
 VALUE = np.arange(64 * 64, dtype=np.float32).reshape(64, 64)
 BYTES = {"name": "bytes", "configuration": {"endian": "little"}}

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardload.errors import MeshError
-from shardload.mesh import MeshSpec
+from shardload.sharding.mesh import MeshSpec
 
 
 @pytest.mark.parametrize(

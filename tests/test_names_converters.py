@@ -9,11 +9,11 @@ import pytest
 from by_hand import check_same, fill, lay_out, mesh
 from fuzz_child import status
 
-import shardload.abstraction
-from shardload import _hub
+import shardload.keras_bridge.abstraction
 from shardload.errors import MismatchError, UnsupportedError
+from shardload.hub import kerashub
 from shardload.loaders import open_manifest
-from shardload.names import map_hub
+from shardload.mapping import map_hub
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"),
@@ -29,9 +29,9 @@ EVERY = [pytest.param(m, marks=[] if m in FAST else pytest.mark.slow) for m in h
 def build(folder, model_type, dtype="float32", *, abstract=False):
     manifest = hub_folders.described(folder, model_type)
     if not abstract:
-        return _hub.build_model(manifest, dtype=dtype)
-    with shardload.abstraction.abstract():
-        return _hub.build_model(manifest, dtype=dtype)
+        return kerashub.build_model(manifest, dtype=dtype)
+    with shardload.keras_bridge.abstraction.abstract():
+        return kerashub.build_model(manifest, dtype=dtype)
 
 
 def pair(tmp_path, model_type, stored="float32", *, files=1, **options):
@@ -42,7 +42,7 @@ def pair(tmp_path, model_type, stored="float32", *, files=1, **options):
     found = map_hub(model, manifest)
     assert all(v._value is None for v in model.weights)
     fill(found, manifest)
-    shardload.abstraction.initialise(list(found.state))
+    shardload.keras_bridge.abstraction.initialise(list(found.state))
     reference = build(tmp_path / "hf", model_type, **options)
     return model, hub_folders.reference(tmp_path / "hf", reference, model_type), found
 

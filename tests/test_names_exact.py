@@ -9,7 +9,7 @@ from safetensors.numpy import save_file
 
 from shardload.errors import MismatchError
 from shardload.loaders import open_manifest
-from shardload.names import map_by_name, map_weights
+from shardload.mapping import map_by_name, map_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
 

@@ -9,8 +9,10 @@ import pytest
 from test_load_live import assert_equal, classifier, data, optimizer_state, train, values
 
 import shardload
-from shardload import _keras, transfer
 from shardload.errors import LoadInterruptedError, MismatchError
+from shardload.keras_bridge.model_state import slots_of
+from shardload.keras_bridge.variables import value_of
+from shardload.transfer import execution
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # Keras 3.15 under NumPy 2.4
@@ -46,8 +48,8 @@ def test_a_compiled_model_gets_the_optimizers_state(folder, file, mesh, kind):
     assert_equal(model, reference)
     assert_equal(model, reference, pick=optimizer_state)
     assert report.notes == () and model.optimizer.built
-    for slot, weight in _keras.slots_of(model):
-        assert _keras.value_of(slot).sharding.is_equivalent_to(_keras.value_of(weight).sharding, slot.value.ndim)
+    for slot, weight in slots_of(model):
+        assert value_of(slot).sharding.is_equivalent_to(value_of(weight).sharding, slot.value.ndim)
 
 
 @pytest.mark.parametrize(("mesh", "tolerance"), [("1x1", 0), ("1x4", 1e-6)])
@@ -117,7 +119,7 @@ def test_a_refused_load_leaves_the_optimizer_as_it_was(folder):
 def test_a_failed_load_leaves_the_optimizer_as_it_was(folder, monkeypatch):
     model = classifier()
     before = state_of(model.optimizer)
-    monkeypatch.setattr(transfer, "execute", lambda *a, **k: (_ for _ in ()).throw(OSError("gone")))
+    monkeypatch.setattr(execution, "execute", lambda *a, **k: (_ for _ in ()).throw(OSError("gone")))
     with pytest.raises(OSError, match="gone"):
         shardload.load_weights(model, folder / "model.keras", mesh="1x2")
     monkeypatch.undo()
@@ -158,6 +160,6 @@ def test_without_strict_slots_of_another_shape_start_afresh(folder):
     report = shardload.load_weights(model, folder / "model.weights.h5", mesh="1x2", strict=False)
     assert any("momentum" in m.variable for m in report.mismatched)
     assert int(model.optimizer.iterations.value) == 0
-    assert not any(value.any() for value in values([slot for slot, _ in _keras.slots_of(model)]))
+    assert not any(value.any() for value in values([slot for slot, _ in slots_of(model)]))
     x, y = data()
     model.train_on_batch(x, y % 3)

@@ -5,9 +5,9 @@ import models
 import pytest
 from by_hand import check_same, fill, lay_out, mesh
 
-from shardload import _keras
+from shardload.keras_bridge.model_state import optimizer_variables_of
 from shardload.loaders import open_manifest
-from shardload.names import map_weights
+from shardload.mapping import map_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
 
@@ -56,5 +56,5 @@ def test_a_compiled_task_initialises_its_optimizer_later(saved):
     target = classifier()
     target.optimizer.build(target.trainable_variables)
     found = map_weights(target, manifest)
-    slots = {id(v) for v in _keras.optimizer_variables_of(target)}
+    slots = {id(v) for v in optimizer_variables_of(target)}
     assert slots and slots <= {id(v) for v in found.state} and not found.missing

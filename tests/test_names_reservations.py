@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shardload.errors import UnsupportedError
 from shardload.manifest import Extent, Tensor
-from shardload.names.reservations import Reservations, tensors_behind
+from shardload.mapping.placeholders import Reservations, tensors_behind
 
 
 def tensor(name="t", shape=(6, 4), dtype="float32"):

@@ -4,9 +4,11 @@ import models
 import numpy as np
 import pytest
 
-from shardload import _keras, abstract
+from shardload import abstract
 from shardload.errors import MismatchError, SourceError, UninitialisedError
-from shardload.names.state_tree import describe, find
+from shardload.keras_bridge.model_state import own_layers
+from shardload.keras_bridge.variables import current_value
+from shardload.mapping.state_tree import describe, find
 
 
 class Subclassed(keras.Model):
@@ -152,7 +154,7 @@ def test_repeated_paths_get_unique_names():
 
 
 def test_names_that_meet_after_joining_stay_apart():
-    from shardload.names.state_tree import _free_path
+    from shardload.mapping.state_tree import _free_path
 
     taken = set()
     paths = [_free_path("g", name, taken) for name in ("a/b", "a.b", "a", "a/b/c", "a")]
@@ -202,13 +204,13 @@ def test_task_and_backbone():
 def test_lora_keeps_the_keys_of_what_it_adapts():
     plain, adapted = models.build("gemma1"), models.build("gemma1")
     adapted.enable_lora(2)
-    before = _keras.current_value(adapted.weights[0])
+    before = current_value(adapted.weights[0])
     pairing = find(adapted, describe(plain).to_json())
     assert not pairing.unexpected and not pairing.mismatched
     assert {leaf.key.rsplit("/", 1)[1] for leaf in pairing.missing} == {"lora_kernel_a", "lora_kernel_b"}
     find(adapted, describe(adapted).to_json()).check()
-    assert adapted.weights[0] is not None and _keras.current_value(adapted.weights[0]) is before
-    assert any(getattr(layer, "lora_enabled", False) for layer in _keras.own_layers(adapted))
+    assert adapted.weights[0] is not None and current_value(adapted.weights[0]) is before
+    assert any(getattr(layer, "lora_enabled", False) for layer in own_layers(adapted))
 
 
 @pytest.mark.filterwarnings("ignore:Layer InputLayer does not have")

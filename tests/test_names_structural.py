@@ -7,10 +7,10 @@ import pytest
 from by_hand import check_same, fill, lay_out, mesh
 from keras import layers
 
-import shardload.abstraction
+import shardload.keras_bridge.abstraction
 from shardload.errors import MismatchError
 from shardload.loaders import open_manifest
-from shardload.names import map_keras
+from shardload.mapping import map_keras
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
 
@@ -170,7 +170,7 @@ def test_equals_keras(kind, tmp_path):
 @pytest.mark.parametrize("kind", ["dense", "conv", "attention", "untied", "transposing", "computing", "containers"])
 def test_abstract_models_map_alike(kind, tmp_path):
     manifest = saved(MODELS[kind](), tmp_path / "m.weights.h5")
-    with shardload.abstraction.abstract():
+    with shardload.keras_bridge.abstraction.abstract():
         model = MODELS[kind]()
     found = map_keras(model, manifest)
     assert all(v._value is None for v in model.weights)

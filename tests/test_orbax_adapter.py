@@ -15,12 +15,12 @@ import pytest
 from keras.src.saving import saving_lib
 from orbax.checkpoint import v1 as ocp
 
-from shardload._orbax import Pending, start_save
 from shardload.errors import SaveError, UsageError
-from shardload.steps._failures import save_error
 from shardload.steps.digests import Digests, verify
 from shardload.steps.listing import list_steps
+from shardload.steps.orbax_writer import PendingSave, start_save
 from shardload.steps.publish import Root, Staging
+from shardload.steps.save_errors import save_error
 
 # Orbax warns whenever it restores without being told shardings, which is what a plain load does.
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
@@ -139,7 +139,7 @@ def test_waiting_can_be_given_up_and_taken_up_again(tmp_path):
     import threading
 
     gate = threading.Event()
-    pending = Pending(Slow(), path=tmp_path, step=3, parent=tmp_path.parent.stat())
+    pending = PendingSave(Slow(), path=tmp_path, step=3, parent=tmp_path.parent.stat())
     with pytest.raises(TimeoutError, match="Step 3 is still being written"):
         pending.result(0.01)
     assert not pending.done()

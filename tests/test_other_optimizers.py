@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 import shardload
-from shardload import _keras
 from shardload.callbacks import OrbaxCheckpoint
 from shardload.errors import MismatchError
-from shardload.names.stored_state import UNTRAINED
+from shardload.keras_bridge.model_state import other_optimizers, slots_of
+from shardload.mapping.stored_state import UNTRAINED
 from tests.saved_steps import save_step
 
 X = np.ones((8, 4), "float32")
@@ -86,7 +86,7 @@ def test_they_come_back(run, build, mesh):
     report = shardload.restore(target, folder, mesh=mesh)
     assert_same(model, target)
     assert not any("optimizer" in note for note in report.notes)
-    for slot, weight in _keras.slots_of(target):
+    for slot, weight in slots_of(target):
         assert slot.value.sharding.is_equivalent_to(weight.value.sharding, slot.value.ndim)
 
 
@@ -263,4 +263,4 @@ def test_a_list_that_holds_itself_is_walked_once():
     model.again = {"adam": [keras.optimizers.Adam()]}
     model.again["adam"].append(model.again["adam"])
     model.again["adam"][0].build(model.generator.trainable_variables)
-    assert len(_keras.other_optimizers(model)) == 3
+    assert len(other_optimizers(model)) == 3

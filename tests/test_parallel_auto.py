@@ -5,15 +5,16 @@ import functools
 import models
 import pytest
 
-from shardload import _keras
-from shardload.mesh import MeshSpec
+from shardload.keras_bridge.model_state import state_of
+from shardload.keras_bridge.recording import record_variables
 from shardload.parallel import choose, fit, smallest_mesh
+from shardload.sharding.mesh import MeshSpec
 
 
 @functools.cache
 def family(name):
     """Built without values: a layout is arithmetic."""
-    with _keras.record_variables():
+    with record_variables():
         return models.build(name)
 
 
@@ -72,7 +73,7 @@ def test_a_fallback_says_what_was_wanted_and_what_came():
 @pytest.mark.parametrize("mesh", ["1x8", "2x4", "1x3", "8x1", "1x1"])
 def test_every_layout_divides_and_every_variable_has_one(name, mesh):
     found = choice(name, mesh)
-    by_id = {id(v): v for v in _keras.state_of(family(name))}
+    by_id = {id(v): v for v in state_of(family(name))}
     assert found.layouts.keys() == by_id.keys()
     assert all(found.layouts[k].divides(tuple(v.shape)) for k, v in by_id.items())
     assert sum(v.device_bytes for v in found.variables) == found.device_bytes <= found.nbytes

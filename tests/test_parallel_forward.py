@@ -13,8 +13,8 @@ import models
 import numpy as np
 import pytest
 
-from shardload.mesh import MeshSpec
 from shardload.parallel import choose
+from shardload.sharding.mesh import MeshSpec
 
 TOLERANCE = 1e-4
 

@@ -3,8 +3,8 @@
 import keras
 import pytest
 
-from shardload.mesh import MeshSpec
 from shardload.parallel import choose
+from shardload.sharding.mesh import MeshSpec
 
 MESH = MeshSpec.parse("1x4")
 

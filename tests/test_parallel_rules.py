@@ -6,10 +6,10 @@ import keras
 import models
 import pytest
 
-from shardload import _keras
 from shardload.errors import LayoutError
-from shardload.mesh import MeshSpec
+from shardload.keras_bridge.recording import record_variables
 from shardload.parallel import choose
+from shardload.sharding.mesh import MeshSpec
 
 MESH = MeshSpec.parse("1x8")
 QUERY = "decoder_block_0/attention/query/kernel"
@@ -17,7 +17,7 @@ QUERY = "decoder_block_0/attention/query/kernel"
 
 @functools.cache
 def family(name):
-    with _keras.record_variables():
+    with record_variables():
         return models.build(name)
 
 

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardload._blocks import Ordered, address, cut, span
-from shardload._budget import Budget
-from shardload._casts import check_cast
-from shardload.bounds import Bounds
 from shardload.errors import BudgetError, LayoutError, MismatchError
-from shardload.layout import Layout
 from shardload.manifest import Extent, Manifest, Tensor, View
-from shardload.mesh import MeshSpec
-from shardload.planner import Target, make_plan
+from shardload.sharding.bounds import Bounds
+from shardload.sharding.layout import Layout
+from shardload.sharding.mesh import MeshSpec
+from shardload.transfer.budget import Budget
+from shardload.transfer.casts import check_cast
+from shardload.transfer.planning import Target, make_plan
+from shardload.transfer.strides import Ordered, address, cut, span
 
 MESH = MeshSpec.parse("1x8")
 FLOAT32 = np.dtype(np.float32)

@@ -13,7 +13,7 @@ import pytest
 from process_runs import Run
 
 import shardload
-from shardload.console import engine as console
+from shardload.console import lazy_api as console
 from shardload.steps.digests import verify
 from shardload.steps.listing import find_step, list_steps
 

@@ -18,9 +18,9 @@ from remote_runs import build, same, state, train
 from saved_steps import save_step
 
 import shardload
-from shardload import _ahead, transfer
 from shardload.errors import BudgetError
 from shardload.steps.listing import list_steps
+from shardload.transfer import execution, prefetch
 from shardload.verifying import verify
 
 MIB = 1 << 20
@@ -102,7 +102,7 @@ def test_of_weights_only_weights_are_fetched(objects, store):
 
 def test_a_small_budget_is_kept(objects, store, monkeypatch):
     made = []
-    monkeypatch.setattr(_ahead.AheadReads, "close", lambda self: made.append(self))  # noqa: PLW0108 - becomes a method
+    monkeypatch.setattr(prefetch.AheadReads, "close", lambda self: made.append(self))  # noqa: PLW0108 - becomes a method
     target = build()
     report = shardload.restore(target, store.s3 + "/run", mesh="1x8", layout=rows((1, 8)), host_memory_bytes="16MiB")
     assert same(target, objects[1])
@@ -114,7 +114,7 @@ def test_a_small_budget_is_kept(objects, store, monkeypatch):
 
 @pytest.mark.parametrize("budget", ["16MiB", None])
 def test_where_data_is_uploaded(objects, store, monkeypatch, budget):
-    monkeypatch.setattr(transfer, "execute", functools.partial(transfer.execute, placement="upload"))
+    monkeypatch.setattr(execution, "execute", functools.partial(execution.execute, placement="upload"))
     target = build()
     report = shardload.restore(target, store.s3 + "/run", mesh="1x8", layout=rows((1, 8)), host_memory_bytes=budget)
     assert same(target, objects[1])

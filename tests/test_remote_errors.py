@@ -23,7 +23,7 @@ from shardload.errors import (
     UnsupportedError,
     UsageError,
 )
-from shardload.steps._digest_list import Digests, FileDigest
+from shardload.steps.digest_list import Digests, FileDigest
 from shardload.steps.listing import list_steps
 from shardload.stores import remote
 from shardload.verifying import verify

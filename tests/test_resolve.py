@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from shardload import _hub
 from shardload.errors import MissingExtraError, SourceNotFoundError, UnsupportedError, UsageError, WriteError
+from shardload.hub import kerashub
 from shardload.resolve import PIP_PACKAGE, candidates, hubs, resolve, root
 
 
@@ -22,7 +22,7 @@ def home(tmp_path, monkeypatch):
     monkeypatch.setattr("shardload.resolve.PIP_PACKAGE", "no_such_package")
     monkeypatch.setattr(hubs, "reachable", lambda url: False)
     handle = "kaggle://keras/gemma2/keras/gemma2_9b_en/2"
-    monkeypatch.setattr(_hub, "preset_handles", lambda: {"gemma2_9b_en": handle})
+    monkeypatch.setattr(kerashub, "preset_handles", lambda: {"gemma2_9b_en": handle})
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     (tmp_path / "root").mkdir()
@@ -119,7 +119,7 @@ def test_without_kerashub_the_extra_is_named(monkeypatch):
     def missing():
         raise MissingExtraError("keras-hub", extra="hub", needed_for="presets")
 
-    monkeypatch.setattr(_hub, "preset_handles", missing)
+    monkeypatch.setattr(kerashub, "preset_handles", missing)
     with pytest.raises(SourceNotFoundError, match=r"shardload\[hub\]"):
         resolve("llama3_8b_en")
 

@@ -18,7 +18,7 @@ from shardload.errors import (
     UnsupportedError,
     UsageError,
 )
-from shardload.names.stored_state import NO_OPTIMIZER, UNTRAINED
+from shardload.mapping.stored_state import NO_OPTIMIZER, UNTRAINED
 from shardload.verifying import verify
 from tests.saved_steps import save_step
 

@@ -15,10 +15,12 @@ import numpy as np
 import pytest
 
 import shardload
-from shardload import _job, _orbax, planner, transfer
 from shardload.callbacks import OrbaxCheckpoint
 from shardload.errors import BudgetError
 from shardload.loaders._zarr_chunks import ZarrCodec
+from shardload.pipeline import filling
+from shardload.steps import orbax_writer
+from shardload.transfer import execution, planning
 from tests.memory import Sampling, scratch_taken, watch
 from tests.saved_steps import save_step
 
@@ -141,7 +143,7 @@ def test_each_needed_byte_is_read_about_once(title, run, sampling):
 @pytest.mark.parametrize("title", ["rows on 8x1", "2x4"])
 def test_uploaded_pieces_are_bounded(title, run, sampling, monkeypatch):
     """As on accelerators: into shards that are there already."""
-    monkeypatch.setattr(_job.transfer, "execute", functools.partial(transfer.execute, placement="upload"))
+    monkeypatch.setattr(filling.execution, "execute", functools.partial(execution.execute, placement="upload"))
     model, report = restore(run, title, sampling)
     assert_bounded(model, report, sampling, block=BUDGET // 2)
 
@@ -199,7 +201,7 @@ def test_compressed_chunks_are_read_and_decoded_once(title, packed, sampling, de
 
 @pytest.mark.parametrize("title", ["rows on 8x1", "2x4"])
 def test_compressed_chunks_are_uploaded_in_bounds(title, packed, sampling, monkeypatch, decoded):
-    monkeypatch.setattr(_job.transfer, "execute", functools.partial(transfer.execute, placement="upload"))
+    monkeypatch.setattr(filling.execution, "execute", functools.partial(execution.execute, placement="upload"))
     model, report = restore(packed, title, sampling, budget=PACKED_BUDGET)
     assert_bounded(model, report, sampling, block=PACKED_BUDGET // 2)
     assert decoded.count((WIDTH, WIDTH // 8)) == 3 * LAYERS * 8
@@ -216,7 +218,7 @@ def test_a_budget_below_what_a_chunk_takes_says_what_would_do(packed, sampling):
 
 
 def test_the_default_budget_holds_what_a_chunk_takes(packed, sampling, monkeypatch):
-    monkeypatch.setattr(planner, "DEFAULT_HOST_MEMORY", MIB)
+    monkeypatch.setattr(planning, "DEFAULT_HOST_MEMORY", MIB)
     _, report = restore(packed, "2x4", sampling, budget=None)
     assert MIB < report.host_bytes.budget <= PACKED_BUDGET
     assert any("decode as a whole" in note for note in report.notes)
@@ -226,7 +228,7 @@ def test_the_default_budget_holds_what_a_chunk_takes(packed, sampling, monkeypat
 
 
 def test_what_lies_on_one_device_is_compressed_in_chunks(run, tmp_path, monkeypatch, sampling):
-    monkeypatch.setattr(_orbax, "COMPRESSED_CHUNK_BYTES", MIB)
+    monkeypatch.setattr(orbax_writer, "COMPRESSED_CHUNK_BYTES", MIB)
     model = build()
     shardload.restore(model, run[1], mesh="1x1")
     save_step(model, tmp_path, 1, compression="zstd")

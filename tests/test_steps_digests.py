@@ -62,8 +62,8 @@ def test_the_format_is_the_one_of_the_design_note(step):
 
 
 def test_large_files_are_split_among_threads_in_order(tmp_path, monkeypatch):
-    monkeypatch.setattr("shardload.steps._digest_list.TASK_UNITS", 2)
-    monkeypatch.setattr("shardload.steps._digest_list.READ_UNITS", 1)
+    monkeypatch.setattr("shardload.steps.digest_list.TASK_UNITS", 2)
+    monkeypatch.setattr("shardload.steps.digest_list.READ_UNITS", 1)
     (tmp_path / "big").write_bytes(content := random.Random(0).randbytes(7 * MIB + 1))
     expected = tuple(xxhash.xxh3_64_hexdigest(content[at : at + MIB]) for at in range(0, len(content), MIB))
     assert Digests.compute(tmp_path).files["big"].units == expected

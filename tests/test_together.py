@@ -18,8 +18,9 @@ from safetensors.numpy import save_file
 from together_runs import Case, make_sources, outcomes
 
 import shardload
-from shardload import _accord, _job, _joint, _keras, _processes, _together, devices
-from shardload._processes import described, from_elsewhere
+from shardload.distributed import joint_call
+from shardload.distributed import processes as job_processes
+from shardload.distributed.processes import described, from_elsewhere
 from shardload.errors import (
     BackendError,
     DisagreementError,
@@ -29,8 +30,11 @@ from shardload.errors import (
     SaveError,
     UsageError,
 )
+from shardload.keras_bridge.recording import seeded
 from shardload.loaders import open_manifest
-from shardload.mesh import MeshSpec
+from shardload.pipeline import consistency, filling, load_distributed
+from shardload.sharding import devices
+from shardload.sharding.mesh import MeshSpec
 
 SHARE = [
     Case("load", "transfer", "kill", 1),
@@ -108,10 +112,10 @@ def compared(*facts):
 
     def side(index):
         topics = [
-            _accord.Topic(f"topic {i}", lambda one=one: one, "Pass the same") for i, one in enumerate(facts[index])
+            consistency.Topic(f"topic {i}", lambda one=one: one, "Pass the same") for i, one in enumerate(facts[index])
         ]
         try:
-            _accord.require(Side(index, barrier, words), topics)
+            consistency.require(Side(index, barrier, words), topics)
         except DisagreementError as error:
             return str(error)
         return None
@@ -145,14 +149,14 @@ def pair(dtype="float32"):
 
 def job_of(model, source, **options):
     place = devices.place_on("1x1")
-    return _job.prepare(
+    return filling.prepare(
         model, open_manifest(str(source)), place, layout="auto", host_memory_bytes=None, **options
     ).checked(strict=False)
 
 
 def differing(*jobs):
     """What of two jobs is not the same."""
-    mine, other = (_accord.topics(job) for job in jobs)
+    mine, other = (consistency.topics(job) for job in jobs)
     return [a.what for a, b in zip(mine, other, strict=True) if a.facts() != b.facts()]
 
 
@@ -176,7 +180,7 @@ def test_tensors_that_go_to_other_variables_are_a_difference_that_is_named(tmp_p
         names = dict(zip(order, (model.layers[0].kernel.path, model.layers[2].kernel.path), strict=True))
         jobs.append(job_of(model, tmp_path / "x.safetensors", tensor_names=names))
     assert differing(*jobs) == ["the model"]
-    topic = next(one for one in _accord.topics(jobs[0]) if one.what == "the model")
+    topic = next(one for one in consistency.topics(jobs[0]) if one.what == "the model")
     assert topic.titles()["Variable 0"] == jobs[0].model.layers[0].kernel.path
 
 
@@ -234,14 +238,14 @@ class Service:
 @pytest.fixture
 def service(monkeypatch):
     made = Service()
-    monkeypatch.setattr(_processes, "_client", lambda: made)
-    monkeypatch.setattr(_processes, "_patiently", lambda request, beat: request())
-    monkeypatch.setattr(_processes, "heartbeat", lambda: made.me.beat)
-    monkeypatch.setattr(_processes, "are_several", lambda: True)
-    monkeypatch.setattr(_processes, "count", lambda: 2)
-    monkeypatch.setattr(_processes, "index", lambda: made.me.index)
-    monkeypatch.setattr(_joint.Joint, "_numbers", NumbersOf(made))
-    monkeypatch.setattr(_together, "_witness", lambda: SimpleNamespace(begin=int, note=str, rest=int))
+    monkeypatch.setattr(job_processes, "_client", lambda: made)
+    monkeypatch.setattr(job_processes, "_patiently", lambda request, beat: request())
+    monkeypatch.setattr(job_processes, "heartbeat", lambda: made.me.beat)
+    monkeypatch.setattr(job_processes, "are_several", lambda: True)
+    monkeypatch.setattr(job_processes, "count", lambda: 2)
+    monkeypatch.setattr(job_processes, "index", lambda: made.me.index)
+    monkeypatch.setattr(joint_call.Joint, "_numbers", NumbersOf(made))
+    monkeypatch.setattr(load_distributed, "_witness", lambda: SimpleNamespace(begin=int, note=str, rest=int))
     return made
 
 
@@ -319,16 +323,16 @@ def test_jax_starts_while_others_do_not_come_and_only_then():
         started.set()
         raise MeshError("no devices")  # whoever starts JAX next says so
 
-    with _processes.starting_meanwhile(start, 60):
+    with job_processes.starting_meanwhile(start, 60):
         pass
     assert not started.is_set()
-    with _processes.starting_meanwhile(start, 0.01):
+    with job_processes.starting_meanwhile(start, 0.01):
         assert started.wait(10)
 
 
 def test_processes_at_different_meetings_never_pair(service):
     def at(what):
-        return lambda: _joint.Joint().together(lambda: {"step": 1}, what)
+        return lambda: joint_call.Joint().together(lambda: {"step": 1}, what)
 
     began = time.monotonic()
     for error in service.run(at("the choice of the step"), at("the start of JAX")):
@@ -348,18 +352,18 @@ def test_files_of_other_content_are_told_apart_whatever_their_paths(tmp_path):
     first = write(tmp_path / "a.safetensors", x=ones, y=ones)
     same = write(tmp_path / "elsewhere" / "b.safetensors", x=ones, y=ones)
     other = write(tmp_path / "c.safetensors", x=ones, y=zeros)
-    assert _accord.source(first) == _accord.source(same) == _accord.source(other)
-    assert _accord.content(first, None) == _accord.content(same, None)
-    found = _accord.content(other, None)
-    differ = [key for key, text in _accord.content(first, None).items() if found[key] != text]
+    assert consistency.source(first) == consistency.source(same) == consistency.source(other)
+    assert consistency.content(first, None) == consistency.content(same, None)
+    found = consistency.content(other, None)
+    differ = [key for key, text in consistency.content(first, None).items() if found[key] != text]
     assert differ[0] == "The first bytes of tensor 'y'"
     cast = write(tmp_path / "d.safetensors", x=ones, y=ones.astype(np.float16))
-    assert _accord.source(first) != _accord.source(cast)
+    assert consistency.source(first) != consistency.source(cast)
 
 
 def test_looking_at_content_is_bounded(tmp_path):
     many = write(tmp_path / "many.safetensors", **{f"t{i}": np.ones(300, np.float32) for i in range(2000)})
-    assert len(_accord.content(many, None)) <= _accord.SPOTS
+    assert len(consistency.content(many, None)) <= consistency.SPOTS
 
 
 @pytest.mark.parametrize(
@@ -390,7 +394,7 @@ def mesh_of(processes, each, sizes):
             self.id, self.process_index = number, number // each
 
     spec = MeshSpec.parse(sizes)
-    return devices.Place(spec, tuple(Device(i) for i in range(processes * each))[: spec.size])
+    return devices.MeshDevices(spec, tuple(Device(i) for i in range(processes * each))[: spec.size])
 
 
 @pytest.mark.parametrize(
@@ -430,11 +434,11 @@ def test_seeds_are_drawn_alike_and_the_users_generators_go_on(fails):
     found = [drawn()]
     inside = []
     for _ in range(2):
-        with pytest.raises(ValueError, match="fails") if fails else _keras.seeded(11):
+        with pytest.raises(ValueError, match="fails") if fails else seeded(11):
             if not fails:
                 inside.append(drawn())
                 continue
-            with _keras.seeded(11):
+            with seeded(11):
                 inside.append(drawn())
                 raise ValueError("fails")
     assert inside[0] == inside[1]

@@ -11,15 +11,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import shardload._scatter
-import shardload.transfer
-from shardload._regions import least_budget
+import shardload.transfer.execution
+import shardload.transfer.preadv
 from shardload.errors import BudgetError, MeshError, MismatchError, TransferError
-from shardload.layout import Layout
 from shardload.manifest import Manifest, Packed, Tensor, View
-from shardload.mesh import MeshSpec
-from shardload.planner import Target, make_plan
-from shardload.transfer import execute, named_sharding, place
+from shardload.sharding.layout import Layout
+from shardload.sharding.mesh import MeshSpec
+from shardload.transfer.execution import execute, named_sharding, place
+from shardload.transfer.planning import Target, make_plan
+from shardload.transfer.regions import least_budget
 from tests.transfer_harness import Rows, check, load, manifest_of
 
 MESH = MeshSpec.parse("1x8")
@@ -47,14 +47,14 @@ def planned(manifest, *targets, budget=64 * MIB, **options):
 def reads(monkeypatch):
     """Byte ranges every read call asks for."""
     seen = []
-    original = shardload._scatter.preadv
+    original = shardload.transfer.preadv.preadv
 
     def preadv(fd, wanted, offset):
         got = original(fd, wanted, offset)
         seen.append((offset, got))
         return got
 
-    monkeypatch.setattr(shardload._scatter, "preadv", preadv)
+    monkeypatch.setattr(shardload.transfer.preadv, "preadv", preadv)
     return seen
 
 
@@ -171,15 +171,15 @@ def test_budget_holds_for_a_tensor_four_times_its_size(manifest, value, placemen
 
 def test_what_is_prepared_ahead_is_bounded(manifest, value, monkeypatch):
     plan = planned(manifest, whole(manifest, "a", dim=1), budget=MIB)
-    monkeypatch.setattr(shardload.transfer, "PREPARED", 2)
+    monkeypatch.setattr(shardload.transfer.execution, "PREPARED", 2)
     ahead = []
-    original = shardload.transfer._Transfer.run
+    original = shardload.transfer.execution._Transfer.run
 
     def run(self, *callbacks):
         ahead.append(len(self.tasks))
         original(self, *callbacks)
 
-    monkeypatch.setattr(shardload.transfer._Transfer, "run", run)
+    monkeypatch.setattr(shardload.transfer.execution._Transfer, "run", run)
     found, _ = load(plan, manifest, placement="adopt")
     check(found["a"], value, split(2, 1))
     assert ahead == [2]
@@ -323,7 +323,7 @@ def test_io_error_names_tensor_file_and_offset(manifest, monkeypatch):
     def broken(*_):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(shardload._scatter, "preadv", broken)
+    monkeypatch.setattr(shardload.transfer.preadv, "preadv", broken)
     with pytest.raises(
         TransferError, match=r"Tensor 'b': cannot read 28 bytes at offset 4194304 of .*Input/output error"
     ):
@@ -377,7 +377,7 @@ def test_place_copies(dim):
 @pytest.mark.parametrize("most", [1, 1000, 5000, 100_000])
 def test_reads_that_the_kernel_cuts_short_are_gone_on_with(manifest, value, monkeypatch, most):
     """Signals and some file systems return fewer bytes than asked for, at any place in a run."""
-    original = shardload._scatter.preadv
+    original = shardload.transfer.preadv.preadv
     asked = []
 
     def preadv(fd, wanted, offset):
@@ -388,7 +388,7 @@ def test_reads_that_the_kernel_cuts_short_are_gone_on_with(manifest, value, monk
         asked.append(int(wanted[:, 1].sum()))
         return original(fd, few, offset)
 
-    monkeypatch.setattr(shardload._scatter, "preadv", preadv)
+    monkeypatch.setattr(shardload.transfer.preadv, "preadv", preadv)
     small = value[:16] if most == 1 else value
     held = manifest_of(Path(manifest.source).parent / "small.bin", {"a": small}) if most == 1 else manifest
     arrays = {}
@@ -402,7 +402,7 @@ def test_reads_that_the_kernel_cuts_short_are_gone_on_with(manifest, value, monk
 )
 def test_lists_of_reads_longer_than_one_call_takes(tmp_path, monkeypatch, shape, dim):
     """More runs than one system call takes, and not a multiple of them."""
-    monkeypatch.setattr("shardload._reads.DIRECT_RUN_BYTES", 512)
+    monkeypatch.setattr("shardload.transfer.block_plan.DIRECT_RUN_BYTES", 512)
     value = np.arange(np.prod(shape), dtype=np.uint32).astype(np.uint16).reshape(shape)
     manifest = manifest_of(tmp_path / "f.bin", {"a": value})
     plan = planned(manifest, whole(manifest, "a", dim=dim), block_bytes=1 << 30, budget=1 << 34)
@@ -453,7 +453,7 @@ def test_no_memory_for_shards_is_told(manifest, monkeypatch):
     def no_memory(n_bytes):
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr("shardload._buffers.memory", no_memory)
+    monkeypatch.setattr("shardload.transfer.buffers.memory", no_memory)
     with pytest.raises(
         TransferError, match=r"'a': there is no memory for the 4194304 bytes .*Use a mesh over more hosts"
     ):

@@ -6,10 +6,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardload.errors import LayoutError
-from shardload.layout import Layout
 from shardload.manifest import View
-from shardload.mesh import MeshSpec
-from shardload.planner import Target, make_plan
+from shardload.sharding.layout import Layout
+from shardload.sharding.mesh import MeshSpec
+from shardload.transfer.planning import Target, make_plan
 from tests.transfer_harness import Chunks, Rows, check, load, manifest_of
 
 MESHES = [MeshSpec.parse(m) for m in ("1x1", "1x3", "1x8", "8x1", "2x4", "data=2,fsdp=2,model=2")]
@@ -73,10 +73,10 @@ def test_any_view_in_any_layout(tmp_path_factory, data, pair, placement):
     layout = data.draw(layouts(seen.shape))
     target = Target("v", view_of("t", value, seen), value.dtype, layout)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardload._reads.DIRECT_RUN_BYTES", data.draw(st.sampled_from([1, 8, 1 << 10])))
-        patch.setattr("shardload._reads.STAGED_BYTES", data.draw(st.sampled_from([8, 40, 100, 1 << 20])))
-        patch.setattr("shardload._reads.SKIP_BYTES", data.draw(st.sampled_from([1, 16, 1 << 17])))
-        patch.setattr("shardload._fanout.PITCH_ROW_BYTES", data.draw(st.sampled_from([1, 1 << 10])))
+        patch.setattr("shardload.transfer.block_plan.DIRECT_RUN_BYTES", data.draw(st.sampled_from([1, 8, 1 << 10])))
+        patch.setattr("shardload.transfer.block_plan.STAGED_BYTES", data.draw(st.sampled_from([8, 40, 100, 1 << 20])))
+        patch.setattr("shardload.transfer.block_plan.SKIP_BYTES", data.draw(st.sampled_from([1, 16, 1 << 17])))
+        patch.setattr("shardload.transfer.scratch.PITCH_ROW_BYTES", data.draw(st.sampled_from([1, 1 << 10])))
         block_bytes = data.draw(st.sampled_from([1, 7, 64, 1 << 20]))
         plan = make_plan(manifest, [target], host_memory_bytes=1 << 20, block_bytes=block_bytes)
         found, stats = load(plan, manifest, placement=placement)
@@ -112,10 +112,10 @@ def test_any_box_of_chunks_in_any_layout(tmp_path_factory, data, pair, placement
         Target("whole", View.whole(manifest.tensors["t"]), wide, whole),
     ][data.draw(st.integers(0, 1)) :]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardload._reads.DIRECT_RUN_BYTES", data.draw(st.sampled_from([1, 8, 1 << 10])))
-        patch.setattr("shardload._reads.STAGED_BYTES", data.draw(st.sampled_from([8, 40, 1 << 20])))
-        patch.setattr("shardload._reads.SKIP_BYTES", data.draw(st.sampled_from([1, 16, 1 << 17])))
-        patch.setattr("shardload._fanout.PITCH_ROW_BYTES", data.draw(st.sampled_from([1, 1 << 10])))
+        patch.setattr("shardload.transfer.block_plan.DIRECT_RUN_BYTES", data.draw(st.sampled_from([1, 8, 1 << 10])))
+        patch.setattr("shardload.transfer.block_plan.STAGED_BYTES", data.draw(st.sampled_from([8, 40, 1 << 20])))
+        patch.setattr("shardload.transfer.block_plan.SKIP_BYTES", data.draw(st.sampled_from([1, 16, 1 << 17])))
+        patch.setattr("shardload.transfer.scratch.PITCH_ROW_BYTES", data.draw(st.sampled_from([1, 1 << 10])))
         block_bytes = data.draw(st.sampled_from([1, 7, 64, 1 << 20]))
         plan = make_plan(manifest, targets, host_memory_bytes=1 << 20, block_bytes=block_bytes)
         found, _ = load(plan, manifest, placement=placement)

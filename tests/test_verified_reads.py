@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from step_folders import MIB, save_step
 
-from shardload._fanout import Flat
-from shardload._verified import VerifiedReads
 from shardload.errors import DamagedError
 from shardload.steps.digests import Checker
+from shardload.transfer.scratch import Flat
+from shardload.transfer.verified_reads import VerifiedReads
 
 BIG = "pytree/d/big"
 """Two MiB and five bytes."""

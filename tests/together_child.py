@@ -20,7 +20,9 @@ import keras
 import numpy as np
 
 import shardload
-from shardload import _job, abstraction, loading
+from shardload import loading
+from shardload.keras_bridge import abstraction
+from shardload.pipeline import filling
 from shardload.steps.digests import Checker
 
 sys.modules.setdefault("tensorflow", None)  # Keras and KerasHub import it where it is; it is not needed
@@ -57,7 +59,7 @@ def at(stage, kind):
     if stage == "before":
         loading._check_backend = first(loading._check_backend)
     if stage == "headers":  # of a source that was found; JAX runs by then
-        _job.prepare = first(_job.prepare)
+        filling.prepare = first(filling.prepare)
     if stage == "end":
         abstraction.initialise = first(abstraction.initialise)
 

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 from shardload.manifest import Chunked, Decoded, Extent, Manifest, Tensor
-from shardload.transfer import execute
+from shardload.transfer.execution import execute
 
 
 class Rows:

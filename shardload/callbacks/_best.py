@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from shardload._processes import Channel
 from shardload.callbacks._monitor import Monitor
-from shardload.callbacks._retention import Comparison, recorded_damage
+from shardload.callbacks._retention import BestRule, recorded_damage
+from shardload.distributed.processes import Channel
 from shardload.steps.digests import verify
 from shardload.steps.listing import StepInfo
 
@@ -38,7 +38,7 @@ class Best:
 
     def __init__(self, monitor: Monitor, *, of: Literal["folder", "run"], rule: str | None) -> None:
         self.monitor, self.of, self.rule = monitor, of, rule
-        self.comparison = Comparison(monitor.name, None)
+        self.comparison = BestRule(monitor.name, None)
         self.run = ""
 
     def begin(
@@ -50,10 +50,10 @@ class Best:
         direction = self.monitor.direction(model)
         known = recorded_damage(steps) & {info.step for info in steps}
         if direction is None:  # no rule needs it
-            self.comparison = Comparison(self.monitor.name, None, damaged=known)
+            self.comparison = BestRule(self.monitor.name, None, damaged=known)
             return []
         family: set[str | None] = {self.run} if resumed is None else {self.run, resumed.run}
-        by = Comparison(self.monitor.name, direction, family if self.of == "run" else None)
+        by = BestRule(self.monitor.name, direction, family if self.of == "run" else None)
         read_bytes = 0 if self.rule is None else READ_BYTES
         found = Found(**channel.first(lambda: asdict(find_best(steps, by, read_bytes=read_bytes))))
         if self.rule is not None:  # it was read, and is good again
@@ -89,7 +89,7 @@ class Found:
     """Steps that would be better, or may be, but do not count: number, value if known, and what is wrong with it."""
 
 
-def find_best(steps: Sequence[StepInfo], by: Comparison, *, read_bytes: int) -> Found:
+def find_best(steps: Sequence[StepInfo], by: BestRule, *, read_bytes: int) -> Found:
     """The best step that is whole; those before it are damaged. Larger steps than ``read_bytes`` are not read."""
     unknown = (info for info in steps if info.hides_rank)
     damaged: list[tuple[int, float | None, str]] = [(info.step, None, str(info.problems)) for info in unknown]
@@ -114,7 +114,7 @@ def _run_of(model: Any, folder: Path, resumed: StepInfo | None) -> str:
 
 
 def _notices(
-    found: Found, by: Comparison, *, rule: str, folder: Path, family: set[str | None], resumed: StepInfo | None
+    found: Found, by: BestRule, *, rule: str, folder: Path, family: set[str | None], resumed: StepInfo | None
 ) -> Iterator[str]:
     for step, value, what in found.damaged:
         metric = by.monitor if value is None else f"{by.monitor}={value:.6g}"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from shardload import _keras
 from shardload.callbacks import _records
-from shardload.names.state_tree import StateTree, describe
+from shardload.keras_bridge.saving import assets_of, serialised_model
+from shardload.mapping.state_tree import StateTree, describe
 
 
 class Contents:
@@ -44,11 +44,11 @@ class Contents:
     def _descriptions(self, model: Any) -> Iterator[tuple[str, Any]]:
         """What tells how to rebuild the model: the same for all steps until its variables change."""
         try:
-            yield "model_config", {"config": _keras.serialised_model(model)}
+            yield "model_config", {"config": serialised_model(model)}
         except Exception as error:  # Keras runs the get_config of every layer
             self._warn(
                 f"The model's configuration cannot be saved ({type(error).__name__}: {error}), so "
                 "keras.saving.load_model cannot rebuild it; its state is saved."
             )
-        if (assets := _keras.assets_of(model)) is not None:
+        if (assets := assets_of(model)) is not None:
             yield "assets", assets

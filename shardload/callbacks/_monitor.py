@@ -10,8 +10,8 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from shardload import _keras
 from shardload.errors import UsageError
+from shardload.keras_bridge.training import metric_direction
 
 Mode = Literal["min", "max"]
 
@@ -38,7 +38,7 @@ class Monitor:
         if self.mode in ("min", "max"):
             return "min" if self.mode == "min" else "max"
         metric = self.name.removeprefix("val_")
-        return "min" if metric == "loss" else _keras.metric_direction(model, metric)
+        return "min" if metric == "loss" else metric_direction(model, metric)
 
     def require_direction(self, model: Any) -> Mode:
         """As `direction`.

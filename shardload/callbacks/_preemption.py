@@ -18,8 +18,8 @@ from typing import Any
 
 from jax.experimental import multihost_utils
 
-from shardload import _processes
 from shardload.callbacks._interrupts import CtrlC, in_fit
+from shardload.distributed import processes
 
 _asked = itertools.count()
 """JAX counts how often it was asked, on all processes alike."""
@@ -37,7 +37,7 @@ class Preemption:
 
     def is_announced(self) -> bool:
         """Whether it is time to save and end; asked once after each batch, by all processes."""
-        if not self._announced and _processes.is_distributed():
+        if not self._announced and processes.is_distributed():
             try:
                 self._announced = bool(multihost_utils.reached_preemption_sync_point(next(_asked)))
             except RuntimeError:  # jax_enable_preemption_service is off: whoever turned it off does not want this
@@ -49,7 +49,7 @@ class Preemption:
         self._announced = False
         self.ctrl_c.watch()
         in_main = threading.current_thread() is threading.main_thread()
-        if self._installed or not in_main or _processes.is_distributed():
+        if self._installed or not in_main or processes.is_distributed():
             return
         self._before = signal.signal(signal.SIGTERM, self._note)
         self._installed = True

@@ -16,9 +16,10 @@ import jax
 import keras
 import numpy as np
 
-from shardload import _keras, _processes
+from shardload.distributed import processes
 from shardload.errors import UsageError
-from shardload.names.state_tree import StateTree
+from shardload.keras_bridge.variables import current_value
+from shardload.mapping.state_tree import StateTree
 
 VERSION = 1
 MAX_SHOWN = 200
@@ -48,7 +49,7 @@ def placement(state: StateTree) -> dict[str, Any]:
     """The mesh the state lives on (axis names and sizes; ``None`` off any mesh), devices and processes."""
     mesh = None
     for leaf in state.leaves:
-        value = _keras.current_value(leaf.variable)
+        value = current_value(leaf.variable)
         sharding = getattr(value, "sharding", None)
         if isinstance(sharding, jax.sharding.NamedSharding):
             axes, sizes = zip(*sharding.mesh.shape.items(), strict=True)
@@ -63,7 +64,7 @@ def for_all_processes(tree: Any) -> Any:
     What is not spread over all of them (seeds, counters of a model without a distribution) is one process' own array,
     which Orbax refuses: process 0 stores its value, which is that of all others, as they train the same model.
     """
-    if _processes.count() == 1:
+    if processes.count() == 1:
         return tree
 
     def plain(value: Any) -> Any:

@@ -16,16 +16,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from shardload import _keras, _processes, restoring
-from shardload._job import NOT_STRICT
+from shardload import restoring
 from shardload.callbacks._records import iterations
 from shardload.data import Origin, Position, Reading, resumable_of_fit
+from shardload.distributed import processes
 from shardload.errors import DamagedError, MismatchError, SourceError, SourceNotFoundError, UsageError
-from shardload.loaders import _json
-from shardload.names.stored_state import leaves_optimizer_alone
+from shardload.keras_bridge.training import initial_epoch_of_fit, set_initial_epoch
+from shardload.mapping.stored_state import leaves_optimizer_alone
+from shardload.pipeline.filling import NOT_STRICT
 from shardload.reports import LoadReport
 from shardload.steps.digests import OWN_FOLDER
 from shardload.steps.listing import StepInfo, list_steps, whole
+from shardload.stores import json_files
 
 ITERATOR_FILE = "iterator.json"
 
@@ -174,7 +176,7 @@ def resumption(
     """
     epoch, batch = info.epoch or 0, info.batch or 0
     complete = epoch + 1 if info.details.get("epoch_done") else epoch
-    given = _keras.initial_epoch_of_fit() or initial_epoch  # 0 is what fit has by default
+    given = initial_epoch_of_fit() or initial_epoch  # 0 is what fit has by default
     if given is not None and given != complete:
         return _begun(model, Resumption(info, given, complete))
     records = _records(info)
@@ -212,7 +214,7 @@ def joined(records: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _begun(model: Any, found: Resumption) -> Resumption:
-    _keras.set_initial_epoch(model, found.epoch)
+    set_initial_epoch(model, found.epoch)
     _begun_at[model] = found.epoch
     return found
 
@@ -220,14 +222,14 @@ def _begun(model: Any, found: Resumption) -> Resumption:
 def forget_beginning(model: Any) -> None:
     """Let the next ``fit`` begin where it is told; what another callback said (Keras' BackupAndRestore) stays."""
     if _begun_at.pop(model, None) is not None:
-        _keras.set_initial_epoch(model, None)
+        set_initial_epoch(model, None)
 
 
 def _records(info: StepInfo) -> list[dict[str, Any]]:
     """What is said about the data: by each process, or once where it is the same for all of them, or never."""
     path = Path(info.path) / OWN_FOLDER / ITERATOR_FILE
     try:
-        found = _json.read_object(path)
+        found = json_files.read_object(path)
     except SourceNotFoundError:
         return []
     except SourceError as error:
@@ -252,7 +254,7 @@ def _of_this_process(records: list[dict[str, Any]]) -> dict[str, Any] | None:
     """None where each process said something of its own and there are not as many now."""
     if len(records) == 1:
         return records[0]
-    return records[_processes.index()] if len(records) == _processes.count() else None
+    return records[processes.index()] if len(records) == processes.count() else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +274,7 @@ def _where_it_stood(records: list[dict[str, Any]], info: StepInfo) -> _Stood | N
         return None
     reading = Reading() if mine is None else Reading.of_record(record.get("reading"))
     saved_by = whole(info.details.get("processes")) or 1
-    origin = Origin(info.step, reading, processes=saved_by, processes_now=_processes.count())
+    origin = Origin(info.step, reading, processes=saved_by, processes_now=processes.count())
     return _Stood(record["position"], bool(record.get("spans_epochs")), origin)
 
 
@@ -287,7 +289,7 @@ def _give_back(source: Any, records: list[dict[str, Any]], info: StepInfo) -> bo
     if record is None and any("state" in one for one in records):
         _warn(
             f"Step {info.step} was saved by {len(records)} processes whose data_iterator stood at different places, so "
-            f"it does not say where that of {_processes.count()} should go on."
+            f"it does not say where that of {processes.count()} should go on."
         )
     if record is None or "state" not in record:
         return False

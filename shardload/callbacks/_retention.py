@@ -18,7 +18,7 @@ from shardload.steps.publish import remove_step
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class BestRule:
     """What "best" means to a callback."""
 
     monitor: str
@@ -61,7 +61,7 @@ class Retention:
         if self.every_hours is not None and not self.every_hours > 0:
             raise UsageError(f"keep_every_hours should be more than 0, or None, but is {self.every_hours!r}")
 
-    def removable(self, steps: Sequence[StepInfo], *, newest: int, by: Comparison) -> list[int]:
+    def removable(self, steps: Sequence[StepInfo], *, newest: int, by: BestRule) -> list[int]:
         """Steps no rule wants, oldest first; never the newest.
 
         Args:
@@ -80,7 +80,7 @@ class Retention:
         return [s.step for s in ours if s.step not in keep]
 
 
-def remover(retention: Retention, root: Path, *, by: Comparison) -> Callable[[int, Path], None]:
+def remover(retention: Retention, root: Path, *, by: BestRule) -> Callable[[int, Path], None]:
     """What is called with each new step and removes those no rule wants any more.
 
     Raises:

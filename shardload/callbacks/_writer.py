@@ -3,8 +3,8 @@
     training thread   wait for the last save · begin staging · take hold of the arrays ─► returns
     worker thread     Orbax writes · shardload/*.json · digests · publish · remove old steps · post_finalization
 
-The arrays of CPU devices are held where they are (`shardload._snapshot`); what cannot be, and what several processes
-save together, Orbax copies off the devices in the training thread.
+The arrays of CPU devices are held where they are (`_snapshot`); what cannot be, and what several processes save
+together, Orbax copies off the devices in the training thread.
 
 Several processes do each of these stages together: process 0 begins, publishes and removes, every one writes its own
 shards and makes the digests of the files it wrote, and what fails on one of them fails on all.
@@ -30,10 +30,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from shardload import _orbax, _processes
-from shardload._snapshot import snapshot
-from shardload._witness import Witness
 from shardload.callbacks._interrupts import Worker, held_back
+from shardload.callbacks._snapshot import snapshot
+from shardload.distributed import processes
+from shardload.distributed.exit_reasons import Witness
 from shardload.errors import (
     ProcessLostError,
     SaveError,
@@ -43,11 +43,12 @@ from shardload.errors import (
     UnsupportedError,
 )
 from shardload.loaders.orbax import open_orbax
-from shardload.steps._failures import describe, save_error
-from shardload.steps._tree import sync_files
+from shardload.steps import orbax_writer
 from shardload.steps.digests import OWN_FOLDER, Digests
+from shardload.steps.file_tree import sync_files
 from shardload.steps.listing import TREE_FILE
 from shardload.steps.publish import Root, Staging
+from shardload.steps.save_errors import describe, save_error
 
 _WRITERS: weakref.WeakSet[Writer] = weakref.WeakSet()
 
@@ -57,7 +58,7 @@ _OF_PROCESS = re.compile(r"(?:.*/)?ocdbt\.process_(\d+)/")
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class SaveJob:
     """All that makes one step."""
 
     step: int
@@ -76,14 +77,14 @@ class Writer:
 
     def __init__(self, root: Root) -> None:
         self.root = root
-        self.channel = _processes.Channel()
+        self.channel = processes.Channel()
         self.witness = Witness(root.path)
         self._worker: Worker | None = None
         self._failure: ShardloadError | None = None
         self._later: Worker | None = None
         _WRITERS.add(self)
 
-    def start(self, job: Job) -> None:
+    def start(self, job: SaveJob) -> None:
         """Return as soon as the arrays may change again; waits for the step before first.
 
         Raises:
@@ -94,7 +95,7 @@ class Writer:
         with held_back():  # until the worker has it: from there on the step is finished whatever happens in fit
             self._start(job)
 
-    def _start(self, job: Job) -> None:
+    def _start(self, job: SaveJob) -> None:
         staging = self._staging(job.step)
         try:
             begin = _begin(job, staging)
@@ -144,7 +145,7 @@ class Writer:
 
         Of several processes one alone would hear of its failure, so there it is done with the save.
         """
-        if _processes.count() > 1:
+        if processes.count() > 1:
             return call
 
         def run(step: int, path: Path, before: Worker | None) -> None:
@@ -186,10 +187,10 @@ class Writer:
         Of several processes one would hear of it a batch before the others, and leave them waiting for it in the
         next one. So they raise it where all of them wait, with the next save; unless one of them is lost anyway.
         """
-        if _processes.count() == 1 or isinstance(self._failure, ProcessLostError):
+        if processes.count() == 1 or isinstance(self._failure, ProcessLostError):
             self.raise_failure()
 
-    def _run(self, job: Job, staging: Staging, begin: Callable[[], _orbax.Pending]) -> None:
+    def _run(self, job: SaveJob, staging: Staging, begin: Callable[[], orbax_writer.PendingSave]) -> None:
         try:
             path = _finish(job, staging, begin, self.channel)
             self.witness.note("training")
@@ -239,9 +240,9 @@ if (_register := getattr(threading, "_register_atexit", None)) is not None:
     _register(_finish_all)
 
 
-def _begin(job: Job, staging: Staging) -> Callable[[], _orbax.Pending]:
+def _begin(job: SaveJob, staging: Staging) -> Callable[[], orbax_writer.PendingSave]:
     """What gives the save, which has begun by then. Once this returns, the arrays may change."""
-    held = snapshot(job.items) if _processes.count() == 1 else None
+    held = snapshot(job.items) if processes.count() == 1 else None
     if held is None:
         pending = _start_save(job, staging, job.items)
         return lambda: pending
@@ -249,24 +250,28 @@ def _begin(job: Job, staging: Staging) -> Callable[[], _orbax.Pending]:
     return lambda: _start_save(job, staging, take())
 
 
-def _start_save(job: Job, staging: Staging, items: Mapping[str, Any]) -> _orbax.Pending:
-    return _orbax.start_save(staging.path, items, compression=job.compression, step=job.step, timeout_s=job.timeout_s)
+def _start_save(job: SaveJob, staging: Staging, items: Mapping[str, Any]) -> orbax_writer.PendingSave:
+    return orbax_writer.start_save(
+        staging.path, items, compression=job.compression, step=job.step, timeout_s=job.timeout_s
+    )
 
 
-def _finish(job: Job, staging: Staging, begin: Callable[[], _orbax.Pending], channel: _processes.Channel) -> Path:
+def _finish(
+    job: SaveJob, staging: Staging, begin: Callable[[], orbax_writer.PendingSave], channel: processes.Channel
+) -> Path:
     channel.together(lambda: _written(job, begin()))
     channel.together(lambda: _digest(job, staging))
 
     def publish() -> str:
         _check_items(job, staging)
-        parts = [Digests.read(_part(staging, process)) for process in range(_processes.count())]
+        parts = [Digests.read(_part(staging, process)) for process in range(processes.count())]
         Digests({name: found for part in parts for name, found in part.files.items()}).write(staging.path)
         return str(staging.publish())
 
     return Path(channel.first(publish))
 
 
-def _check_items(job: Job, staging: Staging) -> None:
+def _check_items(job: SaveJob, staging: Staging) -> None:
     """Everything that was to be written is there: digests only vouch for what they find."""
     for name in job.items:
         if not (staging.path / name).is_dir():
@@ -283,7 +288,7 @@ def _check_items(job: Job, staging: Staging) -> None:
             raise describe(why, step=job.step, folder=staging.path, number=errno.ENOENT) from error
 
 
-def _written(job: Job, pending: _orbax.Pending) -> None:
+def _written(job: SaveJob, pending: orbax_writer.PendingSave) -> None:
     """Wait until Orbax has written everything, for as long as all processes are there."""
     until = math.inf if job.timeout_s is None else time.monotonic() + job.timeout_s
     while True:
@@ -295,21 +300,21 @@ def _written(job: Job, pending: _orbax.Pending) -> None:
                     f"Step {job.step} was not written within {job.timeout_s} s (async_timeout_s) and is given up. "
                     "Steps saved before are untouched"
                 ) from error
-        if _processes.count() > 1:
-            _processes.heartbeat().check()
+        if processes.count() > 1:
+            processes.heartbeat().check()
 
 
-def _digest(job: Job, staging: Staging) -> None:
+def _digest(job: SaveJob, staging: Staging) -> None:
     """Our own files, by process 0; then the digests of what this process wrote, which is on the disk by then."""
-    if _processes.is_first():
+    if processes.is_first():
         own = staging.path / OWN_FOLDER
         own.mkdir(exist_ok=True)
         for name, content in job.records.items():
             (own / name).write_text(json.dumps(_finite(content), indent=1, allow_nan=False), encoding="utf-8")
     part = Digests.compute(staging.path, of=_is_ours_to_digest)
-    if _processes.count() > 1:
+    if processes.count() > 1:
         sync_files(staging.path, part.files)
-    folder = _part(staging, _processes.index())
+    folder = _part(staging, processes.index())
     folder.mkdir()
     part.write(folder)
 
@@ -318,7 +323,7 @@ def _is_ours_to_digest(name: str) -> bool:
     """Whether this process wrote a file; process 0 also takes what nobody is named for."""
     found = _OF_PROCESS.match(name)
     writer = int(found.group(1)) if found else 0
-    return (writer if writer < _processes.count() else 0) == _processes.index()
+    return (writer if writer < processes.count() else 0) == processes.index()
 
 
 def _part(staging: Staging, process: int) -> Path:
@@ -326,12 +331,12 @@ def _part(staging: Staging, process: int) -> Path:
     return staging.home / f"digests-{process}"
 
 
-def _follow_up(job: Job, path: Path) -> None:
+def _follow_up(job: SaveJob, path: Path) -> None:
     for call in job.after:
         call(job.step, path)
 
 
-def _as_failure(error: BaseException, job: Job, staging: Staging) -> ShardloadError:
+def _as_failure(error: BaseException, job: SaveJob, staging: Staging) -> ShardloadError:
     if isinstance(error, ProcessLostError) or (isinstance(error, ShardloadError) and not isinstance(error, SaveError)):
         return error
     try:

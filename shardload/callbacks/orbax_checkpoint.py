@@ -20,7 +20,6 @@ from typing import Any, Literal
 
 import keras
 
-from shardload import _orbax, _processes
 from shardload.callbacks import _records
 from shardload.callbacks._best import Best
 from shardload.callbacks._contents import Contents
@@ -28,9 +27,11 @@ from shardload.callbacks._monitor import Monitor, plain_logs
 from shardload.callbacks._preemption import Preemption
 from shardload.callbacks._resume import Resumption, forget_beginning, go_on, iterator_record, joined
 from shardload.callbacks._retention import Retention, remover
-from shardload.callbacks._writer import Job, Writer, finish_others
+from shardload.callbacks._writer import SaveJob, Writer, finish_others
 from shardload.data import Position, follow, stop_following
+from shardload.distributed import processes
 from shardload.errors import SaveError, UsageError
+from shardload.steps import orbax_writer
 from shardload.steps.listing import StepInfo, list_steps
 from shardload.steps.publish import Root, remove_stale
 
@@ -147,7 +148,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self._best = Best(self._monitor, of=best_of, rule=rule if self._retention.best else None)
         self._root = Root(directory, create=True)
         self._writer = Writer(self._root)
-        self._decisions = _processes.Channel()
+        self._decisions = processes.Channel()
         """Of the training thread alone; the writer's is also used by the thread that writes."""
         self._contents = Contents(weights_only=save_weights_only, warn=self._warn)
         self._total = 0
@@ -191,7 +192,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self._writer.settle()
         finish_others(self._root, but=self._writer)
         self._writer.witness.begin()
-        _orbax.prepare()
+        orbax_writer.prepare()
         _records.prepare_serialising()
         self._writer.channel.first(self._clear_up)
         model = self.model
@@ -350,7 +351,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         place = iterator_record(self._position, own)
         if iterator := joined(self._writer.channel.together(lambda: place)):
             records["iterator.json"] = iterator
-        job = Job(
+        job = SaveJob(
             step=step,
             items=self._contents.items(state, self.checkpointables),
             records=records,
@@ -375,7 +376,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             yield self.post_finalization
 
     def _say(self, text: str) -> None:
-        if _processes.is_first():
+        if processes.is_first():
             sys.stdout.write(text)
 
     def _warn(self, message: str, *, kind: str = "") -> None:

@@ -12,12 +12,12 @@ from typing import Annotated, Any
 import typer
 
 from shardload.console import (
-    catalogue,
     completion,
-    engine,
-    environment,
     failures,
     interrupts,
+    jax_setup,
+    known_sources,
+    lazy_api,
     listing,
     options,
     streams,
@@ -86,11 +86,11 @@ def load(
     reports = processes is None or processes.is_first
     note = streams.note if reports else _nothing
     with streams.results() as out:
-        environment.prepare(note=note)
+        jax_setup.prepare(note=note)
         with interrupts.raise_where_it_counts():
-            engine.find(source)
+            lazy_api.find(source)
         with interrupts.exit_at_once(lambda: out.interrupted(as_json=json)):
-            environment.provide_devices(
+            jax_setup.provide_devices(
                 spec,
                 platform=platform,
                 note=note,
@@ -98,10 +98,10 @@ def load(
                 give_up=lambda error: failures.tell(error, json_wanted=json, stdout=out.stream),
             )
             if prompt is not None:
-                engine.check_tokenizer(source, format=format and str(format))
+                lazy_api.check_tokenizer(source, format=format and str(format))
             progress = for_stderr(enabled=reports and not no_progress)
             try:
-                loaded, shares = engine.load(
+                loaded, shares = lazy_api.load(
                     source,
                     mesh=spec,
                     layout=layout,
@@ -140,7 +140,7 @@ def _generate(out: streams.Results, loaded: Any, prompt: str | None, *, max_new_
     if shown:
         out.text(f"\n{'─' * 40 if out.unicode else '-' * 40}\n{printable(prompt, keep=_TEXT)}")
     pieces = []
-    for piece in engine.generate(loaded, prompt, max_new_tokens=max_new_tokens):
+    for piece in lazy_api.generate(loaded, prompt, max_new_tokens=max_new_tokens):
         pieces.append(piece)
         if shown:
             out.text(printable(piece, keep=_TEXT))
@@ -189,12 +189,12 @@ def plan(
     """
     spec = options.mesh_spec(mesh, axes)
     with streams.results() as out:
-        environment.prepare(note=streams.note)
-        environment.stay_off_accelerators()
+        jax_setup.prepare(note=streams.note)
+        jax_setup.stay_off_accelerators()
         with interrupts.raise_where_it_counts():
-            engine.find(source)
+            lazy_api.find(source)
         with interrupts.exit_at_once(lambda: out.interrupted(as_json=json)):
-            report = engine.plan(
+            report = lazy_api.plan(
                 source,
                 mesh=spec,
                 layout=layout,
@@ -234,8 +234,8 @@ def inspect(
     $ shardload inspect gemma3_270m --match '*norm*' --json
     """
     with streams.results() as out:
-        environment.prepare(note=streams.note)
-        manifest = engine.inspect(source, format=format and str(format))
+        jax_setup.prepare(note=streams.note)
+        manifest = lazy_api.inspect(source, format=format and str(format))
         if json:
             out.json(listing.as_json(manifest, match=match))
         else:
@@ -294,10 +294,10 @@ def synth(
     $ shardload synth gemma2_7b && shardload load gemma2_7b --mesh 1x8
     """
     with streams.results() as out, interrupts.raise_where_it_counts():
-        environment.prepare(note=streams.note)
+        jax_setup.prepare(note=streams.note)
         progress = for_stderr(enabled=not no_progress)
         try:
-            path = engine.synth(
+            path = lazy_api.synth(
                 name,
                 format=str(format),
                 scale=scale,
@@ -333,8 +333,8 @@ def sources(
     $ SHARDLOAD_HOME=/models shardload sources --json
     """
     with streams.results() as out:
-        environment.prepare(note=streams.note)
-        found = catalogue.known(presets=presets)
+        jax_setup.prepare(note=streams.note)
+        found = known_sources.known(presets=presets)
         if json:
             out.json({"sources": [asdict(source) for source in found]})
         else:

@@ -33,11 +33,11 @@ def dtypes(incomplete: str) -> list[str]:
 
 def sources(incomplete: str) -> list[tuple[str, str]]:
     """Names `shardload sources` lists."""
-    from shardload.console import catalogue
+    from shardload.console import known_sources
     from shardload.errors import UsageError
 
     try:
-        return [(s.name, s.what) for s in catalogue.known() if s.name.startswith(incomplete)]
+        return [(s.name, s.what) for s in known_sources.known() if s.name.startswith(incomplete)]
     except (
         OSError,
         UsageError,
@@ -47,6 +47,6 @@ def sources(incomplete: str) -> list[tuple[str, str]]:
 
 def synthetic(incomplete: str) -> list[tuple[str, str]]:
     """Architectures `shardload synth` can write."""
-    from shardload.console import catalogue
+    from shardload.console import known_sources
 
-    return [(s.name, s.what) for s in catalogue.architectures() if s.name.startswith(incomplete)]
+    return [(s.name, s.what) for s in known_sources.architectures() if s.name.startswith(incomplete)]

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shardload.console import engine, environment, interrupts, options, streams
+from shardload.console import interrupts, jax_setup, lazy_api, options, streams
 from shardload.progress import for_stderr
 from shardload.reports.names import printable
 from shardload.units import format_bytes, plural
@@ -68,12 +68,12 @@ def convert(
     $ shardload convert model.gguf gemma3.weights.json --max-shard-size 2GiB
     """
     with streams.results() as out, interrupts.raise_where_it_counts():
-        environment.prepare(note=streams.note)
+        jax_setup.prepare(note=streams.note)
         progress = for_stderr(enabled=not no_progress)
         memory = {} if host_memory is None else {"host_memory_bytes": host_memory}
         chosen = to.value if to else None
         try:
-            report = engine.convert(
+            report = lazy_api.convert(
                 source,
                 target,
                 to=chosen,

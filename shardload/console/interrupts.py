@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-from shardload.stores import places
+from shardload.stores import file_access
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells report it (128 + SIGINT)."""
@@ -55,7 +55,7 @@ def _wait(read: int, farewell: Callable[[], None]) -> None:
         if number[0] == signal.SIGINT:
             with contextlib.suppress(Exception):
                 farewell()
-            places.remove_mirrors()  # nothing registered to run at exit will
+            file_access.remove_mirrors()  # nothing registered to run at exit will
             os._exit(INTERRUPTED)
     os.close(read)
 

@@ -8,11 +8,11 @@ from typing import Annotated
 import typer
 
 from shardload.console import completion
-from shardload.console.environment import Platform
+from shardload.console.jax_setup import Platform
 from shardload.console.processes import Processes
 from shardload.dtypes import FLOATS, dtype_name
 from shardload.errors import MeshError, UsageError
-from shardload.mesh import MeshSpec
+from shardload.sharding.mesh import MeshSpec
 from shardload.units import parse_bytes
 
 

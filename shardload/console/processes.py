@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from shardload.errors import MeshError
-from shardload.mesh import MeshSpec
+from shardload.sharding.mesh import MeshSpec
 
 WAIT_S = 300.0
 """For all processes to be there."""

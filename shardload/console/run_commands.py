@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shardload.console import engine, environment, interrupts, listing, options, streams
+from shardload.console import interrupts, jax_setup, lazy_api, listing, options, streams
 from shardload.progress import for_stderr
 from shardload.reports.names import printable
 from shardload.units import format_bytes, plural
@@ -33,9 +33,9 @@ def steps(
     $ shardload steps checkpoints --json
     """
     with streams.results() as out:
-        environment.prepare(note=streams.note)
-        found = engine.steps(directory)
-        failures = engine.failures_since(directory, found)
+        jax_setup.prepare(note=streams.note)
+        found = lazy_api.steps(directory)
+        failures = lazy_api.failures_since(directory, found)
         if json:
             out.json({"directory": directory, "steps": [_facts(info) for info in found], "failures": failures})
         elif not found:
@@ -68,10 +68,10 @@ def verify(
     $ shardload verify model.safetensors --json
     """
     with streams.results() as out, interrupts.raise_where_it_counts():
-        environment.prepare(note=streams.note)
+        jax_setup.prepare(note=streams.note)
         progress = for_stderr(enabled=not no_progress)
         try:
-            verdicts = engine.verify(source, progress=progress)
+            verdicts = lazy_api.verify(source, progress=progress)
         finally:
             progress.stop()
         if json:
@@ -101,10 +101,10 @@ def diff(
     $ shardload diff model.safetensors other.safetensors --json
     """
     with streams.results() as out, interrupts.raise_where_it_counts():
-        environment.prepare(note=streams.note)
+        jax_setup.prepare(note=streams.note)
         progress = for_stderr(enabled=not no_progress)
         try:
-            found = engine.diff(first, second, progress=progress)
+            found = lazy_api.diff(first, second, progress=progress)
         finally:
             progress.stop()
         if json:

@@ -2,8 +2,8 @@
 
     source ─► model (abstract) ─► value of every variable: a view of a stored tensor          `source.py`
                                   variable ─► a view of a tensor of the target                 `targets.py`
-              every file of the target without its values                                      `shardload.writers`
-              copy, one tensor after the other, noted in a journal              `writing.py`, `moving.py`, `staging.py`
+              every file of the target without its values                                      `writers/`
+              copy, one tensor after the other, noted in a journal       `writing.py`, `strided_copy.py`, `staging.py`
               what loading computes instead, a layer at a time, the same steps compute         `computing.py`
               read the result's headers as any reader would ─► flush ─► one rename
 
@@ -21,23 +21,24 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shardload import _hub, abstraction
-from shardload._fingerprint import Fingerprint
-from shardload.converting.overwriting import check_description, check_free, check_shard
 from shardload.converting.plans import Plan
+from shardload.converting.replace_target import check_description, check_free, check_shard
 from shardload.converting.source import Source, open_source
-from shardload.converting.staging import RESULT, Staging, home_of, staged
+from shardload.converting.staging import RESULT, ConversionFolder, home_of, staged
 from shardload.converting.targets import TARGETS, Target, is_file_name, plan_for, shard_bytes_for, target_of
 from shardload.converting.writing import write_all
 from shardload.dtypes import dtype_name
 from shardload.errors import DamagedError, SaveError, ShardloadError, SourceError, UsageError, WriteError
+from shardload.hub import kerashub
+from shardload.keras_bridge import abstraction
 from shardload.loaders import open_manifest
-from shardload.names import map_weights
+from shardload.mapping import map_weights
 from shardload.progress import Progress, Silent
 from shardload.resolve import resolve
 from shardload.steps import digests
-from shardload.steps._failures import errno_of
 from shardload.steps.listing import is_ours
+from shardload.steps.save_errors import errno_of
+from shardload.stores.fingerprint import Fingerprint
 from shardload.units import parse_bytes
 
 DEFAULT_HOST_MEMORY = 512 << 20
@@ -177,7 +178,7 @@ def _check_digests(source: Source, progress: Progress) -> None:
             raise DamagedError(f"{path} is damaged: {damage[0]}. See: shardload verify {path}")
 
 
-def _finish(source: Source, plan: Plan, staging: Staging, *, overwrite: bool) -> None:
+def _finish(source: Source, plan: Plan, staging: ConversionFolder, *, overwrite: bool) -> None:
     """Digests, a look at the result as any reader would take it, and the rename."""
     beside = {}
     for name, content in plan.beside.items():
@@ -203,7 +204,7 @@ def _check_result(plan: Plan, result: Path, *, described: bool) -> None:
     if described:  # a file alone builds no model
         return
     with abstraction.abstract():
-        model = _hub.build_model(manifest)
+        model = kerashub.build_model(manifest)
     mapping = map_weights(model, manifest)
     computed = mapping.computed and plan.format != "hf-safetensors"  # there by KerasHub's converter, as from any
     if mapping.missing or mapping.mismatched or computed or mapping.unused:
@@ -213,7 +214,7 @@ def _check_result(plan: Plan, result: Path, *, described: bool) -> None:
         )
 
 
-def _explained(error: BaseException, staging: Staging) -> BaseException:
+def _explained(error: BaseException, staging: ConversionFolder) -> BaseException:
     """The same error, or the one to raise in its place, saying what is left and how to go on."""
     target = staging.target
     number = errno_of(error) if isinstance(error, Exception) else None

@@ -18,15 +18,16 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from shardload import _keras
-from shardload._whole import read_rows, read_tensor
-from shardload.assign import as_keras_casts
 from shardload.errors import MismatchError, UninitialisedError, UnsupportedError
+from shardload.keras_bridge.pending import recorded_initializer
+from shardload.keras_bridge.variables import has_value, put_back, stored_dtype
 from shardload.manifest import Manifest, Tensor, View
-from shardload.names import VariableMap
-from shardload.names.attributes import Snapshot
-from shardload.names.converter_step import ConverterStep
-from shardload.names.layer_step import LayerStep
+from shardload.mapping import VariableMap
+from shardload.mapping.assign import as_keras_casts
+from shardload.mapping.attributes import AttributeSnapshot
+from shardload.mapping.converter_step import ConverterStep
+from shardload.mapping.layer_step import LayerStep
+from shardload.transfer.read_tensor import read_rows, read_tensor
 
 Array = NDArray[Any]
 Computing = ConverterStep | LayerStep
@@ -44,8 +45,8 @@ def computed_by(mapping: VariableMap) -> Iterator[tuple[Computing, Any]]:
     yield from found.values()
 
 
-class Value(Protocol):
-    """Where the value of a variable is; `shardload.converting.source.Value`."""
+class ComputableValue(Protocol):
+    """Where the value of a variable is; `shardload.converting.source.StoredValue`."""
 
     @property
     def variable(self) -> Any:
@@ -68,7 +69,7 @@ def compute(
     manifest: Manifest,
     dtypes: Mapping[int, np.dtype[Any]],
     *,
-    values: Iterable[Value],
+    values: Iterable[ComputableValue],
     write: Callable[[Any, Array], None],
     done: Callable[[Any], None],
 ) -> None:
@@ -101,16 +102,16 @@ def compute(
             done(variable)
 
 
-def _runs(step: Computing, runtime: _Runtime, values: Iterable[Value]) -> bool:
+def _runs(step: Computing, runtime: _Runtime, values: Iterable[ComputableValue]) -> bool:
     """Run a step; where it lacks the value of a variable, lend that and say that it must run again."""
-    snapshot = None if step.saveable is None else Snapshot.of(step.saveable)
+    snapshot = None if step.saveable is None else AttributeSnapshot.of(step.saveable)
     try:
         step.run(runtime)
         return True
     except UninitialisedError as error:
         for value in values:
             variable = value.variable
-            if value.tensor is None or value.view is None or _keras.has_value(variable):
+            if value.tensor is None or value.view is None or has_value(variable):
                 continue
             if str(error).startswith(f"Variable {variable.path!r} has no value"):
                 runtime.lend(variable, _viewed(value.tensor, value.view))
@@ -130,14 +131,14 @@ def _lending() -> Iterator[Lend]:
     before: dict[int, tuple[Any, Any]] = {}
 
     def lend(variable: Any, value: Array) -> None:
-        before.setdefault(id(variable), (variable, _keras.recorded_initializer(variable)))
-        _keras.put_back(variable, jax.numpy.asarray(as_keras_casts(value, _keras.stored_dtype(variable))), None)
+        before.setdefault(id(variable), (variable, recorded_initializer(variable)))
+        put_back(variable, jax.numpy.asarray(as_keras_casts(value, stored_dtype(variable))), None)
 
     try:
         yield lend
     finally:
         for variable, initializer in before.values():
-            _keras.put_back(variable, None, initializer)
+            put_back(variable, None, initializer)
 
 
 def _viewed(tensor: Tensor, view: View) -> Array:
@@ -148,7 +149,7 @@ def _viewed(tensor: Tensor, view: View) -> Array:
 
 @dataclass(slots=True)
 class _Runtime:
-    """What a step may do: as `shardload.assign.Assigner`, without a model that holds anything."""
+    """What a step may do: as `shardload.mapping.assign.Assigner`, without a model that holds anything."""
 
     manifest: Manifest
     dtypes: Mapping[int, np.dtype[Any]]

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from shardload import _hub
-from shardload.converting.companions import Companions, copy
+from shardload.converting.sidecar_files import Companions, copy
 from shardload.generate.gguf_tokenizer import of_metadata, sentencepiece_proto
 from shardload.generate.tokenizer import HuggingFace
+from shardload.hub import kerashub
 from shardload.loaders.gguf import TokenizerMetadata, tokenizer_metadata
 from shardload.manifest import Manifest
 
@@ -47,7 +47,9 @@ def attach_preprocessor(model: Any, manifest: Manifest, companions: Companions) 
         return
     with tempfile.TemporaryDirectory() as folder:
         copy(companions.transformers, Path(folder))
-        model.preprocessor = _hub.preprocessor(type(model), replace(manifest, source=folder, format="hf-safetensors"))
+        model.preprocessor = kerashub.preprocessor(
+            type(model), replace(manifest, source=folder, format="hf-safetensors")
+        )
 
 
 def _rebuilt(manifest: Manifest) -> Rebuilt:

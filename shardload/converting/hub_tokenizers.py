@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from shardload import _hub
 from shardload.converting.gguf_tokenizers import files_of
 from shardload.converting.source import Source
 from shardload.generate.gguf_tokenizer import CONTROL, NORMAL
-from shardload.loaders import _json
+from shardload.hub import kerashub
 from shardload.loaders.gguf import TokenizerMetadata
+from shardload.stores import json_files
 
 _log = logging.getLogger(__name__)
 _PIECES = "assets/tokenizer/vocabulary.spm"
@@ -48,7 +48,7 @@ def tokenizer_files(source: Source, model_type: str) -> tuple[dict[str, bytes], 
     if model_type in _AS_THEY_ARE:
         return _as_they_are(kept, model_type)
     try:
-        layer = _hub.preset_tokenizer(
+        layer = kerashub.preset_tokenizer(
             replace(source.manifest, source=str(kept["tokenizer.json"].parent), format="keras-hub-preset")
         )
         found = _metadata(layer, _CUT_BY[type(source.backbone).__name__])
@@ -74,7 +74,7 @@ def _as_they_are(kept: Mapping[str, Path], model_type: str) -> tuple[dict[str, b
         return {}, ("the tokenizer is not written for Hugging Face: the source lacks files of it",)
     found = {name: kept[ours].read_bytes() for ours, name in names.items()}
     if model_type == "bert":
-        settings = _json.read_object(kept["tokenizer.json"]).get("config", {})
+        settings = json_files.read_object(kept["tokenizer.json"]).get("config", {})
         told = {"tokenizer_class": "BertTokenizer", "do_lower_case": bool(settings.get("lowercase", False))}
         found["tokenizer_config.json"] = json.dumps(told).encode()
     return found, ()

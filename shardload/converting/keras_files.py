@@ -21,16 +21,18 @@ from typing import Any
 
 import numpy as np
 
-from shardload import _hub, _keras
-from shardload.converting import companions
-from shardload.converting.companions import STATE, TRANSFORMERS
+from shardload.converting import sidecar_files
 from shardload.converting.plans import Copy, Plan, whole
+from shardload.converting.sidecar_files import STATE, TRANSFORMERS
 from shardload.converting.source import Source, made_now
 from shardload.converting.transformers import is_weight
+from shardload.converting.writers import TensorPlace, Wanted
 from shardload.errors import UnsupportedError
+from shardload.hub import kerashub
+from shardload.keras_bridge.model_state import optimizer_variables_of, own_layers
+from shardload.keras_bridge.saving import saved_objects, serialised_model, stored_by_hook
 from shardload.loaders.hub_preset import SHARDED_WEIGHTS, TASK_PREFIX, TASK_WEIGHTS, WEIGHTS
-from shardload.names.state_keys import roles_of
-from shardload.writers import Place, Wanted
+from shardload.mapping.state_keys import roles_of
 
 _log = logging.getLogger(__name__)
 
@@ -70,15 +72,15 @@ def saved(root: Any, source: Source, dtypes: Mapping[int, Any], *, skip: Any = N
     Raises:
         UnsupportedError: When a layer computes what it stores.
     """
-    skipped = [] if skip is None else _keras.own_layers(skip)
+    skipped = [] if skip is None else own_layers(skip)
     elsewhere = {id(v) for v in skip.variables} if skip is not None else set()
     names: dict[str, str] = {}
     copies: dict[int, Copy] = {}
-    for path, saveable in _keras.saved_objects(root, skip=skipped):
+    for path, saveable in saved_objects(root, skip=skipped):
         group = f"{path}/vars" if path else "vars"
         if hasattr(saveable, "save_own_variables") and isinstance(getattr(saveable, "name", None), str):
             names[group] = saveable.name
-        for key, variable in _keras.stored_by_hook(saveable).items():
+        for key, variable in stored_by_hook(saveable).items():
             copies.setdefault(id(variable), whole(f"{prefix}{group}/{key}", source.values[id(variable)], dtypes))
     left = [v for v in root.variables if id(v) not in copies and id(v) not in elsewhere]
     if weights := [v.path for v in left if is_weight(v)]:
@@ -92,12 +94,12 @@ def saved(root: Any, source: Source, dtypes: Mapping[int, Any], *, skip: Any = N
 
 def file(source: Source, dtypes: Mapping[int, Any], target: Path, dtype: str | None, shard_bytes: int | None) -> Plan:
     """One file, or an index with its shards, as Keras writes them for the model, or for a backbone without a head."""
-    from shardload.writers import h5
+    from shardload.converting.writers import h5
 
     root = source.backbone if source.is_hub and not head_of(source) else source.model
     found = saved(root, source, dtypes)
     stem = target.name.removesuffix(ENDING).removesuffix(INDEX_ENDING)
-    described = json.dumps(_hub.with_dtype(model_config(root), dtype), indent=2)
+    described = json.dumps(kerashub.with_dtype(model_config(root), dtype), indent=2)
     beside = {f"{stem}.json": described.encode()}
     kept = [*source.companions.keras, *source.companions.transformers]
     notes: tuple[str, ...] = (f"{len(kept)} files beside the weights were left out: {kept[0]} …",) if kept else ()
@@ -112,7 +114,7 @@ def file(source: Source, dtypes: Mapping[int, Any], target: Path, dtype: str | N
         )
     limit = SHARD_BYTES if shard_bytes is None else shard_bytes
 
-    def make(folder: Path) -> tuple[Place, ...]:
+    def make(folder: Path) -> tuple[TensorPlace, ...]:
         folder.mkdir()
         return h5.write_shards(folder / target.name, found.tensors, names=found.names, shard_bytes=limit)
 
@@ -133,12 +135,12 @@ def preset(source: Source, dtypes: Mapping[int, Any], dtype: str | None, shard_b
         parts.append(replace(head, **_with_optimizer(head, source)))
     state = state_of(source, parts[0].left)
 
-    def make(folder: Path) -> tuple[Place, ...]:
+    def make(folder: Path) -> tuple[TensorPlace, ...]:
         folder.mkdir()
         keras_family(source, folder, dtype)
         if state:
             (folder / STATE).write_text(json.dumps(state), encoding="utf-8")
-        companions.copy(source.companions.transformers, folder / TRANSFORMERS)
+        sidecar_files.copy(source.companions.transformers, folder / TRANSFORMERS)
         places = _backbone_files(folder, parts[0], shard_bytes)
         return places + tuple(place for part in parts[1:] for place in _file_in(folder, TASK_WEIGHTS, part))
 
@@ -148,7 +150,7 @@ def preset(source: Source, dtypes: Mapping[int, Any], dtype: str | None, shard_b
 
 def _with_optimizer(head: Saved, source: Source) -> dict[str, Any]:
     """KerasHub compiles a task when it is made, and Keras misses the optimizer's counters where they are not stored."""
-    variables = _keras.optimizer_variables_of(source.model)
+    variables = optimizer_variables_of(source.model)
     if not variables:
         return {}
     fresh = {id(v.variable): v for v in made_now([v for v in variables if id(v) not in source.values])}
@@ -171,15 +173,15 @@ def keras_family(source: Source, folder: Path, dtype: str | None) -> None:
     kept = {name: path for name, path in source.companions.keras.items() if name != STATE}
     if "config.json" not in kept:
         _attach_preprocessor(source)
-        _hub.save_description(source.model, folder, extra={})
+        kerashub.save_description(source.model, folder, extra={})
         if not _save_preprocessor(source.model, folder):
             _save_tokenizer(source, folder)
-    companions.copy(kept, folder)
+    sidecar_files.copy(kept, folder)
     if dtype is not None:
         for name in ("config.json", "task.json"):
             if (path := folder / name).is_file():
                 found = json.loads(path.read_text(encoding="utf-8"))
-                path.write_text(json.dumps(_hub.with_dtype(found, dtype), indent=4), encoding="utf-8")
+                path.write_text(json.dumps(kerashub.with_dtype(found, dtype), indent=4), encoding="utf-8")
 
 
 def _attach_preprocessor(source: Source) -> None:
@@ -192,9 +194,9 @@ def _attach_preprocessor(source: Source) -> None:
         return
     if source.manifest.format in ("hf-safetensors", "gguf"):
         with tempfile.TemporaryDirectory() as files:
-            companions.copy(source.companions.transformers, Path(files))
+            sidecar_files.copy(source.companions.transformers, Path(files))
             described = replace(source.manifest, source=files, format="hf-safetensors")
-            model.preprocessor = _hub.preprocessor(type(model), described, usable=False)
+            model.preprocessor = kerashub.preprocessor(type(model), described, usable=False)
 
 
 def _save_preprocessor(model: Any, folder: Path) -> bool:
@@ -220,10 +222,10 @@ def _save_tokenizer(source: Source, folder: Path) -> None:
     if cls is None or source.manifest.format not in ("hf-safetensors", "gguf"):
         return
     with tempfile.TemporaryDirectory() as files:
-        companions.copy(source.companions.transformers, Path(files))
+        sidecar_files.copy(source.companions.transformers, Path(files))
         described = replace(source.manifest, source=files, format="hf-safetensors")
         try:
-            tokenizer = _hub.preset_tokenizer(described, cls)
+            tokenizer = kerashub.preset_tokenizer(described, cls)
         except Exception as error:  # whatever its files or their absence cause
             _log.info("No tokenizer for %s: %s", source.manifest.source, error)
             return
@@ -244,7 +246,7 @@ def _save_to_preset(layer: Any, folder: Path) -> bool:
 
 def model_config(model: Any) -> dict[str, Any]:
     """A model's configuration as Keras serialises it; how it was compiled belongs to training."""
-    found: dict[str, Any] = json.loads(_keras.serialised_model(model))
+    found: dict[str, Any] = json.loads(serialised_model(model))
     found.pop("compile_config", None)
     backbone = getattr(model, "backbone", model)
     inner = found["config"] if backbone is model else found["config"]["backbone"]["config"]
@@ -256,7 +258,7 @@ def model_config(model: Any) -> dict[str, Any]:
 
 def state_of(source: Source, variables: Iterable[Any]) -> dict[str, Any]:
     """Values of small variables of the backbone by structural key, for `Source` to find again."""
-    from shardload._whole import read_rows
+    from shardload.transfer.read_tensor import read_rows
 
     roles = roles_of(source.backbone)
     found = {}
@@ -274,21 +276,21 @@ def state_of(source: Source, variables: Iterable[Any]) -> dict[str, Any]:
     return found
 
 
-def _backbone_files(folder: Path, part: Saved, shard_bytes: int | None) -> tuple[Place, ...]:
-    from shardload.writers import h5
+def _backbone_files(folder: Path, part: Saved, shard_bytes: int | None) -> tuple[TensorPlace, ...]:
+    from shardload.converting.writers import h5
 
     if shard_bytes is None:
         return _file_in(folder, WEIGHTS, part)
     return h5.write_shards(folder / SHARDED_WEIGHTS, part.tensors, names=part.names, shard_bytes=shard_bytes)
 
 
-def _file_in(folder: Path, name: str, part: Saved) -> tuple[Place, ...]:
-    from shardload.writers import h5
+def _file_in(folder: Path, name: str, part: Saved) -> tuple[TensorPlace, ...]:
+    from shardload.converting.writers import h5
 
     places = h5.write_skeleton(folder / name, part.tensors, names=part.names)
     named: Sequence[str] = [copy.wanted.name for copy in part.copies]
     return tuple(
-        Place(full, tuple(replace(piece, path=name) for piece in place.pieces))
+        TensorPlace(full, tuple(replace(piece, path=name) for piece in place.pieces))
         for full, place in zip(named, places, strict=True)
     )
 

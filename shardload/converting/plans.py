@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardload.converting.source import Value
+from shardload.converting.source import StoredValue
+from shardload.converting.writers import TensorPlace, Wanted
 from shardload.manifest import View
-from shardload.writers import Place, Wanted
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -18,7 +18,7 @@ class Copy:
     """One tensor of the target, or a part of it, and the variable whose value it gets."""
 
     wanted: Wanted
-    value: Value
+    value: StoredValue
     view: View
     """Which elements of the tensor the variable is."""
 
@@ -30,7 +30,7 @@ class Plan:
     format: str
     """As `shardload.loaders.FORMATS` calls the result."""
     copies: tuple[Copy, ...]
-    make: Callable[[Path], tuple[Place, ...]]
+    make: Callable[[Path], tuple[TensorPlace, ...]]
     """Writes all files, without the values; takes the result's path, which is not there yet."""
     beside: Mapping[str, bytes]
     """Small files that go beside a target which is a file, by name."""
@@ -54,7 +54,7 @@ class Plan:
         return sum(copies[0].wanted.nbytes for copies in self.tensors.values())
 
 
-def whole(name: str, value: Value, dtypes: Mapping[int, Any]) -> Copy:
+def whole(name: str, value: StoredValue, dtypes: Mapping[int, Any]) -> Copy:
     """A tensor that is the variable itself."""
     shape = tuple(value.variable.shape)
     strides = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))

@@ -15,18 +15,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardload import _hub, _keras, abstraction, fidelity
-from shardload._casts import is_float
-from shardload.converting.companions import KERAS, STATE, Companions, companions_of
 from shardload.converting.computing import Computing, computed_by
 from shardload.converting.gguf_tokenizers import attach_preprocessor, companions_of_gguf
+from shardload.converting.sidecar_files import KERAS, STATE, Companions, companions_of
 from shardload.errors import MismatchError, SourceError
-from shardload.fidelity import quantised
+from shardload.hub import fidelity, kerashub, quantised
+from shardload.keras_bridge import abstraction
+from shardload.keras_bridge.model_state import variables_of
+from shardload.keras_bridge.variables import stored_dtype, unique, value_of
 from shardload.loaders import open_manifest
 from shardload.loaders.hub_preset import WEIGHTS
 from shardload.manifest import Manifest, Tensor, View
-from shardload.names import Binding, Outside, VariableMap, map_weights, sort_unused
-from shardload.names.state_keys import roles_of
+from shardload.mapping import Binding, OutsideTensor, VariableMap, map_weights, sort_unused
+from shardload.mapping.state_keys import roles_of
+from shardload.transfer.casts import is_float
 
 SHOWN = 5
 _STATE = ("optimizer_variables", "metrics_variables", "optimizer")
@@ -34,7 +36,7 @@ _STATE = ("optimizer_variables", "metrics_variables", "optimizer")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Value:
+class StoredValue:
     """Where the value of one variable is."""
 
     variable: Any
@@ -53,7 +55,7 @@ class Source:
     manifest: Manifest
     model: Any
     """A task, a backbone, or any other Keras model; abstract."""
-    values: dict[int, Value]
+    values: dict[int, StoredValue]
     """By ``id`` of the variable; every variable of the model that is a weight or a seed."""
     companions: Companions
     notes: tuple[str, ...]
@@ -95,9 +97,9 @@ def open_source(path: str, *, dtype: str | None = None, ignore_config: Sequence[
     values = {id(b.variable): _viewed(b, manifest) for b in mapping.bindings}
     used = {name for computed in mapping.computed for name in computed.tensors}
     partial = _partial(values.values(), manifest, used=used)
-    values |= {id(v): Value(v, _keras.stored_dtype(v), step=step) for step, v in computed_by(mapping)}
+    values |= {id(v): StoredValue(v, stored_dtype(v), step=step) for step, v in computed_by(mapping)}
     values |= _stored_state(model, companions)
-    rest = [v for v in _keras.unique(_keras.variables_of(model)) if id(v) not in values]
+    rest = [v for v in unique(variables_of(model)) if id(v) not in values]
     made = [*made_now(rest)]
     values |= {id(v.variable): v for v in made}
     notes = (
@@ -120,7 +122,7 @@ def _build(manifest: Manifest, companions: Companions, dtype: str | None, ignore
         metadata = {"task": task} if task else {}
         described = replace(manifest, format="keras-hub-preset", config=config, metadata=metadata)
     with abstraction.abstract():
-        return _hub.build_model(described, dtype=dtype, ignore_config=ignore_config)
+        return kerashub.build_model(described, dtype=dtype, ignore_config=ignore_config)
 
 
 def _check(mapping: VariableMap, manifest: Manifest, model: Any) -> tuple[str, ...]:
@@ -146,18 +148,18 @@ def _check(mapping: VariableMap, manifest: Manifest, model: Any) -> tuple[str, .
     return tuple(notes)
 
 
-def _left_out(outside: Sequence[Outside]) -> list[str]:
+def _left_out(outside: Sequence[OutsideTensor]) -> list[str]:
     reasons: dict[str, list[str]] = {}
     for each in outside:
         reasons.setdefault(each.reason, []).append(each.tensor)
     return [f"{_some(names)} left out: {reason}" for reason, names in reasons.items()]
 
 
-def _viewed(binding: Binding, manifest: Manifest) -> Value:
+def _viewed(binding: Binding, manifest: Manifest) -> StoredValue:
     """A view; of GGUF, whose blocks decode to float32, in the dtype that loading gives it."""
     tensor = manifest.tensors[binding.view.tensor]
     decoded = manifest.format == "gguf" and is_float(tensor.dtype)
-    return Value(binding.variable, binding.dtype if decoded else tensor.dtype, tensor, binding.view)
+    return StoredValue(binding.variable, binding.dtype if decoded else tensor.dtype, tensor, binding.view)
 
 
 def _computed(mapping: VariableMap) -> tuple[str, ...]:
@@ -170,7 +172,7 @@ def _computed(mapping: VariableMap) -> tuple[str, ...]:
     )
 
 
-def _partial(values: Iterable[Value], manifest: Manifest, *, used: Container[str]) -> tuple[str, ...]:
+def _partial(values: Iterable[StoredValue], manifest: Manifest, *, used: Container[str]) -> tuple[str, ...]:
     """Tensors the model takes only some elements of: RoBERTa's first two positions are Hugging Face's padding."""
     taken: dict[str, int] = {}
     for value in values:
@@ -184,13 +186,13 @@ def _partial(values: Iterable[Value], manifest: Manifest, *, used: Container[str
     )
 
 
-def _stored_state(model: Any, companions: Companions) -> dict[int, Value]:
+def _stored_state(model: Any, companions: Companions) -> dict[int, StoredValue]:
     """Values that a format without a place for them kept in a file of ours."""
     found = companions.config(KERAS, STATE) or {}
     backbone = getattr(model, "backbone", model)
     roles = roles_of(backbone)
     values = {}
-    for variable in _keras.variables_of(backbone):
+    for variable in variables_of(backbone):
         kept = found.get(roles[id(variable)].key) if id(variable) in roles else None
         if kept is None:
             continue
@@ -200,19 +202,19 @@ def _stored_state(model: Any, companions: Companions) -> dict[int, Value]:
             raise SourceError(f"{companions.keras[STATE]} holds no array for {variable.path!r}: {error}") from error
         if array.shape != tuple(variable.shape):
             raise SourceError(f"{companions.keras[STATE]}: {variable.path!r} should have the shape {variable.shape}")
-        values[id(variable)] = Value(variable, array.dtype, array=array)
+        values[id(variable)] = StoredValue(variable, array.dtype, array=array)
     return values
 
 
-def made_now(variables: list[Any]) -> Iterable[Value]:
+def made_now(variables: list[Any]) -> Iterable[StoredValue]:
     """Initial values."""
     abstraction.initialise(variables)
     for variable in variables:
-        array = np.asarray(_keras.value_of(variable))
-        yield Value(variable, array.dtype, array=array)
+        array = np.asarray(value_of(variable))
+        yield StoredValue(variable, array.dtype, array=array)
 
 
-def _fresh(made: list[Value]) -> tuple[str, ...]:
+def _fresh(made: list[StoredValue]) -> tuple[str, ...]:
     if not made:
         return ()
     return (

@@ -21,25 +21,25 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from shardload.converting.overwriting import check_free, check_shard, is_empty
+from shardload.converting.replace_target import check_free, check_shard, is_empty
+from shardload.converting.writers import TensorPlace
 from shardload.errors import WriteError
-from shardload.steps._digest_list import hasher
-from shardload.steps._tree import sync, sync_all
+from shardload.steps.digest_list import hasher
+from shardload.steps.file_tree import sync, sync_all
 from shardload.stores.local import opened, read_exact
-from shardload.writers import Place
 
 READ_BYTES = 8 << 20
 RESULT = "result"
 """Name of what is being made, in the working folder."""
 
 
-class Staging:
+class ConversionFolder:
     """The working folder of one conversion; make it with `staged`."""
 
     def __init__(self, home: Path, target: Path) -> None:
         self.target = target
         self.result = home / RESULT
-        self.places: tuple[Place, ...] | None = None
+        self.places: tuple[TensorPlace, ...] | None = None
         """Where tensors go, once the files were made."""
         self.done: dict[str, str] = {}
         """Digest of each tensor that was copied."""
@@ -54,7 +54,7 @@ class Staging:
             return
         for line in lines[1:]:
             if "places" in line:
-                self.places = tuple(map(Place.of_json, line["places"]))
+                self.places = tuple(map(TensorPlace.of_json, line["places"]))
             else:
                 self.done[line["done"]] = line["xxh3"]
         if self.places is None or not all((self.result / x.path).exists() for p in self.places for x in p.pieces):
@@ -65,7 +65,7 @@ class Staging:
         draft.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
         draft.replace(self._journal)
 
-    def note_places(self, places: tuple[Place, ...]) -> None:
+    def note_places(self, places: tuple[TensorPlace, ...]) -> None:
         """The files are made; from here on a conversion can be taken up."""
         self.places = places
         self._append({"places": [place.to_json() for place in places]})
@@ -193,7 +193,7 @@ def home_of(target: Path) -> Path:
 
 
 @contextlib.contextmanager
-def staged(target: Path, *, folder: bool, overwrite: bool) -> Iterator[Staging]:
+def staged(target: Path, *, folder: bool, overwrite: bool) -> Iterator[ConversionFolder]:
     """The working folder, alone in it.
 
     Raises:
@@ -224,7 +224,7 @@ def staged(target: Path, *, folder: bool, overwrite: bool) -> Iterator[Staging]:
         except WriteError:
             shutil.rmtree(home)
             raise
-        yield Staging(home, target)
+        yield ConversionFolder(home, target)
     finally:
         os.close(lock)
 
@@ -237,7 +237,7 @@ def _is_still(path: Path, fd: int) -> bool:
         return False
 
 
-def digest(root: Path, place: Place, item_bytes: int) -> str:
+def digest(root: Path, place: TensorPlace, item_bytes: int) -> str:
     """xxh3-64 of the bytes a tensor has in its files now."""
     found = hasher()
     buffer = memoryview(bytearray(READ_BYTES))

@@ -13,18 +13,18 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from shardload import _hub
-from shardload._casts import is_float
-from shardload.converting import companions, keras_files, transformers
-from shardload.converting.companions import KERAS, STATE, TRANSFORMERS
+from shardload.converting import keras_files, sidecar_files, transformers
 from shardload.converting.hub_tokenizers import tokenizer_files
 from shardload.converting.keras_files import ENDING, INDEX_ENDING, head_of, keras_family, model_config, state_of
 from shardload.converting.plans import Copy, Plan, whole
+from shardload.converting.sidecar_files import KERAS, STATE, TRANSFORMERS
 from shardload.converting.source import Source
+from shardload.converting.writers import TensorPlace
 from shardload.errors import UnsupportedError, UsageError
-from shardload.names.state_tree import WEIGHTS, describe
+from shardload.hub import kerashub
+from shardload.mapping.state_tree import WEIGHTS, describe
+from shardload.transfer.casts import is_float
 from shardload.units import parse_bytes
-from shardload.writers import Place
 
 Target = Literal["h5", "safetensors", "orbax"]
 TARGETS: tuple[Target, ...] = get_args(Target)
@@ -132,7 +132,7 @@ def _refuse_head(source: Source) -> None:
 
 
 def _safetensors(source: Source, dtypes: Mapping[int, Any], dtype: str | None, shard_bytes: int | None) -> Plan:
-    from shardload.writers import safetensors
+    from shardload.converting.writers import safetensors
 
     _refuse_head(source)
     backbone = source.backbone
@@ -148,10 +148,10 @@ def _safetensors(source: Source, dtypes: Mapping[int, Any], dtype: str | None, s
 
     tokenizer, notes = tokenizer_files(source, config["model_type"])
 
-    def make(folder: Path) -> tuple[Place, ...]:
+    def make(folder: Path) -> tuple[TensorPlace, ...]:
         folder.mkdir()
-        companions.copy(source.companions.transformers, folder)
-        companions.copy(tokenizer, folder)
+        sidecar_files.copy(source.companions.transformers, folder)
+        sidecar_files.copy(tokenizer, folder)
         (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
         keras_family(source, folder / KERAS, dtype)
         (folder / KERAS / STATE).write_text(json.dumps(state_of(source, state)), encoding="utf-8")
@@ -190,7 +190,7 @@ def _transformers_config(source: Source, dtypes: Mapping[int, Any], dtype: str |
 
 
 def _orbax(source: Source, dtypes: Mapping[int, Any], dtype: str | None) -> Plan:
-    from shardload.writers import orbax
+    from shardload.converting.writers import orbax
 
     tree = describe(source.model).weights_only()
     copies = tuple(whole("/".join(leaf.path), source.values[id(leaf.variable)], dtypes) for leaf in tree.leaves)
@@ -198,15 +198,15 @@ def _orbax(source: Source, dtypes: Mapping[int, Any], dtype: str | None) -> Plan
     structure = tree.to_json()
     for leaf, tensor in zip(structure["leaves"], tensors, strict=True):
         leaf["dtype"] = tensor.dtype.name
-    described = json.dumps(_hub.with_dtype(model_config(source.model), dtype))
+    described = json.dumps(kerashub.with_dtype(model_config(source.model), dtype))
 
-    def make(folder: Path) -> tuple[Place, ...]:
+    def make(folder: Path) -> tuple[TensorPlace, ...]:
         places = orbax.write_skeleton(folder, tensors, groups=WEIGHTS, model_config=described)
         own = folder / "shardload"
         (own / "structure.json").write_text(json.dumps(structure), encoding="utf-8")
         if source.is_hub:
             keras_family(source, own / KERAS, dtype)
-        companions.copy(source.companions.transformers, own / TRANSFORMERS)
+        sidecar_files.copy(source.companions.transformers, own / TRANSFORMERS)
         return places
 
     return Plan("orbax", copies, make, {})

@@ -13,13 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from shardload import _hub, _keras, abstraction
+from shardload.converting.writers import Wanted
 from shardload.errors import UnsupportedError
+from shardload.hub import kerashub
+from shardload.keras_bridge import abstraction
+from shardload.keras_bridge.variables import stored_dtype
 from shardload.manifest import Extent, Manifest, Tensor, View
-from shardload.names import map_hub
-from shardload.names.variable_map import Binding
+from shardload.mapping import map_hub
+from shardload.mapping.variable_map import Binding
 from shardload.synth.tensors import transformers_tensors
-from shardload.writers import Wanted
 
 Config = dict[str, Any]
 _NOT_COMPARED = ("name", "dtype", "trainable", "dropout")
@@ -46,7 +48,7 @@ def config_of(backbone: Any, dtype: str) -> Config:
     config = {**_FAMILIES[kind](backbone), "torch_dtype": dtype}
     try:
         with abstraction.abstract():
-            again = _hub.build_model(stand_in(config), task=False)
+            again = kerashub.build_model(stand_in(config), task=False)
     except UnsupportedError as error:
         raise UnsupportedError(f"{kind} cannot be said in a Hugging Face configuration: {error}. {_WAY_OUT}") from error
     ours, theirs = backbone.get_config(), again.get_config()
@@ -336,7 +338,7 @@ ROUNDED = {"mistral": "float16"}
 
 def is_weight(variable: Any) -> bool:
     """Whether a variable is trained, or large enough to be more than the state of something."""
-    return bool(variable.trainable) or _keras.stored_dtype(variable).itemsize * int(np.prod(variable.shape)) > MAX_STATE
+    return bool(variable.trainable) or stored_dtype(variable).itemsize * int(np.prod(variable.shape)) > MAX_STATE
 
 
 MAX_STATE = 1024

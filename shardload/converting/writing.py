@@ -17,22 +17,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardload.converting.computing import compute
-from shardload.converting.moving import PieceWriter, Read, move, parts_of, reader_of, reader_of_value
 from shardload.converting.plans import Copy, Plan
 from shardload.converting.source import Source
-from shardload.converting.staging import Staging, digest
+from shardload.converting.staging import ConversionFolder, digest
+from shardload.converting.strided_copy import PieceWriter, Read, move, parts_of, reader_of, reader_of_value
+from shardload.converting.writers import TensorPlace
 from shardload.errors import WriteError
 from shardload.manifest import View
 from shardload.progress import Progress
 from shardload.units import format_bytes
-from shardload.writers import Place
 
 _SPARE_BYTES = 64 << 20
 _COMPUTING = ("keras", "keras-hub", "numpy")
 """Packages whose code makes values that are computed."""
 
 
-def write_all(source: Source, plan: Plan, staging: Staging, *, block_bytes: int, progress: Progress) -> int:
+def write_all(source: Source, plan: Plan, staging: ConversionFolder, *, block_bytes: int, progress: Progress) -> int:
     """Make the files, fill in what is not there yet; returns how many tensors were."""
     staging.begin(_identity(source, plan, staging.target))
     if staging.places is None:
@@ -88,8 +88,8 @@ def _compute(source: Source, copies: list[Copy], work: _Work) -> None:
 class _Work:
     """Where tensors are written to, and how much of them at once."""
 
-    staging: Staging
-    places: Mapping[str, Place]
+    staging: ConversionFolder
+    places: Mapping[str, TensorPlace]
     block_bytes: int
     progress: Progress
 

@@ -18,7 +18,6 @@ import contextlib
 import functools
 from typing import Any
 
-from shardload import _keras
 from shardload.data import _global_batches
 from shardload.data._position import (
     Origin,
@@ -31,6 +30,7 @@ from shardload.data._position import (
     stop_following,
 )
 from shardload.errors import MissingExtraError, UsageError
+from shardload.keras_bridge.training import epoch_iterator_of_fit, grain_dataset
 
 __all__ = ["Origin", "Position", "Reading", "follow", "resumable", "resumable_of_fit", "stop_following"]
 
@@ -79,10 +79,10 @@ class Unseen:
 
 def resumable_of_fit() -> Any:
     """The resumable dataset of the ``fit`` that calls; None where its data is none, `Unseen` outside of one."""
-    epochs = _keras.epoch_iterator_of_fit()
+    epochs = epoch_iterator_of_fit()
     if epochs is None:
         return Unseen()
-    waiting = [_keras.grain_dataset(epochs)]
+    waiting = [grain_dataset(epochs)]
     while waiting:
         found = waiting.pop()
         if getattr(found, "is_resumable", False):

@@ -30,14 +30,14 @@ NO_NUMBERS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BatchPart:
     """One of ``count`` equal runs of rows of every global batch."""
 
     index: int
     count: int
 
 
-def part_of_this_process() -> Part:
+def part_of_this_process() -> BatchPart:
     """The rows of a batch that this process' devices hold; all of them without a Keras distribution.
 
     Raises:
@@ -49,14 +49,14 @@ def part_of_this_process() -> Part:
 
     found = keras.distribution.distribution()
     if found is None or found.batch_dim_name is None:
-        return Part(0, 1)
+        return BatchPart(0, 1)
     mesh = found.device_mesh.backend_mesh
     rows = np.moveaxis(mesh.devices, mesh.axis_names.index(found.batch_dim_name), 0)
     owners = [{device.process_index for device in row.flat} for row in rows]
     return part_in(owners, jax.process_index())
 
 
-def part_in(owners: Sequence[set[int]], process: int) -> Part:
+def part_in(owners: Sequence[set[int]], process: int) -> BatchPart:
     """The part of a process, given the processes that hold each row of the mesh.
 
     Raises:
@@ -71,7 +71,7 @@ def part_in(owners: Sequence[set[int]], process: int) -> Part:
             f"processes {[sorted(who) for who in owners]}. Each process should hold as many neighbouring rows as any "
             "other; keras.distribution.list_devices() has the devices in such an order"
         )
-    return Part(parts.index(shares[process]), len(parts))
+    return BatchPart(parts.index(shares[process]), len(parts))
 
 
 def read(dataset: Any, global_batch_size: int) -> Any:
@@ -98,12 +98,12 @@ def read(dataset: Any, global_batch_size: int) -> Any:
 def _share_class() -> Any:
     import grain
 
-    class Share(grain.MapDataset):  # type: ignore[misc]
+    class BatchShare(grain.MapDataset):  # type: ignore[misc]
         """The examples of one part, in their order."""
 
         _MUTATES_ELEMENT_SPEC = False
 
-        def __init__(self, parent: Any, part: Part, rows: int) -> None:
+        def __init__(self, parent: Any, part: BatchPart, rows: int) -> None:
             super().__init__(parent)
             self._part = part
             self._rows = rows
@@ -121,4 +121,4 @@ def _share_class() -> Any:
                 raise UsageError(NO_NUMBERS)
             return found
 
-    return Share
+    return BatchShare

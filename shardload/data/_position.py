@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shardload import _keras
 from shardload.errors import UsageError
+from shardload.keras_bridge.training import epoch_iterator_of_caller, epoch_iterator_of_fit, forget_epoch_length
 
 KEPT = 8
 """States kept; Keras looks at most two batches ahead of what it trains."""
@@ -156,7 +156,7 @@ class Position:
     def epoch_ends(self) -> None:
         """Make Keras forget the length of an epoch resumed in its middle; it would cut all later ones to it."""
         if self._skipped and self._epochs is not None:
-            _keras.forget_epoch_length(self._epochs)
+            forget_epoch_length(self._epochs)
         self._skipped = 0
 
     @property
@@ -195,7 +195,7 @@ class Position:
         self._expecting = False
         self._given = self._trained = self._before_epoch = 0
         self._reading = reading
-        self._epochs = _keras.epoch_iterator_of_caller()
+        self._epochs = epoch_iterator_of_caller()
         self._left = self._epochs.steps_per_epoch - self._skipped if self._skipped and self.spans_epochs else None
         self._states.clear()
         if self._origin is not None:
@@ -242,7 +242,7 @@ class Position:
 
 def follow(model: Any) -> Position:
     """The position of the data ``model`` is about to be trained on in this thread."""
-    position, fit = _positions.get(model), _keras.epoch_iterator_of_fit()
+    position, fit = _positions.get(model), epoch_iterator_of_fit()
     if position is None or (fit is not None and fit is not position.fit):  # what another fit was to read is past
         position = _positions[model] = Position(fit)
     _active.position = position

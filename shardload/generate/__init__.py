@@ -123,7 +123,7 @@ def _padded(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -
 
 
 def _batch_parts(model: Any) -> int:
-    from shardload.distribution import binding_of
+    from shardload.keras_bridge.binding import binding_of
 
     binding = binding_of(model)
     return 1 if binding is None else binding.mesh.sizes[0]
@@ -134,7 +134,7 @@ def _on_mesh(model: Any) -> Iterator[Any]:
     """The model's own mesh, and how to put a batch on it; plain models run where they are."""
     import keras
 
-    from shardload.distribution import binding_of
+    from shardload.keras_bridge.binding import binding_of
 
     binding = binding_of(model)
     if binding is None:
@@ -164,14 +164,14 @@ def _greedy(model: Any) -> Iterator[Callable[..., Any]]:
 
     ``compile(sampler=…)`` would do it too, and forget the model's optimizer and its own compiled steps.
     """
-    from shardload import _hub
-    from shardload.distribution import binding_of
+    from shardload.hub import kerashub
+    from shardload.keras_bridge.binding import binding_of
 
     kept: _Compiled | None = vars(model).get(_KEPT)
     if kept is None or kept.binding is not binding_of(model):
         kept = None
     before = getattr(model, "sampler", None), getattr(model, "generate_function", None)
-    model.sampler = kept.sampler if kept else _hub.greedy_sampler()
+    model.sampler = kept.sampler if kept else kerashub.greedy_sampler()
     model.generate_function = kept.function if kept else None
     try:
         function = model.make_generate_function()

@@ -197,9 +197,9 @@ def _keras_hub(manifest: Manifest) -> Tokenizer | None:
     folder = Path(manifest.source)
     if not (folder / "tokenizer.json").is_file():
         return None
-    from shardload import _hub
+    from shardload.hub import kerashub
 
-    layer = _hub.preset_tokenizer(manifest)
+    layer = kerashub.preset_tokenizer(manifest)
     known = (getattr(layer, name, None) for name in ("end_token_id", "end_token2_id"))
     vocabulary = layer.get_vocabulary()
     ends = (vocabulary.index(token) for token in TURN_ENDS if token in vocabulary)

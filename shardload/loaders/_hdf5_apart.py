@@ -63,7 +63,7 @@ def main(path: str, start: str, n_bytes: str) -> None:
 
     answer: tuple[str | None, Any]
     try:
-        answer = None, hdf5.read_here(hdf5.Region(path, int(start), int(n_bytes)), dense=True)
+        answer = None, hdf5.read_here(hdf5.FileRegion(path, int(start), int(n_bytes)), dense=True)
     except errors.ShardloadError as error:
         answer = type(error).__name__, str(error)
     sys.stdout.buffer.write(pickle.dumps(answer))

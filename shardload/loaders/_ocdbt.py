@@ -20,8 +20,8 @@ from typing import Any
 from urllib.parse import unquote
 
 from shardload.errors import SourceError, TruncatedSourceError, UnsafeSourceError
-from shardload.loaders._folder import descendant
-from shardload.stores import places
+from shardload.loaders.folder import descendant
+from shardload.stores import file_access
 
 MANIFEST = "manifest.ocdbt"
 MAX_MANIFEST_BYTES = 1 << 20
@@ -46,7 +46,7 @@ _NODE_HEADER_BYTES = 14
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class OcdbtValue:
     """One value of a key-value store."""
 
     path: str
@@ -67,10 +67,10 @@ class Value:
             raise UnsafeSourceError(f"{self.path}: {what} should have at most {limit} bytes, but has {self.length}")
         if self.inline is not None:
             return self.inline
-        return places.read_header(self.path, self.length, offset=self.offset, what=what)
+        return file_access.read_header(self.path, self.length, offset=self.offset, what=what)
 
 
-def read_values(folder: Path) -> dict[str, Value]:
+def read_values(folder: Path) -> dict[str, OcdbtValue]:
     """Every key of the newest version of a store, in key order.
 
     Args:
@@ -96,14 +96,14 @@ class _Walk:
     """What they were read from."""
     node_file_bytes: int = 0
 
-    def walk(self) -> Iterator[tuple[str, Value]]:
+    def walk(self) -> Iterator[tuple[str, OcdbtValue]]:
         manifest = self.folder / MANIFEST
         size = self._file(MANIFEST)[1]
         if size > MAX_MANIFEST_BYTES:
             raise UnsafeSourceError(f"{manifest} should have at most {MAX_MANIFEST_BYTES} bytes, but has {size}")
         if not size:
             raise TruncatedSourceError(f"{manifest} is empty. The save did not finish; use another step")
-        _refuse_inflation(places.read_header(manifest, size, offset=0, what="the manifest"), manifest)
+        _refuse_inflation(file_access.read_header(manifest, size, offset=0, what="the manifest"), manifest)
         versions = self._dump(None, manifest).get("versions")
         if not versions:
             raise SourceError(f"{manifest} lists no version of the store. Save the checkpoint again")
@@ -114,12 +114,12 @@ class _Walk:
         if "location" in root:
             yield from self._node(root["location"], b"", MAX_HEIGHT)
 
-    def _node(self, location: str, prefix: bytes, depth: int) -> Iterator[tuple[str, Value]]:
+    def _node(self, location: str, prefix: bytes, depth: int) -> Iterator[tuple[str, OcdbtValue]]:
         found = self._locate(location, "btreenode")
         if found.length > MAX_NODE_BYTES or not depth:
             raise UnsafeSourceError(f"{found.path} holds a B-tree node of {found.length} bytes, or one too deep")
         self._count(found)
-        places.have_local(found.path)
+        file_access.have_local(found.path)
         _refuse_inflation(found.read(MAX_NODE_BYTES, what="a B-tree node"), Path(found.path))
         node = self._dump(location, Path(found.path))
         for entry in node["entries"]:
@@ -132,23 +132,23 @@ class _Walk:
                 raise UnsafeSourceError(f"{found.path}: the store has more than {MAX_KEYS} keys")
             yield self._text(prefix + entry["key"], found.path), self._value(entry, found.path)
 
-    def _count(self, node: Value) -> None:
+    def _count(self, node: OcdbtValue) -> None:
         self.node_bytes += node.length
         if node.path not in self.node_files:
             self.node_files.add(node.path)
-            self.node_file_bytes += places.size_of(node.path)
+            self.node_file_bytes += file_access.size_of(node.path)
         if self.node_bytes > VISITS_FLOOR_BYTES + MAX_VISITS * self.node_file_bytes:
             raise UnsafeSourceError(
                 f"{node.path}: the nodes of the B-tree refer to the same nodes again and again: {self.node_bytes} "
                 f"bytes of them were read from files of {self.node_file_bytes}. Save the checkpoint again"
             )
 
-    def _value(self, entry: Mapping[str, Any], node_path: str) -> Value:
+    def _value(self, entry: Mapping[str, Any], node_path: str) -> OcdbtValue:
         if (inline := entry.get("inline_value")) is not None:
-            return Value(node_path, 0, len(inline), bytes(inline))
+            return OcdbtValue(node_path, 0, len(inline), bytes(inline))
         return self._locate(entry["indirect_value"], "value")
 
-    def _locate(self, location: str, kind: str) -> Value:
+    def _locate(self, location: str, kind: str) -> OcdbtValue:
         """``kind:base:file:offset:length``, each name percent-encoded."""
         parts = location.split(":")
         if len(parts) != 5 or parts[0] != kind or not (parts[3] + parts[4]).isdecimal():
@@ -160,12 +160,12 @@ class _Walk:
                 f"{path} is truncated: the B-tree puts {length} bytes at offset {offset}, but the file has {size} "
                 "bytes. Copy it again, or use another step"
             )
-        return Value(path, offset, length)
+        return OcdbtValue(path, offset, length)
 
     def _file(self, name: str) -> tuple[str, int]:
         if name not in self.sizes:
             path = descendant(self.folder, name, named_by=str(self.folder / MANIFEST))
-            self.sizes[name] = str(path), places.size_of(path)
+            self.sizes[name] = str(path), file_access.size_of(path)
         return self.sizes[name]
 
     def _dump(self, location: str | None, path: Path) -> Any:

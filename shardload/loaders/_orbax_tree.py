@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from shardload.errors import SourceError
-from shardload.loaders._folder import entries, member
-from shardload.loaders._json import read_object
+from shardload.loaders.folder import entries, member
+from shardload.stores.json_files import read_object
 
 TREE = "_METADATA"
 _STRINGS = "_strings.json"
@@ -24,7 +24,7 @@ _MAX_PROCESS_FILES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
+class SavedLeaf:
     """A leaf of a saved tree."""
 
     keys: tuple[str, ...]
@@ -54,15 +54,15 @@ class Leaf:
 
 
 @dataclass(frozen=True, slots=True)
-class Tree:
+class SavedTree:
     """What ``_METADATA`` says."""
 
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[SavedLeaf, ...]
     is_complete: bool
     """Whether every chunk was written, those full of zeros too."""
 
 
-def read_tree(item: Path) -> Tree:
+def read_tree(item: Path) -> SavedTree:
     """The tree of an item.
 
     Raises:
@@ -78,16 +78,16 @@ def read_tree(item: Path) -> Tree:
     paths = [leaf.keys for leaf in leaves]
     if len(set(paths)) < len(paths):
         raise SourceError(f"{path} lists a leaf twice")
-    return Tree(leaves, document.get("store_array_data_equal_to_fill_value") is True)
+    return SavedTree(leaves, document.get("store_array_data_equal_to_fill_value") is True)
 
 
-def _leaf(entry: object, path: Path) -> Leaf:
+def _leaf(entry: object, path: Path) -> SavedLeaf:
     try:
         keys = tuple(str(part["key"]) for part in entry["key_metadata"])  # type: ignore[index]
         kind = str(entry["value_metadata"]["value_type"])  # type: ignore[index]
     except (KeyError, TypeError) as error:
         raise SourceError(f"{path} describes a leaf by {str(entry)[:200]}, which has no keys and type") from error
-    return Leaf(keys, kind)
+    return SavedLeaf(keys, kind)
 
 
 def read_strings(item: Path) -> dict[str, Any]:

@@ -10,10 +10,10 @@ from typing import Any
 
 from shardload.errors import SourceError, SourceNotFoundError, UnsupportedError
 from shardload.loaders import orbax, safetensors
-from shardload.loaders._folder import entries, listing, member
-from shardload.loaders._json import read_object
+from shardload.loaders.folder import entries, listing, member
 from shardload.manifest import Manifest
 from shardload.stores import local
+from shardload.stores.json_files import read_object
 
 FORMATS: Mapping[str, str] = {
     "keras-h5": "a Keras .weights.h5 file",

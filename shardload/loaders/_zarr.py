@@ -21,7 +21,7 @@ import numpy as np
 
 from shardload.errors import SourceError, UnsupportedError
 from shardload.loaders._extents import check_shape
-from shardload.loaders._json import parse_object
+from shardload.stores.json_files import parse_object
 
 ZARR3 = "zarr.json"
 ZARR2 = ".zarray"

@@ -19,10 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardload.errors import SourceError, TransferError, UnsafeSourceError
-from shardload.loaders._ocdbt import MAX_KEYS, Value, said
+from shardload.loaders._ocdbt import MAX_KEYS, OcdbtValue, said
 from shardload.loaders._zarr import Array, Sharding, key_of, one_chunk
 from shardload.manifest import Chunked, Decoded, Extent, Packed, Storage
-from shardload.stores import places
+from shardload.stores import file_access
 
 Cell = tuple[int, ...]
 MAX_GROWTH, GROWTH_FLOOR_BYTES = 32, 1 << 16
@@ -31,7 +31,7 @@ _MISSING = (1 << 64) - 1
 """Offset and length of an inner chunk that was never written."""
 
 
-def storage(array: Array, chunks: Mapping[Cell, Value], *, header: Value, metadata: bytes) -> Storage:
+def storage(array: Array, chunks: Mapping[Cell, OcdbtValue], *, header: OcdbtValue, metadata: bytes) -> Storage:
     """How the tensor of ``array`` is stored.
 
     Args:
@@ -57,7 +57,7 @@ def storage(array: Array, chunks: Mapping[Cell, Value], *, header: Value, metada
     return Chunked(chunk_shape, {cell: Extent(value.path, value.offset) for cell, value in cells.items()})
 
 
-def _raw(array: Array, chunks: Mapping[Cell, Value]) -> tuple[Cell, dict[Cell, Value]] | None:
+def _raw(array: Array, chunks: Mapping[Cell, OcdbtValue]) -> tuple[Cell, dict[Cell, OcdbtValue]] | None:
     """Chunk shape and the raw bytes of each chunk; ``None`` when an inner chunk is missing."""
     itemsize = array.dtype.itemsize
     if (sharding := array.sharding) is None:
@@ -72,9 +72,9 @@ def _raw(array: Array, chunks: Mapping[Cell, Value]) -> tuple[Cell, dict[Cell, V
     return None if any(part is None for part in inner.values()) else (sharding.inner_shape, inner)  # type: ignore[return-value]
 
 
-def _packed(array: Array, chunks: Mapping[Cell, Value], header: Value, metadata: bytes) -> Storage:
+def _packed(array: Array, chunks: Mapping[Cell, OcdbtValue], header: OcdbtValue, metadata: bytes) -> Storage:
     """Each chunk by itself, those within shards too: they are what can be decoded without the others."""
-    shape, cells = array.chunk_shape, dict[Cell, Value | None](chunks)
+    shape, cells = array.chunk_shape, dict[Cell, OcdbtValue | None](chunks)
     sharding = array.sharding
     inside = sharding is not None and (sharding.inner_shape != shape or _is_blosc(sharding.codecs))
     if sharding is not None and inside:
@@ -89,7 +89,7 @@ def _packed(array: Array, chunks: Mapping[Cell, Value], header: Value, metadata:
     return found[(0,) * len(shape)] if shape == array.shape else Chunked(shape, found)
 
 
-def _pack(value: Value | None, codec: ZarrCodec, header: Value) -> Packed:
+def _pack(value: OcdbtValue | None, codec: ZarrCodec, header: OcdbtValue) -> Packed:
     """A chunk, which is decoded as a whole: so it may not be stored in far more bytes than it has."""
     if value is None:
         return Packed(header.path, 0, 0, codec)
@@ -105,8 +105,8 @@ def _pack(value: Value | None, codec: ZarrCodec, header: Value) -> Packed:
 
 
 def _inner(
-    array: Array, sharding: Sharding, chunks: Mapping[Cell, Value], *, nbytes: int | None
-) -> Iterator[tuple[Cell, Value | None]]:
+    array: Array, sharding: Sharding, chunks: Mapping[Cell, OcdbtValue], *, nbytes: int | None
+) -> Iterator[tuple[Cell, OcdbtValue | None]]:
     """The inner chunks that meet the tensor, by their index in the grid of inner chunks; each of ``nbytes``."""
     index_bytes = sharding.index_bytes(array.chunk_shape)
     if index_bytes // 16 * len(chunks) > MAX_KEYS:
@@ -130,8 +130,8 @@ def _inner(
 
 
 def _of_shard(
-    array: Array, sharding: Sharding, *, shard: Cell, value: Value, index: list[list[int]], nbytes: int | None
-) -> Iterator[tuple[Cell, Value | None]]:
+    array: Array, sharding: Sharding, *, shard: Cell, value: OcdbtValue, index: list[list[int]], nbytes: int | None
+) -> Iterator[tuple[Cell, OcdbtValue | None]]:
     per_shard = sharding.per_shard(array.chunk_shape)
     for position, (offset, length) in zip(itertools.product(*map(range, per_shard)), index, strict=True):
         cell = tuple(s * n + p for s, n, p in zip(shard, per_shard, position, strict=True))
@@ -149,7 +149,7 @@ def _of_shard(
         yield cell, _part(value, offset, length)
 
 
-def _exact(value: Value, nbytes: int) -> Value:
+def _exact(value: OcdbtValue, nbytes: int) -> OcdbtValue:
     if value.length != nbytes:
         raise SourceError(
             f"{value.path}: the chunk at byte {value.offset} should have {nbytes} bytes, but has {value.length}. "
@@ -158,13 +158,13 @@ def _exact(value: Value, nbytes: int) -> Value:
     return value
 
 
-def _part(value: Value, start: int, length: int) -> Value:
+def _part(value: OcdbtValue, start: int, length: int) -> OcdbtValue:
     if value.inline is not None:
-        return Value(value.path, 0, length, value.inline[start : start + length])
-    return Value(value.path, value.offset + start, length)
+        return OcdbtValue(value.path, 0, length, value.inline[start : start + length])
+    return OcdbtValue(value.path, value.offset + start, length)
 
 
-def _path(chunks: Mapping[Cell, Value]) -> str:
+def _path(chunks: Mapping[Cell, OcdbtValue]) -> str:
     return next(iter(chunks.values())).path
 
 
@@ -175,7 +175,7 @@ class RawRows:
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     chunk_shape: tuple[int, ...]
-    chunks: Mapping[Cell, Value]
+    chunks: Mapping[Cell, OcdbtValue]
     stored_bytes: int
 
     @property
@@ -208,14 +208,14 @@ class RawRows:
             inside[...] = part[tuple(map(slice, inside.shape))]
         return found
 
-    def _chunk_rows(self, value: Value, start: int, stop: int) -> NDArray[Any]:
+    def _chunk_rows(self, value: OcdbtValue, start: int, stop: int) -> NDArray[Any]:
         row = math.prod(self.chunk_shape[1:]) * self.dtype.itemsize
         raw: bytes | bytearray
         if value.inline is not None:
             raw = bytearray(value.inline[start * row : stop * row])
         else:
             raw = bytearray((stop - start) * row)
-            with places.opened(value.path) as file:
+            with file_access.opened(value.path) as file:
                 file.read_into(memoryview(raw), value.offset + start * row)
         return np.frombuffer(raw, self.dtype).reshape(stop - start, *self.chunk_shape[1:])
 

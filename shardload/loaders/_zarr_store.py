@@ -8,11 +8,11 @@ from pathlib import Path
 
 from shardload.errors import SourceError, UnsafeSourceError, UnsupportedError
 from shardload.loaders import _ocdbt, _zarr
-from shardload.loaders._folder import descendant
-from shardload.loaders._ocdbt import MAX_KEYS, Value
+from shardload.loaders._ocdbt import MAX_KEYS, OcdbtValue
 from shardload.loaders._zarr_chunks import Cell, storage
+from shardload.loaders.folder import descendant
 from shardload.manifest import Extent, Tensor
-from shardload.stores import places
+from shardload.stores import file_access
 from shardload.stores.remote import COPY_FIRST
 
 MAX_EXPANSION = 40_000
@@ -38,19 +38,19 @@ class Arrays:
         self._folder = folder
         self._is_complete = is_complete
         is_ocdbt = os.path.lexists(folder / _ocdbt.MANIFEST)
-        if not is_ocdbt and places.mirror_of(folder) is not None:
+        if not is_ocdbt and file_access.mirror_of(folder) is not None:
             raise UnsupportedError(
                 f"{folder} keeps a folder for each array, which is only read on this machine. {COPY_FIRST}"
             )
         values = _ocdbt.read_values(folder) if is_ocdbt else _files(folder)
         self._total = sum(value.length for value in values.values())
         self._headers = {key.rpartition("/")[0]: key for key in values if key.endswith(("/.zarray", "/zarr.json"))}
-        self._values: dict[str, dict[str, Value]] = {name: {} for name in self._headers}
+        self._values: dict[str, dict[str, OcdbtValue]] = {name: {} for name in self._headers}
         for key, value in values.items():
             self._file_away(key, value)
         self._sizes: dict[str, int] = {}
 
-    def _file_away(self, key: str, value: Value) -> None:
+    def _file_away(self, key: str, value: OcdbtValue) -> None:
         name = key
         while "/" in name:
             name = name.rpartition("/")[0]
@@ -89,13 +89,13 @@ class Arrays:
         self._refuse_bomb(array, where)
         for value in (header, *chunks.values()):
             if value.path not in self._sizes:
-                self._sizes[value.path] = places.size_of(value.path)
+                self._sizes[value.path] = file_access.size_of(value.path)
         if not math.prod(array.shape):
             return Tensor(name, array.shape, array.dtype, Extent(header.path, 0))
         return Tensor(name, array.shape, array.dtype, storage(array, chunks, header=header, metadata=metadata))
 
-    def _chunks(self, array: _zarr.Array, values: dict[str, Value], where: str) -> dict[Cell, Value]:
-        found: dict[Cell, Value] = {}
+    def _chunks(self, array: _zarr.Array, values: dict[str, OcdbtValue], where: str) -> dict[Cell, OcdbtValue]:
+        found: dict[Cell, OcdbtValue] = {}
         for key, value in values.items():
             if key in (_zarr.ZARR3, _zarr.ZARR2, ".zattrs"):
                 continue
@@ -125,9 +125,9 @@ class Arrays:
                 )
 
 
-def _files(folder: Path) -> dict[str, Value]:
+def _files(folder: Path) -> dict[str, OcdbtValue]:
     """Every file of the folders of a store without OCDBT, by its path in there."""
-    found: dict[str, Value] = {}
+    found: dict[str, OcdbtValue] = {}
     try:
         for parent, folders, names in os.walk(folder):
             inside = os.path.relpath(parent, folder)
@@ -136,7 +136,7 @@ def _files(folder: Path) -> dict[str, Value]:
             for name in (*names, *(f for f in folders if Path(parent, f).is_symlink())):
                 key = f"{inside}/{name}".replace(os.sep, "/")
                 path = descendant(folder, key, named_by=str(folder))
-                found[key] = Value(str(path), 0, path.stat().st_size)
+                found[key] = OcdbtValue(str(path), 0, path.stat().st_size)
                 if len(found) > MAX_KEYS:
                     raise UnsafeSourceError(f"{folder} holds more than {MAX_KEYS} files")
     except OSError as error:

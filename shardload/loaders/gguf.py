@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from shardload.errors import SourceError, UnsupportedError
 from shardload.loaders import gguf_models as models
 from shardload.loaders._extents import collect
-from shardload.loaders.gguf_header import Header, LongArray, TensorInfo, read_array, read_header
+from shardload.loaders.gguf_header import GgufHeader, LongArray, TensorInfo, read_array, read_header
 from shardload.loaders.gguf_rows import Undo, require_package, storage
 from shardload.manifest import Manifest, Tensor
 from shardload.stores import local
@@ -138,7 +138,7 @@ def _check_heads(info: TensorInfo, undo: Undo, heads: int, path: str) -> None:
         )
 
 
-def _rope_factors(header: Header, path: str) -> tuple[float, ...]:
+def _rope_factors(header: GgufHeader, path: str) -> tuple[float, ...]:
     """``rope_freqs.weight`` is configuration in the guise of a tensor, and tiny: the one tensor read while opening."""
     info = next((info for info in header.tensors if info.name == "rope_freqs.weight"), None)
     if info is None:

@@ -120,7 +120,7 @@ class TensorInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class GgufHeader:
     """What one file's header says."""
 
     values: dict[str, Any]
@@ -130,7 +130,7 @@ class Header:
     file_bytes: int
 
 
-def read_header(path: str) -> Header:
+def read_header(path: str) -> GgufHeader:
     """Parse and check the header of one file.
 
     Raises:
@@ -151,7 +151,7 @@ def read_header(path: str) -> Header:
         if info.offset % alignment:
             raise SourceError(f"{path}: tensor {info.name!r} starts at {info.offset}, no multiple of {alignment}")
     infos = [TensorInfo(i.name, i.shape, i.kind, start + i.offset) for i in raw]
-    return Header(values, _in_file_order(infos, path, size), size)
+    return GgufHeader(values, _in_file_order(infos, path, size), size)
 
 
 def read_array(array: LongArray | list[Any]) -> NDArray[Any] | list[Any]:

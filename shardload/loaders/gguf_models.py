@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from shardload.errors import SourceError, UnsupportedError
-from shardload.loaders.gguf_header import Header
+from shardload.loaders.gguf_header import GgufHeader
 from shardload.loaders.gguf_rows import Undo
 
 Config = dict[str, Any]
@@ -45,7 +45,7 @@ _DROPPED = frozenset({"rope_freqs.weight"})
 
 
 @dataclass(frozen=True, slots=True)
-class Architecture:
+class GgufArchitecture:
     """One value of ``general.architecture``."""
 
     block_names: Mapping[str, str]
@@ -83,7 +83,7 @@ class Architecture:
 class _Values:
     """Typed access to the key-values of one header."""
 
-    header: Header
+    header: GgufHeader
     path: str
     rope_factors: tuple[float, ...] = ()
     """Content of ``rope_freqs.weight``: by how much each rotary frequency is slowed down."""
@@ -130,7 +130,7 @@ def shortest(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def architecture(header: Header, path: str) -> Architecture:
+def architecture(header: GgufHeader, path: str) -> GgufArchitecture:
     """The architecture a header names.
 
     Raises:
@@ -147,7 +147,7 @@ def architecture(header: Header, path: str) -> Architecture:
     return ARCHITECTURES[name]
 
 
-def config(header: Header, path: str, *, rope_factors: tuple[float, ...] = ()) -> Config:
+def config(header: GgufHeader, path: str, *, rope_factors: tuple[float, ...] = ()) -> Config:
     """A Hugging Face ``config.json`` that KerasHub's converters accept.
 
     Raises:
@@ -157,7 +157,7 @@ def config(header: Header, path: str, *, rope_factors: tuple[float, ...] = ()) -
     return architecture(header, path).config(_Values(header, path, rope_factors))
 
 
-def head_counts(header: Header, path: str) -> tuple[int, int]:
+def head_counts(header: GgufHeader, path: str) -> tuple[int, int]:
     """Query heads and key-value heads."""
     values = _Values(header, path)
     heads = values.count("attention.head_count")
@@ -298,11 +298,11 @@ def _qwen3(values: _Values) -> Config:
     return _base(values, "qwen3", "Qwen3ForCausalLM") | {"use_sliding_window": False, "sliding_window": None}
 
 
-ARCHITECTURES: Mapping[str, Architecture] = {
-    "gemma": Architecture(_BLOCK, _gemma, norms_plus_one=True),
-    "gemma2": Architecture(_SANDWICH, _gemma2, norms_plus_one=True),
-    "gemma3": Architecture(_SANDWICH, _gemma3, norms_plus_one=True),
-    "llama": Architecture(_BLOCK, _llama, permuted=True),
-    "qwen2": Architecture(_BLOCK, _qwen2),
-    "qwen3": Architecture(_BLOCK, _qwen3),
+ARCHITECTURES: Mapping[str, GgufArchitecture] = {
+    "gemma": GgufArchitecture(_BLOCK, _gemma, norms_plus_one=True),
+    "gemma2": GgufArchitecture(_SANDWICH, _gemma2, norms_plus_one=True),
+    "gemma3": GgufArchitecture(_SANDWICH, _gemma3, norms_plus_one=True),
+    "llama": GgufArchitecture(_BLOCK, _llama, permuted=True),
+    "qwen2": GgufArchitecture(_BLOCK, _qwen2),
+    "qwen3": GgufArchitecture(_BLOCK, _qwen3),
 }

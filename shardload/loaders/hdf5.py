@@ -59,7 +59,7 @@ _LOCK = threading.RLock()
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class FileRegion:
     """The part of a file that is an HDF5 file."""
 
     path: str
@@ -68,7 +68,7 @@ class Region:
     nbytes: int
 
     @classmethod
-    def whole(cls, path: str) -> Region:
+    def whole(cls, path: str) -> FileRegion:
         """A file that is HDF5 from its first to its last byte.
 
         Raises:
@@ -82,7 +82,7 @@ class Region:
 class H5Rows:
     """Rows of one dataset, read through h5py; opens the file anew for each range."""
 
-    region: Region
+    region: FileRegion
     name: str
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -117,7 +117,7 @@ class H5Rows:
         return f"{self.region.path}: dataset {self.name!r}"
 
 
-def read_tensors(region: Region) -> tuple[Tensor, ...]:
+def read_tensors(region: FileRegion) -> tuple[Tensor, ...]:
     """Every dataset of an HDF5 file, in no particular order; names are dataset paths without leading slash.
 
     Raises:
@@ -132,7 +132,7 @@ def read_tensors(region: Region) -> tuple[Tensor, ...]:
         return _hdf5_apart.read(region.path, region.start, region.nbytes)
 
 
-def read_here(region: Region, *, dense: bool = False) -> tuple[Tensor, ...]:
+def read_here(region: FileRegion, *, dense: bool = False) -> tuple[Tensor, ...]:
     """`read_tensors` in this process.
 
     Raises:
@@ -148,7 +148,7 @@ def read_here(region: Region, *, dense: bool = False) -> tuple[Tensor, ...]:
 class _RegionFile(io.RawIOBase):
     """A read-only file object over a region; libhdf5 cannot see, lock or map anything else."""
 
-    def __init__(self, region: Region) -> None:
+    def __init__(self, region: FileRegion) -> None:
         self._fd = local.open_readonly(region.path)
         self._region = region
         self._limit: int | None = None
@@ -213,7 +213,7 @@ def _opened(raw: _RegionFile, *, limit: bool = False) -> Iterator[Any]:
 
 
 @contextmanager
-def _translated(region: Region) -> Iterator[None]:
+def _translated(region: FileRegion) -> Iterator[None]:
     """libhdf5's errors come as a dozen builtins; each means that the file is damaged."""
     try:
         yield
@@ -278,7 +278,7 @@ def _decode(raw: bytes, path: str) -> str:
         raise SourceError(f"{path}: the object name {raw[:100]!r} is not UTF-8") from error
 
 
-def _tensor(node: Any, name: str, region: Region) -> Tensor:
+def _tensor(node: Any, name: str, region: FileRegion) -> Tensor:
     where = f"{region.path}: dataset {name!r}"
     if node.get_space().get_simple_extent_type() == h5py.h5s.NULL:
         raise UnsupportedError(f"{where} is a null dataset: it has a type, but no shape")

@@ -18,9 +18,9 @@ from typing import Any
 from shardload.errors import SourceError, SourceNotFoundError, UnsupportedError
 from shardload.loaders import safetensors
 from shardload.loaders._extents import collect
-from shardload.loaders._folder import entries, listing, member
-from shardload.loaders._json import read_object
+from shardload.loaders.folder import entries, listing, member
 from shardload.manifest import Manifest, Tensor
+from shardload.stores.json_files import read_object
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"

@@ -19,9 +19,9 @@ from typing import Any
 from shardload.errors import SourceError, SourceNotFoundError
 from shardload.loaders import keras_h5, keras_sharded
 from shardload.loaders._extents import collect
-from shardload.loaders._folder import entries, listing, member
-from shardload.loaders._json import read_object
+from shardload.loaders.folder import entries, listing, member
 from shardload.manifest import Manifest
+from shardload.stores.json_files import read_object
 
 CONFIG = "config.json"
 WEIGHTS = "model.weights.h5"

@@ -19,18 +19,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from shardload.errors import (
-    ShardloadError,
-    SourceError,
-    TruncatedSourceError,
-    UnsafeSourceError,
-    UnsupportedError,
-)
+from shardload.errors import ShardloadError, SourceError, TruncatedSourceError, UnsafeSourceError, UnsupportedError
 from shardload.loaders import hdf5
 from shardload.loaders._extents import collect
-from shardload.loaders._json import MAX_JSON_BYTES, parse_object
 from shardload.manifest import Manifest
 from shardload.stores import local
+from shardload.stores.json_files import MAX_JSON_BYTES, parse_object
 
 MAGIC = b"PK\x03\x04"
 WEIGHTS = "model.weights.h5"
@@ -59,7 +53,7 @@ def open_file(path: str | os.PathLike[str]) -> Manifest:
         members = _members(name, fd, size)
         info = _weights(name, members)
         start = _check_all(name, fd, members)[info.filename]
-    region = hdf5.Region(name, start, info.file_size)
+    region = hdf5.FileRegion(name, start, info.file_size)
     files = {name: size}
     tensors = collect(hdf5.read_tensors(region), files=files)
     return Manifest(name, "keras-archive", tensors, files, _json(name, members, CONFIG), _json(name, members, METADATA))

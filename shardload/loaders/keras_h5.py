@@ -17,6 +17,6 @@ def open_file(path: str | os.PathLike[str]) -> Manifest:
         SourceError: See `shardload.loaders.hdf5.read_tensors`.
         UnsupportedError: When the file is a legacy Keras HDF5 file, or a dataset cannot be read as numbers.
     """
-    region = hdf5.Region.whole(str(Path(path).absolute()))
+    region = hdf5.FileRegion.whole(str(Path(path).absolute()))
     files = {region.path: region.nbytes}
     return Manifest(region.path, "keras-h5", collect(hdf5.read_tensors(region), files=files), files)

@@ -15,9 +15,9 @@ from pathlib import Path
 from shardload.errors import SourceError, SourceNotFoundError
 from shardload.loaders import hdf5
 from shardload.loaders._extents import collect
-from shardload.loaders._folder import member
-from shardload.loaders._json import read_object
+from shardload.loaders.folder import member
 from shardload.manifest import Manifest, Tensor
+from shardload.stores.json_files import read_object
 
 
 def open_index(path: str | os.PathLike[str]) -> Manifest:
@@ -57,7 +57,7 @@ def _groups(weight_map: object, index: Path) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def _regions(groups: Mapping[str, tuple[str, ...]], index: Path) -> dict[str, hdf5.Region]:
+def _regions(groups: Mapping[str, tuple[str, ...]], index: Path) -> dict[str, hdf5.FileRegion]:
     names = sorted({shard for shards in groups.values() for shard in shards})
     files = {name: member(index.parent, name, named_by=str(index)) for name in names}
     if missing := [name for name, file in files.items() if not file.exists()]:
@@ -65,7 +65,7 @@ def _regions(groups: Mapping[str, tuple[str, ...]], index: Path) -> dict[str, hd
             f"{index} lists {len(files)} shards, but {len(missing)} are missing from {index.parent}: "
             f"{', '.join(missing[:8])}{' …' if len(missing) > 8 else ''}. Copy them into that folder"
         )
-    return {name: hdf5.Region.whole(str(file)) for name, file in files.items()}
+    return {name: hdf5.FileRegion.whole(str(file)) for name, file in files.items()}
 
 
 def _check_shard(shard: str, held: Iterable[Tensor], groups: Mapping[str, tuple[str, ...]], index: Path) -> None:

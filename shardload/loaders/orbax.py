@@ -21,11 +21,11 @@ from typing import Any
 
 from shardload.errors import SourceError, SourceNotFoundError, UnsupportedError
 from shardload.loaders._extents import collect
-from shardload.loaders._folder import entries, listing, member
-from shardload.loaders._json import MAX_JSON_BYTES, parse_object, read_object
-from shardload.loaders._orbax_tree import TREE, Leaf, read_random_keys, read_strings, read_tree
+from shardload.loaders._orbax_tree import TREE, SavedLeaf, read_random_keys, read_strings, read_tree
 from shardload.loaders._zarr_store import Arrays
+from shardload.loaders.folder import entries, listing, member
 from shardload.manifest import Manifest, Tensor
+from shardload.stores.json_files import MAX_JSON_BYTES, parse_object, read_object
 
 MARKS = ("_CHECKPOINT_METADATA", "orbax.checkpoint")
 ITEMS = ("pytree", "default", "state")
@@ -116,7 +116,7 @@ def _finished(item: Path) -> Path:
     raise SourceError(f"{item} has no file {TREE}: the save did not finish, or files are missing. Use another step")
 
 
-def _metadata(step: Path, item: Path, leaves: tuple[Leaf, ...], tensors: dict[str, list[str]]) -> dict[str, Any]:
+def _metadata(step: Path, item: Path, leaves: tuple[SavedLeaf, ...], tensors: dict[str, list[str]]) -> dict[str, Any]:
     beside = step / "shardload"
     digests = member(beside, "digests.json", named_by=str(beside))
     structure = member(beside, "structure.json", named_by=str(beside))

@@ -25,9 +25,9 @@ import numpy as np
 
 from shardload.errors import SourceError, TruncatedSourceError, UnsafeSourceError, UnsupportedError
 from shardload.loaders._extents import check_shape, collect
-from shardload.loaders._json import require_brace, unique_pairs
 from shardload.manifest import Extent, Manifest, Tensor
 from shardload.stores import local
+from shardload.stores.json_files import require_brace, unique_pairs
 
 MAX_HEADER_BYTES = 100_000_000
 """The reference library's cap."""
@@ -65,7 +65,7 @@ SUB_BYTE = frozenset({"F4", "F6_E2M3", "F6_E3M2"})
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class SafetensorsHeader:
     """What one file's header says."""
 
     tensors: tuple[Tensor, ...]
@@ -89,7 +89,7 @@ def open_file(path: str | os.PathLike[str]) -> Manifest:
     return Manifest(name, "safetensors", collect(header.tensors, files=files), files, metadata=header.metadata)
 
 
-def read_header(path: str) -> Header:
+def read_header(path: str) -> SafetensorsHeader:
     """Parse and check the header of one file; raises like `open_file`."""
     with local.opened(path) as (fd, size):
         length = int.from_bytes(local.read_header(fd, 8, offset=0, path=path, what="the header's length"), "little")
@@ -125,7 +125,7 @@ class _Parser:
         self._data_bytes = file_bytes - data_start
         self._metadata: dict[str, str] = {}
 
-    def parse(self) -> Header:
+    def parse(self) -> SafetensorsHeader:
         tensors: dict[str, Tensor] = {}
         try:
             end = self._skip(self._object(0, tensors))
@@ -137,7 +137,7 @@ class _Parser:
             raise self._wrong(f"goes on after its closing brace, at character {end}")
         ordered = tuple(sorted(tensors.values(), key=_span))
         self._refuse_holes(ordered)
-        return Header(ordered, self._metadata, self._data_start + self._data_bytes)
+        return SafetensorsHeader(ordered, self._metadata, self._data_start + self._data_bytes)
 
     def _object(self, start: int, tensors: dict[str, Tensor]) -> int:
         has_metadata = False

@@ -6,8 +6,8 @@ Roles say what each dim means and which one would best be split (`roles`); rules
 
 from __future__ import annotations
 
-from shardload.parallel.capacity import MeshFit, fit, smallest_mesh
-from shardload.parallel.choice import LayoutChoice, VariableLayout
-from shardload.parallel.modes import choose
+from shardload.parallel.choose import choose
+from shardload.parallel.memory_fit import MeshFit, fit, smallest_mesh
+from shardload.parallel.result import LayoutChoice, VariableLayout
 
 __all__ = ["LayoutChoice", "MeshFit", "VariableLayout", "choose", "fit", "smallest_mesh"]

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardload.layout import Fallback, Layout, Spec
-from shardload.mesh import MeshSpec
 from shardload.parallel.roles import Dim, Follows, Role, Wants, by_shape, nbytes
+from shardload.sharding.layout import Fallback, Layout, Spec
+from shardload.sharding.mesh import MeshSpec
 
 SMALL_BYTES = 1 << 10
 """Splitting less than this saves nothing and costs a collective."""

@@ -22,8 +22,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from shardload import _keras
-from shardload.parallel import tree
+from shardload.keras_bridge.variables import stored_dtype
+from shardload.parallel import model_variables
 
 LARGE_BYTES = 1 << 20
 """A vector this large is worth splitting, and a variable this large left replicated is worth reporting."""
@@ -90,20 +90,20 @@ def roles(model: Any) -> dict[int, Role]:
     Reads layer objects, shapes and dtypes only: the variables may have no values.
     """
     found: dict[int, Role] = {}
-    for layer, children in tree.layers(model):
+    for layer, children in model_variables.layers(model):
         for role_of in (_own_roles(layer), _pair(itertools.chain.from_iterable(map(_kernels, children)))):
             for key, role in role_of.items():
                 found.setdefault(key, role)
-    for variable in tree.all_variables(model).values():
+    for variable in model_variables.all_variables(model).values():
         found.setdefault(id(variable), by_shape(variable))
-    for slot, variable in tree.slots(model):
+    for slot, variable in model_variables.slots(model):
         found[id(slot)] = Follows("slot", variable, tuple(range(len(variable.shape))))
     return found
 
 
 def nbytes(variable: Any) -> int:
     """Bytes of a variable's value, whether or not it has one yet."""
-    return math.prod(map(int, variable.shape)) * _keras.stored_dtype(variable).itemsize
+    return math.prod(map(int, variable.shape)) * stored_dtype(variable).itemsize
 
 
 def by_shape(variable: Any) -> Wants:
@@ -122,7 +122,7 @@ def _is_kind(layer: Any, *names: str) -> bool:
 
 def _own_roles(layer: Any) -> dict[int, Role]:
     """Roles of the variables a layer holds itself."""
-    own = {v.name: v for v in tree.own_variables(layer)}
+    own = {v.name: v for v in model_variables.own_variables(layer)}
     kernels = _kernels(layer)
     if kernels and kernels[0].variable.name == "kernel":
         return _pair(kernels) | _followers(layer, kernels[0], own)
@@ -141,7 +141,7 @@ def _own_roles(layer: Any) -> dict[int, Role]:
 
 def _kernels(layer: Any) -> list[_Kernel]:
     """Kernels a layer holds itself: that of a Dense or EinsumDense, or stacked matrices of experts."""
-    own = tree.own_variables(layer)
+    own = model_variables.own_variables(layer)
     named = {v.name: v for v in own}
     if equation := _equation(layer):
         kernel = named.get("kernel")

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from shardload.errors import LayoutError
-from shardload.layout import Layout, Spec
-from shardload.mesh import MeshSpec
 from shardload.parallel.auto import Placement, next_best
 from shardload.parallel.roles import Role
+from shardload.sharding.layout import Layout, Spec
+from shardload.sharding.mesh import MeshSpec
 
 DEFAULTS = ("auto", "replicated")
 

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from shardload.layout import Fallback
+from shardload.sharding.layout import Fallback
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult

@@ -96,13 +96,13 @@ def resolve(source: str | os.PathLike[str]) -> Resolved:
 
 def candidates() -> list[str]:
     """Names worth offering when a shell completes a source; fast, and no network."""
-    from shardload.synth.architectures import ALIASES
+    from shardload.resolve.architectures import ALIASES
 
     return sorted({*_root_names(), *ALIASES, PIP_NAME})
 
 
 def _name(name: str) -> Resolved:
-    from shardload.synth.architectures import ALIASES
+    from shardload.resolve.architectures import ALIASES
 
     tried = [f"a path (there is no {name!r} in this folder)"]
     if name == PIP_NAME and (found := _installed()):
@@ -223,11 +223,11 @@ def _handle(text: str) -> Resolved:
 
 def _preset(name: str, found: str, tried: list[str]) -> Resolved | None:
     """A KerasHub preset by its name, with or without ``_en``; adds to ``tried`` why there is none."""
-    from shardload import _hub
+    from shardload.hub import kerashub
     from shardload.resolve import hubs
 
     try:
-        handles = _hub.preset_handles()
+        handles = kerashub.preset_handles()
     except MissingExtraError:
         tried.append("KerasHub's presets (not installed: pip install 'shardload[hub]')")
         return None
@@ -276,7 +276,7 @@ def _on_hub(text: str) -> str:
 
 
 def _nothing(name: str, tried: list[str]) -> str:
-    from shardload.synth.architectures import ALIASES, ARCHITECTURES
+    from shardload.resolve.architectures import ALIASES, ARCHITECTURES
 
     known = [*_root_names(), *ARCHITECTURES, *ALIASES, PIP_NAME]
     close = [c for c in dict.fromkeys(difflib.get_close_matches(name, known, n=4)) if c != name]

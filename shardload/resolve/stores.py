@@ -8,8 +8,8 @@ from shardload.errors import UnsupportedError
 from shardload.loaders import open_manifest
 from shardload.manifest import Manifest
 from shardload.resolve import Resolved
-from shardload.steps._remote_listing import as_remote, prepared
 from shardload.steps.listing import find_step
+from shardload.steps.remote_listing import as_remote, prepared
 
 
 def open_remote(url: str, *, format: str | None = None) -> tuple[Resolved, Manifest]:

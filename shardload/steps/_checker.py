@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import cast
 
 from shardload.errors import DamagedError, SourceError, SourceNotFoundError, TransferError, UsageError
-from shardload.steps._digest_list import (
+from shardload.steps._number import STEP_FILE, check_number
+from shardload.steps.digest_list import (
     UNIT_BYTES,
     Damage,
     Digests,
@@ -24,14 +25,13 @@ from shardload.steps._digest_list import (
     size_damage,
     step_name,
 )
-from shardload.steps._number import STEP_FILE, check_number
-from shardload.stores import places
+from shardload.stores import file_access
 
 PIECE_BYTES = 128 << 10
 """What `Checker.check` reads at a time: it stays in L2, and counts for little beside any budget."""
 
 
-def _close_all(files: dict[str, places.File]) -> None:
+def _close_all(files: dict[str, file_access.File]) -> None:
     while files:
         files.popitem()[1].close()
 
@@ -54,7 +54,7 @@ class Checker:
         self.digests = Digests.read(folder)
         self._real = Path(os.path.realpath(folder))
         self._lock = threading.Lock()
-        self._files: dict[str, places.File] = {}
+        self._files: dict[str, file_access.File] = {}
         weakref.finalize(self, _close_all, self._files)
         self._units: dict[tuple[str, int], Future[None]] = {}
         self.bytes_checked = 0
@@ -67,7 +67,7 @@ class Checker:
             DamagedError: Naming the first damage; also when the digests are gone, or the folder has the number of
                 another step.
         """
-        if (mirror := places.mirror_of(folder)) is not None:
+        if (mirror := file_access.mirror_of(folder)) is not None:
             return cast(Checker, mirror.checker)  # what is there was checked when it was fetched
         try:
             found = cls(folder)
@@ -99,7 +99,7 @@ class Checker:
         size = self._expected(name).n_bytes
         if not 0 <= start <= stop <= size:
             raise self._damaged(Damage(name, f"was asked for up to byte {stop}, but was saved with {size} bytes"))
-        if start == stop or places.is_remote(self._real / name):  # what a store gives is checked when it comes
+        if start == stop or file_access.is_remote(self._real / name):  # what a store gives is checked when it comes
             return
         file = self._open(name)
         wanted = range(start // UNIT_BYTES, (stop - 1) // UNIT_BYTES + 1)
@@ -188,14 +188,14 @@ class Checker:
             raise self._damaged(Damage(name, "is no file that was saved with the step"))
         return found
 
-    def _open(self, name: str) -> places.File:
+    def _open(self, name: str) -> file_access.File:
         with self._lock:
             if name in self._files:
                 return self._files[name]
             if os.path.realpath(self._real / name) != str(self._real / name):
                 raise self._damaged(Damage(name, "is reached through a symbolic link, which no step holds"))
             try:
-                file = places.open_file(self._real / name)
+                file = file_access.open_file(self._real / name)
             except (SourceError, SourceNotFoundError) as error:
                 if isinstance(error.__cause__, PermissionError):  # an older step is no answer to that
                     raise TransferError(str(error)) from error
@@ -221,7 +221,7 @@ class Checker:
                 mine.append((unit, done))
         return mine, others
 
-    def _settle(self, done: Future[None], name: str, unit: int, *, file: places.File) -> None:
+    def _settle(self, done: Future[None], name: str, unit: int, *, file: file_access.File) -> None:
         """Check one unit and let everyone who waits for it know."""
         try:
             self._check_unit(name, unit, file=file)
@@ -233,7 +233,7 @@ class Checker:
         else:
             done.set_result(None)
 
-    def _check_unit(self, name: str, unit: int, *, file: places.File) -> None:
+    def _check_unit(self, name: str, unit: int, *, file: file_access.File) -> None:
         first, last = self._span(name, unit)
         running, piece = hasher(), memoryview(bytearray(min(PIECE_BYTES, last - first)))
         for start in range(first, last, PIECE_BYTES):

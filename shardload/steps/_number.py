@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from shardload.errors import DamagedError, ShardloadError
-from shardload.loaders import _json
-from shardload.steps._digest_list import OWN_FOLDER, Damage
+from shardload.steps.digest_list import OWN_FOLDER, Damage
+from shardload.stores import json_files
 
 STEP_FILE = f"{OWN_FOLDER}/step.json"
 NAME = re.compile(r"0|[1-9][0-9]{0,17}")
@@ -32,7 +32,7 @@ def stated_number(record: Mapping[str, Any]) -> int | None:
 def other_number(folder: str | os.PathLike[str]) -> tuple[int, int] | None:
     """The number in the name of a step's folder and the one in its record, where they differ."""
     with suppress(ShardloadError, OSError):  # a record that cannot be read is reported as damage elsewhere
-        stated = stated_number(_json.read_object(Path(folder, STEP_FILE)))
+        stated = stated_number(json_files.read_object(Path(folder, STEP_FILE)))
         for name in (Path(folder).absolute().name, Path(folder).resolve().name):  # of a link, and of what it leads to
             if stated is not None and NAME.fullmatch(name) and int(name) != stated:
                 return int(name), stated

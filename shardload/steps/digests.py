@@ -13,24 +13,24 @@ from pathlib import Path
 
 from shardload.errors import ShardloadError, SourceNotFoundError, TransferError
 from shardload.steps._checker import Checker
-from shardload.steps._digest_list import (
+from shardload.steps._number import number_damage
+from shardload.steps.digest_list import (
     DIGESTS_FILE,
     OWN_FOLDER,
     THREADS,
     UNIT_BYTES,
     Damage,
     Digests,
+    DigestTask,
     FileDigest,
-    Piece,
     digest_piece,
     flip_damage,
     name_damage,
     pieces_of,
     step_name,
 )
-from shardload.steps._number import number_damage
-from shardload.steps._tree import scan
-from shardload.stores import places
+from shardload.steps.file_tree import scan
+from shardload.stores import file_access
 
 __all__ = ["DIGESTS_FILE", "OWN_FOLDER", "UNIT_BYTES", "Checker", "Damage", "Digests", "FileDigest", "verify"]
 
@@ -47,7 +47,7 @@ def verify(folder: str | os.PathLike[str], *, progress: Callable[[int], None] | 
     """
     if not Path(folder).is_dir():
         raise SourceNotFoundError(f"There is no step folder {os.fspath(folder)}")
-    step, mirror = step_name(folder), places.mirror_of(folder)
+    step, mirror = step_name(folder), file_access.mirror_of(folder)
     try:
         digests = Digests.read(folder)
         damage = name_damage(digests, scan(folder), step) if mirror is None else mirror.name_damage()
@@ -70,11 +70,11 @@ def verify(folder: str | os.PathLike[str], *, progress: Callable[[int], None] | 
     return sorted(damage, key=lambda d: (d.path, d.offset or 0))
 
 
-def _piece_damage(folder: str | os.PathLike[str], piece: Piece, expected: FileDigest, step: str) -> list[Damage]:
+def _piece_damage(folder: str | os.PathLike[str], piece: DigestTask, expected: FileDigest, step: str) -> list[Damage]:
     try:
         found = digest_piece(folder, piece, expected.n_bytes)
     except (ShardloadError, OSError) as error:
-        if isinstance(error, TransferError) and places.mirror_of(folder) is not None:
+        if isinstance(error, TransferError) and file_access.mirror_of(folder) is not None:
             raise
         return [Damage(piece.path, f"cannot be read: {error}", piece.first * UNIT_BYTES, step)]
     wrong = [piece.first + k for k, unit in enumerate(found) if unit != expected.units[piece.first + k]]

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardload.errors import DamagedError, ShardloadError, SourceError, SourceNotFoundError, UsageError
-from shardload.loaders import _json
-from shardload.steps._digest_list import name_damage
 from shardload.steps._number import NAME, STEP_FILE, holds, stated_number
-from shardload.steps._tree import Tree, scan
+from shardload.steps.digest_list import name_damage
 from shardload.steps.digests import DIGESTS_FILE, OWN_FOLDER, Checker
+from shardload.steps.file_tree import FileTree, scan
+from shardload.stores import json_files
 from shardload.stores.local import expanded
 from shardload.stores.remote import is_url
 
@@ -55,7 +55,7 @@ class StepInfo:
     url: str | None = None
     """Its address, where it is a remote one; ``path`` then is a folder that stands for it."""
     mirror: Any = field(default=None, repr=False, compare=False)
-    """Keeps that folder, see `shardload.steps._mirror`."""
+    """Keeps that folder, see `shardload.steps.remote_cache`."""
 
     @property
     def best(self) -> bool:
@@ -98,7 +98,7 @@ class StepInfo:
 
 
 def list_steps(root: str | os.PathLike[str]) -> list[StepInfo]:
-    """The steps in ``root``, ascending; of an address as `shardload.steps._remote_listing` finds them.
+    """The steps in ``root``, ascending; of an address as `shardload.steps.remote_listing` finds them.
 
     Raises:
         UsageError: When ``root`` is no path.
@@ -108,7 +108,7 @@ def list_steps(root: str | os.PathLike[str]) -> list[StepInfo]:
     if not isinstance(root, (str, os.PathLike)) or not os.fspath(root):
         raise UsageError(f"The folder of the steps is a path; got {root!r}")
     if is_url(root):
-        from shardload.steps._remote_listing import list_remote
+        from shardload.steps.remote_listing import list_remote
 
         return list_remote(str(root))
     base = expanded(root)
@@ -155,7 +155,7 @@ def find_step(root: str | os.PathLike[str], step: Literal["latest", "best"] | in
     if step not in ("latest", "best") and (isinstance(step, bool) or not isinstance(step, int)):
         raise UsageError(f'step should be "latest", "best" or a number, but is {step!r}')
     if is_url(root):
-        from shardload.steps._remote_listing import find_remote
+        from shardload.steps.remote_listing import find_remote
 
         found = find_remote(str(root), step)
         if isinstance(found, StepInfo):
@@ -252,7 +252,7 @@ def _look(path: Path) -> StepInfo | None:
             f"{path} may be a step, but cannot be looked into: {error.strerror}. Let this user read it, or move it away"
         ) from error
     problems = []
-    tree, changed_s = Tree({}, (), {}), 0.0
+    tree, changed_s = FileTree({}, (), {}), 0.0
     try:
         tree, changed_s = scan(path), path.stat().st_mtime
     except OSError as error:
@@ -268,7 +268,7 @@ def _look(path: Path) -> StepInfo | None:
                     problems += [
                         f"{found.path} {found.what}" for found in name_damage(checker.digests, tree, path.name)[:1]
                     ]
-            details = _json.read_object(path / STEP_FILE)
+            details = json_files.read_object(path / STEP_FILE)
         except (ShardloadError, OSError) as error:
             problems.append(f"{STEP_FILE} cannot be read: {error}")
     problem = "; ".join(problems) or None

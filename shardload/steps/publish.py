@@ -24,9 +24,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shardload.errors import SaveError, ShardloadError, SourceNotFoundError, StepExistsError, UsageError, WriteError
-from shardload.steps._failures import describe, save_error
-from shardload.steps._tree import sync, sync_all
 from shardload.steps.digests import Digests
+from shardload.steps.file_tree import sync, sync_all
+from shardload.steps.save_errors import describe, save_error
 from shardload.stores.local import expanded
 
 STAGING = ".staging"

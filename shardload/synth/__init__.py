@@ -31,8 +31,8 @@ from shardload.dtypes import dtype_name
 from shardload.errors import UnsupportedError, UsageError, WriteError
 from shardload.manifest import Extent, Manifest, Tensor
 from shardload.resolve import root
+from shardload.resolve.architectures import ALIASES, ARCHITECTURES, Config, lookup, scaled
 from shardload.synth import noise
-from shardload.synth.architectures import ALIASES, ARCHITECTURES, Config, lookup, scaled
 from shardload.synth.safetensors_writer import Shard, index, layout_shards
 from shardload.synth.tensors import Spec, transformers_tensors
 from shardload.units import format_bytes
@@ -50,7 +50,7 @@ Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Architecture:
+class ArchitectureSummary:
     """One line of `names`."""
 
     name: str
@@ -88,13 +88,13 @@ class _Job:
         return noise.item_bytes(self.dtype) * sum(math.prod(s.shape) for s in transformers_tensors(self.config))
 
 
-def names() -> list[Architecture]:
+def names() -> list[ArchitectureSummary]:
     """The architectures there are, with their sizes; imports nothing heavy."""
     found = []
     for name, config in ARCHITECTURES.items():
         parameters = sum(math.prod(spec.shape) for spec in transformers_tensors(config))
         aliases = tuple(alias for alias, of in ALIASES.items() if of == name)
-        found.append(Architecture(name, aliases, parameters, 2 * parameters))
+        found.append(ArchitectureSummary(name, aliases, parameters, 2 * parameters))
     return found
 
 
@@ -210,13 +210,13 @@ def _stream(file: Any, spec: Spec, job: _Job, *, number: int, progress: Progress
 
 def _write_keras(job: _Job, work: Path, filename: str, *, progress: Progress) -> None:
     """Configuration and weights as KerasHub and Keras write them."""
-    from shardload import _hub
-    from shardload.abstraction import abstract
+    from shardload.hub import kerashub
+    from shardload.keras_bridge.abstraction import abstract
     from shardload.synth.h5_writer import write_skeleton
 
     with abstract():
-        model = _hub.build_model(_describe(job.config, job.dtype, work))
-    _hub.save_description(model, work, extra={"shardload": job.label}, task=job.format == "preset")
+        model = kerashub.build_model(_describe(job.config, job.dtype, work))
+    kerashub.save_description(model, work, extra={"shardload": job.label}, task=job.format == "preset")
     variables = getattr(model, "backbone", model).variables
     twin = work / "twin.weights.h5"
     _save_twin(_twin_config(job.config), twin, work)
@@ -244,11 +244,11 @@ def _twin_config(config: Config) -> Config:
 
 def _save_twin(config: Config, path: Path, work: Path) -> None:
     """Build the twin and have Keras save it, each variable filled with its number."""
-    from shardload import _hub
-    from shardload.abstraction import abstract
+    from shardload.hub import kerashub
+    from shardload.keras_bridge.abstraction import abstract
 
     with abstract():  # not for memory: hundreds of small initialisers would take seconds
-        backbone = _hub.build_model(_describe(config, "float32", work), task=False)
+        backbone = kerashub.build_model(_describe(config, "float32", work), task=False)
     for number, variable in enumerate(backbone.variables):
         variable.assign(np.full(variable.shape, number, variable.dtype))
     backbone.save_weights(str(path))
@@ -318,4 +318,4 @@ def _as_write_errors(folder: Path) -> Iterator[None]:
         raise WriteError(f"Cannot write to {folder}: {error.strerror or error}") from error
 
 
-__all__ = ["FORMATS", "MAX_SEED", "SHARD_BYTES", "Architecture", "Format", "names", "synth"]
+__all__ = ["FORMATS", "MAX_SEED", "SHARD_BYTES", "ArchitectureSummary", "Format", "names", "synth"]

@@ -1,0 +1,176 @@
+"""What must be settled before JAX and Keras are imported, because afterwards it is too late.
+
+KERAS_BACKEND          Keras picks its backend on import
+TensorFlow             keras-hub imports it where it finds it: 4 s and 600 MB nobody needs
+C++ log levels         XLA and gRPC read them when their libraries load
+JAX_PLATFORMS, devices JAX fixes its platform and the number of CPU devices on first use
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from enum import StrEnum
+from importlib import metadata
+from typing import Any
+
+from shardload.console import failures
+from shardload.console.processes import GiveUp, Processes
+from shardload.errors import MeshError
+from shardload.sharding.mesh import MeshSpec
+
+KEEP_TENSORFLOW_VARIABLE = "SHARDLOAD_KEEP_TENSORFLOW"
+MAX_SIMULATED = 1024
+"""CPU devices one process simulates; 1024 take a second to start, and more show nothing new."""
+_TELL: GiveUp = functools.partial(failures.tell, json_wanted=False)
+
+
+class Platform(StrEnum):
+    """What ``--platform`` takes."""
+
+    CPU = "cpu"
+    GPU = "gpu"
+    TPU = "tpu"
+
+
+def prepare(*, note: Callable[[str], None]) -> None:
+    """Settle backend, TensorFlow and log levels; call before anything imports Keras or JAX."""
+    _choose_backend(note)
+    _block_tensorflow()
+    _quieten()
+
+
+def _choose_backend(note: Callable[[str], None]) -> None:
+    configured = os.environ.get("KERAS_BACKEND", "jax")
+    if configured != "jax":
+        note(f"KERAS_BACKEND is {configured!r}, but sharded loading needs JAX; using 'jax' for this command.")
+    os.environ["KERAS_BACKEND"] = "jax"
+
+
+def _block_tensorflow() -> None:
+    if os.environ.get(KEEP_TENSORFLOW_VARIABLE, "0") not in ("", "0"):
+        return
+    modules: dict[str, Any] = sys.modules
+    for package in ("tensorflow", "tensorflow_text"):
+        modules.setdefault(package, None)  # `import tensorflow` then raises ModuleNotFoundError
+
+
+def _quieten() -> None:
+    for variable, level in (("TF_CPP_MIN_LOG_LEVEL", "3"), ("GLOG_minloglevel", "3"), ("GRPC_VERBOSITY", "ERROR")):
+        os.environ.setdefault(variable, level)
+    if not sys.warnoptions:  # a person who typed `python -W` wants to see them
+        warnings.simplefilter("ignore")
+
+
+def provide_devices(
+    mesh: MeshSpec | None,
+    *,
+    platform: Platform | None,
+    note: Callable[[str], None],
+    processes: Processes | None = None,
+    give_up: GiveUp = _TELL,
+) -> None:
+    """Start JAX with the devices a mesh needs, simulating them on the CPU where the platform is the CPU.
+
+    Args:
+        mesh: The mesh to provide for; ``None`` takes what there is.
+        platform: The platform to use; JAX's choice when ``None``.
+        note: Told when devices are simulated.
+        processes: This process among several, each with its part of the mesh; this one alone when ``None``.
+        give_up: Told when they do not come, right before the process ends.
+
+    Raises:
+        MeshError: When the platform cannot be had, or has too few devices.
+    """
+    if platform is not None:
+        os.environ["JAX_PLATFORMS"] = _jax_platforms(platform)
+    needed = mesh.size if mesh is not None else 1
+    own = processes.devices_of(mesh) if processes is not None and mesh is not None else needed
+    import jax
+
+    simulated = _simulate(jax, min(own, MAX_SIMULATED))
+    if processes is not None:
+        processes.meet(note=note, give_up=give_up)
+        _start_together()
+    devices = _start(jax)
+    found = devices[0].platform
+    if platform is not None and found != platform:
+        raise MeshError(f"--platform {platform} was asked for, but JAX found no such device here, only {found}.")
+    if len(devices) < needed:
+        raise MeshError(_too_few(needed, mesh, devices))
+    if processes is not None and len(devices) != needed:
+        raise MeshError(
+            f"The mesh {mesh} needs {needed} devices, but the {processes.num_processes} processes have {len(devices)}, "
+            "and none may be left over. Use a mesh of that size"
+        )
+    if found == "cpu" and simulated:
+        note(f"simulating {needed} CPU devices for the mesh {mesh}; no accelerator is used.")
+
+
+def stay_off_accelerators() -> None:
+    """Keep JAX on the CPU: a plan must not take a TPU from whoever trains on it."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+
+
+def _jax_platforms(platform: Platform) -> str:
+    """The value of ``JAX_PLATFORMS``; the CPU stays available beside an accelerator for host-side work."""
+    match platform:
+        case Platform.CPU:
+            return "cpu"
+        case Platform.TPU:
+            return "tpu,cpu"
+    # JAX's own alias "gpu" insists on CUDA and ROCm both.
+    plugins = " ".join(point.name for point in metadata.entry_points(group="jax_plugins"))
+    for kind in ("cuda", "rocm"):
+        if kind in plugins:
+            return f"{kind},cpu"
+    raise MeshError(
+        "--platform gpu was asked for, but JAX has no GPU plugin here. Install one, for example with "
+        "pip install 'jax[cuda13]', or simulate the mesh with --platform cpu."
+    )
+
+
+def _simulate(jax: Any, needed: int) -> bool:
+    """Ask for CPU devices while JAX can still make them; has no effect on accelerators."""
+    if needed <= max(int(jax.config.jax_num_cpu_devices), 1):
+        return False
+    try:
+        jax.config.update("jax_num_cpu_devices", needed)
+    except RuntimeError:  # JAX runs already, in a program that called `main` itself
+        return False
+    return True
+
+
+def _start(jax: Any) -> list[Any]:
+    try:
+        return list(jax.devices())
+    except (RuntimeError, AssertionError) as error:
+        from shardload.sharding.devices import not_started
+
+        raise not_started(error) from error
+
+
+def _start_together() -> None:
+    from shardload.pipeline import load_distributed
+
+    load_distributed.start()
+
+
+def _too_few(needed: int, mesh: MeshSpec | None, devices: list[Any]) -> str:
+    found = devices[0].platform
+    count = f"is 1 {found}" if len(devices) == 1 else f"are {len(devices)} {found}"
+    here = f"The mesh {mesh} needs {needed} devices"
+    if found == "cpu" and needed > MAX_SIMULATED:
+        return (
+            f"{here}; on the CPU at most {MAX_SIMULATED} can be simulated. Use a smaller mesh, or `shardload plan`, "
+            "which takes any."
+        )
+    if found == "cpu":
+        return f"{here}, but there {count} devices, and JAX runs already. Use a smaller mesh."
+    return (
+        f"{here}, but there {count} here. Use a mesh of at most {len(devices)}, or add --platform cpu to simulate "
+        f"{needed} devices."
+    )

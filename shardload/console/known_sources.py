@@ -1,0 +1,75 @@
+"""Every name that SOURCE can be on this machine, for `shardload sources` and for the shell's TAB.
+
+It looks and touches nothing: no checkpoint is opened, assembled or downloaded. KerasHub's presets are listed on
+request only, because asking for them imports KerasHub.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from shardload import resolve
+from shardload.synth import names as architecture_names
+from shardload.units import format_bytes, format_count
+
+
+class Kind(StrEnum):
+    """Where a name comes from."""
+
+    LOCAL = "local"
+    INSTALLED = "installed"
+    ALIAS = "alias"
+    SYNTHETIC = "synthetic"
+    PRESET = "preset"
+
+
+@dataclass(frozen=True, slots=True)
+class KnownSource:
+    """One name."""
+
+    name: str
+    kind: Kind
+    what: str
+    """One line for people."""
+
+
+def known(*, presets: bool = False) -> list[KnownSource]:
+    """All names, those that load right away first; each name once."""
+    ways = (_local(), _installed(), architectures(), _presets() if presets else ())
+    found: dict[str, KnownSource] = {}
+    for way in ways:
+        for source in way:
+            found.setdefault(source.name, source)
+    return list(found.values())
+
+
+def _local() -> Iterator[KnownSource]:
+    root = resolve.root()
+    for entry in sorted(root.iterdir()) if root.is_dir() else ():
+        ending = next((e for e in resolve.ENDINGS if entry.name.endswith(e)), "")
+        if not entry.name.startswith(".") and (ending or entry.is_dir()):
+            yield KnownSource(entry.name.removesuffix(ending), Kind.LOCAL, str(entry))
+
+
+def _installed() -> Iterator[KnownSource]:
+    if importlib.util.find_spec(resolve.PIP_PACKAGE) is not None:
+        yield KnownSource(resolve.PIP_NAME, Kind.INSTALLED, f"real weights, from the package {resolve.PIP_PACKAGE}")
+
+
+def architectures() -> Iterator[KnownSource]:
+    """What `shardload synth` can write, aliases after the names they stand for."""
+    for found in architecture_names():
+        size = f"{format_count(found.parameters)} parameters, {format_bytes(found.nbytes)} in bfloat16"
+        yield KnownSource(found.name, Kind.SYNTHETIC, f"{size}; write it with: shardload synth {found.name}")
+        for alias in found.aliases:
+            yield KnownSource(alias, Kind.ALIAS, f"another name of {found.name}")
+
+
+def _presets() -> Iterator[KnownSource]:
+    from shardload.hub import kerashub
+
+    for name, handle in sorted(kerashub.preset_handles().items()):
+        yield KnownSource(name, Kind.PRESET, handle)

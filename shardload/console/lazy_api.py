@@ -1,0 +1,142 @@
+"""What the commands need of the rest of shardload, imported when it is needed and not before.
+
+Each function is one door. Tests put fakes here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from shardload.manifest import Manifest
+    from shardload.progress import Progress
+    from shardload.reports import PlanReport
+    from shardload.sharding.mesh import MeshSpec
+
+
+def find(source: str) -> None:
+    """Have ``source`` on this machine: assembled, downloaded, or known not to exist."""
+    from shardload.resolve import resolve
+    from shardload.stores.remote import is_url
+
+    if not is_url(source):  # what lies in a remote store stays there
+        resolve(source)
+
+
+def load(source: str, **options: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Load ``source``: an object with ``model`` and ``report``, and the share of each process if there are several.
+
+    The report of several counts the bytes that all of them read, and the most that one staged.
+    """
+    from shardload import loading
+
+    loaded = loading.run(source, **options)
+    shares = loaded.shares
+    if not shares:
+        return loaded, ()
+    report = replace(
+        loaded.report,
+        bytes=type(loaded.report.bytes)(sum(s.bytes.needed for s in shares), sum(s.bytes.read for s in shares)),
+        host_bytes=max((s.host_bytes for s in shares), key=lambda host: host.peak_staging),
+    )
+    return replace(loaded, report=report), shares
+
+
+def plan(source: str, *, mesh: MeshSpec | None, **options: Any) -> PlanReport:
+    """Plan the load of ``source``; onto one device when no mesh is given."""
+    from shardload import loading
+
+    return loading.plan(source, mesh=mesh or "1x1", **options)
+
+
+def inspect(source: str, *, format: str | None = None) -> Manifest:
+    """Open ``source`` and read its headers."""
+    from shardload.loaders import open_manifest
+    from shardload.stores.remote import is_url
+
+    if is_url(source):
+        from shardload.resolve.stores import open_remote
+
+        return open_remote(source, format=format)[1]
+    if Path(source).exists():  # no name to look up
+        return open_manifest(source, format=format)
+    from shardload.resolve import resolve
+
+    return open_manifest(resolve(source).path, format=format)
+
+
+def check_tokenizer(source: str, *, format: str | None = None) -> None:
+    """Raise now, not after minutes of loading, when ``source`` has no tokenizer for a prompt."""
+    from shardload.generate.tokenizer import tokenizer_of
+    from shardload.loaders.hf_folder import folder_of
+    from shardload.resolve.stores import naming
+
+    manifest = inspect(source, format=format)
+    if manifest.format == "safetensors" and (folder := folder_of(manifest.source)) is not None:
+        manifest = inspect(str(folder))
+    with naming(manifest):
+        tokenizer_of(manifest)
+
+
+def generate(loaded: Any, prompt: str, *, max_new_tokens: int) -> Iterable[str]:
+    """Continue ``prompt``: the new text, in pieces as they come (one piece, for now)."""
+    from shardload.generate import generate_text
+
+    return [generate_text(loaded.model, loaded.manifest, prompt, max_new_tokens)]
+
+
+def synth(name: str, *, progress: Progress, scale: float, dtype: str, **options: Any) -> str:
+    """Write a synthetic checkpoint; where it was written."""
+    from shardload.synth import synth as write
+
+    progress.start(_synthetic_bytes(name, scale=scale, dtype=dtype), f"Writing {name}")
+    return str(write(name, scale=scale, dtype=dtype, progress=progress.advance, **options))
+
+
+def _synthetic_bytes(name: str, *, scale: float, dtype: str) -> int:
+    """How much will be written; 0 where only the writer knows."""
+    from shardload.synth import names
+
+    sizes = {alias: a.nbytes for a in names() for alias in (a.name, *a.aliases)}
+    return sizes.get(name, 0) * (2 if dtype == "float32" else 1) if scale == 1 else 0
+
+
+def steps(directory: str) -> list[Any]:
+    """The steps of a run, ascending."""
+    from shardload.steps.listing import list_steps
+
+    return list_steps(directory)
+
+
+def failures_since(directory: str, steps: list[Any]) -> list[Any]:
+    """What ended a run of several processes after its last step, oldest first."""
+    from shardload.distributed.watchdog import written_since
+
+    return written_since(directory, max((info.saved_s for info in steps), default=0.0))
+
+
+def verify(source: str, *, progress: Progress) -> list[Any]:
+    """Read everything of ``source``; a verdict for each checkpoint in it."""
+    from shardload.verifying import verify as read_all
+
+    progress.start(0, "Verifying")
+    return read_all(source, progress=progress.advance)
+
+
+def convert(source: str, target: str, **options: Any) -> Any:
+    """Write ``source`` in another format; the account of it."""
+    from shardload.converting import convert as write
+
+    return write(source, target, **options)
+
+
+def diff(first: str, second: str, *, progress: Progress) -> Any:
+    """Compare two checkpoints, tensor by tensor."""
+    from shardload.comparing import diff as compare
+
+    progress.start(0, "Comparing")
+    return compare(first, second, progress=progress.advance)

@@ -1,0 +1,100 @@
+"""What may have the target's name: nothing, an empty folder, or, where asked for, a checkpoint to be replaced.
+
+Replacing removes all that is in a folder, so one is only replaced where it is a checkpoint by what lies in it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from shardload.converting.sidecar_files import is_weights
+from shardload.errors import ShardloadError, WriteError
+from shardload.loaders import recognise
+from shardload.loaders.orbax import is_checkpoint
+
+_FOLDERS = ("keras-hub-preset", "hf-safetensors", "orbax")
+_FILES = ("keras-h5", "keras-sharded-h5", "keras-archive", "safetensors", "gguf")
+
+
+def exists(target: Path) -> WriteError:
+    """What to say when something has the target's name."""
+    return WriteError(
+        f"{target} is there already. Replace it with overwrite=True (--overwrite), or choose another name"
+    )
+
+
+def check_free(target: Path, *, folder: bool, overwrite: bool) -> None:
+    """Whether a result may get this name.
+
+    Args:
+        target: The name.
+        folder: Whether the result is a folder.
+        overwrite: Whether a checkpoint of that name is to be replaced.
+
+    Raises:
+        WriteError: When something has the name that is to stay.
+    """
+    if not os.path.lexists(target) or (folder and is_empty(target)):
+        return
+    if not overwrite:
+        raise exists(target)
+    if target.is_dir() and not folder:
+        raise WriteError(f"{target} is a folder, and the result is a file. Remove it, or choose another name")
+    if target.exists() and not _is_checkpoint(target):
+        raise WriteError(
+            f"{target} is there already and is no checkpoint, so --overwrite does not replace it. Remove it "
+            "yourself, or choose another name"
+        )
+
+
+def check_description(path: Path, content: bytes, *, overwrite: bool) -> None:
+    """Whether a small file that goes with a target may get this name: it is the same, or describes another model.
+
+    Raises:
+        WriteError: When it may not.
+    """
+    if not os.path.lexists(path) or (path.is_file() and path.read_bytes() == content):
+        return
+    if not overwrite:
+        raise exists(path)
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        found = None
+    if not isinstance(found, dict) or "class_name" not in found:
+        raise WriteError(
+            f"{path} is there already and describes no model, so --overwrite does not replace it. Remove it "
+            "yourself, or choose another name"
+        )
+
+
+def check_shard(path: Path, made: Path, *, overwrite: bool) -> None:
+    """Whether a file of tensors that goes with a target may get this name.
+
+    Raises:
+        WriteError: When something else has it.
+    """
+    if not os.path.lexists(path) or (made.exists() and path.exists() and path.samefile(made)):
+        return  # an earlier run was killed while giving names
+    if not overwrite:
+        raise exists(path)
+    check_free(path, folder=False, overwrite=True)
+
+
+def is_empty(path: Path) -> bool:
+    """Whether it is a folder with nothing in it, and no link to one."""
+    return path.is_dir() and not path.is_symlink() and next(path.iterdir(), None) is None
+
+
+def _is_checkpoint(path: Path) -> bool:
+    try:
+        found = recognise(path)
+    except ShardloadError:
+        return False
+    if path.is_file():
+        return found in _FILES
+    if found == "orbax":
+        return is_checkpoint(path)  # one step, not the folder of a training run
+    return found in _FOLDERS and any(is_weights(e.name) and e.is_file() for e in path.iterdir())

@@ -1,0 +1,209 @@
+"""The copy: one strided view of a source into one strided view of a target, in bounded memory.
+
+    source   ──[ contiguous read ]──► block ─ transpose ─► runs ──[ positional writes ]──► pieces of the target
+
+A box of the index space is cut along the slowest dims of the source only, so each is one contiguous read. In the block,
+elements are put into the target's order; each of its contiguous runs is one write.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+from numpy.typing import NDArray
+
+from shardload.converting.writers import FilePiece, TensorPlace
+from shardload.errors import LayoutError
+from shardload.manifest import Chunked, Extent, Packed, Tensor, View
+from shardload.stores.local import opened, read_exact
+from shardload.transfer.read_tensor import read_rows
+from shardload.transfer.regions import regions, see
+from shardload.transfer.strides import address
+
+Array = NDArray[Any]
+Read = Callable[[int, int], Array]
+"""Elements ``[start, stop)`` of the source's row-major order, in one dim."""
+Write = Callable[[int, Array], None]
+"""Put elements, in one dim, at a position of the target's row-major order."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyDim:
+    """One dim of the index space of a move."""
+
+    length: int
+    source: int
+    """Stride in the source, in elements."""
+    target: int
+    """Stride in the target, in elements."""
+
+
+def move(read: Read, write: Write, source: View, target: View, *, block_elements: int) -> None:
+    """Copy every element of one view to the same index of the other.
+
+    Args:
+        read: Of the tensor ``source`` views.
+        write: To the tensor ``target`` views.
+        source: As the variable sees the source; strides are positive or zero.
+        target: Of the same shape, no element twice.
+        block_elements: At most so many are read at once.
+    """
+    if 0 in source.shape:
+        return
+    dims = merged(source.shape, source.strides, target.strides)
+    for box in boxes(dims, block_elements):
+        start = source.offset + sum(a * d.source for (a, _), d in zip(box, dims, strict=True))
+        at = target.offset + sum(a * d.target for (a, _), d in zip(box, dims, strict=True))
+        inner = [CopyDim(b - a, d.source, d.target) for (a, b), d in zip(box, dims, strict=True)]
+        _move_box(read, write, inner, start, at)
+
+
+def merged(shape: Sequence[int], source: Sequence[int], target: Sequence[int]) -> list[CopyDim]:
+    """The dims by source stride, slowest first; neighbours that are one run on both sides become one."""
+    found: list[CopyDim] = []
+    for n, a, b in sorted(zip(shape, source, target, strict=True), key=lambda d: -d[1]):
+        if n == 1:
+            continue
+        if found and found[-1].source == n * a and found[-1].target == n * b:
+            found[-1] = CopyDim(found[-1].length * n, a, b)
+        else:
+            found.append(CopyDim(n, a, b))
+    return found or [CopyDim(1, 1, 1)]
+
+
+def boxes(dims: Sequence[CopyDim], limit: int) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Boxes whose reads span at most ``limit`` elements, cut along the slowest dims of the source."""
+    k = len(dims)
+    while k and _span(dims[k - 1 :]) <= limit:
+        k -= 1
+    whole = tuple((0, d.length) for d in dims[k:])
+    if not k:
+        yield whole
+        return
+    cut = dims[k - 1]
+    step = max(1, (limit - _span(dims[k:])) // max(1, cut.source) + 1)
+    for outer in itertools.product(*(range(d.length) for d in dims[: k - 1])):
+        for i in range(0, cut.length, step):
+            yield (*((o, o + 1) for o in outer), (i, min(cut.length, i + step)), *whole)
+
+
+def _span(dims: Sequence[CopyDim]) -> int:
+    return 1 + sum((d.length - 1) * d.source for d in dims)
+
+
+def _move_box(read: Read, write: Write, dims: Sequence[CopyDim], start: int, at: int) -> None:
+    block = read(start, start + _span(dims))
+    size = block.itemsize
+    view = as_strided(block, [d.length for d in dims], [d.source * size for d in dims], writeable=False)
+    order = sorted((i for i, d in enumerate(dims) if d.length > 1), key=lambda i: -dims[i].target)
+    ones = [i for i, d in enumerate(dims) if d.length == 1]
+    view = np.ascontiguousarray(view.transpose(ones + order)).reshape([dims[i].length for i in order])
+    run, k = 1, len(order)
+    while k and dims[order[k - 1]].target == run:
+        run *= dims[order[k - 1]].length
+        k -= 1
+    outer = [dims[i] for i in order[:k]]
+    for row, index in zip(view.reshape(-1, run), itertools.product(*(range(d.length) for d in outer)), strict=True):
+        write(at + sum(i * d.target for i, d in zip(index, outer, strict=True)), row)
+
+
+def parts_of(tensor: Tensor, source: View, target: View) -> Iterator[tuple[Tensor, View, View]]:
+    """A move cut into one for each chunk the tensor is stored in, so that each is read, and decoded, on its own.
+
+    Yields:
+        The chunk as a tensor of its own, the view of it, and the view of the target of the same shape.
+    """
+    if not isinstance(tensor.storage, Chunked):
+        yield tensor, source, target
+        return
+    try:
+        seen = [(region, see(source, tensor, region)) for region in regions(tensor)]
+    except LayoutError:  # a view across chunks
+        yield tensor, source, target
+        return
+    for region, part in seen:
+        if part is not None:
+            storage = region.packed or Extent(region.path, region.offset)
+            chunk = Tensor(tensor.name, region.shape, tensor.dtype, storage)
+            start, shape = part.box.start, part.box.shape
+            at = target.offset + sum(i * t for i, t in zip(start, target.strides, strict=True))
+            inside = View(tensor.name, address(part.view, start), shape, part.view.strides)
+            yield chunk, inside, View(target.tensor, at, shape, target.strides)
+
+
+def reader_of(tensor: Tensor, dtype: np.dtype[Any]) -> Read:
+    """Reads elements of a stored tensor and casts them; the bits come as unsigned integers, which copy fast."""
+    if isinstance(tensor.storage, Packed):
+        return reader_of_value(read_rows(tensor, 0, tensor.rows), dtype)
+    row = max(1, tensor.size // max(1, tensor.rows))
+
+    def read(start: int, stop: int) -> Array:
+        if isinstance(tensor.storage, Extent):
+            value = np.empty(stop - start, tensor.dtype)
+            with opened(tensor.storage.path) as (fd, _):
+                offset = tensor.storage.offset + start * tensor.dtype.itemsize
+                read_exact(fd, value.view(np.uint8).data, offset, tensor.storage.path)
+        else:
+            first, last = start // row, -(-stop // row)
+            value = read_rows(tensor, first, last).reshape(-1)[start - first * row : stop - first * row]
+        return bits(value if tensor.dtype == dtype else value.astype(dtype))
+
+    return read
+
+
+def reader_of_value(value: Array, dtype: np.dtype[Any]) -> Read:
+    """Reads elements of an array in memory."""
+    flat = bits(np.ascontiguousarray(value, dtype).reshape(-1))
+    return lambda start, stop: flat[start:stop]
+
+
+def bits(value: Array) -> Array:
+    """The same bytes as unsigned integers."""
+    size = value.dtype.itemsize
+    return np.ascontiguousarray(value).view(f"u{size}") if size in (1, 2, 4, 8) else value
+
+
+class PieceWriter:
+    """Writes elements of one tensor to wherever its pieces lie; a context manager."""
+
+    def __init__(self, root: Path, place: TensorPlace, *, written: Callable[[int], None]) -> None:
+        self._pieces = place.pieces
+        self._starts = [piece.start for piece in place.pieces]
+        self._root = root
+        self._files: dict[str, int] = {}
+        self._written = written
+
+    def __enter__(self) -> PieceWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for fd in self._files.values():
+            os.close(fd)
+
+    def write(self, at: int, values: Array) -> None:
+        """Put a run of elements at a position of the tensor."""
+        done = 0
+        while done < len(values):
+            piece = self._pieces[bisect.bisect_right(self._starts, at + done) - 1]
+            inside = at + done - piece.start
+            count = min(len(values) - done, piece.count - inside)
+            part = values[done : done + count]
+            self._write(piece, piece.offset + inside * values.itemsize, part)
+            done += count
+
+    def _write(self, piece: FilePiece, offset: int, part: Array) -> None:
+        if piece.path not in self._files:
+            self._files[piece.path] = os.open(self._root / piece.path, os.O_WRONLY | os.O_CLOEXEC)
+        rest = part.data.cast("B")
+        while rest:  # a write may be partial
+            count = os.pwrite(self._files[piece.path], rest, offset)
+            rest, offset = rest[count:], offset + count
+        self._written(part.nbytes)

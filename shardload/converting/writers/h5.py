@@ -1,0 +1,94 @@
+"""Keras' ``.weights.h5``: its groups, their names, and contiguous datasets whose space is reserved.
+
+layers/dense/vars           attribute ``name`` = "dense", for everything Keras saves that has a name
+layers/dense/vars/0         a dataset; bfloat16 as two opaque bytes and an attribute ``dtype``
+
+In shards, ``NAME.weights.json`` lists for each group the files that hold some of it: ``NAME_00000.weights.h5`` …
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from shardload.converting.writers import FilePiece, TensorPlace, Wanted, grouped
+from shardload.errors import UnsupportedError
+
+
+def write_skeleton(path: Path, tensors: Sequence[Wanted], *, names: Mapping[str, str]) -> tuple[TensorPlace, ...]:
+    """Make the file; says where the values belong.
+
+    Args:
+        path: File to make, over whatever is there.
+        tensors: Named as Keras names them, ``layers/dense/vars/0``.
+        names: Group (``layers/dense/vars``) → the name of what is saved there; also groups without tensors.
+
+    Raises:
+        UnsupportedError: When HDF5 has no such dtype.
+    """
+    with h5py.File(path, "w") as file:
+        for group, name in names.items():
+            file.require_group(group).attrs["name"] = name
+        return tuple(TensorPlace(t.name, (FilePiece("", reserve(file, t), 0, t.size),)) for t in tensors)
+
+
+def write_shards(
+    index: Path, tensors: Sequence[Wanted], *, names: Mapping[str, str], shard_bytes: int
+) -> tuple[TensorPlace, ...]:
+    """Make shards of at most ``shard_bytes`` (a larger tensor gets one of its own) and the index, as Keras does.
+
+    Args:
+        index: File to make, ``NAME.weights.json``; the shards lie beside it.
+        tensors: As for `write_skeleton`.
+        names: As for `write_skeleton`; of groups without tensors there is nothing.
+        shard_bytes: Most bytes of tensors in one file.
+
+    Raises:
+        UnsupportedError: When HDF5 has no such dtype.
+    """
+    places: list[TensorPlace] = []
+    weight_map: dict[str, list[str]] = {}
+    groups = grouped(tensors, shard_bytes)
+    for shard, group in zip(shard_names(index.name, tensors, shard_bytes=shard_bytes), groups, strict=True):
+        held = dict.fromkeys(tensor.name.rpartition("/")[0] for tensor in group)
+        named = {name: names[name] for name in held if name in names}
+        made = write_skeleton(index.with_name(shard), group, names=named)
+        places += [TensorPlace(p.name, tuple(replace(piece, path=shard) for piece in p.pieces)) for p in made]
+        for name in held:
+            weight_map.setdefault(f"/{name}", []).append(shard)
+    several = collections.Counter(tensor.name.rpartition("/")[0] for tensor in tensors)
+    listed = {name: found if several[name[1:]] > 1 else found[0] for name, found in weight_map.items()}
+    text = {"metadata": {"total_size": sum(t.nbytes for t in tensors)}, "weight_map": listed}
+    index.write_text(json.dumps(text, indent=4), encoding="utf-8")
+    return tuple(places)
+
+
+def shard_names(index: str, tensors: Sequence[Wanted], *, shard_bytes: int) -> tuple[str, ...]:
+    """Names of the shards, in order; Keras opens the first one without asking the index."""
+    stem = index.removesuffix(".weights.json")
+    return tuple(f"{stem}_{i:05}.weights.h5" for i in range(len(grouped(tensors, shard_bytes))))
+
+
+def reserve(file: Any, tensor: Wanted) -> int:
+    """Make one contiguous dataset as Keras does; returns the byte offset of its data."""
+    plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    plist.set_layout(h5py.h5d.CONTIGUOUS)
+    plist.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    plist.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    is_bfloat16 = tensor.dtype.name == "bfloat16"
+    if not is_bfloat16 and not hasattr(np, tensor.dtype.name):
+        raise UnsupportedError(f"Tensor {tensor.name!r} is {tensor.dtype}, which Keras cannot store in HDF5")
+    kind = h5py.h5t.py_create(np.dtype("V2" if is_bfloat16 else tensor.dtype.name), logical=True)
+    group, _, key = tensor.name.rpartition("/")
+    where = file.require_group(group) if group else file
+    made = h5py.Dataset(h5py.h5d.create(where.id, key.encode(), kind, h5py.h5s.create_simple(tensor.shape), plist))
+    if is_bfloat16:
+        made.attrs["dtype"] = "bfloat16"
+    return int(made.id.get_offset()) if tensor.size else 0

@@ -1,0 +1,81 @@
+"""An Orbax checkpoint whose arrays are plain files: Orbax writes it with tiny arrays, then they get their real shapes.
+
+    pytree/trainable_variables.dense.kernel/zarr.json     shape, chunk shape, codec: bytes
+                                            c/0/0  c/1/0  rows [0, n), rows [n, 2n): raw, the last one padded
+
+Everything else (the tree's description, Orbax's marks, the model's configuration) is as Orbax wrote it, so Orbax reads
+the result as its own. Chunks are cut along dim 0, so each is one run of the array.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardload.converting.writers import FilePiece, TensorPlace, Wanted
+from shardload.steps import orbax_writer
+
+CHUNK_BYTES = 64 << 20
+"""Small enough that whoever restores a slice of an array need not hold much more; few enough files."""
+ITEM = "pytree"
+
+
+def write_skeleton(
+    folder: Path, tensors: Sequence[Wanted], *, groups: Sequence[str], model_config: str
+) -> tuple[TensorPlace, ...]:
+    """Make the checkpoint; says where the values belong.
+
+    Args:
+        folder: Folder to make; not there yet.
+        tensors: Named by their key path, joined by "/".
+        groups: Top-level keys of the tree, there even if empty.
+        model_config: The model's description, as Keras' callback stores it.
+    """
+    tree: dict[str, Any] = {group: {} for group in groups}
+    for tensor in tensors:
+        *above, last = tensor.name.split("/")
+        place = tree
+        for part in above:
+            place = place.setdefault(part, {})
+        place[last] = np.zeros((1,) * len(tensor.shape), tensor.dtype)
+    orbax_writer.write_plain_arrays(folder, {ITEM: tree, "model_config": {"config": model_config}})
+    return tuple(_resize(folder, tensor) for tensor in tensors)
+
+
+def _resize(folder: Path, tensor: Wanted) -> TensorPlace:
+    name = f"{ITEM}/{tensor.name.replace('/', '.')}"
+    description = folder / name / "zarr.json"
+    found = json.loads(description.read_text(encoding="utf-8"))
+    chunk = _chunk_shape(tensor)
+    found["shape"] = list(tensor.shape)
+    found["chunk_grid"]["configuration"]["chunk_shape"] = list(chunk)
+    found["codecs"] = [{"name": "bytes", "configuration": {"endian": "little"}}]
+    description.write_text(json.dumps(found), encoding="utf-8")
+    return TensorPlace(tensor.name, tuple(_pieces(folder, name, tensor, chunk)))
+
+
+def _chunk_shape(tensor: Wanted) -> tuple[int, ...]:
+    if not tensor.shape:
+        return ()
+    rows = tensor.shape[0]
+    row_bytes = max(1, tensor.nbytes // max(1, rows))
+    count = -(-rows * row_bytes // CHUNK_BYTES)
+    return (max(1, -(-rows // max(1, count))), *(max(1, n) for n in tensor.shape[1:]))
+
+
+def _pieces(folder: Path, name: str, tensor: Wanted, chunk: tuple[int, ...]) -> list[FilePiece]:
+    count = math.prod(chunk)
+    pieces = []
+    for i, start in enumerate(range(0, tensor.size, count)):
+        cell = "/".join(["c", *([str(i)] + ["0"] * (len(chunk) - 1) if chunk else [])])
+        path = folder / name / cell
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            file.truncate(count * tensor.dtype.itemsize)
+        pieces.append(FilePiece(f"{name}/{cell}", 0, start, min(count, tensor.size - start)))
+    return pieces

@@ -1,0 +1,72 @@
+"""Hugging Face safetensors: shards of at most some bytes and the index that lists them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from shardload.converting.writers import FilePiece, TensorPlace, Wanted, grouped
+from shardload.errors import UnsupportedError
+
+SHARD_BYTES = 5_000_000_000
+"""What ``transformers`` wrote for years."""
+_CODES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "uint16": "U16",
+    "int16": "I16",
+    "uint32": "U32",
+    "int32": "I32",
+    "uint64": "U64",
+    "int64": "I64",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+}
+
+
+def write_skeleton(
+    folder: Path, tensors: Sequence[Wanted], *, shard_bytes: int = SHARD_BYTES
+) -> tuple[TensorPlace, ...]:
+    """Make the shards with their headers, and the index where there are several; says where the values belong.
+
+    Raises:
+        UnsupportedError: When a dtype has no name in safetensors.
+    """
+    groups = grouped(tensors, shard_bytes)
+    total = f"{len(groups):05}"
+    names = [f"model-{i:05}-of-{total}.safetensors" for i in range(1, len(groups) + 1)]
+    names = names if len(groups) > 1 else ["model.safetensors"]
+    places = [place for name, group in zip(names, groups, strict=True) for place in _write(folder, name, group)]
+    if len(groups) > 1:
+        weight_map = {t.name: name for name, group in zip(names, groups, strict=True) for t in group}
+        index = {"metadata": {"total_size": sum(t.nbytes for t in tensors)}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+    return tuple(places)
+
+
+def _write(folder: Path, name: str, tensors: Sequence[Wanted]) -> list[TensorPlace]:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at, starts = 0, []
+    for tensor in tensors:
+        if tensor.dtype.name not in _CODES:
+            raise UnsupportedError(
+                f"Tensor {tensor.name!r} is {tensor.dtype}, which safetensors cannot hold. Choose --dtype or --to orbax"
+            )
+        starts.append(at)
+        code, end = _CODES[tensor.dtype.name], at + tensor.nbytes
+        entries[tensor.name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    with (folder / name).open("wb") as file:
+        file.write(header)
+        file.truncate(len(header) + at)
+    pairs = zip(tensors, starts, strict=True)
+    return [TensorPlace(t.name, (FilePiece(name, len(header) + start, 0, t.size),)) for t, start in pairs]

@@ -1,0 +1,1 @@
+"""What the processes of one run tell each other, and how they fail together."""

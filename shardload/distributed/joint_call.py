@@ -1,0 +1,218 @@
+"""One call that all processes of a run make together: what fails on one fails on all, with its cause.
+
+    process 0   ──────●━━━━━━━━━━━━━●━━━━━━━━━━━ stops ─►●      ●  all meet: each says a word, and hears those of all
+    process 1   ──────●━━━━━━━━━━━━━●━━━ fails ─────────►●         the one that failed says so at once, and the others
+    process 2   ──────●━━━━━━━━━━━━━●━━━━━━━━━━━━ stops ►●         hear of it within a second or two
+
+Every process that fails goes to the next meeting all the same, so that all raise for the same reason. One that cannot
+come, as it waits for the others on its devices, is ended. Each says which meeting it is at: other ones do not pair.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from shardload.distributed import processes
+from shardload.distributed.processes import Channel, Word
+from shardload.errors import DisagreementError, LoadInterruptedError, ProcessFailedError, ProcessLostError
+
+T = TypeVar("T")
+
+LOST_S = 8.0
+"""From the loss of another process to the end of this one, where it cannot raise as it waits inside JAX."""
+FAILED_S = 20.0
+"""The same after another one failed, which this process may learn late as it computes."""
+
+
+class Joint:
+    """What one process knows of a call that all make: its first is that of the others, whatever else they did before.
+
+    Args:
+        on_end: Called before this process is ended.
+    """
+
+    _numbers = itertools.count()
+
+    def __init__(self, *, on_end: Callable[[], None] = lambda: None) -> None:
+        self._on_end = on_end
+        self._channel = Channel(f"call-{next(Joint._numbers)}")
+        self.name = self._channel.name
+        self._beat = processes.heartbeat()
+        self._flags = f"{self._channel.name}/failed/"
+        self._heard: BaseException | None = None
+        self._from_elsewhere: BaseException | None = None
+        self._since: float | None = None
+        self._meeting = False
+        self._beat.ask(self._flags)
+        self._beat.each_beat.append(self._watch)
+        processes.call.name, processes.call.check = self.name, self.check  # type: ignore[method-assign]
+
+    def close(self) -> None:
+        """The call is over, well or not."""
+        processes.call.__dict__.clear()
+        self._beat.each_beat.remove(self._watch)
+        self._beat.forget(self._flags)
+
+    def check(self) -> None:
+        """Raise what failed on another process since the last meeting, if anything did; costs nothing."""
+        self._beat.check()
+        for process, word in self._failed().items():
+            self._from_elsewhere = processes.from_elsewhere(process, word, foreign=ProcessFailedError)
+            raise self._from_elsewhere
+
+    def together(self, do: Callable[[], T], what: str) -> list[T]:
+        """Meet: do something on every process, and hear what came of it on each.
+
+        Args:
+            do: The part of this process; what it returns must be JSON.
+            what: Name of the meeting, the same on every process.
+
+        Raises:
+            DisagreementError: On all processes, when they are at different meetings.
+            ShardloadError: On all processes, when it failed on one.
+        """
+        try:
+            word: Word = {"value": do(), "at": what}
+        except BaseException as error:
+            if (cause := self.failure(error)) is error:
+                raise
+            raise cause from None
+        said = self._exchange(word, hurried=self._is_hurried)
+        if not all("value" in heard for heard in said.values()) or not said:
+            raise self._remember(self._cause(said))
+        if len({heard.get("at") for heard in said.values()}) > 1:
+            raise self._remember(_apart(said))
+        return [heard["value"] for heard in said.values()]
+
+    def first(self, do: Callable[[], T], what: str) -> T:
+        """Do something on process 0 only; every process gets its JSON, or its failure."""
+        return self.together(do if processes.is_first() else lambda: None, what)[0]  # type: ignore[return-value]
+
+    def failure(self, error: BaseException) -> BaseException:
+        """Tell the others that this process failed, and find out why all did.
+
+        Returns:
+            What to raise: the very error, or that of another process which is its cause.
+        """
+        if error is self._heard:
+            return error
+        root = error
+        if isinstance(error, LoadInterruptedError) and error.__cause__ is not None:
+            root = error.__cause__
+        if root is self._heard or self._beat.lost is not None:
+            return self._remember(error if root is self._heard else self._lost(error))
+        told = root is self._from_elsewhere
+        word: Word = {"told": True} if told else processes.described(root)
+        if not told:
+            with suppress(Exception):  # the meeting tells them as well
+                processes.post(f"{self._flags}{processes.index()}", word)
+        if not isinstance(error, Exception):
+            self._beat.abandon()  # after Ctrl-C, do not wait for the others
+            return self._remember(error)
+        try:
+            said = self._exchange(word, hurried=lambda: True)
+        except Exception as lost:
+            return self._remember(_with_note(lost, error))
+        cause = _primary(said)
+        if cause is None or told or cause == processes.index() or _rank(said[cause]) == _rank(word):
+            return self._remember(error)
+        return self._remember(_with_note(self._cause(said), error))
+
+    # ---- inside ----------------------------------------------------------------------------------
+
+    def _exchange(self, word: Word, *, hurried: Callable[[], bool]) -> dict[int, Word]:
+        self._meeting = True
+        try:
+            said = self._channel.exchange(word, hurried=hurried)
+        finally:
+            self._meeting = False
+        if not said or any("absent" in heard for heard in said.values()):
+            self._beat.abandon()  # who does not come will not come either when JAX is shut down
+        return said
+
+    def _failed(self) -> dict[int, Word]:
+        found = {int(process): json.loads(word) for process, word in self._beat.found(self._flags).items()}
+        return {process: word for process, word in sorted(found.items()) if process != processes.index()}
+
+    def _is_hurried(self) -> bool:
+        return bool(self._failed())
+
+    def _cause(self, said: dict[int, Word]) -> BaseException:
+        """Why all failed, as this process raises it."""
+        known = said if _primary(said) is not None else self._failed()
+        process = _primary(known)
+        if process is not None:
+            return processes.from_elsewhere(process, known[process], foreign=ProcessFailedError)
+        return ProcessFailedError("Another process failed, and did not say why")
+
+    def _lost(self, error: BaseException) -> BaseException:
+        try:
+            self._beat.check()
+        except Exception as lost:
+            return error if type(lost) is type(error) or error.__cause__ is not None else _with_note(lost, error)
+        return error
+
+    def _remember(self, error: BaseException) -> BaseException:
+        if isinstance(error, ProcessLostError) and not error.in_order:
+            self._beat.abandon()  # also where the heartbeat has not missed it yet
+        self._heard = error
+        return error
+
+    def _watch(self) -> None:
+        """End this process, from a thread of the heartbeat, when it cannot raise as it waits inside JAX."""
+        lost = self._beat.lost
+        if self._heard is not None or self._meeting or (lost is None and not self._failed()):
+            self._since = None
+            return
+        now = time.monotonic()
+        self._since = self._since or now
+        if now - self._since > (FAILED_S if lost is None else LOST_S):
+            why = lost or "; ".join(
+                str(processes.from_elsewhere(i, word, foreign=ProcessFailedError)) for i, word in self._failed().items()
+            )
+            self._end(
+                f"{why}. This process waited for the others inside JAX, which cannot be interrupted: it was ended"
+            )
+
+    def _end(self, why: str) -> None:
+        """End this process with a sentence."""
+        os.write(2, f"shardload: {why}\n".encode())
+        with suppress(Exception):
+            sys.stdout.flush()
+        with suppress(Exception):
+            self._on_end()
+            if processes.is_first():
+                self._beat.see_off()
+        os._exit(1)
+
+
+def _apart(said: dict[int, Word]) -> DisagreementError:
+    where = ", ".join(f"process {i} at {heard.get('at')!r}" for i, heard in said.items())
+    return DisagreementError(
+        f"Cannot load together: the processes have come to different points of the call, {where:.400}. Run the same "
+        "versions of shardload and of your code on every process"
+    )
+
+
+def _primary(said: dict[int, Word]) -> int | None:
+    """Whose failure is that of all: the first, but damage counts less than what stops all, and echoes count least."""
+    failed = [process for process, heard in said.items() if "error" in heard]
+    return min(failed, key=lambda process: (_rank(said[process]), process), default=None)
+
+
+def _rank(word: Word) -> int:
+    return {"DamagedError": 1, "ProcessLostError": 2, "JaxRuntimeError": 3, "XlaRuntimeError": 3}.get(word["kind"], 0)
+
+
+def _with_note(error: Any, own: BaseException) -> Any:
+    """The cause, with what this process saw of it."""
+    if str(own) not in str(error):
+        error.add_note(f"On this process: {type(own).__name__}: {own}")
+    return error

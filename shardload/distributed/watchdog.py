@@ -1,0 +1,97 @@
+"""A small process beside each one of a run of several, which writes down that it ended without saying so.
+
+    training process ──pipe──► this one            killed, aborted by JAX, out of memory: the pipe is closed
+                       "end" ─► nothing to say      without "end" ─► a line in FOLDER/.failures.jsonl, flushed to disk
+                                                                     (without a folder: on stderr only)
+
+A process that is killed cannot say why any more, and JAX aborts the others as soon as process 0 is gone. Run as a
+program of its own (``python -I -S watchdog.py``); the standard library only, 10 MB, and asleep all the time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+
+FILE = ".failures.jsonl"
+END = "end"
+TAIL_BYTES = 64 << 10
+ANSWER_S = 3.0
+"""For the coordination service to accept a connection."""
+RECENT_S = 120.0
+"""An end so soon after another failure of this run is its consequence: JAX aborts those who wait for a dead process."""
+
+
+def write_down(folder: str, record: dict[str, object]) -> None:
+    """Add one line to the folder's list of failures, and flush it to disk; in a folder that is gone, nothing."""
+    at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    line = (json.dumps({"at": at, "unix_s": time.time(), **record}) + "\n").encode()
+    try:
+        fd = os.open(os.path.join(folder, FILE), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)  # noqa: PTH118
+    except OSError:
+        return
+    try:
+        os.write(fd, line)  # one write: lines of several processes do not mix
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def written_since(folder: str, unix_s: float) -> list[dict[str, object]]:
+    """The failures written down after a moment, oldest first; of the last 64 KiB, without lines that are none."""
+    try:
+        with open(os.path.join(folder, FILE), "rb") as file:  # noqa: PTH118, PTH123
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+            lines = file.read(TAIL_BYTES).splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and isinstance(record.get("cause"), str):
+            when = record.get("unix_s")
+            if isinstance(when, (int, float)) and when > unix_s:
+                found.append(record)
+    return found
+
+
+def _wait(folder: str, process: int, pid: int, host: str, coordinator: str = "") -> None:
+    said, began = "", time.time()
+    for line in sys.stdin:
+        said = line.strip()
+    if said != END and not folder:
+        sys.stderr.write(f"shardload: Process {process} ({host} pid {pid}) ended unexpectedly while {said}: ")
+        sys.stderr.write(f"{_why(process, coordinator)}. Start all processes again\n")
+    elif said != END:
+        doing = said or "training"
+        before = written_since(folder, max(began, time.time() - RECENT_S))
+        why = "after what is written above" if before else "most likely killed,"
+        what = f"Process {process} ({host} pid {pid}) ended without a word, {why} while {doing}"
+        write_down(folder, {"process": process, "cause": what})
+        sys.stderr.write(f"shardload: {what}. Steps saved before are untouched\n")
+
+
+def _why(process: int, coordinator: str) -> str:
+    """What ended a process that loaded."""
+    if not process or _answers(coordinator):
+        return "most likely it was killed"
+    return f"process 0 has ended, and JAX, whose coordination service it held at {coordinator}, ended the others"
+
+
+def _answers(coordinator: str) -> bool:
+    host, _, port = coordinator.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S).close()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    _wait(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5])

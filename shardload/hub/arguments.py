@@ -1,0 +1,91 @@
+"""What to pass to a KerasHub backbone's constructor so that it computes what a configuration says.
+
+KerasHub's converters pass part of that. What a constructor takes and does not use is found when the model is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from shardload.hub import rope
+from shardload.hub.families import Config, Family, family_of, text_of
+
+
+def arguments(config: Config, parameters: Collection[str]) -> dict[str, Any]:
+    """What to pass to a backbone's constructor so that it has what the configuration says.
+
+    Args:
+        config: ``config.json``.
+        parameters: Names the constructor takes.
+
+    Returns:
+        Arguments that override those of KerasHub's converter.
+
+    Raises:
+        SourceError: When the configuration contradicts itself.
+    """
+    family, text = family_of(config), text_of(config)
+    if family is None:
+        return {}
+    found: dict[str, Any] = {}
+    if family.epsilon is not None and (epsilon := text.get(family.epsilon[0])) is not None:
+        found |= dict.fromkeys(("layer_norm_epsilon", "layer_norm_eps"), epsilon)
+    if family.theta is not None:
+        said = rope.rotation(text, rope.FULL, default_theta=family.theta, head_dim=None)
+        found |= _rotary_arguments(said, stretched=_STRETCHED.get(str(config.get("model_type")), "linear"))
+    if family.windows is not None:
+        found |= _window_arguments(text, family)
+    if rope.is_gemma_3(config):
+        found["attention_logit_soft_cap"] = None  # the class applies it, transformers does not
+    if config.get("model_type") == "bert" and text.get("type_vocab_size") is not None:
+        found["num_segments"] = text["type_vocab_size"]
+    if config.get("model_type") == "esm" and text.get("rope_theta") is not None:
+        found["max_wavelength"] = text["rope_theta"]
+    if config.get("model_type") == "gpt2" and text.get("n_inner") is not None:
+        found["intermediate_dim"] = text["n_inner"]
+    return {name: value for name, value in found.items() if name in parameters}
+
+
+_STRETCHED = {"gpt_oss": "yarn"}
+"""By ``model_type``: the kind of rotary positions that the constructor's factor means."""
+
+
+def _rotary_arguments(said: rope.Rotation, *, stretched: str) -> dict[str, Any]:
+    found: dict[str, Any] = dict.fromkeys(("rope_max_wavelength", "rope_theta"), said.theta)
+    if said.kind == "llama3":
+        found |= {
+            "rope_frequency_adjustment_factor": said.parameters["factor"],
+            "rope_low_freq_factor": said.parameters["low_freq_factor"],
+            "rope_high_freq_factor": said.parameters["high_freq_factor"],
+            "rope_pretraining_sequence_length": said.parameters["original_max_position_embeddings"],
+        }
+    if said.kind == stretched:
+        names = ("rope_scaling_factor", "rope_position_scaling_factor", "global_rope_scaling_factor")
+        found |= dict.fromkeys(names, said.parameters["factor"])
+    return found
+
+
+def _window_arguments(config: Config, family: Family) -> dict[str, Any]:
+    """The one window all windowed layers have; that it is the right layers is looked at later."""
+    said = family.windows(config, int(config["num_hidden_layers"])) if family.windows else []
+    sizes = {size for size in said if size}
+    if len(sizes) > 1:
+        return {}
+    size = next(iter(sizes), None)
+    if size is None:
+        return {"use_sliding_window_attention": False, "sliding_window": None, **_no_size(config)}
+    return {"use_sliding_window_attention": True, "sliding_window_size": size, "sliding_window": size}
+
+
+def _no_size(config: Config) -> dict[str, Any]:
+    return {"sliding_window_size": None} if config.get("model_type") in ("qwen3", "qwen3_moe") else {}
+
+
+def for_converter(config: Config) -> Config:
+    """A configuration without what KerasHub's converters refuse for reasons of their own."""
+    scaling = config.get("rope_scaling")
+    kind = scaling.get("rope_type") or scaling.get("type") if isinstance(scaling, Mapping) else None
+    if config.get("model_type") != "llama" or kind in (None, "llama3"):
+        return config
+    return {key: value for key, value in config.items() if key != "rope_scaling"}

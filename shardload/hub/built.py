@@ -1,0 +1,163 @@
+"""What a built KerasHub backbone computes with, asked of its layers: not what its constructor was told.
+
+Some constructors take an argument that no layer uses (Gemma's ``query_head_dim_normalize``, Llama's
+``rope_position_scaling_factor``), so the layers themselves answer: by an attribute they read when they are called, or,
+for rotary positions and activations, by being called.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_ROTARY = ("rotary_embedding_layer", "rope_layer", "rotary_embedding")
+_ACTIVATIONS = ("activation", "act_layer")
+POINTS = np.array([-4.0, -2.0, -1.0, -0.5, 0.25, 0.5, 1.0, 3.0], np.float32)
+"""Where activations are compared."""
+
+
+def _own_layers(layer: Any) -> list[Any]:
+    from shardload.keras_bridge.model_state import own_layers  # imports Keras
+
+    return own_layers(layer)
+
+
+def blocks(backbone: Any) -> list[Any]:
+    """The transformer's layers, first to last; empty where the class calls them something else."""
+    found = getattr(backbone, "transformer_layers", ())
+    return [block for one in found for block in (one if isinstance(one, list | tuple) else (one,))]
+
+
+def layers(backbone: Any) -> list[Any]:
+    """Every layer of the text model, or of a model that is not of several parts."""
+    others = [getattr(backbone, name, None) for name in ("vision_encoder", "audio_encoder")]
+    apart = {id(layer) for other in others if other is not None for layer in _own_layers(other)}
+    return [layer for layer in _own_layers(backbone) if id(layer) not in apart]
+
+
+def attention_of(block: Any, attribute: str) -> Any:
+    """The layer in a block that has an attribute, or ``None``."""
+    return next((layer for layer in _inner_first(block) if hasattr(layer, attribute)), None)
+
+
+def _inner_first(block: Any) -> list[Any]:
+    """A block's layers, and last the block itself, which may say what it does not pass on."""
+    return [*(layer for layer in _own_layers(block) if layer is not block), block]
+
+
+def window_of(block: Any) -> int | None:
+    """How many tokens, itself included, a token of this block attends to; ``None`` for all."""
+    for layer in _inner_first(block):
+        if getattr(layer, "use_sliding_window_attention", None) is False:
+            return None
+        for name in ("sliding_window_size", "sliding_window"):
+            if hasattr(layer, name):
+                size = getattr(layer, name)
+                return int(size) if size and _is_obeyed(layer, name) else None
+    return None
+
+
+def _is_obeyed(layer: Any, name: str) -> bool:
+    """Whether an attention layer obeys its window: asked with a window of two and four equal tokens.
+
+    KerasHub's Qwen models apply it only where Keras has no fused attention; on JAX it always has.
+    """
+    if not hasattr(layer, "_compute_attention") or not hasattr(layer, "_mask_sliding_window"):
+        return True
+    alike = np.zeros((1, 4, getattr(layer, "num_query_heads", 1), 8), np.float32)
+    values = np.broadcast_to(np.eye(4, 8, dtype=np.float32)[None, :, None, :], alike.shape)
+    causal = np.tril(np.ones((1, 4, 4), bool))
+    before = getattr(layer, name)
+
+    def masked(queries: Any, held: Any) -> Any:
+        return layer._compute_attention(queries, queries, held, attention_mask=causal)
+
+    setattr(layer, name, 2)
+    try:
+        found = np.asarray(_compiled(masked, alike, values), np.float32)
+    except Exception:  # another signature: nothing is known
+        return True
+    finally:
+        setattr(layer, name, before)
+    return bool(found.reshape(4, -1)[3, 0] == 0)
+
+
+def turns_of(block: Any, head_dim: int) -> tuple[NDArray[np.float64], NDArray[np.float64], float] | None:
+    """Angles per token and their scale in a block, as its rotary layer turns a unit vector, and how exact they are.
+
+    Returns:
+        Radians and scale of each pair of features, and the relative error to expect; ``None`` where nothing turns.
+    """
+    layer = next((found for name in _ROTARY if (found := getattr(attention_of(block, name), name, None))), None)
+    if layer is None:
+        return None
+    if hasattr(layer, "rope_theta") and hasattr(layer, "inv_freq"):  # SmolLM3: a variable, which has no value yet
+        dims = int(head_dim * layer.partial_rotary_factor)
+        return float(layer.rope_theta) ** -(np.arange(0, dims, 2) / dims), np.ones(dims // 2), 1e-4
+    if (plain := _plain_angles(layer, head_dim)) is not None:
+        return plain, np.ones(len(plain)), 1e-4
+    unit = np.zeros((1, 2, 1, head_dim), np.float32)
+    unit[..., : head_dim // 2] = 1.0
+    turned = np.asarray(_compiled(layer.call, unit), np.float64)[0, 1, 0]
+    cos, sin = turned[: head_dim // 2], turned[head_dim // 2 :]
+    return np.arctan2(sin, cos), np.hypot(sin, cos), 1e-4 if layer.compute_dtype == "float32" else 1e-2
+
+
+def _plain_angles(layer: Any, head_dim: int) -> NDArray[np.float64] | None:
+    """Angles of KerasHub's own rotary layers in their usual setting, which saves compiling a program to ask them.
+
+    A contract test holds them against what the layers compute.
+    """
+    name = type(layer).__name__
+    if name not in ("RotaryEmbedding", "LlamaRotaryEmbedding") or layer.rope_type != "linear":
+        return None
+    if name == "LlamaRotaryEmbedding" and (layer.frequency_adjustment_factor is not None or layer.scaling_factor != 1):
+        return None
+    rotated = layer.denominator_dim or head_dim
+    turns = np.arange(0, head_dim, 2) / rotated
+    return float(layer.max_wavelength) ** -turns / float(layer.scaling_factor)
+
+
+def rotary_key(block: Any) -> str:
+    """Equal for blocks whose rotary layers have equal settings."""
+    layer = next((found for name in _ROTARY if (found := getattr(attention_of(block, name), name, None))), None)
+    plain = int | float | str | None
+    held = vars(layer) if layer is not None else {}
+    return repr(
+        sorted((k, v) for k, v in held.items() if not k.startswith("_") and k != "name" and isinstance(v, plain))
+    )
+
+
+def normalisations(backbone: Any) -> list[Any]:
+    """Layers that add an epsilon to a variance."""
+    return [layer for layer in layers(backbone) if isinstance(getattr(layer, "epsilon", None), int | float)]
+
+
+def activations(backbone: Any) -> Iterator[tuple[Any, str, Any]]:
+    """Each feed-forward activation: the layer, the attribute it is read from, and the function."""
+    import keras
+
+    for layer in layers(backbone):
+        for name in _ACTIVATIONS:
+            held = getattr(layer, name, None)
+            found = keras.activations.get(held) if isinstance(held, str) else held
+            named = getattr(found, "__name__", "linear")
+            if callable(found) and named not in ("linear", "softmax") and "pool" not in layer.name:
+                yield layer, name, found
+
+
+@functools.lru_cache(maxsize=16)
+def at_points(function: Any) -> NDArray[np.float64]:
+    """An activation at `POINTS`."""
+    return np.asarray(_compiled(function, POINTS), np.float64)
+
+
+def _compiled(function: Any, *arrays: Any) -> Any:
+    """The result of one small program: operation by operation, each would be compiled by itself."""
+    import jax
+
+    return jax.jit(function)(*arrays)

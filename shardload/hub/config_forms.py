@@ -1,0 +1,242 @@
+"""Hugging Face configurations as KerasHub's converters read them.
+
+A converter knows the keys that one version of `transformers` wrote. Others leave out what equals a default
+(`config_defaults`), or have another name for it; `read_config` fills that in, without changing a value. What no key
+can express, because KerasHub's class has no such argument, is refused by `check_representable` with the field's name.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from shardload.errors import UnsupportedError
+from shardload.hub.config_defaults import completed
+from shardload.manifest import Manifest, Tensor
+from shardload.transfer.read_tensor import read_rows
+
+_ALIASES = {
+    "qwen3_moe": {"num_experts": "num_local_experts"},
+    "qwen2_moe": {"num_experts": "num_local_experts"},
+    "bart": {"num_hidden_layers": "encoder_layers"},
+}
+"""By ``model_type``: key a converter reads → key that has the same value in other versions."""
+_PARTS = {
+    "gemma3": {"text_config": "gemma3_text", "vision_config": "siglip_vision_model"},
+    "paligemma": {"text_config": "gemma", "vision_config": "siglip_vision_model"},
+}
+"""By ``model_type``: parts with configurations of their own, and the ``model_type`` of one that does not say it."""
+_TIES = ("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+"""Model types whose KerasHub class takes ``tie_word_embeddings``, and whose converter asks for ``lm_head.weight``."""
+_ROWS = 16
+"""Of the output layer and the embedding that are compared before the model is built."""
+_GENERATES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+_BART_PAIRS = (
+    ("encoder_layers", "decoder_layers"),
+    ("encoder_attention_heads", "decoder_attention_heads"),
+    ("encoder_ffn_dim", "decoder_ffn_dim"),
+)
+
+
+def read_config(manifest: Manifest) -> dict[str, Any]:
+    """A copy of the configuration in the form that KerasHub's converters read."""
+    config = copy.deepcopy(dict(manifest.config))
+    # KerasHub takes the first one without asking; GGUF and KerasHub's own exports name none.
+    config["architectures"] = config.get("architectures") or [""]
+    for wanted, stored in _ALIASES.get(_kind(config), {}).items():
+        if wanted not in config and stored in config:
+            config[wanted] = config[stored]
+    config = completed(config)
+    if config.get("rope_parameters", {}) is None:
+        del config["rope_parameters"]
+    for part, kind in _PARTS.get(_kind(config), {}).items():
+        if isinstance(config.get(part), dict):
+            config[part] = completed({"model_type": kind, **config[part]})
+    if "ForImageClassification" in str(config["architectures"][0]):
+        config.setdefault("id2label", {"0": "LABEL_0", "1": "LABEL_1"})  # the default that transformers leaves out
+    if _kind(config) in _IMAGES:
+        config |= {key: _side(config[key]) for key in ("image_size", "patch_size") if key in config}
+    if _kind(config) == "paligemma" and isinstance(text := config.get("text_config"), dict):
+        text["num_image_tokens"] = text["head_dim"]  # which KerasHub reads as that
+    if _kind(config).startswith("gemma4"):
+        _read_gemma_4(config)
+    if _kind(config) == "t5gemma2":
+        _read_t5gemma_2(config)
+    return config
+
+
+def _read_gemma_4(config: dict[str, Any]) -> None:
+    """KerasHub knows parts by their keys, and one ``global_head_dim``; transformers 5 has a head_dim per layer."""
+    for part in ("vision_config", "audio_config"):
+        if part in config and config[part] is None:
+            del config[part]
+    text = config.get("text_config", config)
+    layers = text.get("per_layer_config") if isinstance(text, dict) else None
+    if isinstance(layers, dict) and text.get("global_head_dim") is None:
+        widths = {layer.get("head_dim") for layer in layers.values() if isinstance(layer, dict)} - {None}
+        if len(widths) == 1:
+            text["global_head_dim"] = widths.pop()
+
+
+def _read_t5gemma_2(config: dict[str, Any]) -> None:
+    """KerasHub divides positions by the factor of full attention, which transformers 5 leaves out where it is 1."""
+    encoder = config.get("encoder")
+    parts = (config.get("decoder"), encoder.get("text_config") if isinstance(encoder, dict) else None)
+    for part in parts:
+        rope = part.get("rope_parameters") if isinstance(part, dict) else None
+        full = rope.get("full_attention") if isinstance(rope, dict) else None
+        if isinstance(full, dict) and full.get("rope_type", "default") == "default":
+            full.setdefault("factor", 1.0)
+
+
+def ties_embeddings(manifest: Manifest) -> bool | None:
+    """Whether to build the output layer from the embedding, which KerasHub decides from less than all there is.
+
+    That is where the configuration says so and nothing else is stored, as transformers 5 does, and where the
+    checkpoint's class has no output layer at all. ``None`` for classes that do not ask.
+
+    Raises:
+        TransferError: When a file no longer holds what its headers promised.
+    """
+    if _kind(manifest.config) not in _TIES:
+        return None
+    head = next((t for n, t in manifest.tensors.items() if re.fullmatch(r"(.+\.)?lm_head\.weight", n)), None)
+    if manifest.config.get("tie_word_embeddings") is True:
+        return head is None or not _differs_from_embedding(head, manifest)
+    architecture = str((manifest.config.get("architectures") or [""])[0])
+    return bool(architecture) and not architecture.endswith(_GENERATES) and head is None
+
+
+def _differs_from_embedding(head: Tensor, manifest: Manifest) -> bool:
+    """By a few rows: a head that was trained by itself differs everywhere, and a copy is compared when loading."""
+    embedding = next((t for n, t in manifest.tensors.items() if re.fullmatch(r"(.+\.)?embed_tokens\.weight", n)), head)
+    if (head.shape, head.dtype) != (embedding.shape, embedding.dtype):
+        return False
+    rows = range(0, head.rows, max(1, head.rows // _ROWS))
+    return any(read_rows(head, i, i + 1).tobytes() != read_rows(embedding, i, i + 1).tobytes() for i in rows)
+
+
+def check_representable(manifest: Manifest, backbone_cls: type, arguments: Mapping[str, Any]) -> None:
+    """Whether KerasHub's class can be what the configuration describes.
+
+    Args:
+        manifest: The checkpoint.
+        backbone_cls: KerasHub's class.
+        arguments: Parameters of its constructor.
+
+    Raises:
+        UnsupportedError: With the field it has no argument for.
+    """
+    if (why := _lacking(manifest, f"KerasHub's {backbone_cls.__name__}", arguments)) is not None:
+        raise UnsupportedError(
+            f"Cannot build the model of {manifest.source}: {why}. Load the weights into a model of your own: "
+            "shardload.load_weights(model, source)"
+        )
+
+
+def _lacking(manifest: Manifest, name: str, arguments: Mapping[str, Any]) -> str | None:
+    """What the class has no argument for, or its converter does not read."""
+    config, kind = read_config(manifest), _kind(manifest.config)
+    if "head_dim" not in arguments and (width := _head_dims(config)) is not None:
+        return (
+            f"config.json says head_dim={width[0]}, but {name} has no head_dim: its heads are hidden_size / "
+            f"num_attention_heads = {width[1]} wide"
+        )
+    if kind == "bart" and (pair := next((p for p in _BART_PAIRS if _differ(config, *p)), None)):
+        told = " and ".join(f"{key}={config[key]}" for key in pair)
+        return f"config.json says {told}, but {name} has one number for both"
+    if kind == "gpt_oss" and any(n.endswith(".experts.gate_up_proj") for n in manifest.tensors):
+        return "its experts are stored unquantised, but KerasHub's converter reads MXFP4 (…gate_up_proj_blocks) only"
+    if kind == "esm" and (said := config.get("position_embedding_type", "absolute")) != "rotary":
+        return (
+            f"config.json says position_embedding_type={said!r}, but {name} has rotary positions; absolute ones it "
+            "counts from 0, and the first counts from pad_token_id + 1 in transformers"
+        )
+    if kind == "gemma3" and (pooled := _pooled(config)) is not None:
+        return (
+            f"config.json says mm_tokens_per_image={pooled[0]}, but KerasHub's converter makes {pooled[1]} of an image"
+        )
+    if kind in _NEEDS_BIASES and config.get("qkv_bias") is False:
+        return "config.json says qkv_bias=False, but KerasHub's converter needs biases of query, key and value"
+    if kind in _MIXED and (dense := _dense(config)) is not None:
+        return f"config.json says {dense}, but KerasHub's converter needs experts in every layer"
+    return _patches(config, name) if kind in _IMAGES else None
+
+
+_IMAGES = ("vit", "deit", "swin", "dinov2", "dinov2_with_registers", "dinov3_vit")
+"""Model types of images alone."""
+_MIXED = ("qwen2_moe", "qwen3_moe")
+"""Model types that may have layers with experts and layers without."""
+_NEEDS_BIASES = ("vit", "deit", "dinov2", "dinov2_with_registers")
+
+
+def _pooled(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Tokens of an image, as configured and as KerasHub makes them of 4x4 patches each; ``None`` where these agree."""
+    vision, said = config.get("vision_config"), config.get("mm_tokens_per_image")
+    if not isinstance(vision, Mapping) or not isinstance(said, int):
+        return None
+    side, patch = vision.get("image_size"), vision.get("patch_size")
+    if not isinstance(side, int) or not isinstance(patch, int) or patch < 1:
+        return None
+    made = (side // patch // 4) ** 2
+    return None if made == said else (said, made)
+
+
+def _dense(config: Mapping[str, Any]) -> str | None:
+    """What makes layers without experts."""
+    layers, every = config.get("mlp_only_layers"), config.get("decoder_sparse_step")
+    if isinstance(layers, list) and any(i in layers for i in range(int(config["num_hidden_layers"]))):
+        return f"mlp_only_layers={layers}"
+    return None if every == 1 else f"decoder_sparse_step={every}"
+
+
+def _side(size: Any) -> Any:
+    """A square's side, of which transformers also takes two."""
+    return size[0] if isinstance(size, list) and len(size) == 2 and size[0] == size[1] else size
+
+
+def _patches(config: Mapping[str, Any], name: str) -> str | None:
+    """What KerasHub's class cannot cut into patches and windows, and transformers can."""
+    image, patch = config.get("image_size"), config.get("patch_size")
+    if oblong := next((key for key in ("image_size", "patch_size") if isinstance(config.get(key), list)), None):
+        return f"config.json says {oblong}={config[oblong]}, but KerasHub's converter takes one number"
+    if not isinstance(image, int) or not isinstance(patch, int) or patch < 1:
+        return None
+    if image % patch and not _kind(config).startswith("dino"):
+        return f"config.json says image_size={image}, but {name} needs a multiple of patch_size={patch}"
+    return _windows(config, image // patch, name) if _kind(config) == "swin" else None
+
+
+def _windows(config: Mapping[str, Any], side: int, name: str) -> str | None:
+    """Where Swin's stages pad: KerasHub's masks leave the padding out, and its stages count patches without it."""
+    window, depths = config.get("window_size"), config.get("depths")
+    if not isinstance(window, int) or window < 1 or not isinstance(depths, list):
+        return None
+    said = f"config.json says image_size={config['image_size']} and patch_size={config['patch_size']}"
+    for stage, depth in enumerate(depths):
+        if side % window and (depth != 1 or side < window):  # the first block of a stage has no mask
+            return (
+                f"{said}: {side} x {side} patches in stage {stage}, but {name} needs a multiple of window_size={window}"
+            )
+        if side % 2 and stage + 1 < len(depths):
+            return f"{said}: {side} x {side} patches in stage {stage}, but {name} halves even numbers only"
+        side //= 2
+    return None
+
+
+def _differ(config: Mapping[str, Any], one: str, two: str) -> bool:
+    return one in config and two in config and config[one] != config[two]
+
+
+def _head_dims(config: Mapping[str, Any]) -> tuple[Any, str] | None:
+    head_dim, hidden, heads = (config.get(key) for key in ("head_dim", "hidden_size", "num_attention_heads"))
+    if not all(isinstance(n, int) and n > 0 for n in (head_dim, hidden, heads)):
+        return None
+    assert isinstance(hidden, int) and isinstance(heads, int)
+    return None if head_dim == hidden / heads else (head_dim, f"{hidden} / {heads} = {hidden / heads:g}")
+
+
+def _kind(config: Mapping[str, Any]) -> str:
+    return str(config.get("model_type", ""))

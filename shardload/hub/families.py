@@ -1,0 +1,194 @@
+"""What transformers reads from each ``model_type``'s configuration, as far as it changes what a model computes.
+
+A field that is missing means transformers' default. Fields and architectures that are not listed here are not looked
+at: other checks see those that come with tensors of their own (biases, tied heads, further layers).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shardload.hub import rope
+from shardload.hub.config_defaults import completed
+
+Config = Mapping[str, Any]
+ROPE = ("rope_scaling", "rope_parameters", "rope_theta", "rope_local_base_freq")
+WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "sliding_window_pattern")
+TANH = "gelu_pytorch_tanh"
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What one ``model_type`` computes with, as transformers reads it."""
+
+    epsilon: tuple[str, float] | None = None
+    activation: tuple[str, str] | None = None
+    theta: float | None = None
+    """Base of rotary positions where the configuration names none; ``None`` without rotary positions."""
+    windows: Callable[[Config, int], list[int | None]] | None = None
+    """The window of each layer; all layers attend to everything without it."""
+    has_activation: str | None = None
+    """What KerasHub computes where no layer says it."""
+    only: Mapping[str, tuple[Any, ...]] | None = None
+    """Fields of which KerasHub computes these values only; a missing field is one of them, ``null`` not always."""
+    caps: bool = False
+    """Whether scores and logits are capped, and scores scaled by ``query_pre_attn_scalar``."""
+
+
+# ---- sliding windows -----------------------------------------------------------------------------
+
+
+def _every(config: Config, layers: int) -> list[int | None]:
+    return [config.get("sliding_window")] * layers
+
+
+def _if_used(config: Config, layers: int) -> list[int | None]:
+    return _every(config, layers) if config.get("use_sliding_window") else [None] * layers
+
+
+def _by_type(default: Callable[[Config, int], bool], used: bool = True) -> Callable[[Config, int], list[int | None]]:
+    """Layers that ``layer_types`` calls sliding; ``default`` where an older configuration has none."""
+
+    def windows(config: Config, layers: int) -> list[int | None]:
+        if not used and not config.get("use_sliding_window"):
+            return [None] * layers
+        types = config.get("layer_types")
+        if isinstance(types, list) and len(types) == layers:
+            sliding = [kind == rope.SLIDING for kind in types]
+        else:
+            sliding = [default(config, i) for i in range(layers)]
+        return [config.get("sliding_window") if slides else None for slides in sliding]
+
+    return windows
+
+
+def _after(config: Config, i: int) -> bool:
+    return i >= int(config.get("max_window_layers", 28))
+
+
+def _before(config: Config, i: int) -> bool:
+    return i % 2 == 0 and i < int(config.get("max_window_layers", 28))
+
+
+def _unturned(config: Config, i: int) -> bool:
+    turned = config.get("no_rope_layers")
+    return not turned[i] if isinstance(turned, list) and i < len(turned) else (i + 1) % 4 == 0
+
+
+def _alternating(config: Config, i: int) -> bool:
+    return i % 2 == 0
+
+
+def _pattern(config: Config, i: int) -> bool:
+    return bool((i + 1) % int(config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6))
+
+
+def _gemma_3(config: Config, layers: int) -> list[int | None]:
+    """In both directions, transformers takes half the size to each side; KerasHub's class counts all those tokens."""
+    windows = _by_type(_pattern)(config, layers)
+    if not config.get("use_bidirectional_attention"):
+        return windows
+    return [None if window is None else 2 * (int(window) // 2) + 1 for window in windows]
+
+
+# ---- the families --------------------------------------------------------------------------------
+
+_RMS = ("rms_norm_eps", 1e-6)
+_SILU = ("hidden_act", "silu")
+# transformers 4 adds no positions where their type is null; 5 does not look at it, and adds absolute ones.
+_BERT_ONLY = {"is_decoder": (False, None), "position_embedding_type": ("absolute",)}
+_BERT = Family(("layer_norm_eps", 1e-12), ("hidden_act", "gelu"), only=_BERT_ONLY)
+# Positions are counted from pad_token_id + 1; KerasHub's converter leaves out the first two rows.
+_ROBERTA = Family(_BERT.epsilon, _BERT.activation, only={**_BERT_ONLY, "pad_token_id": (1,)})
+_IMAGE = Family(("layer_norm_eps", 1e-12), ("hidden_act", "gelu"))
+_SWIGLU_ONLY = {"swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)}
+_GEMMA_ONLY = {"use_bidirectional_attention": (False, None)}
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(_RMS, _SILU, 1e4),
+    "mistral": Family(_RMS, _SILU, 1e4, _every),
+    "mixtral": Family(("rms_norm_eps", 1e-5), _SILU, 1e6, _every),
+    "qwen2": Family(_RMS, _SILU, 1e4, _by_type(_after, used=False)),
+    "qwen3": Family(_RMS, _SILU, 1e4, _by_type(_after, used=False)),
+    "qwen2_moe": Family(_RMS, _SILU, 1e4, _by_type(_before, used=False), only={"qkv_bias": (True,)}),
+    "qwen3_moe": Family(_RMS, _SILU, 1e4, _if_used),
+    "smollm3": Family(_RMS, _SILU, 2e6, _by_type(_unturned, used=False), has_activation="silu"),
+    "gpt_oss": Family(("rms_norm_eps", 1e-5), None, 1.5e5, _by_type(_alternating), only=_SWIGLU_ONLY),
+    "gemma": Family(_RMS, ("hidden_act", TANH), 1e4, has_activation=TANH, only=_GEMMA_ONLY),
+    "gemma2": Family(_RMS, ("hidden_activation", TANH), 1e4, _by_type(_alternating), TANH, only=_GEMMA_ONLY, caps=True),
+    "gemma3_text": Family(_RMS, ("hidden_activation", TANH), 1e6, _gemma_3, TANH, caps=True),
+    "gemma3": Family(_RMS, ("hidden_activation", TANH), 1e6, _gemma_3, TANH, only=_GEMMA_ONLY, caps=True),
+    "gpt2": Family(
+        ("layer_norm_epsilon", 1e-5),
+        ("activation_function", "gelu_new"),
+        only={"scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False, None)},
+    ),
+    "bert": _BERT,
+    "roberta": _ROBERTA,
+    "xlm-roberta": _ROBERTA,
+    "albert": Family(("layer_norm_eps", 1e-12), ("hidden_act", "gelu_new"), only=_BERT_ONLY),
+    "distilbert": Family(None, ("activation", "gelu")),
+    "bart": Family(None, ("activation_function", "gelu"), only={"scale_embedding": (False, None)}),
+    "esm": Family(("layer_norm_eps", 1e-12), only={"token_dropout": (False, None), "is_decoder": (False, None)}),
+    "vit": _IMAGE,
+    "deit": _IMAGE,
+    "swin": Family(("layer_norm_eps", 1e-5), ("hidden_act", "gelu")),
+    "dinov2": Family(("layer_norm_eps", 1e-6), ("hidden_act", "gelu")),
+    "dinov2_with_registers": Family(("layer_norm_eps", 1e-6), ("hidden_act", "gelu")),
+}
+_GEMMA_4 = {"use_bidirectional_attention": ("vision", None), "hidden_activation": (TANH, None)}
+_QWEN_3_5 = {"hidden_act": ("silu", "swish", None)}
+PARTLY: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    **dict.fromkeys(("gemma4", "gemma4_text"), _GEMMA_4),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _QWEN_3_5),
+}
+"""As `Family.only`, of model types nothing else of which is looked at."""
+BOTH_WAYS: Collection[str] = (
+    *("bert", "roberta", "xlm-roberta", "albert", "distilbert", "esm", "metaclip_2", "sam3_video"),
+    *("vit", "deit", "swin", "dinov2", "dinov2_with_registers", "dinov3_vit"),
+)
+"""Model types of which transformers reads no ``is_causal``, or that have no tokens."""
+KNOWN: Collection[str] = {
+    *ROPE,
+    *WINDOW,
+    "is_causal",
+    "query_pre_attn_scalar",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "decoder_attention_heads",
+    *(f.epsilon[0] for f in FAMILIES.values() if f.epsilon),
+    *(f.activation[0] for f in FAMILIES.values() if f.activation),
+    *(name for only in (*(f.only or {} for f in FAMILIES.values()), *PARTLY.values()) for name in only),
+}
+"""Every field that is looked at."""
+
+
+def text_of(config: Config) -> Config:
+    """The configuration of the text model, where it is one of several parts, with the fields it leaves out."""
+    nested = config.get("text_config")
+    text = {"model_type": f"{config.get('model_type')}_text", **nested} if isinstance(nested, Mapping) else config
+    return completed(text)
+
+
+def family_of(config: Config) -> Family | None:
+    """The family of a configuration, ``None`` for one that is not looked at."""
+    kind = config.get("model_type")
+    return FAMILIES.get(kind) if isinstance(kind, str) else None
+
+
+def windows_of(config: Config, family: Family, layers: int) -> list[int | None]:
+    """The window of each layer; ``None`` where it is none, or no shorter than the longest text."""
+    said = family.windows(config, layers) if family.windows else [None] * layers
+    return [obeyed(window, config) for window in said]
+
+
+def obeyed(window: int | None, config: Config) -> int | None:
+    """A window of KerasHub's, ``None`` where no token of the longest text is outside of it."""
+    if not window:
+        return None
+    reach = window // 2 + 1 if config.get("use_bidirectional_attention") else window
+    return int(window) if reach < (config.get("max_position_embeddings") or np.inf) else None

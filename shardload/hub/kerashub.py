@@ -1,0 +1,414 @@
+"""Models from what a checkpoint says about itself: the only module that imports KerasHub.
+
+A checkpoint describes its model in one of four ways, and `build_model` turns each into a Keras model
+whose weights are not loaded (inside ``shardload.abstract()`` they are not even made)::
+
+    keras-hub-preset   config.json, task.json  ─► keras.saving          ─► task, else backbone
+    hf-safetensors     config.json             ─► KerasHub's converter  ─► CausalLM / ImageClassifier, else backbone
+    gguf               header                  ─► KerasHub's converter  ─► CausalLM, else backbone
+    keras-archive      config.json             ─► keras.saving          ─► the saved model, compiled as saved
+    orbax              model_config            ─► keras.saving          ─► the same, where a training run saved it
+
+A `.weights.h5` describes nothing, unless a configuration lies beside it. TensorFlow is not needed:
+a preprocessor that insists on it is left off, and `shardload.generate` tokenises by itself.
+
+The dtype is the checkpoint's own unless the caller names another one: KerasHub would make it float32,
+which doubles the memory of a bfloat16 checkpoint and adds no information.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import inspect
+import json
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from shardload.errors import MissingExtraError, SourceError, UnsupportedError
+from shardload.hub import fidelity, quantised
+from shardload.hub.arguments import for_converter
+from shardload.hub.build_errors import TRANSFORMERS, check_layer_count, describe_failure, not_compiled, refuse_code
+from shardload.hub.config_forms import check_representable, read_config, ties_embeddings
+from shardload.keras_bridge.patches import Patches
+from shardload.manifest import Manifest
+
+_log = logging.getLogger(__name__)
+
+FLOATS = ("bfloat16", "float16", "float32", "float64")
+_WEIGHTS_ONLY = ("keras-h5", "keras-sharded-h5")
+_CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForConditionalLM")
+
+
+def build_model(
+    manifest: Manifest,
+    *,
+    dtype: Any = None,
+    task: bool = True,
+    custom_objects: Mapping[str, Any] | None = None,
+    safe_mode: bool = True,
+    ignore_config: Sequence[str] = (),
+    compile: bool = True,
+    note: Callable[[str], None] | None = None,
+) -> Any:
+    """The model a checkpoint describes, without its weights.
+
+    Args:
+        manifest: An opened checkpoint.
+        dtype: Dtype or dtype policy of the variables; `checkpoint_dtype` by default.
+        task: Build the task (a ``CausalLM``, a classifier) where the checkpoint is one; the backbone otherwise.
+        custom_objects: Classes the configuration names and Keras does not know.
+        safe_mode: Refuse configurations that hold Python code, as ``keras.saving.load_model`` does.
+        ignore_config: Fields of a Hugging Face configuration that the model may differ from.
+        compile: Compile the model as it was saved, where the checkpoint says how.
+        note: Called with the reason why a model that was saved compiled is not compiled now.
+
+    Raises:
+        UnsupportedError: When the checkpoint describes no model, or one that is not known here.
+        SourceError: When its configuration contradicts its tensors or itself.
+        MissingExtraError: When it needs KerasHub and that is not installed.
+    """
+    ignore = fidelity.check_names(ignore_config)
+    quantised.check(manifest, ignore=ignore)
+    check_layer_count(manifest)
+    compiling = note or _ignore if compile else None
+    with describe_failure(manifest):
+        match manifest.format:
+            case "keras-hub-preset":
+                return _from_preset(manifest, dtype, task, custom_objects, safe_mode)
+            case "hf-safetensors" | "gguf":
+                return _from_transformers(manifest, dtype, task, ignore)
+            case "keras-archive":
+                described = with_dtype(manifest.config, dtype)
+                return _deserialize(described, manifest, custom_objects, safe_mode, compiling=compiling)
+            case "orbax" if manifest.config:
+                described = with_dtype(manifest.config, dtype)
+                return _deserialize(described, manifest, custom_objects, safe_mode, dtype=dtype, compiling=compiling)
+            case "keras-h5" | "keras-sharded-h5" if config := _config_beside(manifest):
+                described = with_dtype(config, dtype)
+                return _deserialize(described, manifest, custom_objects, safe_mode, compiling=compiling)
+    raise UnsupportedError(
+        f"{manifest.source} holds weights ({manifest.format}) and no description of the model they belong to. "
+        "Build the model yourself and fill it: shardload.load_weights(model, source)"
+    )
+
+
+def converter(manifest: Manifest) -> ModuleType:
+    """KerasHub's ``convert_*`` module for a Hugging Face or GGUF checkpoint.
+
+    Raises:
+        UnsupportedError: When KerasHub has none for the checkpoint's ``model_type``.
+        MissingExtraError: When KerasHub is not installed.
+    """
+    found: ModuleType = _transformers_loader(manifest).converter
+    return found
+
+
+def checkpoint_dtype(manifest: Manifest) -> str:
+    """The floating-point dtype a checkpoint is in.
+
+    What the configuration says (``torch_dtype``, ``dtype``), else the dtype most bytes are stored in. GGUF is
+    bfloat16: what its quantised blocks decode to does not carry more than that.
+    """
+    if manifest.format == "gguf":
+        return "bfloat16"
+    for config in (manifest.config.get("text_config") or {}, manifest.config):
+        for key in ("dtype", "torch_dtype"):
+            name = str(config.get(key, "")).removeprefix("torch.")
+            if name in FLOATS:
+                return name
+    stored: collections.Counter[str] = collections.Counter()
+    for tensor in manifest.tensors.values():
+        stored[tensor.dtype.name] += tensor.nbytes
+    return next((name for name, _ in stored.most_common() if name in FLOATS), "float32")
+
+
+def with_dtype(config: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
+    """A Keras configuration with every floating-point dtype policy in it replaced; quantised ones keep their scheme.
+
+    Args:
+        config: What ``serialize_keras_object`` made.
+        dtype: Name of a floating-point dtype or policy, or an object with a ``name``; ``None`` changes nothing.
+    """
+    if dtype is None:
+        return dict(config)
+    name = str(getattr(dtype, "name", dtype))
+
+    def rewrite(value: Any) -> Any:
+        if isinstance(value, list):
+            return [rewrite(v) for v in value]
+        if not isinstance(value, Mapping):
+            return value
+        kind, inner = value.get("class_name"), value.get("config")
+        if kind == "DTypePolicy" and isinstance(inner, Mapping):
+            return {**value, "config": {**inner, "name": name}}
+        if str(kind).endswith("DTypePolicy") and isinstance(inner, Mapping) and "source_name" in inner:
+            return {**value, "config": {**inner, "source_name": name}}
+        return {k: rewrite(v) for k, v in value.items()}
+
+    changed: dict[str, Any] = rewrite(config)
+    return changed
+
+
+def save_description(model: Any, folder: Path, *, extra: Mapping[str, Any], task: bool = True) -> None:
+    """Write what KerasHub writes beside weights: ``config.json``, ``metadata.json``, and ``task.json`` for a task.
+
+    Args:
+        model: A task or a backbone; needs no weights.
+        folder: Where to write.
+        extra: More top-level entries for ``config.json``, which KerasHub keeps and ignores.
+        task: Write ``task.json``; without it the checkpoint is that of a backbone.
+    """
+    from keras_hub.src.utils.preset_utils import CONFIG_FILE, TASK_CONFIG_FILE, KerasPresetSaver
+
+    saver = KerasPresetSaver(str(folder))
+    backbone = getattr(model, "backbone", model)
+    saver._save_metadata(backbone)
+    for name, described in ((CONFIG_FILE, backbone), (TASK_CONFIG_FILE, model)):
+        if name == TASK_CONFIG_FILE and (described is backbone or not task):
+            continue
+        saver._save_serialized_object(described, config_file=name)
+        written = json.loads((folder / name).read_text(encoding="utf-8"))
+        inner = written["config"] if described is backbone else written["config"]["backbone"]["config"]
+        # KerasHub's Llama forgets this one, and would build an output layer that the weights do not have.
+        if (tied := getattr(backbone, "tie_word_embeddings", None)) is not None:
+            inner.setdefault("tie_word_embeddings", tied)
+        entries = extra if described is backbone else {}
+        (folder / name).write_text(json.dumps({**written, **entries}, indent=4), encoding="utf-8")
+
+
+def keras_hub() -> Any:
+    """The KerasHub package.
+
+    Raises:
+        MissingExtraError: When it is not installed.
+    """
+    with _hub_extra():
+        import keras_hub as package
+    return package
+
+
+def preset_handles() -> dict[str, str]:
+    """Built-in KerasHub presets: name → handle. Imports KerasHub."""
+    keras_hub()
+    from keras_hub.src.utils.preset_utils import BUILTIN_PRESETS
+
+    return {name: str(entry["kaggle_handle"]) for name, entry in BUILTIN_PRESETS.items()}
+
+
+def preprocessor(task_or_class: Any, manifest: Manifest, *, usable: bool = True) -> Any:
+    """The preprocessor of a task where the checkpoint has its files and it works as things are; else ``None``.
+
+    Some of KerasHub's preprocessors need TensorFlow; each is tried on one word before it is attached, so that a
+    model never fails later because of it. The reason for leaving it off goes to the log.
+
+    Args:
+        task_or_class: A task of KerasHub's, or its class.
+        manifest: Of a folder with its files.
+        usable: Whether it is to be used here; one that is only written needs no TensorFlow.
+    """
+    cls = getattr(task_or_class, "preprocessor_cls", None)
+    if not Path(manifest.source).is_dir() or cls is None:
+        return None
+    try:
+        with contextlib.nullcontext() if usable else _as_with_tensorflow(cls):
+            made = _preset_loader(manifest).load_preprocessor(cls)
+        made.tokenizer(["a"])
+    except Exception as error:  # whatever its files or TensorFlow's absence cause: the model works without
+        _log.info("No preprocessor for %s: %s", manifest.source, error)
+        return None
+    return made
+
+
+def _as_with_tensorflow(cls: type) -> contextlib.AbstractContextManager[None]:
+    """While open, the constructor of Gemma 3's preprocessor does not insist on TensorFlow, which only its calls use."""
+    module, name = sys.modules[cls.__module__], "assert_tf_installed"
+    return Patches(lambda: [(module, name, lambda _: lambda symbol: None)] if hasattr(module, name) else []).applied()
+
+
+def preset_tokenizer(manifest: Manifest, cls: Any = None) -> Any:
+    """The tokenizer layer of a KerasHub preset, or of a Hugging Face folder as ``cls``, its vocabulary loaded."""
+    loader = _preset_loader(manifest)
+    return loader.load_tokenizer(cls)
+
+
+def greedy_sampler() -> Any:
+    """KerasHub's sampler that always takes the most probable token."""
+    return keras_hub().samplers.GreedySampler()
+
+
+def _from_preset(
+    manifest: Manifest, dtype: Any, task: bool, custom_objects: Mapping[str, Any] | None, safe_mode: bool
+) -> Any:
+    backbone = _deserialize(_preset_dtype(manifest, dtype), manifest, custom_objects, safe_mode)
+    described = manifest.metadata.get("task")
+    if not task or not described:
+        return backbone
+    import keras
+
+    cls = keras.saving.get_registered_object(described.get("registered_name"), custom_objects)
+    if cls is None:
+        raise UnsupportedError(f"{manifest.source}: task.json names an unknown class {described.get('class_name')!r}")
+    config = {k: v for k, v in described["config"].items() if k not in ("backbone", "preprocessor")}
+    if dtype is not None:
+        config = with_dtype(config, dtype)
+    return cls.from_config({**config, "backbone": backbone, "preprocessor": preprocessor(cls, manifest)})
+
+
+def _preset_dtype(manifest: Manifest, dtype: Any) -> dict[str, Any]:
+    """The backbone's configuration in ``dtype``; its own, or the stored one, where that is ``None``."""
+    config = with_dtype(manifest.config, dtype)
+    if config.get("config", {}).get("dtype") is None:
+        config["config"] = {**config.get("config", {}), "dtype": dtype or checkpoint_dtype(manifest)}
+    return config
+
+
+def _from_transformers(manifest: Manifest, dtype: Any, task: bool, ignore: Sequence[str]) -> Any:
+    loader = _transformers_loader(manifest)
+    backbone_cls = loader.check_backbone_class()
+    check_representable(manifest, backbone_cls, _parameters(backbone_cls))
+    kept = fidelity.arguments(manifest, backbone_cls)
+    ties = ties_embeddings(manifest)
+    tied = {} if ties is None else {"tie_word_embeddings": ties}
+    backbone = loader.load_backbone(backbone_cls, False, dtype=dtype or checkpoint_dtype(manifest), **kept, **tied)
+    fidelity.settle(backbone, manifest, ignore=ignore)
+    cls = _task_class(manifest, loader.converter, backbone_cls) if task else None
+    if cls is None:
+        return backbone
+    # num_classes keeps KerasHub from opening the weights for the head: names.py maps them like all others.
+    labels = {"num_classes": len(loader.config["id2label"])} if "num_classes" in _parameters(cls) else {}
+    return loader.load_task(cls, False, False, backbone=backbone, preprocessor=preprocessor(cls, manifest), **labels)
+
+
+def _task_class(manifest: Manifest, convert: ModuleType, backbone_cls: type) -> Any:
+    """KerasHub's task class for the checkpoint, or ``None`` where its weights are those of a backbone only."""
+    models = keras_hub().models
+    architecture = (manifest.config.get("architectures") or [""])[0]
+    if "ForImageClassification" in architecture and hasattr(convert, "convert_head"):
+        base = models.ImageClassifier
+    elif not architecture or architecture.endswith(_CAUSAL):
+        base = models.CausalLM
+    else:
+        return None
+    from keras_hub.src.utils.preset_utils import list_subclasses
+
+    found = [cls for cls in list_subclasses(base) if cls.backbone_cls is backbone_cls]
+    exact = architecture.replace("For", "", 1)  # an assistant shares its backbone's class with the model it assists
+    return min(found, key=lambda cls: (cls.__name__ != exact, len(cls.__name__), cls.__name__), default=None)
+
+
+def _parameters(cls: Any) -> Mapping[str, Any]:
+    return inspect.signature(cls.__init__).parameters
+
+
+def _deserialize(
+    config: Mapping[str, Any],
+    manifest: Manifest,
+    custom_objects: Mapping[str, Any] | None,
+    safe_mode: bool,
+    *,
+    dtype: Any = None,
+    compiling: Callable[[str], None] | None = None,
+) -> Any:
+    """The model of a Keras configuration, compiled unless ``compiling`` is ``None``; that is told why it is not."""
+    from shardload.keras_bridge import layer_settings
+    from shardload.keras_bridge.training import compile_as_described
+
+    if "keras_hub" in json.dumps(config):
+        keras_hub()  # registers its classes
+    form = (manifest.metadata.get("structure") or {}).get("form")
+    scope: dict[str, Any] = {"custom_objects": custom_objects, "safe_mode": safe_mode}
+
+    def built() -> Any:
+        model = _uncompiled(config, manifest, scope)
+        if form is not None:
+            layer_settings.take_form(model, form, any_policy=dtype is not None)
+        return model
+
+    def made() -> Any:
+        model, described = built(), config.get("compile_config")
+        if compiling is None or not described:
+            return model
+        why: Exception | str = "its class has a compile() of its own"
+        try:
+            if compile_as_described(model, described, **scope):
+                return model
+        except Exception as error:  # of any kind: losses, metrics and optimizers of anybody's are built here
+            refuse_code(error, manifest)
+            model, why = built(), error  # another one, as half of this one may be compiled
+        compiling(not_compiled(manifest, why, has_defaults=model.compiled))
+        return model
+
+    says_dtype = isinstance(config.get("config"), Mapping) and "dtype" in config["config"]
+    return made() if form is None else layer_settings.under_its_policy(made, form, dtype, says_dtype=says_dtype)
+
+
+def _uncompiled(config: Mapping[str, Any], manifest: Manifest, scope: Mapping[str, Any]) -> Any:
+    import keras
+
+    # Keras takes the configuration apart as it goes.
+    rest = copy.deepcopy({key: value for key, value in config.items() if key != "compile_config"})
+    model = keras.saving.deserialize_keras_object(rest, **scope)
+    if not isinstance(model, keras.Model):
+        raise UnsupportedError(f"{manifest.source} describes a {type(model).__name__}, expected a Keras model")
+    fidelity.settle(model, manifest)
+    return model
+
+
+def _ignore(_: str) -> None:
+    """Drop a warning."""
+
+
+def _preset_loader(manifest: Manifest) -> Any:
+    if manifest.format in TRANSFORMERS:
+        return _transformers_loader(manifest)
+    keras_hub()
+    from keras_hub.src.utils.preset_utils import KerasPresetLoader
+
+    return KerasPresetLoader(manifest.source, manifest.config)
+
+
+def _transformers_loader(manifest: Manifest) -> Any:
+    keras_hub()
+    with _hub_extra():
+        from keras_hub.src.utils.transformers.preset_loader import TransformersPresetLoader
+    config = for_converter(read_config(manifest))
+    try:
+        return TransformersPresetLoader(manifest.source, config)
+    except (KeyError, ValueError) as error:
+        known = sorted(set(re.findall(r'"([a-z][\w\-]*)"', inspect.getsource(TransformersPresetLoader.__init__))))
+        known = [name for name in known if name != "model_type"]
+        raise UnsupportedError(
+            f"{manifest.source}: KerasHub has no converter for model_type {config.get('model_type')!r}. "
+            f"It has: {', '.join(known)}. With a model of your own: shardload.load_weights(model, source)"
+        ) from error
+
+
+def _config_beside(manifest: Manifest) -> dict[str, Any] | None:
+    """``NAME.json`` beside ``NAME.weights.h5``, or the ``config.json`` of its folder, where it describes a model."""
+    path = Path(manifest.source)
+    stem = re.sub(r"\.weights\.(h5|json)$", "", path.name)
+    for candidate in (path.with_name(f"{stem}.json"), path.with_name("config.json")):
+        if candidate != path and candidate.is_file():
+            try:
+                config = json.loads(candidate.read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise SourceError(f"{candidate} is not valid JSON: {error}") from error
+            if isinstance(config, dict) and "class_name" in config:
+                return config
+    return None
+
+
+@contextlib.contextmanager
+def _hub_extra() -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        package = {"keras_hub": "keras-hub"}.get(error.name or "", error.name or "keras-hub")
+        raise MissingExtraError(package, extra="hub", needed_for="Building this model") from error

@@ -1,0 +1,235 @@
+"""Hugging Face checkpoints whose tensors are not the weights themselves: quantised ones, and adapters.
+
+What a quantised folder stores is codes, and scales that turn them into weights. KerasHub reads neither: it would take
+the codes for weights (FP8), or find no tensor and leave random values (GPTQ, AWQ). Three things give one away:
+
+    config.json             quantization_config, compression_config   the method by name
+    hf_quant_config.json    beside it                                 ModelOpt
+    the tensors             float8, or names only a method writes     also where the configuration was lost
+
+The one exception is MXFP4 in GPT-OSS, which KerasHub's converter decodes. What Keras quantised itself is in Keras'
+formats and is not looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from shardload.errors import UnsupportedError
+from shardload.manifest import Manifest
+
+FIELD = "quantization_config"
+"""What to ignore, by name, when the configuration alone says quantised, or float8 values need no scales."""
+ADAPTER = "adapter_config"
+"""What to ignore, by name, for the plain weights of a folder that also contains an adapter."""
+BARE_FLOAT8 = "float8"
+"""The method of float8 tensors without scales: perhaps plain casts."""
+FORMATS = ("hf-safetensors", "safetensors")
+_SIGNS = (
+    (r"\.qweight$", "gptq or awq"),
+    (r"\.g_idx$", "gptq"),
+    (r"\.weight_packed$", "compressed-tensors"),
+    (r"\.weight\.(absmax|quant_map|nested_absmax|quant_state\..*)$", "bitsandbytes"),
+    (r"\.(weight_)?SCB$", "bitsandbytes (int8)"),
+    (r"\.weight_scale_inv$", "fp8"),
+    (r"_blocks$", "mxfp4"),
+    (r"\.(codes|codebooks)$", "aqlm"),
+    (r"\.weight\._(data|scale)$", "quanto"),
+)
+"""Names that no unquantised model has, and the method that writes them."""
+_NEEDS = {"_blocks": "_scales", ".codes": ".codebooks", ".codebooks": ".codes", ".qweight": ".scales"}
+"""Endings that mean something only beside another tensor."""
+_DECODED = {"gpt_oss": "mxfp4"}
+"""By ``model_type``: the method whose tensors KerasHub's converter decodes."""
+_ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+_ADAPTER = r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(\.|$)|^base_model\.model\."
+_OPTION = f"ignore_config=({FIELD!r},) (--ignore-config {FIELD})"
+_WAY_OUT = "Load the unquantised checkpoint of this model, or a GGUF file of it"
+
+
+def check(manifest: Manifest, *, ignore: Iterable[str] = ()) -> None:
+    """Refuse a quantised checkpoint by its method, and an adapter by the model it belongs to.
+
+    Args:
+        manifest: An opened checkpoint; only Hugging Face's formats are looked at.
+        ignore: With `FIELD`, what only the configuration says, and float8 tensors that have no scales, are accepted.
+
+    Raises:
+        UnsupportedError: When its tensors are codes, or an adapter's.
+    """
+    if manifest.format not in FORMATS:
+        return
+    _check_tensors(manifest, manifest.tensors, ignore=ignore)
+    if ADAPTER not in ignore and _has_adapter_beside(manifest):
+        raise UnsupportedError(_about_adapter_beside(manifest))
+    model_type = str(manifest.config.get("model_type"))
+    for method, where in _described(manifest):
+        if FIELD not in ignore and _DECODED.get(model_type) != method:
+            raise UnsupportedError(
+                f"Cannot load {manifest.source}: {where} says its weights are quantised with {method}, and these are "
+                f"not decoded here. {_WAY_OUT}. Where its tensors are plain weights after all, pass {_OPTION}"
+            )
+
+
+def check_before(manifest: Manifest, *, ignore: Iterable[str] = ()) -> None:
+    """`check`, for a load into a model that exists: bare files have whatever names that model gives its variables.
+
+    Raises:
+        UnsupportedError: As `check`.
+    """
+    if manifest.format == "hf-safetensors":
+        check(manifest, ignore=ignore)
+
+
+def check_mapped(
+    manifest: Manifest, bindings: Iterable[Any], unused: Iterable[str], *, ignore: Iterable[str] = ()
+) -> None:
+    """Refuse codes and adapters among the tensors of a bare file that a model leaves, and float8 it takes for weights.
+
+    Args:
+        manifest: An opened checkpoint; only bare safetensors are looked at.
+        bindings: What the model takes, as `shardload.mapping.Binding`.
+        unused: Names of the tensors it leaves.
+        ignore: As for `check`.
+
+    Raises:
+        UnsupportedError: As `check`.
+    """
+    if manifest.format != "safetensors":
+        return
+    widened = [b.view.tensor for b in bindings if _is_float8(b.stored) and not _is_float8(b.dtype)]
+    _check_tensors(manifest, [*unused, *widened], ignore=ignore)
+
+
+def accepted(manifest: Manifest, bindings: Iterable[Any], *, ignore: Iterable[str] = ()) -> tuple[str, ...]:
+    """What was taken for plain weights because the caller said so, in words.
+
+    Args:
+        manifest: An opened checkpoint that passed `check`.
+        bindings: What the model takes, as `shardload.mapping.Binding`.
+        ignore: As for `check`.
+    """
+    told = []
+    if ADAPTER in ignore and _has_adapter_beside(manifest):
+        told.append(f"{ADAPTER} ignored: the weights are those of the model without its PEFT adapter")
+    if FIELD not in ignore or manifest.format not in FORMATS:
+        return tuple(told)
+    decoded = _DECODED.get(str(manifest.config.get("model_type")))
+    said = [f"{where} says {method}" for method, where in _described(manifest) if method != decoded]
+    if bare := [b.view.tensor for b in bindings if _is_float8(b.stored) and not _is_float8(b.dtype)]:
+        said.append(f"{len(bare)} tensors are float8 ({bare[0]!r} …)")
+    return (*told, *(f"{FIELD} ignored: {one}; the tensors are taken for plain weights" for one in said))
+
+
+def _check_tensors(manifest: Manifest, names: Iterable[str], *, ignore: Iterable[str] = ()) -> None:
+    names = list(names)
+    if any(re.search(_ADAPTER, name) for name in names):
+        raise UnsupportedError(_about_adapter(manifest))
+    decoded = _DECODED.get(str(manifest.config.get("model_type")))
+    for name in names:
+        method = _method_of(name, manifest)
+        if method is not None and method != decoded and not (method == BARE_FLOAT8 and FIELD in ignore):
+            raise UnsupportedError(_about_tensor(manifest, name, method))
+
+
+def _about_tensor(manifest: Manifest, name: str, method: str) -> str:
+    named = next((found for found, _ in _described(manifest)), method)
+    out = f". Where its values need no scales, pass {_OPTION}" if method == BARE_FLOAT8 else ""
+    return (
+        f"Cannot load {manifest.source}: tensor {name!r} ({manifest.tensors[name].dtype}) belongs to weights quantised "
+        f"with {named}, expected plain weights. {_WAY_OUT}{out}"
+    )
+
+
+def _described(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """Each method a configuration names, and where."""
+    nested = [manifest.config.get(key) for key in ("text_config", "language_config")]
+    for config in (manifest.config, *(c for c in nested if isinstance(c, Mapping))):
+        for key in (FIELD, "compression_config"):
+            if isinstance(found := config.get(key), Mapping) and found:
+                method = found.get("quant_method") or found.get("quantization_method") or found.get("quant_algo")
+                if not _is_idle(method, found):
+                    yield str(method or "an unnamed method"), f"{key} in config.json"
+    if method := _algorithm_beside(manifest):
+        yield method, "hf_quant_config.json"
+
+
+def _is_idle(method: Any, config: Mapping[str, Any]) -> bool:
+    """Whether transformers skips it: bitsandbytes, of which neither form is asked for."""
+    return method == "bitsandbytes" and not (config.get("load_in_4bit") or config.get("load_in_8bit"))
+
+
+def _algorithm_beside(manifest: Manifest) -> str | None:
+    """What ModelOpt wrote beside ``config.json``."""
+    if manifest.format != "hf-safetensors":
+        return None
+    try:
+        told = json.loads((Path(manifest.source) / "hf_quant_config.json").read_text(encoding="utf-8"))
+        algorithm = told["quantization"]["quant_algo"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return None
+    return f"modelopt {algorithm}" if algorithm else None
+
+
+def _method_of(name: str, manifest: Manifest) -> str | None:
+    """The method that stores a tensor of this name or dtype; ``None`` for a weight."""
+    tensors = manifest.tensors
+    stem = name.removesuffix(".weight")
+    if _is_float8(tensors[name].dtype):
+        scales = (f"{stem}.weight_scale", f"{stem}.weight_scale_inv", f"{stem}.scale", f"{stem}.input_scale")
+        return "fp8" if any(scale in tensors for scale in scales) else BARE_FLOAT8
+    for pattern, method in _SIGNS:
+        if found := re.search(pattern, name):
+            needed = _NEEDS.get(found[0])
+            if needed is None or name.removesuffix(found[0]) + needed in tensors:
+                return method
+    scaled = tensors.get(name.removesuffix("_scale")) if name.endswith(".weight_scale") else None
+    if scaled is not None and _is_float8(scaled.dtype):
+        return "fp8"
+    return "compressed-tensors" if scaled is not None and scaled.dtype.kind in "iu" else None
+
+
+def _is_float8(dtype: Any) -> bool:
+    return str(dtype).startswith("float8")
+
+
+def _about_adapter(manifest: Manifest) -> str:
+    source = Path(manifest.source)
+    beside = (source if source.is_dir() else source.parent) / "adapter_config.json"
+    base = _base_model(beside)
+    whose = f" of {base}" if base else ""
+    return (
+        f"Cannot load {manifest.source}: it contains a PEFT adapter{whose}, expected a model's own weights. Load "
+        f"{base or 'the base model'} instead, or merge the adapter into it with PEFT (merge_and_unload) and save that"
+    )
+
+
+def _has_adapter_beside(manifest: Manifest) -> bool:
+    """Whether transformers would apply an adapter to the weights of this folder."""
+    folder = Path(manifest.source)
+    return (
+        manifest.format == "hf-safetensors"
+        and (folder / "adapter_config.json").is_file()
+        and any((folder / name).is_file() for name in _ADAPTER_FILES)
+    )
+
+
+def _about_adapter_beside(manifest: Manifest) -> str:
+    return (
+        f"Cannot load {manifest.source}: beside its weights it contains a PEFT adapter (adapter_config.json), which "
+        "transformers would apply, and results would differ. Merge the adapter with PEFT (merge_and_unload) and save "
+        f"that in another folder. For the weights without the adapter, pass ignore_config=({ADAPTER!r},) "
+        f"(--ignore-config {ADAPTER})"
+    )
+
+
+def _base_model(path: Path) -> str | None:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return None
+    return repr(found[:200]) if isinstance(found, str) and found else None

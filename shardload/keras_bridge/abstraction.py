@@ -1,0 +1,384 @@
+"""Build models without allocating, and give what is left its initial values, already sharded.
+
+    with shardload.abstract():
+        model = build()              # shapes, dtypes, paths, layouts; no buffer, no initialiser, no compile
+    shardload.load_weights(model, "model.weights.h5")
+    initialise(model)                # what the checkpoint does not hold: seeds, metrics, new heads, slots
+
+Late initialisation equals eager initialisation bit for bit. Seeds are drawn when initialisers are made,
+so their order is Keras' own; and each operation of an initialiser is dispatched by itself, as eager Keras
+does, only with its result sharded: fused into one program, XLA would contract multiplications and
+additions and change the last bit (see `_Program`).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import importlib.abc
+import inspect
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from shardload.distributed.same_values import require_agreement
+from shardload.errors import UninitialisedError, UnsupportedError
+from shardload.keras_bridge.keras_types import Model, Variable
+from shardload.keras_bridge.model_state import refresh_derived, state_of
+from shardload.keras_bridge.patches import Patch, Patches
+from shardload.keras_bridge.pending import HostConstant, is_built_in, pending_of, recording
+from shardload.keras_bridge.recording import record_variables, registered
+from shardload.keras_bridge.variables import (
+    direct_assign,
+    has_value,
+    initialise_eagerly,
+    is_abstract,
+    set_layout,
+    settle,
+    sharding_of,
+    stored_dtype,
+    unique,
+    value_of,
+)
+from shardload.sharding.layout import Layout
+
+__all__ = ["abstract", "check_initialised", "initialise", "is_abstract", "uninitialised"]
+
+
+@contextmanager
+def abstract() -> Iterator[None]:
+    """Build anything Keras inside this block, without a buffer, an initialiser run or an XLA compile.
+
+    Constructors, ``build``, ``compile`` and ``from_preset`` (which reads configuration and assets, never
+    weights) work as always; variables know shape, dtype, path and layout. Only the current thread is
+    affected; blocks nest; an exception leaves nothing behind. Outside, a variable that still has no value
+    can be loaded or initialised; reading it raises `UninitialisedError`. ``quantize()`` needs values: load
+    first, or build with a quantized dtype policy such as ``"int8_from_float32"``.
+
+    Raises:
+        UnsupportedError: Under Keras' NNX mode, whose variables cannot exist without a buffer.
+    """
+    if keras.config.backend() != "jax" or keras.config.is_nnx_enabled():
+        raise UnsupportedError("shardload.abstract() needs Keras' JAX backend with NNX off: set KERAS_BACKEND=jax")
+    with record_variables(), _presets_read_configuration_only():
+        yield
+
+
+def initialise(
+    target: Model | Iterable[Variable],
+    *,
+    layouts: Mapping[int, Layout] | None = None,
+    devices: Sequence[jax.Device] | None = None,
+) -> list[str]:
+    """Give every variable without a value its initial one, sharded per its layout, in creation order.
+
+    Args:
+        target: A model (with its optimizer, metrics, sampler) or variables.
+        layouts: ``id(variable)`` → layout, for variables whose layout is not set yet.
+        devices: Devices in mesh-position order, needed with ``layouts``.
+
+    Returns:
+        Paths of the variables initialised, in that order.
+
+    Raises:
+        UninitialisedError: When a variable's old value was dropped and never replaced: it has no initialiser. Or when
+            its initial value differs from process to process.
+    """
+    found = _variables(target)
+    for variable in found:
+        settle(variable)
+        if layouts and id(variable) in layouts and is_abstract(variable):
+            set_layout(variable, layouts[id(variable)], jax.devices() if devices is None else devices)
+    waiting = sorted(filter(is_abstract, found), key=lambda v: pending_of(v).order)
+    for variable in waiting:
+        if is_abstract(variable):  # a seed generator may have been needed by an earlier initialiser
+            _initialise(variable)
+    if isinstance(target, keras.Layer):
+        refresh_derived(target)
+    return [v.path for v in waiting]
+
+
+def uninitialised(target: Model | Iterable[Variable]) -> list[str]:
+    """Paths of variables without a value, those on Keras' global waiting list included."""
+    waiting = [v for v in registered() if not has_value(v)]
+    return [v.path for v in unique([*_variables(target), *waiting]) if not has_value(v)]
+
+
+def check_initialised(target: Model | Iterable[Variable]) -> None:
+    """Make sure that no variable is left without a value.
+
+    Raises:
+        UninitialisedError: Naming the first few that are.
+    """
+    if left := uninitialised(target):
+        shown = ", ".join(map(repr, left[:5])) + (" …" if len(left) > 5 else "")
+        raise UninitialisedError(
+            f"{len(left)} variables have no value: {shown}. Load them, or call shardload.initialise(model)"
+        )
+
+
+def _variables(target: Model | Iterable[Variable]) -> list[Variable]:
+    if isinstance(target, keras.Layer):
+        return state_of(target)
+    return unique(getattr(target, "variables", target))
+
+
+# ---- one variable's initial value ----------------------------------------------------------------
+
+
+def _initialise(variable: Variable) -> None:
+    pending, sharding = pending_of(variable), sharding_of(variable)
+    initializer = pending.initializer
+    if initializer is None:
+        raise UninitialisedError(
+            f"Variable {variable.path!r} lost its value to a load that did not finish, and cannot be initialised: "
+            "load the model again"
+        )
+    for generator in _generators(initializer):
+        if is_abstract(generator.state):
+            _initialise(generator.state)
+    if isinstance(initializer, HostConstant) and sharding is not None:
+        direct_assign(variable, _place(initializer.value, variable, sharding))
+    elif sharding is None or _takes_layout(initializer):
+        if sharding is not None and not sharding.is_fully_addressable:
+            require_agreement([_described(initializer)], variable.path, sharding)
+        initialise_eagerly(variable, initializer)
+    else:
+        direct_assign(variable, _sharded_value(variable, initializer, sharding))
+
+
+def _takes_layout(initializer: Callable[..., Any]) -> bool:
+    """Whether Keras would hand the initialiser its layout, and leave the sharding to it."""
+    return "layout" in inspect.signature(initializer).parameters
+
+
+def _described(initializer: Any) -> str:
+    """All that can be compared of an initialiser which computes its own shards: plain attributes, seeds' states."""
+    states = [np.asarray(value_of(g.state)).tolist() for g in _generators(initializer)]
+    plain = {k: v for k, v in getattr(initializer, "__dict__", {}).items() if isinstance(v, str | int | float)}
+    return json.dumps([plain, states], sort_keys=True)
+
+
+def _place(value: np.ndarray[Any, Any], variable: Variable, sharding: Any) -> jax.Array:
+    owned = np.array(value, dtype=stored_dtype(variable)).reshape(variable.shape)
+    if not sharding.is_fully_addressable:
+        require_agreement([owned], variable.path, sharding)
+    return jax.make_array_from_callback(owned.shape, sharding, lambda index: owned[index])
+
+
+def _sharded_value(variable: Variable, initializer: Callable[..., Any], sharding: Any) -> jax.Array:
+    try:
+        program, seeds = _program(variable, initializer, sharding)
+    except Exception:
+        # Not traceable (draws from Keras' global seed, computes in NumPy …): a real error shows again here.
+        value = keras.ops.convert_to_tensor(initializer(variable.shape, dtype=stored_dtype(variable).name))
+        return _place(np.asarray(value), variable, sharding)
+    if not sharding.is_fully_addressable:
+        require_agreement([*program.constants, *seeds], variable.path, sharding)
+    value, *states = program(*seeds)
+    for generator, state in zip(_generators(initializer), states, strict=False):
+        generator.state.assign(np.asarray(state))
+    return value
+
+
+class _FixedSeed(keras.random.SeedGenerator):  # type: ignore[misc]
+    """Hands a traced seed to an initialiser made with an integer seed, so that its program can be shared."""
+
+    def __init__(self, seed: Any) -> None:
+        self._drawn = seed
+
+    def next(self, ordered: bool = True) -> Any:
+        return self._drawn
+
+
+def _generators(initializer: Any) -> list[keras.random.SeedGenerator]:
+    return [v for v in getattr(initializer, "__dict__", {}).values() if isinstance(v, keras.random.SeedGenerator)]
+
+
+_programs: dict[Any, _Program] = {}
+
+
+def _program(variable: Variable, initializer: Any, sharding: Any) -> tuple[_Program, list[Any]]:
+    """The staged program that computes a variable's initial value, and the seeds to run it on.
+
+    Programs of Keras' own initialisers are shared by all variables alike; the seed is their argument.
+    """
+    shape, dtype = tuple(variable.shape), stored_dtype(variable).name
+    generators = _generators(initializer)
+    if generators or not isinstance(initializer, keras.Initializer) or not is_built_in(initializer):
+        states = [value_of(g.state) for g in generators]
+        return _Program(_stateful(initializer, generators, shape, dtype), states, shape, sharding), states
+    seed = getattr(initializer, "seed", None)
+    seeds = [] if seed is None else [keras.ops.convert_to_tensor([seed, 0], dtype="uint32")]
+    config = {k: v for k, v in initializer.get_config().items() if k != "seed"}
+    key = (type(initializer), json.dumps(config, sort_keys=True, default=repr), shape, dtype, sharding)
+    if key not in _programs:
+        _programs[key] = _Program(_seeded(initializer, shape, dtype), seeds, shape, sharding)
+    return _programs[key], seeds
+
+
+def _seeded(initializer: Any, shape: tuple[int, ...], dtype: str) -> Callable[..., list[Any]]:
+    def run(*seeds: Any) -> list[Any]:
+        seeded = copy.copy(initializer)
+        if seeds:
+            seeded.seed = _FixedSeed(seeds[0])
+        return [keras.ops.convert_to_tensor(seeded(shape, dtype=dtype))]
+
+    return run
+
+
+def _stateful(
+    initializer: Any, generators: list[keras.random.SeedGenerator], shape: tuple[int, ...], dtype: str
+) -> Callable[..., list[Any]]:
+    def run(*states: Any) -> list[Any]:
+        mapping = [(g.state, s) for g, s in zip(generators, states, strict=True)]
+        with keras.StatelessScope(state_mapping=mapping, initialize_variables=False) as scope:
+            value = keras.ops.convert_to_tensor(initializer(shape, dtype=dtype))
+        if set(scope.state_mapping) != {id(v) for v, _ in mapping}:
+            raise UnsupportedError("the initialiser changes variables other than its seed generators'")
+        return [value, *(scope.get_current_value(v) for v, _ in mapping)]
+
+    return run
+
+
+class _Program:
+    """An initialiser traced once and run as eager Keras runs it, one operation per dispatch.
+
+    Each operation is compiled by itself with every input a run-time argument; results that have the
+    variable's shape come out sharded, others replicated. So a device holds its shard of the operation's inputs,
+    result and scratch (four shards at most for Keras' random initialisers on CPU), never the whole tensor, and no
+    rounding differs from the eager one.
+    """
+
+    def __init__(self, run: Callable[..., list[Any]], seeds: list[Any], shape: tuple[int, ...], sharding: Any) -> None:
+        closed = jax.make_jaxpr(run)(*seeds)
+        self._jaxpr, self._consts = closed.jaxpr, closed.consts
+        everywhere = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+        self._everywhere = everywhere
+        self._final = sharding
+        self._stages = [
+            jax.jit(_bound(eqn), out_shardings=[sharding if v.aval.shape == shape else everywhere for v in eqn.outvars])
+            for eqn in self._jaxpr.eqns
+        ]
+        self._last_use = {id(v): i for i, eqn in enumerate(self._jaxpr.eqns) for v in eqn.invars}
+        self._last_use |= {id(v): len(self._stages) for v in self._jaxpr.outvars}
+
+    def __call__(self, *seeds: Any) -> list[Any]:
+        """The value, then the new states of seed generators."""
+        known = zip([*self._jaxpr.constvars, *self._jaxpr.invars], [*self._consts, *seeds], strict=True)
+        env: dict[int, Any] = {id(v): np.asarray(x) for v, x in known}
+
+        def read(v: Any) -> Any:
+            return np.asarray(v.val, v.aval.dtype) if isinstance(v, Literal) else env[id(v)]
+
+        for i, (eqn, stage) in enumerate(zip(self._jaxpr.eqns, self._stages, strict=True)):
+            results = stage(*map(read, eqn.invars))
+            env = {key: x for key, x in env.items() if self._last_use.get(key, -1) > i}
+            env |= {id(v): x for v, x in zip(eqn.outvars, results, strict=True)}
+        first, *rest = (read(v) for v in self._jaxpr.outvars)
+        if isinstance(first, np.ndarray):  # computed from nothing, so no stage has put it on a device
+            owned = np.array(first, self._jaxpr.outvars[0].aval.dtype)
+            return [jax.make_array_from_callback(owned.shape, self._final, lambda index: owned[index]), *rest]
+        return [jax.device_put(first, self._final), *rest]
+
+    @property
+    def constants(self) -> list[Any]:
+        """What is computed with, beside the seeds, and by which operations."""
+        return [*self._consts, *_ingredients(self._jaxpr)]
+
+
+def _ingredients(jaxpr: Any) -> Iterator[Any]:
+    """Names of operations, literals and constants, those of programs inside the program too."""
+    for eqn in jaxpr.eqns:
+        yield eqn.primitive.name
+        yield from (v.val for v in eqn.invars if isinstance(v, Literal))
+        for inner in jax.tree.leaves([*eqn.params.values()], is_leaf=lambda x: isinstance(x, ClosedJaxpr | Jaxpr)):
+            if isinstance(inner, ClosedJaxpr):
+                yield from inner.consts
+                yield from _ingredients(inner.jaxpr)
+            elif isinstance(inner, Jaxpr):
+                yield from _ingredients(inner)
+    yield from (v.val for v in jaxpr.outvars if isinstance(v, Literal))
+
+
+def _bound(eqn: Any) -> Callable[..., list[Any]]:
+    def run(*args: Any) -> list[Any]:
+        out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
+        return list(out) if eqn.primitive.multiple_results else [out]
+
+    return run
+
+
+# ---- from_preset inside the block ----------------------------------------------------------------
+
+_HUB = "keras_hub"
+
+
+@contextmanager
+def _presets_read_configuration_only() -> Iterator[None]:
+    """KerasHub's ``from_preset`` builds and reads no weights, also where KerasHub is first imported inside."""
+    with ExitStack() as stack:
+        watcher = _HubWatcher(stack)
+        if not watcher.patched():
+            sys.meta_path.insert(0, watcher)
+            stack.callback(sys.meta_path.remove, watcher)
+        yield
+
+
+class _HubWatcher(importlib.abc.MetaPathFinder):
+    """Finds no module; looks at each import whether KerasHub has come far enough to be patched."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self._done = False
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
+        """Leave the import to others."""
+        if fullname.startswith(f"{_HUB}.") and not self._done:
+            self.patched()
+
+    def patched(self) -> bool:
+        """Patch KerasHub if it is there; whether it was."""
+        modules = [sys.modules.get(f"{_HUB}.src.models.{name}") for name in ("backbone", "task")]
+        if all(hasattr(module, cls) for module, cls in zip(modules, ("Backbone", "Task"), strict=True)):
+            self._done = True
+            self._stack.enter_context(_HUB_PATCHES.applied())
+        return self._done
+
+
+def _hub_patches() -> list[Patch]:
+    loader = importlib.import_module(f"{_HUB}.src.utils.transformers.safetensor_utils").SafetensorLoader
+    return [
+        (sys.modules[f"{_HUB}.src.models.backbone"].Backbone, "from_preset", _without_weights),
+        (sys.modules[f"{_HUB}.src.models.task"].Task, "from_preset", _without_weights),
+        (loader, "port_weight", _nothing_ported),  # converters' heads ignore load_weights=False
+    ]
+
+
+_HUB_PATCHES = Patches(_hub_patches)
+
+
+def _without_weights(original: Any) -> Any:
+    function = original.__func__
+
+    @functools.wraps(function)
+    def from_preset(cls: Any, preset: str, load_weights: bool = True, **kwargs: Any) -> Any:
+        return function(cls, preset, load_weights=load_weights and not recording(), **kwargs)
+
+    return classmethod(from_preset)  # type: ignore[arg-type]  # wraps() keeps the type loose
+
+
+def _nothing_ported(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def port_weight(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return None if recording() else original(self, *args, **kwargs)
+
+    return port_weight

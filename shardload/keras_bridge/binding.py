@@ -1,0 +1,281 @@
+"""A model that carries its own mesh: `bind` it once, then use it as if nothing had happened.
+
+Keras keeps one distribution per thread, for whatever runs next. A bound model instead opens its own
+``ModelParallel`` scope around each of its public methods, and closes it again::
+
+    bind(a, mesh=1x8)   bind(b, mesh=2x4)      plain c
+    a.fit()  ─► [scope a] ─► back to the user's own distribution, or none
+    b.generate() ─► [scope b]                  c.fit() ─► no scope
+
+The methods are wrapped on the instance, not on a class: nothing global is left behind, other models are
+untouched, and what Keras saves, pickles or clones is a plain model, because it never looks at instance
+attributes. Sub-models (a task's backbone) are bound with it.
+
+A batch that does not divide the mesh's first axis is replicated instead of split: same numbers, no error.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import jax
+import keras
+import numpy as np
+
+from shardload.errors import LayoutError, MeshError
+from shardload.keras_bridge import abstraction
+from shardload.keras_bridge.keras_types import Model, Variable
+from shardload.keras_bridge.model_state import models_in, refresh_derived, slots_of, state_of, variables_of
+from shardload.keras_bridge.pending import pending_of
+from shardload.keras_bridge.training import batches_laid_out_singly
+from shardload.keras_bridge.variables import has_value, is_abstract, relocate, set_sharding, sharding_of, value_of
+from shardload.sharding.layout import Layout
+from shardload.sharding.mesh import MeshSpec
+from shardload.transfer.placement import named_sharding
+
+METHODS = (
+    "fit",
+    "evaluate",
+    "predict",
+    "train_on_batch",
+    "test_on_batch",
+    "predict_on_batch",
+    "generate",
+    "score",
+    "compile",
+    "quantize",
+    "enable_lora",
+    "call",
+)
+"""What runs in the model's own scope; ``call`` stands for ``model(...)``, which looks it up on the instance."""
+COMPILED = ("train_function", "test_function", "predict_function", "generate_function")
+"""Where Keras and KerasHub cache compiled steps, which hold the old mesh's shardings."""
+_ATTRIBUTE = "_shardload_binding"
+
+Layouts = Mapping[int, Layout] | Sequence[Layout]
+"""``id(variable)`` → layout, or one layout for each of `_keras.variables_of`, in order."""
+
+
+class MeshParallel(keras.distribution.ModelParallel):  # type: ignore[misc]
+    """``ModelParallel`` whose layouts belong to the variables, and whose batches need not divide."""
+
+    lays_out_each_batch = True
+
+    def __init__(self, mesh: MeshSpec, devices: Sequence[jax.Device], by_path: Mapping[str, Any]) -> None:
+        device_mesh = keras.distribution.DeviceMesh(mesh.sizes, list(mesh.axes), devices=np.array(devices))
+        super().__init__(layout_map=keras.distribution.LayoutMap(device_mesh), batch_dim_name=mesh.axes[0])
+        self._mesh, self._devices, self._by_path = mesh, tuple(devices), by_path
+
+    def get_variable_layout(self, variable: Variable) -> Any:
+        """The variable's own layout; that of its namesake for one made anew; else replicated."""
+        own, shape = sharding_of(variable), tuple(variable.shape)
+        if own is not None:
+            return own
+        namesake_shape, sharding = self._by_path.get(variable.path, (None, None))
+        return sharding if namesake_shape == shape else self.replicated(len(shape))
+
+    def get_data_layout(self, data_shape: Sequence[int]) -> Any:
+        """First dim over the first mesh axis where it divides, else replicated."""
+        parts = self._mesh.sizes[0]
+        splits = len(data_shape) > 0 and data_shape[0] is not None and data_shape[0] % parts == 0
+        axes = [self.batch_dim_name if splits and dim == 0 else None for dim in range(len(data_shape))]
+        return keras.distribution.TensorLayout(axes, self.device_mesh)
+
+    def get_tensor_layout(self, path: str) -> None:
+        """Activations go where XLA puts them."""
+        return
+
+    def replicated(self, rank: int) -> jax.sharding.NamedSharding:
+        """Every device of the mesh holds the whole."""
+        return named_sharding(Layout.replicated(self._mesh, rank), self._devices)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelBinding:
+    """How a model is bound: the mesh it lives on, and what runs it there."""
+
+    mesh: MeshSpec
+    devices: tuple[jax.Device, ...]
+    """In mesh-position order."""
+    distribution: MeshParallel = field(repr=False)
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Open the model's distribution in this thread; the one before comes back afterwards."""
+        with batches_laid_out_singly(), self.distribution.scope():
+            yield
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the scope is open in this thread."""
+        return keras.distribution.distribution() is self.distribution
+
+
+def bind(
+    model: Model,
+    *,
+    mesh: MeshSpec,
+    devices: Sequence[jax.Device],
+    layouts: Layouts,
+    values: Literal["move", "keep"] = "move",
+) -> ModelBinding:
+    """Put a model on a mesh, and have all its methods run there. Binding again replaces the mesh.
+
+    Args:
+        model: Built or abstract, compiled or not.
+        mesh: Its shape and axes; batches are split over the first axis.
+        devices: One per mesh position, row-major; any subset of ``jax.devices()``.
+        layouts: Where each variable lives. Optimizer slots follow their weight; variables not mentioned
+            (seeds, metrics, learning rates) are replicated.
+        values: ``move`` values the model holds to their new places now, or ``keep`` them where they are,
+            for a load that is about to replace them.
+
+    Raises:
+        MeshError: When devices and mesh differ in number, or a device repeats.
+        LayoutError: When a layout does not divide its variable, or is for another mesh.
+    """
+    if len(devices) != mesh.size or len(set(devices)) != len(devices):
+        raise MeshError(f"The mesh {mesh} needs {mesh.size} different devices, got {len(devices)}: {list(devices)}")
+    shardings = _shardings(model, mesh, devices, layouts)
+    unbind(model)
+    by_path = _by_path(shardings)
+    binding = ModelBinding(mesh, tuple(devices), MeshParallel(mesh, devices, by_path))
+    for variable, sharding in shardings:
+        (relocate if values == "move" else set_sharding)(variable, sharding)
+    refresh_derived(model)
+    for part in models_in(model):
+        _install(part, binding)
+    return binding
+
+
+rebind = bind
+"""`bind` on a model that is bound already: another mesh, other devices or other layouts."""
+
+
+def unbind(model: Model) -> None:
+    """Make a bound model plain again; its variables stay where they are. Plain models are left alone."""
+    for part in models_in(model):
+        if _ATTRIBUTE in vars(part):
+            for name in (*METHODS, _ATTRIBUTE):
+                part.__dict__.pop(name, None)
+            _forget_compiled(part)
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where a model stood at one moment: its binding and its variables' shardings, not their values."""
+
+    model: Model
+    binding: ModelBinding | None
+    shardings: tuple[tuple[Variable, Any], ...]
+
+    @classmethod
+    def of(cls, model: Model) -> Standing:
+        """Where ``model`` stands now."""
+        found = tuple((v, sharding_of(v)) for v in state_of(model))
+        return cls(model, binding_of(model), found)
+
+    def restore(self) -> None:
+        """Put the model back there; values stay where they are."""
+        unbind(self.model)
+        for variable, sharding in self.shardings:
+            set_sharding(variable, sharding)
+        if self.binding is not None:
+            for part in models_in(self.model):
+                _install(part, self.binding)
+
+
+def binding_of(model: Model) -> ModelBinding | None:
+    """How a model is bound, ``None`` for a plain one."""
+    return vars(model).get(_ATTRIBUTE)
+
+
+def _shardings(
+    model: Model, mesh: MeshSpec, devices: Sequence[jax.Device], layouts: Layouts
+) -> list[tuple[Variable, jax.sharding.NamedSharding]]:
+    chosen = layouts if isinstance(layouts, Mapping) else _aligned(model, layouts)
+    weight_of = {id(slot): weight for slot, weight in slots_of(model)}
+    found = []
+    for variable in state_of(model):
+        owner = weight_of.get(id(variable), variable)
+        layout = chosen.get(id(variable), chosen.get(id(owner)))
+        layout = layout or Layout.replicated(mesh, len(variable.shape))
+        if layout.mesh != mesh or not layout.divides(tuple(variable.shape)):
+            raise LayoutError(
+                f"Variable {variable.path!r} of shape {tuple(variable.shape)} cannot take the layout {layout} of the "
+                f"mesh {layout.mesh}: the model is to live on {mesh}, and every split dim must divide"
+            )
+        found.append((variable, named_sharding(layout, devices)))
+    return found
+
+
+def _aligned(model: Model, layouts: Sequence[Layout]) -> dict[int, Layout]:
+    variables = variables_of(model)
+    if len(variables) != len(layouts):
+        raise LayoutError(f"{len(layouts)} layouts were given for the {len(variables)} variables of {model.name!r}")
+    return {id(v): layout for v, layout in zip(variables, layouts, strict=True)}
+
+
+def _by_path(shardings: Sequence[tuple[Variable, Any]]) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """By exact path; variables that share a path but not a layout are left out."""
+    found: dict[str, tuple[tuple[int, ...], Any]] = {}
+    ambiguous = set()
+    for variable, sharding in shardings:
+        entry = (tuple(variable.shape), sharding)
+        if found.setdefault(variable.path, entry) != entry:
+            ambiguous.add(variable.path)
+    return {path: entry for path, entry in found.items() if path not in ambiguous}
+
+
+def _install(model: Model, binding: ModelBinding) -> None:
+    for name in METHODS:
+        method = getattr(model, name, None)
+        if callable(method):
+            model.__dict__[name] = _scoped(model, binding, method)
+    model.__dict__[_ATTRIBUTE] = binding
+    _forget_compiled(model)
+
+
+def _forget_compiled(model: Model) -> None:
+    for name in COMPILED:
+        if getattr(model, name, None) is not None:
+            setattr(model, name, None)
+
+
+def _scoped(model: Model, binding: ModelBinding, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if binding.is_open:
+            return method(*args, **kwargs)
+        if method.__name__ != "call":
+            _adopt(model, binding)
+        with binding.scope():
+            return method(*args, **kwargs)
+
+    return run
+
+
+def _adopt(model: Model, binding: ModelBinding) -> None:
+    """Bring variables onto the mesh that were made since: a new optimizer, LoRA kernels, seeds."""
+    slots = {id(slot): weight for slot, weight in slots_of(model)}
+    for variable in state_of(model):
+        sharding = sharding_of(variable)
+        if sharding is None:
+            weight = slots.get(id(variable))
+            sharding = sharding_of(weight) if weight is not None else _home(variable, binding)
+        relocate(variable, sharding)
+        if is_abstract(variable) and pending_of(variable).exact:
+            abstraction.initialise([variable])
+
+
+def _home(variable: Variable, binding: ModelBinding) -> Any:
+    """Where a variable without a layout belongs: where its value is, if that is on the mesh."""
+    if has_value(variable):
+        there = value_of(variable).sharding
+        if isinstance(there, jax.sharding.NamedSharding) and there.device_set == set(binding.devices):
+            return there
+    return binding.distribution.get_variable_layout(variable)

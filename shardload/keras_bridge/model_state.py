@@ -1,0 +1,200 @@
+"""The variables of a model, its optimizers and metrics, and what a layer says about them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import keras
+from keras.src.backend.jax.core import JaxVariable
+
+from shardload.keras_bridge.keras_types import Model, Variable
+from shardload.keras_bridge.saving import saved_objects
+from shardload.keras_bridge.variables import has_value, unique
+
+
+def variables_of(model: Model) -> list[Variable]:
+    """The model's own variables once each, in Keras' order: weights and seed generators' states."""
+    return unique(model.variables)
+
+
+def optimizer_variables_of(model: Model) -> list[Variable]:
+    """Variables of the compiled optimizer: slots, iterations, learning rate."""
+    optimizer = getattr(model, "optimizer", None)
+    return unique(getattr(optimizer, "variables", ()))
+
+
+def weights_of(model: Model) -> list[Variable]:
+    """All a checkpoint of the model can hold: its own variables, then its optimizer's."""
+    return unique([*variables_of(model), *optimizer_variables_of(model)])
+
+
+_PLAIN = frozenset(map(id, (bool, int, float, str, list, tuple, set, dict, FunctionType, type(None))))
+"""Types of most attributes, which hold no variables; by identity, as a metaclass may define equality and hashes."""
+
+
+def state_of(model: Model) -> list[Variable]:
+    """Every variable reachable: `weights_of`, metrics, and what attributes hold (a sampler's seeds)."""
+    found = weights_of(model)
+    if isinstance(model, keras.Layer):
+        for layer in model._flatten_layers():
+            found.extend(getattr(layer, "metrics_variables", ()))
+            # Metrics that were handed to compile as objects have variables before the model counts them as its own.
+            given = getattr(layer, "_compile_metrics", None)
+            for metric in keras.tree.flatten(
+                [getattr(given, n, None) for n in ("_user_metrics", "_user_weighted_metrics")]
+            ):
+                found.extend(metric.variables if isinstance(metric, keras.Metric) else ())
+            for attribute in list(vars(layer).values()):
+                if id(type(attribute)) not in _PLAIN:
+                    found.extend(_held_by(attribute))
+        for optimizer in _attribute_optimizers(model):
+            found.extend(optimizer.variables)
+    return unique(found)
+
+
+def other_optimizers(model: Model) -> list[tuple[str, Any]]:
+    """Optimizers that Keras saves with the model besides the compiled one (a GAN's), by path in ``.weights.h5``."""
+    held = set(map(id, _attribute_optimizers(model)))
+    return [(path, found) for path, found in saved_objects(model) if id(found) in held] if held else []
+
+
+def _attribute_optimizers(model: Model) -> list[Any]:
+    """What `other_optimizers` may find, without Keras' walk over everything, which takes long for large models."""
+    found: dict[int, Any] = {}
+    for layer in model._flatten_layers() if isinstance(model, keras.Layer) else ():
+        for attribute in list(vars(layer).values()):
+            found |= {id(optimizer): optimizer for optimizer in _optimizers_in(attribute)}
+    for wrapper in (model, *found.values()):  # what another one wraps, for loss scaling, is saved with that
+        inner = getattr(wrapper, "optimizer" if wrapper is model else "inner_optimizer", None)
+        while inner is not None:
+            found = {i: optimizer for i, optimizer in found.items() if optimizer is not inner}
+            inner = getattr(inner, "inner_optimizer", None)
+    return list(found.values())
+
+
+def _optimizers_in(held: Any) -> Iterator[Any]:
+    """The optimizers that an attribute is, or that its containers hold, as far down as Keras looks."""
+    waiting, seen = [held], set[int]()
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, keras.optimizers.Optimizer):
+            yield one
+        elif isinstance(one, (dict, list, tuple)) and id(one) not in seen:  # a list may hold itself
+            seen.add(id(one))
+            waiting.extend(one.values() if isinstance(one, dict) else one)
+
+
+def slots_of(model: Model) -> list[tuple[Variable, Variable]]:
+    """Optimizer variables that mirror a weight in shape, each with that weight."""
+    found: list[tuple[Variable, Variable]] = []
+    waiting = [getattr(model, "optimizer", None), *_attribute_optimizers(model)]
+    while waiting:
+        if (optimizer := waiting.pop()) is not None:
+            found.extend(_slots_in(optimizer))
+            waiting.append(getattr(optimizer, "inner_optimizer", None))
+    return found
+
+
+def _slots_in(optimizer: Any) -> Iterator[tuple[Variable, Variable]]:
+    weights = getattr(optimizer, "_trainable_variables", [])
+    for held in vars(optimizer).values():
+        if isinstance(held, list) and held is not weights and len(held) == len(weights):
+            pairs = zip(held, weights, strict=True)
+            yield from ((s, w) for s, w in pairs if isinstance(s, JaxVariable) and s.shape == w.shape)
+
+
+def models_in(model: Model) -> list[Model]:
+    """The model and the models among its layers (a task's backbone), itself first."""
+    return [layer for layer in model._flatten_layers() if isinstance(layer, keras.Model)]
+
+
+def refresh_derived(model: Model) -> None:
+    """Have layers recompute the constants they hold beside their variables: ``Normalization``'s mean and variance."""
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.Normalization) and layer.built and all(map(has_value, layer.variables)):
+            layer.finalize_state()
+
+
+def _held_by(attribute: Any) -> Iterable[Variable]:
+    if isinstance(attribute, JaxVariable):
+        return (attribute,)
+    if isinstance(attribute, keras.random.SeedGenerator):
+        return (attribute.state,)
+    if isinstance(attribute, (keras.Layer, list, tuple, dict, set)):
+        return ()
+    held = getattr(attribute, "variables", ()) if hasattr(type(attribute), "variables") else ()
+    return [v for v in held if isinstance(v, JaxVariable)] if isinstance(held, (list, tuple)) else ()
+
+
+def policy_name(layer: Any) -> str | None:
+    """Name of a layer's dtype policy, the usual one of a map; None for what is no layer."""
+    policy = layer._dtype_policy if isinstance(layer, keras.Layer) else None
+    if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
+        policy = policy[layer.path] if layer.path and not isinstance(layer, keras.Model) else policy.default_policy
+    if isinstance(policy, keras.dtype_policies.QuantizedDTypePolicy):  # some are named "int8_from_None"
+        computes, holds = policy.compute_dtype, policy.variable_dtype
+        return f"{policy.quantization_mode}_from_{holds if computes == holds else f'mixed_{computes}'}"
+    return None if policy is None else str(policy.name)
+
+
+def named_weights(layer: Any) -> list[tuple[str, Variable]]:
+    """The weights of a layer itself that can be frozen, by name; ``#2`` and so on where names repeat."""
+    found: list[tuple[str, Variable]] = []
+    seen: dict[str, int] = {}
+    for variable in layer._trainable_variables if isinstance(layer, keras.Layer) else ():
+        count = seen[variable.name] = seen.get(variable.name, 0) + 1
+        found.append((variable.name if count == 1 else f"{variable.name}#{count}", variable))
+    return found
+
+
+def seeds_of(saveable: Any) -> list[Variable]:
+    """States of the seed generators a layer tracks, in order of creation."""
+    return [generator.state for generator in getattr(saveable, "_seed_generators", ())]
+
+
+def weights_optimized(optimizer: Any) -> list[Variable]:
+    """Weights an optimizer was built for, in the order its slots have; empty before it was built."""
+    return list(getattr(optimizer, "_trainable_variables", ()))
+
+
+def own_layers(model: Model) -> list[Any]:
+    """The model and every layer in it."""
+    return list(model._flatten_layers())
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerState:
+    """What an optimizer is made of before it is built, to take its slots away again."""
+
+    parts: tuple[tuple[Any, dict[str, Any], tuple[tuple[Any, Any], ...]], ...]
+    """For the optimizer, its tracker, and those it wraps: the object, its attributes, its containers' content."""
+
+    @classmethod
+    def of(cls, optimizer: Any) -> OptimizerState:
+        """Remember an optimizer as it is."""
+        parts = []
+        while optimizer is not None:
+            tracker = optimizer._tracker
+            for target, held in ((optimizer, vars(optimizer)), (tracker, tracker.stored_ids)):
+                containers = (v for v in held.values() if isinstance(v, (list, dict, set)))
+                parts.append((target, dict(vars(target)), tuple((c, _plain(c)) for c in containers)))
+            optimizer = getattr(optimizer, "inner_optimizer", None)
+        return cls(tuple(parts))
+
+    def restore(self) -> None:
+        """Make it so again, past Keras' tracking of attributes and lists."""
+        for target, attributes, containers in self.parts:
+            vars(target).clear()
+            vars(target).update(attributes)
+            for container, content in containers:
+                kind = type(content)
+                kind.clear(container)
+                kind.extend(container, content) if kind is list else kind.update(container, content)
+
+
+def _plain(container: Any) -> Any:
+    """A copy of a (tracked) list, dict or set as the plain kind."""
+    return next(kind for kind in (list, dict, set) if isinstance(container, kind))(container)

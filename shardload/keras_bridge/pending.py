@@ -1,0 +1,150 @@
+"""What stands in for a variable's initialiser while the variable has no value.
+
+A Keras variable on JAX has two private attributes that matter here, and the functions of `variables` move between
+their states::
+
+    _value        _initializer    state
+    jax.Array     None            ordinary
+    None          Pending         abstract: shape, dtype, path and layout known, no buffer
+    jax.Array     Pending         assigned since; `direct_assign` and `settle` put it in order
+    None          None            inside ``fit``, where Keras holds the values itself
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+from keras.src.backend.common.name_scope import current_path
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+from numpy.typing import NDArray
+
+from shardload.errors import UninitialisedError
+from shardload.keras_bridge.keras_types import Variable
+
+BUILD_YOURSELF = "Build the model yourself, outside it, and fill it: shardload.load_weights(model, source, mesh=…)"
+"""The way out where a model cannot be built without values."""
+
+
+_orders = itertools.count()
+
+
+class HostConstant:
+    """An initialiser that is a value: small arrays given to ``Variable`` while building abstractly."""
+
+    def __init__(self, value: NDArray[Any]) -> None:
+        self.value = value
+
+    def __call__(self, shape: Any = None, dtype: Any = None) -> jax.Array:
+        """The value as a device array."""
+        return keras.ops.convert_to_tensor(self.value, dtype=dtype)
+
+
+class Unknown(keras.KerasTensor):  # type: ignore[misc]
+    """What reading a variable without a value yields while a layer builds: its shape and dtype, for ``keras.ops``.
+
+    No number can come from it, nor from what is computed with it: it can be assigned to another abstract variable
+    (`ComputedInBuild`), and whatever else needs its value is refused.
+    """
+
+    def __init__(self, pending: PendingValue, shape: Any, dtype: Any) -> None:
+        super().__init__(shape, dtype)
+        self.pending = pending
+
+    def _refuse(self, *_: Any) -> Any:
+        raise UninitialisedError(
+            f"Variable {self.pending.path!r} has no value inside shardload.abstract(), and what is built there needs "
+            f"it. {BUILD_YOURSELF}"
+        )
+
+    __array__ = __jax_array__ = __bool__ = __int__ = __float__ = _refuse
+
+
+class ComputedInBuild:
+    """Stands in for the initialiser of a variable that its layer computes from others in ``build``.
+
+    Only a checkpoint can give it a value: its initialiser would be another one than the layer means.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __call__(self, shape: Any = None, dtype: Any = None) -> Any:
+        """Refuse."""
+        raise UninitialisedError(
+            f"Variable {self.path!r} has no value: its layer computes it from other variables when it is built, which "
+            "had none then, and nothing was loaded for it. Build the model outside shardload.abstract(), then "
+            "shardload.load_weights(model, source)"
+        )
+
+
+class PendingValue:
+    """Stands in for a variable's initialiser until the variable gets a value.
+
+    Called by Keras whenever someone reads the variable: yields a placeholder during shape inference and while
+    layers build, the exact value where that is known, and otherwise refuses.
+    """
+
+    __slots__ = ("initializer", "order", "path")
+
+    def __init__(self, initializer: Callable[..., Any] | None, path: str) -> None:
+        self.initializer = initializer
+        self.path = path
+        self.order = next(_orders)
+
+    @property
+    def exact(self) -> bool:
+        """Whether the initial value is a constant known on the host: learning rates, seeds."""
+        name = getattr(self.initializer, "__qualname__", "")
+        return isinstance(self.initializer, HostConstant) or name == "SeedGenerator.__init__.<locals>.seed_initializer"
+
+    def __call__(self, shape: Any, dtype: Any = None) -> Any:
+        """What reading the variable yields.
+
+        Raises:
+            UninitialisedError: When a value was asked for and there is none.
+        """
+        if in_symbolic_scope():
+            return jax.numpy.zeros(shape, dtype)
+        if self.exact and self.initializer is not None:
+            return self.initializer(shape, dtype=dtype)
+        if recording() and isinstance(self.initializer, (keras.initializers.Zeros, keras.initializers.Ones)):
+            # Normalization.build computes with its statistics; they are what they would be.
+            fill = np.zeros if isinstance(self.initializer, keras.initializers.Zeros) else np.ones
+            return jax.numpy.asarray(fill(shape, getattr(jax.numpy, dtype)))
+        if recording() and current_path():
+            return Unknown(self, shape, dtype)
+        raise UninitialisedError(
+            f"Variable {self.path!r} has no value: it was built without allocating, or a load let go of it. Load the "
+            "model (shardload.load_weights, or Keras' own load_weights), or initialise it with "
+            "shardload.initialise(model)"
+        )
+
+
+def pending_of(variable: Variable) -> PendingValue:
+    """What an abstract variable recorded in place of its value."""
+    pending: PendingValue = variable._initializer
+    return pending
+
+
+def is_built_in(initializer: Any) -> bool:
+    """Whether the initialiser is one of Keras' own, so that its configuration says everything about it."""
+    return type(initializer).__module__.startswith("keras.src.initializers.")
+
+
+recording_flag: ContextVar[bool] = ContextVar("shardload_recording", default=False)
+
+
+def recording() -> bool:
+    """Whether variables created now, in this thread or task, stay without a value."""
+    return recording_flag.get()
+
+
+def recorded_initializer(variable: Variable) -> Any:
+    """What `put_back` needs to make a variable abstract again; ``None`` for ordinary ones."""
+    return variable._initializer

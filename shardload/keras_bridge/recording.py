@@ -1,0 +1,233 @@
+"""Build layers without allocating: while recording, new variables keep their initialiser and get no buffer."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+from keras.src.backend.common import global_state, variables
+from keras.src.backend.common.stateless_scope import in_stateless_scope
+from keras.src.backend.common.symbolic_scope import SymbolicScope
+from keras.src.backend.jax.core import JaxVariable
+from numpy.typing import NDArray
+
+from shardload.errors import UnsupportedError
+from shardload.keras_bridge.keras_types import Variable
+from shardload.keras_bridge.patches import Patches
+from shardload.keras_bridge.pending import (
+    BUILD_YOURSELF,
+    ComputedInBuild,
+    HostConstant,
+    PendingValue,
+    Unknown,
+    recording,
+    recording_flag,
+)
+from shardload.keras_bridge.variables import is_abstract
+
+GLOBAL_SEED, GLOBAL_GENERATOR = "global_random_seed", "global_seed_generator"
+"""Where Keras keeps what `keras.utils.set_random_seed` was given, and the generator that it seeds."""
+
+
+UNINITIALISED = "uninitialized_variables"
+"""Keras' thread-local list of variables created in a ``StatelessScope``."""
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Have Keras, Python and NumPy draw from ``seed`` inside, and go on afterwards as if nothing had been drawn."""
+    names = (GLOBAL_SEED, GLOBAL_GENERATOR)
+    before = [global_state.get_global_attribute(name) for name in names]
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        random.seed(seed)
+        np.random.seed(seed)  # Keras' own generators, and user code, may draw from it
+        for name, value in zip(names, (seed, None), strict=True):
+            global_state.set_global_attribute(name, value)
+        yield
+    finally:
+        for name, value in zip(names, before, strict=True):
+            global_state.set_global_attribute(name, value)
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def unregistered(since: int = 0) -> list[Variable]:
+    """Take the variables off Keras' global list of uninitialised ones, from index ``since`` on."""
+    waiting = global_state.get_global_attribute(UNINITIALISED) or []
+    taken = list(waiting[since:])
+    del waiting[since:]
+    return taken
+
+
+def registered() -> list[Variable]:
+    """Variables on Keras' global list of uninitialised ones, in this thread."""
+    return list(global_state.get_global_attribute(UNINITIALISED) or [])
+
+
+@contextmanager
+def record_variables() -> Iterator[None]:
+    """While open, variables created by this thread or task record their initialiser and get no buffer."""
+    before = len(registered())
+    token = recording_flag.set(True)
+    try:
+        with _RECORDING_PATCHES.applied():
+            yield
+    finally:
+        recording_flag.reset(token)
+        for variable in unregistered(before):
+            _record(variable, variable._initializer)
+
+
+def _record(variable: Variable, initializer: Any) -> None:
+    variable._initialize_layout()
+    variable._value = None
+    if not isinstance(initializer, PendingValue):
+        variable._initializer = PendingValue(initializer, variable.path)
+
+
+def _host_array(value: Any, dtype: Any) -> NDArray[Any]:
+    array = np.asarray(value)
+    wanted = array.dtype if dtype is None else np.dtype(getattr(jax.numpy, keras.backend.standardize_dtype(dtype)))
+    return np.array(array, dtype=jax.dtypes.canonicalize_dtype(wanted))
+
+
+def _init(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def init(self: Variable, initializer: Any, shape: Any = None, dtype: Any = None, *rest: Any, **named: Any) -> None:
+        given = callable(initializer) or isinstance(initializer, str)
+        if recording() and not given and not in_stateless_scope():
+            initializer = HostConstant(_host_array(initializer, dtype))
+            shape, dtype = initializer.value.shape, initializer.value.dtype
+        original(self, initializer, shape, dtype, *rest, **named)
+
+    return init
+
+
+def _initialize_with_initializer(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def initialize(self: Variable, initializer: Any) -> None:
+        _record(self, initializer) if recording() else original(self, initializer)
+
+    return initialize
+
+
+def _deferred_initialize(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def initialize(self: Variable) -> None:
+        _record(self, self._initializer) if recording() else original(self)
+
+    return initialize
+
+
+def _assign(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def assign(self: Variable, value: Any) -> Any:
+        host = isinstance(value, (np.ndarray, np.generic, int, float, list, tuple))
+        known = host or isinstance(value, keras.KerasTensor)
+        if not (recording() and known and is_abstract(self) and not in_stateless_scope()):
+            return original(self, value)
+        value = _host_array(value, self._dtype) if host else value
+        if tuple(value.shape) != tuple(self.shape):
+            raise ValueError(f"Variable {self.path!r} has shape {self.shape}, but was given {value.shape}")
+        self._initializer = PendingValue(HostConstant(value) if host else ComputedInBuild(self.path), self.path)
+        return value
+
+    return assign
+
+
+def _post_build(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    @functools.wraps(original)
+    def post_build(self: Any) -> None:
+        for name, held in list(vars(self).items()) if recording() else ():
+            if isinstance(held, keras.KerasTensor) and (source := _unknown_behind(held)) is not None:
+                raise UnsupportedError(
+                    f"{type(self).__name__} {getattr(self, 'path', '')!r} keeps in .{name} what it computed from the "
+                    f"variable {source.pending.path!r}, which has no value inside shardload.abstract(). "
+                    f"{BUILD_YOURSELF}"
+                )
+        original(self)
+
+    return post_build
+
+
+def _unknown_behind(tensor: Any) -> Unknown | None:
+    """A variable's placeholder that ``tensor`` was computed from."""
+    seen: dict[int, Any] = {}
+    waiting = [tensor]
+    while waiting:
+        found = waiting.pop()
+        if isinstance(found, Unknown):
+            return found
+        history = getattr(found, "_keras_history", None)
+        if id(found) not in seen and history is not None and history.operation is not None:
+            waiting.extend(history.operation._inbound_nodes[history.node_index].input_tensors)
+        seen[id(found)] = found
+    return None
+
+
+def without_computing(function: Callable[[], None]) -> None:
+    """Run ``function`` with every JAX operation in it traced instead of executed: no memory, no initialiser."""
+
+    def traced() -> None:
+        with SymbolicScope():
+            function()
+
+    jax.eval_shape(traced)
+
+
+def computing() -> AbstractContextManager[Any]:
+    """Inside `without_computing`: execute for real after all."""
+    evaluate: AbstractContextManager[Any] = jax.ensure_compile_time_eval()
+    return evaluate
+
+
+def is_tracing_error(error: Exception | None) -> bool:
+    """Whether code failed only because it ran in `without_computing`."""
+    return isinstance(error, jax.errors.JAXTypeError)
+
+
+def quantize_without_values(layer: Any) -> None:
+    """``layer.quantize("int8")`` where its kernel has no value: everything but the numbers, which a load brings.
+
+    A layer built from a map of policies has the map itself as its policy, so that Keras' own hooks store no scale; it
+    gets the one that is meant.
+    """
+    policy = getattr(layer, "_dtype_policy", None)
+    if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
+        layer._dtype_policy = policy[layer.path]
+    if layer.quantization_mode is None:
+        with _INT8_PATCH.applied():
+            layer.quantize("int8")
+
+
+def _stand_ins(original: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self: Any, x: Any, axis: Any = None, to_numpy: bool = False, **named: Any) -> Any:
+        if not (isinstance(x, JaxVariable) and is_abstract(x)):
+            return original(self, x, axis, to_numpy=to_numpy, **named)
+        axis = self.axis if axis is None else axis
+        axes = {a % len(x.shape) for a in ((axis,) if isinstance(axis, int) else axis)}
+        scales = tuple(1 if d in axes else n for d, n in enumerate(x.shape))
+        return np.broadcast_to(np.int8(0), tuple(x.shape)), np.broadcast_to(np.float32(1), scales)
+
+    return call
+
+
+_RECORDING_PATCHES = Patches(
+    lambda: [
+        (variables.Variable, "__init__", _init),
+        (JaxVariable, "_initialize_with_initializer", _initialize_with_initializer),
+        (variables.Variable, "_deferred_initialize", _deferred_initialize),
+        (variables.Variable, "assign", _assign),
+        (keras.Operation, "_post_build", _post_build),
+    ]
+)
+
+
+_INT8_PATCH = Patches(lambda: [(keras.quantizers.AbsMaxQuantizer, "__call__", _stand_ins)])

@@ -1,0 +1,230 @@
+"""Keras' own walk over everything it saves, with our source of values, and every ``assign`` on the way."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, Protocol
+
+import keras
+from keras.src.backend.common import variables
+from keras.src.backend.jax.core import JaxVariable
+from keras.src.saving import saving_lib
+from keras.src.saving.keras_saveable import KerasSaveable
+from keras.src.utils import naming
+
+from shardload.keras_bridge.keras_types import Model, Variable
+from shardload.keras_bridge.patches import Patches
+from shardload.keras_bridge.recording import without_computing
+
+AssignHandler = Callable[[Variable, Any, Callable[[Variable, Any], Any]], Any]
+"""Called with the variable, the value and Keras' own ``assign``; returns what ``assign`` is to return."""
+
+
+_assign_handler: ContextVar[AssignHandler | None] = ContextVar("shardload_assign_handler", default=None)
+
+
+@contextmanager
+def assignments_to(handler: AssignHandler) -> Iterator[None]:
+    """While open, every ``variable.assign(value)`` of this thread goes to ``handler`` instead."""
+    token = _assign_handler.set(handler)
+    try:
+        with _ASSIGN_PATCH.applied():
+            yield
+    finally:
+        _assign_handler.reset(token)
+
+
+def _handled_assign(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def assign(self: Variable, value: Any) -> Any:
+        handler = _assign_handler.get()
+        return original(self, value) if handler is None else handler(self, value, original)
+
+    return assign
+
+
+def _inherited_assign(variable: Variable, value: Any) -> Any:
+    """Whatever ``assign`` the base class has when it is called, patched or not."""
+    return variables.Variable.assign(variable, value)
+
+
+class _InheritedPatch(Patches):
+    """``JaxVariable.assign`` is inherited: this one is set on the subclass and deleted after."""
+
+    def __init__(self) -> None:
+        super().__init__(tuple)
+
+    def _replace(self) -> None:
+        JaxVariable.assign = _handled_assign(_inherited_assign)
+
+    def _put_back(self) -> None:
+        del JaxVariable.assign
+
+
+class StateSource(Protocol):
+    """What `load_state` reads from, and what it tells about where Keras is."""
+
+    def entry(self, path: str) -> Any:
+        """The mapping handed to ``load_own_variables`` of the saveable at ``path``."""
+        ...
+
+    def has_path(self, path: str) -> bool:
+        """Whether anything is stored below ``path``."""
+        ...
+
+    def visit(self, saveable: Any, path: str) -> AbstractContextManager[Callable[[Exception | None], None]]:
+        """Open around each saveable and its children; told at the end how its ``load_own_variables`` failed."""
+        ...
+
+
+class _ServedStore(saving_lib.H5IOStore):  # type: ignore[misc]
+    """``_load_state`` insists on the type; nothing of the HDF5 in it is used."""
+
+    def __init__(self, source: StateSource) -> None:
+        self.source = source
+
+    def __bool__(self) -> bool:
+        return True
+
+    def get(self, path: str) -> Any:
+        return self.source.entry(path)
+
+    def has_path(self, path: str) -> bool:
+        return self.source.has_path(path)
+
+
+def load_state(model: Model, source: StateSource, *, skip: Iterable[Any] = ()) -> None:
+    """Keras' own walk over everything that has ``load_own_variables``, served by ``source``.
+
+    Errors of single saveables do not stop it (nor Keras): ``visit`` is told. Those in ``skip`` are left out.
+    """
+    with _LOAD_STATE_PATCH.applied():
+        saving_lib._load_state(
+            model,
+            weights_store=_ServedStore(source),
+            assets_store=None,
+            inner_path="",
+            visited_saveables={id(saveable) for saveable in skip},
+            failed_saveables=set(),
+            error_msgs={},
+        )
+
+
+def _visited_load_state(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def load(saveable: Any, weights_store: Any, assets_store: Any, inner_path: str, **named: Any) -> None:
+        if not isinstance(weights_store, _ServedStore):
+            original(saveable, weights_store, assets_store, inner_path, **named)
+            return
+        with weights_store.source.visit(saveable, inner_path) as failed:
+            original(saveable, weights_store, assets_store, inner_path, **named)
+            _, error = named["error_msgs"].get(id(saveable), (None, None))
+            failed(error)
+
+    return load
+
+
+def stored_variables(saveable: Any) -> list[Variable]:
+    """Variables a layer or optimizer stores itself, in the order Keras' own hook stores them."""
+    if isinstance(saveable, keras.Layer):
+        return [*saveable._trainable_variables, *saveable._non_trainable_variables]
+    return list(saveable.variables) if isinstance(saveable, keras.optimizers.Optimizer) else []
+
+
+def saved_objects(model: Model, *, skip: Iterable[Any] = ()) -> list[tuple[str, Any]]:
+    """All Keras would write into ``.weights.h5``, each once with its path there; without the optimizer and ``skip``."""
+    found: list[tuple[str, Any]] = []
+    seen = {id(getattr(model, "optimizer", None)), *map(id, skip)}
+
+    def visit(saveable: Any, path: str) -> None:
+        if id(saveable) in seen:
+            return
+        seen.add(id(saveable))
+        found.append((path, saveable))
+        for name, child in saving_lib._walk_saveable(saveable):
+            enter(child, f"{path}/{name}" if path else name, set())
+
+    def enter(held: Any, path: str, containers: set[int]) -> None:
+        if isinstance(held, KerasSaveable):
+            visit(held, path)
+        elif isinstance(held, (list, dict, tuple)) and id(held) not in containers:
+            containers.add(id(held))
+            used: dict[str, int] = {}
+            for child in list(held.values()) if isinstance(held, dict) else held:
+                kind = naming.to_snake_case(type(child).__name__) if isinstance(child, KerasSaveable) else "container"
+                if isinstance(child, (KerasSaveable, list, dict, tuple)):
+                    enter(child, f"{path}/{saving_lib._get_unique_name(kind, used)}", containers)
+
+    with _LOAD_STATE_PATCH.applied():
+        visit(model, "")
+    return found
+
+
+def stored_by_hook(saveable: Any) -> dict[str, Variable]:
+    """What ``save_own_variables`` stores as it is, by key; nothing is computed. LoRA is left out, not merged."""
+    hook = getattr(saveable, "save_own_variables", None)
+    if hook is None:
+        return {}
+    store: dict[str, Any] = {}
+    lora = vars(saveable).get("lora_enabled", False)
+    try:
+        if lora:
+            vars(saveable)["lora_enabled"] = False
+        without_computing(lambda: hook(store))
+    except Exception:
+        return {}  # a hook that needs values: its variables are named by attribute
+    finally:
+        if lora:
+            vars(saveable)["lora_enabled"] = lora
+    return {key: held for key, held in store.items() if isinstance(held, JaxVariable)}
+
+
+def serialised_model(model: Model) -> str:
+    """The model's configuration as JSON, as in ``config.json`` of a ``.keras`` archive."""
+    config, _ = saving_lib._serialize_model_as_json(model)
+    return str(config)
+
+
+def assets_of(model: Model) -> dict[str, Any] | None:
+    """Files that layers save beside their variables (vocabularies), as nested uint8 arrays; ``None`` without any."""
+    with _LOAD_STATE_PATCH.applied():
+        found: dict[str, Any] | None = saving_lib._save_assets_to_dict(model)
+    return found
+
+
+def load_assets(model: Model, folder: Path) -> list[tuple[Any, Exception]]:
+    """Let everything in ``model`` that saved files read them again; what failed, and how.
+
+    Args:
+        model: A built model.
+        folder: Laid out like the ``assets`` of a ``.keras`` archive.
+    """
+    failed: dict[int, tuple[Any, Exception]] = {}
+    with _LOAD_STATE_PATCH.applied():
+        saving_lib._load_state(
+            model,
+            weights_store=None,
+            assets_store=saving_lib.DiskIOStore(str(folder), mode="r"),
+            inner_path="",
+            visited_saveables=set(),
+            failed_saveables=set(),
+            error_msgs=failed,
+        )
+    return list(failed.values())
+
+
+_ASSIGN_PATCH = _InheritedPatch()
+
+
+# Keras means to cache the attributes to skip, but looks them up under another name than it stores them under, and so
+# makes a layer per layer it visits: most of the walk's time.
+_LOAD_STATE_PATCH = Patches(
+    lambda: [
+        (saving_lib, "_load_state", _visited_load_state),
+        (saving_lib, "get_attr_skipset", functools.cache),
+    ]
+)

@@ -1,0 +1,139 @@
+"""What Keras' ``fit`` and ``compile`` do not expose: epoch iterator, initial epoch, directions of metrics."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import keras
+from keras.src.backend.jax.trainer import JAXEpochIterator, JAXTrainer, _distribute_data
+from keras.src.saving import serialization_lib
+from keras.src.trainers.epoch_iterator import EpochIterator
+
+from shardload.keras_bridge.keras_types import Model
+from shardload.keras_bridge.patches import Patches
+
+
+def _distributed_iterator(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Keras lays out every batch like the first; a last, smaller one may not divide."""
+
+    @functools.wraps(original)
+    def iterate(self: Any, distribution: Any) -> Iterator[Any]:
+        if not getattr(distribution, "lays_out_each_batch", False):
+            yield from original(self, distribution)
+            return
+        for data in self.data_adapter.get_jax_iterator():
+            yield _distribute_data(data)
+
+    return iterate
+
+
+def _check_sharding_consistency(original: Callable[..., None]) -> Callable[..., None]:
+    """On one device all shardings agree; Keras warns there, as its own variables come without a mesh."""
+
+    @functools.wraps(original)
+    def check(self: Model, *shardings: Sequence[Any]) -> None:
+        devices = {device for found in shardings for sharding in found for device in sharding.device_set}
+        if len(devices) > 1:
+            original(self, *shardings)
+
+    return check
+
+
+@contextmanager
+def batches_laid_out_singly() -> Iterator[None]:
+    """While open, distributions with ``lays_out_each_batch`` are asked about every batch of a dataset."""
+    with _TRAINER_PATCHES.applied():
+        yield
+
+
+def compile_as_described(
+    model: Model, config: Mapping[str, Any], *, custom_objects: Mapping[str, Any] | None, safe_mode: bool
+) -> bool:
+    """What ``deserialize_keras_object`` does with a ``compile_config``, once the model has the layers it trained.
+
+    Tasks of KerasHub have a ``compile`` of their own, which keeps Keras from calling it; they get what theirs takes.
+
+    Returns:
+        Whether the model is compiled so now. Keras warns and does not call a ``compile`` that the user has overridden.
+    """
+    cls = type(model)
+    with keras.saving.custom_object_scope(dict(custom_objects or {})), serialization_lib.SafeModeScope(safe_mode):
+        if cls.compile.__module__.startswith("keras_hub."):
+            model.compile(**keras.saving.deserialize_keras_object(dict(config)))
+            return True
+        model.compile_from_config(dict(config))
+    return cls.compile is keras.Model.compile or cls.compile_from_config is not keras.Model.compile_from_config
+
+
+def has_own_compile(model: Model) -> bool:
+    """Whether the user has overridden the model's ``compile``."""
+    own = getattr(type(model), "compile", keras.Model.compile)
+    return own is not keras.Model.compile and not own.__module__.startswith("keras_hub.")
+
+
+def metric_direction(model: Model, name: str) -> Literal["min", "max"] | None:
+    """Whether a metric is better low or high, as the model's metric of that name has it; ``None`` if it has none."""
+    metrics: list[Any] = []
+    for metric in getattr(model, "metrics", ()):
+        metrics.extend(getattr(metric, "metrics", ()) or [metric])
+    exact = [m for m in metrics if m.name == name]
+    for metric in exact or [m for m in metrics if name.endswith(f"_{m.name}")]:  # of one output: ``head_accuracy``
+        if hasattr(metric, "_direction"):
+            return "max" if metric._direction == "up" else "min"
+    return None
+
+
+_TRAINER_PATCHES = Patches(
+    lambda: [
+        (JAXEpochIterator, "_get_distributed_iterator", _distributed_iterator),
+        (JAXTrainer, "_check_sharding_consistency", _check_sharding_consistency),
+    ]
+)
+
+
+def epoch_iterator_of_caller() -> Any:
+    """The ``EpochIterator`` on whose behalf the calling code runs, or None; Keras hands it to nobody."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if isinstance(owner := frame.f_locals.get("self"), EpochIterator):
+            return owner
+        frame = frame.f_back
+    return None
+
+
+def epoch_iterator_of_fit() -> Any:
+    """The ``EpochIterator`` of the ``fit`` that calls; None outside of one."""
+    return _locals_of_fit().get("epoch_iterator")
+
+
+def initial_epoch_of_fit() -> int:
+    """What the ``fit`` that calls was given as ``initial_epoch``, which Keras tells no callback; its default is 0."""
+    return int(_locals_of_fit().get("initial_epoch", 0))
+
+
+def _locals_of_fit() -> dict[str, Any]:
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "fit" and isinstance(frame.f_locals.get("epoch_iterator"), EpochIterator):
+            return dict(frame.f_locals)
+        frame = frame.f_back
+    return {}
+
+
+def grain_dataset(epochs: Any) -> Any:
+    """The Grain dataset an ``EpochIterator`` reads; None where it reads something else."""
+    return getattr(epochs.data_adapter, "_dataset", None)
+
+
+def forget_epoch_length(epochs: Any) -> None:
+    """Let an ``EpochIterator`` find out anew how many batches its data has."""
+    epochs._num_batches = epochs.data_adapter.num_batches
+
+
+def set_initial_epoch(model: Any, epoch: int | None) -> None:
+    """Where the next ``fit`` begins; read right after ``on_train_begin``."""
+    model._initial_epoch = epoch

@@ -1,0 +1,135 @@
+"""Values and layouts of one Keras variable.
+
+``_layout`` is a ``jax.sharding.NamedSharding`` or ``None``; `shardload.keras_bridge.pending` has the states of a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardload.distributed.same_values import require_agreement
+from shardload.errors import MismatchError
+from shardload.keras_bridge.keras_types import Variable
+from shardload.keras_bridge.pending import PendingValue
+from shardload.sharding.layout import Layout
+from shardload.transfer.placement import named_sharding
+
+
+def has_value(variable: Variable) -> bool:
+    """Whether the variable holds an array now."""
+    return variable._value is not None
+
+
+def is_abstract(variable: Variable) -> bool:
+    """Whether the variable was built without a value and has none yet."""
+    return variable._value is None and isinstance(variable._initializer, PendingValue)
+
+
+def stored_dtype(variable: Variable) -> np.dtype[Any]:
+    """The dtype of what the variable stores, whatever autocast scope is open."""
+    dtype: np.dtype[Any] = jax.dtypes.canonicalize_dtype(np.dtype(getattr(jax.numpy, variable._dtype)))
+    return dtype
+
+
+def set_layout(variable: Variable, layout: Layout, devices: Sequence[jax.Device]) -> None:
+    """Say where the variable is to live; a value it already holds stays where it is.
+
+    Raises:
+        LayoutError: When the layout does not divide the variable's shape.
+        MeshError: When there are not as many devices as mesh positions.
+    """
+    layout.shard_shape(tuple(variable.shape))
+    variable._layout = named_sharding(layout, devices)
+
+
+def sharding_of(variable: Variable) -> Any:
+    """The ``jax.sharding.Sharding`` the variable's layout asks for, ``None`` where it has no layout."""
+    return getattr(variable._layout, "backend_layout", variable._layout)
+
+
+def set_sharding(variable: Variable, sharding: Any) -> None:
+    """As `set_layout`, for a sharding that is already made."""
+    variable._layout = sharding
+
+
+def direct_assign(variable: Variable, array: jax.Array) -> None:
+    """Make ``array`` the variable's value: the same buffers, no copy, no transfer.
+
+    Raises:
+        MismatchError: When shape, dtype or sharding are not the variable's own.
+    """
+    wanted, sharding = stored_dtype(variable), sharding_of(variable)
+    if tuple(array.shape) != tuple(variable.shape) or array.dtype != wanted:
+        raise MismatchError(
+            f"Variable {variable.path!r} is {wanted} {tuple(variable.shape)}, but was given {array.dtype} {array.shape}"
+        )
+    if sharding is not None and not array.sharding.is_equivalent_to(sharding, array.ndim):
+        raise MismatchError(
+            f"Variable {variable.path!r} lives on {sharding}, but was given an array on {array.sharding}"
+        )
+    variable._value = array
+    settle(variable)
+
+
+def settle(variable: Variable) -> None:
+    """Forget the recorded initialiser of a variable that has a value."""
+    if variable._value is not None and isinstance(variable._initializer, PendingValue):
+        variable._initializer = None
+
+
+def drop_value(variable: Variable) -> None:
+    """Let go of the variable's value, so that its memory is free before a load replaces it."""
+    if variable._value is not None:
+        variable._value = None
+        variable._initializer = PendingValue(None, variable.path)
+
+
+def value_of(variable: Variable) -> jax.Array:
+    """The array the variable stores, past any autocast scope."""
+    if variable._value is None:
+        variable.value  # noqa: B018  # raises what a reader of the variable would see
+    array: jax.Array = variable._value
+    return array
+
+
+def relocate(variable: Variable, sharding: Any) -> None:
+    """Give the variable a layout and move its value there, if it has one."""
+    variable._layout = sharding
+    # Not is_equivalent_to: an equivalent sharding of another mesh would clash with that mesh in one program.
+    value = variable._value
+    if value is None or value.sharding == sharding:
+        return
+    if value.is_fully_addressable and not sharding.is_fully_addressable:
+        host = np.asarray(value)
+        require_agreement([host], variable.path, sharding)
+        variable._value = jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+    else:
+        variable._value = jax.device_put(value, sharding)
+
+
+def unique(found: Iterable[Variable]) -> list[Variable]:
+    """Each variable once, by identity, in order of first appearance."""
+    return list({id(v): v for v in found}.values())
+
+
+def initialise_eagerly(variable: Variable, initializer: Callable[..., Any]) -> None:
+    """Initialise as Keras would have done, single-device or by the initialiser's own ``layout`` argument."""
+    variable._value = None
+    variable._initialize_with_initializer(initializer)
+    variable._initializer = None
+
+
+def current_value(variable: Variable) -> jax.Array | None:
+    """The array the variable stores now, or ``None``."""
+    value: jax.Array | None = variable._value
+    return value
+
+
+def put_back(variable: Variable, value: jax.Array | None, initializer: Any) -> None:
+    """Undo an assignment: the value and recorded initialiser from before."""
+    variable._value = value
+    variable._initializer = initializer

@@ -1,0 +1,69 @@
+"""Which tensor goes to which variable, learnt from the code that would load them.
+
+One mechanism for all sources: the layers' and converters' own loading code runs on *reservations*
+(`placeholders.py`), and what it assigns tells by its address which part of which tensor it is.
+
+    structural.py   Keras files: each layer's load_own_variables
+    hub_names.py    which tensor a converter means by a name
+    converters.py   Hugging Face and GGUF: KerasHub's converters
+    stored_state.py training steps: what each leaf is
+    outside.py      what a model leaves over, and why that is right
+    exact.py        bare files of tensors: variable paths, structural keys, or a map
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardload.manifest import Manifest
+from shardload.mapping.by_name import map_by_name
+from shardload.mapping.converters import map_hub
+from shardload.mapping.optimizer_slots import slots_as_stored
+from shardload.mapping.outside import OutsideTensor, sort_unused, without_parts
+from shardload.mapping.stored_state import Items, map_state
+from shardload.mapping.structural import map_keras
+from shardload.mapping.variable_map import Binding, Computed, Mismatch, VariableMap, variable_names
+
+__all__ = [
+    "Binding",
+    "Computed",
+    "Items",
+    "Mismatch",
+    "OutsideTensor",
+    "VariableMap",
+    "map_by_name",
+    "map_hub",
+    "map_keras",
+    "map_state",
+    "map_weights",
+    "slots_as_stored",
+    "sort_unused",
+    "variable_names",
+    "without_parts",
+]
+
+_KERAS = ("keras-h5", "keras-sharded-h5", "keras-archive", "keras-hub-preset")
+_HUB = ("hf-safetensors", "gguf")
+
+
+def map_weights(
+    model: Any, manifest: Manifest, *, names: Mapping[str, str] | None = None, optimizer: bool = True
+) -> VariableMap:
+    """As `map_keras`, `map_hub`, `map_state` or `map_by_name`, whichever the checkpoint's format asks for.
+
+    An explicit ``names`` map means `map_by_name`, of a training step too.
+
+    Args:
+        model: A built model, abstract or not; nothing of it is changed.
+        manifest: Any format.
+        names: Tensor name → variable path.
+        optimizer: Whether what is stored of an optimizer goes to the model's; of a training step, metrics as well.
+    """
+    if manifest.format == "orbax":
+        return map_state(model, manifest, items="all" if optimizer else "weights", names=names)
+    if names is None and manifest.format in _KERAS:
+        return map_keras(model, manifest, optimizer=optimizer)
+    if names is None and manifest.format in _HUB:
+        return map_hub(model, manifest)
+    return map_by_name(model, manifest, names=names)

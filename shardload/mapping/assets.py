@@ -1,0 +1,87 @@
+"""Files that layers keep beside their variables (vocabularies), out of a checkpoint into a model just built.
+
+.keras archive    members below assets/                      ─┐
+training step     item "assets": a tree of arrays of bytes   ─┴► a temporary folder ─► each layer's load_assets
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from shardload.errors import SourceError, UnsafeSourceError
+from shardload.keras_bridge.saving import load_assets as load_keras_assets
+from shardload.loaders import keras_archive
+from shardload.loaders.folder import descendant
+from shardload.loaders.orbax import open_orbax
+from shardload.manifest import Manifest
+from shardload.steps.digests import Checker
+from shardload.transfer.read_tensor import read_rows, row_ranges
+from shardload.transfer.verification import check_tensor
+
+ITEM = "assets"
+"""Of a step; Keras' name for it."""
+_ROWS_BYTES = 1 << 20
+
+
+def load_assets(model: Any, manifest: Manifest, *, check: Checker | None = None) -> None:
+    """Give the layers of ``model`` what they saved as files; of formats that hold none, nothing.
+
+    Args:
+        model: Built from ``manifest``, and filled: hooks may use the values of variables.
+        manifest: Any format.
+        check: Knows the checkpoint's digests.
+
+    Raises:
+        SourceError: When a layer cannot take its files.
+        UnsafeSourceError: When a file would leave its folder, or declares far more than is stored.
+        DamagedError: When bytes are not those that were saved.
+    """
+    with tempfile.TemporaryDirectory(prefix="shardload-assets-") as name:
+        folder = Path(name).resolve()
+        if not _write(manifest, folder, check):
+            return
+        for layer, error in load_keras_assets(model, folder):
+            raise SourceError(
+                f"Cannot load the files that {layer!r} saved in {manifest.source}: "
+                f"{type(error).__name__}: {error}. Build the model yourself, with what these files hold (adapt(), "
+                "set_vocabulary()), and fill it: shardload.load_weights(model, source)"
+            ) from error
+
+
+def _write(manifest: Manifest, folder: Path, check: Checker | None) -> bool:
+    """Write the files below ``folder``; whether there are any."""
+    found = False
+    for name, write in _files(manifest, check):
+        path = descendant(folder, name, named_by=manifest.source)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("xb") as file:
+            write(file)
+        found = True
+    return found
+
+
+def _files(manifest: Manifest, check: Checker | None) -> Iterator[tuple[str, Any]]:
+    if manifest.format == "keras-archive":
+        yield from keras_archive.assets(manifest.source)
+    elif manifest.format == "orbax" and (item := Path(manifest.source) / ITEM).is_dir():
+        yield from _of_step(open_orbax(item), check)
+
+
+def _of_step(manifest: Manifest, check: Checker | None) -> Iterator[tuple[str, Any]]:
+    for name, keys in manifest.metadata["tree"].items():
+        tensor = manifest.tensors[name]
+        if tensor.dtype.name != "uint8" or len(tensor.shape) != 1:
+            raise SourceError(f"{manifest.source} should hold files as arrays of bytes, but {name!r} is {tensor.dtype}")
+        if any("/" in key for key in keys):
+            raise UnsafeSourceError(f"{manifest.source} names the file {name!r}, which has a slash in one of its parts")
+        if check is not None:
+            check_tensor(check, tensor)
+
+        def write(file: BinaryIO, tensor: Any = tensor) -> None:
+            for start, stop in row_ranges(tensor, limit_bytes=_ROWS_BYTES):
+                file.write(read_rows(tensor, start, stop).tobytes())
+
+        yield "/".join(keys), write

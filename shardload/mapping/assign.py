@@ -1,0 +1,236 @@
+"""Finished arrays into variables, through each layer's own loading code.
+
+    transfer ──ready(name, array)──►  Assigner  ──all arrays of a layer here──►  layer.load_own_variables(store)
+                                                                                    variable.assign(array): same buffers
+             ──finish()───────────►   layers and converters that compute: real tensors, one layer at a time,
+                                      results placed in the variable's layout
+
+A load that ends half-way is reported by `Assigner.abort`: which variables hold new values, which their old
+ones, which none. With ``atomic=True`` old values are kept until `finish` and put back, buffer for buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardload.errors import LoadInterruptedError, MismatchError
+from shardload.keras_bridge.pending import recorded_initializer
+from shardload.keras_bridge.variables import current_value, drop_value, put_back, settle, stored_dtype
+from shardload.mapping.attributes import AttributeSnapshot
+from shardload.mapping.variable_map import Step, Variable, VariableMap
+
+ReadTensor = Callable[[str], NDArray[Any]]
+"""A whole stored tensor by name."""
+Place = Callable[[Variable, NDArray[Any]], Any]
+"""A host array of the variable's shape and dtype, as a sharded ``jax.Array`` in the variable's layout."""
+
+
+@dataclass(frozen=True, slots=True)
+class AssignResult:
+    """What a finished load assigned."""
+
+    streamed: tuple[str, ...]
+    """Variables that hold the very arrays given to `Assigner.ready`."""
+    computed: tuple[str, ...]
+    """Variables whose values a layer or converter computed."""
+    moved: tuple[str, ...]
+    """Variables that layer code or a layout of their own made hold other buffers than those given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """What a load that ended half-way left behind, by variable name."""
+
+    new: tuple[str, ...]
+    old: tuple[str, ...]
+    none: tuple[str, ...]
+    """Without a value: built abstractly and not reached, or let go of before the failure."""
+
+    def __str__(self) -> str:
+        return f"{len(self.new)} variables hold new values, {len(self.old)} their old ones, {len(self.none)} none" + (
+            f" (first without: {self.none[0]!r})" if self.none else ""
+        )
+
+
+@dataclass(slots=True)
+class _Before:
+    """What a variable held before the load."""
+
+    variable: Variable
+    value: Any
+    initializer: Any
+
+
+@dataclass(slots=True)
+class Assigner:
+    """Assigns each layer as soon as its arrays are there.
+
+    Raises:
+        MismatchError: When asked to start with mismatched tensors.
+    """
+
+    variables: VariableMap
+    read_tensor: ReadTensor
+    place: Place
+    atomic: bool = False
+    _names: dict[int, str] = field(default_factory=dict)
+    _before: dict[str, _Before] = field(default_factory=dict)
+    _untouched: set[str] = field(default_factory=set)
+    _arrays: dict[str, Any] = field(default_factory=dict)
+    _given: dict[str, int] = field(default_factory=dict)
+    _waiting: dict[str, Step] = field(default_factory=dict)
+    _missing: dict[int, set[str]] = field(default_factory=dict)
+    _late: list[Step] = field(default_factory=list)
+    _snapshots: list[AttributeSnapshot] = field(default_factory=list)
+    _computed: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.variables.mismatched:
+            raise MismatchError("; ".join(str(m) for m in self.variables.mismatched[:3]))
+        named = [(b.name, b.variable) for b in self.variables.bindings]
+        named += [pair for c in self.variables.computed for pair in zip(c.names, c.variables, strict=True)]
+        for name, variable in named:
+            self._names[id(variable)] = name
+            self._before[name] = self._remember(variable)
+        self._untouched = set(self._before)
+        for step in self.variables.steps:
+            self._late.append(step) if step.computes or not step.needs else self._wait(step)
+
+    def starting(self, name: str) -> None:
+        """Say that a binding's array is about to take up device memory: its old value is let go of.
+
+        Does nothing with ``atomic=True``, and nothing for variables that have no value.
+        """
+        before = self._before[name]
+        if not self.atomic and name in self._untouched:
+            self._untouched.discard(name)
+            drop_value(before.variable)
+
+    def ready(self, name: str, array: Any) -> None:
+        """Take the finished, sharded array of a binding; assigns its layer when that was the last one.
+
+        Raises:
+            KeyError: When there is no such binding, or its array came before.
+        """
+        step = self._waiting.pop(name, None)
+        if step is None and not self._is_late(name):
+            raise KeyError(f"no binding waits for an array of the name {name!r}")
+        self._arrays[name] = array
+        self._given[name] = id(array)
+        if step is not None:
+            missing = self._missing[id(step)]
+            missing.discard(name)
+            if not missing:
+                self._run(step)
+
+    def finish(self, agreed: Callable[[], None] = lambda: None) -> AssignResult:
+        """Run everything that computes, and account for every variable.
+
+        Args:
+            agreed: Called when all is assigned, while `abort` can still put old values back.
+
+        Raises:
+            LoadInterruptedError: When arrays are still to come.
+        """
+        absent = [n for n in self._waiting if n not in self._arrays]
+        absent += [n for step in self._late for n in step.needs if n not in self._arrays]
+        if absent:
+            raise LoadInterruptedError(f"{len(absent)} arrays never came, the first for {absent[0]!r}")
+        for step in self._late:
+            self._run(step)
+        agreed()
+        self._late.clear()
+        self._snapshots.clear()
+        computed = tuple(dict.fromkeys(self._computed))
+        values = {n: current_value(b.variable) for n, b in self._before.items()}
+        same = tuple(n for n, given in self._given.items() if id(values[n]) == given)
+        moved = tuple(n for n in self._given if n not in same and n not in computed)
+        self._before.clear()
+        return AssignResult(tuple(n for n in same if n not in computed), computed, moved)
+
+    def abort(self) -> Interrupted:
+        """End a load that failed: let go of what has arrived, put old values back if ``atomic``, and tell."""
+        self._arrays.clear()
+        self._waiting.clear()
+        if self.atomic:
+            self._roll_back()
+        new: list[str] = []
+        old: list[str] = []
+        none: list[str] = []
+        for name, before in self._before.items():
+            held = current_value(before.variable)
+            fresh = name not in self._untouched
+            (none if held is None else new if fresh else old).append(name)
+        return Interrupted(tuple(new), tuple(old), tuple(none))
+
+    # ---- what steps call: names.variable_map.Runtime --------------------------------------------
+
+    def read(self, tensor: str) -> NDArray[Any]:
+        """A whole tensor as loading code expects it: an array of its own, that it may write to."""
+        value = self.read_tensor(tensor)
+        return value if value.flags.writeable else value.copy()
+
+    def take(self, name: str) -> Any:
+        """The array of a binding."""
+        return self._arrays[name]
+
+    def assign(self, variable: Variable, value: Any, assign: Callable[[Variable, Any], Any]) -> Any:
+        """Assign a finished array through Keras."""
+        self._untouched.discard(self._names[id(variable)])
+        result = assign(variable, value)
+        settle(variable)
+        return result
+
+    def compute(self, variable: Variable, value: Any, assign: Callable[[Variable, Any], Any]) -> Any:
+        """Assign what code computed, in the variable's dtype and layout."""
+        if tuple(getattr(value, "shape", ())) != tuple(variable.shape):
+            return assign(variable, value)  # raises Keras' own message
+        host = as_keras_casts(np.asarray(value), stored_dtype(variable))
+        name = self._names[id(variable)]
+        self.starting(name)
+        self._computed.append(name)
+        return self.assign(variable, self.place(variable, host), assign)
+
+    # ---- inside ---------------------------------------------------------------------------------
+
+    def _remember(self, variable: Variable) -> _Before:
+        kept = current_value(variable) if self.atomic else None
+        return _Before(variable, kept, recorded_initializer(variable))
+
+    def _wait(self, step: Step) -> None:
+        self._missing[id(step)] = set(step.needs)
+        for name in step.needs:
+            self._waiting[name] = step
+
+    def _is_late(self, name: str) -> bool:
+        return name not in self._arrays and any(name in step.needs for step in self._late)
+
+    def _run(self, step: Step) -> None:
+        if self.atomic and step.saveable is not None:
+            self._snapshots.append(AttributeSnapshot.of(step.saveable))
+        step.run(self)
+        for name in step.needs:
+            del self._arrays[name]
+
+    def _roll_back(self) -> None:
+        for before in self._before.values():
+            put_back(before.variable, before.value, before.initializer)
+        for snapshot in reversed(self._snapshots):
+            snapshot.restore()
+        self._untouched = set(self._before)
+
+
+def as_keras_casts(value: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """A host array in a variable's dtype, rounded as ``Variable.assign`` would have rounded it.
+
+    JAX makes 64-bit values 32-bit first where the target is bfloat16.
+    """
+    narrow: Mapping[str, str] = {"float64": "float32"}
+    if dtype.name == "bfloat16" and value.dtype.name in narrow:
+        value = value.astype(narrow[value.dtype.name])
+    return value.astype(dtype, copy=False)

@@ -1,0 +1,41 @@
+"""Undo what a loading hook does to a layer's attributes.
+
+Some hooks do more than assign: ``Normalization`` derives its mean, ``Dense`` notes that it is calibrated.
+While recording, those attributes would be derived from nothing; after a rollback, from what was rolled back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class AttributeSnapshot:
+    """The attributes of one object, and the content of its plain containers, one level deep."""
+
+    target: Any
+    attributes: dict[str, Any]
+    contents: tuple[tuple[Any, Any], ...]
+
+    @classmethod
+    def of(cls, target: Any) -> AttributeSnapshot:
+        """Remember ``target`` as it is."""
+        attributes = dict(getattr(target, "__dict__", {}))
+        containers = [v for v in attributes.values() if type(v) in (list, dict, set)]
+        return cls(target, attributes, tuple((c, c.copy()) for c in containers))
+
+    def restore(self) -> None:
+        """Make it so again; Keras' tracking of attributes does not see it, as nothing is new."""
+        current = getattr(self.target, "__dict__", None)
+        if current is None:
+            return
+        for name in current.keys() - self.attributes.keys():
+            del current[name]
+        for name, value in self.attributes.items():
+            if current.get(name, self) is not value:
+                current[name] = value
+        for container, content in self.contents:
+            if container != content:
+                container.clear()
+                container.extend(content) if isinstance(container, list) else container.update(content)

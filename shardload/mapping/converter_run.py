@@ -1,0 +1,223 @@
+"""One run of a KerasHub converter, watched: a loader without bytes, and what the converter did with it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardload.errors import MismatchError, ShardloadError, UnsupportedError
+from shardload.hub.config_forms import read_config
+from shardload.keras_bridge.recording import is_tracing_error, without_computing
+from shardload.keras_bridge.saving import assignments_to
+from shardload.manifest import Manifest, Tensor, View
+from shardload.mapping.hub_names import HubNames
+from shardload.mapping.placeholders import Reservations, tensors_behind
+from shardload.mapping.variable_map import Mismatch, Variable
+
+Assign = Callable[[Variable, Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One function of a converter and what it is to fill."""
+
+    function: Callable[[Any, Any, Any], Any]
+    target: Any
+    manifest: Manifest
+    prefix: str | None
+
+    def __call__(self, loader: Loader) -> str:
+        """Run it; returns what it printed."""
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed), loader:
+            self.function(self.target, loader, read_config(self.manifest))
+        return printed.getvalue()
+
+
+class Loader(contextlib.ExitStack):
+    """KerasHub's ``SafetensorLoader`` without files: names are looked up as it does, tensors come from elsewhere."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.tensors = run.manifest.tensors
+        self.preset = run.manifest.source
+        self._names = HubNames(run.manifest, run.prefix)
+        self.fname = None
+        self.safetensor_files: dict[str, Any] = {}
+        self.safetensor_config = _weight_map(run.manifest)
+
+    @property
+    def prefix(self) -> str | None:
+        """The prefix that fitted last; converters look at it."""
+        return self._names.prefix
+
+    def get_prefixed_key(self, hf_weight_key: str, dict_like: Any) -> str:
+        """The name as stored."""
+        return self._names.find(hf_weight_key, dict_like)
+
+    def find(self, hf_weight_key: str) -> Tensor:
+        """The tensor a converter means.
+
+        Raises:
+            KeyError: When there is none; converters probe and expect it.
+        """
+        return self.tensors[self.get_prefixed_key(hf_weight_key, self.tensors)]
+
+
+@dataclass(slots=True, eq=False)
+class ConverterAssign:
+    """One assignment a converter made."""
+
+    variable: Variable
+    view: View | None
+    tensors: frozenset[str]
+    ported: bool
+    """By ``port_weight``, from one tensor."""
+
+
+@dataclass(slots=True)
+class Recording:
+    """What one run of a converter asked for and assigned."""
+
+    run: Run
+    assigned: list[ConverterAssign] = field(default_factory=list)
+    fetched: set[str] = field(default_factory=set)
+    computing: set[str] = field(default_factory=set)
+    """Tensors the second run needs as real bytes when ``get_tensor`` asks for them."""
+    mismatched: list[Mismatch] = field(default_factory=list)
+    absent: list[str] = field(default_factory=list)
+    """Names the converter asked for that the checkpoint does not have."""
+    printed: str = ""
+
+
+class RecordingLoader(Loader):
+    """Serves reservations."""
+
+    def __init__(self, run: Run, recording: Recording, *, lenient: bool) -> None:
+        super().__init__(run)
+        self.recording = recording
+        self.shared = Reservations()
+        self._ported: Reservations | None = None
+        self._lenient = lenient
+
+    def get_tensor(self, hf_weight_key: str) -> Any:
+        """A reservation that lives until the end of the run."""
+        tensor = self.find(hf_weight_key)
+        self.recording.fetched.add(tensor.name)
+        return self.shared.make(tensor)
+
+    def port_weight(self, keras_variable: Any, hf_weight_key: str, hook_fn: Any = None) -> None:
+        """Assign what the hook makes of a reservation of its own."""
+        try:
+            tensor = self.find(hf_weight_key)
+        except KeyError:
+            if not self._lenient:
+                raise
+            self.recording.absent.append(hf_weight_key)
+            return
+        self.recording.fetched.add(tensor.name)
+        self._ported = Reservations()
+        value: Any = self._ported.make(tensor)
+        if hook_fn:
+            value = hook_fn(value, list(keras_variable.shape))
+        event = self._note(keras_variable, value, tensor.name)
+        del value
+        self._ported.settle()
+        if event and self._ported.used:
+            event.view = None
+        self._ported = None
+
+    def assign(self, variable: Variable, value: Any, assign: Assign) -> Any:
+        """Where every ``variable.assign`` of the converter ends up."""
+        del assign  # nothing is assigned while recording
+        self._note(variable, value, None)
+        return value
+
+    def _note(self, variable: Variable, value: Any, ported: str | None) -> ConverterAssign | None:
+        _check_variable(variable, ported)
+        view = (self._ported if ported and self._ported else self.shared).locate(value)
+        shape = tuple(getattr(value, "shape", ()))
+        if shape != tuple(variable.shape):
+            self.recording.mismatched.append(_disagree(variable, ported or "", shape))
+            return None
+        tensors = frozenset((ported,)) if ported else tensors_behind(value)
+        self.recording.assigned.append(ConverterAssign(variable, view, tensors, ported is not None))
+        return self.recording.assigned[-1]
+
+
+def record(run: Run) -> Recording:
+    """Watch one run; where it stumbles over an absent name, once more to learn of all absent names.
+
+    Raises:
+        UnsupportedError: When it needs a tensor that is not there, or variables that are no longer there.
+        MismatchError: When it fails otherwise: what it reshapes has not the size the model's configuration says.
+    """
+    try:
+        return _record(run)
+    except ShardloadError:
+        raise
+    except Exception as error:
+        name = run.function.__module__.rpartition(".")[2]
+        raise MismatchError(
+            f"{run.manifest.source}: KerasHub's {name} cannot make the weights of {type(run.target).__name__} from the "
+            f"tensors: {str(error)[:200] or type(error).__name__}. If config.json does not match the tensors, repair "
+            f"config.json. If it does, KerasHub's {type(run.target).__name__} cannot represent this model: load it "
+            "into one of your own with shardload.load_weights(model, source)"
+        ) from error
+
+
+def _record(run: Run) -> Recording:
+    for lenient in (False, True):
+        recording = Recording(run)
+        try:
+            without_computing(lambda: _watch(recording, lenient))  # noqa: B023  # called before the next turn
+        except KeyError as error:
+            if lenient:
+                raise UnsupportedError(
+                    f"{run.manifest.source}: KerasHub's converter needs the tensor {error}, which the checkpoint lacks"
+                ) from error
+            continue
+        except Exception as error:
+            if not is_tracing_error(error):
+                raise
+            recording = Recording(run)
+            _watch(recording, lenient)
+        break
+    return recording
+
+
+def _watch(recording: Recording, lenient: bool) -> None:
+    loader = RecordingLoader(recording.run, recording, lenient=lenient)
+    with assignments_to(loader.assign):
+        recording.printed = recording.run(loader)
+    loader.shared.settle()
+    recording.computing = set(loader.shared.used)
+    for event in recording.assigned:
+        if not event.ported and event.view is not None and event.view.tensor in recording.computing:
+            event.view = None
+
+
+def _check_variable(variable: Any, tensor: str | None) -> None:
+    if not hasattr(variable, "assign") or not hasattr(variable, "path"):
+        raise UnsupportedError(
+            f"KerasHub's converter would assign tensor {tensor!r} to something that is no variable: a quantised or "
+            "LoRA-enabled layer computes its kernel. Load first, then quantize() or enable_lora()"
+        )
+
+
+def _disagree(variable: Variable, tensor: str, found: tuple[int, ...]) -> Mismatch:
+    expected = tuple(variable.shape)
+    source = f"tensor {tensor!r}" if tensor else "what the converter computes"
+    text = f"Variable {variable.path!r} has shape {expected}, but {source} gives {found}"
+    return Mismatch(variable.path, tensor, expected, found, text)
+
+
+def _weight_map(manifest: Manifest) -> dict[str, Any] | None:
+    if len(manifest.files) < 2:
+        return None
+    files = {n: Path(getattr(t.storage, "path", manifest.source)).name for n, t in manifest.tensors.items()}
+    return {"weight_map": files}

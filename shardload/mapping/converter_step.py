@@ -1,0 +1,81 @@
+"""The second run of a KerasHub converter, with real bytes where it computes and nothing where it views."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from shardload.keras_bridge.saving import assignments_to
+from shardload.mapping.converter_run import Assign, Loader, Run
+from shardload.mapping.placeholders import Reservations
+from shardload.mapping.variable_map import Runtime, Variable
+
+
+class ReplayLoader(Loader):
+    """Serves real bytes where the first run computed, reservations elsewhere."""
+
+    def __init__(self, step: ConverterStep, runtime: Runtime) -> None:
+        super().__init__(step.run_of)
+        self._step = step
+        self._runtime = runtime
+        self._reservations = Reservations()
+        self._wanted = {id(v) for v in step.variables}
+
+    def get_tensor(self, hf_weight_key: str) -> Any:
+        """Real bytes, or a stand-in where the converter only probes or views."""
+        tensor = self.find(hf_weight_key)
+        return (
+            self._runtime.read(tensor.name) if tensor.name in self._step.computing else self._reservations.make(tensor)
+        )
+
+    def port_weight(self, keras_variable: Any, hf_weight_key: str, hook_fn: Any = None) -> None:
+        """Only for variables that are computed; the others have their values already."""
+        if id(keras_variable) not in self._wanted:
+            return
+        value: Any = self._runtime.read(self.find(hf_weight_key).name)
+        if hook_fn:
+            value = hook_fn(value, list(keras_variable.shape))
+        keras_variable.assign(value)
+
+    def assign(self, variable: Variable, value: Any, assign: Assign) -> Any:
+        """Place what was computed; leave what was viewed, which is there."""
+        if id(variable) not in self._wanted:
+            return value
+        return self._runtime.compute(variable, value, assign)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ConverterStep:
+    """The second run of a converter."""
+
+    run_of: Run
+    variables: tuple[Variable, ...]
+    computing: frozenset[str]
+    reassigned: frozenset[int] = frozenset()
+    """``id`` of the variables it assigns more than once; only the last value counts."""
+
+    @property
+    def owner(self) -> str:
+        """Whose code runs."""
+        return f"converter {self.run_of.function.__module__.rpartition('.')[2]}"
+
+    @property
+    def saveable(self) -> None:
+        """Converters assign and change nothing else."""
+        return
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Nothing by name; it runs when all bindings are in place."""
+        return ()
+
+    @property
+    def computes(self) -> bool:
+        """Always."""
+        return True
+
+    def run(self, runtime: Runtime) -> None:
+        """Run the converter again."""
+        loader = ReplayLoader(self, runtime)
+        with assignments_to(loader.assign):
+            self.run_of(loader)

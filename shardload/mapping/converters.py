@@ -1,0 +1,157 @@
+"""Hugging Face names: run KerasHub's own converter with a loader that has no bytes.
+
+``convert_weights(backbone, loader, config)`` asks the loader for tensors by their Hugging Face names and
+assigns what its hooks make of them. The first run gets reservations and is only watched; what it viewed
+becomes bindings. What it computed (casts, stacks of experts, interpolated positions) is left for a second
+run of the same code, in which views are skipped and only tensors that are computed with are read, each
+when the converter asks for it. That run comes after all bindings: some converters compute from variables.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+
+from shardload.hub import kerashub
+from shardload.keras_bridge.model_state import state_of
+from shardload.keras_bridge.pending import pending_of
+from shardload.keras_bridge.variables import is_abstract, stored_dtype, unique
+from shardload.manifest import Manifest
+from shardload.mapping.converter_run import ConverterAssign, Recording, Run, record
+from shardload.mapping.converter_step import ConverterStep
+from shardload.mapping.variable_map import (
+    Binding,
+    Computed,
+    DirectStep,
+    Step,
+    Variable,
+    VariableMap,
+    refused_among,
+    split_missing,
+    variable_names,
+)
+
+
+def map_hub(model: Any, manifest: Manifest) -> VariableMap:
+    """Which tensors of a Hugging Face (or GGUF) checkpoint go to which variable, as KerasHub's converter has it.
+
+    Args:
+        model: A KerasHub backbone or task, abstract or not; nothing of it is changed.
+        manifest: ``hf-safetensors`` or ``gguf``.
+
+    Raises:
+        UnsupportedError: When the converter cannot run on this model.
+    """
+    runs = [Run(kerashub.converter(manifest).convert_weights, getattr(model, "backbone", model), manifest, None)]
+    if _has_head(model, manifest):
+        runs.append(Run(kerashub.converter(manifest).convert_head, model, manifest, ""))
+    recordings = [record(run) for run in runs]
+    return _summarise(model, manifest, recordings)
+
+
+def _summarise(model: Any, manifest: Manifest, recordings: list[Recording]) -> VariableMap:
+    weights = list(model.weights)
+    everything = unique([*weights, *state_of(model)])
+    names = variable_names([*everything, *(e.variable for r in recordings for e in r.assigned)])
+    bindings: list[Binding] = []
+    computed: list[Computed] = []
+    late: list[ConverterStep] = []
+    for recording in recordings:
+        viewed, rest = _split(recording)
+        bindings.extend(_binding(event, manifest, names) for event in viewed)
+        if rest:
+            step = _step(recording, rest)
+            late.append(step)
+            computed.extend(_computed(step.owner, rest, names))
+    mismatched = tuple(m for r in recordings for m in r.mismatched)
+    fetched = {name for r in recordings for name in r.fetched}
+    provided = [b.variable for b in bindings] + [v for c in computed for v in c.variables]
+    wrong = {m.variable for m in mismatched}
+    covered = [v for v in weights if v.path in wrong]
+    plain: dict[int, str] = {}
+    if not any(r.absent for r in recordings):
+        # The converter found all it asked for: fixed tables it never asks for (rotary frequencies) are the model's own.
+        have = {id(p) for p in (*provided, *covered)}
+        weights = [v for v in weights if v.trainable or id(v) in have]
+        # So are biases it never asks for either, as Gemma 3n's in KerasHub's MobileNet; random values would not be.
+        plain = {id(v): names[id(v)] for v in weights if id(v) not in have and _begins_constant(v)}
+        weights = [v for v in weights if id(v) not in plain]
+    missing, missing_variables, state = split_missing(weights, everything, [*provided, *covered], names)
+    unused = tuple(n for n in manifest.tensors if n not in fetched)
+    notes = tuple(line for r in recordings for line in _notes(r)) + _kept(tuple(plain.values()))
+    steps: tuple[Step, ...] = (*(DirectStep(b) for b in bindings), *late)
+    refused = refused_among(weights, covered, provided, names)
+    return VariableMap(
+        tuple(bindings),
+        tuple(computed),
+        missing,
+        missing_variables,
+        state,
+        unused,
+        (),
+        mismatched,
+        notes,
+        steps,
+        refused,
+        tuple(name for r in recordings for name in r.absent),
+    )
+
+
+def _split(recording: Recording) -> tuple[list[ConverterAssign], list[ConverterAssign]]:
+    """Last views of variables that are only ever viewed; and all assignments to the others."""
+    computed = {id(e.variable) for e in recording.assigned if e.view is None}
+    viewed = {id(e.variable): e for e in recording.assigned if id(e.variable) not in computed}
+    return list(viewed.values()), [e for e in recording.assigned if id(e.variable) in computed]
+
+
+def _binding(event: ConverterAssign, manifest: Manifest, names: Mapping[int, str]) -> Binding:
+    assert event.view is not None
+    stored = manifest.tensors[event.view.tensor].dtype
+    dtype = stored_dtype(event.variable)
+    return Binding(names[id(event.variable)], event.variable, event.view, dtype, stored)
+
+
+def _step(recording: Recording, rest: list[ConverterAssign]) -> ConverterStep:
+    variables = tuple({id(e.variable): e.variable for e in rest}.values())
+    direct = {n for e in rest if not e.ported for n in (*e.tensors, *((e.view.tensor,) if e.view else ()))}
+    counts = collections.Counter(id(e.variable) for e in rest)
+    again = frozenset(key for key, count in counts.items() if count > 1)
+    return ConverterStep(recording.run, variables, frozenset(recording.computing | direct), again)
+
+
+def _computed(owner: str, rest: list[ConverterAssign], names: Mapping[int, str]) -> list[Computed]:
+    tensors: dict[int, set[str]] = {}
+    variables: dict[int, Variable] = {}
+    for event in rest:
+        variables[id(event.variable)] = event.variable
+        tensors.setdefault(id(event.variable), set()).update(event.tensors)
+    return [Computed(owner, (names[key],), (v,), tuple(sorted(tensors[key]))) for key, v in variables.items()]
+
+
+def _notes(recording: Recording) -> list[str]:
+    absent = [f"The converter asked for {name!r}, which the checkpoint does not have" for name in recording.absent]
+    return [line.strip() for line in recording.printed.splitlines() if line.strip()] + absent
+
+
+def _kept(names: tuple[str, ...]) -> tuple[str, ...]:
+    if not names:
+        return ()
+    return (
+        f"Initial zeros or ones, as in KerasHub, where its converter asks for no tensor: {len(names)}, {names[0]} …",
+    )
+
+
+def _has_head(model: Any, manifest: Manifest) -> bool:
+    """Whether the checkpoint's head belongs to this task: KerasHub loads heads of image classifiers and assistants."""
+    architecture = str((manifest.config.get("architectures") or [""])[0])
+    fits = "ForImageClassification" in architecture or architecture == "Gemma4AssistantForCausalLM"
+    return fits and hasattr(model, "backbone") and hasattr(kerashub.converter(manifest), "convert_head")
+
+
+def _begins_constant(variable: Variable) -> bool:
+    """Whether an abstract variable's initial value is all zeros or all ones."""
+    constant = (keras.initializers.Zeros, keras.initializers.Ones)
+    return is_abstract(variable) and isinstance(pending_of(variable).initializer, constant)

@@ -1,0 +1,148 @@
+"""One layer's ``load_own_variables``, run for real: views are exchanged for the sharded arrays they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shardload.errors import MismatchError
+from shardload.keras_bridge.saving import assignments_to
+from shardload.keras_bridge.variables import stored_dtype
+from shardload.manifest import Tensor
+from shardload.mapping.placeholders import Reservations
+from shardload.mapping.variable_map import Binding, Runtime, Variable
+
+
+def has_keras_hook(saveable: Any) -> bool:
+    """Whether its ``load_own_variables`` was written by Keras, for any kind of layer or optimizer."""
+    module = getattr(getattr(type(saveable), "load_own_variables", None), "__module__", "")
+    return str(module).split(".")[0] == "keras"
+
+
+def _refuse_overflow(variable: Variable, value: Any) -> None:
+    """Integers may become narrower ones only where every value survives."""
+    wanted, found = stored_dtype(variable), getattr(value, "dtype", None)
+    if not isinstance(value, np.ndarray) or found == wanted or {value.dtype.kind, wanted.kind} - {"i", "u"}:
+        return
+    info = np.iinfo(wanted)
+    if value.size and not (info.min <= int(value.min()) and int(value.max()) <= info.max):
+        raise MismatchError(
+            f"Variable {variable.path!r} is {wanted}, but the checkpoint holds {found} values from {value.min()} to "
+            f"{value.max()}, which do not fit"
+        )
+
+
+class Entry:
+    """What Keras hands to ``load_own_variables``: the keys of one group, read one at a time."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], read: Callable[[str], Any]) -> None:
+        self._tensors = tensors
+        self._read = read
+
+    def keys(self) -> list[str]:
+        """As HDF5 lists them: one name per level."""
+        return list(dict.fromkeys(key.split("/")[0] for key in self._tensors))
+
+    def __len__(self) -> int:
+        return len(self.keys())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._tensors or key in self.keys()
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self._tensors:
+            raise KeyError(key)
+        return self._read(key)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerStep:
+    """One visit to one saveable."""
+
+    saveable: Any
+    path: str
+    tensors: dict[str, Tensor]
+    """What the file holds for it, by key."""
+    computing: frozenset[str]
+    """Names of tensors the hook needs as real bytes."""
+    bindings: tuple[Binding, ...]
+    """Views it assigns that no later assignment replaces."""
+    variables: tuple[Variable, ...]
+    """Variables whose values it computes."""
+
+    @property
+    def owner(self) -> str:
+        """Whose code runs."""
+        return f"{type(self.saveable).__name__} at {self.path or 'the root'!r}"
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Bindings it assigns."""
+        return tuple(b.name for b in self.bindings)
+
+    @property
+    def computes(self) -> bool:
+        """Whether anything but views is in it."""
+        return bool(self.computing or self.variables)
+
+    def run(self, runtime: Runtime) -> None:
+        """Call the hook.
+
+        Raises:
+            MismatchError: When it asks for other views than it did while recording.
+        """
+        reservations = Reservations()
+        bound = {(id(b.variable), b.view): b.name for b in self.bindings}
+        given: dict[int, Any] = {}
+
+        def read(key: str) -> Any:
+            tensor = self.tensors[key]
+            if tensor.name in self.computing:
+                return runtime.read(tensor.name)
+            if (name := self._whole(tensor)) is None:
+                return reservations.make(tensor)
+            array = runtime.take(name)
+            given[id(array)] = array
+            return array
+
+        def assign(variable: Variable, value: Any, original: Callable[[Variable, Any], Any]) -> Any:
+            if id(value) in given:
+                return runtime.assign(variable, value, original)
+            view = reservations.locate(value)
+            if view is None:
+                if id(variable) not in computed:
+                    raise self._deviates(variable)
+                _refuse_overflow(variable, value)
+                return runtime.compute(variable, value, original)
+            name = bound.get((id(variable), view))
+            if name is not None:
+                return runtime.assign(variable, runtime.take(name), original)
+            return value  # replaced by a later assignment: not loaded for nothing
+
+        computed = {id(v) for v in self.variables}
+        with assignments_to(assign):
+            self.saveable.load_own_variables(Entry(self.tensors, read))
+
+    def _whole(self, tensor: Tensor) -> str | None:
+        """The binding that is all of a tensor and its only use, where the array itself can be given to the hook.
+
+        That is every plain layer, and saves an address range per tensor, which the kernel hands out slowly while
+        other threads fill memory. Only Keras' own hooks assign what they read, untouched; another one may reshape
+        it or look at its dtype, which an array already cast would answer otherwise.
+        """
+        if self.computes or not has_keras_hook(self.saveable):
+            return None
+        found = [b for b in self.bindings if b.view.tensor == tensor.name]
+        return found[0].name if len(found) == 1 and found[0].view.is_whole(tensor) else None
+
+    def _deviates(self, variable: Variable) -> MismatchError:
+        return MismatchError(
+            f"{self.owner} computed a value for {variable.path!r} that it had only viewed before; its "
+            "load_own_variables must do the same for the same checkpoint each time"
+        )

@@ -1,0 +1,88 @@
+"""Slots for an optimizer that never trained, where the checkpoint holds their values.
+
+``compile`` makes an optimizer without slots; Keras makes them in the first step of training, or when it restores a
+whole model. A load that fills a compiled model restores it as well: the slots are built, without values, before
+names are mapped, and taken away again when nothing is loaded after all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from shardload.keras_bridge.model_state import OptimizerState, other_optimizers, variables_of
+from shardload.keras_bridge.recording import record_variables
+from shardload.manifest import Manifest
+from shardload.mapping.state_keys import Role, roles_of
+from shardload.mapping.state_tree import Stored
+
+_STORED = ("optimizer/vars/", "optimizer_variables/")
+"""Where Keras puts the variables of a model's optimizer: in every format of its own, and in a training step."""
+
+
+@contextmanager
+def slots_as_stored(model: Any, manifest: Manifest) -> Iterator[None]:
+    """While open, ``model``'s optimizer has its slots if the checkpoint has them; they stay unless the block raises.
+
+    Nothing happens where the optimizer has slots already, or is of another kind than the one that was saved: by its
+    class where an archive says it, by the number of its variables otherwise, which is what Keras goes by.
+
+    Args:
+        model: A built model, compiled or not, abstract or not.
+        manifest: Any format.
+    """
+    before: list[OptimizerState] = []
+    try:
+        for optimizer, weights, stored in list(_unbuilt(model, manifest)):
+            before.append(OptimizerState.of(optimizer))
+            with record_variables():
+                optimizer.build(weights)
+            if len(optimizer.variables) != stored:
+                before.pop().restore()
+        yield
+    except BaseException:
+        for state in before:
+            state.restore()
+        raise
+
+
+def _unbuilt(model: Any, manifest: Manifest) -> Iterator[tuple[Any, list[Any], int]]:
+    """Optimizers to build: with the weights they train, and how many variables the checkpoint has for them."""
+    optimizer, others = getattr(model, "optimizer", None), _of_others(manifest)
+    stored = sum(name.startswith(_STORED) for name in manifest.tensors) - len(others)
+    if stored and optimizer is not None and not optimizer.built and not _other_kind(optimizer, manifest):
+        yield optimizer, model.trainable_variables, stored
+    waiting = [(path, found) for path, found in other_optimizers(model) if not found.built] if others else []
+    by_key = {role.key: i for i, role in roles_of(model).items()} if waiting else {}
+    by_id = {id(v): v for v in variables_of(model)}
+    for path, found in waiting:
+        mine = [role for role in others if role.optimizer == path]
+        trained = dict.fromkeys(role.of for role in mine if role.of is not None)
+        weights = [by_id[i] for key in trained if (i := by_key.get(key)) in by_id]
+        if weights and len(weights) == len(trained):
+            yield found, weights, len(mine)
+
+
+def _of_others(manifest: Manifest) -> list[Role]:
+    """What a training step holds of optimizers besides the compiled one."""
+    structure = manifest.metadata.get("structure")
+    leaves = structure.get("leaves") if isinstance(structure, Mapping) else None
+    found = map(Stored.of_json, leaves) if isinstance(leaves, list) else ()
+    return [stored.role for stored in found if stored.role.optimizer is not None]
+
+
+def _other_kind(optimizer: Any, manifest: Manifest) -> bool:
+    """Whether an archive says that its optimizer is of another class: SGD's momentum would fit RMSprop's velocity."""
+    compiled = manifest.config.get("compile_config")
+    saved = compiled.get("optimizer") if isinstance(compiled, Mapping) else None
+    name, inner = _class_name(saved), getattr(optimizer, "inner_optimizer", optimizer)
+    if name == "LossScaleOptimizer":  # `compile` puts it around others for half precision, and the archive is silent
+        config = saved.get("config") if isinstance(saved, Mapping) else None
+        name = _class_name(config.get("inner_optimizer") if isinstance(config, Mapping) else None)
+    return name is not None and name != type(inner).__name__
+
+
+def _class_name(described: object) -> str | None:
+    name = described.get("class_name") if isinstance(described, Mapping) else None
+    return name if isinstance(name, str) else None

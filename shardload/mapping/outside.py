@@ -1,0 +1,321 @@
+"""Tensors of a checkpoint that lie outside the architecture its own configuration describes.
+
+A tensor that no variable takes is an error, unless one of the rules below knows why the built model computes the same
+without it::
+
+    buffers         position_ids, inv_freq, causal masks    computed from the configuration; told by name and kind
+    heads, poolers  classifier.*, cls.*, pooler.*           parts of a task the built class does not have
+    copies          lm_head.weight                          equal, bit for bit, to the embedding the model uses for both
+    zeros           final_logits_bias                       added to something, and all zeros
+
+There is no rule for "everything else": biases, layers beyond ``num_hidden_layers`` and an output layer that differs
+from the embedding stay errors. docs/design/0010-folders-as-they-are.md has what `transformers` and KerasHub do.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+
+from shardload.errors import UsageError
+from shardload.hub.build_errors import TRANSFORMERS
+from shardload.manifest import Manifest, Tensor
+from shardload.mapping.variable_map import VariableMap
+from shardload.transfer.read_tensor import read_rows, row_ranges
+
+READ_BYTES = 8 << 20
+"""Of each tensor at once, where values are compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutsideTensor:
+    """A tensor that is left out, and why the model computes the same without it."""
+
+    tensor: str
+    reason: str
+    is_weight: bool = False
+    """Whether it was trained, for a part the model does not have; otherwise it holds nothing that could be lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sorted:
+    """What no variable takes, in two parts."""
+
+    outside: tuple[OutsideTensor, ...]
+    unused: tuple[str, ...]
+    """What the model should use and does not."""
+    why: Mapping[str, str]
+    """Of some of these, what is known about them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffer:
+    """What a module computes for itself, and older versions of `transformers` stored all the same."""
+
+    suffix: str
+    fits: Callable[[Tensor], bool]
+    reason: str
+
+
+def _is_integer(tensor: Tensor) -> bool:
+    return tensor.dtype.kind in "iu"
+
+
+def _is_vector(tensor: Tensor) -> bool:
+    return len(tensor.shape) == 1
+
+
+def _is_scalar(tensor: Tensor) -> bool:
+    return tensor.size == 1
+
+
+def _is_square_mask(tensor: Tensor) -> bool:
+    return len(tensor.shape) == 4 and tensor.shape[:2] == (1, 1) and tensor.shape[2] == tensor.shape[3]
+
+
+_BUFFERS = (
+    _Buffer(r"embeddings\.(position_ids|token_type_ids)", _is_integer, "a buffer: the numbers 0, 1, 2 … or zeros"),
+    _Buffer(
+        r"rotary_emb(eddings)?\.(original_)?inv_freq", _is_vector, "a buffer: rotary frequencies, from config.json"
+    ),
+    _Buffer(r"(attn|attention|crossattention)\.bias", _is_square_mask, "a buffer: the causal mask"),
+    _Buffer(r"(attn|attention|crossattention)\.masked_bias", _is_scalar, "a buffer: what masked scores are set to"),
+    _Buffer(r"relative_position_index", _is_integer, "a buffer: indices that follow from the window size"),
+    _Buffer(r"num_batches_tracked", _is_integer, "a buffer: counts batches of training"),
+    _Buffer(r"(encoder|decoder)\.version", _is_scalar, "a version number"),
+)
+_BERT_HEADS = r"cls\.|classifier\.|qa_outputs\."
+_ROBERTA_HEADS = r"lm_head\.|classifier\.|qa_outputs\."
+_VISION_HEADS = r"classifier\.|decoder\.\d+\."
+_DECODER_HEADS = r"score\.|qa_outputs\."
+_HEADS = {
+    "bert": _BERT_HEADS,
+    "roberta": _ROBERTA_HEADS,
+    "xlm-roberta": _ROBERTA_HEADS,
+    "albert": r"predictions\.|sop_classifier\.|classifier\.|qa_outputs\.",
+    "distilbert": r"vocab_(transform|layer_norm|projector)\.|(pre_)?classifier\.|qa_outputs\.",
+    "esm": r"lm_head\.|classifier\.|(esm\.)?contact_head\.",
+    "bart": r"classification_head\.|qa_outputs\.",
+    "gpt2": r"score\.|classifier\.|qa_outputs\.|multiple_choice_head\.",
+    "vit": _VISION_HEADS,
+    "deit": _VISION_HEADS + r"|(cls|distillation)_classifier\.",
+    "swin": _VISION_HEADS,
+    "dinov2": _VISION_HEADS,
+    "dinov2_with_registers": _VISION_HEADS,
+    **dict.fromkeys(
+        ("gemma", "gemma2", "gemma3", "gemma3_text", "gpt_oss", "llama", "mistral", "mixtral"), _DECODER_HEADS
+    ),
+    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"), _DECODER_HEADS),
+}
+"""By ``model_type``: how the names of a task's own layers begin; outside of every backbone."""
+_POOLED = ("roberta", "xlm-roberta", "esm", "vit", "deit", "swin", "dinov2", "dinov2_with_registers", "dinov3_vit")
+"""Model types with a pooler in `transformers` and none in KerasHub."""
+_POOLER = r"(\w+\.)?pooler\.(dense\.)?(weight|bias)"
+_MASKING = ("vit", "deit", "swin", "dinov2", "dinov2_with_registers", "dinov3_vit")
+_MORE = {
+    "gemma3": (r"(model\.)?vision_tower\.(vision_model\.)?head\..+", "the vision tower's pooling head, never called"),
+    "paligemma": (
+        r"(model\.)?vision_tower\.(vision_model\.)?head\..+",
+        "the vision tower's pooling head, never called",
+    ),
+    "qwen3_5": (r"mtp\..+", "layers that predict several tokens ahead, which transformers leaves out too"),
+    "qwen3_5_moe": (r"mtp\..+", "layers that predict several tokens ahead, which transformers leaves out too"),
+    **dict.fromkeys(_MASKING, (r"(\w+\.)?embeddings\.mask_token", "replaces masked patches, in masked training only")),
+}
+_COPY = re.compile(r"(.+\.)?(lm_head(\.out_proj)?|embed_tokens|shared|wte)\.weight")
+_EMBEDDING = re.compile(r"(.+\.)?(embed_tokens|shared|wte|word_embeddings)\.weight")
+_ADDED = {
+    "final_logits_bias": "added to the logits",
+    "embeddings.token_type_embeddings.weight": "added to the embeddings",
+}
+"""Name ends: tensors that matter unless they are all zeros (BART; RoBERTa, where KerasHub has no token types)."""
+
+
+def sort_unused(
+    mapping: VariableMap,
+    manifest: Manifest,
+    model: Any,
+    *,
+    ignore: Iterable[str] = (),
+    compare: bool = True,
+) -> Sorted:
+    """Tell what lies outside the model's architecture from what the model should use and does not.
+
+    Args:
+        mapping: What the model takes of the checkpoint.
+        manifest: The checkpoint; only one that describes its own model has tensors outside of it.
+        model: What was built from that description.
+        ignore: Patterns (``*``, ``?``) of names to leave out whatever they are.
+        compare: Read tensors whose values decide; otherwise these count as outside, for now.
+
+    Raises:
+        UsageError: When a pattern of ``ignore`` fits no tensor that is left over.
+        TransferError: When a tensor that is to be compared cannot be read.
+    """
+    asked = _asked(mapping.unused, tuple(ignore))
+    outside: list[OutsideTensor] = []
+    why: dict[str, str] = {}
+    for name in mapping.unused:
+        found: OutsideTensor | str = ""
+        if name in asked:
+            found = OutsideTensor(name, f"left out on request ({asked[name]})", True)
+        elif manifest.format in TRANSFORMERS:
+            found = _by_kind(manifest.tensors[name], manifest, model) or _by_value(
+                manifest.tensors[name], mapping, manifest, model, compare=compare
+            )
+        if isinstance(found, OutsideTensor):
+            outside.append(found)
+        elif found:
+            why[name] = found
+    left_out = {each.tensor for each in outside}
+    return Sorted(tuple(outside), tuple(n for n in mapping.unused if n not in left_out), why)
+
+
+def without_parts(mapping: VariableMap, manifest: Manifest) -> VariableMap:
+    """The same, where parts that the checkpoint's class does not have get initial values instead of being missing.
+
+    KerasHub's BERT and ALBERT always have a pooler, its Mistral, Mixtral and GPT-OSS an output layer; `transformers`
+    stores neither for tasks that use none.
+    """
+    kind, architecture = manifest.config.get("model_type"), _architecture(manifest)
+    part = next((p for p in _PARTS if kind in p.model_types and architecture.endswith(p.without)), None)
+    if part is None or not mapping.absent or not all(re.fullmatch(part.names, name) for name in mapping.absent):
+        return mapping
+    if any(re.fullmatch(part.names, name) for name in manifest.tensors):
+        return mapping  # half of it is there: something was lost
+    note = (
+        f"{architecture} stores no {part.what}: {', '.join(mapping.missing)} have initial values, and {part.meaning} "
+        "means nothing before training"
+    )
+    kept = tuple(n for n in mapping.notes if not n.startswith("The converter asked for"))
+    return replace(
+        mapping,
+        missing=(),
+        missing_variables=(),
+        state=(*mapping.state, *mapping.missing_variables),
+        notes=(*kept, note),
+        absent=(),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What a KerasHub class always has and a class of `transformers` may not."""
+
+    what: str
+    model_types: tuple[str, ...]
+    names: str
+    without: tuple[str, ...]
+    """Ends of the classes that work without it."""
+    meaning: str
+
+
+_PARTS = (
+    _Part(
+        "pooler",
+        ("bert", "albert"),
+        _POOLER,
+        # A ``BertModel`` may have been made with ``add_pooling_layer=False``.
+        ("Model", "ForMaskedLM", "ForCausalLM", "LMHeadModel", "ForTokenClassification", "ForQuestionAnswering"),
+        "the pooled output",
+    ),
+    _Part(
+        "output layer",
+        ("mistral", "mixtral", "gpt_oss"),
+        r"lm_head\.weight",
+        ("Model", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"),
+        "token_embedding(…, reverse=True)",
+    ),
+)
+
+
+def _architecture(manifest: Manifest) -> str:
+    return str((manifest.config.get("architectures") or [""])[0])
+
+
+def _asked(unused: Iterable[str], patterns: tuple[str, ...]) -> dict[str, str]:
+    found = {name: p for name in unused for p in patterns if fnmatchcase(name, p)}
+    if idle := [p for p in patterns if not any(fnmatchcase(name, p) for name in unused)]:
+        raise UsageError(
+            f"ignore={idle[0]!r} fits none of the tensors that the model leaves over. Remove it, or correct the name"
+        )
+    return found
+
+
+def _by_kind(tensor: Tensor, manifest: Manifest, model: Any) -> OutsideTensor | None:
+    """A tensor that is outside as its name, dtype and shape tell."""
+    name, kind = tensor.name, str(manifest.config.get("model_type"))
+    if not tensor.size:
+        return OutsideTensor(name, "has no elements")
+    for buffer in _BUFFERS:
+        if re.fullmatch(rf"(.+\.)?{buffer.suffix}", name) and buffer.fits(tensor):
+            return OutsideTensor(name, buffer.reason)
+    if kind in _POOLED and re.fullmatch(_POOLER, name):
+        return OutsideTensor(name, f"a pooler, which {_class(model)} does not have", True)
+    if kind in _MORE and re.fullmatch(_MORE[kind][0], name):
+        return OutsideTensor(name, _MORE[kind][1], True)
+    is_backbone = not hasattr(model, "backbone")
+    if is_backbone and kind in _HEADS and re.match(_HEADS[kind], name):
+        head = f"part of the head of {_architecture(manifest) or 'a task'}"
+        return OutsideTensor(name, f"{head}; {_class(model)} ends before it", True)
+    return None
+
+
+def _by_value(
+    tensor: Tensor, mapping: VariableMap, manifest: Manifest, model: Any, *, compare: bool
+) -> OutsideTensor | str:
+    """A tensor that is outside as its values tell, or why they say that it is not."""
+    for end, use in _ADDED.items():
+        if tensor.name == end or tensor.name.endswith(f".{end}"):
+            if not compare:
+                return OutsideTensor(tensor.name, f"{use}; loading checks that it is all zeros")
+            if _is_zero(tensor):
+                return OutsideTensor(tensor.name, f"all zeros, {use}")
+            return f"it is {use}, is not all zeros, and {_class(model)} has no place for it"
+    originals = list(_embeddings(tensor, mapping, manifest)) if _COPY.fullmatch(tensor.name) else []
+    if originals and not compare:
+        return OutsideTensor(tensor.name, f"loading checks that it equals {originals[0].name!r}")
+    for original in originals:
+        if _is_same(tensor, original):
+            return OutsideTensor(tensor.name, f"equal to {original.name!r}, which {_class(model)} uses for both")
+    return f"it differs from {originals[0].name!r}, which {_class(model)} uses for both" if originals else ""
+
+
+def _embeddings(tensor: Tensor, mapping: VariableMap, manifest: Manifest) -> Iterator[Tensor]:
+    """Tensors the model takes that this one may be a copy of."""
+    left = set(mapping.unused)
+    for name, other in manifest.tensors.items():
+        if (
+            name not in left
+            and _EMBEDDING.fullmatch(name)
+            and (other.shape, other.dtype)
+            == (
+                tensor.shape,
+                tensor.dtype,
+            )
+        ):
+            yield other
+
+
+def _is_same(one: Tensor, two: Tensor) -> bool:
+    return all(
+        read_rows(one, a, b).tobytes() == read_rows(two, a, b).tobytes()
+        for a, b in row_ranges(one, limit_bytes=READ_BYTES)
+    )
+
+
+def _is_zero(tensor: Tensor) -> bool:
+    ranges = row_ranges(tensor, limit_bytes=READ_BYTES)
+    return not any(np.any(read_rows(tensor, a, b).astype(np.float32)) for a, b in ranges)
+
+
+def _class(model: Any) -> str:
+    return f"KerasHub's {type(getattr(model, 'backbone', model)).__name__}"
+
+
+__all__ = ["OutsideTensor", "Sorted", "sort_unused", "without_parts"]

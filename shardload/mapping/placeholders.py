@@ -1,0 +1,255 @@
+"""Tensors without memory: an address range for each, to see what loading code does with it.
+
+A `Reserved` array has the shape and dtype of a stored tensor and lies in pages that were never touched.
+Loading code (a layer's ``load_own_variables``, a converter's hook) runs on it as on the real thing; what
+it hands to ``Variable.assign`` then tells by its address which elements of which tensor it is::
+
+    tensor "h.0.attn.c_attn.weight", 2304 x 768 float32, reserved at 0x7f00_0000_0000
+    hook:  np.reshape(x[768:].T, (768, 12, 128))   ─►   address 0x7f00_0024_0000, strides (4, 393216, 3072)
+                                                   ─►   View(offset=589824, strides=(1, 98304, 768))
+
+An array elsewhere was *computed*. Which tensors went into it is known exactly, however it happened: the
+kernel says which pages were read (``mincore``), a reservation that cannot be closed is still held by
+somebody, and NumPy functions that would fill memory (casts, sums, stacks) are answered with another
+reservation. So recording a 50 GB checkpoint takes no memory worth mentioning.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import functools
+import math
+import mmap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardload.errors import UnsupportedError
+from shardload.manifest import Tensor, View
+
+_MINCORE_PAGES = 1 << 20
+"""Pages asked about at once: one byte of answer each."""
+
+
+@dataclass(slots=True)
+class _AddressRange:
+    tensor: Tensor
+    pages: mmap.mmap
+    start: int
+
+    @property
+    def was_used(self) -> bool:
+        """Whether bytes were read, or somebody still holds an array of this range."""
+        if _touched(self.start, self.tensor.nbytes):
+            return True
+        try:
+            self.pages.close()
+        except BufferError:
+            return True
+        return False
+
+
+@dataclass(slots=True)
+class Reservations:
+    """The reserved tensors of one recording."""
+
+    used: set[str] = field(default_factory=set)
+    """Tensors whose values something computed with, or that somebody kept."""
+    _ranges: list[_AddressRange] = field(default_factory=list)
+    """Live ones, by address."""
+
+    def make(self, tensor: Tensor) -> Reserved:
+        """An array of the tensor's shape and dtype, without memory, read-only.
+
+        Raises:
+            UnsupportedError: When the tensor is larger than the address space.
+        """
+        array, pages = _reserve(tensor.shape, tensor.dtype, name=tensor.name)
+        array.tensors, array.reservations = frozenset((tensor.name,)), self
+        bisect.insort(self._ranges, _AddressRange(tensor, pages, _address(array)), key=lambda r: r.start)
+        return array
+
+    def locate(self, value: Any) -> View | None:
+        """The view of a reserved tensor that ``value`` is; ``None`` where it is anything else."""
+        if not isinstance(value, np.ndarray):
+            return None
+        address = _address(value)
+        after = bisect.bisect_right(self._ranges, address, key=lambda r: r.start)
+        if after == 0:
+            return None
+        found = self._ranges[after - 1]
+        if address >= found.start + max(found.tensor.nbytes, 1) or value.dtype != found.tensor.dtype:
+            return None
+        return _as_view(value, found)
+
+    def settle(self) -> None:
+        """Free every range; from here on `used` names those that were more than viewed."""
+        for entry in self._ranges:
+            if entry.was_used:
+                self.used.add(entry.tensor.name)
+        self._ranges.clear()
+
+    def derive(self, shape: Sequence[int], dtype: np.dtype[Any], tensors: frozenset[str]) -> Reserved:
+        """What a computation with ``tensors`` would return, without computing it."""
+        self.used.update(tensors)
+        array, _ = _reserve(tuple(shape), dtype, name=", ".join(sorted(tensors)))
+        array.tensors, array.reservations = tensors, self
+        return array
+
+
+class Reserved(np.ndarray[Any, np.dtype[Any]]):
+    """A stand-in for a stored tensor (or for something computed from stored tensors)."""
+
+    tensors: frozenset[str]
+    """Stored tensors this is, or was computed from."""
+    reservations: Reservations | None
+
+    def __array_finalize__(self, source: Any) -> None:
+        self.tensors = getattr(source, "tensors", frozenset())
+        self.reservations = getattr(source, "reservations", None)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        if method != "__call__" or ufunc.signature or any(v is not None for v in kwargs.values()):
+            return getattr(ufunc, method)(*_plain(inputs), **{k: _plain(v) for k, v in kwargs.items()})
+        shape = np.broadcast_shapes(*(np.shape(x) for x in inputs))
+        with np.errstate(all="ignore"):
+            result = ufunc(*(_ones_like(x) for x in inputs))
+        if isinstance(result, tuple):
+            return tuple(_derived(inputs, shape, r.dtype) for r in result)
+        return _derived(inputs, shape, result.dtype)
+
+    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        joined = _JOINS.get(func)
+        if joined is not None and set(kwargs) <= {"axis"} and len(args) in (1, 2):
+            return joined(args[0], args[1] if len(args) == 2 else kwargs.get("axis", 0))
+        return super().__array_function__(func, types, args, kwargs)
+
+    def astype(self, dtype: Any, *args: Any, **kwargs: Any) -> Any:
+        """The same view for the same dtype, else a stand-in for the cast array."""
+        wanted = np.dtype(dtype)
+        if wanted == self.dtype:
+            return self[...]
+        return _derived((self,), self.shape, wanted)
+
+    def copy(self, order: Any = "C") -> Any:
+        """The view itself: a copy has the same values."""
+        return self[...]
+
+    def reshape(self, *shape: Any, order: Any = "C", copy: bool | None = None) -> Any:
+        """A view where NumPy can make one, else a stand-in for the copy."""
+        if order != "C":
+            return super().reshape(*shape, order=order)
+        try:
+            return super().reshape(*shape, copy=False)
+        except ValueError:
+            # Raises again where the shape itself is wrong; a dtype of no bytes costs nothing to reshape.
+            empty = np.empty(self.shape, dtype="V0").reshape(*shape)
+            return _derived((self,), empty.shape, self.dtype)
+
+    def flatten(self, order: Any = "C") -> Any:
+        """As `reshape`."""
+        return self.reshape(-1, order=order)
+
+    def ravel(self, order: Any = "C") -> Any:
+        """As `reshape`."""
+        return self.reshape(-1, order=order)
+
+
+def tensors_behind(value: Any) -> frozenset[str]:
+    """Stored tensors a value is known to be made of; empty where that is not known."""
+    return value.tensors if isinstance(value, Reserved) else frozenset()
+
+
+def _derived(inputs: Any, shape: Sequence[int], dtype: np.dtype[Any]) -> Reserved:
+    sources = [x for x in inputs if isinstance(x, Reserved)]
+    owner = next((s.reservations for s in sources if s.reservations is not None), None) or Reservations()
+    return owner.derive(shape, dtype, frozenset().union(*(s.tensors for s in sources)))
+
+
+def _stack(arrays: Sequence[Any], axis: int) -> Reserved:
+    first = arrays[0]
+    if any(np.shape(a) != np.shape(first) for a in arrays):
+        raise ValueError("all input arrays must have the same shape")
+    axis = axis % (np.ndim(first) + 1)
+    shape = (*np.shape(first)[:axis], len(arrays), *np.shape(first)[axis:])
+    return _derived(arrays, shape, np.result_type(*(np.asarray(a).dtype for a in arrays)))
+
+
+def _concatenate(arrays: Sequence[Any], axis: int) -> Reserved:
+    axis = axis % np.ndim(arrays[0])
+    shapes = [list(np.shape(a)) for a in arrays]
+    length = sum(shape[axis] for shape in shapes)
+    for shape in shapes:
+        shape[axis] = length
+    if any(shape != shapes[0] for shape in shapes):
+        raise ValueError("all the input array dimensions except for the concatenation axis must match exactly")
+    return _derived(arrays, shapes[0], np.result_type(*(np.asarray(a).dtype for a in arrays)))
+
+
+_JOINS: dict[Any, Callable[[Any, Any], Reserved]] = {np.stack: _stack, np.concatenate: _concatenate}
+
+
+def _plain(values: Any) -> Any:
+    """The same arguments with base-class arrays: NumPy then reads the zeros for real, which `mincore` sees."""
+    if isinstance(values, (tuple, list)):
+        return type(values)(_plain(v) for v in values)
+    return values.view(np.ndarray) if isinstance(values, Reserved) else values
+
+
+def _ones_like(value: Any) -> Any:
+    return np.ones((1,) * value.ndim, value.dtype) if isinstance(value, Reserved) else value
+
+
+def _reserve(shape: tuple[int, ...], dtype: np.dtype[Any], *, name: str) -> tuple[Reserved, mmap.mmap]:
+    nbytes = math.prod(shape) * dtype.itemsize
+    try:
+        pages = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
+    except (OSError, OverflowError, ValueError) as error:
+        raise UnsupportedError(
+            f"{name} of shape {shape} takes {nbytes} bytes, more than a process can address ({error}). "
+            "Is the file's header damaged?"
+        ) from error
+    array = np.frombuffer(pages, np.uint8, count=nbytes).view(dtype).reshape(shape)
+    return array.view(Reserved), pages
+
+
+def _address(array: NDArray[Any]) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def _as_view(value: NDArray[Any], found: _AddressRange) -> View | None:
+    item = found.tensor.dtype.itemsize
+    offset, rest = divmod(_address(value) - found.start, item)
+    strides = []
+    for d, (length, stride) in enumerate(zip(value.shape, value.strides, strict=True)):
+        if length == 1:
+            strides.append(math.prod(value.shape[d + 1 :]))  # never stepped over: its canonical value
+        elif value.size and (stride <= 0 or stride % item):
+            return None
+        else:
+            strides.append(abs(stride) // item)
+    return None if rest else View(found.tensor.name, offset, tuple(value.shape), tuple(strides))
+
+
+def _touched(start: int, nbytes: int) -> bool:
+    """Whether any page of an anonymous mapping has been read."""
+    pages = -(-nbytes // mmap.PAGESIZE)
+    for first in range(0, pages, _MINCORE_PAGES):
+        count = min(_MINCORE_PAGES, pages - first)
+        resident = np.zeros(count, np.uint8)
+        address = ctypes.c_void_p(start + first * mmap.PAGESIZE)
+        answer = ctypes.c_void_p(resident.ctypes.data)
+        if _libc().mincore(address, ctypes.c_size_t(count * mmap.PAGESIZE), answer):
+            return True  # not told: assume the worst, which costs time and no correctness
+        if resident.any():
+            return True
+    return False
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)

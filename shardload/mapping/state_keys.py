@@ -1,0 +1,132 @@
+"""Names for the variables of a model and its optimizer that do not depend on auto-generated names.
+
+    weight     layers/dense_1/vars/0             as in ``.weights.h5``: class names, counted where they stand
+    seed       layers/dropout/seed_generators/0
+    slot       momentums of layers/dense_1/vars/0, inner_optimizer/momentums of …
+    optimizer  iteration, learning_rate, inner_optimizer/dynamic_scale
+    metric     0/total                            position of the metric, name of its variable
+
+Optimizers that a model holds besides the compiled one (a GAN's) have their path before their keys and slots:
+``optimizers/d_optimizer/iteration``.
+
+A weight that its layer's hook does not store as it is (LoRA's factors) is named by its attribute:
+``layers/dense_1/vars/lora_kernel_a``. Two models of the same structure have the same names, whatever ran before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardload.keras_bridge.model_state import other_optimizers, seeds_of, variables_of, weights_optimized
+from shardload.keras_bridge.saving import saved_objects, stored_by_hook, stored_variables
+
+Variable = Any
+"""A ``keras.Variable``; untyped upstream."""
+
+_NOT_SLOTS = frozenset({"_variables", "_trainable_variables"})
+_SHORT = {"iterations": "iteration"}
+"""Attributes whose key is what Keras names the variable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What a variable is to its model."""
+
+    kind: str
+    """``weight``, ``seed``, ``slot``, ``optimizer`` or ``metric``."""
+    key: str
+    """Unique among the roles of its kind."""
+    slot: str | None = None
+    """Which of its weight's slots: the optimizer's attribute, ``momentums``."""
+    of: str | None = None
+    """Key of the weight a slot belongs to."""
+    name: str | None = None
+    """A metric's own name."""
+    optimizer: str | None = None
+    """Path of the optimizer a slot or optimizer variable belongs to, unless that is the compiled one."""
+
+
+def roles_of(model: Any) -> dict[int, Role]:
+    """The role of every variable of ``model`` that training keeps, by ``id``."""
+    roles = _weights(model)
+    keys = {i: role.key for i, role in roles.items()}
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None:
+        roles |= _optimizer(optimizer, keys)
+    for path, other in other_optimizers(model):
+        found = _optimizer(other, keys, f"optimizers/{path}/")
+        roles |= {i: replace(role, optimizer=path) for i, role in found.items()}
+    return roles | _metrics(model)
+
+
+def _weights(model: Any) -> dict[int, Role]:
+    roles: dict[int, Role] = {}
+    for path, saveable in saved_objects(model):
+        prefix = f"{path}/" if path else ""
+        stored = stored_by_hook(saveable) if stored_variables(saveable) else {}
+        for key, variable in stored.items():
+            roles.setdefault(id(variable), Role("weight", f"{prefix}vars/{key}"))
+        for position, variable in enumerate(stored_variables(saveable)):
+            name = _attribute(saveable, variable) or f"+{position}"
+            roles.setdefault(id(variable), Role("weight", f"{prefix}vars/{name}"))
+        for position, seed in enumerate(seeds_of(saveable)):
+            roles.setdefault(id(seed), Role("seed", f"{prefix}seed_generators/{position}"))
+    for position, variable in enumerate(variables_of(model)):
+        roles.setdefault(id(variable), Role("weight", f"variables/{position}"))
+    return roles
+
+
+def _attribute(owner: Any, variable: Variable) -> str | None:
+    return next((name.lstrip("_") for name, held in vars(owner).items() if held is variable), None)
+
+
+def _optimizer(optimizer: Any, weights: dict[int, str], prefix: str = "") -> dict[int, Role]:
+    roles: dict[int, Role] = {}
+    own = {id(v) for v in optimizer.variables}
+    for attribute, held in vars(optimizer).items():
+        name = attribute.lstrip("_")
+        if hasattr(held, "apply_gradients"):
+            roles |= _optimizer(held, weights, f"{prefix}{name}/")
+        elif attribute not in _NOT_SLOTS:
+            for variable, role in _held(optimizer, held, f"{prefix}{_SHORT.get(name, name)}", weights):
+                if id(variable) in own:
+                    roles.setdefault(id(variable), role)
+    for position, variable in enumerate(optimizer.variables):
+        roles.setdefault(id(variable), Role("optimizer", f"{prefix}variables/{position}"))
+    return roles
+
+
+def _held(optimizer: Any, held: Any, name: str, weights: dict[int, str]) -> Iterator[tuple[Variable, Role]]:
+    """Variables of one attribute: a single one, or a list with a place for every weight."""
+    if not isinstance(held, (list, tuple, dict)):
+        yield held, Role("optimizer", name)
+        return
+    optimized = weights_optimized(optimizer)
+    items = list(held.items() if isinstance(held, dict) else enumerate(held))
+    by_place = not isinstance(held, dict) and len(held) == len(optimized)
+    for place, variable in items:
+        of = weights.get(id(optimized[place])) if by_place else None
+        if of is None:
+            yield variable, Role("optimizer", f"{name}/{place}")
+        else:
+            yield variable, Role("slot", f"{name}/{of}", slot=name, of=of)
+
+
+def _metrics(model: Any) -> dict[int, Role]:
+    roles: dict[int, Role] = {}
+    for position, metric in enumerate(getattr(model, "metrics", ())):
+        for variable, name in _numbered(metric.variables):
+            roles.setdefault(id(variable), Role("metric", f"{position}/{name}", name=str(metric.name)))
+    for variable, name in _numbered(getattr(model, "metrics_variables", ())):
+        roles.setdefault(id(variable), Role("metric", f"variables/{name}"))
+    return roles
+
+
+def _numbered(variables: Iterable[Variable]) -> Iterator[tuple[Variable, str]]:
+    """Each variable with its own name, ``#2`` and so on where names repeat (metrics of one ``CompileMetrics``)."""
+    seen: dict[str, int] = {}
+    for variable in variables:
+        count = seen[variable.name] = seen.get(variable.name, 0) + 1
+        yield variable, variable.name if count == 1 else f"{variable.name}#{count}"

@@ -1,0 +1,307 @@
+"""A model's training state as the tree Keras' ``get_state_tree`` makes, each leaf tied to its variable and role.
+
+    describe(model).tree          what is written: {"trainable_variables": {"dense": {"kernel": array}}, …}
+    describe(model).to_json()     written beside it: which leaf of the tree is which variable (`Role`)
+    find(model, leaves)           read back: stored leaves paired with the variables of another model, by role
+
+The tree's own names are auto-generated (``dense_7``, ``adam_1``) and never matched. Keras refuses models in which
+two variables share a path; here the later ones get ``#2``, ``#3``, so such trees have names Keras does not know.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardload.errors import MismatchError, SourceError, UninitialisedError
+from shardload.keras_bridge.layer_settings import form_of
+from shardload.keras_bridge.model_state import optimizer_variables_of, other_optimizers
+from shardload.keras_bridge.variables import has_value, stored_dtype, unique, value_of
+from shardload.mapping.state_keys import Role, Variable, roles_of
+
+VERSION = 1
+"""Of ``structure.json``."""
+WEIGHTS = ("trainable_variables", "non_trainable_variables")
+"""The groups that ``save_weights_only`` keeps."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateLeaf:
+    """One variable of a model: where it stands in the tree and what it is."""
+
+    path: tuple[str, ...]
+    """``("trainable_variables", "dense", "kernel")``; unique."""
+    role: Role
+    shape: tuple[int, ...]
+    dtype: str
+    """What is stored, ``bfloat16``."""
+    variable: Variable
+
+    @property
+    def kind(self) -> str:
+        """``weight``, ``seed``, ``slot``, ``optimizer`` or ``metric``."""
+        return self.role.kind
+
+    @property
+    def key(self) -> str:
+        """Structural, unique within its kind."""
+        return self.role.key
+
+    @property
+    def slot(self) -> str | None:
+        """Which of its weight's slots."""
+        return self.role.slot
+
+    @property
+    def of(self) -> str | None:
+        """Key of the weight a slot belongs to."""
+        return self.role.of
+
+    def to_json(self) -> dict[str, Any]:
+        """As in ``structure.json``."""
+        role = {k: v for k in ("slot", "of", "name", "optimizer") if (v := getattr(self.role, k)) is not None}
+        place = {"path": list(self.path), "kind": self.kind, "key": self.key}
+        return {**place, **role, "shape": list(self.shape), "dtype": self.dtype}
+
+
+@dataclass(frozen=True, slots=True)
+class StateTree:
+    """The state of one model; holds its variables, not their values."""
+
+    leaves: tuple[StateLeaf, ...]
+    form: Mapping[str, Any] = field(default_factory=dict)
+    """What the configuration does not say (`layer_settings`)."""
+
+    @property
+    def tree(self) -> dict[str, Any]:
+        """The values now, nested by path: the model's own arrays, no copies.
+
+        Raises:
+            UninitialisedError: When variables have no value.
+        """
+        empty = [leaf.variable.path for leaf in self.leaves if not has_value(leaf.variable)]
+        if empty:
+            raise UninitialisedError(
+                f"{len(empty)} variables have no value to save yet: {_some(empty)}. Load weights into the model, or "
+                "train it, before it is saved"
+            )
+        tree: dict[str, Any] = {group: {} for group in _groups_of(self.leaves)}
+        for leaf in self.leaves:
+            place = tree
+            for part in leaf.path[:-1]:
+                place = place.setdefault(part, {})
+            place[leaf.path[-1]] = value_of(leaf.variable)
+        return tree
+
+    def weights_only(self) -> StateTree:
+        """Without optimizer and metrics, as ``save_weights_only`` stores it."""
+        return StateTree(tuple(leaf for leaf in self.leaves if leaf.path[0] in WEIGHTS), self.form)
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of ``structure.json``."""
+        return {"version": VERSION, "leaves": [leaf.to_json() for leaf in self.leaves], "form": dict(self.form)}
+
+    def still_describes(self, model: Any) -> bool:
+        """Whether the model has the same variables in the same groups as when it was described."""
+        now = [id(v) for _, variables in _variables_by_group(model) for v in variables]
+        return now == [id(leaf.variable) for leaf in self.leaves]
+
+
+def describe(model: Any) -> StateTree:
+    """Every variable training changes, with its place and role; no value is read or computed.
+
+    Args:
+        model: A built model, compiled or not, abstract or not.
+    """
+    roles = roles_of(model)
+    taken: set[str] = set()
+    leaves = []
+    for group, variables in _variables_by_group(model):
+        for variable in variables:
+            role = roles[id(variable)]
+            # Keras assigns whatever in the group has a variable's path: another optimizer's must not be one of them.
+            name = variable.path if role.optimizer is None else f"{role.optimizer}/{variable.path}"
+            path = _free_path(group, name, taken)
+            shape, dtype = tuple(variable.shape), stored_dtype(variable).name
+            leaves.append(StateLeaf(path, role, shape, dtype, variable))
+    return StateTree(tuple(leaves), form_of(model))
+
+
+def _variables_by_group(model: Any) -> list[tuple[str, list[Variable]]]:
+    """Keras' four groups; a variable that stands in two of them belongs to the first."""
+    others = (v for _, other in other_optimizers(model) for v in other.variables)
+    optimizer = [*optimizer_variables_of(model), *others]
+    groups = {
+        "trainable_variables": model.trainable_variables,
+        "non_trainable_variables": model.non_trainable_variables,
+        "optimizer_variables": optimizer,
+        "metrics_variables": getattr(model, "metrics_variables", ()),
+    }
+    seen: set[int] = set()
+    found = []
+    for group, variables in groups.items():
+        found.append((group, [v for v in unique(variables) if id(v) not in seen]))
+        seen.update(id(v) for v in variables)
+    return found
+
+
+def _groups_of(leaves: Iterable[StateLeaf]) -> tuple[str, ...]:
+    """All four groups, present even where empty, as Keras has them; two for weights alone."""
+    rest = ("optimizer_variables", "metrics_variables")
+    return (*WEIGHTS, *rest) if any(leaf.path[0] in rest for leaf in leaves) else WEIGHTS
+
+
+def _free_path(group: str, path: str, taken: set[str]) -> tuple[str, ...]:
+    """The variable's path, numbered where another leaf is there, above it or below it.
+
+    Orbax joins the parts with dots, so names are kept apart in that form.
+    """
+    parts = tuple(path.split("/"))
+    for found in _candidates(group, parts):
+        dotted = ".".join(found)
+        above = [dotted[:i] for i, letter in enumerate(dotted) if letter == "."]
+        if dotted not in taken and f"{dotted}/" not in taken and not taken.intersection(above):
+            break
+    taken.add(dotted)
+    taken.update(f"{name}/" for name in above)
+    return found
+
+
+def _candidates(group: str, parts: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """The path, then numbered at its end, or at its start where something above is in the way."""
+    yield (group, *parts)
+    for count in itertools.count(2):
+        yield (group, *parts[:-1], f"{parts[-1]}#{count}")
+        yield (group, f"{parts[0]}#{count}", *parts[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One leaf of a step as ``structure.json`` has it."""
+
+    path: tuple[str, ...]
+    role: Role
+    shape: tuple[int, ...]
+    dtype: str
+
+    @classmethod
+    def of_json(cls, leaf: Mapping[str, Any]) -> Stored:
+        """Check and convert; foreign input.
+
+        Raises:
+            SourceError: When it is not what `StateLeaf.to_json` writes.
+        """
+        try:
+            path, shape = tuple(leaf["path"]), tuple(leaf["shape"])
+            role = Role(leaf["kind"], leaf["key"], *(leaf.get(k) for k in ("slot", "of", "name", "optimizer")))
+            texts = [*path, role.kind, role.key, leaf["dtype"]]
+        except (KeyError, TypeError, AttributeError) as error:
+            raise SourceError(f"structure.json holds a leaf without path, kind, key, shape or dtype: {leaf}") from error
+        texts += [t for t in (role.slot, role.of, role.name, role.optimizer) if t is not None]
+        if not all(isinstance(t, str) for t in texts) or not all(type(n) is int and n >= 0 for n in shape):
+            raise SourceError(f"structure.json holds a leaf whose entries are of the wrong kind: {leaf}")
+        return cls(path, role, shape, leaf["dtype"])
+
+
+@dataclass(frozen=True, slots=True)
+class Pairing:
+    """Which stored leaf goes to which variable."""
+
+    pairs: tuple[tuple[Stored, StateLeaf], ...]
+    """Equal in role and shape; dtypes may differ, see `casts`."""
+    missing: tuple[StateLeaf, ...]
+    """Variables of the model that nothing stored goes to."""
+    unexpected: tuple[Stored, ...]
+    """Stored leaves the model has no variable for."""
+    mismatched: tuple[tuple[Stored, StateLeaf], ...]
+    """Equal in role, not in shape."""
+
+    @property
+    def casts(self) -> tuple[tuple[Stored, StateLeaf], ...]:
+        """Pairs whose stored dtype is not the variable's."""
+        return tuple((stored, leaf) for stored, leaf in self.pairs if stored.dtype != leaf.dtype)
+
+    def of_kinds(self, *kinds: str) -> Pairing:
+        """Only leaves of these kinds: ``weight`` and ``seed``, ``slot`` and ``optimizer``, ``metric``."""
+        return Pairing(
+            tuple(p for p in self.pairs if p[1].kind in kinds),
+            tuple(leaf for leaf in self.missing if leaf.kind in kinds),
+            tuple(s for s in self.unexpected if s.role.kind in kinds),
+            tuple(p for p in self.mismatched if p[1].kind in kinds),
+        )
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What keeps this from being one to one, a line each; casts are no problem."""
+        return (
+            *(f"missing: {_title(leaf.role)}, for variable {leaf.variable.path!r}" for leaf in self.missing),
+            *(f"unexpected: {_title(stored.role)}, stored as {'/'.join(stored.path)!r}" for stored in self.unexpected),
+            *(
+                f"shape: {_title(leaf.role)} is stored as {stored.shape}, but {leaf.variable.path!r} is {leaf.shape}"
+                for stored, leaf in self.mismatched
+            ),
+        )
+
+    def check(self, source: str = "the step") -> None:
+        """Insist that it is one to one.
+
+        Raises:
+            MismatchError: With every problem, up to twenty.
+        """
+        if found := self.problems:
+            more = f"\n  … and {len(found) - 20} more" if len(found) > 20 else ""
+            raise MismatchError(
+                f"The model and {source} disagree in {len(found)} places:\n  " + "\n  ".join(found[:20]) + more
+            )
+
+
+def find(
+    model: Any, leaves: Mapping[str, Any] | Iterable[Mapping[str, Any]], *, rename: Mapping[str, str] | None = None
+) -> Pairing:
+    """Pair what a step stores with the variables of ``model``, by role: auto-generated names play no part.
+
+    Args:
+        model: A built model; its optimizer's slots take part if they exist.
+        leaves: The parsed ``structure.json``, or its ``leaves``.
+        rename: Prefix of stored keys to the model's own, ``{"layers/gemma_backbone": ""}`` for a task's backbone.
+
+    Raises:
+        SourceError: When ``leaves`` is not what `StateTree.to_json` makes.
+    """
+    listed = leaves.get("leaves") if isinstance(leaves, Mapping) else leaves
+    if not isinstance(listed, Iterable):
+        raise SourceError(f"structure.json should list the leaves of the step, but its leaves are {str(listed)[:80]}")
+    stored = {_identity(s.role, rename or {}): s for s in map(Stored.of_json, listed)}
+    wanted = {_identity(leaf.role, {}): leaf for leaf in describe(model).leaves}
+    both = [(stored[i], wanted[i]) for i in wanted if i in stored]
+    return Pairing(
+        tuple((s, leaf) for s, leaf in both if s.shape == leaf.shape),
+        tuple(leaf for i, leaf in wanted.items() if i not in stored),
+        tuple(s for i, s in stored.items() if i not in wanted),
+        tuple((s, leaf) for s, leaf in both if s.shape != leaf.shape),
+    )
+
+
+def _identity(role: Role, rename: Mapping[str, str]) -> tuple[str, str, str]:
+    if role.kind == "slot":
+        return ("slot", role.slot or "", _renamed(role.of or "", rename))
+    return (role.kind, "", _renamed(role.key, rename) if role.kind in ("weight", "seed") else role.key)
+
+
+def _renamed(key: str, rename: Mapping[str, str]) -> str:
+    """The longest prefix wins; prefixes end at a slash."""
+    for old in sorted(rename, key=len, reverse=True):
+        if key == old or key.startswith(f"{old}/") or not old:
+            rest = key[len(old) :].lstrip("/")
+            return "/".join(part for part in (rename[old], rest) if part)
+    return key
+
+
+def _title(role: Role) -> str:
+    return f"{role.slot} of {role.of}" if role.kind == "slot" else f"{role.kind} {role.key}"
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,0 +1,317 @@
+"""A training step into a given model: weights, seeds, optimizer and metrics, by what they are.
+
+Steps saved by shardload say for each leaf what it is (`state_tree`), and are matched by that. Other trees (Keras' own
+callback, plain Orbax) only have names, and are matched by the names the model itself would be saved under, or by an
+explicit map; nothing is matched by likeness.
+
+    items         taken                              left alone ("unasked")
+    all           everything the model has a place for, an optimizer the model does not have, metrics
+    weights       weights and seeds                  optimizer, metrics
+    optimizer     the optimizer's variables          weights, seeds, metrics
+    metrics       sums and counts of an epoch        weights, seeds, optimizer
+
+What a step does not hold of an optimizer (it has weights alone, or was saved before training) stays as it is in the
+model, with a note. That goes for each optimizer by itself: a GAN has two, besides the one it was compiled with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+from shardload.errors import MismatchError, SourceError, UsageError
+from shardload.keras_bridge.model_state import other_optimizers, state_of, variables_of
+from shardload.keras_bridge.variables import stored_dtype, unique
+from shardload.manifest import Manifest, Tensor, View
+from shardload.mapping.state_keys import Role
+from shardload.mapping.state_tree import StateLeaf, Stored, describe, find
+from shardload.mapping.suggestions import nearest
+from shardload.mapping.variable_map import Binding, DirectStep, Mismatch, Variable, VariableMap, variable_names
+from shardload.transfer.read_tensor import read_tensor
+
+Items = Literal["all", "weights", "optimizer", "metrics"]
+_KINDS = {
+    "all": {"weight", "seed", "slot", "optimizer", "metric"},
+    "weights": {"weight", "seed"},
+    "optimizer": {"slot", "optimizer"},
+    "metrics": {"metric"},
+}
+_OPTIMIZER = _KINDS["optimizer"]
+NO_OPTIMIZER = "the step holds no state of an optimizer: the model's is as it was"
+"""Note of a restore that left the optimizer alone though everything was asked for."""
+UNTRAINED = "the step was saved before training and holds no slots of an optimizer: the model's are as they were"
+"""Note of a restore that left slots alone, as the step's optimizer had not made its own yet."""
+_NO_OTHER = "the step holds no state of the optimizer "
+_MINOR = {"seed", "metric"}
+"""What may be missing or left over: another dropout or metric changes no weight."""
+_GROUPS = {
+    "trainable_variables": "weight",
+    "non_trainable_variables": "weight",
+    "optimizer_variables": "optimizer",
+    "metrics_variables": "metric",
+}
+"""What the leaves of a tree without structure are, by the group Keras puts them in."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Paired:
+    """Tensors and variables that belong together, and what is left of both."""
+
+    pairs: tuple[tuple[Tensor, StateLeaf], ...]
+    missing: tuple[StateLeaf, ...]
+    left: tuple[_Left, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """A tensor without variable."""
+
+    tensor: str
+    kind: str
+    optimizer: str | None = None
+    """As in `Role`."""
+
+
+def leaves_optimizer_alone(note: str) -> bool:
+    """Whether a note of a restore says that the step lacks the state of an optimizer the model has."""
+    if note.startswith(_NO_OTHER):
+        return not _is_of_inner_model(note.removeprefix(_NO_OTHER).partition(":")[0])
+    return note == NO_OPTIMIZER
+
+
+def _is_of_inner_model(optimizer: str) -> bool:
+    """Whether an optimizer is what an inner model was compiled with: it does nothing while the outer one trains."""
+    return optimizer.endswith("/optimizer")
+
+
+def map_state(
+    model: Any,
+    manifest: Manifest,
+    *,
+    items: Items = "all",
+    rename: Mapping[str, str] | None = None,
+    names: Mapping[str, str] | None = None,
+) -> VariableMap:
+    """Which leaf of a step goes to which variable.
+
+    Args:
+        model: A built model, abstract or not; nothing of it is changed.
+        manifest: Of a training step.
+        items: ``"all"``, ``"weights"``, ``"optimizer"`` or ``"metrics"``.
+        rename: Stored structural key prefix → the model's (`state_tree.find`).
+        names: Tensor name → variable path, for trees that do not say what their leaves are.
+
+    Raises:
+        UsageError: When ``items`` is none of those, or asks for what only a compiled model has.
+        MismatchError: When ``names`` or ``rename`` name what does not exist.
+        SourceError: When the step contradicts itself.
+    """
+    if items not in get_args(Items):
+        raise UsageError(f"items is one of {', '.join(get_args(Items))}; got {items!r}")
+    others = items == "optimizer" and other_optimizers(model)
+    if items in ("optimizer", "metrics") and getattr(model, "optimizer", None) is None and not others:
+        raise UsageError(f"The model {model.name!r} has no {items}: it was not compiled. Call model.compile(...) first")
+    if rename is not None and not isinstance(rename, Mapping):
+        raise UsageError(f"rename maps stored keys to the model's: {{'layers/dense': 'layers/head'}}; got {rename!r}")
+    structure = manifest.metadata.get("structure")
+    if structure is None or names is not None:
+        paired = _by_name(model, manifest, names or {})
+    else:
+        paired = _by_structure(model, manifest, structure, rename)
+    noted: list[str] = []
+    if items == "all" and _is_untrained(paired, manifest, None):
+        kept = _without(paired, None)
+        noted += [UNTRAINED] if len(kept.missing) < len(paired.missing) else []
+        paired = kept
+    if items in ("all", "optimizer"):
+        paired = _settle_others(paired, manifest, noted)
+    return _summarise(model, paired, items, tuple(noted))
+
+
+def _without(paired: _Paired, optimizer: str | None) -> _Paired:
+    """Where nothing of an optimizer is missing."""
+    missing = (m for m in paired.missing if m.kind not in _OPTIMIZER or m.role.optimizer != optimizer)
+    return replace(paired, missing=tuple(missing))
+
+
+def _settle_others(paired: _Paired, manifest: Manifest, noted: list[str]) -> _Paired:
+    """Optimizers besides the compiled one, where step or model has none, or one that never trained; says so."""
+    both = {leaf.role.optimizer for _, leaf in paired.pairs}
+    in_step = {found.optimizer for found in paired.left} | both
+    in_model = {leaf.role.optimizer for leaf in paired.missing} | both
+    for name in sorted(filter(None, in_step | in_model)):
+        if name not in in_step:
+            noted.append(f"{_NO_OTHER}{name}: the model's is as it was")
+            paired = _without(paired, name)
+        elif name not in in_model:
+            noted.append(f"the model has no optimizer {name}: its state in the step is not used")
+            left = (replace(found, kind="") if found.optimizer == name else found for found in paired.left)
+            paired = replace(paired, left=tuple(left))
+        elif _is_untrained(paired, manifest, name):
+            kept = _without(paired, name)
+            if len(kept.missing) < len(paired.missing):
+                noted.append(f"the optimizer {name}: {UNTRAINED}")
+            paired = kept
+        elif _is_of_inner_model(name) and not _fits(paired, name):
+            noted.append(f"the step holds another kind of state for the optimizer {name}: the model's is as it was")
+            paired = _alone(paired, name)
+    return paired
+
+
+def _fits(paired: _Paired, optimizer: str) -> bool:
+    """Whether step and model have the same variables of an optimizer."""
+    unpaired = [leaf.role.optimizer for leaf in paired.missing] + [found.optimizer for found in paired.left]
+    return optimizer not in unpaired
+
+
+def _alone(paired: _Paired, optimizer: str) -> _Paired:
+    """Where an optimizer of the model stays as it is."""
+    pairs = tuple(pair for pair in paired.pairs if pair[1].role.optimizer != optimizer)
+    left = tuple(replace(found, kind="") if found.optimizer == optimizer else found for found in paired.left)
+    return replace(_without(paired, optimizer), pairs=pairs, left=left)
+
+
+def _is_untrained(paired: _Paired, manifest: Manifest, optimizer: str | None) -> bool:
+    """Whether a step has an optimizer that counts no iterations and has no slots: ``fit`` would have made them.
+
+    One with a count and without slots is of another kind (SGD), and does not fit an optimizer that has slots.
+    """
+    pairs = [(tensor, leaf) for tensor, leaf in paired.pairs if leaf.role.optimizer == optimizer]
+    kinds = [leaf.kind for _, leaf in pairs] + [found.kind for found in paired.left if found.optimizer == optimizer]
+    of_optimizer = [(tensor, leaf) for tensor, leaf in pairs if leaf.kind == "optimizer"]
+    counts = [tensor.name for tensor, leaf in of_optimizer if leaf.key.rpartition("/")[2] == "iteration"]
+    return "slot" not in kinds and bool(counts) and not any(read_tensor(manifest, name).any() for name in counts)
+
+
+def _by_structure(
+    model: Any, manifest: Manifest, structure: Mapping[str, Any], rename: Mapping[str, str] | None
+) -> _Paired:
+    found = find(model, structure, rename=rename)
+    keys = [s.role.of or s.role.key for s, _ in found.pairs + found.mismatched]
+    keys += [s.role.of or s.role.key for s in found.unexpected]
+    for old in rename or ():
+        if old and not any(key == old or key.startswith(f"{old}/") for key in keys):
+            raise MismatchError(
+                f"rename names {old!r}, but nothing in {manifest.source} has a key that begins so"
+                + nearest(old, {key.split("/vars")[0]: None for key in keys})
+            )
+    both = (*found.pairs, *found.mismatched)
+    stored = [s for s, _ in both] + list(found.unexpected)
+    tensors = {id(s): _tensor_of(s, manifest) for s in stored}
+    known = {tensor.name for tensor in tensors.values()}
+    left = [_Left(tensors[id(s)].name, s.role.kind, s.role.optimizer) for s in found.unexpected]
+    left += [_Left(name, "weight") for name in manifest.tensors if name not in known]
+    return _Paired(tuple((tensors[id(s)], leaf) for s, leaf in both), found.missing, tuple(left))
+
+
+def _tensor_of(stored: Stored, manifest: Manifest) -> Tensor:
+    name = "/".join(stored.path)
+    tensor = manifest.tensors.get(name)
+    if tensor is None or tensor.shape != stored.shape or tensor.dtype.name != stored.dtype:
+        have = "it is not there" if tensor is None else f"its data is {tensor.dtype.name} of shape {tensor.shape}"
+        raise SourceError(
+            f"{manifest.source} contradicts itself: its structure.json lists {name!r} as {stored.dtype} of shape "
+            f"{stored.shape}, but {have}. The step is damaged; restore another one"
+        )
+    return tensor
+
+
+def _by_name(model: Any, manifest: Manifest, names: Mapping[str, str]) -> _Paired:
+    leaves = describe(model).leaves
+    by_tree = {"/".join(leaf.path): leaf for leaf in leaves}
+    by_path: dict[str, list[StateLeaf]] = {}
+    for leaf in leaves:
+        by_path.setdefault(leaf.variable.path, []).append(leaf)
+    pairs: list[tuple[Tensor, StateLeaf]] = []
+    left = []
+    for name in names:
+        if name not in manifest.tensors:
+            raise MismatchError(
+                f"The map names a tensor {name!r} that {manifest.source} does not have"
+                + nearest(name, manifest.tensors)
+            )
+    for name, tensor in manifest.tensors.items():
+        if name in names:
+            pairs.append((tensor, _named(names[name], by_path)))
+        elif name in by_tree:
+            pairs.append((tensor, by_tree[name]))
+        else:
+            left.append(_Left(name, _kind_of(name)))
+    taken = [id(leaf) for _, leaf in pairs]
+    if len(set(taken)) < len(taken):
+        twice = next(leaf for _, leaf in pairs if taken.count(id(leaf)) > 1)
+        raise MismatchError(f"Variable {twice.variable.path!r} is provided twice; name each variable once")
+    return _Paired(tuple(pairs), tuple(leaf for leaf in leaves if id(leaf) not in taken), tuple(left))
+
+
+def _kind_of(name: str) -> str:
+    group, last = name.split("/", maxsplit=1)[0], name.rsplit("/", maxsplit=1)[-1]
+    return "seed" if last == "seed_generator_state" else _GROUPS.get(group, "weight")
+
+
+def _named(path: str, by_path: Mapping[str, list[StateLeaf]]) -> StateLeaf:
+    found = by_path.get(path, [])
+    if len(found) != 1:
+        raise MismatchError(
+            f"The map sends a tensor to {path!r}, but the model has {len(found) or 'no'} variables of that path"
+            + ("" if found else nearest(path, by_path))
+        )
+    return found[0]
+
+
+def _summarise(model: Any, paired: _Paired, items: Items, noted: tuple[str, ...] = ()) -> VariableMap:
+    kinds = set(_KINDS[items])
+    stored = {leaf.kind for _, leaf in paired.pairs if leaf.role.optimizer is None}
+    stored |= {found.kind for found in paired.left if found.optimizer is None}
+    if items == "all" and (getattr(model, "optimizer", None) is None or not stored & _OPTIMIZER):
+        kinds -= _OPTIMIZER
+    everything = unique([*variables_of(model), *state_of(model)])
+    titles = variable_names([*everything, *(leaf.variable for _, leaf in paired.pairs)])
+
+    def asked(found: _Left | Role) -> bool:
+        return found.kind in (kinds if found.optimizer is None else _KINDS[items])
+
+    wanted = [(tensor, leaf) for tensor, leaf in paired.pairs if asked(leaf.role)]
+    fits = [(tensor, leaf) for tensor, leaf in wanted if tensor.shape == leaf.shape]
+    wrong = [(tensor, leaf) for tensor, leaf in wanted if tensor.shape != leaf.shape]
+    bindings = tuple(_binding(tensor, leaf, titles) for tensor, leaf in fits)
+    demanded = [leaf for leaf in paired.missing if asked(leaf.role) and leaf.kind not in _MINOR]
+    covered = {id(v) for v in _variables([*(leaf for _, leaf in wanted), *demanded])}
+    return VariableMap(
+        bindings=bindings,
+        computed=(),
+        missing=tuple(titles.get(id(leaf.variable), leaf.variable.path) for leaf in demanded),
+        missing_variables=tuple(_variables(demanded)),
+        state=tuple(v for v in everything if id(v) not in covered),
+        unused=tuple(found.tensor for found in paired.left if asked(found) and found.kind not in _MINOR),
+        unasked=(
+            *(found.tensor for found in paired.left if not asked(found) or found.kind in _MINOR),
+            *(tensor.name for tensor, leaf in paired.pairs if not asked(leaf.role)),
+        ),
+        mismatched=tuple(_disagree(tensor, leaf) for tensor, leaf in wrong),
+        notes=(*_notes(model, items, stored), *noted),
+        steps=tuple(map(DirectStep, bindings)),
+        refused=tuple((titles[id(leaf.variable)], leaf.variable) for _, leaf in wrong),
+    )
+
+
+def _notes(model: Any, items: Items, stored: set[str]) -> tuple[str, ...]:
+    if items == "all" and getattr(model, "optimizer", None) is not None and not stored & _OPTIMIZER:
+        return (NO_OPTIMIZER,)
+    return ()
+
+
+def _variables(leaves: Iterable[StateLeaf]) -> list[Variable]:
+    return [leaf.variable for leaf in leaves]
+
+
+def _binding(tensor: Tensor, leaf: StateLeaf, titles: Mapping[int, str]) -> Binding:
+    variable = leaf.variable
+    return Binding(titles[id(variable)], variable, View.whole(tensor), stored_dtype(variable), tensor.dtype)
+
+
+def _disagree(tensor: Tensor, leaf: StateLeaf) -> Mismatch:
+    path = leaf.variable.path
+    text = f"Variable {path!r} has shape {leaf.shape}, but {tensor.name!r} was saved with shape {tensor.shape}"
+    return Mismatch(path, tensor.name, leaf.shape, tensor.shape, text)

@@ -1,0 +1,370 @@
+"""Keras files: run each layer's ``load_own_variables`` on reservations and see what it assigns.
+
+Keras walks the model itself (`_keras.load_state`), so nested containers, old key layouts and objects that
+were stored once but are reachable twice are found where Keras finds them::
+
+    manifest "layers/dense/vars/0" ─► entry("layers/dense")["0"] = reserved ─► layer.kernel.assign(view of it)
+
+Each call is a `Visit`. A visit whose hook only viewed its tensors becomes bindings; one that computed
+becomes a `LayerStep` that later gets the real bytes. What hooks do to attributes is undone after recording.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import numpy as np
+
+from shardload.keras_bridge.model_state import own_layers, state_of
+from shardload.keras_bridge.recording import computing as executing
+from shardload.keras_bridge.recording import is_tracing_error, without_computing
+from shardload.keras_bridge.saving import assignments_to, load_state, stored_variables
+from shardload.keras_bridge.training import has_own_compile
+from shardload.keras_bridge.variables import stored_dtype, unique
+from shardload.manifest import Manifest, Tensor, View
+from shardload.mapping.attributes import AttributeSnapshot
+from shardload.mapping.layer_step import Entry, LayerStep, has_keras_hook
+from shardload.mapping.placeholders import Reservations
+from shardload.mapping.variable_map import (
+    Binding,
+    Computed,
+    Mismatch,
+    Variable,
+    VariableMap,
+    refused_among,
+    split_missing,
+    variable_names,
+)
+
+_IDLE = "the checkpoint holds the state of optimizers that the model does not use"
+_TASK = "task:"
+_LEGACY = "_layer_checkpoint_dependencies"
+
+
+def map_keras(model: Any, manifest: Manifest, *, optimizer: bool = True) -> VariableMap:
+    """Which tensor of a Keras file goes to which variable of ``model``, as the layers' own hooks have it.
+
+    Args:
+        model: A built model, abstract or not; nothing of it is changed.
+        manifest: ``keras-h5``, ``keras-sharded-h5``, ``keras-archive`` or ``keras-hub-preset``.
+        optimizer: Whether what is stored of an optimizer goes to the model's.
+    """
+    own = {n: t for n, t in manifest.tensors.items() if not n.startswith(_TASK)}
+    head = {n.removeprefix(_TASK): t for n, t in manifest.tensors.items() if n.startswith(_TASK)}
+    backbone = getattr(model, "backbone", None) if manifest.format == "keras-hub-preset" else None
+    left_out = () if optimizer or getattr(model, "optimizer", None) is None else (model.optimizer,)
+    walks = [Walk(model if backbone is None else backbone, own, skip=left_out)]
+    if backbone is not None and head:
+        walks.insert(0, Walk(model, head, skip=own_layers(backbone)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for walk in walks:
+            without_computing(walk.record)
+    return _summarise(model, manifest, walks, tuple(dict.fromkeys(str(w.message) for w in caught)))
+
+
+@dataclass(slots=True, eq=False)
+class RecordedAssign:
+    """One ``assign`` seen while recording."""
+
+    variable: Variable
+    view: View | None
+    """``None`` where the value was computed."""
+
+
+@dataclass(slots=True, eq=False)
+class Visit:
+    """One call of one saveable's ``load_own_variables``."""
+
+    path: str
+    tensors: Mapping[str, Tensor]
+    """What the file holds for it, by key."""
+    reservations: Reservations = field(default_factory=Reservations)
+    saveable: Any = None
+    read: set[str] = field(default_factory=set)
+    assigned: list[RecordedAssign] = field(default_factory=list)
+    mismatch: Mismatch | None = None
+    error: Exception | None = None
+
+    def reserve(self, key: str) -> Any:
+        """The stand-in for one of its tensors."""
+        tensor = self.tensors[key]
+        self.read.add(tensor.name)
+        return self.reservations.make(tensor)
+
+    @property
+    def computing(self) -> set[str]:
+        """Tensors whose bytes the hook needs, beyond viewing them."""
+        # What is read for no variable is kept elsewhere (the idf weights of a StringLookup), as more than a stand-in.
+        used = self.reservations.used | (self.read - {e.view.tensor for e in self.assigned if e.view})
+        dtypes = {t.name: t.dtype for t in self.tensors.values()}
+        used.update(e.view.tensor for e in self.assigned if e.view and _narrows(dtypes[e.view.tensor], e.variable))
+        for event in self.assigned:
+            twice = [e for e in self.assigned if e.variable is event.variable]
+            if len(twice) > 1 and any(e.view is None for e in twice):
+                used.update(e.view.tensor for e in twice if e.view is not None)
+        return used
+
+
+class Walk:
+    """One walk of Keras over ``root``, recorded."""
+
+    def __init__(self, root: Any, tensors: Mapping[str, Tensor], *, skip: Iterable[Any] = ()) -> None:
+        self.root = root
+        self.skip = tuple(skip)
+        self.visits: list[Visit] = []
+        self._groups, self._folders = _index(tensors)
+
+    def record(self) -> None:
+        """Visit everything; `visits` holds the result."""
+        with assignments_to(self._assign):
+            load_state(self.root, self, skip=self.skip)
+        self._settle()
+
+    def entry(self, path: str) -> Entry:
+        """Begin the next visit: called by Keras right before ``load_own_variables``."""
+        self._settle()
+        group = self._groups.get(path, {})
+        if not group and path and _LEGACY in self._folders:
+            group = self._groups.get(path.replace("layers", _LEGACY), {})
+        self.visits.append(Visit(path, group))
+        return Entry(group, self.visits[-1].reserve)
+
+    def has_path(self, path: str) -> bool:
+        """Whether the file has anything below ``path``."""
+        return path in self._folders
+
+    @contextmanager
+    def visit(self, saveable: Any, path: str) -> Iterator[Callable[[Exception | None], None]]:
+        """Attach ``saveable`` to the visit that begins inside, and undo what its hook does to it."""
+        before, snapshot = len(self.visits), AttributeSnapshot.of(saveable)
+
+        def failed(error: Exception | None) -> None:
+            if len(self.visits) > before and self.visits[before].path == path:
+                self.visits[before].saveable = saveable
+                self.visits[before].error = error
+
+        try:
+            yield failed
+        finally:
+            snapshot.restore()
+        if len(self.visits) > before and is_tracing_error(self.visits[before].error):
+            self._again(self.visits[before], snapshot)
+
+    def _again(self, visit: Visit, snapshot: AttributeSnapshot) -> None:
+        """A hook that takes traced values back to NumPy: run it for real, on zeros."""
+        entry = self.entry(visit.path)
+        again = self.visits[-1]
+        again.saveable = visit.saveable
+        try:
+            with executing():
+                visit.saveable.load_own_variables(entry)
+        except Exception as error:
+            again.error = error
+        finally:
+            snapshot.restore()
+
+    def _settle(self) -> None:
+        if self.visits:
+            self.visits[-1].reservations.settle()
+
+    def _assign(self, variable: Variable, value: Any, assign: Callable[[Variable, Any], Any]) -> Any:
+        del assign  # nothing is assigned while recording
+        visit = self.visits[-1]
+        view = visit.reservations.locate(value)
+        shape = tuple(getattr(value, "shape", ()))
+        if shape != tuple(variable.shape):
+            name = view.tensor if view else ""
+            visit.mismatch = _disagree(variable, name, shape)
+            raise ValueError(visit.mismatch.message)
+        visit.assigned.append(RecordedAssign(variable, view))
+        return value
+
+
+def _index(tensors: Mapping[str, Tensor]) -> tuple[dict[str, dict[str, Tensor]], set[str]]:
+    """Tensors by group path and key, in HDF5's order of keys; and every path that exists."""
+    groups: dict[str, dict[str, Tensor]] = {}
+    folders: set[str] = set()
+    for name in sorted(tensors, key=str.encode):
+        parts = name.split("/")
+        folders.update("/".join(parts[:n]) for n in range(1, len(parts)))
+        for n, part in enumerate(parts[:-1]):
+            if part == "vars":
+                groups.setdefault("/".join(parts[:n]), {})["/".join(parts[n + 1 :])] = tensors[name]
+    return groups, folders
+
+
+def _narrows(stored: np.dtype[Any], variable: Variable) -> bool:
+    """Whether integers lose bits: TensorFlow counts steps in int64, JAX in int32. Their values must be looked at."""
+    wanted = stored_dtype(variable)
+    return stored.kind in "iu" and wanted.kind in "iu" and not np.can_cast(stored, wanted)
+
+
+def _disagree(variable: Variable, tensor: str, found: tuple[int, ...]) -> Mismatch:
+    expected = tuple(variable.shape)
+    source = f"tensor {tensor!r}" if tensor else "what its layer computes"
+    return Mismatch(
+        variable.path, tensor, expected, found, f"Variable {variable.path!r} has shape {expected}, but {source} {found}"
+    )
+
+
+def _summarise(model: Any, manifest: Manifest, walks: list[Walk], notes: tuple[str, ...]) -> VariableMap:
+    good, failed = _sort_out([visit for walk in walks for visit in walk.visits if visit.saveable is not None])
+    weights = list(getattr(model, "weights", ()))
+    everything = unique([*weights, *state_of(model)])
+    touched = [e.variable for visit in good for e in visit.assigned]
+    names = variable_names([*everything, *touched])
+    bindings, steps = _bind(good, names)
+    computed = tuple(c for step in steps if (c := _computed(step, names)) is not None)
+    mismatched = tuple(m for visit in failed for m in _mismatches(visit))
+    covered = [v for visit in failed if visit.tensors for v in stored_variables(visit.saveable)]
+    provided = [b.variable for b in bindings] + [v for c in computed for v in c.variables]
+    made = [v for visit in good for v in _made_by_hook(visit)]
+    missing, missing_variables, state = split_missing(weights, everything, [*provided, *covered, *made], names)
+    taken = {n for visit in good for n in visit.read} | {t.name for visit in failed for t in visit.tensors.values()}
+    declined = {n for visit in good for n in _declined(visit)} - taken
+    notes += tuple(_declining(visit) for visit in good if declined.intersection(_declined(visit)))
+    own = [v for v in made if id(v) not in {id(v) for v in provided}]
+    notes += tuple(_not_stored(v, names) for v in own)
+    left = [n for n, t in manifest.tensors.items() if t.name not in taken | declined]
+    idle = _idle_optimizers(model, good, {n: manifest.tensors[n] for n in left})
+    notes += (f"{_IDLE}: {', '.join(idle)}. Build them, and load the checkpoint again",) if idle else ()
+    unasked = tuple(n for n in left if n.startswith(("optimizer/", _TASK, *(f"{path}/vars/" for path in idle))))
+    unused = tuple(n for n in left if n not in set(unasked))
+    refused = refused_among(weights, covered, provided, names)
+    return VariableMap(
+        bindings=bindings,
+        computed=computed,
+        missing=missing,
+        missing_variables=missing_variables,
+        state=(*state, *own),
+        unused=unused,
+        unasked=unasked,
+        mismatched=mismatched,
+        notes=notes,
+        steps=tuple(steps),
+        refused=refused,
+    )
+
+
+def _idle_optimizers(model: Any, visits: list[Visit], left: Mapping[str, Tensor]) -> list[str]:
+    """Paths of optimizers, besides the compiled one, whose state is stored and not taken; Keras goes on without it.
+
+    The model has not built them yet, or does not have them, as it gets them in a ``compile`` of its own.
+    """
+    found = [v.path for v in visits if v.tensors and not v.read and isinstance(v.saveable, keras.optimizers.Optimizer)]
+    if has_own_compile(model):
+        seen = {visit.path for visit in visits}
+        first = [(n.removesuffix("/vars/0"), tensor) for n, tensor in left.items() if n.endswith("/vars/0")]
+        # An optimizer's first variable counts its iterations.
+        found += [path for path, t in first if path not in seen and t.shape == () and t.dtype.kind in "iu"]
+    return [path for path in dict.fromkeys(found) if path != "optimizer"]
+
+
+def _declined(visit: Visit) -> list[str]:
+    """Tensors that a layer's own hook, not Keras', was offered and left unread: it makes those values itself."""
+    if has_keras_hook(visit.saveable):
+        return []
+    return [t.name for t in visit.tensors.values() if t.name not in visit.read]
+
+
+def _made_by_hook(visit: Visit) -> list[Variable]:
+    """Variables that a layer's own hook, not Keras', leaves as they are, though it read all that it saved."""
+    if has_keras_hook(visit.saveable) or not visit.tensors or _declined(visit):
+        return []
+    assigned = {id(event.variable) for event in visit.assigned}
+    return [v for v in stored_variables(visit.saveable) if id(v) not in assigned]
+
+
+def _not_stored(variable: Variable, names: Mapping[int, str]) -> str:
+    return f"{names[id(variable)]} is none of the values its layer saves in hooks of its own: it stays as it was made"
+
+
+def _declining(visit: Visit) -> str:
+    owner = f"{type(visit.saveable).__name__} at {visit.path or 'the root'!r}"
+    return f"{owner} leaves unread what the checkpoint holds for it: {', '.join(_declined(visit))}"
+
+
+def _sort_out(visits: list[Visit]) -> tuple[list[Visit], list[Visit]]:
+    """Visits that worked; and of each saveable that never did, the one for which the file held most."""
+    good = list({(id(v.saveable), v.path): v for v in visits if v.error is None}.values())  # Keras retries parents
+    done = {id(v.saveable) for v in good}
+    worst: dict[int, Visit] = {}
+    for visit in visits:
+        if id(visit.saveable) not in done:
+            best = worst.setdefault(id(visit.saveable), visit)
+            if len(visit.tensors) > len(best.tensors):
+                worst[id(visit.saveable)] = visit
+    return good, list(worst.values())
+
+
+def _bind(visits: list[Visit], names: Mapping[int, str]) -> tuple[tuple[Binding, ...], list[LayerStep]]:
+    """Bindings of the last view each variable is given, and one step per visit that has anything to do."""
+    kept: dict[int, tuple[Visit, RecordedAssign]] = {}
+    for visit in visits:
+        computing = visit.computing
+        for event in visit.assigned:
+            if event.view is not None and event.view.tensor not in computing:
+                kept[id(event.variable)] = (visit, event)
+    mine: dict[int, list[RecordedAssign]] = {}
+    for owner, event in kept.values():
+        mine.setdefault(id(owner), []).append(event)
+    bindings: list[Binding] = []
+    steps: list[LayerStep] = []
+    for visit in visits:
+        made = [_binding(event, visit, names) for event in mine.get(id(visit), ())]
+        bindings.extend(made)
+        if visit.assigned or visit.read or _has_own_hook(visit.saveable):
+            steps.append(_step(visit, made))
+    return tuple(bindings), steps
+
+
+def _has_own_hook(saveable: Any) -> bool:
+    """Whether its ``load_own_variables`` is more than Keras' plain one for layers."""
+    return getattr(type(saveable), "load_own_variables", None) is not keras.Layer.load_own_variables
+
+
+def _binding(event: RecordedAssign, visit: Visit, names: Mapping[int, str]) -> Binding:
+    assert event.view is not None
+    stored = next(t.dtype for t in visit.tensors.values() if t.name == event.view.tensor)
+    dtype = stored_dtype(event.variable)
+    return Binding(names[id(event.variable)], event.variable, event.view, dtype, stored)
+
+
+def _step(visit: Visit, bindings: list[Binding]) -> LayerStep:
+    computing = frozenset(visit.computing & visit.read)
+    views = {id(e.variable) for e in visit.assigned if e.view is not None and e.view.tensor not in computing}
+    computes = {id(e.variable): e.variable for e in visit.assigned if id(e.variable) not in views}
+    return LayerStep(
+        visit.saveable, visit.path, dict(visit.tensors), computing, tuple(bindings), tuple(computes.values())
+    )
+
+
+def _computed(step: LayerStep, names: Mapping[int, str]) -> Computed | None:
+    if not step.variables:
+        return None
+    owned = tuple(names[id(v)] for v in step.variables)
+    return Computed(step.owner, owned, step.variables, tuple(sorted(step.computing)))
+
+
+def _mismatches(visit: Visit) -> list[Mismatch]:
+    """What a failed visit disagrees about; nothing of Keras' own hooks without tensors: those are missing."""
+    if not visit.tensors and has_keras_hook(visit.saveable):
+        return []
+    own = stored_variables(visit.saveable)
+    pairs = [(v, visit.tensors.get(str(i))) for i, v in enumerate(own)]
+    found = [_disagree(v, t.name, t.shape) for v, t in pairs if t is not None and t.shape != tuple(v.shape)]
+    if visit.mismatch in found:  # the hook goes by index, as Keras' own does: tell all, not only the first
+        return found
+    if visit.mismatch is not None:
+        return [visit.mismatch]
+    name = own[0].path if own else visit.path
+    what = f"{type(visit.saveable).__name__} at {visit.path!r} cannot take what the checkpoint holds for it"
+    tensor = next((t.name for t in visit.tensors.values()), "")
+    error = str(visit.error) or type(visit.error).__name__
+    return [Mismatch(name, tensor, None, None, f"{what}: {error}")]

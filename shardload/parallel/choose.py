@@ -1,0 +1,106 @@
+"""The front door of this package: from a model and a mesh to a layout for every variable."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from shardload.errors import LayoutError
+from shardload.parallel import model_variables
+from shardload.parallel import rules as rule_sets
+from shardload.parallel.auto import Placement, settle
+from shardload.parallel.result import LayoutChoice, VariableLayout
+from shardload.parallel.roles import Role, Wants, nbytes, roles
+from shardload.sharding.layout import Layout
+from shardload.sharding.mesh import MeshSpec
+
+MODES = ("auto", "keras_hub", "replicated")
+
+
+def choose(model: Any, mesh: MeshSpec, layout: Any = "auto") -> LayoutChoice:
+    """Choose a layout for every variable of a built model.
+
+    Reads layer objects, shapes and dtypes only, so the variables may have no values yet.
+
+    Args:
+        model: A built Keras model.
+        mesh: The mesh; its last axis splits weights, its first the batch, those between split a second dim.
+        layout: ``auto``, ``keras_hub`` (the backbone class' own ``get_layout_map``), ``replicated``, a
+            ``keras.distribution.LayoutMap``, or the path of a rules file (see `shardload.parallel.rules`).
+
+    Raises:
+        LayoutError: When the mode is unknown, the class has no map, or a rule cannot be applied as written.
+    """
+    variables = model_variables.all_variables(model)
+    found = roles(model)
+    mode, rule_set = _rule_set(model, mesh, layout)
+    if rule_set is None:
+        fixed = {} if mode == "auto" else _replicate(variables, mesh, rule=mode)
+    else:
+        fixed = rule_sets.apply(rule_set, model.variables, mesh=mesh, found=found)
+        if rule_set.default == "replicated":
+            fixed |= _replicate(_unmatched(variables, found, fixed), mesh, rule="default")
+    placed = settle(variables, found, mesh, fixed=fixed)
+    return _choice(variables, placed, mesh=mesh, mode=mode)
+
+
+def _rule_set(model: Any, mesh: MeshSpec, layout: Any) -> tuple[str, rule_sets.RuleSet | None]:
+    if not isinstance(layout, str | os.PathLike):
+        if not hasattr(layout, "device_mesh"):
+            raise LayoutError(f"A layout is {_forms()}; got {type(layout).__name__}")
+        return "layout_map", rule_sets.from_layout_map(layout, mesh, origin="the LayoutMap")
+    if layout == "keras_hub":
+        return "keras_hub", _keras_hub_rules(model, mesh)
+    if layout in MODES:
+        return str(layout), None
+    path = Path(layout)
+    if not path.exists():
+        raise LayoutError(f"There is no layout {str(layout)!r} and no file of that name. A layout is {_forms()}")
+    return str(path), rule_sets.read_rules(path)
+
+
+def _forms() -> str:
+    return "'auto', 'keras_hub', 'replicated', a keras.distribution.LayoutMap, or the path of a rules file (TOML)"
+
+
+def _keras_hub_rules(model: Any, mesh: MeshSpec) -> rule_sets.RuleSet:
+    backbone = getattr(model, "backbone", model)
+    name = type(backbone).__name__
+    make = getattr(type(backbone), "get_layout_map", None)
+    if make is None:
+        raise LayoutError(f"{name} has no layout map of its own. Use layout='auto', a LayoutMap, or a rules file")
+    if len(mesh.axes) < 2:
+        raise LayoutError(f"The layout map of {name} needs a mesh with two axes, got {mesh}; write it as 1x{mesh.size}")
+    from keras.distribution import DeviceMesh
+
+    names = [f"cpu:{i}" for i in range(mesh.size)]  # a LayoutMap only asks how many there are
+    layout_map = make(
+        DeviceMesh(mesh.sizes, mesh.axes, names),
+        model_parallel_dim_name=mesh.axes[-1],
+        data_parallel_dim_name=mesh.axes[0],
+    )
+    return rule_sets.from_layout_map(layout_map, mesh, origin=f"{name}.get_layout_map")
+
+
+def _replicate(variables: dict[int, Any], mesh: MeshSpec, *, rule: str) -> dict[int, Placement]:
+    return {k: Placement(Layout.replicated(mesh, len(v.shape)), rule) for k, v in variables.items()}
+
+
+def _unmatched(variables: dict[int, Any], found: dict[int, Role], fixed: dict[int, Placement]) -> dict[int, Any]:
+    """Variables left to the default; slots are not among them: they follow their variable, as in Keras."""
+    slots = {k for k, role in found.items() if not isinstance(role, Wants) and role.rule == "slot"}
+    return {k: v for k, v in variables.items() if k not in fixed and k not in slots}
+
+
+def _choice(variables: dict[int, Any], placed: dict[int, Placement], *, mesh: MeshSpec, mode: str) -> LayoutChoice:
+    return LayoutChoice(
+        mesh=mesh,
+        mode=mode,
+        variables=tuple(
+            VariableLayout(v.path, tuple(v.shape), nbytes(v), placed[k].layout, placed[k].rule)
+            for k, v in variables.items()
+        ),
+        layouts={k: placed[k].layout for k in variables},
+        fallbacks=tuple(f for k in variables if (f := placed[k].fallback) is not None),
+    )

@@ -1,0 +1,97 @@
+"""Where a model that stands lives now, so that a load without ``mesh`` leaves it there.
+
+every value on one device              ─► a 1x1 mesh on that device
+layouts or values over one mesh        ─► that mesh and those layouts; values on one device count as replicated
+every value lost to a failed load      ─► where they were (`remember`)
+no values, or a mesh or layout given   ─► a fresh placement
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from shardload.errors import MeshError
+from shardload.keras_bridge.variables import has_value, sharding_of, stored_dtype, value_of
+from shardload.parallel import LayoutChoice, VariableLayout
+from shardload.parallel.model_variables import all_variables
+from shardload.sharding.devices import MeshDevices, place_on
+from shardload.sharding.layout import Layout
+from shardload.sharding.mesh import DEFAULT_AXES, MeshSpec
+
+AS_IT_WAS = "as it was"
+"""Mode of a `LayoutChoice` that changes nothing."""
+
+
+def whereabouts(
+    model: Any, *, mesh: Any = None, axes: str | None = None, layout: Any = None, devices: Sequence[Any] | None = None
+) -> tuple[MeshDevices, Any]:
+    """The place to load into, and the layout (a mode, or the `LayoutChoice` the model has).
+
+    Raises:
+        MeshError: When the model's variables are spread over several meshes, or there are too few devices.
+    """
+    if mesh is not None or devices is not None or (place := home(model)) is None:
+        return place_on(mesh, axes=axes, devices=devices), "auto" if layout is None else layout
+    return place, _standing(model, place) if layout is None else layout
+
+
+_lost: weakref.WeakKeyDictionary[Any, MeshDevices] = weakref.WeakKeyDictionary()
+
+
+def remember(model: Any, place: MeshDevices) -> None:
+    """Say where a model lived before a load that failed: its values, which would tell, may be gone."""
+    _lost[model] = place
+
+
+def home(model: Any) -> MeshDevices | None:
+    """Where a model lives, if it does so anywhere.
+
+    Raises:
+        MeshError: When its variables are spread over several meshes.
+    """
+    shardings = [s for v in all_variables(model).values() if (s := _sharding(v)) is not None]
+    meshes = {s.mesh for s in shardings if isinstance(s, jax.sharding.NamedSharding)}
+    if len(meshes) > 1:
+        raise MeshError(
+            f"The variables of {model.name!r} are spread over {len(meshes)} meshes; say which one with mesh="
+        )
+    if not shardings:
+        return _lost.get(model)
+    return _of_mesh(meshes.pop()) if meshes else _of_devices(shardings)
+
+
+def _sharding(variable: Any) -> Any:
+    wanted = sharding_of(variable)
+    return value_of(variable).sharding if wanted is None and has_value(variable) else wanted
+
+
+def _of_mesh(mesh: jax.sharding.Mesh) -> MeshDevices:
+    return MeshDevices(MeshSpec(tuple(map(str, mesh.axis_names)), tuple(mesh.devices.shape)), tuple(mesh.devices.flat))
+
+
+def _of_devices(shardings: Sequence[Any]) -> MeshDevices:
+    found = sorted({d for s in shardings for d in s.device_set}, key=lambda d: d.id)
+    return MeshDevices(MeshSpec(DEFAULT_AXES, (1, 1)), tuple(found[:1]))
+
+
+def _standing(model: Any, place: MeshDevices) -> LayoutChoice:
+    variables = all_variables(model)
+    layouts = {key: _layout(v, place.mesh) for key, v in variables.items()}
+    rows = tuple(
+        VariableLayout(v.path, tuple(v.shape), math.prod(v.shape) * stored_dtype(v).itemsize, layouts[key], AS_IT_WAS)
+        for key, v in variables.items()
+    )
+    return LayoutChoice(place.mesh, AS_IT_WAS, rows, layouts, ())
+
+
+def _layout(variable: Any, mesh: MeshSpec) -> Layout:
+    rank, sharding = len(variable.shape), _sharding(variable)
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return Layout.replicated(mesh, rank)
+    spec = (*sharding.spec, *(None,) * (rank - len(sharding.spec)))
+    return Layout(mesh, tuple(() if a is None else (a,) if isinstance(a, str) else tuple(a) for a in spec))

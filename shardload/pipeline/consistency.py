@@ -1,0 +1,225 @@
+"""What processes compare before they load together: whether each of them is about to load the same thing.
+
+The call and its arguments come first of all. Of the rest, too, each makes the same few lists of facts and sends their
+digests. Where two digests differ, process 0 sends that list, and everyone looks for the first fact that differs. Paths
+are not compared: a checkpoint may lie elsewhere on another host. Nor are names of variables, which Keras numbers as it
+makes them: a variable is known by its place in the model.
+
+Steps that shardload saved have digests of their content. Of other files a few bytes are read, at the start of tensors
+and at evenly spaced places: enough to tell one checkpoint from another, not to find one flipped bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shardload.distributed.joint_call import Joint
+from shardload.errors import DisagreementError
+from shardload.keras_bridge.variables import stored_dtype
+from shardload.manifest import Extent, Manifest
+from shardload.parallel.model_variables import all_variables
+from shardload.pipeline.filling import LoadJob
+from shardload.steps.digests import Checker
+from shardload.stores import file_access
+from shardload.transfer.casts import is_float
+
+SPOTS = 256
+"""Places looked at in all files: milliseconds, whatever the checkpoint's size."""
+SPOT_BYTES = 256
+
+Facts = dict[str, str]
+"""Name → what is known of it, as text that is the same on every process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Topic:
+    """One thing that must be the same on all processes."""
+
+    what: str
+    """As a sentence has it: processes disagree about …"""
+    facts: Callable[[], Facts]
+    way_out: str
+    titles: Callable[[], Facts] = dict
+    """What process 0 calls facts, for messages, where their names alone would not say much."""
+
+
+def call_topics(function: str, arguments: Mapping[str, Any]) -> list[Topic]:
+    """What to compare as a call begins.
+
+    Args:
+        function: Its name.
+        arguments: Those that have to be the same as they were written; mesh, layout and dtype are compared by what
+            comes of them.
+    """
+    return [
+        Topic("the call", lambda: {"function": repr(function)}, "Make the same calls in the same order on all of them"),
+        Topic("the arguments", lambda: _written(arguments), "Pass the same on every process"),
+    ]
+
+
+def topics(job: LoadJob) -> list[Topic]:
+    """What to compare, the cause of other differences first.
+
+    Args:
+        job: What this process is about to load.
+    """
+    same = "the same on every process"
+    return [
+        Topic("the mesh", lambda: _mesh(job), f"Pass {same}"),
+        Topic("the source", lambda: source(job.manifest), f"Load {same}"),
+        Topic(
+            "the source",
+            lambda: content(job.manifest, job.check),
+            f"Load {same}; copy it again where it lies in several places",
+        ),
+        Topic("the dtype", lambda: _dtypes(job), f"Pass {same}, or build the model with it"),
+        Topic("the model", lambda: _model(job), f"Build {same}", lambda: _paths(job)),
+        Topic("the layout", lambda: _layouts(job), f"Use {same}", lambda: _paths(job)),
+    ]
+
+
+def require(joint: Joint, found: list[Topic]) -> None:
+    """Make sure that all processes are about to load the same thing.
+
+    Raises:
+        DisagreementError: On all of them, naming the first difference, and who has what.
+    """
+    facts = [topic.facts() for topic in found]
+    said = joint.together(lambda: [_digest(one) for one in facts], f"the comparison of {found[0].what}")
+    for topic, mine, digests in zip(found, facts, zip(*said, strict=True), strict=True):
+        if len(set(digests)) > 1:
+            raise _disagreement(joint, topic, mine)
+
+
+def _disagreement(joint: Joint, topic: Topic, mine: Facts) -> DisagreementError:
+    first, titles = joint.first(lambda: (mine, topic.titles()), f"what process 0 has of {topic.what}")
+    seen = joint.together(lambda: _difference(first, mine), f"what differs of {topic.what}")
+    key, wanted, _ = next(one for one in seen if one is not None)
+    who = [f"process {i} has {one[2]}" for i, one in enumerate(seen) if one is not None and one[0] == key]
+    return DisagreementError(
+        f"Cannot load together: the processes disagree about {topic.what}. {titles.get(key, key)}: process 0 has "
+        f"{wanted}, {', '.join(who[:8])}{' …' if len(who) > 8 else ''}. {topic.way_out}"
+    )
+
+
+def _difference(first: Facts, mine: Facts) -> tuple[str, str, str] | None:
+    """The first fact that is another here: its name, what process 0 has, and what this one has."""
+    for key in [*first, *(key for key in mine if key not in first)]:
+        if first.get(key) != mine.get(key):
+            return key, first.get(key, "none"), mine.get(key, "none")
+    return None
+
+
+def _digest(facts: Facts) -> str:
+    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
+
+
+def _written(arguments: Mapping[str, Any]) -> Facts:
+    found: Facts = {}
+    for name, value in arguments.items():
+        if isinstance(value, Mapping):
+            found |= {f"{name}[{key!r}]": _as_text(held) for key, held in sorted(value.items(), key=str)}
+        elif value is not None:
+            found[name] = _as_text(value)
+    return found
+
+
+def _as_text(value: Any) -> str:
+    """A value of an argument, as text that is the same on every process: objects go by their type."""
+    match value:
+        case None | str():
+            return repr(value)
+        case bool() | np.bool_():
+            return repr(bool(value))
+        case int() | np.integer():
+            return repr(int(value))
+        case list() | tuple() | set() | frozenset():
+            return f"[{', '.join(sorted(map(_as_text, value)))}]"
+    return type(value).__name__
+
+
+def _mesh(job: LoadJob) -> Facts:
+    axes = ", ".join(job.place.mesh.axes)
+    ids = ", ".join(str(getattr(device, "id", None)) for device in job.place.devices)
+    return {"Its shape": f"{'x'.join(map(str, job.place.mesh.sizes))} ({axes})", "Its devices": ids}
+
+
+def source(manifest: Manifest) -> Facts:
+    """What headers say; no paths."""
+    order = {path: i for i, path in enumerate(manifest.files)}
+    found = {"Its format": manifest.format, "The number of its tensors": str(len(manifest.tensors))}
+    for tensor in manifest.tensors.values():
+        match tensor.storage:
+            case Extent(path, offset):
+                where = f" at byte {offset} of file {order.get(path, -1)}"
+            case _:
+                where = f" in {tensor.stored_bytes} bytes"
+        found[f"Tensor {tensor.name!r}"] = f"{tensor.dtype} {tensor.shape}{where}"
+    found["The sizes of its files"] = ", ".join(map(str, sorted(manifest.files.values())))
+    found["Its configuration"] = _digest({"": json.dumps(manifest.config, sort_keys=True, default=repr)})
+    return found
+
+
+def content(manifest: Manifest, check: Checker | None) -> Facts:
+    """What data there is: all of it where there are digests, else at some spots."""
+    if check is None:
+        return {name: _bytes_at(path, offset) for name, path, offset in _spots(manifest)}
+    files = sorted(check.digests.files.items())
+    return {f"The digests of {name}": _digest({"": "".join(digest.units)}) for name, digest in files}
+
+
+def _spots(manifest: Manifest) -> Iterator[tuple[str, str, int]]:
+    """Names, files and offsets of what is looked at."""
+    starts = [(t.name, t.storage) for t in manifest.tensors.values() if isinstance(t.storage, Extent) and t.size]
+    for name, extent in _some(starts, SPOTS // 2):
+        yield f"The first bytes of tensor {name!r}", extent.path, extent.offset
+    files = _some(list(manifest.files.items()), SPOTS // 4)
+    each = max(2, SPOTS // 2 // max(1, len(files)))
+    for number, (path, size) in enumerate(files):
+        for offset in dict.fromkeys(max(0, size - SPOT_BYTES) * k // (each - 1) for k in range(each)):
+            yield f"The bytes at {offset} of file {number}", path, offset
+
+
+def _some(found: list[Any], most: int) -> list[Any]:
+    """As many, evenly chosen."""
+    return found[:: math.ceil(len(found) / most)] if len(found) > most else found
+
+
+def _bytes_at(path: str, offset: int) -> str:
+    file = file_access.open_file(path)
+    try:
+        buffer = bytearray(min(SPOT_BYTES, max(0, file.n_bytes - offset)))
+        file.read_into(memoryview(buffer), offset)
+    finally:
+        file.close()
+    return f"{buffer[:8].hex()}… ({hashlib.blake2b(buffer, digest_size=4).hexdigest()})"
+
+
+def _dtypes(job: LoadJob) -> Facts:
+    """Told before the model is compared, where each weight would differ."""
+    found = {str(stored_dtype(v)) for v in all_variables(job.model).values() if is_float(stored_dtype(v))}
+    return {"That of the weights": ", ".join(sorted(found))}
+
+
+def _model(job: LoadJob) -> Facts:
+    found = {id(v): f"{stored_dtype(v)} {tuple(v.shape)}, no tensor" for v in all_variables(job.model).values()}
+    for binding in job.mapping.bindings:
+        found[id(binding.variable)] = f"{binding.dtype} {binding.view.shape} from {binding.view}"
+    for computed in job.mapping.computed:
+        found |= {id(v): f"computed from {', '.join(computed.tensors)}" for v in computed.variables}
+    return {f"Variable {place}": text for place, text in enumerate(found.values())}
+
+
+def _layouts(job: LoadJob) -> Facts:
+    return {f"Variable {place}": str(row.layout) for place, row in enumerate(job.choice.variables)}
+
+
+def _paths(job: LoadJob) -> Facts:
+    return {f"Variable {place}": row.path for place, row in enumerate(job.choice.variables)}

@@ -1,0 +1,192 @@
+"""Which devices a mesh lives on.
+
+A `MeshDevices` is a mesh together with its devices, in row-major order of the mesh. It comes from what a caller
+wrote (``"1x8"``, ``(1, 8)``, a `jax.sharding.Mesh`, a `keras.distribution.DeviceMesh`) or from where a model
+already lives.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardload.errors import MeshError
+from shardload.sharding.mesh import DEFAULT_AXES, MeshSpec
+
+
+@dataclass(frozen=True, slots=True)
+class MeshDevices:
+    """A mesh and its devices.
+
+    Raises:
+        MeshError: When their numbers differ.
+    """
+
+    mesh: MeshSpec
+    devices: tuple[Any, ...]
+    """`jax.Device`s in mesh order."""
+
+    def __post_init__(self) -> None:
+        if len(self.devices) != self.mesh.size:
+            raise MeshError(
+                f"The mesh {self.mesh} has {self.mesh.size} positions, but {len(self.devices)} devices were given"
+            )
+
+
+def mesh_spec(mesh: Any, *, axes: str | None = None) -> MeshSpec:
+    """A mesh as numbers, from any of the forms a caller may write.
+
+    Args:
+        mesh: ``"1x8"``, ``"data=2,model=4"``, sizes as a tuple, a `MeshSpec`, or a JAX or Keras mesh.
+        axes: Axis names for sizes, joined by commas.
+
+    Raises:
+        MeshError: When it is none of these.
+    """
+    match mesh:
+        case MeshSpec():
+            return mesh
+        case str():
+            return MeshSpec.parse(mesh, axes=axes)
+        case int():
+            return MeshSpec.parse(str(mesh), axes=axes)
+        case tuple() | list():
+            return MeshSpec.parse("x".join(map(str, mesh)), axes=axes)
+        case jax.sharding.Mesh():
+            return MeshSpec(tuple(map(str, mesh.axis_names)), tuple(mesh.devices.shape))
+    if hasattr(mesh, "axis_names") and hasattr(
+        mesh, "devices"
+    ):  # keras.distribution.DeviceMesh, without importing Keras
+        return MeshSpec(tuple(mesh.axis_names), tuple(np.shape(mesh.devices)))
+    raise MeshError(f"Cannot read a mesh from {mesh!r}. Write '1x8', 'data=2,model=4', or pass a jax.sharding.Mesh")
+
+
+def place_on(mesh: Any = None, *, axes: str | None = None, devices: Sequence[Any] | None = None) -> MeshDevices:
+    """A mesh with its devices.
+
+    Args:
+        mesh: As in `mesh_spec`; all devices along the last default axis when ``None``.
+        axes: Axis names for sizes, joined by commas.
+        devices: Devices to use, in mesh order; a mesh's own, or JAX's first ones, by default.
+
+    Raises:
+        MeshError: When there are fewer devices than positions, or JAX cannot start on the platform it was told.
+    """
+    if mesh is None:
+        found = tuple(devices or available())
+        return MeshDevices(MeshSpec(DEFAULT_AXES, (1, len(found))), found)
+    spec = mesh_spec(mesh, axes=axes)
+    if devices is not None:
+        return MeshDevices(spec, tuple(devices))
+    if isinstance(mesh, jax.sharding.Mesh):
+        return MeshDevices(spec, tuple(mesh.devices.flat))
+    if hasattr(mesh, "backend_mesh"):
+        return MeshDevices(spec, tuple(mesh.backend_mesh.devices.flat))
+    return MeshDevices(spec, _first_devices(spec))
+
+
+def _first_devices(spec: MeshSpec) -> tuple[Any, ...]:
+    found = available()
+    if spec.size <= len(found):
+        return found[: spec.size]
+    platform = found[0].platform
+    way_out = (
+        f"Before JAX is first used, call jax.config.update('jax_num_cpu_devices', {spec.size}) to simulate them"
+        if platform == "cpu"
+        else "Use a smaller mesh, or simulate one on the CPU with JAX_PLATFORMS=cpu (--platform cpu)"
+    )
+    raise MeshError(
+        f"The mesh {spec} needs {spec.size} devices, but this process has {len(found)} ({platform}). {way_out}."
+    )
+
+
+def available() -> tuple[Any, ...]:
+    """JAX's devices, which starts JAX.
+
+    Raises:
+        MeshError: When JAX cannot start on the platform it was told to use.
+    """
+    try:
+        return tuple(jax.devices())
+    except (RuntimeError, AssertionError) as error:
+        raise not_started(error) from error
+
+
+def not_started(error: Exception) -> MeshError:
+    """What to tell of a JAX that found none of the devices it was told to use.
+
+    Args:
+        error: What JAX raised; an `AssertionError` without words where CUDA was asked for and no GPU is there.
+    """
+    asked = jax.config.jax_platforms
+    cause = str(error).split(" (set JAX_PLATFORMS")[0].split(" (you may need")[0].strip()  # its way out is not ours
+    cause = cause or "no such device was found on this machine"
+    here = ", ".join(["cpu", *sorted(point.name for point in metadata.entry_points(group="jax_plugins"))])
+    wanted = f" with JAX_PLATFORMS={asked}" if asked else ""
+    return MeshError(
+        f"JAX could not start{wanted}: {cause}. Installed here: {here}. To use the CPU, which can simulate any mesh, "
+        "set JAX_PLATFORMS=cpu before JAX is imported (--platform cpu on the command line)"
+    )
+
+
+def local_positions(place: MeshDevices) -> tuple[int, ...]:
+    """The mesh positions whose devices this process feeds: all that other processes do not.
+
+    Raises:
+        MeshError: When the mesh has none of this process's devices.
+    """
+    found = tuple(i for i, d in enumerate(place.devices) if d is None or d.process_index == jax.process_index())
+    if not found:
+        raise MeshError(
+            f"The mesh {place.mesh} has none of the {jax.local_device_count()} devices of this process "
+            f"({jax.process_index()} of {jax.process_count()}). Use a larger mesh, of {jax.device_count()} devices, or "
+            "hand over the devices to use as devices="
+        )
+    return found
+
+
+def named_devices(mesh: Any, devices: Sequence[Any] | None) -> tuple[Any, ...] | None:
+    """The very devices a caller named, ``None`` where only a size was given; starts no JAX."""
+    if devices is not None:
+        return tuple(devices)
+    if isinstance(mesh, jax.sharding.Mesh):
+        return tuple(mesh.devices.flat)
+    if hasattr(mesh, "axis_names") and hasattr(mesh, "devices"):
+        return tuple(mesh.backend_mesh.devices.flat)
+    return None
+
+
+def check_shares(place: MeshDevices) -> None:
+    """Make sure that each process has an equal part of a mesh: the same rows, columns, … of each axis, and as many.
+
+    JAX distributes data only over such meshes.
+
+    Raises:
+        MeshError: When one of them does not.
+    """
+    indices = np.array([device.process_index for device in place.devices]).reshape(place.mesh.sizes)
+    parts = [np.nonzero(indices == process) for process in range(jax.process_count())]
+    counts = [len(part[0]) for part in parts]
+    kinds = {tuple(len(set(along)) for along in part) for part in parts}
+    if len(kinds) == 1 and counts[0] and math.prod(*kinds) == counts[0]:
+        return
+    if len(set(counts)) > 1:
+        shares = ", ".join(f"process {i} has {n}" for i, n in enumerate(counts[:8])) + (" …" * (len(counts) > 8))
+        what = f"of its {place.mesh.size} devices {shares}"
+    else:
+        what = f"the {counts[0]} devices of a process are no block of it"
+    raise MeshError(
+        f"The mesh {place.mesh} cannot be shared evenly by {len(parts)} processes: {what}. Use a mesh with a whole "
+        f"number of rows or columns for each process, for example 1x{jax.device_count()}, or pass devices="
+    )
+
+
+def planned(spec: MeshSpec) -> MeshDevices:
+    """A mesh whose devices need not exist: good for planning, not for loading."""
+    return MeshDevices(spec, (None,) * spec.size)

@@ -1,0 +1,124 @@
+"""How a variable is spread over a mesh, as arithmetic.
+
+A `Layout` names, for each dim of a variable, the mesh axes that split it (usually none or one). A
+(4, 6) kernel with ``spec=((), ("model",))`` on the mesh ``batch=1,model=2``::
+
+         model=0 │ model=1
+       [ 0 0 0   │ 1 1 1 ]
+       [ 0 0 0   │ 1 1 1 ]      every dim that is split divides evenly: uneven shards
+       [ 0 0 0   │ 1 1 1 ]      do not exist in JAX's NamedSharding, nor here
+       [ 0 0 0   │ 1 1 1 ]
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+from shardload.errors import LayoutError
+from shardload.sharding.bounds import Bounds
+from shardload.sharding.mesh import MeshSpec
+
+Spec = tuple[tuple[str, ...], ...]
+"""Mesh axes that split each dim, one tuple per dim."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One variable's spread over a mesh.
+
+    Raises:
+        LayoutError: When an axis is used twice or is not in the mesh.
+    """
+
+    mesh: MeshSpec
+    spec: Spec
+
+    def __post_init__(self) -> None:
+        used = [axis for axes in self.spec for axis in axes]
+        if len(set(used)) != len(used):
+            raise LayoutError(f"A mesh axis can split one dim only, got {self.spec}")
+        if unknown := sorted(set(used) - set(self.mesh.axes)):
+            raise LayoutError(f"The layout {self.spec} names axes {unknown} that the mesh {self.mesh} does not have")
+
+    @classmethod
+    def replicated(cls, mesh: MeshSpec, rank: int) -> Layout:
+        """Every device holds the whole variable."""
+        return cls(mesh, ((),) * rank)
+
+    @classmethod
+    def split(cls, mesh: MeshSpec, rank: int, *, dim: int, axis: str) -> Layout:
+        """One dim split over one axis."""
+        return cls(mesh, tuple((axis,) if d == dim else () for d in range(rank)))
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Into how many pieces each dim is cut."""
+        return tuple(math.prod(self.mesh.axis_size(a) for a in axes) for axes in self.spec)
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every device holds everything."""
+        return all(n == 1 for n in self.parts)
+
+    def divides(self, shape: tuple[int, ...]) -> bool:
+        """Whether each dim of ``shape`` divides by the parts it is cut into."""
+        return len(shape) == len(self.spec) and all(n % p == 0 for n, p in zip(shape, self.parts, strict=True))
+
+    def shard_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of what one device holds.
+
+        Raises:
+            LayoutError: When a dim does not divide.
+        """
+        return _shard_shape(self, tuple(shape))
+
+    def bounds(self, shape: tuple[int, ...]) -> tuple[Bounds, ...]:
+        """What each position of the mesh holds, row-major over the mesh.
+
+        Raises:
+            LayoutError: When a dim does not divide.
+        """
+        return _bounds(self, tuple(shape))
+
+    def _bounds_at(self, position: int, shard: tuple[int, ...]) -> Bounds:
+        where = self.mesh.coordinates(position)
+        start = []
+        for axes, length in zip(self.spec, shard, strict=True):
+            index = 0
+            for axis in axes:
+                index = index * self.mesh.axis_size(axis) + where[axis]
+            start.append(index * length)
+        return Bounds(tuple(start), tuple(a + n for a, n in zip(start, shard, strict=True)))
+
+    def __str__(self) -> str:
+        return "(" + ", ".join("+".join(axes) or "-" for axes in self.spec) + ")"
+
+
+@functools.lru_cache(maxsize=1024)
+def _shard_shape(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
+    if not layout.divides(shape):
+        raise LayoutError(f"Shape {shape} does not divide into {layout.parts} parts on the mesh {layout.mesh}")
+    return tuple(n // p for n, p in zip(shape, layout.parts, strict=True))
+
+
+@functools.lru_cache(maxsize=1024)
+def _bounds(layout: Layout, shape: tuple[int, ...]) -> tuple[Bounds, ...]:
+    """Asked for several times per variable, while a model has few different shapes."""
+    shard = layout.shard_shape(shape)
+    return tuple(layout._bounds_at(position, shard) for position in range(layout.mesh.size))
+
+
+@dataclass(frozen=True, slots=True)
+class Fallback:
+    """A variable that did not get the layout its rule wanted."""
+
+    variable: str
+    """Path of the variable."""
+    wanted: str
+    """The layout the rule asked for, as text."""
+    got: str
+    """The layout it has, as text."""
+    why: str
+    """One line for people: ``4 heads do not divide by 8``."""

@@ -1,0 +1,65 @@
+"""Which step to take where the one that was asked for is damaged, and how its error says so.
+
+    step="latest", a number    the newest good step before it
+    step="best"                the best good one of the others, ranked as `find_step` ranks them
+
+A step on this machine is read to its end before it is called good; of remote ones only the listing is read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from shardload.steps.digests import verify
+from shardload.steps.listing import StepInfo, best_first, list_steps
+from shardload.steps.remote_listing import knows_others
+from shardload.stores.remote import is_url
+
+Which = int | Literal["latest", "best"]
+
+
+@dataclass(frozen=True, slots=True)
+class WayOut:
+    """What to do about a damaged step. JSON, so that process 0 can tell the others."""
+
+    step: int | None
+    """What ``fallback="previous"`` takes, if there is such a step."""
+    sentence: str
+
+
+def way_out(directory: str | os.PathLike[str], which: Which, *, bad: StepInfo | None, tried: Collection[int]) -> WayOut:
+    """Find a step to take in place of a damaged one.
+
+    Args:
+        directory: The folder of the steps, or its address.
+        which: What was asked for, as for `find_step`.
+        bad: The step that is damaged; None where damage hides which one is the best.
+        tried: The numbers of all steps that turned out to be damaged.
+    """
+    if bad is not None and bad.url is not None and not knows_others(str(directory), bad):
+        return WayOut(None, "No other step is known there; restore one by its address, if there is one.")
+    good = "" if is_url(directory) else " good one"
+    steps = list_steps(directory)
+    others = [info for info in reversed(steps) if info.ours and info.step not in tried]
+    if which != "best":
+        found = _first_good(info for info in others if bad is None or info.step < bad.step)
+        return _take(found, f"newest{good} before it") if found else WayOut(None, "No earlier step is undamaged.")
+    ranks = {info.step: rank for rank, info in enumerate(best_first(steps))}
+    ranked = sorted((info for info in others if info.step in ranks), key=lambda info: ranks[info.step])
+    if found := _first_good(ranked):
+        return _take(found, f"next best{good}" if bad else f"best{good} of the others")
+    newest = _first_good(info for info in others if info.step not in ranks)
+    unranked = f" Step {newest.step} is the newest{good}: pass step={newest.step}." if newest else ""
+    return WayOut(None, f"No other step that says how good it is is undamaged.{unranked}")
+
+
+def _take(found: StepInfo, rank: str) -> WayOut:
+    return WayOut(found.step, f"Step {found.step} is the {rank}: pass step={found.step}, or fallback='previous'.")
+
+
+def _first_good(steps: Iterable[StepInfo]) -> StepInfo | None:
+    """The first undamaged step; of remote ones, which are not read to the end for that, the first that seems so."""
+    return next((s for s in steps if s.problems is None and (s.url is not None or not verify(s.path))), None)

@@ -1,0 +1,191 @@
+"""The only door to Orbax: start writing named items to a folder, wait for it, get the real cause of a failure.
+
+Orbax writes into ``path + ".orbax-checkpoint-tmp"`` and renames that to ``path``; we hand it a path inside a staging
+folder, so none of its names ever shows up among the steps. Array data is written uncompressed unless asked for:
+each chunk is then a range of bytes in a file, which loading reads without decoding.
+
+Orbax takes every folder in a step for a checkpointable, and plain ``load_checkpointables(step)`` fails on one that is
+none. So ``shardload/``, where our own files go afterwards, is made one: a tiny one that tells what it is.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from shardload.errors import SaveError, UsageError
+from shardload.steps import orbax_log_filter
+from shardload.steps.digests import OWN_FOLDER
+from shardload.steps.save_errors import describe, save_error
+
+OWN_ITEM = {OWN_FOLDER: {"format": "1"}}
+"""What plain Orbax loads from ``shardload/``. Written as JSON: as a pytree, the default for strings, it would
+get an array store of its own, and Orbax would warn at every save that there is nothing in it."""
+
+COMPRESSED_CHUNK_BYTES = 4 << 20
+"""A compressed chunk decodes as a whole, so a restore holds it, and processes that share it each decode it."""
+DEFAULT_TIMEOUT_S = 1200
+"""Orbax's own: twenty minutes for one save."""
+
+
+class PendingSave:
+    """A save that is being written in the background."""
+
+    def __init__(self, response: Any, *, path: Path, step: int | str, parent: os.stat_result) -> None:
+        self.path = path
+        self._step = step
+        self._parent = parent
+        self._error: BaseException | None = None
+        self._done = threading.Event()
+        # A thread of ours waits: Orbax calls back on success only, and its timeout cannot be told from a failure.
+        threading.Thread(target=self._wait, args=(response,), name="shardload-save", daemon=True).start()
+
+    def done(self) -> bool:
+        """Whether it ended, well or not."""
+        return self._done.is_set()
+
+    def result(self, timeout_s: float | None = None) -> None:
+        """Wait until everything is written.
+
+        Args:
+            timeout_s: How long to wait; None waits as long as it takes.
+
+        Raises:
+            SaveError: When it failed; the message has the real cause, ``errno`` is set where there is one.
+            TimeoutError: When it is still being written after ``timeout_s``; may be called again.
+        """
+        if not self._done.wait(timeout_s):
+            raise TimeoutError(f"Step {self._step} is still being written to {self.path} after {timeout_s} s")
+        if self._error is not None:
+            raise save_error(self._error, step=self._step, folder=self.path) from self._error
+        if not self.path.is_dir():
+            raise describe("the folder is gone after Orbax wrote it", step=self._step, folder=self.path)
+        if not os.path.samestat(self._parent, self.path.parent.stat()):  # Orbax makes what is missing anew
+            why = f"the folder {self.path.parent} was removed while it was written"
+            raise describe(why, step=self._step, folder=self.path, number=errno.ENOENT)
+
+    def _wait(self, response: Any) -> None:
+        try:
+            response.result()
+        except BaseException as error:
+            self._error = error
+        finally:
+            orbax_log_filter.ended(failed=self._error is not None)
+            self._done.set()
+
+
+def prepare() -> None:
+    """Import Orbax: a second that the first save would otherwise take out of training."""
+    from orbax.checkpoint import v1  # noqa: F401
+
+
+def start_save(
+    path: str | Path,
+    items: Mapping[str, Any],
+    *,
+    compression: Literal["none", "zstd"] = "none",
+    step: int | str | None = None,
+    timeout_s: float | None = None,
+) -> PendingSave:
+    """Start to write ``items`` with Orbax; return once every array was copied off the devices.
+
+    With `jax.distributed`, every process calls this with the same path and items.
+
+    Args:
+        path: The folder to write: absolute, not existing yet, in a folder that does.
+        items: Checkpointables by name: pytrees of arrays, dicts of strings, or objects with a handler of their own.
+            The name ``shardload`` is taken: that folder is made as well, for our own files.
+        compression: ``"zstd"`` for smaller files that take longer to write and to read.
+        step: The step's number, for messages.
+        timeout_s: When Orbax itself gives up.
+
+    Raises:
+        UsageError: When the path, a name or the compression cannot be.
+        SaveError: When writing could not even start.
+    """
+    target = Path(path)
+    step = "?" if step is None else step
+    if not target.is_absolute():
+        raise UsageError(f"Orbax writes to absolute paths only, but was given {path}. Use Path(...).absolute()")
+    if compression not in ("none", "zstd"):
+        raise UsageError(f"compression should be 'none' or 'zstd', but is {compression!r}")
+    if OWN_FOLDER in items:
+        raise UsageError(f"No checkpointable can be named {OWN_FOLDER!r}: that folder of a step holds our own files")
+    if os.path.lexists(target):
+        raise describe("something is there already", step=step, folder=target, number=errno.EEXIST)
+    if not target.parent.is_dir():  # Orbax would quietly make it, and hide that the folder was removed
+        raise describe(
+            f"there is no folder {target.parent} to write into", step=step, folder=target, number=errno.ENOENT
+        )
+    try:
+        parent = target.parent.stat()
+        return PendingSave(_start(target, items, compression, timeout_s), path=target, step=step, parent=parent)
+    except SaveError:
+        raise
+    except (OSError, ValueError) as error:
+        raise save_error(error, step=step, folder=target) from error
+    except KeyError as error:  # no handler of Orbax takes it
+        raise UsageError(
+            "A checkpointable is a pytree of arrays, a dict of text, or an object with a handler that Orbax knows: "
+            f"{error.args[0] if error.args else error}"
+        ) from error
+
+
+def _start(target: Path, items: Mapping[str, Any], compression: str, timeout_s: float | None) -> Any:
+    from orbax.checkpoint import v1 as ocp
+
+    context = ocp.Context()
+    context.array.saving.use_ocdbt = True
+    context.array.saving.use_zarr3 = True
+    if compression == "zstd":
+        context.array.saving.storage_options.chunk_byte_size = COMPRESSED_CHUNK_BYTES
+    context.array.saving.use_compression = compression == "zstd"
+    # Folders are made here and now: when making them fails in the background, threads of Orbax wait for them until its
+    # time-out, and so does the end of the process.
+    context.asynchronous.create_directories_asynchronously = False
+    context.asynchronous.timeout_secs = int(timeout_s or DEFAULT_TIMEOUT_S)
+    registry = ocp.handlers.local_registry()
+    registry.add(ocp.handlers.JsonHandler, checkpointable_name=OWN_FOLDER)
+    context.checkpointables.registry = registry
+    orbax_log_filter.begins()
+    try:
+        with context:
+            return ocp.save_checkpointables_async(str(target), {**items, **OWN_ITEM})
+    except BaseException:
+        orbax_log_filter.ended(failed=True)
+        raise
+
+
+def write_plain_arrays(path: str | Path, items: Mapping[str, Any]) -> None:
+    """Write ``items`` with each array in a folder of its own, uncompressed, and wait until they are there.
+
+    Args:
+        path: The folder to make: absolute, not there yet.
+        items: As for `start_save`.
+
+    Raises:
+        SaveError: When it cannot be written.
+    """
+    from orbax.checkpoint import v1 as ocp
+
+    context = ocp.Context()
+    context.array.saving.use_ocdbt = False
+    context.array.saving.use_zarr3 = True
+    context.array.saving.use_compression = False
+    registry = ocp.handlers.local_registry()
+    registry.add(ocp.handlers.JsonHandler, checkpointable_name=OWN_FOLDER)
+    context.checkpointables.registry = registry
+    orbax_log_filter.begins()
+    try:
+        with context:
+            ocp.save_checkpointables(str(path), {**items, **OWN_ITEM})
+    except BaseException as error:
+        orbax_log_filter.ended(failed=True)
+        if isinstance(error, (OSError, ValueError)):
+            raise save_error(error, step="?", folder=Path(path)) from error
+        raise
+    orbax_log_filter.ended(failed=False)

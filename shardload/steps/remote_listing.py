@@ -1,0 +1,177 @@
+"""The steps below an address, and what each says of itself. Fetches digests and ``step.json``, no data.
+
+s3://bucket/run          the store lists its names; a step is what `listing` takes for one
+s3://bucket/run/7        one step, by itself: its digests say that it is one
+http://host/run          HTTP lists nothing: the step's number, or its own address, has to be told
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from shardload.errors import DamagedError, SourceError, SourceNotFoundError, UnsupportedError
+from shardload.manifest import Manifest
+from shardload.steps._number import NAME, STEP_FILE, check_number
+from shardload.steps.digest_list import DIGESTS_FILE, OWN_FOLDER
+from shardload.steps.listing import ORBAX_FILE, StepInfo, described, with_best
+from shardload.steps.remote_cache import RemoteStep, open_mirror
+from shardload.stores import json_files
+from shardload.stores.remote import COPY_FIRST, Folder
+
+THREADS = 8
+"""Steps looked at together: each costs a few round trips."""
+_ONLY_STEPS = "Other checkpoints than training steps are not read from afar"
+
+
+def list_remote(url: str) -> list[StepInfo]:
+    """The steps at an address, ascending; the one it names itself, if it is a step.
+
+    Raises:
+        SourceNotFoundError: When there is nothing.
+        UnsupportedError: When the store cannot list.
+        TransferError: When it does not answer.
+    """
+    root = Folder(url)
+    if (itself := _itself(root)) is not None:
+        return [itself]
+    numbers = _numbers(root)
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="shardload-steps") as pool:
+        found = list(pool.map(lambda number: _look(root.child(str(number)), numbers[number]), sorted(numbers)))
+    return with_best(found)
+
+
+def find_remote(url: str, step: Literal["latest", "best"] | int) -> StepInfo | list[StepInfo]:
+    """The step meant by a word or a number where that is known without looking at all of them, else all of them.
+
+    Raises:
+        SourceNotFoundError: When there is nothing.
+        UnsupportedError: When the store cannot list, and has to for that word.
+        TransferError: When it does not answer.
+    """
+    root = Folder(url)
+    if not isinstance(step, str) and (mirror := open_mirror(child := root.child(str(step)))) is not None:
+        return _info(child, mirror)
+    if (itself := _itself(root)) is not None:
+        return [itself]
+    if not root.can_list and not isinstance(step, str):
+        _refuse_foreign(child)
+        raise SourceNotFoundError(
+            f"There is no step at {child.url}: it has no {DIGESTS_FILE}. Check the address and the number"
+        )
+    if step == "latest" and (numbers := _numbers(root)):
+        return _look(root.child(str(max(numbers))), numbers[max(numbers)])
+    return list_remote(url)
+
+
+def knows_others(url: str, step: StepInfo) -> bool:
+    """Whether the address a step was found at leads to other steps as well."""
+    return url.rstrip("/") != step.url and Folder(url).can_list
+
+
+def _itself(root: Folder) -> StepInfo | None:
+    mirror = open_mirror(root)
+    return None if mirror is None else _info(root, mirror)
+
+
+def _numbers(root: Folder) -> dict[int, bool]:
+    """Steps by number, and whether each is one of ours."""
+    if not root.can_list:
+        _refuse_foreign(root)
+        if NAME.fullmatch(root.name):
+            raise SourceNotFoundError(
+                f"There is no step at {root.url}: it has no {DIGESTS_FILE}. Check the address. {_ONLY_STEPS}"
+            )
+        raise UnsupportedError(
+            f"{root.url} has no {DIGESTS_FILE}, so it is no step itself, and HTTP servers do not list what they have. "
+            f"Give the address of the step itself ({root.url}/100), or its number (step=100). {_ONLY_STEPS}"
+        )
+    names = root.names()
+    if not names:
+        raise SourceNotFoundError(f"There is nothing at {root.url}. Check the address. {_ONLY_STEPS}")
+    if ORBAX_FILE in names:
+        if any(name.startswith(f"{OWN_FOLDER}/") for name in names):
+            raise DamagedError(f"Step {root.name} at {root.url} is damaged: {DIGESTS_FILE} is missing")
+        raise foreign(root.url)
+    found: dict[int, bool] = {}
+    for name in names:
+        folder, _, rest = name.partition("/")
+        if NAME.fullmatch(folder) and (rest == ORBAX_FILE or rest.startswith(f"{OWN_FOLDER}/")):
+            found[int(folder)] = found.get(int(folder), False) or rest.startswith(f"{OWN_FOLDER}/")
+    return found
+
+
+def _look(folder: Folder, ours: bool) -> StepInfo:
+    if not ours:
+        return StepInfo(int(folder.name), Path(folder.url), ours=False, url=folder.url)
+    try:
+        mirror = open_mirror(folder)
+    except DamagedError as error:
+        return _bad(folder, str(error))
+    return _bad(folder, f"{DIGESTS_FILE} is missing") if mirror is None else _info(folder, mirror)
+
+
+def _bad(folder: Folder, problem: str) -> StepInfo:
+    return StepInfo(int(folder.name), Path(folder.url), ours=True, url=folder.url, problems=problem)
+
+
+def _info(folder: Folder, mirror: RemoteStep) -> StepInfo:
+    details: dict[str, Any] = {}
+    problems = None
+    with mirror.naming():
+        try:
+            if STEP_FILE in mirror.checker.digests.files:
+                mirror.fetch(STEP_FILE)
+            details = json_files.read_object(Path(mirror.folder, STEP_FILE))
+        except (SourceError, SourceNotFoundError) as error:
+            problems = f"{STEP_FILE} cannot be read: {error}"
+    number = int(folder.name) if NAME.fullmatch(folder.name) else details.get("step")
+    found = described(
+        number if isinstance(number, int) else 0,
+        Path(mirror.folder),
+        details,
+        ours=True,
+        n_bytes=mirror.n_bytes,
+        problems=problems,
+    )
+    return found.at(folder.url, mirror)
+
+
+def _refuse_foreign(folder: Folder) -> None:
+    """Say so where something is a checkpoint, but none of ours."""
+    if folder.read_small(ORBAX_FILE, limit=1 << 20) is not None:
+        raise foreign(folder.url)
+
+
+def foreign(url: str) -> UnsupportedError:
+    """Why a step that shardload did not save is not read from afar."""
+    return UnsupportedError(
+        f"{url} was not saved by shardload: it has no digests, so nothing could tell whether what comes over the "
+        f"network is what was saved. {COPY_FIRST}"
+    )
+
+
+def prepared(info: StepInfo) -> StepInfo:
+    """A step with everything here that opening it needs.
+
+    Raises:
+        UnsupportedError: When shardload did not save it.
+        DamagedError: When it lost its digests, a small file is not what was saved, or it has another step's number.
+        TransferError: When the store does not answer.
+    """
+    if info.url is not None:
+        if not info.ours:
+            raise foreign(info.url)
+        if info.mirror is None:
+            raise DamagedError(f"Step {info.step} at {info.url} is damaged: {info.problems}")
+        with info.mirror.naming():
+            info.mirror.fill()
+            check_number(info.mirror.folder)
+    return info
+
+
+def as_remote(manifest: Manifest, info: StepInfo) -> Manifest:
+    """The manifest of a remote step: what it refers to stays readable for as long as it is there."""
+    return replace(manifest, metadata={**manifest.metadata, "url": info.url, "mirror": info.mirror})

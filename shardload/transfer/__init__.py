@@ -1,0 +1,1 @@
+"""From bytes in files to shards on devices: `planning` decides, `execution` does."""

@@ -1,0 +1,214 @@
+"""What a worker thread does with one block: read it and put every part where it belongs.
+
+A `Task` is what can be found out about a block before it is read; the caller prepares some before any is.
+
+Scratch memory belongs to a thread, is reused from block to block and never leaves this module.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardload.errors import ShardloadError, TransferError
+from shardload.manifest import Decoded, Packed, Tensor
+from shardload.transfer.buffers import memory
+from shardload.transfer.planning import Block
+from shardload.transfer.preadv import Grid, ReadCall, calls, scatter_read
+from shardload.transfer.prefetch import AheadReads
+from shardload.transfer.read_tensor import stored_of
+from shardload.transfer.scratch import PAD_BYTES, CopyPart, Flat, Lane, copy, grid_of, pitch_row
+from shardload.transfer.verified_reads import VerifiedReads
+
+_NOWHERE = np.empty(0, np.uint8)
+"""Stands for scratch where only its layout is asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """How long blocks took, in seconds of one thread."""
+
+    read_s: float
+    copy_s: float
+
+    def plus(self, other: Moved) -> Moved:
+        """Both together."""
+        return Moved(self.read_s + other.read_s, self.copy_s + other.copy_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One block, and what can be found out before it is read."""
+
+    block: Block
+    tensor: Tensor
+    """The stored one it belongs to."""
+    parts: list[CopyPart]
+    """Where in the shard buffers it goes; all boxes lie inside the block."""
+    grids: list[Grid]
+    """The runs of a direct block."""
+    row: int
+    """Elements that follow each other in the scratch of a staged block; 0: all."""
+    lanes: list[Lane]
+    """The parts of a staged block that goes through scratch some rows at a time."""
+
+    @classmethod
+    def of(cls, block: Block, tensor: Tensor, parts: list[CopyPart]) -> Task:
+        """Python is slow once copying has emptied the caches: better all of it before the first byte is read."""
+        itemsize = tensor.dtype.itemsize
+        if block.how == "direct":
+            return cls(block, tensor, parts, [grid_of(block, part, itemsize) for part in parts], 0, [])
+        row = pitch_row(block, parts, itemsize) if block.how == "staged" else 0
+        lanes: list[Lane] = []
+        if block.how == "staged" and block.lead:
+            flat, rows = _flat(_NOWHERE, block, tensor, row), block.step // block.lead
+            lanes = [Lane(part, flat, lead=block.lead, rows=rows) for part in parts]
+        return cls(block, tensor, parts, [], row, lanes)
+
+
+class Mover:
+    """Moves blocks; one instance serves all threads of a transfer.
+
+    Args:
+        verified: Where staged and packed blocks come from; files themselves by default.
+    """
+
+    def __init__(self, verified: VerifiedReads | AheadReads | None = None) -> None:
+        self.verified = verified
+        self._own = threading.local()
+
+    def move(self, task: Task, fd: int) -> Moved:
+        """Read one block into its parts.
+
+        Args:
+            task: What to read, and where it goes.
+            fd: The open file, -1 for what is decoded.
+
+        Raises:
+            TransferError: When the file ends early or cannot be read.
+            DamagedError: When verified reads find that it is not what was saved.
+        """
+        try:
+            return self._move(task, fd)
+        except OSError as error:
+            if isinstance(error, ShardloadError):
+                raise
+            block = task.block
+            raise TransferError(
+                f"Tensor {block.tensor!r}: cannot read {block.read_bytes} bytes at offset {block.offset} of "
+                f"{block.path}: {error}"
+            ) from error
+
+    def _move(self, task: Task, fd: int) -> Moved:
+        block, began = task.block, time.perf_counter()
+        if block.how == "direct":
+            self._scatter(block, task.grids, fd)
+            return Moved(time.perf_counter() - began, 0.0)
+        if block.how == "staged":
+            return self._stage(task, fd)
+        tensor, packed = task.tensor, block.packed
+        flat = self._decode(block, tensor) if packed is None else self._unpack(block, tensor, packed)
+        read = time.perf_counter()
+        for part in task.parts:
+            copy(part.target, flat.source(part))
+        return Moved(read - began, time.perf_counter() - read)
+
+    def _scatter(self, block: Block, grids: list[Grid], fd: int) -> None:
+        stop, junk = block.offset + block.read_bytes, self._scratch(block.scratch_bytes)
+        wanted = calls(grids, start=block.offset, stop=stop, junk=junk)
+        self._check(block, block.offset, block.read_bytes, scatter_read(fd, wanted, block.offset))
+
+    def _stage(self, task: Task, fd: int) -> Moved:
+        """Read and fan out one scratch fill after the other."""
+        block = task.block
+        itemsize, elements = task.tensor.dtype.itemsize, block.stop - block.start
+        padding = block.step // task.row * PAD_BYTES if task.row else 0
+        flat = _flat(self._scratch(block.step * itemsize + padding), block, task.tensor, task.row)
+        lanes = [(lane, lane.source(flat.memory)) for lane in task.lanes]
+        rows = block.step // block.lead if lanes else 0
+        read_s = copy_s = 0.0
+        for step, start in enumerate(range(0, elements, block.step)):
+            began = time.perf_counter()
+            n_bytes = min(block.step, elements - start) * itemsize
+            offset = block.offset + start * itemsize
+            if self.verified is not None:
+                self.verified.fill(flat, n_bytes, path=block.path, offset=offset)
+            else:
+                self._check(block, offset, n_bytes, scatter_read(fd, self._fill(flat, n_bytes), offset))
+            read = time.perf_counter()
+            for lane, source in lanes:
+                lane.move(source, step * rows, step * rows + rows)
+            if not lanes:
+                for part in task.parts:
+                    copy(part.target, flat.source(part))
+            read_s, copy_s = read_s + read - began, copy_s + time.perf_counter() - read
+        return Moved(read_s, copy_s)
+
+    def _decode(self, block: Block, tensor: Tensor) -> Flat:
+        assert isinstance(tensor.storage, Decoded)
+        row = max(1, tensor.size // max(1, tensor.rows))
+        first, last = block.start // row, block.stop // row
+        rows = np.ascontiguousarray(tensor.storage.reader.read_rows(first, last))
+        if rows.size != block.stop - block.start or rows.dtype != tensor.dtype:
+            raise TransferError(
+                f"Tensor {tensor.name!r} in {block.path}: rows {first} to {last} should decode to "
+                f"{block.stop - block.start} elements of {tensor.dtype}, received {rows.size} of {rows.dtype}"
+            )
+        return Flat(rows.reshape(-1).view(np.uint8), tensor.dtype, block.start)
+
+    def _unpack(self, block: Block, tensor: Tensor, packed: Packed) -> Flat:
+        found = packed.codec.decode(self._stored(block, packed))
+        if found.size != block.stop or found.dtype != tensor.dtype:
+            raise TransferError(
+                f"Tensor {tensor.name!r}: the chunk at byte {packed.offset} of {block.path} should decode to "
+                f"{block.stop} elements of {tensor.dtype}, received {found.size} of {found.dtype}"
+            )
+        return Flat(found.reshape(-1).view(np.uint8), tensor.dtype, 0)
+
+    def _stored(self, block: Block, packed: Packed) -> bytes | bytearray:
+        if self.verified is None or not packed.n_bytes:
+            return stored_of(packed)
+        stored = bytearray(packed.n_bytes)
+        flat = Flat(np.frombuffer(stored, np.uint8), np.dtype(np.uint8), 0)
+        self.verified.fill(flat, packed.n_bytes, path=block.path, offset=packed.offset)
+        return stored
+
+    def _scratch(self, n_bytes: int) -> NDArray[np.uint8]:
+        held: NDArray[np.uint8] | None = getattr(self._own, "scratch", None)
+        if held is None or held.nbytes < n_bytes:
+            held = self._own.scratch = memory(n_bytes)
+            self._own.fills = {}
+        return held
+
+    def _fill(self, flat: Flat, n_bytes: int) -> list[ReadCall]:
+        """How to read ``n_bytes`` into this thread's scratch; there are as many ways as kinds of rows."""
+        fills: dict[tuple[int, ...], list[ReadCall]] = self._own.fills
+        key = (n_bytes, flat.row, flat.pitch, flat.dtype.itemsize)
+        return fills.get(key) or fills.setdefault(key, _fill(flat, n_bytes))
+
+    @staticmethod
+    def _check(block: Block, offset: int, expected: int, received: int) -> None:
+        if received != expected:
+            raise TransferError(
+                f"Tensor {block.tensor!r}: {block.path} ends early. Expected {expected} bytes at offset {offset}, "
+                f"received {received}. The file changed while it was read; copy or download it again"
+            )
+
+
+def _flat(scratch: NDArray[np.uint8], block: Block, tensor: Tensor, row: int) -> Flat:
+    """A staged block in scratch."""
+    pitch = row + PAD_BYTES // tensor.dtype.itemsize if row else 0
+    return Flat(scratch, tensor.dtype, block.start, row, pitch)
+
+
+def _fill(flat: Flat, n_bytes: int) -> list[ReadCall]:
+    """How to read ``n_bytes`` into scratch, wherever in the file they are."""
+    itemsize = flat.dtype.itemsize
+    row_bytes, pitch_bytes = flat.row * itemsize or n_bytes, flat.pitch * itemsize
+    grids = Grid.rows(0, flat.memory, n_bytes=n_bytes, row_bytes=row_bytes, pitch_bytes=pitch_bytes)
+    found = calls(grids, start=0, stop=n_bytes, junk=flat.memory)
+    return [ReadCall(call.entries.copy(), call.n_bytes) for call in found]

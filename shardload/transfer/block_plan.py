@@ -1,0 +1,393 @@
+"""What is read at once, how it is moved, and where it goes; see `shardload.transfer.planning` for the picture.
+
+Planning goes tensor by tensor: all views of a tensor are cut at the same rows (`_blocks.cut`), ranges that touch are
+joined into one read as long as it stays short, and the way to move them follows from the worst of its variables.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from shardload.errors import BudgetError, LayoutError, MismatchError
+from shardload.manifest import Decoded, Manifest, Packed, Tensor, View
+from shardload.sharding.bounds import Bounds
+from shardload.sharding.layout import Layout
+from shardload.transfer.casts import check_cast
+from shardload.transfer.regions import Region, Seen, in_file_order, see
+from shardload.transfer.strides import SKIP_BYTES, Ordered, address, cut, is_injective, lead_stride, shard_run, span
+
+BLOCK_BYTES = 16 << 20
+"""Longest block; see the module docstring."""
+STAGED_BYTES = 2 << 20
+"""One scratch fill, about an L2. Half of it takes twice as many turns of the interpreter; with 16 MiB the second copy
+comes from memory, a quarter slower."""
+DECODED_BYTES = 2 << 20
+"""Longest decoded block, unless the reader's unit is longer."""
+DIRECT_RUN_BYTES = 2 << 10
+"""Shortest run worth its own entry in a scatter read (35 ns); below, two cached copies are faster."""
+MIN_BLOCK_BYTES = 4 << 10
+"""One page; a budget that cannot hold sixteen of them is refused."""
+BUDGET_PARTS = 16
+"""A staged or uploaded block takes at most this fraction of the budget, so that several are in flight."""
+
+How = Literal["direct", "staged", "packed", "decoded"]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One variable to fill."""
+
+    name: str
+    view: View
+    """Which elements of which tensor; ``view.shape`` is the variable's shape."""
+    dtype: np.dtype[Any]
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPiece:
+    """What one block holds of one variable."""
+
+    target: int
+    """Index into the plan's targets."""
+    box: Bounds
+    """In the variable's index space."""
+    view: View
+    """The variable, counted in elements of the region the block lies in: the target's view, or a chunk's of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One read."""
+
+    tensor: str
+    path: str
+    """The file it comes from (of a decoded tensor, the first)."""
+    offset: int
+    """Byte offset in the file; meaningful for extents only."""
+    start: int
+    """First element of the region (the tensor, or its chunk)."""
+    stop: int
+    """One past the last element."""
+    read_bytes: int
+    """What it reads from disk (encoded bytes for a decoded tensor)."""
+    host_bytes: int
+    """Memory it takes besides shard buffers: none for ``direct``."""
+    lead: int
+    """Elements per row of all its pieces, when a staged block can be moved some rows at a time, else 0."""
+    step: int
+    """Elements that go through scratch at a time: a multiple of ``lead``, else the whole block."""
+    how: How
+    pieces: tuple[BlockPiece, ...]
+    packed: Packed | None = None
+    """How the chunk is stored that decodes as a whole, for ``packed``."""
+
+    @property
+    def is_decoded(self) -> bool:
+        """Whether elements come out of a decoder, into memory of their own."""
+        return self.how in ("packed", "decoded")
+
+    @property
+    def gap_bytes(self) -> int:
+        """Bytes a direct read passes over, all together."""
+        wanted = sum(piece.box.size for piece in self.pieces) if self.how == "direct" else self.stop - self.start
+        return self.read_bytes * (self.stop - self.start - wanted) // max(1, self.stop - self.start)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory the thread that moves it needs."""
+        return {"direct": min(SKIP_BYTES, self.gap_bytes), "staged": self.host_bytes}.get(self.how, 0)
+
+
+def local_bounds(target: Target, positions: Iterable[int]) -> tuple[Bounds, ...]:
+    """The distinct shards of a variable that the given mesh positions hold."""
+    return _local_bounds(target.layout, target.view.shape, tuple(positions))
+
+
+@functools.lru_cache(maxsize=1024)
+def _local_bounds(layout: Layout, shape: tuple[int, ...], positions: tuple[int, ...]) -> tuple[Bounds, ...]:
+    everywhere = layout.bounds(shape)
+    return tuple(dict.fromkeys(everywhere[p] for p in positions))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPart:
+    """A region of a tensor with what the variables have of it."""
+
+    tensor: Tensor
+    region: Region
+    seen: Mapping[int, Seen]
+    """By target."""
+
+    def key(self, targets: Sequence[Target]) -> Hashable:
+        """Equal for parts that are cut the same way: layers repeat, and planning one of them is enough."""
+        tensor, region = self.tensor, self.region
+        views = (
+            (seen.view.offset, seen.view.shape, seen.view.strides, seen.box, targets[i].layout, targets[i].dtype)
+            for i, seen in self.seen.items()
+        )
+        return (tensor.shape, tensor.dtype, region.size, region.origin, *views)
+
+    @property
+    def lead(self) -> int:
+        """The largest stride of all views, if they have it in common; else the region's size."""
+        leads = {lead_stride(seen.view) for seen in self.seen.values()}
+        return max(1, leads.pop() if len(leads) == 1 else self.region.size)
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """First and last element of each variable, half-open, sorted."""
+        found = []
+        for seen in self.seen.values():
+            start = address(seen.view, seen.box.start)
+            found.append((start, start + span(seen.box.shape, seen.view.strides)))
+        return sorted(found)
+
+
+class Planner:
+    """Holds what every step of planning needs; lives for one `make_plan`."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        targets: tuple[Target, ...],
+        positions: tuple[int, ...],
+        *,
+        block_bytes: int,
+        budget: int,
+        scatter: bool,
+    ) -> None:
+        self.tensors = manifest.tensors
+        self.targets = targets
+        self.block_bytes = block_bytes
+        self.budget = budget
+        self.scatter = scatter
+        self.shards = [local_bounds(t, positions) for t in targets]
+        self.by_tensor: dict[str, list[int]] = {}
+        self._planned: dict[Hashable, tuple[TensorPart, tuple[Block, ...]]] = {}
+        for index, target in enumerate(targets):
+            self._check_target(target)
+            self.by_tensor.setdefault(target.view.tensor, []).append(index)
+
+    def _check_target(self, target: Target) -> None:
+        view, tensor = target.view, self.tensors.get(target.view.tensor)
+        if tensor is None:
+            raise MismatchError(f"Variable {target.name!r} wants tensor {view.tensor!r}, which the checkpoint lacks")
+        if len(view.shape) != len(view.strides) or min(view.strides, default=0) < 0 or view.offset < 0:
+            raise LayoutError(f"Variable {target.name!r}: a view needs one stride >= 0 per dim, got {view}")
+        stop = view.offset + span(view.shape, view.strides)
+        if 0 not in view.shape and stop > tensor.size:
+            raise MismatchError(
+                f"Variable {target.name!r} of shape {view.shape} views elements up to {stop} of {view.tensor!r}, "
+                f"which has {tensor.size} (shape {tensor.shape})"
+            )
+        check_cast(tensor.dtype, target.dtype, variable=target.name, tensor=view.tensor)
+
+    def blocks(self) -> tuple[Block, ...]:
+        """All blocks, per file by offset."""
+        wanted = {name: tensor for name, tensor in self.tensors.items() if name in self.by_tensor}
+        return tuple(block for place in in_file_order(wanted) for block in self._region_blocks(*place))
+
+    def _region_blocks(self, tensor: Tensor, region: Region) -> Iterator[Block]:
+        views = ((i, see(self.targets[i].view, tensor, region)) for i in self.by_tensor[tensor.name])
+        part = TensorPart(tensor, region, {i: seen for i, seen in views if seen is not None})
+        if not part.seen:
+            return
+        if region.packed is not None:
+            yield from self._packed_block(part, region.packed)
+            return
+        if isinstance(tensor.storage, Decoded):  # readers differ in more than shapes
+            yield from self._part_blocks(part)
+            return
+        key = part.key(self.targets)
+        if (like := self._planned.get(key)) is None:
+            self._planned[key] = part, tuple(self._part_blocks(part))
+            yield from self._planned[key][1]
+        else:
+            yield from _moved(*like, part)
+
+    def _part_blocks(self, part: TensorPart) -> Iterator[Block]:
+        tensor = part.tensor
+        how = self._how(part)
+        limit = self._limit_bytes(part, how) // tensor.dtype.itemsize
+        spans = sorted(
+            ((start, stop, piece) for i in part.seen for start, stop, piece in self._cut(i, part, limit)),
+            key=lambda s: s[:2],
+        )
+        for start, stop, pieces in _merge(spans, limit):
+            yield self._block(part, start, stop, how, pieces)
+
+    def _cut(self, index: int, part: TensorPart, limit: int) -> Iterator[tuple[int, int, BlockPiece]]:
+        seen = part.seen[index]
+        skip = max(1, SKIP_BYTES // part.tensor.dtype.itemsize)
+        for box in self._boxes(index, seen):
+            for cut_out in cut(Ordered.of(seen.view, box), limit=limit, skip=skip):
+                start = address(seen.view, cut_out.start)
+                yield start, start + span(cut_out.shape, seen.view.strides), BlockPiece(index, cut_out, seen.view)
+
+    def _boxes(self, index: int, seen: Seen) -> list[Bounds]:
+        """What the local shards have of a variable's part, in boxes."""
+        shards = self.shards[index]
+        if shards and sum(b.size for b in shards) == math.prod(seen.view.shape):
+            return [seen.box]
+        return [both for b in shards if (both := b.intersect(seen.box)) is not None]
+
+    def _packed_block(self, part: TensorPart, packed: Packed) -> Iterator[Block]:
+        tensor, region = part.tensor, part.region
+        pieces = tuple(BlockPiece(i, box, seen.view) for i, seen in part.seen.items() for box in self._boxes(i, seen))
+        if not pieces:
+            return
+        yield Block(
+            tensor.name,
+            region.path,
+            region.offset,
+            start=0,
+            stop=region.size,
+            read_bytes=packed.n_bytes,
+            host_bytes=region.unpacking_bytes(tensor.dtype) + self._cast_bytes(tensor, region.size, pieces),
+            lead=0,
+            step=region.size,
+            how="packed",
+            pieces=pieces,
+            packed=packed,
+        )
+
+    def _how(self, part: TensorPart) -> How:
+        if isinstance(part.tensor.storage, Decoded):
+            return "decoded"
+        if not self.scatter:
+            return "staged"
+        disjoint = all(a[1] <= b[0] for a, b in itertools.pairwise(part.ranges()))
+        return "direct" if disjoint and all(self._is_direct(part, i) for i in part.seen) else "staged"
+
+    def _is_direct(self, part: TensorPart, index: int) -> bool:
+        """Whether the shards of a variable are made of long runs of the file, unchanged."""
+        target, seen = self.targets[index], part.seen[index]
+        if target.dtype != part.tensor.dtype or not is_injective(target.view):
+            return False
+        shard = target.layout.shard_shape(target.view.shape)
+        if part.region.origin is None:
+            boxes = {Bounds.whole(shard)}
+        else:
+            common = (b.intersect(seen.box) for b in self.shards[index])
+            boxes = {Bounds.whole(both.shape) for both in common if both is not None}
+        return all(_has_long_runs(seen.view, box, shard, part.tensor.dtype.itemsize) for box in boxes)
+
+    def _limit_bytes(self, part: TensorPart, how: How) -> int:
+        """Longest block of a region in bytes, a multiple of the element size (of the decoding unit)."""
+        tensor, sharing = part.tensor, len(part.seen)
+        fits = how == "staged" and 2 * part.lead * tensor.dtype.itemsize <= STAGED_BYTES
+        staged = self.block_bytes if fits else STAGED_BYTES
+        wanted = {"direct": self.block_bytes, "staged": staged, "decoded": DECODED_BYTES}[how]
+        most = max(MIN_BLOCK_BYTES, self.budget // (BUDGET_PARTS * sharing))
+        limit = max(min(wanted, self.block_bytes, most), tensor.dtype.itemsize)
+        if not isinstance(tensor.storage, Decoded):
+            return limit
+        row = max(1, tensor.nbytes // max(1, tensor.rows))
+        unit = row * max(1, min(tensor.storage.reader.row_alignment, tensor.rows))
+        unit = unit if unit <= max(most, limit) else row
+        if 2 * unit > self.budget:
+            raise BudgetError(
+                f"Tensor {tensor.name!r} decodes in units of {unit} bytes, which do not fit twice into the host-memory "
+                f"budget of {self.budget} bytes. Raise the budget to at least {2 * unit} bytes"
+            )
+        return max(limit // unit, 1) * unit
+
+    def _block(self, part: TensorPart, start: int, stop: int, how: How, pieces: tuple[BlockPiece, ...]) -> Block:
+        tensor, region, itemsize = part.tensor, part.region, part.tensor.dtype.itemsize
+        offset, read_bytes = region.offset + start * itemsize, (stop - start) * itemsize
+        if isinstance(tensor.storage, Decoded):
+            row, stored = max(1, tensor.size // tensor.rows), tensor.stored_bytes
+            first, last = start // row, -(-stop // row)
+            start, stop, offset = first * row, last * row, 0
+            read_bytes = stored * last // tensor.rows - stored * first // tensor.rows
+        step = stop - start
+        lead = self._lead(part, start, pieces) if how == "staged" and step >= part.lead else 0
+        if lead:
+            step = min(-(-step // lead), max(1, STAGED_BYTES // (lead * itemsize))) * lead
+        host_bytes = self._host_bytes(tensor, step, how, pieces)
+        return Block(tensor.name, region.path, offset, start, stop, read_bytes, host_bytes, lead, step, how, pieces)
+
+    def _lead(self, part: TensorPart, start: int, pieces: tuple[BlockPiece, ...]) -> int:
+        """The row all pieces of a block are made of, none of them reaching from one row into the next; else 0."""
+        lead = part.lead
+        if 2 * lead * part.tensor.dtype.itemsize > STAGED_BYTES:
+            return 0
+        for piece in pieces:
+            view = piece.view
+            inner = [(n, t) for n, t in zip(piece.box.shape, view.strides, strict=True) if t < lead]
+            length = sum((n - 1) * t for n, t in inner) + 1
+            repeated = sum(t == lead and n > 1 for n, t in zip(view.shape, view.strides, strict=True)) != 1
+            if repeated or (address(view, piece.box.start) - start) % lead + length > lead:
+                return 0
+        return lead
+
+    def _host_bytes(self, tensor: Tensor, elements: int, how: How, pieces: tuple[BlockPiece, ...]) -> int:
+        """The block as read, room to space its rows out (see `scratch`), and a copy of it cast."""
+        if how == "direct":
+            return 0
+        stored_bytes = elements * tensor.dtype.itemsize
+        padding = stored_bytes // 16 + 64 if how == "staged" else 0
+        return stored_bytes + self._cast_bytes(tensor, elements, pieces) + padding
+
+    def _cast_bytes(self, tensor: Tensor, elements: int, pieces: tuple[BlockPiece, ...]) -> int:
+        wanted = {self.targets[p.target].dtype for p in pieces} - {tensor.dtype}
+        return elements * max((d.itemsize for d in wanted), default=0)
+
+    def needed_bytes(self) -> int:
+        """Distinct stored bytes of the local shards; views that overlap count no more than their tensor."""
+        total = 0
+        for name, indices in self.by_tensor.items():
+            tensor = self.tensors[name]
+            seen: dict[View, set[Bounds]] = {}
+            for i in indices:
+                seen.setdefault(self.targets[i].view, set()).update(self.shards[i])
+            elements = min(sum(_distinct(view, bounds) for view, bounds in seen.items()), tensor.size)
+            total += tensor.stored_bytes * elements // max(1, tensor.size)
+        return total
+
+
+def _moved(like: TensorPart, blocks: tuple[Block, ...], part: TensorPart) -> Iterator[Block]:
+    """The blocks of a part that is cut like another."""
+    other = dict(zip(like.seen, part.seen.items(), strict=True))
+    by = part.region.offset - like.region.offset
+    for b in blocks:
+        pieces = tuple(BlockPiece(i, p.box, seen.view) for p in b.pieces for i, seen in (other[p.target],))
+        yield Block(
+            *(part.tensor.name, part.region.path, b.offset + by, b.start, b.stop, b.read_bytes, b.host_bytes),
+            *(b.lead, b.step, b.how, pieces),
+        )
+
+
+def _has_long_runs(view: View, box: Bounds, shard: tuple[int, ...], itemsize: int) -> bool:
+    length, outer = shard_run(view, box, shard)
+    return (length == box.size and outer == 0) or length * itemsize >= DIRECT_RUN_BYTES
+
+
+def _distinct(view: View, bounds: set[Bounds]) -> int:
+    """Elements of the tensor in some boxes of a view; a broadcast dim (stride 0) counts once."""
+    real = [d for d, t in enumerate(view.strides) if t or not view.shape[d]]
+    return min(math.prod(view.shape[d] for d in real), sum(math.prod(b.shape[d] for d in real) for b in bounds))
+
+
+def _merge(spans: list[tuple[int, int, BlockPiece]], limit: int) -> Iterator[tuple[int, int, tuple[BlockPiece, ...]]]:
+    """Join ranges that touch as long as the union stays within ``limit`` elements (or is one of them)."""
+    held: list[BlockPiece] = []
+    first = last = 0
+    for start, stop, piece in spans:
+        joint = max(last, stop) - first
+        if held and start <= last and (joint <= limit or joint in (last - first, stop - start)):
+            last = max(last, stop)
+        else:
+            if held:
+                yield first, last, tuple(held)
+            first, last, held = start, stop, []
+        held.append(piece)
+    if held:
+        yield first, last, tuple(held)

@@ -1,0 +1,172 @@
+"""Which bytes are read, in which order, and where they go: pure arithmetic, printed without touching data.
+
+Every stored tensor is a row-major sequence of elements. A `Target` names the view of a tensor that one
+variable is made of and the layout it is spread in; `make_plan` cuts the views into `Block`s::
+
+    file    ──[ block 0 )[ block 1 )[ block 2 )──      ascending offsets, at most block_bytes each
+                  │ pieces: boxes of variables
+                  ├─► kernel[0:64, :]   ─► the shards of kernel that meet the box
+                  └─► bias …                one vectorised copy per (block, shard)
+
+A block is moved in one of four ways (``how``):
+
+* ``direct``: element order and dtype of file and shards agree in runs of at least `DIRECT_RUN_BYTES`, so one
+  scatter read puts each run where it belongs: one copy in all, no scratch. Blocks are 16 MiB: shorter ones
+  take more turns of Python, and share more huge pages of the shards.
+* ``staged``: transposed, cast, shared between variables, or of short runs. The block goes row by row through a
+  scratch buffer of 2 MiB, which mostly stays in a core's L2, so the second copy does not come from memory.
+* ``packed``: a chunk that is compressed or otherwise decodes as a whole, once, whatever the layout.
+* ``decoded``: rows come from a `RowReader`; 2 MiB, to spread its per-call cost.
+
+Views with overlapping byte ranges on one tensor (fused kernels, tied weights) share blocks, so that each
+byte is read once. Columns nobody here needs are trimmed; what is read without being needed is counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardload.errors import BudgetError, LayoutError
+from shardload.manifest import Manifest, Tensor
+from shardload.transfer.block_plan import (
+    BLOCK_BYTES,
+    BUDGET_PARTS,
+    MIN_BLOCK_BYTES,
+    Block,
+    BlockPiece,
+    Planner,
+    Target,
+    local_bounds,
+)
+from shardload.transfer.regions import least_budget, paths_of, regions
+
+__all__ = ["BLOCK_BYTES", "Block", "BlockPiece", "LoadPlan", "Target", "local_bounds", "make_plan"]
+
+
+DEFAULT_HOST_MEMORY = 256 << 20
+"""Bytes staged at most. Enough to keep every reader thread busy with several blocks and small beside any model; more
+does not make loading faster (docs/performance.md)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """Everything a transfer will do."""
+
+    targets: tuple[Target, ...]
+    blocks: tuple[Block, ...]
+    """In file order: per file by offset."""
+    positions: tuple[int, ...]
+    """Mesh positions this process feeds."""
+    files: tuple[str, ...]
+    """Files that are read, in order."""
+    needed_bytes: int
+    """Distinct stored bytes the local shards are made of."""
+    read_bytes: int
+    device_bytes: tuple[int, ...]
+    """Final bytes per mesh position."""
+    host_memory_bytes: int
+    """The budget."""
+    block_bytes: int
+    """Longest direct read."""
+    budget_raised: bool = False
+    """Whether the budget is more than the default, as chunks that decode as a whole need it."""
+
+    @property
+    def over_read_bytes(self) -> int:
+        """Bytes read without being needed."""
+        return max(0, self.read_bytes - self.needed_bytes)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Size of one scratch buffer: a fill of a staged block, or what lies between the runs of a direct one."""
+        return max((b.scratch_bytes for b in self.blocks), default=0)
+
+    @property
+    def decoded_bytes(self) -> int:
+        """Size of the largest decoded block."""
+        return max((b.host_bytes for b in self.blocks if b.is_decoded), default=0)
+
+    @property
+    def peak_staging_bytes(self) -> int:
+        """Most host memory the load takes besides the shards themselves, where devices share the host's memory."""
+        most = sum(sorted((b.host_bytes for b in self.blocks), reverse=True)[:BUDGET_PARTS])
+        return min(most, self.host_memory_bytes)
+
+
+def make_plan(
+    manifest: Manifest,
+    targets: Sequence[Target],
+    *,
+    host_memory_bytes: int | None,
+    block_bytes: int = BLOCK_BYTES,
+    positions: Sequence[int] | None = None,
+    scatter: bool = True,
+    uploads: bool = False,
+) -> LoadPlan:
+    """Decide which blocks are read and where they go.
+
+    Args:
+        manifest: What lies in the checkpoint.
+        targets: Variables to fill; several may share a tensor. All layouts share one mesh.
+        host_memory_bytes: Budget for everything staged; by default `DEFAULT_HOST_MEMORY`, or what the largest chunk
+            takes that decodes as a whole.
+        block_bytes: Longest single read.
+        positions: Mesh positions this process feeds; all by default.
+        scatter: Whether bytes may go straight from files to shards; not where they are checked in between.
+        uploads: Whether shards are staged too, as devices have memory of their own.
+
+    Raises:
+        LayoutError: When a layout does not divide its variable, or meshes differ.
+        MismatchError: When a view leaves its tensor, or a cast would lose more than float precision.
+        BudgetError: When the budget cannot hold a single block.
+    """
+    targets = tuple(targets)
+    _check_meshes(targets)
+    wanted = {target.view.tensor: None for target in targets}
+    tensors = [manifest.tensors[name] for name in wanted if name in manifest.tensors]
+    budget = _budget(tensors, host_memory_bytes, verified=not scatter, uploads=uploads)
+    size = targets[0].layout.mesh.size if targets else 0
+    local = tuple(range(size)) if positions is None else tuple(positions)
+    planner = Planner(manifest, targets, local, block_bytes=block_bytes, budget=budget, scatter=scatter)
+    blocks = planner.blocks()
+    read = dict.fromkeys(b.tensor for b in blocks)
+    return LoadPlan(
+        targets=targets,
+        blocks=blocks,
+        positions=local,
+        files=tuple(dict.fromkeys(path for name in read for path in paths_of(manifest.tensors[name]))),
+        needed_bytes=planner.needed_bytes(),
+        read_bytes=sum(b.read_bytes for b in blocks),
+        device_bytes=(sum(math.prod(t.layout.shard_shape(t.view.shape)) * t.dtype.itemsize for t in targets),) * size,
+        host_memory_bytes=budget,
+        block_bytes=block_bytes,
+        budget_raised=host_memory_bytes is None and budget > DEFAULT_HOST_MEMORY,
+    )
+
+
+def _budget(tensors: Sequence[Tensor], asked: int | None, *, verified: bool, uploads: bool) -> int:
+    needs = {tensor.name: least_budget(tensor, verified=verified, uploads=uploads) for tensor in tensors}
+    least = max(needs.values(), default=0)
+    if asked is None:
+        return max(DEFAULT_HOST_MEMORY, least)
+    if asked < BUDGET_PARTS * MIN_BLOCK_BYTES:
+        raise BudgetError(
+            f"A host-memory budget of {asked} B cannot hold the blocks in flight. Give it at least "
+            f"{BUDGET_PARTS * MIN_BLOCK_BYTES >> 10}KiB"
+        )
+    if asked < least:
+        tensor = next(tensor for tensor in tensors if needs[tensor.name] == least)
+        chunk = max(region.size for region in regions(tensor)) * tensor.dtype.itemsize
+        raise BudgetError(
+            f"Tensor {tensor.name!r} has chunks of {chunk} bytes that decode as a whole, for which a host-memory "
+            f"budget of {asked} bytes is too small. Raise the budget to at least {least} bytes"
+        )
+    return asked
+
+
+def _check_meshes(targets: Sequence[Target]) -> None:
+    meshes = {t.layout.mesh for t in targets}
+    if len(meshes) > 1:
+        raise LayoutError(f"All variables of one load share a mesh, got {', '.join(sorted(map(str, meshes)))}")

@@ -1,0 +1,247 @@
+"""Reading one range of a file into many places with few system calls.
+
+``preadv`` takes a list of memory pieces. A `Grid` says where regularly spaced runs of the file go; `calls` turns
+the grids of a block's shards into such lists with a few NumPy operations, never a Python step per run::
+
+    file     ─[ row 0: a0 b0 c0 ][ row 1: a1 b1 c1 ]─
+    memory    shard a: a0 a1 …    shard b: b0 b1 …    shard c: c0 c1 …
+
+The call goes to libc directly: `os.preadv` would need one memoryview per run. ctypes releases the GIL.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import itertools
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Entries = NDArray[np.int64]
+"""Rows of (address, bytes), as ``struct iovec`` has them on 64-bit systems."""
+
+IOV_MAX = 1024
+"""Entries one call takes on Linux and macOS."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.preadv.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
+_libc.preadv.restype = ctypes.c_ssize_t
+
+
+@dataclass(frozen=True, slots=True)
+class ReadCall:
+    """What one system call reads."""
+
+    entries: Entries
+    """At most `IOV_MAX`."""
+    n_bytes: int
+    """Their sum."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Runs of one length, spaced regularly in the file and in memory; the caller keeps that memory alive."""
+
+    start: int
+    """Byte offset of the first run in the file."""
+    address: int
+    """Where it goes."""
+    length: int
+    """Bytes of each run."""
+    shape: tuple[int, ...] = ()
+    """How many runs there are, per dim."""
+    steps: tuple[int, ...] = ()
+    """Bytes from run to run in the file; descending."""
+    jumps: tuple[int, ...] = ()
+    """Bytes from run to run in memory."""
+
+    @property
+    def stop(self) -> int:
+        """Where the last run ends in the file."""
+        return self.start + sum((n - 1) * s for n, s in zip(self.shape, self.steps, strict=True)) + self.length
+
+    @classmethod
+    def rows(cls, start: int, target: NDArray[Any], *, n_bytes: int, row_bytes: int, pitch_bytes: int) -> list[Grid]:
+        """``n_bytes`` as rows of ``row_bytes``, the last one maybe shorter, ``pitch_bytes`` apart in ``target``."""
+        count, rest = divmod(n_bytes, row_bytes)
+        address = target.ctypes.data
+        found = [cls(start, address, row_bytes, (count,), (row_bytes,), (pitch_bytes,))] if count else []
+        tail = cls(start + count * row_bytes, address + count * pitch_bytes, rest)
+        return [*found, tail] if rest else found
+
+
+def calls(grids: Sequence[Grid], *, start: int, stop: int, junk: NDArray[np.uint8]) -> Iterator[ReadCall]:
+    """Calls that together read ``start`` to ``stop`` in file order; what no grid wants goes to ``junk``.
+
+    Args:
+        grids: Their runs do not overlap in the file, and lie between ``start`` and ``stop``.
+        start: Byte offset in the file.
+        stop: One past the last byte.
+        junk: Memory that may be overwritten, as long as the longest gap.
+
+    Yields:
+        The next call; its entries are only good until the one after is asked for.
+    """
+    groups = _interleaved(sorted(grids, key=lambda g: g.start))
+    reached = start
+    for group in groups:
+        if group[0].start != reached or not _tiles(group):
+            break
+        reached = max(g.stop for g in group)
+    else:
+        if reached == stop:
+            return _regular_calls(groups)
+    return _sliced(_any_entries(grids, start, stop, junk))
+
+
+def _regular_calls(groups: list[list[Grid]]) -> Iterator[ReadCall]:
+    if sum(_count(group) for group in groups) <= IOV_MAX:
+        yield from _sliced(np.concatenate([_zipped(group) for group in groups]))
+        return
+    for group in groups:
+        yield from _stencilled(group) if _count(group) > IOV_MAX else _sliced(_zipped(group))
+
+
+def _sliced(found: Entries) -> Iterator[ReadCall]:
+    for at in range(0, len(found), IOV_MAX):
+        part = found[at : at + IOV_MAX]
+        yield ReadCall(part, int(part[:, 1].sum()))
+
+
+def _stencilled(group: list[Grid]) -> Iterator[ReadCall]:
+    """The calls of one group with one small list, moved along: a list of everything costs more than the copying."""
+    first = group[0]
+    per_row = _count(group) // first.shape[0]
+    rows = IOV_MAX // per_row
+    if not rows:
+        yield from _sliced(_zipped(group))
+        return
+    stencil = _zipped([replace(grid, shape=(rows, *grid.shape[1:])) for grid in group])
+    move = np.tile(np.array([rows * grid.jumps[0] for grid in group]), len(stencil) // len(group))
+    for row in range(0, first.shape[0], rows):
+        if row:
+            stencil[:, 0] += move
+        part = stencil[: (first.shape[0] - row) * per_row]
+        yield ReadCall(part, len(part) * first.length)
+
+
+def _count(group: list[Grid]) -> int:
+    return math.prod(group[0].shape) * len(group)
+
+
+def _interleaved(grids: Sequence[Grid]) -> list[list[Grid]]:
+    """Grids in file order, those that run through each other together."""
+    groups: list[list[Grid]] = []
+    for grid in grids:
+        if groups and grid.start < groups[-1][0].stop:
+            groups[-1].append(grid)
+        else:
+            groups.append([grid])
+    return groups
+
+
+def _tiles(group: list[Grid]) -> bool:
+    """Whether grids take turns, run by run, without a gap: columns of rows."""
+    first = group[0]
+    if any((g.shape, g.steps, g.length) != (first.shape, first.steps, first.length) for g in group):
+        return False
+    if any(b.start - a.start != first.length for a, b in itertools.pairwise(group)):
+        return False
+    whole = first.length * len(group)
+    wanted = [whole * math.prod(first.shape[d + 1 :]) for d in range(len(first.shape))]
+    return all(n == 1 or s == w for n, s, w in zip(first.shape, first.steps, wanted, strict=True))
+
+
+def _zipped(group: list[Grid]) -> Entries:
+    """The entries of grids that take turns."""
+    first = group[0]
+    found = np.empty((*first.shape, len(group), 2), np.int64)
+    found[..., 1] = first.length
+    for k, grid in enumerate(group):
+        found[..., k, 0] = _lattice(grid.address, grid.shape, grid.jumps)
+    return found.reshape(-1, 2)
+
+
+def _lattice(origin: int, shape: tuple[int, ...], steps: tuple[int, ...]) -> NDArray[np.int64]:
+    found = np.array(origin, np.int64)
+    for n, step in zip(shape, steps, strict=True):
+        found = found[..., None] + np.arange(n, dtype=np.int64) * step
+    return found
+
+
+def _any_entries(grids: Sequence[Grid], start: int, stop: int, junk: NDArray[np.uint8]) -> Entries:
+    """The general case: sort all runs, fill the gaps."""
+    count = [math.prod(g.shape) for g in grids]
+    starts = np.concatenate([_lattice(g.start, g.shape, g.steps).ravel() for g in grids] + [np.array([stop])])
+    addresses = np.concatenate([_lattice(g.address, g.shape, g.jumps).ravel() for g in grids] + [np.array([0])])
+    length = np.repeat([*(g.length for g in grids), 0], [*count, 1])
+    order = np.argsort(starts, kind="stable")
+    starts, addresses, length = starts[order], addresses[order], length[order]
+    gaps = starts - np.concatenate([[start], (starts + length)[:-1]])
+    if int(gaps.min()) < 0 or int(gaps.max()) > junk.nbytes:
+        raise AssertionError("a direct block has overlapping runs or a gap that planning should have cut out")
+    where = np.flatnonzero(gaps)
+    return np.stack(
+        (np.insert(addresses, where, junk.ctypes.data), np.insert(length, where, gaps[where])), axis=1, dtype=np.int64
+    )
+
+
+def scatter_read(fd: int, wanted: Iterable[ReadCall], offset: int) -> int:
+    """Read one range of a file into many places.
+
+    Args:
+        fd: An open file.
+        wanted: What goes where, in file order.
+        offset: Byte offset in the file.
+
+    Returns:
+        Bytes received; fewer than asked for only where the file ends.
+
+    Raises:
+        OSError: What the system call reports.
+    """
+    received = 0
+    for call in wanted:
+        got = preadv(fd, call.entries, offset + received)
+        if got < call.n_bytes:
+            got += _rest(fd, call.entries, got, offset + received)
+        received += got
+        if got < call.n_bytes:
+            break
+    return received
+
+
+def _rest(fd: int, wanted: Entries, got: int, offset: int) -> int:
+    """Go on with a call that was cut short, until the file ends; how many bytes more that gave."""
+    before, ends = got, np.cumsum(wanted[:, 1])
+    while got < ends[-1]:
+        at = int(np.searchsorted(ends, got, side="right"))
+        left = wanted[at:].copy()
+        skip = int(wanted[at, 1]) - (int(ends[at]) - got)
+        left[0] += (skip, -skip)
+        more = preadv(fd, left, offset + got)
+        if more == 0:
+            break
+        got += more
+    return got - before
+
+
+def preadv(fd: int, wanted: Entries, offset: int) -> int:
+    """One ``preadv``: ``wanted`` is an array of (address, bytes) pairs.
+
+    Raises:
+        OSError: What the system call reports, interruptions by signals apart.
+    """
+    while True:
+        got = int(_libc.preadv(fd, wanted.ctypes.data, len(wanted), offset))
+        if got >= 0:
+            return got
+        code = ctypes.get_errno()
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))

@@ -1,0 +1,161 @@
+"""Reads of a remote step, fetched ahead of the threads that use them.
+
+A request costs a round trip whatever its length, so neighbouring MiB are fetched together, and several such ranges are
+on their way while others are used, in the order of the plan::
+
+    file      |unit|unit|unit|unit|unit|unit|unit|unit|    units of 1 MiB, as digests cover them
+    blocks       [ block 0   )[ block 1       )
+    ranges    [ range 0      )[ range 1      )             only units that some block needs
+                 in use          on its way                a range is let go of when its last byte was used
+
+A unit is compared with its digest before a byte of it reaches a shard.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from shardload.errors import TransferError
+from shardload.steps.digests import UNIT_BYTES
+from shardload.stores import file_access
+from shardload.transfer.planning import Block
+from shardload.transfer.scratch import Flat
+from shardload.transfer.verified_reads import put, units_of
+
+MAX_RANGE_UNITS = 4
+"""4 MiB in a request: at the 60 MB/s one connection gets it takes 70 ms, beside which a round trip counts for little.
+Longer ones leave fewer on their way together."""
+MAX_AHEAD_BYTES = 64 << 20
+"""Enough for twelve of them with two threads."""
+MIN_BUDGET_BYTES = 16 << 20
+"""The smallest budget that leaves room for ranges."""
+
+
+@dataclass(slots=True, eq=False)
+class _UnitRange:
+    """Neighbouring units of a file."""
+
+    path: str
+    first: int
+    count: int
+    left_bytes: int = 0
+    """Still to be used."""
+    pending: file_access.PendingUnits | None = None
+    data: memoryview | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def n_bytes(self) -> int:
+        """At most."""
+        return self.count * UNIT_BYTES
+
+
+class AheadReads:
+    """Where the threads of one transfer get the bytes of a remote step from.
+
+    Args:
+        blocks: All that will be read, in the order it is handed out.
+        limit_bytes: Most memory for ranges in use and on their way.
+        threads: How many threads read.
+    """
+
+    def __init__(self, blocks: Iterable[Block], *, limit_bytes: int, threads: int) -> None:
+        # Ranges in use come on top: each thread has one, and shares one with its neighbour.
+        most = max(1, min(MAX_RANGE_UNITS, limit_bytes // (4 * threads * UNIT_BYTES)))
+        self.ahead_bytes = max(most * UNIT_BYTES, limit_bytes - 2 * threads * most * UNIT_BYTES)
+        self.held_bytes = self.peak_bytes = 0
+        self._ranges: list[_UnitRange] = []
+        self._of: dict[tuple[str, int], _UnitRange] = {}
+        self._next = 0
+        self._lock = threading.Lock()
+        for block in blocks:
+            self._add(block, most)
+
+    def fill(self, flat: Flat, n_bytes: int, *, path: str, offset: int) -> None:
+        """Put ``n_bytes`` of a file that start at ``offset`` into scratch; see `verified_reads.VerifiedReads`.
+
+        Raises:
+            DamagedError: When they are not what was saved; names step, file and offset.
+            TransferError: When the store does not give them.
+        """
+        at = 0
+        while at < n_bytes:
+            wanted = self._of[path, (offset + at) // UNIT_BYTES]
+            skip = offset + at - wanted.first * UNIT_BYTES
+            part = np.frombuffer(self._data(wanted)[skip : skip + n_bytes - at], np.uint8)
+            if not part.size:
+                raise TransferError(f"{file_access.shown(path)} ends before byte {offset + n_bytes}")
+            put(flat, at, part)
+            at += part.size
+            self._used(wanted, part.size)
+
+    def release(self, block: Block) -> None:
+        """Nothing to do: what was used is let go of at once."""
+
+    def close(self) -> None:
+        """Give up what is on its way."""
+        with self._lock:
+            self._next = len(self._ranges)
+            for one in self._ranges:
+                if one.pending is not None:
+                    one.pending.cancel()
+
+    def _add(self, block: Block, most: int) -> None:
+        start, stop = block.offset, block.offset + block.read_bytes
+        for path, unit in units_of(block):
+            one = self._of.get((path, unit))
+            if one is None:
+                last = self._ranges[-1] if self._ranges else None
+                if last is not None and (last.path, last.first + last.count) == (path, unit) and last.count < most:
+                    last.count += 1
+                    one = last
+                else:
+                    one = _UnitRange(path, unit, 1)
+                    self._ranges.append(one)
+                self._of[path, unit] = one
+            one.left_bytes += min(stop, (unit + 1) * UNIT_BYTES) - max(start, unit * UNIT_BYTES)
+
+    def _data(self, wanted: _UnitRange) -> memoryview:
+        with self._lock:
+            if wanted.pending is None and wanted.data is None:
+                self._start(wanted)
+            self._top_up()
+        with wanted.lock:
+            if wanted.data is None:
+                assert wanted.pending is not None
+                wanted.data = wanted.pending.result()
+            return wanted.data
+
+    def _used(self, one: _UnitRange, n_bytes: int) -> None:
+        with self._lock:
+            one.left_bytes -= n_bytes
+            if one.left_bytes <= 0:
+                one.data = one.pending = None
+                self.held_bytes -= one.n_bytes
+                self._top_up()
+
+    def _top_up(self) -> None:
+        while self._next < len(self._ranges):
+            one = self._ranges[self._next]
+            if one.pending is None and one.data is None and one.left_bytes > 0:
+                if self.held_bytes + one.n_bytes > self.ahead_bytes:
+                    return
+                self._start(one)
+            self._next += 1
+
+    def _start(self, one: _UnitRange) -> None:
+        file = file_access.remote_file(one.path)
+        if file is None:
+            raise TransferError(f"{one.path} is read no more: what was opened from it has been let go of")
+        one.pending = file.begin(one.first, one.count)
+        self.held_bytes += one.n_bytes
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+
+
+def reads_remote(paths: Iterable[str]) -> bool:
+    """Whether something of a plan lies in a remote store."""
+    return any(map(file_access.is_remote, paths))

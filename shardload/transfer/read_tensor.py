@@ -1,0 +1,103 @@
+"""Stored tensors in host memory, whole or some rows at a time: for code that computes with them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardload.manifest import Chunked, Decoded, Extent, Manifest, Packed, Tensor
+from shardload.stores import file_access
+
+
+def read_tensor(manifest: Manifest, name: str) -> NDArray[Any]:
+    """All of a tensor, in an array of its own.
+
+    Raises:
+        TransferError: When the file no longer holds what its headers promised.
+    """
+    tensor = manifest.tensors[name]
+    return read_rows(tensor, 0, tensor.rows)
+
+
+def read_rows(tensor: Tensor, start: int, stop: int) -> NDArray[Any]:
+    """Rows ``[start, stop)`` of a tensor; a rank-0 one counts as one row and comes back with shape ``()``.
+
+    Raises:
+        TransferError: When the file no longer holds what its headers promised.
+    """
+    match tensor.storage:
+        case Decoded(reader):
+            return reader.read_rows(start, stop)
+        case Packed() as packed:
+            return _unpacked(packed)[start:stop] if tensor.shape else _unpacked(packed)
+        case Extent(path, offset):
+            value = np.empty((stop - start, *tensor.shape[1:]) if tensor.shape else (), tensor.dtype)
+            row_bytes = math.prod(tensor.shape[1:]) * tensor.dtype.itemsize
+            _read(value, path, offset + start * row_bytes)
+            return value
+        case Chunked() as grid:
+            return _join(tensor, grid, start, stop)
+
+
+def row_ranges(tensor: Tensor, *, limit_bytes: int) -> Iterator[tuple[int, int]]:
+    """Consecutive ranges of rows of at most ``limit_bytes``, or of what is stored together if that is more."""
+    row_bytes = max(1, tensor.nbytes // max(1, tensor.rows))
+    match tensor.storage:
+        case Decoded(reader):
+            unit = max(1, reader.row_alignment)
+        case Chunked(chunk_shape):
+            unit = chunk_shape[0] if chunk_shape else 1
+        case Packed():
+            unit = max(1, tensor.rows)
+        case Extent():
+            unit = 1
+    step = max(1, limit_bytes // (row_bytes * unit)) * unit
+    for start in range(0, tensor.rows, step):
+        yield start, min(start + step, tensor.rows)
+
+
+def stored_of(packed: Packed) -> bytes | bytearray:
+    """The bytes that a chunk is stored as.
+
+    Raises:
+        TransferError: When the file no longer holds them.
+    """
+    if not packed.n_bytes:
+        return packed.kept
+    found = bytearray(packed.n_bytes)
+    _read(np.frombuffer(found, np.uint8), packed.path, packed.offset)
+    return found
+
+
+def _unpacked(packed: Packed) -> NDArray[Any]:
+    return packed.codec.decode(stored_of(packed))
+
+
+def _read(value: NDArray[Any], path: str, offset: int) -> None:
+    with file_access.opened(path) as file:
+        file.read_into(value.reshape(-1).view(np.uint8).data, offset)
+
+
+def _join(tensor: Tensor, grid: Chunked, start: int, stop: int) -> NDArray[Any]:
+    """The rows out of every chunk that has some of them; of a raw chunk only those rows are read."""
+    value = np.empty((stop - start, *tensor.shape[1:]) if tensor.shape else (), tensor.dtype)
+    shape = grid.chunk_shape
+    row_bytes = math.prod(shape[1:]) * tensor.dtype.itemsize
+    for index, extent in grid.extents.items():
+        first = index[0] * shape[0] if shape else 0
+        a, b = (max(start, first), min(stop, first + shape[0])) if shape else (0, 1)
+        if a >= b:
+            continue
+        if isinstance(extent, Packed):
+            part = _unpacked(extent)[a - first : b - first] if shape else _unpacked(extent)
+        else:
+            part = np.empty((b - a, *shape[1:]) if shape else (), tensor.dtype)
+            _read(part, extent.path, extent.offset + (a - first) * row_bytes)
+        columns = tuple(slice(i * n, (i + 1) * n) for i, n in zip(index[1:], shape[1:], strict=True))
+        inside = value[(slice(a - start, b - start), *columns)] if shape else value
+        inside[...] = part[tuple(map(slice, inside.shape))]
+    return value

@@ -1,0 +1,217 @@
+"""From one block into the shards that need it: one vectorised NumPy copy per (block, shard).
+
+A block in scratch is flat memory; NumPy strides say which of its elements a piece of a variable is made of,
+in the variable's own dim order, so a transpose is an ordinary strided copy::
+
+    scratch   row 0 ────── row_bytes ──────│ 64 │ row 1 ────────────│ 64 │ …        pitch = row + 64 bytes
+              dst[c, r] = src[c, r]     src walks down the rows: one row per element
+
+Without the 64 bytes a walk down rows of 4 KiB hits the same few cache sets over and over: 1.0 GB/s per core
+against 5.4 with them (2-byte elements, block of 1 MiB, in L2), the same as NumPy reaches with any tiling on top.
+
+Pure copies go as unsigned integers of the element's size: copying ``ml_dtypes`` arrays converts element by
+element and holds the GIL. Where runs of a row go to a shard unchanged, a run is an element of its own: two threads
+divide rows into runs of 576 bytes at 11.5 GB/s then, a scatter read at 10, and 15 is what they read without dividing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from shardload.manifest import View
+from shardload.sharding.bounds import Bounds
+from shardload.transfer.planning import Block
+from shardload.transfer.preadv import Grid
+from shardload.transfer.strides import Ordered, address, run, span
+
+PITCH_ROW_BYTES = 1 << 10
+"""Shorter rows spread over enough cache sets by themselves."""
+PAD_BYTES = 64
+"""One cache line."""
+UNLOCKED = 500
+"""NumPy keeps the interpreter's lock while it copies no more elements than this."""
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_FLOAT32 = np.dtype(np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPart:
+    """What a block and a shard buffer have in common."""
+
+    view: View
+    box: Bounds
+    """In the variable's index space."""
+    target: NDArray[Any]
+    """The place in the shard buffer, of the box's shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """A block in memory: its elements, ``row`` at a time, ``pitch`` apart."""
+
+    memory: NDArray[np.uint8]
+    dtype: np.dtype[Any]
+    start: int
+    """Which element of the tensor comes first."""
+    row: int = 0
+    """Elements per row; 0 where elements simply follow each other."""
+    pitch: int = 0
+    """Elements from one row to the next."""
+
+    def source(self, part: CopyPart) -> NDArray[Any]:
+        """The elements of ``part``, in the variable's dim order."""
+        return self.window(part.view, part.box.shape, address(part.view, part.box.start) - self.start)
+
+    def window(self, view: View, shape: tuple[int, ...], at: int) -> NDArray[Any]:
+        """A box of ``shape`` with the strides of ``view`` that starts ``at`` elements after the first."""
+        return np.ndarray(shape, self.dtype, self.memory.data, *self.place(view, at))
+
+    def place(self, view: View, at: int) -> tuple[int, tuple[int, ...]]:
+        """Where such a box starts in memory, and its strides, in bytes."""
+        itemsize = self.dtype.itemsize
+        if self.row:
+            at = at // self.row * self.pitch + at % self.row
+        return at * itemsize, tuple(self._stride(t) * itemsize for t in view.strides)
+
+    def _stride(self, stride: int) -> int:
+        return stride // self.row * self.pitch if self.row and stride >= self.row else stride
+
+
+class Lane:
+    """One part of a block that passes through scratch some rows of ``lead`` elements at a time.
+
+    It is made before anything is read, so it knows where in scratch its elements will lie, but not yet where that is.
+
+    Args:
+        part: Where in the shard buffers it goes.
+        flat: How scratch is laid out; its memory is not looked at.
+        lead: Elements per row.
+        rows: How many of them go through scratch at a time.
+    """
+
+    def __init__(self, part: CopyPart, flat: Flat, *, lead: int, rows: int) -> None:
+        start = address(part.view, part.box.start) - flat.start
+        shape = list(part.box.shape)
+        dims = enumerate(zip(part.view.shape, part.view.strides, strict=True))
+        dim = next(d for d, (n, t) in dims if n > 1 and t == lead)
+        self.first = start // lead
+        self.last = self.first + shape[dim]
+        shape[dim] = rows
+        order = (dim, *(d for d in range(len(shape)) if d != dim))
+        self.target = part.target.transpose(order)
+        self.offset, strides = flat.place(part.view, start % lead)
+        self.shape, self.strides = tuple(shape[d] for d in order), tuple(strides[d] for d in order)
+        self.dtype = flat.dtype
+        self.is_cast = part.target.dtype != flat.dtype
+        bits = _UNSIGNED.get(flat.dtype.itemsize)
+        if not self.is_cast and bits is not None:
+            self._join(np.dtype(bits))
+
+    def _join(self, bits: np.dtype[Any]) -> None:
+        """Elements are as good as unsigned integers, or as runs of them."""
+        run = _run(self.target, self.shape, self.strides)
+        if run is None:
+            self.dtype = bits
+        else:
+            self.shape = (*self.shape[:-1], self.shape[-1] * bits.itemsize // run.itemsize)
+            self.strides = (*self.strides[:-1], run.itemsize)
+            self.dtype = run
+        self.target = self.target.view(self.dtype)
+
+    def source(self, scratch: NDArray[np.uint8]) -> NDArray[Any]:
+        """Its elements in scratch."""
+        return np.ndarray(self.shape, self.dtype, scratch.data, self.offset, self.strides)
+
+    def move(self, source: NDArray[Any], start: int, stop: int) -> None:
+        """Copy what this part has of rows ``start`` to ``stop``, which lie at the start of ``source``."""
+        a, b = max(start, self.first), min(stop, self.last)
+        if a >= b:
+            return
+        target, source = self.target[a - self.first : b - self.first], source[a - start : b - start]
+        if self.is_cast:
+            copy(target, source)
+        else:
+            target[...] = source
+
+
+def _run(target: NDArray[Any], shape: tuple[int, ...], strides: tuple[int, ...]) -> np.dtype[np.void] | None:
+    """Runs that both have in one piece, or parts of them, as a dtype of their own; ``None`` where they have none.
+
+    Parts, so that more than `UNLOCKED` of them are left.
+    """
+    itemsize = target.itemsize
+    if len(shape) < 2 or target.strides[-1] != itemsize or strides[-1] != itemsize:
+        return None
+    length, count = shape[-1], math.prod(shape) // max(1, shape[-1])
+    while count <= UNLOCKED and length % 2 == 0:
+        length, count = length // 2, count * 2
+    return np.dtype((np.void, length * itemsize)) if length > 1 and count > UNLOCKED else None
+
+
+def pitch_row(block: Block, parts: list[CopyPart], itemsize: int) -> int:
+    """How many elements to read per row of scratch, 0 for all at once.
+
+    The walk that conflicts is the one along the shards' innermost dim, so its stride is the row.
+    """
+    view, box = parts[0].view, parts[0].box
+    long = [d for d, n in enumerate(box.shape) if n > 1]
+    row = view.strides[long[-1]] if long else 0
+    if row * itemsize < PITCH_ROW_BYTES or PAD_BYTES % itemsize or block.lead % row:
+        return 0
+    return row if all(_keeps_rows(part, row, block.start) for part in parts) else 0
+
+
+def _keeps_rows(part: CopyPart, row: int, start: int) -> bool:
+    pairs = [(n, t) for n, t in zip(part.box.shape, part.view.strides, strict=True) if n > 1]
+    if any(t > row and t % row for _, t in pairs):
+        return False
+    inside = span(*zip(*[p for p in pairs if p[1] < row], strict=True)) if any(t < row for _, t in pairs) else 1
+    return (address(part.view, part.box.start) - start) % row + inside <= row
+
+
+def grid_of(block: Block, part: CopyPart, itemsize: int) -> Grid:
+    """Where each contiguous run of a part lies in the file and in its shard buffer."""
+    ordered = Ordered.of(part.view, part.box)
+    buffer = tuple(part.target.strides[d] // itemsize for d in ordered.order)
+    length, outer = run(ordered.shape, ordered.strides, buffer)
+    return Grid(
+        block.offset + (ordered.offset - block.start) * itemsize,
+        part.target.ctypes.data,
+        length * itemsize,
+        ordered.shape[:outer],
+        tuple(t * itemsize for t in ordered.strides[:outer]),
+        tuple(t * itemsize for t in buffer[:outer]),
+    )
+
+
+def copy(target: NDArray[Any], source: NDArray[Any]) -> None:
+    """``target[...] = source.astype(target.dtype)``, bit for bit, releasing the GIL where possible."""
+    if target.dtype == source.dtype:
+        bits = _UNSIGNED.get(target.dtype.itemsize)
+        if bits is None:
+            target[...] = source
+        else:
+            target.view(bits)[...] = source.view(bits)
+    elif source.dtype == _BFLOAT16 and target.dtype == _FLOAT32:
+        wide = target.view(np.uint32)
+        wide[...] = source.view(np.uint16)
+        np.left_shift(wide, 16, out=wide)
+    elif _same_order(target, source):
+        with np.errstate(all="ignore"):
+            target[...] = source
+    else:
+        with np.errstate(all="ignore"):
+            copy(target, source.astype(target.dtype))
+
+
+def _same_order(target: NDArray[Any], source: NDArray[Any]) -> bool:
+    order = sorted(range(target.ndim), key=lambda d: -target.strides[d])
+    strides = [source.strides[d] for d in order if source.shape[d] > 1]
+    return strides == sorted(strides, reverse=True)

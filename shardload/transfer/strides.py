@@ -1,0 +1,153 @@
+"""Cutting a view into boxes that are short, ascending runs of the stored tensor.
+
+Sort a view's dims by stride, largest first: in that *address order* later elements lie at higher
+addresses. A box of a prefix of single indices, then a range in one dim, then full dims spans one short
+run of the file::
+
+    stored (6, 4), view transposed to (4, 6)      address order: view dims (1, 0), strides (4, 1)
+        0  1  2  3  ┐
+        4  5  6  7  ┘ box 0 = view[:, 0:2]        a box of the view *and* the bytes of elements 0..8
+        8  9 10 11  ┐
+       12 13 14 15  ┘ box 1 = view[:, 2:4]
+
+Ranges start at multiples of the same number of rows of the *tensor*, so that several views of one
+tensor (query, key and value out of one fused kernel) are cut at the same places and share their reads.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shardload.manifest import View
+from shardload.sharding.bounds import Bounds
+
+SKIP_BYTES = 128 << 10
+"""Stepping over an unneeded gap this long is cheaper than reading it: 0.1 ms at 1 GB/s, what a block costs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ordered:
+    """A box of a view, its dims in address order."""
+
+    order: tuple[int, ...]
+    """View dims, largest stride first."""
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """Elements to step over per index."""
+    offset: int
+    """Element where the box starts."""
+    origin: tuple[int, ...]
+    """Where the box starts in the view, in the view's own dim order."""
+
+    @classmethod
+    def of(cls, view: View, box: Bounds) -> Ordered:
+        """``box`` of ``view`` in address order; dims of length 1 come first, their stride means nothing."""
+        shape = box.shape
+        order = sorted(range(len(shape)), key=lambda d: (shape[d] != 1, -view.strides[d]))
+        return cls(
+            tuple(order),
+            tuple(shape[d] for d in order),
+            tuple(view.strides[d] for d in order),
+            address(view, box.start),
+            box.start,
+        )
+
+    def to_view(self, start: list[int], stop: list[int]) -> Bounds:
+        """A box in address order as a box of the view."""
+        first, last = [0] * len(start), [0] * len(start)
+        for d, a, b in zip(self.order, start, stop, strict=True):
+            first[d], last[d] = self.origin[d] + a, self.origin[d] + b
+        return Bounds(tuple(first), tuple(last))
+
+
+def address(view: View, index: tuple[int, ...]) -> int:
+    """Element of the tensor that element ``index`` of the view is."""
+    return view.offset + sum(i * t for i, t in zip(index, view.strides, strict=True))
+
+
+def span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Elements from the first to the last element of a non-empty box, both included."""
+    return sum((n - 1) * t for n, t in zip(shape, strides, strict=True)) + 1
+
+
+def is_injective(view: View) -> bool:
+    """Whether every element of a view is an element of its own, as it is without broadcast dims and windows."""
+    ordered = Ordered.of(view, Bounds.whole(view.shape))
+    inner = [span(ordered.shape[d + 1 :], ordered.strides[d + 1 :]) for d in range(len(ordered.shape))]
+    return all(n == 1 or t >= i for n, t, i in zip(ordered.shape, ordered.strides, inner, strict=True))
+
+
+def run(shape: tuple[int, ...], source: tuple[int, ...], target: tuple[int, ...]) -> tuple[int, int]:
+    """The longest trailing run that is contiguous in both stride systems.
+
+    Returns:
+        Its length in elements and the number of leading dims that remain outside it.
+    """
+    length, outer = 1, len(shape)
+    while outer and (shape[outer - 1] == 1 or source[outer - 1] == target[outer - 1] == length):
+        outer -= 1
+        length *= shape[outer]
+    return length, outer
+
+
+def cut(whole: Ordered, *, limit: int, skip: int) -> Iterator[Bounds]:
+    """Cut into boxes that each span at most ``limit`` elements, in address order.
+
+    Args:
+        whole: What to cut; yields nothing when it is empty.
+        limit: Longest span in elements, at least 1.
+        skip: Gaps of at least this many elements inside a box are cut out.
+
+    Yields:
+        Boxes in the view's index space that tile it.
+    """
+    if 0 in whole.shape:
+        return
+    level, rows = _level(whole, limit, skip)
+    if level < 0:
+        yield whole.to_view([0] * len(whole.shape), list(whole.shape))
+        return
+    stride, length = whole.strides[level], whole.shape[level]
+    inner = list(whole.shape[level + 1 :])
+    for prefix in itertools.product(*(range(n) for n in whole.shape[:level])):
+        base = whole.offset + sum(i * t for i, t in zip(prefix, whole.strides, strict=False))
+        phase = (base // stride) % rows
+        edges = [0, *range(rows - phase, length, rows), length]
+        for a, b in itertools.pairwise(edges):
+            yield whole.to_view([*prefix, a, *[0] * len(inner)], [*(i + 1 for i in prefix), b, *inner])
+
+
+def _level(whole: Ordered, limit: int, skip: int) -> tuple[int, int]:
+    """In which dim to cut and how many of its indices go together; dim -1 when nothing is cut."""
+    shape, strides = whole.shape, whole.strides
+    dims = range(len(shape))
+    inner = [span(shape[d + 1 :], strides[d + 1 :]) for d in dims]
+    gap = max((d for d in dims if shape[d] > 1 and strides[d] - inner[d] >= skip), default=-1)
+    if span(shape, strides) <= limit:
+        return gap, 1
+    level = next(d for d in dims if inner[d] <= limit)
+    if gap >= level:
+        return gap, 1
+    stride = strides[level]
+    rows = limit // stride if inner[level] <= stride else (limit - inner[level]) // stride + 1
+    return level, max(1, rows)
+
+
+def lead_stride(view: View) -> int:
+    """The largest stride of a view's dims, those of length 1 apart; 0 where there is none."""
+    return max((t for n, t in zip(view.shape, view.strides, strict=True) if n > 1), default=0)
+
+
+def shard_run(view: View, box: Bounds, shard: tuple[int, ...]) -> tuple[int, int]:
+    """Longest run of ``box`` that is contiguous in the file and in a C-ordered buffer of shape ``shard``."""
+    ordered = Ordered.of(view, box)
+    strides = c_strides(shard)
+    return run(ordered.shape, ordered.strides, tuple(strides[d] for d in ordered.order))
+
+
+def c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a C-ordered array, in elements."""
+    return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))

@@ -1,0 +1,136 @@
+"""Reads of a step that are checked on the way, each MiB read once.
+
+A digest covers a MiB of a file (a *unit*), and blocks end where rows end, so neighbours share a unit. The first block
+that comes to it reads and checks it whole; it is kept until the last block that has a part in it is done::
+
+    file     |────unit────|────unit────|────unit────|
+    blocks   [  block 0     )[ 1 )[  block 2       )
+                          └ read, checked, kept for blocks 0, 1 and 2
+
+Nothing reaches a shard before the unit it comes from was found to be as saved.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardload.steps.digests import UNIT_BYTES, Checker
+from shardload.transfer.buffers import memory
+from shardload.transfer.planning import Block
+from shardload.transfer.scratch import Flat
+
+Unit = tuple[str, int]
+"""A file and the number of one of its units."""
+
+
+class VerifiedReads:
+    """Where the threads of one transfer get checked bytes from.
+
+    Args:
+        checker: Knows the digests.
+        blocks: All that will be read from files, each given back with `release` once.
+        kept_units: Most units kept for blocks to come; a unit that finds no room is read again.
+    """
+
+    def __init__(self, checker: Checker, blocks: Iterable[Block], *, kept_units: int) -> None:
+        self.checker = checker
+        self.kept_units = kept_units
+        self._left = Counter(unit for block in blocks for unit in units_of(block))
+        self._kept: dict[Unit, Future[NDArray[np.uint8]]] = {}
+        self._spare: list[NDArray[np.uint8]] = []
+        self._lock = threading.Lock()
+        self._own = threading.local()
+
+    def fill(self, flat: Flat, n_bytes: int, *, path: str, offset: int) -> None:
+        """Put ``n_bytes`` of a file that start at ``offset`` into scratch, from its beginning.
+
+        Raises:
+            DamagedError: When a unit they lie in is not as it was saved; names step, file and offset.
+            TransferError: When the file cannot be read.
+        """
+        at = 0
+        while at < n_bytes:
+            unit, skip = divmod(offset + at, UNIT_BYTES)
+            part = self._unit((path, unit))[skip : skip + n_bytes - at]
+            if not part.size:
+                self.checker.check(path, offset, offset + n_bytes)  # it ends early: says so
+            put(flat, at, part)
+            at += part.size
+
+    def release(self, block: Block) -> None:
+        """Let go of the units that no block needs any more after this one."""
+        with self._lock:
+            for unit in units_of(block):
+                self._left[unit] -= 1
+                if not self._left[unit] and (kept := self._kept.pop(unit, None)) is not None:
+                    data = kept.result()
+                    self._spare += [data] if data.nbytes == UNIT_BYTES else []
+
+    def _unit(self, unit: Unit) -> NDArray[np.uint8]:
+        if getattr(self._own, "unit", None) == unit:
+            held: NDArray[np.uint8] = self._own.data
+            return held
+        with self._lock:
+            known = self._kept.get(unit)
+            promise: Future[NDArray[np.uint8]] | None = None
+            into: NDArray[np.uint8] | None = None
+            if known is None and self._left[unit] > 1 and len(self._kept) < self.kept_units:
+                promise = self._kept[unit] = Future()
+                into = self._spare.pop() if self._spare else None
+        if known is not None:
+            return known.result()  # who promised it reads it at once, waiting for nobody
+        if promise is None:
+            return self._read_own(unit)
+        try:
+            data = self._read(unit, memory(UNIT_BYTES) if into is None else into)
+        except BaseException as error:
+            promise.set_exception(error)
+            raise
+        promise.set_result(data)
+        return data
+
+    def _read_own(self, unit: Unit) -> NDArray[np.uint8]:
+        """Into the thread's own memory, good until its next unit of that kind."""
+        if not hasattr(self._own, "memory"):
+            self._own.memory = memory(UNIT_BYTES)
+        self._own.unit = None
+        data = self._own.data = self._read(unit, self._own.memory)
+        self._own.unit = unit
+        return data
+
+    def _read(self, unit: Unit, into: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        return into[: self.checker.read_unit(*unit, into.data)]
+
+
+def units_of(block: Block) -> Iterator[Unit]:
+    """The units a block lies in; none of a decoded one."""
+    if block.how != "decoded" and block.read_bytes:
+        last = (block.offset + block.read_bytes - 1) // UNIT_BYTES
+        for number in range(block.offset // UNIT_BYTES, last + 1):
+            yield block.path, number
+
+
+def put(flat: Flat, at: int, data: NDArray[Any]) -> None:
+    """Bytes into scratch, ``at`` bytes after its first, its rows spaced out as they are."""
+    itemsize = flat.dtype.itemsize
+    row, pitch = flat.row * itemsize, flat.pitch * itemsize
+    if not row:
+        flat.memory[at : at + data.size] = data
+        return
+    head = min(-at % row, data.size)
+    start = at // row * pitch + at % row
+    flat.memory[start : start + head] = data[:head]
+    first, rows = -(-at // row), (data.size - head) // row
+    if rows:
+        whole = np.ndarray((rows, row), np.uint8, flat.memory.data, first * pitch, (pitch, 1))
+        whole[...] = data[head : head + rows * row].reshape(rows, row)
+    tail = data[head + rows * row :]
+    start = (first + rows) * pitch
+    flat.memory[start : start + tail.size] = tail
