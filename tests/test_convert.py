@@ -343,7 +343,8 @@ def test_killed_it_goes_on_and_a_torn_tensor_is_copied_again(to, presets, made, 
 def test_another_plan_begins_anew(presets, made, tmp_path):
     home = tmp_path / ".out.converting"
     child = start(presets["gemma2_9b"], tmp_path / "out", "orbax")
-    wait_for(lambda: home.exists() and "done" in (home / "journal.jsonl").read_text(), child)
+    journal = home / "journal.jsonl"
+    wait_for(lambda: journal.exists() and "done" in journal.read_text(), child)
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
     report = shardload.convert(presets["gemma2_9b"], tmp_path / "out", to="safetensors")

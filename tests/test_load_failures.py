@@ -523,8 +523,8 @@ def test_files_without_permission_are_refused_also_when_it_is_taken_away_later()
         out = run(
             """
             import shardload
-            from shardload import _job
-            folder, fill = sys.argv[1], _job.fill
+            from shardload.pipeline import filling
+            folder, fill = sys.argv[1], filling.fill
             shardload.load(folder + "/good.keras")  # imports what it needs while it may
             if os.getuid() == 0:  # to whom everything is permitted
                 os.setuid(65534)
@@ -532,7 +532,7 @@ def test_files_without_permission_are_refused_also_when_it_is_taken_away_later()
                 os.chmod(folder + "/later.keras", 0)
                 return fill(*args, **options)
             for source in ("secret.keras", "closed/inside.keras", "later.keras"):
-                _job.fill = taken_away
+                filling.fill = taken_away
                 try:
                     shardload.load(os.path.join(folder, source))
                 except shardload.ShardloadError as error:

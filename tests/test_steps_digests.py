@@ -234,7 +234,7 @@ def test_a_failed_read_is_tried_again(step, monkeypatch):
         return real(*where)
 
     with Checker(step) as checker:
-        monkeypatch.setattr(_checker.places.local, "read_exact", once)
+        monkeypatch.setattr(_checker.file_access.local, "read_exact", once)
         with pytest.raises(TransferError, match="flaky"):
             checker.check_whole(BIG)
         checker.check_whole(BIG)
