@@ -1,6 +1,5 @@
 """What the documentation says is there: links, the public names, the make targets."""
 
-import ast
 import re
 from pathlib import Path
 
@@ -25,12 +24,6 @@ def test_links_to_the_repository_lead_somewhere():
     paths = set(re.findall(r"shardload/shardload/(?:blob|tree)/main/([^)#\s]+)", pages))
     assert paths
     assert {path for path in paths if not (ROOT / path).exists()} == set()
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_python_examples_parse(page):
-    for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
-        ast.parse(block)
 
 
 def test_the_readme_names_exactly_the_two_commands_that_set_themselves_up():
