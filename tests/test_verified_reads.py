@@ -43,7 +43,7 @@ def test_blocks_that_share_units_read_each_once(step):
     reads = VerifiedReads(Checker(step), BLOCKS, kept_units=2)
     content = (step / BIG).read_bytes()
     assert b"".join(read(reads, b) for b in BLOCKS) == content
-    assert reads.checker.bytes_checked == len(content) and not reads._kept
+    assert reads.verifier.bytes_checked == len(content) and not reads._kept
 
 
 def test_with_no_room_to_keep_units_they_are_read_and_checked_again(step):
@@ -51,7 +51,7 @@ def test_with_no_room_to_keep_units_they_are_read_and_checked_again(step):
     content = (step / BIG).read_bytes()
     for of in (*BLOCKS[::2], *BLOCKS[1::2]):
         assert read(reads, of) == content[of.offset :][: of.read_bytes]
-    assert len(content) + MIB <= reads.checker.bytes_checked <= len(content) + len(BLOCKS) * MIB
+    assert len(content) + MIB <= reads.verifier.bytes_checked <= len(content) + len(BLOCKS) * MIB
 
 
 def test_threads_share_what_they_read(step):
@@ -67,7 +67,7 @@ def test_threads_share_what_they_read(step):
         thread.start()
     for thread in threads:
         thread.join()
-    assert not wrong and reads.checker.bytes_checked == len(content) and not reads._kept
+    assert not wrong and reads.verifier.bytes_checked == len(content) and not reads._kept
 
 
 @pytest.mark.parametrize(("row", "pitch"), [(1000, 1016), (350_000, 350_032), (16, 24)])

@@ -17,16 +17,16 @@ from shardload.loaders import keras_archive
 from shardload.loaders.folder import descendant
 from shardload.loaders.orbax import open_orbax
 from shardload.manifest import Manifest
-from shardload.steps.digests import Checker
 from shardload.transfer.read_tensor import read_rows, row_ranges
 from shardload.transfer.verification import check_tensor
+from shardload.transfer.verifier import Verifier
 
 ITEM = "assets"
 """Of a step; Keras' name for it."""
 _ROWS_BYTES = 1 << 20
 
 
-def load_assets(model: Any, manifest: Manifest, *, check: Checker | None = None) -> None:
+def load_assets(model: Any, manifest: Manifest, *, check: Verifier | None = None) -> None:
     """Give the layers of ``model`` what they saved as files; of formats that hold none, nothing.
 
     Args:
@@ -51,7 +51,7 @@ def load_assets(model: Any, manifest: Manifest, *, check: Checker | None = None)
             ) from error
 
 
-def _write(manifest: Manifest, folder: Path, check: Checker | None) -> bool:
+def _write(manifest: Manifest, folder: Path, check: Verifier | None) -> bool:
     """Write the files below ``folder``; whether there are any."""
     found = False
     for name, write in _files(manifest, check):
@@ -63,14 +63,14 @@ def _write(manifest: Manifest, folder: Path, check: Checker | None) -> bool:
     return found
 
 
-def _files(manifest: Manifest, check: Checker | None) -> Iterator[tuple[str, Any]]:
+def _files(manifest: Manifest, check: Verifier | None) -> Iterator[tuple[str, Any]]:
     if manifest.format == "keras-archive":
         yield from keras_archive.assets(manifest.source)
     elif manifest.format == "orbax" and (item := Path(manifest.source) / ITEM).is_dir():
         yield from _of_step(open_orbax(item), check)
 
 
-def _of_step(manifest: Manifest, check: Checker | None) -> Iterator[tuple[str, Any]]:
+def _of_step(manifest: Manifest, check: Verifier | None) -> Iterator[tuple[str, Any]]:
     for name, keys in manifest.metadata["tree"].items():
         tensor = manifest.tensors[name]
         if tensor.dtype.name != "uint8" or len(tensor.shape) != 1:

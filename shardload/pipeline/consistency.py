@@ -26,9 +26,9 @@ from shardload.keras_bridge.variables import stored_dtype
 from shardload.manifest import Extent, Manifest
 from shardload.parallel.model_variables import all_variables
 from shardload.pipeline.filling import LoadJob
-from shardload.steps.digests import Checker
 from shardload.stores import file_access
 from shardload.transfer.casts import is_float
+from shardload.transfer.verifier import Verifier
 
 SPOTS = 256
 """Places looked at in all files: milliseconds, whatever the checkpoint's size."""
@@ -167,12 +167,13 @@ def source(manifest: Manifest) -> Facts:
     return found
 
 
-def content(manifest: Manifest, check: Checker | None) -> Facts:
+def content(manifest: Manifest, check: Verifier | None) -> Facts:
     """What data there is: all of it where there are digests, else at some spots."""
     if check is None:
         return {name: _bytes_at(path, offset) for name, path, offset in _spots(manifest)}
-    files = sorted(check.digests.files.items())
-    return {f"The digests of {name}": _digest({"": "".join(digest.units)}) for name, digest in files}
+    return {
+        f"The digests of {name}": _digest({"": "".join(units)}) for name, units in sorted(check.units_by_file().items())
+    }
 
 
 def _spots(manifest: Manifest) -> Iterator[tuple[str, str, int]]:

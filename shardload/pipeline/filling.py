@@ -28,12 +28,12 @@ from shardload.pipeline import reporting
 from shardload.progress import Progress, Silent
 from shardload.reports import LoadReport
 from shardload.sharding.devices import MeshDevices, local_positions
-from shardload.steps.digests import Checker
 from shardload.stores.fingerprint import Fingerprint
 from shardload.transfer import execution
 from shardload.transfer.casts import is_float
 from shardload.transfer.planning import LoadPlan, Target, make_plan
 from shardload.transfer.read_tensor import read_tensor
+from shardload.transfer.verifier import Verifier
 
 BARE = ("safetensors",)
 """Formats whose tensors have whatever names their writer chose."""
@@ -80,7 +80,7 @@ class LoadJob:
     plan: LoadPlan
     left_out: tuple[Mismatch, ...] = ()
     """What disagreed and is left alone, as ``strict`` was not set."""
-    check: Checker | None = None
+    check: Verifier | None = None
     """Knows the checkpoint's digests."""
     outside: tuple[OutsideTensor, ...] = ()
     """Tensors outside the model's architecture: reported, and no reason to refuse."""
@@ -168,7 +168,7 @@ def prepare(
     host_memory_bytes: int | None,
     tensor_names: Mapping[str, str] | None = None,
     mapping: VariableMap | None = None,
-    check: Checker | None = None,
+    check: Verifier | None = None,
     ignore_config: Sequence[str] = (),
     optimizer: bool = True,
 ) -> LoadJob:

@@ -16,7 +16,6 @@ from typing import cast
 from shardload.errors import DamagedError, SourceError, SourceNotFoundError, TransferError, UsageError
 from shardload.steps._number import STEP_FILE, check_number
 from shardload.steps.digest_list import (
-    UNIT_BYTES,
     Damage,
     Digests,
     FileDigest,
@@ -26,6 +25,7 @@ from shardload.steps.digest_list import (
     step_name,
 )
 from shardload.stores import file_access
+from shardload.stores.file_access import UNIT_BYTES
 
 PIECE_BYTES = 128 << 10
 """What `Checker.check` reads at a time: it stays in L2, and counts for little beside any budget."""
@@ -144,6 +144,10 @@ class Checker:
         running = hasher()
         running.update(data)
         self._settled(name, unit, running.hexdigest())
+
+    def units_by_file(self) -> dict[str, tuple[str, ...]]:
+        """The digest of each unit, by the file's name within the step."""
+        return {name: digest.units for name, digest in self.digests.files.items()}
 
     def wrong_size(self, name: str, *, found: int | None = None) -> DamagedError:
         """The error for a file that turned out shorter than it was."""

@@ -23,9 +23,7 @@ from typing import Any
 from shardload.errors import DamagedError, SourceError, SourceNotFoundError
 from shardload.steps.file_tree import FileTree, scan, sync
 from shardload.stores import file_access, json_files
-
-UNIT_BYTES = 1 << 20
-"""One digest covers this many bytes. Smaller units would over-read less, but the list grows (16 bytes per MiB)."""
+from shardload.stores.file_access import UNIT_BYTES
 
 OWN_FOLDER = "shardload"
 DIGESTS_FILE = f"{OWN_FOLDER}/digests.json"

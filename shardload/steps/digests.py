@@ -18,7 +18,6 @@ from shardload.steps.digest_list import (
     DIGESTS_FILE,
     OWN_FOLDER,
     THREADS,
-    UNIT_BYTES,
     Damage,
     Digests,
     DigestTask,
@@ -31,6 +30,7 @@ from shardload.steps.digest_list import (
 )
 from shardload.steps.file_tree import scan
 from shardload.stores import file_access
+from shardload.stores.file_access import UNIT_BYTES
 
 __all__ = ["DIGESTS_FILE", "OWN_FOLDER", "UNIT_BYTES", "Checker", "Damage", "Digests", "FileDigest", "verify"]
 

@@ -22,8 +22,9 @@ from pathlib import Path
 
 from shardload.errors import ShardloadError, TransferError, UnsafeSourceError, UnsupportedError
 from shardload.steps._checker import Checker
-from shardload.steps.digest_list import DIGESTS_FILE, OWN_FOLDER, UNIT_BYTES, Damage
+from shardload.steps.digest_list import DIGESTS_FILE, OWN_FOLDER, Damage
 from shardload.stores import file_access
+from shardload.stores.file_access import UNIT_BYTES
 from shardload.stores.json_files import MAX_JSON_BYTES
 from shardload.stores.remote import COPY_FIRST, Fetch, Folder
 
@@ -188,7 +189,7 @@ class _Weakly:
     def _alive(self) -> RemoteStep:
         found = self._mirror()
         if found is None:
-            raise TransferError(f"{self.url} is read no more: what was opened from it has been let go of")
+            raise TransferError(f"The remote checkpoint {self.url} was closed while it was still being read")
         return found
 
 

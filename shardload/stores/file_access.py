@@ -20,6 +20,12 @@ from typing import Any, Protocol
 from shardload.errors import TruncatedSourceError
 from shardload.stores import local
 
+UNIT_BYTES = 1 << 20
+"""What is verified at once: one digest covers this many bytes of a file, and remote files are fetched in such units.
+
+Smaller units would over-read less, but lists of digests grow (16 bytes per MiB).
+"""
+
 
 class File(Protocol):
     """Something bytes are read from, by any number of threads at once."""
@@ -44,11 +50,11 @@ class File(Protocol):
         ...
 
     def read_unchecked(self, buffer: memoryview, offset: int) -> None:
-        """The same without a look at digests, for who looks at them."""
+        """Like `read_into`, without verification; the caller verifies."""
         ...
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the file."""
         ...
 
 
@@ -60,7 +66,7 @@ class PendingUnits(Protocol):
         ...
 
     def cancel(self) -> None:
-        """Nobody wants them any more; who waits gets a `TransferError`."""
+        """Stop fetching; a thread that waits for them gets a `TransferError`."""
         ...
 
 

@@ -37,7 +37,6 @@ import jax
 from shardload.errors import BudgetError, MeshError, MismatchError, TransferError
 from shardload.manifest import Manifest
 from shardload.sharding.bounds import Bounds
-from shardload.steps.digests import Checker
 from shardload.stores import file_access
 from shardload.transfer.block_copy import Moved, Mover, Task
 from shardload.transfer.block_plan import BUDGET_PARTS
@@ -48,6 +47,7 @@ from shardload.transfer.planning import Block, LoadPlan, Target, local_bounds
 from shardload.transfer.regions import SCRATCH_BYTES
 from shardload.transfer.staging import Chunk, Variable, grouped
 from shardload.transfer.verification import Checks
+from shardload.transfer.verifier import Verifier
 from shardload.transfer.workers import Crew, default_threads
 
 __all__ = ["Placement", "TransferStats", "execute", "named_sharding", "place"]
@@ -95,7 +95,7 @@ def execute(
     progress: Callable[[int], None] | None = None,
     threads: int | None = None,
     placement: Placement = "auto",
-    check: Checker | None = None,
+    check: Verifier | None = None,
 ) -> TransferStats:
     """Read everything a plan names and hand over each variable as a sharded array.
 
@@ -178,7 +178,7 @@ class _Transfer:
         placement: str,
         *,
         threads: int,
-        check: Checker | None,
+        check: Verifier | None,
     ) -> None:
         self.plan, self.manifest, self.devices, self.placement = plan, manifest, devices, placement
         self.checks = None if check is None else Checks(check, plan)

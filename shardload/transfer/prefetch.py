@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shardload.errors import TransferError
-from shardload.steps.digests import UNIT_BYTES
 from shardload.stores import file_access
+from shardload.stores.file_access import UNIT_BYTES
 from shardload.transfer.planning import Block
 from shardload.transfer.scratch import Flat
 from shardload.transfer.verified_reads import put, units_of
@@ -150,7 +150,7 @@ class AheadReads:
     def _start(self, one: _UnitRange) -> None:
         file = file_access.remote_file(one.path)
         if file is None:
-            raise TransferError(f"{one.path} is read no more: what was opened from it has been let go of")
+            raise TransferError(f"The remote checkpoint was closed while {one.path} was still being read")
         one.pending = file.begin(one.first, one.count)
         self.held_bytes += one.n_bytes
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)

@@ -10,12 +10,13 @@ from collections.abc import Iterable
 
 from shardload.errors import BudgetError
 from shardload.manifest import Decoded, Tensor
-from shardload.steps.digests import UNIT_BYTES, Checker
 from shardload.stores import file_access
+from shardload.stores.file_access import UNIT_BYTES
 from shardload.transfer.planning import Block, LoadPlan
 from shardload.transfer.prefetch import MAX_AHEAD_BYTES, MIN_BUDGET_BYTES, AheadReads, reads_remote
 from shardload.transfer.regions import regions
 from shardload.transfer.verified_reads import VerifiedReads
+from shardload.transfer.verifier import Verifier
 
 VERIFIED_BUDGET_BYTES = 4 * UNIT_BYTES
 """From here on there is room for units; a smaller budget has what it reads read once more to be checked."""
@@ -29,14 +30,14 @@ class Checks:
     """The checks of one transfer.
 
     Args:
-        checker: Knows the digests.
+        verifier: Knows the digests.
         plan: What will be read.
     """
 
-    def __init__(self, checker: Checker, plan: LoadPlan) -> None:
-        self.checker, self.plan = checker, plan
+    def __init__(self, verifier: Verifier, plan: LoadPlan) -> None:
+        self.verifier, self.plan = verifier, plan
         self.verified: VerifiedReads | AheadReads | None = None
-        self._before = checker.bytes_checked
+        self._before = verifier.bytes_checked
 
     @property
     def thread_bytes(self) -> int:
@@ -51,7 +52,7 @@ class Checks:
         if not self.thread_bytes:
             return 0
         kept = max(1, min(threads + 2, self.plan.host_memory_bytes // (8 * UNIT_BYTES)))
-        self.verified = VerifiedReads(self.checker, staged, kept_units=kept)
+        self.verified = VerifiedReads(self.verifier, staged, kept_units=kept)
         return kept * UNIT_BYTES
 
     def _begin_remote(self, blocks: Iterable[Block], threads: int) -> int:
@@ -77,9 +78,9 @@ class Checks:
             DamagedError: When its bytes are not those that were saved.
         """
         if isinstance(tensor.storage, Decoded):
-            check_tensor(self.checker, tensor)
+            check_tensor(self.verifier, tensor)
         elif not block.read_bytes or not self._is_verified(block):
-            _check(self.checker, block.path, block.offset, block.read_bytes)
+            _check(self.verifier, block.path, block.offset, block.read_bytes)
 
     def after(self, block: Block) -> None:
         """Called when it was moved."""
@@ -89,13 +90,13 @@ class Checks:
     def read_bytes(self) -> int:
         """Bytes read from files so far, in a transfer that is done."""
         used = sum(block.read_bytes for block in self.plan.blocks if not self._is_verified(block))
-        return used + self.checker.bytes_checked - self._before
+        return used + self.verifier.bytes_checked - self._before
 
     def _is_verified(self, block: Block) -> bool:
         return self.verified is not None and block.how in _READ_HERE
 
 
-def check_tensor(checker: Checker, tensor: Tensor) -> None:
+def check_tensor(verifier: Verifier, tensor: Tensor) -> None:
     """Check everything a tensor is read from; of a decoded one, whole files.
 
     Raises:
@@ -103,13 +104,13 @@ def check_tensor(checker: Checker, tensor: Tensor) -> None:
     """
     if isinstance(tensor.storage, Decoded):
         for path in tensor.storage.reader.paths:
-            checker.check(path, 0, file_access.size_of(path))
+            verifier.check(path, 0, file_access.size_of(path))
     else:
         for region in regions(tensor):
-            _check(checker, region.path, region.offset, region.stored_bytes(tensor.dtype))
+            _check(verifier, region.path, region.offset, region.stored_bytes(tensor.dtype))
 
 
-def _check(checker: Checker, path: str, offset: int, n_bytes: int) -> None:
+def _check(verifier: Verifier, path: str, offset: int, n_bytes: int) -> None:
     """What has no bytes of its own is kept in the headers, somewhere in that file."""
     start, stop = (offset, offset + n_bytes) if n_bytes else (0, file_access.size_of(path))
-    checker.check(path, start, stop)
+    verifier.check(path, start, stop)

@@ -21,10 +21,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardload.steps.digests import UNIT_BYTES, Checker
+from shardload.stores.file_access import UNIT_BYTES
 from shardload.transfer.buffers import memory
 from shardload.transfer.planning import Block
 from shardload.transfer.scratch import Flat
+from shardload.transfer.verifier import Verifier
 
 Unit = tuple[str, int]
 """A file and the number of one of its units."""
@@ -34,13 +35,13 @@ class VerifiedReads:
     """Where the threads of one transfer get checked bytes from.
 
     Args:
-        checker: Knows the digests.
+        verifier: Knows the digests.
         blocks: All that will be read from files, each given back with `release` once.
         kept_units: Most units kept for blocks to come; a unit that finds no room is read again.
     """
 
-    def __init__(self, checker: Checker, blocks: Iterable[Block], *, kept_units: int) -> None:
-        self.checker = checker
+    def __init__(self, verifier: Verifier, blocks: Iterable[Block], *, kept_units: int) -> None:
+        self.verifier = verifier
         self.kept_units = kept_units
         self._left = Counter(unit for block in blocks for unit in units_of(block))
         self._kept: dict[Unit, Future[NDArray[np.uint8]]] = {}
@@ -60,7 +61,7 @@ class VerifiedReads:
             unit, skip = divmod(offset + at, UNIT_BYTES)
             part = self._unit((path, unit))[skip : skip + n_bytes - at]
             if not part.size:
-                self.checker.check(path, offset, offset + n_bytes)  # it ends early: says so
+                self.verifier.check(path, offset, offset + n_bytes)  # it ends early: says so
             put(flat, at, part)
             at += part.size
 
@@ -106,7 +107,7 @@ class VerifiedReads:
         return data
 
     def _read(self, unit: Unit, into: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        return into[: self.checker.read_unit(*unit, into.data)]
+        return into[: self.verifier.read_unit(*unit, into.data)]
 
 
 def units_of(block: Block) -> Iterator[Unit]:
