@@ -192,6 +192,11 @@ class Manifest:
         return sum(t.size for t in self.tensors.values())
 
 
+def c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a C-ordered array, in elements."""
+    return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
+
+
 @dataclass(frozen=True, slots=True)
 class View:
     """Which elements of a stored tensor make up a variable.
@@ -211,8 +216,7 @@ class View:
     @classmethod
     def whole(cls, tensor: Tensor) -> View:
         """The view that is the tensor itself."""
-        strides = tuple(math.prod(tensor.shape[d + 1 :]) for d in range(len(tensor.shape)))
-        return cls(tensor.name, 0, tensor.shape, strides)
+        return cls(tensor.name, 0, tensor.shape, c_strides(tensor.shape))
 
     def is_whole(self, tensor: Tensor) -> bool:
         """Whether this is the tensor itself, in its own order and shape."""

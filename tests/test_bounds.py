@@ -34,12 +34,6 @@ def test_size_is_the_number_of_elements(box):
     assert box.size == mask(box).sum() == np.prod(box.shape)
 
 
-@given(boxes(), boxes())
-def test_contains_a_nonempty_box_like_numpy(one, other):
-    if other.size:
-        assert one.contains(other) == (not (mask(other) & ~mask(one)).any())
-
-
 @given(boxes())
 def test_relative_to_its_own_start_is_whole(box):
     assert box.relative_to(box.start) == Bounds.whole(box.shape)

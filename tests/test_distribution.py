@@ -12,7 +12,7 @@ import pytest
 
 from shardload.errors import LayoutError, MeshError
 from shardload.keras_bridge import abstraction
-from shardload.keras_bridge.binding import METHODS, bind, binding_of, rebind, unbind
+from shardload.keras_bridge.binding import METHODS, bind, binding_of, unbind
 from shardload.keras_bridge.model_state import slots_of, state_of, variables_of
 from shardload.keras_bridge.variables import value_of
 from shardload.sharding.layout import Layout
@@ -296,9 +296,7 @@ def test_wrong_meshes_and_layouts_are_refused():
         bind(model, mesh=mesh, devices=jax.devices()[:3], layouts={})
     kernel = model.layers[1].kernel
     with pytest.raises(LayoutError, match="must divide"):
-        rebind(
-            model, mesh=mesh, devices=jax.devices(), layouts={id(kernel): Layout.split(mesh, 2, dim=0, axis="model")}
-        )
+        bind(model, mesh=mesh, devices=jax.devices(), layouts={id(kernel): Layout.split(mesh, 2, dim=0, axis="model")})
     with pytest.raises(LayoutError, match="layouts were given"):
         bind(model, mesh=mesh, devices=jax.devices(), layouts=[])
     assert binding_of(model) is None

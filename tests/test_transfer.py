@@ -74,7 +74,7 @@ def test_each_byte_is_read_once_in_file_order(manifest, value, reads, *, dim, tr
     plan = planned(manifest, whole(manifest, "a", dim=dim, transposed=transposed), whole(manifest, "b"))
     found, stats = load(plan, manifest, placement=placement, threads=1)
     check(found["a"], value.T if transposed else value, split(2, dim))
-    assert plan.over_read_bytes == 0
+    assert plan.read_bytes == plan.needed_bytes
     assert stats.read_bytes == plan.needed_bytes == sum(n for _, n in reads) == value.nbytes + 28
     assert [a for a, _ in reads] == sorted(a for a, _ in reads)
 
@@ -155,7 +155,7 @@ def test_over_read_is_counted(tmp_path):
     manifest = manifest_of(tmp_path / "f.bin", {"w": narrow})
     plan = planned(manifest, whole(manifest, "w", dim=1), positions=[0])
     assert plan.needed_bytes == 64 * 100
-    assert plan.over_read_bytes == plan.read_bytes - 6400 == 63 * 700
+    assert plan.needed_bytes == 6400 == plan.read_bytes - 63 * 700
 
 
 @pytest.mark.parametrize("placement", ["adopt", "upload"])

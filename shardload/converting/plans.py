@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 from shardload.converting.source import StoredValue
 from shardload.converting.writers import TensorPlace, Wanted
-from shardload.manifest import View
+from shardload.manifest import View, c_strides
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,5 +56,4 @@ class Plan:
 def whole(name: str, value: StoredValue, dtypes: Mapping[int, Any]) -> Copy:
     """A tensor that is the variable itself."""
     shape = tuple(value.variable.shape)
-    strides = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
-    return Copy(Wanted(name, shape, dtypes[id(value.variable)]), value, View(name, 0, shape, strides))
+    return Copy(Wanted(name, shape, dtypes[id(value.variable)]), value, View(name, 0, shape, c_strides(shape)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import shutil
 from collections import Counter
 from collections.abc import Mapping
@@ -23,7 +22,7 @@ from shardload.converting.staging import ConversionFolder, digest
 from shardload.converting.strided_copy import PieceWriter, Read, move, parts_of, reader_of, reader_of_value
 from shardload.converting.writers import TensorPlace
 from shardload.errors import WriteError
-from shardload.manifest import View
+from shardload.manifest import View, c_strides
 from shardload.progress import Progress
 from shardload.units import format_bytes
 
@@ -114,9 +113,8 @@ class _Work:
 
     def put(self, copy: Copy, value: NDArray[Any]) -> None:
         """Write a value that is in memory."""
-        strides = tuple(math.prod(value.shape[d + 1 :]) for d in range(value.ndim))
         dtype = copy.wanted.dtype
-        source = View("", 0, value.shape, strides)
+        source = View("", 0, value.shape, c_strides(value.shape))
         self._move(copy, reader_of_value(value, dtype), source, copy.view, dtype.itemsize)
 
     def _move(self, copy: Copy, read: Read, source: View, target: View, item_bytes: int) -> None:

@@ -42,7 +42,6 @@ from shardload.manifest import Manifest
 _log = logging.getLogger(__name__)
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
-_WEIGHTS_ONLY = ("keras-h5", "keras-sharded-h5")
 _CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForConditionalLM")
 
 

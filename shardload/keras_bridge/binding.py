@@ -152,10 +152,6 @@ def bind(
     return binding
 
 
-rebind = bind
-"""`bind` on a model that is bound already: another mesh, other devices or other layouts."""
-
-
 def unbind(model: Model) -> None:
     """Make a bound model plain again; its variables stay where they are. Plain models are left alone."""
     for part in models_in(model):

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardload.errors import UnsupportedError
-from shardload.manifest import Tensor, View
+from shardload.manifest import Tensor, View, c_strides
 
 _MINCORE_PAGES = 1 << 20
 """Pages asked about at once: one byte of answer each."""
@@ -225,9 +225,9 @@ def _as_view(value: NDArray[Any], found: _AddressRange) -> View | None:
     item = found.tensor.dtype.itemsize
     offset, rest = divmod(_address(value) - found.start, item)
     strides = []
-    for d, (length, stride) in enumerate(zip(value.shape, value.strides, strict=True)):
+    for length, stride, canonical in zip(value.shape, value.strides, c_strides(value.shape), strict=True):
         if length == 1:
-            strides.append(math.prod(value.shape[d + 1 :]))  # never stepped over: its canonical value
+            strides.append(canonical)  # never stepped over
         elif value.size and (stride <= 0 or stride % item):
             return None
         else:

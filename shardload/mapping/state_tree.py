@@ -223,15 +223,6 @@ class Pairing:
         """Pairs whose stored dtype is not the variable's."""
         return tuple((stored, leaf) for stored, leaf in self.pairs if stored.dtype != leaf.dtype)
 
-    def of_kinds(self, *kinds: str) -> Pairing:
-        """Only leaves of these kinds: ``weight`` and ``seed``, ``slot`` and ``optimizer``, ``metric``."""
-        return Pairing(
-            tuple(p for p in self.pairs if p[1].kind in kinds),
-            tuple(leaf for leaf in self.missing if leaf.kind in kinds),
-            tuple(s for s in self.unexpected if s.role.kind in kinds),
-            tuple(p for p in self.mismatched if p[1].kind in kinds),
-        )
-
     @property
     def problems(self) -> tuple[str, ...]:
         """What keeps this from being one to one, a line each; casts are no problem."""

@@ -64,12 +64,6 @@ class Bounds:
             return None
         return Bounds(start, stop)
 
-    def contains(self, other: Bounds) -> bool:
-        """Whether ``other`` lies entirely inside this box."""
-        return all(a <= c for a, c in zip(self.start, other.start, strict=True)) and all(
-            d <= b for b, d in zip(self.stop, other.stop, strict=True)
-        )
-
     def relative_to(self, origin: tuple[int, ...]) -> Bounds:
         """The same box, counted from ``origin``."""
         return Bounds(

@@ -74,11 +74,6 @@ class LoadPlan:
     """Whether the budget is more than the default, as chunks that decode as a whole need it."""
 
     @property
-    def over_read_bytes(self) -> int:
-        """Bytes read without being needed."""
-        return max(0, self.read_bytes - self.needed_bytes)
-
-    @property
     def scratch_bytes(self) -> int:
         """Size of one scratch buffer: a fill of a staged block, or what lies between the runs of a direct one."""
         return max((b.scratch_bytes for b in self.blocks), default=0)

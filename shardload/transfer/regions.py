@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 
 from shardload.errors import LayoutError
-from shardload.manifest import Chunked, Decoded, Extent, Packed, Tensor, View
+from shardload.manifest import Chunked, Decoded, Extent, Packed, Tensor, View, c_strides
 from shardload.sharding.bounds import Bounds
-from shardload.transfer.strides import c_strides
 
 SCRATCH_BYTES = 64 << 20
 """What a transfer takes at most for scratch, with fewer threads if need be: 8 MiB for each of eight."""

@@ -17,11 +17,10 @@ tensor (query, key and value out of one fused kernel) are cut at the same places
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shardload.manifest import View
+from shardload.manifest import View, c_strides
 from shardload.sharding.bounds import Bounds
 
 SKIP_BYTES = 128 << 10
@@ -146,8 +145,3 @@ def shard_run(view: View, box: Bounds, shard: tuple[int, ...]) -> tuple[int, int
     ordered = Ordered.of(view, box)
     strides = c_strides(shard)
     return run(ordered.shape, ordered.strides, tuple(strides[d] for d in ordered.order))
-
-
-def c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a C-ordered array, in elements."""
-    return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
