@@ -35,7 +35,6 @@ from shardload.errors import (
     UnsafeSourceError,
     UnsupportedError,
 )
-from shardload.loaders import _hdf5_apart
 from shardload.loaders._extents import check_shape
 from shardload.manifest import Decoded, Extent, Storage, Tensor
 from shardload.stores import local
@@ -126,23 +125,9 @@ def read_tensors(region: FileRegion) -> tuple[Tensor, ...]:
         UnsupportedError: When a dataset holds no numbers, needs a missing filter, or the file is a legacy one.
         SourceError: When libhdf5 cannot make sense of it.
     """
-    try:
-        return read_here(region)
-    except _DenseGroup:
-        return _hdf5_apart.read(region.path, region.start, region.nbytes)
-
-
-def read_here(region: FileRegion, *, dense: bool = False) -> tuple[Tensor, ...]:
-    """`read_tensors` in this process.
-
-    Raises:
-        _DenseGroup: Where it might end the process, unless ``dense``: libhdf5 1.14 may crash when a damaged file makes
-            it fail while it iterates over more links of a group than fit its header. Keras writes no such groups.
-    """
     with _LOCK, _translated(region), _RegionFile(region) as raw, _opened(raw, limit=True) as file:
         _refuse_legacy(file, region.path)
-        walk = _walk(file, raw, region.path, dense=dense)
-        return tuple(_tensor(node, name, region) for name, node in walk)
+        return tuple(_tensor(node, name, region) for name, node in _walk(file, raw, region.path))
 
 
 class _RegionFile(io.RawIOBase):
@@ -195,10 +180,6 @@ class _RegionFile(io.RawIOBase):
         super().close()
 
 
-class _DenseGroup(Exception):  # noqa: N818 - not an error
-    """The file has a group that is better read in a process of its own."""
-
-
 @contextmanager
 def _opened(raw: _RegionFile, *, limit: bool = False) -> Iterator[Any]:
     with raw.headers() if limit else nullcontext():
@@ -217,7 +198,7 @@ def _translated(region: FileRegion) -> Iterator[None]:
     """libhdf5's errors come as a dozen builtins; each means that the file is damaged."""
     try:
         yield
-    except (ShardloadError, _DenseGroup):
+    except ShardloadError:
         raise
     except Exception as error:
         kind = TruncatedSourceError if "truncated" in str(error) else SourceError
@@ -233,10 +214,10 @@ def _refuse_legacy(file: Any, path: str) -> None:
         )
 
 
-def _walk(file: Any, raw: _RegionFile, path: str, *, dense: bool) -> Iterator[tuple[str, Any]]:
+def _walk(file: Any, raw: _RegionFile, path: str) -> Iterator[tuple[str, Any]]:
     """Names and datasets, depth first; open are a group and its ancestors only, as each takes libhdf5 2 KB."""
     seen = {_address(file.id, b".")}
-    stack = [("", file.id, _members(file.id, dense=dense))]
+    stack = [("", file.id, _members(file.id, "/", path))]
     while stack:
         prefix, group, members = stack[-1]
         if (member := next(members, None)) is None:
@@ -253,17 +234,22 @@ def _walk(file: Any, raw: _RegionFile, path: str, *, dense: bool) -> Iterator[tu
         if isinstance(node, h5py.h5g.GroupID):
             if len(stack) > MAX_DEPTH:
                 raise UnsafeSourceError(f"{path} nests groups more than {MAX_DEPTH} deep; no model's layers are")
-            stack.append((name + "/", node, _members(node, dense=dense)))
+            stack.append((name + "/", node, _members(node, name, path)))
         elif isinstance(node, h5py.h5d.DatasetID):
             yield name, node
         else:
             raise UnsupportedError(f"{path}: {name!r} is neither a group nor a dataset")
 
 
-def _members(group: Any, *, dense: bool) -> Iterator[bytes]:
+def _members(group: Any, name: str, path: str) -> Iterator[bytes]:
+    """Names in a group; refuses dense link storage, of which libhdf5 1.14 may crash the process where it is damaged."""
     info = h5py.h5o.get_info(group)
-    if not dense and info.hdr.mesg.present & LINK_INFO and info.meta_size.obj.heap_size:
-        raise _DenseGroup
+    if info.hdr.mesg.present & LINK_INFO and info.meta_size.obj.heap_size:
+        raise UnsupportedError(
+            f"{path}: group {name!r} stores its links densely (h5py's libver='latest' or track_order=True), expected "
+            "the storage Keras writes; libhdf5 can crash on a damaged file of that kind. If you trust the file, load "
+            "it with keras and save it again: model.load_weights(old); model.save_weights('new.weights.h5')"
+        )
     return iter(group)
 
 
