@@ -5,12 +5,12 @@ import pytest
 from shardload.callbacks._retention import BestRule, Retention
 from shardload.errors import UsageError
 from shardload.steps.listing import StepInfo
+from shardload.steps.record import StepRecord
 
 
 def step(number, *, loss=None, hours=0.0, ours=True, problems=None, **details):
-    metrics = {} if loss is None else {"loss": loss}
-    named = {"metrics": metrics, "saved_s": hours * 3600, "problems": problems}
-    return StepInfo(number, Path(str(number)), ours, **named, details=details)
+    record = StepRecord.of_json({"logs": {} if loss is None else {"loss": loss}, **details})
+    return StepInfo(number, Path(str(number)), ours, saved_s=hours * 3600, problems=problems, record=record)
 
 
 def removed(rule, steps, mode="min", **by):

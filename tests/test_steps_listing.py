@@ -1,12 +1,15 @@
 """Which folders are steps, what is told about them, and which one a word means."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 from step_folders import save_step
 
 from shardload.errors import DamagedError, SourceNotFoundError, UsageError
 from shardload.steps.listing import better, find_step, list_steps
+from shardload.steps.record import StepRecord
 
 
 def test_steps_are_listed_by_number(tmp_path):
@@ -114,9 +117,31 @@ def test_what_cannot_be_found(tmp_path):
             find_step(tmp_path, wrong)
 
 
-def test_details_hold_the_whole_record(tmp_path):
-    path = save_step(tmp_path, 1, metadata={"run": 3})
-    assert find_step(tmp_path, 1).details == json.loads((path / "shardload/step.json").read_text())
+def test_a_record_is_read_as_it_was_written():
+    facts = {"step": 3, "epoch": 1, "batch": 2, "epoch_done": True, "logs": {"loss": 0.5}, "monitor": "loss"}
+    best = {"mode": "min", "best": 0.5, "best_of": "run", "run": "a", "damaged": (1, 2), "ranks": False, "keep_best": 1}
+    place = {"mesh": {"axes": ["x"], "sizes": [8]}, "devices": 8, "processes": 2, "versions": {"jax": "0.10"}}
+    record = StepRecord(**facts, **best, **place, save_weights_only=True, metadata={"run": [1]}, saved_unix_s=1.5)
+    assert StepRecord.of_json(json.loads(json.dumps(record.to_json()))) == record
+
+
+def test_every_field_of_a_record_is_documented():
+    text = (Path(__file__).parents[1] / "docs/reference/checkpoints.md").read_text()
+    table = text.partition("`shardload/step.json`:")[2].partition("\n\n")[2].partition("\n\n")[0]
+    assert set(re.findall(r"`(\w+)`", "".join(line.split("|")[1] for line in table.splitlines()[2:]))) == {
+        *StepRecord().to_json()
+    }
+
+
+@pytest.mark.parametrize("wrong", [None, "x", True, -1, 1e400, [1, "x"], {"a": "b"}])
+def test_a_field_of_another_kind_is_read_as_if_it_were_not_there(wrong):
+    empty = StepRecord()
+    found = StepRecord.of_json(dict.fromkeys(empty.to_json(), wrong))
+    for name, kind in [("logs", dict), ("damaged", tuple), ("mode", str), ("best_of", str), ("versions", dict)]:
+        assert isinstance(getattr(found, name), kind)
+    for name in ("epoch", "batch", "devices", "processes"):
+        assert getattr(found, name) is None
+    assert StepRecord.of_json({}) == empty and not found.ranks_by("loss")
 
 
 def test_a_record_that_is_not_as_it_was_saved_does_not_say_what_is_best(tmp_path):

@@ -7,7 +7,6 @@ import functools
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping
 from importlib import metadata as distributions
 from typing import Any
@@ -71,11 +70,6 @@ def for_all_processes(tree: Any) -> Any:
         return np.asarray(value) if isinstance(value, jax.Array) and value.is_fully_addressable else value
 
     return jax.tree.map(plain, tree)
-
-
-def step_record(facts: Mapping[str, Any], state: StateTree) -> dict[str, Any]:
-    """The content of ``step.json``; ``facts`` are the callback's."""
-    return {"version": VERSION, **facts, **placement(state), "versions": versions(), "saved_unix_s": time.time()}
 
 
 def checked_metadata(found: Any) -> Any:

@@ -32,7 +32,7 @@ class BestRule:
     def covers(self, info: StepInfo) -> bool:
         """Whether a step was ranked in this way when it was saved, so that the rule for the best is this callback's."""
         ours = self.runs is None or info.run in self.runs
-        return ours and (info.details.get("monitor"), info.details.get("mode")) == (self.monitor, self.mode)
+        return ours and (info.said.monitor, info.said.mode) == (self.monitor, self.mode)
 
     def best(self, steps: Iterable[StepInfo]) -> list[StepInfo]:
         """Steps that can be compared, the best first."""
@@ -103,19 +103,17 @@ def remover(retention: Retention, root: Path, *, by: BestRule) -> Callable[[int,
 
 def recorded_damage(steps: Iterable[StepInfo]) -> set[int]:
     """Steps that other ones say were damaged when they were saved; a run that reads no data would not notice."""
-    found = (info.details.get("damaged") for info in steps)
-    return {step for numbers in found if isinstance(numbers, list) for step in numbers if type(step) is int}
+    return {step for info in steps for step in info.said.damaged}
 
 
 def _promised(steps: Iterable[StepInfo]) -> Iterator[int]:
     """The best steps by each metric whose callback keeps the best, as many as it said when it last saved one."""
     groups: dict[tuple[str, str], list[StepInfo]] = {}
     for info in steps:
-        monitor, count = info.details.get("monitor"), info.details.get("keep_best")
-        if isinstance(monitor, str) and isinstance(count, int):
-            groups.setdefault((monitor, str(info.details.get("mode"))), []).append(info)
+        if info.said.monitor is not None and info.said.keep_best is not None:
+            groups.setdefault((info.said.monitor, info.said.mode), []).append(info)
     for (monitor, mode), group in groups.items():
-        yield from (s.step for s in ranked(group, monitor=monitor, mode=mode)[: group[-1].details["keep_best"]])
+        yield from (s.step for s in ranked(group, monitor=monitor, mode=mode)[: group[-1].said.keep_best])
 
 
 def _spaced(steps: Iterable[StepInfo], every: int | None) -> list[int]:

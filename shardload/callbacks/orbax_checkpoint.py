@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -34,6 +35,7 @@ from shardload.errors import SaveError, UsageError
 from shardload.steps import orbax_writer
 from shardload.steps.listing import StepInfo, list_steps
 from shardload.steps.publish import Root, remove_stale
+from shardload.steps.record import StepRecord
 
 SaveDecision = Callable[[int, Mapping[str, float]], bool]
 
@@ -332,21 +334,24 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         ranks = self.save_freq != "epoch" or epoch_done  # else these are metrics of a part of an epoch
         if ranks and self._best.comparison.mode is not None:
             self._monitor.note(self._monitor.value_in(logs), model)
-        facts = {
-            "step": step,
-            "epoch": self._epoch,
-            "batch": self._in_epoch,
-            "epoch_done": epoch_done,
-            "logs": logs,
+        record = StepRecord(
+            step=step,
+            epoch=self._epoch,
+            batch=self._in_epoch,
+            epoch_done=epoch_done,
+            logs=logs,
+            ranks=ranks,
+            keep_best=self._retention.best,
+            save_weights_only=self.save_weights_only,
+            metadata=self._metadata_for(step, logs),
+            versions=_records.versions(),
+            saved_unix_s=time.time(),
             **self._best.record(),
-            "ranks": ranks,
-            "keep_best": self._retention.best,
-            "save_weights_only": self.save_weights_only,
-            "metadata": self._metadata_for(step, logs),
-        }
+            **_records.placement(state),
+        )
         if self.verbose:
             self._say(f"\nStep {step}: saving to {self.directory / str(step)}\n")
-        records = {"step.json": _records.step_record(facts, state), "structure.json": state.to_json()}
+        records = {"step.json": record.to_json(), "structure.json": state.to_json()}
         own = {} if self.data_iterator is None else _records.iterator_record(self.data_iterator)
         place = iterator_record(self._position, own)
         if iterator := joined(self._writer.channel.together(lambda: place)):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import cast
 
 from shardload.errors import DamagedError, SourceError, SourceNotFoundError, TransferError, UsageError
-from shardload.steps._number import STEP_FILE, check_number
+from shardload.steps._number import check_number
 from shardload.steps.digest_list import (
     Damage,
     Digests,
@@ -24,6 +24,7 @@ from shardload.steps.digest_list import (
     size_damage,
     step_name,
 )
+from shardload.steps.record import STEP_FILE
 from shardload.stores import file_access
 from shardload.stores.file_access import UNIT_BYTES
 

@@ -9,30 +9,21 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from shardload.errors import DamagedError, ShardloadError
-from shardload.steps.digest_list import OWN_FOLDER, Damage
-from shardload.stores import json_files
+from shardload.steps.digest_list import Damage
+from shardload.steps.record import STEP_FILE, StepRecord
 
-STEP_FILE = f"{OWN_FOLDER}/step.json"
 NAME = re.compile(r"0|[1-9][0-9]{0,17}")
 """At most 18 digits: any such number fits 64 bits."""
-
-
-def stated_number(record: Mapping[str, Any]) -> int | None:
-    """The number that a step's record gives it, if it gives one."""
-    found = record.get("step")
-    return found if isinstance(found, int) and not isinstance(found, bool) else None
 
 
 def other_number(folder: str | os.PathLike[str]) -> tuple[int, int] | None:
     """The number in the name of a step's folder and the one in its record, where they differ."""
     with suppress(ShardloadError, OSError):  # a record that cannot be read is reported as damage elsewhere
-        stated = stated_number(json_files.read_object(Path(folder, STEP_FILE)))
+        stated = StepRecord.read(Path(folder)).step
         for name in (Path(folder).absolute().name, Path(folder).resolve().name):  # of a link, and of what it leads to
             if stated is not None and NAME.fullmatch(name) and int(name) != stated:
                 return int(name), stated

@@ -8,25 +8,25 @@ foreign one it would be believed unchecked.
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from shardload.errors import DamagedError, ShardloadError, SourceError, SourceNotFoundError, UsageError
-from shardload.steps._number import NAME, STEP_FILE, holds, stated_number
+from shardload.steps._number import NAME, holds
 from shardload.steps.digest_list import name_damage
 from shardload.steps.digests import DIGESTS_FILE, OWN_FOLDER, Checker
 from shardload.steps.file_tree import FileTree, scan
-from shardload.stores import json_files
+from shardload.steps.record import STEP_FILE, StepRecord
 from shardload.stores.local import expanded
 from shardload.stores.remote import is_url
 
 ORBAX_FILE = "_CHECKPOINT_METADATA"
 TREE_FILE = "_METADATA"
+_EMPTY = StepRecord()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,6 @@ class StepInfo:
     path: Path
     ours: bool
     """Saved by shardload, so it has digests; else by Keras' own callback or plain Orbax."""
-    epoch: int | None = None
-    batch: int | None = None
-    """Batches of the epoch that were done."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    """The logs at that step."""
     best_by: str | None = None
     """By what it is the best of the steps that are there, if it is: ``val_loss=0.25 (lower is better)``."""
     n_bytes: int = 0
@@ -50,8 +45,8 @@ class StepInfo:
     """When it was saved, in seconds since 1970."""
     problems: str | None = None
     """What is wrong with it at first sight; `shardload.steps.digests.verify` looks closely."""
-    details: Mapping[str, Any] = field(default_factory=dict)
-    """All of ``step.json``."""
+    record: StepRecord | None = None
+    """What ``step.json`` says; None where it cannot be read, or is not there."""
     url: str | None = None
     """Its address, where it is a remote one; ``path`` then is a folder that stands for it."""
     mirror: Any = field(default=None, repr=False, compare=False)
@@ -63,25 +58,39 @@ class StepInfo:
         return self.best_by is not None
 
     @property
+    def said(self) -> StepRecord:
+        """Its record; an empty one where there is none."""
+        return self.record or _EMPTY
+
+    @property
+    def epoch(self) -> int | None:
+        """Counted from 0."""
+        return self.said.epoch
+
+    @property
+    def batch(self) -> int | None:
+        """Batches of the epoch that were done."""
+        return self.said.batch
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The logs at that step."""
+        return self.said.logs
+
+    @property
     def holds(self) -> int:
         """The number it was saved under; another one than ``step`` where its folder was copied or renamed."""
-        found = stated_number(self.details)
-        return self.step if found is None else found
+        return self.step if self.said.step is None else self.said.step
 
     @property
     def run(self) -> str | None:
         """The name of the run that saved it."""
-        found = self.details.get("run")
-        return found if isinstance(found, str) else None
-
-    def ranks_by(self, monitor: str) -> bool:
-        """Whether it says how good it is: its metrics have the value, and are not of a part of an epoch."""
-        return self.details.get("ranks") is not False and not math.isnan(self.metrics.get(monitor, math.nan))
+        return self.said.run
 
     @property
     def hides_rank(self) -> bool:
         """Whether damage hides how good it is."""
-        return self.ours and not self.details and self.problems is not None
+        return self.ours and self.record is None and self.problems is not None
 
     @property
     def where(self) -> str:
@@ -131,8 +140,8 @@ def with_best(found: Sequence[StepInfo]) -> list[StepInfo]:
 def _best_by(best: StepInfo, found: Sequence[StepInfo]) -> str:
     last = _ranking(found)
     assert last is not None  # it made one the best
-    monitor = last.details["monitor"]
-    better = "higher" if _is_higher_better(str(last.details.get("mode")), monitor) else "lower"
+    monitor = last.monitor or ""
+    better = "higher" if _is_higher_better(last.mode, monitor) else "lower"
     return f"{monitor}={best.metrics[monitor]:.6g} ({better} is better)"
 
 
@@ -140,8 +149,8 @@ def best_first(steps: Sequence[StepInfo]) -> list[StepInfo]:
     """Those of all runs, or of the newest one's, that say how good they are: as the callback of `_ranking` has it."""
     if (last := _ranking(steps)) is None:
         return []
-    runs = [last.run] if last.details.get("best_of") == "run" else None
-    return ranked(steps, monitor=last.details["monitor"], mode=str(last.details.get("mode")), runs=runs)
+    runs = [last.run] if last.best_of == "run" else None
+    return ranked(steps, monitor=last.monitor or "", mode=last.mode, runs=runs)
 
 
 def find_step(root: str | os.PathLike[str], step: Literal["latest", "best"] | int) -> StepInfo:
@@ -181,7 +190,7 @@ def find_step(root: str | os.PathLike[str], step: Literal["latest", "best"] | in
             return info
     if step == "best":
         last = _ranking(steps)
-        metric = "the monitored metric" if last is None else repr(last.details["monitor"])
+        metric = "the monitored metric" if last is None else repr(last.monitor)
         raise SourceNotFoundError(
             f"No step in {root} says how good it is: none was saved with a value of {metric}. "
             f'{_existing(steps)}. Take one by its number, or step="latest"'
@@ -226,7 +235,7 @@ def ranked(
         runs: Rank the steps of these runs only.
     """
     sign = -1 if _is_higher_better(mode, monitor) else 1
-    known = [info for info in steps if info.ranks_by(monitor) and (runs is None or info.run in runs)]
+    known = [info for info in steps if info.said.ranks_by(monitor) and (runs is None or info.run in runs)]
     return sorted(known, key=lambda info: (sign * info.metrics[monitor], info.holds != info.step, info.step))
 
 
@@ -234,11 +243,6 @@ def _is_higher_better(mode: str, monitor: str) -> bool:
     if mode in ("min", "max"):
         return mode == "max"
     return monitor.endswith(("acc", "accuracy", "auc")) or "fmeasure" in monitor
-
-
-def whole(found: Any) -> int | None:
-    """A count; None of anything else, and of what no training run reaches."""
-    return found if type(found) is int and 0 <= found < 1 << 63 else None
 
 
 def _look(path: Path) -> StepInfo | None:
@@ -259,7 +263,7 @@ def _look(path: Path) -> StepInfo | None:
         problems.append(f"cannot be listed: {error.strerror}")
     if ours and not (path / DIGESTS_FILE).is_file():
         problems.append(f"{DIGESTS_FILE} is missing")
-    details: dict[str, Any] = {}
+    record = None
     if ours:
         try:
             if not problems:  # what is best, and so what is removed, goes by these
@@ -268,19 +272,19 @@ def _look(path: Path) -> StepInfo | None:
                     problems += [
                         f"{found.path} {found.what}" for found in name_damage(checker.digests, tree, path.name)[:1]
                     ]
-            details = json_files.read_object(path / STEP_FILE)
+            record = StepRecord.read(path)
         except (ShardloadError, OSError) as error:
             problems.append(f"{STEP_FILE} cannot be read: {error}")
     problem = "; ".join(problems) or None
     return described(
-        int(path.name), path, details, ours=ours, n_bytes=tree.n_bytes, changed_s=changed_s, problems=problem
+        int(path.name), path, record, ours=ours, n_bytes=tree.n_bytes, changed_s=changed_s, problems=problem
     )
 
 
 def described(
     step: int,
     path: Path,
-    details: Mapping[str, Any],
+    record: StepRecord | None,
     *,
     ours: bool,
     n_bytes: int,
@@ -288,42 +292,27 @@ def described(
     problems: str | None = None,
 ) -> StepInfo:
     """A step as its ``step.json`` tells of it."""
-    stated = stated_number(details)
-    if problems is None and stated is not None and stated != step:
-        problems = holds(stated)
+    if problems is None and record is not None and record.step not in (None, step):
+        problems = holds(record.step)
     return StepInfo(
         step=step,
         path=path,
         ours=ours,
-        epoch=whole(details.get("epoch")),
-        batch=whole(details.get("batch")),
-        metrics=_numbers(details.get("logs")),
         n_bytes=n_bytes,
-        saved_s=_number(details.get("saved_unix_s")) or changed_s,
+        saved_s=(record and record.saved_unix_s) or changed_s,
         problems=problems,
-        details=details,
+        record=record,
     )
 
 
-def _ranking(steps: Sequence[StepInfo]) -> StepInfo | None:
+def _ranking(steps: Sequence[StepInfo]) -> StepRecord | None:
     """The step whose callback says what "best" means: the newest that was told to keep the best, or the newest of all.
 
     A callback without such a rule has a metric too, by default; that must not change what another one promised.
     """
-    monitored = [info for info in steps if isinstance(info.details.get("monitor"), str)]
-    promised = [info for info in monitored if info.details.get("keep_best")]
+    monitored = [info.said for info in steps if info.said.monitor is not None]
+    promised = [said for said in monitored if said.keep_best]
     return next(reversed(promised or monitored), None)
-
-
-def _number(found: Any) -> float | None:
-    usable = isinstance(found, (int, float)) and not isinstance(found, bool) and abs(found) < 1e300
-    return float(found) if usable or found in (math.inf, -math.inf) else None
-
-
-def _numbers(found: Any) -> dict[str, float]:
-    if not isinstance(found, dict):
-        return {}
-    return {name: number for name, value in found.items() if (number := _number(value)) is not None}
 
 
 def _existing(steps: Sequence[StepInfo]) -> str:

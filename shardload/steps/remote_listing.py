@@ -10,15 +10,15 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from shardload.errors import DamagedError, SourceError, SourceNotFoundError, UnsupportedError
 from shardload.manifest import Manifest
-from shardload.steps._number import NAME, STEP_FILE, check_number
+from shardload.steps._number import NAME, check_number
 from shardload.steps.digest_list import DIGESTS_FILE, OWN_FOLDER
 from shardload.steps.listing import ORBAX_FILE, StepInfo, described, with_best
+from shardload.steps.record import STEP_FILE, StepRecord
 from shardload.steps.remote_cache import RemoteStep, open_mirror
-from shardload.stores import json_files
 from shardload.stores.remote import COPY_FIRST, Folder
 
 THREADS = 8
@@ -118,20 +118,20 @@ def _bad(folder: Folder, problem: str) -> StepInfo:
 
 
 def _info(folder: Folder, mirror: RemoteStep) -> StepInfo:
-    details: dict[str, Any] = {}
+    record = None
     problems = None
     with mirror.naming():
         try:
             if STEP_FILE in mirror.checker.digests.files:
                 mirror.fetch(STEP_FILE)
-            details = json_files.read_object(Path(mirror.folder, STEP_FILE))
+            record = StepRecord.read(Path(mirror.folder))
         except (SourceError, SourceNotFoundError) as error:
             problems = f"{STEP_FILE} cannot be read: {error}"
-    number = int(folder.name) if NAME.fullmatch(folder.name) else details.get("step")
+    number = int(folder.name) if NAME.fullmatch(folder.name) else (record and record.step)
     found = described(
-        number if isinstance(number, int) else 0,
+        number or 0,
         Path(mirror.folder),
-        details,
+        record,
         ours=True,
         n_bytes=mirror.n_bytes,
         problems=problems,

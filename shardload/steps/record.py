@@ -1,0 +1,120 @@
+"""``shardload/step.json``: what a step says about itself. Written and read here, and nowhere else.
+
+The file may come from an older version or an unfriendly hand: a field that is missing or of another kind than it
+should be is read as if it were not there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardload.steps.digest_list import OWN_FOLDER
+from shardload.stores import json_files
+
+STEP_FILE = f"{OWN_FOLDER}/step.json"
+VERSION = 1
+_LARGEST = 1e300
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """The content of ``step.json``; docs/reference/checkpoints.md says what each field means."""
+
+    version: int = VERSION
+    step: int | None = None
+    epoch: int | None = None
+    batch: int | None = None
+    epoch_done: bool = False
+    logs: dict[str, float] = field(default_factory=dict)
+    monitor: str | None = None
+    mode: str = "auto"
+    best: float | None = None
+    best_of: str = "folder"
+    run: str | None = None
+    damaged: tuple[int, ...] = ()
+    ranks: bool = True
+    keep_best: int | None = None
+    save_weights_only: bool = False
+    metadata: Any = None
+    mesh: Mapping[str, Any] | None = None
+    devices: int | None = None
+    processes: int | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+    saved_unix_s: float | None = None
+
+    @classmethod
+    def read(cls, folder: Path) -> StepRecord:
+        """The record of a step.
+
+        Raises:
+            SourceError: When its file is missing, or is no JSON object.
+        """
+        return cls.of_json(json_files.read_object(folder / STEP_FILE))
+
+    @classmethod
+    def of_json(cls, found: Mapping[str, Any]) -> StepRecord:
+        """Every field that is what it should be."""
+        damaged = found.get("damaged")
+        mesh, versions = found.get("mesh"), found.get("versions")
+        return cls(
+            version=_integer(found.get("version")) or VERSION,
+            step=_integer(found.get("step")),
+            epoch=_count(found.get("epoch")),
+            batch=_count(found.get("batch")),
+            epoch_done=bool(found.get("epoch_done")),
+            logs=_numbers(found.get("logs")),
+            monitor=_text(found.get("monitor")),
+            mode=_text(found.get("mode")) or "auto",
+            best=_number(found.get("best")),
+            best_of=_text(found.get("best_of")) or "folder",
+            run=_text(found.get("run")),
+            damaged=tuple(n for n in damaged if type(n) is int) if isinstance(damaged, list) else (),
+            ranks=found.get("ranks") is not False,
+            keep_best=_integer(found.get("keep_best")),
+            save_weights_only=bool(found.get("save_weights_only")),
+            metadata=found.get("metadata"),
+            mesh=mesh if isinstance(mesh, dict) else None,
+            devices=_count(found.get("devices")),
+            processes=_count(found.get("processes")),
+            versions=versions if isinstance(versions, dict) else {},
+            saved_unix_s=_number(found.get("saved_unix_s")),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that is written."""
+        return asdict(self)
+
+    def ranks_by(self, monitor: str) -> bool:
+        """Whether it says how good the step is: it has the metric, and not of a part of an epoch."""
+        return self.ranks and not math.isnan(self.logs.get(monitor, math.nan))
+
+
+def _text(found: Any) -> str | None:
+    return found if isinstance(found, str) else None
+
+
+def _integer(found: Any) -> int | None:
+    return found if type(found) is int else None
+
+
+def _count(found: Any) -> int | None:
+    """None of what no training run reaches, too."""
+    return found if type(found) is int and 0 <= found < 1 << 63 else None
+
+
+def _number(found: Any) -> float | None:
+    usable = isinstance(found, (int, float)) and not isinstance(found, bool) and abs(found) < _LARGEST
+    return float(found) if usable or found in (math.inf, -math.inf) else None
+
+
+def _numbers(found: Any) -> dict[str, float]:
+    if not isinstance(found, dict):
+        return {}
+    return {name: number for name, value in found.items() if (number := _number(value)) is not None}
+
+
+__all__ = ["STEP_FILE", "VERSION", "StepRecord"]
