@@ -60,7 +60,7 @@ class Loaded:
 
 
 def load(
-    source: str | os.PathLike[str] | os.PathLike[str],
+    source: str | os.PathLike[str],
     *,
     mesh: Any = None,
     layout: Any = "auto",
