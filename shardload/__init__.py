@@ -95,7 +95,7 @@ def _leave() -> None:
 
 
 def _about_keras(error: ImportError) -> Exception:
-    """Keras runs on TensorFlow where nobody says otherwise; without TensorFlow its import fails, and says only that."""
+    """Keras defaults to TensorFlow; where that is missing, its import fails without naming the cause."""
     missing = (error.name or "").split(".")[0]
     return errors.BackendError(missing) if missing in ("tensorflow", "torch", "openvino") else error
 

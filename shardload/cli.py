@@ -6,7 +6,7 @@
     stderr ◄── progress, notes, and one paragraph when something fails ◄─┘
 
 Exit codes: 0 done · 1 failed, or a plan that does not fit · 2 usage · 130 interrupted · 141 stdout's reader left.
-This module holds the outermost frame only: whatever happens inside ends as one of these codes and never as a traceback
+This module holds the outermost frame only: everything inside ends with one of these codes and never with a traceback
 (``SHARDLOAD_TRACEBACK=1`` shows it). It imports nothing heavy, so that a Ctrl-C in the first moments is caught as well.
 """
 

@@ -29,7 +29,7 @@ def dtype_name(wanted: Any) -> Any:
         wanted: A name in any spelling, a NumPy or JAX dtype, a Keras dtype policy or its name, or ``None``.
 
     Raises:
-        UsageError: When it is no floating-point dtype.
+        UsageError: When it is not a floating-point dtype.
     """
     if wanted is None or hasattr(wanted, "variable_dtype"):
         return wanted

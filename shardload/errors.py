@@ -96,7 +96,7 @@ class BackendError(UnsupportedError):
         super().__init__(
             f"shardload needs Keras on JAX, but Keras was imported to run on {found!r}. Set the environment variable "
             "KERAS_BACKEND=jax (in Python: os.environ['KERAS_BACKEND'] = 'jax') before anything imports Keras, and "
-            "start Python anew"
+            "restart Python"
         )
 
 

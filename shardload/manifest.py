@@ -179,7 +179,7 @@ class Manifest:
     config: Mapping[str, Any] = field(default_factory=dict)
     """The checkpoint's own description of the model (``config.json`` content), empty where it has none."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """Whatever else the headers say: safetensors ``__metadata__``, GGUF key-values, Keras versions."""
+    """Further header entries: safetensors ``__metadata__``, GGUF key-values, Keras versions."""
 
     @property
     def nbytes(self) -> int:

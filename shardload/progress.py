@@ -1,4 +1,4 @@
-"""How far a load has come, for whoever wants to know.
+"""How far a load has come.
 
 A load calls ``start`` once with all bytes it will read, ``advance`` as they arrive, ``stop`` at the end,
 also when it fails. Calls come from one thread. `TerminalProgress` draws a bar on stderr::
@@ -34,7 +34,7 @@ class Progress(Protocol):
 
 
 class Silent:
-    """Progress nobody watches."""
+    """Progress that is not shown."""
 
     def start(self, total_bytes: int, description: str) -> None:
         """Nothing happens."""

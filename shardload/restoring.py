@@ -1,4 +1,4 @@
-"""A training step back into a model, wherever the model lives now.
+"""Restore a training step into a model, on the mesh the model has now.
 
     find the step ─► check its small files ─► manifest ─► pair leaves with variables ─► plan ─► read, checking each MiB
                                                                                              of data before it is used
@@ -202,7 +202,7 @@ def remember_restored(model: Any, info: StepInfo) -> None:
 
 
 def metric_values(model: Any, info: StepInfo) -> list[tuple[Any, NDArray[Any]]]:
-    """The metrics' variables of ``model`` with the values a step of ours has for them, checked.
+    """The metrics' variables of ``model`` with their values in a shardload step, checked.
 
     Metrics only have variables once ``fit`` has seen data, so `restore` may come too early for them.
     """

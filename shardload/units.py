@@ -21,7 +21,7 @@ def parse_bytes(text: str | int) -> int:
     """Bytes in ``"16GiB"``, ``"1.5 GB"``, ``"512M"`` or ``"4096"``; an int passes through.
 
     Raises:
-        ValueError: When the text is no positive quantity of bytes.
+        ValueError: When the text is not a positive quantity of bytes.
     """
     if isinstance(text, int) and not isinstance(text, bool):
         return _positive(text, str(text))

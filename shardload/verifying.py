@@ -1,6 +1,6 @@
 """Whether a checkpoint's bytes are all there, and, where digests were saved with them, whether they are the right ones.
 
-a step of ours           every file against its digests                 verified
+a shardload step         every file against its digests                 verified
 a folder of steps        each of its steps
 anything else we read    headers checked, every tensor read to its end  readable: nothing says what was saved
 """
@@ -37,7 +37,7 @@ class Verdict:
     verdict: Literal["verified", "readable", "damaged"]
     """``readable``: complete and well-formed, but it has no digests to compare with."""
     tensors: int | None
-    """How many were read; None where files were, whatever they hold."""
+    """How many were read; None where whole files were."""
     n_bytes: int
     problems: tuple[str, ...]
 
@@ -60,7 +60,7 @@ def verify(source: str | os.PathLike[str], *, progress: Callable[[int], None] | 
 
     Raises:
         SourceNotFoundError: When there is nothing of that name.
-        UnsupportedError: When it is no checkpoint of a format known here.
+        UnsupportedError: When it is not a checkpoint of a known format.
     """
     if is_url(source):
         if not (steps := list_steps(source)):

@@ -69,7 +69,7 @@ def test_a_file_may_replicate_the_rest_and_two_axes_may_split_one_dim(rules):
         (rule(".*query/kernel", "model", "-", "-") + rule(".*0.*kernel", "model", "-", "-"), "Two rules .* match"),
         (rule(".*query/kernel", "model", "-"), r"names 2 dims, but .*query/kernel has shape \(8, 72, 16\)"),
         (rule(".*query/kernel", "tensor", "-", "-"), r"names axes \['tensor'\] that the mesh"),
-        (rule("(", "-"), "is no regular expression"),
+        (rule("(", "-"), "is not a regular expression"),
         ("rule = 3\n", "need \\[\\[rule\\]\\] tables"),
         ("default = 'none'\n" + rule("a", "-"), "need \\[\\[rule\\]\\] tables"),
         ("[[rule]]\nvariable = 'a'\n", "A rule in .* must be variable ="),

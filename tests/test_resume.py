@@ -160,7 +160,7 @@ def test_a_last_batch_that_is_shorter_is_none_of_another_length(tmp_path):
 def test_data_that_has_run_out_is_told(tmp_path):
     with pytest.warns(UserWarning, match="ran out of data"):
         fit(model(), data(rows=16), OrbaxCheckpoint(tmp_path, save_freq=1), epochs=2, steps_per_epoch=4)
-    with pytest.raises(UsageError, match="Step 5 stands at the end of this data"):
+    with pytest.raises(UsageError, match="Step 5 was saved at the end of the dataset"):
         fit(model(), data(rows=16), OrbaxCheckpoint(tmp_path, resume=True), epochs=2, steps_per_epoch=4)
 
 

@@ -3,7 +3,7 @@
 The handler only takes note; the callback looks after each batch. It is installed where Python can (the main
 thread) and takes the place of a default action only: a handler of the user's own is called as well. With
 ``jax.distributed`` JAX listens itself, and agrees with all processes on the batch after which they save together;
-a handler of ours would keep it from hearing. Keras tells callbacks nothing when ``fit`` fails, so the handler may
+another handler would keep it from being notified. Keras tells callbacks nothing when ``fit`` fails, so the handler may
 outlive it: outside of ``fit``, SIGTERM does what it did before.
 """
 
@@ -40,7 +40,7 @@ class Preemption:
         if not self._announced and processes.is_distributed():
             try:
                 self._announced = bool(multihost_utils.reached_preemption_sync_point(next(_asked)))
-            except RuntimeError:  # jax_enable_preemption_service is off: whoever turned it off does not want this
+            except RuntimeError:  # jax_enable_preemption_service is off, deliberately
                 return False
         return self._announced
 

@@ -90,7 +90,7 @@ def checked_items(checkpointables: Any) -> dict[str, Any]:
     """Further items of a step by name; a callable is called for them.
 
     Raises:
-        UsageError: When a name, or what it stands for, cannot be used.
+        UsageError: When a name or its value cannot be used.
     """
     found = checkpointables() if callable(checkpointables) else checkpointables
     if not isinstance(found, Mapping):
@@ -110,7 +110,7 @@ def checked_items(checkpointables: Any) -> dict[str, Any]:
 
 
 def iterator_record(source: Any) -> dict[str, Any]:
-    """Where a data iterator stands, as JSON: what its ``get_state`` gives, a callable's result, or the value itself.
+    """The position of a data iterator, as JSON: its ``get_state()``, a callable's result, or the value itself.
 
     Raises:
         UsageError: When that is not bytes, nor something that comes back from JSON as it was.
@@ -139,7 +139,7 @@ Metadata = Mapping[str, Any] | Callable[[int, Mapping[str, float]], Mapping[str,
 
 
 def check_directory(directory: str | os.PathLike[str]) -> None:
-    """Raise a `UsageError` for what is no folder of this machine."""
+    """Raise a `UsageError` unless ``directory`` is a local folder."""
     if not os.fspath(directory):
         raise UsageError('directory is the folder of the steps; it cannot be "". The current folder is "."')
     if "://" in os.fspath(directory):
@@ -147,7 +147,7 @@ def check_directory(directory: str | os.PathLike[str]) -> None:
 
 
 def check_choices(*, compression: str, best_of: str) -> None:
-    """Raise a `UsageError` for a word that is none of those there are."""
+    """Raise a `UsageError` for an unknown option."""
     if compression not in ("none", "zstd"):
         raise UsageError(f"compression should be 'none' or 'zstd', but is {compression!r}")
     if best_of not in ("folder", "run"):
@@ -155,13 +155,13 @@ def check_choices(*, compression: str, best_of: str) -> None:
 
 
 def check_initial_epoch(found: Any) -> None:
-    """Raise a `UsageError` for what is no number of an epoch."""
+    """Raise a `UsageError` for an invalid epoch number."""
     if found is not None and (isinstance(found, bool) or not isinstance(found, int) or found < 0):
         raise UsageError(f"initial_epoch should be a whole number from 0 on, or None, but is {found!r}")
 
 
 def check_frequency(save_freq: Any) -> None:
-    """Raise a `UsageError` for what is no ``save_freq``, in Keras' words."""
+    """Raise a `UsageError` for an invalid ``save_freq``, in Keras' words."""
     if save_freq != "epoch" and (isinstance(save_freq, bool) or not isinstance(save_freq, int) or save_freq < 1):
         raise UsageError(
             f"Unrecognized save_freq: {save_freq}. Expected save_freq are 'epoch' or integer values from 1"

@@ -153,7 +153,7 @@ def _restored(model: Any, directory: Path, resume: bool | int | Literal["latest"
 
 
 def _lies_in(directory: Path, info: StepInfo) -> bool:
-    """Whether a step lies in a folder, however either was written."""
+    """Whether a step is in a folder, however the two paths are spelled."""
     return info.path.parent.resolve() == directory.resolve()
 
 

@@ -1,7 +1,7 @@
 """Which steps stay. A step stays if any rule wants it; without a limit on the latest ones, all stay.
 
-Only steps of ours whose files look whole are counted and removed: what another program wrote, and what is damaged, is
-for people to remove. The best steps that another callback or another run promised to keep stay as well: one for the
+Only shardload's own steps whose files look whole are counted and removed. Users remove damaged steps and those of other
+programs themselves. The best steps that another callback or another run promised to keep stay as well: one for the
 latest steps and one for the best may share a folder.
 """
 

@@ -26,7 +26,7 @@ _WIDE = {np.dtype(name) for name in ("int64", "uint64", "float64", "complex128")
 """JAX has these where ``jax_enable_x64`` is set, which may be so in one thread only; elsewhere it would narrow them."""
 
 _PLAIN = bool, int, float, complex, str, bytes, np.generic
-"""Leaves that nobody can change."""
+"""Immutable leaves."""
 
 
 @dataclass(frozen=True, slots=True)

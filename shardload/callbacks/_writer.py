@@ -65,7 +65,7 @@ class SaveJob:
     items: Mapping[str, Any]
     """What Orbax writes, by name."""
     records: Mapping[str, Mapping[str, Any]]
-    """What we write beside it: file name in ``shardload/`` to its JSON."""
+    """Our own files: name in ``shardload/`` to JSON."""
     compression: Literal["none", "zstd"] = "none"
     timeout_s: float | None = None
     after: tuple[Callable[[int, Path], None], ...] = field(default=())
@@ -92,7 +92,7 @@ class Writer:
         """
         self.wait()
         self.witness.note(f"step {job.step} was being saved")
-        with held_back():  # until the worker has it: from there on the step is finished whatever happens in fit
+        with held_back():  # until the worker has it: from there on the step is finished even if fit fails
             self._start(job)
 
     def _start(self, job: SaveJob) -> None:
@@ -198,7 +198,7 @@ class Writer:
             failure = _as_failure(error, job, staging)
             try:
                 staging.discard()
-                if not isinstance(failure, ProcessLostError):  # whoever found that out wrote it down
+                if not isinstance(failure, ProcessLostError):  # recorded where it was noticed
                     self.witness.write(str(failure))
             finally:
                 self._failure = failure
@@ -230,7 +230,7 @@ def _finish_all() -> None:
         for writer in list(_WRITERS):
             try:
                 writer.settle()
-            except ShardloadError as error:  # nobody is left to raise it to
+            except ShardloadError as error:  # no caller is left to raise it to
                 logging.getLogger("shardload").error("%s", error)
 
 
@@ -320,14 +320,14 @@ def _digest(job: SaveJob, staging: Staging) -> None:
 
 
 def _is_ours_to_digest(name: str) -> bool:
-    """Whether this process wrote a file; process 0 also takes what nobody is named for."""
+    """Whether this process wrote a file; process 0 also takes files without an owner."""
     found = _OF_PROCESS.match(name)
     writer = int(found.group(1)) if found else 0
     return (writer if writer < processes.count() else 0) == processes.index()
 
 
 def _part(staging: Staging, process: int) -> Path:
-    """Where a process leaves its part of the digests: beside the step, not in it."""
+    """Where a process leaves its part of the digests: next to the step, not in it."""
     return staging.home / f"digests-{process}"
 
 
@@ -340,7 +340,7 @@ def _as_failure(error: BaseException, job: SaveJob, staging: Staging) -> Shardlo
     if isinstance(error, ProcessLostError) or (isinstance(error, ShardloadError) and not isinstance(error, SaveError)):
         return error
     try:
-        staging.check()  # what became of the folder explains whatever Orbax says of files in it
+        staging.check()  # a missing folder explains Orbax's errors about files in it
     except OSError as gone:
         if isinstance(gone, SaveError) and str(gone) != str(error):
             gone.__cause__ = error

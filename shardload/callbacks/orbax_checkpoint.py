@@ -50,7 +50,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         directory: Folder of the steps, made if missing; a relative path is taken from the current folder now.
         monitor: Metric that says which step is best.
         verbose: 1 writes a line for every save.
-        save_best_only: Save only when ``monitor`` beat the best so far, and keep that step, whatever else is saved.
+        save_best_only: Save only when ``monitor`` beat the best so far, and keep that step even when others are saved.
         mode: ``min``, ``max``, or ``auto``: as the metric of that name has it.
         save_freq: ``"epoch"``, or every so many batches.
         initial_value_threshold: Value of ``monitor`` to beat at first.
@@ -75,7 +75,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             goes on after whatever step of this folder `shardload.restore` put into the model, and after none otherwise.
         best_of: What ``monitor`` is compared with: steps of all runs in the folder, or of this ``"run"`` and what it
             resumes.
-        initial_epoch: Begin with this epoch after a restore, not after those that were complete; 0 counts anew. That of
+        initial_epoch: Begin with this epoch after a restore, not after those that were complete; 0 starts over. That of
             ``fit`` wins, unless it is 0, its default.
 
     Raises:
@@ -286,7 +286,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         return self._position.at_end or (steps is not None and self._in_epoch >= steps)
 
     def _end_early(self, logs: Mapping[str, Any] | None) -> None:
-        """This process is about to be taken away: save what is not saved yet, whatever its metric, and end ``fit``."""
+        """On preemption: save what is not saved yet, regardless of its metric, and end ``fit``."""
         if self._total > self._last_saved:
             self._save(plain_logs(logs), epoch_done=self._at_end)
         self._writer.wait()

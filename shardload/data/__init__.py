@@ -50,7 +50,7 @@ def resumable(dataset: Any, *, global_batch_size: int | None = None) -> Any:
         A `grain.IterDataset` of the batches of this process. It reads one batch ahead, to know which one is the last.
 
     Raises:
-        UsageError: When it is no Grain dataset, or one that has no global batches of that size. Other sources have
+        UsageError: When it is not a Grain dataset, or has no global batches of that size. Other sources have
             their position saved through the callback's ``data_iterator=``. Later, in ``fit``: when it should go on
             where another dataset stood, and its batches are not the same ones.
         MissingExtraError: When Grain is not installed.
@@ -100,7 +100,8 @@ def _checked(dataset: Any, global_batch_size: int) -> Reading:
     if isinstance(global_batch_size, bool) or not isinstance(global_batch_size, int) or global_batch_size < 1:
         raise UsageError(f"global_batch_size is a whole number from 1 on; got {global_batch_size!r}")
     if len(dataset) < global_batch_size:
-        raise UsageError(f"There is no batch of {global_batch_size}: the dataset has {len(dataset)} examples")
+        size = len(dataset)
+        raise UsageError(f"Cannot make a global batch of {global_batch_size}: the dataset has only {size} examples")
     try:
         dataset.batch(global_batch_size)
     except ValueError as error:

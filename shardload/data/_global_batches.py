@@ -1,4 +1,4 @@
-"""Global batches: the same examples in the same order, whatever number of processes reads them.
+"""Global batches: the same examples in the same order, for any number of processes.
 
     examples, shuffled       0  1  2  3  4  5  6  7 │ 8  9 10 11 12 13 14 15 │ …
                              ── global batch 0 ──── │ ── global batch 1 ──── │
@@ -41,7 +41,7 @@ def part_of_this_process() -> BatchPart:
     """The rows of a batch that this process' devices hold; all of them without a Keras distribution.
 
     Raises:
-        UsageError: When the mesh deals rows out in a way that is no equal share.
+        UsageError: When the mesh does not give each process an equal share of the rows.
     """
     import jax
     import keras
@@ -60,7 +60,7 @@ def part_in(owners: Sequence[set[int]], process: int) -> BatchPart:
     """The part of a process, given the processes that hold each row of the mesh.
 
     Raises:
-        UsageError: When it is no equal share, or the process holds no row.
+        UsageError: When the shares are unequal, or the process has no row.
     """
     shares = {one: tuple(i for i, who in enumerate(owners) if one in who) for who in owners for one in who}
     parts = sorted(set(shares.values()))

@@ -1,4 +1,4 @@
-"""Where the data of one ``fit`` stands, and whether data that goes on is read as it was before.
+"""The position in the data of one ``fit``, and whether data that goes on is read as it was before.
 
 A dataset only tells how much of it was read: "so many batches". That says which examples come next only while the
 batches are the same ones. So the way they are made is saved as well, and compared before anything is trained.
@@ -97,7 +97,7 @@ class Origin:
     def _cannot(self, why: str) -> UsageError:
         return UsageError(
             f"Step {self.step} does not tell what comes next in this data: {why}. Read it as it was read then, "
-            "or begin anew: restore the weights and save to another folder"
+            "or start over: restore the weights and save to another folder"
         )
 
 
@@ -120,7 +120,7 @@ def _number(found: int | None) -> str:
 
 
 class Position:
-    """Where the data of one ``fit`` stands. Several callbacks may tell it the same things."""
+    """The position in the data of one ``fit``. Several callbacks may report the same events to it."""
 
     def __init__(self, fit: Any = None) -> None:
         """Begin to follow ``fit``: what tells it from others, if anything does."""
@@ -222,7 +222,7 @@ class Position:
         """
         if self._origin is not None and not self._given:
             raise UsageError(
-                f"Step {self._origin.step} stands at the end of this data, and `fit` is to train more batches. "
+                f"Step {self._origin.step} was saved at the end of the dataset, but fit() requests more batches. "
                 "Train fewer epochs, or repeat the data (dataset.repeat() with steps_per_epoch)"
             )
 

@@ -1,8 +1,8 @@
 """Says why a run of several processes came to its end: in the folder of the steps, or where it only loads, on stderr.
 
-of this process     a small process beside it sees it end (`watchdog`)
+of this process     a helper process sees it end (`watchdog`)
 of another one      the heartbeat misses it (`heartbeat`)
-of a save           whoever raises it says so
+of a save           the code that raises it records it
 """
 
 from __future__ import annotations
@@ -64,6 +64,6 @@ class Witness:
             watchdog.write_down(str(self.folder), {"process": processes.index(), "cause": cause})
 
 
-def _end(beside: subprocess.Popen[str]) -> None:
+def _end(helper: subprocess.Popen[str]) -> None:
     with suppress(OSError, ValueError):
-        beside.communicate(f"{watchdog.END}\n", timeout=5)
+        helper.communicate(f"{watchdog.END}\n", timeout=5)

@@ -1,7 +1,7 @@
 """Which processes of a run are still there.
 
     every process, each second      alive/3  = "41 host-b pid 977"
-    process 0 reads them all        alive/3 stands still for 15 s ─► lost = "process 3 (host-b, pid 977) …"
+    process 0 reads them all        alive/3 unchanged for 15 s ─► lost = "process 3 (host-b, pid 977) …"
     the others read two keys        alive/0 and lost
 
 JAX notices a dead process after 100 s, and then aborts the others; the keys tell within 20, while there is time to
@@ -220,7 +220,7 @@ class Heartbeat:
             told = list(self._told)
         logging.getLogger("shardload").error("%s", what)
         for call in told:
-            with suppress(Exception):  # whatever it was, the others are to be told
+            with suppress(Exception):  # the others must be told in any case
                 call(what)
         if self._index == 0:
             with suppress(Exception):

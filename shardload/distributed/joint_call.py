@@ -32,7 +32,7 @@ FAILED_S = 20.0
 
 
 class Joint:
-    """What one process knows of a call that all make: its first is that of the others, whatever else they did before.
+    """One process' part in a call that all processes make; their first calls are matched with each other, and so on.
 
     Args:
         on_end: Called before this process is ended.

@@ -97,7 +97,7 @@ _starting: list[threading.Timer] = []
 
 @contextmanager
 def starting_meanwhile(start: Callable[[], Any], after_s: float) -> Iterator[None]:
-    """Start JAX in another thread when what is inside takes longer; its failure is for whoever starts it next."""
+    """Start JAX in another thread when what is inside takes longer; the next caller that starts it gets its failure."""
 
     def run() -> None:
         with suppress(Exception):
@@ -133,7 +133,7 @@ class _Call(threading.local):
 
 
 call = _Call()
-"""Asked wherever this thread waits for other processes: one that failed does not come."""
+"""Called each time this thread waits for other processes: one that failed does not arrive."""
 
 
 class Channel:
@@ -213,7 +213,7 @@ class Channel:
                 return {} if answer is None else {int(i): heard for i, heard in json.loads(answer).items()}
             words = {i: word if i == index() else wait.word(client, f"{base}/word/{i}", of=i) for i in members}
             client.key_value_set(f"{base}/all", json.dumps(words))
-            if self._number > 1:  # whoever gave this word has read the answer before it
+            if self._number > 1:  # the sender of this message has read the answer before it
                 client.key_value_delete(f"{self.name}/{self._number - 2}")
         except jax.errors.JaxRuntimeError as error:
             raise ProcessLostError(
@@ -242,7 +242,7 @@ class _Wait:
         return {"absent": True} if said is None else dict(json.loads(said))
 
     def hear(self, client: Any, key: str, *, of: int) -> str | None:
-        """What a key holds, once it is there; None when there is no more patience."""
+        """The value of a key once it exists; None after the time limit."""
         while True:
             try:
                 return str(client.blocking_key_value_get(key, WAIT_MS))
@@ -299,10 +299,10 @@ def raise_failure(said: Mapping[int, Word]) -> None:
 
 
 def from_elsewhere(process: int, heard: Word, *, foreign: type[ShardloadError]) -> ShardloadError:
-    """The error of another process, in its own class where that is one of ours, else as ``foreign``."""
+    """The error of another process, in its own class where that is a class of shardload, else as ``foreign``."""
     kind = getattr(errors, heard["kind"], None)
     known = isinstance(kind, type) and issubclass(kind, ShardloadError)
-    if kind is ProcessLostError:  # whoever noticed: it says itself which one
+    if kind is ProcessLostError:  # it names the process itself
         lost = ProcessLostError(heard["error"])
         lost.in_order = heard["in_order"]
         return lost

@@ -1,4 +1,4 @@
-"""A small process beside each one of a run of several, which writes down that it ended without saying so.
+"""A helper process for each process of a run: it records an exit that was not announced.
 
     training process ──pipe──► this one            killed, aborted by JAX, out of memory: the pipe is closed
                        "end" ─► nothing to say      without "end" ─► a line in FOLDER/.failures.jsonl, flushed to disk

@@ -1,4 +1,4 @@
-"""Text from a prompt, greedily, on whatever mesh the model lives on.
+"""Text from a prompt, greedily, on the model's own mesh.
 
     prompts ─► token ids ─► padded to one length and to the batch axis ─► CausalLM's compiled loop ─► cut ─► text
 
@@ -175,7 +175,7 @@ def _greedy(model: Any) -> Iterator[Callable[..., Any]]:
     model.generate_function = kept.function if kept else None
     try:
         function = model.make_generate_function()
-        # Past Keras' attribute tracking: this is no part of the model.
+        # Past Keras' attribute tracking: it does not belong to the model.
         vars(model)[_KEPT] = _Compiled(binding_of(model), model.sampler, function)
         yield function
     finally:

@@ -1,4 +1,4 @@
-"""The checkpoint's own tokenizer, whatever form it comes in, behind one small interface.
+"""The checkpoint's own tokenizer, in any of its forms, behind one small interface.
 
     hf-safetensors     tokenizer.json ─► tokenizers      tokenizer.model ─► sentencepiece     vocab.json ─► tokenizers
     keras-hub-preset   tokenizer.json, assets/ ─► KerasHub
@@ -32,7 +32,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, with whatever the model expects before it (``<bos>``)."""
+        """Token ids of a prompt, with the tokens the model expects before it (``<bos>``)."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -291,7 +291,7 @@ class _Program:
 
     @property
     def constants(self) -> list[Any]:
-        """What is computed with, beside the seeds, and by which operations."""
+        """The inputs of the computation other than seeds, and its operations."""
         return [*self._consts, *_ingredients(self._jaxpr)]
 
 

@@ -1,6 +1,6 @@
 """A model that carries its own mesh: `bind` it once, then use it as if nothing had happened.
 
-Keras keeps one distribution per thread, for whatever runs next. A bound model instead opens its own
+Keras keeps one distribution per thread, for everything that runs next. A bound model instead opens its own
 ``ModelParallel`` scope around each of its public methods, and closes it again::
 
     bind(a, mesh=1x8)   bind(b, mesh=2x4)      plain c
@@ -71,7 +71,7 @@ class MeshParallel(keras.distribution.ModelParallel):  # type: ignore[misc]
         self._mesh, self._devices, self._by_path = mesh, tuple(devices), by_path
 
     def get_variable_layout(self, variable: Variable) -> Any:
-        """The variable's own layout; that of its namesake for one made anew; else replicated."""
+        """The variable's own layout; that of its namesake for a new variable; else replicated."""
         own, shape = sharding_of(variable), tuple(variable.shape)
         if own is not None:
             return own
@@ -171,7 +171,7 @@ class Standing:
 
     @classmethod
     def of(cls, model: Model) -> Standing:
-        """Where ``model`` stands now."""
+        """The current layout of ``model``."""
         found = tuple((v, sharding_of(v)) for v in state_of(model))
         return cls(model, binding_of(model), found)
 

@@ -212,7 +212,7 @@ def _quantizes(layer: Any) -> bool:
 
 
 def _computes(layer: Any) -> bool:
-    """Whether a layer's dtype policy matters: not that of a place where input enters, or of what is no layer."""
+    """Whether a layer's dtype policy matters: not for input layers, nor for objects that are not layers."""
     return isinstance(layer, keras.Layer) and not isinstance(layer, keras.layers.InputLayer)
 
 

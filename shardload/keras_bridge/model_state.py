@@ -112,7 +112,7 @@ def models_in(model: Model) -> list[Model]:
 
 
 def refresh_derived(model: Model) -> None:
-    """Have layers recompute the constants they hold beside their variables: ``Normalization``'s mean and variance."""
+    """Have layers recompute constants they derive from their variables: ``Normalization``'s mean and variance."""
     for layer in model._flatten_layers():
         if isinstance(layer, keras.layers.Normalization) and layer.built and all(map(has_value, layer.variables)):
             layer.finalize_state()
@@ -130,7 +130,7 @@ def _held_by(attribute: Any) -> Iterable[Variable]:
 
 
 def policy_name(layer: Any) -> str | None:
-    """Name of a layer's dtype policy, the usual one of a map; None for what is no layer."""
+    """Name of a layer's dtype policy, the usual one of a map; None for objects that are not layers."""
     policy = layer._dtype_policy if isinstance(layer, keras.Layer) else None
     if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
         policy = policy[layer.path] if layer.path and not isinstance(layer, keras.Model) else policy.default_policy

@@ -49,7 +49,7 @@ class Unknown(keras.KerasTensor):  # type: ignore[misc]
     """What reading a variable without a value yields while a layer builds: its shape and dtype, for ``keras.ops``.
 
     No number can come from it, nor from what is computed with it: it can be assigned to another abstract variable
-    (`ComputedInBuild`), and whatever else needs its value is refused.
+    (`ComputedInBuild`), and anything else that needs its value is refused.
     """
 
     def __init__(self, pending: PendingValue, shape: Any, dtype: Any) -> None:
@@ -120,8 +120,8 @@ class PendingValue:
         if recording() and current_path():
             return Unknown(self, shape, dtype)
         raise UninitialisedError(
-            f"Variable {self.path!r} has no value: it was built without allocating, or a load let go of it. Load the "
-            "model (shardload.load_weights, or Keras' own load_weights), or initialise it with "
+            f"Variable {self.path!r} has no value: it was built without allocating, or a failed load released it. "
+            "Load the model (shardload.load_weights, or Keras' own load_weights), or initialise it with "
             "shardload.initialise(model)"
         )
 

@@ -48,7 +48,7 @@ def _handled_assign(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _inherited_assign(variable: Variable, value: Any) -> Any:
-    """Whatever ``assign`` the base class has when it is called, patched or not."""
+    """The ``assign`` that the base class has at the time of the call, patched or not."""
     return variables.Variable.assign(variable, value)
 
 
@@ -190,7 +190,7 @@ def serialised_model(model: Model) -> str:
 
 
 def assets_of(model: Model) -> dict[str, Any] | None:
-    """Files that layers save beside their variables (vocabularies), as nested uint8 arrays; ``None`` without any."""
+    """Files that layers save as well as variables (vocabularies), as nested uint8 arrays; ``None`` without any."""
     with _LOAD_STATE_PATCH.applied():
         found: dict[str, Any] | None = saving_lib._save_assets_to_dict(model)
     return found

@@ -96,7 +96,7 @@ _TRAINER_PATCHES = Patches(
 
 
 def epoch_iterator_of_caller() -> Any:
-    """The ``EpochIterator`` on whose behalf the calling code runs, or None; Keras hands it to nobody."""
+    """The ``EpochIterator`` on whose behalf the calling code runs, or None; Keras does not expose it."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         if isinstance(owner := frame.f_locals.get("self"), EpochIterator):
@@ -130,7 +130,7 @@ def grain_dataset(epochs: Any) -> Any:
 
 
 def forget_epoch_length(epochs: Any) -> None:
-    """Let an ``EpochIterator`` find out anew how many batches its data has."""
+    """Let an ``EpochIterator`` count the batches of its data again."""
     epochs._num_batches = epochs.data_adapter.num_batches
 
 

@@ -30,7 +30,7 @@ def is_abstract(variable: Variable) -> bool:
 
 
 def stored_dtype(variable: Variable) -> np.dtype[Any]:
-    """The dtype of what the variable stores, whatever autocast scope is open."""
+    """The dtype of the stored value, regardless of any autocast scope."""
     dtype: np.dtype[Any] = jax.dtypes.canonicalize_dtype(np.dtype(getattr(jax.numpy, variable._dtype)))
     return dtype
 
@@ -82,7 +82,7 @@ def settle(variable: Variable) -> None:
 
 
 def drop_value(variable: Variable) -> None:
-    """Let go of the variable's value, so that its memory is free before a load replaces it."""
+    """Release the variable's value, so that its memory is free before a load replaces it."""
     if variable._value is not None:
         variable._value = None
         variable._initializer = PendingValue(None, variable.path)

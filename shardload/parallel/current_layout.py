@@ -1,4 +1,4 @@
-"""Where a model that stands lives now, so that a load without ``mesh`` leaves it there.
+"""The current layout of an existing model, so that a load without ``mesh`` leaves it there.
 
 every value on one device              ─► a 1x1 mesh on that device
 layouts or values over one mesh        ─► that mesh and those layouts; values on one device count as replicated

@@ -56,7 +56,7 @@ class LayoutChoice:
 
     @property
     def replicated_large(self) -> tuple[str, ...]:
-        """Paths of variables of at least 1 MiB left whole, though the mesh could split weights and nobody asked."""
+        """Paths of variables of at least 1 MiB replicated by default although the mesh could split them."""
         if self.mode == "replicated" or not splits_weights(self.mesh):
             return ()
         return tuple(v.path for v in self.variables if v.layout.is_replicated and v.nbytes >= LARGE_BYTES)

@@ -54,7 +54,7 @@ def read_rules(path: Path) -> RuleSet:
     """Read a rules file.
 
     Raises:
-        LayoutError: When it cannot be read, is no TOML, or a rule is not of the documented form.
+        LayoutError: When it cannot be read, is not TOML, or a rule is malformed.
     """
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -107,7 +107,7 @@ def apply(
 
     Raises:
         LayoutError: When a rule matches nothing, two match one variable, a rule has the wrong number of dims,
-            names an unknown axis, or is no regular expression.
+            names an unknown axis, or is not a regular expression.
     """
     variables = list(variables)
     used: set[str] = set()
@@ -140,7 +140,7 @@ def _compiled(rule: Rule, origin: str) -> re.Pattern[str]:
     try:
         return re.compile(rule.pattern)
     except re.error as error:
-        raise LayoutError(f"The rule {rule.pattern!r} of {origin} is no regular expression: {error}") from error
+        raise LayoutError(f"The rule {rule.pattern!r} of {origin} is not a regular expression: {error}") from error
 
 
 def _place(rule: Rule, variable: Any, *, mesh: MeshSpec, role: Role, origin: str) -> Placement:

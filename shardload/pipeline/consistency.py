@@ -31,7 +31,7 @@ from shardload.transfer.casts import is_float
 from shardload.transfer.verifier import Verifier
 
 SPOTS = 256
-"""Places looked at in all files: milliseconds, whatever the checkpoint's size."""
+"""Places looked at in all files: milliseconds, for a checkpoint of any size."""
 SPOT_BYTES = 256
 
 Facts = dict[str, str]

@@ -36,10 +36,10 @@ from shardload.transfer.read_tensor import read_tensor
 from shardload.transfer.verifier import Verifier
 
 BARE = ("safetensors",)
-"""Formats whose tensors have whatever names their writer chose."""
+"""Formats whose writers choose the tensors' names freely."""
 OnFailure = Literal["raise", "tell", "restore"]
-"""``raise``: just the error, as nobody has the model yet; ``tell``: what the model holds now; ``restore``: keep the old
-values until the new ones are complete, and put them back."""
+"""``raise``: just the error, as the caller does not have the model yet; ``tell``: say what the model contains now;
+``restore``: keep the old values until the new ones are complete, and put them back."""
 SHOWN = 8
 NOT_STRICT = " Pass strict=False (--no-strict) to load what fits and report the rest."
 """The way out of a load or restore that does not fit, which a caller may have to replace by its own."""

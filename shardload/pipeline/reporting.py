@@ -44,7 +44,7 @@ def load_report(
 
 
 def _of_the_model(job: LoadJob, initialised: tuple[str, ...]) -> tuple[str, ...]:
-    """Only what belongs to the model itself: that an optimizer or a metric starts afresh surprises nobody."""
+    """Only what belongs to the model itself: an optimizer or a metric that starts afresh is expected."""
     own = {v.path for v in variables_of(job.model)}
     return tuple(path for path in initialised if path in own)
 

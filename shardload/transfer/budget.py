@@ -1,6 +1,6 @@
 """Counts bytes that are staged on the host, and refuses to count past the limit.
 
-Used from one thread, the one that hands out work: whoever is told no makes room (by finishing what is
+Used from one thread, the one that hands out work: a caller that is refused makes room (by finishing what is
 in flight) and asks again. So nothing waits inside a lock, and the order of work decides that there is no deadlock.
 """
 

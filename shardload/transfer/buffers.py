@@ -25,7 +25,7 @@ ALIGNMENT_BYTES = 64
 """What PJRT asks of a host buffer to adopt it on CPU."""
 HUGE_PAGE_BYTES = 2 << 20
 MAPPED_BYTES = 128 << 10
-"""From here on memory is mapped on its own and goes back to the system when it is freed, whatever malloc has learnt."""
+"""Buffers from this size on are mapped separately, so that freeing them returns them to the system."""
 
 
 def memory(n_bytes: int) -> NDArray[np.uint8]:

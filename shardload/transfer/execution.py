@@ -104,7 +104,7 @@ def execute(
         manifest: The manifest the plan was made from.
         devices: One per mesh position, in order.
         on_ready: Called on this thread with name and array as soon as a variable is complete.
-        on_start: Called on this thread with a variable's name before memory is taken for it: the moment to let go of
+        on_start: Called on this thread with a variable's name before memory is taken for it: the moment to release
             the value it replaces.
         progress: Called on this thread with the number of bytes more that have been read.
         threads: Worker threads; by default one per core, at most `shardload.transfer.workers.MAX_THREADS`.
@@ -163,7 +163,7 @@ def _check_file(path: str, manifest: Manifest) -> None:
     if found != expected:
         raise TransferError(
             f"{path} changed since its headers were read: expected {expected} bytes, found {found}. Load it again once "
-            "whoever writes it has finished"
+            "its writer has finished"
         )
 
 
@@ -202,7 +202,7 @@ class _Transfer:
         early = (index for index, block in enumerate(plan.blocks) if block.how == "staged" and placement == "adopt")
         self.tasks = {index: self._task_of(index) for index in itertools.islice(early, PREPARED)}
         self.sharding = functools.cache(lambda layout: named_sharding(layout, devices))
-        self.crew = Crew[Moved](self.threads)  # last: whatever fails before leaves no thread behind
+        self.crew = Crew[Moved](self.threads)  # last: a failure before this leaves no thread behind
 
     def run(
         self, on_ready: Callable[[str, Any], None], on_start: Callable[[str], None], progress: Callable[[int], None]
@@ -224,7 +224,7 @@ class _Transfer:
             self._finish_upload()
 
     def close(self) -> None:
-        """Stop the workers and let go of everything, also after an error."""
+        """Stop the workers and release everything, also after an error."""
         try:
             if self.checks is not None:
                 self.checks.close()

@@ -15,11 +15,11 @@ A block is moved in one of four ways (``how``):
   take more turns of Python, and share more huge pages of the shards.
 * ``staged``: transposed, cast, shared between variables, or of short runs. The block goes row by row through a
   scratch buffer of 2 MiB, which mostly stays in a core's L2, so the second copy does not come from memory.
-* ``packed``: a chunk that is compressed or otherwise decodes as a whole, once, whatever the layout.
+* ``packed``: a chunk that is compressed or otherwise decodes as a whole, once, in any layout.
 * ``decoded``: rows come from a `RowReader`; 2 MiB, to spread its per-call cost.
 
 Views with overlapping byte ranges on one tensor (fused kernels, tied weights) share blocks, so that each
-byte is read once. Columns nobody here needs are trimmed; what is read without being needed is counted.
+byte is read once. Columns that no local shard needs are trimmed; what is read without being needed is counted.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ __all__ = ["BLOCK_BYTES", "Block", "BlockPiece", "LoadPlan", "Target", "local_bo
 
 
 DEFAULT_HOST_MEMORY = 256 << 20
-"""Bytes staged at most. Enough to keep every reader thread busy with several blocks and small beside any model; more
-does not make loading faster (docs/performance.md)."""
+"""Bytes staged at most. Enough to keep every reader thread busy with several blocks, and small compared with any model;
+more does not make loading faster (docs/performance.md)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,12 @@
 """Reads of a remote step, fetched ahead of the threads that use them.
 
-A request costs a round trip whatever its length, so neighbouring MiB are fetched together, and several such ranges are
+A request of any length costs a round trip, so neighbouring MiB are fetched together, and several such ranges are
 on their way while others are used, in the order of the plan::
 
     file      |unit|unit|unit|unit|unit|unit|unit|unit|    units of 1 MiB, as digests cover them
     blocks       [ block 0   )[ block 1       )
     ranges    [ range 0      )[ range 1      )             only units that some block needs
-                 in use          on its way                a range is let go of when its last byte was used
+                 in use          on its way                a range is released when its last byte was used
 
 A unit is compared with its digest before a byte of it reaches a shard.
 """
@@ -27,8 +27,8 @@ from shardload.transfer.scratch import Flat
 from shardload.transfer.verified_reads import put, units_of
 
 MAX_RANGE_UNITS = 4
-"""4 MiB in a request: at the 60 MB/s one connection gets it takes 70 ms, beside which a round trip counts for little.
-Longer ones leave fewer on their way together."""
+"""4 MiB in a request: at the 60 MB/s one connection gets it takes 70 ms, much longer than a round
+trip. Longer requests would leave fewer in flight."""
 MAX_AHEAD_BYTES = 64 << 20
 """Enough for twelve of them with two threads."""
 MIN_BUDGET_BYTES = 16 << 20
@@ -94,7 +94,7 @@ class AheadReads:
             self._used(wanted, part.size)
 
     def release(self, block: Block) -> None:
-        """Nothing to do: what was used is let go of at once."""
+        """Do nothing: used ranges are released at once."""
 
     def close(self) -> None:
         """Give up what is on its way."""

@@ -23,7 +23,7 @@ VERIFIED_BUDGET_BYTES = 4 * UNIT_BYTES
 
 
 _READ_HERE = ("staged", "packed")
-"""Ways to move a block whose bytes from the file pass through memory of ours."""
+"""Ways to move a block that pass its bytes through scratch memory."""
 
 
 class Checks:

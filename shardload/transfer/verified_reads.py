@@ -66,7 +66,7 @@ class VerifiedReads:
             at += part.size
 
     def release(self, block: Block) -> None:
-        """Let go of the units that no block needs any more after this one."""
+        """Release the units that no later block needs."""
         with self._lock:
             for unit in units_of(block):
                 self._left[unit] -= 1
@@ -86,7 +86,7 @@ class VerifiedReads:
                 promise = self._kept[unit] = Future()
                 into = self._spare.pop() if self._spare else None
         if known is not None:
-            return known.result()  # who promised it reads it at once, waiting for nobody
+            return known.result()  # the thread that promised it reads it without waiting for others
         if promise is None:
             return self._read_own(unit)
         try:
