@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     from shardload.console import streams
     from shardload.console.app import command
-    from shardload.console.interrupts import INTERRUPTED
+    from shardload.interrupts import INTERRUPTED
 
     streams.check_stdout()
     code = command().main(arguments, prog_name="shardload", standalone_mode=False)

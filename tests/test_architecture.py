@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "shardload"
 
 EDGES = {
     "errors": set(),
+    "interrupts": set(),
     "manifest": set(),
     "progress": set(),
     "units": set(),
@@ -91,6 +92,7 @@ EDGES = {
         "errors",
         "generate",
         "hub",
+        "interrupts",
         "loaders",
         "loading",
         "manifest",
@@ -123,6 +125,7 @@ EDGES = {
         "data",
         "distributed",
         "errors",
+        "interrupts",
         "keras_bridge",
         "loaders",
         "mapping",
@@ -132,7 +135,7 @@ EDGES = {
         "steps",
         "stores",
     },
-    "cli": {"console"},
+    "cli": {"console", "interrupts"},
     "__main__": {"cli"},
 }
 """What each package or top-level module imports, ``if TYPE_CHECKING`` included; lower ones first."""

@@ -12,9 +12,9 @@ import pytest
 from callback_models import assert_holds, compiled, fit, steps_in
 
 from shardload.callbacks import OrbaxCheckpoint, _retention, _writer
-from shardload.callbacks._interrupts import Worker, held_back
 from shardload.distributed import watchdog
 from shardload.errors import SaveError, SourceError, StepExistsError
+from shardload.interrupts import Worker, defer_interrupt
 from shardload.steps import orbax_log_filter, orbax_writer
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
@@ -173,12 +173,12 @@ def test_ctrl_c_while_a_step_is_handed_over_does_not_cost_it(tmp_path, monkeypat
     assert_holds(tmp_path / "2", model)
 
 
-def test_the_first_ctrl_c_is_held_back_and_the_second_is_not():
+def test_the_first_ctrl_c_is_deferred_and_the_second_is_not():
     done, before = [], signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt), held_back():
+    with pytest.raises(KeyboardInterrupt), defer_interrupt():
         interrupt()
         done.append(1)
-    with pytest.raises(KeyboardInterrupt), held_back():
+    with pytest.raises(KeyboardInterrupt), defer_interrupt():
         interrupt()
         interrupt()
         done.append(2)
@@ -221,11 +221,11 @@ def test_a_wait_looks_for_ctrl_c_now_and_then(monkeypatch):
     assert len(asked) > 1 and None not in asked
 
 
-def test_nothing_is_held_back_in_another_thread_or_where_ctrl_c_does_nothing():
+def test_nothing_is_deferred_in_another_thread_or_where_ctrl_c_does_nothing():
     seen = []
 
     def look():
-        with held_back():
+        with defer_interrupt():
             seen.append(signal.getsignal(signal.SIGINT))
 
     before = signal.getsignal(signal.SIGINT)

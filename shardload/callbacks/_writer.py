@@ -30,7 +30,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from shardload.callbacks._interrupts import Worker, held_back
 from shardload.callbacks._snapshot import snapshot
 from shardload.distributed import processes
 from shardload.distributed.exit_reasons import Witness
@@ -42,6 +41,7 @@ from shardload.errors import (
     SourceNotFoundError,
     UnsupportedError,
 )
+from shardload.interrupts import Worker, defer_interrupt
 from shardload.loaders.orbax import open_orbax
 from shardload.steps import orbax_writer
 from shardload.steps.digests import OWN_FOLDER, Digests
@@ -92,7 +92,7 @@ class Writer:
         """
         self.wait()
         self.witness.note(f"step {job.step} was being saved")
-        with held_back():  # until the worker has it: from there on the step is finished even if fit fails
+        with defer_interrupt():  # until the worker has it: from there on the step is finished even if fit fails
             self._start(job)
 
     def _start(self, job: SaveJob) -> None:
@@ -226,7 +226,7 @@ def _finish_all() -> None:
 
     Ctrl-C once more does not cost the step, as it is about to be done; another one does.
     """
-    with suppress(KeyboardInterrupt), held_back():
+    with suppress(KeyboardInterrupt), defer_interrupt():
         for writer in list(_WRITERS):
             try:
                 writer.settle()

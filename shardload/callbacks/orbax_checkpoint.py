@@ -245,7 +245,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Save if ``save_freq`` batches have passed; raise what made the last save fail."""
-        self._preemption.ctrl_c.look()
+        self._preemption.raise_dropped_interrupt()
         self._writer.look()
         self._position.trained(batch + 1)
         batch += self._skipped
@@ -263,7 +263,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Save if ``save_freq`` is ``"epoch"``; raise what made the last save fail."""
-        self._preemption.ctrl_c.look()
+        self._preemption.raise_dropped_interrupt()
         self._writer.look()
         self._position.epoch_ends()
         if self.save_freq == "epoch":

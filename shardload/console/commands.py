@@ -14,7 +14,6 @@ import typer
 from shardload.console import (
     completion,
     failures,
-    interrupts,
     jax_setup,
     known_sources,
     lazy_api,
@@ -22,6 +21,7 @@ from shardload.console import (
     options,
     streams,
 )
+from shardload.interrupts import exit_at_once, raise_interrupt_safely
 from shardload.progress import for_stderr
 from shardload.reports.names import printable
 from shardload.synth import MAX_SEED
@@ -87,9 +87,9 @@ def load(
     note = streams.note if reports else _nothing
     with streams.results() as out:
         jax_setup.prepare(note=note)
-        with interrupts.raise_where_it_counts():
+        with raise_interrupt_safely():
             lazy_api.find(source)
-        with interrupts.exit_at_once(lambda: out.interrupted(as_json=json)):
+        with exit_at_once(lambda: out.interrupted(as_json=json)):
             jax_setup.provide_devices(
                 spec,
                 platform=platform,
@@ -191,9 +191,9 @@ def plan(
     with streams.results() as out:
         jax_setup.prepare(note=streams.note)
         jax_setup.stay_off_accelerators()
-        with interrupts.raise_where_it_counts():
+        with raise_interrupt_safely():
             lazy_api.find(source)
-        with interrupts.exit_at_once(lambda: out.interrupted(as_json=json)):
+        with exit_at_once(lambda: out.interrupted(as_json=json)):
             report = lazy_api.plan(
                 source,
                 mesh=spec,
@@ -293,7 +293,7 @@ def synth(
 
     $ shardload synth gemma2_7b && shardload load gemma2_7b --mesh 1x8
     """
-    with streams.results() as out, interrupts.raise_where_it_counts():
+    with streams.results() as out, raise_interrupt_safely():
         jax_setup.prepare(note=streams.note)
         progress = for_stderr(enabled=not no_progress)
         try:

@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from shardload.console import interrupts, jax_setup, lazy_api, options, streams
+from shardload.console import jax_setup, lazy_api, options, streams
+from shardload.interrupts import raise_interrupt_safely
 from shardload.progress import for_stderr
 from shardload.reports.names import printable
 from shardload.units import format_bytes, plural
@@ -67,7 +68,7 @@ def convert(
 
     $ shardload convert model.gguf gemma3.weights.json --max-shard-size 2GiB
     """
-    with streams.results() as out, interrupts.raise_where_it_counts():
+    with streams.results() as out, raise_interrupt_safely():
         jax_setup.prepare(note=streams.note)
         progress = for_stderr(enabled=not no_progress)
         memory = {} if host_memory is None else {"host_memory_bytes": host_memory}

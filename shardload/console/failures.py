@@ -21,8 +21,8 @@ from typing import TextIO
 from typer.exceptions import TyperException
 
 from shardload.console import streams
-from shardload.console.interrupts import INTERRUPTED
 from shardload.errors import ShardloadError, UsageError
+from shardload.interrupts import INTERRUPTED
 from shardload.reports.names import printable
 
 TRACEBACK_VARIABLE = "SHARDLOAD_TRACEBACK"

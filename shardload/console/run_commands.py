@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from shardload.console import interrupts, jax_setup, lazy_api, listing, options, streams
+from shardload.console import jax_setup, lazy_api, listing, options, streams
+from shardload.interrupts import raise_interrupt_safely
 from shardload.progress import for_stderr
 from shardload.reports.names import printable
 from shardload.units import format_bytes, plural
@@ -67,7 +68,7 @@ def verify(
 
     $ shardload verify model.safetensors --json
     """
-    with streams.results() as out, interrupts.raise_where_it_counts():
+    with streams.results() as out, raise_interrupt_safely():
         jax_setup.prepare(note=streams.note)
         progress = for_stderr(enabled=not no_progress)
         try:
@@ -100,7 +101,7 @@ def diff(
 
     $ shardload diff model.safetensors other.safetensors --json
     """
-    with streams.results() as out, interrupts.raise_where_it_counts():
+    with streams.results() as out, raise_interrupt_safely():
         jax_setup.prepare(note=streams.note)
         progress = for_stderr(enabled=not no_progress)
         try:

@@ -17,8 +17,9 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
-from shardload.console.interrupts import INTERRUPTED
+from shardload.interrupts import INTERRUPTED
 from shardload.reports.names import printable
+from shardload.stores import file_access
 
 READER_LEFT = 141
 """Exit code when stdout's reader closed it, as shells report it (128 + SIGPIPE)."""
@@ -40,11 +41,13 @@ class Results:
 
     def interrupted(self, *, as_json: bool) -> None:
         """Say goodbye after Ctrl-C, past all buffers and locks, which the main thread may hold."""
-        if as_json:
-            error = {"type": "KeyboardInterrupt", "message": "Interrupted.", "exit_code": INTERRUPTED}
-            os.write(self.stream.fileno(), f"{json.dumps({'error': error}, indent=2)}\n".encode())
-        clear = b"\r\x1b[2K\x1b[?25h" if os.isatty(2) else b""  # a progress bar's line, and the cursor it hid
-        os.write(2, clear + b"Interrupted.\n")
+        with contextlib.suppress(OSError):
+            if as_json:
+                error = {"type": "KeyboardInterrupt", "message": "Interrupted.", "exit_code": INTERRUPTED}
+                os.write(self.stream.fileno(), f"{json.dumps({'error': error}, indent=2)}\n".encode())
+            clear = b"\r\x1b[2K\x1b[?25h" if os.isatty(2) else b""  # a progress bar's line, and the cursor it hid
+            os.write(2, clear + b"Interrupted.\n")
+        file_access.remove_mirrors()  # nothing registered to run at exit will
 
     @property
     def unicode(self) -> bool:

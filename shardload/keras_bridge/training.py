@@ -6,6 +6,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, Literal
 
 import keras
@@ -97,12 +98,8 @@ _TRAINER_PATCHES = Patches(
 
 def epoch_iterator_of_caller() -> Any:
     """The ``EpochIterator`` on whose behalf the calling code runs, or None; Keras does not expose it."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if isinstance(owner := frame.f_locals.get("self"), EpochIterator):
-            return owner
-        frame = frame.f_back
-    return None
+    owners = (frame.f_locals.get("self") for frame in _frames(sys._getframe(1)))
+    return next((owner for owner in owners if isinstance(owner, EpochIterator)), None)
 
 
 def epoch_iterator_of_fit() -> Any:
@@ -115,13 +112,22 @@ def initial_epoch_of_fit() -> int:
     return int(_locals_of_fit().get("initial_epoch", 0))
 
 
+def in_fit(frame: FrameType | None) -> bool:
+    """Whether a frame belongs to a running `keras.Model.fit`."""
+    return any(isinstance(found.f_locals.get("self"), keras.Model) for found in _frames(frame, "fit"))
+
+
 def _locals_of_fit() -> dict[str, Any]:
-    frame: Any = sys._getframe(1)
+    fits = (dict(frame.f_locals) for frame in _frames(sys._getframe(1), "fit"))
+    return next((found for found in fits if isinstance(found.get("epoch_iterator"), EpochIterator)), {})
+
+
+def _frames(frame: FrameType | None, name: str | None = None) -> Iterator[FrameType]:
+    """A frame and its callers, those of functions of that name only."""
     while frame is not None:
-        if frame.f_code.co_name == "fit" and isinstance(frame.f_locals.get("epoch_iterator"), EpochIterator):
-            return dict(frame.f_locals)
+        if name is None or frame.f_code.co_name == name:
+            yield frame
         frame = frame.f_back
-    return {}
 
 
 def grain_dataset(epochs: Any) -> Any:
