@@ -229,7 +229,7 @@ def test_an_adapter_beside_a_model_is_refused_unless_its_weights_are_wanted_with
     assert shardload.plan(folder)  # left over: there is no adapter
     adapter(folder)
     for use in (shardload.plan, shardload.load):
-        with pytest.raises(UnsupportedError, match=r"beside its weights .*merge.*ignore_config=\('adapter_config',\)"):
+        with pytest.raises(UnsupportedError, match=r"next to its weights .*merge.*ignore_config=\('adapter_config',\)"):
             use(folder, mesh="1x1")
     report = shardload.report(shardload.load(folder, mesh="1x1", ignore_config="adapter_config"))
     assert "adapter_config ignored: the weights are those of the model without its PEFT adapter" in report.notes

@@ -128,7 +128,7 @@ def test_without_kerashub_the_extra_is_named(monkeypatch):
     "name", ["../up", "a/../../b", "/etc/nothing/here", "~/no/such", "nothing.gguf", "x\0y", "", "..\\up", "ä" * 5000]
 )
 def test_paths_that_do_not_exist_are_refused_as_paths(name):
-    with pytest.raises(SourceNotFoundError, match=r"There is no|is no path"):
+    with pytest.raises(SourceNotFoundError, match=r"There is no|is not a path"):
         resolve(name)
 
 

@@ -136,7 +136,7 @@ def test_digests_that_are_none(step, content):
 def test_missing_digests(step, tmp_path):
     (step / "shardload" / "digests.json").unlink()
     assert [found.path for found in verify(step)] == ["shardload/digests.json"]
-    with pytest.raises(SourceNotFoundError, match="no step that shardload saved"):
+    with pytest.raises(SourceNotFoundError, match="shardload did not save it"):
         Digests.read(step)
     with pytest.raises(SourceNotFoundError, match="no step folder"):
         verify(tmp_path / "8")
@@ -257,7 +257,7 @@ def test_a_checker_refuses_files_that_changed(step, damage, says):
 
 def test_a_checker_knows_only_the_files_of_its_step(step, tmp_path):
     with Checker(step) as checker:
-        with pytest.raises(DamagedError, match="no file that was saved"):
+        with pytest.raises(DamagedError, match="was not saved with the step"):
             checker.check("other", 0, 1)
         with pytest.raises(UsageError, match="does not lie in"):
             checker.check(tmp_path / "x", 0, 1)

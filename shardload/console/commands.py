@@ -41,7 +41,7 @@ def load(
     ] = True,
     ignore: options.Ignore = None,
     atomic: Annotated[
-        bool, typer.Option("--atomic", help="All or nothing; a model that is built anew always is.")
+        bool, typer.Option("--atomic", help="All or nothing; always so for a newly built model.")
     ] = False,
     compile: Annotated[
         bool,

@@ -28,7 +28,7 @@ from shardload.reports.names import printable
 TRACEBACK_VARIABLE = "SHARDLOAD_TRACEBACK"
 MAX_WIDTH = 100
 MAX_FOREIGN_MESSAGE = 600
-"""Characters kept of a message nobody wrote for people (XLA prints pages)."""
+"""Characters kept of a message not meant for users (XLA prints pages)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Failure:
     kind: str
     """Name of the exception's class."""
     message: str
-    """One paragraph; empty when nobody is left to read it."""
+    """One paragraph; empty when no reader is left."""
 
 
 def tell(error: BaseException, *, json_wanted: bool, stdout: TextIO | None = None) -> int:

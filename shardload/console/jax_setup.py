@@ -1,7 +1,7 @@
 """What must be settled before JAX and Keras are imported, because afterwards it is too late.
 
 KERAS_BACKEND          Keras picks its backend on import
-TensorFlow             keras-hub imports it where it finds it: 4 s and 600 MB nobody needs
+TensorFlow             keras-hub imports it where it finds it: 4 s and 600 MB for nothing
 C++ log levels         XLA and gRPC read them when their libraries load
 JAX_PLATFORMS, devices JAX fixes its platform and the number of CPU devices on first use
 """
@@ -111,12 +111,12 @@ def provide_devices(
 
 
 def stay_off_accelerators() -> None:
-    """Keep JAX on the CPU: a plan must not take a TPU from whoever trains on it."""
+    """Keep JAX on the CPU: a plan must not occupy a TPU that is in use for training."""
     os.environ["JAX_PLATFORMS"] = "cpu"
 
 
 def _jax_platforms(platform: Platform) -> str:
-    """The value of ``JAX_PLATFORMS``; the CPU stays available beside an accelerator for host-side work."""
+    """The value of ``JAX_PLATFORMS``; the CPU stays available in addition to an accelerator, for host-side work."""
     match platform:
         case Platform.CPU:
             return "cpu"

@@ -103,7 +103,7 @@ def processes(coordinator_address: str | None, num_processes: int | None, proces
     host, _, port = coordinator_address.rpartition(":")
     if not (host and port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16):
         raise typer.BadParameter(
-            f"{coordinator_address!r} is no address like host:1234.", param_hint="--coordinator-address"
+            f"{coordinator_address!r} is not an address like host:1234.", param_hint="--coordinator-address"
         )
     if process_id >= num_processes:
         raise typer.BadParameter(

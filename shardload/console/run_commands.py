@@ -117,7 +117,7 @@ def diff(
 
 
 def _without_nan(found: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN: where only NaNs differ, there is no largest difference."""
+    """JSON has no NaN: where only NaNs differ, the largest difference is null."""
     for difference in found["differences"]:
         if difference["largest"] is not None and not math.isfinite(difference["largest"]):
             difference["largest"] = None

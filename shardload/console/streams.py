@@ -1,6 +1,6 @@
 """Who may write where: stdout belongs to results.
 
-While a command works, file descriptor 1 points at stderr, so that whatever a library prints, from Python or
+While a command works, file descriptor 1 points at stderr, so that everything a library prints, from Python or
 from C++, cannot get between the results; the real stdout is kept aside and written once, at the end::
 
     fd 1 ── dup ──► Results ── the table, or one JSON object ──► stdout
@@ -26,7 +26,7 @@ READER_LEFT = 141
 
 
 class ReaderLeftError(Exception):
-    """Whoever read stdout closed it (``| head``); nobody is left to tell."""
+    """The reader closed stdout (``| head``), so no message can be delivered."""
 
 
 class OutputError(Exception):

@@ -63,7 +63,7 @@ class ConvertReport:
     """Tensors that an interrupted run had copied already."""
     seconds: float
     notes: tuple[str, ...]
-    """Whatever of the source is not in the target, or not as it was."""
+    """What the target lacks of the source, or has in another form."""
 
     def to_json(self) -> dict[str, Any]:
         """As one object."""
@@ -158,7 +158,9 @@ def _block_bytes(host_memory_bytes: int | str) -> int:
 def _refuse_itself(source: Path, target: Path) -> None:
     one, two = source.resolve(), target.resolve()
     if one == two or two in one.parents or one in two.parents:
-        raise UsageError(f"{target} and the source {source} lie in each other. Choose a place beside it")
+        raise UsageError(
+            f"Source {source} and target {target} overlap: one contains the other. Choose a target outside the source"
+        )
 
 
 def _check_others(plan: Plan, target: Path, *, overwrite: bool) -> None:

@@ -1,6 +1,6 @@
 """Values that no view of a stored tensor is: the same steps compute them that compute while loading.
 
-    step (a converter's second run, a layer's hook) ──compute(variable, value)──► cast ──► written, and let go of
+    step (a converter's second run, a layer's hook) ──compute(variable, value)──► cast ──► written, then released
 
 A step holds what it reads of one layer or one tensor at a time, and so does a conversion. Where code computes from the
 value of another variable, as converters of position embeddings do, that variable is lent its value and the step begins
@@ -84,7 +84,7 @@ def compute(
         done: Called once for each variable that has its final value.
 
     Raises:
-        UnsupportedError: When it needs the value of a variable that is no view of a tensor.
+        UnsupportedError: When it needs the value of a variable that is not a view of a tensor.
         MismatchError: When what it computes has another shape than its variable.
     """
     variables = [v for v in step.variables if id(v) in dtypes]

@@ -53,7 +53,7 @@ def tokenizer_files(source: Source, model_type: str) -> tuple[dict[str, bytes], 
         )
         found = _metadata(layer, _CUT_BY[type(source.backbone).__name__])
         return files_of(found, source.manifest.source, model_type), ()
-    except Exception as error:  # whatever its files cause, or a kind that is not known
+    except Exception as error:  # its files may cause any error; its kind may be unknown
         _log.info("No tokenizer of %s for Hugging Face: %s", source.manifest.source, error)
         known = "Gemma, Llama 3, Qwen, GPT-2 and BERT"
         return {}, (f"the tokenizer is not written for Hugging Face: its kind is known of {known} only",)

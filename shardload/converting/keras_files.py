@@ -102,7 +102,7 @@ def file(source: Source, dtypes: Mapping[int, Any], target: Path, dtype: str | N
     described = json.dumps(kerashub.with_dtype(model_config(root), dtype), indent=2)
     beside = {f"{stem}.json": described.encode()}
     kept = [*source.companions.keras, *source.companions.transformers]
-    notes: tuple[str, ...] = (f"{len(kept)} files beside the weights were left out: {kept[0]} …",) if kept else ()
+    notes: tuple[str, ...] = (f"{len(kept)} further files were left out: {kept[0]} …",) if kept else ()
     notes += _left_out(found.left)
     if target.name.endswith(ENDING):
         return Plan(
@@ -126,7 +126,7 @@ def preset(source: Source, dtypes: Mapping[int, Any], dtype: str | None, shard_b
     """A KerasHub preset: the backbone's weights, and a task's own, as ``save_to_preset`` writes them."""
     if not source.is_hub:
         raise UnsupportedError(
-            f"{type(source.model).__name__} is no model of KerasHub, so there is no preset of it. Name the target "
+            f"{type(source.model).__name__} is not a KerasHub model, so it has no preset. Name the target "
             f"something{ENDING}"
         )
     parts = [saved(source.backbone, source, dtypes)]
@@ -168,7 +168,7 @@ def head_of(source: Source) -> list[Any]:
 
 
 def keras_family(source: Source, folder: Path, dtype: str | None) -> None:
-    """What KerasHub has beside weights: as it was, or as KerasHub writes it now."""
+    """KerasHub's files other than weights: as they were, or as KerasHub writes them now."""
     folder.mkdir(exist_ok=True)
     kept = {name: path for name, path in source.companions.keras.items() if name != STATE}
     if "config.json" not in kept:
@@ -200,7 +200,7 @@ def _attach_preprocessor(source: Source) -> None:
 
 
 def _save_preprocessor(model: Any, folder: Path) -> bool:
-    """The tokenizer and whatever else a task prepares its input with, as ``save_to_preset`` writes them.
+    """The tokenizer and everything else a task prepares its input with, as ``save_to_preset`` writes them.
 
     ``task.json`` names it only where all its files are there: KerasHub would look for the vocabulary. A model that
     comes from a training step has a tokenizer without one.
@@ -226,7 +226,7 @@ def _save_tokenizer(source: Source, folder: Path) -> None:
         described = replace(source.manifest, source=files, format="hf-safetensors")
         try:
             tokenizer = kerashub.preset_tokenizer(described, cls)
-        except Exception as error:  # whatever its files or their absence cause
+        except Exception as error:  # its files, or their absence, may cause any error
             _log.info("No tokenizer for %s: %s", source.manifest.source, error)
             return
         _save_to_preset(tokenizer, folder)
@@ -266,7 +266,7 @@ def state_of(source: Source, variables: Iterable[Any]) -> dict[str, Any]:
         value = source.values[id(variable)]
         if value.step is not None:
             raise UnsupportedError(
-                f"{value.step.owner} computes {variable.path!r}, which is no weight. Convert with --to orbax"
+                f"{value.step.owner} computes {variable.path!r}, which is not a weight. Convert with --to orbax"
             )
         array = value.array
         if value.tensor is not None:  # small and never rearranged

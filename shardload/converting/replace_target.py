@@ -44,7 +44,7 @@ def check_free(target: Path, *, folder: bool, overwrite: bool) -> None:
         raise WriteError(f"{target} is a folder, and the result is a file. Remove it, or choose another name")
     if target.exists() and not _is_checkpoint(target):
         raise WriteError(
-            f"{target} is there already and is no checkpoint, so --overwrite does not replace it. Remove it "
+            f"{target} exists and is not a checkpoint, so --overwrite does not replace it. Remove it "
             "yourself, or choose another name"
         )
 

@@ -1,4 +1,4 @@
-"""The small files of a checkpoint that are no weights: configurations, tokenizers, licences.
+"""The small files of a checkpoint other than weights: configurations, tokenizers, licences.
 
 Two families of them exist, and neither reads the other's. Each format has its own family where it looks for it and
 keeps the other in a folder, so that converting there and back loses nothing::
@@ -23,7 +23,7 @@ from shardload.manifest import Manifest
 
 KERAS, TRANSFORMERS = "keras", "transformers"
 STATE = "state.json"
-"""In the Keras family, of formats that have no place for them: values of variables that are no weights (seeds)."""
+"""In the Keras family, of formats that have no place for them: values of variables other than weights (seeds)."""
 _WEIGHTS = (".h5", ".weights.json", ".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
 _OTHERS = (".gguf", ".msgpack", ".onnx", ".ckpt", ".keras", ".pkl")
 MAX_BYTES = 1 << 30
@@ -43,7 +43,7 @@ class Companions:
         """The content of one of the JSON files, ``None`` where it is not there.
 
         Raises:
-            SourceError: When it is no JSON object.
+            SourceError: When it is not a JSON object.
         """
         path = getattr(self, family).get(name)
         if path is None:
@@ -58,7 +58,7 @@ class Companions:
 
 
 def companions_of(manifest: Manifest) -> Companions:
-    """What lies beside the weights of a source."""
+    """The files next to the weights of a source."""
     folder = Path(manifest.source)
     match manifest.format:
         case "keras-hub-preset":

@@ -32,7 +32,7 @@ from shardload.transfer.casts import is_float
 
 SHOWN = 5
 _STATE = ("optimizer_variables", "metrics_variables", "optimizer")
-"""First parts of the names of what is no weight, of Orbax and of Keras."""
+"""First parts of names other than weights', of Orbax and of Keras."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,7 +126,7 @@ def _build(manifest: Manifest, companions: Companions, dtype: str | None, ignore
 
 
 def _check(mapping: VariableMap, manifest: Manifest, model: Any) -> tuple[str, ...]:
-    """Refuse whatever would not arrive; returns in words what is left out on purpose."""
+    """Refuse what the target cannot take; return in words what is left out on purpose."""
     source = manifest.source
     wrong = [*map(str, mapping.mismatched), *map(str, mapping.refused)]
     if wrong or mapping.missing:
@@ -187,7 +187,7 @@ def _partial(values: Iterable[StoredValue], manifest: Manifest, *, used: Contain
 
 
 def _stored_state(model: Any, companions: Companions) -> dict[int, StoredValue]:
-    """Values that a format without a place for them kept in a file of ours."""
+    """Values that a format has no place for, from shardload's own file."""
     found = companions.config(KERAS, STATE) or {}
     backbone = getattr(model, "backbone", model)
     roles = roles_of(backbone)

@@ -172,7 +172,7 @@ def bits(value: Array) -> Array:
 
 
 class PieceWriter:
-    """Writes elements of one tensor to wherever its pieces lie; a context manager."""
+    """Writes elements of one tensor to the places of its pieces; a context manager."""
 
     def __init__(self, root: Path, place: TensorPlace, *, written: Callable[[int], None]) -> None:
         self._pieces = place.pieces

@@ -58,7 +58,7 @@ def _shown(said: Any) -> str:
 
 @contextlib.contextmanager
 def describe_failure(manifest: Manifest) -> Iterator[None]:
-    """Whatever a configuration makes constructors raise becomes one error that names the checkpoint.
+    """Turn any error that a configuration causes in constructors into one that names the checkpoint.
 
     Raises:
         UnsupportedError: With the way out.

@@ -105,7 +105,7 @@ def untied(config: Config, backbone: Any) -> Iterator[str]:
 
 
 def _directions(config: Config, text: Config, backbone: Any) -> Iterator[FieldDifference]:
-    """Whether a token attends to later ones: transformers 5 looks at ``is_causal`` wherever it masks, 4 nowhere."""
+    """Whether a token attends to later ones: transformers 5 respects ``is_causal`` in every mask, 4 in none."""
     decoder = config.get("decoder")
     said = (decoder if isinstance(decoder, Mapping) else text).get("is_causal")
     if said is not None and not said and config.get("model_type") not in BOTH_WAYS:

@@ -9,7 +9,7 @@ whose weights are not loaded (inside ``shardload.abstract()`` they are not even 
     keras-archive      config.json             ─► keras.saving          ─► the saved model, compiled as saved
     orbax              model_config            ─► keras.saving          ─► the same, where a training run saved it
 
-A `.weights.h5` describes nothing, unless a configuration lies beside it. TensorFlow is not needed:
+A `.weights.h5` describes nothing, unless a configuration is next to it. TensorFlow is not needed:
 a preprocessor that insists on it is left off, and `shardload.generate` tokenises by itself.
 
 The dtype is the checkpoint's own unless the caller names another one: KerasHub would make it float32,
@@ -156,7 +156,7 @@ def with_dtype(config: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
 
 
 def save_description(model: Any, folder: Path, *, extra: Mapping[str, Any], task: bool = True) -> None:
-    """Write what KerasHub writes beside weights: ``config.json``, ``metadata.json``, and ``task.json`` for a task.
+    """Write KerasHub's files other than weights: ``config.json``, ``metadata.json``, and ``task.json`` for a task.
 
     Args:
         model: A task or a backbone; needs no weights.
@@ -219,7 +219,7 @@ def preprocessor(task_or_class: Any, manifest: Manifest, *, usable: bool = True)
         with contextlib.nullcontext() if usable else _as_with_tensorflow(cls):
             made = _preset_loader(manifest).load_preprocessor(cls)
         made.tokenizer(["a"])
-    except Exception as error:  # whatever its files or TensorFlow's absence cause: the model works without
+    except Exception as error:  # broken files, or no TensorFlow: the model works without
         _log.info("No preprocessor for %s: %s", manifest.source, error)
         return None
     return made

@@ -42,7 +42,7 @@ _SIGNS = (
 )
 """Names that no unquantised model has, and the method that writes them."""
 _NEEDS = {"_blocks": "_scales", ".codes": ".codebooks", ".codebooks": ".codes", ".qweight": ".scales"}
-"""Endings that mean something only beside another tensor."""
+"""Endings that have a meaning only together with another tensor."""
 _DECODED = {"gpt_oss": "mxfp4"}
 """By ``model_type``: the method whose tensors KerasHub's converter decodes."""
 _ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
@@ -76,7 +76,7 @@ def check(manifest: Manifest, *, ignore: Iterable[str] = ()) -> None:
 
 
 def check_before(manifest: Manifest, *, ignore: Iterable[str] = ()) -> None:
-    """`check`, for a load into a model that exists: bare files have whatever names that model gives its variables.
+    """`check`, for a load into a model that exists: tensors of bare files are named after that model's variables.
 
     Raises:
         UnsupportedError: As `check`.
@@ -164,7 +164,7 @@ def _is_idle(method: Any, config: Mapping[str, Any]) -> bool:
 
 
 def _algorithm_beside(manifest: Manifest) -> str | None:
-    """What ModelOpt wrote beside ``config.json``."""
+    """The file that ModelOpt writes next to ``config.json``."""
     if manifest.format != "hf-safetensors":
         return None
     try:
@@ -220,7 +220,7 @@ def _has_adapter_beside(manifest: Manifest) -> bool:
 
 def _about_adapter_beside(manifest: Manifest) -> str:
     return (
-        f"Cannot load {manifest.source}: beside its weights it contains a PEFT adapter (adapter_config.json), which "
+        f"Cannot load {manifest.source}: next to its weights it contains a PEFT adapter (adapter_config.json), which "
         "transformers would apply, and results would differ. Merge the adapter with PEFT (merge_and_unload) and save "
         f"that in another folder. For the weights without the adapter, pass ignore_config=({ADAPTER!r},) "
         f"(--ignore-config {ADAPTER})"

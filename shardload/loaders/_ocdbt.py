@@ -152,7 +152,9 @@ class _Walk:
         """``kind:base:file:offset:length``, each name percent-encoded."""
         parts = location.split(":")
         if len(parts) != 5 or parts[0] != kind or not (parts[3] + parts[4]).isdecimal():
-            raise SourceError(f"{self.folder / MANIFEST} leads to {location[:300]!r}, which is no place of a {kind}")
+            raise SourceError(
+                f"{self.folder / MANIFEST} leads to {location[:300]!r}, which is not the location of a {kind}"
+            )
         name, offset, length = unquote(parts[1]) + unquote(parts[2]), int(parts[3]), int(parts[4])
         path, size = self._file(name)
         if offset + length > size:

@@ -178,7 +178,7 @@ def _grid(shape: tuple[int, ...]) -> dict[str, Any]:
 def _parse3(document: Mapping[str, Any]) -> Array:
     grid, encoding = document["chunk_grid"], document["chunk_key_encoding"]
     if document["node_type"] != "array" or grid["name"] != "regular" or encoding["name"] not in ("default", "v2"):
-        raise ValueError("it is no array with a regular grid of chunks")
+        raise ValueError("it is not an array with a regular grid of chunks")
     chunk_shape = _ints(grid["configuration"]["chunk_shape"])
     is_default = encoding["name"] == "default"
     separator = encoding.get("configuration", {}).get("separator", "/" if is_default else ".")
@@ -243,7 +243,7 @@ def _reason(error: Exception) -> str:
 
 def _dtype2(name: object) -> np.dtype[Any]:
     if not isinstance(name, str):
-        raise ValueError(f"the type {str(name)[:100]!r} is no name")
+        raise ValueError(f"the type {str(name)[:100]!r} is not a name")
     if name not in _DTYPES and _ZARR2_DTYPE.fullmatch(name):
         dtype = np.dtype(name)
         return dtype if dtype.newbyteorder("=") in _DTYPES.values() else _dtype(name)
@@ -260,7 +260,7 @@ def _check_values(document: object, depth: int = _MAX_DEPTH) -> None:
         case int() if document not in _INTEGERS:
             raise ValueError("an integer has more than 64 bits")
         case float() if not math.isfinite(document):
-            raise ValueError(f"{document} is no JSON number")
+            raise ValueError(f"{document} is not a JSON number")
         case str():
             document.encode()
         case dict() | list() if not depth:
@@ -277,11 +277,11 @@ def _check_values(document: object, depth: int = _MAX_DEPTH) -> None:
 def _codecs(found: object) -> list[dict[str, Any]]:
     """Codecs of zarr 3, at any depth: objects with a name and, maybe, an object that configures them."""
     if not isinstance(found, list) or not found:
-        raise ValueError(f"{str(found)[:200]} is no list of codecs")
+        raise ValueError(f"{str(found)[:200]} is not a list of codecs")
     for codec in found:
         configuration = codec.get("configuration", {})
         if not isinstance(codec["name"], str) or not isinstance(configuration, dict):
-            raise ValueError(f"{str(codec)[:200]} is no codec")
+            raise ValueError(f"{str(codec)[:200]} is not a codec")
         for inside in ("codecs", "index_codecs"):
             if inside in configuration:
                 _codecs(configuration[inside])
@@ -290,7 +290,7 @@ def _codecs(found: object) -> list[dict[str, Any]]:
 
 def _check_codec2(found: object) -> None:
     if found is not None and not (isinstance(found, dict) and isinstance(found.get("id"), str)):
-        raise ValueError(f"{str(found)[:200]} is no compressor or filter")
+        raise ValueError(f"{str(found)[:200]} is not a compressor or filter")
 
 
 def _is_little(codecs: list[Any], dtype: np.dtype[Any]) -> bool:
@@ -302,7 +302,7 @@ def _is_little(codecs: list[Any], dtype: np.dtype[Any]) -> bool:
 
 def _ints(found: object) -> tuple[int, ...]:
     if not isinstance(found, list) or any(type(n) is not int for n in found):
-        raise ValueError(f"{str(found)[:200]} is no list of integers")
+        raise ValueError(f"{str(found)[:200]} is not a list of integers")
     return tuple(found)
 
 

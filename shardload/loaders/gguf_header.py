@@ -184,12 +184,14 @@ def _split_strings(raw: bytes, count: int) -> list[str]:
 def _preamble(cursor: _Cursor) -> tuple[int, int]:
     magic, version = cursor.unpack("<4sI", "the magic and version")
     if magic != MAGIC:
-        raise SourceError(f"{cursor.path} should begin with {MAGIC!r}, but begins with {magic!r}; it is no GGUF file")
+        raise SourceError(
+            f"{cursor.path} should begin with {MAGIC!r}, but begins with {magic!r}; it is not a GGUF file"
+        )
     if version & 0xFFFF == 0 and version:
         raise UnsupportedError(f"{cursor.path} is a big-endian GGUF file; convert it with gguf-convert-endian")
     if version not in (2, 3):
         raise UnsupportedError(
-            f"{cursor.path} is GGUF version {version}; versions 2 and 3 can be read. Convert it anew"
+            f"{cursor.path} is GGUF version {version}; versions 2 and 3 can be read. Convert the model again"
         )
     tensors, pairs = cursor.unpack("<QQ", "the counts")
     for count, least, what in ((tensors, 24, "tensors"), (pairs, 13, "key-values")):
@@ -322,7 +324,9 @@ class _Cursor:
     def string(self, what: str, *, limit: int | None = None) -> str:
         (count,) = self.unpack("<Q", what)
         if limit is not None and count > limit:
-            raise SourceError(f"{self.path}: {what} has {count} bytes; at most {limit} are allowed. Convert it anew")
+            raise SourceError(
+                f"{self.path}: {what} has {count} bytes; at most {limit} are allowed. Convert the model again"
+            )
         at = self._load(count, what)
         self.position += count
         try:

@@ -154,7 +154,7 @@ def minus_one(stored: NDArray[Any]) -> NDArray[np.float32]:
     """The w for which GGUF stores w + 1 in float32.
 
     The addition rounded w away where it was small. Gemma's weights are bfloat16, so the bfloat16 next to
-    ``stored - 1`` is w exactly; it is taken wherever it explains what is stored, element by element, and the
+    ``stored - 1`` is w exactly; it is taken where it explains what is stored, element by element, and the
     plain difference elsewhere (a fine-tune kept in float32).
     """
     with np.errstate(all="ignore"):  # infinities and NaNs stay what they are

@@ -79,7 +79,7 @@ class FileRegion:
 
 @dataclass(frozen=True, slots=True)
 class H5Rows:
-    """Rows of one dataset, read through h5py; opens the file anew for each range."""
+    """Rows of one dataset, read through h5py; reopens the file for each range."""
 
     region: FileRegion
     name: str

@@ -60,7 +60,7 @@ def open_file(path: str | os.PathLike[str]) -> Manifest:
 
 
 def assets(path: str | os.PathLike[str]) -> Iterator[tuple[str, Callable[[BinaryIO], None]]]:
-    """The files layers saved beside their variables: names below ``assets/``, and what writes their content.
+    """The files that layers saved as well as variables: names below ``assets/``, and what writes their content.
 
     Raises:
         UnsafeSourceError: When one declares far more bytes than are stored.

@@ -1,4 +1,4 @@
-"""Files that layers keep beside their variables (vocabularies), out of a checkpoint into a model just built.
+"""Restore the files that layers save as well as variables (vocabularies) into a new model.
 
 .keras archive    members below assets/                      ─┐
 training step     item "assets": a tree of arrays of bytes   ─┴► a temporary folder ─► each layer's load_assets

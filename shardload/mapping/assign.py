@@ -49,7 +49,7 @@ class Interrupted:
     new: tuple[str, ...]
     old: tuple[str, ...]
     none: tuple[str, ...]
-    """Without a value: built abstractly and not reached, or let go of before the failure."""
+    """Without a value: built abstractly and not reached, or released before the failure."""
 
     def __str__(self) -> str:
         return f"{len(self.new)} variables hold new values, {len(self.old)} their old ones, {len(self.none)} none" + (
@@ -102,7 +102,7 @@ class Assigner:
             self._late.append(step) if step.computes or not step.needs else self._wait(step)
 
     def starting(self, name: str) -> None:
-        """Say that a binding's array is about to take up device memory: its old value is let go of.
+        """Say that a binding's array is about to take up device memory: its old value is released.
 
         Does nothing with ``atomic=True``, and nothing for variables that have no value.
         """
@@ -154,7 +154,7 @@ class Assigner:
         return AssignResult(tuple(n for n in same if n not in computed), computed, moved)
 
     def abort(self) -> Interrupted:
-        """End a load that failed: let go of what has arrived, put old values back if ``atomic``, and tell."""
+        """End a failed load: release what has arrived, put old values back if ``atomic``, and report."""
         self._arrays.clear()
         self._waiting.clear()
         if self.atomic:

@@ -204,7 +204,7 @@ def _watch(recording: Recording, lenient: bool) -> None:
 def _check_variable(variable: Any, tensor: str | None) -> None:
     if not hasattr(variable, "assign") or not hasattr(variable, "path"):
         raise UnsupportedError(
-            f"KerasHub's converter would assign tensor {tensor!r} to something that is no variable: a quantised or "
+            f"KerasHub's converter would assign tensor {tensor!r} to an object that is not a variable: a quantised or "
             "LoRA-enabled layer computes its kernel. Load first, then quantize() or enable_lora()"
         )
 

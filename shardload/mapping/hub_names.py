@@ -39,7 +39,7 @@ class HubNames:
         self._source = manifest.source
         self._config = manifest.config
         self._bare: dict[str, str] = {}
-        """Prefix a converter uses → what stands in its place in this checkpoint."""
+        """Prefix a converter uses → prefix in this checkpoint."""
 
     def find(self, wanted: str, names: Mapping[str, Any]) -> str:
         """The stored name for ``wanted``, or ``wanted`` itself where there is none.

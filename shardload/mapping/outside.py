@@ -150,7 +150,7 @@ def sort_unused(
         mapping: What the model takes of the checkpoint.
         manifest: The checkpoint; only one that describes its own model has tensors outside of it.
         model: What was built from that description.
-        ignore: Patterns (``*``, ``?``) of names to leave out whatever they are.
+        ignore: Patterns (``*``, ``?``) of names to leave out unconditionally.
         compare: Read tensors whose values decide; otherwise these count as outside, for now.
 
     Raises:

@@ -10,7 +10,7 @@ Optimizers that a model holds besides the compiled one (a GAN's) have their path
 ``optimizers/d_optimizer/iteration``.
 
 A weight that its layer's hook does not store as it is (LoRA's factors) is named by its attribute:
-``layers/dense_1/vars/lora_kernel_a``. Two models of the same structure have the same names, whatever ran before.
+``layers/dense_1/vars/lora_kernel_a``. Two models of the same structure have the same names, in any process.
 """
 
 from __future__ import annotations

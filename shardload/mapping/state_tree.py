@@ -1,7 +1,7 @@
 """A model's training state as the tree Keras' ``get_state_tree`` makes, each leaf tied to its variable and role.
 
     describe(model).tree          what is written: {"trainable_variables": {"dense": {"kernel": array}}, …}
-    describe(model).to_json()     written beside it: which leaf of the tree is which variable (`Role`)
+    describe(model).to_json()     stored with it: which leaf of the tree is which variable (`Role`)
     find(model, leaves)           read back: stored leaves paired with the variables of another model, by role
 
 The tree's own names are auto-generated (``dense_7``, ``adam_1``) and never matched. Keras refuses models in which
@@ -29,7 +29,7 @@ WEIGHTS = ("trainable_variables", "non_trainable_variables")
 
 @dataclass(frozen=True, slots=True)
 class StateLeaf:
-    """One variable of a model: where it stands in the tree and what it is."""
+    """One variable of a model: its place in the tree and its role."""
 
     path: tuple[str, ...]
     """``("trainable_variables", "dense", "kernel")``; unique."""
@@ -121,7 +121,7 @@ def describe(model: Any) -> StateTree:
     for group, variables in _variables_by_group(model):
         for variable in variables:
             role = roles[id(variable)]
-            # Keras assigns whatever in the group has a variable's path: another optimizer's must not be one of them.
+            # Keras assigns any entry of the group with a variable's path: another optimizer's must not be one of them.
             name = variable.path if role.optimizer is None else f"{role.optimizer}/{variable.path}"
             path = _free_path(group, name, taken)
             shape, dtype = tuple(variable.shape), stored_dtype(variable).name
@@ -130,7 +130,7 @@ def describe(model: Any) -> StateTree:
 
 
 def _variables_by_group(model: Any) -> list[tuple[str, list[Variable]]]:
-    """Keras' four groups; a variable that stands in two of them belongs to the first."""
+    """Keras' four groups; a variable that is in two of them belongs to the first."""
     others = (v for _, other in other_optimizers(model) for v in other.variables)
     optimizer = [*optimizer_variables_of(model), *others]
     groups = {

@@ -184,7 +184,7 @@ class Report:
     initialised: tuple[str, ...] = ()
     """Variables that got their initial value because the checkpoint does not hold them (seeds, metrics, heads)."""
     outside: tuple[Outside, ...] = ()
-    """Tensors that are no part of the model that was built: buffers, heads, poolers, copies of the embedding."""
+    """Tensors that do not belong to the model that was built: buffers, heads, poolers, copies of the embedding."""
     notes: tuple[str, ...] = ()
     """Anything else a person should know, one line each: ``gemma2_7b is not a released size; loaded gemma2_9b``."""
 

@@ -6,7 +6,7 @@
     decoder_block_17/attention/key/kernel
 
 Names that differ in numbers only become one line; numbers they all share stay. Names come from checkpoints,
-which nobody vouches for: `printable` takes the control characters out before a terminal sees them.
+which is untrusted: `printable` takes the control characters out before a terminal sees them.
 """
 
 from __future__ import annotations

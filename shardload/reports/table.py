@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from shardload.reports import Cast, DeviceUse, Fallback, Fit, Mismatched, Outside, Report
 
 MAX_DEVICE_LINES = 16
-"""More devices than this become least, median and most: nobody reads 256 bars."""
+"""More devices than this become least, median and most: 256 bars are unreadable."""
 MAX_NAME_LINES = 12
 """Folded names shown per list; ``to_json`` has them all."""
 BAR_WIDTH = 24

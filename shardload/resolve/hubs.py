@@ -75,7 +75,7 @@ def _from_hugging_face(name: str) -> Path:
         cached = Path(snapshot_download(name, allow_patterns=_HF_PATTERNS, local_files_only=True))
         if _is_complete(cached):
             return cached
-    except Exception:  # not in the cache: whatever it says, the next step is to fetch it
+    except Exception:  # not in the cache, for any reason: fetch it
         pass
     _require_network(constants.ENDPOINT, f"hf://{name}")
     try:

@@ -29,7 +29,7 @@ from shardload.stores import file_access
 from shardload.stores.file_access import UNIT_BYTES
 
 PIECE_BYTES = 128 << 10
-"""What `Checker.check` reads at a time: it stays in L2, and counts for little beside any budget."""
+"""What `Checker.check` reads at a time: it stays in L2, and is small compared with any budget."""
 
 
 def _close_all(files: dict[str, file_access.File]) -> None:
@@ -168,7 +168,7 @@ class Checker:
         self.check(name, 0, self._expected(name).n_bytes)
 
     def close(self) -> None:
-        """Close the files, which also happens when nobody refers to the checker any more; it can be used again."""
+        """Close the files, as the last reference to the checker does too; it can be used again."""
         with self._lock:
             _close_all(self._files)
 
@@ -190,7 +190,7 @@ class Checker:
     def _expected(self, name: str) -> FileDigest:
         found = self.digests.files.get(name)
         if found is None:
-            raise self._damaged(Damage(name, "is no file that was saved with the step"))
+            raise self._damaged(Damage(name, "was not saved with the step"))
         return found
 
     def _open(self, name: str) -> file_access.File:
@@ -202,7 +202,7 @@ class Checker:
             try:
                 file = file_access.open_file(self._real / name)
             except (SourceError, SourceNotFoundError) as error:
-                if isinstance(error.__cause__, PermissionError):  # an older step is no answer to that
+                if isinstance(error.__cause__, PermissionError):  # an older step would not help
                     raise TransferError(str(error)) from error
                 raise self._damaged(Damage(name, f"cannot be opened: {error}")) from error
             found, expected = file.n_bytes, self._expected(name).n_bytes

@@ -1,7 +1,7 @@
 """A step's number is the one in ``step.json``, which the digests cover. A folder named otherwise was copied or renamed.
 
-9/shardload/step.json  {"step": 4, …}      step 4 in a folder that says 9: refused, lest an old step pass for a new one
-final/                 {"step": 4, …}      a name that is no number claims nothing
+9/shardload/step.json  {"step": 4, …}      step 4 in a folder that says 9: refused, as it would pass for a new one
+final/                 {"step": 4, …}      a name that is not a number claims nothing
 9/                     {"epoch": 1, …}     no number stored: nothing to compare
 """
 
@@ -57,4 +57,4 @@ def holds(stated: int) -> str:
 
 
 def _way_out(stated: int) -> str:
-    return f"Rename it to {stated}; a copy needs a name that is no number"
+    return f"Rename it to {stated}; a copy needs a name that is not a number"

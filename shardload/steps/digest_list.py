@@ -6,7 +6,7 @@
 It is written last and read first. A path in ``digests.json`` is somebody else's word: it may not leave the folder, and
 a symbolic link in a step is damage.
 
-xxh3 finds accidents (flipped bits, lost blocks, stale sectors), not forgers: it is no cryptographic hash.
+xxh3 finds accidents (flipped bits, lost blocks, stale sectors), not forgeries: it is not a cryptographic hash.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Digests:
         """The digests a step was saved with, proved by their own digest.
 
         Raises:
-            SourceNotFoundError: When the folder has none: no step of ours.
+            SourceNotFoundError: When the folder has none, so it is not a shardload step.
             DamagedError: When they are not what was written.
         """
         path = Path(folder, DIGESTS_FILE)
@@ -137,7 +137,7 @@ class Digests:
             found = json_files.read_object(path)
         except SourceNotFoundError as error:
             raise SourceNotFoundError(
-                f"{os.fspath(folder)} has no {DIGESTS_FILE}: it is no step that shardload saved, or it was damaged"
+                f"{os.fspath(folder)} has no {DIGESTS_FILE}: shardload did not save it, or it was damaged"
             ) from error
         except SourceError as error:
             raise _bad_list(folder, error) from error
@@ -254,10 +254,10 @@ def _parse_files(body: Mapping[str, Any], folder: str | os.PathLike[str]) -> dic
 
 def _parse_file(name: str, entry: Any, folder: str | os.PathLike[str]) -> FileDigest:
     if any(part in ("", ".", "..") for part in name.split("/")) or "\0" in name:
-        raise _bad_list(folder, f"the path {name!r} leads out of the step's folder, or is no path")
+        raise _bad_list(folder, f"the path {name!r} leads out of the step's folder, or is not a path")
     size, units = (entry.get("bytes"), entry.get("units")) if isinstance(entry, dict) else (None, None)
     if type(size) is not int or size < 0 or not isinstance(units, list) or len(units) != -(-size // UNIT_BYTES):
         raise _bad_list(folder, f"the entry of {name!r} has no size, or not one digest per MiB of it")
     if not all(isinstance(unit, str) and _HEX.fullmatch(unit) for unit in units):
-        raise _bad_list(folder, f"the entry of {name!r} holds something that is no xxh3-64 in hexadecimal")
+        raise _bad_list(folder, f"the entry of {name!r} contains something other than an xxh3-64 digest in hexadecimal")
     return FileDigest(size, tuple(units))

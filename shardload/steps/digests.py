@@ -36,7 +36,7 @@ __all__ = ["DIGESTS_FILE", "OWN_FOLDER", "UNIT_BYTES", "Checker", "Damage", "Dig
 
 
 def verify(folder: str | os.PathLike[str], *, progress: Callable[[int], None] | None = None) -> list[Damage]:
-    """Everything that is wrong with a step of ours, by reading all of it; an empty list says it is as saved.
+    """Read all of a shardload step and list its damage; an empty list means it is as it was saved.
 
     Args:
         folder: The step's folder.

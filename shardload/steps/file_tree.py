@@ -66,7 +66,7 @@ def sync(path: str | os.PathLike[str]) -> None:
     """Make a file's bytes, or a folder's list of names, survive a power loss.
 
     Raises:
-        OSError: When the disk could not take them; the data is then not safe, whatever a later call says.
+        OSError: When the disk could not take them; the data is then not safe, even if a later call succeeds.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:

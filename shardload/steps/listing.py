@@ -2,8 +2,8 @@
 
 A step is a folder named by digits without leading zeros that holds something only a step holds: ``shardload/`` (one of
 ours) or Orbax's ``_CHECKPOINT_METADATA`` (a foreign one: readable, but nothing vouches for its bytes). Bare and
-empty folders are never steps. A step of ours that lost its digests stays one of ours, with a problem: taken for a
-foreign one it would be believed unchecked.
+empty folders are never steps. A shardload step that lost its digests stays one, with a problem: taken for a foreign
+one it would be used unchecked.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def list_steps(root: str | os.PathLike[str]) -> list[StepInfo]:
     """The steps in ``root``, ascending; of an address as `shardload.steps.remote_listing` finds them.
 
     Raises:
-        UsageError: When ``root`` is no path.
+        UsageError: When ``root`` is not a path.
         SourceNotFoundError: When there is no such folder.
         SourceError: When it, or a folder that may be a step, cannot be looked into.
     """
@@ -204,14 +204,14 @@ def find_step(root: str | os.PathLike[str], step: Literal["latest", "best"] | in
 
 
 def is_ours(folder: str | os.PathLike[str]) -> bool:
-    """Whether a folder, whatever its name, is a step of ours; holding a folder ``shardload`` is not enough."""
+    """Whether a folder of any name is a shardload step; a folder ``shardload`` in it is not enough."""
     path = Path(folder)
     marked = (path / OWN_FOLDER).is_dir() and (path / ORBAX_FILE).is_file()
     return marked or (path / DIGESTS_FILE).is_file()
 
 
 def latest_of_ours(path: str | os.PathLike[str]) -> Path | None:
-    """The step of ours that ``path`` is, or the latest step in it if that is ours."""
+    """``path`` itself if it is a shardload step, or the latest step in it if that is one."""
     if is_ours(path):
         return Path(path)
     steps = list_steps(path) if Path(path).is_dir() else []
@@ -246,7 +246,7 @@ def _is_higher_better(mode: str, monitor: str) -> bool:
 
 
 def _look(path: Path) -> StepInfo | None:
-    """What a folder named by digits is; None when it is no step."""
+    """The step in a folder named by digits; None when it is not a step."""
     try:
         ours = (path / OWN_FOLDER).is_dir()
         if not path.is_dir() or not (ours or (path / ORBAX_FILE).is_file()):

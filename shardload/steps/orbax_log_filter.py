@@ -4,7 +4,7 @@
     TensorStore    prints "Event loop is closed" for each write that ends after Orbax has given up
     Python         warns of Orbax's coroutines that were "never awaited", whenever it collects them
 
-All only say again what we raise. The first two are silent while a save of ours is written and for a while after one
+All repeat what shardload raises. The first two are silent while shardload saves and for a while after one
 failed, the last once one failed; at any other time they are about somebody else's doing, and are shown.
 """
 
@@ -31,7 +31,7 @@ _installed = False
 
 
 def begins() -> None:
-    """A save of ours is being written from now on."""
+    """A save begins."""
     global _written  # noqa: PLW0603
     _install()
     with _lock:

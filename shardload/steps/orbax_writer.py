@@ -64,7 +64,7 @@ class PendingSave:
             raise save_error(self._error, step=self._step, folder=self.path) from self._error
         if not self.path.is_dir():
             raise describe("the folder is gone after Orbax wrote it", step=self._step, folder=self.path)
-        if not os.path.samestat(self._parent, self.path.parent.stat()):  # Orbax makes what is missing anew
+        if not os.path.samestat(self._parent, self.path.parent.stat()):  # Orbax recreates what is missing
             why = f"the folder {self.path.parent} was removed while it was written"
             raise describe(why, step=self._step, folder=self.path, number=errno.ENOENT)
 

@@ -35,9 +35,9 @@ STEP_FOLDER = "step"
 
 REMOVALS = 10
 REMOVAL_PAUSE_S = 0.05
-"""Half a second at most: nothing beside a failed save."""
+"""Half a second at most: cheap compared with a failed save."""
 
-_WENT = "wherever that folder is now, if it is still anywhere"
+_WENT = "earlier steps may have moved with the folder"
 _BUSY = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 
 
@@ -56,7 +56,7 @@ class Root:
             create: Make it, and the folders above it, when it is missing.
 
         Raises:
-            SaveError: When it is missing, is no folder, or cannot be made; with ``create``, also when this user may not
+            SaveError: When it is missing, not a folder, or cannot be made; with ``create``, also when this user may not
                 write to it: said before anything is trained that could not be saved.
         """
         # A link that is changed later leads elsewhere; this run stays here.
@@ -94,7 +94,7 @@ class Root:
             raise describe(why, step=step, folder=self.path, others=_WENT)
 
     def close(self) -> None:
-        """Let go of the folder; also happens when nobody refers to it any more."""
+        """Release the folder; also happens with the last reference to it."""
         self._close()
 
 
@@ -114,7 +114,7 @@ class Staging:
         """Start a step, in a folder of its own that no other process writes to.
 
         Raises:
-            UsageError: When ``step`` is no number that can name a folder.
+            UsageError: When ``step`` is not a number that can name a folder.
             StepExistsError: When the root holds this step.
             SaveError: When the root is missing or was replaced, or nothing can be written there.
         """
@@ -145,7 +145,7 @@ class Staging:
         return cls(Root(home.parent.parent), int(home.name.split("-")[0]), home, None)
 
     def check(self) -> None:
-        """Make sure that nobody took the folder away; whoever writes to it may have made it anew without noticing.
+        """Make sure that the folder was not removed; a writer may have recreated it without noticing.
 
         Raises:
             SaveError: When it, or the root, is gone or was replaced.
@@ -259,7 +259,7 @@ def remove_step(root: str | os.PathLike[str], step: int) -> None:
 def _remove_moved(home: Path, step: int, base: Path) -> None:
     try:
         shutil.rmtree(home, ignore_errors=True)
-        if home.exists():  # whoever clears up stale folders may have taken it for one, and made its lock anew
+        if home.exists():  # another process may have taken it for stale and recreated its lock
             _remove_for_good(home)
         if home.exists():
             shutil.rmtree(home)
@@ -310,9 +310,9 @@ def _flock(fd: int, how: int) -> bool:
 
 
 def _try_lock(folder: Path) -> int | None:
-    """A descriptor that holds the lock of a staging folder nobody writes to any more, or None."""
+    """A descriptor with the lock of an abandoned staging folder, or None."""
     if folder.is_symlink() or not folder.is_dir() or not re.fullmatch(r"[0-9]+-[0-9a-f]+", folder.name):
-        return None  # none of ours
+        return None  # not shardload's
     try:
         fd = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     except OSError:

@@ -51,7 +51,7 @@ class StepRecord:
         """The record of a step.
 
         Raises:
-            SourceError: When its file is missing, or is no JSON object.
+            SourceError: When its file is missing or is not a JSON object.
         """
         return cls.of_json(json_files.read_object(folder / STEP_FILE))
 

@@ -4,7 +4,7 @@
     small files  ─► fetched into a private folder, each checked
     data files   ─► not fetched; `_RemoteFile` gets ranges of whole MiB and compares each with its digest
 
-Only steps of ours are read like this. Sizes and names in ``digests.json`` are somebody else's word: names may not
+Only shardload steps are read like this. Sizes and names in ``digests.json`` are untrusted: names may not
 leave the folder (`Digests.read` sees to that), and what is fetched into it is bounded.
 """
 
@@ -43,7 +43,7 @@ _DATA = re.compile(r"(?:^|/)d/[^/]+$")
 
 
 class RemoteStep:
-    """A remote step. The folder is removed when nobody refers to this any more.
+    """A remote step. The folder is removed with the last reference to this object.
 
     Args:
         remote: The step.
@@ -55,7 +55,7 @@ class RemoteStep:
 
     def __init__(self, remote: Folder, digests: bytes) -> None:
         self.url, self._remote = remote.url, remote
-        base = os.path.realpath(tempfile.mkdtemp(prefix="shardload-remote-"))  # 0700: nobody else reads or changes it
+        base = os.path.realpath(tempfile.mkdtemp(prefix="shardload-remote-"))  # 0700: private to this user
         self.folder = str(Path(base, remote.name))
         self._remove = weakref.finalize(self, _remove, base, self.folder)
         self._here: set[str] = {DIGESTS_FILE}
@@ -272,7 +272,7 @@ def _present(checker: Checker, name: str, fetch: Fetch) -> bytes:
 
 
 def open_mirror(remote: Folder) -> RemoteStep | None:
-    """The step of ours a remote folder is; ``None`` where it has no digests.
+    """The shardload step in a remote folder; ``None`` where it has no digests.
 
     Raises:
         DamagedError: When its digests are not what was written.

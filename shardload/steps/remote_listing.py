@@ -77,7 +77,7 @@ def _itself(root: Folder) -> StepInfo | None:
 
 
 def _numbers(root: Folder) -> dict[int, bool]:
-    """Steps by number, and whether each is one of ours."""
+    """Steps by number, and whether shardload saved each."""
     if not root.can_list:
         _refuse_foreign(root)
         if NAME.fullmatch(root.name):
@@ -85,7 +85,7 @@ def _numbers(root: Folder) -> dict[int, bool]:
                 f"There is no step at {root.url}: it has no {DIGESTS_FILE}. Check the address. {_ONLY_STEPS}"
             )
         raise UnsupportedError(
-            f"{root.url} has no {DIGESTS_FILE}, so it is no step itself, and HTTP servers do not list what they have. "
+            f"{root.url} has no {DIGESTS_FILE}, so it is not a step itself, and HTTP servers do not list their files. "
             f"Give the address of the step itself ({root.url}/100), or its number (step=100). {_ONLY_STEPS}"
         )
     names = root.names()
@@ -140,7 +140,7 @@ def _info(folder: Folder, mirror: RemoteStep) -> StepInfo:
 
 
 def _refuse_foreign(folder: Folder) -> None:
-    """Say so where something is a checkpoint, but none of ours."""
+    """Raise for a checkpoint that shardload did not save."""
     if folder.read_small(ORBAX_FILE, limit=1 << 20) is not None:
         raise foreign(folder.url)
 

@@ -1,4 +1,4 @@
-"""Why a save failed, in words a person can act on: the operating system's reason, from wherever it is hidden.
+"""Why a save failed, in actionable words: the operating system's reason, found in nested errors.
 
 TensorStore gives a full disk as `ValueError("RESOURCE_EXHAUSTED: … [os_error_code='28']")`; Orbax gives a folder
 that vanished as `ValueError("No ArrayMetadata found …")`. Both say it in text only, hence the patterns.
@@ -41,7 +41,7 @@ def save_error(cause: BaseException, *, step: int | str, folder: str | os.PathLi
     Args:
         cause: What was raised, by the operating system, TensorStore or Orbax.
         step: The step that was being saved, for the message.
-        folder: Where it was being written; when it is gone, that is the cause, whatever was raised.
+        folder: Where it was being written; when it is gone, that is the cause of any error.
     """
     if isinstance(cause, SaveError):
         return cause

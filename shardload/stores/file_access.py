@@ -71,7 +71,7 @@ class PendingUnits(Protocol):
 
 
 class RemoteFile(File, Protocol):
-    """A file that lies in a remote store; whatever it gives was compared with its digests."""
+    """A file in a remote store; all its bytes are compared with digests."""
 
     def begin(self, unit: int, count: int) -> PendingUnits:
         """Start to fetch ``count`` MiB from the MiB ``unit`` on."""
@@ -175,7 +175,7 @@ def open_file(path: str | os.PathLike[str]) -> File:
 
     Raises:
         SourceNotFoundError: When there is none.
-        SourceError: When it is no regular file, or may not be read.
+        SourceError: When it is not a regular file, or may not be read.
     """
     return remote_file(path) or _LocalFile(path)
 

@@ -51,7 +51,7 @@ class Fingerprint:
             if now != before:
                 raise TransferError(
                     f"{path} changed since its headers were read: {_difference(before, now)}. Load it again once "
-                    "whoever writes it has finished"
+                    "its writer has finished"
                 )
 
 

@@ -1,4 +1,4 @@
-"""JSON from a file nobody vouches for: bounded, no duplicate keys, and every failure names the file.
+"""JSON from an untrusted file: bounded, no duplicate keys, and every failure names the file.
 
 Python's parser raises `RecursionError` on deep nesting, `ValueError` on 5000-digit numbers and keeps the last
 of two equal keys; here each is a `SourceError`.

@@ -166,7 +166,7 @@ class Folder:
         except TimeoutError as error:
             raise self.stalled("", limit) from error
         except (ValueError, RuntimeError) as error:
-            raise SourceError(f"{self.url} is no address that can be read: {str(error)[:_SHOWN]}") from error
+            raise SourceError(f"{self.url} is not an address that can be read: {str(error)[:_SHOWN]}") from error
 
 
 COPY_FIRST = (
@@ -276,7 +276,7 @@ def _spec(url: str) -> dict[str, Any]:
     if not bucket:
         raise SourceError(f"{url} names no {'server' if scheme.startswith('http') else 'bucket'}")
     if any(part in (".", "..") for part in path.split("/")) or "\0" in url:
-        raise UnsupportedError(f"{url} has '.' or '..' between slashes, which is no name in a store")
+        raise UnsupportedError(f"{url} has '.' or '..' between slashes, which is not a name in a store")
     if scheme.startswith("http"):
         parts = urlsplit(url)
         if parts.query or parts.fragment or parts.username:
@@ -298,7 +298,7 @@ def _spec(url: str) -> dict[str, Any]:
 
 
 def _aws_credentials() -> dict[str, str] | None:
-    """Which of TensorStore's ways to look for credentials; the default one logs whatever it misses."""
+    """Which of TensorStore's ways to look for credentials; the default one logs every source it misses."""
     if os.environ.get("AWS_NO_SIGN_REQUEST", "").upper() in ("1", "YES", "TRUE"):
         return {"type": "anonymous"}
     if os.environ.get("AWS_ACCESS_KEY_ID"):

@@ -7,7 +7,7 @@ checkpoint, and loads with Keras, KerasHub or safetensors as the real one does::
     h5            NAME.weights.h5 and NAME.json (the model's configuration)         Keras
     safetensors   NAME/config.json, model.safetensors or numbered shards + index    Hugging Face
 
-Memory stays at a few hundred MB whatever the size (the model is built without buffers, weights pass through one
+Memory stays at a few hundred MB for any size (the model is built without buffers, weights pass through one
 8 MiB chunk); a folder appears under its name only when it is complete.
 """
 
@@ -263,7 +263,7 @@ def _describe(config: Config, dtype: str, work: Path) -> Manifest:
 
 @contextlib.contextmanager
 def _workspace(folder: Path, stem: str, nbytes: int, *, largest_file: int) -> Iterator[Path]:
-    """A temporary folder beside the target, gone afterwards whatever happens.
+    """A temporary folder next to the target, always removed afterwards.
 
     Raises:
         WriteError: When the disk has no room for ``nbytes``.

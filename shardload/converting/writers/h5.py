@@ -26,7 +26,7 @@ def write_skeleton(path: Path, tensors: Sequence[Wanted], *, names: Mapping[str,
     """Make the file; says where the values belong.
 
     Args:
-        path: File to make, over whatever is there.
+        path: File to write; an existing one is replaced.
         tensors: Named as Keras names them, ``layers/dense/vars/0``.
         names: Group (``layers/dense/vars``) → the name of what is saved there; also groups without tensors.
 
@@ -45,7 +45,7 @@ def write_shards(
     """Make shards of at most ``shard_bytes`` (a larger tensor gets one of its own) and the index, as Keras does.
 
     Args:
-        index: File to make, ``NAME.weights.json``; the shards lie beside it.
+        index: File to make, ``NAME.weights.json``; the shards are next to it.
         tensors: As for `write_skeleton`.
         names: As for `write_skeleton`; of groups without tensors there is nothing.
         shard_bytes: Most bytes of tensors in one file.

@@ -21,7 +21,7 @@ from shardload.converting.writers import FilePiece, TensorPlace, Wanted
 from shardload.steps import orbax_writer
 
 CHUNK_BYTES = 64 << 20
-"""Small enough that whoever restores a slice of an array need not hold much more; few enough files."""
+"""Small enough that restoring a slice reads little more than the slice; large enough to keep files few."""
 ITEM = "pytree"
 
 
