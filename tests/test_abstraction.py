@@ -501,7 +501,7 @@ import sys; sys.path.insert(0, {str(models.__file__.rsplit("/", 1)[0])!r}); impo
 with shardload.abstract():
     import keras_hub
     model = keras_hub.models.Backbone.from_preset({str(tmp_path)!r})
-from shardload.abstraction import is_abstract
+from shardload.keras_bridge.variables import is_abstract
 assert all(map(is_abstract, model.weights))
 assert not [f for f in sys.meta_path if type(f).__module__.startswith("shardload")]
 """
