@@ -13,8 +13,11 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 # Every process of every test compiles the same small programs: the first one does it for all.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-# Tests wait for XLA to compile far longer than for what it compiled: without optimisation that takes two thirds.
-os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
+# Tests wait for XLA to compile far longer than for what it compiled. Without optimisation that takes two thirds, and
+# without the fusion emitters and with one module of LLVM instead of many a third of that.
+os.environ["XLA_FLAGS"] = (
+    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+)
 # keras-hub imports TensorFlow where it finds it; nothing here needs it, and it costs 4 s and 600 MB.
 sys.modules.setdefault("tensorflow", None)  # type: ignore[arg-type]
 sys.modules.setdefault("tensorflow_text", None)  # type: ignore[arg-type]
