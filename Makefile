@@ -10,7 +10,7 @@ CASES ?= 20000
 FOLDERS := .cache/transformers-cross
 export KERAS_BACKEND := jax
 
-.PHONY: demo help test test-full test-fast test-together oldest newest fuzz nightly check lint types docs wheel bench clean
+.PHONY: demo help test test-full test-fast test-together oldest newest fuzz kills folders nightly check lint types docs wheel bench clean
 
 demo: $(VENV)/.demo  ## real Gemma 3 270M on eight devices answers a prompt
 	$(BIN)/shardload load gemma3_270m --mesh 1x8 --prompt "The capital of France is"
@@ -39,11 +39,16 @@ newest: $(NEWEST)/.installed  ## all tests with the newest dependencies that pyp
 fuzz: $(STAMP)  ## damaged files of every format, CASES of each (20,000): hours
 	SHARDLOAD_FUZZ_CASES=$(CASES) $(BIN)/python -m pytest -n 2 --dist worksteal tests/test_fuzz_*.py
 
-nightly: $(STAMP) $(TORCH)/.installed  ## folders that transformers 4 and 5 write now, all of them (6 GB for PyTorch, about 15 minutes)
+kills: $(STAMP)  ## kill -9 a run that saves, fifty times
+	SHARDLOAD_KILLS=50 $(BIN)/python -m pytest tests/test_resume_killed.py
+
+folders: $(STAMP) $(TORCH)/.installed  ## folders that transformers 4 and 5 write now, all of them (6 GB for PyTorch, about 15 minutes)
 	rm -rf $(FOLDERS)
 	PYTHONPATH=tests $(TORCH)/bin/python -m transformers_cross.generate $(FOLDERS)
 	PYTHONPATH=tests:$(TORCH)/transformers-4 $(TORCH)/bin/python -m transformers_cross.generate $(FOLDERS)
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/test_transformers_cross.py --every-folder --folders-from $(FOLDERS)
+
+nightly: kills fuzz folders  ## what takes too long for every change: hours
 
 check: lint types test  ## what CI runs (tests include the docs)
 
