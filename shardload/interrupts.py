@@ -1,6 +1,6 @@
 """Ctrl-C that always works, costs no step that is being saved, and is not lost.
 
-Python's own way, a `KeyboardInterrupt` wherever the program happens to be, is not enough once JAX and Orbax run: JAX
+Python's own way, a `KeyboardInterrupt` at an arbitrary point of the program, is not enough once JAX and Orbax run: JAX
 runs Python code inside garbage collections and C++ callbacks, where the exception is printed and dropped (the load
 goes on, for seconds) or ends the process with an abort; raised inside Orbax it leaves a step half handed over::
 
