@@ -17,7 +17,7 @@ import pytest
 from step_folders import fill, names, save_step
 
 from shardload.errors import SaveError, SourceNotFoundError, StepExistsError, UsageError, WriteError
-from shardload.steps import publish
+from shardload.steps import locks, publish
 from shardload.steps.digests import Digests, verify
 from shardload.steps.listing import list_steps
 from shardload.steps.publish import Root, Staging, remove_stale, remove_step
@@ -233,11 +233,25 @@ def test_stale_staging_is_removed_and_nothing_else(tmp_path):
     assert verify(tmp_path / "1") == []
 
 
+def test_a_folder_that_is_removed_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
+    take, removed = locks.FolderLock.take, []
+
+    def late(home, *, wait=False):
+        if wait and not removed:
+            removed.extend(remove_stale(tmp_path))
+        return take(home, wait=wait)
+
+    monkeypatch.setattr(locks.FolderLock, "take", late)
+    staging = ready(tmp_path)
+    assert len(removed) == 1 and removed[0] != staging.home
+    assert staging.publish().is_dir()
+
+
 def test_nothing_is_stale_where_nothing_can_be_locked(tmp_path, monkeypatch):
     def refuse(fd, how):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(publish.fcntl, "flock", refuse)
+    monkeypatch.setattr(locks.fcntl, "flock", refuse)
     staging = ready(tmp_path)
     assert remove_stale(tmp_path) == []
     assert staging.publish().is_dir()

@@ -12,7 +12,6 @@ that are done are read back, and those whose digest is no longer the same are co
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -26,6 +25,7 @@ from shardload.converting.writers import TensorPlace
 from shardload.errors import WriteError
 from shardload.steps.digest_list import hasher
 from shardload.steps.file_tree import sync, sync_all
+from shardload.steps.locks import LOCK_FILE, FolderLock
 from shardload.stores.local import opened, read_exact
 
 READ_BYTES = 8 << 20
@@ -137,7 +137,7 @@ class ConversionFolder:
         self.places, self.done = None, {}
         self._journal.unlink(missing_ok=True)
         for left in self._home.iterdir():
-            if left.name != "lock":
+            if left.name != LOCK_FILE:
                 shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
         self._append({"plan": plan})
 
@@ -203,19 +203,15 @@ def staged(target: Path, *, folder: bool, overwrite: bool) -> Iterator[Conversio
     home = home_of(target)
     try:
         home.mkdir(parents=True, exist_ok=True)
-        lock = os.open(home / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        lock = FolderLock.take(home)
     except OSError as error:
         with contextlib.suppress(OSError):  # not there, or not empty
             home.rmdir()
         raise WriteError(f"Cannot write to {home}: {error.strerror or error}") from error
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise WriteError(
-                f"Another process is writing {target} right now ({home} is locked); wait for it"
-            ) from error
-        if not _is_still(home / "lock", lock):
+        if not lock.is_held:
+            raise WriteError(f"Another process is writing {target} right now ({home} is locked); wait for it")
+        if not lock.is_in_place:  # whoever had it before removed it with the folder
             raise WriteError(f"Another process has just written {target}; start again to see what there is to do")
         if (home / "replaced").exists() and not os.path.lexists(target):
             (home / "replaced").rename(target)  # killed between the two renames of an overwrite
@@ -226,15 +222,7 @@ def staged(target: Path, *, folder: bool, overwrite: bool) -> Iterator[Conversio
             raise
         yield ConversionFolder(home, target)
     finally:
-        os.close(lock)
-
-
-def _is_still(path: Path, fd: int) -> bool:
-    """Whether a lock file is the one that was opened: whoever held it before removes it with the folder."""
-    try:
-        return os.path.samestat(path.stat(), os.fstat(fd))
-    except FileNotFoundError:
-        return False
+        lock.release()
 
 
 def digest(root: Path, place: TensorPlace, item_bytes: int) -> str:

@@ -4,33 +4,31 @@
     root/.staging/7-ab12cd34/step/    what is being written
                                └────► root/7        fsync of all files and folders, rename, fsync of root
 
-Killed before the rename there is no step, after it there is a whole one. A staging folder whose lock can be had has
-no writer any more: `remove_stale` takes it away, and no other. While the lock is being made, its writer shares
-a lock on ``.staging`` itself, which `remove_stale` needs alone: a folder is never seen without its lock.
+Killed before the rename there is no step, after it there is a whole one. A staging folder that is not locked has no
+writer any more: `remove_stale` removes it, and no other. A writer whose new folder it removes before that is locked
+makes another.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 import secrets
 import shutil
 import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from shardload.errors import SaveError, ShardloadError, SourceNotFoundError, StepExistsError, UsageError, WriteError
 from shardload.steps.digests import Digests
 from shardload.steps.file_tree import sync, sync_all
+from shardload.steps.locks import FolderLock
 from shardload.steps.save_errors import describe, save_error
 from shardload.stores.local import expanded
 
 STAGING = ".staging"
-LOCK_FILE = "lock"
 STEP_FOLDER = "step"
 
 REMOVALS = 10
@@ -38,7 +36,6 @@ REMOVAL_PAUSE_S = 0.05
 """Half a second at most: cheap compared with a failed save."""
 
 _WENT = "earlier steps may have moved with the folder"
-_BUSY = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 
 
 class Root:
@@ -101,7 +98,7 @@ class Root:
 class Staging:
     """The folder where one step is being written. `begin` or `join` it; `publish` or `discard` it."""
 
-    def __init__(self, root: Root, step: int, home: Path, lock: int | None) -> None:
+    def __init__(self, root: Root, step: int, home: Path, lock: FolderLock | None) -> None:
         self.root = root
         self.step = step
         self.home = home
@@ -124,10 +121,10 @@ class Staging:
         root.check(step)
         _refuse_existing(root.path / str(step), step)
         try:
-            home, lock = _locked_folder(root.path / STAGING, f"{step}-{secrets.token_hex(4)}")
+            lock = _locked_folder(root.path / STAGING, step)
         except OSError as error:
             raise save_error(error, step=step, folder=root.path / STAGING) from error
-        return cls(root, step, home, lock)
+        return cls(root, step, lock.home, lock)
 
     @classmethod
     def join(cls, path: str | os.PathLike[str]) -> Staging:
@@ -151,7 +148,7 @@ class Staging:
             SaveError: When it, or the root, is gone or was replaced.
         """
         self.root.check(self.step)
-        if self._lock is not None and not _leads_to(self.home / LOCK_FILE, self._lock):
+        if self._lock is not None and not self._lock.is_in_place:
             why = f"the folder {self.home} was removed"
             raise describe(why, step=self.step, folder=self.path, number=errno.ENOENT)
 
@@ -203,7 +200,7 @@ class Staging:
         lock, self._lock = self._lock, None
         shutil.rmtree(self.home, ignore_errors=True)  # what stays is stale once the lock is free
         if lock is not None:
-            os.close(lock)
+            lock.release()
 
 
 def remove_stale(root: str | os.PathLike[str]) -> list[Path]:
@@ -213,16 +210,12 @@ def remove_stale(root: str | os.PathLike[str]) -> list[Path]:
         The folders removed; what cannot be removed is left for the next time.
     """
     staging = Path(root).absolute() / STAGING
-    removed = []
-    with _folder_lock(staging, fcntl.LOCK_EX) as held:
-        folders = sorted(staging.iterdir()) if held else []
-        stale = [(folder, lock) for folder in folders if (lock := _try_lock(folder)) is not None]
-    for folder, lock in stale:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
-        if not folder.exists():
-            removed.append(folder)
-    return removed
+    folders = sorted(staging.iterdir()) if staging.is_dir() else []
+    stale = [lock for folder in folders if (lock := _stale_lock(folder)) is not None]
+    for lock in stale:
+        shutil.rmtree(lock.home, ignore_errors=True)
+        lock.release()
+    return [lock.home for lock in stale if not lock.home.exists()]
 
 
 def remove_step(root: str | os.PathLike[str], step: int) -> None:
@@ -237,7 +230,8 @@ def remove_step(root: str | os.PathLike[str], step: int) -> None:
     if not os.path.lexists(source):
         raise SourceNotFoundError(f"There is no step {step} in {base}, so it cannot be removed")
     try:
-        home, lock = _locked_folder(base / STAGING, f"{step}-{secrets.token_hex(4)}")
+        lock = _locked_folder(base / STAGING, step)
+        home = lock.home
         try:
             os.rename(source, home / STEP_FOLDER)  # noqa: PTH104
             sync(base)
@@ -245,7 +239,7 @@ def remove_step(root: str | os.PathLike[str], step: int) -> None:
                 (home / STEP_FOLDER).unlink()
             _remove_moved(home, step, base)
         finally:
-            os.close(lock)
+            lock.release()
     except WriteError:
         raise
     except FileNotFoundError as error:
@@ -272,63 +266,32 @@ def _remove_moved(home: Path, step: int, base: Path) -> None:
         ) from error
 
 
-def _locked_folder(staging: Path, name: str) -> tuple[Path, int]:
-    """A new folder in ``staging`` and the descriptor that holds its lock."""
+def _locked_folder(staging: Path, step: int) -> FolderLock:
+    """The lock of a new folder in ``staging``, another one where `remove_stale` was faster than the lock."""
     with suppress(FileExistsError):
         staging.mkdir()
-    home = staging / name
-    with _folder_lock(staging, fcntl.LOCK_SH):
+    while True:
+        home = staging / f"{step}-{secrets.token_hex(4)}"
         home.mkdir()
-        lock = os.open(home / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        _flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return home, lock
+        with suppress(FileNotFoundError):
+            lock = FolderLock.take(home, wait=True)
+            if lock.is_in_place:
+                return lock
+            lock.release()
 
 
-@contextmanager
-def _folder_lock(folder: Path, how: int) -> Iterator[bool]:
-    """Hold a lock on ``folder``; yields whether it could be had (no folder, or no locks on this file system: no)."""
-    try:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        yield False
-        return
-    try:
-        yield _flock(fd, how)
-    finally:
-        os.close(fd)
-
-
-def _flock(fd: int, how: int) -> bool:
-    """Whether the lock was had; a file system without locks has none to give, so nothing on it is ever stale."""
-    try:
-        fcntl.flock(fd, how)
-    except OSError as error:
-        if error.errno in (*_BUSY, errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-            return False
-        raise
-    return True
-
-
-def _try_lock(folder: Path) -> int | None:
-    """A descriptor with the lock of an abandoned staging folder, or None."""
+def _stale_lock(folder: Path) -> FolderLock | None:
+    """The lock of an abandoned staging folder, or None."""
     if folder.is_symlink() or not folder.is_dir() or not re.fullmatch(r"[0-9]+-[0-9a-f]+", folder.name):
         return None  # not shardload's
     try:
-        fd = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        lock = FolderLock.take(folder)
     except OSError:
         return None
-    if _flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB):
-        return fd
-    os.close(fd)
+    if lock.is_held:
+        return lock
+    lock.release()
     return None
-
-
-def _leads_to(path: Path, fd: int) -> bool:
-    """Whether a path is that of the file that was opened."""
-    try:
-        return os.path.samestat(path.stat(follow_symlinks=False), os.fstat(fd))
-    except (FileNotFoundError, NotADirectoryError):
-        return False
 
 
 def _remove_for_good(folder: Path) -> None:

@@ -1,0 +1,55 @@
+"""Which process works in a folder: it locks a file in it with ``flock``, and the kernel unlocks it when it dies."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+LOCK_FILE = "lock"
+_NOT_LOCKED = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES, errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
+
+
+@dataclass(frozen=True, slots=True)
+class FolderLock:
+    """The lock file of a working folder, open in this process."""
+
+    home: Path
+    fd: int
+    is_held: bool
+    """Whether this process has the lock; a file system without locks gives none, so nothing on it is ever stale."""
+
+    @classmethod
+    def take(cls, home: Path, *, wait: bool = False) -> FolderLock:
+        """Open the lock file of ``home``, which is made where it is missing, and lock it if it is free.
+
+        Args:
+            home: A folder.
+            wait: Wait until it is free.
+
+        Raises:
+            OSError: When it cannot be opened.
+        """
+        fd = os.open(home / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except OSError as error:
+            if error.errno not in _NOT_LOCKED:
+                os.close(fd)
+                raise
+            return cls(home, fd, is_held=False)
+        return cls(home, fd, is_held=True)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the folder still has this very lock file: a folder that was removed takes it along."""
+        try:
+            return os.path.samestat((self.home / LOCK_FILE).stat(follow_symlinks=False), os.fstat(self.fd))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def release(self) -> None:
+        """Unlock; once."""
+        os.close(self.fd)
