@@ -20,18 +20,14 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jax
-import keras
-
-from shardload.dtypes import dtype_name
-from shardload.errors import BackendError, SourceError, UnsupportedError, UsageError
+from shardload.errors import SourceError, UnsupportedError, UsageError
 from shardload.loaders import FORMATS, open_manifest
 from shardload.loaders.hf_folder import folder_of
 from shardload.manifest import Manifest
 from shardload.mapping import slots_as_stored
 from shardload.mapping.assets import load_assets
 from shardload.parallel.current_layout import whereabouts
-from shardload.pipeline import filling, load_distributed, reporting
+from shardload.pipeline import arguments, filling, load_distributed, reporting
 from shardload.progress import Progress
 from shardload.resolve import Resolved, resolve
 from shardload.resolve.stores import naming, open_remote
@@ -40,7 +36,6 @@ from shardload.steps.digests import Checker
 from shardload.steps.listing import is_ours, latest_of_ours
 from shardload.stores.fingerprint import Fingerprint
 from shardload.stores.remote import is_url
-from shardload.units import parse_bytes
 
 if TYPE_CHECKING:
     from shardload.reports import LoadReport, PlanReport
@@ -160,8 +155,8 @@ def run(
     same |= {"compile": compile, "safe_mode": safe_mode, "custom_objects": custom_objects}
     with load_distributed.call("load", source, mesh=mesh, devices=devices, **same) as call:
         clock = filling.Clock()
-        dtype, limit = _dtype(dtype), budget(host_memory_bytes)
-        _check_backend()
+        dtype, limit = arguments.float_dtype(dtype), arguments.budget(host_memory_bytes)
+        arguments.check_backend()
         found, manifest, checker = _open_checked(source, format, described=True)
         files = Fingerprint.of(manifest.files)
         call.ready()
@@ -185,17 +180,9 @@ def run(
                         ignore_config=ignore_config,
                         optimizer=as_saved,
                     )
-                    job = job.sorted(ignore=_patterns(ignore)).checked(strict=strict)
-                call.agree(job)
-                report = filling.fill(
-                    job,
-                    clock,
-                    files=files,
-                    on_failure="raise",
-                    progress=call.watched(progress),
-                    notes=(*_notes(found, job), *told),
-                    on_filled=call.filled,
-                )
+                    job = job.sorted(ignore=arguments.patterns(ignore)).checked(strict=strict)
+                notes = (*_notes(found, job), *told)
+                report = call.fill(job, clock, files=files, on_failure="raise", progress=progress, notes=notes)
             load_assets(model, manifest, check=checker)  # after the weights, as in Keras: hooks may use their values
         shares = call.done(report)
     _reports[model] = report
@@ -245,8 +232,8 @@ def load_weights(
     same: dict[str, Any] = {"names": names, "strict": strict, "atomic": atomic, "ignore_config": ignore_config}
     with load_distributed.call("load_weights", source, mesh=mesh, devices=devices, model=model, **same) as call:
         clock = filling.Clock()
-        limit = budget(host_memory_bytes)
-        check_model(model)
+        limit = arguments.budget(host_memory_bytes)
+        arguments.check_model(model)
         found, manifest, checker = _open_checked(source, format)
         files = Fingerprint.of(manifest.files)
         call.ready()
@@ -264,16 +251,8 @@ def load_weights(
                     check=checker,
                     ignore_config=ignore_config,
                 ).checked(strict=strict)
-            call.agree(job)
-            report = filling.fill(
-                job,
-                clock,
-                files=files,
-                on_failure="restore" if atomic else "tell",
-                progress=call.watched(progress),
-                notes=_notes(found, job),
-                on_filled=call.filled,
-            )
+            after = filling.on_failure(atomic=atomic)
+            report = call.fill(job, clock, files=files, on_failure=after, progress=progress, notes=_notes(found, job))
         call.done(report)
     _reports[model] = report
     return report
@@ -309,9 +288,9 @@ def plan(
         ignore_config: As for `run`.
     """
     clock = filling.Clock()
-    dtype, limit = _dtype(dtype), budget(host_memory_bytes)
-    _check_backend()
-    memory = None if device_memory_bytes is None else _bytes("device_memory_bytes", device_memory_bytes)
+    dtype, limit = arguments.float_dtype(dtype), arguments.budget(host_memory_bytes)
+    arguments.check_backend()
+    memory = None if device_memory_bytes is None else arguments.byte_count("device_memory_bytes", device_memory_bytes)
     found, manifest = _open(source, format, described=True)
     placement.available()  # building computes shapes with JAX, whose own error would say nothing
     with naming(manifest), clock("build"):
@@ -326,7 +305,7 @@ def plan(
             host_memory_bytes=limit,
             ignore_config=ignore_config,
         )
-        job = job.sorted(ignore=_patterns(ignore), compare=False)
+        job = job.sorted(ignore=arguments.patterns(ignore), compare=False)
     return reporting.plan_report(job, clock, layout=layout, device_memory_bytes=memory, notes=_notes(found))
 
 
@@ -355,38 +334,9 @@ def report(model: Any) -> LoadReport:
     return _reports[model]
 
 
-def check_model(model: Any) -> None:
-    """Whether something is a model that can be filled here.
-
-    Raises:
-        UsageError: When it is no Keras model.
-        BackendError: When Keras does not run on JAX.
-        UnsupportedError: When it has not been built, or has no weights.
-    """
-    if not hasattr(model, "weights"):
-        raise UsageError(f"The first argument is the Keras model to fill; got {type(model).__name__}")
-    _check_backend()
-    if not getattr(model, "built", True):
-        raise UnsupportedError(
-            f"The model {model.name!r} has not been built. Call it on a batch of inputs, or model.build(input_shape), "
-            "first"
-        )
-    if not model.weights:
-        raise UnsupportedError(
-            f"The model {model.name!r} has no weights. If its layers make them when it is called, call it on a batch "
-            "of inputs first"
-        )
-
-
 def remember_report(model: Any, report: LoadReport) -> None:
     """Make `report` answer for ``model``."""
     _reports[model] = report
-
-
-def _check_backend() -> None:
-    """Say at once, in the caller's words, that Keras was imported with another backend; it cannot be changed then."""
-    if (found := keras.config.backend()) != "jax":
-        raise BackendError(found)
 
 
 def _open(source: str | os.PathLike[str], format: str | None, *, described: bool = False) -> tuple[Resolved, Manifest]:
@@ -437,32 +387,3 @@ def _notes(found: Resolved, job: filling.LoadJob | None = None) -> tuple[str, ..
     unverified = job is not None and job.manifest.format == "orbax" and job.check is None
     notes = (found.note, "not saved by shardload: unverified, as it has no digests" if unverified else "")
     return tuple(note for note in notes if note)
-
-
-def _patterns(ignore: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(ignore, str) or not all(isinstance(pattern, str) for pattern in ignore):
-        raise UsageError(f"ignore is a list of names of tensors, such as ['score.*']; got {ignore!r:.60}")
-    return tuple(ignore)
-
-
-def _dtype(wanted: Any) -> Any:
-    name = dtype_name(wanted)
-    if name == "float64" and not jax.config.jax_enable_x64:
-        raise UsageError("JAX holds float64 only after jax.config.update('jax_enable_x64', True), before JAX is used")
-    return name
-
-
-def budget(wanted: int | str | None) -> int | None:
-    """Bytes staged at most, from what a caller said; ``None`` leaves it to the plan.
-
-    Raises:
-        UsageError: When it is no number of bytes.
-    """
-    return None if wanted is None else _bytes("host_memory_bytes", wanted)
-
-
-def _bytes(argument: str, wanted: int | str) -> int:
-    try:
-        return parse_bytes(wanted)
-    except ValueError as error:
-        raise UsageError(f"{argument}: {error}") from error

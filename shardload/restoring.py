@@ -24,7 +24,7 @@ from shardload.loaders import open_manifest
 from shardload.manifest import Manifest
 from shardload.mapping import Items, map_state, slots_as_stored
 from shardload.parallel.current_layout import whereabouts
-from shardload.pipeline import filling, load_distributed
+from shardload.pipeline import arguments, filling, load_distributed
 from shardload.progress import Progress
 from shardload.reports import LoadReport
 from shardload.steps.alternatives import WayOut, Which, way_out
@@ -99,8 +99,8 @@ def restore(
             raise UsageError(f"fallback is None or 'previous'; got {fallback!r}")
         options: dict[str, Any] = {"mesh": mesh, "axes": axes, "layout": layout, "devices": devices, "items": items}
         options |= {"rename": rename, "names": names, "strict": strict, "atomic": atomic, "progress": progress}
-        options["budget"] = loading.budget(host_memory_bytes)
-        loading.check_model(model)
+        options["budget"] = arguments.budget(host_memory_bytes)
+        arguments.check_model(model)
         report = _restore_sound(model, directory, step, call, fall_back=fallback is not None, **options)
         call.done(report)
         return report
@@ -175,16 +175,9 @@ def _restore(
                 mapping=map_state(model, manifest, **chosen),
                 check=checker,
             ).checked(strict=options["strict"])
-        call.agree(job)
-        report = filling.fill(
-            job,
-            clock,
-            files=files,
-            on_failure="restore" if options["atomic"] else "tell",
-            progress=call.watched(options["progress"]),
-            notes=(*skipped, _title(info, best=best)),
-            on_filled=call.filled,
-        )
+        after = filling.on_failure(atomic=options["atomic"])
+        notes = (*skipped, _title(info, best=best))
+        report = call.fill(job, clock, files=files, on_failure=after, progress=options["progress"], notes=notes)
     loading.remember_report(model, report)
     if options["items"] == "all" and info.url is None:  # runs go on in their own folder, on this machine
         _restored[model] = info

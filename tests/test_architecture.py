@@ -36,6 +36,7 @@ EDGES = {
     "comparing": {"loaders", "manifest", "resolve", "transfer"},
     "pipeline": {
         "distributed",
+        "dtypes",
         "errors",
         "hub",
         "keras_bridge",
@@ -69,7 +70,6 @@ EDGES = {
         "units",
     },
     "loading": {
-        "dtypes",
         "errors",
         "loaders",
         "manifest",
@@ -82,7 +82,6 @@ EDGES = {
         "sharding",
         "steps",
         "stores",
-        "units",
     },
     "console": {
         "comparing",

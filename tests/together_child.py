@@ -20,9 +20,8 @@ import keras
 import numpy as np
 
 import shardload
-from shardload import loading
 from shardload.keras_bridge import abstraction
-from shardload.pipeline import filling
+from shardload.pipeline import arguments, filling
 from shardload.steps.digests import Checker
 
 sys.modules.setdefault("tensorflow", None)  # Keras and KerasHub import it where it is; it is not needed
@@ -57,7 +56,7 @@ def at(stage, kind):
         return instead
 
     if stage == "before":
-        loading._check_backend = first(loading._check_backend)
+        arguments.check_backend = first(arguments.check_backend)
     if stage == "headers":  # of a source that was found; JAX runs by then
         filling.prepare = first(filling.prepare)
     if stage == "end":

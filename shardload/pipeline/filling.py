@@ -46,6 +46,11 @@ NOT_STRICT = " Pass strict=False (--no-strict) to load what fits and report the 
 """How many names an error lists before it counts the rest."""
 
 
+def on_failure(*, atomic: bool) -> OnFailure:
+    """What a caller means who asks for ``atomic``, of a model that was there before."""
+    return "restore" if atomic else "tell"
+
+
 class Clock:
     """Wall-clock seconds per stage, from the moment it is made."""
 

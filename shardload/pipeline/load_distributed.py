@@ -29,12 +29,13 @@ from shardload.distributed.exit_reasons import Witness
 from shardload.distributed.joint_call import Joint
 from shardload.keras_bridge.recording import seeded
 from shardload.parallel.current_layout import home
-from shardload.pipeline import consistency
-from shardload.pipeline.filling import LoadJob
+from shardload.pipeline import consistency, filling
+from shardload.pipeline.filling import Clock, LoadJob, OnFailure
 from shardload.progress import Progress, Silent
 from shardload.reports import ByteCounts, HostBytes, LoadReport
 from shardload.sharding import devices as placement
 from shardload.sharding.devices import MeshDevices
+from shardload.stores.fingerprint import Fingerprint
 
 T = TypeVar("T")
 
@@ -100,20 +101,35 @@ class JointLoad:
         with seeded(self._joint.first(self._draw, "the seed")):
             yield
 
-    def agree(self, job: LoadJob) -> None:
-        """Compare what the processes are about to load.
+    def fill(
+        self,
+        job: LoadJob,
+        clock: Clock,
+        *,
+        files: Fingerprint,
+        on_failure: OnFailure,
+        progress: Progress | None,
+        notes: tuple[str, ...],
+    ) -> LoadReport:
+        """`filling.fill`, once all processes are about to load the same thing; it ends everywhere or nowhere.
 
         Raises:
-            DisagreementError: When it is not the same.
+            DisagreementError: When they are not.
         """
         if self._joint is not None:
             consistency.require(self._joint, consistency.topics(job))
+        shown = progress or Silent()
+        return filling.fill(
+            job,
+            clock,
+            files=files,
+            on_failure=on_failure,
+            progress=shown if self._joint is None else _Watched(shown, self._joint),
+            notes=notes,
+            on_filled=self._filled,
+        )
 
-    def watched(self, shown: Progress | None) -> Progress:
-        """A progress that also ends the load when it failed on another process."""
-        return shown or Silent() if self._joint is None else _Watched(shown or Silent(), self._joint)
-
-    def filled(self) -> None:
+    def _filled(self) -> None:
         """All is read and in place here: wait until it is everywhere."""
         if self._joint is not None:
             self._joint.together(lambda: None, "the end of the transfer")

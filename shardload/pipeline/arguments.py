@@ -1,0 +1,74 @@
+"""What a caller may say, checked before anything is opened, in the caller's words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import keras
+
+from shardload.dtypes import dtype_name
+from shardload.errors import BackendError, UnsupportedError, UsageError
+from shardload.units import parse_bytes
+
+
+def check_model(model: Any) -> None:
+    """Whether something is a model that can be filled here.
+
+    Raises:
+        UsageError: When it is no Keras model.
+        BackendError: When Keras does not run on JAX.
+        UnsupportedError: When it has not been built, or has no weights.
+    """
+    if not hasattr(model, "weights"):
+        raise UsageError(f"The first argument is the Keras model to fill; got {type(model).__name__}")
+    check_backend()
+    if not getattr(model, "built", True):
+        raise UnsupportedError(
+            f"The model {model.name!r} has not been built. Call it on a batch of inputs, or model.build(input_shape), "
+            "first"
+        )
+    if not model.weights:
+        raise UnsupportedError(
+            f"The model {model.name!r} has no weights. If its layers make them when it is called, call it on a batch "
+            "of inputs first"
+        )
+
+
+def check_backend() -> None:
+    """Say at once, in the caller's words, that Keras was imported with another backend; it cannot be changed then."""
+    if (found := keras.config.backend()) != "jax":
+        raise BackendError(found)
+
+
+def patterns(ignore: Sequence[str]) -> tuple[str, ...]:
+    """Names of tensors to ignore, as a caller gave them."""
+    if isinstance(ignore, str) or not all(isinstance(pattern, str) for pattern in ignore):
+        raise UsageError(f"ignore is a list of names of tensors, such as ['score.*']; got {ignore!r:.60}")
+    return tuple(ignore)
+
+
+def float_dtype(wanted: Any) -> Any:
+    """Name of the dtype a caller asked for, ``None`` where there was none."""
+    name = dtype_name(wanted)
+    if name == "float64" and not jax.config.jax_enable_x64:
+        raise UsageError("JAX holds float64 only after jax.config.update('jax_enable_x64', True), before JAX is used")
+    return name
+
+
+def budget(wanted: int | str | None) -> int | None:
+    """Bytes staged at most, from what a caller said; ``None`` leaves it to the plan.
+
+    Raises:
+        UsageError: When it is no number of bytes.
+    """
+    return None if wanted is None else byte_count("host_memory_bytes", wanted)
+
+
+def byte_count(argument: str, wanted: int | str) -> int:
+    """Bytes, from what a caller gave for ``argument``."""
+    try:
+        return parse_bytes(wanted)
+    except ValueError as error:
+        raise UsageError(f"{argument}: {error}") from error
