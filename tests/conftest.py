@@ -33,9 +33,16 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 
 def pytest_addoption(parser):
-    parser.addoption("--every-mesh", action="store_true", help="load every format on every mesh, not on two in turn")
+    parser.addoption("--every-mesh", action="store_true", help="every mesh and every combination, not one in turn")
     parser.addoption("--every-folder", action="store_true", help="load every folder of the cross with transformers")
     parser.addoption("--folders-from", type=Path, help="fixtures of that cross to use instead of the stored ones")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave out what is marked ``full`` but under ``--every-mesh``."""
+    if not config.getoption("--every-mesh"):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
 
 
 _collect = gc.collect
