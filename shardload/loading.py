@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardload.errors import SourceError, UnsupportedError, UsageError
-from shardload.loaders import FORMATS, open_manifest
-from shardload.loaders.hf_folder import folder_of
+from shardload.loaders import folder_of, open_manifest, spec_of
+from shardload.loaders.registry import names as format_names
 from shardload.manifest import Manifest
 from shardload.mapping import slots_as_stored
 from shardload.mapping.assets import load_assets
@@ -142,7 +142,7 @@ def run(
         compile: Compile the model as it was saved, and load the state of its optimizer. Where its class does not take
             the stored configuration of ``compile``, the model is loaded uncompiled, with a warning.
         atomic: Changes nothing here, as a new model is returned whole or not at all; see `load_weights`.
-        format: One of `shardload.loaders.FORMATS`, to insist on where a file's ending says something else, or a folder
+        format: Name of a format, to insist on where a file's ending says something else, or a folder
             holds several.
         progress: Told how many bytes were read.
         ignore_config: Fields of a Hugging Face ``config.json`` (or of a GGUF header, under the same names) that the
@@ -350,15 +350,15 @@ def _open(source: str | os.PathLike[str], format: str | None, *, described: bool
 def _resolve(source: str | os.PathLike[str], format: str | None, described: bool) -> Resolved:
     """Where the source is; where its model is described beside it and that is wanted, the folder with both."""
     found = resolve(source)
-    if not described or format not in (None, "hf-safetensors") or (folder := folder_of(found.path)) is None:
+    if not described or (folder := folder_of(found.path, format=format)) is None:
         return found
     told = f"config.json in {folder} describes the model of {Path(found.path).name}: loaded the folder"
     return replace(found, path=str(folder), note="; ".join(note for note in (found.note, told) if note))
 
 
 def _check_format(format: str | None) -> None:
-    if format is not None and format not in FORMATS:
-        raise UsageError(f"There is no format {format!r}; there are {', '.join(FORMATS)}")
+    if format is not None and format not in (known := format_names()):
+        raise UsageError(f"There is no format {format!r}; there are {', '.join(known)}")
 
 
 def _open_checked(
@@ -376,7 +376,7 @@ def _open_checked(
         if (step := latest_of_ours(found.path)) is not None:
             Checker.of_step(step)  # says what is damaged, if that is why
         raise
-    if manifest.format != "orbax" or not is_ours(manifest.source):
+    if not spec_of(manifest).is_step or not is_ours(manifest.source):
         return found, manifest, None
     checker = Checker.of_step(manifest.source)
     # Opened again: some values were taken from its small files before those were checked.
@@ -384,6 +384,6 @@ def _open_checked(
 
 
 def _notes(found: Resolved, job: filling.LoadJob | None = None) -> tuple[str, ...]:
-    unverified = job is not None and job.manifest.format == "orbax" and job.check is None
+    unverified = job is not None and spec_of(job.manifest).is_step and job.check is None
     notes = (found.note, "not saved by shardload: unverified, as it has no digests" if unverified else "")
     return tuple(note for note in notes if note)

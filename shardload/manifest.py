@@ -170,8 +170,7 @@ class Manifest:
     source: str
     """What was opened: a path, absolute."""
     format: str
-    """``keras-h5``, ``keras-sharded-h5``, ``keras-archive``, ``keras-hub-preset``, ``hf-safetensors``, ``safetensors``,
-    ``gguf`` or ``orbax``."""
+    """Name of its `shardload.loaders.FormatSpec`: ``gguf``."""
     tensors: Mapping[str, Tensor]
     """By name, in file order."""
     files: Mapping[str, int]

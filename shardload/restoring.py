@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from shardload import loading
 from shardload.errors import DamagedError, SourceError, UsageError
-from shardload.loaders import open_manifest
+from shardload.loaders.orbax import open_orbax
 from shardload.manifest import Manifest
 from shardload.mapping import Items, map_state, slots_as_stored
 from shardload.parallel.current_layout import whereabouts
@@ -211,7 +211,7 @@ def metric_values(model: Any, info: StepInfo) -> list[tuple[Any, NDArray[Any]]]:
 
 def _opened(info: StepInfo) -> Manifest:
     try:
-        manifest = open_manifest(str(info.path), format="orbax")
+        manifest = open_orbax(info.path)
         return manifest if info.url is None else as_remote(manifest, info)
     except SourceError as error:
         if info.ours:

@@ -9,7 +9,7 @@ from cli_fakes import run
 import shardload
 from shardload.console.options import Format
 from shardload.errors import BackendError, SourceError, UsageError
-from shardload.loaders import FORMATS
+from shardload.loaders.registry import names
 
 NOWHERE = "./there/is/nothing"
 """Opening it would raise something else."""
@@ -84,7 +84,7 @@ def test_a_format_there_is_none_of_names_what_there_is(call):
 
 
 def test_the_command_takes_every_format():
-    assert {str(f) for f in Format} == set(FORMATS)
+    assert {str(f) for f in Format} == set(names())
 
 
 def test_an_argument_nobody_has_is_told_with_those_there_are():

@@ -49,9 +49,9 @@ def known(*, presets: bool = False) -> list[KnownSource]:
 def _local() -> Iterator[KnownSource]:
     root = resolve.root()
     for entry in sorted(root.iterdir()) if root.is_dir() else ():
-        ending = next((e for e in resolve.ENDINGS if entry.name.endswith(e)), "")
-        if not entry.name.startswith(".") and (ending or entry.is_dir()):
-            yield KnownSource(entry.name.removesuffix(ending), Kind.LOCAL, str(entry))
+        stem = resolve.stem_of(entry.name)
+        if not entry.name.startswith(".") and (stem != entry.name or entry.is_dir()):
+            yield KnownSource(stem, Kind.LOCAL, str(entry))
 
 
 def _installed() -> Iterator[KnownSource]:

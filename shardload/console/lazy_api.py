@@ -72,11 +72,11 @@ def inspect(source: str, *, format: str | None = None) -> Manifest:
 def check_tokenizer(source: str, *, format: str | None = None) -> None:
     """Raise now, not after minutes of loading, when ``source`` has no tokenizer for a prompt."""
     from shardload.generate.tokenizer import tokenizer_of
-    from shardload.loaders.hf_folder import folder_of
+    from shardload.loaders import folder_of
     from shardload.resolve.stores import naming
 
     manifest = inspect(source, format=format)
-    if manifest.format == "safetensors" and (folder := folder_of(manifest.source)) is not None:
+    if (folder := folder_of(manifest.source)) is not None:
         manifest = inspect(str(folder))
     with naming(manifest):
         tokenizer_of(manifest)

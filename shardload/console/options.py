@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -12,21 +12,12 @@ from shardload.console.jax_setup import Platform
 from shardload.console.processes import Processes
 from shardload.dtypes import FLOATS, dtype_name
 from shardload.errors import MeshError, UsageError
+from shardload.loaders.registry import names as format_names
 from shardload.sharding.mesh import MeshSpec
 from shardload.units import parse_bytes
 
-
-class Format(StrEnum):
-    """What ``--format`` takes where a checkpoint is read: `shardload.loaders.FORMATS`."""
-
-    KERAS_H5 = "keras-h5"
-    KERAS_SHARDED_H5 = "keras-sharded-h5"
-    KERAS_ARCHIVE = "keras-archive"
-    KERAS_HUB_PRESET = "keras-hub-preset"
-    HF_SAFETENSORS = "hf-safetensors"
-    SAFETENSORS = "safetensors"
-    GGUF = "gguf"
-    ORBAX = "orbax"
+Format: Any = StrEnum("Format", {name: name for name in format_names()})  # type: ignore[misc]  # known when it runs
+"""What ``--format`` takes where a checkpoint is read."""
 
 
 class ConvertFormat(StrEnum):

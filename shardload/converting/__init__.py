@@ -31,7 +31,8 @@ from shardload.dtypes import dtype_name
 from shardload.errors import DamagedError, SaveError, ShardloadError, SourceError, UsageError, WriteError
 from shardload.hub import kerashub
 from shardload.keras_bridge import abstraction
-from shardload.loaders import open_manifest
+from shardload.loaders import open_manifest, spec_of
+from shardload.loaders.registry import spec_named
 from shardload.mapping import map_weights
 from shardload.progress import Progress, Silent
 from shardload.resolve import resolve
@@ -174,7 +175,7 @@ def _check_others(plan: Plan, target: Path, *, overwrite: bool) -> None:
 def _check_digests(source: Source, progress: Progress) -> None:
     """A step that was saved with digests is compared with them first: a flipped bit shall not be copied."""
     path = Path(source.manifest.source)
-    if source.manifest.format == "orbax" and is_ours(path):
+    if spec_of(source.manifest).is_step and is_ours(path):
         progress.start(sum(source.manifest.files.values()), "Verifying")
         if damage := digests.verify(path, progress=progress.advance):
             raise DamagedError(f"{path} is damaged: {damage[0]}. See: shardload verify {path}")
@@ -187,7 +188,7 @@ def _finish(source: Source, plan: Plan, staging: ConversionFolder, *, overwrite:
         made = staging.result.with_name(f"beside-{name}")
         made.write_bytes(content)
         beside[made] = staging.target.with_name(name)
-    if plan.format == "orbax":
+    if spec_named(plan.format).is_step:
         digests.Digests.compute(staging.result).write(staging.result)
     opened = staging.result / staging.target.name if plan.shards else staging.result
     _check_result(plan, opened, described=bool(beside))
@@ -208,7 +209,7 @@ def _check_result(plan: Plan, result: Path, *, described: bool) -> None:
     with abstraction.abstract():
         model = kerashub.build_model(manifest)
     mapping = map_weights(model, manifest)
-    computed = mapping.computed and plan.format != "hf-safetensors"  # there by KerasHub's converter, as from any
+    computed = mapping.computed and not spec_of(manifest).is_hugging_face  # there by KerasHub's converter, as from any
     if mapping.missing or mapping.mismatched or computed or mapping.unused:
         raise SourceError(
             f"{result}: the model built from it does not fit its tensors: "

@@ -47,9 +47,7 @@ def attach_preprocessor(model: Any, manifest: Manifest, companions: Companions) 
         return
     with tempfile.TemporaryDirectory() as folder:
         copy(companions.transformers, Path(folder))
-        model.preprocessor = kerashub.preprocessor(
-            type(model), replace(manifest, source=folder, format="hf-safetensors")
-        )
+        model.preprocessor = kerashub.preprocessor(type(model), replace(manifest, source=folder))
 
 
 def _rebuilt(manifest: Manifest) -> Rebuilt:

@@ -22,6 +22,7 @@ from shardload.converting.source import Source
 from shardload.generate.gguf_tokenizer import CONTROL, NORMAL
 from shardload.hub import kerashub
 from shardload.loaders.gguf import TokenizerMetadata
+from shardload.loaders.hub_preset import SPEC as PRESET
 from shardload.stores import json_files
 
 _log = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ def tokenizer_files(source: Source, model_type: str) -> tuple[dict[str, bytes], 
         return _as_they_are(kept, model_type)
     try:
         layer = kerashub.preset_tokenizer(
-            replace(source.manifest, source=str(kept["tokenizer.json"].parent), format="keras-hub-preset")
+            replace(source.manifest, source=str(kept["tokenizer.json"].parent), format=PRESET.name)
         )
         found = _metadata(layer, _CUT_BY[type(source.backbone).__name__])
         return files_of(found, source.manifest.source, model_type), ()

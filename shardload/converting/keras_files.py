@@ -31,7 +31,11 @@ from shardload.errors import UnsupportedError
 from shardload.hub import kerashub
 from shardload.keras_bridge.model_state import optimizer_variables_of, own_layers
 from shardload.keras_bridge.saving import saved_objects, serialised_model, stored_by_hook
+from shardload.loaders import spec_of
 from shardload.loaders.hub_preset import SHARDED_WEIGHTS, TASK_PREFIX, TASK_WEIGHTS, WEIGHTS
+from shardload.loaders.hub_preset import SPEC as PRESET
+from shardload.loaders.keras_h5 import SPEC as KERAS_H5
+from shardload.loaders.keras_sharded import SPEC as KERAS_SHARDED
 from shardload.mapping.state_keys import roles_of
 
 _log = logging.getLogger(__name__)
@@ -106,7 +110,7 @@ def file(source: Source, dtypes: Mapping[int, Any], target: Path, dtype: str | N
     notes += _left_out(found.left)
     if target.name.endswith(ENDING):
         return Plan(
-            "keras-h5",
+            KERAS_H5.name,
             found.copies,
             lambda path: h5.write_skeleton(path, found.tensors, names=found.names),
             beside,
@@ -119,7 +123,7 @@ def file(source: Source, dtypes: Mapping[int, Any], target: Path, dtype: str | N
         return h5.write_shards(folder / target.name, found.tensors, names=found.names, shard_bytes=limit)
 
     shards = h5.shard_names(target.name, found.tensors, shard_bytes=limit)
-    return Plan("keras-sharded-h5", found.copies, make, beside, notes, shards)
+    return Plan(KERAS_SHARDED.name, found.copies, make, beside, notes, shards)
 
 
 def preset(source: Source, dtypes: Mapping[int, Any], dtype: str | None, shard_bytes: int | None) -> Plan:
@@ -145,7 +149,7 @@ def preset(source: Source, dtypes: Mapping[int, Any], dtype: str | None, shard_b
         return places + tuple(place for part in parts[1:] for place in _file_in(folder, TASK_WEIGHTS, part))
 
     notes = tuple(note for part in parts[1:] for note in _left_out(part.left))
-    return Plan("keras-hub-preset", tuple(copy for part in parts for copy in part.copies), make, {}, notes)
+    return Plan(PRESET.name, tuple(copy for part in parts for copy in part.copies), make, {}, notes)
 
 
 def _with_optimizer(head: Saved, source: Source) -> dict[str, Any]:
@@ -192,10 +196,10 @@ def _attach_preprocessor(source: Source) -> None:
     model = source.model
     if getattr(type(model), "preprocessor_cls", None) is None or model.preprocessor is not None:
         return
-    if source.manifest.format in ("hf-safetensors", "gguf"):
+    if spec_of(source.manifest).is_hugging_face:
         with tempfile.TemporaryDirectory() as files:
             sidecar_files.copy(source.companions.transformers, Path(files))
-            described = replace(source.manifest, source=files, format="hf-safetensors")
+            described = replace(source.manifest, source=files)
             model.preprocessor = kerashub.preprocessor(type(model), described, usable=False)
 
 
@@ -219,11 +223,11 @@ def _save_preprocessor(model: Any, folder: Path) -> bool:
 def _save_tokenizer(source: Source, folder: Path) -> None:
     """The tokenizer alone, where KerasHub cannot make the preprocessor here."""
     cls = getattr(getattr(type(source.model), "preprocessor_cls", None), "tokenizer_cls", None)
-    if cls is None or source.manifest.format not in ("hf-safetensors", "gguf"):
+    if cls is None or not spec_of(source.manifest).is_hugging_face:
         return
     with tempfile.TemporaryDirectory() as files:
         sidecar_files.copy(source.companions.transformers, Path(files))
-        described = replace(source.manifest, source=files, format="hf-safetensors")
+        described = replace(source.manifest, source=files)
         try:
             tokenizer = kerashub.preset_tokenizer(described, cls)
         except Exception as error:  # its files, or their absence, may cause any error

@@ -27,7 +27,7 @@ class Plan:
     """All that a conversion will write."""
 
     format: str
-    """As `shardload.loaders.FORMATS` calls the result."""
+    """The result's, by name."""
     copies: tuple[Copy, ...]
     make: Callable[[Path], tuple[TensorPlace, ...]]
     """Writes all files, without the values; takes the result's path, which is not there yet."""

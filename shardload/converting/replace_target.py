@@ -12,10 +12,8 @@ from pathlib import Path
 from shardload.converting.sidecar_files import is_weights
 from shardload.errors import ShardloadError, WriteError
 from shardload.loaders import recognise
-from shardload.loaders.orbax import is_checkpoint
-
-_FOLDERS = ("keras-hub-preset", "hf-safetensors", "orbax")
-_FILES = ("keras-h5", "keras-sharded-h5", "keras-archive", "safetensors", "gguf")
+from shardload.loaders.contents import FolderContent
+from shardload.loaders.folder import entries
 
 
 def exists(target: Path) -> WriteError:
@@ -94,7 +92,8 @@ def _is_checkpoint(path: Path) -> bool:
     except ShardloadError:
         return False
     if path.is_file():
-        return found in _FILES
-    if found == "orbax":
-        return is_checkpoint(path)  # one step, not the folder of a training run
-    return found in _FOLDERS and any(is_weights(e.name) and e.is_file() for e in path.iterdir())
+        return True
+    if found.is_step:
+        return found.is_folder(FolderContent(path, entries(path)))  # one step, not the folder of a training run
+    described = found.open_folder is not None and found.described_by is not None
+    return described and any(is_weights(e.name) and e.is_file() for e in path.iterdir())

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from shardload.errors import SourceError
+from shardload.loaders import spec_of
 from shardload.manifest import Manifest
 
 KERAS, TRANSFORMERS = "keras", "transformers"
@@ -59,23 +60,16 @@ class Companions:
 
 def companions_of(manifest: Manifest) -> Companions:
     """The files next to the weights of a source."""
-    folder = Path(manifest.source)
-    match manifest.format:
-        case "keras-hub-preset":
-            own, left_out = _files(folder, skip=TRANSFORMERS)
-            other, _ = _files(folder / TRANSFORMERS)
-            return Companions(own, other, left_out)
-        case "hf-safetensors":
-            own, left_out = _files(folder, skip=KERAS)
-            other, _ = _files(folder / KERAS)
-            return Companions(other, own, left_out)
-        case "orbax":
-            base = folder / "shardload"
-            return Companions(_files(base / KERAS)[0], _files(base / TRANSFORMERS)[0])
-    return Companions()
+    source, spec = Path(manifest.source), spec_of(manifest)
+    one, other = spec.keras_files, spec.transformers_files
+    if one is None or other is None:
+        return Companions()
+    keras, left_out = _files(source / one, skip=other)
+    transformers, also = _files(source / other, skip=one)
+    return Companions(keras, transformers, {one: left_out, other: also}.get(".", ()))
 
 
-def _files(folder: Path, *, skip: str | None = None) -> tuple[dict[str, Path], tuple[str, ...]]:
+def _files(folder: Path, *, skip: str) -> tuple[dict[str, Path], tuple[str, ...]]:
     """Files by relative path, and what was left out, in words."""
     found: dict[str, Path] = {}
     left_out = []

@@ -23,8 +23,9 @@ from shardload.hub import fidelity, kerashub, quantised
 from shardload.keras_bridge import abstraction
 from shardload.keras_bridge.model_state import variables_of
 from shardload.keras_bridge.variables import stored_dtype, unique, value_of
-from shardload.loaders import open_manifest
-from shardload.loaders.hub_preset import WEIGHTS
+from shardload.loaders import open_manifest, spec_of
+from shardload.loaders.hub_preset import CONFIG, WEIGHTS
+from shardload.loaders.hub_preset import SPEC as PRESET
 from shardload.manifest import Manifest, Tensor, View
 from shardload.mapping import Binding, OutsideTensor, VariableMap, map_weights, sort_unused
 from shardload.mapping.state_keys import roles_of
@@ -85,9 +86,9 @@ def open_source(path: str, *, dtype: str | None = None, ignore_config: Sequence[
     """
     manifest = open_manifest(path)
     beside = Path(manifest.source)
-    if manifest.format == "keras-h5" and beside.name == WEIGHTS and beside.with_name("config.json").is_file():
+    if beside.name == WEIGHTS and beside.is_file() and beside.with_name(CONFIG).is_file():
         manifest = open_manifest(beside.parent)
-    is_gguf = manifest.format == "gguf"
+    is_gguf = spec_of(manifest).tokenizer == "header"
     companions = companions_of_gguf(manifest) if is_gguf else companions_of(manifest)
     model = _build(manifest, companions, dtype, ignore_config)
     if is_gguf:
@@ -117,10 +118,10 @@ def open_source(path: str, *, dtype: str | None = None, ignore_config: Sequence[
 def _build(manifest: Manifest, companions: Companions, dtype: str | None, ignore_config: Sequence[str]) -> Any:
     """The model; as Keras described it where it came from, if that was kept."""
     described = manifest
-    if manifest.format == "hf-safetensors" and (config := companions.config(KERAS)) is not None:
+    if spec_of(manifest).is_hugging_face and (config := companions.config(KERAS)) is not None:
         task = companions.config(KERAS, "task.json")
         metadata = {"task": task} if task else {}
-        described = replace(manifest, format="keras-hub-preset", config=config, metadata=metadata)
+        described = replace(manifest, format=PRESET.name, config=config, metadata=metadata)
     with abstraction.abstract():
         return kerashub.build_model(described, dtype=dtype, ignore_config=ignore_config)
 
@@ -156,9 +157,9 @@ def _left_out(outside: Sequence[OutsideTensor]) -> list[str]:
 
 
 def _viewed(binding: Binding, manifest: Manifest) -> StoredValue:
-    """A view; of GGUF, whose blocks decode to float32, in the dtype that loading gives it."""
+    """A view; where blocks decode to more bits than they carry, in the dtype that loading gives it."""
     tensor = manifest.tensors[binding.view.tensor]
-    decoded = manifest.format == "gguf" and is_float(tensor.dtype)
+    decoded = spec_of(manifest).model_dtype is not None and is_float(tensor.dtype)
     return StoredValue(binding.variable, binding.dtype if decoded else tensor.dtype, tensor, binding.view)
 
 

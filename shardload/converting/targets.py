@@ -22,14 +22,18 @@ from shardload.converting.source import Source
 from shardload.converting.writers import TensorPlace
 from shardload.errors import UnsupportedError, UsageError
 from shardload.hub import kerashub
+from shardload.loaders import spec_of
+from shardload.loaders.hf_folder import SPEC as HUGGING_FACE
+from shardload.loaders.orbax import SPEC as ORBAX
+from shardload.loaders.registry import specs
 from shardload.mapping.state_tree import WEIGHTS, describe
 from shardload.transfer.casts import is_float
 from shardload.units import parse_bytes
 
 Target = Literal["h5", "safetensors", "orbax"]
 TARGETS: tuple[Target, ...] = get_args(Target)
-_FILES = (".h5", ".hdf5", ".keras", ".safetensors", ".gguf", ".json", ".zip")
-"""Endings of files: a folder of such a name would be taken for one, and no reader reads it."""
+_FILES = (".json", ".zip")
+"""Endings of files beside those of formats: a folder of such a name would be taken for one, and no reader reads it."""
 
 
 def target_of(path: Path, to: str | None) -> Target:
@@ -52,7 +56,8 @@ def target_of(path: Path, to: str | None) -> Target:
         raise UsageError(f"There is no target format {to!r}; there are {', '.join(TARGETS)}")
     if is_file and to not in (None, "h5"):
         raise UsageError(f"{path.name} ends like a Keras file, but to={to!r} was given. Choose another name")
-    ending = next((ending for ending in _FILES if path.name.lower().endswith(ending)), None)
+    endings = (*_FILES, *(ending for spec in specs() for ending in spec.endings))
+    ending = next((ending for ending in endings if path.name.lower().endswith(ending)), None)
     if ending is not None and not is_file:
         stem = path.name[: -len(ending)].removesuffix(".weights") or "model"
         raise UsageError(
@@ -161,7 +166,7 @@ def _safetensors(source: Source, dtypes: Mapping[int, Any], dtype: str | None, s
 
     rounded = transformers.ROUNDED.get(config["model_type"])
     note = f"KerasHub rounds these tensors to {rounded} when it reads them; they are written unrounded"
-    return Plan("hf-safetensors", copies, make, {}, (*notes, note) if rounded else notes)
+    return Plan(HUGGING_FACE.name, copies, make, {}, (*notes, note) if rounded else notes)
 
 
 def _transformers_config(source: Source, dtypes: Mapping[int, Any], dtype: str | None) -> dict[str, Any]:
@@ -181,7 +186,7 @@ def _transformers_config(source: Source, dtypes: Mapping[int, Any], dtype: str |
         if is_float(dtypes[i]):
             sizes[dtypes[i].name] = sizes.get(dtypes[i].name, 0) + int(np.prod(value.variable.shape))
     most = max(sizes, key=lambda name: sizes[name])
-    if source.manifest.format == "gguf" and not transformers.is_written(source.backbone):
+    if spec_of(source.manifest).is_hugging_face and not transformers.is_written(source.backbone):
         return {**source.manifest.config, "torch_dtype": most}  # made from the header, in Hugging Face's words
     return transformers.config_of(source.backbone, most)
 
@@ -209,4 +214,4 @@ def _orbax(source: Source, dtypes: Mapping[int, Any], dtype: str | None) -> Plan
         sidecar_files.copy(source.companions.transformers, own / TRANSFORMERS)
         return places
 
-    return Plan("orbax", copies, make, {})
+    return Plan(ORBAX.name, copies, make, {})

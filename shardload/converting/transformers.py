@@ -18,6 +18,7 @@ from shardload.errors import UnsupportedError
 from shardload.hub import kerashub
 from shardload.keras_bridge import abstraction
 from shardload.keras_bridge.variables import stored_dtype
+from shardload.loaders.hf_folder import SPEC as HUGGING_FACE
 from shardload.manifest import Extent, Manifest, Tensor, View
 from shardload.mapping import map_hub
 from shardload.mapping.variable_map import Binding
@@ -76,7 +77,7 @@ def stand_in(config: Mapping[str, Any]) -> Manifest:
         kind = config["model_type"]
         raise UnsupportedError(f"No Hugging Face tensors can be written for model_type {kind!r}. {_WAY_OUT}") from error
     tensors = {s.name: Tensor(s.name, s.shape, stored, Extent("", 0)) for s in specs}
-    return Manifest("", "hf-safetensors", tensors, {}, dict(config))
+    return Manifest("", HUGGING_FACE.name, tensors, {}, dict(config))
 
 
 def views_of(backbone: Any, config: Mapping[str, Any]) -> tuple[Binding, ...]:

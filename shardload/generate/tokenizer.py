@@ -1,9 +1,9 @@
 """The checkpoint's own tokenizer, in any of its forms, behind one small interface.
 
-    hf-safetensors     tokenizer.json ─► tokenizers      tokenizer.model ─► sentencepiece     vocab.json ─► tokenizers
-    keras-hub-preset   tokenizer.json, assets/ ─► KerasHub
-    gguf               header ─► sentencepiece or tokenizers, rebuilt by `gguf_tokenizer`
-    synthetic          UTF-8 bytes as token ids: there is nothing to say, but it can be run
+    hugging-face   tokenizer.json ─► tokenizers      tokenizer.model ─► sentencepiece     vocab.json ─► tokenizers
+    keras-hub      tokenizer.json, assets/ ─► KerasHub
+    header         GGUF's own ─► sentencepiece or tokenizers, rebuilt by `gguf_tokenizer`
+    synthetic      UTF-8 bytes as token ids: there is nothing to say, but it can be run
 
 Nothing here needs TensorFlow.
 """
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shardload.errors import MissingExtraError, SourceError, UnsupportedError
+from shardload.loaders import spec_of
 from shardload.manifest import Manifest
 
 TURN_ENDS = ("<end_of_turn>", "<|eot_id|>", "<|im_end|>")
@@ -51,14 +52,14 @@ def tokenizer_of(manifest: Manifest) -> Tokenizer:
     folder = Path(manifest.source)
     found: Tokenizer | None = None
     try:
-        match manifest.format:
-            case "gguf":
+        match spec_of(manifest).tokenizer:
+            case "header":
                 from shardload.generate.gguf_tokenizer import rebuild
 
                 found = rebuild(manifest.source)
-            case "hf-safetensors":
+            case "hugging-face":
                 found = _hugging_face(folder, manifest)
-            case "keras-hub-preset":
+            case "keras-hub":
                 found = _keras_hub(manifest)
     except (UnsupportedError, SourceError, MissingExtraError):
         raise

@@ -7,10 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardload.errors import MissingExtraError, SourceError, UninitialisedError, UnsupportedError
+from shardload.loaders import spec_of
 from shardload.manifest import Manifest
 
-TRANSFORMERS = ("hf-safetensors", "gguf")
-"""Formats whose models KerasHub's converters build."""
 _LAYER_KEYS = (
     *("num_layers", "num_hidden_layers", "n_layer", "n_layers", "depths"),
     *("num_encoder_layers", "num_decoder_layers", "encoder_layers", "decoder_layers"),
@@ -121,7 +120,7 @@ def _first(error: Exception) -> str:
 
 
 def _way_out(manifest: Manifest, error: Exception) -> str:
-    if manifest.format in TRANSFORMERS:
+    if spec_of(manifest).is_hugging_face:
         return "Repair config.json, or build the model yourself and fill it: shardload.load_weights(model, source)"
     if str(error).startswith(_CODE):
         return "It holds Python code. Where you trust it, run that: shardload.load(source, safe_mode=False)"

@@ -21,10 +21,9 @@ from typing import Any
 from shardload.errors import UnsupportedError, UsageError
 from shardload.hub import arguments as constructing
 from shardload.hub import built, families, fields, pooling, quantised
+from shardload.loaders import spec_of
 from shardload.manifest import Manifest
 
-SAYING = ("hf-safetensors", "gguf")
-"""Formats whose configuration is Hugging Face's."""
 _notes: weakref.WeakKeyDictionary[Any, tuple[str, tuple[str, ...]]] = weakref.WeakKeyDictionary()
 
 
@@ -66,7 +65,7 @@ def settle(model: Any, manifest: Manifest, *, ignore: Sequence[str] = ()) -> Non
         SourceError: When the configuration contradicts itself.
     """
     backbone = getattr(model, "backbone", model)
-    if manifest.format not in SAYING:
+    if not spec_of(manifest).is_hugging_face:
         _notes[backbone] = manifest.source, _keep_promise(backbone)
         return
     told = []
@@ -95,7 +94,7 @@ def notes_of(model: Any, manifest: Manifest) -> tuple[str, ...]:
     source, told = _notes.get(backbone, (None, ()))
     if source == manifest.source:
         return told
-    if manifest.format not in SAYING or not type(backbone).__module__.startswith("keras_hub."):
+    if not spec_of(manifest).is_hugging_face or not type(backbone).__module__.startswith("keras_hub."):
         return ()
     found = fields.differences(manifest.config, backbone)
     return tuple(f"{d.field}: the source says {d.says}, the model has {d.has}" for d in found)

@@ -34,9 +34,10 @@ from typing import Any
 from shardload.errors import MissingExtraError, SourceError, UnsupportedError
 from shardload.hub import fidelity, quantised
 from shardload.hub.arguments import for_converter
-from shardload.hub.build_errors import TRANSFORMERS, check_layer_count, describe_failure, not_compiled, refuse_code
+from shardload.hub.build_errors import check_layer_count, describe_failure, not_compiled, refuse_code
 from shardload.hub.config_forms import check_representable, read_config, ties_embeddings
 from shardload.keras_bridge.patches import Patches
+from shardload.loaders import spec_of
 from shardload.manifest import Manifest
 
 _log = logging.getLogger(__name__)
@@ -78,20 +79,16 @@ def build_model(
     check_layer_count(manifest)
     compiling = note or _ignore if compile else None
     with describe_failure(manifest):
-        match manifest.format:
-            case "keras-hub-preset":
+        match spec_of(manifest).described_by:
+            case "keras-hub":
                 return _from_preset(manifest, dtype, task, custom_objects, safe_mode)
-            case "hf-safetensors" | "gguf":
+            case "hugging-face":
                 return _from_transformers(manifest, dtype, task, ignore)
-            case "keras-archive":
-                described = with_dtype(manifest.config, dtype)
-                return _deserialize(described, manifest, custom_objects, safe_mode, compiling=compiling)
-            case "orbax" if manifest.config:
-                described = with_dtype(manifest.config, dtype)
-                return _deserialize(described, manifest, custom_objects, safe_mode, dtype=dtype, compiling=compiling)
-            case "keras-h5" | "keras-sharded-h5" if config := _config_beside(manifest):
-                described = with_dtype(config, dtype)
-                return _deserialize(described, manifest, custom_objects, safe_mode, compiling=compiling)
+            case "keras" | "keras-beside" as where:
+                if config := manifest.config if where == "keras" else _config_beside(manifest):
+                    described = with_dtype(config, dtype)
+                    scope = (custom_objects, safe_mode)
+                    return _deserialize(described, manifest, *scope, dtype=dtype, compiling=compiling)
     raise UnsupportedError(
         f"{manifest.source} holds weights ({manifest.format}) and no description of the model they belong to. "
         "Build the model yourself and fill it: shardload.load_weights(model, source)"
@@ -115,8 +112,8 @@ def checkpoint_dtype(manifest: Manifest) -> str:
     What the configuration says (``torch_dtype``, ``dtype``), else the dtype most bytes are stored in. GGUF is
     bfloat16: what its quantised blocks decode to does not carry more than that.
     """
-    if manifest.format == "gguf":
-        return "bfloat16"
+    if (known := spec_of(manifest).model_dtype) is not None:
+        return known
     for config in (manifest.config.get("text_config") or {}, manifest.config):
         for key in ("dtype", "torch_dtype"):
             name = str(config.get(key, "")).removeprefix("torch.")
@@ -365,7 +362,7 @@ def _ignore(_: str) -> None:
 
 
 def _preset_loader(manifest: Manifest) -> Any:
-    if manifest.format in TRANSFORMERS:
+    if spec_of(manifest).is_hugging_face:
         return _transformers_loader(manifest)
     keras_hub()
     from keras_hub.src.utils.preset_utils import KerasPresetLoader

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from shardload.errors import UnsupportedError
+from shardload.loaders import spec_of
 from shardload.manifest import Manifest
 
 FIELD = "quantization_config"
@@ -28,7 +29,6 @@ ADAPTER = "adapter_config"
 """What to ignore, by name, for the plain weights of a folder that also contains an adapter."""
 BARE_FLOAT8 = "float8"
 """The method of float8 tensors without scales: perhaps plain casts."""
-FORMATS = ("hf-safetensors", "safetensors")
 _SIGNS = (
     (r"\.qweight$", "gptq or awq"),
     (r"\.g_idx$", "gptq"),
@@ -61,7 +61,7 @@ def check(manifest: Manifest, *, ignore: Iterable[str] = ()) -> None:
     Raises:
         UnsupportedError: When its tensors are codes, or an adapter's.
     """
-    if manifest.format not in FORMATS:
+    if not spec_of(manifest).may_be_codes:
         return
     _check_tensors(manifest, manifest.tensors, ignore=ignore)
     if ADAPTER not in ignore and _has_adapter_beside(manifest):
@@ -81,7 +81,7 @@ def check_before(manifest: Manifest, *, ignore: Iterable[str] = ()) -> None:
     Raises:
         UnsupportedError: As `check`.
     """
-    if manifest.format == "hf-safetensors":
+    if _is_folder(manifest):
         check(manifest, ignore=ignore)
 
 
@@ -99,7 +99,7 @@ def check_mapped(
     Raises:
         UnsupportedError: As `check`.
     """
-    if manifest.format != "safetensors":
+    if not spec_of(manifest).may_be_codes or _is_folder(manifest):
         return
     widened = [b.view.tensor for b in bindings if _is_float8(b.stored) and not _is_float8(b.dtype)]
     _check_tensors(manifest, [*unused, *widened], ignore=ignore)
@@ -116,13 +116,19 @@ def accepted(manifest: Manifest, bindings: Iterable[Any], *, ignore: Iterable[st
     told = []
     if ADAPTER in ignore and _has_adapter_beside(manifest):
         told.append(f"{ADAPTER} ignored: the weights are those of the model without its PEFT adapter")
-    if FIELD not in ignore or manifest.format not in FORMATS:
+    if FIELD not in ignore or not spec_of(manifest).may_be_codes:
         return tuple(told)
     decoded = _DECODED.get(str(manifest.config.get("model_type")))
     said = [f"{where} says {method}" for method, where in _described(manifest) if method != decoded]
     if bare := [b.view.tensor for b in bindings if _is_float8(b.stored) and not _is_float8(b.dtype)]:
         said.append(f"{len(bare)} tensors are float8 ({bare[0]!r} …)")
     return (*told, *(f"{FIELD} ignored: {one}; the tensors are taken for plain weights" for one in said))
+
+
+def _is_folder(manifest: Manifest) -> bool:
+    """Whether it is a Hugging Face folder with a configuration, not a bare file."""
+    spec = spec_of(manifest)
+    return spec.may_be_codes and spec.is_hugging_face
 
 
 def _check_tensors(manifest: Manifest, names: Iterable[str], *, ignore: Iterable[str] = ()) -> None:
@@ -165,7 +171,7 @@ def _is_idle(method: Any, config: Mapping[str, Any]) -> bool:
 
 def _algorithm_beside(manifest: Manifest) -> str | None:
     """The file that ModelOpt writes next to ``config.json``."""
-    if manifest.format != "hf-safetensors":
+    if not _is_folder(manifest):
         return None
     try:
         told = json.loads((Path(manifest.source) / "hf_quant_config.json").read_text(encoding="utf-8"))
@@ -212,7 +218,7 @@ def _has_adapter_beside(manifest: Manifest) -> bool:
     """Whether transformers would apply an adapter to the weights of this folder."""
     folder = Path(manifest.source)
     return (
-        manifest.format == "hf-safetensors"
+        _is_folder(manifest)
         and (folder / "adapter_config.json").is_file()
         and any((folder / name).is_file() for name in _ADAPTER_FILES)
     )

@@ -1,13 +1,14 @@
-"""Loaders: one file per format, each turning headers into a `Manifest` and nothing more.
+"""Loaders: one module per format, each turning headers into a `Manifest` and declaring its `FormatSpec`.
 
-    path ─► recognise (magic bytes, folder contents) ─► keras_h5 │ keras_sharded │ keras_archive │ hub_preset
-                                                        │ hf_folder │ safetensors │ gguf │ orbax ─► Manifest
+    path ─► recognise (first bytes, folder contents) ─► FormatSpec ─► open_file │ open_folder ─► Manifest
+                 `_recognise`                            `registry`     one loader module
 
 No loader reads tensor data while opening, and none trusts a header: whatever a `Manifest` says lies inside its files.
 """
 
 from __future__ import annotations
 
-from shardload.loaders._recognise import FORMATS, open_manifest, recognise
+from shardload.loaders._recognise import folder_of, open_manifest, recognise
+from shardload.loaders.registry import FormatSpec, register, spec_of
 
-__all__ = ["FORMATS", "open_manifest", "recognise"]
+__all__ = ["FormatSpec", "folder_of", "open_manifest", "recognise", "register", "spec_of"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shardload.errors import SourceError, UnsafeSourceError
+from shardload.errors import SourceError, SourceNotFoundError, UnsafeSourceError
 
 
 def member(folder: Path, name: object, *, named_by: str) -> Path:
@@ -36,6 +36,21 @@ def member(folder: Path, name: object, *, named_by: str) -> Path:
     if path.is_symlink():
         _refuse_escape(path, folder)
     return path
+
+
+def shards_of(index: Path, names: set[str], *, way_out: str) -> dict[str, Path]:
+    """The files that an index lists, by name, sorted; raises like `member`.
+
+    Raises:
+        SourceNotFoundError: When some are missing; ``way_out`` says where to get them.
+    """
+    files = {name: member(index.parent, name, named_by=str(index)) for name in sorted(names)}
+    if missing := [name for name, file in files.items() if not file.exists()]:
+        raise SourceNotFoundError(
+            f"{index} lists {len(files)} shards, but {len(missing)} are missing from {index.parent}: "
+            f"{', '.join(missing[:8])}{' …' if len(missing) > 8 else ''}. {way_out} them into that folder"
+        )
+    return files
 
 
 def descendant(folder: Path, name: str, *, named_by: str) -> Path:

@@ -19,6 +19,7 @@ from shardload.loaders import gguf_models as models
 from shardload.loaders._extents import collect
 from shardload.loaders.gguf_header import GgufHeader, LongArray, TensorInfo, read_array, read_header
 from shardload.loaders.gguf_rows import Undo, require_package, storage
+from shardload.loaders.registry import FormatSpec
 from shardload.manifest import Manifest, Tensor
 from shardload.stores import local
 
@@ -150,3 +151,16 @@ def _rope_factors(header: GgufHeader, path: str) -> tuple[float, ...]:
     with local.opened(path) as (fd, _):
         raw = local.read_header(fd, info.nbytes, offset=info.offset, path=path, what="'rope_freqs.weight'")
     return tuple(np.frombuffer(raw, "<f4").tolist())
+
+
+SPEC = FormatSpec(
+    name="gguf",
+    description="a .gguf file",
+    endings=(".gguf",),
+    is_file=lambda content: content.head.startswith(b"GGUF"),
+    open_file=open_file,
+    described_by="hugging-face",
+    tensor_names="hugging-face",
+    model_dtype="bfloat16",
+    tokenizer="header",
+)

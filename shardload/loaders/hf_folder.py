@@ -18,8 +18,12 @@ from typing import Any
 from shardload.errors import SourceError, SourceNotFoundError, UnsupportedError
 from shardload.loaders import safetensors
 from shardload.loaders._extents import collect
-from shardload.loaders.folder import entries, listing, member
+from shardload.loaders.contents import FileContent, FolderContent
+from shardload.loaders.folder import entries, listing, member, shards_of
+from shardload.loaders.hub_preset import is_preset
+from shardload.loaders.registry import FormatSpec
 from shardload.manifest import Manifest, Tensor
+from shardload.stores import local
 from shardload.stores.json_files import read_object
 
 CONFIG = "config.json"
@@ -65,16 +69,17 @@ def open_index(path: str | os.PathLike[str]) -> Manifest:
     """The manifest of the shards that a ``*.safetensors.index.json`` lists; raises like `open_folder`."""
     index = Path(path).absolute()
     weight_map = _weight_map(index)
-    headers = {shard: safetensors.read_header(str(file)) for shard, file in _shards(index, weight_map).items()}
+    files = shards_of(index, set(weight_map.values()), way_out="Download")
+    headers = {shard: safetensors.read_header(str(file)) for shard, file in files.items()}
     held = {shard: {tensor.name: tensor for tensor in header.tensors} for shard, header in headers.items()}
     tensors = [_find(name, shard, held, index) for name, shard in weight_map.items()]
-    files = {str(index.parent / shard): header.file_bytes for shard, header in headers.items()}
+    sizes = {str(index.parent / shard): header.file_bytes for shard, header in headers.items()}
     metadata: dict[str, Any] = {}
     for header in headers.values():
         metadata |= header.metadata
     if stray := [f"{shard}: {name}" for shard in held for name in held[shard] if weight_map.get(name) != shard]:
         metadata["not_in_index"] = stray
-    return Manifest(str(index), "safetensors", collect(tensors, files=files), files, metadata=metadata)
+    return Manifest(str(index), "safetensors", collect(tensors, files=sizes), sizes, metadata=metadata)
 
 
 def folder_of(path: str | os.PathLike[str]) -> Path | None:
@@ -107,16 +112,6 @@ def _weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def _shards(index: Path, weight_map: Mapping[str, str]) -> dict[str, Path]:
-    files = {shard: member(index.parent, shard, named_by=str(index)) for shard in sorted(set(weight_map.values()))}
-    if missing := [shard for shard, file in files.items() if not file.exists()]:
-        raise SourceNotFoundError(
-            f"{index} lists {len(files)} shards, but {len(missing)} are missing from {index.parent}: "
-            f"{', '.join(missing[:8])}{' …' if len(missing) > 8 else ''}. Download them into that folder"
-        )
-    return files
-
-
 def _find(name: str, shard: str, held: Mapping[str, Mapping[str, Tensor]], index: Path) -> Tensor:
     if (tensor := held[shard].get(name)) is not None:
         return tensor
@@ -145,3 +140,44 @@ def _only_file(folder: Path, names: list[str]) -> str:
             "Download the repository's safetensors, or convert them with safetensors.torch.save_file"
         )
     raise SourceNotFoundError(f"{folder} holds neither {SINGLE} nor {INDEX}, but {listing(folder)}")
+
+
+def _is_bare(content: FolderContent) -> bool:
+    return CONFIG not in content.names and any(name.endswith(BARE.endings) for name in content.names)
+
+
+def _is_single(content: FileContent) -> bool:
+    # To be asked before any JSON is read: a header of 123 bytes makes a safetensors file begin with a brace.
+    is_named = content.path.lower().endswith(".safetensors") and content.head[8:9] == b"{"
+    return is_named or safetensors.looks_like(content.head, content.size)
+
+
+def _open_file(path: str) -> Manifest:
+    with local.opened(path) as (fd, size):
+        is_single = _is_single(FileContent(path, fd, size))
+    return safetensors.open_file(path) if is_single else open_index(path)
+
+
+SPEC = FormatSpec(
+    name="hf-safetensors",
+    description="a Hugging Face folder with config.json and safetensors",
+    is_folder=lambda content: "model_type" in content.config and not is_preset(content),
+    open_folder=open_folder,
+    folder_of=folder_of,
+    described_by="hugging-face",
+    tensor_names="hugging-face",
+    tokenizer="hugging-face",
+    keras_files="keras",
+    transformers_files=".",
+    may_be_codes=True,
+)
+BARE = FormatSpec(
+    name="safetensors",
+    description="a .safetensors file, its index, or a folder of them",
+    endings=(".safetensors", ".safetensors.index.json"),
+    is_file=lambda content: _is_single(content) or (content.first_shard or "").endswith(".safetensors"),
+    is_folder=_is_bare,
+    open_file=_open_file,
+    open_folder=open_bare,
+    may_be_codes=True,
+)

@@ -19,7 +19,9 @@ from typing import Any
 from shardload.errors import SourceError, SourceNotFoundError
 from shardload.loaders import keras_h5, keras_sharded
 from shardload.loaders._extents import collect
+from shardload.loaders.contents import FolderContent
 from shardload.loaders.folder import entries, listing, member
+from shardload.loaders.registry import FormatSpec
 from shardload.manifest import Manifest
 from shardload.stores.json_files import read_object
 
@@ -76,3 +78,21 @@ def _metadata(folder: Path, names: list[str]) -> dict[str, Any]:
 
 def _read(folder: Path, name: str) -> dict[str, Any]:
     return read_object(member(folder, name, named_by=str(folder)))
+
+
+def is_preset(content: FolderContent) -> bool:
+    """Whether a folder's ``config.json`` is Keras'."""
+    return not content.config.keys().isdisjoint(("registered_name", "class_name"))
+
+
+SPEC = FormatSpec(
+    name="keras-hub-preset",
+    description="a KerasHub preset folder",
+    is_folder=is_preset,
+    open_folder=open_folder,
+    described_by="keras-hub",
+    tensor_names="keras",
+    tokenizer="keras-hub",
+    keras_files=".",
+    transformers_files="transformers",
+)

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from shardload.errors import ShardloadError, SourceError, TruncatedSourceError, UnsafeSourceError, UnsupportedError
-from shardload.loaders import hdf5
 from shardload.loaders._extents import collect
+from shardload.loaders.registry import FormatSpec
 from shardload.manifest import Manifest
 from shardload.stores import local
 from shardload.stores.json_files import MAX_JSON_BYTES, parse_object
@@ -48,6 +48,8 @@ def open_file(path: str | os.PathLike[str]) -> Manifest:
         UnsafeSourceError: When the zip is one of the known tricks: overlap, repetition, prefix, bomb.
         UnsupportedError: When the weights are deflated or encrypted, or stored as ``.npz``.
     """
+    from shardload.loaders import hdf5
+
     name = str(Path(path).absolute())
     with local.opened(name) as (fd, size):
         members = _members(name, fd, size)
@@ -183,3 +185,15 @@ class _translated:  # noqa: N801 - used as a context manager
             error, zipfile.BadZipFile | ValueError | OSError | EOFError | struct.error | zlib.error | KeyError
         ):
             raise SourceError(f"{self._path} is a damaged zip archive: {error}. Download or save it again") from error
+
+
+SPEC = FormatSpec(
+    name="keras-archive",
+    description="a .keras archive",
+    endings=(".keras",),
+    is_file=lambda content: content.head.startswith(MAGIC),
+    open_file=open_file,
+    described_by="keras",
+    tensor_names="keras",
+    assets=assets,
+)

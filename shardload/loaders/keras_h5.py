@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from shardload.loaders import hdf5
 from shardload.loaders._extents import collect
+from shardload.loaders.contents import FileContent
+from shardload.loaders.registry import FormatSpec
 from shardload.manifest import Manifest
+
+MAGIC = b"\x89HDF\r\n\x1a\n"
 
 
 def open_file(path: str | os.PathLike[str]) -> Manifest:
@@ -17,6 +20,29 @@ def open_file(path: str | os.PathLike[str]) -> Manifest:
         SourceError: See `shardload.loaders.hdf5.read_tensors`.
         UnsupportedError: When the file is a legacy Keras HDF5 file, or a dataset cannot be read as numbers.
     """
+    from shardload.loaders import hdf5
+
     region = hdf5.FileRegion.whole(str(Path(path).absolute()))
     files = {region.path: region.nbytes}
     return Manifest(region.path, "keras-h5", collect(hdf5.read_tensors(region), files=files), files)
+
+
+def is_hdf5(content: FileContent) -> bool:
+    """Whether HDF5's signature is at the start of a file, or after a user block of 512, 1024, 2048 … bytes."""
+    offset = 0
+    while offset + len(MAGIC) <= content.size:
+        if content.read(offset, len(MAGIC)) == MAGIC:
+            return True
+        offset = 2 * offset or 512
+    return False
+
+
+SPEC = FormatSpec(
+    name="keras-h5",
+    description="a Keras .weights.h5 file",
+    endings=(".weights.h5", ".h5", ".hdf5"),
+    is_file=is_hdf5,
+    open_file=open_file,
+    described_by="keras-beside",
+    tensor_names="keras",
+)

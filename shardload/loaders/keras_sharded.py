@@ -11,13 +11,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from shardload.errors import SourceError, SourceNotFoundError
-from shardload.loaders import hdf5
+from shardload.errors import SourceError
 from shardload.loaders._extents import collect
-from shardload.loaders.folder import member
+from shardload.loaders.folder import shards_of
+from shardload.loaders.registry import FormatSpec
 from shardload.manifest import Manifest, Tensor
 from shardload.stores.json_files import read_object
+
+if TYPE_CHECKING:
+    from shardload.loaders import hdf5
 
 
 def open_index(path: str | os.PathLike[str]) -> Manifest:
@@ -28,6 +32,8 @@ def open_index(path: str | os.PathLike[str]) -> Manifest:
         UnsafeSourceError: When the map names a file outside its folder.
         SourceNotFoundError: When a shard is missing.
     """
+    from shardload.loaders import hdf5
+
     index = Path(path).absolute()
     document = read_object(index)
     groups = _groups(document.get("weight_map"), index)
@@ -58,13 +64,9 @@ def _groups(weight_map: object, index: Path) -> dict[str, tuple[str, ...]]:
 
 
 def _regions(groups: Mapping[str, tuple[str, ...]], index: Path) -> dict[str, hdf5.FileRegion]:
-    names = sorted({shard for shards in groups.values() for shard in shards})
-    files = {name: member(index.parent, name, named_by=str(index)) for name in names}
-    if missing := [name for name, file in files.items() if not file.exists()]:
-        raise SourceNotFoundError(
-            f"{index} lists {len(files)} shards, but {len(missing)} are missing from {index.parent}: "
-            f"{', '.join(missing[:8])}{' …' if len(missing) > 8 else ''}. Copy them into that folder"
-        )
+    from shardload.loaders import hdf5
+
+    files = shards_of(index, {shard for shards in groups.values() for shard in shards}, way_out="Copy")
     return {name: hdf5.FileRegion.whole(str(file)) for name, file in files.items()}
 
 
@@ -82,3 +84,15 @@ def _check_shard(shard: str, held: Iterable[Tensor], groups: Mapping[str, tuple[
             f"{shard} holds variables of {stray[0]!r}, which {index} places in {said}. "
             "Map and shards are not of one checkpoint; copy or save both again"
         )
+
+
+SPEC = FormatSpec(
+    name="keras-sharded-h5",
+    description="a Keras .weights.json with its shards",
+    endings=(".weights.json",),
+    is_file=lambda content: content.first_shard is not None,  # safetensors were asked before
+    open_file=open_index,
+    part_format="keras-h5",
+    described_by="keras-beside",
+    tensor_names="keras",
+)

@@ -24,6 +24,7 @@ from shardload.loaders._extents import collect
 from shardload.loaders._orbax_tree import TREE, SavedLeaf, read_random_keys, read_strings, read_tree
 from shardload.loaders._zarr_store import Arrays
 from shardload.loaders.folder import entries, listing, member
+from shardload.loaders.registry import FormatSpec
 from shardload.manifest import Manifest, Tensor
 from shardload.stores.json_files import MAX_JSON_BYTES, parse_object, read_object
 
@@ -147,3 +148,17 @@ def _config(step: Path) -> dict[str, Any]:
     except UnicodeEncodeError as error:
         raise SourceError(f"{item}: the model's description is not valid Unicode") from error
     return parse_object(raw, path=f"{item}: the model's description")
+
+
+SPEC = FormatSpec(
+    name="orbax",
+    description="an Orbax checkpoint: a step's folder, or the folder of the steps",
+    is_folder=lambda content: is_checkpoint(content.path),
+    contains_some=lambda content: bool(steps(content.path)),
+    open_folder=open_orbax,
+    described_by="keras",
+    tensor_names="step",
+    keras_files="shardload/keras",
+    transformers_files="shardload/transformers",
+    is_step=True,
+)

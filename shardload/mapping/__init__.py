@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from shardload.loaders import spec_of
 from shardload.manifest import Manifest
 from shardload.mapping.by_name import map_by_name
 from shardload.mapping.converters import map_hub
@@ -43,9 +44,6 @@ __all__ = [
     "without_parts",
 ]
 
-_KERAS = ("keras-h5", "keras-sharded-h5", "keras-archive", "keras-hub-preset")
-_HUB = ("hf-safetensors", "gguf")
-
 
 def map_weights(
     model: Any, manifest: Manifest, *, names: Mapping[str, str] | None = None, optimizer: bool = True
@@ -60,10 +58,11 @@ def map_weights(
         names: Tensor name → variable path.
         optimizer: Whether what is stored of an optimizer goes to the model's; of a training step, metrics as well.
     """
-    if manifest.format == "orbax":
-        return map_state(model, manifest, items="all" if optimizer else "weights", names=names)
-    if names is None and manifest.format in _KERAS:
-        return map_keras(model, manifest, optimizer=optimizer)
-    if names is None and manifest.format in _HUB:
-        return map_hub(model, manifest)
+    match spec_of(manifest).tensor_names:
+        case "step":
+            return map_state(model, manifest, items="all" if optimizer else "weights", names=names)
+        case "keras" if names is None:
+            return map_keras(model, manifest, optimizer=optimizer)
+        case "hugging-face" if names is None:
+            return map_hub(model, manifest)
     return map_by_name(model, manifest, names=names)

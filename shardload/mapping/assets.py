@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 from shardload.errors import SourceError, UnsafeSourceError
 from shardload.keras_bridge.saving import load_assets as load_keras_assets
-from shardload.loaders import keras_archive
+from shardload.loaders import spec_of
 from shardload.loaders.folder import descendant
 from shardload.loaders.orbax import open_orbax
 from shardload.manifest import Manifest
@@ -64,9 +64,10 @@ def _write(manifest: Manifest, folder: Path, check: Verifier | None) -> bool:
 
 
 def _files(manifest: Manifest, check: Verifier | None) -> Iterator[tuple[str, Any]]:
-    if manifest.format == "keras-archive":
-        yield from keras_archive.assets(manifest.source)
-    elif manifest.format == "orbax" and (item := Path(manifest.source) / ITEM).is_dir():
+    spec = spec_of(manifest)
+    if spec.assets is not None:
+        yield from spec.assets(manifest.source)
+    elif spec.is_step and (item := Path(manifest.source) / ITEM).is_dir():
         yield from _of_step(open_orbax(item), check)
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from shardload.errors import UsageError
-from shardload.hub.build_errors import TRANSFORMERS
+from shardload.loaders import spec_of
 from shardload.manifest import Manifest, Tensor
 from shardload.mapping.variable_map import VariableMap
 from shardload.transfer.read_tensor import read_rows, row_ranges
@@ -164,7 +164,7 @@ def sort_unused(
         found: OutsideTensor | str = ""
         if name in asked:
             found = OutsideTensor(name, f"left out on request ({asked[name]})", True)
-        elif manifest.format in TRANSFORMERS:
+        elif spec_of(manifest).is_hugging_face:
             found = _by_kind(manifest.tensors[name], manifest, model) or _by_value(
                 manifest.tensors[name], mapping, manifest, model, compare=compare
             )

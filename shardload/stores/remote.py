@@ -12,7 +12,6 @@ import os
 import re
 import threading
 import time
-from asyncio import CancelledError
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
@@ -232,6 +231,8 @@ class Fetch:
 
     def wait(self) -> Any:
         """What TensorStore returns."""
+        from asyncio import CancelledError  # takes as long as all loaders
+
         limit = timeout_s(first=not self._progress.answered)
         self._progress.begin()
         try:
