@@ -58,6 +58,7 @@ lint: $(STAMP)  ## ruff: rules and format
 
 types: $(STAMP)  ## mypy, strict
 	$(BIN)/mypy
+	$(BIN)/mypy tests/typing/api.py
 
 docs: $(VENV)/.docs  ## the documentation site, in build/docs; broken links are errors
 	NO_MKDOCS_2_WARNING=1 PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/mkdocs build

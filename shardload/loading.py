@@ -10,13 +10,11 @@ what a user calls.
 
 from __future__ import annotations
 
-import os
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +34,7 @@ from shardload.steps.digests import Checker
 from shardload.steps.listing import is_ours, latest_of_ours
 from shardload.stores.fingerprint import Fingerprint
 from shardload.stores.remote import is_url
+from shardload.typing import DTypeLike, LayoutLike, MeshLike, PathLike
 
 if TYPE_CHECKING:
     from shardload.reports import LoadReport, PlanReport
@@ -55,12 +54,24 @@ class Loaded:
 
 
 def load(
-    source: str | os.PathLike[str],
+    source: PathLike,
     *,
-    mesh: Any = None,
-    layout: Any = "auto",
-    dtype: Any = None,
-    **options: Any,
+    mesh: MeshLike | None = None,
+    axes: str | None = None,
+    layout: LayoutLike = "auto",
+    dtype: DTypeLike | None = None,
+    host_memory_bytes: int | str | None = None,
+    strict: bool = True,
+    ignore: Sequence[str] = (),
+    devices: Sequence[Any] | None = None,
+    task: bool = True,
+    custom_objects: Mapping[str, Any] | None = None,
+    safe_mode: bool = True,
+    compile: bool = True,
+    atomic: bool = False,
+    format: str | None = None,
+    progress: Progress | None = None,
+    ignore_config: Sequence[str] = (),
 ) -> Any:
     """Build the model a checkpoint describes and load it straight into its layout.
 
@@ -74,7 +85,19 @@ def load(
         layout: ``"auto"``, ``"keras_hub"``, ``"replicated"``, the path of a rules file or a
             `keras.distribution.LayoutMap`.
         dtype: Dtype of the floating-point weights; the checkpoint's own by default.
-        **options: As for `run`.
+        axes: As for `run`.
+        host_memory_bytes: As for `run`.
+        strict: As for `run`.
+        ignore: As for `run`.
+        devices: As for `run`.
+        task: As for `run`.
+        custom_objects: As for `run`.
+        safe_mode: As for `run`.
+        compile: As for `run`.
+        atomic: As for `run`.
+        format: As for `run`.
+        progress: As for `run`.
+        ignore_config: As for `run`.
 
     Returns:
         The Keras task where the checkpoint is one, else the backbone, ready for predict, fit and generate.
@@ -92,21 +115,34 @@ def load(
         ProcessFailedError: When it failed on another process with an error that is not from shardload.
         ProcessLostError: When another process has ended, or is silent for 15 s.
     """
-    known = signature(run).parameters
-    if unknown := sorted(set(options) - set(known)):
-        error = UsageError(f"load() has no argument {unknown[0]!r}; there are {', '.join(known)}")
-        with load_distributed.call("load", source, mesh=mesh, devices=options.get("devices"), refusal=error):
-            pass
-    return run(source, mesh=mesh, layout=layout, dtype=dtype, **options).model
+    return run(
+        source,
+        mesh=mesh,
+        axes=axes,
+        layout=layout,
+        dtype=dtype,
+        host_memory_bytes=host_memory_bytes,
+        strict=strict,
+        ignore=ignore,
+        devices=devices,
+        task=task,
+        custom_objects=custom_objects,
+        safe_mode=safe_mode,
+        compile=compile,
+        atomic=atomic,
+        format=format,
+        progress=progress,
+        ignore_config=ignore_config,
+    ).model
 
 
 def run(
-    source: str | os.PathLike[str],
+    source: PathLike,
     *,
-    mesh: Any = None,
+    mesh: MeshLike | None = None,
     axes: str | None = None,
-    layout: Any = "auto",
-    dtype: Any = None,
+    layout: LayoutLike = "auto",
+    dtype: DTypeLike | None = None,
     host_memory_bytes: int | str | None = None,
     strict: bool = True,
     ignore: Sequence[str] = (),
@@ -191,11 +227,11 @@ def run(
 
 def load_weights(
     model: Any,
-    source: str | os.PathLike[str],
+    source: PathLike,
     *,
-    mesh: Any = None,
+    mesh: MeshLike | None = None,
     axes: str | None = None,
-    layout: Any = None,
+    layout: LayoutLike | None = None,
     names: Mapping[str, str] | None = None,
     host_memory_bytes: int | str | None = None,
     strict: bool = True,
@@ -259,12 +295,12 @@ def load_weights(
 
 
 def plan(
-    source: str | os.PathLike[str],
+    source: PathLike,
     *,
-    mesh: Any = "1x1",
+    mesh: MeshLike = "1x1",
     axes: str | None = None,
-    layout: Any = "auto",
-    dtype: Any = None,
+    layout: LayoutLike = "auto",
+    dtype: DTypeLike | None = None,
     host_memory_bytes: int | str | None = None,
     device_memory_bytes: int | str | None = None,
     ignore: Sequence[str] = (),
@@ -309,7 +345,7 @@ def plan(
     return reporting.plan_report(job, clock, layout=layout, device_memory_bytes=memory, notes=_notes(found))
 
 
-def inspect(source: str | os.PathLike[str], *, format: str | None = None) -> Manifest:
+def inspect(source: PathLike, *, format: str | None = None) -> Manifest:
     """The tensors of a checkpoint, from its headers.
 
     Args:
@@ -339,7 +375,7 @@ def remember_report(model: Any, report: LoadReport) -> None:
     _reports[model] = report
 
 
-def _open(source: str | os.PathLike[str], format: str | None, *, described: bool = False) -> tuple[Resolved, Manifest]:
+def _open(source: PathLike, format: str | None, *, described: bool = False) -> tuple[Resolved, Manifest]:
     _check_format(format)
     if is_url(source):
         return open_remote(str(source), format=format)
@@ -347,7 +383,7 @@ def _open(source: str | os.PathLike[str], format: str | None, *, described: bool
     return found, open_manifest(found.path, format=format)
 
 
-def _resolve(source: str | os.PathLike[str], format: str | None, described: bool) -> Resolved:
+def _resolve(source: PathLike, format: str | None, described: bool) -> Resolved:
     """Where the source is; where its model is described beside it and that is wanted, the folder with both."""
     found = resolve(source)
     if not described or (folder := folder_of(found.path, format=format)) is None:
@@ -362,7 +398,7 @@ def _check_format(format: str | None) -> None:
 
 
 def _open_checked(
-    source: str | os.PathLike[str], format: str | None, *, described: bool = False
+    source: PathLike, format: str | None, *, described: bool = False
 ) -> tuple[Resolved, Manifest, Checker | None]:
     """Open a source; for a training step with digests also what checks all that is read of it."""
     _check_format(format)

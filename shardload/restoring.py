@@ -34,19 +34,20 @@ from shardload.steps.remote_listing import as_remote, prepared
 from shardload.stores.fingerprint import Fingerprint
 from shardload.transfer.read_tensor import read_tensor
 from shardload.transfer.verification import check_tensor
+from shardload.typing import LayoutLike, MeshLike, PathLike
 
 _restored: weakref.WeakKeyDictionary[Any, StepInfo] = weakref.WeakKeyDictionary()
 
 
 def restore(
     model: Any,
-    directory: str | os.PathLike[str],
+    directory: PathLike,
     *,
     step: Which = "latest",
     items: Items = "all",
-    mesh: Any = None,
+    mesh: MeshLike | None = None,
     axes: str | None = None,
-    layout: Any = None,
+    layout: LayoutLike | None = None,
     devices: Sequence[Any] | None = None,
     rename: Mapping[str, str] | None = None,
     names: Mapping[str, str] | None = None,

@@ -4,8 +4,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from shardload.dtypes import dtype_name
 from shardload.errors import UsageError
+from shardload.units import dtype_name
 
 
 @pytest.mark.parametrize(

@@ -87,13 +87,6 @@ def test_the_command_takes_every_format():
     assert {str(f) for f in Format} == set(names())
 
 
-def test_an_argument_nobody_has_is_told_with_those_there_are():
-    with pytest.raises(
-        UsageError, match=r"load\(\) has no argument 'host_memory'; there are source, .*host_memory_bytes"
-    ):
-        shardload.load(NOWHERE, host_memory="1GiB")
-
-
 @pytest.mark.parametrize("call", [shardload.load, shardload.plan])
 def test_float64_needs_a_jax_that_holds_it(call):
     with pytest.raises(UsageError, match="jax_enable_x64"):

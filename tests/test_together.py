@@ -303,19 +303,6 @@ def test_arguments_that_mean_the_same_may_be_written_otherwise(service):
     assert [type(error) for error in service.run(mine, other)] == [UsageError, UsageError]  # of the model
 
 
-def test_a_keyword_that_does_not_exist_fails_on_all_and_the_next_call_is_in_step(service):
-    def after(first):
-        def program():
-            with pytest.raises(UsageError, match="load\\(\\) has no argument 'nonsense'"):
-                first()
-            restore(step=1)()
-
-        return program
-
-    for error in service.run(after(load()), after(load(nonsense=1))):
-        assert type(error) is UsageError and "the Keras model to fill" in str(error)
-
-
 def test_jax_starts_while_others_do_not_come_and_only_then():
     started = threading.Event()
 

@@ -5,7 +5,7 @@ Files complete as well: where no name fits, the shells fall back to file names.
 
 from __future__ import annotations
 
-from shardload.dtypes import FLOATS
+from shardload.units import FLOATS
 
 _MESHES = ("1x1", "1x2", "1x4", "1x8", "1x16", "2x2", "2x4", "2x8", "4x1", "4x2", "4x4", "4x8", "8x1")
 _LAYOUTS = (

@@ -50,7 +50,7 @@ def plan(source: str, *, mesh: MeshSpec | None, **options: Any) -> PlanReport:
     """Plan the load of ``source``; onto one device when no mesh is given."""
     from shardload import loading
 
-    return loading.plan(source, mesh=mesh or "1x1", **options)
+    return loading.plan(source, mesh="1x1" if mesh is None else str(mesh), **options)
 
 
 def inspect(source: str, *, format: str | None = None) -> Manifest:

@@ -10,11 +10,10 @@ import typer
 from shardload.console import completion
 from shardload.console.jax_setup import Platform
 from shardload.console.processes import Processes
-from shardload.dtypes import FLOATS, dtype_name
 from shardload.errors import MeshError, UsageError
 from shardload.loaders.registry import names as format_names
 from shardload.sharding.mesh import MeshSpec
-from shardload.units import parse_bytes
+from shardload.units import FLOATS, dtype_name, parse_bytes
 
 Format: Any = StrEnum("Format", {name: name for name in format_names()})  # type: ignore[misc]  # known when it runs
 """What ``--format`` takes where a checkpoint is read."""

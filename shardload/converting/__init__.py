@@ -27,7 +27,6 @@ from shardload.converting.source import Source, open_source
 from shardload.converting.staging import RESULT, ConversionFolder, home_of, staged
 from shardload.converting.targets import TARGETS, Target, is_file_name, plan_for, shard_bytes_for, target_of
 from shardload.converting.writing import write_all
-from shardload.dtypes import dtype_name
 from shardload.errors import DamagedError, SaveError, ShardloadError, SourceError, UsageError, WriteError
 from shardload.hub import kerashub
 from shardload.keras_bridge import abstraction
@@ -40,7 +39,8 @@ from shardload.steps import digests
 from shardload.steps.listing import is_ours
 from shardload.steps.save_errors import errno_of
 from shardload.stores.fingerprint import Fingerprint
-from shardload.units import parse_bytes
+from shardload.typing import DTypeLike, PathLike
+from shardload.units import dtype_name, parse_bytes
 
 DEFAULT_HOST_MEMORY = 512 << 20
 """Bytes of tensors in memory at once. Most tensors of a 9B model then pass in one piece; more is not faster."""
@@ -72,11 +72,11 @@ class ConvertReport:
 
 
 def convert(
-    src: str | os.PathLike[str],
-    dst: str | os.PathLike[str],
+    src: PathLike,
+    dst: PathLike,
     *,
     to: Target | None = None,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     host_memory_bytes: int | str = DEFAULT_HOST_MEMORY,
     max_shard_bytes: int | str | None = None,
     overwrite: bool = False,

@@ -14,11 +14,12 @@ from shardload.parallel.result import LayoutChoice, VariableLayout
 from shardload.parallel.roles import Role, Wants, nbytes, roles
 from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
+from shardload.typing import LayoutLike
 
 MODES = ("auto", "keras_hub", "replicated")
 
 
-def choose(model: Any, mesh: MeshSpec, layout: Any = "auto") -> LayoutChoice:
+def choose(model: Any, mesh: MeshSpec, layout: LayoutLike = "auto") -> LayoutChoice:
     """Choose a layout for every variable of a built model.
 
     Reads layer objects, shapes and dtypes only, so the variables may have no values yet.

@@ -22,13 +22,19 @@ from shardload.parallel.model_variables import all_variables
 from shardload.sharding.devices import MeshDevices, place_on
 from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import DEFAULT_AXES, MeshSpec
+from shardload.typing import LayoutLike, MeshLike
 
 AS_IT_WAS = "as it was"
 """Mode of a `LayoutChoice` that changes nothing."""
 
 
 def whereabouts(
-    model: Any, *, mesh: Any = None, axes: str | None = None, layout: Any = None, devices: Sequence[Any] | None = None
+    model: Any,
+    *,
+    mesh: MeshLike | None = None,
+    axes: str | None = None,
+    layout: LayoutLike | None = None,
+    devices: Sequence[Any] | None = None,
 ) -> tuple[MeshDevices, Any]:
     """The place to load into, and the layout (a mode, or the `LayoutChoice` the model has).
 

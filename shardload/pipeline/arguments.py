@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import keras
 
-from shardload.dtypes import dtype_name
 from shardload.errors import BackendError, UnsupportedError, UsageError
-from shardload.units import parse_bytes
+from shardload.typing import DTypeLike
+from shardload.units import dtype_name, parse_bytes
 
 
 def check_model(model: Any) -> None:
@@ -49,7 +49,7 @@ def patterns(ignore: Sequence[str]) -> tuple[str, ...]:
     return tuple(ignore)
 
 
-def float_dtype(wanted: Any) -> Any:
+def float_dtype(wanted: DTypeLike | None) -> Any:
     """Name of the dtype a caller asked for, ``None`` where there was none."""
     name = dtype_name(wanted)
     if name == "float64" and not jax.config.jax_enable_x64:

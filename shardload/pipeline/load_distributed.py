@@ -185,7 +185,6 @@ def call(
     mesh: Any = None,
     devices: Sequence[Any] | None = None,
     model: Any = None,
-    refusal: Exception | None = None,
     **arguments: Any,
 ) -> Iterator[JointLoad]:
     """Make a call together with the other processes, if there are any and it is about their devices, too.
@@ -196,15 +195,12 @@ def call(
         mesh: As the caller wrote it.
         devices: As the caller gave them.
         model: The one to fill, whose own devices count where neither of them was given.
-        refusal: What is wrong with the call itself; it still is made, as others may wait for it.
         **arguments: Those that have to be the same on all processes as they were written.
 
     Raises:
         DisagreementError: On all processes, when they make different calls.
     """
     if not processes.are_several() or _is_own(mesh, devices, model):
-        if refusal is not None:
-            raise refusal
         yield JointLoad(None)
         return
     witness = _witness()
@@ -214,8 +210,6 @@ def call(
     made = JointLoad(joint)
     try:
         with made.attempt():
-            if refusal is not None:
-                raise refusal
             with processes.starting_meanwhile(placement.available, OUTSIDE_S):
                 consistency.require(joint, consistency.call_topics(name, arguments))
             yield made

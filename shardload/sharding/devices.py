@@ -18,6 +18,7 @@ import numpy as np
 
 from shardload.errors import MeshError
 from shardload.sharding.mesh import DEFAULT_AXES, MeshSpec
+from shardload.typing import MeshLike
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class MeshDevices:
             )
 
 
-def mesh_spec(mesh: Any, *, axes: str | None = None) -> MeshSpec:
+def mesh_spec(mesh: MeshLike | MeshSpec, *, axes: str | None = None) -> MeshSpec:
     """A mesh as numbers, from any of the forms a caller may write.
 
     Args:
@@ -67,7 +68,9 @@ def mesh_spec(mesh: Any, *, axes: str | None = None) -> MeshSpec:
     raise MeshError(f"Cannot read a mesh from {mesh!r}. Write '1x8', 'data=2,model=4', or pass a jax.sharding.Mesh")
 
 
-def place_on(mesh: Any = None, *, axes: str | None = None, devices: Sequence[Any] | None = None) -> MeshDevices:
+def place_on(
+    mesh: MeshLike | MeshSpec | None = None, *, axes: str | None = None, devices: Sequence[Any] | None = None
+) -> MeshDevices:
     """A mesh with its devices.
 
     Args:

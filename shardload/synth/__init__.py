@@ -27,7 +27,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from shardload.dtypes import dtype_name
 from shardload.errors import UnsupportedError, UsageError, WriteError
 from shardload.manifest import Extent, Manifest, Tensor
 from shardload.resolve import root
@@ -35,7 +34,7 @@ from shardload.resolve.architectures import ALIASES, ARCHITECTURES, Config, look
 from shardload.synth import noise
 from shardload.synth.safetensors_writer import Shard, index, layout_shards
 from shardload.synth.tensors import Spec, transformers_tensors
-from shardload.units import format_bytes
+from shardload.units import dtype_name, format_bytes
 
 Format = Literal["preset", "h5", "safetensors"]
 FORMATS: tuple[Format, ...] = ("preset", "h5", "safetensors")

@@ -1,0 +1,53 @@
+"""Types of what callers write: paths, meshes, layouts and dtypes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class Mesh(Protocol):
+    """A `jax.sharding.Mesh` or a `keras.distribution.DeviceMesh`."""
+
+    @property
+    def axis_names(self) -> Sequence[Any]:
+        """Names of the axes."""
+        ...
+
+    @property
+    def devices(self) -> Any:
+        """Devices, an array with a dim for each axis."""
+        ...
+
+
+class LayoutMap(Protocol):
+    """A `keras.distribution.LayoutMap`."""
+
+    @property
+    def device_mesh(self) -> Any:
+        """The mesh that its layouts are for."""
+        ...
+
+
+class DTypePolicy(Protocol):
+    """A `keras.dtype_policies.DTypePolicy`."""
+
+    @property
+    def variable_dtype(self) -> str:
+        """The dtype of weights."""
+        ...
+
+
+PathLike: TypeAlias = str | os.PathLike[str]
+MeshLike: TypeAlias = str | int | Sequence[int] | Mesh
+"""``"1x8"``, ``"data=2,model=4"``, sizes, or a mesh of JAX or Keras."""
+LayoutLike: TypeAlias = str | os.PathLike[str] | LayoutMap
+"""``"auto"``, ``"keras_hub"``, ``"replicated"``, the path of a rules file, or a layout map of Keras."""
+DTypeLike: TypeAlias = "str | type[Any] | np.dtype[Any] | DTypePolicy"
+"""A name such as ``"bf16"``, a dtype of NumPy or JAX, or a dtype policy of Keras."""
+
+__all__ = ["DTypeLike", "DTypePolicy", "LayoutLike", "LayoutMap", "Mesh", "MeshLike", "PathLike"]

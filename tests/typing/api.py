@@ -1,0 +1,47 @@
+"""The public functions as users call them, for `mypy --strict`; never run. What must not pass has an ignore, and an
+ignore that is not needed is an error too."""
+
+from pathlib import Path
+
+import jax
+import keras
+import numpy as np
+
+import shardload
+from shardload.callbacks import OrbaxCheckpoint
+
+model: keras.Model = shardload.load("gemma3_270m", mesh="1x8", layout="auto", dtype="bfloat16")
+shardload.load(Path("model.keras"), mesh=(2, 4), axes="data,model", dtype=np.dtype("float32"))
+shardload.load("gemma3_270m", mesh=jax.make_mesh((8,), ("model",)), layout=Path("rules.toml"), strict=False)
+shardload.load("gemma3_270m", mesh=8, devices=jax.devices(), host_memory_bytes="512MiB", ignore=["score.*"])
+shardload.load("gemma3_270m", mesh=1.5)  # type: ignore[arg-type]
+shardload.load("gemma3_270m", layout=3)  # type: ignore[arg-type]
+shardload.load("gemma3_270m", host_memory="1GiB")  # type: ignore[call-arg]
+
+report: shardload.LoadReport = shardload.load_weights(model, "model.weights.h5", names={"a": "dense/kernel"})
+n_bytes: int = report.bytes.read
+shardload.load_weights(model, b"model.weights.h5")  # type: ignore[arg-type]
+
+plan: shardload.PlanReport = shardload.plan("gemma2_27b", mesh="4x8", device_memory_bytes="16GiB")
+plan.to_json()
+
+restored: shardload.LoadReport = shardload.restore(model, Path("run"), step="best", mesh="2x4", fallback="previous")
+shardload.restore(model, "run", step="newest")  # type: ignore[arg-type]
+
+converted: shardload.ConvertReport = shardload.convert("gemma2_9b", "gemma2-hf", to="safetensors", dtype="float32")
+shardload.convert("gemma2_9b", "gemma2.onnx", to="onnx")  # type: ignore[arg-type]
+
+with shardload.abstract():
+    model = keras.Sequential([keras.layers.Dense(1)])
+names: list[str] = shardload.initialise(model)
+found: shardload.LoadReport | None = shardload.report(model)
+
+callback = OrbaxCheckpoint("run", save_best_only=True, monitor="val_loss", resume=True)
+model.fit(shardload.data.resumable(None), callbacks=[callback])
+for tensor in shardload.inspect("model.keras").tensors.values():
+    size: int = tensor.size
+
+try:
+    shardload.load("nothing")
+except shardload.errors.SourceNotFoundError as error:
+    message: str = str(error)
