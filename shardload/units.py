@@ -46,26 +46,25 @@ def _positive(n: int, text: str) -> int:
 
 def format_bytes(n: int) -> str:
     """``511.4 MiB``; exact below 1 KiB."""
-    if abs(n) < 1024:
-        return f"{n} B"
-    value = float(n)
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        value /= 1024
-        if abs(value) < 999.95:
-            return f"{value:.1f} {unit}"
-    return f"{value / 1024:,.1f} PiB"
+    return _scaled(n, 1024, ("KiB", "MiB", "GiB", "TiB", "PiB")) or f"{n} B"
 
 
 def format_count(n: int) -> str:
     """``270.1 M``; exact below a thousand."""
-    if n < 1000:
-        return str(n)
-    value = float(n)
-    for unit in ("k", "M", "B"):
-        value /= 1000
-        if value < 999.95:
-            return f"{value:.1f} {unit}"
-    return f"{value / 1000:,.1f} T"
+    return _scaled(n, 1000, ("k", "M", "B", "T")) or str(n)
+
+
+def _scaled(n: int, base: int, units: tuple[str, ...]) -> str:
+    """``n`` in the first unit that has it below 999.95, or the last one; empty below ``base``."""
+    if abs(n) < base:
+        return ""
+    value, text = float(n), ""
+    for unit in units:
+        value /= base
+        text = f"{value:,.1f} {unit}"
+        if abs(value) < 999.95:
+            break
+    return text
 
 
 def format_seconds(seconds: float | None) -> str:

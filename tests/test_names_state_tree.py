@@ -101,7 +101,7 @@ def in_order(pairing, order):
 
 def test_slots_by_kind_and_weight():
     model = trained(sequential)
-    found = {(leaf.slot, leaf.of) for leaf in describe(model).leaves if leaf.kind == "slot"}
+    found = {(leaf.role.slot, leaf.role.of) for leaf in describe(model).leaves if leaf.kind == "slot"}
     weights = {leaf.key for leaf in describe(model).leaves if leaf.kind == "weight"}
     assert found == {(s, w) for s in ("momentums", "velocities") for w in weights}
     scalars = {leaf.key for leaf in describe(model).leaves if leaf.kind == "optimizer"}
@@ -129,8 +129,8 @@ def test_every_optimizer_variable_has_a_role_of_its_own(make):
     assert len({(leaf.kind, leaf.key) for leaf in leaves}) == len(leaves)
     assert not [leaf.key for leaf in leaves if "variables/" in leaf.key.removeprefix("model_variables")]
     shapes = {leaf.key: leaf.shape for leaf in describe(model).leaves if leaf.kind == "weight"}
-    slots = [leaf for leaf in leaves if leaf.kind == "slot" and leaf.slot.split("/")[-1] not in "rc"]
-    assert all(leaf.shape == shapes[leaf.of] for leaf in slots)
+    slots = [leaf for leaf in leaves if leaf.kind == "slot" and leaf.role.slot.split("/")[-1] not in "rc"]
+    assert all(leaf.shape == shapes[leaf.role.of] for leaf in slots)
     find(trained(functional, make()), describe(model).to_json()).check()
 
 
@@ -138,7 +138,7 @@ def test_loss_scale_nests_its_inner_optimizer():
     model = trained(sequential, OPTIMIZERS["loss_scale"]())
     keys = {leaf.key for leaf in describe(model).leaves if leaf.kind == "optimizer"}
     assert keys >= {"step_counter", "dynamic_scale", "inner_optimizer/iteration", "inner_optimizer/learning_rate"}
-    assert "inner_optimizer/momentums" in {leaf.slot for leaf in describe(model).leaves}
+    assert "inner_optimizer/momentums" in {leaf.role.slot for leaf in describe(model).leaves}
 
 
 def test_repeated_paths_get_unique_names():

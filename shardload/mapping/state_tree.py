@@ -49,16 +49,6 @@ class StateLeaf:
         """Structural, unique within its kind."""
         return self.role.key
 
-    @property
-    def slot(self) -> str | None:
-        """Which of its weight's slots."""
-        return self.role.slot
-
-    @property
-    def of(self) -> str | None:
-        """Key of the weight a slot belongs to."""
-        return self.role.of
-
     def to_json(self) -> dict[str, Any]:
         """As in ``structure.json``."""
         role = {k: v for k in ("slot", "of", "name", "optimizer") if (v := getattr(self.role, k)) is not None}

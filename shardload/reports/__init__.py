@@ -197,9 +197,12 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """The report as an object `json.dumps` takes, in the key order of the module docstring."""
-        facts = _finite(asdict(self))
-        facts["throughput_gb_s"] = _rounded(self.throughput_gb_s)
-        return {key: facts[key] for key in _KEYS if key in facts}
+        facts: dict[str, Any] = {}
+        for key, value in asdict(self).items():
+            facts[key] = _finite(value)
+            if key == "seconds":
+                facts["throughput_gb_s"] = _finite(self.throughput_gb_s)
+        return facts
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """The table, for `rich.print` and notebooks."""
@@ -228,39 +231,12 @@ class PlanReport(Report):
     """Whether it fits the devices asked about; ``None`` when no device memory was given."""
 
 
-_KEYS = (
-    "source",
-    "format",
-    "mesh",
-    "devices",
-    "variables",
-    "parameters",
-    "weight_bytes",
-    "bytes",
-    "seconds",
-    "throughput_gb_s",
-    "host_bytes",
-    "layout",
-    "missing",
-    "unused",
-    "cast",
-    "mismatched",
-    "computed",
-    "initialised",
-    "outside",
-    "notes",
-    "fits",
-)
-
-
 def _finite(value: Any) -> Any:
     """``value`` with tuples as lists, floats rounded to microseconds and non-finite ones as ``None``."""
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
-    return _rounded(value) if isinstance(value, float) else value
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else round(value, 6)
+    if isinstance(value, float):
+        return round(value, 6) if math.isfinite(value) else None
+    return value

@@ -138,19 +138,14 @@ def start_save(
 def _start(target: Path, items: Mapping[str, Any], compression: str, timeout_s: float | None) -> Any:
     from orbax.checkpoint import v1 as ocp
 
-    context = ocp.Context()
-    context.array.saving.use_ocdbt = True
-    context.array.saving.use_zarr3 = True
+    context = _context(ocdbt=True)
+    context.array.saving.use_compression = compression == "zstd"
     if compression == "zstd":
         context.array.saving.storage_options.chunk_byte_size = COMPRESSED_CHUNK_BYTES
-    context.array.saving.use_compression = compression == "zstd"
     # Folders are made here and now: when making them fails in the background, threads of Orbax wait for them until its
     # time-out, and so does the end of the process.
     context.asynchronous.create_directories_asynchronously = False
     context.asynchronous.timeout_secs = int(timeout_s or DEFAULT_TIMEOUT_S)
-    registry = ocp.handlers.local_registry()
-    registry.add(ocp.handlers.JsonHandler, checkpointable_name=OWN_FOLDER)
-    context.checkpointables.registry = registry
     orbax_log_filter.begins()
     try:
         with context:
@@ -158,6 +153,19 @@ def _start(target: Path, items: Mapping[str, Any], compression: str, timeout_s: 
     except BaseException:
         orbax_log_filter.ended(failed=True)
         raise
+
+
+def _context(*, ocdbt: bool) -> Any:
+    """How both kinds of folders are written, uncompressed."""
+    from orbax.checkpoint import v1 as ocp
+
+    context = ocp.Context()
+    context.array.saving.use_ocdbt = ocdbt
+    context.array.saving.use_zarr3 = True
+    context.array.saving.use_compression = False
+    context.checkpointables.registry = ocp.handlers.local_registry()
+    context.checkpointables.registry.add(ocp.handlers.JsonHandler, checkpointable_name=OWN_FOLDER)
+    return context
 
 
 def write_plain_arrays(path: str | Path, items: Mapping[str, Any]) -> None:
@@ -172,16 +180,9 @@ def write_plain_arrays(path: str | Path, items: Mapping[str, Any]) -> None:
     """
     from orbax.checkpoint import v1 as ocp
 
-    context = ocp.Context()
-    context.array.saving.use_ocdbt = False
-    context.array.saving.use_zarr3 = True
-    context.array.saving.use_compression = False
-    registry = ocp.handlers.local_registry()
-    registry.add(ocp.handlers.JsonHandler, checkpointable_name=OWN_FOLDER)
-    context.checkpointables.registry = registry
     orbax_log_filter.begins()
     try:
-        with context:
+        with _context(ocdbt=False):
             ocp.save_checkpointables(str(path), {**items, **OWN_ITEM})
     except BaseException as error:
         orbax_log_filter.ended(failed=True)
