@@ -29,6 +29,7 @@ from shardload.converting.transformers import is_weight
 from shardload.converting.writers import TensorPlace, Wanted
 from shardload.errors import UnsupportedError
 from shardload.hub import kerashub
+from shardload.keras_bridge.dtype_policies import with_dtype
 from shardload.keras_bridge.model_state import optimizer_variables_of, own_layers
 from shardload.keras_bridge.saving import saved_objects, serialised_model, stored_by_hook
 from shardload.loaders import spec_of
@@ -103,7 +104,7 @@ def file(source: Source, dtypes: Mapping[int, Any], target: Path, dtype: str | N
     root = source.backbone if source.is_hub and not head_of(source) else source.model
     found = saved(root, source, dtypes)
     stem = target.name.removesuffix(ENDING).removesuffix(INDEX_ENDING)
-    described = json.dumps(kerashub.with_dtype(model_config(root), dtype), indent=2)
+    described = json.dumps(with_dtype(model_config(root), dtype), indent=2)
     beside = {f"{stem}.json": described.encode()}
     kept = [*source.companions.keras, *source.companions.transformers]
     notes: tuple[str, ...] = (f"{len(kept)} further files were left out: {kept[0]} …",) if kept else ()
@@ -185,7 +186,7 @@ def keras_family(source: Source, folder: Path, dtype: str | None) -> None:
         for name in ("config.json", "task.json"):
             if (path := folder / name).is_file():
                 found = json.loads(path.read_text(encoding="utf-8"))
-                path.write_text(json.dumps(kerashub.with_dtype(found, dtype), indent=4), encoding="utf-8")
+                path.write_text(json.dumps(with_dtype(found, dtype), indent=4), encoding="utf-8")
 
 
 def _attach_preprocessor(source: Source) -> None:

@@ -21,7 +21,7 @@ from shardload.converting.sidecar_files import KERAS, STATE, TRANSFORMERS
 from shardload.converting.source import Source
 from shardload.converting.writers import TensorPlace
 from shardload.errors import UnsupportedError, UsageError
-from shardload.hub import kerashub
+from shardload.keras_bridge.dtype_policies import with_dtype
 from shardload.loaders import spec_of
 from shardload.loaders.hf_folder import SPEC as HUGGING_FACE
 from shardload.loaders.orbax import SPEC as ORBAX
@@ -203,7 +203,7 @@ def _orbax(source: Source, dtypes: Mapping[int, Any], dtype: str | None) -> Plan
     structure = tree.to_json()
     for leaf, tensor in zip(structure["leaves"], tensors, strict=True):
         leaf["dtype"] = tensor.dtype.name
-    described = json.dumps(kerashub.with_dtype(model_config(source.model), dtype))
+    described = json.dumps(with_dtype(model_config(source.model), dtype))
 
     def make(folder: Path) -> tuple[TensorPlace, ...]:
         places = orbax.write_skeleton(folder, tensors, groups=WEIGHTS, model_config=described)

@@ -36,6 +36,7 @@ from shardload.hub import fidelity, quantised
 from shardload.hub.arguments import for_converter
 from shardload.hub.build_errors import check_layer_count, describe_failure, not_compiled, refuse_code
 from shardload.hub.config_forms import check_representable, read_config, ties_embeddings
+from shardload.keras_bridge.dtype_policies import with_dtype
 from shardload.keras_bridge.patches import Patches
 from shardload.loaders import spec_of
 from shardload.manifest import Manifest
@@ -123,33 +124,6 @@ def checkpoint_dtype(manifest: Manifest) -> str:
     for tensor in manifest.tensors.values():
         stored[tensor.dtype.name] += tensor.nbytes
     return next((name for name, _ in stored.most_common() if name in FLOATS), "float32")
-
-
-def with_dtype(config: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
-    """A Keras configuration with every floating-point dtype policy in it replaced; quantised ones keep their scheme.
-
-    Args:
-        config: What ``serialize_keras_object`` made.
-        dtype: Name of a floating-point dtype or policy, or an object with a ``name``; ``None`` changes nothing.
-    """
-    if dtype is None:
-        return dict(config)
-    name = str(getattr(dtype, "name", dtype))
-
-    def rewrite(value: Any) -> Any:
-        if isinstance(value, list):
-            return [rewrite(v) for v in value]
-        if not isinstance(value, Mapping):
-            return value
-        kind, inner = value.get("class_name"), value.get("config")
-        if kind == "DTypePolicy" and isinstance(inner, Mapping):
-            return {**value, "config": {**inner, "name": name}}
-        if str(kind).endswith("DTypePolicy") and isinstance(inner, Mapping) and "source_name" in inner:
-            return {**value, "config": {**inner, "source_name": name}}
-        return {k: rewrite(v) for k, v in value.items()}
-
-    changed: dict[str, Any] = rewrite(config)
-    return changed
 
 
 def save_description(model: Any, folder: Path, *, extra: Mapping[str, Any], task: bool = True) -> None:
