@@ -25,7 +25,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from benchmarks.keras_callback_cases import eight_devices
+from benchmarks.keras_callback_tools import eight_devices
 from benchmarks.measure import Row, Run, interleave, timed, warm_memory
 
 LAYERS = 4

@@ -231,7 +231,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def measure(folder: Path, options: argparse.Namespace) -> tuple[list[Row], dict[str, float]]:
     """The chosen parts, and what there is to know about them."""
-    from benchmarks.keras_callback_cases import eight_devices
+    from benchmarks.keras_callback_tools import eight_devices
     from benchmarks.save_fit import Fit, measure_fit
 
     n_bytes = int(options.gb * 1e9)

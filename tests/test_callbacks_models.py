@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import shardload
-from benchmarks import keras_callback, keras_callback_cases
+from benchmarks import keras_callback, keras_callback_cases, keras_callback_tools
 from benchmarks.keras_callback_models import BUILDERS, WAYS, Made
 from shardload.callbacks import OrbaxCheckpoint
 
@@ -21,7 +21,7 @@ def state(model):
 
 def assert_comes_back(made, folder):
     """Trained on 1x8, restored onto 2x4; compared in Keras' own order, not in ours."""
-    with keras_callback_cases.eight_devices():
+    with keras_callback_tools.eight_devices():
         model, saved = made.model(seed=1), []
         # Not after ``fit``: an optimizer that averages replaces the weights when it ends, after the last save.
         seen = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: saved.append(state(model)))
