@@ -5,12 +5,14 @@ also when it fails. Calls come from one thread. `TerminalProgress` draws a bar o
 
     Loading gemma3_270m ━━━━━━━━━━━━━━━━━━━━╸━━━━━━━━━━━  291.5/511.4 MB  1.1 GB/s  0:00:01
 
-`for_stderr` picks it only where a person can see it; everywhere else progress is `Silent`.
+`on_stderr` picks it only where a person can see it; everywhere else progress is `Silent`.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -91,7 +93,12 @@ def _bar() -> rich.progress.Progress:
     )
 
 
-def for_stderr(*, enabled: bool = True) -> Progress:
-    """A bar where stderr is a terminal and ``enabled``; silence elsewhere."""
+@contextmanager
+def on_stderr(*, enabled: bool = True) -> Iterator[Progress]:
+    """A bar where stderr is a terminal and ``enabled``, silence elsewhere; stopped at the end."""
     watched = enabled and sys.stderr is not None and sys.stderr.isatty()
-    return TerminalProgress() if watched else Silent()
+    progress: Progress = TerminalProgress() if watched else Silent()
+    try:
+        yield progress
+    finally:
+        progress.stop()

@@ -10,12 +10,11 @@ from shardload import progress
 
 LOAD = """
 from shardload import progress
-bar = progress.for_stderr({arguments})
-bar.start(1000, "Loading [a] name")
-for _ in range(10):
-    bar.advance(100)
-bar.stop()
-bar.stop()
+with progress.on_stderr({arguments}) as bar:
+    bar.start(1000, "Loading [a] name")
+    for _ in range(10):
+        bar.advance(100)
+    bar.stop()
 """
 
 
@@ -58,7 +57,8 @@ def test_a_pipe_sees_nothing():
 @pytest.mark.parametrize("stderr", [None, io.StringIO()])
 def test_without_a_terminal_progress_is_silent(stderr, monkeypatch):
     monkeypatch.setattr(sys, "stderr", stderr)
-    assert isinstance(progress.for_stderr(), progress.Silent)
+    with progress.on_stderr() as shown:
+        assert isinstance(shown, progress.Silent)
 
 
 def test_silence_takes_every_call():

@@ -22,7 +22,7 @@ from shardload.console import (
     streams,
 )
 from shardload.interrupts import exit_at_once, raise_interrupt_safely
-from shardload.progress import for_stderr
+from shardload.progress import on_stderr
 from shardload.reports.names import printable
 from shardload.synth import MAX_SEED
 
@@ -77,12 +77,7 @@ def load(
     """
     spec = options.mesh_spec(mesh, axes)
     processes = options.processes(coordinator_address, num_processes, process_id)
-    if prompt == "":
-        raise typer.BadParameter("An empty text cannot be continued.", param_hint="--prompt")
-    if processes is not None and prompt is not None:
-        raise typer.BadParameter("Text is continued by one process; leave out --num-processes.", param_hint="--prompt")
-    if processes is not None and spec is None:
-        raise typer.BadParameter("Several processes need a mesh to share.", param_hint="--mesh")
+    _check_together(spec, processes, prompt)
     reports = processes is None or processes.is_first
     note = streams.note if reports else _nothing
     with streams.results() as out:
@@ -99,8 +94,7 @@ def load(
             )
             if prompt is not None:
                 lazy_api.check_tokenizer(source, format=format and str(format))
-            progress = for_stderr(enabled=reports and not no_progress)
-            try:
+            with on_stderr(enabled=reports and not no_progress) as progress:
                 loaded, shares = lazy_api.load(
                     source,
                     mesh=spec,
@@ -115,8 +109,6 @@ def load(
                     ignore_config=tuple(ignore_config or ()),
                     progress=progress,
                 )
-            finally:
-                progress.stop()
             if not reports:
                 return
             if not json:
@@ -127,6 +119,16 @@ def load(
             generated = {"generated": {"prompt": prompt, "text": text}} if prompt is not None else {}
             each = {"processes": [asdict(share) for share in shares]} if shares else {}
             out.json(loaded.report.to_json() | each | generated)
+
+
+def _check_together(spec: Any, processes: Any, prompt: str | None) -> None:
+    """Options of `load` that exclude or need each other."""
+    if prompt == "":
+        raise typer.BadParameter("An empty text cannot be continued.", param_hint="--prompt")
+    if processes is not None and prompt is not None:
+        raise typer.BadParameter("Text is continued by one process; leave out --num-processes.", param_hint="--prompt")
+    if processes is not None and spec is None:
+        raise typer.BadParameter("Several processes need a mesh to share.", param_hint="--mesh")
 
 
 def _nothing(_: str) -> None:
@@ -295,8 +297,7 @@ def synth(
     """
     with streams.results() as out, raise_interrupt_safely():
         jax_setup.prepare(note=streams.note)
-        progress = for_stderr(enabled=not no_progress)
-        try:
+        with on_stderr(enabled=not no_progress) as progress:
             path = lazy_api.synth(
                 name,
                 format=str(format),
@@ -307,8 +308,6 @@ def synth(
                 overwrite=overwrite,
                 progress=progress,
             )
-        finally:
-            progress.stop()
         if json:
             out.json({"name": name, "path": path})
         else:

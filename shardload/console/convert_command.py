@@ -8,7 +8,7 @@ import typer
 
 from shardload.console import jax_setup, lazy_api, options, streams
 from shardload.interrupts import raise_interrupt_safely
-from shardload.progress import for_stderr
+from shardload.progress import on_stderr
 from shardload.reports.names import printable
 from shardload.units import format_bytes, plural
 
@@ -70,10 +70,9 @@ def convert(
     """
     with streams.results() as out, raise_interrupt_safely():
         jax_setup.prepare(note=streams.note)
-        progress = for_stderr(enabled=not no_progress)
         memory = {} if host_memory is None else {"host_memory_bytes": host_memory}
         chosen = to.value if to else None
-        try:
+        with on_stderr(enabled=not no_progress) as progress:
             report = lazy_api.convert(
                 source,
                 target,
@@ -85,8 +84,6 @@ def convert(
                 progress=progress,
                 **memory,
             )
-        finally:
-            progress.stop()
         for note in report.notes:
             streams.note(note)
         if json:

@@ -10,7 +10,7 @@ import typer
 
 from shardload.console import jax_setup, lazy_api, listing, options, streams
 from shardload.interrupts import raise_interrupt_safely
-from shardload.progress import for_stderr
+from shardload.progress import on_stderr
 from shardload.reports.names import printable
 from shardload.units import format_bytes, plural
 
@@ -70,11 +70,8 @@ def verify(
     """
     with streams.results() as out, raise_interrupt_safely():
         jax_setup.prepare(note=streams.note)
-        progress = for_stderr(enabled=not no_progress)
-        try:
+        with on_stderr(enabled=not no_progress) as progress:
             verdicts = lazy_api.verify(source, progress=progress)
-        finally:
-            progress.stop()
         if json:
             out.json({"source": source, "checkpoints": [v.to_json() for v in verdicts]})
         else:
@@ -103,11 +100,8 @@ def diff(
     """
     with streams.results() as out, raise_interrupt_safely():
         jax_setup.prepare(note=streams.note)
-        progress = for_stderr(enabled=not no_progress)
-        try:
+        with on_stderr(enabled=not no_progress) as progress:
             found = lazy_api.diff(first, second, progress=progress)
-        finally:
-            progress.stop()
         if json:
             out.json(_without_nan(found.to_json()))
         else:
