@@ -1,5 +1,7 @@
 """Loaded onto a mesh, a model says what it says unsharded: from preset folder to token ids, and from GGUF to text."""
 
+import functools
+
 import jax
 import models
 import numpy as np
@@ -13,6 +15,7 @@ from shardload.resolve import resolve
 # Keras 3.15 converts its variables with an old signature of __array__ that NumPy 2.4 warns about.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
+FAMILIES = ("gemma1", "gemma2", "gemma3", "llama")
 MESHES = ("1x8", "2x4", "8x1", "1x3")
 NEW_TOKENS = 6
 PROMPTS = np.random.default_rng(7).integers(1, 256, size=(8, 5)).tolist()
@@ -34,13 +37,18 @@ def quick_compiler():
     jax.config.update("jax_disable_most_optimizations", False)
 
 
-@pytest.fixture(scope="module", params=("gemma1", "gemma2", "gemma3", "llama"))
-def saved(request, tmp_path_factory, quick_compiler):
-    """A preset folder Keras wrote, and what the unsharded Keras model says to one prompt and to eight."""
-    lm = models.randomise(models.causal_lm(request.param))
-    folder = tmp_path_factory.mktemp(request.param)
-    lm.save_to_preset(str(folder))
-    return folder, keras_tokens(lm, PROMPTS[:1]), keras_tokens(lm, PROMPTS)
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, quick_compiler):
+    """Of a family: a preset folder Keras wrote, and what the unsharded Keras model says to one prompt and to eight."""
+
+    @functools.cache
+    def made(family):
+        lm = models.randomise(models.causal_lm(family))
+        folder = tmp_path_factory.mktemp(family)
+        lm.save_to_preset(str(folder))
+        return folder, keras_tokens(lm, PROMPTS[:1]), keras_tokens(lm, PROMPTS)
+
+    return made
 
 
 def keras_tokens(lm, prompts):
@@ -52,9 +60,18 @@ def keras_tokens(lm, prompts):
     return np.asarray(made["token_ids"])[:, len(prompts[0]) :].tolist()
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_generates_what_the_unsharded_keras_model_does(saved, mesh):
-    folder, one, eight = saved
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "mesh"),
+    [
+        pytest.param(family, mesh, marks=[] if (i + j) % 2 == 0 else pytest.mark.full)
+        for i, family in enumerate(FAMILIES)
+        for j, mesh in enumerate(MESHES)
+    ],
+)
+def test_generates_what_the_unsharded_keras_model_does(saved, family, mesh):
+    """Two families on each mesh; `test_parallel_forward` computes with every family on others."""
+    folder, one, eight = saved(family)
     model = shardload.load(str(folder), mesh=mesh)
     assert generate_ids(model, PROMPTS[:1], max_new_tokens=NEW_TOKENS) == one
     assert generate_ids(model, PROMPTS, max_new_tokens=NEW_TOKENS) == eight

@@ -1,6 +1,8 @@
 """A run that ended early and one that did not end with the same weights, batch for batch."""
 
+import functools
 import os
+import shutil
 import signal
 import warnings
 
@@ -88,12 +90,22 @@ def same(one, other):
     return all(np.asarray(a.value).tobytes() == np.asarray(b.value).tobytes() for a, b in pairs)
 
 
-@pytest.mark.parametrize("options", [{}, {"steps_per_epoch": 10}], ids=["epoch", "steps_per_epoch"])
-@pytest.mark.parametrize("stopped", [3, 10, 14])
-def test_weights_metrics_and_lengths_are_those_of_a_run_that_was_not_stopped(tmp_path, stopped, options):
-    repeat = bool(options)
+def steps(repeat):
+    return {"steps_per_epoch": 10} if repeat else {}
+
+
+@functools.cache
+def uninterrupted(*, repeat=False):
+    """The model after a run that was not stopped, and its history."""
     whole = model()
-    wanted, _ = fit(whole, data(repeat=repeat), **options)
+    return whole, fit(whole, data(repeat=repeat), **steps(repeat))[0]
+
+
+@pytest.mark.parametrize("repeat", [False, True], ids=["epoch", "steps_per_epoch"])
+@pytest.mark.parametrize("stopped", [3, 10, 14])
+def test_weights_metrics_and_lengths_are_those_of_a_run_that_was_not_stopped(tmp_path, stopped, repeat):
+    options = steps(repeat)
+    whole, wanted = uninterrupted(repeat=repeat)
     fit(
         model(),
         data(repeat=repeat),
@@ -110,19 +122,26 @@ def test_weights_metrics_and_lengths_are_those_of_a_run_that_was_not_stopped(tmp
 
 @pytest.mark.parametrize("repeat", [False, True])
 def test_global_batches_go_on_as_those_of_one_process_do(tmp_path, repeat):
-    options = {"steps_per_epoch": 10} if repeat else {}
-    whole = model()
-    fit(whole, data(repeat=repeat), **options)
+    options = steps(repeat)
     source = {"repeat": repeat, "global_batch_size": 8}
     fit(model(), data(**source), OrbaxCheckpoint(tmp_path, save_freq=1), At(13, stop), **options)
     again = model()
     fit(again, data(**source), OrbaxCheckpoint(tmp_path, resume=True), **options)
-    assert same(whole, again)
+    assert same(uninterrupted(repeat=repeat)[0], again)
 
 
-def saved_in_mid_epoch(folder, **source):
-    steps = {"steps_per_epoch": 10} if "repeat" in source else {}
-    fit(model(), data(**source), OrbaxCheckpoint(folder, save_freq=1), At(3, stop), epochs=1, **steps)
+@pytest.fixture(scope="module")
+def mid_epoch(tmp_path_factory):
+    """Puts a run that was saved after three batches of data cut in this way into a folder."""
+
+    @functools.cache
+    def saved(**source):
+        folder = tmp_path_factory.mktemp("mid_epoch")
+        callbacks = OrbaxCheckpoint(folder, save_freq=1), At(3, stop)
+        fit(model(), data(**source), *callbacks, epochs=1, **steps("repeat" in source))
+        return folder
+
+    return lambda folder, **source: shutil.copytree(saved(**source), folder, dirs_exist_ok=True)
 
 
 @pytest.mark.parametrize(
@@ -143,8 +162,8 @@ def saved_in_mid_epoch(folder, **source):
         ({"global_batch_size": 8}, {"global_batch_size": 8, "repeat": True}, "had 80 examples, and now has"),
     ],
 )
-def test_data_that_is_cut_otherwise_does_not_go_on(tmp_path, then, now, message):
-    saved_in_mid_epoch(tmp_path, **then)
+def test_data_that_is_cut_otherwise_does_not_go_on(tmp_path, mid_epoch, then, now, message):
+    mid_epoch(tmp_path, **then)
     one = model()
     with pytest.raises(UsageError, match=message):
         fit(one, data(**now), OrbaxCheckpoint(tmp_path, resume=True), epochs=1)
@@ -164,8 +183,8 @@ def test_data_that_has_run_out_is_told(tmp_path):
         fit(model(), data(rows=16), OrbaxCheckpoint(tmp_path, resume=True), epochs=2, steps_per_epoch=4)
 
 
-def test_data_that_cannot_go_on_where_the_step_says_begins_the_epoch_again(tmp_path):
-    saved_in_mid_epoch(tmp_path)
+def test_data_that_cannot_go_on_where_the_step_says_begins_the_epoch_again(tmp_path, mid_epoch):
+    mid_epoch(tmp_path)
     x, y = Source().x, Source().y
     again, lengths = model(), Lengths()
     with pytest.warns(UserWarning, match="after 3 batches of epoch 0, and says where.*cannot go on"):
@@ -173,8 +192,8 @@ def test_data_that_cannot_go_on_where_the_step_says_begins_the_epoch_again(tmp_p
     assert lengths.epochs == {0: 10}
 
 
-def test_a_place_that_was_refused_is_not_kept_for_another_fit(tmp_path):
-    saved_in_mid_epoch(tmp_path)
+def test_a_place_that_was_refused_is_not_kept_for_another_fit(tmp_path, mid_epoch):
+    mid_epoch(tmp_path)
     one = model()
     with pytest.raises(UsageError, match="does not tell what comes next"):
         fit(one, data(global_batch_size=8), OrbaxCheckpoint(tmp_path, resume=True), epochs=1)
@@ -183,12 +202,10 @@ def test_a_place_that_was_refused_is_not_kept_for_another_fit(tmp_path):
 
 
 def test_a_resumable_dataset_may_lie_below_others(tmp_path):
-    whole = model()
-    fit(whole, data())
     fit(model(), data().map(lambda pair: pair), OrbaxCheckpoint(tmp_path, save_freq=1), At(13, stop))
     again = model()
     fit(again, data().map(lambda pair: pair), OrbaxCheckpoint(tmp_path, resume=True))
-    assert same(whole, again)
+    assert same(uninterrupted()[0], again)
 
 
 def test_a_model_that_was_restored_goes_on_once(tmp_path):
@@ -211,13 +228,11 @@ def test_resume_begins_at_the_beginning_where_there_is_nothing(tmp_path):
 
 def test_sigterm_saves_once_more_and_ends_fit(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
-    whole = model()
-    fit(whole, data())
     _, lengths = fit(model(), data(), OrbaxCheckpoint(tmp_path), At(17, lambda _: os.kill(os.getpid(), signal.SIGTERM)))
     assert sum(lengths.values()) in (17, 18) and signal.getsignal(signal.SIGTERM) is before
     again = model()
     fit(again, data(), OrbaxCheckpoint(tmp_path, resume=True))
-    assert same(whole, again)
+    assert same(uninterrupted()[0], again)
 
 
 def test_arrays_do_not_say_where_they_stood_and_the_epoch_begins_again(tmp_path):
