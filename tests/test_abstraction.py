@@ -114,6 +114,7 @@ def test_nothing_is_compiled(name, compilations):
     assert compilations == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["built_custom", "lstm", "normalization", "attention", "quantized", "conv", "gpt2"])
 def test_late_initialisation_is_eager_initialisation(name):
     keras.utils.set_random_seed(5)
@@ -175,6 +176,7 @@ INITIALIZERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("initializer", INITIALIZERS, ids=lambda i: getattr(type(i), "__name__", i))
 def test_sharded_initialisation_is_eager_initialisation(initializer, dtype):
@@ -224,6 +226,7 @@ def test_layouts_of_an_open_distribution_are_recorded():
     assert layer.bias.value.sharding.is_fully_replicated
 
 
+@pytest.mark.slow
 def test_shared_seed_generators_are_drawn_in_order():
     mesh = MeshSpec.parse("1x8")
 
@@ -411,6 +414,7 @@ def test_layers_made_outside_grow_as_always():
     assert model.predict(np.ones((2, 2)), verbose=0).shape == (2, 3)
 
 
+@pytest.mark.slow
 def test_afterwards_the_model_is_an_ordinary_one(tmp_path):
     x, y = np.ones((8, 4), "float32"), np.ones((8, 8), "float32")
     keras.utils.set_random_seed(1)

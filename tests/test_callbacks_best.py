@@ -50,6 +50,7 @@ def best(root):
 # ---- the best step stays, whatever else is saved ---------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("named", [{}, {"max_to_keep": 2}, {"keep_best": 1}, {"keep_every_steps": 4}], ids=str)
 def test_sigterm_does_not_cost_the_best_step(tmp_path, named):
     fit(compiled(), OrbaxCheckpoint(tmp_path, save_best_only=True, **named), 0.2, 0.5, epochs=4, sigterm=10)
@@ -64,6 +65,7 @@ def test_it_does_not_in_any_mode(tmp_path, mode, values):
     assert steps_in(tmp_path) == [4, 10] and best(tmp_path) == 4
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_it_too_and_goes_on_comparing_with_it(tmp_path):
     fit(compiled(), OrbaxCheckpoint(tmp_path, save_best_only=True), 0.2, epochs=3, sigterm=6)
     assert steps_in(tmp_path) == [4, 6]
@@ -75,6 +77,7 @@ def test_a_resumed_run_keeps_it_too_and_goes_on_comparing_with_it(tmp_path):
     assert final.best == 0.1 and steps_in(tmp_path) == [best(tmp_path)]
 
 
+@pytest.mark.slow
 def test_a_fit_that_ends_before_the_first_value_leaves_a_step_and_no_best(tmp_path):
     fit(compiled(), OrbaxCheckpoint(tmp_path, save_best_only=True), epochs=2, sigterm=2)
     assert steps_in(tmp_path) == [2]
@@ -83,6 +86,7 @@ def test_a_fit_that_ends_before_the_first_value_leaves_a_step_and_no_best(tmp_pa
     assert again.best == 0.5 and steps_in(tmp_path) == [6]
 
 
+@pytest.mark.slow
 def test_the_value_of_a_part_of_an_epoch_does_not_displace_that_of_whole_ones(tmp_path):
     """The loss of the first batch of an epoch says little beside the mean of others."""
 
@@ -102,6 +106,7 @@ def test_the_value_of_a_part_of_an_epoch_does_not_displace_that_of_whole_ones(tm
     assert again.best == 0.1 and steps_in(tmp_path) == [13]
 
 
+@pytest.mark.slow
 def test_a_plain_callback_on_the_folder_leaves_the_best_step_of_another(tmp_path):
     fit(compiled(), OrbaxCheckpoint(tmp_path, save_best_only=True), 0.2)
     model = compiled()
@@ -125,6 +130,7 @@ def test_a_value_that_is_no_number_is_never_the_best_and_said(tmp_path, wrong):
 # ---- what a run compares with ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_best_that_is_gone_is_not_compared_with(tmp_path):
     model = compiled()
     callback = OrbaxCheckpoint(tmp_path, save_best_only=True, max_to_keep=None)
@@ -148,6 +154,7 @@ def shorten(file):
     file.write_bytes(file.read_bytes()[:-9])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [flip, shorten, os.remove])
 def test_a_best_that_is_damaged_is_neither_compared_with_nor_removed(tmp_path, damage, capsys):
     fit(compiled(), OrbaxCheckpoint(tmp_path, save_best_only=True, max_to_keep=None), 0.5, 0.1)
@@ -188,6 +195,7 @@ def test_what_a_run_takes_for_the_best_is_the_way_out_of_a_damaged_one(beaten_by
     assert report.notes[0].startswith("step 8 is damaged and was passed over")
 
 
+@pytest.mark.slow
 def test_what_a_run_takes_for_the_best_stays_beside_a_damaged_one(beaten_by_a_damaged_one, tmp_path):
     root = tmp_path / "run"
     shutil.copytree(beaten_by_a_damaged_one[0], root)
@@ -209,6 +217,7 @@ def test_a_best_that_was_repaired_counts_again(beaten_by_a_damaged_one, tmp_path
     assert steps_in(root) == [8, 20]  # 12, gone now, said that 8 is damaged
 
 
+@pytest.mark.slow
 def test_a_step_that_does_not_say_how_good_it_was_is_named(tmp_path, capsys):
     fit(compiled(), OrbaxCheckpoint(tmp_path, save_best_only=True, max_to_keep=None), 0.5, 0.1)
     flip(tmp_path / "8" / "shardload" / "step.json")
@@ -244,6 +253,7 @@ def test_a_run_says_that_it_compares_with_another_and_how_not_to(tmp_path, capsy
     assert callback.best == 0.1 and steps_in(tmp_path) == [4]
 
 
+@pytest.mark.slow
 def test_it_says_so_of_keep_best_as_well(tmp_path, capsys):
     fit(compiled(), OrbaxCheckpoint(tmp_path, keep_best=1), 0.1)
     fit(compiled(), OrbaxCheckpoint(tmp_path, keep_best=1), 0.5)
@@ -251,6 +261,7 @@ def test_it_says_so_of_keep_best_as_well(tmp_path, capsys):
     assert told.startswith("keep_best") and "step 4" in told
 
 
+@pytest.mark.slow
 def test_a_run_may_compare_with_itself_alone_as_keras_does(tmp_path, capsys):
     fit(compiled(), OrbaxCheckpoint(tmp_path, save_best_only=True), 0.1)
     callback = OrbaxCheckpoint(tmp_path, save_best_only=True, best_of="run")
@@ -273,6 +284,7 @@ def test_going_on_in_the_same_process_is_the_same_run(tmp_path, capsys):
     assert lines(capsys) == []
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_back_says_what_it_leaves_ahead(tmp_path, capsys):
     named = {"save_best_only": True, "max_to_keep": None}
     fit(compiled(), OrbaxCheckpoint(tmp_path, **named), 0.5, 0.1)

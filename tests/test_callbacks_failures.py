@@ -120,6 +120,7 @@ def test_a_save_that_takes_too_long_is_given_up(tmp_path, monkeypatch):
     assert steps_in(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_one_save_in_flight(tmp_path, monkeypatch):
     real, running, most = orbax_writer.PendingSave.result, [], []
 
@@ -161,6 +162,7 @@ def test_a_root_that_went_away_is_noticed(tmp_path, replaced):
     assert root.exists() == replaced and not list(root.glob("[0-9]*"))
 
 
+@pytest.mark.slow
 def test_an_exception_in_fit_does_not_cost_the_pending_step(tmp_path):
     def stop():
         raise RuntimeError("out of luck")
@@ -281,6 +283,7 @@ def test_a_script_that_ends_in_an_exception_ends_cleanly(tmp_path, how, told):
 # ---- removing in the background --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_saves_do_not_wait_for_steps_to_be_removed_but_fit_does(tmp_path, monkeypatch):
     real, go, seen = _retention.remove_step, threading.Event(), []
 

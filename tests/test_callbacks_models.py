@@ -10,6 +10,7 @@ from benchmarks.keras_callback_models import BUILDERS, WAYS, Made
 from shardload.callbacks import OrbaxCheckpoint
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:Sharding info not provided"),
     pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method"),
 ]

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
 BUILDERS = {"functional": functional, "sequential": sequential, "subclassed": Subclassed}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS)
 def test_a_step_holds_the_whole_state(build, tmp_path):
     model = compiled(build)
@@ -38,6 +39,7 @@ def test_a_step_holds_the_whole_state(build, tmp_path):
     assert_holds(tmp_path / "4", model)
 
 
+@pytest.mark.slow
 def test_kerashub_gemma_keeps_its_optimizer(tmp_path):
     model = gemma()
     model.fit(*gemma_data(), batch_size=4, shuffle=False, verbose=0, callbacks=[OrbaxCheckpoint(tmp_path)])
@@ -46,6 +48,7 @@ def test_kerashub_gemma_keeps_its_optimizer(tmp_path):
     assert len(slots) == 2 * len(model.trainable_variables)
 
 
+@pytest.mark.slow
 def test_a_mesh_of_eight(tmp_path):
     mesh = keras.distribution.DeviceMesh((1, 8), ("batch", "model"), keras.distribution.list_devices()[:8])
     layouts = keras.distribution.LayoutMap(mesh)
@@ -61,6 +64,7 @@ def test_a_mesh_of_eight(tmp_path):
     assert_holds(tmp_path / "4", model)
 
 
+@pytest.mark.slow
 def test_a_second_fit_and_a_second_run_continue_the_numbers(tmp_path):
     model, callback = compiled(), OrbaxCheckpoint(tmp_path, max_to_keep=None)
     fit(model, callback, epochs=2)
@@ -70,6 +74,7 @@ def test_a_second_fit_and_a_second_run_continue_the_numbers(tmp_path):
     assert steps_in(tmp_path) == [4, 8, 12, 16, 20]
 
 
+@pytest.mark.slow
 def test_batches_are_counted_over_several_fits(tmp_path):
     model, callback = compiled(), OrbaxCheckpoint(tmp_path, save_freq=3, max_to_keep=None)
     for _ in range(3):
@@ -77,6 +82,7 @@ def test_batches_are_counted_over_several_fits(tmp_path):
     assert steps_in(tmp_path) == [3, 6, 9, 12]
 
 
+@pytest.mark.slow
 def test_every_so_many_batches_across_epochs(tmp_path):
     fit(compiled(), OrbaxCheckpoint(tmp_path, save_freq=3, max_to_keep=None), epochs=3)
     assert steps_in(tmp_path) == [3, 6, 9, 12]
@@ -87,6 +93,7 @@ def test_every_so_many_batches_across_epochs(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_a_step_in_mid_epoch_holds_the_state_of_that_batch(tmp_path):
     model, twin = compiled(), compiled()
     twin.set_weights(model.get_weights())
@@ -95,6 +102,7 @@ def test_a_step_in_mid_epoch_holds_the_state_of_that_batch(tmp_path):
     assert_holds(tmp_path / "2", twin)
 
 
+@pytest.mark.slow
 def test_several_batches_per_execution(tmp_path):
     model = functional()
     model.compile("adam", "mse", steps_per_execution=2)
@@ -120,6 +128,7 @@ def test_metadata_of_each_step(tmp_path):
     assert record(tmp_path, 4)["metadata"] == {"n": 4, "keys": ["loss", "mae"]}
 
 
+@pytest.mark.slow
 def test_keras_reads_it(tmp_path):
     model = compiled()
     fit(model, OrbaxCheckpoint(tmp_path), epochs=2)
@@ -157,6 +166,7 @@ def test_weights_only(tmp_path):
     assert all(np.array_equal(a, b) for a, b in zip(model.weights, fresh.weights, strict=True))
 
 
+@pytest.mark.slow
 def test_optimizers_keras_cannot_save(tmp_path):
     model = compiled(optimizer=keras.optimizers.Adafactor())
     fit(model, OrbaxCheckpoint(tmp_path))
@@ -165,6 +175,7 @@ def test_optimizers_keras_cannot_save(tmp_path):
     assert_holds(tmp_path / "4", model)
 
 
+@pytest.mark.slow
 def test_best_only_keeps_its_best_over_runs(tmp_path):
     fit_with = compiled()
     first = OrbaxCheckpoint(tmp_path, "loss", save_best_only=True, max_to_keep=None)
@@ -189,6 +200,7 @@ def test_threshold(tmp_path):
     assert steps_in(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_direction_of_a_metric(tmp_path):
     model = functional()
     model.compile("adam", "mse", metrics=[keras.metrics.R2Score(), "mae"])
@@ -198,6 +210,7 @@ def test_direction_of_a_metric(tmp_path):
         fit(model, OrbaxCheckpoint(tmp_path, "nothing", save_best_only=True))
 
 
+@pytest.mark.slow
 def test_keeps_the_latest_and_tells_of_each(tmp_path):
     told = []
     callback = OrbaxCheckpoint(
@@ -207,12 +220,14 @@ def test_keeps_the_latest_and_tells_of_each(tmp_path):
     assert steps_in(tmp_path) == [3, 4] and told == [(n, str(n)) for n in (1, 2, 3, 4)]
 
 
+@pytest.mark.slow
 def test_a_decision_of_the_users(tmp_path):
     callback = OrbaxCheckpoint(tmp_path, save_freq=1, max_to_keep=None, save_decision=lambda step, logs: step % 3 == 0)
     fit(compiled(), callback, epochs=2)
     assert steps_in(tmp_path) == [3, 6]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("background", [True, False])
 def test_further_items_and_compression(tmp_path, background):
     items = lambda: {"ema": {"w": np.arange(3.0)}}  # noqa: E731
@@ -288,6 +303,7 @@ def test_takes_what_keras_callback_takes():
     assert [(n, p.default) for n, p in theirs.items()] == [(n, p.default) for n, p in ours.items()][: len(theirs)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS)
 def test_another_model_goes_on_as_the_first_would(build, tmp_path):
     """Its layers and its optimizer (``adam_1``) are named differently: Keras restores nothing, without a word."""

@@ -31,6 +31,7 @@ def after_writing(monkeypatch, do):
     monkeypatch.setattr(orbax_writer.PendingSave, "result", result)
 
 
+@pytest.mark.slow
 def test_two_callbacks_of_one_folder_are_told_the_way_out(tmp_path):
     with pytest.raises(StepExistsError, match=r"Step 4 is there already.*Two callbacks.*give one of them both rules"):
         fit(compiled(), OrbaxCheckpoint(tmp_path), OrbaxCheckpoint(tmp_path, "loss", save_best_only=True))

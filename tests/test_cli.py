@@ -62,6 +62,7 @@ def test_every_command_has_help_with_an_example(command, cli):
     assert "$ shardload " in done.stdout or "$ SHARDLOAD_HOME" in done.stdout
 
 
+@pytest.mark.slow
 def test_help_imports_nothing_heavy():
     after = "print(sorted(sys.modules), file=sys.stderr)"
     code = f"import sys; from shardload.cli import main; main(['load', '--help']); {after}"
@@ -150,6 +151,7 @@ def test_load_json_carries_generated_text(cli):
     assert found["generated"] == {"prompt": "Say", "text": " Paris."}
 
 
+@pytest.mark.slow
 def test_what_libraries_print_never_reaches_stdout():
     setup = """
 import os
@@ -297,6 +299,7 @@ def test_ctrl_c_is_an_object_for_programs():
     assert '"exit_code": 130' in stdout
 
 
+@pytest.mark.slow
 def test_ctrl_c_works_where_the_exception_would_be_swallowed():
     setup = """
 import time
@@ -313,6 +316,7 @@ engine.load = stubborn
     assert interrupted(setup, *LOAD) == (130, "", "Interrupted.\n")
 
 
+@pytest.mark.slow
 def test_ctrl_c_lets_a_writer_tidy_up():
     setup = """
 import time
@@ -340,6 +344,7 @@ def test_ctrl_c_that_became_an_error_of_ours_is_still_an_interruption():
     assert (failure.exit_code, failure.message) == (130, "Interrupted. 3 of 5 variables hold new values.")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [("plan", "x"), ("plan", "x", "--json"), ("--help",)])
 def test_a_reader_that_left_is_no_error(arguments):
     read, write = os.pipe()
@@ -349,6 +354,7 @@ def test_a_reader_that_left_is_no_error(arguments):
     assert (done.code, done.stderr) == (141, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [("plan", "x"), ("plan", "x", "--json"), ("--version",)])
 def test_a_full_disk_under_stdout_is_told(arguments):
     with Path("/dev/full").open("w") as full:
@@ -366,12 +372,14 @@ def test_a_closed_stdout_is_told_before_any_work():
     assert (done.code, done.stderr) == (1, "Error: Cannot write the result to stdout: it is closed.\n")
 
 
+@pytest.mark.slow
 def test_a_closed_stderr_loses_notes_and_nothing_else():
     done = in_a_shell("2>&-", *LOAD)
     assert done.code == 0
     assert done.stdout.startswith("Source ")
 
 
+@pytest.mark.slow
 def test_an_ascii_terminal_gets_an_ascii_table():
     done = with_fakes("", *LOAD, "--prompt", "Köln", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
     assert done.code == 0

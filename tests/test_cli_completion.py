@@ -25,6 +25,7 @@ def complete(capfd, monkeypatch):
     return call
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_each_shell_gets_a_script(shell):
     done = run((*COMMAND, "--show-completion", shell), _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
@@ -66,6 +67,7 @@ def test_a_root_that_cannot_be_read_does_not_disturb_the_prompt(complete, monkey
     assert complete("shardload load m") == []
 
 
+@pytest.mark.slow
 def test_completing_imports_nothing_heavy():
     code = (
         "import atexit, sys\n"
@@ -79,6 +81,7 @@ def test_completing_imports_nothing_heavy():
     assert done.stderr == "[]\n"
 
 
+@pytest.mark.slow
 def test_bash_itself_completes(tmp_path):
     """The script `--show-completion` prints, sourced by bash, with a `shardload` on its PATH."""
     launcher = tmp_path / "shardload"
@@ -93,6 +96,7 @@ def test_bash_itself_completes(tmp_path):
     assert (done.stdout, done.stderr) == ("8x1\n", "")
 
 
+@pytest.mark.slow
 def test_installing_writes_into_the_home_it_was_given(tmp_path):
     home = {"HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
     done = run((*COMMAND, "--install-completion", "bash"), **home)

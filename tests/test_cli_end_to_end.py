@@ -104,6 +104,7 @@ def test_inspect_filters_and_prints_objects(cli):
     assert found["tensors"][0]["storage"] == "extent"
 
 
+@pytest.mark.slow
 def test_inspect_imports_neither_jax_nor_keras(root):
     after = "print([m for m in ('jax', 'keras', 'keras_hub') if m in sys.modules], file=sys.stderr)"
     code = f"import sys; from shardload.cli import main; main(['inspect', {str(root / NAME)!r}]); {after}"
@@ -170,6 +171,7 @@ def test_a_source_that_is_not_there(source, cli):
     assert "Unexpected" not in done.error
 
 
+@pytest.mark.slow
 def test_a_pipe_that_closes_early_is_quiet(root):
     command = f'{sys.executable} -m shardload inspect {root / NAME} | head -1; echo "${{PIPESTATUS[0]}}"'
     done = run(("bash", "-c", command))
@@ -178,6 +180,7 @@ def test_a_pipe_that_closes_early_is_quiet(root):
     assert NAME in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [(), ("--json",)])
 def test_a_pipe_that_closes_in_the_middle_of_much_is_quiet(tmp_path, more):
     names = [f"model.layers.{i}.a_name_that_fills_a_pipe_soon.weight" for i in range(3000)]

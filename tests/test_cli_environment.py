@@ -24,6 +24,7 @@ engine.load = show
 """
 
 
+@pytest.mark.slow
 def test_the_mesh_gets_its_devices_and_the_person_is_told():
     done = with_fakes(SHOW, "load", "x", "--mesh", "1x8", "--platform", "cpu")
     assert '"devices": 8' in done.stderr
@@ -32,23 +33,27 @@ def test_the_mesh_gets_its_devices_and_the_person_is_told():
     )
 
 
+@pytest.mark.slow
 def test_what_is_there_already_is_not_simulated():
     done = with_fakes(SHOW, "load", "x", "--mesh", "1x2", "--platform", "cpu", JAX_NUM_CPU_DEVICES="4")
     assert '"devices": 4' in done.stderr
     assert "simulating" not in done.stderr
 
 
+@pytest.mark.slow
 def test_another_backend_is_overridden_and_said():
     done = with_fakes(SHOW, "load", "x", "--platform", "cpu", KERAS_BACKEND="torch")
     assert done.stderr.startswith("note: KERAS_BACKEND is 'torch', but sharded loading needs JAX; using 'jax'")
     assert '"backend": "jax", "devices": 1, "tensorflow": null' in done.stderr
 
 
+@pytest.mark.slow
 def test_tensorflow_may_be_kept():
     done = with_fakes(SHOW, "load", "x", "--platform", "cpu", SHARDLOAD_KEEP_TENSORFLOW="1")
     assert '"tensorflow": 0' in done.stderr
 
 
+@pytest.mark.slow
 def test_nothing_is_said_when_there_is_nothing_to_say():
     assert with_fakes("", "load", "x", "--platform", "cpu").stderr == ""
 
@@ -131,6 +136,7 @@ def test_a_jax_that_cannot_start_is_told(machine):
         provide("1x1", Platform.TPU)
 
 
+@pytest.mark.slow
 def test_cuda_where_there_is_none_is_one_paragraph():
     done = with_fakes("", "load", "x", "--mesh", "1x8", JAX_PLATFORMS="cuda", CUDA_VISIBLE_DEVICES="")
     assert (done.code, done.stdout) == (1, "")
@@ -138,6 +144,7 @@ def test_cuda_where_there_is_none_is_one_paragraph():
     assert "Installed here: cpu" in done.error and "--platform cpu" in done.error
 
 
+@pytest.mark.slow
 def test_cuda_where_there_is_none_is_our_error_in_python():
     code = "from shardload.sharding.devices import place_on; place_on('1x8')"
     done = run((sys.executable, "-c", code), JAX_PLATFORMS="cuda", CUDA_VISIBLE_DEVICES="")

@@ -12,6 +12,8 @@ import pytest
 
 from tests.saved_steps import save_step
 
+pytestmark = pytest.mark.slow
+
 
 def run(*arguments):
     command = [sys.executable, "-m", "shardload", *map(str, arguments)]

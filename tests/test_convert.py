@@ -76,6 +76,7 @@ def test_h5_is_what_it_was(name, presets, made):
     assert (before / "task.json").read_bytes() == (after / "task.json").read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "via", "to"),
     [("gemma2_9b", via, to) for via in FORMATS for to in FORMATS]
@@ -88,6 +89,7 @@ def test_every_pair_keeps_every_bit(name, via, to, made, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_keras_hub_reads_the_same_weights_from_hugging_face_and_from_its_preset(name, presets, made):
     path = made[name, "safetensors"]
@@ -100,6 +102,7 @@ def test_keras_hub_reads_the_same_weights_from_hugging_face_and_from_its_preset(
         np.testing.assert_array_equal(np.asarray(one).view(np.uint16), np.asarray(two).view(np.uint16), one.path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -149,6 +152,7 @@ def test_plain_orbax_reads_its_own(made):
     assert all(arrays[name].tobytes() == ours[name].tobytes() for name in ours)
 
 
+@pytest.mark.slow
 def test_orbax_in_several_chunks_with_a_padded_one(presets, made, tmp_path, monkeypatch):
     monkeypatch.setattr("shardload.converting.writers.orbax.CHUNK_BYTES", 10_000)
     shardload.convert(presets["gemma2_9b"], tmp_path / "out", to="orbax", host_memory_bytes=1 << 20)
@@ -158,6 +162,7 @@ def test_orbax_in_several_chunks_with_a_padded_one(presets, made, tmp_path, monk
     assert same(made["gemma2_9b", "h5"], tmp_path / "back")
 
 
+@pytest.mark.slow
 def test_compressed_chunks_are_decoded_once(presets, made, tmp_path, monkeypatch):
     """Columns of a matrix that is written by rows, in blocks smaller than a chunk."""
     model = shardload.load(presets["gemma2_9b"], mesh="1x8")
@@ -188,6 +193,7 @@ def test_a_step_loads_onto_a_mesh_and_verifies(made):
     np.testing.assert_array_equal(np.asarray(kernel).view(np.uint16), stored.view(np.uint16))
 
 
+@pytest.mark.slow
 def test_one_keras_file_with_its_description(presets, tmp_path):
     report = shardload.convert(presets["gemma2_9b"], tmp_path / "one.weights.h5")
     assert report.format == "keras-h5"
@@ -216,6 +222,7 @@ def test_casting_changes_floats_and_what_the_descriptions_say(presets, tmp_path)
 
 
 # KerasHub leaves the vocabulary open when it tries to build a tokenizer.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_tokenizer_files_go_along(presets, tmp_path):
     shardload.convert(presets["gemma2_9b"], tmp_path / "preset", to="h5")
@@ -229,6 +236,7 @@ def test_tokenizer_files_go_along(presets, tmp_path):
     assert (tmp_path / "back" / "transformers" / "tokenizer.model").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_0.6b", "qwen2.5_0.5b"])
 def test_what_came_from_hugging_face_goes_back(name, tmp_path):
     first = synth(name, scale=0.02, directory=tmp_path, format="safetensors")
@@ -302,6 +310,7 @@ def test_a_configuration_hugging_face_cannot_say_is_refused(presets, tmp_path):
         shardload.convert(tmp_path / "one", tmp_path / "out", to="safetensors")
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_in_a_step_is_not_copied(made, presets, tmp_path):
     shardload.convert(presets["gemma_2b"], tmp_path / "step", to="orbax")
     chunk = max((tmp_path / "step").rglob("c/0/*"), key=lambda p: p.stat().st_size)
@@ -321,6 +330,7 @@ def test_a_tensor_nobody_takes_is_an_error(tmp_path):
         shardload.convert(path, tmp_path / "out", to="h5")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", FORMATS)
 def test_killed_it_goes_on_and_a_torn_tensor_is_copied_again(to, presets, made, tmp_path):
     target, home = tmp_path / "out", tmp_path / ".out.converting"
@@ -340,6 +350,7 @@ def test_killed_it_goes_on_and_a_torn_tensor_is_copied_again(to, presets, made, 
     assert not home.exists()
 
 
+@pytest.mark.slow
 def test_another_plan_begins_anew(presets, made, tmp_path):
     home = tmp_path / ".out.converting"
     child = start(presets["gemma2_9b"], tmp_path / "out", "orbax")

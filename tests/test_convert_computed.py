@@ -67,6 +67,7 @@ def path_of(variable):
     return [re.sub(r"_\d+$", "", part) for part in variable.path.split("/")[1:]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model_type", "kind", "to"), GGUF)
 def test_gguf_decodes_to_what_loading_it_gives(model_type, kind, to, tmp_path):
     file, _ = gguf_pairs.write(tmp_path, model_type, kind)
@@ -75,6 +76,7 @@ def test_gguf_decodes_to_what_loading_it_gives(model_type, kind, to, tmp_path):
     assert {t.dtype.name for t in shardload.inspect(tmp_path / "out").tensors.values()} == {"bfloat16"}
 
 
+@pytest.mark.slow
 def test_gguf_as_a_preset_is_what_keras_hub_makes_of_the_dequantised_folder(tmp_path):
     file, folder = gguf_pairs.write(tmp_path, "gemma2", "Q4_K_M")
     shardload.convert(file, tmp_path / "out", to="h5", dtype="float32")
@@ -84,6 +86,7 @@ def test_gguf_as_a_preset_is_what_keras_hub_makes_of_the_dequantised_folder(tmp_
         np.testing.assert_array_equal(np.asarray(one).view(np.uint32), np.asarray(two).view(np.uint32), one.path)
 
 
+@pytest.mark.slow
 def test_gguf_for_hugging_face_says_which_model_it_is(tmp_path):
     file, _ = gguf_pairs.write(tmp_path, "qwen3", "Q8_0")
     shardload.convert(file, tmp_path / "out", to="safetensors")
@@ -101,6 +104,7 @@ def test_real_gguf_in_little_memory(gemma3_gguf, tmp_path):  # noqa: F811
     assert_same_model(gemma3_gguf, tmp_path / "out")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model_type", "to"), COMPUTING)
 def test_what_a_converter_computes_is_what_loading_gives(model_type, to, tmp_path):
     folder = folder_of(tmp_path, model_type)
@@ -109,6 +113,7 @@ def test_what_a_converter_computes_is_what_loading_gives(model_type, to, tmp_pat
     assert any("computes" in note for note in report.notes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", FORMATS)
 @pytest.mark.parametrize("source", ["safetensors", "gguf"])
 def test_mistral_is_rounded_as_loading_rounds_it(source, to, tmp_path):
@@ -141,6 +146,7 @@ def test_a_layer_that_computes_what_it_saves_is_refused_for_hdf5(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
+@pytest.mark.slow
 def test_computed_values_are_cast_once(tmp_path):
     """DINOv2's converter interpolates from a variable, which has the asked-for dtype while loading."""
     folder = folder_of(tmp_path, "dinov2", "float32")
@@ -208,6 +214,7 @@ class Counted(keras.layers.Layer):
         return x
 
 
+@pytest.mark.slow
 def test_killed_while_computing_it_goes_on(tmp_path):
     folder = folder_of(tmp_path, "mixtral")
     child = start(folder, tmp_path / "out", "orbax")

@@ -37,6 +37,7 @@ def assert_same_weights(one, two):
         assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
 
 
+@pytest.mark.slow
 def test_keras_reads_shards_and_names_them_as_we_do(preset, tmp_path):
     report = shardload.convert(preset, tmp_path / "ours" / "m.weights.json", max_shard_bytes="256KiB")
     assert report.format == "keras-sharded-h5"
@@ -51,6 +52,7 @@ def test_keras_reads_shards_and_names_them_as_we_do(preset, tmp_path):
     assert ours == theirs
 
 
+@pytest.mark.slow
 def test_shards_are_cut_where_keras_cuts_them(tmp_path):
     layers = [keras.layers.Dense(n, dtype="bfloat16" if n % 2 else None) for n in (34, 31, 30, 32)]
     model = keras.Sequential([keras.Input((30,)), *layers])
@@ -71,6 +73,7 @@ def test_shards_are_cut_where_keras_cuts_them(tmp_path):
     assert_same_weights(model, again)
 
 
+@pytest.mark.slow
 def test_shards_are_a_source_and_a_tensor_may_be_larger_than_one(preset, tmp_path):
     shardload.convert(preset, tmp_path / "m.weights.json", max_shard_bytes=1)
     assert len(list(tmp_path.glob("*.h5"))) == len(shardload.inspect(preset).tensors)
@@ -78,6 +81,7 @@ def test_shards_are_a_source_and_a_tensor_may_be_larger_than_one(preset, tmp_pat
     assert same(preset, tmp_path / "back")
 
 
+@pytest.mark.slow
 def test_the_command_takes_a_shard_size(preset, tmp_path):
     arguments = ["convert", preset, tmp_path / "m.weights.json", "--max-shard-size", "256KiB", "--json"]
     done = subprocess.run([sys.executable, "-m", "shardload", *arguments], cwd=ROOT, capture_output=True, check=True)
@@ -116,6 +120,7 @@ def test_a_shard_of_somebody_else_stays(preset, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["m_00001.weights.h5"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["m.weights.json", pytest.param("m", marks=pytest.mark.slow)])
 def test_another_shard_size_begins_anew(name, preset, tmp_path):
     """What a killed run had done was cut otherwise."""
@@ -132,6 +137,7 @@ def test_another_shard_size_begins_anew(name, preset, tmp_path):
     assert same(preset, tmp_path / "back")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("links", "moment"), [(True, 3), (False, 1)])
 def test_killed_while_shards_get_their_names(links, moment, preset, tmp_path):
     """Between two shards; on a file system with second names, and on one without."""
@@ -194,6 +200,7 @@ def from_preset(path):
     return keras_hub.models.TextClassifier.from_preset(str(path), dtype="float32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("via", ["h5", "orbax"])
 def test_a_classifier_s_head_is_in_the_preset(via, task, tmp_path):
     shardload.convert(task, tmp_path / "via", to=via)
@@ -214,6 +221,7 @@ def test_a_classifier_in_one_file(task, tmp_path):
     assert type(described(tmp_path / "m.json")) is type(found)
 
 
+@pytest.mark.slow
 def test_a_masked_lm_shares_its_embedding(tmp_path):
     model = keras_hub.models.BertMaskedLM(backbone=classifier().backbone)
     model.save_to_preset(str(tmp_path / "preset"))
@@ -223,6 +231,7 @@ def test_a_masked_lm_shares_its_embedding(tmp_path):
     assert_same_weights(found, model)
 
 
+@pytest.mark.slow
 def test_an_image_classifier_from_hugging_face(tmp_path):
     made = build(tmp_path / "hf", "vit")
     path = hub_folders.write(tmp_path / "hf", "vit", made, unwanted=False)
@@ -276,6 +285,7 @@ def test_the_optimizer_of_a_keras_archive_is_left_out_and_told(tmp_path):
         (tmp_path / "out.json").unlink()
 
 
+@pytest.mark.slow
 def test_a_preset_keeps_the_states_of_its_backbone(tmp_path):
     classifier(dropout=0.1).save_to_preset(str(tmp_path / "preset"))
     shardload.convert(tmp_path / "preset", tmp_path / "one", to="orbax")

@@ -28,6 +28,7 @@ def precious(path):
     return path
 
 
+@pytest.mark.slow
 def test_nothing_is_overwritten_unless_asked(preset, tmp_path):
     shardload.convert(preset, tmp_path / "out", to="orbax")
     with pytest.raises(WriteError, match=r"there already.*overwrite"):
@@ -63,6 +64,7 @@ def test_the_folder_of_a_training_run_is_never_replaced(preset, tmp_path):
     assert (tmp_path / "run" / "3").is_dir()
 
 
+@pytest.mark.slow
 def test_damaged_checkpoints_are_replaced(preset, tmp_path):
     shardload.convert(preset, tmp_path / "out", to="safetensors", max_shard_bytes="256KiB")
     next((tmp_path / "out").glob("*.safetensors")).unlink()

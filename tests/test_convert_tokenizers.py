@@ -21,6 +21,7 @@ from shardload.synth import synth
 
 # Keras 3.15 converts its variables with an old signature of __array__ that NumPy 2.4 warns about.
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
     # KerasHub leaves the vocabulary open when it builds a tokenizer.
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
@@ -129,7 +130,6 @@ print(*model.generate(["the quick"], max_length=12))
 """
 
 
-@pytest.mark.slow
 def test_keras_hub_generates_from_a_preset_that_was_made_without_tensorflow(folders, tmp_path):
     shardload.convert(folders["gemma3_1b"], tmp_path / "out", to="h5")
     command = [sys.executable, "-c", GENERATES, str(tmp_path / "out")]
@@ -305,7 +305,6 @@ def test_a_damaged_gguf_tokenizer_does_not_keep_the_weights(tmp_path, monkeypatc
     assert not (tmp_path / "out" / "tokenizer.json").exists()
 
 
-@pytest.mark.slow
 def test_the_real_gguf_tokenizer(gemma3_gguf, tmp_path):  # noqa: F811
     wanted = tokenizer_of(shardload.inspect(gemma3_gguf))
     shardload.convert(gemma3_gguf, tmp_path / "hf", to="safetensors")

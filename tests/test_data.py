@@ -86,6 +86,7 @@ def test_the_state_is_that_after_the_batch_that_was_trained():
     assert seen.ends == [False] * 7 + [True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"steps_per_epoch": 5}], ids=["epoch", "steps_per_epoch"])
 def test_a_resumed_run_trains_the_same_batches_and_every_epoch_has_its_length(options):
     repeat = bool(options)

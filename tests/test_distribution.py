@@ -65,6 +65,7 @@ def assert_close(a, b):
         np.testing.assert_allclose(x, y, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_fit_evaluate_predict_equal_the_plain_model(mesh):
     x, y = data(rows=21)
@@ -107,6 +108,7 @@ def test_nothing_global_is_left_behind():
         keras.distribution.set_distribution(None)
 
 
+@pytest.mark.slow
 def test_models_on_different_meshes_alternate():
     x, y = data()
     plain, one, two = classifier(), put(classifier(), "1x8"), put(classifier(), "2x4")
@@ -180,6 +182,7 @@ def test_constants_beside_variables_move_with_them():
         np.testing.assert_allclose(layer.mean[0], x.mean(axis=0), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_saved_pickled_cloned_and_copied_models_are_plain(tmp_path):
     x, y = data()
     model = put(classifier(), "1x8")

@@ -103,6 +103,7 @@ FAST = {"Llama 3.1, transformers 5", "linear", "Gemma 2 27B's scale", "exact GEL
 FAST |= {"a window in both directions"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in FAST else pytest.mark.slow) for c in RESULTS])
 def test_a_loaded_model_computes_what_pytorch_computes(case, tmp_path):
     (model_type, entries), expected = RESULTS[case]
@@ -164,6 +165,7 @@ def embedder(folder, modules=MODULES, pooling=None, **dense):
     return folder
 
 
+@pytest.mark.slow
 def test_the_head_of_a_model_for_embeddings_has_the_widths_of_its_folder(tmp_path):
     model = shardload.load(embedder(tmp_path / "hf"), mesh="1x1")
     tokens = small_folders.TOKENS

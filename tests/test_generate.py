@@ -232,6 +232,7 @@ def gemma3():
 PROMPTS = [[3, 14, 15, 92, 65], [2, 71]]
 
 
+@pytest.mark.slow
 def test_ids_equal_a_forward_pass_per_token(gemma3):
     expected = [greedy_reference(gemma3, ids, 4) for ids in PROMPTS]
     assert generate_ids(gemma3, PROMPTS, max_new_tokens=4) == expected

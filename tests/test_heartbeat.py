@@ -9,6 +9,8 @@ import pytest
 from shardload.distributed.heartbeat import Heartbeat
 from shardload.errors import ProcessLostError
 
+pytestmark = pytest.mark.slow
+
 
 class Store:
     def __init__(self):

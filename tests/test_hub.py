@@ -88,12 +88,14 @@ def test_classifier_keeps_its_head(tmp_path):
     assert kerashub.build_model(preset(tmp_path)).output_shape == (None, 3)
 
 
+@pytest.mark.slow
 def test_transformers_causal_lm_takes_its_own_dtype():
     built = kerashub.build_model(described("/m", "hf-safetensors", {**LLAMA, "torch_dtype": "bfloat16"}))
     assert type(built) is keras_hub.models.Llama3CausalLM
     assert {v.dtype for v in built.weights if "seed" not in v.path} == {"bfloat16"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "expected"),
     [("LlamaForCausalLM", "Llama3CausalLM"), ("LlamaModel", "Llama3Backbone"), (None, "Llama3CausalLM")],

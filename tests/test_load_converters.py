@@ -44,6 +44,7 @@ def same_as_kerashub(source, cls, *, task, mesh):
     return report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
 def test_equals_from_preset(name, tmp_path, monkeypatch):
     from keras_hub.models import Backbone, Gemma4AssistantCausalLM
@@ -95,6 +96,7 @@ def test_a_random_weight_a_converter_never_asks_for_is_refused(tmp_path, monkeyp
         shardload.load(folder(tmp_path, "t5gemma"), mesh="1x2", ignore_config=LIKE_KERASHUB)
 
 
+@pytest.mark.slow
 def test_a_preset_whose_layer_recomputes_what_it_stores(tmp_path):
     """DINOv2 interpolates one table from another: while building, while loading, and whatever the file has for it."""
     from keras_hub.models import Backbone, DINOV2Backbone

@@ -169,6 +169,7 @@ def without(path, names):
     return path, tensors
 
 
+@pytest.mark.slow
 def test_not_strict_loads_what_fits_and_initialises_the_rest(tmp_path):
     path, tensors = without(tmp_path / "some.safetensors", {"last/kernel", "last/bias"})
     model = abstract_stack(seed=7)
@@ -482,6 +483,7 @@ def run(program, *arguments):
     return found.stdout
 
 
+@pytest.mark.slow
 def test_a_missing_extra_is_named_with_the_command_that_installs_it(tmp_path):
     import gguf
 
@@ -506,6 +508,7 @@ def test_a_missing_extra_is_named_with_the_command_that_installs_it(tmp_path):
     assert decoder.startswith("gguf | ") and "pip install 'shardload[gguf]'" in decoder
 
 
+@pytest.mark.slow
 def test_files_without_permission_are_refused_also_when_it_is_taken_away_later():
     with tempfile.TemporaryDirectory() as name:  # pytest's own folders are closed to other users
         folder = Path(name)

@@ -87,7 +87,7 @@ def measured(folder):
 
 
 def test_a_hostile_configuration_ends_soon(request, tmp_path_factory):
-    cases = number(request, 40, 120)
+    cases = number(request, 10, 120)
     root = tmp_path_factory.mktemp("hostile")
     folders = {a: weights(a, root).parent for a in ARCHITECTURES}
     good = {a: hub_folders.config_of(a) for a in ARCHITECTURES}

@@ -92,6 +92,7 @@ def nothing_global():
     assert keras.distribution.distribution() is None
 
 
+@pytest.mark.slow
 def test_a_plain_model_stays_on_its_device_and_stays_plain(checkpoint, tmp_path):
     path, original = checkpoint
     device = jax.devices()[3]
@@ -107,6 +108,7 @@ def test_a_plain_model_stays_on_its_device_and_stays_plain(checkpoint, tmp_path)
         assert_usable(model, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_model_of_the_users_own_distribution_keeps_its_layouts(checkpoint, tmp_path):
     path, original = checkpoint
     mesh = keras.distribution.DeviceMesh((2, 4), ["data", "tensor"], devices=jax.devices())
@@ -126,6 +128,7 @@ def test_a_model_of_the_users_own_distribution_keeps_its_layouts(checkpoint, tmp
     assert (report.mesh, report.layout.sharded) == ("data=2,tensor=4", 6)  # two kernels, each with two slots
 
 
+@pytest.mark.slow
 def test_a_bound_model_is_filled_where_it_is(checkpoint, tmp_path):
     path, original = checkpoint
     model = classifier()
@@ -156,6 +159,7 @@ def test_a_new_mesh_moves_the_optimizer_along(checkpoint, tmp_path):
     assert_usable(model, tmp_path)
 
 
+@pytest.mark.slow
 def test_weights_alone_keep_the_optimizer_of_a_trained_model(tmp_path):
     donor = classifier(seed=1)
     keras.Model(donor.inputs, donor.outputs).save_weights(tmp_path / "bare.weights.h5")  # never compiled
@@ -169,6 +173,7 @@ def test_weights_alone_keep_the_optimizer_of_a_trained_model(tmp_path):
     train(model)
 
 
+@pytest.mark.slow
 def test_training_goes_on_where_the_checkpoint_stopped(checkpoint):
     """The same losses as without stopping, also on a mesh: optimizer, statistics and step count are back."""
     path, original = checkpoint
@@ -200,6 +205,7 @@ def test_a_second_load_replaces_the_first(checkpoint, tmp_path):
     assert not np.allclose(model.predict(data()[0], verbose=0), predicted)
 
 
+@pytest.mark.slow
 def test_two_models_on_two_meshes_take_turns(checkpoint):
     path, original = checkpoint
     x, y = data()
@@ -232,6 +238,7 @@ def test_a_bare_file_with_names_of_its_own(tmp_path):
     assert_equal(model, original)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["1x1", "2x3"])
 def test_an_archive_brings_its_optimizer_back(mesh, tmp_path):
     original = train(classifier(seed=1))
@@ -265,6 +272,7 @@ def as_int8(model):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changed", [with_lora, as_int8])
 @pytest.mark.parametrize("mesh", [None, "2x4"])
 def test_models_with_lora_or_int8_load_and_compute_the_same(changed, mesh, tmp_path):

@@ -78,6 +78,7 @@ def assert_same_training(one, other, fit=train):
         fit(other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "done",
     [
@@ -100,6 +101,7 @@ def test_a_subclassed_model_comes_back_as_it_was_trained(tmp_path, done):
     assert_same_training(model, again)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["Adam", "LoRA", "int8"])
 def test_a_task_of_keras_hub_comes_back_compiled(tmp_path, way):
     def fit(model, *callbacks):
@@ -120,6 +122,7 @@ def test_a_task_of_keras_hub_comes_back_compiled(tmp_path, way):
     assert_same_training(model, again, fit)
 
 
+@pytest.mark.slow
 def test_a_quantiser_of_ones_own_is_not_taken_for_keras_own(tmp_path):
     keras.utils.set_random_seed(1)
     model = Nested()
@@ -157,6 +160,7 @@ def thaw_after_lora(model):
     model.trainable = True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [freeze_kernel, lora_with_alpha, thaw_after_lora])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_single_variables_stay_frozen_and_alpha_is_kept(tmp_path, change, optimizer):
@@ -170,6 +174,7 @@ def test_single_variables_stay_frozen_and_alpha_is_kept(tmp_path, change, optimi
     assert_same_training(model, again, rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["bfloat16", "mixed_bfloat16", "mixed_float16", "float16"])
 @pytest.mark.parametrize("build", [functional, nested], ids=["functional", "subclassed"])
 def test_the_policy_that_was_global_is_the_models(tmp_path, policy, build):
@@ -218,6 +223,7 @@ def test_metrics_given_as_objects_have_values(tmp_path):
     assert again.evaluate(x, y, verbose=0) == model.evaluate(x, y, verbose=0)
 
 
+@pytest.mark.slow
 def test_a_quantised_task_made_anew_can_be_saved_by_keras(tmp_path):
     model = made.gemma()
     model.quantize("int8")

@@ -60,6 +60,7 @@ def test_another_backend_is_said_to_be_one(call, monkeypatch):
         eval(f"shardload.{call}")
 
 
+@pytest.mark.slow
 def test_the_default_backend_where_it_is_not_installed_is_said_to_be_one(tmp_path):
     code = "import sys; sys.modules['tensorflow'] = None; import shardload; shardload.load('x')"
     done = run((sys.executable, "-c", code), KERAS_HOME=str(tmp_path))

@@ -110,6 +110,7 @@ def check(manifest: Manifest, expected: Any) -> None:
     assert manifest.files == {path: Path(path).stat().st_size for path in manifest.files}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("use_compression", [False, True])
 def test_every_mesh_reads_back_what_orbax_restores(tmp_path: Path, mesh: str, use_compression: bool) -> None:

@@ -47,6 +47,7 @@ def pair(tmp_path, model_type, stored="float32", *, files=1, **options):
     return model, hub_folders.reference(tmp_path / "hf", reference, model_type), found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", EVERY)
 def test_equals_kerashub(model_type, tmp_path):
     model, reference, found = pair(tmp_path, model_type)
@@ -55,6 +56,7 @@ def test_equals_kerashub(model_type, tmp_path):
     check_same(model, reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["gemma2", "mixtral"])
 def test_equals_kerashub_from_several_files_in_bfloat16(model_type, tmp_path):
     model, reference, _ = pair(tmp_path, model_type, "bfloat16", files=3, dtype="bfloat16")

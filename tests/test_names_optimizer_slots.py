@@ -52,6 +52,7 @@ def test_a_compiled_model_gets_the_optimizers_state(folder, file, mesh, kind):
         assert value_of(slot).sharding.is_equivalent_to(value_of(weight).sharding, slot.value.ndim)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "tolerance"), [("1x1", 0), ("1x4", 1e-6)])
 def test_training_goes_on_as_in_keras(folder, mesh, tolerance):
     reference, model = keras.models.load_model(folder / "model.keras"), classifier()
@@ -64,6 +65,7 @@ def test_training_goes_on_as_in_keras(folder, mesh, tolerance):
             np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.slow
 def test_slots_of_wrapped_optimizers_come_along(tmp_path):
     def wrapped():
         model = classifier()
@@ -154,6 +156,7 @@ def test_more_steps_than_fit_are_refused(folder, tmp_path):
         shardload.load_weights(classifier(), path, mesh="1x2")
 
 
+@pytest.mark.slow
 def test_without_strict_slots_of_another_shape_start_afresh(folder):
     model = keras.Model((base := classifier()).inputs, keras.layers.Dense(3, name="out")(base.get_layer("drop").output))
     model.compile(keras.optimizers.Adam(0.01), keras.losses.SparseCategoricalCrossentropy(from_logits=True))

@@ -53,6 +53,7 @@ def flat(tree, path=()):
             yield (*path, name), held
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
 def test_tree_is_keras_own(build):
     model = trained(build)
@@ -121,6 +122,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_every_optimizer_variable_has_a_role_of_its_own(make):
     model = trained(functional, make())
@@ -185,6 +187,7 @@ def test_lists_what_disagrees():
     assert {s.role.kind for s in find(other, stored).unexpected} == {"slot", "optimizer", "metric"}
 
 
+@pytest.mark.slow
 def test_casts_are_told():
     stored = describe(models.randomise(models.build("gemma1", "bfloat16"))).to_json()
     pairing = find(models.build("gemma1", "float32"), stored)

@@ -154,6 +154,7 @@ def saved(model, path):
     return open_manifest(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 def test_equals_keras(kind, tmp_path):
     manifest = saved(MODELS[kind](), tmp_path / "m.weights.h5")
@@ -226,6 +227,7 @@ def compiled():
     return model
 
 
+@pytest.mark.slow
 def test_optimizer_of_an_archive(tmp_path):
     model = compiled()
     model.fit(np.ones((16, 8)), np.ones((16, 1)), verbose=0)

@@ -81,6 +81,7 @@ def test_sharded_arrays_are_saved(tmp_path):
     np.testing.assert_array_equal(ocp.load_checkpointables(step)["pytree"]["w"], array)
 
 
+@pytest.mark.slow
 def test_keras_loads_a_published_step(tmp_path):
     model = trained()
     save(tmp_path, 5, as_keras_saves(model))

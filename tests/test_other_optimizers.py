@@ -200,6 +200,7 @@ def frozen_base(kind):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["adam", "rmsprop"])
 def test_the_idle_optimizer_of_an_inner_model_refuses_no_step(kind, tmp_path):
     model = frozen_base("adam")

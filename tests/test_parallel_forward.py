@@ -78,6 +78,7 @@ def check(name, mesh_text, **axes):
     return program
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["1x8", "1x3"])
 def test_gemma2_computes_the_same(mesh):
     check("gemma2", mesh)
@@ -102,6 +103,7 @@ def test_axes_in_the_middle_compute_the_same():
     check("gemma2", "2x2x2", axes="data,fsdp,model")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama"])
 def test_blocks_that_divide_cost_two_all_reduces_and_gather_nothing(name):
     program = check(name, "1x8")

@@ -49,6 +49,7 @@ def address(store, scheme, name):
     return f"{getattr(store, scheme)}/{name}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "mesh"), [("http", "1x8"), ("s3", "2x4"), ("gs", "1x1"), ("s3", "1x3")])
 def test_everything_on_any_mesh_bit_for_bit(objects, store, scheme, mesh):
     target = build()
@@ -67,6 +68,7 @@ def rows(shape):
     return found
 
 
+@pytest.mark.slow
 def test_a_layout_across_the_one_that_was_saved(objects, store):
     target = build()
     report = shardload.restore(target, store.s3 + "/run", mesh="1x8", layout=rows((1, 8)))
@@ -76,6 +78,7 @@ def test_a_layout_across_the_one_that_was_saved(objects, store):
     assert store.sent_of(DATA) <= 1.1 * report.bytes.needed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "budget"), [("s3", "64MiB"), ("http", None)])
 def test_compressed_chunks_across_a_layout(objects, store, scheme, budget):
     target = build()
@@ -93,6 +96,7 @@ def test_neighbouring_bytes_are_fetched_together(store):
     assert len(lengths) <= 14 and max(lengths) <= 4 * MIB
 
 
+@pytest.mark.slow
 def test_of_weights_only_weights_are_fetched(objects, store):
     target = build(compiled=False)
     report = shardload.restore(target, store.s3 + "/run", items="weights")
@@ -100,6 +104,7 @@ def test_of_weights_only_weights_are_fetched(objects, store):
     assert store.sent_of(DATA) <= report.bytes.needed + 2 * MIB
 
 
+@pytest.mark.slow
 def test_a_small_budget_is_kept(objects, store, monkeypatch):
     made = []
     monkeypatch.setattr(prefetch.AheadReads, "close", lambda self: made.append(self))  # noqa: PLW0108 - becomes a method
@@ -112,6 +117,7 @@ def test_a_small_budget_is_kept(objects, store, monkeypatch):
         shardload.restore(target, store.s3 + "/run", host_memory_bytes="8MiB")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", ["16MiB", None])
 def test_where_data_is_uploaded(objects, store, monkeypatch, budget):
     monkeypatch.setattr(execution, "execute", functools.partial(execution.execute, placement="upload"))
@@ -177,6 +183,7 @@ print(hashlib.sha256(b"".join(a.tobytes() for a in state(model))).hexdigest())
 """
 
 
+@pytest.mark.slow
 def test_in_a_fresh_process(objects, store):
     code = f"import conftest\n{FRESH}"
     done = python("-c", code, store.s3 + "/run")
@@ -191,6 +198,7 @@ def python(*arguments):
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60, env=environment)
 
 
+@pytest.mark.slow
 def test_the_command_line(store):
     done = python("-m", "shardload", "load", store.s3 + "/small", "--mesh", "2x4", "--json")
     assert done.returncode == 0, done.stderr

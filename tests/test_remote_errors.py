@@ -239,6 +239,7 @@ def forged(folder, files):
     Digests(files).write(folder)
 
 
+@pytest.mark.slow
 def test_hostile_lists_of_files(objects, store):
     huge, large = FileDigest(1 << 40, ("0" * 16,) * 4), FileDigest(65 << 20, ("0" * 16,) * 65)
     for files, words in (

@@ -78,6 +78,7 @@ def test_everything_on_any_mesh(run, mesh):
     assert spread == {np.prod([int(n) for n in mesh.split("x")])}
 
 
+@pytest.mark.slow
 def test_an_abstract_model_is_filled_in_place(run):
     model, root = run
     with shardload.abstract():
@@ -87,6 +88,7 @@ def test_an_abstract_model_is_filled_in_place(run):
     target.fit(np.zeros((8, 32)), np.zeros((8, 24)), verbose=0)
 
 
+@pytest.mark.slow
 def test_training_goes_on_as_if_nothing_had_happened(run):
     model, root = run
     target = build(seed=5)
@@ -125,6 +127,7 @@ def test_weights_only_leaves_the_optimizer_alone(run):
         shardload.restore(target, root, items="everything")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("load", [shardload.restore, shardload.load_weights])
 def test_a_step_of_weights_leaves_a_trained_optimizer_as_it_is_and_says_so(tmp_path, load):
     model = trained()
@@ -183,6 +186,7 @@ def test_optimizer_only_leaves_the_weights_alone(run):
     assert all(np.array_equal(a.value, b.value) for a, b in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adam", "explicit"])
 @pytest.mark.parametrize("mesh", [None, "1x8"])
 def test_an_optimizer_that_keras_wraps_for_half_precision(mesh, optimizer, tmp_path):
@@ -302,6 +306,7 @@ def flip(path, at):
     path.write_bytes(data)
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_is_named_with_the_way_out_and_passed_over(tmp_path):
     model = trained()
     for step in (1, 2, 3):
@@ -421,6 +426,7 @@ def test_a_damaged_step_is_told_by_load_too(tmp_path):
         shardload.load_weights(build(), tmp_path / "s")
 
 
+@pytest.mark.slow
 def test_atomic_puts_the_old_values_back(tmp_path):
     save_step(trained(), tmp_path / "s", 1)
     flip(largest_file(tmp_path / "s" / "1"), 4000)

@@ -53,6 +53,7 @@ def outcome(step, expected, target):
     return "harmless"
 
 
+@pytest.mark.slow
 def test_flipped_bits_in_any_file_are_found(run, step):
     expected, target = run[0], build()
     rng = random.Random(7)

@@ -120,6 +120,7 @@ def assert_bounded(model, report, sampling, *, block):
     assert report.host_bytes.peak_staging <= 1.1 * report.host_bytes.budget
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [BUDGET, READ_ONCE_BUDGET])
 @pytest.mark.parametrize("title", LAYOUTS)
 def test_devices_and_staging_are_bounded(title, budget, run, sampling, scratch):
@@ -140,6 +141,7 @@ def test_each_needed_byte_is_read_about_once(title, run, sampling):
     assert report.bytes.read <= 1.1 * report.bytes.needed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("title", ["rows on 8x1", "2x4"])
 def test_uploaded_pieces_are_bounded(title, run, sampling, monkeypatch):
     """As on accelerators: into shards that are there already."""
@@ -161,6 +163,7 @@ def test_with_less_memory_than_a_few_digests_cover_it_is_read_twice(run, samplin
     assert 1.9 * report.bytes.needed < report.bytes.read < 2.1 * report.bytes.needed
 
 
+@pytest.mark.slow
 def test_a_live_model_is_never_held_twice(run, sampling):
     model, _ = restore(run, "rows on 8x1", sampling)
     again = Sampling()
@@ -199,6 +202,7 @@ def test_compressed_chunks_are_read_and_decoded_once(title, packed, sampling, de
     assert 0.999 * report.bytes.needed <= report.bytes.read <= 1.1 * report.bytes.needed  # scalars lie in the tree
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("title", ["rows on 8x1", "2x4"])
 def test_compressed_chunks_are_uploaded_in_bounds(title, packed, sampling, monkeypatch, decoded):
     monkeypatch.setattr(filling.execution, "execute", functools.partial(execution.execute, placement="upload"))
@@ -217,6 +221,7 @@ def test_a_budget_below_what_a_chunk_takes_says_what_would_do(packed, sampling):
     assert report.host_bytes.budget == least < PACKED_BUDGET
 
 
+@pytest.mark.slow
 def test_the_default_budget_holds_what_a_chunk_takes(packed, sampling, monkeypatch):
     monkeypatch.setattr(planning, "DEFAULT_HOST_MEMORY", MIB)
     _, report = restore(packed, "2x4", sampling, budget=None)
@@ -227,6 +232,7 @@ def test_the_default_budget_holds_what_a_chunk_takes(packed, sampling, monkeypat
     )
 
 
+@pytest.mark.slow
 def test_what_lies_on_one_device_is_compressed_in_chunks(run, tmp_path, monkeypatch, sampling):
     monkeypatch.setattr(orbax_writer, "COMPRESSED_CHUNK_BYTES", MIB)
     model = build()

@@ -17,7 +17,10 @@ from shardload.data import resumable
 from shardload.errors import DamagedError, UsageError
 from shardload.steps.listing import StepInfo
 
-pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")  # what Keras says of any Grain epoch
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:Your input ran out of data"),  # what Keras says of any Grain epoch
+]
 
 
 class Source:

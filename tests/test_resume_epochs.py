@@ -69,6 +69,7 @@ def test_a_cell_that_runs_again_says_so_every_time(tmp_path, capsys):
     assert len(told) == 2 and all("nothing is left to train" in line for line in told)
 
 
+@pytest.mark.slow
 def test_the_ways_out_work(run):
     model = restored(run)
     assert epochs_of(model, OrbaxCheckpoint(run), epochs=3) == []
@@ -85,11 +86,13 @@ def test_a_fit_without_the_callback_afterwards_begins_at_the_beginning(run):
     assert epochs.seen == [0]
 
 
+@pytest.mark.slow
 def test_a_fit_that_goes_on_says_nothing(run, capsys):
     assert epochs_of(restored(run), OrbaxCheckpoint(run), epochs=4) == [3]
     assert lines(capsys) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("of_fit", "of_callback", "expected"), [(1, None, [1, 2, 3]), (3, None, [3]), (0, 2, [2, 3]), (2, 1, [2, 3])]
 )
@@ -116,6 +119,7 @@ def test_what_initial_epoch_can_be(tmp_path, wrong):
         OrbaxCheckpoint(tmp_path, initial_epoch=wrong)
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_back_says_that_later_steps_are_there(tmp_path, capsys):
     fit(compiled(), OrbaxCheckpoint(tmp_path, max_to_keep=None), epochs=3)
     model = compiled()
@@ -139,6 +143,7 @@ def test_a_cell_that_takes_a_trained_model_back_says_so(run, capsys):
     assert int(model.optimizer.iterations) == 20
 
 
+@pytest.mark.slow
 def test_a_model_that_was_taken_back_to_weights_alone_says_so(tmp_path, capsys):
     model = compiled()
     fit(model, OrbaxCheckpoint(tmp_path, save_weights_only=True), epochs=1)
@@ -160,12 +165,14 @@ def test_a_step_that_does_not_fit_names_ways_out_that_fit_has(run):
     assert epochs_of(model, OrbaxCheckpoint(run), epochs=1) == [0]
 
 
+@pytest.mark.slow
 def test_in_the_middle_of_an_epoch_its_number_changes_nothing(tmp_path):
     """X has no position: the epoch begins again. With the same number it is that epoch, with another one that one."""
     fit(compiled(), OrbaxCheckpoint(tmp_path, save_freq=6), epochs=2)
     assert epochs_of(compiled(), OrbaxCheckpoint(tmp_path, resume=True), epochs=3, initial_epoch=1) == [1, 2]
 
 
+@pytest.mark.slow
 def test_the_epoch_that_keras_backup_goes_on_with_is_left_to_it(tmp_path):
     def backup():
         return keras.callbacks.BackupAndRestore(tmp_path / "backup", delete_checkpoint=False)
@@ -176,6 +183,7 @@ def test_the_epoch_that_keras_backup_goes_on_with_is_left_to_it(tmp_path):
     assert epochs.seen == [2]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:__array__ implementation")
 def test_a_step_of_keras_says_no_epoch_and_that_is_said(tmp_path):
     first = compiled()

@@ -306,6 +306,7 @@ def kill_often(root, kind, *, times, rng, patience_s):
     return left
 
 
+@pytest.mark.slow
 def test_a_killed_writer_never_leaves_half_a_step(tmp_path):
     assert kill_often(tmp_path, "plain", times=12, rng=random.Random(0), patience_s=0.05)
     remove_stale(tmp_path)
@@ -317,6 +318,7 @@ def test_a_writer_killed_inside_orbax_never_leaves_half_a_step(tmp_path):
     assert kill_often(tmp_path, "orbax", times=6, rng=random.Random(0), patience_s=0.3)
 
 
+@pytest.mark.slow
 def test_removing_a_step_and_clearing_up_do_not_disturb_each_other(tmp_path):
     done = threading.Event()
 

@@ -69,6 +69,7 @@ def test_scaling_keeps_heads_and_divisibility(name):
     assert sum(math.prod(s.shape) for s in transformers_tensors(small)) < 5_000_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_preset_loads_with_keras_bit_for_bit(name):
     path, family = synth(name, **TINY), FAMILIES[name]
@@ -131,6 +132,7 @@ def test_weights_file_loads_with_keras(dtype):
     assert 0.01 < np.abs(found.astype("float32")).mean() < 0.03
 
 
+@pytest.mark.slow
 def test_logits_are_finite_and_alive():
     path = synth("gemma2_2b", scale=0.05)
     with abstract():

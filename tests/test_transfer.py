@@ -158,6 +158,7 @@ def test_over_read_is_counted(tmp_path):
     assert plan.needed_bytes == 6400 == plan.read_bytes - 63 * 700
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", ["adopt", "upload"])
 @pytest.mark.parametrize(("dim", "transposed"), [(0, False), (1, False), (None, False), (1, True), (0, True)])
 def test_budget_holds_for_a_tensor_four_times_its_size(manifest, value, placement, dim, transposed):
@@ -374,6 +375,7 @@ def test_place_copies(dim):
     assert array.sharding.is_equivalent_to(named_sharding(split(2, dim), jax.devices()), 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [1, 1000, 5000, 100_000])
 def test_reads_that_the_kernel_cuts_short_are_gone_on_with(manifest, value, monkeypatch, most):
     """Signals and some file systems return fewer bytes than asked for, at any place in a run."""
@@ -424,6 +426,7 @@ def test_what_is_passed_over_counts_against_the_budget(tmp_path):
     assert stats.peak_staging_bytes == 2 * plan.scratch_bytes > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float8_e4m3fn"])
 def test_pieces_that_are_uploaded_keep_every_bit(tmp_path, dtype):
     """Signalling NaNs too."""
@@ -433,6 +436,7 @@ def test_pieces_that_are_uploaded_keep_every_bit(tmp_path, dtype):
     assert np.asarray(found["a"]).tobytes() == value.tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", ["adopt", "upload"])
 @pytest.mark.parametrize("budget", [64 << 10, 256 << 10, MIB, 2 * MIB])
 @pytest.mark.parametrize(

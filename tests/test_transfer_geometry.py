@@ -71,6 +71,7 @@ def view_of(name, value, seen):
 QUIET = settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 
 
+@pytest.mark.slow
 @QUIET
 @given(data=st.data(), pair=arrays_with_views(), placement=st.sampled_from(["adopt", "upload"]))
 def test_any_view_in_any_layout(tmp_path_factory, data, pair, placement):
@@ -106,6 +107,7 @@ def boxes_in_any_order(draw):
     return value, seen.transpose(draw(st.permutations(range(seen.ndim))))
 
 
+@pytest.mark.slow
 @QUIET
 @given(data=st.data(), pair=boxes_in_any_order(), placement=st.sampled_from(["adopt", "upload"]))
 def test_any_box_of_chunks_in_any_layout(tmp_path_factory, data, pair, placement):
