@@ -14,26 +14,20 @@ import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shardload.errors import SourceError, UnsupportedError, UsageError
-from shardload.loaders import folder_of, open_manifest, spec_of
-from shardload.loaders.registry import names as format_names
+from shardload.errors import UnsupportedError
 from shardload.manifest import Manifest
 from shardload.mapping import slots_as_stored
 from shardload.mapping.assets import load_assets
 from shardload.parallel.current_layout import whereabouts
 from shardload.pipeline import arguments, filling, load_distributed, reporting
 from shardload.progress import Progress
-from shardload.resolve import Resolved, resolve
-from shardload.resolve.stores import naming, open_remote
+from shardload.resolve.opening import open_source
+from shardload.resolve.stores import naming
 from shardload.sharding import devices as placement
-from shardload.steps.digests import Checker
-from shardload.steps.listing import is_ours, latest_of_ours
 from shardload.stores.fingerprint import Fingerprint
-from shardload.stores.remote import is_url
 from shardload.typing import DTypeLike, LayoutLike, MeshLike, PathLike
 
 if TYPE_CHECKING:
@@ -193,7 +187,8 @@ def run(
         clock = filling.Clock()
         dtype, limit = arguments.float_dtype(dtype), arguments.budget(host_memory_bytes)
         arguments.check_backend()
-        found, manifest, checker = _open_checked(source, format, described=True)
+        opened = open_source(source, format, described=True)
+        manifest = opened.manifest
         files = Fingerprint.of(manifest.files)
         call.ready()
         place = placement.place_on(mesh, axes=axes, devices=devices)
@@ -212,14 +207,16 @@ def run(
                         place,
                         layout=layout,
                         host_memory_bytes=limit,
-                        check=checker,
+                        check=opened.checker,
                         ignore_config=ignore_config,
                         optimizer=as_saved,
                     )
                     job = job.sorted(ignore=arguments.patterns(ignore)).checked(strict=strict)
-                notes = (*_notes(found, job), *told)
+                notes = (*opened.notes, *told)
                 report = call.fill(job, clock, files=files, on_failure="raise", progress=progress, notes=notes)
-            load_assets(model, manifest, check=checker)  # after the weights, as in Keras: hooks may use their values
+            load_assets(
+                model, manifest, check=opened.checker
+            )  # after the weights, as in Keras: hooks may use their values
         shares = call.done(report)
     _reports[model] = report
     return Loaded(model, report, manifest, shares)
@@ -270,7 +267,8 @@ def load_weights(
         clock = filling.Clock()
         limit = arguments.budget(host_memory_bytes)
         arguments.check_model(model)
-        found, manifest, checker = _open_checked(source, format)
+        opened = open_source(source, format)
+        manifest = opened.manifest
         files = Fingerprint.of(manifest.files)
         call.ready()
         with naming(manifest), slots_as_stored(model, manifest):
@@ -284,11 +282,11 @@ def load_weights(
                     layout=wanted,
                     tensor_names=names,
                     host_memory_bytes=limit,
-                    check=checker,
+                    check=opened.checker,
                     ignore_config=ignore_config,
                 ).checked(strict=strict)
             after = filling.on_failure(atomic=atomic)
-            report = call.fill(job, clock, files=files, on_failure=after, progress=progress, notes=_notes(found, job))
+            report = call.fill(job, clock, files=files, on_failure=after, progress=progress, notes=opened.notes)
         call.done(report)
     _reports[model] = report
     return report
@@ -327,7 +325,8 @@ def plan(
     dtype, limit = arguments.float_dtype(dtype), arguments.budget(host_memory_bytes)
     arguments.check_backend()
     memory = None if device_memory_bytes is None else arguments.byte_count("device_memory_bytes", device_memory_bytes)
-    found, manifest = _open(source, format, described=True)
+    opened = open_source(source, format, described=True, verify=False)
+    manifest = opened.manifest
     placement.available()  # building computes shapes with JAX, whose own error would say nothing
     with naming(manifest), clock("build"):
         model = filling.build(manifest, dtype=dtype, task=task, ignore_config=ignore_config)
@@ -342,7 +341,7 @@ def plan(
             ignore_config=ignore_config,
         )
         job = job.sorted(ignore=arguments.patterns(ignore), compare=False)
-    return reporting.plan_report(job, clock, layout=layout, device_memory_bytes=memory, notes=_notes(found))
+    return reporting.plan_report(job, clock, layout=layout, device_memory_bytes=memory, notes=opened.notes)
 
 
 def inspect(source: PathLike, *, format: str | None = None) -> Manifest:
@@ -356,7 +355,7 @@ def inspect(source: PathLike, *, format: str | None = None) -> Manifest:
         SourceNotFoundError: When the name resolves to nothing.
         SourceError: When the checkpoint contradicts itself.
     """
-    return _open(source, format)[1]
+    return open_source(source, format, verify=False).manifest
 
 
 def report(model: Any) -> LoadReport:
@@ -373,53 +372,3 @@ def report(model: Any) -> LoadReport:
 def remember_report(model: Any, report: LoadReport) -> None:
     """Make `report` answer for ``model``."""
     _reports[model] = report
-
-
-def _open(source: PathLike, format: str | None, *, described: bool = False) -> tuple[Resolved, Manifest]:
-    _check_format(format)
-    if is_url(source):
-        return open_remote(str(source), format=format)
-    found = _resolve(source, format, described)
-    return found, open_manifest(found.path, format=format)
-
-
-def _resolve(source: PathLike, format: str | None, described: bool) -> Resolved:
-    """Where the source is; where its model is described beside it and that is wanted, the folder with both."""
-    found = resolve(source)
-    if not described or (folder := folder_of(found.path, format=format)) is None:
-        return found
-    told = f"config.json in {folder} describes the model of {Path(found.path).name}: loaded the folder"
-    return replace(found, path=str(folder), note="; ".join(note for note in (found.note, told) if note))
-
-
-def _check_format(format: str | None) -> None:
-    if format is not None and format not in (known := format_names()):
-        raise UsageError(f"There is no format {format!r}; there are {', '.join(known)}")
-
-
-def _open_checked(
-    source: PathLike, format: str | None, *, described: bool = False
-) -> tuple[Resolved, Manifest, Checker | None]:
-    """Open a source; for a training step with digests also what checks all that is read of it."""
-    _check_format(format)
-    if is_url(source):
-        found, manifest = open_remote(str(source), format=format)
-        return found, manifest, Checker.of_step(found.path)
-    found = _resolve(source, format, described)
-    try:
-        manifest = open_manifest(found.path, format=format)
-    except SourceError:
-        if (step := latest_of_ours(found.path)) is not None:
-            Checker.of_step(step)  # says what is damaged, if that is why
-        raise
-    if not spec_of(manifest).is_step or not is_ours(manifest.source):
-        return found, manifest, None
-    checker = Checker.of_step(manifest.source)
-    # Opened again: some values were taken from its small files before those were checked.
-    return found, open_manifest(manifest.source, format=format), checker
-
-
-def _notes(found: Resolved, job: filling.LoadJob | None = None) -> tuple[str, ...]:
-    unverified = job is not None and spec_of(job.manifest).is_step and job.check is None
-    notes = (found.note, "not saved by shardload: unverified, as it has no digests" if unverified else "")
-    return tuple(note for note in notes if note)

@@ -72,7 +72,6 @@ EDGES = {
     },
     "loading": {
         "errors",
-        "loaders",
         "manifest",
         "mapping",
         "parallel",
@@ -81,7 +80,6 @@ EDGES = {
         "reports",
         "resolve",
         "sharding",
-        "steps",
         "stores",
         "typing",
     },

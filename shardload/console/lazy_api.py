@@ -6,7 +6,6 @@ Each function is one door. Tests put fakes here.
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -55,18 +54,9 @@ def plan(source: str, *, mesh: MeshSpec | None, **options: Any) -> PlanReport:
 
 def inspect(source: str, *, format: str | None = None) -> Manifest:
     """Open ``source`` and read its headers."""
-    from shardload.loaders import open_manifest
-    from shardload.stores.remote import is_url
+    from shardload.resolve.opening import open_source
 
-    if is_url(source):
-        from shardload.resolve.stores import open_remote
-
-        return open_remote(source, format=format)[1]
-    if Path(source).exists():  # no name to look up
-        return open_manifest(source, format=format)
-    from shardload.resolve import resolve
-
-    return open_manifest(resolve(source).path, format=format)
+    return open_source(source, format, verify=False).manifest
 
 
 def check_tokenizer(source: str, *, format: str | None = None) -> None:
