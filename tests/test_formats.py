@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import keras
@@ -13,7 +14,7 @@ from cli_fakes import shardload as command
 
 import shardload
 from shardload.errors import SourceError, UnsupportedError, UsageError
-from shardload.loaders import FormatSpec, open_manifest, recognise, register, registry
+from shardload.loaders import FormatSpec, gguf, open_manifest, recognise, register, registry
 from shardload.verifying import verify
 
 ROOT = Path(__file__).parent.parent
@@ -153,6 +154,23 @@ def test_a_package_that_announces_what_it_has_not_got(saved, installed, value, m
     done = command("inspect", str(saved[0]), **installed(value))
     assert done.code == 1
     assert f"Cannot use the format 'npz': {message}" in done.error
+
+
+def test_a_broken_package_does_not_disturb_the_prompt(installed):
+    line = {"_SHARDLOAD_COMPLETE": "complete_bash", "COMP_WORDS": "shardload load gem", "COMP_CWORD": "2"}
+    done = command(**installed("no_such_module:SPEC"), **line)
+    assert (done.stdout.strip(), done.stderr) == ("", "")
+
+
+def test_a_package_does_not_replace_a_format(monkeypatch):
+    point = EntryPoint("gguf", "npz_format:SPEC", registry.GROUP)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point])
+    registry._installed.cache_clear()
+    try:
+        assert registry.names() == tuple(registry._BUILT_IN)
+        assert registry.spec_named("gguf") is gguf.SPEC
+    finally:
+        registry._installed.cache_clear()
 
 
 def test_without_it_an_archive_of_arrays_is_an_unknown_zip(saved):

@@ -34,14 +34,11 @@ def dtypes(incomplete: str) -> list[str]:
 def sources(incomplete: str) -> list[tuple[str, str]]:
     """Names `shardload sources` lists."""
     from shardload.console import known_sources
-    from shardload.errors import UsageError
+    from shardload.errors import ShardloadError
 
     try:
         return [(s.name, s.what) for s in known_sources.known() if s.name.startswith(incomplete)]
-    except (
-        OSError,
-        UsageError,
-    ):  # a root that cannot be read is the command's to report, not in the middle of a prompt
+    except (OSError, ShardloadError):  # the command reports what is wrong, not the prompt
         return []
 
 

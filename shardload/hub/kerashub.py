@@ -363,7 +363,7 @@ def _transformers_loader(manifest: Manifest) -> Any:
 def _config_beside(manifest: Manifest) -> dict[str, Any] | None:
     """``NAME.json`` beside ``NAME.weights.h5``, or the ``config.json`` of its folder, where it describes a model."""
     path = Path(manifest.source)
-    stem = re.sub(r"\.weights\.(h5|json)$", "", path.name)
+    stem = path.name.removesuffix((*spec_of(manifest).endings, "")[0])
     for candidate in (path.with_name(f"{stem}.json"), path.with_name("config.json")):
         if candidate != path and candidate.is_file():
             try:
