@@ -183,7 +183,7 @@ def run(
     options = {"custom_objects": custom_objects, "safe_mode": safe_mode, "compile": compile, "note": told.append}
     same: dict[str, Any] = {"strict": strict, "ignore": ignore, "ignore_config": ignore_config, "task": task}
     same |= {"compile": compile, "safe_mode": safe_mode, "custom_objects": custom_objects}
-    with load_distributed.call("load", source, mesh=mesh, devices=devices, **same) as call:
+    with load_distributed.joint_load("load", source, mesh=mesh, devices=devices, **same) as call:
         clock = filling.Clock()
         dtype, limit = arguments.float_dtype(dtype), arguments.budget(host_memory_bytes)
         arguments.check_backend()
@@ -211,7 +211,7 @@ def run(
                         ignore_config=ignore_config,
                         optimizer=as_saved,
                     )
-                    job = job.sorted(ignore=arguments.patterns(ignore)).checked(strict=strict)
+                    job = job.with_unused_sorted(ignore=arguments.patterns(ignore)).checked(strict=strict)
                 notes = (*opened.notes, *told)
                 report = call.fill(job, clock, files=files, on_failure="raise", progress=progress, notes=notes)
             load_assets(
@@ -263,7 +263,7 @@ def load_weights(
         DisagreementError: As in `load`; so are all others.
     """
     same: dict[str, Any] = {"names": names, "strict": strict, "atomic": atomic, "ignore_config": ignore_config}
-    with load_distributed.call("load_weights", source, mesh=mesh, devices=devices, model=model, **same) as call:
+    with load_distributed.joint_load("load_weights", source, mesh=mesh, devices=devices, model=model, **same) as call:
         clock = filling.Clock()
         limit = arguments.budget(host_memory_bytes)
         arguments.check_model(model)
@@ -340,7 +340,7 @@ def plan(
             host_memory_bytes=limit,
             ignore_config=ignore_config,
         )
-        job = job.sorted(ignore=arguments.patterns(ignore), compare=False)
+        job = job.with_unused_sorted(ignore=arguments.patterns(ignore), compare=False)
     return reporting.plan_report(job, clock, layout=layout, device_memory_bytes=memory, notes=opened.notes)
 
 

@@ -95,7 +95,7 @@ def restore(
     where: dict[str, Any] = {"mesh": mesh, "devices": devices, "model": model}
     same: dict[str, Any] = {"step": step, "items": items, "rename": rename, "names": names}
     same |= {"strict": strict, "atomic": atomic, "fallback": fallback}
-    with load_distributed.call("restore", directory, **where, **same) as call:
+    with load_distributed.joint_load("restore", directory, **where, **same) as call:
         if fallback not in (None, "previous"):
             raise UsageError(f"fallback is None or 'previous'; got {fallback!r}")
         options: dict[str, Any] = {"mesh": mesh, "axes": axes, "layout": layout, "devices": devices, "items": items}

@@ -98,7 +98,7 @@ def test_a_link_is_replaced_and_what_it_names_stays(preset, tmp_path):
 @pytest.mark.parametrize("name", ["z.h5", "z.safetensors", "z.gguf", "z.json", "Z.HDF5"])
 @pytest.mark.parametrize("to", ["h5", "orbax"])
 def test_a_folder_does_not_get_a_file_s_name(name, to, preset, tmp_path):
-    with pytest.raises(UsageError, match=r"(?i)ends like a file, .* makes a folder.* or name it z\.weights\.h5"):
+    with pytest.raises(UsageError, match=r"(?i)has a file extension, .* writes a folder.* or name it z\.weights\.h5"):
         shardload.convert(preset, tmp_path / name, to=to)
     assert not list(tmp_path.iterdir())
 

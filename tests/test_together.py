@@ -90,7 +90,7 @@ def test_where_one_finds_damage_all_fall_back_to_the_same_step(sources):
 
 
 class Side:
-    """A `Joint` of two threads."""
+    """A `JointCall` of two threads."""
 
     def __init__(self, index, barrier, words):
         self.index, self.barrier, self.words = index, barrier, words
@@ -244,7 +244,7 @@ def service(monkeypatch):
     monkeypatch.setattr(job_processes, "are_several", lambda: True)
     monkeypatch.setattr(job_processes, "count", lambda: 2)
     monkeypatch.setattr(job_processes, "index", lambda: made.me.index)
-    monkeypatch.setattr(joint_call.Joint, "_numbers", NumbersOf(made))
+    monkeypatch.setattr(joint_call.JointCall, "_numbers", NumbersOf(made))
     monkeypatch.setattr(load_distributed, "_witness", lambda: SimpleNamespace(begin=int, note=str, rest=int))
     return made
 
@@ -319,7 +319,7 @@ def test_jax_starts_while_others_do_not_come_and_only_then():
 
 def test_processes_at_different_meetings_never_pair(service):
     def at(what):
-        return lambda: joint_call.Joint().together(lambda: {"step": 1}, what)
+        return lambda: joint_call.JointCall().together(lambda: {"step": 1}, what)
 
     began = time.monotonic()
     for error in service.run(at("the choice of the step"), at("the start of JAX")):

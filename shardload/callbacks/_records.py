@@ -81,9 +81,7 @@ def checked_metadata(found: Any) -> Any:
     try:
         return json.loads(json.dumps(found, allow_nan=False))
     except (TypeError, ValueError) as error:
-        raise UsageError(
-            f"metadata should be what JSON can hold (dicts, lists, text, numbers), but: {error}"
-        ) from error
+        raise UsageError(f"metadata must be JSON (dicts, lists, strings, numbers), but: {error}") from error
 
 
 def checked_items(checkpointables: Any) -> dict[str, Any]:
@@ -121,11 +119,11 @@ def iterator_record(source: Any) -> dict[str, Any]:
     try:
         held = json.loads(json.dumps(state, allow_nan=False))
     except (TypeError, ValueError) as error:
-        raise UsageError(f"The state of data_iterator should be bytes or what JSON can hold, but: {error}") from error
+        raise UsageError(f"The state of data_iterator must be bytes or JSON, but: {error}") from error
     if held != state:
         raise UsageError(
-            "The state of data_iterator should be bytes or what JSON can hold, but it would come back as something "
-            f"else: {_shown(held)} instead of {_shown(state)}. Take lists instead of tuples, and text as keys of dicts"
+            "The state of data_iterator must be bytes, or survive a round trip through JSON, but "
+            f"{_shown(state)} became {_shown(held)}. Use lists instead of tuples, and strings as keys"
         )
     return {"version": VERSION, "state": held}
 

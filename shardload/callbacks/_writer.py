@@ -32,7 +32,7 @@ from typing import Any, Literal
 
 from shardload.callbacks._snapshot import snapshot
 from shardload.distributed import processes
-from shardload.distributed.exit_reasons import Witness
+from shardload.distributed.exit_reasons import ExitRecorder
 from shardload.errors import (
     ProcessLostError,
     SaveError,
@@ -78,7 +78,7 @@ class Writer:
     def __init__(self, root: Root) -> None:
         self.root = root
         self.channel = processes.Channel()
-        self.witness = Witness(root.path)
+        self.witness = ExitRecorder(root.path)
         self._worker: Worker | None = None
         self._failure: ShardloadError | None = None
         self._later: Worker | None = None

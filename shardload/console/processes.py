@@ -1,7 +1,7 @@
-"""One load by several processes: which of them this is, and how they find each other.
+"""One load by several processes: which of them this is, and how they connect.
 
-`jax.distributed` aborts a process whose peers do not come, with a stack of C++ frames. So it is given longer than
-the watch here, which ends the process with a sentence before.
+If peers do not connect, `jax.distributed` aborts the process with a C++ stack trace. The time limit here is shorter,
+so the process ends with a readable error first.
 """
 
 from __future__ import annotations

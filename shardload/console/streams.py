@@ -40,7 +40,7 @@ class Results:
         self.stream = stream
 
     def interrupted(self, *, as_json: bool) -> None:
-        """Say goodbye after Ctrl-C, past all buffers and locks, which the main thread may hold."""
+        """Report Ctrl-C with unbuffered writes: the main thread may hold the locks of the streams."""
         with contextlib.suppress(OSError):
             if as_json:
                 error = {"type": "KeyboardInterrupt", "message": "Interrupted.", "exit_code": INTERRUPTED}

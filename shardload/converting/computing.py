@@ -1,10 +1,9 @@
-"""Values that no view of a stored tensor is: the same steps compute them that compute while loading.
+"""Compute tensors that are not views of stored tensors, with the same steps as a load.
 
     step (a converter's second run, a layer's hook) ──compute(variable, value)──► cast ──► written, then released
 
-A step holds what it reads of one layer or one tensor at a time, and so does a conversion. Where code computes from the
-value of another variable, as converters of position embeddings do, that variable is lent its value and the step begins
-again.
+A step, and so a conversion, holds the tensors of one layer at a time. Where code reads the value of another variable,
+as converters of position embeddings do, that variable gets its value for a moment and the step is run again.
 """
 
 from __future__ import annotations

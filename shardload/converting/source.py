@@ -202,7 +202,9 @@ def _stored_state(model: Any, companions: Companions) -> dict[int, StoredValue]:
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise SourceError(f"{companions.keras[STATE]} holds no array for {variable.path!r}: {error}") from error
         if array.shape != tuple(variable.shape):
-            raise SourceError(f"{companions.keras[STATE]}: {variable.path!r} should have the shape {variable.shape}")
+            raise SourceError(
+                f"{companions.keras[STATE]}: found shape {array.shape} for {variable.path!r}, expected {variable.shape}"
+            )
         values[id(variable)] = StoredValue(variable, array.dtype, array=array)
     return values
 

@@ -61,7 +61,7 @@ def target_of(path: Path, to: str | None) -> Target:
     if ending is not None and not is_file:
         stem = path.name[: -len(ending)].removesuffix(".weights") or "model"
         raise UsageError(
-            f"{path.name} ends like a file, but to={to!r} makes a folder. Leave {ending} away, or name it "
+            f"{path.name} has a file extension, but to={to!r} writes a folder. Remove {ending}, or name it "
             f"{stem}{ENDING} (one file that Keras reads) or {stem}{INDEX_ENDING} (the same in shards)"
         )
     return "h5" if to is None else to

@@ -71,14 +71,14 @@ def resumable(dataset: Any, *, global_batch_size: int | None = None) -> Any:
 
 
 class Unseen:
-    """Stands for data that is read outside of ``fit``: it is checked when it is opened."""
+    """Data that is read outside of ``fit``: it is checked when it is opened."""
 
     def check(self, origin: Origin) -> None:
-        """Nothing can be told yet."""
+        """Do nothing: the data is not known yet."""
 
 
 def resumable_of_fit() -> Any:
-    """The resumable dataset of the ``fit`` that calls; None where its data is none, `Unseen` outside of one."""
+    """The resumable dataset of the calling ``fit``; None if it has none, `Unseen` outside of ``fit``."""
     epochs = epoch_iterator_of_fit()
     if epochs is None:
         return Unseen()

@@ -18,7 +18,7 @@ from pathlib import Path
 from shardload.distributed import processes, watchdog
 
 
-class Witness:
+class ExitRecorder:
     """Keeps the account of one folder for this process; there is nothing to keep in a run of one.
 
     Args:

@@ -106,10 +106,10 @@ class Heartbeat:
         return self._lost
 
     def check(self, process: int | None = None) -> None:
-        """Make sure that there is somebody to wait for.
+        """Raise if a process was lost, or if ``process`` has exited.
 
         Args:
-            process: The one whose word is awaited; any, by default.
+            process: The one whose message is awaited; exits are not checked without it.
 
         Raises:
             ProcessLostError: When a process was lost, or this one has left.

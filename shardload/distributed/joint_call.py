@@ -31,7 +31,7 @@ FAILED_S = 20.0
 """The same after another one failed, which this process may learn late as it computes."""
 
 
-class Joint:
+class JointCall:
     """One process' part in a call that all processes make; their first calls are matched with each other, and so on.
 
     Args:
@@ -42,7 +42,7 @@ class Joint:
 
     def __init__(self, *, on_end: Callable[[], None] = lambda: None) -> None:
         self._on_end = on_end
-        self._channel = Channel(f"call-{next(Joint._numbers)}")
+        self._channel = Channel(f"call-{next(JointCall._numbers)}")
         self.name = self._channel.name
         self._beat = processes.heartbeat()
         self._flags = f"{self._channel.name}/failed/"

@@ -157,7 +157,7 @@ def at_points(function: Any) -> NDArray[np.float64]:
 
 
 def _compiled(function: Any, *arrays: Any) -> Any:
-    """The result of one small program: operation by operation, each would be compiled by itself."""
+    """Run ``function`` under jit, to avoid one compilation per operation."""
     import jax
 
     return jax.jit(function)(*arrays)

@@ -137,7 +137,7 @@ def check_representable(manifest: Manifest, backbone_cls: type, arguments: Mappi
 
 
 def _lacking(manifest: Manifest, name: str, arguments: Mapping[str, Any]) -> str | None:
-    """What the class has no argument for, or its converter does not read."""
+    """The first feature that KerasHub's class or converter cannot represent, or None."""
     config, kind = read_config(manifest), _kind(manifest.config)
     if "head_dim" not in arguments and (width := _head_dims(config)) is not None:
         return (

@@ -165,7 +165,7 @@ def _described(manifest: Manifest) -> Iterator[tuple[str, str]]:
 
 
 def _is_idle(method: Any, config: Mapping[str, Any]) -> bool:
-    """Whether transformers skips it: bitsandbytes, of which neither form is asked for."""
+    """Whether transformers ignores this configuration: bitsandbytes without load_in_4bit or load_in_8bit."""
     return method == "bitsandbytes" and not (config.get("load_in_4bit") or config.get("load_in_8bit"))
 
 

@@ -1,4 +1,4 @@
-"""Build models without allocating, and give what is left its initial values, already sharded.
+"""Build models without allocating; initialise variables the checkpoint lacks, already sharded.
 
     with shardload.abstract():
         model = build()              # shapes, dtypes, paths, layouts; no buffer, no initialiser, no compile

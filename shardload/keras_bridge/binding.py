@@ -162,7 +162,7 @@ def unbind(model: Model) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class BindingSnapshot:
     """Where a model stood at one moment: its binding and its variables' shardings, not their values."""
 
     model: Model
@@ -170,7 +170,7 @@ class Standing:
     shardings: tuple[tuple[Variable, Any], ...]
 
     @classmethod
-    def of(cls, model: Model) -> Standing:
+    def of(cls, model: Model) -> BindingSnapshot:
         """The current layout of ``model``."""
         found = tuple((v, sharding_of(v)) for v in state_of(model))
         return cls(model, binding_of(model), found)

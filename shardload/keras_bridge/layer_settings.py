@@ -84,7 +84,7 @@ def under_its_policy(make: Callable[[], Any], form: Any, dtype: Any, *, says_dty
     try:
         own = None if wanted is None else keras.dtype_policies.get(wanted)
     except ValueError as error:
-        raise SourceError(f"structure.json says that the model has the dtype policy {wanted!r:.80}") from error
+        raise SourceError(f"structure.json has an invalid dtype policy: {wanted!r:.80}") from error
     now = keras.config.dtype_policy()
     if own is None or own.name == now.name:
         return make()

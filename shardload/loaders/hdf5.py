@@ -292,7 +292,7 @@ def _dtype(node: Any, where: str) -> tuple[np.dtype[Any], bool]:
 def _opaque(node: Any, found: np.dtype[Any], where: str) -> np.dtype[Any]:
     """Keras stores bfloat16 as opaque bytes, marked by an attribute ``dtype``.
 
-    That the attribute is there is enough: no other two-byte type is unknown to HDF5. Its value is not looked at, for
+    Only the attribute's presence is checked: bfloat16 is the only two-byte type HDF5 lacks. Its value is not read, as
     libhdf5 1.14 reads a string attribute through a heap that a damaged file makes it walk for ever, or past its end.
     """
     if found.itemsize == 2 and h5py.h5a.exists(node, b"dtype"):

@@ -111,7 +111,7 @@ class RecordingLoader(Loader):
         return self.shared.make(tensor)
 
     def port_weight(self, keras_variable: Any, hf_weight_key: str, hook_fn: Any = None) -> None:
-        """Assign what the hook makes of a reservation of its own."""
+        """Reserve the tensor, apply ``hook_fn`` and assign the result."""
         try:
             tensor = self.find(hf_weight_key)
         except KeyError:

@@ -23,7 +23,7 @@ _STORED = ("optimizer/vars/", "optimizer_variables/")
 
 @contextmanager
 def slots_as_stored(model: Any, manifest: Manifest) -> Iterator[None]:
-    """While open, ``model``'s optimizer has its slots if the checkpoint has them; they stay unless the block raises.
+    """Create the optimizer slots that the checkpoint has; remove them again if the block raises.
 
     Nothing happens where the optimizer has slots already, or is of another kind than the one that was saved: by its
     class where an archive says it, by the number of its variables otherwise, which is what Keras goes by.

@@ -81,7 +81,7 @@ def leaves_optimizer_alone(note: str) -> bool:
 
 
 def _is_of_inner_model(optimizer: str) -> bool:
-    """Whether an optimizer is what an inner model was compiled with: it does nothing while the outer one trains."""
+    """Whether the optimizer belongs to a compiled submodel, so that the outer ``fit`` does not use it."""
     return optimizer.endswith("/optimizer")
 
 

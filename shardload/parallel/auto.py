@@ -20,7 +20,7 @@ SMALL_BYTES = 1 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class LayoutDecision:
     """The layout of one variable, and how it came to it."""
 
     layout: Layout
@@ -29,11 +29,11 @@ class Placement:
     fallback: Fallback | None = None
 
 
-def place(variable: Any, role: Wants, mesh: MeshSpec) -> Placement:
+def place(variable: Any, role: Wants, mesh: MeshSpec) -> LayoutDecision:
     """The layout of a variable by its own dims."""
     shape = tuple(int(n) for n in variable.shape)
     if not role.dims or nbytes(variable) < SMALL_BYTES:
-        return Placement(Layout.replicated(mesh, len(shape)), role.rule if not role.dims else "small")
+        return LayoutDecision(Layout.replicated(mesh, len(shape)), role.rule if not role.dims else "small")
     spec: list[tuple[str, ...]] = [()] * len(shape)
     axis = mesh.axes[-1]
     dim = _first_that_divides(shape, role.dims, mesh.axis_size(axis))
@@ -42,27 +42,27 @@ def place(variable: Any, role: Wants, mesh: MeshSpec) -> Placement:
     for middle in mesh.axes[1:-1]:
         _split_one_more(spec, shape, role.dims, mesh=mesh, axis=middle)
     layout = Layout(mesh, tuple(spec))
-    return Placement(layout, role.rule, _fallback(variable, role, dim, layout=layout))
+    return LayoutDecision(layout, role.rule, _fallback(variable, role, dim, layout=layout))
 
 
-def follow(variable: Any, role: Follows, leader: Layout) -> Placement:
+def follow(variable: Any, role: Follows, leader: Layout) -> LayoutDecision:
     """The layout of a variable along its leader's, where its own dims divide."""
     spec: Spec = tuple(() if d is None else leader.spec[d] for d in role.dims)
     layout = Layout(leader.mesh, spec)
     if not layout.divides(tuple(variable.shape)):
         layout = Layout.replicated(leader.mesh, len(variable.shape))
-    return Placement(layout, f"{role.rule} follows {role.leader.path}")
+    return LayoutDecision(layout, f"{role.rule} follows {role.leader.path}")
 
 
-def settle(
+def decide_layouts(
     variables: Mapping[int, Any],
     found: Mapping[int, Role],
     mesh: MeshSpec,
     *,
-    fixed: Mapping[int, Placement] | None = None,
-) -> dict[int, Placement]:
+    fixed: Mapping[int, LayoutDecision] | None = None,
+) -> dict[int, LayoutDecision]:
     """Placements of all variables: those ``fixed`` by a rule, then leaders, then their followers."""
-    placed: dict[int, Placement] = dict(fixed or {})
+    placed: dict[int, LayoutDecision] = dict(fixed or {})
     waiting: dict[int, Follows] = {}
     for key, variable in variables.items():
         role = found[key]
@@ -83,7 +83,7 @@ def settle(
     return placed
 
 
-def next_best(variable: Any, role: Role, wanted: Layout) -> Placement:
+def next_best(variable: Any, role: Role, wanted: Layout) -> LayoutDecision:
     """The layout a rule asked for, with each axis that does not divide moved to another dim or dropped."""
     shape = tuple(int(n) for n in variable.shape)
     mesh = wanted.mesh
@@ -101,7 +101,7 @@ def next_best(variable: Any, role: Role, wanted: Layout) -> Placement:
             spec[other.index] = axes
     layout = Layout(mesh, tuple(spec))
     reason = "; ".join(why) + ("; replicated" if layout.is_replicated else f"; split as {layout} instead")
-    return Placement(layout, "", Fallback(variable.path, str(wanted), str(layout), reason))
+    return LayoutDecision(layout, "", Fallback(variable.path, str(wanted), str(layout), reason))
 
 
 def _first_that_divides(shape: tuple[int, ...], dims: Any, parts: int) -> Dim | None:

@@ -9,7 +9,7 @@ from typing import Any
 from shardload.errors import LayoutError
 from shardload.parallel import model_variables
 from shardload.parallel import rules as rule_sets
-from shardload.parallel.auto import Placement, settle
+from shardload.parallel.auto import LayoutDecision, decide_layouts
 from shardload.parallel.result import LayoutChoice, VariableLayout
 from shardload.parallel.roles import Role, Wants, nbytes, roles
 from shardload.sharding.layout import Layout
@@ -42,7 +42,7 @@ def choose(model: Any, mesh: MeshSpec, layout: LayoutLike = "auto") -> LayoutCho
         fixed = rule_sets.apply(rule_set, model.variables, mesh=mesh, found=found)
         if rule_set.default == "replicated":
             fixed |= _replicate(_unmatched(variables, found, fixed), mesh, rule="default")
-    placed = settle(variables, found, mesh, fixed=fixed)
+    placed = decide_layouts(variables, found, mesh, fixed=fixed)
     return _choice(variables, placed, mesh=mesh, mode=mode)
 
 
@@ -84,17 +84,17 @@ def _keras_hub_rules(model: Any, mesh: MeshSpec) -> rule_sets.RuleSet:
     return rule_sets.from_layout_map(layout_map, mesh, origin=f"{name}.get_layout_map")
 
 
-def _replicate(variables: dict[int, Any], mesh: MeshSpec, *, rule: str) -> dict[int, Placement]:
-    return {k: Placement(Layout.replicated(mesh, len(v.shape)), rule) for k, v in variables.items()}
+def _replicate(variables: dict[int, Any], mesh: MeshSpec, *, rule: str) -> dict[int, LayoutDecision]:
+    return {k: LayoutDecision(Layout.replicated(mesh, len(v.shape)), rule) for k, v in variables.items()}
 
 
-def _unmatched(variables: dict[int, Any], found: dict[int, Role], fixed: dict[int, Placement]) -> dict[int, Any]:
+def _unmatched(variables: dict[int, Any], found: dict[int, Role], fixed: dict[int, LayoutDecision]) -> dict[int, Any]:
     """Variables left to the default; slots are not among them: they follow their variable, as in Keras."""
     slots = {k for k, role in found.items() if not isinstance(role, Wants) and role.rule == "slot"}
     return {k: v for k, v in variables.items() if k not in fixed and k not in slots}
 
 
-def _choice(variables: dict[int, Any], placed: dict[int, Placement], *, mesh: MeshSpec, mode: str) -> LayoutChoice:
+def _choice(variables: dict[int, Any], placed: dict[int, LayoutDecision], *, mesh: MeshSpec, mode: str) -> LayoutChoice:
     return LayoutChoice(
         mesh=mesh,
         mode=mode,

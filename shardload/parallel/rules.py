@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from shardload.errors import LayoutError
-from shardload.parallel.auto import Placement, next_best
+from shardload.parallel.auto import LayoutDecision, next_best
 from shardload.parallel.roles import Role
 from shardload.sharding.layout import Layout, Spec
 from shardload.sharding.mesh import MeshSpec
@@ -102,7 +102,7 @@ def _tensor_spec(axes: Sequence[Any]) -> Spec:
 
 def apply(
     rules: RuleSet, variables: Iterable[Any], *, mesh: MeshSpec, found: Mapping[int, Role]
-) -> dict[int, Placement]:
+) -> dict[int, LayoutDecision]:
     """Placements of the variables the rules match, by ``id(variable)``; the others are left to the default.
 
     Raises:
@@ -111,7 +111,7 @@ def apply(
     """
     variables = list(variables)
     used: set[str] = set()
-    placed: dict[int, Placement] = {}
+    placed: dict[int, LayoutDecision] = {}
     for variable in variables:
         if (rule := _match(rules, variable.path)) is not None:
             used.add(rule.pattern)
@@ -143,7 +143,7 @@ def _compiled(rule: Rule, origin: str) -> re.Pattern[str]:
         raise LayoutError(f"The rule {rule.pattern!r} of {origin} is not a regular expression: {error}") from error
 
 
-def _place(rule: Rule, variable: Any, *, mesh: MeshSpec, role: Role, origin: str) -> Placement:
+def _place(rule: Rule, variable: Any, *, mesh: MeshSpec, role: Role, origin: str) -> LayoutDecision:
     shape = tuple(variable.shape)
     if len(rule.spec) != len(shape):
         raise LayoutError(
@@ -155,9 +155,9 @@ def _place(rule: Rule, variable: Any, *, mesh: MeshSpec, role: Role, origin: str
     except LayoutError as error:
         raise LayoutError(f"The rule {rule.pattern!r} of {origin} does not fit the mesh: {error}") from error
     if wanted.divides(shape):
-        return Placement(wanted, rule.pattern)
+        return LayoutDecision(wanted, rule.pattern)
     moved = next_best(variable, role, wanted)
-    return Placement(moved.layout, rule.pattern, moved.fallback)
+    return LayoutDecision(moved.layout, rule.pattern, moved.fallback)
 
 
 def _matches_nothing(rule: Rule, paths: Sequence[str], origin: str) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from shardload.distributed.joint_call import Joint
+from shardload.distributed.joint_call import JointCall
 from shardload.errors import DisagreementError
 from shardload.keras_bridge.variables import stored_dtype
 from shardload.manifest import Extent, Manifest
@@ -85,7 +85,7 @@ def topics(job: LoadJob) -> list[Topic]:
     ]
 
 
-def require(joint: Joint, found: list[Topic]) -> None:
+def require(joint: JointCall, found: list[Topic]) -> None:
     """Make sure that all processes are about to load the same thing.
 
     Raises:
@@ -98,7 +98,7 @@ def require(joint: Joint, found: list[Topic]) -> None:
             raise _disagreement(joint, topic, mine)
 
 
-def _disagreement(joint: Joint, topic: Topic, mine: Facts) -> DisagreementError:
+def _disagreement(joint: JointCall, topic: Topic, mine: Facts) -> DisagreementError:
     first, titles = joint.first(lambda: (mine, topic.titles()), f"what process 0 has of {topic.what}")
     seen = joint.together(lambda: _difference(first, mine), f"what differs of {topic.what}")
     key, wanted, _ = next(one for one in seen if one is not None)

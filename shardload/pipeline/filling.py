@@ -39,9 +39,9 @@ from shardload.transfer.verifier import Verifier
 OnFailure = Literal["raise", "tell", "restore"]
 """``raise``: just the error, as the caller does not have the model yet; ``tell``: say what the model contains now;
 ``restore``: keep the old values until the new ones are complete, and put them back."""
-SHOWN = 8
 NOT_STRICT = " Pass strict=False (--no-strict) to load what fits and report the rest."
 """The way out of a load or restore that does not fit, which a caller may have to replace by its own."""
+SHOWN = 8
 """How many names an error lists before it counts the rest."""
 
 
@@ -93,8 +93,8 @@ class LoadJob:
     built: bool = False
     """Whether the model was built from the checkpoint's description."""
 
-    def sorted(self, *, ignore: Iterable[str] = (), compare: bool = True) -> LoadJob:
-        """The job of a model that was built from the checkpoint's own description: tensors outside of it set apart.
+    def with_unused_sorted(self, *, ignore: Iterable[str] = (), compare: bool = True) -> LoadJob:
+        """Tell unused tensors outside the model from others, for a model built from the checkpoint's description.
 
         Args:
             ignore: As for `mapping.sort_unused`.
@@ -273,7 +273,7 @@ def _gather(job: LoadJob) -> None:
 @contextmanager
 def _standing(job: LoadJob, files: Fingerprint, *, on_failure: OnFailure) -> Iterator[Assigner]:
     """The model on its new mesh with an assigner for it; on failure says what it holds, or puts everything back."""
-    before = binding.Standing.of(job.model)
+    before = binding.BindingSnapshot.of(job.model)
     held = sum(map(has_value, job.mapping.provided))
     assigner = _assigner(job, files, atomic=on_failure == "restore")
     try:

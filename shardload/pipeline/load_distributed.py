@@ -25,8 +25,8 @@ from typing import Any, TypeVar
 import jax
 
 from shardload.distributed import processes
-from shardload.distributed.exit_reasons import Witness
-from shardload.distributed.joint_call import Joint
+from shardload.distributed.exit_reasons import ExitRecorder
+from shardload.distributed.joint_call import JointCall
 from shardload.keras_bridge.recording import seeded
 from shardload.parallel.current_layout import home
 from shardload.pipeline import consistency, filling
@@ -60,7 +60,7 @@ class ReadShare:
 class JointLoad:
     """One call of `load`, `load_weights` or `restore`; alone, its meetings cost nothing."""
 
-    def __init__(self, joint: Joint | None) -> None:
+    def __init__(self, joint: JointCall | None) -> None:
         self._joint = joint
 
     def first(self, do: Callable[[], T], what: str) -> T:
@@ -178,7 +178,7 @@ class JointLoad:
 
 
 @contextmanager
-def call(
+def joint_load(
     name: str,
     source: Any,
     *,
@@ -206,7 +206,7 @@ def call(
     witness = _witness()
     witness.begin()
     witness.note(f"shardload.{name} was loading {str(source)!r}")
-    joint = Joint(on_end=witness.rest)
+    joint = JointCall(on_end=witness.rest)
     made = JointLoad(joint)
     try:
         with made.attempt():
@@ -224,13 +224,13 @@ def start() -> None:
     Raises:
         MeshError: On all of them, when it did not start on one.
     """
-    with call("load", "its devices") as made:
+    with joint_load("load", "its devices") as made:
         made.ready()
 
 
 @functools.cache
-def _witness() -> Witness:
-    return Witness()
+def _witness() -> ExitRecorder:
+    return ExitRecorder()
 
 
 def _is_own(mesh: Any, devices: Sequence[Any] | None, model: Any) -> bool:
@@ -256,7 +256,7 @@ def _account(report: LoadReport) -> dict[str, Any]:
 class _Watched:
     """Passes on how far the load has come, and looks whether it failed elsewhere."""
 
-    def __init__(self, shown: Progress, joint: Joint) -> None:
+    def __init__(self, shown: Progress, joint: JointCall) -> None:
         self._shown, self._joint = shown, joint
 
     def start(self, total_bytes: int, description: str) -> None:

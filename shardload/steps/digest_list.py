@@ -220,13 +220,13 @@ def name_damage(digests: Digests, tree: FileTree, step: str) -> list[Damage]:
 
 
 def size_damage(name: str, found: int, expected: int, step: str) -> Damage:
-    """The damage of a file with another size than was saved."""
+    """Describe a file whose size differs from what was saved."""
     verb = "was truncated" if found < expected else "has grown"
     return Damage(name, f"{verb}: it has {found} bytes, but was saved with {expected}", min(found, expected), step)
 
 
 def flip_damage(name: str, first: int, last: int, step: str) -> Damage:
-    """The damage of a file whose bytes ``first`` to ``last`` do not match their digest."""
+    """Describe a digest mismatch in bytes ``first`` to ``last`` of a file."""
     return Damage(
         name, f"is damaged: somewhere in the {last - first} bytes from there, it is not what was saved", first, step
     )

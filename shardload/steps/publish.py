@@ -128,7 +128,7 @@ class Staging:
 
     @classmethod
     def join(cls, path: str | os.PathLike[str]) -> Staging:
-        """The staging folder that another process began, by its `path`; only that one publishes or discards.
+        """Open a staging folder that another process created; only its creator publishes or discards it.
 
         Raises:
             SaveError: When this process does not see it: the root is no folder that all processes share.

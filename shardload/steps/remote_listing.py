@@ -67,7 +67,7 @@ def find_remote(url: str, step: Literal["latest", "best"] | int) -> StepInfo | l
 
 
 def knows_others(url: str, step: StepInfo) -> bool:
-    """Whether the address a step was found at leads to other steps as well."""
+    """Whether ``url`` is a parent folder of steps that can be listed."""
     return url.rstrip("/") != step.url and Folder(url).can_list
 
 

@@ -56,7 +56,7 @@ def save_error(cause: BaseException, *, step: int | str, folder: str | os.PathLi
 def describe(
     why: str, *, step: int | str, folder: str | os.PathLike[str], number: int | None = None, others: str = "untouched"
 ) -> SaveError:
-    """A `SaveError` in our usual words.
+    """Build a `SaveError` with the standard wording.
 
     Args:
         why: What happened.

@@ -44,7 +44,7 @@ class Fingerprint:
         """Compare with what the files look like now.
 
         Raises:
-            TransferError: Naming the first that is another, and how.
+            TransferError: When a file has changed; names the first one and how.
         """
         for path, before in self.files.items():
             now = _look(path)

@@ -206,7 +206,7 @@ def _flat(scratch: NDArray[np.uint8], block: Block, tensor: Tensor, row: int) ->
 
 
 def _fill(flat: Flat, n_bytes: int) -> list[ReadCall]:
-    """How to read ``n_bytes`` into scratch from any place in the file."""
+    """Read calls, relative to an offset of the file, that fill ``n_bytes`` of scratch."""
     itemsize = flat.dtype.itemsize
     row_bytes, pitch_bytes = flat.row * itemsize or n_bytes, flat.pitch * itemsize
     grids = Grid.rows(0, flat.memory, n_bytes=n_bytes, row_bytes=row_bytes, pitch_bytes=pitch_bytes)

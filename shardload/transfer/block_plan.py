@@ -1,6 +1,6 @@
 """What is read at once, how it is moved, and where it goes; see `shardload.transfer.planning` for the picture.
 
-Planning goes tensor by tensor: all views of a tensor are cut at the same rows (`_blocks.cut`), ranges that touch are
+Planning goes tensor by tensor: all views of a tensor are cut at the same rows (`strides.cut`), ranges that touch are
 joined into one read as long as it stays short, and the way to move them follows from the worst of its variables.
 """
 

@@ -1,4 +1,4 @@
-"""Carry out a `LoadPlan`: the only place where tensor data is read and devices are filled.
+"""Carry out a `LoadPlan`: read blocks, copy them into shards (`block_copy`) and put those on devices (`placement`).
 
 The calling thread hands out blocks in file order and places variables as they complete; a few worker threads
 read and copy (both release the GIL)::
@@ -46,11 +46,11 @@ from shardload.transfer.placement import Growing, assemble, named_sharding, plac
 from shardload.transfer.planning import Block, LoadPlan, Target, local_bounds
 from shardload.transfer.regions import SCRATCH_BYTES
 from shardload.transfer.staging import Chunk, Variable, grouped
-from shardload.transfer.verification import Checks
+from shardload.transfer.verification import TransferVerification
 from shardload.transfer.verifier import Verifier
 from shardload.transfer.workers import Crew, default_threads
 
-__all__ = ["Placement", "TransferStats", "execute", "named_sharding", "place"]
+__all__ = ["TransferMode", "TransferStats", "execute", "named_sharding", "place"]
 
 QUEUED_PER_THREAD = 4
 """Jobs handed out per thread, `BUDGET_PARTS` in all: one in work, others waiting while the caller is busy."""
@@ -62,7 +62,7 @@ and 2 kB of memory. (Direct ones take longer.)"""
 PLACED_TOGETHER = 32
 """Variables made arrays at once: between reads each alone takes 0.4 ms, not 0.1. By eights columns took 5 % longer."""
 
-Placement = Literal["auto", "adopt", "upload"]
+TransferMode = Literal["auto", "adopt", "upload"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class TransferStats:
     cpu_s: float
     """CPU time of the whole process meanwhile."""
     threads: int
-    placement: Placement
+    placement: TransferMode
 
 
 def execute(
@@ -94,7 +94,7 @@ def execute(
     on_start: Callable[[str], None] | None = None,
     progress: Callable[[int], None] | None = None,
     threads: int | None = None,
-    placement: Placement = "auto",
+    placement: TransferMode = "auto",
     check: Verifier | None = None,
 ) -> TransferStats:
     """Read everything a plan names and hand over each variable as a sharded array.
@@ -181,7 +181,7 @@ class _Transfer:
         check: Verifier | None,
     ) -> None:
         self.plan, self.manifest, self.devices, self.placement = plan, manifest, devices, placement
-        self.checks = None if check is None else Checks(check, plan)
+        self.checks = None if check is None else TransferVerification(check, plan)
         self.budget = Budget(plan.host_memory_bytes)
         self.read_s = self.copy_s = 0.0
         scratch = plan.scratch_bytes + (self.checks.thread_bytes if self.checks else 0)

@@ -85,7 +85,7 @@ class LoadPlan:
 
     @property
     def peak_staging_bytes(self) -> int:
-        """Most host memory the load takes besides the shards themselves, where devices share the host's memory."""
+        """Peak host memory for staging, without the shards of devices that share the host's memory."""
         most = sum(sorted((b.host_bytes for b in self.blocks), reverse=True)[:BUDGET_PARTS])
         return min(most, self.host_memory_bytes)
 

@@ -115,7 +115,7 @@ class Lane:
             self._join(np.dtype(bits))
 
     def _join(self, bits: np.dtype[Any]) -> None:
-        """Elements are as good as unsigned integers, or as runs of them."""
+        """Copy elements as unsigned integers, or as runs of them."""
         run = _run(self.target, self.shape, self.strides)
         if run is None:
             self.dtype = bits

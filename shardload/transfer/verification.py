@@ -26,7 +26,7 @@ _READ_HERE = ("staged", "packed")
 """Ways to move a block that pass its bytes through scratch memory."""
 
 
-class Checks:
+class TransferVerification:
     """The checks of one transfer.
 
     Args:

@@ -98,7 +98,7 @@ class VerifiedReads:
         return data
 
     def _read_own(self, unit: Unit) -> NDArray[np.uint8]:
-        """Into the thread's own memory, good until its next unit of that kind."""
+        """Read into this thread's buffer, which its next own read overwrites."""
         if not hasattr(self._own, "memory"):
             self._own.memory = memory(UNIT_BYTES)
         self._own.unit = None

@@ -70,10 +70,10 @@ class Crew(Generic[T]):
         self._table.jobs.put((job, work))
 
     def take_back(self, at_least: int = 1) -> list[Ended[T]]:
-        """Jobs that are over, in the order they ended.
+        """Return finished jobs in completion order.
 
         Args:
-            at_least: How many to wait for; fewer come back where that is all there are, or where one failed.
+            at_least: How many to wait for; fewer are returned if no more are left, or one failed.
         """
         table = self._table
         table.wanted = max(1, min(at_least, self.in_flight))
