@@ -47,11 +47,11 @@ def test_an_empty_folder_is_free(preset, tmp_path):
 @pytest.mark.parametrize("to", ["h5", "safetensors", "orbax"])
 def test_a_folder_that_is_no_checkpoint_is_never_replaced(to, preset, tmp_path):
     out = precious(tmp_path / "out")
-    with pytest.raises(WriteError, match=r"no checkpoint.*Remove it yourself"):
+    with pytest.raises(WriteError, match=r"not a checkpoint.*Remove it yourself"):
         shardload.convert(preset, out, to=to, overwrite=True)
     (out / "config.json").write_text('{"model_type": "of somebody\'s program"}')
     (out / "model.h5").mkdir()
-    with pytest.raises(WriteError, match="no checkpoint"):
+    with pytest.raises(WriteError, match="not a checkpoint"):
         shardload.convert(preset, out, to=to, overwrite=True)
     assert (out / "mine").read_text() == "precious"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -59,7 +59,7 @@ def test_a_folder_that_is_no_checkpoint_is_never_replaced(to, preset, tmp_path):
 
 def test_the_folder_of_a_training_run_is_never_replaced(preset, tmp_path):
     shardload.convert(preset, tmp_path / "run" / "3", to="orbax")
-    with pytest.raises(WriteError, match="no checkpoint"):
+    with pytest.raises(WriteError, match="not a checkpoint"):
         shardload.convert(preset, tmp_path / "run", to="h5", overwrite=True)
     assert (tmp_path / "run" / "3").is_dir()
 
@@ -75,7 +75,7 @@ def test_damaged_checkpoints_are_replaced(preset, tmp_path):
 def test_files_that_are_no_checkpoints_stay(preset, tmp_path):
     one = tmp_path / "one.weights.h5"
     one.write_text("precious")
-    with pytest.raises(WriteError, match="no checkpoint"):
+    with pytest.raises(WriteError, match="not a checkpoint"):
         shardload.convert(preset, one, overwrite=True)
     one.unlink()
     (tmp_path / "one.json").write_text('{"mine": "precious"}')
