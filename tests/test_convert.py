@@ -154,7 +154,7 @@ def test_plain_orbax_reads_its_own(made):
 
 @pytest.mark.slow
 def test_orbax_in_several_chunks_with_a_padded_one(presets, made, tmp_path, monkeypatch):
-    monkeypatch.setattr("shardload.converting.writers.orbax.CHUNK_BYTES", 10_000)
+    monkeypatch.setattr("shardload.writers.orbax.CHUNK_BYTES", 10_000)
     shardload.convert(presets["gemma2_9b"], tmp_path / "out", to="orbax", host_memory_bytes=1 << 20)
     assert same(made["gemma2_9b", "orbax"], tmp_path / "out")
     assert len(list((tmp_path / "out" / "pytree").rglob("c/1/*"))) > 5

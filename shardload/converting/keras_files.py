@@ -26,7 +26,6 @@ from shardload.converting.plans import Copy, Plan, whole
 from shardload.converting.sidecar_files import STATE, TRANSFORMERS
 from shardload.converting.source import Source, made_now
 from shardload.converting.transformers import is_weight
-from shardload.converting.writers import TensorPlace, Wanted
 from shardload.errors import UnsupportedError
 from shardload.hub import kerashub
 from shardload.keras_bridge.dtype_policies import with_dtype
@@ -38,6 +37,7 @@ from shardload.loaders.hub_preset import SPEC as PRESET
 from shardload.loaders.keras_h5 import SPEC as KERAS_H5
 from shardload.loaders.keras_sharded import SPEC as KERAS_SHARDED
 from shardload.mapping.state_keys import roles_of
+from shardload.writers import TensorPlace, Wanted
 
 _log = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ def saved(root: Any, source: Source, dtypes: Mapping[int, Any], *, skip: Any = N
 
 def file(source: Source, dtypes: Mapping[int, Any], target: Path, dtype: str | None, shard_bytes: int | None) -> Plan:
     """One file, or an index with its shards, as Keras writes them for the model, or for a backbone without a head."""
-    from shardload.converting.writers import h5
+    from shardload.writers import h5
 
     root = source.backbone if source.is_hub and not head_of(source) else source.model
     found = saved(root, source, dtypes)
@@ -282,7 +282,7 @@ def state_of(source: Source, variables: Iterable[Any]) -> dict[str, Any]:
 
 
 def _backbone_files(folder: Path, part: Saved, shard_bytes: int | None) -> tuple[TensorPlace, ...]:
-    from shardload.converting.writers import h5
+    from shardload.writers import h5
 
     if shard_bytes is None:
         return _file_in(folder, WEIGHTS, part)
@@ -290,7 +290,7 @@ def _backbone_files(folder: Path, part: Saved, shard_bytes: int | None) -> tuple
 
 
 def _file_in(folder: Path, name: str, part: Saved) -> tuple[TensorPlace, ...]:
-    from shardload.converting.writers import h5
+    from shardload.writers import h5
 
     places = h5.write_skeleton(folder / name, part.tensors, names=part.names)
     named: Sequence[str] = [copy.wanted.name for copy in part.copies]

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from shardload.converting.source import StoredValue
-from shardload.converting.writers import TensorPlace, Wanted
 from shardload.manifest import View, c_strides
+from shardload.writers import TensorPlace, Wanted
 
 
 @dataclass(frozen=True, slots=True, eq=False)

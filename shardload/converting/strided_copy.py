@@ -20,13 +20,13 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from shardload.converting.writers import FilePiece, TensorPlace
 from shardload.errors import LayoutError
 from shardload.manifest import Chunked, Extent, Packed, Tensor, View
 from shardload.stores.local import opened, read_exact
 from shardload.transfer.read_tensor import read_rows
 from shardload.transfer.regions import regions, see
 from shardload.transfer.strides import address
+from shardload.writers import FilePiece, TensorPlace
 
 Array = NDArray[Any]
 Read = Callable[[int, int], Array]

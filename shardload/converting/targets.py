@@ -19,7 +19,6 @@ from shardload.converting.keras_files import ENDING, INDEX_ENDING, head_of, kera
 from shardload.converting.plans import Copy, Plan, whole
 from shardload.converting.sidecar_files import KERAS, STATE, TRANSFORMERS
 from shardload.converting.source import Source
-from shardload.converting.writers import TensorPlace
 from shardload.errors import UnsupportedError, UsageError
 from shardload.keras_bridge.dtype_policies import with_dtype
 from shardload.loaders import spec_of
@@ -29,6 +28,7 @@ from shardload.loaders.registry import specs
 from shardload.mapping.state_tree import WEIGHTS, describe
 from shardload.transfer.casts import is_float
 from shardload.units import parse_bytes
+from shardload.writers import TensorPlace
 
 Target = Literal["h5", "safetensors", "orbax"]
 TARGETS: tuple[Target, ...] = get_args(Target)
@@ -137,7 +137,7 @@ def _refuse_head(source: Source) -> None:
 
 
 def _safetensors(source: Source, dtypes: Mapping[int, Any], dtype: str | None, shard_bytes: int | None) -> Plan:
-    from shardload.converting.writers import safetensors
+    from shardload.writers import safetensors
 
     _refuse_head(source)
     backbone = source.backbone
@@ -195,7 +195,7 @@ def _transformers_config(source: Source, dtypes: Mapping[int, Any], dtype: str |
 
 
 def _orbax(source: Source, dtypes: Mapping[int, Any], dtype: str | None) -> Plan:
-    from shardload.converting.writers import orbax
+    from shardload.writers import orbax
 
     tree = describe(source.model).weights_only()
     copies = tuple(whole("/".join(leaf.path), source.values[id(leaf.variable)], dtypes) for leaf in tree.leaves)

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from shardload.converting.writers import Wanted
 from shardload.errors import UnsupportedError
 from shardload.hub import kerashub
 from shardload.keras_bridge import abstraction
@@ -23,6 +22,7 @@ from shardload.manifest import Extent, Manifest, Tensor, View
 from shardload.mapping import map_hub
 from shardload.mapping.variable_map import Binding
 from shardload.synth.tensors import transformers_tensors
+from shardload.writers import Wanted
 
 Config = dict[str, Any]
 _NOT_COMPARED = ("name", "dtype", "trainable", "dropout")

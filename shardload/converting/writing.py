@@ -20,11 +20,11 @@ from shardload.converting.plans import Copy, Plan
 from shardload.converting.source import Source
 from shardload.converting.staging import ConversionFolder, digest
 from shardload.converting.strided_copy import PieceWriter, Read, move, parts_of, reader_of, reader_of_value
-from shardload.converting.writers import TensorPlace
 from shardload.errors import WriteError
 from shardload.manifest import View, c_strides
 from shardload.progress import Progress
 from shardload.units import format_bytes
+from shardload.writers import TensorPlace
 
 _SPARE_BYTES = 64 << 20
 _COMPUTING = ("keras", "keras-hub", "numpy")

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import ml_dtypes
 import numpy as np
 
 from shardload.errors import UnsupportedError, UsageError, WriteError
@@ -32,14 +33,12 @@ from shardload.manifest import Extent, Manifest, Tensor
 from shardload.resolve import root
 from shardload.resolve.architectures import ALIASES, ARCHITECTURES, Config, lookup, scaled
 from shardload.synth import noise
-from shardload.synth.safetensors_writer import Shard, index, layout_shards
 from shardload.synth.tensors import Spec, transformers_tensors
 from shardload.units import dtype_name, format_bytes
+from shardload.writers import Wanted, safetensors
 
 Format = Literal["preset", "h5", "safetensors"]
 FORMATS: tuple[Format, ...] = ("preset", "h5", "safetensors")
-SHARD_BYTES = 5_000_000_000
-"""What ``transformers`` wrote for years; real checkpoints of this size come in such pieces."""
 MAX_SEED = (1 << 32) - 1
 """A seed is also the state of a dropout's generator, which has 32 bits."""
 _SPARE_BYTES = 64 << 20
@@ -105,7 +104,7 @@ def synth(  # every one is a knob of the command, and has a default
     seed: int = 0,
     dtype: str = "bfloat16",
     directory: str | os.PathLike[str] | None = None,
-    shard_bytes: int = SHARD_BYTES,
+    shard_bytes: int = safetensors.SHARD_BYTES,
     progress: Progress | None = None,
     overwrite: bool = False,
 ) -> Path:
@@ -178,23 +177,16 @@ def _write(job: _Job, work: Path, *, stem: str, shard_bytes: int, progress: Prog
 
 
 def _write_safetensors(job: _Job, work: Path, *, shard_bytes: int, progress: Progress) -> None:
-    item_bytes = noise.item_bytes(job.dtype)
     specs = transformers_tensors(job.config)
-    shards = layout_shards(specs, dtype=job.dtype, item_bytes=item_bytes, shard_bytes=shard_bytes)
-    numbers = {spec.name: i for i, spec in enumerate(specs)}
-    for shard in shards:
-        _write_shard(work / shard.name, shard, numbers, job, progress)
-    if len(shards) > 1:
-        (work / "model.safetensors.index.json").write_text(index(shards, total_bytes=job.nbytes))
+    stored = np.dtype(ml_dtypes.bfloat16 if job.dtype == "bfloat16" else job.dtype)
+    tensors = [Wanted(spec.name, spec.shape, stored) for spec in specs]
+    places = safetensors.write_skeleton(work, tensors, shard_bytes=shard_bytes)
+    for number, (spec, place) in enumerate(zip(specs, places, strict=True)):
+        with (work / place.pieces[0].path).open("r+b", buffering=0) as file:
+            file.seek(place.pieces[0].offset)
+            _stream(file, spec, job, number=number, progress=progress)
     config = {**job.config, "torch_dtype": job.dtype, "shardload": job.label}
     (work / "config.json").write_text(json.dumps(config, indent=2))
-
-
-def _write_shard(path: Path, shard: Shard, numbers: dict[str, int], job: _Job, progress: Progress) -> None:
-    with path.open("wb", buffering=0) as file:
-        file.write(shard.header)
-        for spec in shard.specs:
-            _stream(file, spec, job, number=numbers[spec.name], progress=progress)
 
 
 def _stream(file: Any, spec: Spec, job: _Job, *, number: int, progress: Progress) -> None:
@@ -317,4 +309,4 @@ def _as_write_errors(folder: Path) -> Iterator[None]:
         raise WriteError(f"Cannot write to {folder}: {error.strerror or error}") from error
 
 
-__all__ = ["FORMATS", "MAX_SEED", "SHARD_BYTES", "ArchitectureSummary", "Format", "names", "synth"]
+__all__ = ["FORMATS", "MAX_SEED", "ArchitectureSummary", "Format", "names", "synth"]

@@ -18,6 +18,9 @@ from typing import Any
 import h5py
 import numpy as np
 
+from shardload.writers import Wanted
+from shardload.writers.h5 import reserve
+
 
 @dataclass(frozen=True, slots=True)
 class Slot:
@@ -52,22 +55,6 @@ def write_skeleton(
         source.visititems(copy)
         target.attrs.update(source.attrs)
         # Keras allocates in the order it saves, which is not the alphabetical order of a visit.
-        slots = tuple(
-            Slot(number, _reserve(target, name, shapes[number], dtypes[number])) for _, name, number in sorted(found)
-        )
+        wanted = [(number, Wanted(name, shapes[number], np.dtype(dtypes[number]))) for _, name, number in sorted(found)]
+        slots = tuple(Slot(number, reserve(target, tensor)) for number, tensor in wanted)
     return tuple(sorted(slots, key=lambda slot: slot.offset))
-
-
-def _reserve(file: Any, name: str, shape: tuple[int, ...], dtype: str) -> int:
-    """Make one contiguous dataset as Keras does; returns the byte offset of its data."""
-    plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    plist.set_layout(h5py.h5d.CONTIGUOUS)
-    plist.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-    plist.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    # HDF5 has no bfloat16: Keras writes two opaque bytes and names the dtype in an attribute.
-    stored = np.dtype("V2") if dtype == "bfloat16" else np.dtype(dtype)
-    kind = h5py.h5t.py_create(stored, logical=True)
-    made = h5py.Dataset(h5py.h5d.create(file.id, name.encode(), kind, h5py.h5s.create_simple(shape), plist))
-    if dtype == "bfloat16":
-        made.attrs["dtype"] = "bfloat16"
-    return int(made.id.get_offset())

@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardload.converting.writers import FilePiece, TensorPlace, Wanted, grouped
 from shardload.errors import UnsupportedError
+from shardload.writers import FilePiece, TensorPlace, Wanted, grouped
 
 SHARD_BYTES = 5_000_000_000
 """What ``transformers`` wrote for years."""

@@ -18,8 +18,8 @@ from typing import Any
 import h5py
 import numpy as np
 
-from shardload.converting.writers import FilePiece, TensorPlace, Wanted, grouped
 from shardload.errors import UnsupportedError
+from shardload.writers import FilePiece, TensorPlace, Wanted, grouped
 
 
 def write_skeleton(path: Path, tensors: Sequence[Wanted], *, names: Mapping[str, str]) -> tuple[TensorPlace, ...]:

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from shardload.converting.writers import FilePiece, TensorPlace, Wanted
 from shardload.steps import orbax_writer
+from shardload.writers import FilePiece, TensorPlace, Wanted
 
 CHUNK_BYTES = 64 << 20
 """Small enough that restoring a slice reads little more than the slice; large enough to keep files few."""
