@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from shardload.keras_bridge.saving import assignments_to
 from shardload.mapping.converter_run import Assign, Loader, Run
@@ -53,26 +53,16 @@ class ConverterStep:
     computing: frozenset[str]
     reassigned: frozenset[int] = frozenset()
     """``id`` of the variables it assigns more than once; only the last value counts."""
+    saveable: ClassVar[None] = None
+    """Converters assign and change nothing else."""
+    needs: ClassVar[tuple[str, ...]] = ()
+    """Nothing by name; it runs when all bindings are in place."""
+    computes: ClassVar[bool] = True
 
     @property
     def owner(self) -> str:
         """Whose code runs."""
         return f"converter {self.run_of.function.__module__.rpartition('.')[2]}"
-
-    @property
-    def saveable(self) -> None:
-        """Converters assign and change nothing else."""
-        return
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """Nothing by name; it runs when all bindings are in place."""
-        return ()
-
-    @property
-    def computes(self) -> bool:
-        """Always."""
-        return True
 
     def run(self, runtime: Runtime) -> None:
         """Run the converter again."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -172,6 +172,9 @@ class DirectStep:
     """One variable, assigned as it is."""
 
     binding: Binding
+    saveable: ClassVar[None] = None
+    """No code runs, no attribute changes."""
+    computes: ClassVar[bool] = False
 
     @property
     def owner(self) -> str:
@@ -179,19 +182,9 @@ class DirectStep:
         return f"variable {self.binding.name!r}"
 
     @property
-    def saveable(self) -> None:
-        """No code runs, no attribute changes."""
-        return
-
-    @property
     def needs(self) -> tuple[str, ...]:
         """Its one binding."""
         return (self.binding.name,)
-
-    @property
-    def computes(self) -> bool:
-        """Never."""
-        return False
 
     def run(self, runtime: Runtime) -> None:
         """Assign the array."""
