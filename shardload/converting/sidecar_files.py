@@ -11,16 +11,15 @@ keeps the other in a folder, so that converting there and back loses nothing::
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardload.errors import SourceError
 from shardload.loaders import spec_of
 from shardload.manifest import Manifest
+from shardload.stores.json_files import parse_object, read_object
 
 KERAS, TRANSFORMERS = "keras", "transformers"
 STATE = "state.json"
@@ -49,13 +48,7 @@ class Companions:
         path = getattr(self, family).get(name)
         if path is None:
             return None
-        try:
-            found = json.loads(path if isinstance(path, bytes) else path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise SourceError(f"{path} is not valid JSON: {error}") from error
-        if not isinstance(found, dict):
-            raise SourceError(f"{path} should hold a JSON object")
-        return found
+        return parse_object(path, path=name) if isinstance(path, bytes) else read_object(path)
 
 
 def companions_of(manifest: Manifest) -> Companions:
