@@ -63,7 +63,8 @@ def data(kind, *, index, count):
     shuffled = grain.MapDataset.source(Examples()).shuffle(seed=4)
     if kind == "global":
         return shardload.data.resumable(shuffled, global_batch_size=BATCH)
-    mine = shuffled.repeat()[index::count].to_iter_dataset()
+    ahead = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)  # the default is 500 elements
+    mine = shuffled.repeat()[index::count].to_iter_dataset(ahead)
     kept = mine.filter(lambda example: int(example[0][0]) % 5 != index)  # so each process stands somewhere else
     return shardload.data.resumable(kept.batch(BATCH // count, drop_remainder=True))
 

@@ -23,6 +23,14 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def read_little_ahead(monkeypatch):
+    """Grain reads 500 batches ahead, which is most of the time where data has no end."""
+    little = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
+    read = functools.partialmethod(grain.MapDataset.to_iter_dataset, little)
+    monkeypatch.setattr(grain.MapDataset, "to_iter_dataset", read)
+
+
 class Source:
     """Eighty examples; random access, as Grain wants it."""
 
