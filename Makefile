@@ -18,7 +18,7 @@ demo: $(VENV)/.demo  ## real Gemma 3 270M on eight devices answers a prompt
 help:  ## list these targets
 	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / { printf "%-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-test: $(STAMP)  ## all tests, a process per core (two at most: each takes up to 5 GB), each beginning with files of its own
+test: $(STAMP)  ## all tests, two processes (each takes up to 3 GB), each beginning with files of its own
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-full: $(STAMP)  ## every format, family and dtype on every mesh
