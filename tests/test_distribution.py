@@ -79,6 +79,7 @@ def test_fit_evaluate_predict_equal_the_plain_model(mesh):
     np.testing.assert_allclose(plain.evaluate(x, y, verbose=0), bound.evaluate(x, y, verbose=0), atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["2x4", "1x3"])
 def test_on_batch_methods_and_calls_equal_the_plain_model(mesh):
     x, y = data(rows=5)

@@ -76,6 +76,7 @@ def test_every_page_with_python_runs():
     assert all((ROOT / test).exists() for test in TESTED_ELSEWHERE.values())
 
 
+@pytest.mark.slow
 def test_readme(gemma, here):
     for name in ("gemma3_270m", "gemma2_9b"):
         shutil.copytree(gemma["preset"], here / name)
@@ -95,6 +96,7 @@ def test_index(gemma, here, capsys):
     assert "batch=1,model=8 (8 cpu devices)" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_tutorial(here, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["train.py", "1x8", "run"])
     shorter = [("save_freq=50", "save_freq=5"), ("steps_per_epoch=100", "steps_per_epoch=10")]
@@ -113,6 +115,7 @@ def build_tutorial_model():
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Step .* does not say where its data stood")
 def test_save_and_restore(here):
     x, y = numbers()

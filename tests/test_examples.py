@@ -42,12 +42,14 @@ def test_load_and_generate(tmp_path):
     assert said.splitlines()[-1].startswith("The capital of France is the capital of the country of France.")
 
 
+@pytest.mark.slow
 def test_load_into_own_model(tmp_path):
     said = run("load_into_own_model.py", cwd=tmp_path)
     assert "146.0 KiB read, each needed byte once" in said
     assert "spec=P(None, 'model')" in said
 
 
+@pytest.mark.slow
 def test_save_and_resume(tmp_path):
     first = run("save_and_resume.py", "run", "1", cwd=tmp_path).splitlines()
     second = run("save_and_resume.py", "run", "2", cwd=tmp_path).splitlines()
@@ -56,12 +58,14 @@ def test_save_and_resume(tmp_path):
     assert {path.name for path in (tmp_path / "run").iterdir() if path.name.isdigit()} == {"12", "15"}
 
 
+@pytest.mark.slow
 def test_restore_on_new_mesh(tmp_path):
     said = run("restore_on_new_mesh.py", "run", cwd=tmp_path)
     assert said in PAGE
     assert shardload.inspect(tmp_path / "run").format == "orbax"
 
 
+@pytest.mark.slow
 def test_plan_and_lay_out(tmp_path):
     said = run("plan_and_lay_out.py", cwd=tmp_path)
     assert "Smallest mesh that fits: 1x4" in said

@@ -135,6 +135,7 @@ class TestAnotherFormat:
         assert described() - documented() == {("npz", npz_format.SPEC.description, "`.npz`")}
 
 
+@pytest.mark.slow
 def test_the_command_knows_formats_that_packages_announce(saved, installed):
     env = installed("npz_format:SPEC")
     done = command("inspect", str(saved[0]), "--format", "npz", "--json", **env)
@@ -143,6 +144,7 @@ def test_the_command_knows_formats_that_packages_announce(saved, installed):
     assert "orbax|npz" in re.sub(r"[\s│]", "", command("inspect", "--help", **env).stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("value", "message"),
     [

@@ -63,18 +63,21 @@ JSON = {
 """Repeated to a megabyte; the first three are refused before they are parsed."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", SAFETENSORS)
 def test_safetensors(what, tmp_path):
     (tmp_path / "x.safetensors").write_bytes(safetensors(SAFETENSORS[what]()))
     check(tmp_path / "x.safetensors", factor=Format.SAFETENSORS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", GGUF)
 def test_gguf(what, tmp_path):
     (tmp_path / "x.gguf").write_bytes(GGUF[what]())
     assert check(tmp_path / "x.gguf", factor=Format.GGUF)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", JSON)
 def test_json(what, tmp_path):
     index = tmp_path / "m.safetensors.index.json"
@@ -107,6 +110,7 @@ def chain(file):
     file["/".join("a" * 200) + "/x"] = np.float32(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("libver", ["earliest", "latest"])
 @pytest.mark.parametrize("content", [groups, scalars, layers, chain])
 def test_hdf5(content, libver, tmp_path):

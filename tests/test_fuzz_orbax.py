@@ -79,6 +79,7 @@ def check(found, done):
     assert max(found["grown"].values()) < most, (done, found["grown"], found["declared"])
 
 
+@pytest.mark.slow
 def test_undamaged_seeds_are_taken(tmp_path):
     for name in orbax_seeds.SEEDS:
         _, good = seed(tmp_path, name)

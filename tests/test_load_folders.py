@@ -98,6 +98,7 @@ CLUTTER = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", CLUTTER)
 def test_what_is_no_part_of_the_model_is_reported_and_refuses_nothing(family, tmp_path):
     folder = edited(tmp_path, family, add=CLUTTER[family], config=architecture("XForSequenceClassification"))

@@ -178,6 +178,7 @@ def test_bare_safetensors_into_a_model_that_stands(dtype, tmp_path):
         assert_on(model, mesh)
 
 
+@pytest.mark.slow
 def test_a_cast_is_what_keras_would_have_rounded_to_and_is_reported(tmp_path):
     saved("gpt2", "float32").save_weights(tmp_path / "model.weights.h5")
     reference = models.build("gpt2", "bfloat16")
