@@ -168,7 +168,7 @@ def test_rows_that_are_no_equal_shares_are_refused(owners):
         (examples().to_iter_dataset(), 8, "takes a grain.MapDataset of examples"),
         (examples().filter(bool), 8, "cannot leave any out"),
         (examples(), 0, "a whole number from 1 on; got 0"),
-        (examples(n=5), 8, "no batch of 8: the dataset has 5"),
+        (examples(n=5), 8, "a global batch of 8: the dataset has only 5 examples"),
     ],
 )
 def test_what_has_no_global_batches_is_refused(dataset, size, message):

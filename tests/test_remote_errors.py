@@ -224,7 +224,7 @@ def test_verify_names_all_that_is_wrong(objects, store):
         ("http://127.0.0.1:1/run?token=1", "no user, no \\?"),
         ("http://user:secret@127.0.0.1:1/run", "no user, no \\?"),
         ("s3://", "names no bucket"),
-        ("s3://bucket/a/../b", "no name in a store"),
+        ("s3://bucket/a/../b", "not a name in a store"),
     ],
 )
 def test_addresses_that_cannot_be_used(url, words):
