@@ -122,7 +122,7 @@ class TestAnotherFormat:
         assert [recognise(tmp_path / "small.keras").name, recognise(path).name] == ["keras-archive", "npz"]
 
     def test_a_target_may_not_have_its_ending(self, saved, tmp_path):
-        with pytest.raises(UsageError, match=r"Leave \.npz away"):
+        with pytest.raises(UsageError, match=r"Remove \.npz, or name it"):
             shardload.convert(saved[0], tmp_path / "copy.npz", to="orbax")
 
     def test_one_name_once(self):
