@@ -14,6 +14,7 @@ from shardload.errors import ShardloadError, WriteError
 from shardload.loaders import recognise
 from shardload.loaders.contents import FolderContent
 from shardload.loaders.folder import entries
+from shardload.steps.file_tree import is_empty
 
 
 def exists(target: Path) -> WriteError:
@@ -79,11 +80,6 @@ def check_shard(path: Path, made: Path, *, overwrite: bool) -> None:
     if not overwrite:
         raise exists(path)
     check_free(path, folder=False, overwrite=True)
-
-
-def is_empty(path: Path) -> bool:
-    """Whether it is a folder with nothing in it, and no link to one."""
-    return path.is_dir() and not path.is_symlink() and next(path.iterdir(), None) is None
 
 
 def _is_checkpoint(path: Path) -> bool:

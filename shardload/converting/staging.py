@@ -20,10 +20,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from shardload.converting.replace_target import check_free, check_shard, is_empty
+from shardload.converting.replace_target import check_free, check_shard
 from shardload.errors import WriteError
 from shardload.steps.digest_list import hasher
-from shardload.steps.file_tree import sync, sync_all
+from shardload.steps.file_tree import is_empty, sync, sync_all
 from shardload.steps.locks import LOCK_FILE, FolderLock
 from shardload.stores.local import opened, read_exact
 from shardload.writers import TensorPlace

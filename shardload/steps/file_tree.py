@@ -62,6 +62,11 @@ def scan(folder: str | os.PathLike[str]) -> FileTree:
     return FileTree(dict(sorted(files.items())), tuple(folders), others)
 
 
+def is_empty(path: Path) -> bool:
+    """Whether it is a folder with nothing in it, and no link to one."""
+    return path.is_dir() and not path.is_symlink() and next(path.iterdir(), None) is None
+
+
 def sync(path: str | os.PathLike[str]) -> None:
     """Make a file's bytes, or a folder's list of names, survive a power loss.
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from shardload.errors import SaveError, ShardloadError, SourceNotFoundError, StepExistsError, UsageError, WriteError
 from shardload.steps.digests import Digests
-from shardload.steps.file_tree import sync, sync_all
+from shardload.steps.file_tree import is_empty, sync, sync_all
 from shardload.steps.locks import FolderLock
 from shardload.steps.save_errors import describe, save_error
 from shardload.stores.local import expanded
@@ -324,13 +324,8 @@ def _make_folders(path: Path) -> None:
 
 
 def _refuse_existing(target: Path, step: int) -> None:
-    if os.path.lexists(target) and not (target.is_dir() and not target.is_symlink() and not _holds_anything(target)):
+    if os.path.lexists(target) and not is_empty(target):
         raise _exists(target, step)
-
-
-def _holds_anything(folder: Path) -> bool:
-    with os.scandir(folder) as entries:
-        return any(True for _ in entries)
 
 
 def _exists(target: Path, step: int) -> StepExistsError:
