@@ -284,7 +284,7 @@ def test_a_diverged_loss_can_be_read_back(tmp_path):
         ({"keep_best": 0}, "keep_best should be"),
         ({"keep_best": 0, "save_best_only": True}, "keep_best should be"),
         ({"compression": "gzip"}, "compression should be"),
-        ({"metadata": {"a": object()}}, "metadata should be"),
+        ({"metadata": {"a": object()}}, "metadata must be JSON"),
         ({"checkpointables": {"pytree": {}}}, "cannot be named 'pytree'"),
         ({"checkpointables": {"mine": np.arange(3)}}, "'mine' is a single value"),
         ({"checkpointables": {"mine": jax.numpy.arange(3)}}, "'mine' is a single value"),
