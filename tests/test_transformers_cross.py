@@ -136,7 +136,7 @@ def test_weights_are_exact_in_every_dtype_and_never_change():
 def test_fixtures_are_what_transformers_writes_now(request, fixtures):
     """Under ``--folders-from``: the stored fixtures are those of this version, references within rounding."""
     if not request.config.getoption("--folders-from"):
-        pytest.skip("needs fixtures written now: make nightly")
+        pytest.skip("needs fixtures written now: make folders")
     for case in CASES:
         kept, now = folders.read_family(case.family)[case.name], fixtures(case)
         assert {k: v for k, v in kept.items() if k != "outputs"} == {k: v for k, v in now.items() if k != "outputs"}
