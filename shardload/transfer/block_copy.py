@@ -1,8 +1,8 @@
-"""What a worker thread does with one block: read it and put every part where it belongs.
+"""Execute one block on a worker thread: read it and copy each part into its shard buffer.
 
-A `Task` is what can be found out about a block before it is read; the caller prepares some before any is.
+A `Task` is everything that can be computed about a block before it is read; the caller prepares some tasks ahead.
 
-Scratch memory belongs to a thread, is reused from block to block and never leaves this module.
+Scratch memory belongs to one thread, is reused from block to block and never leaves this module.
 """
 
 from __future__ import annotations
@@ -25,40 +25,40 @@ from shardload.transfer.scratch import PAD_BYTES, CopyPart, Flat, Lane, copy, gr
 from shardload.transfer.verified_reads import VerifiedReads
 
 _NOWHERE = np.empty(0, np.uint8)
-"""Stands for scratch where only its layout is asked for."""
+"""Placeholder for scratch memory when only its layout is needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """How long blocks took, in seconds of one thread."""
+    """Time that blocks took, in thread-seconds."""
 
     read_s: float
     copy_s: float
 
     def plus(self, other: Moved) -> Moved:
-        """Both together."""
+        """Return the sum of both."""
         return Moved(self.read_s + other.read_s, self.copy_s + other.copy_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One block, and what can be found out before it is read."""
+    """One block, and everything computed about it before it is read."""
 
     block: Block
     tensor: Tensor
-    """The stored one it belongs to."""
+    """The stored tensor that the block belongs to."""
     parts: list[CopyPart]
-    """Where in the shard buffers it goes; all boxes lie inside the block."""
+    """Destinations in the shard buffers; all boxes lie inside the block."""
     grids: list[Grid]
-    """The runs of a direct block."""
+    """Runs of a direct block."""
     row: int
-    """Elements that follow each other in the scratch of a staged block; 0: all."""
+    """Elements per row in the scratch of a staged block; 0: a single row."""
     lanes: list[Lane]
-    """The parts of a staged block that goes through scratch some rows at a time."""
+    """Parts of a staged block that goes through scratch a few rows at a time."""
 
     @classmethod
     def of(cls, block: Block, tensor: Tensor, parts: list[CopyPart]) -> Task:
-        """Python is slow once copying has emptied the caches: better all of it before the first byte is read."""
+        """Prepare a task, before the first byte is read: Python is slow once copying has emptied the caches."""
         itemsize = tensor.dtype.itemsize
         if block.how == "direct":
             return cls(block, tensor, parts, [grid_of(block, part, itemsize) for part in parts], 0, [])
@@ -74,7 +74,7 @@ class Mover:
     """Moves blocks; one instance serves all threads of a transfer.
 
     Args:
-        verified: Where staged and packed blocks come from; files themselves by default.
+        verified: Source of staged and packed blocks; by default the files themselves.
     """
 
     def __init__(self, verified: VerifiedReads | AheadReads | None = None) -> None:
@@ -85,12 +85,12 @@ class Mover:
         """Read one block into its parts.
 
         Args:
-            task: What to read, and where it goes.
-            fd: The open file, -1 for what is decoded.
+            task: Block to read, and its destinations.
+            fd: The open file, -1 for decoded tensors.
 
         Raises:
             TransferError: When the file ends early or cannot be read.
-            DamagedError: When verified reads find that it is not what was saved.
+            DamagedError: When verified reads find a digest mismatch.
         """
         try:
             return self._move(task, fd)
@@ -123,7 +123,7 @@ class Mover:
         self._check(block, block.offset, block.read_bytes, scatter_read(fd, wanted, block.offset))
 
     def _stage(self, task: Task, fd: int) -> Moved:
-        """Read and fan out one scratch fill after the other."""
+        """Read and distribute one scratch fill after another."""
         block = task.block
         itemsize, elements = task.tensor.dtype.itemsize, block.stop - block.start
         padding = block.step // task.row * PAD_BYTES if task.row else 0
@@ -185,7 +185,7 @@ class Mover:
         return held
 
     def _fill(self, flat: Flat, n_bytes: int) -> list[ReadCall]:
-        """How to read ``n_bytes`` into this thread's scratch; there are as many ways as kinds of rows."""
+        """Return the read calls for ``n_bytes`` into this thread's scratch; cached per row layout."""
         fills: dict[tuple[int, ...], list[ReadCall]] = self._own.fills
         key = (n_bytes, flat.row, flat.pitch, flat.dtype.itemsize)
         return fills.get(key) or fills.setdefault(key, _fill(flat, n_bytes))
@@ -200,13 +200,13 @@ class Mover:
 
 
 def _flat(scratch: NDArray[np.uint8], block: Block, tensor: Tensor, row: int) -> Flat:
-    """A staged block in scratch."""
+    """Describe a staged block in scratch."""
     pitch = row + PAD_BYTES // tensor.dtype.itemsize if row else 0
     return Flat(scratch, tensor.dtype, block.start, row, pitch)
 
 
 def _fill(flat: Flat, n_bytes: int) -> list[ReadCall]:
-    """Read calls, relative to an offset of the file, that fill ``n_bytes`` of scratch."""
+    """Return read calls, relative to a file offset, that fill ``n_bytes`` of scratch."""
     itemsize = flat.dtype.itemsize
     row_bytes, pitch_bytes = flat.row * itemsize or n_bytes, flat.pitch * itemsize
     grids = Grid.rows(0, flat.memory, n_bytes=n_bytes, row_bytes=row_bytes, pitch_bytes=pitch_bytes)

@@ -1,7 +1,7 @@
-"""What is read at once, how it is moved, and where it goes; see `shardload.transfer.planning` for the picture.
+"""How a tensor is cut into blocks; see `shardload.transfer.planning` for the picture.
 
 Planning goes tensor by tensor: all views of a tensor are cut at the same rows (`strides.cut`), ranges that touch are
-joined into one read as long as it stays short, and the way to move them follows from the worst of its variables.
+joined into one read while it stays short, and the most demanding variable decides how the block is moved.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from shardload.transfer.strides import SKIP_BYTES, Ordered, address, cut, is_inj
 BLOCK_BYTES = 16 << 20
 """Longest block; see the module docstring."""
 STAGED_BYTES = 2 << 20
-"""One scratch fill, about an L2. Half of it takes twice as many turns of the interpreter; with 16 MiB the second copy
+"""One scratch fill, about the size of an L2. Half of it takes twice as many Python calls; with 16 MiB the second copy
 comes from memory, a quarter slower."""
 DECODED_BYTES = 2 << 20
 """Longest decoded block, unless the reader's unit is longer."""
 DIRECT_RUN_BYTES = 2 << 10
 """Shortest run worth its own entry in a scatter read (35 ns); below, two cached copies are faster."""
 MIN_BLOCK_BYTES = 4 << 10
-"""One page; a budget that cannot hold sixteen of them is refused."""
+"""One page; a budget smaller than sixteen of them is refused."""
 BUDGET_PARTS = 16
 """A staged or uploaded block takes at most this fraction of the budget, so that several are in flight."""
 
@@ -53,14 +53,14 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class BlockPiece:
-    """What one block holds of one variable."""
+    """The part of one variable in one block."""
 
     target: int
     """Index into the plan's targets."""
     box: Bounds
     """In the variable's index space."""
     view: View
-    """The variable, counted in elements of the region the block lies in: the target's view, or a chunk's of it."""
+    """The variable's elements, counted within the block's region: the target's view, or a chunk's view of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Block:
 
     tensor: str
     path: str
-    """The file it comes from (of a decoded tensor, the first)."""
+    """The file that is read (for a decoded tensor, the first one)."""
     offset: int
     """Byte offset in the file; meaningful for extents only."""
     start: int
@@ -77,37 +77,37 @@ class Block:
     stop: int
     """One past the last element."""
     read_bytes: int
-    """What it reads from disk (encoded bytes for a decoded tensor)."""
+    """Bytes read from disk (encoded bytes for a decoded tensor)."""
     host_bytes: int
-    """Memory it takes besides shard buffers: none for ``direct``."""
+    """Memory needed in addition to shard buffers: none for ``direct``."""
     lead: int
-    """Elements per row of all its pieces, when a staged block can be moved some rows at a time, else 0."""
+    """Elements per row of all pieces, if a staged block can be moved a few rows at a time, else 0."""
     step: int
     """Elements that go through scratch at a time: a multiple of ``lead``, else the whole block."""
     how: How
     pieces: tuple[BlockPiece, ...]
     packed: Packed | None = None
-    """How the chunk is stored that decodes as a whole, for ``packed``."""
+    """For ``packed``: the encoded chunk, which decodes as a whole."""
 
     @property
     def is_decoded(self) -> bool:
-        """Whether elements come out of a decoder, into memory of their own."""
+        """Whether a decoder produces the elements, in separate memory."""
         return self.how in ("packed", "decoded")
 
     @property
     def gap_bytes(self) -> int:
-        """Bytes a direct read passes over, all together."""
+        """Bytes that a direct read skips, in total."""
         wanted = sum(piece.box.size for piece in self.pieces) if self.how == "direct" else self.stop - self.start
         return self.read_bytes * (self.stop - self.start - wanted) // max(1, self.stop - self.start)
 
     @property
     def scratch_bytes(self) -> int:
-        """Memory the thread that moves it needs."""
+        """Scratch memory for the thread that moves the block."""
         return {"direct": min(SKIP_BYTES, self.gap_bytes), "staged": self.host_bytes}.get(self.how, 0)
 
 
 def local_bounds(target: Target, positions: Iterable[int]) -> tuple[Bounds, ...]:
-    """The distinct shards of a variable that the given mesh positions hold."""
+    """Return the distinct shards of a variable at the given mesh positions."""
     return _local_bounds(target.layout, target.view.shape, tuple(positions))
 
 
@@ -119,15 +119,15 @@ def _local_bounds(layout: Layout, shape: tuple[int, ...], positions: tuple[int, 
 
 @dataclass(frozen=True, slots=True)
 class TensorPart:
-    """A region of a tensor with what the variables have of it."""
+    """A region of a tensor and the parts of the variables in it."""
 
     tensor: Tensor
     region: Region
     seen: Mapping[int, Seen]
-    """By target."""
+    """The view of each variable in this region, by target index."""
 
     def key(self, targets: Sequence[Target]) -> Hashable:
-        """Equal for parts that are cut the same way: layers repeat, and planning one of them is enough."""
+        """A key that is equal for parts cut the same way: layers repeat, so one of them is planned and copied."""
         tensor, region = self.tensor, self.region
         views = (
             (seen.view.offset, seen.view.shape, seen.view.strides, seen.box, targets[i].layout, targets[i].dtype)
@@ -137,7 +137,7 @@ class TensorPart:
 
     @property
     def lead(self) -> int:
-        """The largest stride of all views, if they have it in common; else the region's size."""
+        """The largest stride of all views if they share it, else the region's size."""
         leads = {lead_stride(seen.view) for seen in self.seen.values()}
         return max(1, leads.pop() if len(leads) == 1 else self.region.size)
 
@@ -151,7 +151,7 @@ class TensorPart:
 
 
 class Planner:
-    """Holds what every step of planning needs; lives for one `make_plan`."""
+    """State shared by all steps of planning; used for one `make_plan` call."""
 
     def __init__(
         self,
@@ -202,7 +202,7 @@ class Planner:
         if region.packed is not None:
             yield from self._packed_block(part, region.packed)
             return
-        if isinstance(tensor.storage, Decoded):  # readers differ in more than shapes
+        if isinstance(tensor.storage, Decoded):  # readers of equal shape may still differ, so never reuse a plan
             yield from self._part_blocks(part)
             return
         key = part.key(self.targets)
@@ -232,7 +232,7 @@ class Planner:
                 yield start, start + span(cut_out.shape, seen.view.strides), BlockPiece(index, cut_out, seen.view)
 
     def _boxes(self, index: int, seen: Seen) -> list[Bounds]:
-        """What the local shards have of a variable's part, in boxes."""
+        """Return the boxes of a variable's part that the local shards need."""
         shards = self.shards[index]
         if shards and sum(b.size for b in shards) == math.prod(seen.view.shape):
             return [seen.box]
@@ -267,7 +267,7 @@ class Planner:
         return "direct" if disjoint and all(self._is_direct(part, i) for i in part.seen) else "staged"
 
     def _is_direct(self, part: TensorPart, index: int) -> bool:
-        """Whether the shards of a variable are made of long runs of the file, unchanged."""
+        """Whether the shards of a variable consist of long, unchanged runs of the file."""
         target, seen = self.targets[index], part.seen[index]
         if target.dtype != part.tensor.dtype or not is_injective(target.view):
             return False
@@ -280,7 +280,7 @@ class Planner:
         return all(_has_long_runs(seen.view, box, shard, part.tensor.dtype.itemsize) for box in boxes)
 
     def _limit_bytes(self, part: TensorPart, how: How) -> int:
-        """Longest block of a region in bytes, a multiple of the element size (of the decoding unit)."""
+        """Return the longest block of a region in bytes, a multiple of the element size or decoding unit."""
         tensor, sharing = part.tensor, len(part.seen)
         fits = how == "staged" and 2 * part.lead * tensor.dtype.itemsize <= STAGED_BYTES
         staged = self.block_bytes if fits else STAGED_BYTES
@@ -315,7 +315,7 @@ class Planner:
         return Block(tensor.name, region.path, offset, start, stop, read_bytes, host_bytes, lead, step, how, pieces)
 
     def _lead(self, part: TensorPart, start: int, pieces: tuple[BlockPiece, ...]) -> int:
-        """The row all pieces of a block are made of, none of them reaching from one row into the next; else 0."""
+        """Return the row length shared by all pieces if none of them crosses a row boundary, else 0."""
         lead = part.lead
         if 2 * lead * part.tensor.dtype.itemsize > STAGED_BYTES:
             return 0
@@ -329,7 +329,7 @@ class Planner:
         return lead
 
     def _host_bytes(self, tensor: Tensor, elements: int, how: How, pieces: tuple[BlockPiece, ...]) -> int:
-        """The block as read, room to space its rows out (see `scratch`), and a copy of it cast."""
+        """Return memory for the block as read, spacing between its rows (see `scratch`), and a cast copy."""
         if how == "direct":
             return 0
         stored_bytes = elements * tensor.dtype.itemsize
@@ -341,7 +341,7 @@ class Planner:
         return elements * max((d.itemsize for d in wanted), default=0)
 
     def needed_bytes(self) -> int:
-        """Distinct stored bytes of the local shards; views that overlap count no more than their tensor."""
+        """Return distinct stored bytes of the local shards; overlapping views count at most their whole tensor."""
         total = 0
         for name, indices in self.by_tensor.items():
             tensor = self.tensors[name]
@@ -354,7 +354,7 @@ class Planner:
 
 
 def _moved(like: TensorPart, blocks: tuple[Block, ...], part: TensorPart) -> Iterator[Block]:
-    """The blocks of a part that is cut like another."""
+    """Yield the blocks of a part that is cut like another one."""
     other = dict(zip(like.seen, part.seen.items(), strict=True))
     by = part.region.offset - like.region.offset
     for b in blocks:
@@ -371,13 +371,13 @@ def _has_long_runs(view: View, box: Bounds, shard: tuple[int, ...], itemsize: in
 
 
 def _distinct(view: View, bounds: set[Bounds]) -> int:
-    """Elements of the tensor in some boxes of a view; a broadcast dim (stride 0) counts once."""
+    """Count the distinct tensor elements in some boxes of a view; a broadcast dim (stride 0) counts once."""
     real = [d for d, t in enumerate(view.strides) if t or not view.shape[d]]
     return min(math.prod(view.shape[d] for d in real), sum(math.prod(b.shape[d] for d in real) for b in bounds))
 
 
 def _merge(spans: list[tuple[int, int, BlockPiece]], limit: int) -> Iterator[tuple[int, int, tuple[BlockPiece, ...]]]:
-    """Join ranges that touch as long as the union stays within ``limit`` elements (or is one of them)."""
+    """Join touching ranges while the union stays within ``limit`` elements (or equals one of the ranges)."""
     held: list[BlockPiece] = []
     first = last = 0
     for start, stop, piece in spans:

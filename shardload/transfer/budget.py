@@ -1,7 +1,7 @@
-"""Counts bytes that are staged on the host, and refuses to count past the limit.
+"""A limit on bytes staged on the host.
 
-Used from one thread, the one that hands out work: a caller that is refused makes room (by finishing what is
-in flight) and asks again. So nothing waits inside a lock, and the order of work decides that there is no deadlock.
+Used only by the thread that submits work: when a request is refused, the caller finishes work in flight to free
+memory, then asks again. Nothing waits inside a lock, and submission order rules out deadlock.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from shardload.errors import BudgetError
 
 
 class Budget:
-    """A number of bytes, how many are taken, and the most that ever were."""
+    """A byte limit, the bytes taken now, and the peak."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -18,10 +18,10 @@ class Budget:
         self.peak_bytes = 0
 
     def try_take(self, n_bytes: int, *, what: str) -> bool:
-        """Take ``n_bytes`` if they are free now.
+        """Take ``n_bytes`` if they are free now; return whether they were.
 
         Raises:
-            BudgetError: When they would not fit even into an empty budget.
+            BudgetError: When they exceed the whole budget.
         """
         if n_bytes > self.limit_bytes:
             raise BudgetError(

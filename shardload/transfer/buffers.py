@@ -1,7 +1,7 @@
 """Fresh, aligned host memory for shards.
 
-JAX adopts a host array as device memory on CPU, without a copy, when it starts on a 64-byte boundary; so a
-shard buffer *is* the device's memory there, and is never written or reused after it was handed over. All
+On CPU, JAX adopts a host array as device memory, without a copy, when it starts on a 64-byte boundary. There a
+shard buffer *is* the device's memory, and is never written or reused after it was handed over. All
 shards of one variable lie in one arena::
 
     arena ─[ shard 0 │pad│ shard 1 │pad│ … ]      each shard on a 64-byte boundary
@@ -22,14 +22,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 ALIGNMENT_BYTES = 64
-"""What PJRT asks of a host buffer to adopt it on CPU."""
+"""Alignment PJRT requires to adopt a host buffer on CPU."""
 HUGE_PAGE_BYTES = 2 << 20
 MAPPED_BYTES = 128 << 10
-"""Buffers from this size on are mapped separately, so that freeing them returns them to the system."""
+"""Larger buffers are mapped separately, so that freeing them returns their memory to the system."""
 
 
 def memory(n_bytes: int) -> NDArray[np.uint8]:
-    """Uninitialised memory that starts on a 64-byte boundary and has never been handed out before."""
+    """Return uninitialised, never reused memory that starts on a 64-byte boundary."""
     if n_bytes >= MAPPED_BYTES and hasattr(mmap, "MAP_ANONYMOUS"):
         huge = n_bytes - n_bytes % HUGE_PAGE_BYTES if hasattr(mmap, "MADV_HUGEPAGE") else 0
         area = mmap.mmap(-1, n_bytes + (HUGE_PAGE_BYTES if huge else 0), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -44,14 +44,14 @@ def memory(n_bytes: int) -> NDArray[np.uint8]:
 
 
 def stack(count: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """``count`` uninitialised C-ordered arrays of one shape, as one array, in one piece of memory."""
+    """Return ``count`` uninitialised C-ordered arrays of one shape as a single array, in one piece of memory."""
     strides = [math.prod(shape[d + 1 :]) * dtype.itemsize for d in range(len(shape))]
     step = _step(math.prod(shape) * dtype.itemsize)
     return np.ndarray((count, *shape), dtype, memory(count * step).data, 0, (step, *strides))
 
 
 def arena(shapes: Sequence[tuple[int, ...]], dtype: np.dtype[Any]) -> list[NDArray[Any]]:
-    """One uninitialised C-ordered array per shape, all in one piece of memory."""
+    """Return one uninitialised C-ordered array per shape, all in one piece of memory."""
     sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
     steps = [_step(size) for size in sizes]
     area = memory(sum(steps))
@@ -63,7 +63,7 @@ def arena(shapes: Sequence[tuple[int, ...]], dtype: np.dtype[Any]) -> list[NDArr
 
 
 def arena_bytes(shapes: Sequence[tuple[int, ...]], dtype: np.dtype[Any]) -> int:
-    """Bytes `arena` takes for these shapes."""
+    """Return the bytes `arena` takes for these shapes."""
     return sum(_step(math.prod(shape) * dtype.itemsize) for shape in shapes)
 
 

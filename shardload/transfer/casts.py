@@ -1,4 +1,4 @@
-"""Which dtype changes a load may make, decided before any byte is read.
+"""Dtype casts that a load may make, decided before any byte is read.
 
 Float to float and integer to float round to nearest even, as NumPy and JAX do; integer to integer only
 where every value survives. Anything else would change what the weights mean and is refused.
@@ -34,7 +34,7 @@ def _range(dtype: DType) -> tuple[int, int] | None:
 
 
 def check_cast(source: DType, target: DType, *, variable: str, tensor: str) -> None:
-    """Refuse a cast that is not value-preserving up to float rounding.
+    """Raise for a cast that is not value-preserving up to float rounding.
 
     Raises:
         MismatchError: For float to int, narrowing integers, complex, bool and everything else.

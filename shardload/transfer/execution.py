@@ -1,6 +1,6 @@
-"""Carry out a `LoadPlan`: read blocks, copy them into shards (`block_copy`) and put those on devices (`placement`).
+"""Carry out a `LoadPlan`: read blocks, copy them into shards (`block_copy`) and place shards on devices (`placement`).
 
-The calling thread hands out blocks in file order and places variables as they complete; a few worker threads
+The calling thread submits blocks in file order and places variables as they complete; a few worker threads
 read and copy (both release the GIL)::
 
     caller    map shards ─ prepare blocks ─ submit block ─ … ─ variable complete ─► jax.Array ─► on_ready(name, array)
@@ -10,13 +10,13 @@ Two placements:
 
 * ``adopt`` (CPU devices): a shard buffer becomes the device's memory. Only scratch and decoded rows are staged.
 * ``upload`` (accelerators): shard buffers are staged too and count against the budget until their transfer has
-  finished. A variable that takes more than its part of the budget goes up in pieces. Widening casts happen on
+  finished. A variable larger than its part of the budget is uploaded in pieces. Widening casts happen on
   the device, so that fewer bytes cross the bus; all other casts happen on the host.
 
-Deadlock cannot happen: work is handed out in file order, a block is handed out only when all memory it needs is
+Deadlock cannot happen: blocks are submitted in file order, each only when all memory it needs has been
 taken, and pieces are sized so that all that can be open together fit into half of the budget.
 
-Imports JAX: only import this module when a transfer is about to happen.
+Imports JAX: import this module only when a transfer is about to start.
 """
 
 from __future__ import annotations
@@ -53,34 +53,34 @@ from shardload.transfer.workers import Crew, default_threads
 __all__ = ["TransferMode", "TransferStats", "execute", "named_sharding", "place"]
 
 QUEUED_PER_THREAD = 4
-"""Jobs handed out per thread, `BUDGET_PARTS` in all: one in work, others waiting while the caller is busy."""
+"""Jobs submitted per thread, `BUDGET_PARTS` in all: one running, others waiting while the caller is busy."""
 JOB_BYTES = 4 << 20
-"""Short blocks are handed out together up to this, a millisecond of work for 0.1 ms of Python; less of a small plan."""
+"""Short blocks are submitted together up to this size: 1 ms of work per 0.1 ms of Python; less in a small plan."""
 PREPARED = 1024
-"""Staged blocks prepared before the first read: 16 µs each, not the 100 it takes once copying has emptied the caches,
-and 2 kB of memory. (Direct ones take longer.)"""
+"""Staged blocks prepared before the first read: 16 µs and 2 kB each, not the 100 µs it takes once copying has emptied
+the caches. (Direct ones take longer.)"""
 PLACED_TOGETHER = 32
-"""Variables made arrays at once: between reads each alone takes 0.4 ms, not 0.1. By eights columns took 5 % longer."""
+"""Variables placed per call: between reads each alone takes 0.4 ms, not 0.1. With 8, column shards took 5 % longer."""
 
 TransferMode = Literal["auto", "adopt", "upload"]
 
 
 @dataclass(frozen=True, slots=True)
 class TransferStats:
-    """What really happened."""
+    """Measurements of a transfer."""
 
     read_bytes: int
     direct_bytes: int
-    """Of these, bytes that went straight into shard memory."""
+    """Bytes read straight into shard memory."""
     peak_staging_bytes: int
-    """Most host memory taken at once, shards in their final place apart."""
+    """Peak host memory, without shards in their final memory."""
     read_s: float
-    """Reading (and decoding), summed over threads."""
+    """Reading and decoding, summed over threads."""
     copy_s: float
     """Second copies and casts, summed over threads."""
     wall_s: float
     cpu_s: float
-    """CPU time of the whole process meanwhile."""
+    """CPU time of the whole process during the transfer."""
     threads: int
     placement: TransferMode
 
@@ -97,25 +97,25 @@ def execute(
     placement: TransferMode = "auto",
     check: Verifier | None = None,
 ) -> TransferStats:
-    """Read everything a plan names and hand over each variable as a sharded array.
+    """Read everything in a plan and pass on each variable as a sharded array.
 
     Args:
-        plan: What to do.
+        plan: What to read, and where to put it.
         manifest: The manifest the plan was made from.
         devices: One per mesh position, in order.
-        on_ready: Called on this thread with name and array as soon as a variable is complete.
-        on_start: Called on this thread with a variable's name before memory is taken for it: the moment to release
+        on_ready: Called on this thread with name and array when a variable is complete.
+        on_start: Called on this thread with a variable's name before memory is taken for it: the time to release
             the value it replaces.
-        progress: Called on this thread with the number of bytes more that have been read.
+        progress: Called on this thread with the number of bytes read since the last call.
         threads: Worker threads; by default one per core, at most `shardload.transfer.workers.MAX_THREADS`.
-        placement: Whether devices adopt host buffers or data is uploaded; by the platform for ``auto``.
-        check: Asked about everything that is read, where the checkpoint has digests.
+        placement: ``adopt``: devices adopt host buffers; ``upload``: they get a copy; ``auto``: by platform.
+        check: Verifies everything that is read, if the checkpoint has digests.
 
     Raises:
         TransferError: When a file changed since its headers were read, ends early or cannot be read.
-        BudgetError: When the budget cannot hold what must be in memory at once.
-        MeshError: When the number of devices is not the mesh's.
-        MismatchError: When JAX cannot hold a dtype (64 bits without ``jax_enable_x64``).
+        BudgetError: When the budget is too small for memory needed at once.
+        MeshError: When the number of devices differs from the mesh's size.
+        MismatchError: When JAX does not support a dtype (64 bits without ``jax_enable_x64``).
     """
     _check(plan, manifest, devices)
     if placement == "auto":
@@ -150,7 +150,7 @@ def _check(plan: LoadPlan, manifest: Manifest, devices: Sequence[Any]) -> None:
                 "Enable it, or build the model with a 32-bit dtype"
             )
     for path in plan.files:
-        if not file_access.is_remote(path):  # each read of it is compared with its digests
+        if not file_access.is_remote(path):  # remote reads are compared with digests instead
             _check_file(path, manifest)
 
 
@@ -168,7 +168,7 @@ def _check_file(path: str, manifest: Manifest) -> None:
 
 
 class _Transfer:
-    """One run of one plan; used by the calling thread only, apart from the jobs it hands out."""
+    """One run of one plan; used only by the calling thread, except for the jobs it submits."""
 
     def __init__(
         self,
@@ -196,7 +196,7 @@ class _Transfer:
         self.chunks = self._make_chunks()
         self.complete: list[Chunk] = []
         if placement == "adopt":
-            # Mapping memory later would wait for, and then hold up, the threads that touch it for the first time.
+            # Mapping memory later would wait for the threads that touch it for the first time, and then block them.
             for chunk in dict.fromkeys(self.chunks.values()):
                 self._take(chunk)
         early = (index for index, block in enumerate(plan.blocks) if block.how == "staged" and placement == "adopt")
@@ -207,7 +207,7 @@ class _Transfer:
     def run(
         self, on_ready: Callable[[str, Any], None], on_start: Callable[[str], None], progress: Callable[[int], None]
     ) -> None:
-        """Hand out every block, place every variable."""
+        """Submit every block and place every variable."""
         self.on_ready, self.on_start, self.progress = on_ready, on_start, progress
         for variable in self.variables:
             if not variable.chunks_left:
@@ -224,7 +224,7 @@ class _Transfer:
             self._finish_upload()
 
     def close(self) -> None:
-        """Stop the workers and release everything, also after an error."""
+        """Stop the workers and release all resources, also after an error."""
         try:
             if self.checks is not None:
                 self.checks.close()
@@ -245,7 +245,7 @@ class _Transfer:
         return Variable(target, local_bounds(target, self.plan.positions), stored if widens else target.dtype)
 
     def _make_chunks(self) -> dict[tuple[int, int], Chunk]:
-        """For every (block, piece) the chunk it belongs to."""
+        """Return the chunk that each (block, piece) belongs to."""
         pieces: dict[int, list[tuple[int, int, Bounds]]] = {}
         sharing: dict[str, set[int]] = {}
         for b, block in enumerate(self.plan.blocks):
@@ -264,7 +264,7 @@ class _Transfer:
         return found
 
     def _jobs(self) -> Iterator[range]:
-        """Which blocks are handed out together: those that take nothing from the budget, as long as they are short."""
+        """Yield ranges of blocks to submit together: short ones that take nothing from the budget."""
         share = self.plan.read_bytes // (self.threads * QUEUED_PER_THREAD * 2)
         most = min(JOB_BYTES, share, self.plan.block_bytes, self.budget.limit_bytes // BUDGET_PARTS)
         first = n_bytes = 0
@@ -322,7 +322,7 @@ class _Transfer:
         chunk.take_memory()
 
     def _must_take(self, n_bytes: int, what: str) -> None:
-        """Take from the budget, finishing what is in flight until there is room."""
+        """Take from the budget, waiting for work in flight until there is room."""
         while not self.budget.try_take(n_bytes, what=what):
             if self.uploads:
                 self._finish_upload()
@@ -336,7 +336,7 @@ class _Transfer:
 
     def _file(self, path: str) -> int:
         if file_access.is_remote(path):
-            return -1  # nothing to open: verified reads ask the store
+            return -1  # no file to open: verified reads use the store
         if path not in self.files:
             try:
                 self.files[path] = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))

@@ -1,11 +1,11 @@
 """From host buffers to sharded `jax.Array`s, never through device 0.
 
-`assemble` hands one buffer per distinct shard to all devices that hold it, in one call (27 µs for eight shards;
-`device_put` per shard takes 200). On CPU the devices adopt the buffers: no copy. `Growing` is for variables larger
+`assemble` passes one buffer per distinct shard to all its devices in one call (27 µs for eight shards;
+`device_put` per shard takes 200 µs). On CPU the devices adopt the buffers: no copy. `Growing` is for variables larger
 than the budget: the shards are allocated on their devices, and each piece is uploaded and written into place by
-a donated update, so that a device holds its final shards and one piece.
+a donated update, so that a device stores only its final shards and one piece.
 
-Imports JAX: only import this module when a transfer is about to happen.
+Imports JAX: import this module only when a transfer is about to start.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def _mesh(spec: MeshSpec, devices: tuple[Any, ...]) -> Mesh:
 
 
 def named_sharding(layout: Layout, devices: Sequence[Any]) -> NamedSharding:
-    """The layout over real devices, given in mesh-position order.
+    """Return the sharding of a layout over real devices, given in mesh-position order.
 
     Raises:
-        MeshError: When there are not as many devices as mesh positions.
+        MeshError: When the number of devices differs from the mesh's size.
     """
     if len(devices) != layout.mesh.size:
         raise MeshError(f"The mesh {layout.mesh} needs {layout.mesh.size} devices, got {len(devices)}")
@@ -45,7 +45,7 @@ def named_sharding(layout: Layout, devices: Sequence[Any]) -> NamedSharding:
 
 
 def assemble(shape: tuple[int, ...], sharding: NamedSharding, buffers: Mapping[Bounds, NDArray[Any]]) -> Any:
-    """One sharded array out of one host buffer per distinct shard; on CPU it adopts aligned buffers."""
+    """Build a sharded array from one host buffer per distinct shard; on CPU it adopts aligned buffers."""
 
     def shard(index: tuple[slice, ...] | None) -> NDArray[Any]:
         return buffers[_bounds(_ranges(index), shape)]
@@ -64,19 +64,19 @@ def _bounds(index: tuple[tuple[int | None, int | None], ...], shape: tuple[int, 
 
 
 def place(value: NDArray[Any], layout: Layout, devices: Sequence[Any]) -> Any:
-    """A host array as a sharded `jax.Array`, its shards copied into memory of their own.
+    """Copy a host array into a sharded `jax.Array`.
 
     Args:
         value: The whole variable; may be changed or freed afterwards.
-        layout: How it is spread.
+        layout: How the array is sharded.
         devices: In mesh-position order.
 
     Raises:
-        LayoutError: When a dim does not divide.
-        MeshError: When the number of devices is not the mesh's.
+        LayoutError: When a dim is not divisible by its mesh axes.
+        MeshError: When the number of devices differs from the mesh's size.
     """
     value = np.asarray(value)
-    layout.shard_shape(value.shape)  # says clearer than JAX what does not divide
+    layout.shard_shape(value.shape)  # clearer error than JAX's for an indivisible dim
     sharding = named_sharding(layout, devices)
     indices = sharding.addressable_devices_indices_map(value.shape).values()
     distinct = tuple(dict.fromkeys(_bounds(_ranges(index), value.shape) for index in indices))
@@ -87,7 +87,7 @@ def place(value: NDArray[Any], layout: Layout, devices: Sequence[Any]) -> Any:
 
 
 def widens_on_device(stored: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
-    """Whether a cast is best left to the device: it widens, and every bit comes out as on the host.
+    """Whether to cast on the device: the cast widens, and gives the same bits as on the host.
 
     Not float16 and float8: XLA quiets signalling NaNs, and accelerators may flush denormals.
     """
@@ -101,7 +101,7 @@ def _widened(array: Any, *, dtype: Any) -> Any:
 
 
 def widen(array: Any, *, dtype: Any) -> Any:
-    """``array.astype(dtype)`` where it lies; shard by shard where other processes hold some of them."""
+    """Cast an array on its own devices, shard by shard if other processes have some of the shards."""
     if array.is_fully_addressable:
         return _widened(array, dtype=dtype)
     shards = [_widened(shard.data, dtype=dtype) for shard in array.addressable_shards]
@@ -121,17 +121,17 @@ def _update(whole: Any, piece: Any, start: Any) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any], device: Any) -> Any:
-    """What makes them: compiled once for each kind of shard."""
+    """Return a function that makes zeros on one device, compiled once per kind of shard."""
     return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=SingleDeviceSharding(device))
 
 
 class Growing:
-    """A variable whose shards are allocated on their devices and filled piece by piece."""
+    """A variable allocated on its devices and filled piece by piece."""
 
     def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any], sharding: NamedSharding) -> None:
         self.shape = shape
         self.sharding = sharding
-        # One by one, as processes need not come here in the same order: a program for all devices would have to wait.
+        # One by one: processes may come here in different orders, so a program for all devices would have to wait.
         self.shards: dict[Any, tuple[Bounds, Any]] = {
             device: (bounds, _zeros(bounds.shape, dtype, device)())
             for device, index in sharding.addressable_devices_indices_map(shape).items()
@@ -142,10 +142,10 @@ class Growing:
         """Upload pieces and write them into place.
 
         Args:
-            pieces: For each shard that gets something: which box of the variable, and its content.
+            pieces: For each shard to update: a box of the variable, and its content.
 
         Returns:
-            The uploaded pieces; once they are ready the host buffers are free.
+            The uploaded pieces; once they are ready, the host buffers may be reused.
         """
         uploaded = []
         for device, (bounds, shard) in self.shards.items():
@@ -158,5 +158,5 @@ class Growing:
         return uploaded
 
     def finish(self) -> Any:
-        """The variable, all of it."""
+        """Return the complete variable."""
         return jax.make_array_from_single_device_arrays(self.shape, self.sharding, [s for _, s in self.shards.values()])

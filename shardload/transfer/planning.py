@@ -1,7 +1,7 @@
-"""Which bytes are read, in which order, and where they go: pure arithmetic, printed without touching data.
+"""Decide which bytes are read, in which order, and where they go: pure arithmetic, printable without reading data.
 
-Every stored tensor is a row-major sequence of elements. A `Target` names the view of a tensor that one
-variable is made of and the layout it is spread in; `make_plan` cuts the views into `Block`s::
+Every stored tensor is a row-major sequence of elements. A `Target` names a variable's view of a tensor
+and its layout; `make_plan` cuts the views into `Block`s::
 
     file    ──[ block 0 )[ block 1 )[ block 2 )──      ascending offsets, at most block_bytes each
                   │ pieces: boxes of variables
@@ -12,14 +12,14 @@ A block is moved in one of four ways (``how``):
 
 * ``direct``: element order and dtype of file and shards agree in runs of at least `DIRECT_RUN_BYTES`, so one
   scatter read puts each run where it belongs: one copy in all, no scratch. Blocks are 16 MiB: shorter ones
-  take more turns of Python, and share more huge pages of the shards.
-* ``staged``: transposed, cast, shared between variables, or of short runs. The block goes row by row through a
-  scratch buffer of 2 MiB, which mostly stays in a core's L2, so the second copy does not come from memory.
+  need more Python calls, and share more huge pages of the shards.
+* ``staged``: transposed, cast, shared between variables, or with short runs. The block goes row by row through a
+  2 MiB scratch buffer, which mostly stays in a core's L2, so the second copy does not come from memory.
 * ``packed``: a chunk that is compressed or otherwise decodes as a whole, once, in any layout.
 * ``decoded``: rows come from a `RowReader`; 2 MiB, to spread its per-call cost.
 
 Views with overlapping byte ranges on one tensor (fused kernels, tied weights) share blocks, so that each
-byte is read once. Columns that no local shard needs are trimmed; what is read without being needed is counted.
+byte is read once. Columns that no local shard needs are trimmed; unneeded bytes that are read are counted.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ __all__ = ["BLOCK_BYTES", "Block", "BlockPiece", "LoadPlan", "Target", "local_bo
 
 
 DEFAULT_HOST_MEMORY = 256 << 20
-"""Bytes staged at most. Enough to keep every reader thread busy with several blocks, and small compared with any model;
+"""Most bytes staged. Enough to keep every reader thread busy with several blocks, and small compared with any model;
 more does not make loading faster (docs/performance.md)."""
 
 
@@ -58,11 +58,11 @@ class LoadPlan:
     blocks: tuple[Block, ...]
     """In file order: per file by offset."""
     positions: tuple[int, ...]
-    """Mesh positions this process feeds."""
+    """Mesh positions of this process."""
     files: tuple[str, ...]
-    """Files that are read, in order."""
+    """Files to read, in order."""
     needed_bytes: int
-    """Distinct stored bytes the local shards are made of."""
+    """Distinct stored bytes that the local shards consist of."""
     read_bytes: int
     device_bytes: tuple[int, ...]
     """Final bytes per mesh position."""
@@ -71,11 +71,11 @@ class LoadPlan:
     block_bytes: int
     """Longest direct read."""
     budget_raised: bool = False
-    """Whether the budget is more than the default, as chunks that decode as a whole need it."""
+    """Whether the budget exceeds the default because a chunk that decodes as a whole needs more."""
 
     @property
     def scratch_bytes(self) -> int:
-        """Size of one scratch buffer: a fill of a staged block, or what lies between the runs of a direct one."""
+        """Size of one scratch buffer: a fill of a staged block, or the gaps between the runs of a direct one."""
         return max((b.scratch_bytes for b in self.blocks), default=0)
 
     @property
@@ -103,18 +103,18 @@ def make_plan(
     """Decide which blocks are read and where they go.
 
     Args:
-        manifest: What lies in the checkpoint.
+        manifest: The tensors of the checkpoint.
         targets: Variables to fill; several may share a tensor. All layouts share one mesh.
         host_memory_bytes: Budget for everything staged; by default `DEFAULT_HOST_MEMORY`, or what the largest chunk
-            takes that decodes as a whole.
+            that decodes as a whole needs.
         block_bytes: Longest single read.
-        positions: Mesh positions this process feeds; all by default.
-        scatter: Whether bytes may go straight from files to shards; not where they are checked in between.
-        uploads: Whether shards are staged too, as devices have memory of their own.
+        positions: Mesh positions of this process; all by default.
+        scatter: Whether bytes may go straight from files to shards; False if they are verified in between.
+        uploads: Whether shards are staged too, because devices have separate memory.
 
     Raises:
         LayoutError: When a layout does not divide its variable, or meshes differ.
-        MismatchError: When a view leaves its tensor, or a cast would lose more than float precision.
+        MismatchError: When a view exceeds its tensor, or a cast would lose more than float precision.
         BudgetError: When the budget cannot hold a single block.
     """
     targets = tuple(targets)

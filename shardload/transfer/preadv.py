@@ -1,6 +1,6 @@
-"""Reading one range of a file into many places with few system calls.
+"""Read one range of a file into many memory locations with few system calls.
 
-``preadv`` takes a list of memory pieces. A `Grid` says where regularly spaced runs of the file go; `calls` turns
+``preadv`` takes a list of memory pieces. A `Grid` maps regularly spaced runs of the file to memory; `calls` turns
 the grids of a block's shards into such lists with a few NumPy operations, never a Python step per run::
 
     file     ─[ row 0: a0 b0 c0 ][ row 1: a1 b1 c1 ]─
@@ -24,10 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 Entries = NDArray[np.int64]
-"""Rows of (address, bytes), as ``struct iovec`` has them on 64-bit systems."""
+"""Rows of (address, bytes), laid out like ``struct iovec`` on 64-bit systems."""
 
 IOV_MAX = 1024
-"""Entries one call takes on Linux and macOS."""
+"""Most entries per call on Linux and macOS."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.preadv.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
@@ -36,26 +36,26 @@ _libc.preadv.restype = ctypes.c_ssize_t
 
 @dataclass(frozen=True, slots=True)
 class ReadCall:
-    """What one system call reads."""
+    """Arguments of one system call."""
 
     entries: Entries
     """At most `IOV_MAX`."""
     n_bytes: int
-    """Their sum."""
+    """Bytes of all entries."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Runs of one length, spaced regularly in the file and in memory; the caller keeps that memory alive."""
+    """Runs of one length, regularly spaced in the file and in memory; the caller keeps that memory alive."""
 
     start: int
     """Byte offset of the first run in the file."""
     address: int
-    """Where it goes."""
+    """Memory address of the first run."""
     length: int
     """Bytes of each run."""
     shape: tuple[int, ...] = ()
-    """How many runs there are, per dim."""
+    """Number of runs per dim."""
     steps: tuple[int, ...] = ()
     """Bytes from run to run in the file; descending."""
     jumps: tuple[int, ...] = ()
@@ -63,12 +63,12 @@ class Grid:
 
     @property
     def stop(self) -> int:
-        """Where the last run ends in the file."""
+        """End of the last run in the file."""
         return self.start + sum((n - 1) * s for n, s in zip(self.shape, self.steps, strict=True)) + self.length
 
     @classmethod
     def rows(cls, start: int, target: NDArray[Any], *, n_bytes: int, row_bytes: int, pitch_bytes: int) -> list[Grid]:
-        """``n_bytes`` as rows of ``row_bytes``, the last one maybe shorter, ``pitch_bytes`` apart in ``target``."""
+        """Split ``n_bytes`` in rows of ``row_bytes`` (the last maybe shorter), ``pitch_bytes`` apart in ``target``."""
         count, rest = divmod(n_bytes, row_bytes)
         address = target.ctypes.data
         found = [cls(start, address, row_bytes, (count,), (row_bytes,), (pitch_bytes,))] if count else []
@@ -77,16 +77,16 @@ class Grid:
 
 
 def calls(grids: Sequence[Grid], *, start: int, stop: int, junk: NDArray[np.uint8]) -> Iterator[ReadCall]:
-    """Calls that together read ``start`` to ``stop`` in file order; what no grid wants goes to ``junk``.
+    """Yield calls that together read ``start`` to ``stop`` in file order; unneeded bytes go to ``junk``.
 
     Args:
-        grids: Their runs do not overlap in the file, and lie between ``start`` and ``stop``.
+        grids: Runs that do not overlap in the file, between ``start`` and ``stop``.
         start: Byte offset in the file.
         stop: One past the last byte.
-        junk: Memory that may be overwritten, as long as the longest gap.
+        junk: Memory to overwrite, at least as long as the longest gap.
 
     Yields:
-        The next call; its entries are only good until the one after is asked for.
+        The next call; its entries are valid only until the following one is requested.
     """
     groups = _interleaved(sorted(grids, key=lambda g: g.start))
     reached = start
@@ -115,7 +115,7 @@ def _sliced(found: Entries) -> Iterator[ReadCall]:
 
 
 def _stencilled(group: list[Grid]) -> Iterator[ReadCall]:
-    """The calls of one group with one small list, moved along: a list of everything costs more than the copying."""
+    """Yield the calls of one group by shifting one small list: a list of all entries costs more than the copying."""
     first = group[0]
     per_row = _count(group) // first.shape[0]
     rows = IOV_MAX // per_row
@@ -136,7 +136,7 @@ def _count(group: list[Grid]) -> int:
 
 
 def _interleaved(grids: Sequence[Grid]) -> list[list[Grid]]:
-    """Grids in file order, those that run through each other together."""
+    """Return grids in file order, grouping those whose runs alternate."""
     groups: list[list[Grid]] = []
     for grid in grids:
         if groups and grid.start < groups[-1][0].stop:
@@ -147,7 +147,7 @@ def _interleaved(grids: Sequence[Grid]) -> list[list[Grid]]:
 
 
 def _tiles(group: list[Grid]) -> bool:
-    """Whether grids take turns, run by run, without a gap: columns of rows."""
+    """Whether grids alternate, run by run, without a gap: columns of rows."""
     first = group[0]
     if any((g.shape, g.steps, g.length) != (first.shape, first.steps, first.length) for g in group):
         return False
@@ -159,7 +159,7 @@ def _tiles(group: list[Grid]) -> bool:
 
 
 def _zipped(group: list[Grid]) -> Entries:
-    """The entries of grids that take turns."""
+    """Return the entries of alternating grids."""
     first = group[0]
     found = np.empty((*first.shape, len(group), 2), np.int64)
     found[..., 1] = first.length
@@ -176,7 +176,7 @@ def _lattice(origin: int, shape: tuple[int, ...], steps: tuple[int, ...]) -> NDA
 
 
 def _any_entries(grids: Sequence[Grid], start: int, stop: int, junk: NDArray[np.uint8]) -> Entries:
-    """The general case: sort all runs, fill the gaps."""
+    """Return entries in the general case: sort all runs, fill the gaps."""
     count = [math.prod(g.shape) for g in grids]
     starts = np.concatenate([_lattice(g.start, g.shape, g.steps).ravel() for g in grids] + [np.array([stop])])
     addresses = np.concatenate([_lattice(g.address, g.shape, g.jumps).ravel() for g in grids] + [np.array([0])])
@@ -193,18 +193,18 @@ def _any_entries(grids: Sequence[Grid], start: int, stop: int, junk: NDArray[np.
 
 
 def scatter_read(fd: int, wanted: Iterable[ReadCall], offset: int) -> int:
-    """Read one range of a file into many places.
+    """Read one range of a file into many memory locations.
 
     Args:
         fd: An open file.
-        wanted: What goes where, in file order.
+        wanted: Destinations, in file order.
         offset: Byte offset in the file.
 
     Returns:
-        Bytes received; fewer than asked for only where the file ends.
+        Bytes received; fewer than requested only at the end of the file.
 
     Raises:
-        OSError: What the system call reports.
+        OSError: When the system call fails.
     """
     received = 0
     for call in wanted:
@@ -218,7 +218,7 @@ def scatter_read(fd: int, wanted: Iterable[ReadCall], offset: int) -> int:
 
 
 def _rest(fd: int, wanted: Entries, got: int, offset: int) -> int:
-    """Go on with a call that was cut short, until the file ends; how many bytes more that gave."""
+    """Continue a call that was cut short until the file ends; return the additional bytes."""
     before, ends = got, np.cumsum(wanted[:, 1])
     while got < ends[-1]:
         at = int(np.searchsorted(ends, got, side="right"))
@@ -233,10 +233,10 @@ def _rest(fd: int, wanted: Entries, got: int, offset: int) -> int:
 
 
 def preadv(fd: int, wanted: Entries, offset: int) -> int:
-    """One ``preadv``: ``wanted`` is an array of (address, bytes) pairs.
+    """Call ``preadv`` once: ``wanted`` is an array of (address, bytes) pairs.
 
     Raises:
-        OSError: What the system call reports, interruptions by signals apart.
+        OSError: When the system call fails, except for interruptions by signals.
     """
     while True:
         got = int(_libc.preadv(fd, wanted.ctypes.data, len(wanted), offset))

@@ -1,14 +1,14 @@
-"""Reads of a remote step, fetched ahead of the threads that use them.
+"""Prefetch reads of a remote step for the threads that use them.
 
 A request of any length costs a round trip, so neighbouring MiB are fetched together, and several such ranges are
-on their way while others are used, in the order of the plan::
+in flight while others are used, in the order of the plan::
 
     file      |unit|unit|unit|unit|unit|unit|unit|unit|    units of 1 MiB, as digests cover them
     blocks       [ block 0   )[ block 1       )
     ranges    [ range 0      )[ range 1      )             only units that some block needs
                  in use          on its way                a range is released when its last byte was used
 
-A unit is compared with its digest before a byte of it reaches a shard.
+Each unit is compared with its digest before any of its bytes reach a shard.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from shardload.transfer.scratch import Flat
 from shardload.transfer.verified_reads import put, units_of
 
 MAX_RANGE_UNITS = 4
-"""4 MiB in a request: at the 60 MB/s one connection gets it takes 70 ms, much longer than a round
+"""4 MiB per request: at 60 MB/s per connection it takes 70 ms, much longer than a round
 trip. Longer requests would leave fewer in flight."""
 MAX_AHEAD_BYTES = 64 << 20
-"""Enough for twelve of them with two threads."""
+"""Enough for twelve ranges with two threads."""
 MIN_BUDGET_BYTES = 16 << 20
 """The smallest budget that leaves room for ranges."""
 
@@ -43,24 +43,24 @@ class _UnitRange:
     first: int
     count: int
     left_bytes: int = 0
-    """Still to be used."""
+    """Bytes not yet used."""
     pending: file_access.PendingUnits | None = None
     data: memoryview | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def n_bytes(self) -> int:
-        """At most."""
+        """Upper bound of its length."""
         return self.count * UNIT_BYTES
 
 
 class AheadReads:
-    """Where the threads of one transfer get the bytes of a remote step from.
+    """Source of bytes of a remote step for the threads of one transfer.
 
     Args:
-        blocks: All that will be read, in the order it is handed out.
-        limit_bytes: Most memory for ranges in use and on their way.
-        threads: How many threads read.
+        blocks: All blocks to read, in submission order.
+        limit_bytes: Memory limit for ranges in use and in flight.
+        threads: Number of reading threads.
     """
 
     def __init__(self, blocks: Iterable[Block], *, limit_bytes: int, threads: int) -> None:
@@ -76,11 +76,11 @@ class AheadReads:
             self._add(block, most)
 
     def fill(self, flat: Flat, n_bytes: int, *, path: str, offset: int) -> None:
-        """Put ``n_bytes`` of a file that start at ``offset`` into scratch; see `verified_reads.VerifiedReads`.
+        """Copy ``n_bytes`` of a file, from ``offset`` on, into scratch; see `verified_reads.VerifiedReads`.
 
         Raises:
-            DamagedError: When they are not what was saved; names step, file and offset.
-            TransferError: When the store does not give them.
+            DamagedError: When they do not match their digest; names step, file and offset.
+            TransferError: When the store cannot deliver them.
         """
         at = 0
         while at < n_bytes:
@@ -94,10 +94,10 @@ class AheadReads:
             self._used(wanted, part.size)
 
     def release(self, block: Block) -> None:
-        """Do nothing: used ranges are released at once."""
+        """Do nothing: used ranges are released immediately."""
 
     def close(self) -> None:
-        """Give up what is on its way."""
+        """Cancel requests in flight."""
         with self._lock:
             self._next = len(self._ranges)
             for one in self._ranges:
@@ -157,5 +157,5 @@ class AheadReads:
 
 
 def reads_remote(paths: Iterable[str]) -> bool:
-    """Whether something of a plan lies in a remote store."""
+    """Whether any file of a plan is in a remote store."""
     return any(map(file_access.is_remote, paths))

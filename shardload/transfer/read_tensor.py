@@ -1,4 +1,4 @@
-"""Stored tensors in host memory, whole or some rows at a time: for code that computes with them."""
+"""Read stored tensors into host memory, whole or a few rows at a time, for code that computes with them."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from shardload.stores import file_access
 
 
 def read_tensor(manifest: Manifest, name: str) -> NDArray[Any]:
-    """All of a tensor, in an array of its own.
+    """Read a whole tensor into a new array.
 
     Raises:
-        TransferError: When the file no longer holds what its headers promised.
+        TransferError: When the file no longer matches its headers.
     """
     tensor = manifest.tensors[name]
     return read_rows(tensor, 0, tensor.rows)
 
 
 def read_rows(tensor: Tensor, start: int, stop: int) -> NDArray[Any]:
-    """Rows ``[start, stop)`` of a tensor; a rank-0 one counts as one row and comes back with shape ``()``.
+    """Read rows ``[start, stop)`` of a tensor; a rank-0 tensor counts as one row and gives shape ``()``.
 
     Raises:
-        TransferError: When the file no longer holds what its headers promised.
+        TransferError: When the file no longer matches its headers.
     """
     match tensor.storage:
         case Decoded(reader):
@@ -44,7 +44,7 @@ def read_rows(tensor: Tensor, start: int, stop: int) -> NDArray[Any]:
 
 
 def row_ranges(tensor: Tensor, *, limit_bytes: int) -> Iterator[tuple[int, int]]:
-    """Consecutive ranges of rows of at most ``limit_bytes``, or of what is stored together if that is more."""
+    """Yield consecutive row ranges of at most ``limit_bytes``, or of one storage unit if that is more."""
     row_bytes = max(1, tensor.nbytes // max(1, tensor.rows))
     match tensor.storage:
         case Decoded(reader):
@@ -61,10 +61,10 @@ def row_ranges(tensor: Tensor, *, limit_bytes: int) -> Iterator[tuple[int, int]]
 
 
 def stored_of(packed: Packed) -> bytes | bytearray:
-    """The bytes that a chunk is stored as.
+    """Read the stored bytes of a chunk.
 
     Raises:
-        TransferError: When the file no longer holds them.
+        TransferError: When the file no longer contains them.
     """
     if not packed.n_bytes:
         return packed.kept
@@ -83,7 +83,7 @@ def _read(value: NDArray[Any], path: str, offset: int) -> None:
 
 
 def _join(tensor: Tensor, grid: Chunked, start: int, stop: int) -> NDArray[Any]:
-    """The rows out of every chunk that has some of them; of a raw chunk only those rows are read."""
+    """Join the rows from every chunk that has some; from a raw chunk, read only those rows."""
     value = np.empty((stop - start, *tensor.shape[1:]) if tensor.shape else (), tensor.dtype)
     shape = grid.chunk_shape
     row_bytes = math.prod(shape[1:]) * tensor.dtype.itemsize

@@ -1,7 +1,7 @@
-"""Where the elements of a tensor lie: in one run of a file, or in chunks each of which is one.
+"""Where the elements of a tensor lie: in one run of a file, or in several chunks.
 
-A chunk of shape ``chunk_shape`` holds its elements in C order (once decoded, where it is packed), also those past the
-tensor's edge. Seen from one chunk, a variable is a view with the chunk's own strides, of which only a box is there::
+A chunk of shape ``chunk_shape`` stores its elements in C order (after decoding, if it is packed), including those past
+the tensor's edge. For one chunk, a variable is a view with the chunk's own strides, of which only a box exists::
 
     tensor (4, 6), chunks (4, 3)      variable = tensor, seen from chunk (0, 1)
         0  1  2 │ 3  4  5                 strides (3, 1), offset -3: index (0, 3) is element 0 of the chunk
@@ -22,34 +22,34 @@ from shardload.manifest import Chunked, Decoded, Extent, Packed, Tensor, View, c
 from shardload.sharding.bounds import Bounds
 
 SCRATCH_BYTES = 64 << 20
-"""What a transfer takes at most for scratch, with fewer threads if need be: 8 MiB for each of eight."""
+"""Most scratch per transfer, with fewer threads if necessary: 8 MiB for each of eight."""
 CHECKING_BYTES = SCRATCH_BYTES + (64 << 20)
-"""For units that are kept or fetched ahead as well."""
+"""The same, if verified units are kept or prefetched as well."""
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A part of a tensor that lies in one place."""
+    """A part of a tensor stored in one place."""
 
     path: str
-    """The file (of a decoded tensor, the first)."""
+    """The file (for a decoded tensor, the first one)."""
     offset: int
     """Byte offset of its first element; meaningless for a decoded tensor."""
     size: int
     """Elements."""
     origin: tuple[int, ...] | None = None
-    """Which index of the tensor comes first, for a chunk; None where the region is the whole tensor."""
+    """For a chunk, the tensor index of its first element; None where the region is the whole tensor."""
     shape: tuple[int, ...] = ()
     """The chunk's shape."""
     packed: Packed | None = None
-    """How it is stored, where it decodes as a whole."""
+    """The encoding, if the chunk decodes as a whole."""
 
     def stored_bytes(self, dtype: np.dtype[Any]) -> int:
-        """What it takes up in its file; of a decoded tensor nothing is known."""
+        """Return its size in the file; for a decoded tensor the size is unknown."""
         return self.size * dtype.itemsize if self.packed is None else self.packed.n_bytes
 
     def unpacking_bytes(self, dtype: np.dtype[Any]) -> int:
-        """Memory that decoding it takes: what goes in, and what comes out in TensorStore and here."""
+        """Return the memory needed to decode it: the input, and the output in TensorStore and here."""
         if self.packed is None:
             return 0
         return 2 * self.size * dtype.itemsize + self.packed.n_bytes + len(self.packed.kept)
@@ -57,16 +57,16 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A variable as one region has it."""
+    """The part of a variable in one region."""
 
     view: View
-    """Its elements counted from the region's first one; only those of ``box`` are there."""
+    """Elements counted from the region's first one; only those of ``box`` exist."""
     box: Bounds
     """In the variable's index space."""
 
 
 def regions(tensor: Tensor) -> Iterator[Region]:
-    """The places of a tensor, in the order they are declared."""
+    """Yield the regions of a tensor, in declaration order."""
     match tensor.storage:
         case Extent(path, offset):
             yield Region(path, offset, tensor.size)
@@ -82,10 +82,10 @@ def regions(tensor: Tensor) -> Iterator[Region]:
 
 
 def see(view: View, tensor: Tensor, region: Region) -> Seen | None:
-    """What a region has of a view; None for nothing.
+    """Return the part of a view in a region; None if they do not overlap.
 
     Raises:
-        LayoutError: When a view of a chunked tensor is more than a choice, an order and ranges of its dims.
+        LayoutError: When a view of a chunked tensor does more than select, reorder and slice dims.
     """
     if 0 in view.shape:
         return None
@@ -112,7 +112,7 @@ def see(view: View, tensor: Tensor, region: Region) -> Seen | None:
 
 
 def _dims(view: View, tensor: Tensor) -> list[int | None]:
-    """For each dim of a view the tensor's dim it walks along; None for a dim of length 1."""
+    """Return the tensor dim that each dim of a view follows; None for a dim of length 1."""
     strides = c_strides(tensor.shape)
     along = {t: j for j, (t, n) in enumerate(zip(strides, tensor.shape, strict=True)) if n > 1}
     found = [along.get(t) if n > 1 else None for n, t in zip(view.shape, view.strides, strict=True)]
@@ -129,7 +129,7 @@ def _dims(view: View, tensor: Tensor) -> list[int | None]:
 
 
 def paths_of(tensor: Tensor) -> tuple[str, ...]:
-    """The files a tensor is read from."""
+    """Return the files a tensor is read from."""
     match tensor.storage:
         case Decoded(reader):
             return reader.paths
@@ -138,13 +138,13 @@ def paths_of(tensor: Tensor) -> tuple[str, ...]:
 
 
 def least_budget(tensor: Tensor, *, verified: bool, uploads: bool) -> int:
-    """The smallest budget that every chunk of a tensor can be decoded in; 0 where none decodes as a whole.
+    """Return the smallest budget that can decode every chunk of a tensor; 0 if no chunk decodes as a whole.
 
     Args:
         tensor: The tensor.
-        verified: Whether what is read is checked: that takes up to half of the budget, `CHECKING_BYTES` at most.
+        verified: Whether reads are verified: that takes up to half of the budget, `CHECKING_BYTES` at most.
             Scratch alone takes a quarter, `SCRATCH_BYTES` at most.
-        uploads: Whether shards are staged as well, in at most half of what is left.
+        uploads: Whether shards are staged as well, in at most half of the rest.
     """
     if not _is_packed(tensor):
         return 0
@@ -165,7 +165,7 @@ def _is_packed(tensor: Tensor) -> bool:
 
 
 def in_file_order(tensors: dict[str, Tensor]) -> list[tuple[Tensor, Region]]:
-    """Every region of some tensors, per file by offset; a decoded tensor counts as lying where its predecessor ends."""
+    """Return every region of some tensors, per file by offset; a decoded tensor follows its predecessor."""
     files: dict[str, int] = {}
     reached: dict[str, int] = {}
     placed = []

@@ -1,6 +1,6 @@
-"""From one block into the shards that need it: one vectorised NumPy copy per (block, shard).
+"""Copy one block into the shards that need it: one vectorised NumPy copy per (block, shard).
 
-A block in scratch is flat memory; NumPy strides say which of its elements a piece of a variable is made of,
+A block in scratch is flat memory; NumPy strides select the elements of a variable's piece,
 in the variable's own dim order, so a transpose is an ordinary strided copy::
 
     scratch   row 0 ────── row_bytes ──────│ 64 │ row 1 ────────────│ 64 │ …        pitch = row + 64 bytes
@@ -9,9 +9,9 @@ in the variable's own dim order, so a transpose is an ordinary strided copy::
 Without the 64 bytes a walk down rows of 4 KiB hits the same few cache sets over and over: 1.0 GB/s per core
 against 5.4 with them (2-byte elements, block of 1 MiB, in L2), the same as NumPy reaches with any tiling on top.
 
-Pure copies go as unsigned integers of the element's size: copying ``ml_dtypes`` arrays converts element by
-element and holds the GIL. Where runs of a row go to a shard unchanged, a run is an element of its own: two threads
-divide rows into runs of 576 bytes at 11.5 GB/s then, a scatter read at 10, and 15 is what they read without dividing.
+Pure copies use unsigned integers of the element's size: copying ``ml_dtypes`` arrays converts element by
+element and holds the GIL. Where runs of a row go to a shard unchanged, a run is copied as one element: two threads
+then divide rows into runs of 576 bytes at 11.5 GB/s; a scatter read at 10; reading without dividing reaches 15.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from shardload.transfer.preadv import Grid
 from shardload.transfer.strides import Ordered, address, run, span
 
 PITCH_ROW_BYTES = 1 << 10
-"""Shorter rows spread over enough cache sets by themselves."""
+"""Shorter rows already spread over enough cache sets."""
 PAD_BYTES = 64
 """One cache line."""
 UNLOCKED = 500
-"""NumPy keeps the interpreter's lock while it copies no more elements than this."""
+"""NumPy holds the GIL while it copies at most this many elements."""
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _FLOAT32 = np.dtype(np.float32)
@@ -43,13 +43,13 @@ _FLOAT32 = np.dtype(np.float32)
 
 @dataclass(frozen=True, slots=True)
 class CopyPart:
-    """What a block and a shard buffer have in common."""
+    """The overlap of a block and a shard buffer."""
 
     view: View
     box: Bounds
     """In the variable's index space."""
     target: NDArray[Any]
-    """The place in the shard buffer, of the box's shape."""
+    """The destination in the shard buffer, with the box's shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,22 +59,22 @@ class Flat:
     memory: NDArray[np.uint8]
     dtype: np.dtype[Any]
     start: int
-    """Which element of the tensor comes first."""
+    """The tensor element that comes first."""
     row: int = 0
-    """Elements per row; 0 where elements simply follow each other."""
+    """Elements per row; 0 where elements are contiguous."""
     pitch: int = 0
     """Elements from one row to the next."""
 
     def source(self, part: CopyPart) -> NDArray[Any]:
-        """The elements of ``part``, in the variable's dim order."""
+        """Return the elements of ``part``, in the variable's dim order."""
         return self.window(part.view, part.box.shape, address(part.view, part.box.start) - self.start)
 
     def window(self, view: View, shape: tuple[int, ...], at: int) -> NDArray[Any]:
-        """A box of ``shape`` with the strides of ``view`` that starts ``at`` elements after the first."""
+        """Return a box of ``shape`` with the strides of ``view``, ``at`` elements after the first one."""
         return np.ndarray(shape, self.dtype, self.memory.data, *self.place(view, at))
 
     def place(self, view: View, at: int) -> tuple[int, tuple[int, ...]]:
-        """Where such a box starts in memory, and its strides, in bytes."""
+        """Return where such a box starts in memory, and its strides, in bytes."""
         itemsize = self.dtype.itemsize
         if self.row:
             at = at // self.row * self.pitch + at % self.row
@@ -85,15 +85,15 @@ class Flat:
 
 
 class Lane:
-    """One part of a block that passes through scratch some rows of ``lead`` elements at a time.
+    """One part of a block that passes through scratch a few rows of ``lead`` elements at a time.
 
-    It is made before anything is read, so it knows where in scratch its elements will lie, but not yet where that is.
+    It is created before anything is read: the layout of scratch is known, its address is not.
 
     Args:
-        part: Where in the shard buffers it goes.
-        flat: How scratch is laid out; its memory is not looked at.
+        part: Destination in the shard buffers.
+        flat: Layout of scratch; its memory is not accessed.
         lead: Elements per row.
-        rows: How many of them go through scratch at a time.
+        rows: Rows per scratch fill.
     """
 
     def __init__(self, part: CopyPart, flat: Flat, *, lead: int, rows: int) -> None:
@@ -126,11 +126,11 @@ class Lane:
         self.target = self.target.view(self.dtype)
 
     def source(self, scratch: NDArray[np.uint8]) -> NDArray[Any]:
-        """Its elements in scratch."""
+        """Return the elements of this part in scratch."""
         return np.ndarray(self.shape, self.dtype, scratch.data, self.offset, self.strides)
 
     def move(self, source: NDArray[Any], start: int, stop: int) -> None:
-        """Copy what this part has of rows ``start`` to ``stop``, which lie at the start of ``source``."""
+        """Copy this part's share of rows ``start`` to ``stop``, which lie at the start of ``source``."""
         a, b = max(start, self.first), min(stop, self.last)
         if a >= b:
             return
@@ -142,9 +142,9 @@ class Lane:
 
 
 def _run(target: NDArray[Any], shape: tuple[int, ...], strides: tuple[int, ...]) -> np.dtype[np.void] | None:
-    """Runs that both have in one piece, or parts of them, as a dtype of their own; ``None`` where they have none.
+    """Return contiguous runs shared by both, or fractions of them, as a dtype; ``None`` if there are none.
 
-    Parts, so that more than `UNLOCKED` of them are left.
+    Fractions, so that more than `UNLOCKED` elements remain.
     """
     itemsize = target.itemsize
     if len(shape) < 2 or target.strides[-1] != itemsize or strides[-1] != itemsize:
@@ -156,9 +156,9 @@ def _run(target: NDArray[Any], shape: tuple[int, ...], strides: tuple[int, ...])
 
 
 def pitch_row(block: Block, parts: list[CopyPart], itemsize: int) -> int:
-    """How many elements to read per row of scratch, 0 for all at once.
+    """Return the number of elements to read per row of scratch, 0 for all at once.
 
-    The walk that conflicts is the one along the shards' innermost dim, so its stride is the row.
+    Cache conflicts occur along the shards' innermost dim, so its stride is the row.
     """
     view, box = parts[0].view, parts[0].box
     long = [d for d, n in enumerate(box.shape) if n > 1]
@@ -177,7 +177,7 @@ def _keeps_rows(part: CopyPart, row: int, start: int) -> bool:
 
 
 def grid_of(block: Block, part: CopyPart, itemsize: int) -> Grid:
-    """Where each contiguous run of a part lies in the file and in its shard buffer."""
+    """Map each contiguous run of a part from the file to its shard buffer."""
     ordered = Ordered.of(part.view, part.box)
     buffer = tuple(part.target.strides[d] // itemsize for d in ordered.order)
     length, outer = run(ordered.shape, ordered.strides, buffer)

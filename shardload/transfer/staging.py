@@ -1,8 +1,8 @@
-"""What is staged of each variable at once.
+"""Memory in which variables are staged.
 
-A variable is *staged* in shard buffers, in chunks: one chunk of everything where the buffers become device memory
-or fit the budget, else boxes of it, each gathered from consecutive blocks, uploaded and let go before its last
-relative is read.
+A variable is *staged* in shard buffers, in chunks: one chunk for all of it where the buffers become device memory
+or fit the budget, else boxes of it, each gathered from consecutive blocks, uploaded and released before the
+last of them is read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardload.transfer.strides import lead_stride
 
 @dataclass(eq=False, slots=True)
 class Variable:
-    """A variable on its way."""
+    """A variable in transfer."""
 
     target: Target
     shards: tuple[Bounds, ...]
@@ -40,32 +40,32 @@ class Variable:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Shards that follow each other along one dim and lie equally far apart in memory, as one array.
+    """Shards that are consecutive along one dim and equally spaced in memory, as one array.
 
-    A block of rows has a piece of each of eight shards that split the columns. Finding its place in each of them took
-    0.15 ms of Python, with cold caches twice that, for a block that moves in 3 ms. So the split dim counts as two,
-    which shard and where in it, and the piece is one part::
+    A block of rows has a piece of each of eight shards that split the columns. Locating each piece took
+    0.15 ms of Python, twice that with cold caches, for a block that moves in 3 ms. So the split dim becomes two dims,
+    shard and position in the shard, and the piece is one part::
 
         variable (rows, 8 * w), strides (s, 1)  =  (8, rows, w), strides (w, s, 1)
     """
 
     dim: int
-    """Of the variable."""
+    """The split dim of the variable."""
     first: Bounds
     """The box of the first shard."""
     memory: NDArray[Any]
     """Shards first, then their own dims."""
     held: Sequence[tuple[Bounds, NDArray[Any]]]
-    """The box of each, and its memory."""
+    """The box of each shard, and its memory."""
 
     def around(self, box: Bounds) -> Sequence[tuple[Bounds, NDArray[Any]]]:
-        """Those that have something of a box, as far as ``dim`` goes."""
+        """Return the shards that overlap a box along ``dim``."""
         width, begin = self.first.shape[self.dim], self.first.start[self.dim]
         first, last = (box.start[self.dim] - begin) // width, -(-(box.stop[self.dim] - begin) // width)
         return self.held[max(0, first) : max(0, last)]
 
     def part(self, piece: BlockPiece) -> CopyPart | None:
-        """Where a piece of the variable goes, if it has something of every shard, along ``dim`` everything."""
+        """Return the destination of a piece if it covers ``dim`` completely and overlaps every shard, else None."""
         view, box, d = piece.view, piece.box, self.dim
         width, count = self.first.shape[d], len(self.memory)
         begin = self.first.start[d]
@@ -84,7 +84,7 @@ class Stack:
 
 @functools.lru_cache(maxsize=1024)
 def _stacked_dim(boxes: tuple[Bounds, ...]) -> int | None:
-    """The dim along which boxes of one shape follow each other; ``None`` where they do not."""
+    """Return the dim along which boxes of one shape are consecutive; ``None`` if there is none."""
     if len(boxes) < 2 or not boxes[0].size:
         return None
     first, second = boxes[:2]
@@ -99,31 +99,31 @@ def _stacked_dim(boxes: tuple[Bounds, ...]) -> int | None:
 
 @dataclass(eq=False, slots=True)
 class Chunk:
-    """What is staged of a variable at once: a box of it, usually all."""
+    """The box of a variable that is staged at once, usually all of it."""
 
     variable: Variable
     box: Bounds
     blocks_left: int = 0
     n_bytes: int = 0
-    """What it takes from the budget."""
+    """Bytes taken from the budget."""
     buffers: dict[Bounds, tuple[Bounds, NDArray[Any]]] = field(default_factory=dict)
-    """Shard → the box of the variable that is staged of it, and its memory."""
+    """Shard → the staged box of the variable, and its memory."""
     stack: Stack | None = None
-    """The same memory, where it is regular."""
+    """The same memory, if it is regular."""
 
     @property
     def common(self) -> dict[Bounds, Bounds]:
-        """Shard → what it has in common with this chunk."""
+        """Shard → its overlap with this chunk."""
         if self.box.shape == self.variable.target.view.shape:
             return dict(zip(self.variable.shards, self.variable.shards, strict=True))
         pairs = ((shard, self.box.intersect(shard) if shard.size else shard) for shard in self.variable.shards)
         return {shard: box for shard, box in pairs if box is not None}
 
     def take_memory(self) -> None:
-        """Memory for what it has of every shard.
+        """Allocate memory for the overlap with every shard.
 
         Raises:
-            TransferError: When there is none.
+            TransferError: When memory is exhausted.
         """
         try:
             self._take_memory()
@@ -147,7 +147,7 @@ class Chunk:
         self.buffers = dict(zip(common, held, strict=True))
 
     def parts(self, piece: BlockPiece) -> list[CopyPart]:
-        """Where a piece of the variable goes."""
+        """Return the destinations of a piece of the variable."""
         if self.stack is not None and (part := self.stack.part(piece)) is not None:
             return [part]
         found = []
@@ -162,7 +162,7 @@ class Chunk:
 def grouped(
     variable: Variable, pieces: list[tuple[int, int, Bounds]], limit: int | None
 ) -> list[tuple[Chunk, list[tuple[int, int]]]]:
-    """Group a variable's pieces, in file order, into boxes of at most ``limit`` bytes; ``None``: one of everything."""
+    """Group a variable's pieces, in file order, into boxes of at most ``limit`` bytes; ``None``: one box."""
     whole = Bounds.whole(variable.target.view.shape)
     itemsize = variable.staged.itemsize
     if limit is None or sum(b.size for b in variable.shards) * itemsize <= limit:

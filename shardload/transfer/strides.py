@@ -1,4 +1,4 @@
-"""Cutting a view into boxes that are short, ascending runs of the stored tensor.
+"""Cut a view into boxes that are short, ascending runs of the stored tensor.
 
 Sort a view's dims by stride, largest first: in that *address order* later elements lie at higher
 addresses. A box of a prefix of single indices, then a range in one dim, then full dims spans one short
@@ -24,7 +24,7 @@ from shardload.manifest import View, c_strides
 from shardload.sharding.bounds import Bounds
 
 SKIP_BYTES = 128 << 10
-"""Stepping over an unneeded gap this long is cheaper than reading it: 0.1 ms at 1 GB/s, what a block costs."""
+"""Skipping an unneeded gap this long is cheaper than reading it: 0.1 ms at 1 GB/s, the cost of one block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +35,15 @@ class Ordered:
     """View dims, largest stride first."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    """Elements to step over per index."""
+    """Elements to skip per index."""
     offset: int
-    """Element where the box starts."""
+    """Element at which the box starts."""
     origin: tuple[int, ...]
-    """Where the box starts in the view, in the view's own dim order."""
+    """Start of the box in the view, in the view's own dim order."""
 
     @classmethod
     def of(cls, view: View, box: Bounds) -> Ordered:
-        """``box`` of ``view`` in address order; dims of length 1 come first, their stride means nothing."""
+        """Return ``box`` of ``view`` in address order; dims of length 1 (any stride) come first."""
         shape = box.shape
         order = sorted(range(len(shape)), key=lambda d: (shape[d] != 1, -view.strides[d]))
         return cls(
@@ -55,7 +55,7 @@ class Ordered:
         )
 
     def to_view(self, start: list[int], stop: list[int]) -> Bounds:
-        """A box in address order as a box of the view."""
+        """Convert a box in address order to a box of the view."""
         first, last = [0] * len(start), [0] * len(start)
         for d, a, b in zip(self.order, start, stop, strict=True):
             first[d], last[d] = self.origin[d] + a, self.origin[d] + b
@@ -63,27 +63,27 @@ class Ordered:
 
 
 def address(view: View, index: tuple[int, ...]) -> int:
-    """Element of the tensor that element ``index`` of the view is."""
+    """Return the tensor element at ``index`` of the view."""
     return view.offset + sum(i * t for i, t in zip(index, view.strides, strict=True))
 
 
 def span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """Elements from the first to the last element of a non-empty box, both included."""
+    """Return the elements from the first to the last one of a non-empty box, both included."""
     return sum((n - 1) * t for n, t in zip(shape, strides, strict=True)) + 1
 
 
 def is_injective(view: View) -> bool:
-    """Whether every element of a view is an element of its own, as it is without broadcast dims and windows."""
+    """Whether the elements of a view are distinct: no broadcast dims and no overlapping windows."""
     ordered = Ordered.of(view, Bounds.whole(view.shape))
     inner = [span(ordered.shape[d + 1 :], ordered.strides[d + 1 :]) for d in range(len(ordered.shape))]
     return all(n == 1 or t >= i for n, t, i in zip(ordered.shape, ordered.strides, inner, strict=True))
 
 
 def run(shape: tuple[int, ...], source: tuple[int, ...], target: tuple[int, ...]) -> tuple[int, int]:
-    """The longest trailing run that is contiguous in both stride systems.
+    """Find the longest trailing run that is contiguous in both stride systems.
 
     Returns:
-        Its length in elements and the number of leading dims that remain outside it.
+        Its length in elements and the number of leading dims outside it.
     """
     length, outer = 1, len(shape)
     while outer and (shape[outer - 1] == 1 or source[outer - 1] == target[outer - 1] == length):
@@ -96,7 +96,7 @@ def cut(whole: Ordered, *, limit: int, skip: int) -> Iterator[Bounds]:
     """Cut into boxes that each span at most ``limit`` elements, in address order.
 
     Args:
-        whole: What to cut; yields nothing when it is empty.
+        whole: The box to cut; yields nothing when it is empty.
         limit: Longest span in elements, at least 1.
         skip: Gaps of at least this many elements inside a box are cut out.
 
@@ -120,7 +120,7 @@ def cut(whole: Ordered, *, limit: int, skip: int) -> Iterator[Bounds]:
 
 
 def _level(whole: Ordered, limit: int, skip: int) -> tuple[int, int]:
-    """In which dim to cut and how many of its indices go together; dim -1 when nothing is cut."""
+    """Return the dim to cut and the number of its indices per box; dim -1 when nothing is cut."""
     shape, strides = whole.shape, whole.strides
     dims = range(len(shape))
     inner = [span(shape[d + 1 :], strides[d + 1 :]) for d in dims]
@@ -136,12 +136,12 @@ def _level(whole: Ordered, limit: int, skip: int) -> tuple[int, int]:
 
 
 def lead_stride(view: View) -> int:
-    """The largest stride of a view's dims, those of length 1 apart; 0 where there is none."""
+    """Return the largest stride of a view's dims longer than 1; 0 if there are none."""
     return max((t for n, t in zip(view.shape, view.strides, strict=True) if n > 1), default=0)
 
 
 def shard_run(view: View, box: Bounds, shard: tuple[int, ...]) -> tuple[int, int]:
-    """Longest run of ``box`` that is contiguous in the file and in a C-ordered buffer of shape ``shard``."""
+    """Return the longest run of ``box`` contiguous in the file and in a C-ordered buffer of shape ``shard``."""
     ordered = Ordered.of(view, box)
     strides = c_strides(shard)
     return run(ordered.shape, ordered.strides, tuple(strides[d] for d in ordered.order))

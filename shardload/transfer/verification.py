@@ -1,7 +1,7 @@
-"""What a transfer does to use only bytes that are as they were saved, where a checkpoint has digests.
+"""Verify the bytes of a transfer, if the checkpoint has digests.
 
-Staged and packed blocks come from units that were checked as they were read (`verified_reads`). What cannot is
-checked by a read of its own first: decoded tensors, and everything under a budget that has no room for whole units.
+Staged and packed blocks come from units that are verified as they are read (`verified_reads`). Everything else is
+verified by a separate read first: decoded tensors, and all blocks if the budget has no room for whole units.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from shardload.transfer.verified_reads import VerifiedReads
 from shardload.transfer.verifier import Verifier
 
 VERIFIED_BUDGET_BYTES = 4 * UNIT_BYTES
-"""From here on there is room for units; a smaller budget has what it reads read once more to be checked."""
+"""Smallest budget with room for units; with less, bytes are read a second time to verify them."""
 
 
 _READ_HERE = ("staged", "packed")
-"""Ways to move a block that pass its bytes through scratch memory."""
+"""Block kinds whose bytes pass through scratch memory."""
 
 
 class TransferVerification:
-    """The checks of one transfer.
+    """The verification of one transfer.
 
     Args:
-        verifier: Knows the digests.
-        plan: What will be read.
+        verifier: Compares units with their digests.
+        plan: The blocks to read.
     """
 
     def __init__(self, verifier: Verifier, plan: LoadPlan) -> None:
@@ -41,11 +41,11 @@ class TransferVerification:
 
     @property
     def thread_bytes(self) -> int:
-        """Memory each thread takes for them."""
+        """Memory that verification takes per thread."""
         return UNIT_BYTES if self.plan.host_memory_bytes >= VERIFIED_BUDGET_BYTES else 0
 
     def begin(self, threads: int) -> int:
-        """Get ready for so many threads; returns the bytes of memory all of them share."""
+        """Prepare for ``threads`` threads; return the bytes of memory they share."""
         staged = (block for block in self.plan.blocks if block.how in _READ_HERE)
         if reads_remote(self.plan.files):
             return self._begin_remote(staged, threads)
@@ -67,15 +67,15 @@ class TransferVerification:
         return limit
 
     def close(self) -> None:
-        """Give up what is still being fetched."""
+        """Cancel requests in flight."""
         if isinstance(self.verified, AheadReads):
             self.verified.close()
 
     def before(self, block: Block, tensor: Tensor) -> None:
-        """Called before a block is read.
+        """Verify a block before it is read, unless it is verified while it is read.
 
         Raises:
-            DamagedError: When its bytes are not those that were saved.
+            DamagedError: When its bytes do not match their digest.
         """
         if isinstance(tensor.storage, Decoded):
             check_tensor(self.verifier, tensor)
@@ -83,12 +83,12 @@ class TransferVerification:
             _check(self.verifier, block.path, block.offset, block.read_bytes)
 
     def after(self, block: Block) -> None:
-        """Called when it was moved."""
+        """Release what was kept for a block that has been moved."""
         if self.verified is not None and self._is_verified(block):
             self.verified.release(block)
 
     def read_bytes(self) -> int:
-        """Bytes read from files so far, in a transfer that is done."""
+        """Bytes read from files; call it after the transfer."""
         used = sum(block.read_bytes for block in self.plan.blocks if not self._is_verified(block))
         return used + self.verifier.bytes_checked - self._before
 
@@ -97,10 +97,10 @@ class TransferVerification:
 
 
 def check_tensor(verifier: Verifier, tensor: Tensor) -> None:
-    """Check everything a tensor is read from; of a decoded one, whole files.
+    """Verify everything a tensor is read from; for a decoded tensor, whole files.
 
     Raises:
-        DamagedError: When it is not what was saved.
+        DamagedError: When a digest does not match.
     """
     if isinstance(tensor.storage, Decoded):
         for path in tensor.storage.reader.paths:
@@ -111,6 +111,6 @@ def check_tensor(verifier: Verifier, tensor: Tensor) -> None:
 
 
 def _check(verifier: Verifier, path: str, offset: int, n_bytes: int) -> None:
-    """What has no bytes of its own is kept in the headers, somewhere in that file."""
+    """Verify a range; an empty tensor is stored in the headers, somewhere in that file."""
     start, stop = (offset, offset + n_bytes) if n_bytes else (0, file_access.size_of(path))
     verifier.check(path, start, stop)

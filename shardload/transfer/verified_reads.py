@@ -1,13 +1,13 @@
-"""Reads of a step that are checked on the way, each MiB read once.
+"""Reads of a step that are verified on the way, each MiB read once.
 
 A digest covers a MiB of a file (a *unit*), and blocks end where rows end, so neighbours share a unit. The first block
-that comes to it reads and checks it whole; it is kept until the last block that has a part in it is done::
+that needs a unit reads and verifies all of it; the unit is kept until the last block that overlaps it is done::
 
     file     |────unit────|────unit────|────unit────|
     blocks   [  block 0     )[ 1 )[  block 2       )
                           └ read, checked, kept for blocks 0, 1 and 2
 
-Nothing reaches a shard before the unit it comes from was found to be as saved.
+Nothing reaches a shard before its unit has been verified.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from shardload.transfer.scratch import Flat
 from shardload.transfer.verifier import Verifier
 
 Unit = tuple[str, int]
-"""A file and the number of one of its units."""
+"""A file and a unit's number in it."""
 
 
 class VerifiedReads:
-    """Where the threads of one transfer get checked bytes from.
+    """Source of verified bytes for the threads of one transfer.
 
     Args:
-        verifier: Knows the digests.
-        blocks: All that will be read from files, each given back with `release` once.
-        kept_units: Most units kept for blocks to come; a unit that finds no room is read again.
+        verifier: Compares units with their digests.
+        blocks: All blocks to read from files, each passed to `release` once.
+        kept_units: Most units kept for later blocks; a unit that does not fit is read again.
     """
 
     def __init__(self, verifier: Verifier, blocks: Iterable[Block], *, kept_units: int) -> None:
@@ -50,10 +50,10 @@ class VerifiedReads:
         self._own = threading.local()
 
     def fill(self, flat: Flat, n_bytes: int, *, path: str, offset: int) -> None:
-        """Put ``n_bytes`` of a file that start at ``offset`` into scratch, from its beginning.
+        """Copy ``n_bytes`` of a file, from ``offset`` on, to the start of scratch.
 
         Raises:
-            DamagedError: When a unit they lie in is not as it was saved; names step, file and offset.
+            DamagedError: When a unit does not match its digest; names step, file and offset.
             TransferError: When the file cannot be read.
         """
         at = 0
@@ -61,7 +61,7 @@ class VerifiedReads:
             unit, skip = divmod(offset + at, UNIT_BYTES)
             part = self._unit((path, unit))[skip : skip + n_bytes - at]
             if not part.size:
-                self.verifier.check(path, offset, offset + n_bytes)  # it ends early: says so
+                self.verifier.check(path, offset, offset + n_bytes)  # raises: the file ends early
             put(flat, at, part)
             at += part.size
 
@@ -86,7 +86,7 @@ class VerifiedReads:
                 promise = self._kept[unit] = Future()
                 into = self._spare.pop() if self._spare else None
         if known is not None:
-            return known.result()  # the thread that promised it reads it without waiting for others
+            return known.result()  # safe to wait: the thread that reads it never waits for others
         if promise is None:
             return self._read_own(unit)
         try:
@@ -111,7 +111,7 @@ class VerifiedReads:
 
 
 def units_of(block: Block) -> Iterator[Unit]:
-    """The units a block lies in; none of a decoded one."""
+    """Yield the units a block overlaps; none for a decoded block."""
     if block.how != "decoded" and block.read_bytes:
         last = (block.offset + block.read_bytes - 1) // UNIT_BYTES
         for number in range(block.offset // UNIT_BYTES, last + 1):
@@ -119,7 +119,7 @@ def units_of(block: Block) -> Iterator[Unit]:
 
 
 def put(flat: Flat, at: int, data: NDArray[Any]) -> None:
-    """Bytes into scratch, ``at`` bytes after its first, its rows spaced out as they are."""
+    """Copy bytes into scratch, ``at`` bytes after its first, with its row spacing."""
     itemsize = flat.dtype.itemsize
     row, pitch = flat.row * itemsize, flat.pitch * itemsize
     if not row:

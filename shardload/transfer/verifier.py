@@ -1,4 +1,4 @@
-"""What a transfer is given to use only bytes that are as they were saved: this protocol, and no format of digests."""
+"""The protocol through which a transfer verifies bytes, independent of the format of digests."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from typing import Protocol
 
 
 class Verifier(Protocol):
-    """Knows digests of a checkpoint's files, one for each unit of `shardload.stores.file_access.UNIT_BYTES`.
+    """Digests of a checkpoint's files, one for each unit of `shardload.stores.file_access.UNIT_BYTES`.
 
-    Any number of threads may share one. `shardload.steps.digests.Checker` is that of our training steps.
+    Threads may share one. `shardload.steps.digests.Checker` implements it for training steps.
     """
 
     bytes_checked: int
     """Bytes read and compared so far."""
 
     def check(self, path: str | os.PathLike[str], start: int, stop: int) -> None:
-        """Return once every unit that meets bytes ``[start, stop)`` of a file is known to be as saved.
+        """Return once every unit that overlaps bytes ``[start, stop)`` of a file has been verified.
 
         Raises:
-            DamagedError: When one is not; names step, file and offset.
+            DamagedError: When a digest does not match; names step, file and offset.
             TransferError: When the file cannot be read.
         """
         ...
 
     def read_unit(self, path: str | os.PathLike[str], unit: int, into: memoryview) -> int:
-        """Read one unit of a file into ``into`` and compare it; return its length, 0 past the end of the file.
+        """Read one unit of a file into ``into`` and verify it; return its length, 0 past the end of the file.
 
         Raises:
-            DamagedError: When it is not as saved; names step, file and offset.
+            DamagedError: When its digest does not match; names step, file and offset.
             TransferError: When the file cannot be read.
         """
         ...
 
     def units_by_file(self) -> Mapping[str, Sequence[str]]:
-        """The digest of each unit, by the file's name within the checkpoint."""
+        """Return the digest of each unit, by the file's name within the checkpoint."""
         ...
 
 

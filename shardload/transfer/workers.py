@@ -1,12 +1,12 @@
-"""Worker threads whose caller sleeps until there is something worth waking up for.
+"""Worker threads that wake their caller only when enough jobs have finished.
 
-The caller competes with its workers for cores, so it says how many jobs must have ended before it wants to know; by
-itself that made no difference that could be measured. The threads are started before there is work: starting one while
+The caller competes with its workers for cores, so it states how many jobs must finish before it wakes; alone,
+that made no measurable difference. The threads start before there is work: starting one while
 another touches fresh memory took 3 ms, a tenth of reading 300 MB.
 
-Ctrl-C may strike the caller between any two instructions. Where that is inside `threading.Condition`, or an executor or
-event made of it, its lock stays taken and a worker waits for it for ever. So everything shared is of C: queues, a
-deque, plain attributes.
+Ctrl-C may interrupt the caller between any two instructions. Inside `threading.Condition`, or an executor or
+event built on it, that leaves its lock taken, and a worker waits for it forever. So all shared objects are
+implemented in C: queues, a deque, plain attributes.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ MAX_THREADS = 8
 
 
 def default_threads() -> int:
-    """Cores this process may use, at most `MAX_THREADS`."""
+    """Return the cores this process may use, at most `MAX_THREADS`."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, MAX_THREADS)
 
 
 @dataclass(frozen=True, slots=True)
 class Ended(Generic[T]):
-    """A job that is over."""
+    """A finished job."""
 
     job: Any
-    """What it was handed out as."""
+    """The ``job`` it was submitted with."""
     result: T | None
     error: BaseException | None
 
 
 class Crew(Generic[T]):
-    """Some threads that do jobs in the order they are handed out.
+    """Threads that run jobs in the order of submission.
 
     Args:
-        threads: How many.
+        threads: Number of threads.
     """
 
     def __init__(self, threads: int) -> None:
         self.in_flight = 0
-        """Jobs that were handed out and not yet taken back."""
+        """Jobs submitted and not yet collected."""
         self._table = _Table[T]()
         self._dismiss = weakref.finalize(self, self._table.jobs.put, None)
         self._threads = [
@@ -65,7 +65,7 @@ class Crew(Generic[T]):
             raise
 
     def hand_out(self, job: Any, work: Callable[[], T]) -> None:
-        """Have one of the threads do ``work``; ``job`` names it."""
+        """Run ``work`` on one of the threads; ``job`` identifies it."""
         self.in_flight += 1
         self._table.jobs.put((job, work))
 
@@ -73,7 +73,7 @@ class Crew(Generic[T]):
         """Return finished jobs in completion order.
 
         Args:
-            at_least: How many to wait for; fewer are returned if no more are left, or one failed.
+            at_least: Number of jobs to wait for; fewer are returned if fewer remain, or if one failed.
         """
         table = self._table
         table.wanted = max(1, min(at_least, self.in_flight))
@@ -84,7 +84,7 @@ class Crew(Generic[T]):
         return found
 
     def close(self) -> None:
-        """Wait for the threads; what they had not begun is dropped."""
+        """Wait for the threads; drop jobs that have not started."""
         self._table.closed = True
         self._dismiss()
         for thread in self._threads:
@@ -93,14 +93,14 @@ class Crew(Generic[T]):
 
 
 class _Table(Generic[T]):
-    """What the threads see. They do not hold the crew, so one that is forgotten dismisses them."""
+    """State shared by the threads. They do not refer to the crew, so a garbage-collected crew stops them."""
 
     def __init__(self) -> None:
         self.jobs: queue.SimpleQueue[tuple[Any, Callable[[], T]] | None] = queue.SimpleQueue()
-        """``None`` says that there is nothing more to do."""
+        """``None``: no more jobs."""
         self.ended: deque[Ended[T]] = deque()
         self.bell: queue.SimpleQueue[None] = queue.SimpleQueue()
-        """Rung when there is something to look at; now and then once too often."""
+        """Signals that the caller should look; sometimes once too often."""
         self.wanted = 1
         self.failed = self.closed = False
 
@@ -109,7 +109,7 @@ class _Table(Generic[T]):
             if not self.closed:
                 self._do(*task)
             del task  # it holds memory of shards
-        self.jobs.put(None)  # for the next
+        self.jobs.put(None)  # stops the next thread
 
     def _do(self, job: Any, work: Callable[[], T]) -> None:
         result: T | None = None
@@ -119,5 +119,5 @@ class _Table(Generic[T]):
         except BaseException as error:
             failure, self.failed = error, True
         self.ended.append(Ended(job, result, failure))
-        if self.failed or len(self.ended) >= self.wanted:  # appended first: the caller looks after it has said
+        if self.failed or len(self.ended) >= self.wanted:  # appended first: the caller checks after setting `wanted`
             self.bell.put(None)
