@@ -1,1 +1,1 @@
-"""Steps of a training run on disk: published whole, checked byte by byte, listed, removed. No JAX in here."""
+"""Training steps on disk: published atomically, checked by digest, listed and removed. Never imports JAX."""

@@ -1,7 +1,7 @@
-"""Checks the parts of a step that a read touches: each MiB unit once, whichever thread comes first.
+"""Check the parts of a step that are read: each MiB unit once, by the thread that needs it first.
 
                 start          stop
-|----unit----|--[-unit-----|--]-unit----|     the read meets two units: both are checked, whole
+|----unit----|--[-unit-----|--]-unit----|     the range overlaps two units: both are checked as a whole
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardload.stores import file_access
 from shardload.stores.file_access import UNIT_BYTES
 
 PIECE_BYTES = 128 << 10
-"""What `Checker.check` reads at a time: it stays in L2, and is small compared with any budget."""
+"""Bytes per read in `Checker.check`: fits into the L2 cache and is small compared with any budget."""
 
 
 def _close_all(files: dict[str, file_access.File]) -> None:
@@ -38,15 +38,15 @@ def _close_all(files: dict[str, file_access.File]) -> None:
 
 
 class Checker:
-    """Checks the parts of a step that are read, each MiB at most once. Any number of threads may share one.
+    """Checks the parts of a step that are read, each MiB at most once. Thread-safe.
 
     Args:
         folder: The step's folder.
-        shown: What to call it in messages, if not by its path.
+        shown: The name of the step in messages; the folder's path by default.
 
     Raises:
-        SourceNotFoundError: When it has no digests.
-        DamagedError: When its digests are not what was written.
+        SourceNotFoundError: If the step has no digests.
+        DamagedError: If ``digests.json`` is damaged.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, shown: str | None = None) -> None:
@@ -62,14 +62,14 @@ class Checker:
 
     @classmethod
     def of_step(cls, folder: str | os.PathLike[str]) -> Checker:
-        """A checker that has seen to names, sizes and all files of at most a MiB; the rest is checked as it is read.
+        """Open a step; check its names, sizes and files up to 1 MiB. Larger files are checked as they are read.
 
         Raises:
-            DamagedError: Naming the first damage; also when the digests are gone, or the folder has the number of
+            DamagedError: At the first damage; also if the digests are missing, or if the folder is named after
                 another step.
         """
         if (mirror := file_access.mirror_of(folder)) is not None:
-            return cast(Checker, mirror.checker)  # what is there was checked when it was fetched
+            return cast(Checker, mirror.checker)  # files in the mirror were checked when they were fetched
         try:
             found = cls(folder)
         except SourceNotFoundError as error:
@@ -85,22 +85,22 @@ class Checker:
         return found
 
     def check(self, path: str | os.PathLike[str], start: int, stop: int) -> None:
-        """Return once every MiB that meets ``[start, stop)`` of a file is known to be as saved.
+        """Return once every MiB that overlaps ``[start, stop)`` of a file is verified.
 
         Args:
-            path: The file: relative to the step's folder, or absolute inside it.
+            path: The file: relative to the step's folder, or absolute within it.
             start: First byte.
             stop: One past the last byte.
 
         Raises:
-            DamagedError: When they are not; names step, file and offset. Raised again on every later call.
-            TransferError: When the file cannot be read.
+            DamagedError: If the bytes differ from the saved ones; names step, file and offset. Later calls repeat it.
+            TransferError: If the file cannot be read.
         """
         name = self._relative(path)
         size = self._expected(name).n_bytes
         if not 0 <= start <= stop <= size:
             raise self._damaged(Damage(name, f"was asked for up to byte {stop}, but was saved with {size} bytes"))
-        if start == stop or file_access.is_remote(self._real / name):  # what a store gives is checked when it comes
+        if start == stop or file_access.is_remote(self._real / name):  # remote reads are checked when they arrive
             return
         file = self._open(name)
         wanted = range(start // UNIT_BYTES, (stop - 1) // UNIT_BYTES + 1)
@@ -111,19 +111,19 @@ class Checker:
             done.result()
 
     def read_unit(self, path: str | os.PathLike[str], unit: int, into: memoryview) -> int:
-        """Read one unit of a file and check what was read.
+        """Read one unit of a file and check the bytes.
 
         Args:
             path: The file, as for `check`.
-            unit: Which MiB, from 0.
-            into: Room for a MiB.
+            unit: The index of the unit, counted from 0.
+            into: A buffer of at least 1 MiB.
 
         Returns:
-            How many bytes it has: a MiB, fewer at the end of the file, none beyond it.
+            The size of the unit in bytes: 1 MiB, less at the end of the file, 0 past the end.
 
         Raises:
-            DamagedError: When they are not what was saved; names step, file and offset.
-            TransferError: When the file cannot be read.
+            DamagedError: If the bytes differ from the saved ones; names step, file and offset.
+            TransferError: If the file cannot be read.
         """
         name = self._relative(path)
         first, last = self._span(name, unit)
@@ -137,38 +137,38 @@ class Checker:
         return last - first
 
     def check_data(self, name: str, unit: int, data: memoryview) -> None:
-        """Compare bytes that were read with the digest of their unit; ``name`` is relative to the step's folder.
+        """Compare the bytes of a unit with its digest; ``name`` is relative to the step's folder.
 
         Raises:
-            DamagedError: When they are not what was saved.
+            DamagedError: If they differ.
         """
         running = hasher()
         running.update(data)
         self._settled(name, unit, running.hexdigest())
 
     def units_by_file(self) -> dict[str, tuple[str, ...]]:
-        """The digest of each unit, by the file's name within the step."""
+        """Return the digests of all units, by file name relative to the step's folder."""
         return {name: digest.units for name, digest in self.digests.files.items()}
 
     def wrong_size(self, name: str, *, found: int | None = None) -> DamagedError:
-        """The error for a file that turned out shorter than it was."""
+        """Return the error for a file that is shorter than it was saved."""
         expected = self._expected(name).n_bytes
         if found is not None:
             return self._damaged(size_damage(name, found, expected, ""))
         return self._damaged(Damage(name, f"was truncated: it was saved with {expected} bytes, and has fewer"))
 
     def missing(self, name: str) -> DamagedError:
-        """The error for a file that is not there."""
+        """Return the error for a missing file."""
         return self._damaged(Damage(name, "is missing"))
 
     def check_whole(self, path: str | os.PathLike[str]) -> None:
-        """`check` all of a file; an empty one must be empty still."""
+        """`check` a whole file; an empty file must still be empty."""
         name = self._relative(path)
         self._open(name)
         self.check(name, 0, self._expected(name).n_bytes)
 
     def close(self) -> None:
-        """Close the files, as the last reference to the checker does too; it can be used again."""
+        """Close all open files, as garbage collection does. The checker stays usable and reopens files as needed."""
         with self._lock:
             _close_all(self._files)
 
@@ -213,7 +213,7 @@ class Checker:
             return file
 
     def _claim(self, name: str, wanted: range) -> tuple[list[tuple[int, Future[None]]], list[Future[None]]]:
-        """Units this thread must check now, and those another one has or had in hand."""
+        """Return the units that this thread must check, and the futures of units that other threads claimed before."""
         mine: list[tuple[int, Future[None]]] = []
         others: list[Future[None]] = []
         with self._lock:
@@ -227,11 +227,11 @@ class Checker:
         return mine, others
 
     def _settle(self, done: Future[None], name: str, unit: int, *, file: file_access.File) -> None:
-        """Check one unit and let everyone who waits for it know."""
+        """Check one unit and pass the result to all threads that wait for it."""
         try:
             self._check_unit(name, unit, file=file)
         except BaseException as error:
-            if not isinstance(error, DamagedError):  # a failed read says nothing about the bytes: let others try
+            if not isinstance(error, DamagedError):  # a failed read does not prove damage: let other threads retry
                 with self._lock:
                     self._units.pop((name, unit), None)
             done.set_exception(error)

@@ -1,9 +1,9 @@
-"""Which step to take where the one that was asked for is damaged, and how its error says so.
+"""Choose a step to use instead of a damaged one, and word the advice for the error message.
 
-    step="latest", a number    the newest good step before it
-    step="best"                the best good one of the others, ranked as `find_step` ranks them
+    step="latest", a number    the newest undamaged step before the damaged one
+    step="best"                the best undamaged other step, as ranked by `find_step`
 
-A step on this machine is read to its end before it is called good; of remote ones only the listing is read.
+A local step is read completely before it counts as undamaged; for remote steps only the listing is read.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ Which = int | Literal["latest", "best"]
 
 @dataclass(frozen=True, slots=True)
 class WayOut:
-    """What to do about a damaged step. JSON, so that process 0 can tell the others."""
+    """The advice about a damaged step. Serializable as JSON, so that process 0 can send it to the other processes."""
 
     step: int | None
-    """What ``fallback="previous"`` takes, if there is such a step."""
+    """The step that ``fallback="previous"`` restores, if any."""
     sentence: str
 
 
 def way_out(directory: str | os.PathLike[str], which: Which, *, bad: StepInfo | None, tried: Collection[int]) -> WayOut:
-    """Find a step to take in place of a damaged one.
+    """Find a step to use instead of a damaged one.
 
     Args:
-        directory: The folder of the steps, or its address.
-        which: What was asked for, as for `find_step`.
-        bad: The step that is damaged; None where damage hides which one is the best.
-        tried: The numbers of all steps that turned out to be damaged.
+        directory: The folder or URL of the steps.
+        which: The requested step, as for `find_step`.
+        bad: The damaged step; ``None`` if damage hides which step is the best.
+        tried: The numbers of all steps already found to be damaged.
     """
     if bad is not None and bad.url is not None and not knows_others(str(directory), bad):
         return WayOut(None, "No other step is known there; restore one by its address, if there is one.")
@@ -61,5 +61,5 @@ def _take(found: StepInfo, rank: str) -> WayOut:
 
 
 def _first_good(steps: Iterable[StepInfo]) -> StepInfo | None:
-    """The first undamaged step; of remote ones, which are not read to the end for that, the first that seems so."""
+    """Return the first undamaged step; remote steps are not read completely, so for them the listing decides."""
     return next((s for s in steps if s.problems is None and (s.url is not None or not verify(s.path))), None)

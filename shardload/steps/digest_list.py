@@ -1,12 +1,12 @@
-"""The list of digests of a step: how it is made, written, read and compared with the names on disk.
+"""Compute, write and read the digests of a step, and compare them with the files on disk.
 
     7/pytree/ocdbt.process_0/d/ab12    |--1 MiB--|--1 MiB--|--1 MiB--|-rest-|
-    7/shardload/digests.json            "9f3c…"   "01aa…"   "77de…"   "c0de…"   and the size; and one of itself
+    7/shardload/digests.json            "9f3c…"   "01aa…"   "77de…"   "c0de…"   plus each size, and its own digest
 
-It is written last and read first. A path in ``digests.json`` is somebody else's word: it may not leave the folder, and
-a symbolic link in a step is damage.
+``digests.json`` is written last and read first. Its paths are untrusted input: a path that leaves the folder is
+refused, and a symbolic link in a step counts as damage.
 
-xxh3 finds accidents (flipped bits, lost blocks, stale sectors), not forgeries: it is not a cryptographic hash.
+xxh3 detects accidents (flipped bits, lost blocks, stale sectors), not tampering: it is not a cryptographic hash.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ OWN_FOLDER = "shardload"
 DIGESTS_FILE = f"{OWN_FOLDER}/digests.json"
 
 READ_UNITS = 8
-"""Units read in one go: 8 MiB amortise the system call and stay within a core's cache share."""
+"""Units per read: 8 MiB amortize the system call and fit into a core's share of the cache."""
 TASK_UNITS = 64
-"""Units per task: large files are spread over the threads, small ones cost one task each."""
+"""Units per task: a large file is split over the threads, a small file is one task."""
 THREADS = 4
-"""xxh3 does tens of GiB/s on one core; the threads hide the latency of reading."""
+"""xxh3 hashes tens of GiB/s on one core; more threads hide the latency of reads."""
 
 _HEX = re.compile(r"[0-9a-f]{16}")
 
 
 @dataclass(frozen=True, slots=True)
 class FileDigest:
-    """What one file held when it was saved."""
+    """The size and the digests of one file at the time it was saved."""
 
     n_bytes: int
     units: tuple[str, ...]
-    """xxh3-64 in hexadecimal of each MiB, the last one shorter; none for an empty file."""
+    """xxh3-64 of each MiB, in hexadecimal; the last unit may be shorter. An empty file has no units."""
 
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """One thing that is wrong with a step."""
+    """One defect of a step."""
 
     path: str
     """The file, relative to the step's folder."""
     what: str
-    """A phrase that goes on after the file's name."""
+    """A phrase that continues the sentence after the file's name."""
     offset: int | None = None
-    """Where in the file, in bytes; None when it is about the whole file."""
+    """The position in the file in bytes; ``None`` if the damage concerns the whole file."""
     step: str = ""
     """The name of the step's folder."""
 
@@ -67,7 +67,7 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class DigestTask:
-    """Some units of one file."""
+    """A run of units of one file that one thread digests."""
 
     path: str
     first: int
@@ -76,22 +76,22 @@ class DigestTask:
 
 @dataclass(frozen=True, slots=True)
 class Digests:
-    """The digests of every file of a step, except of ``shardload/digests.json`` itself."""
+    """The digests of all files of a step except ``shardload/digests.json`` itself."""
 
     files: Mapping[str, FileDigest]
     """By path relative to the step's folder, with ``/``."""
 
     @classmethod
     def compute(cls, folder: str | os.PathLike[str], *, of: Callable[[str], bool] | None = None) -> Digests:
-        """Digests of what lies in ``folder`` now, by reading it back.
+        """Compute the digests of the files in ``folder`` by reading them.
 
         Args:
             folder: The step's folder.
-            of: Which files, by name; all by default.
+            of: Selects files by name; all files by default.
 
         Raises:
-            SourceError: When something in it is not a regular file.
-            OSError: When it cannot be read.
+            SourceError: If the folder contains something that is not a regular file.
+            OSError: If a file cannot be read.
         """
         tree = scan(folder)
         for name, what in tree.others.items():
@@ -101,7 +101,7 @@ class Digests:
         pieces = [piece for name, size in sizes.items() for piece in pieces_of(name, size)]
         units: dict[str, list[str]] = {name: [] for name in sizes}
         with ThreadPoolExecutor(THREADS, thread_name_prefix="shardload-digest") as pool:
-            # map keeps the order, so the pieces of a file arrive from its start to its end
+            # map keeps the order, so the pieces of a file arrive in file order
             for piece, found in zip(
                 pieces, pool.map(lambda p: digest_piece(folder, p, sizes[p.path]), pieces), strict=True
             ):
@@ -109,10 +109,10 @@ class Digests:
         return cls({name: FileDigest(size, tuple(units[name])) for name, size in sizes.items()})
 
     def write(self, folder: str | os.PathLike[str]) -> None:
-        """Write ``shardload/digests.json``: wholly or not at all, and flushed to disk.
+        """Write ``shardload/digests.json`` atomically and flush it to disk.
 
         Raises:
-            OSError: When it cannot be written.
+            OSError: If it cannot be written.
         """
         target = Path(folder, DIGESTS_FILE)
         target.parent.mkdir(exist_ok=True)
@@ -124,11 +124,11 @@ class Digests:
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str]) -> Digests:
-        """The digests a step was saved with, proved by their own digest.
+        """Read the digests of a step and check them against their own digest.
 
         Raises:
-            SourceNotFoundError: When the folder has none, so it is not a shardload step.
-            DamagedError: When they are not what was written.
+            SourceNotFoundError: If the folder has no digests, so it is not a shardload step.
+            DamagedError: If ``digests.json`` is damaged.
         """
         path = Path(folder, DIGESTS_FILE)
         if path.is_symlink() or path.parent.is_symlink():
@@ -147,10 +147,10 @@ class Digests:
         return cls(_parse_files(body, folder))
 
     def check_names(self, folder: str | os.PathLike[str]) -> list[Damage]:
-        """What is missing, unexpected or of another size, without reading any file.
+        """Return missing files, unexpected files and files of the wrong size, without reading any data.
 
         Raises:
-            OSError: When a folder of the step cannot be listed.
+            OSError: If a folder of the step cannot be listed.
         """
         return name_damage(self, scan(folder), step_name(folder))
 
@@ -160,12 +160,12 @@ class Digests:
 
 
 def step_name(folder: str | os.PathLike[str]) -> str:
-    """The name of a step's folder, symbolic links resolved."""
+    """Return the name of a step's folder, with symbolic links resolved."""
     return Path(os.path.realpath(folder)).name
 
 
 def hasher() -> Any:
-    """An xxh3-64 hash to feed."""
+    """Return a new xxh3-64 hash object."""
     import xxhash
 
     return xxhash.xxh3_64()
@@ -182,14 +182,14 @@ def _canonical(body: Mapping[str, Any]) -> bytes:
 
 
 def pieces_of(name: str, size: int) -> Iterator[DigestTask]:
-    """A file of ``size`` bytes in pieces of at most `TASK_UNITS` units."""
+    """Split a file of ``size`` bytes into tasks of at most `TASK_UNITS` units."""
     total = -(-size // UNIT_BYTES)
     for first in range(0, total, TASK_UNITS):
         yield DigestTask(name, first, min(TASK_UNITS, total - first))
 
 
 def digest_piece(folder: str | os.PathLike[str], piece: DigestTask, size: int) -> list[str]:
-    """The digest of each unit of a piece, reading a few units at a time."""
+    """Return the digest of each unit of a piece; `READ_UNITS` are read at a time."""
     path = Path(folder, piece.path)
     found: list[str] = []
     stop = min((piece.first + piece.count) * UNIT_BYTES, size)
@@ -203,7 +203,7 @@ def digest_piece(folder: str | os.PathLike[str], piece: DigestTask, size: int) -
 
 
 def name_damage(digests: Digests, tree: FileTree, step: str) -> list[Damage]:
-    """Files that are missing, unexpected, or of another size than was saved."""
+    """Return missing files, unexpected files and files whose size differs from the saved one."""
     damage = [
         Damage(name, f"is unexpected: {what}, which no step holds", None, step) for name, what in tree.others.items()
     ]
@@ -233,7 +233,7 @@ def flip_damage(name: str, first: int, last: int, step: str) -> Damage:
 
 
 def _bad_list(folder: str | os.PathLike[str], why: str | SourceError) -> DamagedError:
-    """What is wrong with ``digests.json``; a `SourceError` names the file already."""
+    """Build the error for a bad ``digests.json``; a `SourceError` already names the file."""
     where = "" if isinstance(why, SourceError) else f"{Path(folder, DIGESTS_FILE)}: "
     return DamagedError(
         f"Step {step_name(folder)} is damaged: {where}{why}. Without its digests nothing in the step can be checked; "

@@ -1,7 +1,7 @@
-"""Digests of a step: one xxh3-64 per MiB of every file, so that each byte read back can be checked.
+"""Digests of a step: one xxh3-64 per MiB of every file, so that every byte can be checked when it is read.
 
-`Digests` is the whole list (``shardload/digests.json``), written last and read first. `verify` reads a step from end to
-end; a `Checker` checks just the MiB units that a partial read touches, each once.
+`Digests` is the list of them (``shardload/digests.json``), written last and read first. `verify` reads a whole
+step; a `Checker` checks only the MiB units that a partial read overlaps, each once.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ __all__ = ["DIGESTS_FILE", "OWN_FOLDER", "UNIT_BYTES", "Checker", "Damage", "Dig
 
 
 def verify(folder: str | os.PathLike[str], *, progress: Callable[[int], None] | None = None) -> list[Damage]:
-    """Read all of a shardload step and list its damage; an empty list means it is as it was saved.
+    """Read a whole shardload step and return its damage; an empty list means that the step is intact.
 
     Args:
         folder: The step's folder.
-        progress: Called in this thread with the number of bytes checked since the last call.
+        progress: Called in this thread with the number of bytes checked since the previous call.
 
     Raises:
-        SourceNotFoundError: When there is no such folder.
+        SourceNotFoundError: If the folder does not exist.
     """
     if not Path(folder).is_dir():
         raise SourceNotFoundError(f"There is no step folder {os.fspath(folder)}")
@@ -51,7 +51,7 @@ def verify(folder: str | os.PathLike[str], *, progress: Callable[[int], None] | 
     try:
         digests = Digests.read(folder)
         damage = name_damage(digests, scan(folder), step) if mirror is None else mirror.name_damage()
-    except TransferError:  # a store that does not answer says nothing about the step
+    except TransferError:  # a store that does not respond says nothing about the step
         raise
     except ShardloadError as error:
         return [Damage(DIGESTS_FILE, f"cannot be trusted: {error}", step=step)]

@@ -1,7 +1,7 @@
-"""The files below a folder, as they lie there: no symbolic link is ever followed.
+"""List the files below a folder without following symbolic links, and flush them to disk.
 
-A step holds regular files in folders and nothing else, so everything that is neither is listed apart, for
-the caller to refuse. Order is by name: what is written from it does not depend on the file system.
+A step consists of regular files and folders only. Everything else is listed separately, for the caller to
+refuse. Names are sorted, so the result does not depend on the file system.
 """
 
 from __future__ import annotations
@@ -13,33 +13,33 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SYNC_THREADS = 8
-"""`fsync` waits for the disk, not for a core: a few at once let the disk order them."""
+"""`fsync` waits for the disk, not for the CPU; concurrent calls let the disk reorder the writes."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileTree:
-    """What lies below a folder; names are relative to it, with ``/`` between their parts."""
+    """The content of a folder; names are relative to the folder, separated by ``/``."""
 
     files: dict[str, int]
     """Regular files and their sizes in bytes."""
 
     folders: tuple[str, ...]
-    """Folders, each before those in it; without the folder itself."""
+    """Subfolders, parents first; without the folder itself."""
 
     others: dict[str, str]
-    """Symbolic links, pipes, sockets and devices, and what each is."""
+    """Symbolic links, pipes, sockets and devices, each with a description of its kind."""
 
     @property
     def n_bytes(self) -> int:
-        """All files together."""
+        """The total size of all files."""
         return sum(self.files.values())
 
 
 def scan(folder: str | os.PathLike[str]) -> FileTree:
-    """Everything below ``folder``.
+    """List everything below ``folder``.
 
     Raises:
-        OSError: When a folder cannot be listed.
+        OSError: If a folder cannot be listed.
     """
     files: dict[str, int] = {}
     folders: list[str] = []
@@ -63,15 +63,15 @@ def scan(folder: str | os.PathLike[str]) -> FileTree:
 
 
 def is_empty(path: Path) -> bool:
-    """Whether it is a folder with nothing in it, and no link to one."""
+    """Whether ``path`` is an empty folder and not a symbolic link."""
     return path.is_dir() and not path.is_symlink() and next(path.iterdir(), None) is None
 
 
 def sync(path: str | os.PathLike[str]) -> None:
-    """Make a file's bytes, or a folder's list of names, survive a power loss.
+    """Flush a file's data, or a folder's directory entries, so that they survive a power loss.
 
     Raises:
-        OSError: When the disk could not take them; the data is then not safe, even if a later call succeeds.
+        OSError: If the disk rejects the data; then it is not safe, even if a later call succeeds.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
@@ -81,13 +81,13 @@ def sync(path: str | os.PathLike[str]) -> None:
 
 
 def sync_files(folder: Path, names: Iterable[str]) -> None:
-    """`sync` some files of a folder."""
+    """`sync` the named files of a folder."""
     with ThreadPoolExecutor(SYNC_THREADS, thread_name_prefix="shardload-sync") as pool:
         list(pool.map(sync, [folder / name for name in names]))
 
 
 def sync_all(folder: Path) -> None:
-    """`sync` every file and folder below ``folder``, then ``folder``: names only after what they name."""
+    """`sync` all files and folders below ``folder``, then ``folder`` itself: contents before directory entries."""
     tree = scan(folder)
     sync_files(folder, tree.files)
     for name in reversed(tree.folders):

@@ -1,9 +1,9 @@
-"""Which steps a folder holds, and which of them a word like "latest" means. Reads names and ``step.json``, no data.
+"""List the steps in a folder, and resolve "latest" and "best" to a step. Reads names and ``step.json``, no data.
 
-A step is a folder named by digits without leading zeros that holds something only a step holds: ``shardload/`` (one of
-ours) or Orbax's ``_CHECKPOINT_METADATA`` (a foreign one: readable, but nothing vouches for its bytes). Bare and
-empty folders are never steps. A shardload step that lost its digests stays one, with a problem: taken for a foreign
-one it would be used unchecked.
+A step is a folder named by digits without leading zeros that contains ``shardload/`` (saved by shardload) or Orbax's
+``_CHECKPOINT_METADATA`` (a foreign step: readable, but without digests). Other folders, such as empty ones, are never
+steps. A shardload step without digests is listed with a problem: treated as a foreign step, it
+would be used unchecked.
 """
 
 from __future__ import annotations
@@ -31,55 +31,55 @@ _EMPTY = StepRecord()
 
 @dataclass(frozen=True, slots=True)
 class StepInfo:
-    """One step, as far as names and ``step.json`` tell."""
+    """A step as described by its file names and ``step.json``."""
 
     step: int
     path: Path
     ours: bool
-    """Saved by shardload, so it has digests; else by Keras' own callback or plain Orbax."""
+    """Whether shardload saved it, so that it has digests; else Keras' own callback or plain Orbax did."""
     best_by: str | None = None
-    """By what it is the best of the steps that are there, if it is: ``val_loss=0.25 (lower is better)``."""
+    """For the best of the existing steps, the metric and its value: ``val_loss=0.25 (lower is better)``."""
     n_bytes: int = 0
-    """All its files."""
+    """The total size of its files."""
     saved_s: float = 0.0
-    """When it was saved, in seconds since 1970."""
+    """The time of the save in seconds since 1970."""
     problems: str | None = None
-    """What is wrong with it at first sight; `shardload.steps.digests.verify` looks closely."""
+    """Problems found without reading the data; `shardload.steps.digests.verify` reads all of it."""
     record: StepRecord | None = None
-    """What ``step.json`` says; None where it cannot be read, or is not there."""
+    """The content of ``step.json``; ``None`` if the file is missing or unreadable."""
     url: str | None = None
-    """Its address, where it is a remote one; ``path`` then is a folder that stands for it."""
+    """The URL of a remote step; ``path`` is then its local mirror folder."""
     mirror: Any = field(default=None, repr=False, compare=False)
-    """Keeps that folder, see `shardload.steps.remote_cache`."""
+    """Keeps the mirror folder alive, see `shardload.steps.remote_cache`."""
 
     @property
     def best(self) -> bool:
-        """Whether it has the best value of the monitored metric among the steps that are there."""
+        """Whether it has the best value of the monitored metric among the existing steps."""
         return self.best_by is not None
 
     @property
     def said(self) -> StepRecord:
-        """Its record; an empty one where there is none."""
+        """The record, or an empty record if there is none."""
         return self.record or _EMPTY
 
     @property
     def epoch(self) -> int | None:
-        """Counted from 0."""
+        """The epoch, counted from 0."""
         return self.said.epoch
 
     @property
     def batch(self) -> int | None:
-        """Batches of the epoch that were done."""
+        """The number of completed batches in the epoch."""
         return self.said.batch
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The logs at that step."""
+        """The logs at this step."""
         return self.said.logs
 
     @property
     def holds(self) -> int:
-        """The number it was saved under; another one than ``step`` where its folder was copied or renamed."""
+        """The number it was saved under; differs from ``step`` if its folder was copied or renamed."""
         return self.step if self.said.step is None else self.said.step
 
     @property
@@ -89,30 +89,30 @@ class StepInfo:
 
     @property
     def hides_rank(self) -> bool:
-        """Whether damage hides how good it is."""
+        """Whether damage hides the metrics of this step."""
         return self.ours and self.record is None and self.problems is not None
 
     @property
     def where(self) -> str:
-        """What to call it: its address or its path."""
+        """The URL or path, for messages."""
         return self.url or str(self.path)
 
     def naming(self) -> AbstractContextManager[None]:
-        """Errors raised in the block call it `where`."""
+        """Return a context in which errors name the step as `where`."""
         return nullcontext() if self.mirror is None else self.mirror.naming()
 
     def at(self, url: str, mirror: Any) -> StepInfo:
-        """The same step, known to be a remote one."""
+        """Return a copy of this step that refers to its remote location."""
         return replace(self, url=url, mirror=mirror)
 
 
 def list_steps(root: str | os.PathLike[str]) -> list[StepInfo]:
-    """The steps in ``root``, ascending; of an address as `shardload.steps.remote_listing` finds them.
+    """Return the steps in ``root`` in ascending order; for a URL, see `shardload.steps.remote_listing`.
 
     Raises:
-        UsageError: When ``root`` is not a path.
-        SourceNotFoundError: When there is no such folder.
-        SourceError: When it, or a folder that may be a step, cannot be looked into.
+        UsageError: If ``root`` is not a path.
+        SourceNotFoundError: If the folder does not exist.
+        SourceError: If the folder, or a subfolder that may be a step, cannot be read.
     """
     if not isinstance(root, (str, os.PathLike)) or not os.fspath(root):
         raise UsageError(f"The folder of the steps is a path; got {root!r}")
@@ -132,21 +132,21 @@ def list_steps(root: str | os.PathLike[str]) -> list[StepInfo]:
 
 
 def with_best(found: Sequence[StepInfo]) -> list[StepInfo]:
-    """The same steps, of which one may be marked as the best."""
+    """Return the same steps, with the best one marked if there is one."""
     best = next((info.step for info in best_first(found)), None)
     return [replace(info, best_by=_best_by(info, found)) if info.step == best else info for info in found]
 
 
 def _best_by(best: StepInfo, found: Sequence[StepInfo]) -> str:
     last = _ranking(found)
-    assert last is not None  # it made one the best
+    assert last is not None  # with_best found a best step, so some step has a metric
     monitor = last.monitor or ""
     better = "higher" if _is_higher_better(last.mode, monitor) else "lower"
     return f"{monitor}={best.metrics[monitor]:.6g} ({better} is better)"
 
 
 def best_first(steps: Sequence[StepInfo]) -> list[StepInfo]:
-    """Those of all runs, or of the newest one's, that say how good they are: as the callback of `_ranking` has it."""
+    """Return the steps that have the monitored metric, best first: of all runs or of the newest, as `_ranking` says."""
     if (last := _ranking(steps)) is None:
         return []
     runs = [last.run] if last.best_of == "run" else None
@@ -154,12 +154,12 @@ def best_first(steps: Sequence[StepInfo]) -> list[StepInfo]:
 
 
 def find_step(root: str | os.PathLike[str], step: Literal["latest", "best"] | int) -> StepInfo:
-    """The step meant by a word or a number.
+    """Return the step for "latest", "best" or a number.
 
     Raises:
-        UsageError: When ``step`` is neither "latest", "best" nor a number.
-        SourceNotFoundError: When there is no such step; says which there are.
-        DamagedError: When the best is asked for and a step's own record of how good it is cannot be trusted.
+        UsageError: If ``step`` is neither "latest", "best" nor a number.
+        SourceNotFoundError: If there is no such step; lists the existing steps.
+        DamagedError: If "best" is requested and the record of a step that may be the best cannot be trusted.
     """
     if step not in ("latest", "best") and (isinstance(step, bool) or not isinstance(step, int)):
         raise UsageError(f'step should be "latest", "best" or a number, but is {step!r}')
@@ -204,14 +204,14 @@ def find_step(root: str | os.PathLike[str], step: Literal["latest", "best"] | in
 
 
 def is_ours(folder: str | os.PathLike[str]) -> bool:
-    """Whether a folder of any name is a shardload step; a folder ``shardload`` in it is not enough."""
+    """Whether a folder, under any name, is a shardload step; a subfolder ``shardload`` alone is not enough."""
     path = Path(folder)
     marked = (path / OWN_FOLDER).is_dir() and (path / ORBAX_FILE).is_file()
     return marked or (path / DIGESTS_FILE).is_file()
 
 
 def latest_of_ours(path: str | os.PathLike[str]) -> Path | None:
-    """``path`` itself if it is a shardload step, or the latest step in it if that is one."""
+    """Return ``path`` if it is a shardload step, else the latest step in it if shardload saved that one."""
     if is_ours(path):
         return Path(path)
     steps = list_steps(path) if Path(path).is_dir() else []
@@ -219,19 +219,19 @@ def latest_of_ours(path: str | os.PathLike[str]) -> Path | None:
 
 
 def better(value: float, than: float, *, mode: str, monitor: str = "") -> bool:
-    """Whether a metric improved, as Keras' callbacks see it: "auto" goes by the metric's name."""
+    """Whether a metric improved, by the rules of Keras' callbacks: "auto" decides by the metric's name."""
     return value > than if _is_higher_better(mode, monitor) else value < than
 
 
 def ranked(
     steps: Iterable[StepInfo], *, monitor: str, mode: str, runs: Collection[str | None] | None = None
 ) -> list[StepInfo]:
-    """Steps from the best to the worst; those that do not say how good they are, are left out.
+    """Return the steps ranked from best to worst, without steps that lack the metric.
 
     Args:
-        steps: Of equally good ones the original comes before a copy, and the earlier before the later.
-        monitor: The metric to rank them by.
-        mode: ``min``, ``max``, or ``auto``: as `better`.
+        steps: The steps. Of equal ones, the original precedes a copy and the earlier precedes the later.
+        monitor: The metric to rank by.
+        mode: ``min``, ``max``, or ``auto``, as for `better`.
         runs: Rank the steps of these runs only.
     """
     sign = -1 if _is_higher_better(mode, monitor) else 1
@@ -246,12 +246,12 @@ def _is_higher_better(mode: str, monitor: str) -> bool:
 
 
 def _look(path: Path) -> StepInfo | None:
-    """The step in a folder named by digits; None when it is not a step."""
+    """Return the step in a folder named by digits; ``None`` if the folder is not a step."""
     try:
         ours = (path / OWN_FOLDER).is_dir()
         if not path.is_dir() or not (ours or (path / ORBAX_FILE).is_file()):
             return None
-    except OSError as error:  # passing it over would make an older step the latest
+    except OSError as error:  # skipping it would make an older step the latest
         raise SourceError(
             f"{path} may be a step, but cannot be looked into: {error.strerror}. Let this user read it, or move it away"
         ) from error
@@ -266,7 +266,7 @@ def _look(path: Path) -> StepInfo | None:
     record = None
     if ours:
         try:
-            if not problems:  # what is best, and so what is removed, goes by these
+            if not problems:  # "best", and so which steps are removed, depends on this record
                 with Checker(path) as checker:
                     checker.check_whole(STEP_FILE)
                     problems += [
@@ -291,7 +291,7 @@ def described(
     changed_s: float = 0.0,
     problems: str | None = None,
 ) -> StepInfo:
-    """A step as its ``step.json`` tells of it."""
+    """Build a `StepInfo` from the content of ``step.json``."""
     if problems is None and record is not None and record.step not in (None, step):
         problems = holds(record.step)
     return StepInfo(
@@ -306,9 +306,9 @@ def described(
 
 
 def _ranking(steps: Sequence[StepInfo]) -> StepRecord | None:
-    """The step whose callback says what "best" means: the newest that was told to keep the best, or the newest of all.
+    """Return the record that defines "best": of the newest step with ``keep_best``, else with a metric.
 
-    A callback without such a rule has a metric too, by default; that must not change what another one promised.
+    A callback without ``keep_best`` has a default metric, too; that must not override another callback's rule.
     """
     monitored = [info.said for info in steps if info.said.monitor is not None]
     promised = [said for said in monitored if said.keep_best]
@@ -321,7 +321,7 @@ def _existing(steps: Sequence[StepInfo]) -> str:
 
 
 def _nested(root: str | os.PathLike[str]) -> str:
-    """A way out when ``root`` is a step itself."""
+    """Return advice for the case that ``root`` is itself a step."""
     if is_url(root):
         return ""
     path = expanded(root).absolute()

@@ -1,4 +1,4 @@
-"""Which process works in a folder: it locks a file in it with ``flock``, and the kernel unlocks it when it dies."""
+"""Mark a folder as in use by a ``flock`` on a file in it; the kernel unlocks the file when the process dies."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ _NOT_LOCKED = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES, errno.ENOLCK, errn
 
 @dataclass(frozen=True, slots=True)
 class FolderLock:
-    """The lock file of a working folder, open in this process."""
+    """The lock file of a staging folder, opened by this process."""
 
     home: Path
     fd: int
     is_held: bool
-    """Whether this process has the lock; a file system without locks gives none, so nothing on it is ever stale."""
+    """Whether this process has the lock. A file system without locks grants none, so nothing on it is ever stale."""
 
     @classmethod
     def take(cls, home: Path, *, wait: bool = False) -> FolderLock:
-        """Open the lock file of ``home``, which is made where it is missing, and lock it if it is free.
+        """Open the lock file of ``home``, creating it if needed, and lock it if it is free.
 
         Args:
-            home: A folder.
-            wait: Wait until it is free.
+            home: The folder.
+            wait: Wait until the lock is free.
 
         Raises:
-            OSError: When it cannot be opened.
+            OSError: If the lock file cannot be opened.
         """
         fd = os.open(home / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
@@ -44,12 +44,12 @@ class FolderLock:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the folder still has this very lock file: a folder that was removed takes it along."""
+        """Whether the folder still contains this lock file, and was not removed or replaced."""
         try:
             return os.path.samestat((self.home / LOCK_FILE).stat(follow_symlinks=False), os.fstat(self.fd))
         except (FileNotFoundError, NotADirectoryError):
             return False
 
     def release(self) -> None:
-        """Unlock; once."""
+        """Release the lock. Call it once only."""
         os.close(self.fd)

@@ -1,11 +1,11 @@
-"""What Orbax and TensorStore print about a save that fails, kept from drowning the one paragraph that tells it.
+"""Suppress what Orbax and TensorStore print about a failed save, so that shardload's own error stays visible.
 
-    Orbax          logs the traceback of each of its threads before it hands us the first of their errors
-    TensorStore    prints "Event loop is closed" for each write that ends after Orbax has given up
-    Python         warns of Orbax's coroutines that were "never awaited", whenever it collects them
+    Orbax          logs a traceback for each of its threads before it raises the first of their errors
+    TensorStore    prints "Event loop is closed" for each write that finishes after Orbax gave up
+    Python         warns of Orbax coroutines that were "never awaited" when they are garbage-collected
 
-All repeat what shardload raises. The first two are silent while shardload saves and for a while after one
-failed, the last once one failed; at any other time they are about somebody else's doing, and are shown.
+All of it repeats shardload's error. The first two are suppressed during a save by shardload and for a while after a
+failed one, the third after the first failure. At other times they concern other users of Orbax and are shown.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from types import TracebackType
 from typing import Any
 
 STRAGGLERS_S = 30.0
-"""Threads of Orbax go on for a moment after it gave up; TensorStore's writes too."""
+"""How long threads of Orbax and writes of TensorStore may continue after Orbax gave up."""
 
 LEFT_BEHIND = r"coroutine '(.*\._background_save|async_serialize\w*\..*)' was never awaited"
-"""Orbax closes the loop of a save that fails with what had not begun still on it."""
+"""Coroutines that were not started when Orbax closed the event loop of a failed save."""
 
 _lock = threading.Lock()
 _written = 0
@@ -31,7 +31,7 @@ _installed = False
 
 
 def begins() -> None:
-    """A save begins."""
+    """Record that a save begins."""
     global _written  # noqa: PLW0603
     _install()
     with _lock:
@@ -39,7 +39,7 @@ def begins() -> None:
 
 
 def ended(*, failed: bool) -> None:
-    """A save that had begun is over; if it failed, somebody is told why."""
+    """Record that a save ended. After a failure, the caller raises the error."""
     global _written, _failed_at  # noqa: PLW0603
     with _lock:
         _written -= 1
@@ -49,19 +49,19 @@ def ended(*, failed: bool) -> None:
 
 
 def is_ours() -> bool:
-    """Whether what goes wrong in Orbax now is about a save that tells it itself."""
+    """Whether Orbax output printed now belongs to a save by shardload, which reports failures itself."""
     return _written > 0 or time.monotonic() < _failed_at + STRAGGLERS_S
 
 
 def _is_worth_logging(record: logging.LogRecord) -> bool:
-    """Orbax also warns in every save that an item without arrays has none (Keras' ``model_config``, our own)."""
+    """Drop errors of saves by shardload, and Orbax's warning about items without arrays (``model_config``)."""
     if "Skipping merge of OCDBT checkpoints: No per-process OCDBT" in record.getMessage():
         return False
     return not (record.levelno >= logging.ERROR and "orbax" in record.pathname and is_ours())
 
 
 def is_late_write(error: BaseException | None, trace: TracebackType | None) -> bool:
-    """Whether TensorStore, from its own thread, could not tell a loop of Orbax' that a write has ended."""
+    """Whether a TensorStore thread failed to report a finished write because Orbax had closed the event loop."""
     return (
         isinstance(error, RuntimeError)
         and str(error) == "Event loop is closed"
@@ -72,7 +72,7 @@ def is_late_write(error: BaseException | None, trace: TracebackType | None) -> b
 
 
 def _install() -> None:
-    """Once: whoever takes the place of these hooks later has the last word."""
+    """Install the filters once per process; hooks installed later take precedence."""
     global _installed  # noqa: PLW0603
     with _lock:
         if _installed:

@@ -1,11 +1,11 @@
-"""The only door to Orbax: start writing named items to a folder, wait for it, get the real cause of a failure.
+"""The only module that saves with Orbax: start writing named items to a folder, wait, raise the cause of a failure.
 
-Orbax writes into ``path + ".orbax-checkpoint-tmp"`` and renames that to ``path``; we hand it a path inside a staging
-folder, so none of its names ever shows up among the steps. Array data is written uncompressed unless asked for:
-each chunk is then a range of bytes in a file, which loading reads without decoding.
+Orbax writes to ``path + ".orbax-checkpoint-tmp"`` and renames that to ``path``. The path is inside a staging
+folder, so none of Orbax's names appears among the steps. By default, array data is not compressed:
+each chunk is then a byte range of a file that loads without decoding.
 
-Orbax takes every folder in a step for a checkpointable, and plain ``load_checkpointables(step)`` fails on one that is
-none. So ``shardload/``, where our own files go afterwards, is made one: a tiny one that tells what it is.
+Orbax treats every folder in a step as a checkpointable, and plain ``load_checkpointables(step)`` fails if one is not.
+So the folder ``shardload/``, which later receives shardload's own files, is written as a tiny checkpointable.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from shardload.steps.digests import OWN_FOLDER
 from shardload.steps.save_errors import describe, save_error
 
 OWN_ITEM = {OWN_FOLDER: {"format": "1"}}
-"""What plain Orbax loads from ``shardload/``. Written as JSON: as a pytree, the default for strings, it would
-get an array store of its own, and Orbax would warn at every save that there is nothing in it."""
+"""The content that plain Orbax loads from ``shardload/``. Written as JSON: as a pytree, the default for strings, it
+would get its own array store, and Orbax would warn at every save that the store is empty."""
 
 COMPRESSED_CHUNK_BYTES = 4 << 20
-"""A compressed chunk decodes as a whole, so a restore holds it, and processes that share it each decode it."""
+"""A compressed chunk is decoded as a whole: a restore keeps it in memory, and each process that needs it decodes it."""
 DEFAULT_TIMEOUT_S = 1200
-"""Orbax's own: twenty minutes for one save."""
+"""Orbax's own default, 20 minutes per save."""
 
 
 class PendingSave:
-    """A save that is being written in the background."""
+    """A save that runs in the background."""
 
     def __init__(self, response: Any, *, path: Path, step: int | str, parent: os.stat_result) -> None:
         self.path = path
@@ -41,22 +41,22 @@ class PendingSave:
         self._parent = parent
         self._error: BaseException | None = None
         self._done = threading.Event()
-        # A thread of ours waits: Orbax calls back on success only, and its timeout cannot be told from a failure.
+        # Wait in a thread: Orbax calls back on success only, and its timeout cannot be told from a failure.
         threading.Thread(target=self._wait, args=(response,), name="shardload-save", daemon=True).start()
 
     def done(self) -> bool:
-        """Whether it ended, well or not."""
+        """Whether the save has ended, successfully or not."""
         return self._done.is_set()
 
     def result(self, timeout_s: float | None = None) -> None:
-        """Wait until everything is written.
+        """Wait until the save is complete.
 
         Args:
-            timeout_s: How long to wait; None waits as long as it takes.
+            timeout_s: The time to wait in seconds; ``None`` waits without limit.
 
         Raises:
-            SaveError: When it failed; the message has the real cause, ``errno`` is set where there is one.
-            TimeoutError: When it is still being written after ``timeout_s``; may be called again.
+            SaveError: If the save failed; the message gives the cause, and ``errno`` is set if there is one.
+            TimeoutError: If the save is still running after ``timeout_s``; the call can be repeated.
         """
         if not self._done.wait(timeout_s):
             raise TimeoutError(f"Step {self._step} is still being written to {self.path} after {timeout_s} s")
@@ -79,7 +79,7 @@ class PendingSave:
 
 
 def prepare() -> None:
-    """Import Orbax: a second that the first save would otherwise take out of training."""
+    """Import Orbax, so that the first save does not delay training by about a second."""
     from orbax.checkpoint import v1  # noqa: F401
 
 
@@ -91,21 +91,21 @@ def start_save(
     step: int | str | None = None,
     timeout_s: float | None = None,
 ) -> PendingSave:
-    """Start to write ``items`` with Orbax; return once every array was copied off the devices.
+    """Start to write ``items`` with Orbax; return once every array is copied off the devices.
 
-    With `jax.distributed`, every process calls this with the same path and items.
+    With `jax.distributed`, every process must call this with the same path and items.
 
     Args:
-        path: The folder to write: absolute, not existing yet, in a folder that does.
-        items: Checkpointables by name: pytrees of arrays, dicts of strings, or objects with a handler of their own.
-            The name ``shardload`` is taken: that folder is made as well, for our own files.
-        compression: ``"zstd"`` for smaller files that take longer to write and to read.
-        step: The step's number, for messages.
-        timeout_s: When Orbax itself gives up.
+        path: The folder to write: absolute, not existing yet, inside an existing folder.
+        items: Checkpointables by name: pytrees of arrays, dicts of strings, or objects with their own handler.
+            The name ``shardload`` is reserved: that folder is also created, for shardload's own files.
+        compression: ``"zstd"`` for smaller files that take longer to write and read.
+        step: The step's number, for error messages.
+        timeout_s: The timeout of Orbax itself, in seconds.
 
     Raises:
-        UsageError: When the path, a name or the compression cannot be.
-        SaveError: When writing could not even start.
+        UsageError: If the path, a name or the compression is invalid.
+        SaveError: If the save cannot be started.
     """
     target = Path(path)
     step = "?" if step is None else step
@@ -117,7 +117,7 @@ def start_save(
         raise UsageError(f"No checkpointable can be named {OWN_FOLDER!r}: that folder of a step holds our own files")
     if os.path.lexists(target):
         raise describe("something is there already", step=step, folder=target, number=errno.EEXIST)
-    if not target.parent.is_dir():  # Orbax would quietly make it, and hide that the folder was removed
+    if not target.parent.is_dir():  # Orbax would silently create it and hide that the folder was removed
         raise describe(
             f"there is no folder {target.parent} to write into", step=step, folder=target, number=errno.ENOENT
         )
@@ -128,7 +128,7 @@ def start_save(
         raise
     except (OSError, ValueError) as error:
         raise save_error(error, step=step, folder=target) from error
-    except KeyError as error:  # no handler of Orbax takes it
+    except KeyError as error:  # no handler of Orbax accepts the item
         raise UsageError(
             "A checkpointable is a pytree of arrays, a dict of text, or an object with a handler that Orbax knows: "
             f"{error.args[0] if error.args else error}"
@@ -142,8 +142,8 @@ def _start(target: Path, items: Mapping[str, Any], compression: str, timeout_s: 
     context.array.saving.use_compression = compression == "zstd"
     if compression == "zstd":
         context.array.saving.storage_options.chunk_byte_size = COMPRESSED_CHUNK_BYTES
-    # Folders are made here and now: when making them fails in the background, threads of Orbax wait for them until its
-    # time-out, and so does the end of the process.
+    # # Create folders synchronously: if that fails in the background, threads of Orbax wait for the folders until the
+    # # timeout and delay the exit of the process.
     context.asynchronous.create_directories_asynchronously = False
     context.asynchronous.timeout_secs = int(timeout_s or DEFAULT_TIMEOUT_S)
     orbax_log_filter.begins()
@@ -156,7 +156,7 @@ def _start(target: Path, items: Mapping[str, Any], compression: str, timeout_s: 
 
 
 def _context(*, ocdbt: bool) -> Any:
-    """How both kinds of folders are written, uncompressed."""
+    """Return the Orbax settings for writing, uncompressed."""
     from orbax.checkpoint import v1 as ocp
 
     context = ocp.Context()
@@ -169,14 +169,14 @@ def _context(*, ocdbt: bool) -> Any:
 
 
 def write_plain_arrays(path: str | Path, items: Mapping[str, Any]) -> None:
-    """Write ``items`` with each array in a folder of its own, uncompressed, and wait until they are there.
+    """Write ``items`` with one folder per array, uncompressed, and wait until all is written.
 
     Args:
-        path: The folder to make: absolute, not there yet.
+        path: The folder to create: absolute, not existing yet.
         items: As for `start_save`.
 
     Raises:
-        SaveError: When it cannot be written.
+        SaveError: If the folder cannot be written.
     """
     from orbax.checkpoint import v1 as ocp
 

@@ -1,12 +1,12 @@
-"""A step appears by one rename, once every byte of it is on the disk; it disappears by one rename too.
+"""Publish a step with one rename, after all its bytes are on disk; remove it with one rename, too.
 
-    root/.staging/7-ab12cd34/lock     held (flock) by the process that writes; the kernel lets go when it dies
-    root/.staging/7-ab12cd34/step/    what is being written
+    root/.staging/7-ab12cd34/lock     locked (flock) by the writing process; the kernel unlocks it when that dies
+    root/.staging/7-ab12cd34/step/    the step being written
                                └────► root/7        fsync of all files and folders, rename, fsync of root
 
-Killed before the rename there is no step, after it there is a whole one. A staging folder that is not locked has no
-writer any more: `remove_stale` removes it, and no other. A writer whose new folder it removes before that is locked
-makes another.
+If the process is killed before the rename, there is no step; after it, the step is complete. A staging folder without
+a lock has no writer: `remove_stale` removes such folders only. If it removes a folder between its creation
+and its locking, the writer creates another one.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ STEP_FOLDER = "step"
 
 REMOVALS = 10
 REMOVAL_PAUSE_S = 0.05
-"""Half a second at most: cheap compared with a failed save."""
+"""Adds up to half a second: cheap compared with a failed save."""
 
 _WENT = "earlier steps may have moved with the folder"
 
 
 class Root:
-    """The folder that holds the steps, known by what it is and not only by its name.
+    """The folder of the steps, identified by its inode, not only by its path.
 
-    It is kept open, so its inode cannot be given to another folder: a root that was removed, or put in the
-    place of the first one, is noticed before anything is written to it.
+    The folder stays open, so its inode number cannot be reused: a root that was removed or replaced
+    is noticed before anything is written to it.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, create: bool = False) -> None:
         """Open the root.
 
         Args:
-            path: The folder; a relative path is taken from the current folder, now and for good.
-            create: Make it, and the folders above it, when it is missing.
+            path: The folder; a relative path is resolved once, against the current directory.
+            create: Create the folder and its parents if missing.
 
         Raises:
-            SaveError: When it is missing, not a folder, or cannot be made; with ``create``, also when this user may not
-                write to it: said before anything is trained that could not be saved.
+            SaveError: If it is missing, not a folder, or cannot be created; with ``create``, also if the user cannot
+                write to it, so that training does not start without a place to save to.
         """
-        # A link that is changed later leads elsewhere; this run stays here.
+        # Resolve links now: if a link changes later, this run keeps its folder.
         self.path = expanded(path).resolve()
         try:
             if create:
@@ -73,10 +73,10 @@ class Root:
             raise made from error
 
     def check(self, step: int | str = "?") -> None:
-        """Make sure that the path still leads to this very folder.
+        """Check that the path still leads to the folder that was opened.
 
         Raises:
-            SaveError: When it is gone, or another folder took its place.
+            SaveError: If the folder is gone or was replaced.
         """
         try:
             found = self.path.stat()
@@ -91,29 +91,29 @@ class Root:
             raise describe(why, step=step, folder=self.path, others=_WENT)
 
     def close(self) -> None:
-        """Release the folder; also happens with the last reference to it."""
+        """Close the folder; garbage collection does it, too."""
         self._close()
 
 
 class Staging:
-    """The folder where one step is being written. `begin` or `join` it; `publish` or `discard` it."""
+    """The folder in which one step is written: `begin` or `join` it, then `publish` or `discard` it."""
 
     def __init__(self, root: Root, step: int, home: Path, lock: FolderLock | None) -> None:
         self.root = root
         self.step = step
         self.home = home
         self.path = home / STEP_FOLDER
-        """The folder to write; it does not exist yet (Orbax wants to make it)."""
+        """The folder to write; it does not exist yet, because Orbax creates it."""
         self._lock = lock
 
     @classmethod
     def begin(cls, root: Root | str | os.PathLike[str], step: int) -> Staging:
-        """Start a step, in a folder of its own that no other process writes to.
+        """Start a step in a new folder that no other process writes to.
 
         Raises:
-            UsageError: When ``step`` is not a number that can name a folder.
-            StepExistsError: When the root holds this step.
-            SaveError: When the root is missing or was replaced, or nothing can be written there.
+            UsageError: If ``step`` is not a valid step number.
+            StepExistsError: If the root already contains this step.
+            SaveError: If the root is missing, was replaced, or is not writable.
         """
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise UsageError(f"A step is a whole number from 0 on, but {step!r} was given")
@@ -128,10 +128,10 @@ class Staging:
 
     @classmethod
     def join(cls, path: str | os.PathLike[str]) -> Staging:
-        """Open a staging folder that another process created; only its creator publishes or discards it.
+        """Open a staging folder that another process created; only its creator can publish or discard it.
 
         Raises:
-            SaveError: When this process does not see it: the root is no folder that all processes share.
+            SaveError: If this process cannot see the folder, so the root is not shared by all processes.
         """
         home = Path(path).parent
         if not home.is_dir():
@@ -142,10 +142,10 @@ class Staging:
         return cls(Root(home.parent.parent), int(home.name.split("-")[0]), home, None)
 
     def check(self) -> None:
-        """Make sure that the folder was not removed; a writer may have recreated it without noticing.
+        """Check that the folder was not removed; a writer may have recreated it without noticing.
 
         Raises:
-            SaveError: When it, or the root, is gone or was replaced.
+            SaveError: If the folder or the root is gone or was replaced.
         """
         self.root.check(self.step)
         if self._lock is not None and not self._lock.is_in_place:
@@ -153,11 +153,11 @@ class Staging:
             raise describe(why, step=self.step, folder=self.path, number=errno.ENOENT)
 
     def publish(self) -> Path:
-        """Flush everything to disk and make it a step; returns its folder.
+        """Flush all files to disk, rename the folder to its step number and return the new path.
 
         Raises:
-            StepExistsError: When a step of this number was published meanwhile. This one is kept, to be discarded.
-            SaveError: When the step is not as its digests say, the root or this folder is gone, or the disk refuses.
+            StepExistsError: If a step of this number was published in the meantime. The folder stays, to be discarded.
+            SaveError: If the step does not match its digests, the root or the folder is gone, or the disk fails.
         """
         target = self.root.path / str(self.step)
         if self._lock is None:
@@ -168,7 +168,7 @@ class Staging:
             sync_all(self.path)
             self.check()
             _refuse_existing(target, self.step)
-            # An empty folder in the way is no step: rename replaces it. A full one makes rename fail.
+            # An empty folder at the target is not a step: rename replaces it. A non-empty one makes rename fail.
             os.rename(self.path, target)  # noqa: PTH104
             os.fsync(self.root.fd)
         except OSError as error:
@@ -181,13 +181,13 @@ class Staging:
         return target
 
     def discard(self) -> None:
-        """Give up: remove what was written. Harmless when it was published or discarded before."""
+        """Remove the folder and its files. Does nothing after `publish` or an earlier `discard`."""
         if self._lock is not None:
             _remove_for_good(self.home)
             self._finish()
 
     def _check_complete(self) -> None:
-        """The digests are there and fit the files: what was not read back is not published."""
+        """Check that the digests exist and match the files on disk."""
         try:
             damage = Digests.read(self.path).check_names(self.path)
         except ShardloadError as error:
@@ -198,16 +198,16 @@ class Staging:
 
     def _finish(self) -> None:
         lock, self._lock = self._lock, None
-        shutil.rmtree(self.home, ignore_errors=True)  # what stays is stale once the lock is free
+        shutil.rmtree(self.home, ignore_errors=True)  # leftovers become stale once the lock is free
         if lock is not None:
             lock.release()
 
 
 def remove_stale(root: str | os.PathLike[str]) -> list[Path]:
-    """Remove staging folders whose writer is gone; never one that another process is writing.
+    """Remove staging folders whose writer has died, never a folder that another process writes to.
 
     Returns:
-        The folders removed; what cannot be removed is left for the next time.
+        The folders removed. A folder that cannot be removed is tried again next time.
     """
     staging = Path(root).absolute() / STAGING
     folders = sorted(staging.iterdir()) if staging.is_dir() else []
@@ -219,11 +219,11 @@ def remove_stale(root: str | os.PathLike[str]) -> list[Path]:
 
 
 def remove_step(root: str | os.PathLike[str], step: int) -> None:
-    """Remove a step: out of the list at once, off the disk right after. Killed in between, `remove_stale` goes on.
+    """Remove a step: from the list first, then from disk. If killed in between, `remove_stale` completes the removal.
 
     Raises:
-        SourceNotFoundError: When there is no such step.
-        WriteError: When it cannot be moved or removed.
+        SourceNotFoundError: If there is no such step.
+        WriteError: If it cannot be moved or removed.
     """
     base = Path(root).absolute()
     source = base / str(step)
@@ -245,7 +245,7 @@ def remove_step(root: str | os.PathLike[str], step: int) -> None:
     except FileNotFoundError as error:
         if source.exists():
             raise WriteError(f"Step {step} cannot be removed from {base}: {error}") from error
-        return  # somebody else removed it at the same time
+        return  # another process removed it at the same time
     except OSError as error:
         raise WriteError(f"Step {step} cannot be removed from {base}: {error.strerror} ({error.filename})") from error
 
@@ -253,12 +253,12 @@ def remove_step(root: str | os.PathLike[str], step: int) -> None:
 def _remove_moved(home: Path, step: int, base: Path) -> None:
     try:
         shutil.rmtree(home, ignore_errors=True)
-        if home.exists():  # another process may have taken it for stale and recreated its lock
+        if home.exists():  # another process may have considered it stale and recreated its lock
             _remove_for_good(home)
         if home.exists():
             shutil.rmtree(home)
     except OSError as error:
-        if isinstance(error, FileNotFoundError):  # somebody else removes it as well
+        if isinstance(error, FileNotFoundError):  # another process is removing it, too
             raise
         raise WriteError(
             f"Step {step} of {base} is no step any more, but its files cannot be removed: {error.strerror} "
@@ -267,7 +267,7 @@ def _remove_moved(home: Path, step: int, base: Path) -> None:
 
 
 def _locked_folder(staging: Path, step: int) -> FolderLock:
-    """The lock of a new folder in ``staging``, another one where `remove_stale` was faster than the lock."""
+    """Create a folder in ``staging`` and lock it; create another one if `remove_stale` removed it before the lock."""
     with suppress(FileExistsError):
         staging.mkdir()
     while True:
@@ -281,9 +281,9 @@ def _locked_folder(staging: Path, step: int) -> FolderLock:
 
 
 def _stale_lock(folder: Path) -> FolderLock | None:
-    """The lock of an abandoned staging folder, or None."""
+    """Return the lock of an abandoned staging folder, else ``None``."""
     if folder.is_symlink() or not folder.is_dir() or not re.fullmatch(r"[0-9]+-[0-9a-f]+", folder.name):
-        return None  # not shardload's
+        return None  # not a staging folder of shardload
     try:
         lock = FolderLock.take(folder)
     except OSError:
@@ -295,10 +295,10 @@ def _stale_lock(folder: Path) -> FolderLock | None:
 
 
 def _remove_for_good(folder: Path) -> None:
-    """Remove a folder, as far as this user may, while others still write to it.
+    """Remove a folder as far as permitted, while other threads may still write to it.
 
-    After a failure some threads of Orbax go on for a moment: what they add keeps a folder from being removed, and they
-    make anew what is missing above it. What they make later than this is stale.
+    After a failure, threads of Orbax run on for a moment: new files keep a folder from being removed, and the threads
+    recreate missing parents. Files they create after the last attempt become stale.
     """
     for _ in range(REMOVALS):
         shutil.rmtree(folder, ignore_errors=True)
@@ -308,7 +308,7 @@ def _remove_for_good(folder: Path) -> None:
 
 
 def _check_writable(folder: Path) -> None:
-    """Raise what the first save would."""
+    """Raise the error that the first save would raise."""
     if not os.access(folder, os.W_OK | os.X_OK):
         read_only = os.statvfs(folder).f_flag & os.ST_RDONLY
         number = errno.EROFS if read_only else errno.EACCES
@@ -316,7 +316,7 @@ def _check_writable(folder: Path) -> None:
 
 
 def _make_folders(path: Path) -> None:
-    """Make a folder and those above it, each made to survive a power loss."""
+    """Create a folder and its parents, each flushed so that it survives a power loss."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:

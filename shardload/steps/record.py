@@ -1,7 +1,7 @@
-"""``shardload/step.json``: what a step says about itself. Written and read here, and nowhere else.
+"""``shardload/step.json``, a step's metadata; this module is its only reader and writer.
 
-The file may come from an older version or an unfriendly hand: a field that is missing or of another kind than it
-should be is read as if it were not there.
+The file may come from an older version or be manipulated: a field that is missing or of the wrong type
+is read as if absent.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LARGEST = 1e300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """The content of ``step.json``; docs/reference/checkpoints.md says what each field means."""
+    """The content of ``step.json``; docs/reference/checkpoints.md explains each field."""
 
     version: int = VERSION
     step: int | None = None
@@ -48,16 +48,16 @@ class StepRecord:
 
     @classmethod
     def read(cls, folder: Path) -> StepRecord:
-        """The record of a step.
+        """Read the record of a step.
 
         Raises:
-            SourceError: When its file is missing or is not a JSON object.
+            SourceError: If the file is missing or is not a JSON object.
         """
         return cls.of_json(json_files.read_object(folder / STEP_FILE))
 
     @classmethod
     def of_json(cls, found: Mapping[str, Any]) -> StepRecord:
-        """Every field that is what it should be."""
+        """Build a record from the valid fields of a JSON object."""
         damaged = found.get("damaged")
         mesh, versions = found.get("mesh"), found.get("versions")
         return cls(
@@ -85,11 +85,11 @@ class StepRecord:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The object that is written."""
+        """Return the record as a JSON object."""
         return asdict(self)
 
     def ranks_by(self, monitor: str) -> bool:
-        """Whether it says how good the step is: it has the metric, and not of a part of an epoch."""
+        """Whether the step can be ranked by ``monitor``: it has that metric, measured over a complete epoch."""
         return self.ranks and not math.isnan(self.logs.get(monitor, math.nan))
 
 
@@ -102,7 +102,7 @@ def _integer(found: Any) -> int | None:
 
 
 def _count(found: Any) -> int | None:
-    """None of what no training run reaches, too."""
+    """Return a non-negative integer below 2**63, else ``None``: larger numbers cannot come from a training run."""
     return found if type(found) is int and 0 <= found < 1 << 63 else None
 
 

@@ -1,11 +1,11 @@
-"""One step in a remote store, as a folder of this machine stands for it; see `shardload.stores.file_access`.
+"""A remote step, represented by a local mirror folder; see `shardload.stores.file_access`.
 
-    digests.json ─► names, sizes and digests of all files      (so nothing is listed: plain HTTP will do)
-    small files  ─► fetched into a private folder, each checked
-    data files   ─► not fetched; `_RemoteFile` gets ranges of whole MiB and compares each with its digest
+    digests.json ─► names, sizes and digests of all files      (so no listing is needed: plain HTTP is enough)
+    small files  ─► fetched into the mirror folder, each checked
+    data files   ─► not fetched; `_RemoteFile` requests whole-MiB ranges and compares each MiB with its digest
 
-Only shardload steps are read like this. Sizes and names in ``digests.json`` are untrusted: names may not
-leave the folder (`Digests.read` sees to that), and what is fetched into it is bounded.
+Only shardload steps can be read this way. Sizes and names in ``digests.json`` are untrusted: `Digests.read` refuses
+names that leave the folder, and the size of the mirror is limited.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ from shardload.stores.json_files import MAX_JSON_BYTES
 from shardload.stores.remote import COPY_FIRST, Fetch, Folder
 
 MAX_FILE_BYTES = 64 << 20
-"""The largest file fetched whole: JSON is read up to 32 MiB, B-tree nodes have a few; tokenizers 40."""
+"""The largest file fetched as a whole: JSON is read up to 32 MiB, B-tree nodes take a few MiB, tokenizers 40."""
 MAX_MIRROR_BYTES = 512 << 20
-"""All of them together, on this machine's disk."""
+"""The limit for all fetched files together, on this machine's disk."""
 MAX_FILES = 1 << 14
-"""And so many; each process that saved has two or three."""
+"""The limit for their number; each process that saved wrote two or three."""
 IN_FLIGHT = 16
-"""Small files fetched at once: a round trip each is what they cost."""
+"""Small files fetched concurrently: their cost is one round trip each."""
 _ITEMS = frozenset({OWN_FOLDER, "pytree", "model_config", "assets"})
-"""Folders of a step that loading looks into; further checkpointables may be of any size."""
+"""Folders of a step that loading reads; other checkpointables may be of any size."""
 _DATA = re.compile(r"(?:^|/)d/[^/]+$")
-"""OCDBT's data files, which hold B-tree nodes as well: those are fetched when they are asked for."""
+"""OCDBT data files. They contain B-tree nodes, too; such files are fetched on demand."""
 
 
 class RemoteStep:
-    """A remote step. The folder is removed with the last reference to this object.
+    """A remote step. Its mirror folder is removed when this object is garbage-collected.
 
     Args:
-        remote: The step.
+        remote: The step's remote folder.
         digests: The content of its ``digests.json``.
 
     Raises:
-        DamagedError: When the digests are not what was written.
+        DamagedError: If the digests are damaged.
     """
 
     def __init__(self, remote: Folder, digests: bytes) -> None:
         self.url, self._remote = remote.url, remote
-        base = os.path.realpath(tempfile.mkdtemp(prefix="shardload-remote-"))  # 0700: private to this user
+        base = os.path.realpath(tempfile.mkdtemp(prefix="shardload-remote-"))  # mode 0700: private to this user
         self.folder = str(Path(base, remote.name))
         self._remove = weakref.finalize(self, _remove, base, self.folder)
         self._here: set[str] = {DIGESTS_FILE}
@@ -72,17 +72,17 @@ class RemoteStep:
 
     @property
     def n_bytes(self) -> int:
-        """All files of the step."""
+        """The total size of the step's files."""
         files = self.checker.digests.files.values()
         return sum(f.n_bytes for f in files) + Path(self.folder, DIGESTS_FILE).stat().st_size
 
     def fetch(self, name: str) -> None:
-        """Put one file into the folder, unless it is there.
+        """Fetch one file into the mirror folder, unless it is there already.
 
         Raises:
-            UnsupportedError: When it is too large for that.
-            DamagedError: When it is missing, or not what was saved.
-            TransferError: When the store does not give it.
+            UnsupportedError: If the file is too large to be fetched.
+            DamagedError: If the file is missing or differs from the saved one.
+            TransferError: If the store does not return it.
         """
         with self._lock:
             if name in self._here:
@@ -90,7 +90,7 @@ class RemoteStep:
             self._fetch([name])
 
     def fill(self) -> None:
-        """Fetch every file that loading opens by itself; raises like `fetch`."""
+        """Fetch every file that loading opens locally; raises like `fetch`."""
         with self._lock:
             if self._filled:
                 return
@@ -98,16 +98,16 @@ class RemoteStep:
             self._filled = True
 
     def remote_file(self, name: str) -> _RemoteFile | None:
-        """A file of the step that was not fetched."""
+        """Return a file of the step that was not fetched, else ``None``."""
         if name in self._here or name not in self.checker.digests.files:
             return None
         return _RemoteFile(self._remote, self.checker, name)
 
     def name_damage(self) -> list[Damage]:
-        """What is missing or unexpected, where the store tells what there is; reads no data.
+        """Return missing and unexpected files, as far as the store can list them; reads no data.
 
         Raises:
-            TransferError: When it does not answer.
+            TransferError: If the store does not respond.
         """
         listed = {*self.checker.digests.files, DIGESTS_FILE}
         if self._remote.can_list:
@@ -123,7 +123,7 @@ class RemoteStep:
 
     @contextlib.contextmanager
     def naming(self) -> Iterator[None]:
-        """Errors raised in the block tell the step's address where they would tell the folder that stands for it."""
+        """Replace the mirror folder by the step's URL in errors raised in the block."""
         try:
             yield
         except Exception as error:
@@ -167,7 +167,7 @@ class RemoteStep:
 
 
 class _Weakly:
-    """A mirror as `file_access` knows it: not kept alive by that."""
+    """A weak reference to a mirror, so that `file_access` does not keep it alive."""
 
     def __init__(self, mirror: RemoteStep) -> None:
         self.folder, self.url = mirror.folder, mirror.url
@@ -194,7 +194,7 @@ class _Weakly:
 
 
 class _RemoteFile:
-    """Reads of a file of a step, always whole MiB, each compared with its digest before it is given away."""
+    """Reads a file of a remote step in whole MiB, and compares each MiB with its digest before returning it."""
 
     is_checked = True
 
@@ -204,7 +204,7 @@ class _RemoteFile:
 
     @property
     def n_units(self) -> int:
-        """MiB, the last one maybe shorter."""
+        """The number of MiB; the last one may be partial."""
         return -(-self.n_bytes // UNIT_BYTES)
 
     def begin(self, unit: int, count: int) -> _Units:
@@ -239,7 +239,7 @@ READ_UNITS = 8
 
 
 class _Units:
-    """Some MiB of a file on their way."""
+    """A request for some MiB of a file."""
 
     def __init__(self, checker: Checker, name: str, unit: int, n_bytes: int, fetch: Fetch | None) -> None:
         self._checker, self._name, self._unit, self._n_bytes, self._fetch = checker, name, unit, n_bytes, fetch
@@ -272,18 +272,18 @@ def _present(checker: Checker, name: str, fetch: Fetch) -> bytes:
 
 
 def open_mirror(remote: Folder) -> RemoteStep | None:
-    """The shardload step in a remote folder; ``None`` where it has no digests.
+    """Open the shardload step in a remote folder; ``None`` if the folder has no digests.
 
     Raises:
-        DamagedError: When its digests are not what was written.
-        TransferError: When the store does not answer.
+        DamagedError: If the digests are damaged.
+        TransferError: If the store does not respond.
     """
     found = remote.read_small(DIGESTS_FILE, limit=MAX_JSON_BYTES)
     return None if found is None else RemoteStep(remote, found)
 
 
 def rename(error: BaseException | None, folder: str, url: str) -> None:
-    """Say ``url`` instead of ``folder`` in an error and its causes."""
+    """Replace ``folder`` by ``url`` in the messages of an error and its causes."""
     parent, above = os.path.split(folder)[0], url.rpartition("/")[0]
     while error is not None:
         if isinstance(error, ShardloadError):

@@ -1,8 +1,8 @@
-"""The steps below an address, and what each says of itself. Fetches digests and ``step.json``, no data.
+"""List the steps at a URL and read their records. Fetches digests and ``step.json``, no data.
 
-s3://bucket/run          the store lists its names; a step is what `listing` takes for one
-s3://bucket/run/7        one step, by itself: its digests say that it is one
-http://host/run          HTTP lists nothing: the step's number, or its own address, has to be told
+s3://bucket/run          the store lists its names; a step is recognized as in `listing`
+s3://bucket/run/7        a single step, recognized by its digests
+http://host/run          HTTP cannot list: give the step's number or its own URL
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from shardload.steps.remote_cache import RemoteStep, open_mirror
 from shardload.stores.remote import COPY_FIRST, Folder
 
 THREADS = 8
-"""Steps looked at together: each costs a few round trips."""
+"""Steps queried concurrently: each costs a few round trips."""
 _ONLY_STEPS = "Other checkpoints than training steps are not read from afar"
 
 
 def list_remote(url: str) -> list[StepInfo]:
-    """The steps at an address, ascending; the one it names itself, if it is a step.
+    """Return the steps at a URL in ascending order, or the step itself if the URL is the URL of a step.
 
     Raises:
-        SourceNotFoundError: When there is nothing.
-        UnsupportedError: When the store cannot list.
-        TransferError: When it does not answer.
+        SourceNotFoundError: If the URL has no content.
+        UnsupportedError: If the store cannot list.
+        TransferError: If the store does not respond.
     """
     root = Folder(url)
     if (itself := _itself(root)) is not None:
@@ -44,12 +44,12 @@ def list_remote(url: str) -> list[StepInfo]:
 
 
 def find_remote(url: str, step: Literal["latest", "best"] | int) -> StepInfo | list[StepInfo]:
-    """The step meant by a word or a number where that is known without looking at all of them, else all of them.
+    """Return the requested step if it can be found without reading all steps, else all steps.
 
     Raises:
-        SourceNotFoundError: When there is nothing.
-        UnsupportedError: When the store cannot list, and has to for that word.
-        TransferError: When it does not answer.
+        SourceNotFoundError: If there is no such step.
+        UnsupportedError: If the store cannot list, and the request requires it.
+        TransferError: If the store does not respond.
     """
     root = Folder(url)
     if not isinstance(step, str) and (mirror := open_mirror(child := root.child(str(step)))) is not None:
@@ -67,7 +67,7 @@ def find_remote(url: str, step: Literal["latest", "best"] | int) -> StepInfo | l
 
 
 def knows_others(url: str, step: StepInfo) -> bool:
-    """Whether ``url`` is a parent folder of steps that can be listed."""
+    """Whether ``url`` is a parent folder whose steps can be listed."""
     return url.rstrip("/") != step.url and Folder(url).can_list
 
 
@@ -77,7 +77,7 @@ def _itself(root: Folder) -> StepInfo | None:
 
 
 def _numbers(root: Folder) -> dict[int, bool]:
-    """Steps by number, and whether shardload saved each."""
+    """Return the step numbers, each with whether shardload saved that step."""
     if not root.can_list:
         _refuse_foreign(root)
         if NAME.fullmatch(root.name):
@@ -146,7 +146,7 @@ def _refuse_foreign(folder: Folder) -> None:
 
 
 def foreign(url: str) -> UnsupportedError:
-    """Why a step that shardload did not save is not read from afar."""
+    """Return the error for a remote step that shardload did not save."""
     return UnsupportedError(
         f"{url} was not saved by shardload: it has no digests, so nothing could tell whether what comes over the "
         f"network is what was saved. {COPY_FIRST}"
@@ -154,12 +154,12 @@ def foreign(url: str) -> UnsupportedError:
 
 
 def prepared(info: StepInfo) -> StepInfo:
-    """A step with everything here that opening it needs.
+    """Return a step after fetching all files that opening it requires.
 
     Raises:
-        UnsupportedError: When shardload did not save it.
-        DamagedError: When it lost its digests, a small file is not what was saved, or it has another step's number.
-        TransferError: When the store does not answer.
+        UnsupportedError: If shardload did not save it.
+        DamagedError: If it has no digests, a small file is damaged, or the number is another step's.
+        TransferError: If the store does not respond.
     """
     if info.url is not None:
         if not info.ours:
@@ -173,5 +173,5 @@ def prepared(info: StepInfo) -> StepInfo:
 
 
 def as_remote(manifest: Manifest, info: StepInfo) -> Manifest:
-    """The manifest of a remote step: what it refers to stays readable for as long as it is there."""
+    """Return the manifest of a remote step with its mirror, which stays readable while the manifest exists."""
     return replace(manifest, metadata={**manifest.metadata, "url": info.url, "mirror": info.mirror})

@@ -1,7 +1,7 @@
-"""Why a save failed, in actionable words: the operating system's reason, found in nested errors.
+"""Turn a failed save into an error that names the operating system's reason, found in nested exceptions.
 
-TensorStore gives a full disk as `ValueError("RESOURCE_EXHAUSTED: … [os_error_code='28']")`; Orbax gives a folder
-that vanished as `ValueError("No ArrayMetadata found …")`. Both say it in text only, hence the patterns.
+TensorStore reports a full disk as `ValueError("RESOURCE_EXHAUSTED: … [os_error_code='28']")`; Orbax reports a removed
+folder as `ValueError("No ArrayMetadata found …")`. Both give the reason as text only, hence the patterns.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _ADVICE = {
 
 
 def save_error(cause: BaseException, *, step: int | str, folder: str | os.PathLike[str]) -> SaveError:
-    """The `SaveError` that tells what ``cause`` really was.
+    """Build the `SaveError` that names the underlying reason for ``cause``.
 
     Args:
-        cause: What was raised, by the operating system, TensorStore or Orbax.
+        cause: The exception raised by the operating system, TensorStore or Orbax.
         step: The step that was being saved, for the message.
-        folder: Where it was being written; when it is gone, that is the cause of any error.
+        folder: The folder being written; if it is gone, that is the reason for any error.
     """
     if isinstance(cause, SaveError):
         return cause
@@ -61,9 +61,9 @@ def describe(
     Args:
         why: What happened.
         step: The step that was being saved.
-        folder: Where to.
-        number: The operating system's `errno`, when there is one.
-        others: What is known of the steps saved before.
+        folder: The destination.
+        number: The operating system's `errno`, if there is one.
+        others: The state of the steps saved earlier.
     """
     advice = f". {_ADVICE[number]}" if number in _ADVICE else ""
     made = SaveError(
@@ -74,7 +74,7 @@ def describe(
 
 
 def errno_of(error: BaseException) -> int | None:
-    """The operating system's number for what went wrong, from the error itself, its causes, or their text."""
+    """Return the operating system's error number, taken from the error, its causes, or their messages."""
     for link in _chain(error):
         if isinstance(link, OSError) and link.errno:
             return link.errno
@@ -88,7 +88,7 @@ def errno_of(error: BaseException) -> int | None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """``error``, what caused it, and what caused that: each once."""
+    """Yield ``error`` and each exception in its chain of causes, once."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
