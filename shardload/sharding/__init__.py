@@ -1,1 +1,1 @@
-"""Geometry: boxes, meshes and layouts as numbers; `devices` puts a mesh on real devices."""
+"""Geometry: boxes, meshes and layouts as numbers; `devices` maps a mesh to real devices."""

@@ -1,4 +1,4 @@
-"""N-dimensional half-open boxes: which part of a tensor something is.
+"""N-dimensional half-open boxes that describe parts of tensors.
 
 A 2-D example, ``Bounds(start=(1, 2), stop=(3, 5))``::
 
@@ -22,7 +22,7 @@ class Bounds:
 
     Raises:
         ValueError: When ``start`` and ``stop`` differ in length, a bound is negative, or a dim
-            stops before it starts.
+            ends before it starts.
     """
 
     start: tuple[int, ...]
@@ -38,7 +38,7 @@ class Bounds:
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Bounds:
-        """The box that covers a tensor of ``shape`` entirely."""
+        """Return the box that covers a tensor of ``shape`` entirely."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -57,7 +57,7 @@ class Bounds:
         return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
 
     def intersect(self, other: Bounds) -> Bounds | None:
-        """The common box, or ``None`` where there is none (rank 0 always meets)."""
+        """Return the overlap, or ``None`` if there is none (rank-0 boxes always overlap)."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         if any(b <= a for a, b in zip(start, stop, strict=True)):
@@ -65,7 +65,7 @@ class Bounds:
         return Bounds(start, stop)
 
     def relative_to(self, origin: tuple[int, ...]) -> Bounds:
-        """The same box, counted from ``origin``."""
+        """Return the same box, relative to ``origin``."""
         return Bounds(
             tuple(a - o for a, o in zip(self.start, origin, strict=True)),
             tuple(b - o for b, o in zip(self.stop, origin, strict=True)),

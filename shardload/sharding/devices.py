@@ -1,8 +1,8 @@
-"""Which devices a mesh lives on.
+"""The devices of a mesh.
 
-A `MeshDevices` is a mesh together with its devices, in row-major order of the mesh. It comes from what a caller
-wrote (``"1x8"``, ``(1, 8)``, a `jax.sharding.Mesh`, a `keras.distribution.DeviceMesh`) or from where a model
-already lives.
+A `MeshDevices` is a mesh together with its devices, in row-major order of the mesh. It is created from a caller's
+argument (``"1x8"``, ``(1, 8)``, a `jax.sharding.Mesh`, a `keras.distribution.DeviceMesh`) or from the current
+location of a model.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class MeshDevices:
 
 
 def mesh_spec(mesh: MeshLike | MeshSpec, *, axes: str | None = None) -> MeshSpec:
-    """A mesh as numbers, from any of the forms a caller may write.
+    """Return the `MeshSpec` for any form of mesh that a caller may pass.
 
     Args:
         mesh: ``"1x8"``, ``"data=2,model=4"``, sizes as a tuple, a `MeshSpec`, or a JAX or Keras mesh.
         axes: Axis names for sizes, joined by commas.
 
     Raises:
-        MeshError: When it is none of these.
+        MeshError: When it has none of these forms.
     """
     match mesh:
         case MeshSpec():
@@ -63,7 +63,7 @@ def mesh_spec(mesh: MeshLike | MeshSpec, *, axes: str | None = None) -> MeshSpec
             return MeshSpec(tuple(map(str, mesh.axis_names)), tuple(mesh.devices.shape))
     if hasattr(mesh, "axis_names") and hasattr(
         mesh, "devices"
-    ):  # keras.distribution.DeviceMesh, without importing Keras
+    ):  # a keras.distribution.DeviceMesh, detected without importing Keras
         return MeshSpec(tuple(mesh.axis_names), tuple(np.shape(mesh.devices)))
     raise MeshError(f"Cannot read a mesh from {mesh!r}. Write '1x8', 'data=2,model=4', or pass a jax.sharding.Mesh")
 
@@ -71,15 +71,15 @@ def mesh_spec(mesh: MeshLike | MeshSpec, *, axes: str | None = None) -> MeshSpec
 def place_on(
     mesh: MeshLike | MeshSpec | None = None, *, axes: str | None = None, devices: Sequence[Any] | None = None
 ) -> MeshDevices:
-    """A mesh with its devices.
+    """Return a mesh with its devices.
 
     Args:
         mesh: As in `mesh_spec`; all devices along the last default axis when ``None``.
         axes: Axis names for sizes, joined by commas.
-        devices: Devices to use, in mesh order; a mesh's own, or JAX's first ones, by default.
+        devices: Devices to use, in mesh order; by default the mesh's own, else JAX's first ones.
 
     Raises:
-        MeshError: When there are fewer devices than positions, or JAX cannot start on the platform it was told.
+        MeshError: When there are fewer devices than positions, or JAX cannot start on the requested platform.
     """
     if mesh is None:
         found = tuple(devices or available())
@@ -110,10 +110,10 @@ def _first_devices(spec: MeshSpec) -> tuple[Any, ...]:
 
 
 def available() -> tuple[Any, ...]:
-    """JAX's devices, which starts JAX.
+    """Return JAX's devices; this starts JAX.
 
     Raises:
-        MeshError: When JAX cannot start on the platform it was told to use.
+        MeshError: When JAX cannot start on the requested platform.
     """
     try:
         return tuple(jax.devices())
@@ -122,13 +122,13 @@ def available() -> tuple[Any, ...]:
 
 
 def not_started(error: Exception) -> MeshError:
-    """What to tell of a JAX that found none of the devices it was told to use.
+    """Build the error for a JAX backend that failed to start.
 
     Args:
-        error: What JAX raised; an `AssertionError` without words where CUDA was asked for and no GPU is there.
+        error: What JAX raised; an `AssertionError` without message if CUDA was requested and there is no GPU.
     """
     asked = jax.config.jax_platforms
-    cause = str(error).split(" (set JAX_PLATFORMS")[0].split(" (you may need")[0].strip()  # its way out is not ours
+    cause = str(error).split(" (set JAX_PLATFORMS")[0].split(" (you may need")[0].strip()  # drop JAX's own advice
     cause = cause or "no such device was found on this machine"
     here = ", ".join(["cpu", *sorted(point.name for point in metadata.entry_points(group="jax_plugins"))])
     wanted = f" with JAX_PLATFORMS={asked}" if asked else ""
@@ -139,7 +139,7 @@ def not_started(error: Exception) -> MeshError:
 
 
 def local_positions(place: MeshDevices) -> tuple[int, ...]:
-    """The mesh positions whose devices this process feeds: all that other processes do not.
+    """Return the mesh positions that this process loads: all except those of other processes' devices.
 
     Raises:
         MeshError: When the mesh has none of this process's devices.
@@ -155,7 +155,7 @@ def local_positions(place: MeshDevices) -> tuple[int, ...]:
 
 
 def named_devices(mesh: Any, devices: Sequence[Any] | None) -> tuple[Any, ...] | None:
-    """The very devices a caller named, ``None`` where only a size was given; starts no JAX."""
+    """Return the devices a caller passed explicitly, ``None`` if only a size was given; does not start JAX."""
     if devices is not None:
         return tuple(devices)
     if isinstance(mesh, jax.sharding.Mesh):
@@ -166,12 +166,12 @@ def named_devices(mesh: Any, devices: Sequence[Any] | None) -> tuple[Any, ...] |
 
 
 def check_shares(place: MeshDevices) -> None:
-    """Make sure that each process has an equal part of a mesh: the same rows, columns, … of each axis, and as many.
+    """Check that each process has an equal part of a mesh: the same number of rows, columns, … along each axis.
 
     JAX distributes data only over such meshes.
 
     Raises:
-        MeshError: When one of them does not.
+        MeshError: When the parts differ.
     """
     indices = np.array([device.process_index for device in place.devices]).reshape(place.mesh.sizes)
     parts = [np.nonzero(indices == process) for process in range(jax.process_count())]
@@ -191,5 +191,5 @@ def check_shares(place: MeshDevices) -> None:
 
 
 def planned(spec: MeshSpec) -> MeshDevices:
-    """A mesh whose devices need not exist: good for planning, not for loading."""
+    """Return a mesh with abstract devices: for planning, not for loading."""
     return MeshDevices(spec, (None,) * spec.size)

@@ -1,4 +1,4 @@
-"""How a variable is spread over a mesh, as arithmetic.
+"""How a variable is sharded over a mesh, as arithmetic.
 
 A `Layout` names, for each dim of a variable, the mesh axes that split it (usually none or one). A
 (4, 6) kernel with ``spec=((), ("model",))`` on the mesh ``batch=1,model=2``::
@@ -26,7 +26,7 @@ Spec = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One variable's spread over a mesh.
+    """The sharding of one variable over a mesh.
 
     Raises:
         LayoutError: When an axis is used twice or is not in the mesh.
@@ -44,41 +44,41 @@ class Layout:
 
     @classmethod
     def replicated(cls, mesh: MeshSpec, rank: int) -> Layout:
-        """Every device holds the whole variable."""
+        """Return the layout that stores the whole variable on every device."""
         return cls(mesh, ((),) * rank)
 
     @classmethod
     def split(cls, mesh: MeshSpec, rank: int, *, dim: int, axis: str) -> Layout:
-        """One dim split over one axis."""
+        """Return a layout that splits one dim over one axis."""
         return cls(mesh, tuple((axis,) if d == dim else () for d in range(rank)))
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Into how many pieces each dim is cut."""
+        """Number of parts along each dim."""
         return tuple(math.prod(self.mesh.axis_size(a) for a in axes) for axes in self.spec)
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every device holds everything."""
+        """Whether every device stores the whole variable."""
         return all(n == 1 for n in self.parts)
 
     def divides(self, shape: tuple[int, ...]) -> bool:
-        """Whether each dim of ``shape`` divides by the parts it is cut into."""
+        """Whether each dim of ``shape`` is divisible by its number of parts."""
         return len(shape) == len(self.spec) and all(n % p == 0 for n, p in zip(shape, self.parts, strict=True))
 
     def shard_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of what one device holds.
+        """Return the shape of one device's shard.
 
         Raises:
-            LayoutError: When a dim does not divide.
+            LayoutError: When a dim is not divisible.
         """
         return _shard_shape(self, tuple(shape))
 
     def bounds(self, shape: tuple[int, ...]) -> tuple[Bounds, ...]:
-        """What each position of the mesh holds, row-major over the mesh.
+        """Return the box of each mesh position, row-major over the mesh.
 
         Raises:
-            LayoutError: When a dim does not divide.
+            LayoutError: When a dim is not divisible.
         """
         return _bounds(self, tuple(shape))
 
@@ -105,20 +105,20 @@ def _shard_shape(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def _bounds(layout: Layout, shape: tuple[int, ...]) -> tuple[Bounds, ...]:
-    """Asked for several times per variable, while a model has few different shapes."""
+    """Cached: requested several times per variable, while a model has few different shapes."""
     shard = layout.shard_shape(shape)
     return tuple(layout._bounds_at(position, shard) for position in range(layout.mesh.size))
 
 
 @dataclass(frozen=True, slots=True)
 class Fallback:
-    """A variable that did not get the layout its rule wanted."""
+    """A variable that did not get its rule's layout."""
 
     variable: str
     """Path of the variable."""
     wanted: str
-    """The layout the rule asked for, as text."""
+    """The rule's layout, as text."""
     got: str
-    """The layout it has, as text."""
+    """The actual layout, as text."""
     why: str
-    """One line for people: ``4 heads do not divide by 8``."""
+    """One line for people, such as ``4 heads do not divide by 8``."""

@@ -18,7 +18,7 @@ from shardload.errors import MeshError
 
 DEFAULT_AXES = ("batch", "model")
 MAX_POSITIONS = 1 << 20
-"""More devices than any machine has; a larger mesh is a typing error."""
+"""More devices than any machine has; a larger mesh is a typo."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class MeshSpec:
 
     @classmethod
     def parse(cls, text: str, *, axes: str | None = None) -> MeshSpec:
-        """Read ``1x8``, ``8`` or ``data=2,model=4``.
+        """Parse ``1x8``, ``8`` or ``data=2,model=4``.
 
         Args:
             text: Sizes joined by ``x`` (one size alone goes to the last default axis), or ``name=size`` pairs.
@@ -74,11 +74,11 @@ class MeshSpec:
 
     @property
     def size(self) -> int:
-        """Number of positions, that is of devices."""
+        """Number of positions, and so of devices."""
         return math.prod(self.sizes)
 
     def axis_size(self, axis: str) -> int:
-        """Size of one axis.
+        """Return the size of one axis.
 
         Raises:
             MeshError: When the mesh has no such axis.
@@ -88,7 +88,7 @@ class MeshSpec:
         return self.sizes[self.axes.index(axis)]
 
     def coordinates(self, position: int) -> dict[str, int]:
-        """Index along each axis of the ``position``-th device, row-major."""
+        """Return the index along each axis of the ``position``-th device, row-major."""
         found: dict[str, int] = {}
         for axis, size in zip(reversed(self.axes), reversed(self.sizes), strict=True):
             position, found[axis] = divmod(position, size)
