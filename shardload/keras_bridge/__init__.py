@@ -1,4 +1,4 @@
-"""The only code that knows Keras' private parts: variables, building without allocating, saving, training.
+"""The only code that uses Keras' private parts: variables, building without allocating, saving, training.
 
-What each function relies on is pinned by tests/test_keras_contract.py against the Keras version named there.
+tests/test_keras_contract.py checks each function's assumptions against the Keras version named there.
 """

@@ -3,11 +3,11 @@
     with shardload.abstract():
         model = build()              # shapes, dtypes, paths, layouts; no buffer, no initialiser, no compile
     shardload.load_weights(model, "model.weights.h5")
-    initialise(model)                # what the checkpoint does not hold: seeds, metrics, new heads, slots
+    initialise(model)                # everything the checkpoint lacks: seeds, metrics, new heads, slots
 
-Late initialisation equals eager initialisation bit for bit. Seeds are drawn when initialisers are made,
-so their order is Keras' own; and each operation of an initialiser is dispatched by itself, as eager Keras
-does, only with its result sharded: fused into one program, XLA would contract multiplications and
+Late initialisation equals eager initialisation bit for bit. Seeds are drawn when initialisers are created,
+so their order is Keras' own. Each operation of an initialiser is dispatched separately, as in eager Keras,
+with only its result sharded: in one fused program, XLA would contract multiplications and
 additions and change the last bit (see `_Program`).
 """
 
@@ -55,11 +55,11 @@ __all__ = ["abstract", "check_initialised", "initialise", "is_abstract", "uninit
 
 @contextmanager
 def abstract() -> Iterator[None]:
-    """Build anything Keras inside this block, without a buffer, an initialiser run or an XLA compile.
+    """Build any Keras object inside this block without allocating buffers, running initialisers or compiling.
 
     Constructors, ``build``, ``compile`` and ``from_preset`` (which reads configuration and assets, never
-    weights) work as always; variables know shape, dtype, path and layout. Only the current thread is
-    affected; blocks nest; an exception leaves nothing behind. Outside, a variable that still has no value
+    weights) work as usual; variables know shape, dtype, path and layout. Only the current thread is
+    affected; blocks nest; an exception leaves no changes behind. Afterwards, a variable without a value
     can be loaded or initialised; reading it raises `UninitialisedError`. ``quantize()`` needs values: load
     first, or build with a quantized dtype policy such as ``"int8_from_float32"``.
 
@@ -78,7 +78,7 @@ def initialise(
     layouts: Mapping[int, Layout] | None = None,
     devices: Sequence[jax.Device] | None = None,
 ) -> list[str]:
-    """Give every variable without a value its initial one, sharded per its layout, in creation order.
+    """Initialise every variable without a value, sharded per its layout, in creation order.
 
     Args:
         target: A model (with its optimizer, metrics, sampler) or variables.
@@ -86,11 +86,11 @@ def initialise(
         devices: Devices in mesh-position order, needed with ``layouts``.
 
     Returns:
-        Paths of the variables initialised, in that order.
+        Paths of the initialised variables, in that order.
 
     Raises:
-        UninitialisedError: When a variable's old value was dropped and never replaced: it has no initialiser. Or when
-            its initial value differs from process to process.
+        UninitialisedError: When a variable's old value was dropped and never replaced (it has no initialiser), or when
+            its initial value differs between processes.
     """
     found = _variables(target)
     for variable in found:
@@ -107,16 +107,16 @@ def initialise(
 
 
 def uninitialised(target: Model | Iterable[Variable]) -> list[str]:
-    """Paths of variables without a value, those on Keras' global waiting list included."""
+    """Return the paths of variables without a value, including those on Keras' global list of uninitialised ones."""
     waiting = [v for v in registered() if not has_value(v)]
     return [v.path for v in unique([*_variables(target), *waiting]) if not has_value(v)]
 
 
 def check_initialised(target: Model | Iterable[Variable]) -> None:
-    """Make sure that no variable is left without a value.
+    """Check that every variable has a value.
 
     Raises:
-        UninitialisedError: Naming the first few that are.
+        UninitialisedError: Naming the first few variables without one.
     """
     if left := uninitialised(target):
         shown = ", ".join(map(repr, left[:5])) + (" …" if len(left) > 5 else "")
@@ -156,12 +156,12 @@ def _initialise(variable: Variable) -> None:
 
 
 def _takes_layout(initializer: Callable[..., Any]) -> bool:
-    """Whether Keras would hand the initialiser its layout, and leave the sharding to it."""
+    """Whether Keras would pass its layout to the initialiser, which then shards the value."""
     return "layout" in inspect.signature(initializer).parameters
 
 
 def _described(initializer: Any) -> str:
-    """All that can be compared of an initialiser which computes its own shards: plain attributes, seeds' states."""
+    """Describe an initialiser that computes its own shards, for comparison: plain attributes, states of seeds."""
     states = [np.asarray(value_of(g.state)).tolist() for g in _generators(initializer)]
     plain = {k: v for k, v in getattr(initializer, "__dict__", {}).items() if isinstance(v, str | int | float)}
     return json.dumps([plain, states], sort_keys=True)
@@ -178,7 +178,7 @@ def _sharded_value(variable: Variable, initializer: Callable[..., Any], sharding
     try:
         program, seeds = _program(variable, initializer, sharding)
     except Exception:
-        # Not traceable (draws from Keras' global seed, computes in NumPy …): a real error shows again here.
+        # Not traceable (draws from Keras' global seed, uses NumPy …): run eagerly; a real error is raised again here.
         value = keras.ops.convert_to_tensor(initializer(variable.shape, dtype=stored_dtype(variable).name))
         return _place(np.asarray(value), variable, sharding)
     if not sharding.is_fully_addressable:
@@ -190,7 +190,7 @@ def _sharded_value(variable: Variable, initializer: Callable[..., Any], sharding
 
 
 class _FixedSeed(keras.random.SeedGenerator):  # type: ignore[misc]
-    """Hands a traced seed to an initialiser made with an integer seed, so that its program can be shared."""
+    """Gives a traced seed to an initialiser created with an integer seed, so that its program can be shared."""
 
     def __init__(self, seed: Any) -> None:
         self._drawn = seed
@@ -207,9 +207,9 @@ _programs: dict[Any, _Program] = {}
 
 
 def _program(variable: Variable, initializer: Any, sharding: Any) -> tuple[_Program, list[Any]]:
-    """The staged program that computes a variable's initial value, and the seeds to run it on.
+    """Return the staged program for a variable's initial value, and the seeds to run it with.
 
-    Programs of Keras' own initialisers are shared by all variables alike; the seed is their argument.
+    Programs of Keras' own initialisers are shared by all similar variables; the seed is an argument.
     """
     shape, dtype = tuple(variable.shape), stored_dtype(variable).name
     generators = _generators(initializer)
@@ -250,12 +250,12 @@ def _stateful(
 
 
 class _Program:
-    """An initialiser traced once and run as eager Keras runs it, one operation per dispatch.
+    """An initialiser traced once and run like eager Keras, one operation per dispatch.
 
-    Each operation is compiled by itself with every input a run-time argument; results that have the
-    variable's shape come out sharded, others replicated. So a device holds its shard of the operation's inputs,
-    result and scratch (four shards at most for Keras' random initialisers on CPU), never the whole tensor, and no
-    rounding differs from the eager one.
+    Each operation is compiled separately with every input as a run-time argument; results with the
+    variable's shape are sharded, others replicated. So a device stores its shard of the operation's inputs,
+    result and scratch (four shards at most for Keras' random initialisers on CPU), never the whole tensor, and
+    rounding equals eager rounding.
     """
 
     def __init__(self, run: Callable[..., list[Any]], seeds: list[Any], shape: tuple[int, ...], sharding: Any) -> None:
@@ -272,7 +272,7 @@ class _Program:
         self._last_use |= {id(v): len(self._stages) for v in self._jaxpr.outvars}
 
     def __call__(self, *seeds: Any) -> list[Any]:
-        """The value, then the new states of seed generators."""
+        """Return the value, then the new states of seed generators."""
         known = zip([*self._jaxpr.constvars, *self._jaxpr.invars], [*self._consts, *seeds], strict=True)
         env: dict[int, Any] = {id(v): np.asarray(x) for v, x in known}
 
@@ -284,19 +284,19 @@ class _Program:
             env = {key: x for key, x in env.items() if self._last_use.get(key, -1) > i}
             env |= {id(v): x for v, x in zip(eqn.outvars, results, strict=True)}
         first, *rest = (read(v) for v in self._jaxpr.outvars)
-        if isinstance(first, np.ndarray):  # computed from nothing, so no stage has put it on a device
+        if isinstance(first, np.ndarray):  # a constant: no stage has put it on a device
             owned = np.array(first, self._jaxpr.outvars[0].aval.dtype)
             return [jax.make_array_from_callback(owned.shape, self._final, lambda index: owned[index]), *rest]
         return [jax.device_put(first, self._final), *rest]
 
     @property
     def constants(self) -> list[Any]:
-        """The inputs of the computation other than seeds, and its operations."""
+        """Return the operations, and their inputs other than seeds."""
         return [*self._consts, *_ingredients(self._jaxpr)]
 
 
 def _ingredients(jaxpr: Any) -> Iterator[Any]:
-    """Names of operations, literals and constants, those of programs inside the program too."""
+    """Yield names of operations, literals and constants, including those of nested programs."""
     for eqn in jaxpr.eqns:
         yield eqn.primitive.name
         yield from (v.val for v in eqn.invars if isinstance(v, Literal))
@@ -324,7 +324,7 @@ _HUB = "keras_hub"
 
 @contextmanager
 def _presets_read_configuration_only() -> Iterator[None]:
-    """KerasHub's ``from_preset`` builds and reads no weights, also where KerasHub is first imported inside."""
+    """Make KerasHub's ``from_preset`` build without reading weights, even if KerasHub is first imported inside."""
     with ExitStack() as stack:
         watcher = _HubWatcher(stack)
         if not watcher.patched():
@@ -334,19 +334,19 @@ def _presets_read_configuration_only() -> Iterator[None]:
 
 
 class _HubWatcher(importlib.abc.MetaPathFinder):
-    """Finds no module; looks at each import whether KerasHub has come far enough to be patched."""
+    """An import hook that finds no module; on each import it checks whether KerasHub can be patched."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
         self._done = False
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
-        """Leave the import to others."""
+        """Return None: other finders do the import."""
         if fullname.startswith(f"{_HUB}.") and not self._done:
             self.patched()
 
     def patched(self) -> bool:
-        """Patch KerasHub if it is there; whether it was."""
+        """Patch KerasHub if it is loaded; return whether it was."""
         modules = [sys.modules.get(f"{_HUB}.src.models.{name}") for name in ("backbone", "task")]
         if all(hasattr(module, cls) for module, cls in zip(modules, ("Backbone", "Task"), strict=True)):
             self._done = True

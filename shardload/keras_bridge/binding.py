@@ -1,17 +1,17 @@
-"""A model that carries its own mesh: `bind` it once, then use it as if nothing had happened.
+"""Bind a model to a mesh: `bind` it once, then use it as usual.
 
-Keras keeps one distribution per thread, for everything that runs next. A bound model instead opens its own
-``ModelParallel`` scope around each of its public methods, and closes it again::
+Keras keeps one distribution per thread, for all code that runs next. Instead, a bound model opens its own
+``ModelParallel`` scope around each of its public methods, and closes it afterwards::
 
     bind(a, mesh=1x8)   bind(b, mesh=2x4)      plain c
     a.fit()  ─► [scope a] ─► back to the user's own distribution, or none
     b.generate() ─► [scope b]                  c.fit() ─► no scope
 
-The methods are wrapped on the instance, not on a class: nothing global is left behind, other models are
-untouched, and what Keras saves, pickles or clones is a plain model, because it never looks at instance
+The methods are wrapped on the instance, not on a class: there is no global state, other models are
+unaffected, and Keras saves, pickles or clones a plain model, because it never looks at instance
 attributes. Sub-models (a task's backbone) are bound with it.
 
-A batch that does not divide the mesh's first axis is replicated instead of split: same numbers, no error.
+A batch that is not divisible by the mesh's first axis is replicated instead of split: same numbers, no error.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ METHODS = (
     "enable_lora",
     "call",
 )
-"""What runs in the model's own scope; ``call`` stands for ``model(...)``, which looks it up on the instance."""
+"""Methods that run in the model's scope; ``call`` covers ``model(...)``, which looks it up on the instance."""
 COMPILED = ("train_function", "test_function", "predict_function", "generate_function")
-"""Where Keras and KerasHub cache compiled steps, which hold the old mesh's shardings."""
+"""Where Keras and KerasHub cache compiled steps, which refer to the old mesh's shardings."""
 _ATTRIBUTE = "_shardload_binding"
 
 Layouts = Mapping[int, Layout] | Sequence[Layout]
-"""``id(variable)`` → layout, or one layout for each of `_keras.variables_of`, in order."""
+"""``id(variable)`` → layout, or one layout per variable of `model_state.variables_of`, in order."""
 
 
 class MeshParallel(keras.distribution.ModelParallel):  # type: ignore[misc]
-    """``ModelParallel`` whose layouts belong to the variables, and whose batches need not divide."""
+    """``ModelParallel`` that uses each variable's own layout, and accepts batches that are not divisible."""
 
     lays_out_each_batch = True
 
@@ -71,7 +71,7 @@ class MeshParallel(keras.distribution.ModelParallel):  # type: ignore[misc]
         self._mesh, self._devices, self._by_path = mesh, tuple(devices), by_path
 
     def get_variable_layout(self, variable: Variable) -> Any:
-        """The variable's own layout; that of its namesake for a new variable; else replicated."""
+        """Return the variable's own layout; for a new variable, that of its namesake, else replicated."""
         own, shape = sharding_of(variable), tuple(variable.shape)
         if own is not None:
             return own
@@ -79,24 +79,24 @@ class MeshParallel(keras.distribution.ModelParallel):  # type: ignore[misc]
         return sharding if namesake_shape == shape else self.replicated(len(shape))
 
     def get_data_layout(self, data_shape: Sequence[int]) -> Any:
-        """First dim over the first mesh axis where it divides, else replicated."""
+        """Split the first dim over the first mesh axis if it is divisible, else replicate."""
         parts = self._mesh.sizes[0]
         splits = len(data_shape) > 0 and data_shape[0] is not None and data_shape[0] % parts == 0
         axes = [self.batch_dim_name if splits and dim == 0 else None for dim in range(len(data_shape))]
         return keras.distribution.TensorLayout(axes, self.device_mesh)
 
     def get_tensor_layout(self, path: str) -> None:
-        """Activations go where XLA puts them."""
+        """Return None: XLA places activations."""
         return
 
     def replicated(self, rank: int) -> jax.sharding.NamedSharding:
-        """Every device of the mesh holds the whole."""
+        """Return the sharding that stores the whole array on every device of the mesh."""
         return named_sharding(Layout.replicated(self._mesh, rank), self._devices)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelBinding:
-    """How a model is bound: the mesh it lives on, and what runs it there."""
+    """The mesh that a model is bound to, and its distribution."""
 
     mesh: MeshSpec
     devices: tuple[jax.Device, ...]
@@ -105,7 +105,7 @@ class ModelBinding:
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Open the model's distribution in this thread; the one before comes back afterwards."""
+        """Open the model's distribution in this thread; restore the previous one afterwards."""
         with batches_laid_out_singly(), self.distribution.scope():
             yield
 
@@ -123,20 +123,20 @@ def bind(
     layouts: Layouts,
     values: Literal["move", "keep"] = "move",
 ) -> ModelBinding:
-    """Put a model on a mesh, and have all its methods run there. Binding again replaces the mesh.
+    """Bind a model to a mesh, so that all its methods run there. Binding again replaces the mesh.
 
     Args:
         model: Built or abstract, compiled or not.
-        mesh: Its shape and axes; batches are split over the first axis.
+        mesh: Shape and axes; batches are split over the first axis.
         devices: One per mesh position, row-major; any subset of ``jax.devices()``.
-        layouts: Where each variable lives. Optimizer slots follow their weight; variables not mentioned
+        layouts: Layout of each variable. Optimizer slots follow their weight; variables not mentioned
             (seeds, metrics, learning rates) are replicated.
-        values: ``move`` values the model holds to their new places now, or ``keep`` them where they are,
+        values: ``move`` existing values to their new layouts now, or ``keep`` them where they are,
             for a load that is about to replace them.
 
     Raises:
         MeshError: When devices and mesh differ in number, or a device repeats.
-        LayoutError: When a layout does not divide its variable, or is for another mesh.
+        LayoutError: When a layout does not divide its variable, or belongs to another mesh.
     """
     if len(devices) != mesh.size or len(set(devices)) != len(devices):
         raise MeshError(f"The mesh {mesh} needs {mesh.size} different devices, got {len(devices)}: {list(devices)}")
@@ -153,7 +153,7 @@ def bind(
 
 
 def unbind(model: Model) -> None:
-    """Make a bound model plain again; its variables stay where they are. Plain models are left alone."""
+    """Remove a model's binding; its variables stay where they are. Does nothing for a plain model."""
     for part in models_in(model):
         if _ATTRIBUTE in vars(part):
             for name in (*METHODS, _ATTRIBUTE):
@@ -163,7 +163,7 @@ def unbind(model: Model) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BindingSnapshot:
-    """Where a model stood at one moment: its binding and its variables' shardings, not their values."""
+    """A model's binding and its variables' shardings at one moment, without values."""
 
     model: Model
     binding: ModelBinding | None
@@ -171,12 +171,12 @@ class BindingSnapshot:
 
     @classmethod
     def of(cls, model: Model) -> BindingSnapshot:
-        """The current layout of ``model``."""
+        """Record the current layout of ``model``."""
         found = tuple((v, sharding_of(v)) for v in state_of(model))
         return cls(model, binding_of(model), found)
 
     def restore(self) -> None:
-        """Put the model back there; values stay where they are."""
+        """Restore binding and shardings; values stay where they are."""
         unbind(self.model)
         for variable, sharding in self.shardings:
             set_sharding(variable, sharding)
@@ -186,7 +186,7 @@ class BindingSnapshot:
 
 
 def binding_of(model: Model) -> ModelBinding | None:
-    """How a model is bound, ``None`` for a plain one."""
+    """Return a model's binding, ``None`` for a plain one."""
     return vars(model).get(_ATTRIBUTE)
 
 
@@ -217,7 +217,7 @@ def _aligned(model: Model, layouts: Sequence[Layout]) -> dict[int, Layout]:
 
 
 def _by_path(shardings: Sequence[tuple[Variable, Any]]) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """By exact path; variables that share a path but not a layout are left out."""
+    """Index shardings by exact path; omit variables that share a path but not a layout."""
     found: dict[str, tuple[tuple[int, ...], Any]] = {}
     ambiguous = set()
     for variable, sharding in shardings:
@@ -256,7 +256,7 @@ def _scoped(model: Model, binding: ModelBinding, method: Callable[..., Any]) -> 
 
 
 def _adopt(model: Model, binding: ModelBinding) -> None:
-    """Bring variables onto the mesh that were made since: a new optimizer, LoRA kernels, seeds."""
+    """Move variables created since binding onto the mesh: a new optimizer, LoRA kernels, seeds."""
     slots = {id(slot): weight for slot, weight in slots_of(model)}
     for variable in state_of(model):
         sharding = sharding_of(variable)
@@ -269,7 +269,7 @@ def _adopt(model: Model, binding: ModelBinding) -> None:
 
 
 def _home(variable: Variable, binding: ModelBinding) -> Any:
-    """Where a variable without a layout belongs: where its value is, if that is on the mesh."""
+    """Return the sharding for a variable without a layout: its value's own if that is on the mesh, else replicated."""
     if has_value(variable):
         there = value_of(variable).sharding
         if isinstance(there, jax.sharding.NamedSharding) and there.device_set == set(binding.devices):

@@ -7,10 +7,10 @@ from typing import Any
 
 
 def with_dtype(config: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
-    """A Keras configuration with every floating-point dtype policy in it replaced; quantised ones keep their scheme.
+    """Replace every floating-point dtype policy in a Keras configuration; quantised ones keep their scheme.
 
     Args:
-        config: What ``serialize_keras_object`` made.
+        config: The result of ``serialize_keras_object``.
         dtype: Name of a floating-point dtype or policy, or an object with a ``name``; ``None`` changes nothing.
     """
     if dtype is None:

@@ -1,4 +1,4 @@
-"""Names for what Keras leaves untyped."""
+"""Names for types that Keras leaves untyped."""
 
 from __future__ import annotations
 

@@ -1,17 +1,17 @@
-"""What a configuration does not say of a model: its dtype policy, and what is frozen, quantised, or has LoRA.
+"""Settings of layers that a configuration omits: dtype policies, frozen and quantised layers, LoRA.
 
-Functional models say most of it, layer by layer; subclassed ones and KerasHub's say how they were made, not what was
-done to them afterwards. A step therefore keeps it beside its leaves, and `take_form` does the same to the model made
-anew::
+Functional models store most of it, layer by layer; subclassed ones and KerasHub's store only how they were constructed,
+not later changes. A step therefore stores these settings next to its leaves, and `take_form` applies them to the
+rebuilt model::
 
     "form": {
-        "": {"policy": "mixed_bfloat16"},                     the model's own, Keras' global one when it was made
+        "": {"policy": "mixed_bfloat16"},                     the model's own, Keras' global one at its creation
         "layers/dense": {"trainable": false, "lora": {"rank": 4, "alpha": 16}},
         "layers/dense_1": {"frozen": ["kernel"], "policy": "int8_from_float32", "quantization": "int8"},
     }
 
-Paths are those of `state_keys`. What cannot be done again (layers quantised with quantisers of one's own, a policy set
-after a layer was built) is refused, naming the layer: a model that computes otherwise is not the one that was saved.
+Paths are those of `state_keys`. Settings that cannot be reproduced (custom quantisers, a policy set
+after a layer was built) raise an error that names the layer, because the rebuilt model would compute differently.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MAX_RANK = 1 << 20
 
 
 def form_of(model: Any) -> dict[str, dict[str, Any]]:
-    """What was done to the layers of ``model``, by path; layers that are as they were made are left out."""
+    """Return the changed settings of the layers of ``model``, by path; unchanged layers are omitted."""
     found = {}
     usual = policy_name(model)
     for path, layer in saved_objects(model):
@@ -61,23 +61,23 @@ def _done_to(layer: Any, *, usual: str | None) -> dict[str, Any]:
 
 
 class _PolicyDiffersError(UnsupportedError):
-    """A layer was made with another dtype policy than it had."""
+    """A layer was built with a different dtype policy than the saved one."""
 
 
 def under_its_policy(make: Callable[[], Any], form: Any, dtype: Any, *, says_dtype: bool) -> Any:
-    """What ``make`` makes, while Keras' global dtype policy is what it was for the saved model.
+    """Return the result of ``make``, called under the global dtype policy of the saved model.
 
-    Which one that was is not known: it may have been the model's own policy, or that was asked for and the global one
-    is as now. Both are tried; what the layers had decides.
+    That policy is unknown: it may be the model's own, or the model's own was explicit and the global one was as now.
+    Both are tried; the layers' policies decide.
 
     Args:
-        make: Makes the model and calls `take_form`; called twice if need be.
+        make: Builds the model and calls `take_form`; may be called twice.
         form: As for `take_form`.
-        dtype: A policy that was asked for instead.
-        says_dtype: Whether the model's configuration has a policy for the model.
+        dtype: A policy requested instead.
+        says_dtype: Whether the model's configuration contains a policy for the model.
 
     Raises:
-        UnsupportedError: When a layer has another policy under both.
+        UnsupportedError: When a layer has a different policy under both.
     """
     top = form.get("", {}) if isinstance(form, Mapping) else {}
     wanted = dtype if dtype is not None else top.get("policy") if isinstance(top, Mapping) else None
@@ -100,21 +100,21 @@ def under_its_policy(make: Callable[[], Any], form: Any, dtype: Any, *, says_dty
 
 
 def take_form(model: Any, form: Any, *, any_policy: bool = False) -> None:
-    """Do to the layers of a model just made, inside `shardload.abstract`, what had been done to those saved.
+    """Apply saved settings to the layers of a model just built inside `shardload.abstract`.
 
     Args:
         model: Built, without values, not compiled.
-        form: What `form_of` gave, read back; foreign input. Paths the model does not have are passed over: its
-            weights will not match, which says more.
-        any_policy: Layers may have other dtype policies than they had, as another dtype was asked for.
+        form: The result of `form_of`, read back; untrusted input. Paths that the model lacks are skipped: its
+            weights will not match either, with a clearer error.
+        any_policy: Accept layers whose dtype policy differs from the saved one, because another dtype was requested.
 
     Raises:
-        SourceError: When ``form`` is not what `form_of` makes.
-        UnsupportedError: When it cannot be done again.
+        SourceError: When ``form`` is not valid.
+        UnsupportedError: When a setting cannot be reproduced.
     """
     known = {path: _checked(path, done) for path, done in _mapping("", form).items()}
     layers = saved_objects(model)
-    for path, layer in layers:  # from the outside in: to freeze a layer freezes all that is in it
+    for path, layer in layers:  # from the outside in: freezing a layer also freezes the layers in it
         wanted = known.get(path, {}).get("trainable", True)
         if getattr(layer, "trainable", wanted) is not wanted:
             layer.trainable = wanted
@@ -188,12 +188,12 @@ def _mapping(path: str, found: Any) -> Mapping[str, Any]:
 
 
 def _has_kernel(layer: Any) -> bool:
-    """Whether a layer has a kernel of its own to quantise; models hand quantising on to their layers."""
+    """Whether a layer has its own kernel to quantise; models pass quantisation on to their layers."""
     return isinstance(layer, keras.Layer) and type(layer).quantize not in (keras.Layer.quantize, keras.Model.quantize)
 
 
 def _has_plain_int8(layer: Any) -> bool:
-    """Whether a layer has a kernel of its own, and Keras' own quantisers for it."""
+    """Whether a layer has its own kernel, quantised by Keras' own quantisers."""
     if not _has_kernel(layer):
         return False
     config = getattr(layer, "quantization_config", None)
@@ -201,13 +201,13 @@ def _has_plain_int8(layer: Any) -> bool:
 
 
 def _quantization_of(layer: Any) -> str | None:
-    """How a layer that has a kernel of its own is quantised: ``int8``, ``int4`` and so on."""
+    """Return the quantisation mode of a layer with its own kernel: ``int8``, ``int4`` and so on."""
     mode: str | None = layer.quantization_mode if _has_kernel(layer) else None
     return mode
 
 
 def _quantizes(layer: Any) -> bool:
-    """Whether a layer can be quantised, or is."""
+    """Whether a layer can be quantised, or already is."""
     return _has_kernel(layer) and layer.quantization_mode in (None, _INT8)
 
 
@@ -218,7 +218,7 @@ def _computes(layer: Any) -> bool:
 
 @contextmanager
 def _global_policy(policy: Any) -> Iterator[None]:
-    """Another global dtype policy for a while."""
+    """Replace the global dtype policy inside the block."""
     before = keras.config.dtype_policy()
     keras.config.set_dtype_policy(policy)
     try:

@@ -1,4 +1,4 @@
-"""The variables of a model, its optimizers and metrics, and what a layer says about them."""
+"""The variables of a model, its optimizers and metrics, and properties of its layers."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from shardload.keras_bridge.variables import has_value, unique
 
 
 def variables_of(model: Model) -> list[Variable]:
-    """The model's own variables once each, in Keras' order: weights and seed generators' states."""
+    """Return the model's own variables once each, in Keras' order: weights and seed generators' states."""
     return unique(model.variables)
 
 
 def optimizer_variables_of(model: Model) -> list[Variable]:
-    """Variables of the compiled optimizer: slots, iterations, learning rate."""
+    """Return the variables of the compiled optimizer: slots, iterations, learning rate."""
     optimizer = getattr(model, "optimizer", None)
     return unique(getattr(optimizer, "variables", ()))
 
 
 def weights_of(model: Model) -> list[Variable]:
-    """All a checkpoint of the model can hold: its own variables, then its optimizer's."""
+    """Return all variables a checkpoint of the model can contain: its own, then its optimizer's."""
     return unique([*variables_of(model), *optimizer_variables_of(model)])
 
 
 _PLAIN = frozenset(map(id, (bool, int, float, str, list, tuple, set, dict, FunctionType, type(None))))
-"""Types of most attributes, which hold no variables; by identity, as a metaclass may define equality and hashes."""
+"""Types of most attributes, which contain no variables; by identity, as a metaclass may define equality and hashes."""
 
 
 def state_of(model: Model) -> list[Variable]:
-    """Every variable reachable: `weights_of`, metrics, and what attributes hold (a sampler's seeds)."""
+    """Return every reachable variable: `weights_of`, metrics, and those in attributes (a sampler's seeds)."""
     found = weights_of(model)
     if isinstance(model, keras.Layer):
         for layer in model._flatten_layers():
             found.extend(getattr(layer, "metrics_variables", ()))
-            # Metrics that were handed to compile as objects have variables before the model counts them as its own.
+            # Metrics passed to compile as objects have variables before the model lists them among its own.
             given = getattr(layer, "_compile_metrics", None)
             for metric in keras.tree.flatten(
                 [getattr(given, n, None) for n in ("_user_metrics", "_user_weighted_metrics")]
@@ -56,18 +56,18 @@ def state_of(model: Model) -> list[Variable]:
 
 
 def other_optimizers(model: Model) -> list[tuple[str, Any]]:
-    """Optimizers that Keras saves with the model besides the compiled one (a GAN's), by path in ``.weights.h5``."""
+    """Return optimizers that Keras saves besides the compiled one (a GAN's), by path in ``.weights.h5``."""
     held = set(map(id, _attribute_optimizers(model)))
     return [(path, found) for path, found in saved_objects(model) if id(found) in held] if held else []
 
 
 def _attribute_optimizers(model: Model) -> list[Any]:
-    """What `other_optimizers` may find, without Keras' walk over everything, which takes long for large models."""
+    """Return candidates for `other_optimizers` without Keras' walk over all objects, which is slow for large models."""
     found: dict[int, Any] = {}
     for layer in model._flatten_layers() if isinstance(model, keras.Layer) else ():
         for attribute in list(vars(layer).values()):
             found |= {id(optimizer): optimizer for optimizer in _optimizers_in(attribute)}
-    for wrapper in (model, *found.values()):  # what another one wraps, for loss scaling, is saved with that
+    for wrapper in (model, *found.values()):  # an optimizer wrapped for loss scaling is saved with its wrapper
         inner = getattr(wrapper, "optimizer" if wrapper is model else "inner_optimizer", None)
         while inner is not None:
             found = {i: optimizer for i, optimizer in found.items() if optimizer is not inner}
@@ -76,19 +76,19 @@ def _attribute_optimizers(model: Model) -> list[Any]:
 
 
 def _optimizers_in(held: Any) -> Iterator[Any]:
-    """The optimizers that an attribute is, or that its containers hold, as far down as Keras looks."""
+    """Yield the optimizers that an attribute is or contains, as deep as Keras looks."""
     waiting, seen = [held], set[int]()
     while waiting:
         one = waiting.pop()
         if isinstance(one, keras.optimizers.Optimizer):
             yield one
-        elif isinstance(one, (dict, list, tuple)) and id(one) not in seen:  # a list may hold itself
+        elif isinstance(one, (dict, list, tuple)) and id(one) not in seen:  # a list may contain itself
             seen.add(id(one))
             waiting.extend(one.values() if isinstance(one, dict) else one)
 
 
 def slots_of(model: Model) -> list[tuple[Variable, Variable]]:
-    """Optimizer variables that mirror a weight in shape, each with that weight."""
+    """Return optimizer variables that mirror a weight in shape, each with its weight."""
     found: list[tuple[Variable, Variable]] = []
     waiting = [getattr(model, "optimizer", None), *_attribute_optimizers(model)]
     while waiting:
@@ -107,12 +107,12 @@ def _slots_in(optimizer: Any) -> Iterator[tuple[Variable, Variable]]:
 
 
 def models_in(model: Model) -> list[Model]:
-    """The model and the models among its layers (a task's backbone), itself first."""
+    """Return the model and the models among its layers (a task's backbone), itself first."""
     return [layer for layer in model._flatten_layers() if isinstance(layer, keras.Model)]
 
 
 def refresh_derived(model: Model) -> None:
-    """Have layers recompute constants they derive from their variables: ``Normalization``'s mean and variance."""
+    """Make layers recompute constants derived from their variables: ``Normalization``'s mean and variance."""
     for layer in model._flatten_layers():
         if isinstance(layer, keras.layers.Normalization) and layer.built and all(map(has_value, layer.variables)):
             layer.finalize_state()
@@ -130,7 +130,7 @@ def _held_by(attribute: Any) -> Iterable[Variable]:
 
 
 def policy_name(layer: Any) -> str | None:
-    """Name of a layer's dtype policy, the usual one of a map; None for objects that are not layers."""
+    """Return the name of a layer's dtype policy (of a map, the default one); None for objects that are not layers."""
     policy = layer._dtype_policy if isinstance(layer, keras.Layer) else None
     if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
         policy = policy[layer.path] if layer.path and not isinstance(layer, keras.Model) else policy.default_policy
@@ -141,7 +141,7 @@ def policy_name(layer: Any) -> str | None:
 
 
 def named_weights(layer: Any) -> list[tuple[str, Variable]]:
-    """The weights of a layer itself that can be frozen, by name; ``#2`` and so on where names repeat."""
+    """Return a layer's own weights that can be frozen, by name; ``#2`` and so on where names repeat."""
     found: list[tuple[str, Variable]] = []
     seen: dict[str, int] = {}
     for variable in layer._trainable_variables if isinstance(layer, keras.Layer) else ():
@@ -151,30 +151,30 @@ def named_weights(layer: Any) -> list[tuple[str, Variable]]:
 
 
 def seeds_of(saveable: Any) -> list[Variable]:
-    """States of the seed generators a layer tracks, in order of creation."""
+    """Return the states of the seed generators that a layer tracks, in order of creation."""
     return [generator.state for generator in getattr(saveable, "_seed_generators", ())]
 
 
 def weights_optimized(optimizer: Any) -> list[Variable]:
-    """Weights an optimizer was built for, in the order its slots have; empty before it was built."""
+    """Return the weights an optimizer was built for, in the order of its slots; empty before it was built."""
     return list(getattr(optimizer, "_trainable_variables", ()))
 
 
 def own_layers(model: Model) -> list[Any]:
-    """The model and every layer in it."""
+    """Return the model and every layer in it."""
     return list(model._flatten_layers())
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """What an optimizer is made of before it is built, to take its slots away again."""
+    """The state of an optimizer before it is built, to remove its slots again."""
 
     parts: tuple[tuple[Any, dict[str, Any], tuple[tuple[Any, Any], ...]], ...]
-    """For the optimizer, its tracker, and those it wraps: the object, its attributes, its containers' content."""
+    """For the optimizer, its tracker, and the optimizers it wraps: object, attributes, content of containers."""
 
     @classmethod
     def of(cls, optimizer: Any) -> OptimizerState:
-        """Remember an optimizer as it is."""
+        """Record the state of an optimizer."""
         parts = []
         while optimizer is not None:
             tracker = optimizer._tracker
@@ -185,7 +185,7 @@ class OptimizerState:
         return cls(tuple(parts))
 
     def restore(self) -> None:
-        """Make it so again, past Keras' tracking of attributes and lists."""
+        """Restore the state, bypassing Keras' tracking of attributes and lists."""
         for target, attributes, containers in self.parts:
             vars(target).clear()
             vars(target).update(attributes)
@@ -196,5 +196,5 @@ class OptimizerState:
 
 
 def _plain(container: Any) -> Any:
-    """A copy of a (tracked) list, dict or set as the plain kind."""
+    """Copy a (tracked) list, dict or set to the plain type."""
     return next(kind for kind in (list, dict, set) if isinstance(container, kind))(container)

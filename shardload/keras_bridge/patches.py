@@ -1,4 +1,4 @@
-"""Attributes of other people's classes and modules, replaced for as long as somebody needs it."""
+"""Temporary replacements for attributes of third-party classes and modules."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from typing import Any
 
 Patch = tuple[Any, str, Callable[[Any], Any]]
-"""A class (or module), the attribute to replace, and what makes the replacement of the original."""
+"""A class (or module), the attribute to replace, and a function from the original to its replacement."""
 
 
 class Patches:
-    """Attributes of classes and modules, replaced while at least one block anywhere needs it."""
+    """Attributes of classes and modules, replaced while at least one block is open in any thread."""
 
     def __init__(self, patches: Callable[[], Iterable[Patch]]) -> None:
         self._patches = patches
@@ -22,7 +22,7 @@ class Patches:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Replace on entry of the first block, put back on exit of the last."""
+        """Replace on entry of the first block, restore on exit of the last."""
         with self._lock:
             if self._open == 0:
                 self._replace()

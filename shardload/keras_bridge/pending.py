@@ -1,13 +1,13 @@
-"""What stands in for a variable's initialiser while the variable has no value.
+"""Objects that replace a variable's initialiser while the variable has no value.
 
-A Keras variable on JAX has two private attributes that matter here, and the functions of `variables` move between
+A Keras variable on JAX has two relevant private attributes, and the functions of `variables` move between
 their states::
 
     _value        _initializer    state
     jax.Array     None            ordinary
     None          Pending         abstract: shape, dtype, path and layout known, no buffer
-    jax.Array     Pending         assigned since; `direct_assign` and `settle` put it in order
-    None          None            inside ``fit``, where Keras holds the values itself
+    jax.Array     Pending         assigned later; `direct_assign` and `settle` clear the initialiser
+    None          None            inside ``fit``, where Keras keeps the values itself
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from shardload.errors import UninitialisedError
 from shardload.keras_bridge.keras_types import Variable
 
 BUILD_YOURSELF = "Build the model yourself, outside it, and fill it: shardload.load_weights(model, source, mesh=…)"
-"""The way out where a model cannot be built without values."""
+"""Advice for a model that cannot be built without values."""
 
 
 _orders = itertools.count()
 
 
 class HostConstant:
-    """An initialiser that is a value: small arrays given to ``Variable`` while building abstractly."""
+    """An initialiser for a fixed value: small arrays passed to ``Variable`` while building abstractly."""
 
     def __init__(self, value: NDArray[Any]) -> None:
         self.value = value
 
     def __call__(self, shape: Any = None, dtype: Any = None) -> jax.Array:
-        """The value as a device array."""
+        """Return the value as a device array."""
         return keras.ops.convert_to_tensor(self.value, dtype=dtype)
 
 
 class Unknown(keras.KerasTensor):  # type: ignore[misc]
-    """What reading a variable without a value yields while a layer builds: its shape and dtype, for ``keras.ops``.
+    """The result of reading a variable without a value while a layer builds: shape and dtype, for ``keras.ops``.
 
-    No number can come from it, nor from what is computed with it: it can be assigned to another abstract variable
-    (`ComputedInBuild`), and anything else that needs its value is refused.
+    Neither it nor a result computed from it has numbers: it can be assigned to another abstract variable
+    (`ComputedInBuild`); any other use that needs a value raises.
     """
 
     def __init__(self, pending: PendingValue, shape: Any, dtype: Any) -> None:
@@ -66,16 +66,16 @@ class Unknown(keras.KerasTensor):  # type: ignore[misc]
 
 
 class ComputedInBuild:
-    """Stands in for the initialiser of a variable that its layer computes from others in ``build``.
+    """Replaces the initialiser of a variable that its layer computes from other variables in ``build``.
 
-    Only a checkpoint can give it a value: its initialiser would be another one than the layer means.
+    Only a checkpoint can provide its value: its initialiser gives a different one than the layer would compute.
     """
 
     def __init__(self, path: str) -> None:
         self.path = path
 
     def __call__(self, shape: Any = None, dtype: Any = None) -> Any:
-        """Refuse."""
+        """Raise."""
         raise UninitialisedError(
             f"Variable {self.path!r} has no value: its layer computes it from other variables when it is built, which "
             "had none then, and nothing was loaded for it. Build the model outside shardload.abstract(), then "
@@ -84,10 +84,10 @@ class ComputedInBuild:
 
 
 class PendingValue:
-    """Stands in for a variable's initialiser until the variable gets a value.
+    """Replaces a variable's initialiser until the variable gets a value.
 
-    Called by Keras whenever someone reads the variable: yields a placeholder during shape inference and while
-    layers build, the exact value where that is known, and otherwise refuses.
+    Keras calls it whenever the variable is read: returns a placeholder during shape inference and while
+    layers build, the exact value if it is known, and raises otherwise.
     """
 
     __slots__ = ("initializer", "order", "path")
@@ -104,17 +104,17 @@ class PendingValue:
         return isinstance(self.initializer, HostConstant) or name == "SeedGenerator.__init__.<locals>.seed_initializer"
 
     def __call__(self, shape: Any, dtype: Any = None) -> Any:
-        """What reading the variable yields.
+        """Return the result of reading the variable.
 
         Raises:
-            UninitialisedError: When a value was asked for and there is none.
+            UninitialisedError: When a value is needed and there is none.
         """
         if in_symbolic_scope():
             return jax.numpy.zeros(shape, dtype)
         if self.exact and self.initializer is not None:
             return self.initializer(shape, dtype=dtype)
         if recording() and isinstance(self.initializer, (keras.initializers.Zeros, keras.initializers.Ones)):
-            # Normalization.build computes with its statistics; they are what they would be.
+            # Normalization.build computes with its statistics, so return the values they would have.
             fill = np.zeros if isinstance(self.initializer, keras.initializers.Zeros) else np.ones
             return jax.numpy.asarray(fill(shape, getattr(jax.numpy, dtype)))
         if recording() and current_path():
@@ -127,13 +127,13 @@ class PendingValue:
 
 
 def pending_of(variable: Variable) -> PendingValue:
-    """What an abstract variable recorded in place of its value."""
+    """Return the pending value of an abstract variable."""
     pending: PendingValue = variable._initializer
     return pending
 
 
 def is_built_in(initializer: Any) -> bool:
-    """Whether the initialiser is one of Keras' own, so that its configuration says everything about it."""
+    """Whether the initialiser is one of Keras' own, so that its configuration describes it completely."""
     return type(initializer).__module__.startswith("keras.src.initializers.")
 
 
@@ -141,10 +141,10 @@ recording_flag: ContextVar[bool] = ContextVar("shardload_recording", default=Fal
 
 
 def recording() -> bool:
-    """Whether variables created now, in this thread or task, stay without a value."""
+    """Whether variables created now, in this thread or task, get no value."""
     return recording_flag.get()
 
 
 def recorded_initializer(variable: Variable) -> Any:
-    """What `put_back` needs to make a variable abstract again; ``None`` for ordinary ones."""
+    """Return what `put_back` needs to make a variable abstract again; ``None`` for ordinary variables."""
     return variable._initializer

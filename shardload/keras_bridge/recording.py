@@ -32,7 +32,7 @@ from shardload.keras_bridge.pending import (
 from shardload.keras_bridge.variables import is_abstract
 
 GLOBAL_SEED, GLOBAL_GENERATOR = "global_random_seed", "global_seed_generator"
-"""Where Keras keeps what `keras.utils.set_random_seed` was given, and the generator that it seeds."""
+"""Where Keras stores the seed passed to `keras.utils.set_random_seed`, and the generator seeded by it."""
 
 
 UNINITIALISED = "uninitialized_variables"
@@ -41,13 +41,13 @@ UNINITIALISED = "uninitialized_variables"
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Have Keras, Python and NumPy draw from ``seed`` inside, and go on afterwards as if nothing had been drawn."""
+    """Seed Keras, Python and NumPy with ``seed`` inside the block, and restore their states afterwards."""
     names = (GLOBAL_SEED, GLOBAL_GENERATOR)
     before = [global_state.get_global_attribute(name) for name in names]
     python, numpy = random.getstate(), np.random.get_state()
     try:
         random.seed(seed)
-        np.random.seed(seed)  # Keras' own generators, and user code, may draw from it
+        np.random.seed(seed)  # Keras' own generators and user code may draw from it
         for name, value in zip(names, (seed, None), strict=True):
             global_state.set_global_attribute(name, value)
         yield
@@ -59,7 +59,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def unregistered(since: int = 0) -> list[Variable]:
-    """Take the variables off Keras' global list of uninitialised ones, from index ``since`` on."""
+    """Remove the variables from index ``since`` on from Keras' global list of uninitialised ones, and return them."""
     waiting = global_state.get_global_attribute(UNINITIALISED) or []
     taken = list(waiting[since:])
     del waiting[since:]
@@ -67,13 +67,13 @@ def unregistered(since: int = 0) -> list[Variable]:
 
 
 def registered() -> list[Variable]:
-    """Variables on Keras' global list of uninitialised ones, in this thread."""
+    """Return the variables on Keras' global list of uninitialised ones, in this thread."""
     return list(global_state.get_global_attribute(UNINITIALISED) or [])
 
 
 @contextmanager
 def record_variables() -> Iterator[None]:
-    """While open, variables created by this thread or task record their initialiser and get no buffer."""
+    """Inside the block, variables created by this thread or task record their initialiser and get no buffer."""
     before = len(registered())
     token = recording_flag.set(True)
     try:
@@ -158,7 +158,7 @@ def _post_build(original: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def _unknown_behind(tensor: Any) -> Unknown | None:
-    """A variable's placeholder that ``tensor`` was computed from."""
+    """Return the variable's placeholder that ``tensor`` was computed from, if any."""
     seen: dict[int, Any] = {}
     waiting = [tensor]
     while waiting:
@@ -173,7 +173,7 @@ def _unknown_behind(tensor: Any) -> Unknown | None:
 
 
 def without_computing(function: Callable[[], None]) -> None:
-    """Run ``function`` with every JAX operation in it traced instead of executed: no memory, no initialiser."""
+    """Run ``function`` with every JAX operation traced instead of executed: no memory, no initialiser."""
 
     def traced() -> None:
         with SymbolicScope():
@@ -183,7 +183,7 @@ def without_computing(function: Callable[[], None]) -> None:
 
 
 def computing() -> AbstractContextManager[Any]:
-    """Inside `without_computing`: execute for real after all."""
+    """Execute operations for real inside `without_computing`."""
     evaluate: AbstractContextManager[Any] = jax.ensure_compile_time_eval()
     return evaluate
 
@@ -194,10 +194,10 @@ def is_tracing_error(error: Exception | None) -> bool:
 
 
 def quantize_without_values(layer: Any) -> None:
-    """``layer.quantize("int8")`` where its kernel has no value: everything but the numbers, which a load brings.
+    """Do everything ``layer.quantize("int8")`` does to a kernel without a value, except computing numbers.
 
-    A layer built from a map of policies has the map itself as its policy, so that Keras' own hooks store no scale; it
-    gets the one that is meant.
+    A layer built from a map of policies has the map itself as its policy, so that Keras' own hooks store no scale; the
+    layer gets its entry of the map instead.
     """
     policy = getattr(layer, "_dtype_policy", None)
     if isinstance(policy, keras.dtype_policies.DTypePolicyMap):

@@ -1,4 +1,4 @@
-"""Keras' own walk over everything it saves, with our source of values, and every ``assign`` on the way."""
+"""Run Keras' own walk over everything it saves, with another source of values, and intercept every ``assign``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shardload.keras_bridge.patches import Patches
 from shardload.keras_bridge.recording import without_computing
 
 AssignHandler = Callable[[Variable, Any, Callable[[Variable, Any], Any]], Any]
-"""Called with the variable, the value and Keras' own ``assign``; returns what ``assign`` is to return."""
+"""Called with the variable, the value and Keras' own ``assign``; returns the result of ``assign``."""
 
 
 _assign_handler: ContextVar[AssignHandler | None] = ContextVar("shardload_assign_handler", default=None)
@@ -29,7 +29,7 @@ _assign_handler: ContextVar[AssignHandler | None] = ContextVar("shardload_assign
 
 @contextmanager
 def assignments_to(handler: AssignHandler) -> Iterator[None]:
-    """While open, every ``variable.assign(value)`` of this thread goes to ``handler`` instead."""
+    """Inside the block, every ``variable.assign(value)`` of this thread calls ``handler`` instead."""
     token = _assign_handler.set(handler)
     try:
         with _ASSIGN_PATCH.applied():
@@ -48,12 +48,12 @@ def _handled_assign(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _inherited_assign(variable: Variable, value: Any) -> Any:
-    """The ``assign`` that the base class has at the time of the call, patched or not."""
+    """Call the ``assign`` that the base class has at the time of the call, patched or not."""
     return variables.Variable.assign(variable, value)
 
 
 class _InheritedPatch(Patches):
-    """``JaxVariable.assign`` is inherited: this one is set on the subclass and deleted after."""
+    """``JaxVariable.assign`` is inherited: the patch is set on the subclass and deleted afterwards."""
 
     def __init__(self) -> None:
         super().__init__(tuple)
@@ -66,10 +66,10 @@ class _InheritedPatch(Patches):
 
 
 class StateSource(Protocol):
-    """What `load_state` reads from, and what it tells about where Keras is."""
+    """A source of values for `load_state`, notified of each saveable that Keras visits."""
 
     def entry(self, path: str) -> Any:
-        """The mapping handed to ``load_own_variables`` of the saveable at ``path``."""
+        """Return the mapping for ``load_own_variables`` of the saveable at ``path``."""
         ...
 
     def has_path(self, path: str) -> bool:
@@ -77,12 +77,12 @@ class StateSource(Protocol):
         ...
 
     def visit(self, saveable: Any, path: str) -> AbstractContextManager[Callable[[Exception | None], None]]:
-        """Open around each saveable and its children; told at the end how its ``load_own_variables`` failed."""
+        """Open around each saveable and its children; yields a function that receives its error, if it failed."""
         ...
 
 
 class _ServedStore(saving_lib.H5IOStore):  # type: ignore[misc]
-    """``_load_state`` insists on the type; nothing of the HDF5 in it is used."""
+    """A store of the type that ``_load_state`` requires; its HDF5 parts are unused."""
 
     def __init__(self, source: StateSource) -> None:
         self.source = source
@@ -98,9 +98,9 @@ class _ServedStore(saving_lib.H5IOStore):  # type: ignore[misc]
 
 
 def load_state(model: Model, source: StateSource, *, skip: Iterable[Any] = ()) -> None:
-    """Keras' own walk over everything that has ``load_own_variables``, served by ``source``.
+    """Run Keras' own walk over everything that has ``load_own_variables``, reading from ``source``.
 
-    Errors of single saveables do not stop it (nor Keras): ``visit`` is told. Those in ``skip`` are left out.
+    Errors of single saveables do not stop it (nor Keras): ``visit`` receives them. Saveables in ``skip`` are omitted.
     """
     with _LOAD_STATE_PATCH.applied():
         saving_lib._load_state(
@@ -129,14 +129,14 @@ def _visited_load_state(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def stored_variables(saveable: Any) -> list[Variable]:
-    """Variables a layer or optimizer stores itself, in the order Keras' own hook stores them."""
+    """Return the variables a layer or optimizer stores itself, in the order of Keras' own hook."""
     if isinstance(saveable, keras.Layer):
         return [*saveable._trainable_variables, *saveable._non_trainable_variables]
     return list(saveable.variables) if isinstance(saveable, keras.optimizers.Optimizer) else []
 
 
 def saved_objects(model: Model, *, skip: Iterable[Any] = ()) -> list[tuple[str, Any]]:
-    """All Keras would write into ``.weights.h5``, each once with its path there; without the optimizer and ``skip``."""
+    """Return all objects Keras writes to ``.weights.h5``, each once with its path; no optimizer, none of ``skip``."""
     found: list[tuple[str, Any]] = []
     seen = {id(getattr(model, "optimizer", None)), *map(id, skip)}
 
@@ -165,7 +165,7 @@ def saved_objects(model: Model, *, skip: Iterable[Any] = ()) -> list[tuple[str, 
 
 
 def stored_by_hook(saveable: Any) -> dict[str, Variable]:
-    """What ``save_own_variables`` stores as it is, by key; nothing is computed. LoRA is left out, not merged."""
+    """Return the variables that ``save_own_variables`` stores unchanged, by key. LoRA is left out, not merged."""
     hook = getattr(saveable, "save_own_variables", None)
     if hook is None:
         return {}
@@ -176,7 +176,7 @@ def stored_by_hook(saveable: Any) -> dict[str, Variable]:
             vars(saveable)["lora_enabled"] = False
         without_computing(lambda: hook(store))
     except Exception:
-        return {}  # a hook that needs values: its variables are named by attribute
+        return {}  # a hook that needs values: name its variables by attribute
     finally:
         if lora:
             vars(saveable)["lora_enabled"] = lora
@@ -184,24 +184,24 @@ def stored_by_hook(saveable: Any) -> dict[str, Variable]:
 
 
 def serialised_model(model: Model) -> str:
-    """The model's configuration as JSON, as in ``config.json`` of a ``.keras`` archive."""
+    """Return the model's configuration as JSON, as in ``config.json`` of a ``.keras`` archive."""
     config, _ = saving_lib._serialize_model_as_json(model)
     return str(config)
 
 
 def assets_of(model: Model) -> dict[str, Any] | None:
-    """Files that layers save as well as variables (vocabularies), as nested uint8 arrays; ``None`` without any."""
+    """Return the files that layers save (vocabularies) as nested uint8 arrays; ``None`` if there are none."""
     with _LOAD_STATE_PATCH.applied():
         found: dict[str, Any] | None = saving_lib._save_assets_to_dict(model)
     return found
 
 
 def load_assets(model: Model, folder: Path) -> list[tuple[Any, Exception]]:
-    """Let everything in ``model`` that saved files read them again; what failed, and how.
+    """Let everything in ``model`` that saved files read them again; return the failed objects and their errors.
 
     Args:
         model: A built model.
-        folder: Laid out like the ``assets`` of a ``.keras`` archive.
+        folder: Directory structured like the ``assets`` of a ``.keras`` archive.
     """
     failed: dict[int, tuple[Any, Exception]] = {}
     with _LOAD_STATE_PATCH.applied():
@@ -220,8 +220,8 @@ def load_assets(model: Model, folder: Path) -> list[tuple[Any, Exception]]:
 _ASSIGN_PATCH = _InheritedPatch()
 
 
-# Keras means to cache the attributes to skip, but looks them up under another name than it stores them under, and so
-# makes a layer per layer it visits: most of the walk's time.
+# Keras means to cache the attributes to skip, but looks them up under a different name than it stores them under, so
+# it creates a layer for each layer it visits: most of the walk's time.
 _LOAD_STATE_PATCH = Patches(
     lambda: [
         (saving_lib, "_load_state", _visited_load_state),

@@ -1,4 +1,4 @@
-"""What Keras' ``fit`` and ``compile`` do not expose: epoch iterator, initial epoch, directions of metrics."""
+"""Parts of ``fit`` and ``compile`` that Keras does not expose: epoch iterator, initial epoch, metric directions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardload.keras_bridge.patches import Patches
 
 
 def _distributed_iterator(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Keras lays out every batch like the first; a last, smaller one may not divide."""
+    """Keras shards every batch like the first; a smaller last batch may not be divisible."""
 
     @functools.wraps(original)
     def iterate(self: Any, distribution: Any) -> Iterator[Any]:
@@ -33,7 +33,7 @@ def _distributed_iterator(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_sharding_consistency(original: Callable[..., None]) -> Callable[..., None]:
-    """On one device all shardings agree; Keras warns there, as its own variables come without a mesh."""
+    """On one device all shardings agree, but Keras warns, because its own variables have no mesh."""
 
     @functools.wraps(original)
     def check(self: Model, *shardings: Sequence[Any]) -> None:
@@ -46,7 +46,7 @@ def _check_sharding_consistency(original: Callable[..., None]) -> Callable[..., 
 
 @contextmanager
 def batches_laid_out_singly() -> Iterator[None]:
-    """While open, distributions with ``lays_out_each_batch`` are asked about every batch of a dataset."""
+    """Inside the block, distributions with ``lays_out_each_batch`` choose the layout of every batch separately."""
     with _TRAINER_PATCHES.applied():
         yield
 
@@ -54,12 +54,12 @@ def batches_laid_out_singly() -> Iterator[None]:
 def compile_as_described(
     model: Model, config: Mapping[str, Any], *, custom_objects: Mapping[str, Any] | None, safe_mode: bool
 ) -> bool:
-    """What ``deserialize_keras_object`` does with a ``compile_config``, once the model has the layers it trained.
+    """Apply a ``compile_config`` as ``deserialize_keras_object`` does, once the model has the layers it trained.
 
-    Tasks of KerasHub have a ``compile`` of their own, which keeps Keras from calling it; they get what theirs takes.
+    Tasks of KerasHub override ``compile``, so Keras does not call it; they get the arguments theirs accepts.
 
     Returns:
-        Whether the model is compiled so now. Keras warns and does not call a ``compile`` that the user has overridden.
+        Whether the model is now compiled. Keras warns and does not call a ``compile`` that the user has overridden.
     """
     cls = type(model)
     with keras.saving.custom_object_scope(dict(custom_objects or {})), serialization_lib.SafeModeScope(safe_mode):
@@ -77,12 +77,12 @@ def has_own_compile(model: Model) -> bool:
 
 
 def metric_direction(model: Model, name: str) -> Literal["min", "max"] | None:
-    """Whether a metric is better low or high, as the model's metric of that name has it; ``None`` if it has none."""
+    """Return whether a metric is better low or high, by the model's metric of that name; ``None`` if unknown."""
     metrics: list[Any] = []
     for metric in getattr(model, "metrics", ()):
         metrics.extend(getattr(metric, "metrics", ()) or [metric])
     exact = [m for m in metrics if m.name == name]
-    for metric in exact or [m for m in metrics if name.endswith(f"_{m.name}")]:  # of one output: ``head_accuracy``
+    for metric in exact or [m for m in metrics if name.endswith(f"_{m.name}")]:  # one output's: ``head_accuracy``
         if hasattr(metric, "_direction"):
             return "max" if metric._direction == "up" else "min"
     return None
@@ -97,18 +97,18 @@ _TRAINER_PATCHES = Patches(
 
 
 def epoch_iterator_of_caller() -> Any:
-    """The ``EpochIterator`` on whose behalf the calling code runs, or None; Keras does not expose it."""
+    """Return the ``EpochIterator`` that runs the calling code, or None; Keras does not expose it."""
     owners = (frame.f_locals.get("self") for frame in _frames(sys._getframe(1)))
     return next((owner for owner in owners if isinstance(owner, EpochIterator)), None)
 
 
 def epoch_iterator_of_fit() -> Any:
-    """The ``EpochIterator`` of the ``fit`` that calls; None outside of one."""
+    """Return the ``EpochIterator`` of the calling ``fit``; None outside of one."""
     return _locals_of_fit().get("epoch_iterator")
 
 
 def initial_epoch_of_fit() -> int:
-    """What the ``fit`` that calls was given as ``initial_epoch``, which Keras tells no callback; its default is 0."""
+    """Return the ``initial_epoch`` of the calling ``fit``, which Keras does not pass to callbacks; 0 by default."""
     return int(_locals_of_fit().get("initial_epoch", 0))
 
 
@@ -123,7 +123,7 @@ def _locals_of_fit() -> dict[str, Any]:
 
 
 def _frames(frame: FrameType | None, name: str | None = None) -> Iterator[FrameType]:
-    """A frame and its callers, those of functions of that name only."""
+    """Yield a frame and its callers, only those of functions called ``name`` if it is given."""
     while frame is not None:
         if name is None or frame.f_code.co_name == name:
             yield frame
@@ -131,15 +131,15 @@ def _frames(frame: FrameType | None, name: str | None = None) -> Iterator[FrameT
 
 
 def grain_dataset(epochs: Any) -> Any:
-    """The Grain dataset an ``EpochIterator`` reads; None where it reads something else."""
+    """Return the Grain dataset an ``EpochIterator`` reads; None if it reads something else."""
     return getattr(epochs.data_adapter, "_dataset", None)
 
 
 def forget_epoch_length(epochs: Any) -> None:
-    """Let an ``EpochIterator`` count the batches of its data again."""
+    """Make an ``EpochIterator`` count its batches again."""
     epochs._num_batches = epochs.data_adapter.num_batches
 
 
 def set_initial_epoch(model: Any, epoch: int | None) -> None:
-    """Where the next ``fit`` begins; read right after ``on_train_begin``."""
+    """Set the first epoch of the next ``fit``; Keras reads it right after ``on_train_begin``."""
     model._initial_epoch = epoch

@@ -1,6 +1,6 @@
 """Values and layouts of one Keras variable.
 
-``_layout`` is a ``jax.sharding.NamedSharding`` or ``None``; `shardload.keras_bridge.pending` has the states of a value.
+``_layout`` is a ``jax.sharding.NamedSharding`` or ``None``; see `shardload.keras_bridge.pending` for the states.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardload.transfer.placement import named_sharding
 
 
 def has_value(variable: Variable) -> bool:
-    """Whether the variable holds an array now."""
+    """Whether the variable has an array now."""
     return variable._value is not None
 
 
@@ -30,29 +30,29 @@ def is_abstract(variable: Variable) -> bool:
 
 
 def stored_dtype(variable: Variable) -> np.dtype[Any]:
-    """The dtype of the stored value, regardless of any autocast scope."""
+    """Return the dtype of the stored value, regardless of any autocast scope."""
     dtype: np.dtype[Any] = jax.dtypes.canonicalize_dtype(np.dtype(getattr(jax.numpy, variable._dtype)))
     return dtype
 
 
 def set_layout(variable: Variable, layout: Layout, devices: Sequence[jax.Device]) -> None:
-    """Say where the variable is to live; a value it already holds stays where it is.
+    """Set the variable's layout; an existing value stays where it is.
 
     Raises:
         LayoutError: When the layout does not divide the variable's shape.
-        MeshError: When there are not as many devices as mesh positions.
+        MeshError: When the numbers of devices and mesh positions differ.
     """
     layout.shard_shape(tuple(variable.shape))
     variable._layout = named_sharding(layout, devices)
 
 
 def sharding_of(variable: Variable) -> Any:
-    """The ``jax.sharding.Sharding`` the variable's layout asks for, ``None`` where it has no layout."""
+    """Return the ``jax.sharding.Sharding`` for the variable's layout, ``None`` if it has no layout."""
     return getattr(variable._layout, "backend_layout", variable._layout)
 
 
 def set_sharding(variable: Variable, sharding: Any) -> None:
-    """As `set_layout`, for a sharding that is already made."""
+    """Like `set_layout`, for an existing sharding."""
     variable._layout = sharding
 
 
@@ -60,7 +60,7 @@ def direct_assign(variable: Variable, array: jax.Array) -> None:
     """Make ``array`` the variable's value: the same buffers, no copy, no transfer.
 
     Raises:
-        MismatchError: When shape, dtype or sharding are not the variable's own.
+        MismatchError: When shape, dtype or sharding differ from the variable's own.
     """
     wanted, sharding = stored_dtype(variable), sharding_of(variable)
     if tuple(array.shape) != tuple(variable.shape) or array.dtype != wanted:
@@ -76,7 +76,7 @@ def direct_assign(variable: Variable, array: jax.Array) -> None:
 
 
 def settle(variable: Variable) -> None:
-    """Forget the recorded initialiser of a variable that has a value."""
+    """Remove the recorded initialiser of a variable that has a value."""
     if variable._value is not None and isinstance(variable._initializer, PendingValue):
         variable._initializer = None
 
@@ -89,15 +89,15 @@ def drop_value(variable: Variable) -> None:
 
 
 def value_of(variable: Variable) -> jax.Array:
-    """The array the variable stores, past any autocast scope."""
+    """Return the array the variable stores, regardless of any autocast scope."""
     if variable._value is None:
-        variable.value  # noqa: B018  # raises what a reader of the variable would see
+        variable.value  # noqa: B018  # raises the same error as reading the variable
     array: jax.Array = variable._value
     return array
 
 
 def relocate(variable: Variable, sharding: Any) -> None:
-    """Give the variable a layout and move its value there, if it has one."""
+    """Set the variable's layout and move its value there, if it has one."""
     variable._layout = sharding
     # Not is_equivalent_to: an equivalent sharding of another mesh would clash with that mesh in one program.
     value = variable._value
@@ -112,24 +112,24 @@ def relocate(variable: Variable, sharding: Any) -> None:
 
 
 def unique(found: Iterable[Variable]) -> list[Variable]:
-    """Each variable once, by identity, in order of first appearance."""
+    """Return each variable once, by identity, in order of first appearance."""
     return list({id(v): v for v in found}.values())
 
 
 def initialise_eagerly(variable: Variable, initializer: Callable[..., Any]) -> None:
-    """Initialise as Keras would have done, single-device or by the initialiser's own ``layout`` argument."""
+    """Initialise as Keras would, on one device or by the initialiser's own ``layout`` argument."""
     variable._value = None
     variable._initialize_with_initializer(initializer)
     variable._initializer = None
 
 
 def current_value(variable: Variable) -> jax.Array | None:
-    """The array the variable stores now, or ``None``."""
+    """Return the array the variable stores now, or ``None``."""
     value: jax.Array | None = variable._value
     return value
 
 
 def put_back(variable: Variable, value: jax.Array | None, initializer: Any) -> None:
-    """Undo an assignment: the value and recorded initialiser from before."""
+    """Undo an assignment: restore the previous value and recorded initialiser."""
     variable._value = value
     variable._initializer = initializer
