@@ -1,7 +1,7 @@
 """Layouts: which dim of which variable is split over which mesh axis. Pure arithmetic over layer objects.
 
-Roles say what each dim means and which one would best be split (`roles`); rules say what somebody wrote
-(`rules`); `auto` turns either into layouts that divide, and into fallbacks to report where they did not.
+Roles describe the meaning of each dim and the best one to split (`roles`); rules come from users
+(`rules`); `auto` turns either into layouts that divide evenly, and into fallbacks to report where it cannot.
 """
 
 from __future__ import annotations

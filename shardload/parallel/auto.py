@@ -1,8 +1,8 @@
-"""From roles to layouts: the first wanted dim that divides gets the axis; every other outcome is reported.
+"""From roles to layouts: the first preferred dim that divides gets the axis; all other results are reported.
 
-The last mesh axis splits as Megatron does. The first is the batch's and splits no weight. Axes between
-them (``data, fsdp, model``) each split one more dim, the largest that is left, as fully sharded data
-parallelism does. Axes of size one split nothing and are left out of a layout.
+The last mesh axis splits weights as Megatron does. The first is for the batch and splits no weight. Axes between
+them (``data, fsdp, model``) each split one more dim, the largest remaining one, like fully sharded data
+parallelism. Axes of size one split nothing and are omitted from layouts.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ SMALL_BYTES = 1 << 10
 
 @dataclass(frozen=True, slots=True)
 class LayoutDecision:
-    """The layout of one variable, and how it came to it."""
+    """The layout of one variable, and the reason for it."""
 
     layout: Layout
     rule: str
-    """What decided: a role (``heads out``), a rule's text, ``default``."""
+    """The reason: a role (``heads out``), a rule's text, ``default``."""
     fallback: Fallback | None = None
 
 
 def place(variable: Any, role: Wants, mesh: MeshSpec) -> LayoutDecision:
-    """The layout of a variable by its own dims."""
+    """Choose the layout of a variable by its own dims."""
     shape = tuple(int(n) for n in variable.shape)
     if not role.dims or nbytes(variable) < SMALL_BYTES:
         return LayoutDecision(Layout.replicated(mesh, len(shape)), role.rule if not role.dims else "small")
@@ -46,7 +46,7 @@ def place(variable: Any, role: Wants, mesh: MeshSpec) -> LayoutDecision:
 
 
 def follow(variable: Any, role: Follows, leader: Layout) -> LayoutDecision:
-    """The layout of a variable along its leader's, where its own dims divide."""
+    """Choose the layout of a variable along its leader's, where its own dims are divisible."""
     spec: Spec = tuple(() if d is None else leader.spec[d] for d in role.dims)
     layout = Layout(leader.mesh, spec)
     if not layout.divides(tuple(variable.shape)):
@@ -61,7 +61,7 @@ def decide_layouts(
     *,
     fixed: Mapping[int, LayoutDecision] | None = None,
 ) -> dict[int, LayoutDecision]:
-    """Placements of all variables: those ``fixed`` by a rule, then leaders, then their followers."""
+    """Choose the layouts of all variables: those ``fixed`` by a rule, then leaders, then their followers."""
     placed: dict[int, LayoutDecision] = dict(fixed or {})
     waiting: dict[int, Follows] = {}
     for key, variable in variables.items():
@@ -74,7 +74,7 @@ def decide_layouts(
             placed[key] = place(variable, role, mesh)
     while waiting:
         ready = [k for k, role in waiting.items() if id(role.leader) in placed]
-        if not ready:  # the leader is not among the variables: nothing to follow
+        if not ready:  # the leader is not among the variables, so there is none to follow
             placed |= {k: place(variables[k], by_shape(variables[k]), mesh) for k in waiting}
             break
         for key in ready:
@@ -84,7 +84,7 @@ def decide_layouts(
 
 
 def next_best(variable: Any, role: Role, wanted: Layout) -> LayoutDecision:
-    """The layout a rule asked for, with each axis that does not divide moved to another dim or dropped."""
+    """Return a rule's layout, with each axis that does not divide moved to another dim or dropped."""
     shape = tuple(int(n) for n in variable.shape)
     mesh = wanted.mesh
     candidates = role.dims if isinstance(role, Wants) else ()
@@ -111,7 +111,7 @@ def _first_that_divides(shape: tuple[int, ...], dims: Any, parts: int) -> Dim | 
 def _split_one_more(
     spec: list[tuple[str, ...]], shape: tuple[int, ...], dims: tuple[Dim, ...], *, mesh: MeshSpec, axis: str
 ) -> None:
-    """Split the largest unsplit dim by ``axis``, else a split one further."""
+    """Split the largest unsplit dim by ``axis``, else split a dim further."""
     size = mesh.axis_size(axis)
     if size == 1:
         return
@@ -137,6 +137,6 @@ def _fallback(variable: Any, role: Wants, dim: Dim | None, *, layout: Layout) ->
 
 
 def _count(number: int, what: str) -> str:
-    """``1 head does``, ``4 heads do``."""
+    """Format a count, such as ``1 head does`` or ``4 heads do``."""
     singular = what.replace("entries", "entry").replace("matrices", "matrix").removesuffix("s")
     return f"1 {singular} does" if number == 1 else f"{number} {what} do"

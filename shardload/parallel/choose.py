@@ -1,4 +1,4 @@
-"""The front door of this package: from a model and a mesh to a layout for every variable."""
+"""Entry point of this package: from a model and a mesh to a layout for every variable."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def choose(model: Any, mesh: MeshSpec, layout: LayoutLike = "auto") -> LayoutCho
 
     Args:
         model: A built Keras model.
-        mesh: The mesh; its last axis splits weights, its first the batch, those between split a second dim.
+        mesh: The mesh; its last axis splits weights, its first the batch, the axes between split a second dim.
         layout: ``auto``, ``keras_hub`` (the backbone class' own ``get_layout_map``), ``replicated``, a
             ``keras.distribution.LayoutMap``, or the path of a rules file (see `shardload.parallel.rules`).
 
     Raises:
-        LayoutError: When the mode is unknown, the class has no map, or a rule cannot be applied as written.
+        LayoutError: When the mode is unknown, the class has no map, or a rule cannot be applied.
     """
     variables = model_variables.all_variables(model)
     found = roles(model)
@@ -75,7 +75,7 @@ def _keras_hub_rules(model: Any, mesh: MeshSpec) -> rule_sets.RuleSet:
         raise LayoutError(f"The layout map of {name} needs a mesh with two axes, got {mesh}; write it as 1x{mesh.size}")
     from keras.distribution import DeviceMesh
 
-    names = [f"cpu:{i}" for i in range(mesh.size)]  # a LayoutMap only asks how many there are
+    names = [f"cpu:{i}" for i in range(mesh.size)]  # a LayoutMap uses only the number of devices
     layout_map = make(
         DeviceMesh(mesh.sizes, mesh.axes, names),
         model_parallel_dim_name=mesh.axes[-1],
@@ -89,7 +89,7 @@ def _replicate(variables: dict[int, Any], mesh: MeshSpec, *, rule: str) -> dict[
 
 
 def _unmatched(variables: dict[int, Any], found: dict[int, Role], fixed: dict[int, LayoutDecision]) -> dict[int, Any]:
-    """Variables left to the default; slots are not among them: they follow their variable, as in Keras."""
+    """Return variables left to the default, without slots: slots follow their variable, as in Keras."""
     slots = {k for k, role in found.items() if not isinstance(role, Wants) and role.rule == "slot"}
     return {k: v for k, v in variables.items() if k not in fixed and k not in slots}
 

@@ -1,8 +1,8 @@
-"""The current layout of an existing model, so that a load without ``mesh`` leaves it there.
+"""The current layout of an existing model, which a load without ``mesh`` keeps.
 
 every value on one device              ─► a 1x1 mesh on that device
 layouts or values over one mesh        ─► that mesh and those layouts; values on one device count as replicated
-every value lost to a failed load      ─► where they were (`remember`)
+every value lost to a failed load      ─► their previous place (`remember`)
 no values, or a mesh or layout given   ─► a fresh placement
 """
 
@@ -25,7 +25,7 @@ from shardload.sharding.mesh import DEFAULT_AXES, MeshSpec
 from shardload.typing import LayoutLike, MeshLike
 
 AS_IT_WAS = "as it was"
-"""Mode of a `LayoutChoice` that changes nothing."""
+"""Mode of a `LayoutChoice` that keeps the current layout."""
 
 
 def whereabouts(
@@ -36,7 +36,7 @@ def whereabouts(
     layout: LayoutLike | None = None,
     devices: Sequence[Any] | None = None,
 ) -> tuple[MeshDevices, Any]:
-    """The place to load into, and the layout (a mode, or the `LayoutChoice` the model has).
+    """Return the devices to load onto, and the layout (a mode, or the model's `LayoutChoice`).
 
     Raises:
         MeshError: When the model's variables are spread over several meshes, or there are too few devices.
@@ -50,12 +50,12 @@ _lost: weakref.WeakKeyDictionary[Any, MeshDevices] = weakref.WeakKeyDictionary()
 
 
 def remember(model: Any, place: MeshDevices) -> None:
-    """Say where a model lived before a load that failed: its values, which would tell, may be gone."""
+    """Record where a model was before a failed load: the values that would show it may be gone."""
     _lost[model] = place
 
 
 def home(model: Any) -> MeshDevices | None:
-    """Where a model lives, if it does so anywhere.
+    """Return where a model is, ``None`` if it has no place yet.
 
     Raises:
         MeshError: When its variables are spread over several meshes.

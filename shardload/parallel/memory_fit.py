@@ -1,4 +1,4 @@
-"""Which mesh a model fits on: weights per device against device memory."""
+"""Find a mesh that a model fits on: weights per device against device memory."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from shardload.parallel.choose import choose
 from shardload.sharding.mesh import DEFAULT_AXES, MeshSpec
 
 MARGIN = 0.1
-"""Share of device memory left to activations, the generation cache and the runtime; a floor, not a promise."""
+"""Fraction of device memory reserved for activations, the generation cache and the runtime; a lower bound."""
 MAX_DEVICES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class MeshFit:
-    """A mesh, and what a device of it needs for weights."""
+    """A mesh, and the memory its devices need for weights."""
 
     mesh: MeshSpec
     device_bytes: int
     """Bytes of weights on each device."""
     usable_bytes: int
-    """Device memory less the margin."""
+    """Device memory minus the margin."""
 
     @property
     def fits(self) -> bool:
@@ -30,12 +30,12 @@ class MeshFit:
 
 
 def fit(model: Any, mesh: MeshSpec, device_memory_bytes: int, *, layout: Any = "auto") -> MeshFit:
-    """Whether ``model`` fits on the devices of ``mesh``, weights only, `MARGIN` of their memory left free."""
+    """Compute whether ``model`` fits on the devices of ``mesh``: weights only, with `MARGIN` of their memory free."""
     return MeshFit(mesh, choose(model, mesh, layout).device_bytes, int(device_memory_bytes * (1 - MARGIN)))
 
 
 def smallest_mesh(model: Any, device_memory_bytes: int, *, layout: Any = "auto") -> MeshFit | None:
-    """The smallest of the meshes 1x1, 1x2, 1x4, … on which ``model`` fits, or ``None`` where none does.
+    """Return the smallest of the meshes 1x1, 1x2, 1x4, … that ``model`` fits on, or ``None`` if it fits on none.
 
     Args:
         model: A built model; its variables may have no values.
@@ -51,6 +51,6 @@ def smallest_mesh(model: Any, device_memory_bytes: int, *, layout: Any = "auto")
         if found.fits:
             return found
         if last is not None and found.device_bytes >= last:
-            return None  # nothing divides any further
+            return None  # a larger mesh splits nothing further
         devices, last = devices * 2, found.device_bytes
     return None

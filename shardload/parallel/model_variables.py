@@ -1,4 +1,4 @@
-"""What hangs off a model: its layers, all its variables, and which optimizer slot belongs to which variable."""
+"""A model's layers, all its variables, and the variable of each optimizer slot."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardload.keras_bridge.model_state import state_of
 
 
 def layers(model: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
-    """Every layer with its direct sub-layers, outermost first, each once."""
+    """Yield every layer with its direct sub-layers, outermost first, each once."""
     seen: set[int] = set()
     queue = [model]
     for layer in queue:
@@ -24,13 +24,13 @@ def layers(model: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
 
 
 def own_variables(layer: Any) -> list[Any]:
-    """Variables a layer holds itself, not those of its sub-layers, in the order they were made."""
+    """Return a layer's own variables, without its sub-layers', in order of creation."""
     inherited = {id(v) for child in _children(layer) for v in child.weights}
     return [v for v in layer.weights if id(v) not in inherited]
 
 
 def _children(layer: Any) -> list[Any]:
-    """Direct sub-layers, each once, in the order they were attached: attributes, and lists and dicts of them."""
+    """Return direct sub-layers, each once, in order of attachment: attributes, and lists and dicts of them."""
     found: dict[int, Any] = {}
     for attribute in list(vars(layer).values()):
         for held in _members(attribute):
@@ -50,12 +50,12 @@ def _members(attribute: Any) -> Iterable[Any]:
 
 
 def all_variables(model: Any) -> dict[int, Any]:
-    """Every variable reachable from ``model`` by ``id``: its own, its optimizer's, then metrics and samplers' seeds."""
+    """Return every variable reachable from ``model`` by ``id``: its own, its optimizer's, metrics, samplers' seeds."""
     return {id(v): v for v in state_of(model)}
 
 
 def slots(model: Any) -> Iterator[tuple[Any, Any]]:
-    """Pairs of an optimizer slot and the variable it belongs to, where their shapes agree.
+    """Yield pairs of an optimizer slot and its variable, where their shapes agree.
 
     An optimizer keeps each kind of slot in a list parallel to its trainable variables.
     """

@@ -1,4 +1,4 @@
-"""The answer: a layout for every variable, who decided it, and what did not go as wanted."""
+"""The result: a layout for every variable, the rule behind it, and the fallbacks."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class VariableLayout:
     """Bytes of the whole value."""
     layout: Layout
     rule: str
-    """What decided: a role (``heads out``), the text of a rule, or ``default``."""
+    """The reason: a role (``heads out``), the text of a rule, or ``default``."""
 
     @property
     def device_bytes(self) -> int:
-        """Bytes one device holds of it."""
+        """Bytes of the variable on each device."""
         return self.nbytes // math.prod(self.layout.parts)
 
 
@@ -38,20 +38,20 @@ class LayoutChoice:
     mode: str
     """``auto``, ``keras_hub``, ``layout_map``, ``replicated``, or the path of a rules file."""
     variables: tuple[VariableLayout, ...]
-    """In the order of ``model.variables``; compiled metrics and optimizer slots after them."""
+    """In the order of ``model.variables``, followed by compiled metrics and optimizer slots."""
     layouts: Mapping[int, Layout]
-    """The same by ``id(variable)``."""
+    """The same layouts by ``id(variable)``."""
     fallbacks: tuple[Fallback, ...]
-    """Every variable that did not get the layout its rule wanted."""
+    """Every variable that did not get its rule's layout."""
 
     @property
     def sharded(self) -> int:
-        """How many variables are split."""
+        """Number of split variables."""
         return sum(not v.layout.is_replicated for v in self.variables)
 
     @property
     def replicated(self) -> int:
-        """How many variables every device holds whole."""
+        """Number of replicated variables."""
         return len(self.variables) - self.sharded
 
     @property
@@ -68,16 +68,16 @@ class LayoutChoice:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes each device holds; the same on all, as every split is even."""
+        """Bytes on each device; equal for all, because every split is even."""
         return sum(v.device_bytes for v in self.variables)
 
     @property
     def rules(self) -> Mapping[str, str]:
-        """What decided, by path."""
+        """The rule of each variable, by path."""
         return {v.path: v.rule for v in self.variables}
 
     def summary(self) -> str:
-        """A few lines for people."""
+        """Return a few lines for people."""
         lines = [
             f"layout {self.mode} on {self.mesh}: {self.sharded} variables split, {self.replicated} replicated; "
             f"{self.device_bytes:,} of {self.nbytes:,} bytes on each device"
@@ -93,5 +93,5 @@ class LayoutChoice:
 
 
 def splits_weights(mesh: MeshSpec) -> bool:
-    """Whether the mesh has an axis of more than one position besides the batch's."""
+    """Whether the mesh has an axis of more than one position other than the batch's."""
     return math.prod(mesh.sizes[1:]) > 1 if len(mesh.sizes) > 1 else mesh.size > 1

@@ -1,8 +1,8 @@
-"""What each dim of each variable means, read off layer types and einsum equations, never off names of models.
+"""The meaning of each dim of each variable, derived from layer types and einsum equations, never from model names.
 
-A *role* says which dims of a variable one would like to split, best first. For attention and MLP blocks
-they add up to Megatron's pairing: the first kernel is split by what it produces (column-parallel), the
-second by what it consumes (row-parallel), and one all-reduce ends the block::
+A *role* lists the dims of a variable to split, best first. For attention and MLP blocks
+they add up to Megatron's pairing: the first kernel is split along its outputs (column-parallel), the
+second along its inputs (row-parallel), and one all-reduce ends the block::
 
     btd,ndh->btnh   query    n = heads       split n        ┐ every device computes its own heads
     bskh            key      k = heads       split k        │
@@ -26,12 +26,12 @@ from shardload.keras_bridge.variables import stored_dtype
 from shardload.parallel import model_variables
 
 LARGE_BYTES = 1 << 20
-"""A vector this large is worth splitting, and a variable this large left replicated is worth reporting."""
+"""Smallest vector worth splitting, and smallest replicated variable worth reporting."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dim:
-    """A dim one may split, with the plural noun reports use for its elements (``heads``)."""
+    """A dim that may be split, with the plural noun for its elements in reports (``heads``)."""
 
     index: int
     what: str
@@ -42,22 +42,22 @@ class Wants:
     """A variable placed by its own dims."""
 
     rule: str
-    """Where this comes from, for reports."""
+    """The rule's name, for reports."""
     dims: tuple[Dim, ...]
-    """Dims to split, best first; none for what stays replicated on purpose."""
+    """Dims to split, best first; none for variables that stay replicated on purpose."""
     exact: bool = True
-    """Whether anything but the first dim is a fallback to report; ``False`` for the shape rule."""
+    """Whether any choice but the first dim is a fallback to report; ``False`` for the shape rule."""
 
 
 @dataclass(frozen=True, slots=True)
 class Follows:
-    """A variable placed like another one."""
+    """A variable placed like its leader."""
 
     rule: str
     leader: Any
-    """The variable it follows."""
+    """The variable to follow."""
     dims: tuple[int | None, ...]
-    """For each own dim the leader's dim it lies along, or ``None``."""
+    """For each own dim the matching dim of the leader, or ``None``."""
 
 
 Role = Wants | Follows
@@ -80,12 +80,12 @@ class _Kernel:
         return len(self.inputs) == len(self.outputs) == 1
 
     def size(self, dims: tuple[int, ...]) -> int:
-        """Product of the lengths of ``dims``."""
+        """Return the product of the lengths of ``dims``."""
         return math.prod(int(self.variable.shape[d]) for d in dims)
 
 
 def roles(model: Any) -> dict[int, Role]:
-    """The role of every variable of ``model`` (optimizer slots and metrics included), by ``id(variable)``.
+    """Return the role of every variable of ``model`` (including optimizer slots and metrics), by ``id(variable)``.
 
     Reads layer objects, shapes and dtypes only: the variables may have no values.
     """
@@ -102,12 +102,12 @@ def roles(model: Any) -> dict[int, Role]:
 
 
 def nbytes(variable: Any) -> int:
-    """Bytes of a variable's value, whether or not it has one yet."""
+    """Return the bytes of a variable's value, even if it has none yet."""
     return math.prod(map(int, variable.shape)) * stored_dtype(variable).itemsize
 
 
 def by_shape(variable: Any) -> Wants:
-    """The role of a variable nothing is known about: its largest dim, the last one among equals."""
+    """Return the role of an unknown variable: its largest dim, the last one among equals."""
     shape = tuple(variable.shape)
     if len(shape) < 2 and nbytes(variable) < LARGE_BYTES:
         return Wants("vector", ())
@@ -116,12 +116,12 @@ def by_shape(variable: Any) -> Wants:
 
 
 def _is_kind(layer: Any, *names: str) -> bool:
-    """Whether a layer is one of Keras' or KerasHub's classes of these names, or derives from one."""
+    """Whether a layer is one of Keras' or KerasHub's classes with these names, or a subclass."""
     return any(c.__name__ in names and c.__module__.startswith("keras") for c in type(layer).__mro__)
 
 
 def _own_roles(layer: Any) -> dict[int, Role]:
-    """Roles of the variables a layer holds itself."""
+    """Return the roles of a layer's own variables."""
     own = {v.name: v for v in model_variables.own_variables(layer)}
     kernels = _kernels(layer)
     if kernels and kernels[0].variable.name == "kernel":
@@ -140,7 +140,7 @@ def _own_roles(layer: Any) -> dict[int, Role]:
 
 
 def _kernels(layer: Any) -> list[_Kernel]:
-    """Kernels a layer holds itself: that of a Dense or EinsumDense, or stacked matrices of experts."""
+    """Return a layer's own kernels: that of a Dense or EinsumDense, or stacked matrices of experts."""
     own = model_variables.own_variables(layer)
     named = {v.name: v for v in own}
     if equation := _equation(layer):
@@ -152,7 +152,7 @@ def _kernels(layer: Any) -> list[_Kernel]:
 
 
 def _equation(layer: Any) -> tuple[str, str, str] | None:
-    """Labels of input, kernel and output of a layer that is one einsum; a leading ellipsis is dropped."""
+    """Return the labels of input, kernel and output of a layer that is one einsum, without a leading ellipsis."""
     if _is_kind(layer, "EinsumDense"):
         left, _, output = re.sub(r"[\s.]", "", layer.equation).partition("->")
         data, _, kernel = left.partition(",")
@@ -169,7 +169,7 @@ def _einsum_kernel(variable: Any, data: str, kernel: str, output: str) -> _Kerne
 
 
 def _pair(kernels: Iterable[_Kernel]) -> dict[int, Role]:
-    """Roles of the kernels of one block, in the order they were made: who feeds whom decides."""
+    """Return the roles of one block's kernels, given in order of creation: which one feeds which decides."""
     found: dict[int, Role] = {}
     before: list[_Kernel] = []
     for kernel in kernels:
@@ -186,10 +186,10 @@ def _pair(kernels: Iterable[_Kernel]) -> dict[int, Role]:
 
 
 def _feeds(first: _Kernel, second: _Kernel) -> bool:
-    """Whether the matrix ``second`` brings back to the block's width what ``first`` took away from it.
+    """Whether ``second`` maps the outputs of ``first`` back to the block's width.
 
-    A gate fused into a first matrix doubles what it produces; key and value fused into heads triple it.
-    Two square matrices tell nothing.
+    A gate fused into a first matrix doubles its outputs; key and value fused into heads triple them.
+    For two square matrices this is undecidable.
     """
     made, width = first.size(first.outputs), first.size(first.inputs)
     inner = second.size(second.inputs)
@@ -208,11 +208,11 @@ def _matrix(kernel: _Kernel, rule: str) -> Wants:
 
 
 def _projection(kernel: _Kernel) -> Wants:
-    """A kernel with several dims on one side: heads and what is in a head.
+    """Return the role of a kernel with several dims on one side: heads, and dims within a head.
 
-    Where the heads do not divide, the model's width is next: it costs one small all-reduce of what the
-    kernel produces. Splitting inside a head would run through the halves of rotary embeddings, the cache and
-    the logits: XLA makes some forty permutes and all-to-alls of it per two Gemma layers, instead of eight
+    If the number of heads is not divisible, the model's width is next: it costs one small all-reduce of the
+    kernel's output. A split inside a head would cut through the halves of rotary embeddings, the cache and
+    the logits: XLA turns that into some forty permutes and all-to-alls per two Gemma layers, instead of eight
     all-reduces.
     """
     if len(kernel.outputs) > 1:
@@ -228,11 +228,11 @@ def _projection(kernel: _Kernel) -> Wants:
     return Wants(rule, tuple(dims))
 
 
-# --- what belongs to a kernel or is a table ------------------------------------------------------------
+# --- variables that belong to a kernel, and tables -----------------------------------------------------
 
 
 def _followers(layer: Any, kernel: _Kernel, own: dict[str, Any]) -> dict[int, Role]:
-    """Bias, scale and LoRA factors of a Dense or EinsumDense, dim by dim along its kernel."""
+    """Return the roles of bias, scale and LoRA factors of a Dense or EinsumDense, dim by dim along its kernel."""
     _, labels, output = _equation(layer) or ("", "", "")
     aligned = {"bias": output, "kernel_scale": output}  # both are broadcast against the output
     exact = {"lora_kernel_a": labels[:-1] + "?", "lora_kernel_b": "?" + labels[-1:]}
@@ -255,7 +255,7 @@ def _along(rule: str, variable: Any, spelt: str, *, leader: Any, labels: str) ->
 
 
 def _embedding_roles(own: dict[str, Any]) -> dict[int, Role]:
-    """A table by its rows (the vocabulary) where it is tall, by features where it is wide."""
+    """Split a table by rows (the vocabulary) if it is tall, by features if it is wide."""
     found: dict[int, Role] = {}
     table = own.get("embeddings")
     if table is None:
@@ -281,7 +281,7 @@ def _embedding_roles(own: dict[str, Any]) -> dict[int, Role]:
 
 
 def _conv_roles(layer: Any, own: dict[str, Any]) -> dict[int, Role]:
-    """A convolution by its output channels, then by its input channels; its bias along."""
+    """Split a convolution by its output channels, else by its input channels; its bias follows."""
     kernel = own["kernel"]
     last = len(kernel.shape) - 1
     first, second = ("output channels", "input channels") if _is_kind(layer, "BaseConv") else ("channels",) * 2

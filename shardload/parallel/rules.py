@@ -7,9 +7,9 @@ Rules come from three places: a TOML file, a ``keras.distribution.LayoutMap``, o
 
     [[rule]]
     variable = 'decoder_block_\d+/attention/(query|key|value)/kernel'
-    spec = ["model", "-", "-"]        # one entry a dim: an axis, "-", or two axes as "fsdp+model"
+    spec = ["model", "-", "-"]        # one entry per dim: an axis, "-", or two axes as "fsdp+model"
 
-Everything that would do nothing, or two things, is an error; a dim that does not divide is a fallback.
+A rule without effect, or two rules for one variable, are errors; a dim that is not divisible is a fallback.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ class Rule:
     """One rule."""
 
     pattern: str
-    """A regular expression for the whole path, or the path itself."""
+    """A regular expression for the whole path, or the exact path."""
     spec: Spec
 
 
 @dataclass(frozen=True, slots=True)
 class RuleSet:
-    """Rules, and what happens to variables none of them matches."""
+    """Rules, and the default for variables without a matching rule."""
 
     origin: str
-    """Where they come from, for messages."""
+    """Where the rules come from, for messages."""
     rules: tuple[Rule, ...]
     default: str = "replicated"
 
@@ -83,10 +83,10 @@ def _is_spec(value: Any) -> bool:
 
 
 def from_layout_map(layout_map: Any, mesh: MeshSpec, *, origin: str) -> RuleSet:
-    """The rules of a ``keras.distribution.LayoutMap``.
+    """Convert a ``keras.distribution.LayoutMap`` to rules.
 
     Raises:
-        LayoutError: When it was made for another mesh.
+        LayoutError: When it belongs to another mesh.
     """
     device_mesh = layout_map.device_mesh
     if device_mesh is not None:
@@ -103,7 +103,7 @@ def _tensor_spec(axes: Sequence[Any]) -> Spec:
 def apply(
     rules: RuleSet, variables: Iterable[Any], *, mesh: MeshSpec, found: Mapping[int, Role]
 ) -> dict[int, LayoutDecision]:
-    """Placements of the variables the rules match, by ``id(variable)``; the others are left to the default.
+    """Return the layouts of variables with a matching rule, by ``id(variable)``; others are left to the default.
 
     Raises:
         LayoutError: When a rule matches nothing, two match one variable, a rule has the wrong number of dims,
@@ -123,7 +123,7 @@ def apply(
 
 
 def _match(rules: RuleSet, path: str) -> Rule | None:
-    """The one rule for ``path``: the path itself comes before any expression, as in Keras."""
+    """Return the rule for ``path``: the exact path takes precedence over expressions, as in Keras."""
     for rule in rules.rules:
         if rule.pattern == path:
             return rule
