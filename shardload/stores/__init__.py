@@ -1,1 +1,1 @@
-"""Readers of bytes: where extents live."""
+"""Byte access to local files and remote stores."""

@@ -1,12 +1,12 @@
-"""Where the bytes of a path are: on this machine, or in a remote store that a mirror stands for.
+"""Open a path for reading, whether it is a local file or a remote file represented in a mirror folder.
 
-A mirror is a private folder with the small files of a remote checkpoint under their own names. Its large files are not
-there at all, so code that opens one by itself finds nothing, and never a placeholder full of zeros::
+A mirror is a private folder that contains the small files of a remote checkpoint under their own names. Its large files
+do not exist there, so code that opens one directly fails instead of reading a placeholder full of zeros::
 
     mirror/7/shardload/step.json        a file, fetched and checked
-    mirror/7/pytree/d/1d35…             no file: `opened` gets ranges of it from the store, each checked
+    mirror/7/pytree/d/1d35…             not a file: `opened` fetches ranges of it from the store, each checked
 
-Every reader of data asks here; without mirrors, which is the rule, an answer costs one look at an empty dict.
+All data is opened through this module; without mirrors, the usual case, the lookup tests one empty dict.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from shardload.errors import TruncatedSourceError
 from shardload.stores import local
 
 UNIT_BYTES = 1 << 20
-"""What is verified at once: one digest covers this many bytes of a file, and remote files are fetched in such units.
+"""The unit of verification: each digest covers this many bytes of a file, and remote files are fetched in such units.
 
-Smaller units would over-read less, but lists of digests grow (16 bytes per MiB).
+Smaller units would over-read less, but the lists of digests would grow (16 bytes per MiB).
 """
 
 
 class File(Protocol):
-    """Something bytes are read from, by any number of threads at once."""
+    """A readable file. Thread-safe."""
 
     @property
     def n_bytes(self) -> int:
-        """Its size."""
+        """The file's size."""
         ...
 
     @property
     def is_checked(self) -> bool:
-        """Whether what it gives was compared with its digests."""
+        """Whether `read_into` verifies bytes against their digests."""
         ...
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fill ``buffer`` with the bytes from ``offset`` on.
+        """Fill ``buffer`` with the bytes that start at ``offset``.
 
         Raises:
-            TransferError: When they cannot be read.
-            DamagedError: When a remote file's bytes are not those that were saved.
+            TransferError: If they cannot be read.
+            DamagedError: If bytes of a remote file differ from the saved ones.
         """
         ...
 
@@ -59,53 +59,53 @@ class File(Protocol):
 
 
 class PendingUnits(Protocol):
-    """Some whole units of a remote file on their way."""
+    """A pending request for whole units of a remote file."""
 
     def result(self) -> memoryview:
-        """Their bytes, checked; raises like `File.read_into`."""
+        """Return the verified bytes; raises like `File.read_into`."""
         ...
 
     def cancel(self) -> None:
-        """Stop fetching; a thread that waits for them gets a `TransferError`."""
+        """Cancel the request; a thread that waits for it gets a `TransferError`."""
         ...
 
 
 class RemoteFile(File, Protocol):
-    """A file in a remote store; all its bytes are compared with digests."""
+    """A file in a remote store whose bytes are verified against digests."""
 
     def begin(self, unit: int, count: int) -> PendingUnits:
-        """Start to fetch ``count`` MiB from the MiB ``unit`` on."""
+        """Start to fetch ``count`` units from index ``unit``."""
         ...
 
 
 class RemoteMirror(Protocol):
-    """What stands for a remote checkpoint on this machine."""
+    """A local folder that represents a remote checkpoint."""
 
     @property
     def folder(self) -> str:
-        """Absolute and real."""
+        """The absolute path of the folder, with symbolic links resolved."""
         ...
 
     @property
     def url(self) -> str:
-        """What it stands for."""
+        """The URL of the remote checkpoint."""
         ...
 
     @property
     def checker(self) -> Any:
-        """Knows the checkpoint's digests."""
+        """The `Checker` with the checkpoint's digests."""
         ...
 
     def remote_file(self, name: str) -> RemoteFile | None:
-        """A file of the checkpoint that is not in the folder."""
+        """Return a file of the checkpoint that is not in the folder, else ``None``."""
         ...
 
     def fetch(self, name: str) -> None:
-        """Put a file into the folder."""
+        """Fetch a file into the folder."""
         ...
 
     def name_damage(self) -> list[Any]:
-        """What is missing or unexpected."""
+        """Return the missing and the unexpected files."""
         ...
 
 
@@ -113,23 +113,23 @@ _mirrors: dict[str, RemoteMirror] = {}
 
 
 def enter(mirror: RemoteMirror) -> None:
-    """From now on paths in the mirror's folder are looked up in its store."""
+    """Register a mirror: paths in its folder are looked up in its store from now on."""
     _mirrors[mirror.folder] = mirror
 
 
 def leave(folder: str) -> None:
-    """The end of a mirror."""
+    """Unregister a mirror."""
     _mirrors.pop(folder, None)
 
 
 def remove_mirrors() -> None:
-    """Remove the folders of all mirrors, for a process that ends at once."""
+    """Remove the folders of all mirrors, for a process that exits immediately."""
     for folder in list(_mirrors):
         shutil.rmtree(os.path.split(folder)[0], ignore_errors=True)
 
 
 def mirror_of(path: str | os.PathLike[str]) -> RemoteMirror | None:
-    """The mirror a path lies in, or is."""
+    """Return the mirror whose folder is, or contains, a path, else ``None``."""
     if not _mirrors:
         return None
     name = os.fspath(path)
@@ -137,7 +137,7 @@ def mirror_of(path: str | os.PathLike[str]) -> RemoteMirror | None:
 
 
 def remote_file(path: str | os.PathLike[str]) -> RemoteFile | None:
-    """The remote file a path stands for; None for what lies on this machine, or nowhere."""
+    """Return the remote file at a path; ``None`` for local and for missing files."""
     mirror = mirror_of(path)
     return None if mirror is None else mirror.remote_file(os.fspath(path)[len(mirror.folder) + 1 :])
 
@@ -148,7 +148,7 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
 
 
 def shown(path: str | os.PathLike[str]) -> str:
-    """What to call a path in messages: what is mirrored goes by its address."""
+    """Return the name of a path for messages: a URL if the path is in a mirror."""
     name, mirror = os.fspath(path), mirror_of(path)
     return name if mirror is None else mirror.url + name[len(mirror.folder) :]
 
@@ -171,18 +171,18 @@ class _LocalFile:
 
 
 def open_file(path: str | os.PathLike[str]) -> File:
-    """The file a path stands for; the caller closes it.
+    """Open the local or remote file at a path; the caller closes it.
 
     Raises:
-        SourceNotFoundError: When there is none.
-        SourceError: When it is not a regular file, or may not be read.
+        SourceNotFoundError: If there is no such file.
+        SourceError: If it is not a regular file or is not readable.
     """
     return remote_file(path) or _LocalFile(path)
 
 
 @contextmanager
 def opened(path: str | os.PathLike[str]) -> Iterator[File]:
-    """`open_file`, closed at the end."""
+    """Open a file like `open_file`, and close it at the end of the block."""
     file = open_file(path)
     try:
         yield file
@@ -191,16 +191,16 @@ def opened(path: str | os.PathLike[str]) -> Iterator[File]:
 
 
 def size_of(path: str | os.PathLike[str]) -> int:
-    """Bytes of the file a path stands for; raises like `open_file`."""
+    """Return the size in bytes of the file at a path; raises like `open_file`."""
     with opened(path) as file:
         return file.n_bytes
 
 
 def read_header(path: str | os.PathLike[str], count: int, *, offset: int, what: str) -> bytes:
-    """``count`` bytes of a header, never allocating more than the file holds; see `shardload.stores.local.read_header`.
+    """Read ``count`` bytes of a header without allocating more than the file's size; see `shardload.stores.local`.
 
     Raises:
-        TruncatedSourceError: When the file ends before ``offset + count``.
+        TruncatedSourceError: If the file ends before ``offset + count``.
     """
     if (file := remote_file(path)) is None:
         with local.opened(path) as (fd, _):
@@ -216,10 +216,10 @@ def read_header(path: str | os.PathLike[str], count: int, *, offset: int, what: 
 
 
 def have_local(path: str | os.PathLike[str]) -> None:
-    """Put a remote file onto this machine, for a library that opens files itself; nothing to do for others.
+    """Fetch a remote file into its mirror, for a library that opens files itself. Does nothing for local files.
 
     Raises:
-        UnsupportedError: When it is too large for that.
+        UnsupportedError: If the file is too large to be fetched.
     """
     if (mirror := mirror_of(path)) is not None and is_remote(path):
         mirror.fetch(os.fspath(path)[len(mirror.folder) + 1 :])

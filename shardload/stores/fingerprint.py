@@ -1,8 +1,8 @@
-"""Whether a checkpoint's files are still those whose headers were read.
+"""Detect that a checkpoint's files changed after their headers were read.
 
-Sizes alone do not tell: a training job that rewrites its checkpoint in place leaves a file of the same size with
-other weights in it, and half of each would be loaded. So the files' identity and time of change are noted right
-after the headers were read, and compared before the first byte is read and after the last.
+Sizes alone do not show it: a training job that rewrites its checkpoint in place keeps the file size but
+changes the weights, and a load would mix both. So each file's identity and modification time are recorded
+after the headers are read, and compared before the first read of data and after the last.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ class _File:
     size: int
     """Bytes."""
     changed_ns: int
-    """When its content last changed, in nanoseconds."""
+    """The time of the last modification in nanoseconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What the files looked like at one moment."""
+    """The identity, size and modification time of files at one moment."""
 
     files: Mapping[str, _File]
 
     @classmethod
     def of(cls, paths: Iterable[str]) -> Fingerprint:
-        """Note what ``paths`` look like now.
+        """Record the current state of ``paths``.
 
         Raises:
-            TransferError: When one of them has vanished.
+            TransferError: If one of them has vanished.
         """
         return cls({path: _look(path) for path in paths})
 
     def check(self) -> None:
-        """Compare with what the files look like now.
+        """Compare the recorded state with the current one.
 
         Raises:
-            TransferError: When a file has changed; names the first one and how.
+            TransferError: If a file changed; names the first such file and the change.
         """
         for path, before in self.files.items():
             now = _look(path)
@@ -56,7 +56,7 @@ class Fingerprint:
 
 
 def _look(path: str) -> _File:
-    if (remote := file_access.remote_file(path)) is not None:  # each read of it is compared with its digests
+    if (remote := file_access.remote_file(path)) is not None:  # each remote read is verified by digests
         return _File(0, 0, remote.n_bytes, 0)
     try:
         found = Path(path).stat()

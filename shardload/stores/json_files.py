@@ -1,7 +1,7 @@
-"""JSON from an untrusted file: bounded, no duplicate keys, and every failure names the file.
+"""Read JSON from untrusted files: bounded in size, without duplicate keys; every error names the file.
 
-Python's parser raises `RecursionError` on deep nesting, `ValueError` on 5000-digit numbers and keeps the last
-of two equal keys; here each is a `SourceError`.
+Python's parser raises `RecursionError` for deep nesting and `ValueError` for 5000-digit numbers, and keeps the last
+of two equal keys; this module raises a `SourceError` for each of these.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from shardload.errors import SourceError, UnsafeSourceError
 from shardload.stores import local
 
 MAX_JSON_BYTES = 1 << 25
-"""32 MiB. The largest index in the wild (hundreds of shards, 90k tensors) has 9 MB; the largest config 5 MB."""
+"""32 MiB. The largest known index (hundreds of shards, 90k tensors) has 9 MB, the largest config 5 MB."""
 
 
 MIN_BYTES_PER_CONTAINER = 16
-"""Keras' and Hugging Face's descriptions have 50 bytes and more for each bracket or brace, Python takes 200 for it."""
+"""Files by Keras and Hugging Face have at least 50 bytes per bracket or brace; Python allocates 200 for each."""
 FREE_CONTAINERS = 1024
-"""Small documents may be as dense as they like."""
+"""Brackets and braces that a document of any size may contain."""
 SMALL_BYTES = 4096
-"""Not worth a look before it is read."""
+"""Objects up to this size are not checked for a closing brace before they are read."""
 _TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
-"""One string with its quotes."""
+"""A JSON string with its quotes."""
 
 
 def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The JSON object that a file holds.
+    """Read the JSON object in a file.
 
     Raises:
-        SourceError: When it is missing, too large, not UTF-8, not JSON or not an object.
+        SourceError: If the file is missing, too large, not UTF-8, not JSON or not an object.
     """
     name = os.fspath(path)
     with local.opened(path) as (fd, size):
@@ -46,12 +46,12 @@ def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def require_brace(fd: int, stop: int, *, path: str, what: str) -> None:
-    """Raise unless a large JSON object that is said to end before byte ``stop`` ends with a brace.
+    """Raise unless a large JSON object that should end at byte ``stop`` ends with a brace.
 
-    A length that points into the tensors is found here, before that much is read.
+    This finds a wrong length, which points into the tensors, before that many bytes are read.
 
     Raises:
-        SourceError: When it ends with anything else; also when the file cannot be read.
+        SourceError: If it ends with another character, or if the file cannot be read.
     """
     if stop <= SMALL_BYTES:
         return
@@ -64,11 +64,11 @@ def require_brace(fd: int, stop: int, *, path: str, what: str) -> None:
 
 
 def parse_object(raw: bytes, *, path: str) -> dict[str, Any]:
-    """A JSON object from bytes; ``path`` is for messages.
+    """Parse a JSON object from bytes; ``path`` is used in messages.
 
     Raises:
-        SourceError: When the bytes are not UTF-8, not JSON, hold a key twice, or are not an object.
-        UnsafeSourceError: When they nest too deeply, or would take far more memory than they have bytes.
+        SourceError: If the bytes are not UTF-8, not JSON, contain a key twice, or are not an object.
+        UnsafeSourceError: If they nest too deeply, or would take far more memory than their size.
     """
     allowed = FREE_CONTAINERS + len(raw) // MIN_BYTES_PER_CONTAINER
     containers = _containers(raw)
@@ -80,7 +80,7 @@ def parse_object(raw: bytes, *, path: str) -> dict[str, Any]:
             "parsed they would take many times the memory. Download it again"
         )
     try:
-        text = raw.decode("utf-8-sig")  # as `json.loads` does with bytes
+        text = raw.decode("utf-8-sig")  # like `json.loads` on bytes: accepts a byte order mark
         del raw
         found = json.loads(text, object_pairs_hook=unique_pairs)
     except UnicodeDecodeError as error:
@@ -99,7 +99,7 @@ def _containers(raw: bytes) -> int:
 
 
 def unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """`object_pairs_hook` for `json.loads` that refuses a key given twice."""
+    """`object_pairs_hook` for `json.loads` that raises on duplicate keys."""
     found = dict(pairs)
     if len(found) < len(pairs):
         seen: set[str] = set()

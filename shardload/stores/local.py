@@ -1,8 +1,8 @@
-"""Positional reads of local files: the one place that turns an offset into bytes.
+"""Positional reads of local files: the only module that reads bytes at an offset.
 
-Nothing here keeps a file position, so one descriptor serves any number of threads. A header reader
-maps every failure to a `SourceError` (the checkpoint is bad); once headers were accepted, a failure to
-read is a `TransferError` (the file changed, or the disk did).
+No function moves a file position, so threads can share a descriptor. Header readers raise a
+`SourceError` for every failure (the checkpoint is bad); after the headers were accepted, a failed
+read is a `TransferError` (the file changed, or the disk failed).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shardload.errors import SourceError, SourceNotFoundError, TransferError, Tr
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """A path with a folder for a user's ``~``; as it is written where there is no such user."""
+    """Expand ``~`` and ``~user`` in a path; a path with an unknown user is returned unchanged."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -30,14 +30,14 @@ def read_exact(fd: int, buffer: memoryview, offset: int, path: str) -> None:
 
     Args:
         fd: An open file descriptor.
-        buffer: Where the bytes go; writable and contiguous.
+        buffer: The destination; writable and contiguous.
         offset: Byte offset in the file.
-        path: The file's name, for messages only.
+        path: The file's name, for messages.
 
     Raises:
-        TransferError: When the file ends early (it shrank since its headers were read) or cannot be read.
+        TransferError: If the file ends early (it shrank since its headers were read) or cannot be read.
     """
-    rest = buffer.cast("B") if buffer.nbytes else memoryview(b"")  # cast refuses an empty view
+    rest = buffer.cast("B") if buffer.nbytes else memoryview(b"")  # cast rejects an empty view
     while rest:
         try:
             count = os.preadv(fd, [rest], offset)
@@ -56,11 +56,11 @@ def open_readonly(path: str | os.PathLike[str]) -> int:
     """Open a regular file for positional reads; the caller closes the descriptor.
 
     Raises:
-        SourceNotFoundError: When there is no such file.
-        SourceError: When it is a directory, a pipe or a device, or may not be read.
+        SourceNotFoundError: If there is no such file.
+        SourceError: If it is a directory, a pipe or a device, or is not readable.
     """
     try:
-        # O_NONBLOCK: opening a named pipe would otherwise wait for its writer for ever.
+        # # O_NONBLOCK: without it, opening a named pipe waits for a writer forever.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise _open_error(path, error) from error
@@ -86,7 +86,7 @@ def _open_error(path: str | os.PathLike[str], error: OSError) -> SourceError | S
 
 @contextmanager
 def opened(path: str | os.PathLike[str]) -> Iterator[tuple[int, int]]:
-    """A file's descriptor and its size in bytes, closed at the end; raises like `open_readonly`."""
+    """Yield a file's descriptor and its size in bytes; close it at the end. Raises like `open_readonly`."""
     fd = open_readonly(path)
     try:
         yield fd, os.fstat(fd).st_size
@@ -95,17 +95,17 @@ def opened(path: str | os.PathLike[str]) -> Iterator[tuple[int, int]]:
 
 
 def read_header(fd: int, count: int, *, offset: int, path: str, what: str) -> bytes:
-    """``count`` bytes of a header, never allocating more than the file holds.
+    """Read ``count`` bytes of a header without allocating more than the file's size.
 
     Args:
         fd: An open file descriptor.
-        count: Bytes wanted.
+        count: The number of bytes to read.
         offset: Byte offset in the file.
         path: The file's name, for messages.
-        what: What the bytes are (``the JSON header``), for messages.
+        what: A name for the bytes in messages (``the JSON header``).
 
     Raises:
-        TruncatedSourceError: When the file ends before ``offset + count``.
+        TruncatedSourceError: If the file ends before ``offset + count``.
     """
     size = os.fstat(fd).st_size
     if offset + count > size:
@@ -121,7 +121,7 @@ def read_header(fd: int, count: int, *, offset: int, path: str, what: str) -> by
         ) from error
     if len(found) == count:
         return found
-    buffer = bytearray(count)  # a system call returns at most 2 GiB, and a network file system less when it likes
+    buffer = bytearray(count)  # a system call returns at most 2 GiB; network file systems may return less
     try:
         read_exact(fd, memoryview(buffer), offset, path)
     except TransferError as error:

@@ -1,8 +1,8 @@
-"""Folders of remote stores (``s3://``, ``gs://``, ``http(s)://``), read through TensorStore's drivers.
+"""Folders in remote stores (``s3://``, ``gs://``, ``http(s)://``), read through TensorStore's drivers.
 
-TensorStore does the requests, signs them and repeats those that failed; here is what it does not do: limits on
-waiting, and errors in words. A store answers in bounded time or there is a `TransferError`: `RETRIES` attempts, and
-nothing from the store for so many seconds.
+TensorStore sends, signs and retries the requests; this module adds time limits and readable error messages. A request
+raises a `TransferError` after the retries of `RETRIES`, or if the store sends nothing for the
+time returned by `timeout_s`.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from shardload.errors import SourceError, SourceNotFoundError, TransferError, Un
 
 TIMEOUT_VARIABLE = "SHARDLOAD_REMOTE_TIMEOUT"
 DEFAULT_TIMEOUT_S = 120.0
-"""Without anything coming: 64 MiB on their way together take that long at 0.5 MB/s. TensorStore waits for ever."""
+"""Time without a response: 64 MiB in flight together take that long at 0.5 MB/s. TensorStore would wait forever."""
 FIRST_ANSWER_S = 30.0
-"""For the first answer of a store, which is short."""
+"""Limit for a store's first response, which is short."""
 RETRIES: Mapping[str, Any] = {"max_retries": 4, "initial_delay": "250ms", "max_delay": "4s"}
-"""TensorStore's own 32 attempts take a quarter of an hour."""
+"""TensorStore's default of 32 attempts takes a quarter of an hour."""
 WAIT_S = 0.25
-"""How often a wait looks whether others got something meanwhile."""
+"""Interval at which a waiting thread checks whether other requests made progress."""
 _URL = re.compile(r"(s3|gs|https?)://", re.ASCII)
 _SHOWN = 300
 
 
 def is_url(source: object) -> bool:
-    """Whether a source is the address of something remote."""
+    """Whether a source is the URL of a remote store."""
     return isinstance(source, str) and _URL.match(source) is not None
 
 
 class Folder:
-    """A folder of a remote store.
+    """A folder in a remote store.
 
     Args:
         url: ``s3://bucket/path``, ``gs://bucket/path``, ``http://host/path`` or ``https://host/path``.
 
     Raises:
-        UnsupportedError: When the address has parts that cannot be used here.
-        SourceError: When it is none.
+        UnsupportedError: If the URL has parts that are not supported.
+        SourceError: If the URL is invalid.
     """
 
     def __init__(self, url: str) -> None:
@@ -53,32 +53,32 @@ class Folder:
         self._kv = self._opened()
 
     def child(self, name: str) -> Folder:
-        """A folder in this one."""
+        """Return a subfolder."""
         return Folder(f"{self.url}/{name}")
 
     @property
     def name(self) -> str:
-        """Its last part."""
+        """The last part of the path."""
         return self.url.rpartition("/")[2]
 
     @property
     def can_list(self) -> bool:
-        """Whether the store tells which names there are; HTTP does not."""
+        """Whether the store can list its names; HTTP cannot."""
         return not self.url.startswith("http")
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes | None:
-        """Bytes of an object, all by default; ``None`` where there is none of this name.
+        """Read bytes of an object, all by default; ``None`` if there is no such object.
 
         Raises:
-            TransferError: When the store does not answer, refuses, or has not so many bytes.
+            TransferError: If the store does not respond, refuses the request, or the object is too short.
         """
         return self.begin(name, start, stop).result()
 
     def begin(self, name: str, start: int = 0, stop: int | None = None) -> Fetch:
-        """Start to read.
+        """Start to read an object.
 
         Raises:
-            TransferError: When no store can have such a name: a damaged file may tell of one.
+            TransferError: If the name is not valid in any store; a damaged file may contain such a name.
         """
         try:
             name.encode()
@@ -88,10 +88,10 @@ class Folder:
         return Fetch(self, name, self._kv.read(name, byte_range=asked), self._progress)
 
     def read_small(self, name: str, *, limit: int) -> bytes | None:
-        """All of an object whose size is not known; ``None`` where there is none.
+        """Read a whole object of unknown size; ``None`` if there is no such object.
 
         Raises:
-            UnsafeSourceError: When it has more than ``limit`` bytes; they are not fetched.
+            UnsafeSourceError: If it has more than ``limit`` bytes; they are not fetched.
         """
         try:
             beyond = self.read(name, limit, limit + 1)
@@ -102,12 +102,12 @@ class Folder:
         raise UnsafeSourceError(f"{self.url}/{name} should have at most {limit} bytes, but has more")
 
     def names(self) -> list[str]:
-        """Every object below, by its path in here.
+        """Return the names of all objects in this folder and below, relative to it.
 
         Raises:
-            UnsupportedError: When the store cannot list.
-            SourceNotFoundError: When there is no such bucket.
-            TransferError: When it does not answer or refuses.
+            UnsupportedError: If the store cannot list.
+            SourceNotFoundError: If there is no such bucket.
+            TransferError: If the store does not respond or refuses the request.
         """
         if not self.can_list:
             raise UnsupportedError(f"{self.url}: HTTP servers do not list what they have")
@@ -115,10 +115,10 @@ class Folder:
         return sorted(key.decode("utf-8", "replace") for key in keys)
 
     def failure(self, error: BaseException | None, name: str) -> Exception:
-        """What went wrong, in words: what was asked for, what the store said, what to do."""
+        """Build an error for a failed request: the URL, the store's message, and a way to fix it."""
         where = f"{self.url}/{name}" if name else self.url
         text = " ".join(str(error).split())
-        code = text.partition(":")[0]  # what follows it may be the server's words
+        code = text.partition(":")[0]  # the rest may be text from the server
         said = _SENTENCE.sub("", text)[:_SHOWN].strip() or type(error).__name__
         if code == "OUT_OF_RANGE":
             return _OutOfRangeError(f"{where} is shorter than it should be: {said}")
@@ -131,7 +131,7 @@ class Folder:
         return TransferError(f"{where} cannot be read: {said}. Check the address, the network and {self._settings()}")
 
     def stalled(self, name: str, timeout_s: float) -> TransferError:
-        """What to say when nothing came for so long."""
+        """Build the error for a store that sent nothing for ``timeout_s``."""
         return TransferError(
             f"{self.url}/{name}".rstrip("/") + f" cannot be read: nothing came from its server for {timeout_s:g} s. "
             f"Check the address, the network and {self._settings()}; {TIMEOUT_VARIABLE}=SECONDS waits longer"
@@ -153,7 +153,7 @@ class Folder:
         }.get(scheme, "No password can be given to an HTTP server here: copy the step to this machine first")
 
     def _opened(self) -> Any:
-        import tensorstore as ts  # 0.2 s to import
+        import tensorstore as ts  # takes 0.2 s to import
 
         spec = _spec(self.url)
         limit = timeout_s(first=True)
@@ -176,11 +176,11 @@ _SENTENCE = re.compile(r"\s*\[http_response_body=.*?\](?=\s*\[|$)|\s*\[source lo
 
 
 class _OutOfRangeError(TransferError):
-    """More bytes were asked for than there are."""
+    """The requested range ends after the object."""
 
 
 class _Progress:
-    """When something last came from a store, for all who wait for it."""
+    """The time of the last response from a store, shared by all threads that wait for it."""
 
     def __init__(self) -> None:
         self.at_s = time.monotonic()
@@ -189,14 +189,14 @@ class _Progress:
         self._lock = threading.Lock()
 
     def begin(self) -> None:
-        """Somebody begins to wait; the first one starts the clock."""
+        """Record that a thread starts to wait; the first one starts the clock."""
         with self._lock:
             if not self._waiting:
                 self.at_s = time.monotonic()
             self._waiting += 1
 
     def end(self) -> None:
-        """Something came, or the wait was given up."""
+        """Record a response, or a wait that was given up."""
         with self._lock:
             self._waiting -= 1
             self.at_s = time.monotonic()
@@ -204,19 +204,19 @@ class _Progress:
 
 
 class Fetch:
-    """One request on its way."""
+    """A pending request."""
 
     def __init__(self, folder: Folder, name: str, future: Any, progress: _Progress) -> None:
         self._folder, self._name, self._future, self._progress = folder, name, future, progress
         self._given_up = False
 
     def cancel(self) -> None:
-        """Give it up; who waits for it gets a `TransferError`."""
+        """Cancel the request; a thread that waits for it gets a `TransferError`."""
         self._given_up = True
         self._future.cancel()
 
     def result(self) -> bytes | None:
-        """The bytes; ``None`` where there is no such object. Raises like `Folder.read`."""
+        """Return the bytes; ``None`` if there is no such object. Raises like `Folder.read`."""
         found = self.wait()
         if found.state == "missing":
             return None
@@ -226,12 +226,12 @@ class Fetch:
 
     @staticmethod
     def is_too_short(error: TransferError) -> bool:
-        """Whether it failed as the object ends before the range that was asked for."""
+        """Whether the request failed because the object ends before the requested range."""
         return isinstance(error, _OutOfRangeError)
 
     def wait(self) -> Any:
-        """What TensorStore returns."""
-        from asyncio import CancelledError  # takes as long as all loaders
+        """Wait for the response and return TensorStore's result."""
+        from asyncio import CancelledError  # importing it takes as long as importing all loaders
 
         limit = timeout_s(first=not self._progress.answered)
         self._progress.begin()
@@ -254,10 +254,10 @@ class Fetch:
 
 
 def timeout_s(*, first: bool) -> float:
-    """How long a store may say nothing, in seconds; ``first`` before it ever answered.
+    """Return how long a store may stay silent, in seconds; ``first`` applies until its first response.
 
     Raises:
-        SourceError: When the environment says no number.
+        SourceError: If `TIMEOUT_VARIABLE` is not set to a positive number.
     """
     text = os.environ.get(TIMEOUT_VARIABLE)
     if not text:
@@ -293,13 +293,13 @@ def _spec(url: str) -> dict[str, Any]:
     if region := os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION"):
         spec["aws_region"] = region
     if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
-        # TensorStore does not look these up, and wants a region with an endpoint.
+        # # TensorStore does not read these variables, and requires a region with an endpoint.
         spec |= {"endpoint": endpoint.rstrip("/"), "aws_region": region or "us-east-1"}
     return spec
 
 
 def _aws_credentials() -> dict[str, str] | None:
-    """Which of TensorStore's ways to look for credentials; the default one logs every source it misses."""
+    """Select TensorStore's credential source; the default logs every source that has no credentials."""
     if os.environ.get("AWS_NO_SIGN_REQUEST", "").upper() in ("1", "YES", "TRUE"):
         return {"type": "anonymous"}
     if os.environ.get("AWS_ACCESS_KEY_ID"):
