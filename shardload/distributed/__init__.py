@@ -1,1 +1,1 @@
-"""What the processes of one run tell each other, and how they fail together."""
+"""Communication between the processes of one run, and their common handling of failures."""

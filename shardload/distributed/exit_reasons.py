@@ -1,8 +1,8 @@
-"""Says why a run of several processes came to its end: in the folder of the steps, or where it only loads, on stderr.
+"""Record why a run of several processes ended: in the folder of the steps or, without one, on stderr.
 
-of this process     a helper process sees it end (`watchdog`)
-of another one      the heartbeat misses it (`heartbeat`)
-of a save           the code that raises it records it
+exit of this process     noticed by a helper process (`watchdog`)
+exit of another one      noticed by the heartbeat (`heartbeat`)
+failure of a save        recorded by the code that raises it
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from shardload.distributed import processes, watchdog
 
 
 class ExitRecorder:
-    """Keeps the account of one folder for this process; there is nothing to keep in a run of one.
+    """Records failures for this process in one folder; inactive in a run of one process.
 
     Args:
-        folder: Of the steps; without one, what happens is only said on stderr.
+        folder: The folder of the steps; without it, failures are only written to stderr.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -30,36 +30,36 @@ class ExitRecorder:
         self._beside: subprocess.Popen[str] | None = None
 
     def begin(self) -> None:
-        """Have this process watched, and the others listened for."""
+        """Start the helper process that watches this process, and record lost processes."""
         if processes.count() == 1 or self._beside is not None:
             return
         if self.folder is not None:
             processes.heartbeat().when_lost(self.write)
         me = [str(self.folder or ""), str(processes.index()), str(os.getpid()), platform.node()]
         me.append(processes.coordinator())
-        with suppress(OSError):  # no room for one more process: the others still notice
+        with suppress(OSError):  # without resources for another process, the other processes still notice the exit
             self._beside = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(watchdog.__file__), *me],
                 stdin=subprocess.PIPE,
                 text=True,
-                start_new_session=True,  # what kills the group of a process should leave its witness
+                start_new_session=True,  # survive a signal to the process group
                 cwd="/",
             )
-            weakref.finalize(self, _end, self._beside)  # also runs when the interpreter ends
+            weakref.finalize(self, _end, self._beside)  # also runs at interpreter exit
 
     def note(self, doing: str) -> None:
-        """What this process is about, in case it is the last thing it does."""
+        """Tell the helper process about the current activity, for the report of an unexpected exit."""
         if self._beside is not None and self._beside.stdin is not None:
             with suppress(OSError):
                 self._beside.stdin.write(f"{doing}\n")
                 self._beside.stdin.flush()
 
     def rest(self) -> None:
-        """This process may end now, with nothing said."""
+        """Announce that this process may exit, so that its exit is not reported."""
         self.note(watchdog.END)
 
     def write(self, cause: str) -> None:
-        """Write a cause down, flushed to disk."""
+        """Record a cause of failure, flushed to disk."""
         if processes.count() > 1 and self.folder is not None:
             watchdog.write_down(str(self.folder), {"process": processes.index(), "cause": cause})
 

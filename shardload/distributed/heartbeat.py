@@ -1,13 +1,13 @@
-"""Which processes of a run are still there.
+"""Detect processes of a run that exited or stopped.
 
-    every process, each second      alive/3  = "41 host-b pid 977"
-    process 0 reads them all        alive/3 unchanged for 15 s ─► lost = "process 3 (host-b, pid 977) …"
+    every process, once a second    alive/3  = "41 host-b pid 977"
+    process 0 reads all keys        alive/3 unchanged for 15 s ─► lost = "process 3 (host-b, pid 977) …"
     the others read two keys        alive/0 and lost
 
-JAX notices a dead process after 100 s, and then aborts the others; the keys tell within 20, while there is time to
-raise, log and write down why. The death of process 0, which holds the keys, makes JAX abort the others at once:
-`watchdog` writes down why. A process 0 that is stopped answers no request, and requests have no
-limit of their own: one thread makes them, another one notices when it does not come back.
+JAX notices a dead process after 100 s, and then aborts the others; the keys show it within 20 s, early enough to
+raise an error and record the cause. If process 0, which runs the key-value store, dies, JAX aborts the others at once:
+`watchdog` records why. A stopped process 0 does not answer requests, and requests have no time limit:
+one thread makes them, and another one notices when a request does not return.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from shardload.errors import ProcessLostError
 
 BEAT_S = 1.0
 SILENT_S = 15.0
-"""A process that says nothing for so long is taken for lost. A thread of its own speaks, also while XLA compiles."""
+"""After this silence a process counts as lost. The heartbeat has its own thread and runs while XLA compiles."""
 LEAVE_S = 10.0
-"""For the answer that the thread waits for while the interpreter ends; it comes within milliseconds, or never."""
+"""Time limit for the heartbeat thread at interpreter exit; its request returns within milliseconds, or never."""
 FIRST_S = 5.0
-"""For the first word of this process to be said."""
+"""Time limit for the first beat of this process."""
 LINGER_S = 6.0
-"""How long process 0, without whose service JAX aborts the others, waits at its end for them to end."""
+"""How long process 0 waits for the others at exit: JAX aborts processes that lose its service."""
 SETTLE_S = 3.0
-"""From a process' last word to its end: Python still takes down what was imported."""
+"""Time from a process' last message to its exit: Python still unloads modules."""
 RETURN_S = 1.0
-"""For the thread that speaks to come back, where a process is lost and it may never do so."""
+"""Time limit for the heartbeat thread after a process was lost, when it may never return."""
 
 _ALIVE = "shardload/alive/"
 _LOST = "shardload/lost"
@@ -44,23 +44,23 @@ _LEFT = "left"
 
 
 def _stay() -> None:
-    """Release nothing."""
+    """Do nothing: the default for ``let_go``."""
 
 
 class Heartbeat:
-    """Tells that this process is there, and listens whether the others are.
+    """Reports that this process is alive, and watches the other processes.
 
     Args:
-        client: Of the coordination service.
-        index: Of this process.
-        beat_s: From one word to the next.
-        silent_s: After so long without one a process is lost.
-        let_go: Called as the interpreter ends when the others will not end with it: JAX would wait for them.
+        client: The client of the coordination service.
+        index: The index of this process.
+        beat_s: The time between two beats, in seconds.
+        silent_s: The time without a beat after which a process counts as lost.
+        let_go: Called at interpreter exit if the other processes will not exit, too, so that JAX stops waiting.
     """
 
     @staticmethod
     def say_left(client: Any, index: int) -> None:
-        """Tell that this process ends, which never began a heartbeat."""
+        """Report the exit of a process that never started a heartbeat."""
         client.key_value_set(f"{_ALIVE}{index}", f"{_LEFT} {platform.node()} pid {os.getpid()}", allow_overwrite=True)
 
     def __init__(
@@ -79,7 +79,7 @@ class Heartbeat:
         self._title = f"{platform.node()} pid {os.getpid()}"
         self._lost: str | None = None
         self._heard: dict[int, tuple[str, float]] = {}
-        """What each said last, and when that was new. Who has not begun yet is not waited for: it may be compiling."""
+        """The last beat of each process and its time. A process without a beat is not missed: it may be compiling."""
         self._left: set[int] = set()
         self._told: list[Callable[[str], None]] = []
         self._telling = threading.Lock()
@@ -89,30 +89,30 @@ class Heartbeat:
         self._rounds = 0
         self._found: dict[str, dict[str, str]] = {}
         self.each_beat: list[Callable[[], None]] = []
-        """Called in a thread of their own once a beat; they must not wait for anything."""
+        """Called once per beat, in the watcher thread; must not block."""
         self._thread = threading.Thread(target=self._run, name="shardload-heartbeat", daemon=True)
         self._watcher = threading.Thread(target=self._watch, name="shardload-heartbeat-watch", daemon=True)
 
     def start(self) -> None:
-        """Begin, until the interpreter ends."""
+        """Start the threads; they run until interpreter exit."""
         self._thread.start()
-        self._spoken.wait(FIRST_S)  # the others miss only those they have heard
+        self._spoken.wait(FIRST_S)  # processes only miss a process that they have seen
         self._watcher.start()
-        atexit.register(self._leave)  # after jax.distributed was set up, so before it is shut down
+        atexit.register(self._leave)  # registered after jax.distributed was set up, so it runs before JAX's shutdown
 
     @property
     def lost(self) -> str | None:
-        """Which process is lost and since when; None while all are there."""
+        """The message about the lost process; ``None`` while no process is lost."""
         return self._lost
 
     def check(self, process: int | None = None) -> None:
         """Raise if a process was lost, or if ``process`` has exited.
 
         Args:
-            process: The one whose message is awaited; exits are not checked without it.
+            process: The process whose message is awaited; without it, orderly exits are not checked.
 
         Raises:
-            ProcessLostError: When a process was lost, or this one has left.
+            ProcessLostError: If a process was lost, or ``process`` has exited.
         """
         if self._lost is not None:
             raise ProcessLostError(f"{self._lost}. Start all processes again; saved steps are untouched")
@@ -122,7 +122,7 @@ class Heartbeat:
             raise error
 
     def when_lost(self, call: Callable[[str], None]) -> None:
-        """Have ``call`` told, once, in a thread of the heartbeat; at once when a process is lost already."""
+        """Call ``call`` once when a process is lost, in a heartbeat thread; at once if one is lost already."""
         with self._telling:
             self._told.append(call)
             late = self._lost
@@ -130,22 +130,22 @@ class Heartbeat:
             call(late)
 
     def ask(self, prefix: str) -> None:
-        """Read the keys below ``prefix`` at each beat, until `forget`."""
+        """Read the keys below ``prefix`` at each beat, until `forget` is called."""
         self._found[prefix] = {}
 
     def found(self, prefix: str) -> dict[str, str]:
-        """What was read last, by the rest of the key."""
+        """Return the values last read, by the key without ``prefix``."""
         return self._found.get(prefix, {})
 
     def forget(self, prefix: str) -> None:
-        """Undo `ask`."""
+        """Stop reading the keys below ``prefix``."""
         self._found.pop(prefix, None)
 
     def abandon(self) -> None:
-        """Say that the others may not end together with this process, so that JAX is not to wait for them."""
+        """Record that the other processes may not exit together with this one, so that JAX does not wait for them."""
         self._abandoned = True
 
-    # ---- the thread that makes requests ----------------------------------------------------------
+    # # ---- the thread that makes requests ----------------------------------------------------------
 
     def _run(self) -> None:
         number = 0
@@ -153,7 +153,7 @@ class Heartbeat:
             try:
                 self._say(str(number))
                 self._listen()
-            except Exception as error:  # of the service
+            except Exception as error:  # an error of the coordination service
                 self._lose(f"Process 0, which holds the coordination service, cannot be reached: {error}")
             number += 1
             self._rounds = number
@@ -182,7 +182,7 @@ class Heartbeat:
                 self._found[prefix] = found
 
     def _words(self) -> dict[int, str]:
-        """What those this process listens to said last."""
+        """Return the last beats of the processes that this process watches."""
         if self._index:
             word = self._read(f"{_ALIVE}0")
             return {} if word is None else {0: word}
@@ -192,14 +192,14 @@ class Heartbeat:
         return {int(key.removeprefix(_ALIVE)): word for key, word in self._client.key_value_dir_get(_ALIVE)}
 
     def _read(self, key: str) -> str | None:
-        with suppress(Exception):  # not there: the usual case
+        with suppress(Exception):  # a missing key is the usual case
             return str(self._client.key_value_try_get(key))
         return None
 
-    # ---- the thread that makes none --------------------------------------------------------------
+    # # ---- the thread that makes no requests -------------------------------------------------------
 
     def _watch(self) -> None:
-        """Count beats, not seconds: a machine that slept has not missed any."""
+        """Detect a blocked heartbeat thread by counting beats, not seconds: a suspended machine misses no beats."""
         seen = still = 0
         while not self._leaving.wait(self._beat_s):
             still = 0 if self._rounds != seen else still + 1
@@ -209,7 +209,7 @@ class Heartbeat:
                     f"Process 0, which holds the coordination service, has not answered for {self._silent_s:.0f} s"
                 )
             for call in list(self.each_beat):
-                with suppress(Exception):  # the others are to be called as well
+                with suppress(Exception):  # an error in one must not skip the others
                     call()
 
     def _lose(self, what: str) -> None:
@@ -220,19 +220,19 @@ class Heartbeat:
             told = list(self._told)
         logging.getLogger("shardload").error("%s", what)
         for call in told:
-            with suppress(Exception):  # the others must be told in any case
+            with suppress(Exception):  # an error in one must not skip the others
                 call(what)
         if self._index == 0:
             with suppress(Exception):
                 self._client.key_value_set(_LOST, what, allow_overwrite=True)
 
-    # ---- the end ---------------------------------------------------------------------------------
+    # # ---- exit ------------------------------------------------------------------------------------
 
     def _leave(self) -> None:
-        """Speak no more, and listen no more: a thread inside the service when the interpreter ends aborts the process.
+        """Stop the heartbeat: a thread inside the service at interpreter exit aborts the process.
 
-        Python ends daemon threads where they next take its lock; in C++ code which may not throw, that is an abort. A
-        thread that gets no answer from a process 0 that is lost does not return before the end: nothing to wait for.
+        Python ends a daemon thread when it next takes the GIL; in C++ code that must not throw, that aborts. A thread
+        whose request a lost process 0 never answers does not return before the exit, so waiting for it is useless.
         """
         self._leaving.set()
         alone = self._lost is not None or self._abandoned
@@ -247,7 +247,7 @@ class Heartbeat:
             self._let_go()
 
     def see_off(self) -> None:
-        """Wait, on process 0, until those that are still there have ended: JAX aborts who loses its service."""
+        """Wait, on process 0, for the exit of the live processes: JAX aborts processes that lose its service."""
         expected = {process for process, (_, since) in self._heard.items() if time.monotonic() - since < LINGER_S}
         until = time.monotonic() + LINGER_S
         while time.monotonic() < until:

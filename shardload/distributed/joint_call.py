@@ -1,11 +1,11 @@
-"""One call that all processes of a run make together: what fails on one fails on all, with its cause.
+"""A call that all processes of a run make together: a failure on one process is raised on all, with its cause.
 
-    process 0   ──────●━━━━━━━━━━━━━●━━━━━━━━━━━ stops ─►●      ●  all meet: each says a word, and hears those of all
-    process 1   ──────●━━━━━━━━━━━━━●━━━ fails ─────────►●         the one that failed says so at once, and the others
-    process 2   ──────●━━━━━━━━━━━━━●━━━━━━━━━━━━ stops ►●         hear of it within a second or two
+    process 0   ──────●━━━━━━━━━━━━━●━━━━━━━━━━━ stops ─►●      ●  a meeting: all processes exchange messages
+    process 1   ──────●━━━━━━━━━━━━━●━━━ fails ─────────►●         a process that fails reports it at once, and
+    process 2   ──────●━━━━━━━━━━━━━●━━━━━━━━━━━━ stops ►●         the others notice within a second or two
 
-Every process that fails goes to the next meeting all the same, so that all raise for the same reason. One that cannot
-come, as it waits for the others on its devices, is ended. Each says which meeting it is at: other ones do not pair.
+A process that fails still goes to the next meeting, so that all raise for the same reason. A process that cannot come,
+because it waits for the others on its devices, is terminated. Messages name their meeting, so a mismatch is an error.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from shardload.errors import DisagreementError, LoadInterruptedError, ProcessFai
 T = TypeVar("T")
 
 LOST_S = 8.0
-"""From the loss of another process to the end of this one, where it cannot raise as it waits inside JAX."""
+"""How long this process may wait inside JAX, where it cannot raise, after another process was lost."""
 FAILED_S = 20.0
-"""The same after another one failed, which this process may learn late as it computes."""
+"""The same after another process failed; longer, because this process may notice late while it computes."""
 
 
 class JointCall:
-    """One process' part in a call that all processes make; their first calls are matched with each other, and so on.
+    """One process' part in a call that all processes make; the n-th calls of all processes belong together.
 
     Args:
-        on_end: Called before this process is ended.
+        on_end: Called before this process is terminated.
     """
 
     _numbers = itertools.count()
@@ -55,28 +55,28 @@ class JointCall:
         processes.call.name, processes.call.check = self.name, self.check  # type: ignore[method-assign]
 
     def close(self) -> None:
-        """The call is over, well or not."""
+        """End the call, whether it succeeded or not."""
         processes.call.__dict__.clear()
         self._beat.each_beat.remove(self._watch)
         self._beat.forget(self._flags)
 
     def check(self) -> None:
-        """Raise what failed on another process since the last meeting, if anything did; costs nothing."""
+        """Raise if another process failed since the last meeting; reads local data only."""
         self._beat.check()
         for process, word in self._failed().items():
             self._from_elsewhere = processes.from_elsewhere(process, word, foreign=ProcessFailedError)
             raise self._from_elsewhere
 
     def together(self, do: Callable[[], T], what: str) -> list[T]:
-        """Meet: do something on every process, and hear what came of it on each.
+        """Hold a meeting: run ``do`` on every process and return all results.
 
         Args:
-            do: The part of this process; what it returns must be JSON.
-            what: Name of the meeting, the same on every process.
+            do: The part of this process; its result must be JSON.
+            what: The name of the meeting, the same on every process.
 
         Raises:
-            DisagreementError: On all processes, when they are at different meetings.
-            ShardloadError: On all processes, when it failed on one.
+            DisagreementError: On all processes, if they are at different meetings.
+            ShardloadError: On all processes, if ``do`` failed on one.
         """
         try:
             word: Word = {"value": do(), "at": what}
@@ -92,14 +92,14 @@ class JointCall:
         return [heard["value"] for heard in said.values()]
 
     def first(self, do: Callable[[], T], what: str) -> T:
-        """Do something on process 0 only; every process gets its JSON, or its failure."""
+        """Run ``do`` on process 0 only; every process gets its JSON result, or its failure."""
         return self.together(do if processes.is_first() else lambda: None, what)[0]  # type: ignore[return-value]
 
     def failure(self, error: BaseException) -> BaseException:
-        """Tell the others that this process failed, and find out why all did.
+        """Report a failure of this process to the others, and find the common cause.
 
         Returns:
-            What to raise: the very error, or that of another process which is its cause.
+            The error to raise: ``error`` itself, or the error of another process that caused it.
         """
         if error is self._heard:
             return error
@@ -111,7 +111,7 @@ class JointCall:
         told = root is self._from_elsewhere
         word: Word = {"told": True} if told else processes.described(root)
         if not told:
-            with suppress(Exception):  # the meeting tells them as well
+            with suppress(Exception):  # the meeting reports it, too
                 processes.post(f"{self._flags}{processes.index()}", word)
         if not isinstance(error, Exception):
             self._beat.abandon()  # after Ctrl-C, do not wait for the others
@@ -125,7 +125,7 @@ class JointCall:
             return self._remember(error)
         return self._remember(_with_note(self._cause(said), error))
 
-    # ---- inside ----------------------------------------------------------------------------------
+    # # ---- internals -------------------------------------------------------------------------------
 
     def _exchange(self, word: Word, *, hurried: Callable[[], bool]) -> dict[int, Word]:
         self._meeting = True
@@ -134,7 +134,7 @@ class JointCall:
         finally:
             self._meeting = False
         if not said or any("absent" in heard for heard in said.values()):
-            self._beat.abandon()  # who does not come will not come either when JAX is shut down
+            self._beat.abandon()  # a process that misses the meeting will also miss JAX's shutdown
         return said
 
     def _failed(self) -> dict[int, Word]:
@@ -145,7 +145,7 @@ class JointCall:
         return bool(self._failed())
 
     def _cause(self, said: dict[int, Word]) -> BaseException:
-        """Why all failed, as this process raises it."""
+        """Build the exception for the common cause."""
         known = said if _primary(said) is not None else self._failed()
         process = _primary(known)
         if process is not None:
@@ -161,12 +161,12 @@ class JointCall:
 
     def _remember(self, error: BaseException) -> BaseException:
         if isinstance(error, ProcessLostError) and not error.in_order:
-            self._beat.abandon()  # also where the heartbeat has not missed it yet
+            self._beat.abandon()  # even if the heartbeat has not noticed the loss yet
         self._heard = error
         return error
 
     def _watch(self) -> None:
-        """End this process, from a thread of the heartbeat, when it cannot raise as it waits inside JAX."""
+        """Terminate this process, from a heartbeat thread, if it waits inside JAX and cannot raise."""
         lost = self._beat.lost
         if self._heard is not None or self._meeting or (lost is None and not self._failed()):
             self._since = None
@@ -182,7 +182,7 @@ class JointCall:
             )
 
     def _end(self, why: str) -> None:
-        """End this process with a sentence."""
+        """Print a message and terminate this process."""
         os.write(2, f"shardload: {why}\n".encode())
         with suppress(Exception):
             sys.stdout.flush()
@@ -202,7 +202,7 @@ def _apart(said: dict[int, Word]) -> DisagreementError:
 
 
 def _primary(said: dict[int, Word]) -> int | None:
-    """Whose failure is that of all: the first, but damage counts less than what stops all, and echoes count least."""
+    """Return the process whose failure caused the others: real failures before damage, secondary errors last."""
     failed = [process for process, heard in said.items() if "error" in heard]
     return min(failed, key=lambda process: (_rank(said[process]), process), default=None)
 
@@ -212,7 +212,7 @@ def _rank(word: Word) -> int:
 
 
 def _with_note(error: Any, own: BaseException) -> Any:
-    """The cause, with what this process saw of it."""
+    """Return the cause with a note about this process' own error."""
     if str(own) not in str(error):
         error.add_note(f"On this process: {type(own).__name__}: {own}")
     return error

@@ -1,15 +1,15 @@
-"""What the processes of one `jax.distributed` run tell each other, through its coordination service.
+"""Messages between the processes of one `jax.distributed` run, through its coordination service.
 
-Collectives over devices would have to take turns with those of training. The service's key-value store (JAX has it in
-every such run, and Orbax uses it too) does not, so a thread in the background may use it at any time.
+Collectives on devices would have to be ordered with those of training. The service's key-value store (JAX runs it in
+every such run, and Orbax uses it too) is independent of them, so a background thread can use it at any time.
 
-    together    every process does its part and says what came of it ─► process 0 puts the words together
-                ─► every process gets them all, or raises what failed anywhere
+    together    every process does its part and sends the result    ─► process 0 collects the results
+                ─► every process receives all of them, or raises the first failure
 
-A `Channel` numbers what is done together, so all processes must do it in the same order. In a run of one process
-nothing is sent at all.
+A `Channel` numbers its exchanges, so all processes must make them in the same order. In a run of one process
+nothing is sent.
 
-`jax.distributed` has no public door to the store: this is the only module that takes the private one.
+`jax.distributed` has no public API for the store: only this module uses the private one.
 """
 
 from __future__ import annotations
@@ -35,58 +35,58 @@ from shardload.errors import ProcessLostError, SaveError, ShardloadError
 T = TypeVar("T")
 
 WAIT_MS = 1000
-"""After so long without an answer the heartbeat is asked whether there still is somebody to wait for."""
+"""After this time without a response, check the heartbeat for lost processes."""
 JOIN_S = 18.0
-"""How long a process that failed waits for the others to come and say what they know: longer than the heartbeat takes
-to miss one."""
+"""How long a failed process waits for the messages of the others: longer than the heartbeat takes to detect a lost
+process."""
 Word = dict[str, Any]
-"""What a process says: ``value``, and ``at`` which meeting of a call; or ``error``, ``kind`` and ``errno``; ``told``
-when it stopped because another one failed; ``absent`` when it did not come."""
+"""A message: ``value`` and ``at``, the meeting of a joint call; or ``error``, ``kind`` and ``errno``; ``told`` if the
+process stopped because another one failed; ``absent`` if it sent no message."""
 
 
 def count() -> int:
-    """How many processes take part; starts no backend of JAX where `jax.distributed` was set up."""
+    """Return the number of processes; does not start a JAX backend if `jax.distributed` was set up."""
     state = _distributed.global_state
     return int(jax.process_count() if state.client is None else state.num_processes)
 
 
 def index() -> int:
-    """Which of them this is; 0 makes folders and publishes."""
+    """Return the index of this process; process 0 creates folders and publishes."""
     state = _distributed.global_state
     return int(jax.process_index() if state.client is None else state.process_id)
 
 
 def is_first() -> bool:
-    """Whether this is the process that makes folders and publishes; the only one is."""
+    """Whether this is process 0, the only one that creates folders and publishes."""
     return index() == 0
 
 
 def is_distributed() -> bool:
-    """Whether `jax.distributed` was set up, if only with one process."""
+    """Whether `jax.distributed` was set up, even with a single process."""
     return bool(jax.distributed.is_initialized())
 
 
 def are_several() -> bool:
-    """Whether `jax.distributed` was set up with several processes, which can tell each other something."""
+    """Whether `jax.distributed` was set up with several processes, so that they can exchange messages."""
     return is_distributed() and count() > 1
 
 
 def coordinator() -> str:
-    """``host:port`` of the coordination service."""
+    """Return ``host:port`` of the coordination service."""
     return str(_distributed.global_state.coordinator_address)
 
 
 @functools.cache
 def heartbeat() -> Heartbeat:
-    """The heartbeat of this process, which begins with the first call."""
+    """Return the heartbeat of this process; the first call starts it."""
     made = Heartbeat(_client(), index=index(), let_go=_let_go)
     made.start()
     return made
 
 
-@atexit.register  # JAX is imported, so this comes before its shutdown, which waits for the others
+@atexit.register  # registered after JAX's shutdown, which waits for the others, so it runs before it
 def leave_unheard() -> None:
-    """A program that ends before its first joint call, with an error most likely, is not waited for."""
+    """Report the exit of a program that never made a joint call, likely due to an error, so that it is not awaited."""
     if are_several() and not heartbeat.cache_info().currsize:
         with suppress(Exception):  # the service is gone
             Heartbeat.say_left(_client(), index())
@@ -97,7 +97,7 @@ _starting: list[threading.Timer] = []
 
 @contextmanager
 def starting_meanwhile(start: Callable[[], Any], after_s: float) -> Iterator[None]:
-    """Start JAX in another thread when what is inside takes longer; the next caller that starts it gets its failure."""
+    """Start JAX in another thread if the block takes longer than ``after_s``; errors are left to the next caller."""
 
     def run() -> None:
         with suppress(Exception):
@@ -113,9 +113,9 @@ def starting_meanwhile(start: Callable[[], Any], after_s: float) -> Iterator[Non
         timer.cancel()
 
 
-@atexit.register  # after the heartbeat's last word, before JAX's own shutdown
+@atexit.register  # runs after the heartbeat stops, before JAX's own shutdown
 def _end_starts() -> None:
-    """Have threads that still wait for others inside JAX return: one that does so after Python's end aborts."""
+    """Make threads return that still wait inside JAX: returning after the interpreter's exit would abort."""
     if any(one.is_alive() for one in _starting):
         with suppress(Exception):
             jax.distributed.shutdown()
@@ -124,25 +124,25 @@ def _end_starts() -> None:
 
 
 class _Call(threading.local):
-    """The joint call that a thread makes, if it makes one."""
+    """The joint call that a thread is making, if any."""
 
     name = ""
 
     def check(self) -> None:
-        """Raise what failed on another process."""
+        """Raise the failure of another process, if any."""
 
 
 call = _Call()
-"""Called each time this thread waits for other processes: one that failed does not arrive."""
+"""Its ``check`` is called while this thread waits for other processes: a failed process never arrives."""
 
 
 class Channel:
-    """A line of things done together, in the same order on every process.
+    """A sequence of exchanges, in the same order on every process.
 
     Args:
-        name: What the others call it, too; by default its number, which is the same on all processes as they open
-            their channels in the same order.
-        members: The processes that use it; all by default.
+        name: The name of the channel, the same on all processes; by default its number, which matches if all processes
+            open their channels in the same order.
+        members: The processes that use the channel; all by default.
     """
 
     _numbers = itertools.count()
@@ -153,24 +153,24 @@ class Channel:
         self._number = 0
 
     def together(self, do: Callable[[], T]) -> list[T]:
-        """Do something on every process, and wait until all have.
+        """Run ``do`` on every process, and wait until all are done.
 
         Args:
-            do: The part of this process; what it returns must be JSON.
+            do: The part of this process; its result must be JSON.
 
         Returns:
-            What it returned on each process, in their order.
+            The results in the order of the processes.
 
         Raises:
-            ProcessLostError: When a process has ended or went silent.
-            ShardloadError: Of the class that was raised where it failed first; on that process, the very error.
+            ProcessLostError: If a process has exited or went silent.
+            ShardloadError: The first failure, in its own class; on the process that failed, the original error.
         """
         if len(self._all()) == 1:
             return [do()]
         failure: BaseException | None = None
         try:
             word: Word = {"value": do()}
-        except BaseException as error:  # the others must hear of Ctrl-C as well
+        except BaseException as error:  # report Ctrl-C to the others, too
             failure, word = error, described(error)
         said = self.exchange(word, check=call.check)
         if failure is not None:
@@ -179,7 +179,7 @@ class Channel:
         return [heard["value"] for heard in said.values()]
 
     def first(self, do: Callable[[], T]) -> T:
-        """Do something on process 0 only; every process gets its JSON, or its failure."""
+        """Run ``do`` on process 0 only; every process gets its JSON result, or its failure."""
         return self.together(do if is_first() else lambda: None)[0]  # type: ignore[return-value]
 
     def exchange(
@@ -189,18 +189,18 @@ class Channel:
         hurried: Callable[[], bool] = lambda: False,
         check: Callable[[], None] = lambda: None,
     ) -> dict[int, Word]:
-        """Say a word and hear those of all members.
+        """Send a message and receive those of all members.
 
         Args:
-            word: The word of this process.
-            hurried: Asked each second: whether something failed, after which it waits `JOIN_S` at most.
-            check: Called each second; ends the exchange when it raises.
+            word: The message of this process.
+            hurried: Called each second: whether a process failed; then the wait is limited to `JOIN_S`.
+            check: Called each second; the exchange ends if it raises.
 
         Returns:
-            The words by process. Of one that was lost or did not come, what says so.
+            The messages by process. The entry of a process that was lost or did not come says so.
 
         Raises:
-            ProcessLostError: When the first member, which puts them together, was lost.
+            ProcessLostError: If the first member, which collects the messages, was lost.
         """
         beat, client = heartbeat(), _client()
         base, wait = f"{self.name}/{self._number}", _Wait(beat, hurried, check)
@@ -213,7 +213,7 @@ class Channel:
                 return {} if answer is None else {int(i): heard for i, heard in json.loads(answer).items()}
             words = {i: word if i == index() else wait.word(client, f"{base}/word/{i}", of=i) for i in members}
             client.key_value_set(f"{base}/all", json.dumps(words))
-            if self._number > 1:  # the sender of this message has read the answer before it
+            if self._number > 1:  # by sending, each member shows that it has read the previous answer
                 client.key_value_delete(f"{self.name}/{self._number - 2}")
         except jax.errors.JaxRuntimeError as error:
             raise ProcessLostError(
@@ -227,14 +227,14 @@ class Channel:
 
 
 class _Wait:
-    """The patience of one exchange."""
+    """The time limit of one exchange."""
 
     def __init__(self, beat: Heartbeat, hurried: Callable[[], bool], check: Callable[[], None]) -> None:
         self._beat, self._hurried, self._check = beat, hurried, check
         self._until: float | None = None
 
     def word(self, client: Any, key: str, *, of: int) -> Word:
-        """The word of a process, or what says why there is none."""
+        """Return the message of a process, or a message that says why there is none."""
         try:
             said = self.hear(client, key, of=of)
         except ProcessLostError as error:
@@ -242,7 +242,7 @@ class _Wait:
         return {"absent": True} if said is None else dict(json.loads(said))
 
     def hear(self, client: Any, key: str, *, of: int) -> str | None:
-        """The value of a key once it exists; None after the time limit."""
+        """Return the value of a key once it exists; ``None`` after the time limit."""
         while True:
             try:
                 return str(client.blocking_key_value_get(key, WAIT_MS))
@@ -258,7 +258,7 @@ class _Wait:
 
 
 def _patiently(request: Callable[[], None], beat: Heartbeat) -> None:
-    """Make a request that process 0 answers at once, or never when it is stopped."""
+    """Make a request that a running process 0 answers at once and a stopped one never answers."""
     raised: list[BaseException] = []
 
     def run() -> None:
@@ -278,37 +278,37 @@ def _patiently(request: Callable[[], None], beat: Heartbeat) -> None:
 
 
 def post(key: str, word: Word) -> None:
-    """Leave a word where those look who `Heartbeat.ask` for it."""
+    """Set a key for processes that read it with `Heartbeat.ask`."""
     _patiently(lambda: _client().key_value_set(key, json.dumps(word), allow_overwrite=True), heartbeat())
 
 
 def described(error: BaseException) -> Word:
-    """An error as the others hear of it."""
+    """Describe an error in a message to the other processes."""
     word = {"error": str(error), "kind": type(error).__name__, "errno": getattr(error, "errno", None)}
     return word | {"in_order": getattr(error, "in_order", False)}
 
 
 def raise_failure(said: Mapping[int, Word]) -> None:
-    """Raise what failed first on another process, if anything did."""
+    """Raise the first failure among the messages, if any."""
     for process, heard in said.items():
         if "error" in heard:
             error = from_elsewhere(process, heard, foreign=SaveError)
             if isinstance(error, ProcessLostError) and not error.in_order:
-                heartbeat().abandon()  # also where this heartbeat has not missed it yet
+                heartbeat().abandon()  # even if this heartbeat has not noticed the loss yet
             raise error
 
 
 def from_elsewhere(process: int, heard: Word, *, foreign: type[ShardloadError]) -> ShardloadError:
-    """The error of another process, in its own class where that is a class of shardload, else as ``foreign``."""
+    """Rebuild the error of another process: in its own class if that is shardload's, else as ``foreign``."""
     kind = getattr(errors, heard["kind"], None)
     known = isinstance(kind, type) and issubclass(kind, ShardloadError)
-    if kind is ProcessLostError:  # it names the process itself
+    if kind is ProcessLostError:  # its message already names the process
         lost = ProcessLostError(heard["error"])
         lost.in_order = heard["in_order"]
         return lost
     text = f"On process {process}: " + (heard["error"] if known else f"{heard['kind']}: {heard['error']}")
     cls = kind if known and kind is not None else foreign
-    made: ShardloadError = cls.__new__(cls, text)  # some make their text from other arguments
+    made: ShardloadError = cls.__new__(cls, text)  # the constructors of some classes take other arguments
     made.args = (text,)
     if heard["errno"] is not None and isinstance(made, OSError):
         made.errno = heard["errno"]
@@ -326,9 +326,9 @@ def _client() -> Any:
 
 
 def _let_go() -> None:
-    """Keep JAX from waiting for processes that will not come, for minutes, only to abort this one then.
+    """Keep JAX from waiting minutes for processes that will not come, only to abort this one then.
 
-    Its client would do so when it is shut down, and also when nothing refers to it any more: something does, for good.
+    JAX's client waits at shutdown and also at its deallocation: a leaked reference prevents that.
     """
     state = _distributed.global_state
     for held in (state.client, state.service, state.preemption_sync_manager):

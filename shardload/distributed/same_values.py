@@ -1,4 +1,4 @@
-"""Whether the processes of one run are about to give an array the same value."""
+"""Check that all processes of a run give an array the same initial value."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from shardload.errors import UninitialisedError
 
 
 def require_agreement(values: Iterable[Any], path: str, sharding: Sharding) -> None:
-    """Make sure that the processes initialise a variable alike; all of them call this, in the same order.
+    """Check that the processes initialize a variable alike; all of them call this, in the same order.
 
-    JAX's ``device_put`` compares, too, but on all devices: a process that gave up on what it saw could never end, its
-    devices still waiting for those of a process that has, and one that was killed would keep the others waiting. So
-    digests go through the key-value store.
+    JAX's ``device_put`` compares too, but on the devices: a process that raises could then never exit, because its
+    devices wait for those of the other processes, and a killed process would block the others. So digests are
+    compared through the key-value store.
 
     Args:
-        values: What the initial value is, or is computed from.
-        path: Of the variable, for the message.
-        sharding: Its sharding, over devices of all processes that call this.
+        values: The initial value, or the inputs it is computed from.
+        path: The path of the variable, for the message.
+        sharding: The sharding of the variable, over devices of all processes that call this.
 
     Raises:
-        UninitialisedError: When they do not.
-        ProcessLostError: When one of them has ended.
+        UninitialisedError: If the values differ.
+        ProcessLostError: If one of the processes has exited.
     """
     members = tuple(sorted({d.process_index for d in sharding.device_set}))
     digest = hashlib.sha256()
@@ -46,5 +46,5 @@ def require_agreement(values: Iterable[Any], path: str, sharding: Sharding) -> N
 
 @functools.cache
 def _channel(members: tuple[int, ...], call: str) -> processes.Channel:
-    """One for each call, as a call may fail between two words."""
+    """Return a channel; each call has its own, because a failed call may leave an exchange incomplete."""
     return processes.Channel("-".join(("initial", *map(str, members), call)), members=members)

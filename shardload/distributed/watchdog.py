@@ -1,11 +1,11 @@
-"""A helper process for each process of a run: it records an exit that was not announced.
+"""A helper process for each process of a run; it records an exit that was not announced.
 
-    training process ──pipe──► this one            killed, aborted by JAX, out of memory: the pipe is closed
-                       "end" ─► nothing to say      without "end" ─► a line in FOLDER/.failures.jsonl, flushed to disk
+    training process ──pipe──► helper process       killed, aborted by JAX, out of memory: the pipe is closed
+                       "end" ─► nothing to report   without "end" ─► a line in FOLDER/.failures.jsonl, flushed to disk
                                                                      (without a folder: on stderr only)
 
-A process that is killed cannot say why any more, and JAX aborts the others as soon as process 0 is gone. Run as a
-program of its own (``python -I -S watchdog.py``); the standard library only, 10 MB, and asleep all the time.
+A killed process cannot report its exit, and JAX aborts the others as soon as process 0 is gone. The helper runs as a
+separate program (``python -I -S watchdog.py``), imports only the standard library, takes 10 MB and sleeps all the time.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ FILE = ".failures.jsonl"
 END = "end"
 TAIL_BYTES = 64 << 10
 ANSWER_S = 3.0
-"""For the coordination service to accept a connection."""
+"""Time limit for connecting to the coordination service."""
 RECENT_S = 120.0
-"""An end so soon after another failure of this run is its consequence: JAX aborts those who wait for a dead process."""
+"""An exit this soon after another failure is its consequence: JAX aborts processes that wait for a dead one."""
 
 
 def write_down(folder: str, record: dict[str, object]) -> None:
-    """Add one line to the folder's list of failures, and flush it to disk; in a folder that is gone, nothing."""
+    """Append one line to the folder's list of failures and flush it to disk; do nothing if the folder is gone."""
     at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     line = (json.dumps({"at": at, "unix_s": time.time(), **record}) + "\n").encode()
     try:
@@ -34,14 +34,14 @@ def write_down(folder: str, record: dict[str, object]) -> None:
     except OSError:
         return
     try:
-        os.write(fd, line)  # one write: lines of several processes do not mix
+        os.write(fd, line)  # a single write, so that lines of several processes do not mix
         os.fsync(fd)
     finally:
         os.close(fd)
 
 
 def written_since(folder: str, unix_s: float) -> list[dict[str, object]]:
-    """The failures written down after a moment, oldest first; of the last 64 KiB, without lines that are none."""
+    """Return the failures recorded after ``unix_s``, oldest first, from the last 64 KiB; invalid lines are skipped."""
     try:
         with open(os.path.join(folder, FILE), "rb") as file:  # noqa: PTH118, PTH123
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
@@ -78,7 +78,7 @@ def _wait(folder: str, process: int, pid: int, host: str, coordinator: str = "")
 
 
 def _why(process: int, coordinator: str) -> str:
-    """What ended a process that loaded."""
+    """Return the likely cause of the exit of a process that was loading."""
     if not process or _answers(coordinator):
         return "most likely it was killed"
     return f"process 0 has ended, and JAX, whose coordination service it held at {coordinator}, ended the others"
