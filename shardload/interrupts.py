@@ -1,13 +1,13 @@
-"""Ctrl-C that always works, costs no step that is being saved, and is not lost.
+"""Make Ctrl-C reliable: it always takes effect, and does not lose a step that is being saved.
 
-Python's own way, a `KeyboardInterrupt` at an arbitrary point of the program, is not enough once JAX and Orbax run: JAX
+Python's default, a `KeyboardInterrupt` at an arbitrary point of the program, is not enough with JAX and Orbax: JAX
 runs Python code inside garbage collections and C++ callbacks, where the exception is printed and dropped (the load
-goes on, for seconds) or ends the process with an abort; raised inside Orbax it leaves a step half handed over::
+continues for seconds) or aborts the process; raised inside Orbax, it leaves a step half handed over::
 
-    exit_at_once             load, plan         nothing on disk     a thread ends the process, deep in C++ too
+    exit_at_once             load, plan         nothing on disk     a thread ends the process, even inside C++ code
     raise_interrupt_safely   synth, download    a folder to remove  KeyboardInterrupt, but outside those callbacks
-    defer_interrupt          handing over       a step              KeyboardInterrupt, once the block is done
-    Worker.wait              waiting for it     a step              KeyboardInterrupt, and the wait can go on
+    defer_interrupt          handing over       a step              KeyboardInterrupt at the end of the block
+    Worker.wait              waiting for it     a step              KeyboardInterrupt, and wait() can be called again
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from types import FrameType
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells report it (128 + SIGINT)."""
 LOOK_S = 0.5
-"""How long a Ctrl-C may go unnoticed in a wait."""
+"""The longest time until a wait notices Ctrl-C."""
 _SWALLOWING = "_xla_gc_callback"
-"""JAX's function inside garbage collections, where exceptions are printed and dropped."""
+"""JAX's garbage collection callback, in which exceptions are printed and dropped."""
 _RETRY_S = 0.02
 
 
 @contextlib.contextmanager
 def exit_at_once(farewell: Callable[[], None]) -> Iterator[None]:
-    """Let Ctrl-C end the process with `INTERRUPTED` at once, also while it is deep in C++.
+    """Make Ctrl-C exit the process with `INTERRUPTED` at once, even inside C++ code.
 
     Args:
-        farewell: Called before, on another thread; must not wait for anything. Nothing registered to run at exit runs.
+        farewell: Called first, in another thread; must not block. Functions registered with `atexit` do not run.
     """
     if not may_handle():
         yield
         return
     read, write = os.pipe()
     os.set_blocking(write, False)
-    # The C level writes the signal's number to this pipe even while the interpreter is busy elsewhere.
+    # # CPython's C signal handler writes the number to this pipe even while the interpreter is busy.
     previous_fd = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     threading.Thread(target=_wait, args=(read, farewell), name="interrupts", daemon=True).start()
     try:
@@ -62,7 +62,7 @@ def _wait(read: int, farewell: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def raise_interrupt_safely() -> Iterator[None]:
-    """Raise `KeyboardInterrupt` on Ctrl-C, a moment later where it would be swallowed."""
+    """Raise `KeyboardInterrupt` on Ctrl-C, slightly later if it would be dropped otherwise."""
     if not may_handle():
         yield
         return
@@ -81,7 +81,7 @@ def _raise(signum: int, frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def defer_interrupt() -> Iterator[None]:
-    """Act on the first Ctrl-C when the block has ended; on a second one at once."""
+    """Handle the first Ctrl-C at the end of the block, and a second one at once."""
     before = signal.getsignal(signal.SIGINT)
     if not may_handle() or not callable(before):
         yield
@@ -100,10 +100,10 @@ def defer_interrupt() -> Iterator[None]:
 
 
 class Worker:
-    """A thread that can be waited for, also once more after Ctrl-C ended a wait.
+    """A thread whose `wait` can be repeated after Ctrl-C interrupted it.
 
-    `threading.Thread.join` cannot: interrupted, it takes the running thread for ended from then on (Python 3.11, 3.12).
-    And a wait without an end misses a Ctrl-C that comes right before it begins: Python only looks when a wait returns.
+    `threading.Thread.join` cannot: once interrupted, it considers the thread ended (Python 3.11, 3.12).
+    And a wait without a timeout misses a Ctrl-C right before it begins: Python only checks when a wait returns.
     """
 
     def __init__(self, do: Callable[[], object], *, name: str) -> None:
@@ -112,7 +112,7 @@ class Worker:
         threading.Thread(target=self._run, name=name).start()
 
     def wait(self) -> None:
-        """Return once it has ended."""
+        """Return once the thread has ended."""
         while not self._done.wait(LOOK_S):
             pass
 
@@ -133,6 +133,6 @@ def _handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[No
 
 
 def may_handle() -> bool:
-    """Whether this thread may set handlers, and whoever started the process wants Ctrl-C to work (`nohup` does not)."""
+    """Whether this thread can set signal handlers and SIGINT is not ignored (as under `nohup`)."""
     in_main = threading.current_thread() is threading.main_thread()
     return in_main and signal.getsignal(signal.SIGINT) not in (signal.SIG_IGN, None)
