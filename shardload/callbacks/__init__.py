@@ -11,7 +11,7 @@ __all__ = ["OrbaxCheckpoint"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: Keras is not needed before (PEP 562)."""
+    """Import the callback on first use, so that importing this package does not import Keras (PEP 562)."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from shardload.callbacks.orbax_checkpoint import OrbaxCheckpoint

@@ -1,9 +1,9 @@
-"""The value a new step has to beat: the best of the steps that are in the folder, whole, and of a run that counts.
+"""Find the value that a new step has to beat: the best of the undamaged steps in the folder, of the runs that count.
 
     best_of="folder"    all runs that saved to the folder
-    best_of="run"       this run, which includes what it resumed; Keras' own callbacks compare like this
+    best_of="run"       this run and the steps it resumed; Keras' own callbacks compare like this
 
-It is found again whenever ``fit`` begins: what an earlier run remembered may have been removed or damaged since.
+It is determined each time ``fit`` begins, because earlier steps may have been removed or damaged in the meantime.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from shardload.steps.digests import verify
 from shardload.steps.listing import StepInfo
 
 READ_BYTES = 4 << 30
-"""Steps up to this size are read to the end before they count, which takes seconds; of larger ones, names and sizes."""
+"""Steps up to this size are read completely before they count, which takes seconds; of larger ones, names and sizes."""
 
 _runs: weakref.WeakKeyDictionary[Any, dict[Path, str]] = weakref.WeakKeyDictionary()
 
 
 class Best:
-    """The best value so far, and what it is compared with.
+    """The best value so far, and the steps it is compared with.
 
     Args:
-        monitor: The metric.
+        monitor: The monitored metric.
         of: ``"folder"`` or ``"run"``.
-        rule: The argument of the callback that makes it matter, if one does.
+        rule: The name of the callback's argument that requires the best value, if any.
     """
 
     def __init__(self, monitor: Monitor, *, of: Literal["folder", "run"], rule: str | None) -> None:
@@ -44,19 +44,19 @@ class Best:
     def begin(
         self, model: Any, steps: Sequence[StepInfo], folder: Path, resumed: StepInfo | None, *, channel: Channel
     ) -> list[str]:
-        """Find what has to be beaten, on process 0 for all; returns what may surprise about it, a line each."""
+        """Determine the value to beat, on process 0 for all processes; return notices for the user, one per line."""
         self.run = channel.first(lambda: _run_of(model, folder, resumed))
         _runs.setdefault(model, {})[folder] = self.run
         direction = self.monitor.direction(model)
         known = recorded_damage(steps) & {info.step for info in steps}
-        if direction is None:  # no rule needs it
+        if direction is None:  # no rule needs a direction
             self.comparison = BestRule(self.monitor.name, None, damaged=known)
             return []
         family: set[str | None] = {self.run} if resumed is None else {self.run, resumed.run}
         by = BestRule(self.monitor.name, direction, family if self.of == "run" else None)
         read_bytes = 0 if self.rule is None else READ_BYTES
         found = Found(**channel.first(lambda: asdict(find_best(steps, by, read_bytes=read_bytes))))
-        if self.rule is not None:  # it was read, and is good again
+        if self.rule is not None:  # the best step was read completely and is undamaged
             known.discard(found.step)
         self.comparison = replace(by, damaged=known | {step for step, *_ in found.damaged})
         if not self.monitor.begin(found.value, model):
@@ -66,7 +66,7 @@ class Best:
         return list(_notices(found, by, rule=self.rule, folder=folder, family=family, resumed=resumed))
 
     def record(self) -> dict[str, Any]:
-        """What a step says about it."""
+        """Return the fields that each step stores about the best value."""
         mode = self.comparison.mode or "auto"
         return {
             "monitor": self.monitor.name,
@@ -80,17 +80,17 @@ class Best:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a folder tells about the best so far. JSON, so that process 0 can tell the others."""
+    """The best value in a folder so far. Serializable as JSON, so that process 0 can send it to the others."""
 
     value: float | None = None
     step: int = -1
     run: str | None = None
     damaged: list[tuple[int, float | None, str]] = field(default_factory=list)
-    """Steps that would be better, or may be, but do not count: number, value if known, and what is wrong with it."""
+    """Steps that are or may be better but do not count: number, value if known, and a description of the damage."""
 
 
 def find_best(steps: Sequence[StepInfo], by: BestRule, *, read_bytes: int) -> Found:
-    """The best step that is whole; those before it are damaged. Larger steps than ``read_bytes`` are not read."""
+    """Return the best undamaged step, and the damaged ones before it. Steps larger than ``read_bytes`` are not read."""
     unknown = (info for info in steps if info.hides_rank)
     damaged: list[tuple[int, float | None, str]] = [(info.step, None, str(info.problems)) for info in unknown]
     for info in by.best(info for info in steps if info.ours):
@@ -108,7 +108,7 @@ def _damage(info: StepInfo, read_bytes: int) -> str | None:
 
 
 def _run_of(model: Any, folder: Path, resumed: StepInfo | None) -> str:
-    """The run that trains a model: of the step it resumed, of its last ``fit`` in this process, or a new one."""
+    """Return the run of a model: of the step it resumed, of its last ``fit`` in this process, or a new one."""
     found = _runs.get(model, {}).get(folder) if resumed is None else resumed.run
     return found or secrets.token_hex(8)
 

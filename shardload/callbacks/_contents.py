@@ -1,4 +1,4 @@
-"""What of a model goes into a step: its state, and what tells how to build it again."""
+"""The parts of a model that are saved in a step: its state, and the configuration from which it can be rebuilt."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from shardload.mapping.state_tree import StateTree, describe
 
 
 class Contents:
-    """The content of the steps of one callback.
+    """The content of the steps saved by one callback.
 
     Args:
-        weights_only: Leave out optimizer, metrics and the model's configuration.
-        warn: Called with what cannot be saved.
+        weights_only: Omit optimizer, metrics and the model's configuration.
+        warn: Called with a message about a part that cannot be saved.
     """
 
     def __init__(self, *, weights_only: bool, warn: Callable[[str], None]) -> None:
@@ -24,11 +24,11 @@ class Contents:
         self._items: dict[str, Any] = {}
 
     def forget(self) -> None:
-        """Describe the model again for the next step."""
+        """Discard the description of the model, so that the next step describes it again."""
         self._state = None
 
     def state_of(self, model: Any) -> StateTree:
-        """The model's state, described again only if its variables changed."""
+        """Return the model's state; it is described again only if the variables changed."""
         if self._state is None or not self._state.still_describes(model):
             self._state = describe(model)
             self._items = {} if self.weights_only else dict(self._descriptions(model))
@@ -37,12 +37,12 @@ class Contents:
     def items(
         self, state: StateTree, more: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
     ) -> dict[str, Any]:
-        """What Orbax writes, by name: the state, the descriptions, and the user's own items."""
+        """Return the items that Orbax writes, by name: the state, the descriptions, and the user's own items."""
         items = {"pytree": _records.for_all_processes(state.tree), **self._items}
         return items if more is None else items | _records.checked_items(more)
 
     def _descriptions(self, model: Any) -> Iterator[tuple[str, Any]]:
-        """What tells how to rebuild the model: the same for all steps until its variables change."""
+        """Yield the items needed to rebuild the model; they stay the same until its variables change."""
         try:
             yield "model_config", {"config": serialised_model(model)}
         except Exception as error:  # Keras runs the get_config of every layer

@@ -1,6 +1,6 @@
-"""Which of two values of a metric is better, and the best one so far.
+"""Compare the values of one metric, and keep the best one so far.
 
-As in Keras' callbacks, but NaN and infinities never are an improvement: taken for the best, nothing may ever beat them.
+As in Keras' callbacks, except that NaN and infinities are never an improvement: no later value could beat them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ Mode = Literal["min", "max"]
 
 
 class Monitor:
-    """One metric in the logs of ``fit``.
+    """One metric from the logs of ``fit``.
 
     Args:
-        name: Its name there, ``val_loss``.
-        mode: ``min``, ``max``, or ``auto``: ask the model's metric of that name.
-        threshold: The value to beat at first, if any.
+        name: Its name in the logs, such as ``val_loss``.
+        mode: ``min``, ``max``, or ``auto``: use the direction of the model's metric of that name.
+        threshold: The initial value to beat, if any.
     """
 
     def __init__(self, name: str, *, mode: str = "auto", threshold: float | None = None) -> None:
@@ -34,17 +34,17 @@ class Monitor:
         self.best = self._threshold = threshold
 
     def direction(self, model: Any) -> Mode | None:
-        """Which way is better; ``None`` where neither ``mode`` nor the model tells."""
+        """Return which direction is better; ``None`` if neither ``mode`` nor the model defines it."""
         if self.mode in ("min", "max"):
             return "min" if self.mode == "min" else "max"
         metric = self.name.removeprefix("val_")
         return "min" if metric == "loss" else metric_direction(model, metric)
 
     def require_direction(self, model: Any) -> Mode:
-        """As `direction`.
+        """Return the same as `direction`.
 
         Raises:
-            UsageError: When it is not known.
+            UsageError: If the direction is unknown.
         """
         found = self.direction(model)
         if found is None:
@@ -55,16 +55,16 @@ class Monitor:
         return found
 
     def begin(self, found: float | None, model: Any) -> bool:
-        """Compare from now on with the threshold, or with what was found if that is harder to beat; whether it is."""
+        """Set the value to beat to the better of threshold and ``found``; return whether it is ``found``."""
         self.best = self._threshold
         return self.note(found, model)
 
     def value_in(self, logs: Mapping[str, float]) -> float | None:
-        """The metric's value, ``None`` where the logs lack it."""
+        """Return the metric's value, or ``None`` if the logs lack it."""
         return logs.get(self.name)
 
     def improves(self, value: float, model: Any) -> bool:
-        """Whether ``value`` beats the best so far."""
+        """Whether ``value`` beats the best value so far."""
         if not math.isfinite(value):
             return False
         if self.best is None or math.isnan(self.best):
@@ -72,7 +72,7 @@ class Monitor:
         return value < self.best if self.require_direction(model) == "min" else value > self.best
 
     def note(self, value: float | None, model: Any) -> bool:
-        """Make ``value`` the best if it is better; whether it was."""
+        """Make ``value`` the best value if it is better; return whether it was."""
         if value is None or not self.improves(value, model):
             return False
         self.best = value
@@ -80,7 +80,7 @@ class Monitor:
 
 
 def plain_logs(logs: Mapping[str, Any] | None) -> dict[str, float]:
-    """The scalars among the logs as Python floats."""
+    """Return the scalars among the logs as Python floats."""
     found = {}
     for name, value in (logs or {}).items():
         try:

@@ -1,9 +1,9 @@
-"""Signals during ``fit``: SIGTERM, as a cluster sends it before it takes a machine away, and a Ctrl-C that was dropped.
+"""Handle signals during ``fit``: SIGTERM, which a cluster sends before it takes a machine away, and a dropped Ctrl-C.
 
-After SIGTERM the callback saves once more and ends ``fit``. After Ctrl-C ``fit`` ends as it does without the callback,
-also where Python dropped the `KeyboardInterrupt`: in a finaliser, or in a callback of the garbage collector. Handlers
-only take note; the callback looks after each batch. With ``jax.distributed`` JAX listens for SIGTERM itself, and all
-processes agree on the batch after which they save together; another handler would keep JAX from being notified.
+After SIGTERM, the callback saves once more and ends ``fit``. After Ctrl-C, ``fit`` ends as without the callback,
+even if Python dropped the `KeyboardInterrupt` in a finalizer or in a garbage collection callback. The handlers
+only set a flag; the callback checks it after each batch. With ``jax.distributed``, JAX handles SIGTERM itself, and all
+processes agree on the batch after which they save together; a handler set here would keep JAX from being notified.
 """
 
 from __future__ import annotations
@@ -21,49 +21,49 @@ from shardload.distributed import processes
 from shardload.keras_bridge.training import in_fit
 
 _asked = itertools.count()
-"""JAX counts how often it was asked, on all processes alike."""
+"""The number of the next query to JAX, which must be the same on all processes."""
 
 
 class Preemption:
-    """Whether this process has been told to end."""
+    """The signals that ask this process to end ``fit``."""
 
     def __init__(self) -> None:
         self._ctrl_c, self._term = _FitSignal(signal.SIGINT), _FitSignal(signal.SIGTERM)
         self._agreed = False
 
     def is_announced(self) -> bool:
-        """Whether it is time to save and end; asked once after each batch, by all processes."""
+        """Whether to save and end now; all processes call this once after each batch."""
         if not self._agreed and processes.is_distributed():
             try:
                 self._agreed = bool(multihost_utils.reached_preemption_sync_point(next(_asked)))
-            except RuntimeError:  # jax_enable_preemption_service is off, deliberately
+            except RuntimeError:  # the user disabled jax_enable_preemption_service
                 return False
         return self._agreed or self._term.came
 
     def raise_dropped_interrupt(self) -> None:
-        """Raise the `KeyboardInterrupt` that was dropped, once."""
+        """Raise a `KeyboardInterrupt` that was dropped, once."""
         came, self._ctrl_c.came = self._ctrl_c.came, False
         if came:
             raise KeyboardInterrupt
 
     def watch(self) -> None:
-        """Begin to listen; harmless where that is not possible."""
+        """Set the signal handlers, where possible."""
         self._agreed = False
         self._ctrl_c.watch()
         if not processes.is_distributed():
             self._term.watch()
 
     def ignore(self) -> None:
-        """Put back what was there before."""
+        """Restore the previous handlers."""
         self._ctrl_c.ignore()
         self._term.ignore()
 
 
 class _FitSignal:
-    """Notes a signal that comes during ``fit``, and hands it on; elsewhere the signal does what it did before.
+    """A handler that records a signal during ``fit`` and passes it on; outside ``fit`` the previous handler applies.
 
-    Keras tells callbacks nothing when ``fit`` fails, so the handler may outlive it. Of Ctrl-C it stands in for the
-    default action only: a handler of the user's own knows what should happen.
+    Keras does not notify callbacks when ``fit`` fails, so the handler may outlive it. For Ctrl-C it replaces the
+    default handler only: a user's own handler has priority.
     """
 
     def __init__(self, number: signal.Signals) -> None:
@@ -72,7 +72,7 @@ class _FitSignal:
         self._before: Any = None
 
     def watch(self) -> None:
-        """Begin to listen, in the main thread, the only one that can."""
+        """Set the handler; only possible in the main thread."""
         self.came = False
         before = handler = signal.getsignal(self._number)
         while isinstance(other := getattr(handler, "__self__", None), _FitSignal):
@@ -86,7 +86,7 @@ class _FitSignal:
             signal.signal(self._number, self._note)
 
     def ignore(self) -> None:
-        """Put back what was there before."""
+        """Restore the previous handler."""
         self.came = False
         in_main = threading.current_thread() is threading.main_thread()
         if in_main and signal.getsignal(self._number) == self._note:

@@ -1,4 +1,4 @@
-"""What ``shardload/step.json`` says about a step, and what a user's own additions are turned into."""
+"""Build the JSON records of a step, and check the values that users add to it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from shardload.mapping.state_tree import StateTree
 
 VERSION = 1
 MAX_SHOWN = 200
-"""Characters of a user's own value in a message."""
+"""The number of characters of a user's value shown in a message."""
 _PACKAGES = ("shardload", "keras", "jax", "jaxlib", "orbax-checkpoint", "tensorstore", "numpy")
 _TAKEN = frozenset({"pytree", "model_config", "assets", "shardload"})
 
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Of Python and of every package that has a part in a step."""
+    """Return the versions of Python and of the packages that take part in saving."""
     found = {"python": sys.version.split()[0]}
     for name in _PACKAGES:
         try:
@@ -40,12 +40,12 @@ def versions() -> dict[str, str]:
 
 
 def prepare_serialising() -> None:
-    """Import what Keras imports when it writes its first configuration: all of TensorFlow, where that is installed."""
+    """Import early the modules that Keras imports to write its first configuration: all of TensorFlow, if installed."""
     keras.saving.serialize_keras_object(keras.layers.Identity())
 
 
 def placement(state: StateTree) -> dict[str, Any]:
-    """The mesh the state lives on (axis names and sizes; ``None`` off any mesh), devices and processes."""
+    """Return the mesh of the state (axis names and sizes; ``None`` without a mesh), device count and process count."""
     mesh = None
     for leaf in state.leaves:
         value = current_value(leaf.variable)
@@ -58,10 +58,10 @@ def placement(state: StateTree) -> dict[str, Any]:
 
 
 def for_all_processes(tree: Any) -> Any:
-    """A state tree as several processes save it together.
+    """Return a state tree that several processes can save together.
 
-    What is not spread over all of them (seeds, counters of a model without a distribution) is one process' own array,
-    which Orbax refuses: process 0 stores its value, which is that of all others, as they train the same model.
+    An array that is not distributed over all processes (seeds, counters of a model without a distribution) belongs to
+    one process, and Orbax refuses it. Process 0 stores its value, which is the same on all: they train the same model.
     """
     if processes.count() == 1:
         return tree
@@ -73,10 +73,10 @@ def for_all_processes(tree: Any) -> Any:
 
 
 def checked_metadata(found: Any) -> Any:
-    """A user's metadata, if it is JSON.
+    """Return a user's metadata after a round trip through JSON.
 
     Raises:
-        UsageError: When it is not.
+        UsageError: If the metadata is not JSON.
     """
     try:
         return json.loads(json.dumps(found, allow_nan=False))
@@ -85,10 +85,10 @@ def checked_metadata(found: Any) -> Any:
 
 
 def checked_items(checkpointables: Any) -> dict[str, Any]:
-    """Further items of a step by name; a callable is called for them.
+    """Return the user's further items by name; a callable is called to get them.
 
     Raises:
-        UsageError: When a name or its value cannot be used.
+        UsageError: If a name or a value is not supported.
     """
     found = checkpointables() if callable(checkpointables) else checkpointables
     if not isinstance(found, Mapping):
@@ -108,10 +108,10 @@ def checked_items(checkpointables: Any) -> dict[str, Any]:
 
 
 def iterator_record(source: Any) -> dict[str, Any]:
-    """The position of a data iterator, as JSON: its ``get_state()``, a callable's result, or the value itself.
+    """Return the position of a data iterator as JSON: from its ``get_state()``, a callable, or the value itself.
 
     Raises:
-        UsageError: When that is not bytes, nor something that comes back from JSON as it was.
+        UsageError: If the position is neither bytes nor preserved by a round trip through JSON.
     """
     state = source.get_state() if hasattr(source, "get_state") else source() if callable(source) else source
     if isinstance(state, bytes):
@@ -137,7 +137,7 @@ Metadata = Mapping[str, Any] | Callable[[int, Mapping[str, float]], Mapping[str,
 
 
 def check_directory(directory: str | os.PathLike[str]) -> None:
-    """Raise a `UsageError` unless ``directory`` is a local folder."""
+    """Raise a `UsageError` unless ``directory`` can be a local folder."""
     if not os.fspath(directory):
         raise UsageError('directory is the folder of the steps; it cannot be "". The current folder is "."')
     if "://" in os.fspath(directory):
@@ -159,7 +159,7 @@ def check_initial_epoch(found: Any) -> None:
 
 
 def check_frequency(save_freq: Any) -> None:
-    """Raise a `UsageError` for an invalid ``save_freq``, in Keras' words."""
+    """Raise a `UsageError` for an invalid ``save_freq``, with Keras' message."""
     if save_freq != "epoch" and (isinstance(save_freq, bool) or not isinstance(save_freq, int) or save_freq < 1):
         raise UsageError(
             f"Unrecognized save_freq: {save_freq}. Expected save_freq are 'epoch' or integer values from 1"
@@ -167,6 +167,6 @@ def check_frequency(save_freq: Any) -> None:
 
 
 def iterations(model: Any) -> int:
-    """How many batches the model's optimizer has seen; 0 without one."""
+    """Return the number of batches that the model's optimizer has processed; 0 without an optimizer."""
     optimizer = getattr(model, "optimizer", None)
     return 0 if optimizer is None else int(optimizer.iterations)

@@ -1,8 +1,8 @@
-"""Where a run goes on after `shardload.restore`, or with ``resume=True``: epoch, batch, metrics and data.
+"""Determine where a run continues after `shardload.restore`, or with ``resume=True``: epoch, batch, metrics and data.
 
-saved                          the next fit begins
+saved                          the next fit continues
 at the end of epoch 4          with epoch 5
-after 30 batches of epoch 4    in epoch 4: with batch 31 if the data says where it stood, else with batch 1, said so
+after 30 batches of epoch 4    in epoch 4: with batch 31 if the data position was saved, else with batch 1 and a warning
 """
 
 from __future__ import annotations
@@ -36,48 +36,48 @@ _END = {
     True: "Step {step} was saved after {place}, and says where its data stood, but the data of this fit cannot go on "
     "there.",
 }
-"""By whether the data said where it stood."""
+"""The messages for a step without and with a saved data position."""
 _WAY_OUT = " With shardload.data.resumable(grain_dataset) it would go on there."
 
 _begun_at: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""Models whose next ``fit`` was told where to begin."""
+"""The epoch set for the next ``fit`` of each model."""
 
 
 @dataclass(slots=True)
 class Resumption:
-    """How the first epoch of a ``fit`` differs from others."""
+    """The differences between the first epoch of a resumed ``fit`` and other epochs."""
 
     info: StepInfo
-    """The step to go on from."""
+    """The step to continue from."""
     epoch: int
-    """Where to begin."""
+    """The epoch to begin with."""
     complete: int
-    """How many epochs the step had behind it: where to begin unless ``initial_epoch`` says something else."""
+    """The number of epochs completed before the step: the default for ``epoch``, unless ``initial_epoch`` is given."""
     skipped: int = 0
-    """Batches of that epoch that were trained before."""
+    """The number of batches of that epoch that were already trained."""
     metrics: list[tuple[Any, Any]] = field(default_factory=list)
-    """Variables of metrics and their values half-way through that epoch."""
+    """Variables of metrics, with their values in the middle of that epoch."""
     restored_before: bool = False
     """Whether the step was restored before ``fit`` began."""
     trained: int = 0
-    """Batches the model had trained before the step was restored into it now."""
+    """The number of batches the model had trained before the step was restored."""
     undone: int = 0
-    """So many of these came after the step."""
+    """How many of these came after the step and are undone."""
 
     def restore_metrics(self) -> None:
-        """Give metrics what they had gathered; Keras has just reset them."""
+        """Assign the saved values to the metrics, which Keras has just reset."""
         for variable, value in self.metrics:
             variable.assign(value)
         self.metrics.clear()
 
     def give_up(self, model: Any) -> None:
-        """Leave everything to the next ``fit``: no epoch has begun in this one."""
+        """Leave the resumption to the next ``fit``, because this one began no epoch."""
         forget_beginning(model)
         if self.restored_before:
             restoring.remember_restored(model, self.info)
 
     def notices(self, *, epochs: int | None, newest: int) -> Iterator[str]:
-        """What may surprise, a line each; ``epochs`` is what ``fit`` was given, ``newest`` the folder's newest step."""
+        """Yield notices for the user; ``epochs`` is the argument of ``fit``, ``newest`` the folder's newest step."""
         if self.undone:
             had = f"this model had trained {self.trained} batches, so its last {self.undone} are undone"
             way_out = "To go on from the model as it is, pass resume=False"
@@ -109,11 +109,11 @@ def go_on(
     data_iterator: Any,
     initial_epoch: int | None,
 ) -> Resumption | None:
-    """Go on after the step of a folder that was restored into a model, or that ``resume`` says and is restored now.
+    """Continue after the step that was restored into a model, or restore the step that ``resume`` requests.
 
     Raises:
-        UsageError: As `resumption`.
-        DamagedError: When the step is damaged; other errors of `shardload.restore` likewise.
+        UsageError: As for `resumption`.
+        DamagedError: If the step is damaged; other errors of `shardload.restore` likewise.
     """
     info = restoring.take_restored(model)
     before = info is not None and _lies_in(directory, info)
@@ -126,7 +126,7 @@ def go_on(
         if lacking := "; ".join(filter(leaves_optimizer_alone, report.notes)):
             warnings.warn(f"Going on in {directory}: {lacking}", stacklevel=4)
         info = restoring.take_restored(model)
-        # A step of weights alone leaves the optimizer's count as it is.
+        # # A weights-only step does not change the optimizer's count.
         undone = 0 if info is None else max(0, trained - min(iterations(model), info.step))
     if info is None or not _lies_in(directory, info):
         return None
@@ -153,30 +153,30 @@ def _restored(model: Any, directory: Path, resume: bool | int | Literal["latest"
 
 
 def _lies_in(directory: Path, info: StepInfo) -> bool:
-    """Whether a step is in a folder, however the two paths are spelled."""
+    """Whether a step is in a folder, regardless of the spelling of the two paths."""
     return info.path.parent.resolve() == directory.resolve()
 
 
 def resumption(
     model: Any, info: StepInfo, position: Position, *, data_iterator: Any, initial_epoch: int | None
 ) -> Resumption:
-    """Prepare the data and Keras' own count of epochs for going on after a step.
+    """Prepare the data and Keras' epoch count to continue after a step.
 
     Args:
-        model: What was restored from it.
+        model: The model that was restored.
         info: The step.
-        position: Of the data that is about to be read.
+        position: The position of the data that is about to be read.
         data_iterator: The user's own source, if any.
-        initial_epoch: Where to begin instead, unless ``fit`` itself was told. The data begins at its beginning then.
+        initial_epoch: The epoch to begin with, unless ``fit`` got one. The data then starts at its beginning.
 
     Raises:
-        UsageError: When the step says where the user's source stood, and it takes no such thing; when it says where
-            a resumable dataset stood, and that does not tell what is next in this one.
-        DamagedError: When the step is damaged.
+        UsageError: If the step stores a position that the user's source cannot accept, or a position of a
+            resumable dataset that does not apply to this one.
+        DamagedError: If the step is damaged.
     """
     epoch, batch = info.epoch or 0, info.batch or 0
     complete = epoch + 1 if info.said.epoch_done else epoch
-    given = initial_epoch_of_fit() or initial_epoch  # 0 is what fit has by default
+    given = initial_epoch_of_fit() or initial_epoch  # 0 is the default of fit
     if given is not None and given != complete:
         return _begun(model, Resumption(info, given, complete))
     records = _records(info)
@@ -200,7 +200,7 @@ def resumption(
 
 
 def iterator_record(position: Position, own: dict[str, Any]) -> dict[str, Any]:
-    """The content of ``iterator.json``: the position of a resumable dataset, and what the user's own source says."""
+    """Return the content of ``iterator.json``: the position of a resumable dataset and of the user's own source."""
     state = position.state
     if state is None:
         return own
@@ -209,7 +209,7 @@ def iterator_record(position: Position, own: dict[str, Any]) -> dict[str, Any]:
 
 
 def joined(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """The records of all processes in one: once, if they say the same."""
+    """Combine the records of all processes; equal records are stored once."""
     return records[0] if all(record == records[0] for record in records) else {"processes": records}
 
 
@@ -220,13 +220,13 @@ def _begun(model: Any, found: Resumption) -> Resumption:
 
 
 def forget_beginning(model: Any) -> None:
-    """Let the next ``fit`` begin where it is told; what another callback said (Keras' BackupAndRestore) stays."""
+    """Remove the epoch set for the next ``fit``, but not one set by another callback (Keras' BackupAndRestore)."""
     if _begun_at.pop(model, None) is not None:
         set_initial_epoch(model, None)
 
 
 def _records(info: StepInfo) -> list[dict[str, Any]]:
-    """What is said about the data: by each process, or once where it is the same for all of them, or never."""
+    """Return the data records: one per process, one for all if they are equal, or none."""
     path = Path(info.path) / OWN_FOLDER / ITERATOR_FILE
     try:
         found = json_files.read_object(path)
@@ -251,7 +251,7 @@ def _decoded(found: Any, where: str) -> bytes:
 
 
 def _of_this_process(records: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """None where each process said something of its own and there are not as many now."""
+    """Return this process' record; ``None`` if each process had its own and their number has changed."""
     if len(records) == 1:
         return records[0]
     return records[processes.index()] if len(records) == processes.count() else None
@@ -259,7 +259,7 @@ def _of_this_process(records: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class _Stood:
-    """Where the data of `shardload.data.resumable` stood."""
+    """The saved position of `shardload.data.resumable`."""
 
     state: dict[str, Any]
     spans_epochs: bool
@@ -267,7 +267,7 @@ class _Stood:
 
 
 def _where_it_stood(records: list[dict[str, Any]], info: StepInfo) -> _Stood | None:
-    """None where the data did not tell. That of another process is never given to the data: its origin is refused."""
+    """Return the saved position, or ``None``. One of another process never reaches the data: its origin is refused."""
     mine = _of_this_process(records)
     record = mine or next(iter(records), {})
     if record.get("position") is None:
@@ -279,12 +279,12 @@ def _where_it_stood(records: list[dict[str, Any]], info: StepInfo) -> _Stood | N
 
 
 def _go_on(position: Position, stood: _Stood, dataset: Any, *, skipped: int) -> None:
-    dataset.check(stood.origin)  # while the model has its values: Keras takes them out before it reads
+    dataset.check(stood.origin)  # before Keras takes the values out of the model to read data
     position.resume(stood.state, skipped=skipped, origin=stood.origin)
 
 
 def _give_back(source: Any, records: list[dict[str, Any]], info: StepInfo) -> bool:
-    """Tell a user's own source where it stood; whether the step says so."""
+    """Set the position of a user's own source; return whether the step stores one."""
     record = _of_this_process(records)
     if record is None and any("state" in one for one in records):
         _warn(

@@ -1,8 +1,8 @@
-"""Which steps stay. A step stays if any rule wants it; without a limit on the latest ones, all stay.
+"""Decide which steps to keep: a step stays if any rule keeps it; without a limit for the latest steps, all stay.
 
-Only shardload's own steps whose files look whole are counted and removed. Users remove damaged steps and those of other
-programs themselves. The best steps that another callback or another run promised to keep stay as well: one for the
-latest steps and one for the best may share a folder.
+Only undamaged steps saved by shardload are counted and removed. Users remove damaged and foreign steps
+themselves. The best steps that another callback or run keeps also stay, so one callback for the latest
+steps and one for the best steps can share a folder.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ from shardload.steps.publish import remove_step
 
 @dataclass(frozen=True, slots=True)
 class BestRule:
-    """What "best" means to a callback."""
+    """The definition of "best" that a callback uses."""
 
     monitor: str
     mode: Literal["min", "max"] | None
-    """Which way is better; ``None`` where it is not known."""
+    """Which direction is better; ``None`` if unknown."""
     runs: Collection[str | None] | None = None
-    """The runs whose steps are compared; ``None``: all."""
+    """The runs whose steps are compared; ``None`` compares all."""
     damaged: Collection[int] = ()
-    """Steps that look whole and are not."""
+    """Steps that look intact but are damaged."""
 
     def covers(self, info: StepInfo) -> bool:
-        """Whether a step was ranked in this way when it was saved, so that the rule for the best is this callback's."""
+        """Whether a step was saved under the same definition, so that this callback ranks it."""
         ours = self.runs is None or info.run in self.runs
         return ours and (info.said.monitor, info.said.mode) == (self.monitor, self.mode)
 
     def best(self, steps: Iterable[StepInfo]) -> list[StepInfo]:
-        """Steps that can be compared, the best first."""
+        """Return the steps that can be compared, best first."""
         return ranked(steps, monitor=self.monitor, mode=self.mode or "min", runs=self.runs)
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """The union of up to four rules."""
+    """A retention policy: the union of up to four rules."""
 
     latest: int | None
-    """So many of the newest; ``None``: all."""
+    """How many of the newest steps stay; ``None`` keeps all."""
     best: int | None = None
-    """So many of the best by the monitored metric."""
+    """How many of the best steps by the monitored metric stay."""
     every_steps: int | None = None
-    """The first step at or after each multiple of this."""
+    """Keep the first step at or after each multiple of this number."""
     every_hours: float | None = None
-    """The oldest step, and then each one that was saved at least so long after the one kept before it."""
+    """Keep the oldest step, then each step saved at least this long after the previously kept one."""
 
     def __post_init__(self) -> None:
         names = {"latest": "max_to_keep", "best": "keep_best", "every_steps": "keep_every_steps"}
@@ -62,12 +62,12 @@ class Retention:
             raise UsageError(f"keep_every_hours should be more than 0, or None, but is {self.every_hours!r}")
 
     def removable(self, steps: Sequence[StepInfo], *, newest: int, by: BestRule) -> list[int]:
-        """Steps no rule wants, oldest first; never the newest.
+        """Return the steps that no rule keeps, oldest first; never the newest.
 
         Args:
-            steps: All that are there, ascending.
-            newest: The one just saved.
-            by: What "best" means.
+            steps: All existing steps, in ascending order.
+            newest: The step that was just saved.
+            by: The definition of "best".
         """
         if self.latest is None:
             return []
@@ -81,14 +81,14 @@ class Retention:
 
 
 def remover(retention: Retention, root: Path, *, by: BestRule) -> Callable[[int, Path], None]:
-    """What is called with each new step and removes those no rule wants any more.
+    """Return a function to call after each save, which removes the steps that no rule keeps.
 
     Raises:
-        SaveError: When called: which steps there are cannot be told, or a step's files cannot be removed.
+        SaveError: When called: if the steps cannot be listed, or a step cannot be removed.
     """
 
     def remove(step: int, path: Path) -> None:
-        if retention.latest is None:  # all stay, also those that cannot be looked into
+        if retention.latest is None:  # all stay; do not fail on unreadable steps
             return
         try:
             for old in retention.removable(list_steps(root), newest=step, by=by):
@@ -102,12 +102,12 @@ def remover(retention: Retention, root: Path, *, by: BestRule) -> Callable[[int,
 
 
 def recorded_damage(steps: Iterable[StepInfo]) -> set[int]:
-    """Steps that other ones say were damaged when they were saved; a run that reads no data would not notice."""
+    """Return the steps recorded as damaged in other steps, since a run that reads no data would not notice."""
     return {step for info in steps for step in info.said.damaged}
 
 
 def _promised(steps: Iterable[StepInfo]) -> Iterator[int]:
-    """The best steps by each metric whose callback keeps the best, as many as it said when it last saved one."""
+    """Yield the best steps by each metric for which a callback used keep_best, as many as its newest step states."""
     groups: dict[tuple[str, str], list[StepInfo]] = {}
     for info in steps:
         if info.said.monitor is not None and info.said.keep_best is not None:

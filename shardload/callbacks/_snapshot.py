@@ -1,12 +1,12 @@
-"""Arrays as they are now, kept while training goes on, so that what is slow about starting a save need not hold it up.
+"""Keep the current values of arrays while training continues, so that the slow start of a save does not delay it.
 
-    training thread    a NumPy view of every shard: no byte is copied
-    saving thread      views ─► arrays of the same shardings, in the same memory ─► Orbax
+    training thread    a NumPy view of every shard: no bytes are copied
+    saving thread      views ─► arrays with the same shardings and memory ─► Orbax
 
-`fit` donates its state to the next batch: the arrays are deleted and XLA writes into their memory, unless somebody
-outside of JAX still looks at it, and then it takes fresh memory. That is how Orbax keeps the arrays of CPU devices as
-well, only that it goes through all its own Python first. What cannot be kept so, Orbax is given as it is: arrays of
-accelerators, whose bytes must be copied off before the next batch, and objects that only their handlers know.
+`fit` donates its state to the next batch: XLA deletes the arrays and reuses their memory, unless something
+outside JAX still refers to it; then XLA allocates new memory. Orbax keeps arrays of CPU devices in the same
+way, but runs its own slow Python code first. Other items go to Orbax directly: arrays of
+accelerators, which must be copied off before the next batch, and objects that only their handlers understand.
 
 Imports JAX: only import this module when arrays are about to be saved.
 """
@@ -23,55 +23,55 @@ import numpy as np
 from numpy.typing import NDArray
 
 _WIDE = {np.dtype(name) for name in ("int64", "uint64", "float64", "complex128")}
-"""JAX has these where ``jax_enable_x64`` is set, which may be so in one thread only; elsewhere it would narrow them."""
+"""JAX needs ``jax_enable_x64`` for these, and it may be set in one thread only; other threads would narrow them."""
 
 _PLAIN = bool, int, float, complex, str, bytes, np.generic
-"""Immutable leaves."""
+"""Types of immutable leaves."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """One array."""
+    """The kept shards of one array."""
 
     shape: tuple[int, ...]
     sharding: jax.sharding.Sharding
     shards: tuple[tuple[NDArray[Any], Any], ...]
-    """What each device holds, with the device."""
+    """The value on each device, with the device."""
 
     def array(self) -> jax.Array:
-        """The same, for JAX."""
+        """Return the kept array as a `jax.Array`."""
         values, devices = zip(*self.shards, strict=True)
         placed = jax.device_put(list(values), list(devices))
         return jax.make_array_from_single_device_arrays(self.shape, self.sharding, placed)
 
 
 class ArraySnapshot:
-    """What pytrees of arrays were at one moment; gives them back once, in any thread."""
+    """The values of pytrees of arrays at one moment; returned once, in any thread."""
 
     def __init__(self, items: Mapping[str, Any]) -> None:
         self._kept = {name: jax.tree.map(_keep, item) for name, item in items.items()}
 
     def take(self) -> dict[str, Any]:
-        """The pytrees. From then on their memory is held by nothing but them."""
+        """Return the pytrees and drop the references to their memory."""
         taken: dict[str, Any] = jax.tree.map(_give_back, self._kept, is_leaf=lambda leaf: isinstance(leaf, _Kept))
         self._kept = {}
         return taken
 
 
 def snapshot(items: Mapping[str, Any]) -> ArraySnapshot | None:
-    """Hold on to what ``items`` are now, without a copy of any array of JAX.
+    """Keep the current values of ``items`` without copying any JAX array.
 
     Args:
-        items: Pytrees by name.
+        items: The pytrees, by name.
 
     Returns:
-        None when something in them is neither an array of CPU devices of this process, nor plain.
+        ``None`` if an item contains anything but CPU arrays of this process and plain values.
     """
     return ArraySnapshot(items) if all(map(_is_plain_tree, items.values())) else None
 
 
 def _is_plain_tree(item: Any) -> bool:
-    """No containers but Python's own: JAX takes others for leaves, and a copy of those shares what they hold."""
+    """Accept Python's own containers only: JAX treats others as leaves, and a copy of a leaf shares its content."""
     if type(item) is dict:
         return all(map(_is_plain_tree, item.values()))
     if type(item) in {list, tuple}:
@@ -80,7 +80,7 @@ def _is_plain_tree(item: Any) -> bool:
 
 
 def _is_host(array: jax.Array) -> bool:
-    """Whether NumPy sees the memory of its devices, and JAX takes it back as it is in any thread."""
+    """Whether NumPy can view the memory of an array's devices, and any thread can turn the view into the same array."""
     if not array.is_fully_addressable or jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended):
         return False
     if array.dtype in _WIDE:

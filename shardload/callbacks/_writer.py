@@ -1,21 +1,21 @@
-"""One step at a time, from the arrays to a published folder; what fails in the background is raised in the foreground.
+"""Write one step at a time, from the arrays to a published folder; background failures are raised in the foreground.
 
-    training thread   wait for the last save · begin staging · take hold of the arrays ─► returns
+    training thread   wait for the last save · begin staging · snapshot the arrays ─► returns
     worker thread     Orbax writes · shardload/*.json · digests · publish · remove old steps · post_finalization
 
-The arrays of CPU devices are held where they are (`_snapshot`); what cannot be, and what several processes save
-together, Orbax copies off the devices in the training thread.
+Arrays of CPU devices are not copied (`_snapshot`). For other arrays, and if several processes save
+together, Orbax copies the data off the devices in the training thread.
 
-Several processes do each of these stages together: process 0 begins, publishes and removes, every one writes its own
-shards and makes the digests of the files it wrote, and what fails on one of them fails on all.
+Several processes do each of these stages together: process 0 begins, publishes and removes, each process writes its own
+shards and computes the digests of its files, and a failure on one process fails on all.
 
-A process that ends, also by an exception in ``fit``, first finishes the step in flight. A failure is kept until
-`raise_failure` or `wait`. Nothing half-written stays in the root: all before the publishing rename is in staging.
+A process that exits, even through an exception in ``fit``, first finishes the current save. A failure is kept until
+`raise_failure` or `wait`. The root never contains a partial step: before the publishing rename, all is in staging.
 """
 
 from __future__ import annotations
 
-import concurrent.futures.thread  # first: what registers later than it, runs before it
+import concurrent.futures.thread  # imported first: exit functions registered after its own run before it
 import errno
 import json
 import logging
@@ -53,27 +53,27 @@ from shardload.steps.save_errors import describe, save_error
 _WRITERS: weakref.WeakSet[Writer] = weakref.WeakSet()
 
 LOOK_S = 1.0
-"""How often a process that waits for Orbax looks whether the others are still there."""
+"""Interval at which a process that waits for Orbax checks whether the others are alive."""
 _OF_PROCESS = re.compile(r"(?:.*/)?ocdbt\.process_(\d+)/")
 
 
 @dataclass(frozen=True, slots=True)
 class SaveJob:
-    """All that makes one step."""
+    """Everything needed to write one step."""
 
     step: int
     items: Mapping[str, Any]
-    """What Orbax writes, by name."""
+    """The items that Orbax writes, by name."""
     records: Mapping[str, Mapping[str, Any]]
-    """Our own files: name in ``shardload/`` to JSON."""
+    """The files of shardload itself: name in ``shardload/`` to JSON."""
     compression: Literal["none", "zstd"] = "none"
     timeout_s: float | None = None
     after: tuple[Callable[[int, Path], None], ...] = field(default=())
-    """Called with the step and its folder once it is published, in the worker; on process 0."""
+    """Functions called with the step and its folder after publishing, in the worker thread of process 0."""
 
 
 class Writer:
-    """Writes the steps of one root, one at a time."""
+    """The writer of the steps of one root, one at a time."""
 
     def __init__(self, root: Root) -> None:
         self.root = root
@@ -85,14 +85,14 @@ class Writer:
         _WRITERS.add(self)
 
     def start(self, job: SaveJob) -> None:
-        """Return as soon as the arrays may change again; waits for the step before first.
+        """Start a save and return as soon as the arrays may change again; wait for the previous save first.
 
         Raises:
-            ShardloadError: What made the step before fail, or this one at its start.
+            ShardloadError: If the previous save failed, or this one failed to start.
         """
         self.wait()
         self.witness.note(f"step {job.step} was being saved")
-        with defer_interrupt():  # until the worker has it: from there on the step is finished even if fit fails
+        with defer_interrupt():  # until the worker has the step: from then on, it is finished even if fit fails
             self._start(job)
 
     def _start(self, job: SaveJob) -> None:
@@ -100,7 +100,7 @@ class Writer:
         try:
             begin = _begin(job, staging)
             self._worker = Worker(lambda: self._run(job, staging, begin), name=f"shardload-step-{job.step}")
-        except BaseException as error:  # a second Ctrl-C as well: nothing may be left behind
+        except BaseException as error:  # also for a second Ctrl-C: leave nothing behind
             failure = _as_failure(error, job, staging)
             staging.discard()
             if not isinstance(error, Exception):
@@ -109,7 +109,7 @@ class Writer:
             raise failure from failure.__cause__
 
     def _staging(self, step: int) -> Staging:
-        """The folder that process 0 began, seen by all of them."""
+        """Return the staging folder that process 0 began, after all processes have opened it."""
         mine: list[Staging] = []
 
         def begin() -> str:
@@ -130,10 +130,10 @@ class Writer:
         return mine[0]
 
     def wait(self) -> None:
-        """Wait for the save in flight.
+        """Wait for the current save.
 
         Raises:
-            ShardloadError: When it failed.
+            ShardloadError: If it failed.
         """
         if self._worker is not None:
             self._worker.wait()
@@ -141,9 +141,9 @@ class Writer:
         self.raise_failure()
 
     def later(self, call: Callable[[int, Path], None]) -> Callable[[int, Path], None]:
-        """The same to be done ``after`` a step in a thread that the next save does not wait for, one at a time.
+        """Wrap ``call`` so that it runs after a step in a thread that the next save does not wait for, one at a time.
 
-        Of several processes one alone would hear of its failure, so there it is done with the save.
+        With several processes only one would see its failure, so there ``call`` runs as part of the save.
         """
         if processes.count() > 1:
             return call
@@ -163,10 +163,10 @@ class Writer:
         return start
 
     def settle(self) -> None:
-        """`wait`, and for what is done `later` as well.
+        """Wait for the current save and for the calls wrapped by `later`.
 
         Raises:
-            ShardloadError: What failed.
+            ShardloadError: If one of them failed.
         """
         if self._worker is not None:
             self._worker.wait()
@@ -176,16 +176,16 @@ class Writer:
         self.wait()
 
     def raise_failure(self) -> None:
-        """Raise what made the last save fail, once."""
+        """Raise the failure of the last save, once."""
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
 
     def look(self) -> None:
-        """Raise what made the last save fail, if this is the place for it.
+        """Raise the failure of the last save, if all processes can do so at this point.
 
-        Of several processes one would hear of it a batch before the others, and leave them waiting for it in the
-        next one. So they raise it where all of them wait, with the next save; unless one of them is lost anyway.
+        One process could notice it a batch before the others, which would then wait for it in the next batch.
+        So all raise it with the next save, where they wait for each other, unless a process is lost anyway.
         """
         if processes.count() == 1 or isinstance(self._failure, ProcessLostError):
             self.raise_failure()
@@ -198,7 +198,7 @@ class Writer:
             failure = _as_failure(error, job, staging)
             try:
                 staging.discard()
-                if not isinstance(failure, ProcessLostError):  # recorded where it was noticed
+                if not isinstance(failure, ProcessLostError):  # recorded by the heartbeat
                     self.witness.write(str(failure))
             finally:
                 self._failure = failure
@@ -210,9 +210,9 @@ class Writer:
 
 
 def finish_others(root: Root, *, but: Writer) -> None:
-    """Wait for saves of this process that other callbacks left behind in a folder: an interrupted ``fit``, say.
+    """Wait for saves to this folder by other callbacks of this process, for example of an interrupted ``fit``.
 
-    Their failures stay theirs; what they publish counts.
+    Their failures are not raised here; the steps they publish count.
     """
     for writer in list(_WRITERS):
         if writer is not but and writer.root.path == root.path:
@@ -222,26 +222,26 @@ def finish_others(root: Root, *, but: Writer) -> None:
 
 
 def _finish_all() -> None:
-    """Called when the interpreter ends, while threads can still be started, which Orbax needs.
+    """Finish all saves at interpreter exit, while Orbax can still start threads.
 
-    Ctrl-C once more does not cost the step, as it is about to be done; another one does.
+    One more Ctrl-C does not cancel the saves, which are nearly complete; a second one does.
     """
     with suppress(KeyboardInterrupt), defer_interrupt():
         for writer in list(_WRITERS):
             try:
                 writer.settle()
-            except ShardloadError as error:  # no caller is left to raise it to
+            except ShardloadError as error:  # no caller is left to receive it
                 logging.getLogger("shardload").error("%s", error)
 
 
-# `atexit` and waiting for threads come too late: by then no pool takes work any more, and the step would be lost.
+# # `atexit` runs after the thread pools stopped accepting work, and the step would be lost.
 if (_register := getattr(threading, "_register_atexit", None)) is not None:
     assert concurrent.futures.thread
     _register(_finish_all)
 
 
 def _begin(job: SaveJob, staging: Staging) -> Callable[[], orbax_writer.PendingSave]:
-    """What gives the save, which has begun by then. Once this returns, the arrays may change."""
+    """Start a save or snapshot its arrays; return a function that returns the save. The arrays may then change."""
     held = snapshot(job.items) if processes.count() == 1 else None
     if held is None:
         pending = _start_save(job, staging, job.items)
@@ -272,16 +272,16 @@ def _finish(
 
 
 def _check_items(job: SaveJob, staging: Staging) -> None:
-    """Everything that was to be written is there: digests only vouch for what they find."""
+    """Check that all items were written completely: digests only cover the files that exist."""
     for name in job.items:
         if not (staging.path / name).is_dir():
             why = f"the folder {name!r} that was written there is missing"
             raise describe(why, step=job.step, folder=staging.path, number=errno.ENOENT)
-        if name != "pytree" and not (staging.path / name / TREE_FILE).is_file():  # no tree of arrays
+        if name != "pytree" and not (staging.path / name / TREE_FILE).is_file():  # not a tree of arrays
             continue
         try:
             open_orbax(staging.path / name)  # finds each chunk of each array
-        except UnsupportedError:  # an item of the user's own, of a kind that is not read here
+        except UnsupportedError:  # a user's item of a kind that open_orbax does not read
             continue
         except (SourceError, SourceNotFoundError) as error:
             why = f"what was written there is not whole: {error}"
@@ -289,7 +289,7 @@ def _check_items(job: SaveJob, staging: Staging) -> None:
 
 
 def _written(job: SaveJob, pending: orbax_writer.PendingSave) -> None:
-    """Wait until Orbax has written everything, for as long as all processes are there."""
+    """Wait until Orbax has written everything, or another process is lost."""
     until = math.inf if job.timeout_s is None else time.monotonic() + job.timeout_s
     while True:
         try:
@@ -305,7 +305,7 @@ def _written(job: SaveJob, pending: orbax_writer.PendingSave) -> None:
 
 
 def _digest(job: SaveJob, staging: Staging) -> None:
-    """Our own files, by process 0; then the digests of what this process wrote, which is on the disk by then."""
+    """Write shardload's own files, on process 0, and the digests of the files that this process wrote."""
     if processes.is_first():
         own = staging.path / OWN_FOLDER
         own.mkdir(exist_ok=True)
@@ -320,14 +320,14 @@ def _digest(job: SaveJob, staging: Staging) -> None:
 
 
 def _is_ours_to_digest(name: str) -> bool:
-    """Whether this process wrote a file; process 0 also takes files without an owner."""
+    """Whether this process wrote a file; process 0 also digests files without an owner."""
     found = _OF_PROCESS.match(name)
     writer = int(found.group(1)) if found else 0
     return (writer if writer < processes.count() else 0) == processes.index()
 
 
 def _part(staging: Staging, process: int) -> Path:
-    """Where a process leaves its part of the digests: next to the step, not in it."""
+    """Return the folder of a process' part of the digests, next to the step."""
     return staging.home / f"digests-{process}"
 
 
@@ -360,7 +360,7 @@ def _after_failed(error: BaseException, step: int, path: Path) -> ShardloadError
 
 
 def _finite(content: Any) -> Any:
-    """JSON has no NaN and no infinity: a loss that is none of the numbers there are is written as null."""
+    """Replace NaN and infinities, which JSON does not support, by null."""
     if isinstance(content, float):
         return content if math.isfinite(content) else None
     if isinstance(content, Mapping):

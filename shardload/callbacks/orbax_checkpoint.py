@@ -1,11 +1,11 @@
-"""`OrbaxCheckpoint`: the training state of ``fit``, saved every so often as steps that are whole or not there.
+"""`OrbaxCheckpoint`: save the training state of ``fit`` at intervals, as steps that are complete or absent.
 
     model.fit(data, epochs=10, callbacks=[OrbaxCheckpoint("runs/7", save_freq=100)])
 
-    runs/7/100  runs/7/200  runs/7/…      docs/design/0005 says what is in them
+    runs/7/100  runs/7/200  runs/7/…      docs/design/0005 describes their content
 
-A step's number is the count of batches the model was trained on, over all runs that saved to the folder: Keras
-numbers by epoch, from 0 again in every ``fit``, so that a second one saves nothing or raises.
+A step's number is the number of batches the model was trained on, over all runs that saved to the folder. Keras
+numbers steps by epoch, from 0 in every ``fit``, so that a second run saves nothing or raises.
 """
 
 from __future__ import annotations
@@ -41,50 +41,50 @@ SaveDecision = Callable[[int, Mapping[str, float]], bool]
 
 
 class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
-    """Save weights, optimizer, metrics, seeds and the place in training, in the background.
+    """Save weights, optimizer, metrics, seeds and the position in training, in the background.
 
-    The arguments of ``keras.callbacks.OrbaxCheckpoint`` mean what they mean there, over all runs in the folder. Steps
-    are checked by `shardload.restore`; plain Orbax and, within its limits, Keras read them too.
+    The arguments of ``keras.callbacks.OrbaxCheckpoint`` have the same meaning, applied to all runs in the folder.
+    `shardload.restore` checks the steps; plain Orbax and, within its limits, Keras can read them, too.
 
     Args:
-        directory: Folder of the steps, made if missing; a relative path is taken from the current folder now.
-        monitor: Metric that says which step is best.
-        verbose: 1 writes a line for every save.
-        save_best_only: Save only when ``monitor`` beat the best so far, and keep that step even when others are saved.
-        mode: ``min``, ``max``, or ``auto``: as the metric of that name has it.
-        save_freq: ``"epoch"``, or every so many batches.
-        initial_value_threshold: Value of ``monitor`` to beat at first.
-        max_to_keep: So many of the latest steps are kept; ``None`` keeps all. Steps not saved by this class are
+        directory: The folder of the steps, created if missing; a relative path is resolved when the callback is made.
+        monitor: The metric that ranks steps.
+        verbose: 1 prints a line for every save.
+        save_best_only: Save only if ``monitor`` beats the best value so far, and keep the best step when later ones are saved.
+        mode: ``min``, ``max``, or ``auto``: the direction of the metric of that name.
+        save_freq: ``"epoch"``, or a number of batches.
+        initial_value_threshold: The initial value of ``monitor`` to beat.
+        max_to_keep: The number of latest steps to keep; ``None`` keeps all. Steps not saved by this class are
             never removed.
-        save_on_background: Whether training goes on while a step is written. One save is in flight at a time.
-        save_weights_only: Leave out optimizer, metrics and the model's configuration.
-        metadata: What JSON can hold, or a function of step and logs that returns it; stored with each step.
+        save_on_background: Whether training continues while a step is written. Saves do not overlap.
+        save_weights_only: Omit optimizer, metrics and the model's configuration.
+        metadata: A JSON value, or a function of step and logs that returns one; stored with each step.
         checkpointables: Further named items (pytrees, or objects with an Orbax handler) stored in the same step, or
-            a function that returns them. One with a handler of its own keeps plain Orbax from loading the step
+            a function that returns them. An item with its own handler keeps plain Orbax from loading the step
             without naming items.
-        data_iterator: Whose place is stored: an object with ``get_state``, a function, or a value JSON can hold.
-        compression: ``"zstd"`` makes smaller files that take longer to write and to read.
-        keep_best: So many of the best steps are kept as well; with ``save_best_only`` at least one.
-        keep_every_steps: And the first step at or after each multiple of this.
-        keep_every_hours: And one each so many hours.
-        background_delete: Do not let the next save wait until the files of steps no longer kept are gone.
-        save_decision: Function of step and logs, asked before each save; saves only if it is true.
+        data_iterator: The data source whose position is stored: an object with ``get_state``, a function, or JSON.
+        compression: ``"zstd"`` makes smaller files that take longer to write and read.
+        keep_best: The number of best steps to keep as well; with ``save_best_only`` at least one.
+        keep_every_steps: Also keep the first step at or after each multiple of this number.
+        keep_every_hours: Also keep one step per this many hours.
+        background_delete: Do not make the next save wait until the files of removed steps are deleted.
+        save_decision: A function of step and logs, called before each save; the step is saved only if it returns true.
         post_finalization: Called with step and folder of each step that is safely on disk, in another thread.
-        async_timeout_s: Give a save up after so many seconds.
-        resume: Restore this step (``True``: the latest one, if there is any) when ``fit`` begins. Without it, ``fit``
-            goes on after whatever step of this folder `shardload.restore` put into the model, and after none otherwise.
-        best_of: What ``monitor`` is compared with: steps of all runs in the folder, or of this ``"run"`` and what it
-            resumes.
-        initial_epoch: Begin with this epoch after a restore, not after those that were complete; 0 starts over. That of
-            ``fit`` wins, unless it is 0, its default.
+        async_timeout_s: The time limit of a save in seconds.
+        resume: The step to restore when ``fit`` begins (``True``: the latest, if any). Without it, ``fit`` continues
+            after the step of this folder that `shardload.restore` put into the model, if any.
+        best_of: The steps that ``monitor`` is compared with: of all runs in the ``"folder"``, or of this ``"run"`` and
+            the steps it resumed.
+        initial_epoch: The epoch to begin with after a restore, instead of the first incomplete one; 0 starts over. The
+            argument of ``fit`` has priority, unless it is 0, its default.
 
     Raises:
-        UsageError: When an argument is wrong.
-        ProcessLostError: In training: when another process of the run has ended or went silent.
-        DamagedError: When the step to resume from is damaged; other errors of `shardload.restore` likewise.
-        SaveError: When the folder cannot be made, or this user may not write to it. In training: when a step could
-            not be saved, at the end of the next batch or epoch, at the latest when ``fit`` ends; with its real cause.
-            Steps before it are untouched.
+        UsageError: If an argument is invalid.
+        ProcessLostError: In training: if another process of the run has exited or went silent.
+        DamagedError: If the step to resume from is damaged; other errors of `shardload.restore` likewise.
+        SaveError: If the folder cannot be created or is not writable. In training: if a step could not be
+            saved; raised with its cause at the end of the next batch or epoch, at the latest when ``fit`` ends.
+            Earlier steps are untouched.
             Several processes raise it together, with the next save or when ``fit`` ends.
     """
 
@@ -151,7 +151,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self._root = Root(directory, create=True)
         self._writer = Writer(self._root)
         self._decisions = processes.Channel()
-        """Of the training thread alone; the writer's is also used by the thread that writes."""
+        """Used by the training thread only; the writer's channel is also used by the writing thread."""
         self._contents = Contents(weights_only=save_weights_only, warn=self._warn)
         self._total = 0
         self._since_save = 0
@@ -166,31 +166,31 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
 
     @property
     def directory(self) -> Path:
-        """The folder of the steps, absolute."""
+        """The folder of the steps, as an absolute path."""
         return self._root.path
 
     @property
     def monitor(self) -> str:
-        """Name of the metric that says which step is best."""
+        """The name of the metric that ranks steps."""
         return self._monitor.name
 
     @property
     def best(self) -> float | None:
-        """The best value of ``monitor`` so far, of what ``best_of`` says."""
+        """The best value of ``monitor`` so far, among the steps that ``best_of`` selects."""
         return self._monitor.best
 
     def wait_until_finished(self) -> None:
-        """Return when no save is in flight any more.
+        """Return when no save is running.
 
         Raises:
-            SaveError: When the last one failed.
+            SaveError: If the last save failed.
         """
         self._writer.settle()
 
-    # ---- what Keras calls ---------------------------------------------------------------------------
+    # # ---- Keras' callback methods --------------------------------------------------------------------
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Look at what the folder holds and go on after it."""
+        """Read the steps in the folder and continue after the one to resume from."""
         self._writer.settle()
         finish_others(self._root, but=self._writer)
         self._writer.witness.begin()
@@ -222,7 +222,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         remove_stale(self.directory)
 
     def _steps(self) -> list[StepInfo]:
-        """The steps of the folder, the same ones for all processes."""
+        """Return the steps in the folder, after checking that all processes see the same ones."""
         steps = list_steps(self.directory)
         numbers = [info.step for info in steps]
         seen = self._writer.channel.together(lambda: numbers)
@@ -234,7 +234,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         return steps
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Count the epoch's batches from its start, or from where it was left."""
+        """Count the epoch's batches from its start, or from the position that was resumed."""
         self._position.epoch_begins()
         first, self._first = self._first, None
         self._skipped = 0 if first is None else first.skipped
@@ -244,12 +244,12 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             first.restore_metrics()
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Save if ``save_freq`` batches have passed; raise what made the last save fail."""
+        """Save if ``save_freq`` batches have passed; raise the failure of the last save."""
         self._preemption.raise_dropped_interrupt()
         self._writer.look()
         self._position.trained(batch + 1)
         batch += self._skipped
-        if batch < self._in_epoch:  # a loop of the user's own, that tells of no epochs
+        if batch < self._in_epoch:  # a user's own loop, which does not report epochs
             self._in_epoch = 0
         new = batch + 1 - self._in_epoch
         self._in_epoch += new
@@ -262,7 +262,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             self._end_early(logs)
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Save if ``save_freq`` is ``"epoch"``; raise what made the last save fail."""
+        """Save if ``save_freq`` is ``"epoch"``; raise the failure of the last save."""
         self._preemption.raise_dropped_interrupt()
         self._writer.look()
         self._position.epoch_ends()
@@ -270,7 +270,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             self._consider(logs, f"epoch {epoch}", epoch_done=True)
 
     def on_train_end(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Wait for the last save; raise what made it fail."""
+        """Wait for the last save; raise its failure."""
         self._preemption.ignore()
         stop_following()
         if self._first is not None:  # no epoch has begun
@@ -281,12 +281,12 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
 
     @property
     def _at_end(self) -> bool:
-        """Whether the batch that was trained last was the last one of its epoch, as far as anybody knows."""
+        """Whether the last trained batch was the last one of its epoch, as far as known."""
         steps = (self.params or {}).get("steps")
         return self._position.at_end or (steps is not None and self._in_epoch >= steps)
 
     def _end_early(self, logs: Mapping[str, Any] | None) -> None:
-        """On preemption: save what is not saved yet, regardless of its metric, and end ``fit``."""
+        """On preemption, save if needed, regardless of the metric, and end ``fit``."""
         if self._total > self._last_saved:
             self._save(plain_logs(logs), epoch_done=self._at_end)
         self._writer.wait()
@@ -297,11 +297,11 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _consider(self, logs: Mapping[str, Any] | None, when: str, *, epoch_done: bool) -> None:
         plain = plain_logs(logs)
-        if self._total <= self._last_saved:  # nothing was trained since
+        if self._total <= self._last_saved:  # nothing was trained since the last save
             return
         if not self.save_best_only and self.save_decision is None:
             wanted = True
-        else:  # process 0 decides: all of them save, or none
+        else:  # process 0 decides, so that all processes save or none does
             wanted = self._decisions.first(lambda: self._is_wanted(plain, when))
         if wanted and self._retention.best and self._monitor.value_in(plain) is None:
             self._warn(
@@ -327,11 +327,11 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         return self.save_decision is None or bool(self.save_decision(self._total, logs))
 
     def _save(self, logs: dict[str, float], *, epoch_done: bool) -> None:
-        """Save now; the seam for other occasions than ``save_freq``."""
+        """Save now, regardless of ``save_freq``."""
         step, model = self._total, self.model
         self._writer.wait()
         state = self._contents.state_of(model)
-        ranks = self.save_freq != "epoch" or epoch_done  # else these are metrics of a part of an epoch
+        ranks = self.save_freq != "epoch" or epoch_done  # otherwise the metrics cover only a part of an epoch
         if ranks and self._best.comparison.mode is not None:
             self._monitor.note(self._monitor.value_in(logs), model)
         record = StepRecord(
@@ -386,6 +386,6 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _warn(self, message: str, *, kind: str = "") -> None:
         kind = kind or message[:40]
-        if kind not in self._warned:  # once each, not at every save
+        if kind not in self._warned:  # once per kind, not at every save
             self._warned.add(kind)
             warnings.warn(message, stacklevel=4)
