@@ -1,14 +1,14 @@
-"""Data that goes on exactly where training stopped.
+"""Datasets that continue exactly where training stopped.
 
     ds = shardload.data.resumable(grain_dataset)
     model.fit(ds, callbacks=[OrbaxCheckpoint(directory)])
 
-Keras opens many iterators over one dataset: two or three to look at a batch, a new one for every epoch (one for
-all of them with ``steps_per_epoch``), and looks one batch ahead on accelerators. So the live iterator's own state is
-not the state after the last batch that was *trained*. A resumable dataset keeps the state after each of the last
-batches it gave out, and is told by the callback how many were trained::
+Keras opens many iterators over one dataset: two or three to inspect a batch, a new one for every epoch (one for
+all of them with ``steps_per_epoch``), and reads one batch ahead on accelerators. So the state of the live iterator is
+not the state after the last *trained* batch. A resumable dataset keeps the state after each of the last
+batches it returned, and the callback reports how many of them were trained::
 
-    given out      b0  b1  b2  b3            states  s0  s1  s2  s3
+    returned       b0  b1  b2  b3            states  s0  s1  s2  s3
     trained        b0  b1                    saved       s1   ─► the next run begins with b2
 """
 
@@ -36,24 +36,24 @@ __all__ = ["Origin", "Position", "Reading", "follow", "resumable", "resumable_of
 
 
 def resumable(dataset: Any, *, global_batch_size: int | None = None) -> Any:
-    """A Grain dataset whose position `shardload.callbacks.OrbaxCheckpoint` saves and restores to the batch.
+    """Return a Grain dataset whose position `shardload.callbacks.OrbaxCheckpoint` saves and restores to the batch.
 
     Args:
-        dataset: A `grain.IterDataset`, or a `grain.MapDataset`, which is read in its order. Shuffle, repeat and batch
-            it first. Without ``repeat`` it gives the same order in every epoch. With several processes it is the
-            dataset of this one, and goes on with the same number of them.
-        global_batch_size: With it, ``dataset`` is a `grain.MapDataset` of single examples, shuffled and repeated but
-            not batched, and the same on every process. Each reads its part of every batch, as the mesh has it, and a
-            later run may have another number of processes, or one. A last batch that is not full is left out.
+        dataset: A `grain.IterDataset`, or a `grain.MapDataset`, which is read in order. Shuffle, repeat and batch
+            it first. Without ``repeat`` its order is the same in every epoch. With several processes it is the
+            dataset of this process, and can only continue with the same number of processes.
+        global_batch_size: If given, ``dataset`` is a `grain.MapDataset` of single examples, shuffled and repeated but
+            not batched, and the same on every process. Each process reads its part of every batch according to the
+            mesh, and a later run can have another number of processes. An incomplete last batch is dropped.
 
     Returns:
-        A `grain.IterDataset` of the batches of this process. It reads one batch ahead, to know which one is the last.
+        A `grain.IterDataset` of the batches of this process. It reads one batch ahead, to detect the last one.
 
     Raises:
-        UsageError: When it is not a Grain dataset, or has no global batches of that size. Other sources have
-            their position saved through the callback's ``data_iterator=``. Later, in ``fit``: when it should go on
-            where another dataset stood, and its batches are not the same ones.
-        MissingExtraError: When Grain is not installed.
+        UsageError: If ``dataset`` is not a Grain dataset, or cannot be cut into global batches. For other
+            sources, use the callback's ``data_iterator=``. Also raised later, in ``fit``, if the data should continue
+            from the position of another dataset whose batches differ.
+        MissingExtraError: If Grain is not installed.
     """
     grain = _grain()
     if global_batch_size is not None:
@@ -71,14 +71,14 @@ def resumable(dataset: Any, *, global_batch_size: int | None = None) -> Any:
 
 
 class Unseen:
-    """Data that is read outside of ``fit``: it is checked when it is opened."""
+    """Data read outside ``fit``; it is checked when it is opened."""
 
     def check(self, origin: Origin) -> None:
         """Do nothing: the data is not known yet."""
 
 
 def resumable_of_fit() -> Any:
-    """The resumable dataset of the calling ``fit``; None if it has none, `Unseen` outside of ``fit``."""
+    """Return the resumable dataset of the calling ``fit``; ``None`` if it has none, `Unseen` outside ``fit``."""
     epochs = epoch_iterator_of_fit()
     if epochs is None:
         return Unseen()
@@ -119,7 +119,7 @@ def _grain() -> Any:
 
 
 def _rows(batch: Any) -> int:
-    """Examples in a batch; 0 where nothing in it has a first dimension."""
+    """Return the number of examples in a batch; 0 if no leaf has a first dimension."""
     import jax
 
     return next((int(leaf.shape[0]) for leaf in jax.tree.leaves(batch) if getattr(leaf, "shape", ())), 0)
@@ -173,7 +173,7 @@ def _resumable_class() -> Any:
             self._reading = reading
 
         def check(self, origin: Origin) -> None:
-            """Raise a `UsageError` unless a position from there means the same batches here."""
+            """Raise a `UsageError` unless a position from ``origin`` means the same batches in this dataset."""
             origin.check(self._reading)
             if origin.reading.rows is not None:
                 origin.check_rows(_rows(next(iter(self), None)), at_end=False)

@@ -5,13 +5,13 @@
     part 0 of 2              0  1  2  3             │ 8  9 10 11
     part 1 of 2                          4  5  6  7 │             12 13 14 15
 
-The parts of a batch are put together in the order of the mesh, so the batch the model sees is the same array for one
-process and for many, and "so many global batches" says for all of them which examples come next. With
-``dataset[process::processes]`` the order within a batch would depend on their number, and with a shuffle after the
-slice the examples would.
+The parts of a batch are concatenated in the order of the mesh, so the model sees the same array with one
+process and with many, and the number of global batches determines for all of them which examples come next. With
+``dataset[process::processes]`` the order within a batch would depend on the number of processes, and with a shuffle
+after the slice so would the examples.
 
-Which part a process reads follows from the mesh, not from its number: on a mesh of 1x8 over two processes both hold
-all rows of a batch, so both read all of it.
+The part that a process reads follows from the mesh, not from the process index: on a 1x8 mesh over two processes both
+have all rows of a batch, so both read all of it.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class BatchPart:
 
 
 def part_of_this_process() -> BatchPart:
-    """The rows of a batch that this process' devices hold; all of them without a Keras distribution.
+    """Return the rows of a batch that belong to this process' devices; all rows without a Keras distribution.
 
     Raises:
-        UsageError: When the mesh does not give each process an equal share of the rows.
+        UsageError: If the mesh does not give each process an equal share of the rows.
     """
     import jax
     import keras
@@ -57,10 +57,10 @@ def part_of_this_process() -> BatchPart:
 
 
 def part_in(owners: Sequence[set[int]], process: int) -> BatchPart:
-    """The part of a process, given the processes that hold each row of the mesh.
+    """Return the part of a process, given the processes that own each row of the mesh.
 
     Raises:
-        UsageError: When the shares are unequal, or the process has no row.
+        UsageError: If the shares are unequal, or the process owns no row.
     """
     shares = {one: tuple(i for i, who in enumerate(owners) if one in who) for who in owners for one in who}
     parts = sorted(set(shares.values()))
@@ -75,14 +75,14 @@ def part_in(owners: Sequence[set[int]], process: int) -> BatchPart:
 
 
 def read(dataset: Any, global_batch_size: int) -> Any:
-    """An iterator over this process' part of each global batch.
+    """Return an iterator over this process' part of each global batch.
 
     Args:
-        dataset: A `grain.MapDataset` of examples, the same one on every process.
-        global_batch_size: Examples in a batch, of all processes together; what is left at the end is dropped.
+        dataset: A `grain.MapDataset` of examples, the same on every process.
+        global_batch_size: The number of examples in a batch over all processes; an incomplete last batch is dropped.
 
     Raises:
-        UsageError: When a batch cannot be cut into as many parts as the mesh has.
+        UsageError: If a batch cannot be divided into as many parts as the mesh has.
     """
     part = part_of_this_process()
     rows, left = divmod(global_batch_size, part.count)
@@ -99,7 +99,7 @@ def _share_class() -> Any:
     import grain
 
     class BatchShare(grain.MapDataset):  # type: ignore[misc]
-        """The examples of one part, in their order."""
+        """The examples of one part, in order."""
 
         _MUTATES_ELEMENT_SPEC = False
 

@@ -1,7 +1,7 @@
-"""The position in the data of one ``fit``, and whether data that goes on is read as it was before.
+"""The position in the data of one ``fit``, and a check that resumed data is read as before.
 
-A dataset only tells how much of it was read: "so many batches". That says which examples come next only while the
-batches are the same ones. So the way they are made is saved as well, and compared before anything is trained.
+A dataset's state is only a count of batches. The count determines the next examples only if the
+batches are cut in the same way. So the way they are cut is saved as well, and compared before training.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from shardload.errors import UsageError
 from shardload.keras_bridge.training import epoch_iterator_of_caller, epoch_iterator_of_fit, forget_epoch_length
 
 KEPT = 8
-"""States kept; Keras looks at most two batches ahead of what it trains."""
+"""The number of states kept; Keras reads at most two batches ahead of training."""
 ENDLESS = 1 << 48
-"""No dataset is as long; Grain repeats without end up to the largest index, divided by what is in a batch."""
+"""Longer than any real dataset; Grain repeats an endless one up to the largest index, divided by the batch size."""
 
 _LENGTHS = {"examples": "examples", "batches": "batches", "repeated": "elements before repeat()"}
 
@@ -33,38 +33,38 @@ class Reading:
     """How a dataset is cut into batches."""
 
     global_batch_size: int | None = None
-    """Examples all processes train together in a batch; None where each process has a dataset of its own."""
+    """Examples per batch over all processes; ``None`` if each process has its own dataset."""
     examples: int | None = None
-    """Of the dataset the global batches are cut from; 0 for one that is repeated without end."""
+    """Examples in the dataset that the global batches are cut from; 0 if it repeats endlessly."""
     batches: int | None = None
-    """Of a dataset of the process' own, where it tells; 0 for one without end."""
+    """Batches in a process' own dataset, if known; 0 if it is endless."""
     rows: int | None = None
-    """Examples of this process in a batch, where it has a dataset of its own."""
+    """Examples per batch in this process, if it has its own dataset."""
     repeated: int | None = None
-    """Elements of what is repeated without end."""
+    """Elements in the part of the dataset that repeats endlessly."""
 
     @classmethod
     def of_record(cls, found: Any) -> Reading:
-        """What was saved; steps from before it was say nothing."""
+        """Read a saved record; a step without one gives an empty `Reading`."""
         given: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
         return cls(**{name: given[name] for name in cls.__slots__ if isinstance(given.get(name), int)})
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The run that a saved position is of."""
+    """The run that saved a position."""
 
     step: int
     reading: Reading
     processes: int
-    """How many took part when it was saved."""
+    """The number of processes at the time of the save."""
     processes_now: int
 
     def check(self, now: Reading) -> None:
-        """Make sure that the same number of batches means the same examples to both.
+        """Check that the same number of batches means the same examples in both runs.
 
         Raises:
-            UsageError: When it does not.
+            UsageError: If it does not.
         """
         then = self.reading
         if (then.global_batch_size is None) != (now.global_batch_size is None):
@@ -85,10 +85,10 @@ class Origin:
             )
 
     def check_rows(self, now: int, *, at_end: bool) -> None:
-        """Make sure that batches are as long as they were; the last one may be shorter.
+        """Check that batches have as many rows as before; the last one may have fewer.
 
         Raises:
-            UsageError: When they are not.
+            UsageError: If they have not.
         """
         then = self.reading.rows
         if then is not None and now != then and not (at_end and now < then):
@@ -102,13 +102,13 @@ class Origin:
 
 
 def length(dataset: Any) -> int:
-    """Of a `grain.MapDataset`; 0 for one without end, which has as many elements as an index can count."""
+    """Return the length of a `grain.MapDataset`; 0 if it is endless: its length is then the largest index."""
     found = len(dataset)
     return found if found < ENDLESS else 0
 
 
 def repeated_length(dataset: Any) -> int | None:
-    """Of what a `grain.MapDataset` without end repeats; None for one that ends, or does not tell."""
+    """Return the length of the repeated part of an endless `grain.MapDataset`; ``None`` if finite or unknown."""
     if length(dataset):
         return None
     below = [length(parent) or repeated_length(parent) for parent in getattr(dataset, "parents", ())]
@@ -123,7 +123,7 @@ class Position:
     """The position in the data of one ``fit``. Several callbacks may report the same events to it."""
 
     def __init__(self, fit: Any = None) -> None:
-        """Begin to follow ``fit``: what tells it from others, if anything does."""
+        """Follow ``fit``, which is identified by any object that is unique to it."""
         self.fit = fit
         self._wanted: dict[str, Any] | None = None
         self._origin: Origin | None = None
@@ -137,36 +137,36 @@ class Position:
         self._rows = 0
 
     def resume(self, state: dict[str, Any] | None, *, skipped: int, origin: Origin | None = None) -> None:
-        """Let the first iterator of the coming epoch begin at ``state``, ``skipped`` batches into the epoch.
+        """Make the first iterator of the next epoch begin at ``state``, ``skipped`` batches into the epoch.
 
-        With an ``origin``, data that is read in another way is refused when it is opened.
+        With an ``origin``, data that is cut differently is refused when it is opened.
         """
         self._wanted, self._skipped, self._origin = state, skipped, origin
 
     def epoch_begins(self) -> None:
-        """The next iterator that is opened, if any, is the one training reads."""
+        """Expect the next iterator to be the one that training reads."""
         self._expecting = True
         self._before_epoch = self._trained
 
     def trained(self, batches: int) -> None:
-        """So many batches of this epoch were trained, not counting those that were skipped."""
+        """Record that ``batches`` batches of this epoch were trained, not counting skipped ones."""
         self._expecting = False
         self._trained = self._before_epoch + batches
 
     def epoch_ends(self) -> None:
-        """Make Keras forget the length of an epoch resumed in its middle; it would cut all later ones to it."""
+        """Make Keras forget the length of an epoch resumed in the middle; later epochs would be cut to it."""
         if self._skipped and self._epochs is not None:
             forget_epoch_length(self._epochs)
         self._skipped = 0
 
     @property
     def state(self) -> dict[str, Any] | None:
-        """The state after the last batch that was trained, which JSON can hold; None where no dataset tells."""
+        """The state after the last trained batch, JSON-compatible; ``None`` if no dataset reports one."""
         return next((copy.deepcopy(s) for number, s, _ in self._states if number == self._trained), None)
 
     @property
     def reading(self) -> dict[str, int]:
-        """How the data is read, as a record; see `Reading`."""
+        """The way the data is cut into batches, as a record; see `Reading`."""
         found = asdict(self._reading)
         if self._reading.global_batch_size is None and self._rows:
             found["rows"] = self._rows
@@ -174,7 +174,7 @@ class Position:
 
     @property
     def at_end(self) -> bool:
-        """Whether the last batch that was trained was the last one of its epoch."""
+        """Whether the last trained batch was the last one of its epoch."""
         if self.spans_epochs:
             return bool(self._skipped + self._trained - self._before_epoch == self._epochs.steps_per_epoch)
         return next((end for number, _, end in self._states if number == self._trained), False)
@@ -185,10 +185,10 @@ class Position:
         return self._epochs is not None and bool(self._epochs.steps_per_epoch)
 
     def opened(self, iterator: Any, reading: Reading) -> bool:
-        """An iterator was opened; whether it is the one training reads.
+        """Register an opened iterator; return whether it is the one that training reads.
 
         Raises:
-            UsageError: When it should go on where another one stood, and cannot.
+            UsageError: If the position to resume does not apply to this dataset.
         """
         if not self._expecting:
             return False
@@ -208,17 +208,17 @@ class Position:
         return True
 
     def goes_on(self) -> bool:
-        """Whether the live iterator may give another batch: a resumed epoch may be shorter than its data."""
+        """Whether the live iterator may return another batch: a resumed epoch may be shorter than its data."""
         if self._left is None or self._given < self._left:
             return True
         self._wanted, self._left = self._states[-1][1], None
         return False
 
     def ended(self) -> None:
-        """The live iterator has no batch left.
+        """Record that the live iterator is exhausted.
 
         Raises:
-            UsageError: When it gave none at all to a run that goes on: Keras would fail without saying why.
+            UsageError: If a resumed run got no batch at all: Keras would fail without naming the reason.
         """
         if self._origin is not None and not self._given:
             raise UsageError(
@@ -227,10 +227,10 @@ class Position:
             )
 
     def gave(self, state: dict[str, Any], *, rows: int, at_end: bool) -> None:
-        """The live iterator gave out a batch of so many rows and now is at ``state``.
+        """Record that the live iterator returned a batch of ``rows`` rows and is now at ``state``.
 
         Raises:
-            UsageError: When batches are not as long as those of the run this one goes on with.
+            UsageError: If batches have another number of rows than in the resumed run.
         """
         if self._origin is not None:
             origin, self._origin = self._origin, None
@@ -241,19 +241,19 @@ class Position:
 
 
 def follow(model: Any) -> Position:
-    """The position of the data ``model`` is about to be trained on in this thread."""
+    """Return the position of the data that ``model`` is about to be trained on in this thread."""
     position, fit = _positions.get(model), epoch_iterator_of_fit()
-    if position is None or (fit is not None and fit is not position.fit):  # what another fit was to read is past
+    if position is None or (fit is not None and fit is not position.fit):  # an earlier fit's data is over
         position = _positions[model] = Position(fit)
     _active.position = position
     return position
 
 
 def followed() -> Position | None:
-    """The position of what is being trained in this thread, if any."""
+    """Return the position of the training in this thread, if any."""
     return getattr(_active, "position", None)
 
 
 def stop_following() -> None:
-    """Training in this thread has ended."""
+    """Forget the position when training in this thread ends."""
     _active.position = None
