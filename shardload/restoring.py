@@ -1,10 +1,10 @@
-"""Restore a training step into a model, on the mesh the model has now.
+"""Restore a training step into a model, on the model's current mesh.
 
     find the step ─► check its small files ─► manifest ─► pair leaves with variables ─► plan ─► read, checking each MiB
                                                                                              of data before it is used
 
-A step is read like any other checkpoint: its uncompressed chunks are extents, so any mesh can restore what any other
-saved, and no device ever holds more than its own shards.
+A step is read like any other checkpoint: its uncompressed chunks are extents, so any mesh can restore a step saved by
+any other, and no device ever stores more than its own shards.
 """
 
 from __future__ import annotations
@@ -61,36 +61,36 @@ def restore(
 
     Args:
         model: A built Keras model, live or built inside `shardload.abstract`, compiled or not.
-        directory: Where `shardload.callbacks.OrbaxCheckpoint` saves its steps; also the directory of Keras' own
-            callback, or of plain Orbax.
-        step: Its number, ``"latest"`` or ``"best"``; of several processes, process 0 says which one that is.
-        items: ``"all"``, ``"weights"``, ``"optimizer"`` or ``"metrics"``. Of an uncompiled model ``"all"`` is its
-            weights; an optimizer that never trained gets its slots.
-        mesh: As for `load_weights`: where the model lives now by default. It need not be the mesh that saved the step.
+        directory: The folder in which `shardload.callbacks.OrbaxCheckpoint` saves its steps; also a folder of Keras'
+            own callback, or of plain Orbax.
+        step: The step's number, ``"latest"`` or ``"best"``; with several processes, process 0 resolves these.
+        items: ``"all"``, ``"weights"``, ``"optimizer"`` or ``"metrics"``. For an uncompiled model ``"all"`` means its
+            weights; an untrained optimizer gets its slots.
+        mesh: As for `load_weights`; by default the model's current mesh, which can differ from the saved one.
         axes: As for `load_weights`.
         layout: As for `load_weights`.
         devices: As for `load_weights`.
         rename: Stored structural key prefix → the model's, for layers that moved: ``{"layers/dense": "layers/head"}``.
-        names: Tensor name → variable path, for steps that shardload did not save.
-        strict: Refuse a step that lacks something of what is asked for, or holds more; otherwise report it.
-        atomic: Keep the old values until the new ones are all there: twice the memory.
-        fallback: ``"previous"`` takes the newest undamaged step before one that is damaged, with ``step="best"`` the
-            next best undamaged one, and says so.
+        names: Tensor name → variable path, for steps not saved by shardload.
+        strict: Raise if the step lacks a requested item or contains more than the model; otherwise report it.
+        atomic: Keep the old values until all new ones are loaded; this doubles the memory.
+        fallback: ``"previous"`` replaces a damaged step by the newest undamaged step before it, with ``step="best"``
+            by the next best undamaged one, and reports it.
         host_memory_bytes: As for `load_weights`.
         progress: As for `load_weights`.
 
     Returns:
-        The account; its notes say which step it was, and whether its bytes were verified.
+        The report; its notes name the step, and whether its bytes were verified.
 
     Raises:
-        UsageError: When an argument is of the wrong kind.
-        SourceNotFoundError: When there is no such step.
-        MeshError: When there are too few devices.
-        LayoutError: When the layout cannot be applied.
-        DamagedError: When bytes are not those that were saved, naming step, file and the step to take instead.
-        MismatchError: When model and step disagree; the model is unchanged then.
-        LoadInterruptedError: When reading failed after values had been replaced.
-        DisagreementError: As in `load`; so are all others that concern processes.
+        UsageError: If an argument is of the wrong kind.
+        SourceNotFoundError: If there is no such step.
+        MeshError: If there are too few devices.
+        LayoutError: If the layout cannot be applied.
+        DamagedError: If bytes differ from the saved ones; names step, file and the step to use instead.
+        MismatchError: If model and step disagree; the model is then unchanged.
+        LoadInterruptedError: If reading failed after values had been replaced.
+        DisagreementError: As in `load`, like all other errors about processes.
     """
     where: dict[str, Any] = {"mesh": mesh, "devices": devices, "model": model}
     same: dict[str, Any] = {"step": step, "items": items, "rename": rename, "names": names}
@@ -108,7 +108,7 @@ def restore(
 
 
 def _chosen(call: load_distributed.JointLoad, directory: str | os.PathLike[str], step: Which) -> StepInfo:
-    """The step that process 0 chooses; the folder may have another one by the time another process looks."""
+    """Return the step that process 0 chooses: the folder may contain a newer one when another process looks."""
     mine: list[StepInfo] = []
 
     def choose() -> int:
@@ -128,7 +128,7 @@ def _restore_sound(
     fall_back: bool,
     **options: Any,
 ) -> LoadReport:
-    """Restore the step that is meant; where it is damaged and ``fall_back`` is set, the one `way_out` finds."""
+    """Restore the requested step; if it is damaged and ``fall_back`` is set, the step found by `way_out`."""
     skipped: list[str] = []
     tried: set[int] = set()
     info: StepInfo | None = None
@@ -180,13 +180,13 @@ def _restore(
         notes = (*skipped, _title(info, best=best))
         report = call.fill(job, clock, files=files, on_failure=after, progress=options["progress"], notes=notes)
     loading.remember_report(model, report)
-    if options["items"] == "all" and info.url is None:  # runs go on in their own folder, on this machine
+    if options["items"] == "all" and info.url is None:  # runs continue in their own local folder
         _restored[model] = info
     return report
 
 
 def take_restored(model: Any) -> StepInfo | None:
-    """The step that was last restored into ``model``, told once: the next ``fit`` goes on from there."""
+    """Return the step last restored into ``model``, once: the next ``fit`` continues from it."""
     return _restored.pop(model, None)
 
 
@@ -196,9 +196,9 @@ def remember_restored(model: Any, info: StepInfo) -> None:
 
 
 def metric_values(model: Any, info: StepInfo) -> list[tuple[Any, NDArray[Any]]]:
-    """The metrics' variables of ``model`` with their values in a shardload step, checked.
+    """Return the metric variables of ``model`` with their verified values from a shardload step.
 
-    Metrics only have variables once ``fit`` has seen data, so `restore` may come too early for them.
+    Metrics only get variables once ``fit`` has seen data, so `restore` may run too early for them.
     """
     check = Checker.of_step(info.path)
     manifest = _opened(info)
