@@ -19,7 +19,7 @@ from shardload.distributed import processes, watchdog
 
 
 class ExitRecorder:
-    """Records failures for this process in one folder; inactive in a run of one process.
+    """A recorder for failures of this process, in one folder; inactive in a run of one process.
 
     Args:
         folder: The folder of the steps; without it, failures are only written to stderr.

@@ -48,7 +48,7 @@ def _stay() -> None:
 
 
 class Heartbeat:
-    """Reports that this process is alive, and watches the other processes.
+    """The heartbeat of this process; it also watches the other processes.
 
     Args:
         client: The client of the coordination service.

@@ -38,7 +38,7 @@ def _close_all(files: dict[str, file_access.File]) -> None:
 
 
 class Checker:
-    """Checks the parts of a step that are read, each MiB at most once. Thread-safe.
+    """A checker for the parts of a step that are read; it checks each MiB at most once. Thread-safe.
 
     Args:
         folder: The step's folder.

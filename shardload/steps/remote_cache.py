@@ -194,7 +194,7 @@ class _Weakly:
 
 
 class _RemoteFile:
-    """Reads a file of a remote step in whole MiB, and compares each MiB with its digest before returning it."""
+    """A file of a remote step, read in whole MiB; each MiB is compared with its digest before it is returned."""
 
     is_checked = True
 
