@@ -108,7 +108,7 @@ def restore(
 
 
 def _chosen(call: load_distributed.JointLoad, directory: str | os.PathLike[str], step: Which) -> StepInfo:
-    """Return the step that process 0 chooses: the folder may contain a newer one when another process looks."""
+    """Return the step that process 0 chooses: a later search by another process may find a newer step."""
     mine: list[StepInfo] = []
 
     def choose() -> int:

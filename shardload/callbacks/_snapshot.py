@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _WIDE = {np.dtype(name) for name in ("int64", "uint64", "float64", "complex128")}
-"""JAX needs ``jax_enable_x64`` for these, and it may be set in one thread only; other threads would narrow them."""
+"""JAX has these types with ``jax_enable_x64`` only, which can be set per thread; other threads narrow them."""
 
 _PLAIN = bool, int, float, complex, str, bytes, np.generic
 """Types of immutable leaves."""

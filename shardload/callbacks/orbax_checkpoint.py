@@ -50,7 +50,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         directory: The folder of the steps, created if missing; a relative path is resolved when the callback is made.
         monitor: The metric that ranks steps.
         verbose: 1 prints a line for every save.
-        save_best_only: Save only if ``monitor`` beats the best value so far, and keep the best step when later ones are saved.
+        save_best_only: Save only if ``monitor`` beats the best value so far; the best step is kept among later ones.
         mode: ``min``, ``max``, or ``auto``: the direction of the metric of that name.
         save_freq: ``"epoch"``, or a number of batches.
         initial_value_threshold: The initial value of ``monitor`` to beat.
@@ -190,7 +190,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
     # # ---- Keras' callback methods --------------------------------------------------------------------
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Read the steps in the folder and continue after the one to resume from."""
+        """Read the folder and continue after the step to resume from, if any."""
         self._writer.settle()
         finish_others(self._root, but=self._writer)
         self._writer.witness.begin()

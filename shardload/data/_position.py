@@ -144,7 +144,7 @@ class Position:
         self._wanted, self._skipped, self._origin = state, skipped, origin
 
     def epoch_begins(self) -> None:
-        """Expect the next iterator to be the one that training reads."""
+        """Record that an epoch begins: training reads the next iterator that is opened."""
         self._expecting = True
         self._before_epoch = self._trained
 
@@ -185,7 +185,7 @@ class Position:
         return self._epochs is not None and bool(self._epochs.steps_per_epoch)
 
     def opened(self, iterator: Any, reading: Reading) -> bool:
-        """Register an opened iterator; return whether it is the one that training reads.
+        """Register an opened iterator; return whether training reads this iterator.
 
         Raises:
             UsageError: If the position to resume does not apply to this dataset.

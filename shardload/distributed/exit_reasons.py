@@ -48,7 +48,7 @@ class ExitRecorder:
             weakref.finalize(self, _end, self._beside)  # also runs at interpreter exit
 
     def note(self, doing: str) -> None:
-        """Tell the helper process about the current activity, for the report of an unexpected exit."""
+        """Send the current activity to the helper process, for the report of an unexpected exit."""
         if self._beside is not None and self._beside.stdin is not None:
             with suppress(OSError):
                 self._beside.stdin.write(f"{doing}\n")

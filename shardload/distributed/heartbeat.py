@@ -7,7 +7,7 @@
 JAX notices a dead process after 100 s, and then aborts the others; the keys show it within 20 s, early enough to
 raise an error and record the cause. If process 0, which runs the key-value store, dies, JAX aborts the others at once:
 `watchdog` records why. A stopped process 0 does not answer requests, and requests have no time limit:
-one thread makes them, and another one notices when a request does not return.
+one thread makes the requests, and another thread notices if one does not return.
 """
 
 from __future__ import annotations

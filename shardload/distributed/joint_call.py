@@ -68,7 +68,7 @@ class JointCall:
             raise self._from_elsewhere
 
     def together(self, do: Callable[[], T], what: str) -> list[T]:
-        """Hold a meeting: run ``do`` on every process and return all results.
+        """Meet the other processes: run ``do`` on every process and return all results.
 
         Args:
             do: The part of this process; its result must be JSON.

@@ -1,7 +1,7 @@
 """Messages between the processes of one `jax.distributed` run, through its coordination service.
 
-Collectives on devices would have to be ordered with those of training. The service's key-value store (JAX runs it in
-every such run, and Orbax uses it too) is independent of them, so a background thread can use it at any time.
+Device collectives would have to be ordered with the collectives of training. The service's key-value store (JAX runs
+it in every such run, and Orbax uses it too) is independent of them, so a background thread can use it at any time.
 
     together    every process does its part and sends the result    ─► process 0 collects the results
                 ─► every process receives all of them, or raises the first failure
@@ -189,7 +189,7 @@ class Channel:
         hurried: Callable[[], bool] = lambda: False,
         check: Callable[[], None] = lambda: None,
     ) -> dict[int, Word]:
-        """Send a message and receive those of all members.
+        """Send a message and receive the messages of all members.
 
         Args:
             word: The message of this process.
@@ -197,7 +197,7 @@ class Channel:
             check: Called each second; the exchange ends if it raises.
 
         Returns:
-            The messages by process. The entry of a process that was lost or did not come says so.
+            The messages by process; for a process that was lost or sent no message, a message with this fact.
 
         Raises:
             ProcessLostError: If the first member, which collects the messages, was lost.
@@ -234,7 +234,7 @@ class _Wait:
         self._until: float | None = None
 
     def word(self, client: Any, key: str, *, of: int) -> Word:
-        """Return the message of a process, or a message that says why there is none."""
+        """Return the message of a process, or a message with the reason for its absence."""
         try:
             said = self.hear(client, key, of=of)
         except ProcessLostError as error:

@@ -18,7 +18,7 @@ def require_agreement(values: Iterable[Any], path: str, sharding: Sharding) -> N
     """Check that the processes initialize a variable alike; all of them call this, in the same order.
 
     JAX's ``device_put`` compares too, but on the devices: a process that raises could then never exit, because its
-    devices wait for those of the other processes, and a killed process would block the others. So digests are
+    devices wait for the devices of the other processes, and a killed process would block the others. So digests are
     compared through the key-value store.
 
     Args:

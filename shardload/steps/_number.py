@@ -52,7 +52,7 @@ def check_number(folder: str | os.PathLike[str]) -> None:
 
 
 def holds(stated: int) -> str:
-    """Describe the mismatch in a few words."""
+    """Return a short description of the mismatch."""
     return f"holds step {stated}: copied or renamed"
 
 

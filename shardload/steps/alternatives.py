@@ -1,4 +1,4 @@
-"""Choose a step to use instead of a damaged one, and word the advice for the error message.
+"""Choose a step to use instead of a damaged one, and write the advice for the error message.
 
     step="latest", a number    the newest undamaged step before the damaged one
     step="best"                the best undamaged other step, as ranked by `find_step`
@@ -61,5 +61,5 @@ def _take(found: StepInfo, rank: str) -> WayOut:
 
 
 def _first_good(steps: Iterable[StepInfo]) -> StepInfo | None:
-    """Return the first undamaged step; remote steps are not read completely, so for them the listing decides."""
+    """Return the first undamaged step; remote steps are not read completely, only their listing."""
     return next((s for s in steps if s.problems is None and (s.url is not None or not verify(s.path))), None)

@@ -1,6 +1,6 @@
 """Digests of a step: one xxh3-64 per MiB of every file, so that every byte can be checked when it is read.
 
-`Digests` is the list of them (``shardload/digests.json``), written last and read first. `verify` reads a whole
+`Digests` is the list of digests (``shardload/digests.json``), written last and read first. `verify` reads a whole
 step; a `Checker` checks only the MiB units that a partial read overlaps, each once.
 """
 

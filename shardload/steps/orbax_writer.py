@@ -41,7 +41,7 @@ class PendingSave:
         self._parent = parent
         self._error: BaseException | None = None
         self._done = threading.Event()
-        # Wait in a thread: Orbax calls back on success only, and its timeout cannot be told from a failure.
+        # Wait in a thread: Orbax calls back on success only, and its timeout looks like a failure.
         threading.Thread(target=self._wait, args=(response,), name="shardload-save", daemon=True).start()
 
     def done(self) -> bool:
