@@ -1,1 +1,1 @@
-"""The order of a load: check, plan, transfer, assign, report; by one process or by several."""
+"""The stages of a load: check, plan, transfer, assign, report; in one process or several."""

@@ -1,4 +1,4 @@
-"""What a caller may say, checked before anything is opened, in the caller's words."""
+"""Check the arguments of public calls before anything is opened; errors use the caller's terms."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from shardload.units import dtype_name, parse_bytes
 
 
 def check_model(model: Any) -> None:
-    """Whether something is a model that can be filled here.
+    """Check that an object is a model that can be filled.
 
     Raises:
-        UsageError: When it is no Keras model.
+        UsageError: When it is not a Keras model.
         BackendError: When Keras does not run on JAX.
-        UnsupportedError: When it has not been built, or has no weights.
+        UnsupportedError: When it is not built, or has no weights.
     """
     if not hasattr(model, "weights"):
         raise UsageError(f"The first argument is the Keras model to fill; got {type(model).__name__}")
@@ -37,20 +37,20 @@ def check_model(model: Any) -> None:
 
 
 def check_backend() -> None:
-    """Say at once, in the caller's words, that Keras was imported with another backend; it cannot be changed then."""
+    """Raise if Keras was imported with another backend, which cannot be changed afterwards."""
     if (found := keras.config.backend()) != "jax":
         raise BackendError(found)
 
 
 def patterns(ignore: Sequence[str]) -> tuple[str, ...]:
-    """Names of tensors to ignore, as a caller gave them."""
+    """Return the patterns of tensor names to ignore, checked."""
     if isinstance(ignore, str) or not all(isinstance(pattern, str) for pattern in ignore):
         raise UsageError(f"ignore is a list of names of tensors, such as ['score.*']; got {ignore!r:.60}")
     return tuple(ignore)
 
 
 def float_dtype(wanted: DTypeLike | None) -> Any:
-    """Name of the dtype a caller asked for, ``None`` where there was none."""
+    """Return the name of the requested dtype, ``None`` if there is none."""
     name = dtype_name(wanted)
     if name == "float64" and not jax.config.jax_enable_x64:
         raise UsageError("JAX holds float64 only after jax.config.update('jax_enable_x64', True), before JAX is used")
@@ -58,16 +58,16 @@ def float_dtype(wanted: DTypeLike | None) -> Any:
 
 
 def budget(wanted: int | str | None) -> int | None:
-    """Bytes staged at most, from what a caller said; ``None`` leaves it to the plan.
+    """Return the host-memory budget in bytes; ``None`` leaves it to the plan.
 
     Raises:
-        UsageError: When it is no number of bytes.
+        UsageError: When the argument is not a number of bytes.
     """
     return None if wanted is None else byte_count("host_memory_bytes", wanted)
 
 
 def byte_count(argument: str, wanted: int | str) -> int:
-    """Bytes, from what a caller gave for ``argument``."""
+    """Parse the value of ``argument`` as a number of bytes."""
     try:
         return parse_bytes(wanted)
     except ValueError as error:

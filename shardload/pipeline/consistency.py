@@ -1,12 +1,12 @@
-"""What processes compare before they load together: whether each of them is about to load the same thing.
+"""Check that all processes are about to load the same thing.
 
-The call and its arguments come first of all. Of the rest, too, each makes the same few lists of facts and sends their
-digests. Where two digests differ, process 0 sends that list, and everyone looks for the first fact that differs. Paths
-are not compared: a checkpoint may lie elsewhere on another host. Nor are names of variables, which Keras numbers as it
-makes them: a variable is known by its place in the model.
+The call and its arguments are compared first. For every topic, each process makes the same short lists of facts and
+sends their digests. Where two digests differ, process 0 sends its list, and every process finds the first
+difference. Paths are not compared: the checkpoint may have another path on another host. Nor are names of variables,
+because Keras numbers them in order of creation: a variable is identified by its place in the model.
 
-Steps that shardload saved have digests of their content. Of other files a few bytes are read, at the start of tensors
-and at evenly spaced places: enough to tell one checkpoint from another, not to find one flipped bit.
+Steps saved by shardload have digests of their content. From other files a few bytes are read, at the start of tensors
+and at evenly spaced places: enough to tell one checkpoint from another, not to detect a flipped bit.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from shardload.transfer.casts import is_float
 from shardload.transfer.verifier import Verifier
 
 SPOTS = 256
-"""Places looked at in all files: milliseconds, for a checkpoint of any size."""
+"""Places to read in all files: takes milliseconds, for a checkpoint of any size."""
 SPOT_BYTES = 256
 
 Facts = dict[str, str]
-"""Name → what is known of it, as text that is the same on every process."""
+"""Name → fact, as text that is equal on every process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +43,20 @@ class Topic:
     """One thing that must be the same on all processes."""
 
     what: str
-    """As a sentence has it: processes disagree about …"""
+    """Object of the sentence "processes disagree about …"."""
     facts: Callable[[], Facts]
     way_out: str
     titles: Callable[[], Facts] = dict
-    """What process 0 calls facts, for messages, where their names alone would not say much."""
+    """Process 0's titles of facts whose names alone are unclear, for messages."""
 
 
 def call_topics(function: str, arguments: Mapping[str, Any]) -> list[Topic]:
-    """What to compare as a call begins.
+    """Return the topics to compare at the start of a call.
 
     Args:
         function: Its name.
-        arguments: Those that have to be the same as they were written; mesh, layout and dtype are compared by what
-            comes of them.
+        arguments: Arguments that must be equal as written; mesh, layout and dtype are compared later, by
+            their effect.
     """
     return [
         Topic("the call", lambda: {"function": repr(function)}, "Make the same calls in the same order on all of them"),
@@ -65,10 +65,10 @@ def call_topics(function: str, arguments: Mapping[str, Any]) -> list[Topic]:
 
 
 def topics(job: LoadJob) -> list[Topic]:
-    """What to compare, the cause of other differences first.
+    """Return the topics to compare, with causes of other differences first.
 
     Args:
-        job: What this process is about to load.
+        job: The load that this process is about to run.
     """
     same = "the same on every process"
     return [
@@ -86,10 +86,10 @@ def topics(job: LoadJob) -> list[Topic]:
 
 
 def require(joint: JointCall, found: list[Topic]) -> None:
-    """Make sure that all processes are about to load the same thing.
+    """Check that all processes are about to load the same thing.
 
     Raises:
-        DisagreementError: On all of them, naming the first difference, and who has what.
+        DisagreementError: On all processes, naming the first difference and each side's value.
     """
     facts = [topic.facts() for topic in found]
     said = joint.together(lambda: [_digest(one) for one in facts], f"the comparison of {found[0].what}")
@@ -110,7 +110,7 @@ def _disagreement(joint: JointCall, topic: Topic, mine: Facts) -> DisagreementEr
 
 
 def _difference(first: Facts, mine: Facts) -> tuple[str, str, str] | None:
-    """The first fact that is another here: its name, what process 0 has, and what this one has."""
+    """Return the first fact that differs: its name, its value on process 0, and its value here."""
     for key in [*first, *(key for key in mine if key not in first)]:
         if first.get(key) != mine.get(key):
             return key, first.get(key, "none"), mine.get(key, "none")
@@ -132,7 +132,7 @@ def _written(arguments: Mapping[str, Any]) -> Facts:
 
 
 def _as_text(value: Any) -> str:
-    """A value of an argument, as text that is the same on every process: objects go by their type."""
+    """Format an argument's value as text that is equal on every process; objects by their type."""
     match value:
         case None | str():
             return repr(value)
@@ -152,7 +152,7 @@ def _mesh(job: LoadJob) -> Facts:
 
 
 def source(manifest: Manifest) -> Facts:
-    """What headers say; no paths."""
+    """Return the facts in the headers, without paths."""
     order = {path: i for i, path in enumerate(manifest.files)}
     found = {"Its format": manifest.format, "The number of its tensors": str(len(manifest.tensors))}
     for tensor in manifest.tensors.values():
@@ -168,7 +168,7 @@ def source(manifest: Manifest) -> Facts:
 
 
 def content(manifest: Manifest, check: Verifier | None) -> Facts:
-    """What data there is: all of it where there are digests, else at some spots."""
+    """Return facts about the data: all of it if there are digests, else at some places."""
     if check is None:
         return {name: _bytes_at(path, offset) for name, path, offset in _spots(manifest)}
     return {
@@ -177,7 +177,7 @@ def content(manifest: Manifest, check: Verifier | None) -> Facts:
 
 
 def _spots(manifest: Manifest) -> Iterator[tuple[str, str, int]]:
-    """Names, files and offsets of what is looked at."""
+    """Yield names, files and offsets of the places to read."""
     starts = [(t.name, t.storage) for t in manifest.tensors.values() if isinstance(t.storage, Extent) and t.size]
     for name, extent in _some(starts, SPOTS // 2):
         yield f"The first bytes of tensor {name!r}", extent.path, extent.offset
@@ -189,7 +189,7 @@ def _spots(manifest: Manifest) -> Iterator[tuple[str, str, int]]:
 
 
 def _some(found: list[Any], most: int) -> list[Any]:
-    """As many, evenly chosen."""
+    """Return at most ``most`` entries, evenly chosen."""
     return found[:: math.ceil(len(found) / most)] if len(found) > most else found
 
 
@@ -204,7 +204,7 @@ def _bytes_at(path: str, offset: int) -> str:
 
 
 def _dtypes(job: LoadJob) -> Facts:
-    """Told before the model is compared, where each weight would differ."""
+    """Compared before the model, where every weight would differ."""
     found = {str(stored_dtype(v)) for v in all_variables(job.model).values() if is_float(stored_dtype(v))}
     return {"That of the weights": ", ".join(sorted(found))}
 

@@ -1,7 +1,7 @@
-"""One load, from model and manifest to filled variables: the checks between the steps, and the clock.
+"""One load, from model and manifest to filled variables: the checks between the stages, and timing.
 
-prepare ─► Job(mapping, layouts, plan) ─► check ─► fill ─► LoadReport
-headers only, nothing changed            the only part that touches the model
+prepare ─► LoadJob(mapping, layouts, plan) ─► check ─► fill ─► LoadReport
+headers only, nothing changed                the only part that changes the model
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from shardload.transfer.read_tensor import read_tensor
 from shardload.transfer.verifier import Verifier
 
 OnFailure = Literal["raise", "tell", "restore"]
-"""``raise``: just the error, as the caller does not have the model yet; ``tell``: say what the model contains now;
-``restore``: keep the old values until the new ones are complete, and put them back."""
+"""``raise``: only the error, as the caller has no model yet; ``tell``: add the state of the model to the error;
+``restore``: keep the old values until the new ones are complete, and restore them."""
 NOT_STRICT = " Pass strict=False (--no-strict) to load what fits and report the rest."
-"""The way out of a load or restore that does not fit, which a caller may have to replace by its own."""
+"""Advice for a load or restore that does not fit, which a caller may replace."""
 SHOWN = 8
-"""How many names an error lists before it counts the rest."""
+"""Names that an error lists before it counts the rest."""
 
 
 def on_failure(*, atomic: bool) -> OnFailure:
-    """What a caller means who asks for ``atomic``, of a model that was there before."""
+    """Return the failure mode for an existing model, with or without ``atomic``."""
     return "restore" if atomic else "tell"
 
 
 class Clock:
-    """Wall-clock seconds per stage, from the moment it is made."""
+    """Wall-clock seconds per stage, counted from creation."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter()
@@ -59,7 +59,7 @@ class Clock:
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
-        """Count what the block takes towards ``stage``."""
+        """Add the duration of the block to ``stage``."""
         began = time.perf_counter()
         try:
             yield
@@ -68,7 +68,7 @@ class Clock:
 
     @property
     def total_s(self) -> float:
-        """Seconds since the clock was made."""
+        """Seconds since creation."""
         return time.perf_counter() - self._began
 
 
@@ -83,22 +83,22 @@ class LoadJob:
     choice: LayoutChoice
     plan: LoadPlan
     left_out: tuple[Mismatch, ...] = ()
-    """What disagreed and is left alone, as ``strict`` was not set."""
+    """Mismatches that are skipped, because ``strict`` is not set."""
     check: Verifier | None = None
-    """Knows the checkpoint's digests."""
+    """The checkpoint's digests."""
     outside: tuple[OutsideTensor, ...] = ()
-    """Tensors outside the model's architecture: reported, and no reason to refuse."""
+    """Tensors outside the model's architecture: reported, but no error."""
     why_unused: Mapping[str, str] = field(default_factory=dict)
-    """Of some unused tensors, what is known about them."""
+    """Explanations for some of the unused tensors, by name."""
     built: bool = False
     """Whether the model was built from the checkpoint's description."""
 
     def with_unused_sorted(self, *, ignore: Iterable[str] = (), compare: bool = True) -> LoadJob:
-        """Tell unused tensors outside the model from others, for a model built from the checkpoint's description.
+        """Separate tensors outside the model from unused ones, for a model built from the checkpoint's description.
 
         Args:
             ignore: As for `mapping.sort_unused`.
-            compare: Likewise.
+            compare: As for `mapping.sort_unused`.
         """
         mapping = tensor_mapping.without_parts(self.mapping, self.manifest)
         found = tensor_mapping.sort_unused(mapping, self.manifest, self.model, ignore=ignore, compare=compare)
@@ -106,7 +106,7 @@ class LoadJob:
         return replace(self, mapping=mapping, outside=found.outside, why_unused=found.why, built=True)
 
     def checked(self, *, strict: bool) -> LoadJob:
-        """The job as it can be done.
+        """Return the job, without mismatched variables unless ``strict``.
 
         Raises:
             MismatchError: Under ``strict``, when shapes disagree, integers would become floats, a weight of the model
@@ -129,9 +129,9 @@ class LoadJob:
         )
 
     def _integers_for_floats(self) -> Iterator[str]:
-        """Tensors of integers for variables of floats: most likely quantised, and nothing without their scales.
+        """Yield problems of integer tensors for float variables: probably quantised, and useless without their scales.
 
-        A loading hook of the user's own may know what it does.
+        Custom loading hooks are exempt, because they may apply scales.
         """
         knowing = [s for s in self.mapping.steps if s.saveable is not None and not has_keras_hook(s.saveable)]
         exempt = {name for step in knowing for name in step.needs}
@@ -158,7 +158,7 @@ class LoadJob:
 
 
 def build(manifest: Manifest, **options: Any) -> Any:
-    """The model a checkpoint describes, without a buffer."""
+    """Build the model that a checkpoint describes, without allocating buffers."""
     with abstraction.abstract():
         return kerashub.build_model(manifest, **options)
 
@@ -176,19 +176,19 @@ def prepare(
     ignore_config: Sequence[str] = (),
     optimizer: bool = True,
 ) -> LoadJob:
-    """Decide everything; changes nothing.
+    """Make all decisions of a load; changes nothing.
 
     Args:
-        model: What to fill.
-        manifest: From what.
-        place: Onto which devices.
+        model: The model to fill.
+        manifest: The checkpoint.
+        place: The devices to load onto.
         layout: A mode, or the layouts themselves.
-        host_memory_bytes: The budget; by default what the plan thinks right.
+        host_memory_bytes: The budget; chosen by the plan by default.
         tensor_names: Tensor name → variable path, for bare files.
-        mapping: Which tensor goes where, if that is known already.
-        check: Knows the checkpoint's digests.
+        mapping: The mapping of tensors to variables, if it is already known.
+        check: The checkpoint's digests.
         ignore_config: As for `shardload.loading.run`.
-        optimizer: Whether what is stored of an optimizer goes to the model's.
+        optimizer: Whether to load stored optimizer state.
     """
     ignore_config = fidelity.check_names(ignore_config)
     quantised.check_before(manifest, ignore=ignore_config)
@@ -219,19 +219,19 @@ def fill(
     notes: tuple[str, ...],
     on_filled: Callable[[], None] = lambda: None,
 ) -> LoadReport:
-    """Read, assign, initialise the rest, and account for it.
+    """Read, assign, initialise the rest, and report.
 
     Args:
-        job: What to do; the only change made to its model is made here.
-        clock: Counts the time.
-        files: What the checkpoint's files looked like when their headers were read.
-        on_failure: What to do with a model that is half loaded.
-        progress: Told how many bytes were read.
-        notes: For the report.
-        on_filled: Called when all is read and in place, while old values can still be put back.
+        job: The decided load; its model is changed only here.
+        clock: Measures the stages.
+        files: Fingerprint of the checkpoint's files from when their headers were read.
+        on_failure: What to do with a half-loaded model.
+        progress: Receives the number of bytes read.
+        notes: Notes for the report.
+        on_filled: Called when all values are in place, while old values can still be restored.
 
     Raises:
-        LoadInterruptedError: When it failed after values had been replaced; says what the model holds.
+        LoadInterruptedError: When it failed after values had been replaced; describes the state of the model.
         TransferError: When reading failed and nothing had been replaced.
     """
     files.check()
@@ -263,7 +263,7 @@ def _stream(job: LoadJob, assigner: Assigner, shown: Progress) -> execution.Tran
 
 
 def _gather(job: LoadJob) -> None:
-    """Bring along what the checkpoint did not hold (seeds, metrics, kept weights): one program, one mesh."""
+    """Move variables that the checkpoint lacks (seeds, metrics, kept weights) to the mesh: one program, one mesh."""
     if binding.binding_of(job.model) is not None:
         for variable in state_of(job.model):
             if (sharding := sharding_of(variable)) is not None:
@@ -272,7 +272,7 @@ def _gather(job: LoadJob) -> None:
 
 @contextmanager
 def _standing(job: LoadJob, files: Fingerprint, *, on_failure: OnFailure) -> Iterator[Assigner]:
-    """The model on its new mesh with an assigner for it; on failure says what it holds, or puts everything back."""
+    """Bind the model to its new mesh and yield its assigner; on failure describe its state, or restore everything."""
     before = binding.BindingSnapshot.of(job.model)
     held = sum(map(has_value, job.mapping.provided))
     assigner = _assigner(job, files, atomic=on_failure == "restore")

@@ -1,15 +1,15 @@
-"""A load by all processes of a `jax.distributed` run, or by this one alone: where they meet, and what they say.
+"""A load by all processes of a `jax.distributed` run, or by this one alone: the points where processes synchronise.
 
     ●0 open headers ●1 start JAX ●2 build, map, plan ●3 read ●4 assign, initialise ●5 account
 
     0   all make the same call with the same arguments
-    1   headers are good everywhere: JAX, whose start waits for all processes, may start
-    2   it has, and the mesh gives each process an equal part
+    1   headers are valid everywhere: JAX, whose start waits for all processes, may start
+    2   JAX has started, and the mesh gives each process an equal part
     3   all are about to load the same thing (`shardload.pipeline.consistency`)
-    4   all have read their part, and old values may go: what follows computes together
-    5   all are done
+    4   all have read their part, and old values may be released: all later steps compute together
+    5   all have finished
 
-A load onto devices of this process only concerns this process only: it waits for no other and tells none.
+A load onto this process's own devices concerns this process only: it neither waits for nor notifies others.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from shardload.stores.fingerprint import Fingerprint
 T = TypeVar("T")
 
 LOOK_S = 0.2
-"""How often a process that waits for JAX to start looks whether all others still are there."""
+"""Interval at which a process that waits for JAX to start checks that all others are still running."""
 OUTSIDE_S = 3.0
-"""Where others have not come to a call after so long, JAX starts: one of them may be starting it outside of any call,
+"""JAX starts if others have not made the call after this time: one of them may be starting JAX outside of any call,
 which waits for this process."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadShare:
-    """What one process read for its devices."""
+    """Measurements of one process's part of a load."""
 
     process: int
     bytes: ByteCounts
@@ -58,18 +58,18 @@ class ReadShare:
 
 
 class JointLoad:
-    """One call of `load`, `load_weights` or `restore`; alone, its meetings cost nothing."""
+    """One call of `load`, `load_weights` or `restore`; in a single process, synchronisation costs nothing."""
 
     def __init__(self, joint: JointCall | None) -> None:
         self._joint = joint
 
     def first(self, do: Callable[[], T], what: str) -> T:
-        """What process 0 makes of something, as JSON has it; without others, what this one does."""
+        """Return the result of ``do`` on process 0, converted through JSON; alone, the result of this process."""
         return do() if self._joint is None else self._joint.first(do, what)
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Have what fails inside fail on all processes, each of which may then try something else."""
+        """Make an error inside the block fail on all processes, so that each may then try an alternative."""
         try:
             yield
         except BaseException as error:
@@ -78,13 +78,13 @@ class JointLoad:
             raise cause from None
 
     def ready(self) -> None:
-        """Headers are read: start JAX, which waits for the other processes."""
+        """Start JAX once headers are read; this waits for the other processes."""
         if self._joint is not None:
             self._joint.together(lambda: None, "the start of JAX")
             self._joint.together(self._start, "JAX has started")
 
     def share(self, place: MeshDevices) -> None:
-        """Make sure that the processes can share a mesh.
+        """Check that the processes can share a mesh.
 
         Raises:
             MeshError: When they cannot.
@@ -94,7 +94,7 @@ class JointLoad:
 
     @contextmanager
     def seeds(self) -> Iterator[None]:
-        """Have all processes draw the same seeds inside, and leave the user's generators as they were."""
+        """Draw the same seeds on all processes inside the block; leave the user's generators unchanged."""
         if self._joint is None:
             yield
             return
@@ -111,10 +111,10 @@ class JointLoad:
         progress: Progress | None,
         notes: tuple[str, ...],
     ) -> LoadReport:
-        """`filling.fill`, once all processes are about to load the same thing; it ends everywhere or nowhere.
+        """Run `filling.fill` once all processes are about to load the same thing; it succeeds on all or on none.
 
         Raises:
-            DisagreementError: When they are not.
+            DisagreementError: When they differ.
         """
         if self._joint is not None:
             consistency.require(self._joint, consistency.topics(job))
@@ -130,12 +130,12 @@ class JointLoad:
         )
 
     def _filled(self) -> None:
-        """All is read and in place here: wait until it is everywhere."""
+        """Wait until all values are in place on every process."""
         if self._joint is not None:
             self._joint.together(lambda: None, "the end of the transfer")
 
     def done(self, report: LoadReport) -> tuple[ReadShare, ...]:
-        """Wait until all are done; the share of each, and none where this process was alone."""
+        """Wait until all processes are done; return the share of each, or nothing in a single process."""
         if self._joint is None:
             return ()
         said = self._joint.together(lambda: _account(report), "the account")
@@ -145,14 +145,14 @@ class JointLoad:
         )
 
     def _draw(self) -> int:
-        """A seed that goes by the user's own, if one was set, without taking a number from it; another each time."""
+        """Draw a seed derived from the user's own state without changing that state."""
         drawn = random.Random()
         drawn.setstate(random.getstate())
         assert self._joint is not None
         return random.Random(f"{drawn.getrandbits(64)} {self._joint.name}").getrandbits(31)
 
     def _start(self) -> None:
-        """Start JAX's backends in another thread: where another process fails to, it takes minutes to notice."""
+        """Start JAX's backends in another thread: if another process fails to start, JAX takes minutes to notice."""
         assert self._joint is not None
         raised: list[BaseException] = []
 
@@ -170,7 +170,7 @@ class JointLoad:
                 self._joint.check()
             except BaseException:
                 if starting.is_alive():
-                    processes.heartbeat().abandon()  # JAX would wait for what does not come
+                    processes.heartbeat().abandon()  # JAX would wait for processes that do not come
                 raise
         if raised:
             processes.heartbeat().abandon()
@@ -187,18 +187,18 @@ def joint_load(
     model: Any = None,
     **arguments: Any,
 ) -> Iterator[JointLoad]:
-    """Make a call together with the other processes, if there are any and it is about their devices, too.
+    """Make a call together with the other processes, if there are any and their devices are involved.
 
     Args:
-        name: Of the function.
-        source: What it was given, for messages.
-        mesh: As the caller wrote it.
-        devices: As the caller gave them.
-        model: The one to fill, whose own devices count where neither of them was given.
-        **arguments: Those that have to be the same on all processes as they were written.
+        name: Name of the function.
+        source: Its source argument, for messages.
+        mesh: As passed by the caller.
+        devices: As passed by the caller.
+        model: The model to fill; its own devices count if neither mesh nor devices are given.
+        **arguments: Arguments that must be equal on all processes, as written.
 
     Raises:
-        DisagreementError: On all processes, when they make different calls.
+        DisagreementError: On all processes, when their calls differ.
     """
     if not processes.are_several() or _is_own(mesh, devices, model):
         yield JointLoad(None)
@@ -219,10 +219,10 @@ def joint_load(
 
 
 def start() -> None:
-    """Start JAX on all processes, before they know what they will load.
+    """Start JAX on all processes, before they know what to load.
 
     Raises:
-        MeshError: On all of them, when it did not start on one.
+        MeshError: On all processes, when JAX did not start on one.
     """
     with joint_load("load", "its devices") as made:
         made.ready()
@@ -234,13 +234,13 @@ def _witness() -> ExitRecorder:
 
 
 def _is_own(mesh: Any, devices: Sequence[Any] | None, model: Any) -> bool:
-    """Whether all devices that were named belong to this process: where none is, all devices of all are meant."""
+    """Whether all named devices belong to this process; if none is named, the call involves all processes' devices."""
     try:
         named = placement.named_devices(mesh, devices)
         if mesh is None and devices is None and model is not None:
             place = home(model)
             named = None if place is None else place.devices
-    except Exception:  # of a wrong argument: the call itself says what is wrong with it, to all
+    except Exception:  # a wrong argument: the call itself raises the error, on all processes
         return False
     return bool(named) and all(getattr(d, "process_index", None) == jax.process_index() for d in named or ())
 
@@ -254,7 +254,7 @@ def _account(report: LoadReport) -> dict[str, Any]:
 
 
 class _Watched:
-    """Passes on how far the load has come, and looks whether it failed elsewhere."""
+    """Forwards progress, and checks whether the load failed on another process."""
 
     def __init__(self, shown: Progress, joint: JointCall) -> None:
         self._shown, self._joint = shown, joint

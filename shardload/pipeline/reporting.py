@@ -1,4 +1,4 @@
-"""From a job that ran, or was only planned, to its report."""
+"""Build the report of a job that ran, or was only planned."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 def load_report(
     job: LoadJob, clock: Clock, stats: TransferStats, *, initialised: tuple[str, ...], notes: tuple[str, ...]
 ) -> LoadReport:
-    """The account of a job that ran."""
+    """Report a job that ran."""
     computed_bytes = sum(job.manifest.tensors[t].stored_bytes for t in _computed_tensors(job))
     return LoadReport(
         **_facts(job, notes),
@@ -44,7 +44,7 @@ def load_report(
 
 
 def _of_the_model(job: LoadJob, initialised: tuple[str, ...]) -> tuple[str, ...]:
-    """Only what belongs to the model itself: an optimizer or a metric that starts afresh is expected."""
+    """Return only the model's own variables: an optimizer or a metric that starts from scratch is expected."""
     own = {v.path for v in variables_of(job.model)}
     return tuple(path for path in initialised if path in own)
 
@@ -52,7 +52,7 @@ def _of_the_model(job: LoadJob, initialised: tuple[str, ...]) -> tuple[str, ...]
 def plan_report(
     job: LoadJob, clock: Clock, *, layout: Any, device_memory_bytes: int | None, notes: tuple[str, ...]
 ) -> PlanReport:
-    """The account of a job that was only planned."""
+    """Report a job that was only planned."""
     computed_bytes = sum(job.manifest.tensors[t].stored_bytes for t in _computed_tensors(job))
     return PlanReport(
         **_facts(job, notes),
@@ -105,7 +105,7 @@ def _raised(job: LoadJob) -> tuple[str, ...]:
 
 
 def _devices(job: LoadJob) -> tuple[DeviceUse, ...]:
-    """Bytes of what the load put on each device; each position holds the same, as every split is even."""
+    """Return the bytes that the load put on each device; equal for all positions, because every split is even."""
     held = sum(
         math.prod(job.choice.layouts[id(v)].shard_shape(tuple(v.shape))) * stored_dtype(v).itemsize
         for v in job.mapping.provided
