@@ -1,14 +1,14 @@
-"""Which tensor goes to which variable, learnt from the code that would load them.
+"""Map tensors to variables by watching the code that would load them.
 
 One mechanism for all sources: the layers' and converters' own loading code runs on *reservations*
-(`placeholders.py`), and what it assigns tells by its address which part of which tensor it is.
+(`placeholders.py`); the memory address of each assigned array identifies its part of a tensor.
 
     structural.py   Keras files: each layer's load_own_variables
-    hub_names.py    which tensor a converter means by a name
+    hub_names.py    the tensor that a converter means by a name
     converters.py   Hugging Face and GGUF: KerasHub's converters
-    stored_state.py training steps: what each leaf is
-    outside.py      what a model leaves over, and why that is right
-    exact.py        bare files of tensors: variable paths, structural keys, or a map
+    stored_state.py training steps: the role of each leaf
+    outside.py      unused tensors that the model does not need, and why
+    by_name.py      bare files of tensors: variable paths, structural keys, or a map
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ __all__ = [
 def map_weights(
     model: Any, manifest: Manifest, *, names: Mapping[str, str] | None = None, optimizer: bool = True
 ) -> VariableMap:
-    """As `map_keras`, `map_hub`, `map_state` or `map_by_name`, whichever the checkpoint's format asks for.
+    """Call `map_keras`, `map_hub`, `map_state` or `map_by_name`, depending on the checkpoint's format.
 
-    An explicit ``names`` map means `map_by_name`, of a training step too.
+    An explicit ``names`` map selects `map_by_name`, except that a training step uses it in `map_state`.
 
     Args:
-        model: A built model, abstract or not; nothing of it is changed.
+        model: A built model, abstract or not; it is not changed.
         manifest: Any format.
         names: Tensor name → variable path.
-        optimizer: Whether what is stored of an optimizer goes to the model's; of a training step, metrics as well.
+        optimizer: Whether to map stored optimizer state; for a training step, metrics as well.
     """
     match spec_of(manifest).tensor_names:
         case "step":

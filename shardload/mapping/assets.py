@@ -1,4 +1,4 @@
-"""Restore the files that layers save as well as variables (vocabularies) into a new model.
+"""Restore the files that layers save besides variables (vocabularies) into a new model.
 
 .keras archive    members below assets/                      ─┐
 training step     item "assets": a tree of arrays of bytes   ─┴► a temporary folder ─► each layer's load_assets
@@ -22,22 +22,22 @@ from shardload.transfer.verification import check_tensor
 from shardload.transfer.verifier import Verifier
 
 ITEM = "assets"
-"""Of a step; Keras' name for it."""
+"""The item of a step; Keras' own name for it."""
 _ROWS_BYTES = 1 << 20
 
 
 def load_assets(model: Any, manifest: Manifest, *, check: Verifier | None = None) -> None:
-    """Give the layers of ``model`` what they saved as files; of formats that hold none, nothing.
+    """Load the files that layers of ``model`` saved; does nothing for formats without files.
 
     Args:
-        model: Built from ``manifest``, and filled: hooks may use the values of variables.
+        model: Built from ``manifest`` and filled, because hooks may use the values of variables.
         manifest: Any format.
-        check: Knows the checkpoint's digests.
+        check: The checkpoint's digests.
 
     Raises:
-        SourceError: When a layer cannot take its files.
-        UnsafeSourceError: When a file would leave its folder, or declares far more than is stored.
-        DamagedError: When bytes are not those that were saved.
+        SourceError: When a layer cannot load its files.
+        UnsafeSourceError: When a file's path leaves its directory, or its declared size far exceeds what is stored.
+        DamagedError: When bytes do not match their digest.
     """
     with tempfile.TemporaryDirectory(prefix="shardload-assets-") as name:
         folder = Path(name).resolve()
@@ -52,7 +52,7 @@ def load_assets(model: Any, manifest: Manifest, *, check: Verifier | None = None
 
 
 def _write(manifest: Manifest, folder: Path, check: Verifier | None) -> bool:
-    """Write the files below ``folder``; whether there are any."""
+    """Write the files below ``folder``; return whether there are any."""
     found = False
     for name, write in _files(manifest, check):
         path = descendant(folder, name, named_by=manifest.source)

@@ -1,12 +1,12 @@
-"""Finished arrays into variables, through each layer's own loading code.
+"""Assign finished arrays to variables, through each layer's own loading code.
 
     transfer ──ready(name, array)──►  Assigner  ──all arrays of a layer here──►  layer.load_own_variables(store)
                                                                                     variable.assign(array): same buffers
              ──finish()───────────►   layers and converters that compute: real tensors, one layer at a time,
                                       results placed in the variable's layout
 
-A load that ends half-way is reported by `Assigner.abort`: which variables hold new values, which their old
-ones, which none. With ``atomic=True`` old values are kept until `finish` and put back, buffer for buffer.
+If a load fails half-way, `Assigner.abort` reports which variables have new values, which have their old
+ones, and which have none. With ``atomic=True`` old values are kept until `finish` and restored, buffer for buffer.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from shardload.mapping.attributes import AttributeSnapshot
 from shardload.mapping.variable_map import Step, Variable, VariableMap
 
 ReadTensor = Callable[[str], NDArray[Any]]
-"""A whole stored tensor by name."""
+"""Reads a whole stored tensor by name."""
 Place = Callable[[Variable, NDArray[Any]], Any]
-"""A host array of the variable's shape and dtype, as a sharded ``jax.Array`` in the variable's layout."""
+"""Copies a host array of the variable's shape and dtype to a sharded ``jax.Array`` in the variable's layout."""
 
 
 @dataclass(frozen=True, slots=True)
 class AssignResult:
-    """What a finished load assigned."""
+    """Result of a finished load."""
 
     streamed: tuple[str, ...]
-    """Variables that hold the very arrays given to `Assigner.ready`."""
+    """Variables that contain exactly the arrays given to `Assigner.ready`."""
     computed: tuple[str, ...]
     """Variables whose values a layer or converter computed."""
     moved: tuple[str, ...]
-    """Variables that layer code or a layout of their own made hold other buffers than those given."""
+    """Variables whose buffers differ from those given, because of layer code or another layout."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """What a load that ended half-way left behind, by variable name."""
+    """State after a failed load, by variable name."""
 
     new: tuple[str, ...]
     old: tuple[str, ...]
     none: tuple[str, ...]
-    """Without a value: built abstractly and not reached, or released before the failure."""
+    """Variables without a value: built abstractly and not reached, or released before the failure."""
 
     def __str__(self) -> str:
         return f"{len(self.new)} variables hold new values, {len(self.old)} their old ones, {len(self.none)} none" + (
@@ -59,7 +59,7 @@ class Interrupted:
 
 @dataclass(slots=True)
 class _Before:
-    """What a variable held before the load."""
+    """A variable's value before the load."""
 
     variable: Variable
     value: Any
@@ -68,10 +68,10 @@ class _Before:
 
 @dataclass(slots=True)
 class Assigner:
-    """Assigns each layer as soon as its arrays are there.
+    """Assigns each layer as soon as its arrays are complete.
 
     Raises:
-        MismatchError: When asked to start with mismatched tensors.
+        MismatchError: When created with mismatched tensors.
     """
 
     variables: VariableMap
@@ -102,9 +102,9 @@ class Assigner:
             self._late.append(step) if step.computes or not step.needs else self._wait(step)
 
     def starting(self, name: str) -> None:
-        """Say that a binding's array is about to take up device memory: its old value is released.
+        """Release a variable's old value, because its binding's new array is about to take device memory.
 
-        Does nothing with ``atomic=True``, and nothing for variables that have no value.
+        Does nothing with ``atomic=True``, nor for variables without a value.
         """
         before = self._before[name]
         if not self.atomic and name in self._untouched:
@@ -112,10 +112,10 @@ class Assigner:
             drop_value(before.variable)
 
     def ready(self, name: str, array: Any) -> None:
-        """Take the finished, sharded array of a binding; assigns its layer when that was the last one.
+        """Receive the finished, sharded array of a binding; assign its layer if that was the last one.
 
         Raises:
-            KeyError: When there is no such binding, or its array came before.
+            KeyError: When no such binding exists, or its array was already received.
         """
         step = self._waiting.pop(name, None)
         if step is None and not self._is_late(name):
@@ -129,13 +129,13 @@ class Assigner:
                 self._run(step)
 
     def finish(self, agreed: Callable[[], None] = lambda: None) -> AssignResult:
-        """Run everything that computes, and account for every variable.
+        """Run all computing steps, and report on every variable.
 
         Args:
-            agreed: Called when all is assigned, while `abort` can still put old values back.
+            agreed: Called when everything is assigned, while `abort` can still restore old values.
 
         Raises:
-            LoadInterruptedError: When arrays are still to come.
+            LoadInterruptedError: When arrays are missing.
         """
         absent = [n for n in self._waiting if n not in self._arrays]
         absent += [n for step in self._late for n in step.needs if n not in self._arrays]
@@ -154,7 +154,7 @@ class Assigner:
         return AssignResult(tuple(n for n in same if n not in computed), computed, moved)
 
     def abort(self) -> Interrupted:
-        """End a failed load: release what has arrived, put old values back if ``atomic``, and report."""
+        """End a failed load: release received arrays, restore old values if ``atomic``, and report."""
         self._arrays.clear()
         self._waiting.clear()
         if self.atomic:
@@ -168,15 +168,15 @@ class Assigner:
             (none if held is None else new if fresh else old).append(name)
         return Interrupted(tuple(new), tuple(old), tuple(none))
 
-    # ---- what steps call: names.variable_map.Runtime --------------------------------------------
+    # ---- called by steps: mapping.variable_map.Runtime ------------------------------------------
 
     def read(self, tensor: str) -> NDArray[Any]:
-        """A whole tensor as loading code expects it: an array of its own, that it may write to."""
+        """Read a whole tensor as loading code expects it: a separate, writable array."""
         value = self.read_tensor(tensor)
         return value if value.flags.writeable else value.copy()
 
     def take(self, name: str) -> Any:
-        """The array of a binding."""
+        """Return the array of a binding, and release it here."""
         return self._arrays[name]
 
     def assign(self, variable: Variable, value: Any, assign: Callable[[Variable, Any], Any]) -> Any:
@@ -187,9 +187,9 @@ class Assigner:
         return result
 
     def compute(self, variable: Variable, value: Any, assign: Callable[[Variable, Any], Any]) -> Any:
-        """Assign what code computed, in the variable's dtype and layout."""
+        """Assign a computed value, in the variable's dtype and layout."""
         if tuple(getattr(value, "shape", ())) != tuple(variable.shape):
-            return assign(variable, value)  # raises Keras' own message
+            return assign(variable, value)  # raises Keras' own error
         host = as_keras_casts(np.asarray(value), stored_dtype(variable))
         name = self._names[id(variable)]
         self.starting(name)
@@ -226,9 +226,9 @@ class Assigner:
 
 
 def as_keras_casts(value: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """A host array in a variable's dtype, rounded as ``Variable.assign`` would have rounded it.
+    """Cast a host array to a variable's dtype, rounding like ``Variable.assign``.
 
-    JAX makes 64-bit values 32-bit first where the target is bfloat16.
+    If the target is bfloat16, JAX first converts 64-bit values to 32-bit.
     """
     narrow: Mapping[str, str] = {"float64": "float32"}
     if dtype.name == "bfloat16" and value.dtype.name in narrow:

@@ -1,7 +1,7 @@
-"""Undo what a loading hook does to a layer's attributes.
+"""Undo changes that a loading hook makes to a layer's attributes.
 
-Some hooks do more than assign: ``Normalization`` derives its mean, ``Dense`` notes that it is calibrated.
-While recording, those attributes would be derived from nothing; after a rollback, from what was rolled back.
+Some hooks do more than assign: ``Normalization`` derives its mean, ``Dense`` records that it is calibrated.
+While recording, those attributes would be derived from placeholders; after a rollback, from discarded values.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ class AttributeSnapshot:
 
     @classmethod
     def of(cls, target: Any) -> AttributeSnapshot:
-        """Remember ``target`` as it is."""
+        """Record the attributes of ``target``."""
         attributes = dict(getattr(target, "__dict__", {}))
         containers = [v for v in attributes.values() if type(v) in (list, dict, set)]
         return cls(target, attributes, tuple((c, c.copy()) for c in containers))
 
     def restore(self) -> None:
-        """Make it so again; Keras' tracking of attributes does not see it, as nothing is new."""
+        """Restore the attributes, bypassing Keras' tracking, because nothing is new."""
         current = getattr(self.target, "__dict__", None)
         if current is None:
             return

@@ -1,7 +1,7 @@
-"""A bare file of tensors into a given model: by exact names, never by likeness.
+"""Map a bare file of tensors to an existing model: by exact names, never by similarity.
 
-A tensor goes to the variable whose path it bears, to the one an explicit map names, or, where its name is
-Keras' structural key (``layers/dense/vars/0``), to the one the layer's own hook gives it to.
+A tensor goes to the variable with its path, to the variable an explicit map names, or, if its name is
+Keras' structural key (``layers/dense/vars/0``), to the variable that the layer's own hook assigns it to.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from shardload.mapping.variable_map import (
 
 
 def map_by_name(model: Any, manifest: Manifest, *, names: Mapping[str, str] | None = None) -> VariableMap:
-    """Which tensor goes to which variable, by name.
+    """Map tensors to variables by name.
 
     Args:
-        model: A built Keras model, abstract or not; nothing of it is changed.
-        manifest: Any format; only names, shapes and dtypes count.
-        names: Tensor name → variable path, for those that differ.
+        model: A built Keras model, abstract or not; it is not changed.
+        manifest: Any format; only names, shapes and dtypes are used.
+        names: Tensor name → variable path, where they differ.
 
     Raises:
         MismatchError: When a name in ``names`` does not exist, a path belongs to several variables, or a

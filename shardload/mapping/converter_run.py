@@ -1,4 +1,4 @@
-"""One run of a KerasHub converter, watched: a loader without bytes, and what the converter did with it."""
+"""Run a KerasHub converter once with a loader without bytes, and record what it does."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Assign = Callable[[Variable, Any], Any]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One function of a converter and what it is to fill."""
+    """One function of a converter and the object it fills."""
 
     function: Callable[[Any, Any, Any], Any]
     target: Any
@@ -31,7 +31,7 @@ class Run:
     prefix: str | None
 
     def __call__(self, loader: Loader) -> str:
-        """Run it; returns what it printed."""
+        """Run the function; return what it printed."""
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed), loader:
             self.function(self.target, loader, read_config(self.manifest))
@@ -39,7 +39,7 @@ class Run:
 
 
 class Loader(contextlib.ExitStack):
-    """KerasHub's ``SafetensorLoader`` without files: names are looked up as it does, tensors come from elsewhere."""
+    """KerasHub's ``SafetensorLoader`` without files: finds names in the same way, but gets tensors from elsewhere."""
 
     def __init__(self, run: Run) -> None:
         super().__init__()
@@ -52,50 +52,50 @@ class Loader(contextlib.ExitStack):
 
     @property
     def prefix(self) -> str | None:
-        """The prefix that fitted last; converters look at it."""
+        """The last matching prefix; converters read it."""
         return self._names.prefix
 
     def get_prefixed_key(self, hf_weight_key: str, dict_like: Any) -> str:
-        """The name as stored."""
+        """Return the stored name."""
         return self._names.find(hf_weight_key, dict_like)
 
     def find(self, hf_weight_key: str) -> Tensor:
-        """The tensor a converter means.
+        """Find the tensor that a converter means.
 
         Raises:
-            KeyError: When there is none; converters probe and expect it.
+            KeyError: When there is none; converters probe for tensors and expect it.
         """
         return self.tensors[self.get_prefixed_key(hf_weight_key, self.tensors)]
 
 
 @dataclass(slots=True, eq=False)
 class ConverterAssign:
-    """One assignment a converter made."""
+    """One assignment by a converter."""
 
     variable: Variable
     view: View | None
     tensors: frozenset[str]
     ported: bool
-    """By ``port_weight``, from one tensor."""
+    """Whether ``port_weight`` made it, from one tensor."""
 
 
 @dataclass(slots=True)
 class Recording:
-    """What one run of a converter asked for and assigned."""
+    """Requests and assignments of one converter run."""
 
     run: Run
     assigned: list[ConverterAssign] = field(default_factory=list)
     fetched: set[str] = field(default_factory=set)
     computing: set[str] = field(default_factory=set)
-    """Tensors the second run needs as real bytes when ``get_tensor`` asks for them."""
+    """Tensors whose real bytes ``get_tensor`` must return in the second run."""
     mismatched: list[Mismatch] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
-    """Names the converter asked for that the checkpoint does not have."""
+    """Names the converter asked for that the checkpoint lacks."""
     printed: str = ""
 
 
 class RecordingLoader(Loader):
-    """Serves reservations."""
+    """A loader that returns reservations."""
 
     def __init__(self, run: Run, recording: Recording, *, lenient: bool) -> None:
         super().__init__(run)
@@ -105,7 +105,7 @@ class RecordingLoader(Loader):
         self._lenient = lenient
 
     def get_tensor(self, hf_weight_key: str) -> Any:
-        """A reservation that lives until the end of the run."""
+        """Return a reservation that lives until the end of the run."""
         tensor = self.find(hf_weight_key)
         self.recording.fetched.add(tensor.name)
         return self.shared.make(tensor)
@@ -132,7 +132,7 @@ class RecordingLoader(Loader):
         self._ported = None
 
     def assign(self, variable: Variable, value: Any, assign: Assign) -> Any:
-        """Where every ``variable.assign`` of the converter ends up."""
+        """Record an assignment; receives every ``variable.assign`` of the converter."""
         del assign  # nothing is assigned while recording
         self._note(variable, value, None)
         return value
@@ -150,11 +150,11 @@ class RecordingLoader(Loader):
 
 
 def record(run: Run) -> Recording:
-    """Watch one run; where it stumbles over an absent name, once more to learn of all absent names.
+    """Record one run; if it fails at an absent name, run again to collect all absent names.
 
     Raises:
-        UnsupportedError: When it needs a tensor that is not there, or variables that are no longer there.
-        MismatchError: When it fails otherwise: what it reshapes has not the size the model's configuration says.
+        UnsupportedError: When it needs a tensor that is absent, or variables that no longer exist.
+        MismatchError: When it fails otherwise: a tensor to reshape does not have the size in the model's configuration.
     """
     try:
         return _record(run)

@@ -1,4 +1,4 @@
-"""The second run of a KerasHub converter, with real bytes where it computes and nothing where it views."""
+"""The second run of a KerasHub converter, which reads bytes only where it computes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardload.mapping.variable_map import Runtime, Variable
 
 
 class ReplayLoader(Loader):
-    """Serves real bytes where the first run computed, reservations elsewhere."""
+    """A loader that returns real bytes where the first run computed, reservations elsewhere."""
 
     def __init__(self, step: ConverterStep, runtime: Runtime) -> None:
         super().__init__(step.run_of)
@@ -22,14 +22,14 @@ class ReplayLoader(Loader):
         self._wanted = {id(v) for v in step.variables}
 
     def get_tensor(self, hf_weight_key: str) -> Any:
-        """Real bytes, or a stand-in where the converter only probes or views."""
+        """Return real bytes, or a reservation where the converter only probes or views."""
         tensor = self.find(hf_weight_key)
         return (
             self._runtime.read(tensor.name) if tensor.name in self._step.computing else self._reservations.make(tensor)
         )
 
     def port_weight(self, keras_variable: Any, hf_weight_key: str, hook_fn: Any = None) -> None:
-        """Only for variables that are computed; the others have their values already."""
+        """Port only computed variables; the others already have their values."""
         if id(keras_variable) not in self._wanted:
             return
         value: Any = self._runtime.read(self.find(hf_weight_key).name)
@@ -38,7 +38,7 @@ class ReplayLoader(Loader):
         keras_variable.assign(value)
 
     def assign(self, variable: Variable, value: Any, assign: Assign) -> Any:
-        """Place what was computed; leave what was viewed, which is there."""
+        """Assign a computed value; skip views, which are already assigned."""
         if id(variable) not in self._wanted:
             return value
         return self._runtime.compute(variable, value, assign)
@@ -54,14 +54,14 @@ class ConverterStep:
     reassigned: frozenset[int] = frozenset()
     """``id`` of the variables it assigns more than once; only the last value counts."""
     saveable: ClassVar[None] = None
-    """Converters assign and change nothing else."""
+    """None: converters only assign and change no attributes."""
     needs: ClassVar[tuple[str, ...]] = ()
-    """Nothing by name; it runs when all bindings are in place."""
+    """No bindings by name; the step runs after all bindings."""
     computes: ClassVar[bool] = True
 
     @property
     def owner(self) -> str:
-        """Whose code runs."""
+        """The converter, for messages."""
         return f"converter {self.run_of.function.__module__.rpartition('.')[2]}"
 
     def run(self, runtime: Runtime) -> None:

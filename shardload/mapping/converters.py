@@ -1,9 +1,9 @@
-"""Hugging Face names: run KerasHub's own converter with a loader that has no bytes.
+"""Hugging Face names: run KerasHub's own converter with a loader without bytes.
 
 ``convert_weights(backbone, loader, config)`` asks the loader for tensors by their Hugging Face names and
-assigns what its hooks make of them. The first run gets reservations and is only watched; what it viewed
-becomes bindings. What it computed (casts, stacks of experts, interpolated positions) is left for a second
-run of the same code, in which views are skipped and only tensors that are computed with are read, each
+assigns the results of its hooks. The first run gets reservations and is only recorded; its views
+become bindings. Computed values (casts, stacks of experts, interpolated positions) are left to a second
+run of the same code, which skips views and reads only tensors used in computations, each
 when the converter asks for it. That run comes after all bindings: some converters compute from variables.
 """
 
@@ -36,10 +36,10 @@ from shardload.mapping.variable_map import (
 
 
 def map_hub(model: Any, manifest: Manifest) -> VariableMap:
-    """Which tensors of a Hugging Face (or GGUF) checkpoint go to which variable, as KerasHub's converter has it.
+    """Map tensors of a Hugging Face (or GGUF) checkpoint to variables, according to KerasHub's converter.
 
     Args:
-        model: A KerasHub backbone or task, abstract or not; nothing of it is changed.
+        model: A KerasHub backbone or task, abstract or not; it is not changed.
         manifest: ``hf-safetensors`` or ``gguf``.
 
     Raises:
@@ -73,10 +73,10 @@ def _summarise(model: Any, manifest: Manifest, recordings: list[Recording]) -> V
     covered = [v for v in weights if v.path in wrong]
     plain: dict[int, str] = {}
     if not any(r.absent for r in recordings):
-        # The converter found all it asked for: fixed tables it never asks for (rotary frequencies) are the model's own.
+        # The converter found all it asked for, so fixed tables it never asks for (rotary frequencies) keep their values.
         have = {id(p) for p in (*provided, *covered)}
         weights = [v for v in weights if v.trainable or id(v) in have]
-        # So are biases it never asks for either, as Gemma 3n's in KerasHub's MobileNet; random values would not be.
+        # So do constant biases it never asks for, like Gemma 3n's in KerasHub's MobileNet, but not random values.
         plain = {id(v): names[id(v)] for v in weights if id(v) not in have and _begins_constant(v)}
         weights = [v for v in weights if id(v) not in plain]
     missing, missing_variables, state = split_missing(weights, everything, [*provided, *covered], names)
@@ -101,7 +101,7 @@ def _summarise(model: Any, manifest: Manifest, recordings: list[Recording]) -> V
 
 
 def _split(recording: Recording) -> tuple[list[ConverterAssign], list[ConverterAssign]]:
-    """Last views of variables that are only ever viewed; and all assignments to the others."""
+    """Separate the last views of variables that are only ever viewed from all assignments to other variables."""
     computed = {id(e.variable) for e in recording.assigned if e.view is None}
     viewed = {id(e.variable): e for e in recording.assigned if id(e.variable) not in computed}
     return list(viewed.values()), [e for e in recording.assigned if id(e.variable) in computed]
@@ -145,7 +145,7 @@ def _kept(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _has_head(model: Any, manifest: Manifest) -> bool:
-    """Whether the checkpoint's head belongs to this task: KerasHub loads heads of image classifiers and assistants."""
+    """Whether the checkpoint's head fits this task: KerasHub loads heads of image classifiers and assistants."""
     architecture = str((manifest.config.get("architectures") or [""])[0])
     fits = "ForImageClassification" in architecture or architecture == "Gemma4AssistantForCausalLM"
     return fits and hasattr(model, "backbone") and hasattr(kerashub.converter(manifest), "convert_head")

@@ -1,13 +1,13 @@
-"""Which tensor a KerasHub converter means by a name.
+"""Find the tensor that a KerasHub converter means by a name.
 
-A converter knows one spelling; folders have several. Tried in this order; the first that is there wins::
+A converter knows one spelling; directories have several. They are tried in this order, and the first match wins::
 
     as asked            roberta.encoder.layer.0.…     the name itself, or behind a prefix that fits (KerasHub's rule)
-    another spelling    LayerNorm.gamma               for LayerNorm.weight: what transformers has called it as well
+    another spelling    LayerNorm.gamma               for LayerNorm.weight: another name used by transformers
     without a prefix    encoder.layer.0.…             a base model, stored without its family's prefix
-    what it is tied to  model.embed_tokens.weight     for lm_head.weight, where the configuration ties them
+    the tied tensor     model.embed_tokens.weight     for lm_head.weight, where the configuration ties them
 
-The prefix of a base model is found once, from the tensors; where several would fit, that is an error.
+The prefix of a base model is determined once, from the tensors; several matching prefixes are an error.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from shardload.errors import SourceError
 from shardload.manifest import Manifest
 
 _BASES = ("model", "transformer", "albert", "bert", "deit", "distilbert", "roberta", "swin", "vit")
-"""First parts of names that `transformers` leaves off when a base model is stored by itself."""
+"""First parts of names that `transformers` omits when it stores a base model alone."""
 _SPELLINGS = (
     ("LayerNorm.weight", "LayerNorm.gamma"),
     ("LayerNorm.bias", "LayerNorm.beta"),
     ("vision_tower.vision_model.", "vision_tower."),
     ("cls_classifier.", "classifier."),
 )
-"""What converters ask for, and what is stored by old TensorFlow checkpoints, by ESM and vision towers in transformers 5
-and by DeiT's classifier without a teacher."""
+"""Name in converters → name in old TensorFlow checkpoints, in ESM and vision towers of transformers 5,
+and in DeiT's classifier without a teacher."""
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 class HubNames:
-    """Looks names up in one checkpoint; remembers the prefix that fitted, as KerasHub's loader does."""
+    """Looks up names in one checkpoint; remembers the prefix that matched, as KerasHub's loader does."""
 
     def __init__(self, manifest: Manifest, prefix: str | None) -> None:
         self.prefix = prefix
         self._source = manifest.source
         self._config = manifest.config
         self._bare: dict[str, str] = {}
-        """Prefix a converter uses → prefix in this checkpoint."""
+        """Prefix in the converter → prefix in this checkpoint."""
 
     def find(self, wanted: str, names: Mapping[str, Any]) -> str:
-        """The stored name for ``wanted``, or ``wanted`` itself where there is none.
+        """Return the stored name for ``wanted``, or ``wanted`` itself if there is none.
 
         Raises:
-            SourceError: When several tensors could be meant.
+            SourceError: When the name is ambiguous.
         """
         if (found := self._plain(wanted, names)) is not None:
             return found
@@ -99,7 +99,7 @@ def _spellings(wanted: str) -> Iterator[str]:
 
 
 def _prefixes(rest: str, names: Iterable[str]) -> Iterator[str]:
-    """What precedes ``rest`` in names: nothing, or whole parts."""
+    """Yield the prefixes of ``rest`` in names: empty, or whole parts."""
     for name in names:
         if name == rest or name.endswith(f".{rest}"):
             yield name[: len(name) - len(rest)]

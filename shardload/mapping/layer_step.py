@@ -1,4 +1,4 @@
-"""One layer's ``load_own_variables``, run for real: views are exchanged for the sharded arrays they stand for."""
+"""Run one layer's ``load_own_variables`` for real, with sharded arrays in place of the recorded views."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from shardload.mapping.variable_map import Binding, Runtime, Variable
 
 
 def has_keras_hook(saveable: Any) -> bool:
-    """Whether its ``load_own_variables`` was written by Keras, for any kind of layer or optimizer."""
+    """Whether Keras provides its ``load_own_variables``, for any kind of layer or optimizer."""
     module = getattr(getattr(type(saveable), "load_own_variables", None), "__module__", "")
     return str(module).split(".")[0] == "keras"
 
 
 def _refuse_overflow(variable: Variable, value: Any) -> None:
-    """Integers may become narrower ones only where every value survives."""
+    """Raise unless integers keep their values in the narrower dtype of the variable."""
     wanted, found = stored_dtype(variable), getattr(value, "dtype", None)
     if not isinstance(value, np.ndarray) or found == wanted or {value.dtype.kind, wanted.kind} - {"i", "u"}:
         return
@@ -36,14 +36,14 @@ def _refuse_overflow(variable: Variable, value: Any) -> None:
 
 
 class Entry:
-    """What Keras hands to ``load_own_variables``: the keys of one group, read one at a time."""
+    """The mapping Keras passes to ``load_own_variables``: the keys of one group, read one at a time."""
 
     def __init__(self, tensors: Mapping[str, Tensor], read: Callable[[str], Any]) -> None:
         self._tensors = tensors
         self._read = read
 
     def keys(self) -> list[str]:
-        """As HDF5 lists them: one name per level."""
+        """List keys like HDF5: one name per level."""
         return list(dict.fromkeys(key.split("/")[0] for key in self._tensors))
 
     def __len__(self) -> int:
@@ -63,39 +63,39 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerStep:
-    """One visit to one saveable."""
+    """One call of a saveable's ``load_own_variables``."""
 
     saveable: Any
     path: str
     tensors: dict[str, Tensor]
-    """What the file holds for it, by key."""
+    """The tensors stored for it, by key."""
     computing: frozenset[str]
     """Names of tensors the hook needs as real bytes."""
     bindings: tuple[Binding, ...]
-    """Views it assigns that no later assignment replaces."""
+    """Assigned views that no later assignment replaces."""
     variables: tuple[Variable, ...]
     """Variables whose values it computes."""
 
     @property
     def owner(self) -> str:
-        """Whose code runs."""
+        """The layer, for messages."""
         return f"{type(self.saveable).__name__} at {self.path or 'the root'!r}"
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Bindings it assigns."""
+        """Names of the bindings it assigns."""
         return tuple(b.name for b in self.bindings)
 
     @property
     def computes(self) -> bool:
-        """Whether anything but views is in it."""
+        """Whether it assigns anything but views."""
         return bool(self.computing or self.variables)
 
     def run(self, runtime: Runtime) -> None:
         """Call the hook.
 
         Raises:
-            MismatchError: When it asks for other views than it did while recording.
+            MismatchError: When it asks for other views than during recording.
         """
         reservations = Reservations()
         bound = {(id(b.variable), b.view): b.name for b in self.bindings}
@@ -123,18 +123,18 @@ class LayerStep:
             name = bound.get((id(variable), view))
             if name is not None:
                 return runtime.assign(variable, runtime.take(name), original)
-            return value  # replaced by a later assignment: not loaded for nothing
+            return value  # a later assignment replaces it, so its data is not loaded
 
         computed = {id(v) for v in self.variables}
         with assignments_to(assign):
             self.saveable.load_own_variables(Entry(self.tensors, read))
 
     def _whole(self, tensor: Tensor) -> str | None:
-        """The binding that is all of a tensor and its only use, where the array itself can be given to the hook.
+        """Return the binding that is a tensor's only use and all of it, if the hook can get the array itself.
 
-        That is every plain layer, and saves an address range per tensor, which the kernel hands out slowly while
-        other threads fill memory. Only Keras' own hooks assign what they read, untouched; another one may reshape
-        it or look at its dtype, which an array already cast would answer otherwise.
+        This covers every plain layer, and saves an address range per tensor, which the kernel allocates slowly while
+        other threads fill memory. Only Keras' own hooks assign what they read, unchanged; other hooks may reshape
+        it or read its dtype, which differs in an array that is already cast.
         """
         if self.computes or not has_keras_hook(self.saveable):
             return None

@@ -1,8 +1,8 @@
-"""Slots for an optimizer that never trained, where the checkpoint holds their values.
+"""Slots for an optimizer that never trained, if the checkpoint contains their values.
 
-``compile`` makes an optimizer without slots; Keras makes them in the first step of training, or when it restores a
-whole model. A load that fills a compiled model restores it as well: the slots are built, without values, before
-names are mapped, and taken away again when nothing is loaded after all.
+``compile`` creates an optimizer without slots; Keras creates them in the first step of training, or when it restores a
+whole model. A load into a compiled model restores them as well: the slots are built, without values, before
+names are mapped, and removed again if nothing is loaded after all.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from shardload.mapping.state_keys import Role, roles_of
 from shardload.mapping.state_tree import Stored
 
 _STORED = ("optimizer/vars/", "optimizer_variables/")
-"""Where Keras puts the variables of a model's optimizer: in every format of its own, and in a training step."""
+"""Where Keras stores the variables of a model's optimizer: in each of its own formats, and in a training step."""
 
 
 @contextmanager
 def slots_as_stored(model: Any, manifest: Manifest) -> Iterator[None]:
     """Create the optimizer slots that the checkpoint has; remove them again if the block raises.
 
-    Nothing happens where the optimizer has slots already, or is of another kind than the one that was saved: by its
-    class where an archive says it, by the number of its variables otherwise, which is what Keras goes by.
+    Does nothing if the optimizer already has slots, or differs in kind from the saved one: by class if an archive
+    gives it, otherwise by number of variables, as in Keras.
 
     Args:
         model: A built model, compiled or not, abstract or not.
@@ -48,7 +48,7 @@ def slots_as_stored(model: Any, manifest: Manifest) -> Iterator[None]:
 
 
 def _unbuilt(model: Any, manifest: Manifest) -> Iterator[tuple[Any, list[Any], int]]:
-    """Optimizers to build: with the weights they train, and how many variables the checkpoint has for them."""
+    """Yield the optimizers to build, the weights they train, and the number of variables in the checkpoint for each."""
     optimizer, others = getattr(model, "optimizer", None), _of_others(manifest)
     stored = sum(name.startswith(_STORED) for name in manifest.tensors) - len(others)
     if stored and optimizer is not None and not optimizer.built and not _other_kind(optimizer, manifest):
@@ -65,7 +65,7 @@ def _unbuilt(model: Any, manifest: Manifest) -> Iterator[tuple[Any, list[Any], i
 
 
 def _of_others(manifest: Manifest) -> list[Role]:
-    """What a training step holds of optimizers besides the compiled one."""
+    """Return the stored roles of optimizers other than the compiled one in a training step."""
     structure = manifest.metadata.get("structure")
     leaves = structure.get("leaves") if isinstance(structure, Mapping) else None
     found = map(Stored.of_json, leaves) if isinstance(leaves, list) else ()
@@ -73,11 +73,11 @@ def _of_others(manifest: Manifest) -> list[Role]:
 
 
 def _other_kind(optimizer: Any, manifest: Manifest) -> bool:
-    """Whether an archive says that its optimizer is of another class: SGD's momentum would fit RMSprop's velocity."""
+    """Whether an archive's optimizer is of another class: SGD's momentum would fit RMSprop's velocity."""
     compiled = manifest.config.get("compile_config")
     saved = compiled.get("optimizer") if isinstance(compiled, Mapping) else None
     name, inner = _class_name(saved), getattr(optimizer, "inner_optimizer", optimizer)
-    if name == "LossScaleOptimizer":  # `compile` puts it around others for half precision, and the archive is silent
+    if name == "LossScaleOptimizer":  # `compile` wraps optimizers in it for half precision; the archive omits it
         config = saved.get("config") if isinstance(saved, Mapping) else None
         name = _class_name(config.get("inner_optimizer") if isinstance(config, Mapping) else None)
     return name is not None and name != type(inner).__name__

@@ -1,15 +1,15 @@
-"""Tensors of a checkpoint that lie outside the architecture its own configuration describes.
+"""Tensors of a checkpoint outside the architecture in its own configuration.
 
-A tensor that no variable takes is an error, unless one of the rules below knows why the built model computes the same
-without it::
+A tensor that no variable takes is an error, unless one of these rules explains why the built model gives the same
+results without it::
 
-    buffers         position_ids, inv_freq, causal masks    computed from the configuration; told by name and kind
-    heads, poolers  classifier.*, cls.*, pooler.*           parts of a task the built class does not have
+    buffers         position_ids, inv_freq, causal masks    computed from the configuration; known by name and kind
+    heads, poolers  classifier.*, cls.*, pooler.*           parts of a task that the built class lacks
     copies          lm_head.weight                          equal, bit for bit, to the embedding the model uses for both
-    zeros           final_logits_bias                       added to something, and all zeros
+    zeros           final_logits_bias                       an added term that is all zeros
 
 There is no rule for "everything else": biases, layers beyond ``num_hidden_layers`` and an output layer that differs
-from the embedding stay errors. docs/design/0010-folders-as-they-are.md has what `transformers` and KerasHub do.
+from the embedding stay errors. docs/design/0010-folders-as-they-are.md describes `transformers` and KerasHub.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ from shardload.mapping.variable_map import VariableMap
 from shardload.transfer.read_tensor import read_rows, row_ranges
 
 READ_BYTES = 8 << 20
-"""Of each tensor at once, where values are compared."""
+"""Bytes of each tensor read at once to compare values."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutsideTensor:
-    """A tensor that is left out, and why the model computes the same without it."""
+    """A tensor that is left out, and why the model does not need it."""
 
     tensor: str
     reason: str
     is_weight: bool = False
-    """Whether it was trained, for a part the model does not have; otherwise it holds nothing that could be lost."""
+    """Whether it was trained, for a part that the model lacks; otherwise nothing is lost without it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sorted:
-    """What no variable takes, in two parts."""
+    """Tensors that no variable takes, in two groups."""
 
     outside: tuple[OutsideTensor, ...]
     unused: tuple[str, ...]
-    """What the model should use and does not."""
+    """Tensors that the model should use but does not."""
     why: Mapping[str, str]
-    """Of some of these, what is known about them."""
+    """Explanations for some of the unused tensors, by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Buffer:
-    """What a module computes for itself, and older versions of `transformers` stored all the same."""
+    """A constant that a module computes itself, but that older versions of `transformers` stored."""
 
     suffix: str
     fits: Callable[[Tensor], bool]
@@ -112,9 +112,9 @@ _HEADS = {
     ),
     **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"), _DECODER_HEADS),
 }
-"""By ``model_type``: how the names of a task's own layers begin; outside of every backbone."""
+"""By ``model_type``: prefixes of a task's own layers, outside of every backbone."""
 _POOLED = ("roberta", "xlm-roberta", "esm", "vit", "deit", "swin", "dinov2", "dinov2_with_registers", "dinov3_vit")
-"""Model types with a pooler in `transformers` and none in KerasHub."""
+"""Model types with a pooler in `transformers` but not in KerasHub."""
 _POOLER = r"(\w+\.)?pooler\.(dense\.)?(weight|bias)"
 _MASKING = ("vit", "deit", "swin", "dinov2", "dinov2_with_registers", "dinov3_vit")
 _MORE = {
@@ -133,7 +133,7 @@ _ADDED = {
     "final_logits_bias": "added to the logits",
     "embeddings.token_type_embeddings.weight": "added to the embeddings",
 }
-"""Name ends: tensors that matter unless they are all zeros (BART; RoBERTa, where KerasHub has no token types)."""
+"""Name suffixes of tensors that matter unless they are all zeros (BART; RoBERTa, where KerasHub lacks token types)."""
 
 
 def sort_unused(
@@ -144,18 +144,18 @@ def sort_unused(
     ignore: Iterable[str] = (),
     compare: bool = True,
 ) -> Sorted:
-    """Tell what lies outside the model's architecture from what the model should use and does not.
+    """Separate tensors outside the model's architecture from tensors that the model should use but does not.
 
     Args:
-        mapping: What the model takes of the checkpoint.
+        mapping: The tensors that the model uses.
         manifest: The checkpoint; only one that describes its own model has tensors outside of it.
-        model: What was built from that description.
+        model: The model built from that description.
         ignore: Patterns (``*``, ``?``) of names to leave out unconditionally.
-        compare: Read tensors whose values decide; otherwise these count as outside, for now.
+        compare: Whether to read tensors whose values decide; otherwise they count as outside for now.
 
     Raises:
-        UsageError: When a pattern of ``ignore`` fits no tensor that is left over.
-        TransferError: When a tensor that is to be compared cannot be read.
+        UsageError: When a pattern of ``ignore`` matches no remaining tensor.
+        TransferError: When a tensor to compare cannot be read.
     """
     asked = _asked(mapping.unused, tuple(ignore))
     outside: list[OutsideTensor] = []
@@ -177,7 +177,7 @@ def sort_unused(
 
 
 def without_parts(mapping: VariableMap, manifest: Manifest) -> VariableMap:
-    """The same, where parts that the checkpoint's class does not have get initial values instead of being missing.
+    """Initialise parts that the checkpoint's class lacks, instead of listing them as missing.
 
     KerasHub's BERT and ALBERT always have a pooler, its Mistral, Mixtral and GPT-OSS an output layer; `transformers`
     stores neither for tasks that use none.
@@ -187,7 +187,7 @@ def without_parts(mapping: VariableMap, manifest: Manifest) -> VariableMap:
     if part is None or not mapping.absent or not all(re.fullmatch(part.names, name) for name in mapping.absent):
         return mapping
     if any(re.fullmatch(part.names, name) for name in manifest.tensors):
-        return mapping  # half of it is there: something was lost
+        return mapping  # part of it is stored, so the rest was lost
     note = (
         f"{architecture} stores no {part.what}: {', '.join(mapping.missing)} have initial values, and {part.meaning} "
         "means nothing before training"
@@ -205,13 +205,13 @@ def without_parts(mapping: VariableMap, manifest: Manifest) -> VariableMap:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What a KerasHub class always has and a class of `transformers` may not."""
+    """A part that a KerasHub class always has, but a class of `transformers` may lack."""
 
     what: str
     model_types: tuple[str, ...]
     names: str
     without: tuple[str, ...]
-    """Ends of the classes that work without it."""
+    """Suffixes of the classes that work without it."""
     meaning: str
 
 
@@ -220,7 +220,7 @@ _PARTS = (
         "pooler",
         ("bert", "albert"),
         _POOLER,
-        # A ``BertModel`` may have been made with ``add_pooling_layer=False``.
+        # A ``BertModel`` may have been created with ``add_pooling_layer=False``.
         ("Model", "ForMaskedLM", "ForCausalLM", "LMHeadModel", "ForTokenClassification", "ForQuestionAnswering"),
         "the pooled output",
     ),
@@ -248,7 +248,7 @@ def _asked(unused: Iterable[str], patterns: tuple[str, ...]) -> dict[str, str]:
 
 
 def _by_kind(tensor: Tensor, manifest: Manifest, model: Any) -> OutsideTensor | None:
-    """A tensor that is outside as its name, dtype and shape tell."""
+    """Return a tensor that is outside according to its name, dtype and shape."""
     name, kind = tensor.name, str(manifest.config.get("model_type"))
     if not tensor.size:
         return OutsideTensor(name, "has no elements")
@@ -269,7 +269,7 @@ def _by_kind(tensor: Tensor, manifest: Manifest, model: Any) -> OutsideTensor | 
 def _by_value(
     tensor: Tensor, mapping: VariableMap, manifest: Manifest, model: Any, *, compare: bool
 ) -> OutsideTensor | str:
-    """A tensor that is outside as its values tell, or why they say that it is not."""
+    """Return a tensor that is outside according to its values, or the reason that it is not."""
     for end, use in _ADDED.items():
         if tensor.name == end or tensor.name.endswith(f".{end}"):
             if not compare:
@@ -287,7 +287,7 @@ def _by_value(
 
 
 def _embeddings(tensor: Tensor, mapping: VariableMap, manifest: Manifest) -> Iterator[Tensor]:
-    """Tensors the model takes that this one may be a copy of."""
+    """Yield tensors used by the model that this one may be a copy of."""
     left = set(mapping.unused)
     for name, other in manifest.tensors.items():
         if (

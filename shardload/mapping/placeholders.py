@@ -1,17 +1,17 @@
-"""Tensors without memory: an address range for each, to see what loading code does with it.
+"""Placeholders for tensors: an address range for each, to observe what loading code does with it.
 
-A `Reserved` array has the shape and dtype of a stored tensor and lies in pages that were never touched.
-Loading code (a layer's ``load_own_variables``, a converter's hook) runs on it as on the real thing; what
-it hands to ``Variable.assign`` then tells by its address which elements of which tensor it is::
+A `Reserved` array has the shape and dtype of a stored tensor and lies in untouched memory pages.
+Loading code (a layer's ``load_own_variables``, a converter's hook) runs on it as on real data; the
+address of the array it passes to ``Variable.assign`` shows which elements of which tensor it is::
 
     tensor "h.0.attn.c_attn.weight", 2304 x 768 float32, reserved at 0x7f00_0000_0000
     hook:  np.reshape(x[768:].T, (768, 12, 128))   ─►   address 0x7f00_0024_0000, strides (4, 393216, 3072)
                                                    ─►   View(offset=589824, strides=(1, 98304, 768))
 
-An array elsewhere was *computed*. Which tensors went into it is known exactly, however it happened: the
-kernel says which pages were read (``mincore``), a reservation that cannot be closed is still held by
-somebody, and NumPy functions that would fill memory (casts, sums, stacks) are answered with another
-reservation. So recording a 50 GB checkpoint takes no memory worth mentioning.
+An array elsewhere was *computed*. Its input tensors are known exactly, in every case: the
+kernel reports which pages were read (``mincore``), a reservation that cannot be closed is still
+referenced, and NumPy functions that would fill memory (casts, sums, stacks) return another
+reservation. So recording a 50 GB checkpoint takes almost no memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shardload.errors import UnsupportedError
 from shardload.manifest import Tensor, View, c_strides
 
 _MINCORE_PAGES = 1 << 20
-"""Pages asked about at once: one byte of answer each."""
+"""Pages per query: one byte of result each."""
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class _AddressRange:
 
     @property
     def was_used(self) -> bool:
-        """Whether bytes were read, or somebody still holds an array of this range."""
+        """Whether bytes were read, or an array of this range is still referenced."""
         if _touched(self.start, self.tensor.nbytes):
             return True
         try:
@@ -58,12 +58,12 @@ class Reservations:
     """The reserved tensors of one recording."""
 
     used: set[str] = field(default_factory=set)
-    """Tensors whose values something computed with, or that somebody kept."""
+    """Tensors that were used in a computation, or are still referenced."""
     _ranges: list[_AddressRange] = field(default_factory=list)
-    """Live ones, by address."""
+    """Live ranges, by address."""
 
     def make(self, tensor: Tensor) -> Reserved:
-        """An array of the tensor's shape and dtype, without memory, read-only.
+        """Reserve an array of the tensor's shape and dtype, without memory, read-only.
 
         Raises:
             UnsupportedError: When the tensor is larger than the address space.
@@ -74,7 +74,7 @@ class Reservations:
         return array
 
     def locate(self, value: Any) -> View | None:
-        """The view of a reserved tensor that ``value`` is; ``None`` where it is anything else."""
+        """Return the view of a reserved tensor that ``value`` is; ``None`` if it is not a view of one."""
         if not isinstance(value, np.ndarray):
             return None
         address = _address(value)
@@ -87,14 +87,14 @@ class Reservations:
         return _as_view(value, found)
 
     def settle(self) -> None:
-        """Free every range; from here on `used` names those that were more than viewed."""
+        """Free every range; afterwards `used` names the tensors that were more than viewed."""
         for entry in self._ranges:
             if entry.was_used:
                 self.used.add(entry.tensor.name)
         self._ranges.clear()
 
     def derive(self, shape: Sequence[int], dtype: np.dtype[Any], tensors: frozenset[str]) -> Reserved:
-        """What a computation with ``tensors`` would return, without computing it."""
+        """Return a placeholder for the result of a computation with ``tensors``."""
         self.used.update(tensors)
         array, _ = _reserve(tuple(shape), dtype, name=", ".join(sorted(tensors)))
         array.tensors, array.reservations = tensors, self
@@ -102,10 +102,10 @@ class Reservations:
 
 
 class Reserved(np.ndarray[Any, np.dtype[Any]]):
-    """A stand-in for a stored tensor (or for something computed from stored tensors)."""
+    """A placeholder for a stored tensor (or for a value computed from stored tensors)."""
 
     tensors: frozenset[str]
-    """Stored tensors this is, or was computed from."""
+    """The stored tensors that this array is, or was computed from."""
     reservations: Reservations | None
 
     def __array_finalize__(self, source: Any) -> None:
@@ -129,38 +129,38 @@ class Reserved(np.ndarray[Any, np.dtype[Any]]):
         return super().__array_function__(func, types, args, kwargs)
 
     def astype(self, dtype: Any, *args: Any, **kwargs: Any) -> Any:
-        """The same view for the same dtype, else a stand-in for the cast array."""
+        """Return the same view for the same dtype, else a placeholder for the cast array."""
         wanted = np.dtype(dtype)
         if wanted == self.dtype:
             return self[...]
         return _derived((self,), self.shape, wanted)
 
     def copy(self, order: Any = "C") -> Any:
-        """The view itself: a copy has the same values."""
+        """Return the view itself: a copy has the same values."""
         return self[...]
 
     def reshape(self, *shape: Any, order: Any = "C", copy: bool | None = None) -> Any:
-        """A view where NumPy can make one, else a stand-in for the copy."""
+        """Return a view if NumPy can create one, else a placeholder for the copy."""
         if order != "C":
             return super().reshape(*shape, order=order)
         try:
             return super().reshape(*shape, copy=False)
         except ValueError:
-            # Raises again where the shape itself is wrong; a dtype of no bytes costs nothing to reshape.
+            # Raises the same error again if the shape itself is invalid; a zero-byte dtype costs nothing to reshape.
             empty = np.empty(self.shape, dtype="V0").reshape(*shape)
             return _derived((self,), empty.shape, self.dtype)
 
     def flatten(self, order: Any = "C") -> Any:
-        """As `reshape`."""
+        """Like `reshape`."""
         return self.reshape(-1, order=order)
 
     def ravel(self, order: Any = "C") -> Any:
-        """As `reshape`."""
+        """Like `reshape`."""
         return self.reshape(-1, order=order)
 
 
 def tensors_behind(value: Any) -> frozenset[str]:
-    """Stored tensors a value is known to be made of; empty where that is not known."""
+    """Return the stored tensors a value was computed from; empty if unknown."""
     return value.tensors if isinstance(value, Reserved) else frozenset()
 
 
@@ -194,7 +194,7 @@ _JOINS: dict[Any, Callable[[Any, Any], Reserved]] = {np.stack: _stack, np.concat
 
 
 def _plain(values: Any) -> Any:
-    """The same arguments with base-class arrays: NumPy then reads the zeros for real, which `mincore` sees."""
+    """Convert arguments to base-class arrays: NumPy then really reads the zeros, which `mincore` detects."""
     if isinstance(values, (tuple, list)):
         return type(values)(_plain(v) for v in values)
     return values.view(np.ndarray) if isinstance(values, Reserved) else values
@@ -227,7 +227,7 @@ def _as_view(value: NDArray[Any], found: _AddressRange) -> View | None:
     strides = []
     for length, stride, canonical in zip(value.shape, value.strides, c_strides(value.shape), strict=True):
         if length == 1:
-            strides.append(canonical)  # never stepped over
+            strides.append(canonical)  # a dim of length 1: its stride is unused
         elif value.size and (stride <= 0 or stride % item):
             return None
         else:
@@ -244,7 +244,7 @@ def _touched(start: int, nbytes: int) -> bool:
         address = ctypes.c_void_p(start + first * mmap.PAGESIZE)
         answer = ctypes.c_void_p(resident.ctypes.data)
         if _libc().mincore(address, ctypes.c_size_t(count * mmap.PAGESIZE), answer):
-            return True  # not told: assume the worst, which costs time and no correctness
+            return True  # unknown: assume it was read, which costs time but stays correct
         if resident.any():
             return True
     return False

@@ -1,15 +1,15 @@
-"""Names for the variables of a model and its optimizer that do not depend on auto-generated names.
+"""Stable names for the variables of a model and its optimizer, independent of auto-generated names.
 
-    weight     layers/dense_1/vars/0             as in ``.weights.h5``: class names, counted where they stand
+    weight     layers/dense_1/vars/0             as in ``.weights.h5``: class names, numbered by position
     seed       layers/dropout/seed_generators/0
     slot       momentums of layers/dense_1/vars/0, inner_optimizer/momentums of …
     optimizer  iteration, learning_rate, inner_optimizer/dynamic_scale
     metric     0/total                            position of the metric, name of its variable
 
-Optimizers that a model holds besides the compiled one (a GAN's) have their path before their keys and slots:
+Optimizers of a model other than the compiled one (a GAN's) prefix their keys and slots with their path:
 ``optimizers/d_optimizer/iteration``.
 
-A weight that its layer's hook does not store as it is (LoRA's factors) is named by its attribute:
+A weight that its layer's hook does not store unchanged (LoRA's factors) is named by its attribute:
 ``layers/dense_1/vars/lora_kernel_a``. Two models of the same structure have the same names, in any process.
 """
 
@@ -27,29 +27,29 @@ Variable = Any
 
 _NOT_SLOTS = frozenset({"_variables", "_trainable_variables"})
 _SHORT = {"iterations": "iteration"}
-"""Attributes whose key is what Keras names the variable."""
+"""Attributes whose key is Keras' name for the variable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What a variable is to its model."""
+    """The role of a variable in its model."""
 
     kind: str
     """``weight``, ``seed``, ``slot``, ``optimizer`` or ``metric``."""
     key: str
     """Unique among the roles of its kind."""
     slot: str | None = None
-    """Which of its weight's slots: the optimizer's attribute, ``momentums``."""
+    """The kind of slot: the optimizer's attribute, such as ``momentums``."""
     of: str | None = None
     """Key of the weight a slot belongs to."""
     name: str | None = None
     """A metric's own name."""
     optimizer: str | None = None
-    """Path of the optimizer a slot or optimizer variable belongs to, unless that is the compiled one."""
+    """Path of the optimizer of a slot or optimizer variable, unless it is the compiled one."""
 
 
 def roles_of(model: Any) -> dict[int, Role]:
-    """The role of every variable of ``model`` that training keeps, by ``id``."""
+    """Return the role of every variable of ``model`` that training keeps, by ``id``."""
     roles = _weights(model)
     keys = {i: role.key for i, role in roles.items()}
     optimizer = getattr(model, "optimizer", None)
@@ -99,7 +99,7 @@ def _optimizer(optimizer: Any, weights: dict[int, str], prefix: str = "") -> dic
 
 
 def _held(optimizer: Any, held: Any, name: str, weights: dict[int, str]) -> Iterator[tuple[Variable, Role]]:
-    """Variables of one attribute: a single one, or a list with a place for every weight."""
+    """Yield the variables of one attribute: a single one, or a list with an entry for every weight."""
     if not isinstance(held, (list, tuple, dict)):
         yield held, Role("optimizer", name)
         return
@@ -125,7 +125,7 @@ def _metrics(model: Any) -> dict[int, Role]:
 
 
 def _numbered(variables: Iterable[Variable]) -> Iterator[tuple[Variable, str]]:
-    """Each variable with its own name, ``#2`` and so on where names repeat (metrics of one ``CompileMetrics``)."""
+    """Yield each variable with its name, ``#2`` and so on where names repeat (metrics of one ``CompileMetrics``)."""
     seen: dict[str, int] = {}
     for variable in variables:
         count = seen[variable.name] = seen.get(variable.name, 0) + 1

@@ -1,7 +1,7 @@
-"""A model's training state as the tree Keras' ``get_state_tree`` makes, each leaf tied to its variable and role.
+"""A model's training state as the tree of Keras' ``get_state_tree``, with the variable and role of each leaf.
 
-    describe(model).tree          what is written: {"trainable_variables": {"dense": {"kernel": array}}, …}
-    describe(model).to_json()     stored with it: which leaf of the tree is which variable (`Role`)
+    describe(model).tree          the values to write: {"trainable_variables": {"dense": {"kernel": array}}, …}
+    describe(model).to_json()     stored with them: the role (`Role`) of each leaf
     find(model, leaves)           read back: stored leaves paired with the variables of another model, by role
 
 The tree's own names are auto-generated (``dense_7``, ``adam_1``) and never matched. Keras refuses models in which
@@ -22,7 +22,7 @@ from shardload.keras_bridge.variables import has_value, stored_dtype, unique, va
 from shardload.mapping.state_keys import Role, Variable, roles_of
 
 VERSION = 1
-"""Of ``structure.json``."""
+"""Version of ``structure.json``."""
 WEIGHTS = ("trainable_variables", "non_trainable_variables")
 """The groups that ``save_weights_only`` keeps."""
 
@@ -36,7 +36,7 @@ class StateLeaf:
     role: Role
     shape: tuple[int, ...]
     dtype: str
-    """What is stored, ``bfloat16``."""
+    """Stored dtype, such as ``bfloat16``."""
     variable: Variable
 
     @property
@@ -46,11 +46,11 @@ class StateLeaf:
 
     @property
     def key(self) -> str:
-        """Structural, unique within its kind."""
+        """Structural key, unique within its kind."""
         return self.role.key
 
     def to_json(self) -> dict[str, Any]:
-        """As in ``structure.json``."""
+        """Return the entry for ``structure.json``."""
         role = {k: v for k in ("slot", "of", "name", "optimizer") if (v := getattr(self.role, k)) is not None}
         place = {"path": list(self.path), "kind": self.kind, "key": self.key}
         return {**place, **role, "shape": list(self.shape), "dtype": self.dtype}
@@ -58,15 +58,15 @@ class StateLeaf:
 
 @dataclass(frozen=True, slots=True)
 class StateTree:
-    """The state of one model; holds its variables, not their values."""
+    """The state of one model; refers to its variables, not to their values."""
 
     leaves: tuple[StateLeaf, ...]
     form: Mapping[str, Any] = field(default_factory=dict)
-    """What the configuration does not say (`layer_settings`)."""
+    """Settings that the configuration omits (`layer_settings`)."""
 
     @property
     def tree(self) -> dict[str, Any]:
-        """The values now, nested by path: the model's own arrays, no copies.
+        """The current values, nested by path: the model's own arrays, no copies.
 
         Raises:
             UninitialisedError: When variables have no value.
@@ -86,21 +86,21 @@ class StateTree:
         return tree
 
     def weights_only(self) -> StateTree:
-        """Without optimizer and metrics, as ``save_weights_only`` stores it."""
+        """Return the tree without optimizer and metrics, as ``save_weights_only`` stores it."""
         return StateTree(tuple(leaf for leaf in self.leaves if leaf.path[0] in WEIGHTS), self.form)
 
     def to_json(self) -> dict[str, Any]:
-        """The content of ``structure.json``."""
+        """Return the content of ``structure.json``."""
         return {"version": VERSION, "leaves": [leaf.to_json() for leaf in self.leaves], "form": dict(self.form)}
 
     def still_describes(self, model: Any) -> bool:
-        """Whether the model has the same variables in the same groups as when it was described."""
+        """Whether the model still has the same variables in the same groups."""
         now = [id(v) for _, variables in _variables_by_group(model) for v in variables]
         return now == [id(leaf.variable) for leaf in self.leaves]
 
 
 def describe(model: Any) -> StateTree:
-    """Every variable training changes, with its place and role; no value is read or computed.
+    """Return the path and role of every variable that training changes; reads and computes no values.
 
     Args:
         model: A built model, compiled or not, abstract or not.
@@ -111,7 +111,7 @@ def describe(model: Any) -> StateTree:
     for group, variables in _variables_by_group(model):
         for variable in variables:
             role = roles[id(variable)]
-            # Keras assigns any entry of the group with a variable's path: another optimizer's must not be one of them.
+            # Keras assigns any entry of the group with a variable's path, so prefix other optimizers' variables.
             name = variable.path if role.optimizer is None else f"{role.optimizer}/{variable.path}"
             path = _free_path(group, name, taken)
             shape, dtype = tuple(variable.shape), stored_dtype(variable).name
@@ -120,7 +120,7 @@ def describe(model: Any) -> StateTree:
 
 
 def _variables_by_group(model: Any) -> list[tuple[str, list[Variable]]]:
-    """Keras' four groups; a variable that is in two of them belongs to the first."""
+    """Return Keras' four groups; a variable in two groups belongs to the first one."""
     others = (v for _, other in other_optimizers(model) for v in other.variables)
     optimizer = [*optimizer_variables_of(model), *others]
     groups = {
@@ -138,15 +138,15 @@ def _variables_by_group(model: Any) -> list[tuple[str, list[Variable]]]:
 
 
 def _groups_of(leaves: Iterable[StateLeaf]) -> tuple[str, ...]:
-    """All four groups, present even where empty, as Keras has them; two for weights alone."""
+    """Return all four groups, even if empty, as in Keras; two for weights alone."""
     rest = ("optimizer_variables", "metrics_variables")
     return (*WEIGHTS, *rest) if any(leaf.path[0] in rest for leaf in leaves) else WEIGHTS
 
 
 def _free_path(group: str, path: str, taken: set[str]) -> tuple[str, ...]:
-    """The variable's path, numbered where another leaf is there, above it or below it.
+    """Return the variable's path, numbered if it equals, contains or lies below another leaf's path.
 
-    Orbax joins the parts with dots, so names are kept apart in that form.
+    Orbax joins the parts with dots, so paths must differ in that form.
     """
     parts = tuple(path.split("/"))
     for found in _candidates(group, parts):
@@ -160,7 +160,7 @@ def _free_path(group: str, path: str, taken: set[str]) -> tuple[str, ...]:
 
 
 def _candidates(group: str, parts: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """The path, then numbered at its end, or at its start where something above is in the way."""
+    """Yield the path, then paths numbered at the end or, for conflicts higher up, at the start."""
     yield (group, *parts)
     for count in itertools.count(2):
         yield (group, *parts[:-1], f"{parts[-1]}#{count}")
@@ -169,7 +169,7 @@ def _candidates(group: str, parts: tuple[str, ...]) -> Iterator[tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One leaf of a step as ``structure.json`` has it."""
+    """One leaf of a step, as listed in ``structure.json``."""
 
     path: tuple[str, ...]
     role: Role
@@ -178,10 +178,10 @@ class Stored:
 
     @classmethod
     def of_json(cls, leaf: Mapping[str, Any]) -> Stored:
-        """Check and convert; foreign input.
+        """Validate and convert untrusted input.
 
         Raises:
-            SourceError: When it is not what `StateLeaf.to_json` writes.
+            SourceError: When it is not a valid leaf.
         """
         try:
             path, shape = tuple(leaf["path"]), tuple(leaf["shape"])
@@ -197,25 +197,25 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Pairing:
-    """Which stored leaf goes to which variable."""
+    """Stored leaves paired with variables."""
 
     pairs: tuple[tuple[Stored, StateLeaf], ...]
-    """Equal in role and shape; dtypes may differ, see `casts`."""
+    """Leaves and variables equal in role and shape; dtypes may differ, see `casts`."""
     missing: tuple[StateLeaf, ...]
-    """Variables of the model that nothing stored goes to."""
+    """Variables of the model without a stored leaf."""
     unexpected: tuple[Stored, ...]
-    """Stored leaves the model has no variable for."""
+    """Stored leaves without a variable in the model."""
     mismatched: tuple[tuple[Stored, StateLeaf], ...]
-    """Equal in role, not in shape."""
+    """Equal in role but not in shape."""
 
     @property
     def casts(self) -> tuple[tuple[Stored, StateLeaf], ...]:
-        """Pairs whose stored dtype is not the variable's."""
+        """Pairs whose stored dtype differs from the variable's."""
         return tuple((stored, leaf) for stored, leaf in self.pairs if stored.dtype != leaf.dtype)
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What keeps this from being one to one, a line each; casts are no problem."""
+        """Reasons why the pairing is not one to one, a line each; casts are allowed."""
         return (
             *(f"missing: {_title(leaf.role)}, for variable {leaf.variable.path!r}" for leaf in self.missing),
             *(f"unexpected: {_title(stored.role)}, stored as {'/'.join(stored.path)!r}" for stored in self.unexpected),
@@ -226,10 +226,10 @@ class Pairing:
         )
 
     def check(self, source: str = "the step") -> None:
-        """Insist that it is one to one.
+        """Check that the pairing is one to one.
 
         Raises:
-            MismatchError: With every problem, up to twenty.
+            MismatchError: Listing up to twenty problems.
         """
         if found := self.problems:
             more = f"\n  … and {len(found) - 20} more" if len(found) > 20 else ""
@@ -241,15 +241,15 @@ class Pairing:
 def find(
     model: Any, leaves: Mapping[str, Any] | Iterable[Mapping[str, Any]], *, rename: Mapping[str, str] | None = None
 ) -> Pairing:
-    """Pair what a step stores with the variables of ``model``, by role: auto-generated names play no part.
+    """Pair the leaves of a step with the variables of ``model`` by role; auto-generated names are not used.
 
     Args:
-        model: A built model; its optimizer's slots take part if they exist.
+        model: A built model; its optimizer's slots are included if they exist.
         leaves: The parsed ``structure.json``, or its ``leaves``.
         rename: Prefix of stored keys to the model's own, ``{"layers/gemma_backbone": ""}`` for a task's backbone.
 
     Raises:
-        SourceError: When ``leaves`` is not what `StateTree.to_json` makes.
+        SourceError: When ``leaves`` is not valid.
     """
     listed = leaves.get("leaves") if isinstance(leaves, Mapping) else leaves
     if not isinstance(listed, Iterable):
@@ -272,7 +272,7 @@ def _identity(role: Role, rename: Mapping[str, str]) -> tuple[str, str, str]:
 
 
 def _renamed(key: str, rename: Mapping[str, str]) -> str:
-    """The longest prefix wins; prefixes end at a slash."""
+    """Replace the longest matching prefix; prefixes end at a slash."""
     for old in sorted(rename, key=len, reverse=True):
         if key == old or key.startswith(f"{old}/") or not old:
             rest = key[len(old) :].lstrip("/")

@@ -1,17 +1,17 @@
-"""A training step into a given model: weights, seeds, optimizer and metrics, by what they are.
+"""Map a training step to an existing model by role: weights, seeds, optimizer and metrics.
 
-Steps saved by shardload say for each leaf what it is (`state_tree`), and are matched by that. Other trees (Keras' own
-callback, plain Orbax) only have names, and are matched by the names the model itself would be saved under, or by an
-explicit map; nothing is matched by likeness.
+Steps saved by shardload store the role of each leaf (`state_tree`), and are matched by role. Other trees (Keras' own
+callback, plain Orbax) only have names, and are matched by the names under which the model itself would be saved, or by
+an explicit map; nothing is matched by similarity.
 
     items         taken                              left alone ("unasked")
-    all           everything the model has a place for, an optimizer the model does not have, metrics
+    all           everything the model has too       an optimizer the model does not have, metrics
     weights       weights and seeds                  optimizer, metrics
     optimizer     the optimizer's variables          weights, seeds, metrics
     metrics       sums and counts of an epoch        weights, seeds, optimizer
 
-What a step does not hold of an optimizer (it has weights alone, or was saved before training) stays as it is in the
-model, with a note. That goes for each optimizer by itself: a GAN has two, besides the one it was compiled with.
+If a step lacks the state of an optimizer (it has weights alone, or was saved before training), that optimizer stays
+unchanged, with a note. This applies to each optimizer: a GAN has two, besides the compiled one.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ _KINDS = {
 }
 _OPTIMIZER = _KINDS["optimizer"]
 NO_OPTIMIZER = "the step holds no state of an optimizer: the model's is as it was"
-"""Note of a restore that left the optimizer alone though everything was asked for."""
+"""Note of a restore that left the optimizer unchanged although everything was requested."""
 UNTRAINED = "the step was saved before training and holds no slots of an optimizer: the model's are as they were"
-"""Note of a restore that left slots alone, as the step's optimizer had not made its own yet."""
+"""Note of a restore that left slots unchanged, because the step's optimizer had none yet."""
 _NO_OTHER = "the step holds no state of the optimizer "
 _MINOR = {"seed", "metric"}
-"""What may be missing or left over: another dropout or metric changes no weight."""
+"""Kinds that may be missing or unused: another dropout or metric changes no weight."""
 _GROUPS = {
     "trainable_variables": "weight",
     "non_trainable_variables": "weight",
     "optimizer_variables": "optimizer",
     "metrics_variables": "metric",
 }
-"""What the leaves of a tree without structure are, by the group Keras puts them in."""
+"""The kind of the leaves of a tree without structure, by Keras' group."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Paired:
-    """Tensors and variables that belong together, and what is left of both."""
+    """Paired tensors and variables, and the unpaired rest of both."""
 
     pairs: tuple[tuple[Tensor, StateLeaf], ...]
     missing: tuple[StateLeaf, ...]
@@ -65,23 +65,23 @@ class _Paired:
 
 @dataclass(frozen=True, slots=True)
 class _Left:
-    """A tensor without variable."""
+    """A tensor without a variable."""
 
     tensor: str
     kind: str
     optimizer: str | None = None
-    """As in `Role`."""
+    """Like `Role.optimizer`."""
 
 
 def leaves_optimizer_alone(note: str) -> bool:
-    """Whether a note of a restore says that the step lacks the state of an optimizer the model has."""
+    """Whether a note of a restore means that the step lacks the state of an optimizer of the model."""
     if note.startswith(_NO_OTHER):
         return not _is_of_inner_model(note.removeprefix(_NO_OTHER).partition(":")[0])
     return note == NO_OPTIMIZER
 
 
 def _is_of_inner_model(optimizer: str) -> bool:
-    """Whether the optimizer belongs to a compiled submodel, so that the outer ``fit`` does not use it."""
+    """Whether the optimizer belongs to a compiled submodel, so the outer ``fit`` does not use it."""
     return optimizer.endswith("/optimizer")
 
 
@@ -93,18 +93,18 @@ def map_state(
     rename: Mapping[str, str] | None = None,
     names: Mapping[str, str] | None = None,
 ) -> VariableMap:
-    """Which leaf of a step goes to which variable.
+    """Map the leaves of a step to variables.
 
     Args:
-        model: A built model, abstract or not; nothing of it is changed.
-        manifest: Of a training step.
+        model: A built model, abstract or not; it is not changed.
+        manifest: The manifest of a training step.
         items: ``"all"``, ``"weights"``, ``"optimizer"`` or ``"metrics"``.
         rename: Stored structural key prefix → the model's (`state_tree.find`).
-        names: Tensor name → variable path, for trees that do not say what their leaves are.
+        names: Tensor name → variable path, for trees without roles.
 
     Raises:
-        UsageError: When ``items`` is none of those, or asks for what only a compiled model has.
-        MismatchError: When ``names`` or ``rename`` name what does not exist.
+        UsageError: When ``items`` is invalid, or requires a compiled model.
+        MismatchError: When ``names`` or ``rename`` contain unknown names.
         SourceError: When the step contradicts itself.
     """
     if items not in get_args(Items):
@@ -130,13 +130,13 @@ def map_state(
 
 
 def _without(paired: _Paired, optimizer: str | None) -> _Paired:
-    """Where nothing of an optimizer is missing."""
+    """Drop an optimizer's missing variables."""
     missing = (m for m in paired.missing if m.kind not in _OPTIMIZER or m.role.optimizer != optimizer)
     return replace(paired, missing=tuple(missing))
 
 
 def _settle_others(paired: _Paired, manifest: Manifest, noted: list[str]) -> _Paired:
-    """Optimizers besides the compiled one, where step or model has none, or one that never trained; says so."""
+    """Resolve optimizers other than the compiled one that step or model lacks, or that never trained; add notes."""
     both = {leaf.role.optimizer for _, leaf in paired.pairs}
     in_step = {found.optimizer for found in paired.left} | both
     in_model = {leaf.role.optimizer for leaf in paired.missing} | both
@@ -166,16 +166,16 @@ def _fits(paired: _Paired, optimizer: str) -> bool:
 
 
 def _alone(paired: _Paired, optimizer: str) -> _Paired:
-    """Where an optimizer of the model stays as it is."""
+    """Drop an optimizer's pairs, so that the model's state stays unchanged."""
     pairs = tuple(pair for pair in paired.pairs if pair[1].role.optimizer != optimizer)
     left = tuple(replace(found, kind="") if found.optimizer == optimizer else found for found in paired.left)
     return replace(_without(paired, optimizer), pairs=pairs, left=left)
 
 
 def _is_untrained(paired: _Paired, manifest: Manifest, optimizer: str | None) -> bool:
-    """Whether a step has an optimizer that counts no iterations and has no slots: ``fit`` would have made them.
+    """Whether a step's optimizer has zero iterations and no slots: ``fit`` would have created them.
 
-    One with a count and without slots is of another kind (SGD), and does not fit an optimizer that has slots.
+    With iterations but no slots it is of another kind (SGD), and does not fit an optimizer that has slots.
     """
     pairs = [(tensor, leaf) for tensor, leaf in paired.pairs if leaf.role.optimizer == optimizer]
     kinds = [leaf.kind for _, leaf in pairs] + [found.kind for found in paired.left if found.optimizer == optimizer]

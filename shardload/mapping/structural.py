@@ -1,12 +1,12 @@
-"""Keras files: run each layer's ``load_own_variables`` on reservations and see what it assigns.
+"""Keras files: run each layer's ``load_own_variables`` on reservations and record what it assigns.
 
-Keras walks the model itself (`_keras.load_state`), so nested containers, old key layouts and objects that
-were stored once but are reachable twice are found where Keras finds them::
+Keras walks the model itself (`keras_bridge.saving.load_state`), so nested containers, old key layouts and objects
+stored once but reachable twice are found where Keras finds them::
 
     manifest "layers/dense/vars/0" ─► entry("layers/dense")["0"] = reserved ─► layer.kernel.assign(view of it)
 
-Each call is a `Visit`. A visit whose hook only viewed its tensors becomes bindings; one that computed
-becomes a `LayerStep` that later gets the real bytes. What hooks do to attributes is undone after recording.
+Each call is a `Visit`. A visit that only viewed its tensors becomes bindings; one that computed
+becomes a `LayerStep` that later gets the real bytes. Changes to attributes are undone after recording.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _LEGACY = "_layer_checkpoint_dependencies"
 
 
 def map_keras(model: Any, manifest: Manifest, *, optimizer: bool = True) -> VariableMap:
-    """Which tensor of a Keras file goes to which variable of ``model``, as the layers' own hooks have it.
+    """Map the tensors of a Keras file to variables of ``model``, according to the layers' own hooks.
 
     Args:
-        model: A built model, abstract or not; nothing of it is changed.
+        model: A built model, abstract or not; it is not changed.
         manifest: Of a format whose ``tensor_names`` are Keras'.
-        optimizer: Whether what is stored of an optimizer goes to the model's.
+        optimizer: Whether to map stored optimizer state.
     """
     own = {n: t for n, t in manifest.tensors.items() if not n.startswith(_TASK)}
     head = {n.removeprefix(_TASK): t for n, t in manifest.tensors.items() if n.startswith(_TASK)}
@@ -71,11 +71,11 @@ def map_keras(model: Any, manifest: Manifest, *, optimizer: bool = True) -> Vari
 
 @dataclass(slots=True, eq=False)
 class RecordedAssign:
-    """One ``assign`` seen while recording."""
+    """One ``assign`` recorded."""
 
     variable: Variable
     view: View | None
-    """``None`` where the value was computed."""
+    """``None`` if the value was computed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -84,7 +84,7 @@ class Visit:
 
     path: str
     tensors: Mapping[str, Tensor]
-    """What the file holds for it, by key."""
+    """The tensors stored for it, by key."""
     reservations: Reservations = field(default_factory=Reservations)
     saveable: Any = None
     read: set[str] = field(default_factory=set)
@@ -93,15 +93,15 @@ class Visit:
     error: Exception | None = None
 
     def reserve(self, key: str) -> Any:
-        """The stand-in for one of its tensors."""
+        """Return the placeholder for one of its tensors."""
         tensor = self.tensors[key]
         self.read.add(tensor.name)
         return self.reservations.make(tensor)
 
     @property
     def computing(self) -> set[str]:
-        """Tensors whose bytes the hook needs, beyond viewing them."""
-        # What is read for no variable is kept elsewhere (the idf weights of a StringLookup), as more than a stand-in.
+        """Return the tensors whose bytes the hook needs, beyond viewing them."""
+        # A tensor read for no variable is kept elsewhere (the idf weights of a StringLookup), so it needs real bytes.
         used = self.reservations.used | (self.read - {e.view.tensor for e in self.assigned if e.view})
         dtypes = {t.name: t.dtype for t in self.tensors.values()}
         used.update(e.view.tensor for e in self.assigned if e.view and _narrows(dtypes[e.view.tensor], e.variable))
@@ -113,7 +113,7 @@ class Visit:
 
 
 class Walk:
-    """One walk of Keras over ``root``, recorded."""
+    """One recorded walk of Keras over ``root``."""
 
     def __init__(self, root: Any, tensors: Mapping[str, Tensor], *, skip: Iterable[Any] = ()) -> None:
         self.root = root
@@ -122,13 +122,13 @@ class Walk:
         self._groups, self._folders = _index(tensors)
 
     def record(self) -> None:
-        """Visit everything; `visits` holds the result."""
+        """Visit everything; `visits` contains the result."""
         with assignments_to(self._assign):
             load_state(self.root, self, skip=self.skip)
         self._settle()
 
     def entry(self, path: str) -> Entry:
-        """Begin the next visit: called by Keras right before ``load_own_variables``."""
+        """Begin the next visit; Keras calls this right before ``load_own_variables``."""
         self._settle()
         group = self._groups.get(path, {})
         if not group and path and _LEGACY in self._folders:
@@ -142,7 +142,7 @@ class Walk:
 
     @contextmanager
     def visit(self, saveable: Any, path: str) -> Iterator[Callable[[Exception | None], None]]:
-        """Attach ``saveable`` to the visit that begins inside, and undo what its hook does to it."""
+        """Attach ``saveable`` to the visit that begins inside; afterwards undo its hook's changes to attributes."""
         before, snapshot = len(self.visits), AttributeSnapshot.of(saveable)
 
         def failed(error: Exception | None) -> None:
@@ -158,7 +158,7 @@ class Walk:
             self._again(self.visits[before], snapshot)
 
     def _again(self, visit: Visit, snapshot: AttributeSnapshot) -> None:
-        """A hook that takes traced values back to NumPy: run it for real, on zeros."""
+        """Run a hook that converts traced values to NumPy again, for real, on zeros."""
         entry = self.entry(visit.path)
         again = self.visits[-1]
         again.saveable = visit.saveable
@@ -188,7 +188,7 @@ class Walk:
 
 
 def _index(tensors: Mapping[str, Tensor]) -> tuple[dict[str, dict[str, Tensor]], set[str]]:
-    """Tensors by group path and key, in HDF5's order of keys; and every path that exists."""
+    """Return tensors by group path and key, in HDF5's order of keys, and every existing path."""
     groups: dict[str, dict[str, Tensor]] = {}
     folders: set[str] = set()
     for name in sorted(tensors, key=str.encode):
@@ -201,7 +201,7 @@ def _index(tensors: Mapping[str, Tensor]) -> tuple[dict[str, dict[str, Tensor]],
 
 
 def _narrows(stored: np.dtype[Any], variable: Variable) -> bool:
-    """Whether integers lose bits: TensorFlow counts steps in int64, JAX in int32. Their values must be looked at."""
+    """Whether integers lose bits, so that values must be checked: TensorFlow counts steps in int64, JAX in int32."""
     wanted = stored_dtype(variable)
     return stored.kind in "iu" and wanted.kind in "iu" and not np.can_cast(stored, wanted)
 
@@ -254,9 +254,9 @@ def _summarise(model: Any, manifest: Manifest, walks: list[Walk], notes: tuple[s
 
 
 def _idle_optimizers(model: Any, visits: list[Visit], left: Mapping[str, Tensor]) -> list[str]:
-    """Paths of optimizers, besides the compiled one, whose state is stored and not taken; Keras goes on without it.
+    """Return paths of optimizers besides the compiled one with stored but unused state; Keras ignores them too.
 
-    The model has not built them yet, or does not have them, as it gets them in a ``compile`` of its own.
+    The model has not built them yet, or lacks them, because it creates them in its own ``compile``.
     """
     found = [v.path for v in visits if v.tensors and not v.read and isinstance(v.saveable, keras.optimizers.Optimizer)]
     if has_own_compile(model):
@@ -268,14 +268,14 @@ def _idle_optimizers(model: Any, visits: list[Visit], left: Mapping[str, Tensor]
 
 
 def _declined(visit: Visit) -> list[str]:
-    """Tensors that a layer's own hook, not Keras', was offered and left unread: it makes those values itself."""
+    """Return tensors that were offered to a layer's custom hook but not read: it creates those values itself."""
     if has_keras_hook(visit.saveable):
         return []
     return [t.name for t in visit.tensors.values() if t.name not in visit.read]
 
 
 def _made_by_hook(visit: Visit) -> list[Variable]:
-    """Variables that a layer's own hook, not Keras', leaves as they are, though it read all that it saved."""
+    """Return variables that a layer's custom hook leaves unchanged, though it read everything that it saved."""
     if has_keras_hook(visit.saveable) or not visit.tensors or _declined(visit):
         return []
     assigned = {id(event.variable) for event in visit.assigned}
@@ -292,7 +292,7 @@ def _declining(visit: Visit) -> str:
 
 
 def _sort_out(visits: list[Visit]) -> tuple[list[Visit], list[Visit]]:
-    """Visits that worked; and of each saveable that never did, the one for which the file held most."""
+    """Return visits that worked; and for each saveable without one, the failed visit with the most tensors."""
     good = list({(id(v.saveable), v.path): v for v in visits if v.error is None}.values())  # Keras retries parents
     done = {id(v.saveable) for v in good}
     worst: dict[int, Visit] = {}
@@ -305,7 +305,7 @@ def _sort_out(visits: list[Visit]) -> tuple[list[Visit], list[Visit]]:
 
 
 def _bind(visits: list[Visit], names: Mapping[int, str]) -> tuple[tuple[Binding, ...], list[LayerStep]]:
-    """Bindings of the last view each variable is given, and one step per visit that has anything to do."""
+    """Return bindings of each variable's last view, and one step per visit that has anything to do."""
     kept: dict[int, tuple[Visit, RecordedAssign]] = {}
     for visit in visits:
         computing = visit.computing
@@ -354,13 +354,13 @@ def _computed(step: LayerStep, names: Mapping[int, str]) -> Computed | None:
 
 
 def _mismatches(visit: Visit) -> list[Mismatch]:
-    """What a failed visit disagrees about; nothing of Keras' own hooks without tensors: those are missing."""
+    """Return the mismatches of a failed visit; none for Keras' own hooks without tensors: those are missing."""
     if not visit.tensors and has_keras_hook(visit.saveable):
         return []
     own = stored_variables(visit.saveable)
     pairs = [(v, visit.tensors.get(str(i))) for i, v in enumerate(own)]
     found = [_disagree(v, t.name, t.shape) for v, t in pairs if t is not None and t.shape != tuple(v.shape)]
-    if visit.mismatch in found:  # the hook goes by index, as Keras' own does: tell all, not only the first
+    if visit.mismatch in found:  # the hook goes by index, as Keras' own does: report all, not only the first
         return found
     if visit.mismatch is not None:
         return [visit.mismatch]

@@ -1,4 +1,4 @@
-"""The way out of a name that is not there."""
+"""Suggest existing names for an unknown one."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ SHOWN = 4
 
 
 def nearest(wanted: str, known: Iterable[str]) -> str:
-    """Which of the names that exist were most likely meant: those that end alike first, else some of them.
+    """Suggest the most likely existing names: those with the same ending first, else some of them.
 
     Returns:
-        ``" Closest are 'a', 'b'"``, ``" It has 'x', 'y', …"``, or nothing when there are none.
+        ``" Closest are 'a', 'b'"``, ``" It has 'x', 'y', …"``, or an empty string if there are none.
     """
     names = sorted(set(known))
     ending = wanted.rsplit("/", 2)[-2:]

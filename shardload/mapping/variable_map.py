@@ -1,9 +1,9 @@
-"""What a checkpoint's tensors mean for a model's variables, and the steps that will fill them.
+"""The mapping of a checkpoint's tensors to a model's variables, and the steps that fill them.
 
     Binding    variable ◄── view of one tensor            streamed: planned, read in blocks, never whole on the host
     Computed   variables ◄─ a hook's arithmetic ◄─ tensors  read whole, one layer at a time, on the host
-    missing    weights nothing provides                   state        seeds, metrics, slots: to be initialised
-    unused     tensors nobody asked for                   unasked      the same, of parts the model does not have
+    missing    weights without a source                   state        seeds, metrics, slots: to be initialised
+    unused     tensors that nothing asked for             unasked      the same, for parts the model does not have
     mismatched variable and tensor disagree
 
 Names of bindings are variable paths; where two variables share a path, the later ones get ``#2``, ``#3``.
@@ -26,42 +26,42 @@ Variable = Any
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """One variable that is a view of one tensor."""
+    """A variable that is a view of one tensor."""
 
     name: str
     """Unique: the variable's path, with ``#2`` where another variable has the same one."""
     variable: Variable
     view: View
-    """Its shape is the variable's."""
+    """The view; its shape is the variable's."""
     dtype: np.dtype[Any]
-    """What the variable stores."""
+    """The variable's dtype."""
     stored: np.dtype[Any]
-    """What the tensor stores; differs where the load casts."""
+    """The tensor's dtype; differs if the load casts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """Variables whose values a layer's or converter's own code computes."""
+    """Variables whose values a layer's or converter's code computes."""
 
     owner: str
-    """Whose code: ``layer 'dense' (layers/dense)``, ``converter convert_mixtral``."""
+    """The code: ``layer 'dense' (layers/dense)``, ``converter convert_mixtral``."""
     names: tuple[str, ...]
     variables: tuple[Variable, ...]
     tensors: tuple[str, ...]
-    """Read whole for it; empty where the code makes its values from nothing (LoRA's zeros)."""
+    """Tensors to read whole; empty if the code needs none (LoRA's zeros)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A variable and a tensor that disagree, or a layer whose hook refused."""
+    """A variable and a tensor that disagree, or a layer whose hook failed."""
 
     variable: str
     tensor: str
-    """Empty where the layer failed before any tensor."""
+    """Empty if the layer failed before any tensor."""
     expected: tuple[int, ...] | None
     """The variable's shape."""
     found: tuple[int, ...] | None
-    """The shape offered."""
+    """The tensor's shape."""
     message: str
 
     def __str__(self) -> str:
@@ -69,14 +69,14 @@ class Mismatch:
 
 
 class Runtime(Protocol):
-    """What a step may use while it runs."""
+    """Operations a step may use while it runs."""
 
     def read(self, tensor: str) -> NDArray[Any]:
-        """A whole tensor, real bytes, in memory of its own (writable)."""
+        """Read a whole tensor into a separate, writable array."""
         ...
 
     def take(self, name: str) -> Any:
-        """The finished, sharded array of a binding, handed over."""
+        """Return the finished, sharded array of a binding, and release it."""
         ...
 
     def assign(self, variable: Variable, value: Any, assign: Callable[[Variable, Any], Any]) -> Any:
@@ -84,16 +84,16 @@ class Runtime(Protocol):
         ...
 
     def compute(self, variable: Variable, value: Any, assign: Callable[[Variable, Any], Any]) -> Any:
-        """Assign a value that code computed: placed into the variable's layout first."""
+        """Assign a computed value: first placed in the variable's layout."""
         ...
 
 
 class Step(Protocol):
-    """Part of a load that runs when all it needs has arrived: one layer's hook, one variable, one converter."""
+    """A part of a load that runs when all its inputs have arrived: one layer's hook, one variable, one converter."""
 
     @property
     def owner(self) -> str:
-        """Whose code runs, for messages."""
+        """The code that runs, for messages."""
         ...
 
     @property
@@ -118,29 +118,29 @@ class Step(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class VariableMap:
-    """Everything known about which tensor goes where before a byte of data is read."""
+    """Everything decided about the mapping before any data is read."""
 
     bindings: tuple[Binding, ...]
     computed: tuple[Computed, ...]
     missing: tuple[str, ...]
-    """Weights of the model nothing provides."""
+    """Weights of the model without a source."""
     missing_variables: tuple[Variable, ...]
-    """The same, as variables."""
+    """The same weights, as variables."""
     state: tuple[Variable, ...]
-    """Seeds, metrics and optimizer variables nothing provides: to be initialised where they have no value."""
+    """Seeds, metrics and optimizer variables without a source: initialised if they have no value."""
     unused: tuple[str, ...]
-    """Tensors nothing took; those a layer's own ``load_own_variables`` was offered and left are in `notes` instead."""
+    """Unused tensors; those that a layer's own ``load_own_variables`` did not read are in `notes` instead."""
     unasked: tuple[str, ...]
-    """Tensors nothing took, of parts this model does not have: an optimizer's state, a task's head."""
+    """Unused tensors of parts that this model lacks: an optimizer's state, a task's head."""
     mismatched: tuple[Mismatch, ...]
     notes: tuple[str, ...]
-    """What loading code printed or warned about."""
+    """Output and warnings of loading code."""
     steps: tuple[Step, ...]
-    """In the order Keras would have run them."""
+    """In the order Keras would run them."""
     refused: tuple[tuple[str, Variable], ...] = ()
-    """Weights that get no value because they, or others of their layer, are mismatched; by name."""
+    """Weights without a value because they, or others of their layer, are mismatched; by name."""
     absent: tuple[str, ...] = ()
-    """Names a converter asked for that the checkpoint does not have."""
+    """Names a converter asked for that the checkpoint lacks."""
 
     @property
     def provided(self) -> tuple[Variable, ...]:
@@ -149,7 +149,7 @@ class VariableMap:
         return tuple({id(v): v for v in found}.values())
 
     def without_mismatched(self) -> VariableMap:
-        """The same without what disagrees: layers that refused are left alone, their weights missing."""
+        """Return the mapping without mismatches: layers that failed are skipped, their weights missing."""
         return replace(
             self,
             mismatched=(),
@@ -162,18 +162,18 @@ class VariableMap:
 def refused_among(
     weights: Iterable[Variable], covered: Iterable[Variable], provided: Iterable[Variable], names: Mapping[int, str]
 ) -> tuple[tuple[str, Variable], ...]:
-    """Weights that are covered by something mismatched and provided by nothing else, by name."""
+    """Return weights with a mismatch and no other source, by name."""
     ours, have = {id(v) for v in weights}, {id(v) for v in provided}
     return tuple((names[id(v)], v) for v in covered if id(v) in ours and id(v) not in have)
 
 
 @dataclass(frozen=True, slots=True)
 class DirectStep:
-    """One variable, assigned as it is."""
+    """Assignment of one variable, without layer code."""
 
     binding: Binding
     saveable: ClassVar[None] = None
-    """No code runs, no attribute changes."""
+    """None: no code runs, no attribute changes."""
     computes: ClassVar[bool] = False
 
     @property
@@ -183,7 +183,7 @@ class DirectStep:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Its one binding."""
+        """The name of its binding."""
         return (self.binding.name,)
 
     def run(self, runtime: Runtime) -> None:
@@ -193,7 +193,7 @@ class DirectStep:
 
 
 def variable_names(variables: Iterable[Variable]) -> dict[int, str]:
-    """A unique name for each variable, by ``id``: its path, numbered where paths repeat."""
+    """Return a unique name for each variable, by ``id``: its path, numbered where paths repeat."""
     names: dict[int, str] = {}
     seen: dict[str, int] = {}
     for variable in variables:
@@ -206,7 +206,7 @@ def variable_names(variables: Iterable[Variable]) -> dict[int, str]:
 def split_missing(
     weights: Iterable[Variable], everything: Iterable[Variable], provided: Iterable[Variable], names: Mapping[int, str]
 ) -> tuple[tuple[str, ...], tuple[Variable, ...], tuple[Variable, ...]]:
-    """Names of weights without source, the same as variables, and other state without source."""
+    """Return the names of weights without a source, the same weights as variables, and other state without one."""
     have = {id(v) for v in provided}
     weights = list({id(v): v for v in weights}.values())
     ours = {id(v) for v in weights}
