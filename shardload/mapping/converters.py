@@ -73,7 +73,7 @@ def _summarise(model: Any, manifest: Manifest, recordings: list[Recording]) -> V
     covered = [v for v in weights if v.path in wrong]
     plain: dict[int, str] = {}
     if not any(r.absent for r in recordings):
-        # The converter found all it asked for, so fixed tables it never asks for (rotary frequencies) keep their values.
+        # The converter found all it asked for, so fixed tables it never requests (rotary tables) keep their values.
         have = {id(p) for p in (*provided, *covered)}
         weights = [v for v in weights if v.trainable or id(v) in have]
         # So do constant biases it never asks for, like Gemma 3n's in KerasHub's MobileNet, but not random values.

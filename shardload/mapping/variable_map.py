@@ -84,7 +84,7 @@ class Runtime(Protocol):
         ...
 
     def compute(self, variable: Variable, value: Any, assign: Callable[[Variable, Any], Any]) -> Any:
-        """Assign a computed value: first placed in the variable's layout."""
+        """Place a computed value in the variable's layout, then assign it."""
         ...
 
 
@@ -112,7 +112,7 @@ class Step(Protocol):
         ...
 
     def run(self, runtime: Runtime) -> None:
-        """Assign."""
+        """Assign the values of this step."""
         ...
 
 

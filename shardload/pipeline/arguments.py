@@ -14,7 +14,7 @@ from shardload.units import dtype_name, parse_bytes
 
 
 def check_model(model: Any) -> None:
-    """Check that an object is a model that can be filled.
+    """Check that ``model`` is a Keras model that can be filled.
 
     Raises:
         UsageError: When it is not a Keras model.

@@ -127,7 +127,7 @@ class TensorPart:
     """The view of each variable in this region, by target index."""
 
     def key(self, targets: Sequence[Target]) -> Hashable:
-        """A key that is equal for parts cut the same way: layers repeat, so one of them is planned and copied."""
+        """Return a key equal for parts cut the same way: layers repeat, so one of them is planned and copied."""
         tensor, region = self.tensor, self.region
         views = (
             (seen.view.offset, seen.view.shape, seen.view.strides, seen.box, targets[i].layout, targets[i].dtype)
@@ -142,7 +142,7 @@ class TensorPart:
         return max(1, leads.pop() if len(leads) == 1 else self.region.size)
 
     def ranges(self) -> list[tuple[int, int]]:
-        """First and last element of each variable, half-open, sorted."""
+        """Return the element range of each variable, half-open, sorted."""
         found = []
         for seen in self.seen.values():
             start = address(seen.view, seen.box.start)
@@ -190,7 +190,7 @@ class Planner:
         check_cast(tensor.dtype, target.dtype, variable=target.name, tensor=view.tensor)
 
     def blocks(self) -> tuple[Block, ...]:
-        """All blocks, per file by offset."""
+        """Return all blocks, per file by offset."""
         wanted = {name: tensor for name, tensor in self.tensors.items() if name in self.by_tensor}
         return tuple(block for place in in_file_order(wanted) for block in self._region_blocks(*place))
 

@@ -25,7 +25,7 @@ ALIGNMENT_BYTES = 64
 """Alignment PJRT requires to adopt a host buffer on CPU."""
 HUGE_PAGE_BYTES = 2 << 20
 MAPPED_BYTES = 128 << 10
-"""Larger buffers are mapped separately, so that freeing them returns their memory to the system."""
+"""Buffers of at least this size are mapped separately, so that freeing them returns memory to the system."""
 
 
 def memory(n_bytes: int) -> NDArray[np.uint8]:

@@ -68,7 +68,7 @@ class Grid:
 
     @classmethod
     def rows(cls, start: int, target: NDArray[Any], *, n_bytes: int, row_bytes: int, pitch_bytes: int) -> list[Grid]:
-        """Split ``n_bytes`` in rows of ``row_bytes`` (the last maybe shorter), ``pitch_bytes`` apart in ``target``."""
+        """Split ``n_bytes`` into rows of ``row_bytes`` (the last may be shorter) at ``pitch_bytes`` in ``target``."""
         count, rest = divmod(n_bytes, row_bytes)
         address = target.ctypes.data
         found = [cls(start, address, row_bytes, (count,), (row_bytes,), (pitch_bytes,))] if count else []

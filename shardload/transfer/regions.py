@@ -24,7 +24,7 @@ from shardload.sharding.bounds import Bounds
 SCRATCH_BYTES = 64 << 20
 """Most scratch per transfer, with fewer threads if necessary: 8 MiB for each of eight."""
 CHECKING_BYTES = SCRATCH_BYTES + (64 << 20)
-"""The same, if verified units are kept or prefetched as well."""
+"""Most scratch per transfer if verified units are kept or prefetched as well."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -192,7 +192,7 @@ def grid_of(block: Block, part: CopyPart, itemsize: int) -> Grid:
 
 
 def copy(target: NDArray[Any], source: NDArray[Any]) -> None:
-    """``target[...] = source.astype(target.dtype)``, bit for bit, releasing the GIL where possible."""
+    """Copy like ``target[...] = source.astype(target.dtype)``, bit for bit, releasing the GIL where possible."""
     if target.dtype == source.dtype:
         bits = _UNSIGNED.get(target.dtype.itemsize)
         if bits is None:

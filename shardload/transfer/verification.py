@@ -88,7 +88,7 @@ class TransferVerification:
             self.verified.release(block)
 
     def read_bytes(self) -> int:
-        """Bytes read from files; call it after the transfer."""
+        """Return the bytes read from files; call it after the transfer."""
         used = sum(block.read_bytes for block in self.plan.blocks if not self._is_verified(block))
         return used + self.verifier.bytes_checked - self._before
 

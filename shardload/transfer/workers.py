@@ -108,7 +108,7 @@ class _Table(Generic[T]):
         while (task := self.jobs.get()) is not None:
             if not self.closed:
                 self._do(*task)
-            del task  # it holds memory of shards
+            del task  # it refers to shard memory
         self.jobs.put(None)  # stops the next thread
 
     def _do(self, job: Any, work: Callable[[], T]) -> None:
