@@ -26,6 +26,7 @@ LOOK_S = 0.5
 _SWALLOWING = "_xla_gc_callback"
 """JAX's garbage collection callback, in which exceptions are printed and dropped."""
 _RETRY_S = 0.02
+"""Delay before a signal that arrived in this callback is sent again."""
 
 
 @contextlib.contextmanager

@@ -50,7 +50,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         directory: The folder of the steps, created if missing; a relative path is resolved when the callback is made.
         monitor: The metric that ranks steps.
         verbose: 1 prints a line for every save.
-        save_best_only: Save only if ``monitor`` beats the best value so far; the best step is kept among later ones.
+        save_best_only: Save only if ``monitor`` beats the best value so far; later steps do not displace the best one.
         mode: ``min``, ``max``, or ``auto``: the direction of the metric of that name.
         save_freq: ``"epoch"``, or a number of batches.
         initial_value_threshold: The initial value of ``monitor`` to beat.

@@ -29,6 +29,7 @@ WAIT_S = 0.25
 """Interval at which a waiting thread checks whether other requests made progress."""
 _URL = re.compile(r"(s3|gs|https?)://", re.ASCII)
 _SHOWN = 300
+"""The number of characters of a store's message shown in an error."""
 
 
 def is_url(source: object) -> bool:
