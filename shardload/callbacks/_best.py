@@ -90,7 +90,7 @@ class Found:
 
 
 def find_best(steps: Sequence[StepInfo], by: BestRule, *, read_bytes: int) -> Found:
-    """Return the best undamaged step, and the damaged steps ranked above it. Steps larger than ``read_bytes`` are not read."""
+    """Return the best undamaged step, and the damaged steps ranked above it. Reads steps up to ``read_bytes`` only."""
     unknown = (info for info in steps if info.hides_rank)
     damaged: list[tuple[int, float | None, str]] = [(info.step, None, str(info.problems)) for info in unknown]
     for info in by.best(info for info in steps if info.ours):
