@@ -28,7 +28,7 @@ from shardload.keras_bridge.recording import quantize_without_values
 from shardload.keras_bridge.saving import saved_objects
 
 _INT8 = "int8"
-_MAX_RANK = 1 << 20
+_MAX_RANK = 1 << 20  # structure.json is untrusted input, and no real rank is larger
 
 
 def form_of(model: Any) -> dict[str, dict[str, Any]]:

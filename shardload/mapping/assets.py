@@ -23,7 +23,7 @@ from shardload.transfer.verifier import Verifier
 
 ITEM = "assets"
 """The item of a step; Keras' own name for it."""
-_ROWS_BYTES = 1 << 20
+_ROWS_BYTES = 1 << 20  # copied at once, so that a large file is never in memory whole
 
 
 def load_assets(model: Any, manifest: Manifest, *, check: Verifier | None = None) -> None:

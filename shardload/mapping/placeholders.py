@@ -32,7 +32,7 @@ from shardload.errors import UnsupportedError
 from shardload.manifest import Tensor, View, c_strides
 
 _MINCORE_PAGES = 1 << 20
-"""Pages per query: one byte of result each."""
+"""Pages per `mincore` query, which returns a byte for each."""
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ callback, plain Orbax) only have names, and are matched by the names under which
 an explicit map; nothing is matched by similarity.
 
     items         taken                              left alone ("unasked")
-    all           everything the model has too       an optimizer the model does not have, metrics
+    all           everything the model also has      an optimizer that the model lacks, metrics
     weights       weights and seeds                  optimizer, metrics
     optimizer     the optimizer's variables          weights, seeds, metrics
     metrics       sums and counts of an epoch        weights, seeds, optimizer

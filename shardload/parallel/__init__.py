@@ -1,4 +1,4 @@
-"""Layouts: which dim of which variable is split over which mesh axis. Pure arithmetic over layer objects.
+"""Choose layouts, the mesh axes that split each dim of a variable, by pure arithmetic over layer objects.
 
 Roles describe the meaning of each dim and the best one to split (`roles`); rules come from users
 (`rules`); `auto` turns either into layouts that divide evenly, and into fallbacks to report where it cannot.

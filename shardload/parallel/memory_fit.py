@@ -10,7 +10,7 @@ from shardload.sharding.mesh import DEFAULT_AXES, MeshSpec
 
 MARGIN = 0.1
 """Fraction of device memory reserved for activations, the generation cache and the runtime; a lower bound."""
-MAX_DEVICES = 4096
+MAX_DEVICES = 4096  # the largest mesh that `smallest_mesh` tries
 
 
 @dataclass(frozen=True, slots=True)

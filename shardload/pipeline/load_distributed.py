@@ -145,7 +145,7 @@ class JointLoad:
         )
 
     def _draw(self) -> int:
-        """Draw a seed derived from the user's own state without changing that state."""
+        """Draw a seed derived from the user's own state without changing that state; differs for each call."""
         drawn = random.Random()
         drawn.setstate(random.getstate())
         assert self._joint is not None

@@ -46,7 +46,7 @@ class Target:
 
     name: str
     view: View
-    """Which elements of which tensor; ``view.shape`` is the variable's shape."""
+    """The tensor elements of the variable; ``view.shape`` is its shape."""
     dtype: np.dtype[Any]
     layout: Layout
 
@@ -69,7 +69,7 @@ class Block:
 
     tensor: str
     path: str
-    """The file that is read (for a decoded tensor, the first one)."""
+    """The file to read (for a decoded tensor, the first one)."""
     offset: int
     """Byte offset in the file; meaningful for extents only."""
     start: int

@@ -1,7 +1,7 @@
 """Dtype casts that a load may make, decided before any byte is read.
 
 Float to float and integer to float round to nearest even, as NumPy and JAX do; integer to integer only
-where every value survives. Anything else would change what the weights mean and is refused.
+where every value survives. Any other cast would change the meaning of the weights and raises.
 """
 
 from __future__ import annotations

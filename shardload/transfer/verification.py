@@ -83,7 +83,7 @@ class TransferVerification:
             _check(self.verifier, block.path, block.offset, block.read_bytes)
 
     def after(self, block: Block) -> None:
-        """Release what was kept for a block that has been moved."""
+        """Release units kept for a block that has been moved."""
         if self.verified is not None and self._is_verified(block):
             self.verified.release(block)
 
