@@ -3,7 +3,7 @@
     path ─► recognise (first bytes, folder contents) ─► FormatSpec ─► open_file │ open_folder ─► Manifest
                  `_recognise`                            `registry`     one loader module
 
-No loader reads tensor data while opening, and none trusts a header: whatever a `Manifest` says lies inside its files.
+No loader reads tensor data while opening, and none trusts a header: every extent in a `Manifest` is inside its file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every loader owes its readers: extents inside their file, none over another, no name twice."""
+"""Checks shared by all loaders: extents end inside their file, none overlap, and names are unique."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from shardload.errors import SourceError, TruncatedSourceError
 from shardload.manifest import Chunked, Decoded, Extent, Packed, Tensor
 
 MAX_RANK = 32
-"""HDF5's limit, and more than any weight has."""
+"""HDF5's limit; no real weight has as many dims."""
 MAX_DIM = (1 << 63) - 1
 
 
 def collect(tensors: Iterable[Tensor], *, files: Mapping[str, int]) -> dict[str, Tensor]:
-    """Tensors by name, in file order (files as listed, then by offset; decoded ones after their file's extents).
+    """Return tensors by name, in file order (files as listed, then by offset; decoded ones after their file's extents).
 
     Args:
         tensors: What the headers describe.
-        files: Size in bytes of every file that holds tensor data.
+        files: Size in bytes of every file with tensor data.
 
     Raises:
         SourceError: When a name appears twice, a shape is absurd, or two extents overlap.
@@ -64,7 +64,7 @@ def _check(tensor: Tensor, files: Mapping[str, int]) -> None:
 
 
 def _runs(tensor: Tensor) -> Iterator[tuple[str, int, int]]:
-    """Path, first byte and one past the last byte of every raw run of a tensor."""
+    """Yield path, first byte and end (exclusive) of every raw run of a tensor."""
     match tensor.storage:
         case Extent(path, offset):
             yield path, offset, offset + tensor.nbytes
@@ -76,7 +76,7 @@ def _runs(tensor: Tensor) -> Iterator[tuple[str, int, int]]:
 
 
 def _packed_runs(tensor: Tensor) -> Iterator[tuple[str, int, int]]:
-    """The same of what decodes as a whole. Two of those may share their bytes: equal chunks, kept once."""
+    """Like `_runs`, for packed storage. Two packed chunks may share bytes: equal chunks are stored once."""
     cells = tensor.storage.extents.values() if isinstance(tensor.storage, Chunked) else (tensor.storage,)
     for packed in cells:
         if isinstance(packed, Packed):
@@ -84,7 +84,7 @@ def _packed_runs(tensor: Tensor) -> Iterator[tuple[str, int, int]]:
 
 
 def _is_text(name: str) -> bool:
-    """Whether a name can be printed and written: JSON escapes can smuggle in halves of characters."""
+    """Whether a name can be printed and written: JSON escapes can smuggle in lone surrogates."""
     return not any("\ud800" <= char <= "\udfff" for char in name)
 
 

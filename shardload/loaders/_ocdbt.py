@@ -1,10 +1,10 @@
-"""Where OCDBT, TensorStore's B-tree of small files, keeps each value.
+"""Locate each value in OCDBT, TensorStore's B-tree of small files.
 
     manifest.ocdbt ─► root node ─► inner nodes ─► leaf nodes:  key ─► inline bytes (at most 1 KiB)
     (each node: a run of a file under d/)                       key ─► file, offset, length
 
 Merged checkpoints refer to the folders of the processes that wrote them: ``ocdbt.process_0/`` + ``d/1d35…``. All of
-it is untrusted: a reference must stay in its folder and inside its file, and a node is looked at before TensorStore
+it is untrusted: a reference must stay in its folder and inside its file, and a node is checked before TensorStore
 inflates it, since a zstd frame can grow 32 768-fold.
 """
 
@@ -25,20 +25,20 @@ from shardload.stores import file_access
 
 MANIFEST = "manifest.ocdbt"
 MAX_MANIFEST_BYTES = 1 << 20
-"""Sixteen versions at most are listed in it; Orbax writes one."""
+"""It lists at most sixteen versions; Orbax writes one."""
 MAX_NODE_BYTES = 1 << 27
-"""Stored or inflated; Orbax asks for at most 100 MB inflated."""
+"""Limit on a node, stored or inflated; Orbax requests at most 100 MB inflated."""
 MAX_HEIGHT = 16
 MAX_KEYS = 1 << 20
-"""A million chunks; the largest runs on record write some hundred thousand."""
+"""A million chunks; the largest published runs write a few hundred thousand."""
 MAX_VISITS, VISITS_FLOOR_BYTES = 4, 1 << 16
-"""Bytes of nodes read for each byte of the files they are in. Each node has one parent; where stores were copied into
-one another a few have several, but a chain of nodes that all have the next one for a child 99 times has no end."""
+"""Bytes of nodes read per byte of their files. A node normally has one parent, and a few where stores were merged;
+without a limit, a chain of nodes that each list the next one as a child 99 times would never end."""
 _LABELS = re.compile(
     r'^[A-Z_]+: |Error (?:reading|opening|decoding)[^:]*"[^"]*": |Error parsing object member "metadata": '
 )
 _ADDED = re.compile(r" \[[a-z_ ]+=|; at (?:uncompressed )?byte ")
-"""What begins and what ends the text of TensorStore's errors, for its developers."""
+"""Prefixes and suffixes of TensorStore's errors that only its developers need."""
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _ZSTD_BLOCK_BYTES = 1 << 17
 _NODE_HEADER_BYTES = 14
@@ -50,15 +50,15 @@ class OcdbtValue:
     """One value of a key-value store."""
 
     path: str
-    """The file that holds it, absolute."""
+    """Absolute path of the file that contains it."""
     offset: int
     """First byte; 0 when inline."""
     length: int
     inline: bytes | None = None
-    """The value itself, where it is kept inside a B-tree node of ``path``."""
+    """The value itself, if it is stored inside a B-tree node of ``path``."""
 
     def read(self, limit: int, *, what: str) -> bytes:
-        """The value, when it has at most ``limit`` bytes.
+        """Return the value, if it has at most ``limit`` bytes.
 
         Raises:
             UnsafeSourceError: When it has more.
@@ -71,14 +71,14 @@ class OcdbtValue:
 
 
 def read_values(folder: Path) -> dict[str, OcdbtValue]:
-    """Every key of the newest version of a store, in key order.
+    """Return the value of every key in the newest version of a store, in key order.
 
     Args:
-        folder: Where ``manifest.ocdbt`` lies.
+        folder: The folder that contains ``manifest.ocdbt``.
 
     Raises:
-        SourceError: When manifest or nodes are damaged or contradict themselves.
-        UnsafeSourceError: When a reference leaves the folder, or a node would inflate beyond reason.
+        SourceError: When the manifest or a node is damaged or inconsistent.
+        UnsafeSourceError: When a reference leaves the folder, or a node would inflate beyond `MAX_NODE_BYTES`.
         TruncatedSourceError: When a reference points past the end of its file.
     """
     return dict(_Walk(folder).walk())
@@ -91,9 +91,9 @@ class _Walk:
     """File name in the store → absolute path and size."""
     keys: int = 0
     node_bytes: int = 0
-    """Of nodes read so far."""
+    """Total bytes of the nodes read so far."""
     node_files: set[str] = field(default_factory=set)
-    """What they were read from."""
+    """Paths of the files they were read from."""
     node_file_bytes: int = 0
 
     def walk(self) -> Iterator[tuple[str, OcdbtValue]]:
@@ -149,7 +149,7 @@ class _Walk:
         return self._locate(entry["indirect_value"], "value")
 
     def _locate(self, location: str, kind: str) -> OcdbtValue:
-        """``kind:base:file:offset:length``, each name percent-encoded."""
+        """Parse ``kind:base:file:offset:length``, each name percent-encoded."""
         parts = location.split(":")
         if len(parts) != 5 or parts[0] != kind or not (parts[3] + parts[4]).isdecimal():
             raise SourceError(
@@ -188,13 +188,13 @@ class _Walk:
 
 
 def said(error: BaseException | None) -> str:
-    """What TensorStore found, without the code, the keys of its own and the specification it says it with."""
+    """Return the cause in a TensorStore error, without its status code, internal keys and specification."""
     text = _LABELS.sub("", _ADDED.split(str(error))[0])
     return text.strip().rstrip(".") or "it cannot be decoded"
 
 
 def _refuse_inflation(raw: bytes, path: Path) -> None:
-    """Refuse a node whose zstd frames could inflate beyond `MAX_NODE_BYTES`; anything malformed is TensorStore's."""
+    """Refuse a node whose zstd frames could inflate beyond `MAX_NODE_BYTES`; TensorStore reports malformed ones."""
     at, inflated = _NODE_HEADER_BYTES, 0
     while raw[at : at + 4] == _ZSTD_MAGIC and at + 6 <= len(raw):
         flags = raw[at + 4]

@@ -20,7 +20,7 @@ _STRINGS = "_strings.json"
 _EMPTY = frozenset({"None", "Dict", "List", "Tuple", "NamedTuple"})
 _ARRAYS = frozenset({"jax.Array", "np.ndarray", "scalar"})
 _MAX_PROCESS_FILES = 64
-"""Each process describes its arrays; a random key is replicated, so any of them tells."""
+"""Each process describes its own arrays; a random key is replicated, so any process's description is enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class SavedLeaf:
     keys: tuple[str, ...]
     """Its key path; sequence indices as text."""
     kind: str
-    """``jax.Array``, ``np.ndarray``, ``scalar``, ``string``, ``None``, ``Dict`` … as Orbax says."""
+    """Orbax's value type: ``jax.Array``, ``np.ndarray``, ``scalar``, ``string``, ``None``, ``Dict`` …"""
 
     @property
     def name(self) -> str:
@@ -39,12 +39,12 @@ class SavedLeaf:
 
     @property
     def stored_name(self) -> str:
-        """What the array is called in the store."""
+        """The array's name in the store."""
         return ".".join(self.keys)
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no value."""
+        """Whether the leaf has no value."""
         return self.kind in _EMPTY
 
     @property
@@ -55,19 +55,19 @@ class SavedLeaf:
 
 @dataclass(frozen=True, slots=True)
 class SavedTree:
-    """What ``_METADATA`` says."""
+    """The content of ``_METADATA``."""
 
     leaves: tuple[SavedLeaf, ...]
     is_complete: bool
-    """Whether every chunk was written, those full of zeros too."""
+    """Whether every chunk was written, including chunks of zeros."""
 
 
 def read_tree(item: Path) -> SavedTree:
-    """The tree of an item.
+    """Read the tree of an item.
 
     Raises:
-        SourceNotFoundError: When it has no ``_METADATA``.
-        SourceError: When that is damaged.
+        SourceNotFoundError: When the item has no ``_METADATA``.
+        SourceError: When ``_METADATA`` is damaged.
     """
     path = member(item, TREE, named_by=str(item))
     document = read_object(path)
@@ -91,7 +91,7 @@ def _leaf(entry: object, path: Path) -> SavedLeaf:
 
 
 def read_strings(item: Path) -> dict[str, Any]:
-    """Leaves that are text, by the name Orbax stores them under.
+    """Read the text leaves, by the name Orbax stores them under.
 
     Raises:
         SourceError: When their file is damaged.
@@ -101,10 +101,10 @@ def read_strings(item: Path) -> dict[str, Any]:
 
 
 def read_random_keys(item: Path) -> dict[str, str]:
-    """Stored name → implementation (``threefry2x32``) of arrays that are the data of ``jax.random`` keys.
+    """Map the stored name of each array of ``jax.random`` key data to its implementation (``threefry2x32``).
 
     Raises:
-        SourceError: When the files that say so are damaged.
+        SourceError: When the files with this information are damaged.
     """
     folder = member(item, "array_metadatas", named_by=str(item))
     if not folder.is_dir():

@@ -1,4 +1,4 @@
-"""Which format a path holds, told by its bytes and its folder's contents; an ending that says otherwise is an error."""
+"""Detect a checkpoint's format from its bytes or its folder's contents; a contradicting file ending is an error."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def open_manifest(path: str | os.PathLike[str], *, format: str | None = None) ->
 
     Args:
         path: A file or a folder.
-        format: One of `names`, to insist on it; by default the content tells.
+        format: One of `names`, to require that format; detected from the content by default.
 
     Returns:
-        What lies where. No tensor data has been read.
+        The location of each tensor. No tensor data has been read.
 
     Raises:
-        SourceNotFoundError: When there is nothing at ``path``, or a shard is missing.
+        SourceNotFoundError: When ``path`` does not exist, or a shard is missing.
         SourceError: When the checkpoint contradicts itself or its ending.
-        UnsupportedError: When it is no known format.
+        UnsupportedError: When its format is unknown.
     """
     name = os.fspath(path)
     if format is not None:
@@ -45,19 +45,19 @@ def open_manifest(path: str | os.PathLike[str], *, format: str | None = None) ->
 
 
 def recognise(path: str | os.PathLike[str]) -> FormatSpec:
-    """The format a path holds, from a look at it: no header is read, and files in a folder may be damaged.
+    """Detect the format at a path without reading headers; files in a folder may be damaged.
 
     Raises:
-        SourceNotFoundError: When there is nothing at ``path``.
-        SourceError: When it cannot be looked at, or holds several.
-        UnsupportedError: When it is no known format.
+        SourceNotFoundError: When ``path`` does not exist.
+        SourceError: When it cannot be read, or contains several formats.
+        UnsupportedError: When its format is unknown.
     """
     where = Path(path).absolute()
     return _recognise_folder(where) if where.is_dir() else _recognise_file(str(where))
 
 
 def folder_of(path: str, *, format: str | None = None) -> Path | None:
-    """The folder that describes the model of a file of weights, of the format asked for; ``None`` where none does."""
+    """Return the folder that describes the model of a weights file of ``format``, or ``None``."""
     asked = (spec.folder_of for spec in specs() if spec.folder_of is not None and format in (None, spec.name))
     return next((folder for find in asked if (folder := find(path)) is not None), None)
 
@@ -89,14 +89,14 @@ def _recognise_file(path: str) -> FormatSpec:
 
 
 def _promised(path: str) -> FormatSpec | None:
-    """The format that a file's ending promises: the one with the longest of those that fit."""
+    """Return the format that a file's ending promises: the format with the longest matching ending."""
     found = [(len(end), spec) for spec in specs() for end in spec.endings if path.lower().endswith(end)]
     return max(found, key=lambda each: each[0])[1] if found else None
 
 
 def _unknown(path: str, head: bytes, size: int) -> SourceError | UnsupportedError:
     if head.lstrip().startswith(b"{"):
-        read_object(path)  # says what is wrong with it, if that is why
+        read_object(path)  # raises if the JSON itself is damaged
         return UnsupportedError(
             f"{path} is JSON, but no index: it has no 'weight_map'. Open the folder it lies in instead"
         )

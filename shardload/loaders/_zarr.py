@@ -1,10 +1,10 @@
-"""What zarr's metadata says of one array, and where its chunks then are.
+"""Parse zarr's metadata of one array, and derive the keys of its chunks.
 
     zarr 3   name/zarr.json   name/c/0/1    Orbax wraps each chunk into a shard of one: ┌ raw bytes ┬ index, 20 bytes ┐
-    zarr 2   name/.zarray     name/0.1      the chunk's bytes and nothing else          └───────────┴─────────────────┘
+    zarr 2   name/.zarray     name/0.1      only the chunk's bytes                      └───────────┴─────────────────┘
 
-A shard may hold several inner chunks; its index then tells where each begins. Chunks at the far edge are stored in full
-in both versions. What is not plain little-endian row-major bytes is decoded by TensorStore, a chunk at a time.
+A shard may contain several inner chunks; its index then gives the offset of each. Chunks at the far edge are stored in
+full in both versions. TensorStore decodes chunks that are not plain little-endian row-major bytes, one at a time.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from shardload.stores.json_files import parse_object
 ZARR3 = "zarr.json"
 ZARR2 = ".zarray"
 MAX_METADATA_BYTES = 1 << 16
-"""One array's; real ones have 500 bytes."""
+"""Limit for one array; real metadata has about 500 bytes."""
 _PLAIN = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 _FLOATS = ("float16", "float32", "float64", "complex64", "complex128")
 _ML = ("bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e4m3b11fnuz", "float8_e5m2", "float8_e5m2fnuz")
 _NIBBLES = ("int2", "int4", "uint2", "uint4")
-"""A byte each in memory, but not promised to be so on disk."""
+"""One byte per element in memory, but not necessarily on disk."""
 _DTYPES: Mapping[str, np.dtype[Any]] = {name: np.dtype(name) for name in _PLAIN + _FLOATS} | {
     name: np.dtype(getattr(ml_dtypes, name)) for name in (*_ML, *_NIBBLES) if hasattr(ml_dtypes, name)
 }
 _ZARR2_DTYPE = re.compile(r"[<>|=]?[biufc][0-9]{1,2}")
-"""What NumPy is asked about: it takes far more, and fails in as many ways."""
+"""Type names passed to NumPy, which accepts many more and raises many kinds of errors."""
 _CRC_BYTES = 4
 _MAX_DEPTH = 16
-"""Of JSON in JSON; codecs within shards within shards reach 10."""
+"""Nesting depth of the JSON; codecs in nested shards reach 10."""
 _NOT_PASSED_ON = ("attributes", "dimension_names")
-"""What TensorStore does not need to decode a chunk of zarr 3."""
+"""Entries that TensorStore does not need to decode a chunk of zarr 3."""
 _INTEGERS = range(-(1 << 63), 1 << 64)
-"""What TensorStore can take."""
+"""Integers that TensorStore's JSON can represent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +54,18 @@ class Sharding:
     index_first: bool
     has_crc: bool
     codecs: tuple[Mapping[str, Any], ...]
-    """Of the inner chunks."""
+    """Codecs of the inner chunks."""
 
     def per_shard(self, chunk_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Inner chunks of a shard in each dim."""
+        """Return the number of inner chunks of a shard in each dim."""
         return tuple(n // i for n, i in zip(chunk_shape, self.inner_shape, strict=True))
 
     def index_bytes(self, chunk_shape: tuple[int, ...]) -> int:
-        """Bytes of a shard's index: offset and length of each inner chunk, and a checksum."""
+        """Return the bytes of a shard's index: offset and length of each inner chunk, and a checksum."""
         return 16 * math.prod(self.per_shard(chunk_shape)) + _CRC_BYTES * self.has_crc
 
     def index_metadata(self, chunk_shape: tuple[int, ...]) -> bytes:
-        """Metadata of an array that is such an index, by which TensorStore compares its checksum."""
+        """Return metadata that describes a shard's index as an array, so that TensorStore verifies its checksum."""
         shape = (*self.per_shard(chunk_shape), 2)
         document = {
             "zarr_format": 3,
@@ -87,9 +87,9 @@ class Array:
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     chunk_shape: tuple[int, ...]
-    """Of what one key holds."""
+    """Shape of the chunk stored under one key."""
     prefix: str
-    """What a chunk's key starts with: ``c`` or nothing."""
+    """Prefix of a chunk's key: ``c`` or empty."""
     separator: str
     is_raw: bool
     """Whether chunks are little-endian row-major bytes."""
@@ -103,7 +103,7 @@ class Array:
         return tuple(-(-n // c) for n, c in zip(self.shape, self.chunk_shape, strict=True))
 
     def cell(self, key: str) -> tuple[int, ...] | None:
-        """Grid index that a chunk's key (without the array's name) stands for; ``None`` when it is no chunk's."""
+        """Return the grid index for a chunk's key (without the array's name); ``None`` for other keys."""
         rank = len(self.shape)
         if not rank:
             return () if key == (self.prefix or "0") else None
@@ -120,11 +120,11 @@ class Array:
 
 
 def parse(raw: bytes, *, name: str, where: str) -> Array:
-    """An array's metadata from the bytes of its ``zarr.json`` or ``.zarray``.
+    """Parse an array's ``zarr.json`` or ``.zarray``.
 
     Raises:
-        SourceError: When it contradicts itself or its format.
-        UnsupportedError: When its type is not one of numbers.
+        SourceError: When the metadata contradicts itself or its format.
+        UnsupportedError: When the data type is not numeric.
     """
     document = parse_object(raw, path=where)
     try:
@@ -144,12 +144,12 @@ def parse(raw: bytes, *, name: str, where: str) -> Array:
 
 
 def one_chunk(raw: bytes, *, shape: tuple[int, ...], inner: bool) -> tuple[bytes, str]:
-    """Metadata of an array that is one chunk of another, and the key of that chunk, both without a name.
+    """Return metadata that describes one chunk of an array as an array of its own, and the key of its only chunk.
 
     Args:
-        raw: The other array's ``zarr.json`` or ``.zarray``.
+        raw: The original array's ``zarr.json`` or ``.zarray``.
         shape: The chunk's shape.
-        inner: Whether it is a chunk within a shard, which has codecs of its own.
+        inner: Whether the chunk is inside a shard, where other codecs apply.
     """
     document = parse_object(raw, path="")
     if document.get("zarr_format") != 3:
@@ -163,7 +163,7 @@ def one_chunk(raw: bytes, *, shape: tuple[int, ...], inner: bool) -> tuple[bytes
 
 
 def key_of(shape: tuple[int, ...]) -> str:
-    """The key of the only chunk of an array of zarr 3, without the array's name."""
+    """Return the key of the only chunk of a zarr 3 array, without the array's name."""
     return "/".join(("c", *("0" for _ in shape)))
 
 
@@ -195,7 +195,7 @@ def _parse3(document: Mapping[str, Any]) -> Array:
 
 
 def _sharding(configuration: Mapping[str, Any], shard: tuple[int, ...]) -> tuple[Sharding | None, list[Any]]:
-    """The sharding (``None`` where its index is not plain) and the codecs of the inner chunks."""
+    """Return the sharding (``None`` if its index is not plain) and the codecs of the inner chunks."""
     inner = _ints(configuration["chunk_shape"])
     if len(inner) != len(shard) or min(inner, default=1) < 1 or any(n % i for n, i in zip(shard, inner, strict=True)):
         raise ValueError(f"shards of {shard} do not divide into chunks of {inner}")
@@ -251,10 +251,10 @@ def _dtype2(name: object) -> np.dtype[Any]:
 
 
 def _check_values(document: object, depth: int = _MAX_DEPTH) -> None:
-    """Refuse what TensorStore's JSON cannot hold, where it would fail without naming the file.
+    """Refuse values that TensorStore's JSON cannot represent: TensorStore would fail without naming the file.
 
     Raises:
-        ValueError: When a number is too large or none, text is not Unicode, or lists are nested without end.
+        ValueError: When a number is too large or not finite, text is not Unicode, or nesting is too deep.
     """
     match document:
         case int() if document not in _INTEGERS:
@@ -275,7 +275,7 @@ def _check_values(document: object, depth: int = _MAX_DEPTH) -> None:
 
 
 def _codecs(found: object) -> list[dict[str, Any]]:
-    """Codecs of zarr 3, at any depth: objects with a name and, maybe, an object that configures them."""
+    """Return zarr 3 codecs, checked at any depth: objects with a name and an optional configuration object."""
     if not isinstance(found, list) or not found:
         raise ValueError(f"{str(found)[:200]} is not a list of codecs")
     for codec in found:

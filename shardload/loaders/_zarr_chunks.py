@@ -1,4 +1,4 @@
-"""From an array's metadata and the places of its chunks to a `Storage`.
+"""Turn an array's metadata and the locations of its chunks into a `Storage`.
 
 one raw chunk, rows as in the tensor   Extent
 raw chunks, all in files               Chunked of Extents
@@ -26,23 +26,23 @@ from shardload.stores import file_access
 
 Cell = tuple[int, ...]
 MAX_GROWTH, GROWTH_FLOOR_BYTES = 32, 1 << 16
-"""Stored bytes for each byte of a chunk: codecs add a little, and indices of shards 16 bytes for each inner chunk."""
+"""Stored bytes per byte of a chunk: codecs add a little, and a shard's index adds 16 bytes per inner chunk."""
 _MISSING = (1 << 64) - 1
 """Offset and length of an inner chunk that was never written."""
 
 
 def storage(array: Array, chunks: Mapping[Cell, OcdbtValue], *, header: OcdbtValue, metadata: bytes) -> Storage:
-    """How the tensor of ``array`` is stored.
+    """Return how the tensor of ``array`` is stored.
 
     Args:
         array: Its metadata.
-        chunks: Grid index → what is stored there; may lack cells.
-        header: Where its metadata lie.
-        metadata: And what they are.
+        chunks: Grid index → stored value; cells may be missing.
+        header: Location of its metadata.
+        metadata: The metadata itself.
 
     Raises:
-        SourceError: When a raw chunk has not as many bytes as it should, or a shard contradicts itself.
-        UnsafeSourceError: When metadata or a shard's index claim absurdly many chunks.
+        SourceError: When a raw chunk has the wrong number of bytes, or a shard contradicts itself.
+        UnsafeSourceError: When metadata or a shard's index declare more than `MAX_KEYS` chunks, or a chunk is far too long.
     """
     found = _raw(array, chunks) if array.is_raw and chunks and len(chunks) == math.prod(array.grid) else None
     if found is None:
@@ -58,13 +58,13 @@ def storage(array: Array, chunks: Mapping[Cell, OcdbtValue], *, header: OcdbtVal
 
 
 def _raw(array: Array, chunks: Mapping[Cell, OcdbtValue]) -> tuple[Cell, dict[Cell, OcdbtValue]] | None:
-    """Chunk shape and the raw bytes of each chunk; ``None`` when an inner chunk is missing."""
+    """Return the chunk shape and the location of each raw chunk; ``None`` when an inner chunk is missing."""
     itemsize = array.dtype.itemsize
     if (sharding := array.sharding) is None:
         nbytes = math.prod(array.chunk_shape) * itemsize
         return array.chunk_shape, {cell: _exact(value, nbytes) for cell, value in chunks.items()}
     index_bytes, nbytes = sharding.index_bytes(array.chunk_shape), math.prod(sharding.inner_shape) * itemsize
-    if sharding.inner_shape == array.chunk_shape:  # the length alone tells: nothing else fits
+    if sharding.inner_shape == array.chunk_shape:  # one inner chunk: its place follows from the length alone
         skip = index_bytes if sharding.index_first else 0
         whole = {cell: _exact(value, nbytes + index_bytes) for cell, value in chunks.items()}
         return array.chunk_shape, {cell: _part(value, skip, nbytes) for cell, value in whole.items()}
@@ -73,7 +73,7 @@ def _raw(array: Array, chunks: Mapping[Cell, OcdbtValue]) -> tuple[Cell, dict[Ce
 
 
 def _packed(array: Array, chunks: Mapping[Cell, OcdbtValue], header: OcdbtValue, metadata: bytes) -> Storage:
-    """Each chunk by itself, those within shards too: they are what can be decoded without the others."""
+    """Store each chunk, or each inner chunk of a shard, as `Packed`: it decodes independently of the others."""
     shape, cells = array.chunk_shape, dict[Cell, OcdbtValue | None](chunks)
     sharding = array.sharding
     inside = sharding is not None and (sharding.inner_shape != shape or _is_blosc(sharding.codecs))
@@ -90,7 +90,7 @@ def _packed(array: Array, chunks: Mapping[Cell, OcdbtValue], header: OcdbtValue,
 
 
 def _pack(value: OcdbtValue | None, codec: ZarrCodec, header: OcdbtValue) -> Packed:
-    """A chunk, which is decoded as a whole: so it may not be stored in far more bytes than it has."""
+    """Describe a chunk that decodes as a whole; refuse one stored in far more bytes than it decodes to."""
     if value is None:
         return Packed(header.path, 0, 0, codec)
     nbytes = math.prod(codec.shape) * codec.dtype.itemsize
@@ -107,7 +107,7 @@ def _pack(value: OcdbtValue | None, codec: ZarrCodec, header: OcdbtValue) -> Pac
 def _inner(
     array: Array, sharding: Sharding, chunks: Mapping[Cell, OcdbtValue], *, nbytes: int | None
 ) -> Iterator[tuple[Cell, OcdbtValue | None]]:
-    """The inner chunks that meet the tensor, by their index in the grid of inner chunks; each of ``nbytes``."""
+    """Yield the inner chunks that overlap the tensor, by their index in the inner grid; each of ``nbytes``."""
     index_bytes = sharding.index_bytes(array.chunk_shape)
     if index_bytes // 16 * len(chunks) > MAX_KEYS:
         raise UnsafeSourceError(f"{_path(chunks)} claims more than {MAX_KEYS} chunks for one array")
@@ -170,7 +170,7 @@ def _path(chunks: Mapping[Cell, OcdbtValue]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RawRows:
-    """Rows put together from raw chunks, of which some are kept in memory: Orbax inlines what has at most 1 KiB."""
+    """Rows assembled from raw chunks, some of them in memory: Orbax inlines values of at most 1 KiB."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -180,19 +180,19 @@ class RawRows:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Files the chunks lie in."""
+        """Files that contain the chunks."""
         return tuple(dict.fromkeys(value.path for value in self.chunks.values()))
 
     @property
     def row_alignment(self) -> int:
-        """Any row can be read by itself."""
+        """Always 1: any row can be read by itself."""
         return 1
 
     def read_rows(self, start: int, stop: int) -> NDArray[Any]:
-        """Rows ``[start, stop)``; see `shardload.manifest.RowReader`.
+        """Read rows ``[start, stop)``; see `shardload.manifest.RowReader`.
 
         Raises:
-            TransferError: When a file is shorter than it was.
+            TransferError: When a file became shorter.
         """
         if not self.shape:
             return self._chunk_rows(self.chunks[()], 0, 1).reshape(())
@@ -222,24 +222,24 @@ class RawRows:
 
 @dataclass(frozen=True, slots=True)
 class ZarrCodec:
-    """Decodes chunks of one array that only TensorStore can: compressed, big-endian or never written."""
+    """Decoder for chunks that only TensorStore can read: compressed, big-endian or never written."""
 
     driver: str
     """TensorStore's name of the format."""
     metadata: bytes
-    """Those of an array that is one such chunk."""
+    """Metadata of an array that consists of one such chunk."""
     key: str
-    """And the chunk's key in there."""
+    """The chunk's key in that array."""
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     where: str
-    """For messages."""
+    """Location, for messages."""
 
     def check(self) -> None:
-        """Make sure that TensorStore takes the metadata.
+        """Check that TensorStore accepts the metadata.
 
         Raises:
-            SourceError: When it does not, or compressors are stacked in a way whose sizes cannot be checked.
+            SourceError: When it does not, or compressors are stacked so that sizes cannot be checked.
         """
         *inside, last = self._codecs() or [None]
         if _is_blosc(inside) or (not _is_blosc([last]) and _holds_blosc(last)):
@@ -250,7 +250,7 @@ class ZarrCodec:
             raise SourceError(f"{self.where} does not describe an array that can be decoded: {said(error)}") from error
 
     def decode(self, stored: bytes | bytearray) -> NDArray[Any]:
-        """The chunk's elements; see `shardload.manifest.Codec`.
+        """Return the chunk's elements; see `shardload.manifest.Codec`.
 
         Raises:
             TransferError: When the bytes do not decode.
@@ -260,7 +260,7 @@ class ZarrCodec:
             self._refuse_bomb(stored)
             if stored:
                 _memory(context)[self.key] = stored
-            del stored  # there is a copy of it now
+            del stored  # TensorStore has its own copy now
             found = self._open(context).read().result()
         except _FAILURES as error:
             raise TransferError(
@@ -276,14 +276,14 @@ class ZarrCodec:
         return ts.open(spec, open=True, assume_metadata=True, context=context).result()
 
     def _codecs(self) -> list[Any]:
-        """From the inside out; without checksums, which come after the bytes they are of."""
+        """Return the codecs, innermost first, without checksums, which follow the bytes they cover."""
         document = json.loads(self.metadata)
         if self.driver == "zarr3":
             return [codec for codec in document["codecs"] if codec.get("name") != "crc32c"]
         return [c for c in (*(document.get("filters") or ()), document.get("compressor")) if c is not None]
 
     def _refuse_bomb(self, stored: bytes | bytearray) -> None:
-        """Blosc alone takes memory for what its header says before anything is compared."""
+        """Check blosc's header: only blosc allocates what its header declares before any check."""
         if stored and _is_blosc(self._codecs()[-1:]):
             declared = int.from_bytes(stored[4:8], "little")
             if declared > (most := math.prod(self.shape) * self.dtype.itemsize):
@@ -299,7 +299,7 @@ def _is_blosc(codecs: Iterable[Any]) -> bool:
 
 
 def _holds_blosc(codec: object) -> bool:
-    """Whether a codec has codecs of its own, as shards have, one of them blosc."""
+    """Whether a codec with nested codecs, such as sharding, contains blosc."""
     settings = codec.get("configuration") if isinstance(codec, Mapping) else None
     inside = settings.get("codecs") if isinstance(settings, Mapping) else None
     return isinstance(inside, list) and (_is_blosc(inside) or any(map(_holds_blosc, inside)))

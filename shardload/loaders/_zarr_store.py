@@ -1,4 +1,4 @@
-"""The arrays of one Orbax item, whether OCDBT or a folder for each array holds them."""
+"""The arrays of one Orbax item, stored in OCDBT or in one folder per array."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from shardload.stores import file_access
 from shardload.stores.remote import COPY_FIRST
 
 MAX_EXPANSION = 40_000
-"""Bytes declared for each byte an item stores: zstd shrinks zeros, as in fresh optimizer slots, to a 32 768th."""
+"""Declared bytes per stored byte: zstd shrinks zeros, as in fresh optimizer slots, to 1/32 768."""
 EXPANSION_FLOOR_BYTES = 1 << 26
 MAX_OVERHANG = 16
-"""Bytes of a chunk for each byte of its tensor: at an edge it sticks out by less than its length in each dim."""
+"""Bytes of chunks per byte of their tensor: in each dim, an edge chunk overhangs by less than the chunk's length."""
 
 
 class Arrays:
-    """What an item's folder stores, by array.
+    """The stored values of an item's folder, by array.
 
     Args:
         folder: The item.
-        is_complete: Whether Orbax wrote every chunk, those full of zeros too.
+        is_complete: Whether Orbax wrote every chunk, including chunks of zeros.
 
     Raises:
         SourceError: When the store is damaged.
@@ -60,15 +60,15 @@ class Arrays:
 
     @property
     def files(self) -> dict[str, int]:
-        """Size of each file that holds data of the tensors asked for."""
+        """Size of each file with data of the requested tensors."""
         return dict(sorted(self._sizes.items()))
 
     def holds(self, name: str) -> bool:
-        """Whether there is an array of this name."""
+        """Whether the item stores an array of this name."""
         return name in self._headers
 
     def tensor(self, stored_name: str, *, name: str) -> Tensor:
-        """The tensor ``name``, which is the array ``stored_name``.
+        """Return the array ``stored_name`` as the tensor ``name``.
 
         Raises:
             SourceError: When the array is missing, lacks chunks or contradicts itself.
@@ -126,7 +126,7 @@ class Arrays:
 
 
 def _files(folder: Path) -> dict[str, OcdbtValue]:
-    """Every file of the folders of a store without OCDBT, by its path in there."""
+    """Return every file of a store without OCDBT, by its path relative to ``folder``."""
     found: dict[str, OcdbtValue] = {}
     try:
         for parent, folders, names in os.walk(folder):

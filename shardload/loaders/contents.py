@@ -1,4 +1,4 @@
-"""What a format is recognised by: the first bytes of a file, bounded reads of more, the names in a folder."""
+"""Inputs to format detection: the first bytes of a file, further bounded reads, the names in a folder."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ CONFIG = "config.json"
 
 @dataclass(frozen=True)
 class FileContent:
-    """A file that is open while it is being recognised, and is not empty."""
+    """An open, non-empty file whose format is being detected."""
 
     path: str
-    """Absolute."""
+    """Absolute path."""
     fd: int
     size: int
     """In bytes."""
 
     @cached_property
     def head(self) -> bytes:
-        """The first `HEAD_BYTES` bytes, or all there are."""
+        """The first `HEAD_BYTES` bytes, or the whole file if it is shorter."""
         return self.read(0, HEAD_BYTES)
 
     def read(self, offset: int, count: int) -> bytes:
-        """At most ``count`` bytes; fewer at the end of the file."""
+        """Read at most ``count`` bytes; fewer at the end of the file."""
         count = max(0, min(count, self.size - offset))
         return local.read_header(self.fd, count, offset=offset, path=self.path, what="the first bytes")
 
     @cached_property
     def first_shard(self) -> str | None:
-        """The first file that a ``weight_map`` names, where the file is JSON with one."""
+        """The first file named in the ``weight_map`` of a JSON file, or ``None``."""
         try:
             found = read_object(self.path).get("weight_map") if self.head.lstrip().startswith(b"{") else None
         except SourceError:
@@ -51,18 +51,18 @@ class FileContent:
 
 @dataclass(frozen=True)
 class FolderContent:
-    """A folder that is being recognised."""
+    """A folder whose format is being detected."""
 
     path: Path
-    """Absolute."""
+    """Absolute path."""
     names: list[str]
-    """Of its entries, sorted."""
+    """Names of its entries, sorted."""
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """Its ``config.json``; empty where there is none.
+        """The content of ``config.json``; empty if there is none.
 
         Raises:
-            SourceError: When that is no JSON object.
+            SourceError: When it is not a JSON object.
         """
         return read_object(member(self.path, CONFIG, named_by=str(self.path))) if CONFIG in self.names else {}

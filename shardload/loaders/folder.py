@@ -1,6 +1,6 @@
 """Files of a checkpoint folder, found by names that may come from an untrusted index.
 
-A name must be plain (no separator, no ``..``) and what it leads to must lie in the folder. One layout of
+A name must be plain (no separator, no ``..``) and resolve to a path inside the folder. One layout of
 symbolic links is trusted: Hugging Face's cache, where a snapshot's files link to blobs of the same repository::
 
     models--org--name/snapshots/<revision>/model.safetensors -> ../../blobs/<digest>
@@ -14,15 +14,15 @@ from shardload.errors import SourceError, SourceNotFoundError, UnsafeSourceError
 
 
 def member(folder: Path, name: object, *, named_by: str) -> Path:
-    """The file ``name`` of a folder; it need not exist.
+    """Return the path of the file ``name`` in a folder; it need not exist.
 
     Args:
         folder: The checkpoint folder.
-        name: A file name, as an index gives it.
-        named_by: The file that gives the name, for messages.
+        name: A file name from an index.
+        named_by: The file that contains the name, for messages.
 
     Raises:
-        SourceError: When the name is not a file name at all.
+        SourceError: When the name is not a valid file name.
         UnsafeSourceError: When the name leaves the folder, by itself or through a symbolic link.
     """
     if not isinstance(name, str) or not _is_file_name(name):
@@ -39,10 +39,10 @@ def member(folder: Path, name: object, *, named_by: str) -> Path:
 
 
 def shards_of(index: Path, names: set[str], *, way_out: str) -> dict[str, Path]:
-    """The files that an index lists, by name, sorted; raises like `member`.
+    """Return the files that an index lists, by name, sorted; raises like `member`.
 
     Raises:
-        SourceNotFoundError: When some are missing; ``way_out`` says where to get them.
+        SourceNotFoundError: When files are missing; ``way_out`` says where to get them.
     """
     files = {name: member(index.parent, name, named_by=str(index)) for name in sorted(names)}
     if missing := [name for name, file in files.items() if not file.exists()]:
@@ -54,7 +54,7 @@ def shards_of(index: Path, names: set[str], *, way_out: str) -> dict[str, Path]:
 
 
 def descendant(folder: Path, name: str, *, named_by: str) -> Path:
-    """The file ``name`` (``ocdbt.process_0/d/1d35``) somewhere below a folder, or nothing; raises like `member`."""
+    """Return a path below a folder (``ocdbt.process_0/d/1d35``); it need not exist. Raises like `member`."""
     path = folder
     parts = name.split("/")
     for part in parts:
@@ -65,7 +65,7 @@ def descendant(folder: Path, name: str, *, named_by: str) -> Path:
 
 
 def _is_file_name(name: str) -> bool:
-    """Whether a file system can hold the name: not empty, no NUL, valid Unicode of at most 255 bytes."""
+    """Whether a file system accepts the name: not empty, no NUL, valid Unicode of at most 255 bytes."""
     try:
         return 0 < len(name.encode("utf-8")) <= 255 and "\0" not in name
     except UnicodeEncodeError:
@@ -89,7 +89,7 @@ def _refuse_escape(path: Path, folder: Path) -> None:
 
 
 def _hub_blobs(home: Path) -> Path | None:
-    """The blobs folder that belongs to a snapshot of Hugging Face's cache."""
+    """Return the blobs folder that belongs to a snapshot in Hugging Face's cache, or ``None``."""
     for revision in (home, *home.parents):
         if revision.parent.name == "snapshots" and revision.parent.parent.name.count("--") >= 1:
             return revision.parent.parent / "blobs"
@@ -97,7 +97,7 @@ def _hub_blobs(home: Path) -> Path | None:
 
 
 def listing(folder: Path, *, limit: int = 8) -> str:
-    """The folder's first entries, for messages.
+    """List the folder's first entries, for messages.
 
     Raises:
         SourceError: When the folder cannot be read.
@@ -108,7 +108,7 @@ def listing(folder: Path, *, limit: int = 8) -> str:
 
 
 def entries(folder: Path) -> list[str]:
-    """Names of a folder's entries, sorted.
+    """Return the names of a folder's entries, sorted.
 
     Raises:
         SourceError: When the folder cannot be read.

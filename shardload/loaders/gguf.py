@@ -1,4 +1,4 @@
-"""GGUF files as Hugging Face checkpoints: names, row order and configuration are Hugging Face's.
+"""GGUF files presented as Hugging Face checkpoints, with their names, row order and configuration.
 
 Unquantised tensors are extents; quantised ones decode to float32, bit for bit as the gguf package does, one range
 of rows at a time. See `gguf_header` (the bytes), `gguf_models` (names and configuration), `gguf_rows` (decoding).
@@ -24,33 +24,33 @@ from shardload.manifest import Manifest, Tensor
 from shardload.stores import local
 
 MAX_ROPE_BYTES = 1 << 16
-"""``rope_freqs.weight`` has half a head's size: 64 numbers."""
+"""Limit for ``rope_freqs.weight``, which has half a head's size: 64 numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerMetadata:
-    """The tokenizer a GGUF file carries."""
+    """The tokenizer in a GGUF file."""
 
     model: str
     """``llama`` for SentencePiece, ``gpt2`` for byte-pair encoding."""
     pre: str
-    """Name of the pre-tokenizer, ``default`` where the file names none."""
+    """Name of the pre-tokenizer; ``default`` if the file names none."""
     tokens: tuple[str, ...]
-    """By id."""
+    """Texts by id."""
     scores: NDArray[np.float32]
-    """By id, empty where there are none."""
+    """Scores by id; empty if the file has none."""
     token_types: NDArray[np.int32]
-    """By id, empty where there are none: 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte."""
+    """Types by id; empty if the file has none: 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte."""
     merges: tuple[str, ...]
     special_ids: dict[str, int]
     """``bos``, ``eos``, ``unknown``, ``padding``, … → token id."""
     flags: dict[str, bool]
-    """``add_bos_token``, ``add_space_prefix``, …, as the file says."""
+    """``add_bos_token``, ``add_space_prefix``, …, as stored in the file."""
     chat_template: str | None
 
 
 def open_file(path: str | os.PathLike[str]) -> Manifest:
-    """The manifest of one ``.gguf`` file.
+    """Return the manifest of one ``.gguf`` file.
 
     Raises:
         SourceError: When the header contradicts itself or the file.
@@ -79,10 +79,10 @@ def open_file(path: str | os.PathLike[str]) -> Manifest:
 
 
 def tokenizer_metadata(path: str | os.PathLike[str]) -> TokenizerMetadata:
-    """The tokenizer of a ``.gguf`` file.
+    """Read the tokenizer of a ``.gguf`` file.
 
     Raises:
-        UnsupportedError: When the file carries none.
+        UnsupportedError: When the file has no tokenizer.
         SourceError: When its arrays contradict each other.
     """
     name = str(Path(path).absolute())
@@ -119,7 +119,7 @@ def _strings(values: dict[str, Any], key: str, path: str) -> tuple[str, ...]:
 
 
 def _template(found: object, path: str) -> str | None:
-    """The text under that key: a long one was stepped over as bytes."""
+    """Return the chat template; a long one is read now, because the header parser skipped it."""
     try:
         text = bytes(read_array(found)).decode("utf-8") if isinstance(found, LongArray) else found
     except UnicodeDecodeError as error:
@@ -140,7 +140,7 @@ def _check_heads(info: TensorInfo, undo: Undo, heads: int, path: str) -> None:
 
 
 def _rope_factors(header: GgufHeader, path: str) -> tuple[float, ...]:
-    """``rope_freqs.weight`` is configuration in the guise of a tensor, and tiny: the one tensor read while opening."""
+    """Read ``rope_freqs.weight``: configuration stored as a tiny tensor, and the only tensor read while opening."""
     info = next((info for info in header.tensors if info.name == "rope_freqs.weight"), None)
     if info is None:
         return ()

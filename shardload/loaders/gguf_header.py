@@ -4,7 +4,7 @@
                                                                               └ a multiple of `alignment`
 
 The gguf package's reader makes a NumPy array of every token and takes ten seconds on a 262,144-token vocabulary;
-here long arrays are stepped over and read when somebody asks (`read_array`). Specification:
+this parser skips long arrays, and `read_array` reads them on request. Specification:
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -28,11 +28,11 @@ MAX_DIMS = 4
 MAX_NAME_BYTES = 65535
 """The specification's limit for keys."""
 INLINE_ITEMS = 1024
-"""Arrays up to this length are parsed at once: per-layer settings, not vocabularies."""
+"""Arrays up to this length are parsed immediately: per-layer settings, not vocabularies."""
 INLINE_TEXT_BYTES = 1 << 16
-"""Longer texts are stepped over like long arrays, of which a licence in full is the largest seen."""
+"""Longer texts are skipped like long arrays; the largest seen is a complete licence."""
 INLINE_SHARE = 8
-"""All of them together have one item per so many bytes of the file: a Python number takes up to 36 bytes."""
+"""Bytes of the file per parsed array item, over all arrays: a Python number takes up to 36 bytes."""
 _WINDOW_BYTES = 1 << 20
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -42,7 +42,7 @@ _BYTE, _STRING, _ARRAY = 0, 8, 9
 
 @dataclass(frozen=True, slots=True)
 class GgmlType:
-    """How GGML stores elements: in blocks of a fixed number of bytes."""
+    """A GGML element type, stored in blocks of a fixed number of bytes."""
 
     id: int
     name: str
@@ -89,7 +89,7 @@ _TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class LongArray:
-    """An array in the key-values that was stepped over; `read_array` reads it."""
+    """An array in the key-values that the parser skipped; `read_array` reads it."""
 
     path: str
     kind: int
@@ -105,7 +105,7 @@ class LongArray:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor as GGUF names and shapes it, outermost dim first."""
+    """One tensor with its GGUF name and shape, outermost dim first."""
 
     name: str
     shape: tuple[int, ...]
@@ -121,7 +121,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """What one file's header says."""
+    """The parsed header of one file."""
 
     values: dict[str, Any]
     """Key-values; arrays as lists, long ones as `LongArray`."""
@@ -155,7 +155,7 @@ def read_header(path: str) -> GgufHeader:
 
 
 def read_array(array: LongArray | list[Any]) -> NDArray[Any] | list[Any]:
-    """The items of an array: strings as a list, numbers as a NumPy array.
+    """Read the items of an array: strings as a list, numbers as a NumPy array.
 
     Raises:
         SourceError: When the file changed since its header was read.
@@ -292,7 +292,7 @@ def _in_file_order(infos: Iterable[TensorInfo], path: str, size: int) -> tuple[T
 
 
 class _Cursor:
-    """Reads a file forwards through a window, refusing before it would pass the end."""
+    """A forward reader of a file through a window; raises before it passes the end."""
 
     def __init__(self, fd: int, size: int, path: str, *, position: int = 0) -> None:
         self._fd = fd
@@ -304,7 +304,7 @@ class _Cursor:
         self._start = position
 
     def require(self, count: int, what: str) -> None:
-        """Raise unless ``count`` more bytes exist."""
+        """Raise unless ``count`` more bytes are in the file."""
         if self.position + count > self.size:
             raise TruncatedSourceError(
                 f"{self.path} is truncated: {what} should take {count} bytes at offset {self.position}, "
@@ -317,7 +317,7 @@ class _Cursor:
         return found
 
     def peek(self, code: str, what: str) -> tuple[Any, ...]:
-        """The next values; the position stays."""
+        """Return the next values without moving the position."""
         at = self._load(struct.calcsize(code), what)
         return struct.unpack_from(code, self._window, at)
 
@@ -339,7 +339,7 @@ class _Cursor:
         self.position += count
 
     def skip_strings(self, count: int, what: str) -> None:
-        """Step over strings; one Python step each, so kept tight."""
+        """Skip strings; the loop runs once per token, so it is kept tight."""
         unpack = struct.Struct("<Q").unpack_from
         while count:
             at = self._load(8, what)
@@ -351,7 +351,7 @@ class _Cursor:
             self.require(0, what)
 
     def _load(self, count: int, what: str) -> int:
-        """Index in the window of the current position, with ``count`` bytes behind it."""
+        """Return the current position's index in the window, after loading at least ``count`` bytes from there."""
         self.require(count, what)
         at = self.position - self._start
         if at + count > len(self._window):

@@ -1,8 +1,8 @@
-"""What a GGUF architecture is in Hugging Face's words: tensor names, what to undo, and a ``config.json``.
+"""Translate GGUF architectures to Hugging Face: tensor names, transformations to undo, and a ``config.json``.
 
 GGUF has one name table for all models (``blk.0.attn_q.weight``); KerasHub's converters want Hugging Face's names
-and configuration. The tables are small and our own, because the gguf package's map leads the other way and to
-several names for each tensor; a test holds them against it.
+and configuration. shardload has small tables of its own, because the gguf package maps in the other direction and to
+several names for each tensor; a test compares them with it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class GgufArchitecture:
     permuted: bool = False
 
     def hf_name(self, name: str, path: str) -> str | None:
-        """Hugging Face's name of a tensor, ``None`` for one that is not a weight.
+        """Return the Hugging Face name of a tensor; ``None`` for one that is not a weight.
 
         Raises:
             UnsupportedError: When the architecture has no such tensor.
@@ -72,7 +72,7 @@ class GgufArchitecture:
         return f"model.layers.{int(block[1])}.{part}.{suffix}" if block else f"{part}.{suffix}"
 
     def undo(self, name: str) -> Undo:
-        """What to undo for the tensor that GGUF calls ``name``."""
+        """Return the transformation to undo for the GGUF tensor ``name``."""
         stem = name.rpartition(".")[0]
         if self.norms_plus_one and stem.endswith("norm"):
             return Undo.MINUS_ONE
@@ -86,7 +86,7 @@ class _Values:
     header: GgufHeader
     path: str
     rope_factors: tuple[float, ...] = ()
-    """Content of ``rope_freqs.weight``: by how much each rotary frequency is slowed down."""
+    """Content of ``rope_freqs.weight``: the factor by which each rotary frequency is slowed down."""
 
     @property
     def architecture(self) -> str:
@@ -94,11 +94,11 @@ class _Values:
         return found if isinstance(found, str) else ""
 
     def has(self, key: str) -> bool:
-        """Whether the key is there, under the architecture's prefix."""
+        """Whether the key exists under the architecture's prefix."""
         return f"{self.architecture}.{key}" in self.header.values
 
     def number(self, key: str, default: Any = ...) -> Any:
-        """A number under the architecture's prefix; per-layer arrays must be uniform."""
+        """Return a number under the architecture's prefix; per-layer arrays must be uniform."""
         full = f"{self.architecture}.{key}"
         found = self.header.values.get(full, default)
         if isinstance(found, list) and found and len(set(map(repr, found))) == 1:
@@ -112,7 +112,7 @@ class _Values:
         return shortest(found) if isinstance(found, float) else found
 
     def count(self, key: str) -> int:
-        """A positive integer under the architecture's prefix."""
+        """Return a positive integer under the architecture's prefix."""
         found = self.number(key)
         if not isinstance(found, int) or not 0 < found < 1 << 31:
             raise SourceError(
@@ -121,20 +121,20 @@ class _Values:
         return found
 
     def rows(self, name: str) -> int | None:
-        """Length of a tensor's dim 0, ``None`` where the file does not hold it."""
+        """Return the length of a tensor's dim 0; ``None`` if the file does not contain the tensor."""
         return next((info.shape[0] for info in self.header.tensors if info.name == name), None)
 
 
 def shortest(value: float) -> float:
-    """The shortest decimal that is the same float32: 1e-06, not 9.999999974752427e-07."""
+    """Return the shortest decimal that is the same float32: 1e-06, not 9.999999974752427e-07."""
     return float(str(np.float32(value)))
 
 
 def architecture(header: GgufHeader, path: str) -> GgufArchitecture:
-    """The architecture a header names.
+    """Return the architecture that a header names.
 
     Raises:
-        UnsupportedError: When it is none of `ARCHITECTURES`, or the model is split over files.
+        UnsupportedError: When it is not in `ARCHITECTURES`, or the model is split over several files.
     """
     name = header.values.get("general.architecture")
     if header.values.get("split.count", 1) not in (0, 1):
@@ -148,17 +148,17 @@ def architecture(header: GgufHeader, path: str) -> GgufArchitecture:
 
 
 def config(header: GgufHeader, path: str, *, rope_factors: tuple[float, ...] = ()) -> Config:
-    """A Hugging Face ``config.json`` that KerasHub's converters accept.
+    """Return a Hugging Face ``config.json`` that KerasHub's converters accept.
 
     Raises:
         SourceError: When a key is missing or contradicts the tensors.
-        UnsupportedError: When the model needs what the configuration cannot say.
+        UnsupportedError: When the configuration cannot express the model.
     """
     return architecture(header, path).config(_Values(header, path, rope_factors))
 
 
 def head_counts(header: GgufHeader, path: str) -> tuple[int, int]:
-    """Query heads and key-value heads."""
+    """Return the numbers of query heads and key-value heads."""
     values = _Values(header, path)
     heads = values.count("attention.head_count")
     return heads, values.count("attention.head_count_kv") if values.has("attention.head_count_kv") else heads
@@ -210,7 +210,7 @@ _YARN = {
     "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",
 }
-"""GGUF's names for what a kind of rotary positions takes."""
+"""GGUF's names for the parameters of each kind of rotary scaling."""
 
 
 def _gemma(values: _Values) -> Config:
@@ -241,14 +241,14 @@ def _gemma3(values: _Values) -> Config:
 
 
 def _attention_scalar(base: Config, *, largest_layers: int) -> int:
-    """GGUF does not store it; llama.cpp knows the 27B models, the only exceptions, by their number of layers."""
+    """Return ``query_pre_attn_scalar``, which GGUF lacks; like llama.cpp, detect the 27B exceptions by layer count."""
     if base["num_hidden_layers"] == largest_layers:
         return int(base["hidden_size"] // base["num_attention_heads"])
     return int(base["head_dim"])
 
 
 def _llama(values: _Values) -> Config:
-    """Llama, and Mistral, which GGUF does not tell apart unless by what only Mistral has."""
+    """Build the configuration of Llama or Mistral; GGUF distinguishes them only by keys that only Mistral has."""
     base = _base(values, "llama", "LlamaForCausalLM")
     window = values.number("attention.sliding_window", None)
     if window is not None or base["head_dim"] * base["num_attention_heads"] != base["hidden_size"]:
@@ -257,7 +257,7 @@ def _llama(values: _Values) -> Config:
 
 
 def _llama3_scaling(values: _Values, base: Config) -> Config | None:
-    """Llama 3.1 and later: GGUF stores the slowed frequencies themselves; find the rule that made them."""
+    """Find the scaling rule of Llama 3.1 and later: GGUF stores only the factors that it produces."""
     if not values.rope_factors:
         return None
     scaling = {
@@ -280,7 +280,7 @@ def _llama3_scaling(values: _Values, base: Config) -> Config | None:
 
 
 def llama3_factors(scaling: Mapping[str, Any], *, theta: float, head_dim: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """By how much Llama 3's rule slows each of ``head_dim // 2`` rotary frequencies."""
+    """Return the factors by which Llama 3's rule slows each of ``head_dim // 2`` rotary frequencies."""
     low, high, factor = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["factor"]
     with np.errstate(all="ignore"):  # a hostile theta gives NaN, which equals nothing
         wavelengths = 2 * np.pi * np.float64(theta) ** (np.arange(0, head_dim, 2) / head_dim)

@@ -1,7 +1,7 @@
-"""Rows of GGUF tensors, decoded on the way; the only module that imports the gguf package.
+"""Read and decode rows of GGUF tensors; the only module that imports the gguf package.
 
-A quantised tensor is stored row by row, each row in whole blocks, so any range of rows decodes by itself and bit
-for bit like the whole. What llama.cpp's converter did to the weights is undone here:
+A quantised tensor is stored row by row, each row in whole blocks, so any range of rows decodes by itself to the same
+bits as in the whole tensor. This module undoes the transformations of llama.cpp's converter:
 
     MINUS_ONE   Gemma's norms are stored as w + 1
     UNPERMUTE   Llama's query and key rows are interleaved within each head, for rotary embeddings in pairs::
@@ -38,11 +38,11 @@ PLAIN: dict[str, np.dtype[Any]] = {
     "I32": np.dtype(np.int32),
     "I64": np.dtype(np.int64),
 }
-"""GGML types that are stored as they are; all others decode to float32."""
+"""GGML types that are stored unquantised; all others decode to float32."""
 
 
 class Undo(Enum):
-    """What the converter to GGUF did to a tensor."""
+    """The transformation that the converter to GGUF applied to a tensor."""
 
     NOTHING = "nothing"
     MINUS_ONE = "minus one"
@@ -51,13 +51,13 @@ class Undo(Enum):
 
 @dataclass(frozen=True, slots=True)
 class GgufRows:
-    """Rows of one tensor in Hugging Face's order, dtype as `decoded_dtype` says."""
+    """Rows of one tensor in Hugging Face's order, with the dtype from `decoded_dtype`."""
 
     path: str
     info: TensorInfo
     undo: Undo
     heads: int = 1
-    """Heads that dim 0 consists of, for `Undo.UNPERMUTE`."""
+    """Number of heads in dim 0, for `Undo.UNPERMUTE`."""
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -77,10 +77,10 @@ class GgufRows:
         return self.info.kind.block_elements if len(self.info.shape) == 1 else 1
 
     def read_rows(self, start: int, stop: int) -> NDArray[Any]:
-        """Rows ``[start, stop)``; see `shardload.manifest.RowReader`.
+        """Read rows ``[start, stop)``; see `shardload.manifest.RowReader`.
 
         Raises:
-            TransferError: When the file shrank or vanished since its header was read.
+            TransferError: When the file became shorter or was removed after its header was read.
         """
         align = self.row_alignment
         first, last = start // align * align, min(-(-stop // align) * align, self.info.shape[0])
@@ -92,7 +92,7 @@ class GgufRows:
         return minus_one(values) if self.undo is Undo.MINUS_ONE else np.ascontiguousarray(values)
 
     def _read(self, first: int, last: int) -> NDArray[np.uint8]:
-        """Stored bytes of rows ``[first, last)``, one line per row (per block, for a quantised vector)."""
+        """Read the stored bytes of rows ``[first, last)``, one line per row (per block, for a quantised vector)."""
         kind, shape = self.info.kind, self.info.shape
         unit = kind.block_elements if len(shape) == 1 else 1
         unit_bytes = math.prod(shape[1:]) * unit // kind.block_elements * kind.block_bytes
@@ -118,7 +118,7 @@ class GgufRows:
 
 
 def require_package(infos: Iterable[TensorInfo], path: str) -> None:
-    """Refuse a file that cannot be decoded here; once a file, as looking for a package searches the disk.
+    """Refuse a file that cannot be decoded here; called once per file, because finding a package searches the disk.
 
     Raises:
         MissingExtraError: When a tensor is quantised and the gguf package is not installed.
@@ -129,7 +129,7 @@ def require_package(infos: Iterable[TensorInfo], path: str) -> None:
 
 
 def storage(info: TensorInfo, path: str, *, undo: Undo, heads: int = 1) -> tuple[Storage, np.dtype[Any]]:
-    """How to read a tensor, and the dtype it comes in."""
+    """Return the storage of a tensor and the dtype that reading it yields."""
     name = info.kind.name
     if name in PLAIN and undo is Undo.NOTHING:
         return Extent(path, info.offset), PLAIN[name]
@@ -138,7 +138,7 @@ def storage(info: TensorInfo, path: str, *, undo: Undo, heads: int = 1) -> tuple
 
 
 def stored_rows(rows: NDArray[np.int64], head_rows: int) -> NDArray[np.int64]:
-    """Where GGUF keeps the given rows of a Hugging Face query or key projection.
+    """Return the GGUF row indices of the given rows of a Hugging Face query or key projection.
 
     Args:
         rows: Row indices in Hugging Face's order.
@@ -151,13 +151,13 @@ def stored_rows(rows: NDArray[np.int64], head_rows: int) -> NDArray[np.int64]:
 
 
 def minus_one(stored: NDArray[Any]) -> NDArray[np.float32]:
-    """The w for which GGUF stores w + 1 in float32.
+    """Recover w from w + 1, which GGUF stores in float32.
 
-    The addition rounded w away where it was small. Gemma's weights are bfloat16, so the bfloat16 next to
-    ``stored - 1`` is w exactly; it is taken where it explains what is stored, element by element, and the
-    plain difference elsewhere (a fine-tune kept in float32).
+    The addition rounded small values of w. Gemma's weights are bfloat16, so the bfloat16 nearest to
+    ``stored - 1`` is w exactly. Each element uses it if adding 1 gives the stored value again, and the
+    plain difference otherwise (a fine-tune saved in float32).
     """
-    with np.errstate(all="ignore"):  # infinities and NaNs stay what they are
+    with np.errstate(all="ignore"):  # infinities and NaNs stay unchanged
         values = stored.astype(np.float32)
         plain = values - np.float32(1)
         rounded = plain.astype(ml_dtypes.bfloat16).astype(np.float32)

@@ -1,7 +1,7 @@
 """HDF5 datasets as tensors; the only module that imports h5py.
 
-Keras writes each dataset contiguous and little-endian, so its bytes can be read raw: an `Extent`. What other
-programs may write (chunks, compression, big-endian, compact storage) is read through h5py, row by row.
+Keras writes each dataset contiguous and little-endian, so its bytes can be read raw: an `Extent`. Other layouts
+(chunks, compression, big-endian, compact storage) are read through h5py, row by row.
 
     file       ├─ … ─┤ superblock, groups, headers ├─ dataset ─┤─ dataset ─┤
                0     start                         start + get_offset()
@@ -45,21 +45,21 @@ MAX_EXPANSION = 1000
 EXPANSION_FLOOR_BYTES = 1 << 20
 """Below this any expansion is harmless: a freshly initialised bias compresses well."""
 CACHE_BYTES = 1 << 20
-"""libhdf5's cache of object headers, 32 MiB by default; each header is read once here."""
+"""libhdf5's cache of object headers, 32 MiB by default; a small one is enough, as each header is read once here."""
 FREE_HEADER_BYTES = 1 << 20
-"""An object header; longer ones up to half of the file. libhdf5 takes as much memory as a header says it is long, and
-reads it in one go: where the length is damaged, the tensors, too, which it then takes for messages."""
+"""Longest object header that is always allowed; longer ones up to half of the file. libhdf5 allocates and reads the
+length that a header declares: a damaged length makes it parse tensor data as header messages."""
 LINK_INFO = 1 << 2
-"""Bit of an object header that has a link info message: a group of the format of HDF5 1.8."""
+"""Bit of an object header with a link info message: a group in the HDF5 1.8 format."""
 MAX_DEPTH = 256
-"""Groups in groups; Keras has two for each layer in a layer."""
+"""Nesting depth of groups; Keras writes two per level of nested layers."""
 _LOCK = threading.RLock()
 """libhdf5 is not re-entrant; h5py has a lock of its own, but not around several calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileRegion:
-    """The part of a file that is an HDF5 file."""
+    """The part of a file that forms an HDF5 file."""
 
     path: str
     start: int
@@ -68,7 +68,7 @@ class FileRegion:
 
     @classmethod
     def whole(cls, path: str) -> FileRegion:
-        """A file that is HDF5 from its first to its last byte.
+        """Return the region of a file that is entirely HDF5.
 
         Raises:
             SourceError: When the file cannot be opened.
@@ -79,7 +79,7 @@ class FileRegion:
 
 @dataclass(frozen=True, slots=True)
 class H5Rows:
-    """Rows of one dataset, read through h5py; reopens the file for each range."""
+    """Rows of one dataset, read through h5py; the file is reopened for each range."""
 
     region: FileRegion
     name: str
@@ -94,10 +94,10 @@ class H5Rows:
         return (self.region.path,)
 
     def read_rows(self, start: int, stop: int) -> NDArray[Any]:
-        """Rows ``[start, stop)``; see `shardload.manifest.RowReader`.
+        """Read rows ``[start, stop)``; see `shardload.manifest.RowReader`.
 
         Raises:
-            TransferError: When the dataset is no longer what its header said, or does not decode.
+            TransferError: When the dataset no longer matches its header, or does not decode.
         """
         try:
             with _LOCK, _RegionFile(self.region) as raw, _opened(raw) as file:
@@ -117,13 +117,13 @@ class H5Rows:
 
 
 def read_tensors(region: FileRegion) -> tuple[Tensor, ...]:
-    """Every dataset of an HDF5 file, in no particular order; names are dataset paths without leading slash.
+    """Return every dataset of an HDF5 file, in no particular order; names are dataset paths without leading slash.
 
     Raises:
-        TruncatedSourceError: When the file is shorter than it says.
-        UnsafeSourceError: When it reaches outside itself, holds an object twice, or declares far more than it stores.
-        UnsupportedError: When a dataset holds no numbers, needs a missing filter, or the file is a legacy one.
-        SourceError: When libhdf5 cannot make sense of it.
+        TruncatedSourceError: When the file is shorter than its header declares.
+        UnsafeSourceError: When it refers to other files, lists an object twice, or declares far more than it stores.
+        UnsupportedError: When a dataset is not numeric or needs a missing filter, or the file is a legacy one.
+        SourceError: When libhdf5 cannot parse it.
     """
     with _LOCK, _translated(region), _RegionFile(region) as raw, _opened(raw, limit=True) as file:
         _refuse_legacy(file, region.path)
@@ -167,7 +167,7 @@ class _RegionFile(io.RawIOBase):
 
     @contextmanager
     def headers(self) -> Iterator[None]:
-        """Only headers of a likely length may be read here. Not around iteration, where libhdf5 may not fail."""
+        """Limit the length of headers read in the block. Do not use around iteration: libhdf5 must not fail there."""
         self._limit = max(FREE_HEADER_BYTES, self._region.nbytes // 2)
         try:
             yield
@@ -195,7 +195,7 @@ def _opened(raw: _RegionFile, *, limit: bool = False) -> Iterator[Any]:
 
 @contextmanager
 def _translated(region: FileRegion) -> Iterator[None]:
-    """libhdf5's errors come as a dozen builtins; each means that the file is damaged."""
+    """Translate libhdf5's errors, a dozen builtins that all mean a damaged file."""
     try:
         yield
     except ShardloadError:
@@ -215,7 +215,7 @@ def _refuse_legacy(file: Any, path: str) -> None:
 
 
 def _walk(file: Any, raw: _RegionFile, path: str) -> Iterator[tuple[str, Any]]:
-    """Names and datasets, depth first; open are a group and its ancestors only, as each takes libhdf5 2 KB."""
+    """Yield names and datasets, depth first; only a group and its ancestors stay open, as each takes libhdf5 2 KB."""
     seen = {_address(file.id, b".")}
     stack = [("", file.id, _members(file.id, "/", path))]
     while stack:
@@ -242,7 +242,7 @@ def _walk(file: Any, raw: _RegionFile, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _members(group: Any, name: str, path: str) -> Iterator[bytes]:
-    """Names in a group; refuses dense link storage, of which libhdf5 1.14 may crash the process where it is damaged."""
+    """Yield the names in a group; refuse dense link storage: if damaged, it can make libhdf5 1.14 crash the process."""
     info = h5py.h5o.get_info(group)
     if info.hdr.mesg.present & LINK_INFO and info.meta_size.obj.heap_size:
         raise UnsupportedError(
@@ -276,7 +276,7 @@ def _tensor(node: Any, name: str, region: FileRegion) -> Tensor:
 
 
 def _dtype(node: Any, where: str) -> tuple[np.dtype[Any], bool]:
-    """What reading yields, and whether the stored bytes are just that."""
+    """Return the dtype that reading yields, and whether the stored bytes have that form."""
     kind = node.get_type()
     if kind.get_class() in {h5py.h5t.STRING, h5py.h5t.COMPOUND, h5py.h5t.VLEN, h5py.h5t.REFERENCE, h5py.h5t.ARRAY}:
         raise UnsupportedError(f"{where} holds no numbers (HDF5 class {kind.get_class()}); weights are numbers")
@@ -290,10 +290,10 @@ def _dtype(node: Any, where: str) -> tuple[np.dtype[Any], bool]:
 
 
 def _opaque(node: Any, found: np.dtype[Any], where: str) -> np.dtype[Any]:
-    """Keras stores bfloat16 as opaque bytes, marked by an attribute ``dtype``.
+    """Return bfloat16 for the opaque bytes that Keras marks with an attribute ``dtype``.
 
     Only the attribute's presence is checked: bfloat16 is the only two-byte type HDF5 lacks. Its value is not read, as
-    libhdf5 1.14 reads a string attribute through a heap that a damaged file makes it walk for ever, or past its end.
+    libhdf5 1.14 reads string attributes through a heap, and a damaged heap makes it loop forever or read past the end.
     """
     if found.itemsize == 2 and h5py.h5a.exists(node, b"dtype"):
         bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
@@ -305,7 +305,7 @@ def _opaque(node: Any, found: np.dtype[Any], where: str) -> np.dtype[Any]:
 
 
 def _storage(node: Any, rows: H5Rows, *, is_raw: bool) -> Storage:
-    """Where a dataset's bytes are; ``rows`` is the way to read them when they are not raw."""
+    """Return where a dataset's bytes are; ``rows`` reads them if they are not raw."""
     region, shape, dtype = rows.region, rows.shape, rows.dtype
     where = f"{region.path}: dataset {rows.name!r}"
     plist = node.get_create_plist()
@@ -343,7 +343,7 @@ def _refuse_bomb(where: str, *, declared: int, stored: int, file_bytes: int) -> 
 
 
 def _check_filters(plist: Any, where: str, *, stored: int, itemsize: int) -> int:
-    """Rows per chunk of a chunked dataset whose filters are all there."""
+    """Return the rows per chunk of a chunked dataset; refuse missing filters."""
     for index in range(plist.get_nfilters()):
         code, _, _, label = plist.get_filter(index)
         if not h5py.h5z.filter_avail(code):

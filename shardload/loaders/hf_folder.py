@@ -4,8 +4,8 @@
     model.safetensors               or
     model.safetensors.index.json    {"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors", …}}
 
-The index is untrusted: its file names may not leave the folder, and each tensor must really lie in the shard it
-is said to lie in.
+The index is untrusted: its file names may not leave the folder, and each tensor must be in the shard that the index
+names for it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ INDEX = "model.safetensors.index.json"
 
 
 def open_folder(path: str | os.PathLike[str]) -> Manifest:
-    """The manifest of a folder with a Hugging Face ``config.json``.
+    """Return the manifest of a folder with a Hugging Face ``config.json``.
 
     Raises:
         SourceError: When config, index and shards contradict each other or themselves.
         UnsafeSourceError: When the index or a symbolic link points outside the folder.
-        UnsupportedError: When the weights are there, but not as safetensors.
+        UnsupportedError: When the folder has weights, but not as safetensors.
     """
     folder = Path(path).absolute()
     config_path = member(folder, CONFIG, named_by=str(folder))
@@ -50,7 +50,7 @@ def open_folder(path: str | os.PathLike[str]) -> Manifest:
 def open_bare(
     path: str | os.PathLike[str], *, format: str = "safetensors", config: Mapping[str, Any] | None = None
 ) -> Manifest:
-    """The manifest of a folder's safetensors, with no look at its config; raises like `open_folder`."""
+    """Return the manifest of a folder's safetensors without reading its config; raises like `open_folder`."""
     folder = Path(path).absolute()
     names = entries(folder)
     if INDEX in names:
@@ -66,7 +66,7 @@ def open_bare(
 
 
 def open_index(path: str | os.PathLike[str]) -> Manifest:
-    """The manifest of the shards that a ``*.safetensors.index.json`` lists; raises like `open_folder`."""
+    """Return the manifest of the shards that a ``*.safetensors.index.json`` lists; raises like `open_folder`."""
     index = Path(path).absolute()
     weight_map = _weight_map(index)
     files = shards_of(index, set(weight_map.values()), way_out="Download")
@@ -83,9 +83,9 @@ def open_index(path: str | os.PathLike[str]) -> Manifest:
 
 
 def folder_of(path: str | os.PathLike[str]) -> Path | None:
-    """The folder whose ``config.json`` describes the weights in a file, or ``None`` where none does.
+    """Return the folder whose ``config.json`` describes the weights in a file, or ``None``.
 
-    The file is what the folder would be read from: its only file, a shard of its index, or the index.
+    The file must be one that opening the folder would read: its only file, a shard of its index, or the index.
     """
     file = Path(path).absolute()
     config_path = file.parent / CONFIG
@@ -147,7 +147,7 @@ def _is_bare(content: FolderContent) -> bool:
 
 
 def _is_single(content: FileContent) -> bool:
-    # To be asked before any JSON is read: a header of 123 bytes makes a safetensors file begin with a brace.
+    # Check this before reading JSON: a header of 123 bytes makes a safetensors file begin with a brace.
     is_named = content.path.lower().endswith(".safetensors") and content.head[8:9] == b"{"
     return is_named or safetensors.looks_like(content.head, content.size)
 

@@ -2,8 +2,8 @@
 
     config.json           the backbone, serialised by Keras ("registered_name")
     model.weights.h5      or model.weights.json and shards
-    task.json             the task, where the preset is one
-    task.weights.h5       what the task has besides its backbone; its tensors are named "task:…" here
+    task.json             the task, if the preset is a task
+    task.weights.h5       the task's weights outside its backbone; their tensors are named "task:…" here
     metadata.json         versions
 
 A folder saved by ``keras.saving.save_model(…, zipped=False)`` has the same first two files and opens alike.
@@ -35,7 +35,7 @@ TASK_PREFIX = "task:"
 
 
 def open_folder(path: str | os.PathLike[str]) -> Manifest:
-    """The manifest of a preset folder.
+    """Return the manifest of a preset folder.
 
     Raises:
         SourceError: When config or weights are damaged or contradict each other.
@@ -81,7 +81,7 @@ def _read(folder: Path, name: str) -> dict[str, Any]:
 
 
 def is_preset(content: FolderContent) -> bool:
-    """Whether a folder's ``config.json`` is Keras'."""
+    """Whether a folder's ``config.json`` was written by Keras."""
     return not content.config.keys().isdisjoint(("registered_name", "class_name"))
 
 

@@ -4,7 +4,7 @@
                                                                               └ an HDF5 file inside the file
 
 The central directory says where members start; each local header must agree with it, members may not overlap,
-repeat or be encrypted, and nothing may stand before the first: such archives are made to be read in two ways.
+repeat or be encrypted, and nothing may precede the first one: such archives are built to be read in two ways.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ MAX_EXPANSION = 1000
 """Inflated bytes per stored byte, as in Keras."""
 ASSETS = "assets/"
 ASSET_EXPANSION = 100
-"""The same of files that layers saved, beyond `ASSET_FLOOR_BYTES`; both as in Keras."""
+"""The same limit for files that layers saved, above `ASSET_FLOOR_BYTES`; both as in Keras."""
 ASSET_FLOOR_BYTES = 1 << 28
 
 
 def open_file(path: str | os.PathLike[str]) -> Manifest:
-    """The manifest of one ``.keras`` archive.
+    """Return the manifest of one ``.keras`` archive.
 
     Raises:
         SourceError: When the zip or the HDF5 in it contradicts itself.
-        UnsafeSourceError: When the zip is one of the known tricks: overlap, repetition, prefix, bomb.
+        UnsafeSourceError: When the zip has overlapping or repeated members, a prefix, or is a zip bomb.
         UnsupportedError: When the weights are deflated or encrypted, or stored as ``.npz``.
     """
     from shardload.loaders import hdf5
@@ -62,10 +62,10 @@ def open_file(path: str | os.PathLike[str]) -> Manifest:
 
 
 def assets(path: str | os.PathLike[str]) -> Iterator[tuple[str, Callable[[BinaryIO], None]]]:
-    """The files that layers saved as well as variables: names below ``assets/``, and what writes their content.
+    """Yield the asset files that layers saved: names below ``assets/``, and a function that writes each content.
 
     Raises:
-        UnsafeSourceError: When one declares far more bytes than are stored.
+        UnsafeSourceError: When a file declares far more bytes than are stored.
         SourceError: When the zip contradicts itself.
     """
     name = str(Path(path).absolute())
@@ -129,7 +129,7 @@ def _weights(path: str, members: dict[str, zipfile.ZipInfo]) -> zipfile.ZipInfo:
 
 
 def _check_all(path: str, fd: int, members: dict[str, zipfile.ZipInfo]) -> dict[str, int]:
-    """Where each member's data starts, once every local header agrees and none overlaps the next."""
+    """Return where each member's data starts, after checking that local headers agree and members do not overlap."""
     starts: dict[str, int] = {}
     end, before = 0, ""
     for info in sorted(members.values(), key=lambda info: info.header_offset):
@@ -168,7 +168,7 @@ def _json(path: str, members: dict[str, zipfile.ZipInfo], name: str) -> dict[str
 
 
 class _translated:  # noqa: N801 - used as a context manager
-    """zipfile's errors come as seven builtins; each means that the archive is damaged."""
+    """Translator of zipfile's errors, seven builtins that all mean a damaged archive."""
 
     def __init__(self, path: str) -> None:
         self._path = path

@@ -14,7 +14,7 @@ MAGIC = b"\x89HDF\r\n\x1a\n"
 
 
 def open_file(path: str | os.PathLike[str]) -> Manifest:
-    """The manifest of one ``.weights.h5`` file.
+    """Return the manifest of one ``.weights.h5`` file.
 
     Raises:
         SourceError: See `shardload.loaders.hdf5.read_tensors`.
@@ -28,7 +28,7 @@ def open_file(path: str | os.PathLike[str]) -> Manifest:
 
 
 def is_hdf5(content: FileContent) -> bool:
-    """Whether HDF5's signature is at the start of a file, or after a user block of 512, 1024, 2048 … bytes."""
+    """Whether a file has HDF5's signature at its start, or after a user block of 512, 1024, 2048 … bytes."""
     offset = 0
     while offset + len(MAGIC) <= content.size:
         if content.read(offset, len(MAGIC)) == MAGIC:

@@ -3,7 +3,7 @@
     {"weight_map": {"/layers/dense/vars": "model_00000.weights.h5",
                     "/layers/dense_1/vars": ["model_00000.weights.h5", "model_00001.weights.h5"]}}
 
-A group of variables may be spread over several shards; a variable lies in one. The map is untrusted.
+A group of variables may be spread over several shards; a variable is in one shard. The map is untrusted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def open_index(path: str | os.PathLike[str]) -> Manifest:
-    """The manifest of a ``*.weights.json`` and its shards.
+    """Return the manifest of a ``*.weights.json`` and its shards.
 
     Raises:
         SourceError: When map and shards contradict each other, or a shard is damaged.
@@ -90,7 +90,7 @@ SPEC = FormatSpec(
     name="keras-sharded-h5",
     description="a Keras .weights.json with its shards",
     endings=(".weights.json",),
-    is_file=lambda content: content.first_shard is not None,  # safetensors were asked before
+    is_file=lambda content: content.first_shard is not None,  # the safetensors format is checked first
     open_file=open_index,
     part_format="keras-h5",
     described_by="keras-beside",

@@ -1,16 +1,16 @@
-"""Orbax checkpoints, read without Orbax: a step's folder, or the root it lies in.
+"""Orbax checkpoints, read without Orbax: a step's folder, or the root that contains it.
 
     root/
-      7/                          a step; of several the newest is opened
+      7/                          a step; the newest of several is opened
         _CHECKPOINT_METADATA
         pytree/                   an item (``default`` in Orbax v0, ``state`` from v1's ``save_pytree``)
           _METADATA               key path and kind of every leaf
           manifest.ocdbt d/ ocdbt.process_0/ …   the arrays, in OCDBT ─ or a folder for each array
           _strings.json           leaves that are text
         model_config/             Keras' callback: the model's JSON, as text
-        shardload/                ours: structure.json, digests.json
+        shardload/                written by shardload: structure.json, digests.json
 
-A tensor's name is its key path joined by "/". What was saved uncompressed is read in place, as extents.
+A tensor's name is its key path joined by "/". Uncompressed arrays are read in place, as extents.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _MODEL_CONFIG = "model_config"
 
 
 def open_orbax(path: str | os.PathLike[str]) -> Manifest:
-    """The manifest of a step, of a root's newest step, or of a bare item.
+    """Return the manifest of a step, of a root's newest step, or of a bare item.
 
     Raises:
-        SourceNotFoundError: When the folder holds no checkpoint.
+        SourceNotFoundError: When the folder contains no checkpoint.
         SourceError: When metadata is damaged, missing or contradicts itself.
-        UnsafeSourceError: When a reference leaves the folder, or the metadata declare far more than is stored.
-        UnsupportedError: When it was saved in a way that cannot be read here.
+        UnsafeSourceError: When a reference leaves the folder, or the metadata declares far more than is stored.
+        UnsupportedError: When it was saved in a form that cannot be read here.
     """
     step = _step(Path(path).absolute())
     item = _item(step)
@@ -59,7 +59,7 @@ def open_orbax(path: str | os.PathLike[str]) -> Manifest:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder carries Orbax's marks itself: it is a step or an item."""
+    """Whether a folder itself has Orbax's marker files: it is a step or an item."""
     names = set(entries(folder))
     if names.intersection(MARKS) or TREE in names:
         return True
@@ -67,7 +67,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def steps(folder: Path) -> list[str]:
-    """Names of the steps in a root, oldest first; empty and foreign folders are none."""
+    """Return the names of the steps in a root, oldest first, without empty and foreign folders."""
     found = [
         name
         for name in entries(folder)
@@ -136,7 +136,7 @@ def _metadata(step: Path, item: Path, leaves: tuple[SavedLeaf, ...], tensors: di
 
 
 def _config(step: Path) -> dict[str, Any]:
-    """The model's description as Keras' callback stores it: JSON in a leaf that is text."""
+    """Return the model's configuration as Keras' callback stores it: JSON in a text leaf."""
     item = member(step, _MODEL_CONFIG, named_by=str(step))
     if not item.is_dir():
         return {}

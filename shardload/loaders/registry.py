@@ -1,12 +1,12 @@
-"""The formats there are: how each is recognised and opened, and what the rest of shardload has to know about it.
+"""The supported formats: how each is recognised and opened, and its properties that other packages need.
 
     built in      `_BUILT_IN`                                                          ─┐
     installed     an entry point of the group ``shardload.formats``: npz = "package.module:SPEC"  ├─► names() ─► specs()
     registered    `register(spec)`, in this process                                    ─┘
 
-A loader module declares one `FormatSpec` for each of its formats. Code elsewhere asks ``spec_of(manifest)`` for what it
-needs to know and compares no names, so that a format is one module. Names cost nothing; a loader is imported when
-something about its format is asked.
+A loader module declares one `FormatSpec` for each of its formats. Code elsewhere reads these properties from
+``spec_of(manifest)`` and never compares names, so that a format is one module. Listing names imports no loader; a
+loader is imported when its `FormatSpec` is first needed.
 """
 
 from __future__ import annotations
@@ -43,47 +43,47 @@ def _never(_: object) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormatSpec:
-    """One format. What has a default need not be said."""
+    """One format. Fields with a default are optional."""
 
     name: str
     """As in ``Manifest.format``, ``format=`` and ``--format``."""
     description: str
-    """In words, with an article: ``a .gguf file``."""
+    """A noun with its article, for messages: ``a .gguf file``."""
     endings: tuple[str, ...] = ()
-    """What its files end with, in lower case. The first may be left out of a name in the checkpoint root."""
+    """Endings of its files, in lower case. A name in the checkpoint root may omit the first one."""
     is_file: Callable[[FileContent], bool] = _never
-    """Whether a file is one; formats listed later are asked first, as a special case of those before them."""
+    """Whether a file has this format; formats listed later are checked first, as special cases of earlier ones."""
     is_folder: Callable[[FolderContent], bool] = _never
-    """Whether a folder is one."""
+    """Whether a folder has this format."""
     contains_some: Callable[[FolderContent], bool] = _never
-    """Whether a folder that is nothing else contains folders of this format."""
+    """Whether a folder of no other format contains folders of this format."""
     open_file: Callable[[str], Manifest] | None = None
-    """Reads the headers of a file, or of what a file lists."""
+    """Reads the headers of a file, or of the files that it lists."""
     open_folder: Callable[[Path], Manifest] | None = None
     """Reads the headers of a folder. Without it, a folder is opened by its only file with one of `endings`."""
     part_format: str | None = None
-    """Format of the files that a file of this one lists."""
+    """Format of the files that an index of this format lists."""
     folder_of: Callable[[str], Path | None] | None = None
-    """For formats with a description in the folder: the folder that a file of weights belongs to."""
+    """For formats whose folder describes the model: finds the folder that a weights file belongs to."""
     described_by: Literal["keras", "keras-beside", "keras-hub", "hugging-face"] | None = None
-    """What ``Manifest.config`` is: Keras' own (``keras-beside``: in a file with the same stem instead), that of a
-    KerasHub preset, Hugging Face's. ``None``: the format describes no model."""
+    """Origin of ``Manifest.config``: Keras (``keras-beside``: from a file with the same stem), a KerasHub preset, or
+    Hugging Face. ``None``: the format describes no model."""
     tensor_names: Literal["keras", "hugging-face", "step", "own"] = "own"
-    """Who named the tensors: Keras' layers, `transformers`, a training step, or the user, as the variables' paths."""
+    """Source of the tensors' names: Keras' layers, `transformers`, a training step, or the user (variable paths)."""
     model_dtype: str | None = None
-    """Dtype of the model where that is not the tensors': quantised blocks decode to more bits than they carry."""
+    """Dtype of the model if it differs from the tensors': quantised blocks decode to more bits than they carry."""
     tokenizer: Literal["hugging-face", "keras-hub", "header"] | None = None
-    """Form of the tokenizer: files of one of the two, or entries of a GGUF header."""
+    """Form of the tokenizer: Hugging Face's or KerasHub's files, or entries of a GGUF header."""
     keras_files: str | None = None
-    """Folder of the small files beside the weights as Keras has them, relative to the source."""
+    """Folder of Keras' small files (configurations, tokenizers), relative to the source."""
     transformers_files: str | None = None
-    """The same for Hugging Face's."""
+    """The same for Hugging Face's small files."""
     assets: Callable[[str], Iterator[tuple[str, Callable[[BinaryIO], None]]]] | None = None
-    """The files layers saved: names, and what writes their content."""
+    """Yields the asset files that layers saved: names, and functions that write their content."""
     is_step: bool = False
-    """Whether it is a training step, with optimizer, metrics and perhaps digests."""
+    """Whether the format is a training step, with optimizer, metrics and optional digests."""
     may_be_codes: bool = False
-    """Whether its tensors can be codes of a quantisation method, or an adapter's, which only names and values show."""
+    """Whether its tensors can be quantisation codes or belong to an adapter, which only names and values show."""
 
     @property
     def is_hugging_face(self) -> bool:
@@ -95,10 +95,10 @@ _registered: dict[str, FormatSpec] = {}
 
 
 def register(spec: FormatSpec) -> None:
-    """Make a format known in this process; a package announces its own by an entry point of `GROUP` instead.
+    """Register a format in this process; an installed package uses an entry point of `GROUP` instead.
 
     Raises:
-        UsageError: When there is a format of that name.
+        UsageError: When a format of that name exists already.
     """
     if spec.name in names():
         raise UsageError(f"Cannot register the format {spec.name!r}: there is one of that name. Choose another name")
@@ -106,25 +106,25 @@ def register(spec: FormatSpec) -> None:
 
 
 def names() -> tuple[str, ...]:
-    """Every format's name; no loader is imported."""
+    """Return the name of every format, without importing a loader."""
     return (*_BUILT_IN, *_installed(), *_registered)
 
 
 def specs() -> tuple[FormatSpec, ...]:
-    """Every format, in the order of `names`."""
+    """Return every format, in the order of `names`."""
     return tuple(map(spec_named, names()))
 
 
 def spec_of(manifest: Manifest) -> FormatSpec:
-    """The format of an opened checkpoint."""
+    """Return the format of an opened checkpoint."""
     return spec_named(manifest.format)
 
 
 def spec_named(name: str) -> FormatSpec:
-    """One format.
+    """Return the format of this name.
 
     Raises:
-        UnsupportedError: When there is none of that name, or an installed package that has it cannot be imported.
+        UnsupportedError: When the name is unknown, or the installed package that provides it cannot be imported.
     """
     return _registered.get(name) or _declared(name)
 

@@ -1,12 +1,12 @@
-"""safetensors: an 8-byte length, a JSON header, then the tensors, end to end.
+"""safetensors: an 8-byte length, a JSON header, then the tensors without gaps.
 
     ┌────────┬──────────────────────────────────────────────────────────┬───────────────────────┐
     │ u64 n  │ {"name": {"dtype", "shape", "data_offsets": [a, b]}, …}  │ bytes, no holes       │
     └────────┴──────────────────────────────────────────────────────────┴───────────────────────┘
      0        8                                                          8 + n = offset 0 of the data
 
-The rules are the reference library's (huggingface/safetensors, ``tensor.rs``), and duplicate keys are refused as
-well. The header is parsed entry by entry, so that a hostile one costs no more memory than an honest one.
+The rules are the reference library's (huggingface/safetensors, ``tensor.rs``); duplicate keys are refused as well.
+The header is parsed entry by entry, so that a hostile header takes no more memory than a normal one.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from shardload.stores import local
 from shardload.stores.json_files import require_brace, unique_pairs
 
 MAX_HEADER_BYTES = 100_000_000
-"""The reference library's cap."""
+"""The reference library's limit."""
 MAX_ENTRY_CHARS = 4096
-"""One tensor's entry: three keys and at most 32 dims of 20 digits."""
+"""Limit for one tensor's entry: three keys and at most 32 dims of 20 digits."""
 
 DTYPES: dict[str, np.dtype[Any]] = {
     name: np.dtype(dtype)
@@ -59,14 +59,14 @@ DTYPES: dict[str, np.dtype[Any]] = {
     }.items()
 }
 _scan_string: Callable[[str, int, bool], tuple[str, int]] = decoder.scanstring  # type: ignore[attr-defined]
-"""The C scanner that `json` itself uses: a string from the character after its opening quote."""
+"""The C scanner that `json` itself uses; it starts at the character after a string's opening quote."""
 SUB_BYTE = frozenset({"F4", "F6_E2M3", "F6_E3M2"})
-"""Known to the format, but several elements share a byte."""
+"""Valid in the format, but unsupported here: several elements share a byte."""
 
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsHeader:
-    """What one file's header says."""
+    """The parsed header of one file."""
 
     tensors: tuple[Tensor, ...]
     """In file order."""
@@ -77,7 +77,7 @@ class SafetensorsHeader:
 
 
 def open_file(path: str | os.PathLike[str]) -> Manifest:
-    """The manifest of one bare ``.safetensors`` file.
+    """Return the manifest of one bare ``.safetensors`` file.
 
     Raises:
         SourceError: When the header contradicts itself, its format or the file.
@@ -99,7 +99,7 @@ def read_header(path: str) -> SafetensorsHeader:
                 "It is damaged or no safetensors file; download it again"
             )
         what = "the safetensors header"
-        if 8 + length <= size:  # read_header says what is wrong where it is not
+        if 8 + length <= size:  # else read_header raises the detailed error
             require_brace(fd, 8 + length, path=path, what=what)
         raw = local.read_header(fd, length, offset=8, path=path, what=what)
     try:
@@ -111,12 +111,12 @@ def read_header(path: str) -> SafetensorsHeader:
 
 
 def looks_like(head: bytes, size: int) -> bool:
-    """Whether a file of ``size`` bytes that begins with ``head`` could be safetensors."""
+    """Whether a file of ``size`` bytes that starts with ``head`` could be safetensors."""
     return len(head) > 8 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= min(MAX_HEADER_BYTES, size)
 
 
 class _Parser:
-    """One pass over a header's text."""
+    """A parser that passes once over a header's text."""
 
     def __init__(self, path: str, text: str, *, data_start: int, file_bytes: int) -> None:
         self._path = path
@@ -238,7 +238,7 @@ class _Parser:
 
 
 class _Members:
-    """Keys of a JSON object, each with where its value starts; the user sets ``position`` to where the value ends."""
+    """Keys of a JSON object with the start of each value; the caller sets ``position`` to the end of the value."""
 
     def __init__(self, text: str, start: int) -> None:
         self._text = text
