@@ -1,6 +1,6 @@
-"""What to pass to a KerasHub backbone's constructor so that it computes what a configuration says.
+"""Constructor arguments that make a KerasHub backbone compute what a configuration describes.
 
-KerasHub's converters pass part of that. What a constructor takes and does not use is found when the model is built.
+KerasHub's converters pass only some of them. A check after the build finds arguments that a constructor ignores.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from shardload.hub.families import Config, Family, family_of, text_of
 
 
 def arguments(config: Config, parameters: Collection[str]) -> dict[str, Any]:
-    """What to pass to a backbone's constructor so that it has what the configuration says.
+    """Return constructor arguments that make a backbone match the configuration.
 
     Args:
         config: ``config.json``.
-        parameters: Names the constructor takes.
+        parameters: Names of the constructor's parameters.
 
     Returns:
-        Arguments that override those of KerasHub's converter.
+        Arguments that override the arguments from KerasHub's converter.
 
     Raises:
         SourceError: When the configuration contradicts itself.
@@ -48,7 +48,7 @@ def arguments(config: Config, parameters: Collection[str]) -> dict[str, Any]:
 
 
 _STRETCHED = {"gpt_oss": "yarn"}
-"""By ``model_type``: the kind of rotary positions that the constructor's factor means."""
+"""``model_type`` → kind of rotary scaling that the constructor's factor stands for."""
 
 
 def _rotary_arguments(said: rope.Rotation, *, stretched: str) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def _rotary_arguments(said: rope.Rotation, *, stretched: str) -> dict[str, Any]:
 
 
 def _window_arguments(config: Config, family: Family) -> dict[str, Any]:
-    """The one window all windowed layers have; that it is the right layers is looked at later."""
+    """Return the window shared by all windowed layers; `fields` checks later which layers have it."""
     said = family.windows(config, int(config["num_hidden_layers"])) if family.windows else []
     sizes = {size for size in said if size}
     if len(sizes) > 1:
@@ -83,7 +83,7 @@ def _no_size(config: Config) -> dict[str, Any]:
 
 
 def for_converter(config: Config) -> Config:
-    """A configuration without what KerasHub's converters refuse for reasons of their own."""
+    """Return the configuration without entries that KerasHub's converters refuse, although the model supports them."""
     scaling = config.get("rope_scaling")
     kind = scaling.get("rope_type") or scaling.get("type") if isinstance(scaling, Mapping) else None
     if config.get("model_type") != "llama" or kind in (None, "llama3"):

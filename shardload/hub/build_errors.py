@@ -1,4 +1,4 @@
-"""Why no model can be built from what a checkpoint says about itself, and what to do then."""
+"""Errors for configurations that no model can be built from, with a way out."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ _LAYER_KEYS = (
 )
 _PARTS = ("config", "text_config", "vision_config", "audio_config", "encoder", "decoder")
 SHOWN = 1000
-"""Characters of an error's first paragraph: one may quote the whole value that caused it."""
+"""Characters kept of an error's first paragraph, which may quote the whole value that caused it."""
 
 _CODE = "Requested the deserialization of a"
-"""How Keras begins to refuse Python code, a lambda; no place for what a configuration itself may say."""
+"""Start of Keras' refusal of Python code (a lambda); a configuration cannot insert text here."""
 _INNER = "Exception encountered: "
-"""Before the cause, at the end of Keras' message that something "could not be deserialized properly"."""
+"""Text before the cause, at the end of Keras' message that something "could not be deserialized properly"."""
 
 
 def check_layer_count(manifest: Manifest) -> None:
-    """A model has at least one tensor a layer; a configuration that says otherwise would build for ever.
+    """Refuse a configuration with more layers than the checkpoint has tensors: building it would never end.
 
     Raises:
-        SourceError: When it does.
+        SourceError: When there are more layers than tensors.
     """
     n_tensors = len(manifest.tensors)
     parts = [manifest.config.get(key) for key in _PARTS]
     for config in (manifest.config, *(part for part in parts if isinstance(part, Mapping))):
         for key in _LAYER_KEYS:
             said = config.get(key)
-            # Of a float or a text the integer is built. Not ">": NaN is no number of layers either.
+            # Constructors convert floats and texts with int(). "not <=" instead of ">" also refuses NaN.
             if any(not _number(layers) <= max(n_tensors, 1) for layers in (said if isinstance(said, list) else [said])):
                 raise SourceError(
                     f"{manifest.source}: the configuration says {key}={_shown(said)}, but there are only "
@@ -44,7 +44,7 @@ def check_layer_count(manifest: Manifest) -> None:
 
 
 def _number(said: Any) -> float:
-    """A number of layers as `int` reads it; 0 of what it does not read, which ends soon."""
+    """Return a number of layers as `int` reads it; 0 if it cannot, because the build then fails at once."""
     try:
         return said if isinstance(said, (int, float)) else int(said)
     except (TypeError, ValueError):
@@ -57,10 +57,10 @@ def _shown(said: Any) -> str:
 
 @contextlib.contextmanager
 def describe_failure(manifest: Manifest) -> Iterator[None]:
-    """Turn any error that a configuration causes in constructors into one that names the checkpoint.
+    """Translate errors that a configuration causes in constructors into errors that name the checkpoint.
 
     Raises:
-        UnsupportedError: With the way out.
+        UnsupportedError: When a constructor fails; the message has the way out.
         SourceError: When the configuration lacks an entry.
     """
     try:
@@ -75,7 +75,7 @@ def describe_failure(manifest: Manifest) -> Iterator[None]:
             f"({str(error).split(' has no value')[0]}), so it cannot be built without them. Build the model yourself "
             "and fill it: shardload.load_weights(model, source, mesh=…)"
         ) from error
-    except Exception as error:  # of any kind: JAX's and NumPy's have trees of their own
+    except Exception as error:  # of any kind: JAX and NumPy have their own exception trees
         raise UnsupportedError(
             f"{manifest.source}: no model can be built from its configuration: {_first(error)}. "
             f"{_way_out(manifest, error)}"
@@ -83,10 +83,10 @@ def describe_failure(manifest: Manifest) -> Iterator[None]:
 
 
 def refuse_code(error: Exception, manifest: Manifest) -> None:
-    """Stop where Keras refused Python code in what ``compile`` got.
+    """Raise if Keras refused Python code in the arguments of ``compile``.
 
     Raises:
-        UnsupportedError: With both ways out.
+        UnsupportedError: If so; the message has both ways out.
     """
     if str(error).startswith(_CODE):
         raise UnsupportedError(
@@ -96,11 +96,11 @@ def refuse_code(error: Exception, manifest: Manifest) -> None:
 
 
 def not_compiled(manifest: Manifest, why: Exception | str, *, has_defaults: bool) -> str:
-    """Why a model is not compiled as it was saved, and what to do about it.
+    """Explain why a model is not compiled as it was saved, and what to do about it.
 
     Args:
-        manifest: Of the checkpoint.
-        why: What ``compile`` raised, or the reason.
+        manifest: The checkpoint's manifest.
+        why: The error from ``compile``, or another reason.
         has_defaults: Whether the model's class compiles it anyway, as KerasHub's tasks do.
     """
     stored = ("optimizer/", "optimizer_variables/")
@@ -114,7 +114,7 @@ def not_compiled(manifest: Manifest, why: Exception | str, *, has_defaults: bool
 
 
 def _first(error: Exception) -> str:
-    """The first paragraph of what an error says; of those that Keras wraps into each other, the innermost."""
+    """Return the first paragraph of an error's message; the innermost if Keras wrapped several errors."""
     said = str(error).strip().rpartition(_INNER)[2]
     return said.split("\n\n")[0][:SHOWN].rstrip(".") or type(error).__name__
 

@@ -1,8 +1,8 @@
-"""What a built KerasHub backbone computes with, asked of its layers: not what its constructor was told.
+"""Settings that a built KerasHub backbone really computes with, read from its layers, not from its constructor.
 
-Some constructors take an argument that no layer uses (Gemma's ``query_head_dim_normalize``, Llama's
-``rope_position_scaling_factor``), so the layers themselves answer: by an attribute they read when they are called, or,
-for rotary positions and activations, by being called.
+Some constructors accept an argument that no layer uses (Gemma's ``query_head_dim_normalize``, Llama's
+``rope_position_scaling_factor``). So settings come from the attributes that layers read when called or, for rotary
+positions and activations, from calling the layers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 _ROTARY = ("rotary_embedding_layer", "rope_layer", "rotary_embedding")
 _ACTIVATIONS = ("activation", "act_layer")
 POINTS = np.array([-4.0, -2.0, -1.0, -0.5, 0.25, 0.5, 1.0, 3.0], np.float32)
-"""Where activations are compared."""
+"""Inputs at which activations are compared."""
 
 
 def _own_layers(layer: Any) -> list[Any]:
@@ -27,30 +27,30 @@ def _own_layers(layer: Any) -> list[Any]:
 
 
 def blocks(backbone: Any) -> list[Any]:
-    """The transformer's layers, first to last; empty where the class calls them something else."""
+    """Return the transformer's layers, first to last; empty if the class names them differently."""
     found = getattr(backbone, "transformer_layers", ())
     return [block for one in found for block in (one if isinstance(one, list | tuple) else (one,))]
 
 
 def layers(backbone: Any) -> list[Any]:
-    """Every layer of the text model, or of a model that is not of several parts."""
+    """Return every layer of the text model, or of the whole model if it has no parts."""
     others = [getattr(backbone, name, None) for name in ("vision_encoder", "audio_encoder")]
     apart = {id(layer) for other in others if other is not None for layer in _own_layers(other)}
     return [layer for layer in _own_layers(backbone) if id(layer) not in apart]
 
 
 def attention_of(block: Any, attribute: str) -> Any:
-    """The layer in a block that has an attribute, or ``None``."""
+    """Return the layer of a block that has an attribute, or ``None``."""
     return next((layer for layer in _inner_first(block) if hasattr(layer, attribute)), None)
 
 
 def _inner_first(block: Any) -> list[Any]:
-    """A block's layers, and last the block itself, which may say what it does not pass on."""
+    """Return a block's layers, then the block itself, whose attributes its layers may not get."""
     return [*(layer for layer in _own_layers(block) if layer is not block), block]
 
 
 def window_of(block: Any) -> int | None:
-    """How many tokens, itself included, a token of this block attends to; ``None`` for all."""
+    """Return how many tokens, including itself, a token of this block attends to; ``None`` for all."""
     for layer in _inner_first(block):
         if getattr(layer, "use_sliding_window_attention", None) is False:
             return None
@@ -62,9 +62,9 @@ def window_of(block: Any) -> int | None:
 
 
 def _is_obeyed(layer: Any, name: str) -> bool:
-    """Whether an attention layer obeys its window: asked with a window of two and four equal tokens.
+    """Whether an attention layer obeys its window: call it with a window of two and four equal tokens.
 
-    KerasHub's Qwen models apply it only where Keras has no fused attention; on JAX it always has.
+    KerasHub's Qwen models apply it only if Keras has no fused attention; on JAX, Keras always has it.
     """
     if not hasattr(layer, "_compute_attention") or not hasattr(layer, "_mask_sliding_window"):
         return True
@@ -79,7 +79,7 @@ def _is_obeyed(layer: Any, name: str) -> bool:
     setattr(layer, name, 2)
     try:
         found = np.asarray(_compiled(masked, alike, values), np.float32)
-    except Exception:  # another signature: nothing is known
+    except Exception:  # another signature: cannot check, so assume it does
         return True
     finally:
         setattr(layer, name, before)
@@ -87,10 +87,10 @@ def _is_obeyed(layer: Any, name: str) -> bool:
 
 
 def turns_of(block: Any, head_dim: int) -> tuple[NDArray[np.float64], NDArray[np.float64], float] | None:
-    """Angles per token and their scale in a block, as its rotary layer turns a unit vector, and how exact they are.
+    """Measure how a block's rotary layer turns a unit vector: angles per token, their scale, and the precision.
 
     Returns:
-        Radians and scale of each pair of features, and the relative error to expect; ``None`` where nothing turns.
+        Radians and scale of each pair of features, and the expected relative error; ``None`` without rotary positions.
     """
     layer = next((found for name in _ROTARY if (found := getattr(attention_of(block, name), name, None))), None)
     if layer is None:
@@ -108,9 +108,9 @@ def turns_of(block: Any, head_dim: int) -> tuple[NDArray[np.float64], NDArray[np
 
 
 def _plain_angles(layer: Any, head_dim: int) -> NDArray[np.float64] | None:
-    """Angles of KerasHub's own rotary layers in their usual setting, which saves compiling a program to ask them.
+    """Compute the angles of KerasHub's own rotary layers in their usual setting, without compiling a program.
 
-    A contract test holds them against what the layers compute.
+    A contract test compares them with what the layers compute.
     """
     name = type(layer).__name__
     if name not in ("RotaryEmbedding", "LlamaRotaryEmbedding") or layer.rope_type != "linear":
@@ -123,7 +123,7 @@ def _plain_angles(layer: Any, head_dim: int) -> NDArray[np.float64] | None:
 
 
 def rotary_key(block: Any) -> str:
-    """Equal for blocks whose rotary layers have equal settings."""
+    """Return a key that is equal for blocks whose rotary layers have equal settings."""
     layer = next((found for name in _ROTARY if (found := getattr(attention_of(block, name), name, None))), None)
     plain = int | float | str | None
     held = vars(layer) if layer is not None else {}
@@ -133,12 +133,12 @@ def rotary_key(block: Any) -> str:
 
 
 def normalisations(backbone: Any) -> list[Any]:
-    """Layers that add an epsilon to a variance."""
+    """Return the layers that add an epsilon to a variance."""
     return [layer for layer in layers(backbone) if isinstance(getattr(layer, "epsilon", None), int | float)]
 
 
 def activations(backbone: Any) -> Iterator[tuple[Any, str, Any]]:
-    """Each feed-forward activation: the layer, the attribute it is read from, and the function."""
+    """Yield each feed-forward activation: its layer, the attribute that stores it, and the function."""
     import keras
 
     for layer in layers(backbone):
@@ -152,7 +152,7 @@ def activations(backbone: Any) -> Iterator[tuple[Any, str, Any]]:
 
 @functools.lru_cache(maxsize=16)
 def at_points(function: Any) -> NDArray[np.float64]:
-    """An activation at `POINTS`."""
+    """Return an activation's values at `POINTS`."""
     return np.asarray(_compiled(function, POINTS), np.float64)
 
 

@@ -1,7 +1,7 @@
-"""What transformers takes where a configuration leaves a field out.
+"""Defaults that transformers uses for fields that a configuration omits.
 
-The defaults of its configuration classes, as far as KerasHub's converters or `shardload.hub.fidelity` read the field.
-Versions 4.57 and 5.23 have the same ones. Fields without a default (ESM's ``vocab_size``) are not here.
+They are the defaults of its configuration classes, for fields that KerasHub's converters or `shardload.hub.fidelity`
+read. Versions 4.57 and 5.23 agree on them. Fields without a default (ESM's ``vocab_size``) are not listed.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ _GPT_OSS_ROPE |= {"original_max_position_embeddings": 4096}
 
 
 def completed(config: Fields) -> dict[str, Any]:
-    """A configuration, or one of a part, with the fields it leaves out; ``model_type`` tells whose."""
+    """Return the configuration of a model or a part with the defaults of its ``model_type`` filled in."""
     kind = config.get("model_type")
     found = {**DEFAULTS.get(kind, {}), **config} if isinstance(kind, str) else dict(config)
     heads = found.get("num_attention_heads")
@@ -106,12 +106,12 @@ def completed(config: Fields) -> dict[str, Any]:
     if kind == "qwen3_moe" and found["head_dim"] is None and isinstance(heads, int) and heads > 0:
         found["head_dim"] = int(found["hidden_size"]) // heads
     if kind == "gpt_oss" and not (found.get("rope_parameters") or found.get("rope_scaling")):
-        found["rope_scaling"] = _GPT_OSS_ROPE  # 4 takes null for none, 5 for this
+        found["rope_scaling"] = _GPT_OSS_ROPE  # transformers 4 reads null as no scaling, 5 as this
     return _with_turns(found) if kind == "smollm3" else found
 
 
 def _with_turns(config: dict[str, Any]) -> dict[str, Any]:
-    """SmolLM3, every few layers of which have no rotary positions and, if any, a sliding window."""
+    """Fill in SmolLM3's layer lists: every few layers have no rotary positions and, if it is used, a sliding window."""
     if config.get("no_rope_layers") is None:
         every = int(config["no_rope_layer_interval"])
         config["no_rope_layers"] = [int((i + 1) % every != 0) for i in range(int(config["num_hidden_layers"]))]

@@ -1,8 +1,8 @@
 """Hugging Face configurations as KerasHub's converters read them.
 
-A converter knows the keys that one version of `transformers` wrote. Others leave out what equals a default
-(`config_defaults`), or have another name for it; `read_config` fills that in, without changing a value. What no key
-can express, because KerasHub's class has no such argument, is refused by `check_representable` with the field's name.
+A converter knows the keys that one version of `transformers` wrote. Other versions omit values that equal a default
+(`config_defaults`), or rename keys; `read_config` fills them in, without changing a value. `check_representable`
+refuses features for which KerasHub's class has no argument, and names the field.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _ALIASES = {
     "qwen2_moe": {"num_experts": "num_local_experts"},
     "bart": {"num_hidden_layers": "encoder_layers"},
 }
-"""By ``model_type``: key a converter reads → key that has the same value in other versions."""
+"""``model_type`` → {key that a converter reads: key with the same value in other versions}."""
 _PARTS = {
     "gemma3": {"text_config": "gemma3_text", "vision_config": "siglip_vision_model"},
     "paligemma": {"text_config": "gemma", "vision_config": "siglip_vision_model"},
 }
-"""By ``model_type``: parts with configurations of their own, and the ``model_type`` of one that does not say it."""
+"""``model_type`` → parts with their own configurations, and the default ``model_type`` of each."""
 _TIES = ("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
-"""Model types whose KerasHub class takes ``tie_word_embeddings``, and whose converter asks for ``lm_head.weight``."""
+"""Model types whose KerasHub class takes ``tie_word_embeddings`` and whose converter reads ``lm_head.weight``."""
 _ROWS = 16
-"""Of the output layer and the embedding that are compared before the model is built."""
+"""Rows of the output layer and the embedding that are compared before the model is built."""
 _GENERATES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _BART_PAIRS = (
     ("encoder_layers", "decoder_layers"),
@@ -41,9 +41,9 @@ _BART_PAIRS = (
 
 
 def read_config(manifest: Manifest) -> dict[str, Any]:
-    """A copy of the configuration in the form that KerasHub's converters read."""
+    """Return a copy of the configuration in the form that KerasHub's converters read."""
     config = copy.deepcopy(dict(manifest.config))
-    # KerasHub takes the first one without asking; GGUF and KerasHub's own exports name none.
+    # KerasHub reads the first entry unconditionally; GGUF and KerasHub's own exports have none.
     config["architectures"] = config.get("architectures") or [""]
     for wanted, stored in _ALIASES.get(_kind(config), {}).items():
         if wanted not in config and stored in config:
@@ -55,11 +55,11 @@ def read_config(manifest: Manifest) -> dict[str, Any]:
         if isinstance(config.get(part), dict):
             config[part] = completed({"model_type": kind, **config[part]})
     if "ForImageClassification" in str(config["architectures"][0]):
-        config.setdefault("id2label", {"0": "LABEL_0", "1": "LABEL_1"})  # the default that transformers leaves out
+        config.setdefault("id2label", {"0": "LABEL_0", "1": "LABEL_1"})  # the default, which transformers omits
     if _kind(config) in _IMAGES:
         config |= {key: _side(config[key]) for key in ("image_size", "patch_size") if key in config}
     if _kind(config) == "paligemma" and isinstance(text := config.get("text_config"), dict):
-        text["num_image_tokens"] = text["head_dim"]  # which KerasHub reads as that
+        text["num_image_tokens"] = text["head_dim"]  # KerasHub reads num_image_tokens as the head dim
     if _kind(config).startswith("gemma4"):
         _read_gemma_4(config)
     if _kind(config) == "t5gemma2":
@@ -68,7 +68,7 @@ def read_config(manifest: Manifest) -> dict[str, Any]:
 
 
 def _read_gemma_4(config: dict[str, Any]) -> None:
-    """KerasHub knows parts by their keys, and one ``global_head_dim``; transformers 5 has a head_dim per layer."""
+    """Adapt to KerasHub: a key means that the part exists, and there is one ``global_head_dim``, not one per layer."""
     for part in ("vision_config", "audio_config"):
         if part in config and config[part] is None:
             del config[part]
@@ -81,7 +81,7 @@ def _read_gemma_4(config: dict[str, Any]) -> None:
 
 
 def _read_t5gemma_2(config: dict[str, Any]) -> None:
-    """KerasHub divides positions by the factor of full attention, which transformers 5 leaves out where it is 1."""
+    """Fill in the factor of full attention, which KerasHub divides positions by and transformers 5 omits if it is 1."""
     encoder = config.get("encoder")
     parts = (config.get("decoder"), encoder.get("text_config") if isinstance(encoder, dict) else None)
     for part in parts:
@@ -92,13 +92,13 @@ def _read_t5gemma_2(config: dict[str, Any]) -> None:
 
 
 def ties_embeddings(manifest: Manifest) -> bool | None:
-    """Whether to build the output layer from the embedding, which KerasHub decides from less than all there is.
+    """Whether to build the output layer from the embedding; KerasHub decides this from incomplete information.
 
-    That is where the configuration says so and nothing else is stored, as transformers 5 does, and where the
-    checkpoint's class has no output layer at all. ``None`` for classes that do not ask.
+    True if the configuration ties them and no other output layer is stored, as in transformers 5, or if the
+    checkpoint's class has no output layer at all. ``None`` for classes without the option.
 
     Raises:
-        TransferError: When a file no longer holds what its headers promised.
+        TransferError: When a file no longer matches its headers.
     """
     if _kind(manifest.config) not in _TIES:
         return None
@@ -110,7 +110,7 @@ def ties_embeddings(manifest: Manifest) -> bool | None:
 
 
 def _differs_from_embedding(head: Tensor, manifest: Manifest) -> bool:
-    """By a few rows: a head that was trained by itself differs everywhere, and a copy is compared when loading."""
+    """Compare a few rows: a separately trained head differs everywhere; loading compares a copy completely."""
     embedding = next((t for n, t in manifest.tensors.items() if re.fullmatch(r"(.+\.)?embed_tokens\.weight", n)), head)
     if (head.shape, head.dtype) != (embedding.shape, embedding.dtype):
         return False
@@ -119,7 +119,7 @@ def _differs_from_embedding(head: Tensor, manifest: Manifest) -> bool:
 
 
 def check_representable(manifest: Manifest, backbone_cls: type, arguments: Mapping[str, Any]) -> None:
-    """Whether KerasHub's class can be what the configuration describes.
+    """Check that KerasHub's class can represent the model that the configuration describes.
 
     Args:
         manifest: The checkpoint.
@@ -127,7 +127,7 @@ def check_representable(manifest: Manifest, backbone_cls: type, arguments: Mappi
         arguments: Parameters of its constructor.
 
     Raises:
-        UnsupportedError: With the field it has no argument for.
+        UnsupportedError: When the class has no argument for a field, which the message names.
     """
     if (why := _lacking(manifest, f"KerasHub's {backbone_cls.__name__}", arguments)) is not None:
         raise UnsupportedError(
@@ -137,7 +137,7 @@ def check_representable(manifest: Manifest, backbone_cls: type, arguments: Mappi
 
 
 def _lacking(manifest: Manifest, name: str, arguments: Mapping[str, Any]) -> str | None:
-    """The first feature that KerasHub's class or converter cannot represent, or None."""
+    """Return the first feature that KerasHub's class or converter cannot represent, or ``None``."""
     config, kind = read_config(manifest), _kind(manifest.config)
     if "head_dim" not in arguments and (width := _head_dims(config)) is not None:
         return (
@@ -166,14 +166,14 @@ def _lacking(manifest: Manifest, name: str, arguments: Mapping[str, Any]) -> str
 
 
 _IMAGES = ("vit", "deit", "swin", "dinov2", "dinov2_with_registers", "dinov3_vit")
-"""Model types of images alone."""
+"""Model types for images only."""
 _MIXED = ("qwen2_moe", "qwen3_moe")
 """Model types that may have layers with experts and layers without."""
 _NEEDS_BIASES = ("vit", "deit", "dinov2", "dinov2_with_registers")
 
 
 def _pooled(config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Tokens of an image, as configured and as KerasHub makes them of 4x4 patches each; ``None`` where these agree."""
+    """Return the tokens per image, configured and in KerasHub (one per 4x4 patches); ``None`` if they agree."""
     vision, said = config.get("vision_config"), config.get("mm_tokens_per_image")
     if not isinstance(vision, Mapping) or not isinstance(said, int):
         return None
@@ -185,7 +185,7 @@ def _pooled(config: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def _dense(config: Mapping[str, Any]) -> str | None:
-    """What makes layers without experts."""
+    """Return the setting that makes some layers dense (without experts), or ``None``."""
     layers, every = config.get("mlp_only_layers"), config.get("decoder_sparse_step")
     if isinstance(layers, list) and any(i in layers for i in range(int(config["num_hidden_layers"]))):
         return f"mlp_only_layers={layers}"
@@ -193,12 +193,12 @@ def _dense(config: Mapping[str, Any]) -> str | None:
 
 
 def _side(size: Any) -> Any:
-    """A square's side, of which transformers also takes two."""
+    """Return the side of a square, which transformers also writes as two equal numbers."""
     return size[0] if isinstance(size, list) and len(size) == 2 and size[0] == size[1] else size
 
 
 def _patches(config: Mapping[str, Any], name: str) -> str | None:
-    """What KerasHub's class cannot cut into patches and windows, and transformers can."""
+    """Describe patches or windows that transformers supports and KerasHub's class does not; else ``None``."""
     image, patch = config.get("image_size"), config.get("patch_size")
     if oblong := next((key for key in ("image_size", "patch_size") if isinstance(config.get(key), list)), None):
         return f"config.json says {oblong}={config[oblong]}, but KerasHub's converter takes one number"
@@ -210,7 +210,7 @@ def _patches(config: Mapping[str, Any], name: str) -> str | None:
 
 
 def _windows(config: Mapping[str, Any], side: int, name: str) -> str | None:
-    """Where Swin's stages pad: KerasHub's masks leave the padding out, and its stages count patches without it."""
+    """Describe Swin stages that need padding, which KerasHub's masks and patch counts ignore; else ``None``."""
     window, depths = config.get("window_size"), config.get("depths")
     if not isinstance(window, int) or window < 1 or not isinstance(depths, list):
         return None

@@ -1,7 +1,7 @@
-"""What transformers reads from each ``model_type``'s configuration, as far as it changes what a model computes.
+"""The fields of each ``model_type``'s configuration that change what a model computes, as transformers reads them.
 
-A field that is missing means transformers' default. Fields and architectures that are not listed here are not looked
-at: other checks see those that come with tensors of their own (biases, tied heads, further layers).
+A missing field means transformers' default. Fields and architectures that are not listed here are not checked;
+other checks detect features with their own tensors (biases, tied heads, further layers).
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ TANH = "gelu_pytorch_tanh"
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What one ``model_type`` computes with, as transformers reads it."""
+    """The settings of one ``model_type``, as transformers reads them."""
 
     epsilon: tuple[str, float] | None = None
     activation: tuple[str, str] | None = None
     theta: float | None = None
-    """Base of rotary positions where the configuration names none; ``None`` without rotary positions."""
+    """Default base of rotary positions; ``None`` for models without them."""
     windows: Callable[[Config, int], list[int | None]] | None = None
-    """The window of each layer; all layers attend to everything without it."""
+    """Returns the window of each layer; ``None`` if all layers attend to everything."""
     has_activation: str | None = None
-    """What KerasHub computes where no layer says it."""
+    """The activation that KerasHub computes if no layer has an attribute for it."""
     only: Mapping[str, tuple[Any, ...]] | None = None
-    """Fields of which KerasHub computes these values only; a missing field is one of them, ``null`` not always."""
+    """Field → the only values that KerasHub supports; a missing field is supported, ``null`` not always."""
     caps: bool = False
     """Whether scores and logits are capped, and scores scaled by ``query_pre_attn_scalar``."""
 
@@ -51,7 +51,7 @@ def _if_used(config: Config, layers: int) -> list[int | None]:
 
 
 def _by_type(default: Callable[[Config, int], bool], used: bool = True) -> Callable[[Config, int], list[int | None]]:
-    """Layers that ``layer_types`` calls sliding; ``default`` where an older configuration has none."""
+    """Return a function for windows by ``layer_types``, or by ``default`` for older configurations without it."""
 
     def windows(config: Config, layers: int) -> list[int | None]:
         if not used and not config.get("use_sliding_window"):
@@ -88,7 +88,7 @@ def _pattern(config: Config, i: int) -> bool:
 
 
 def _gemma_3(config: Config, layers: int) -> list[int | None]:
-    """In both directions, transformers takes half the size to each side; KerasHub's class counts all those tokens."""
+    """Return the windows; a bidirectional one extends by half its size to each side, and KerasHub counts all tokens."""
     windows = _by_type(_pattern)(config, layers)
     if not config.get("use_bidirectional_attention"):
         return windows
@@ -99,10 +99,10 @@ def _gemma_3(config: Config, layers: int) -> list[int | None]:
 
 _RMS = ("rms_norm_eps", 1e-6)
 _SILU = ("hidden_act", "silu")
-# transformers 4 adds no positions where their type is null; 5 does not look at it, and adds absolute ones.
+# If the type is null, transformers 4 adds no positions; 5 ignores the field and adds absolute positions.
 _BERT_ONLY = {"is_decoder": (False, None), "position_embedding_type": ("absolute",)}
 _BERT = Family(("layer_norm_eps", 1e-12), ("hidden_act", "gelu"), only=_BERT_ONLY)
-# Positions are counted from pad_token_id + 1; KerasHub's converter leaves out the first two rows.
+# Positions start at pad_token_id + 1; KerasHub's converter always skips the first two rows.
 _ROBERTA = Family(_BERT.epsilon, _BERT.activation, only={**_BERT_ONLY, "pad_token_id": (1,)})
 _IMAGE = Family(("layer_norm_eps", 1e-12), ("hidden_act", "gelu"))
 _SWIGLU_ONLY = {"swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)}
@@ -146,12 +146,12 @@ PARTLY: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     **dict.fromkeys(("gemma4", "gemma4_text"), _GEMMA_4),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _QWEN_3_5),
 }
-"""As `Family.only`, of model types nothing else of which is looked at."""
+"""Like `Family.only`, for model types without other checks."""
 BOTH_WAYS: Collection[str] = (
     *("bert", "roberta", "xlm-roberta", "albert", "distilbert", "esm", "metaclip_2", "sam3_video"),
     *("vit", "deit", "swin", "dinov2", "dinov2_with_registers", "dinov3_vit"),
 )
-"""Model types of which transformers reads no ``is_causal``, or that have no tokens."""
+"""Model types without tokens, or for which transformers ignores ``is_causal``."""
 KNOWN: Collection[str] = {
     *ROPE,
     *WINDOW,
@@ -164,30 +164,30 @@ KNOWN: Collection[str] = {
     *(f.activation[0] for f in FAMILIES.values() if f.activation),
     *(name for only in (*(f.only or {} for f in FAMILIES.values()), *PARTLY.values()) for name in only),
 }
-"""Every field that is looked at."""
+"""Every field that is checked."""
 
 
 def text_of(config: Config) -> Config:
-    """The configuration of the text model, where it is one of several parts, with the fields it leaves out."""
+    """Return the text model's configuration with its defaults; the whole configuration if the model has no parts."""
     nested = config.get("text_config")
     text = {"model_type": f"{config.get('model_type')}_text", **nested} if isinstance(nested, Mapping) else config
     return completed(text)
 
 
 def family_of(config: Config) -> Family | None:
-    """The family of a configuration, ``None`` for one that is not looked at."""
+    """Return the family of a configuration; ``None`` for a model type that is not checked."""
     kind = config.get("model_type")
     return FAMILIES.get(kind) if isinstance(kind, str) else None
 
 
 def windows_of(config: Config, family: Family, layers: int) -> list[int | None]:
-    """The window of each layer; ``None`` where it is none, or no shorter than the longest text."""
+    """Return the window of each layer; ``None`` without a window or if the longest text fits into it."""
     said = family.windows(config, layers) if family.windows else [None] * layers
     return [obeyed(window, config) for window in said]
 
 
 def obeyed(window: int | None, config: Config) -> int | None:
-    """A window of KerasHub's, ``None`` where no token of the longest text is outside of it."""
+    """Return a KerasHub window; ``None`` if the longest text fits into it."""
     if not window:
         return None
     reach = window // 2 + 1 if config.get("use_bidirectional_attention") else window

@@ -1,14 +1,14 @@
-"""What a checkpoint says about its model, against what the built model has.
+"""Compare the model that a checkpoint describes with the model that was built.
 
-A Hugging Face configuration says more than KerasHub's converters read. What is dropped changes the numbers a model
-computes, and nothing else shows it: every tensor fits. Two questions, each in modules of its own::
+A Hugging Face configuration contains more than KerasHub's converters read. A dropped field changes the numbers that a
+model computes, and nothing else shows it: every tensor fits. These modules check it::
 
-    before it is built   quantised   are the tensors the weights, or codes and adapters of them?
-    while it is built    arguments   what does the constructor take that KerasHub's converter does not pass?
+    before the build     quantised   are the tensors weights, or quantisation codes and adapters?
+    during the build     arguments   what does the constructor take that KerasHub's converter does not pass?
                          pooling     what follows the last layer of a model for embeddings?
-    when it is built     fields      what does the model not have?    set on layers, else refused, else ignored
+    after the build      fields      what does the model lack?    set on layers, else refused, else ignored
 
-``families`` and ``rope`` know what the source says, ``built`` asks the model's layers.
+``families`` and ``rope`` interpret the configuration, ``built`` inspects the model's layers.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _notes: weakref.WeakKeyDictionary[Any, tuple[str, tuple[str, ...]]] = weakref.We
 
 
 def check_names(ignore: Sequence[str]) -> tuple[str, ...]:
-    """Names of fields, as a caller gave them.
+    """Check the names of fields to ignore.
 
     Raises:
-        UsageError: When one is not looked at, so that a typing error does not pass for consent.
+        UsageError: When a field is never checked: a misspelt name must not count as consent.
     """
     names = (ignore,) if isinstance(ignore, str) else tuple(ignore)
     known = sorted({*families.KNOWN, quantised.FIELD, quantised.ADAPTER})
@@ -43,7 +43,7 @@ def check_names(ignore: Sequence[str]) -> tuple[str, ...]:
 
 
 def arguments(manifest: Manifest, backbone_cls: type) -> dict[str, Any]:
-    """What to pass to a KerasHub backbone's constructor beyond what KerasHub's converter passes.
+    """Return constructor arguments for a KerasHub backbone beyond those that KerasHub's converter passes.
 
     Raises:
         SourceError: When the configuration contradicts itself.
@@ -53,15 +53,15 @@ def arguments(manifest: Manifest, backbone_cls: type) -> dict[str, Any]:
 
 
 def settle(model: Any, manifest: Manifest, *, ignore: Sequence[str] = ()) -> None:
-    """Make a model that was just built compute what its source says, or refuse; `notes_of` tells what was done.
+    """Make a newly built model compute what its source describes, or refuse it; `notes_of` lists the changes.
 
     Args:
         model: A KerasHub task or backbone, abstract or not.
-        manifest: What it was built from.
-        ignore: Fields it may differ in.
+        manifest: The checkpoint it was built from.
+        ignore: Fields in which it may differ.
 
     Raises:
-        UnsupportedError: When it differs in a field that is not in ``ignore``; says how to ignore it.
+        UnsupportedError: When it differs in a field that is not in ``ignore``; the message says how to ignore it.
         SourceError: When the configuration contradicts itself.
     """
     backbone = getattr(model, "backbone", model)
@@ -89,7 +89,7 @@ def settle(model: Any, manifest: Manifest, *, ignore: Sequence[str] = ()) -> Non
 
 
 def notes_of(model: Any, manifest: Manifest) -> tuple[str, ...]:
-    """What `settle` set on a model's layers or let pass, in words; of a model built otherwise, where it differs."""
+    """Describe what `settle` changed on a model or ignored; for a model built otherwise, describe its differences."""
     backbone = getattr(model, "backbone", model)
     source, told = _notes.get(backbone, (None, ()))
     if source == manifest.source:
@@ -111,7 +111,7 @@ def _refusal(manifest: Manifest, backbone: Any, refused: list[fields.FieldDiffer
 
 
 def _keep_promise(backbone: Any) -> tuple[str, ...]:
-    """Pass on what KerasHub's Gemma says of itself and does not hand to its attention layers."""
+    """Set ``query_head_dim_normalize`` on the attention layers, to which KerasHub's Gemma does not pass it."""
     if getattr(backbone, "query_head_dim_normalize", True):
         return ()
     found = [built.attention_of(block, "query_head_dim_normalize") for block in built.blocks(backbone)]

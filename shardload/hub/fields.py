@@ -1,7 +1,7 @@
-"""Field by field: where a configuration and the model built from it differ.
+"""Find the fields in which a configuration and the model built from it differ.
 
-The layers of the model are asked, not its constructor: a class that ignores an argument is found out, and one that
-KerasHub mends is not refused.
+The checks inspect the model's layers, not its constructor: they detect a class that ignores an argument, and accept it
+once KerasHub fixes that.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ from shardload.hub.families import (
 )
 
 SMALL_EPSILON = 1e-4
-"""Epsilons up to this differ by little enough to be set on layers where the constructor takes none."""
+"""Largest epsilon that is set on layers if the constructor has no parameter for it: the change is small."""
 _GELUS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu")
 
 
 @dataclass(frozen=True, slots=True)
 class FieldDifference:
-    """One field whose value the model does not have."""
+    """One field whose value differs in the model."""
 
     field: str
     says: str
-    """What the configuration says, in words."""
+    """The value in the configuration, in words."""
     has: str
-    """What the model has, in words."""
+    """The value in the model, in words."""
     names: tuple[str, ...]
-    """The fields by which it can be ignored."""
+    """Field names that ignore this difference."""
     mend: Callable[[], None] | None = None
-    """Sets it on the layers, where that is small and the constructor cannot."""
+    """Sets the value on the layers, if the change is small and the constructor cannot do it."""
 
 
 def differences(config: Config, backbone: Any) -> Iterator[FieldDifference]:
-    """Where a configuration and a built backbone differ.
+    """Yield the differences between a configuration and a built backbone.
 
     Args:
         config: ``config.json``.
-        backbone: KerasHub's, abstract or not.
+        backbone: A KerasHub backbone, abstract or not.
 
     Raises:
         SourceError: When the configuration contradicts itself.
@@ -81,7 +81,7 @@ def differences(config: Config, backbone: Any) -> Iterator[FieldDifference]:
 
 
 def limits(config: Config) -> Iterator[str]:
-    """What of a configuration the model does not have, and transformers has not either, or only for longer texts."""
+    """Yield features that the model lacks and that transformers lacks too, or applies only to longer texts."""
     family, text = family_of(config), text_of(config)
     if family is None or family.theta is None:
         return
@@ -96,7 +96,7 @@ def limits(config: Config) -> Iterator[str]:
 
 
 def untied(config: Config, backbone: Any) -> Iterator[str]:
-    """Where another output layer is stored than the configuration ties; transformers 4 and 5 disagree about it."""
+    """Yield a note if the configuration ties an output layer that is stored separately; only transformers 5 uses it."""
     if config.get("tie_word_embeddings") is True and getattr(backbone, "tie_word_embeddings", None) is False:
         yield (
             "tie_word_embeddings: the source says True, but stores an output layer that differs from the embedding; "
@@ -105,7 +105,7 @@ def untied(config: Config, backbone: Any) -> Iterator[str]:
 
 
 def _directions(config: Config, text: Config, backbone: Any) -> Iterator[FieldDifference]:
-    """Whether a token attends to later ones: transformers 5 respects ``is_causal`` in every mask, 4 in none."""
+    """Compare whether tokens attend to later ones: transformers 5 respects ``is_causal`` in every mask, 4 in none."""
     decoder = config.get("decoder")
     said = (decoder if isinstance(decoder, Mapping) else text).get("is_causal")
     if said is not None and not said and config.get("model_type") not in BOTH_WAYS:
@@ -119,7 +119,7 @@ def _directions(config: Config, text: Config, backbone: Any) -> Iterator[FieldDi
 
 
 def _windows_of_t5gemma(config: Config) -> Iterator[FieldDifference]:
-    """KerasHub's encoder attends to everything, and its decoder to one token more than the window has."""
+    """Yield T5Gemma's windows: KerasHub's encoder has none, and its decoder's window is one token too long."""
     for part, has in (("encoder", "no window"), ("decoder", "one token more")):
         said = config.get(part)
         said = said if isinstance(said, Mapping) else {}
@@ -154,7 +154,7 @@ def _activation(config: Config, family: Family, backbone: Any) -> Iterator[Field
     field, default = family.activation
     said = str(config.get(field) or default)
     if family.has_activation == TANH and config.get("model_type") == "gemma" and said == "gelu":
-        said = TANH  # transformers reads it so: Gemma's first configurations meant the tanh form
+        said = TANH  # like transformers: Gemma's first configurations meant the tanh form
     wanted = _function(said)
     found = list(built.activations(backbone))
     if not found and family.has_activation is not None:
@@ -182,7 +182,7 @@ _CLOSE = 1e-3
 
 @functools.cache
 def _function(name: str) -> Any:
-    """Keras' function for what transformers calls an activation, ``None`` where there is none."""
+    """Return Keras' function for an activation's name in transformers; ``None`` if Keras has none."""
     import keras
 
     def gelu_tanh(x: Any) -> Any:
@@ -258,7 +258,7 @@ def _windows(config: Config, family: Family, backbone: Any) -> Iterator[FieldDif
 
 
 def _caps(config: Config, backbone: Any) -> Iterator[FieldDifference]:
-    second = config.get("model_type") == "gemma2"  # transformers reads the first of a Gemma 3, and caps no scores
+    second = config.get("model_type") == "gemma2"  # for Gemma 3, transformers does not apply the scores' cap
     attention = next((built.attention_of(block, "logit_soft_cap") for block in built.blocks(backbone)), None)
     pairs = (
         ("attn_logit_softcapping", 50.0 if second else None, getattr(attention, "logit_soft_cap", None)),
@@ -271,7 +271,7 @@ def _caps(config: Config, backbone: Any) -> Iterator[FieldDifference]:
 
 
 def _scalar(config: Config, backbone: Any) -> Iterator[FieldDifference]:
-    """Scores are divided by the root of ``query_pre_attn_scalar``; KerasHub knows two values for it."""
+    """Compare ``query_pre_attn_scalar``, whose root divides the scores; KerasHub supports two values."""
     field = "query_pre_attn_scalar"
     head_dim, per_head = head_dim_of(backbone), int(backbone.hidden_dim) // _heads_of(backbone)
     said = config.get(field, 256)
@@ -291,7 +291,7 @@ def _scalar(config: Config, backbone: Any) -> Iterator[FieldDifference]:
 
 
 def head_dim_of(backbone: Any) -> int:
-    """Features of one attention head."""
+    """Return the number of features of one attention head."""
     held = getattr(backbone, "head_dim", None)
     return int(held or backbone.hidden_dim // _heads_of(backbone))
 

@@ -1,16 +1,16 @@
-"""Models from what a checkpoint says about itself: the only module that imports KerasHub.
+"""Build models from the descriptions in checkpoints; the only module that imports KerasHub.
 
 A checkpoint describes its model in one of four ways, and `build_model` turns each into a Keras model
-whose weights are not loaded (inside ``shardload.abstract()`` they are not even made)::
+without loading its weights (inside ``shardload.abstract()``, without even allocating them)::
 
     keras-hub-preset   config.json, task.json  ─► keras.saving          ─► task, else backbone
     hf-safetensors     config.json             ─► KerasHub's converter  ─► CausalLM / ImageClassifier, else backbone
     gguf               header                  ─► KerasHub's converter  ─► CausalLM, else backbone
     keras-archive      config.json             ─► keras.saving          ─► the saved model, compiled as saved
-    orbax              model_config            ─► keras.saving          ─► the same, where a training run saved it
+    orbax              model_config            ─► keras.saving          ─► the same, if a training run saved it
 
-A `.weights.h5` describes nothing, unless a configuration is next to it. TensorFlow is not needed:
-a preprocessor that insists on it is left off, and `shardload.generate` tokenises by itself.
+A `.weights.h5` describes no model, unless a configuration is next to it. TensorFlow is not needed:
+a preprocessor that requires it is omitted, and `shardload.generate` has its own tokenisation.
 
 The dtype is the checkpoint's own unless the caller names another one: KerasHub would make it float32,
 which doubles the memory of a bfloat16 checkpoint and adds no information.
@@ -58,22 +58,22 @@ def build_model(
     compile: bool = True,
     note: Callable[[str], None] | None = None,
 ) -> Any:
-    """The model a checkpoint describes, without its weights.
+    """Build the model that a checkpoint describes, without its weights.
 
     Args:
         manifest: An opened checkpoint.
         dtype: Dtype or dtype policy of the variables; `checkpoint_dtype` by default.
-        task: Build the task (a ``CausalLM``, a classifier) where the checkpoint is one; the backbone otherwise.
-        custom_objects: Classes the configuration names and Keras does not know.
-        safe_mode: Refuse configurations that hold Python code, as ``keras.saving.load_model`` does.
+        task: Build the task (a ``CausalLM``, a classifier) if the checkpoint is one; the backbone otherwise.
+        custom_objects: Classes in the configuration that Keras does not know.
+        safe_mode: Refuse configurations that contain Python code, as ``keras.saving.load_model`` does.
         ignore_config: Fields of a Hugging Face configuration that the model may differ from.
-        compile: Compile the model as it was saved, where the checkpoint says how.
-        note: Called with the reason why a model that was saved compiled is not compiled now.
+        compile: Compile the model as it was saved, if the checkpoint stores how.
+        note: Called with the reason if a model that was saved compiled is not compiled now.
 
     Raises:
-        UnsupportedError: When the checkpoint describes no model, or one that is not known here.
+        UnsupportedError: When the checkpoint describes no model, or an unknown one.
         SourceError: When its configuration contradicts its tensors or itself.
-        MissingExtraError: When it needs KerasHub and that is not installed.
+        MissingExtraError: When it needs KerasHub, which is not installed.
     """
     ignore = fidelity.check_names(ignore_config)
     quantised.check(manifest, ignore=ignore)
@@ -97,7 +97,7 @@ def build_model(
 
 
 def converter(manifest: Manifest) -> ModuleType:
-    """KerasHub's ``convert_*`` module for a Hugging Face or GGUF checkpoint.
+    """Return KerasHub's ``convert_*`` module for a Hugging Face or GGUF checkpoint.
 
     Raises:
         UnsupportedError: When KerasHub has none for the checkpoint's ``model_type``.
@@ -108,10 +108,10 @@ def converter(manifest: Manifest) -> ModuleType:
 
 
 def checkpoint_dtype(manifest: Manifest) -> str:
-    """The floating-point dtype a checkpoint is in.
+    """Return the floating-point dtype of a checkpoint.
 
-    What the configuration says (``torch_dtype``, ``dtype``), else the dtype most bytes are stored in. GGUF is
-    bfloat16: what its quantised blocks decode to does not carry more than that.
+    It is the configuration's ``torch_dtype`` or ``dtype``, else the dtype that most bytes are stored in. GGUF is
+    bfloat16: its quantised blocks carry no more information.
     """
     if (known := spec_of(manifest).model_dtype) is not None:
         return known
@@ -132,8 +132,8 @@ def save_description(model: Any, folder: Path, *, extra: Mapping[str, Any], task
     Args:
         model: A task or a backbone; needs no weights.
         folder: Where to write.
-        extra: More top-level entries for ``config.json``, which KerasHub keeps and ignores.
-        task: Write ``task.json``; without it the checkpoint is that of a backbone.
+        extra: Additional top-level entries for ``config.json``, which KerasHub keeps and ignores.
+        task: Write ``task.json``; without it, the checkpoint is a backbone's.
     """
     from keras_hub.src.utils.preset_utils import CONFIG_FILE, TASK_CONFIG_FILE, KerasPresetSaver
 
@@ -146,7 +146,7 @@ def save_description(model: Any, folder: Path, *, extra: Mapping[str, Any], task
         saver._save_serialized_object(described, config_file=name)
         written = json.loads((folder / name).read_text(encoding="utf-8"))
         inner = written["config"] if described is backbone else written["config"]["backbone"]["config"]
-        # KerasHub's Llama forgets this one, and would build an output layer that the weights do not have.
+        # KerasHub's Llama does not serialise this field, and would build an output layer without weights.
         if (tied := getattr(backbone, "tie_word_embeddings", None)) is not None:
             inner.setdefault("tie_word_embeddings", tied)
         entries = extra if described is backbone else {}
@@ -154,7 +154,7 @@ def save_description(model: Any, folder: Path, *, extra: Mapping[str, Any], task
 
 
 def keras_hub() -> Any:
-    """The KerasHub package.
+    """Import and return KerasHub.
 
     Raises:
         MissingExtraError: When it is not installed.
@@ -165,7 +165,7 @@ def keras_hub() -> Any:
 
 
 def preset_handles() -> dict[str, str]:
-    """Built-in KerasHub presets: name → handle. Imports KerasHub."""
+    """Return KerasHub's built-in presets, name → handle. Imports KerasHub."""
     keras_hub()
     from keras_hub.src.utils.preset_utils import BUILTIN_PRESETS
 
@@ -173,15 +173,15 @@ def preset_handles() -> dict[str, str]:
 
 
 def preprocessor(task_or_class: Any, manifest: Manifest, *, usable: bool = True) -> Any:
-    """The preprocessor of a task where the checkpoint has its files and it works as things are; else ``None``.
+    """Return a task's preprocessor, if the checkpoint has its files and it runs in this environment; else ``None``.
 
     Some of KerasHub's preprocessors need TensorFlow; each is tried on one word before it is attached, so that a
-    model never fails later because of it. The reason for leaving it off goes to the log.
+    model never fails later because of it. If it is omitted, the log has the reason.
 
     Args:
-        task_or_class: A task of KerasHub's, or its class.
-        manifest: Of a folder with its files.
-        usable: Whether it is to be used here; one that is only written needs no TensorFlow.
+        task_or_class: A KerasHub task, or its class.
+        manifest: The manifest of a folder with the preprocessor's files.
+        usable: Require that it runs here; a preprocessor that is only written needs no TensorFlow.
     """
     cls = getattr(task_or_class, "preprocessor_cls", None)
     if not Path(manifest.source).is_dir() or cls is None:
@@ -197,19 +197,19 @@ def preprocessor(task_or_class: Any, manifest: Manifest, *, usable: bool = True)
 
 
 def _as_with_tensorflow(cls: type) -> contextlib.AbstractContextManager[None]:
-    """While open, the constructor of Gemma 3's preprocessor does not insist on TensorFlow, which only its calls use."""
+    """Let the constructor of Gemma 3's preprocessor run without TensorFlow, which only its calls use."""
     module, name = sys.modules[cls.__module__], "assert_tf_installed"
     return Patches(lambda: [(module, name, lambda _: lambda symbol: None)] if hasattr(module, name) else []).applied()
 
 
 def preset_tokenizer(manifest: Manifest, cls: Any = None) -> Any:
-    """The tokenizer layer of a KerasHub preset, or of a Hugging Face folder as ``cls``, its vocabulary loaded."""
+    """Return the tokenizer layer of a KerasHub preset, or of a Hugging Face folder as ``cls``, with its vocabulary."""
     loader = _preset_loader(manifest)
     return loader.load_tokenizer(cls)
 
 
 def greedy_sampler() -> Any:
-    """KerasHub's sampler that always takes the most probable token."""
+    """Return KerasHub's sampler that always takes the most probable token."""
     return keras_hub().samplers.GreedySampler()
 
 
@@ -232,7 +232,7 @@ def _from_preset(
 
 
 def _preset_dtype(manifest: Manifest, dtype: Any) -> dict[str, Any]:
-    """The backbone's configuration in ``dtype``; its own, or the stored one, where that is ``None``."""
+    """Return the backbone's configuration in ``dtype``; by default its own dtype, or the stored dtype."""
     config = with_dtype(manifest.config, dtype)
     if config.get("config", {}).get("dtype") is None:
         config["config"] = {**config.get("config", {}), "dtype": dtype or checkpoint_dtype(manifest)}
@@ -251,13 +251,13 @@ def _from_transformers(manifest: Manifest, dtype: Any, task: bool, ignore: Seque
     cls = _task_class(manifest, loader.converter, backbone_cls) if task else None
     if cls is None:
         return backbone
-    # num_classes keeps KerasHub from opening the weights for the head: names.py maps them like all others.
+    # num_classes keeps KerasHub from opening the weights for the head: `mapping` maps them like all others.
     labels = {"num_classes": len(loader.config["id2label"])} if "num_classes" in _parameters(cls) else {}
     return loader.load_task(cls, False, False, backbone=backbone, preprocessor=preprocessor(cls, manifest), **labels)
 
 
 def _task_class(manifest: Manifest, convert: ModuleType, backbone_cls: type) -> Any:
-    """KerasHub's task class for the checkpoint, or ``None`` where its weights are those of a backbone only."""
+    """Return KerasHub's task class for the checkpoint; ``None`` if it has only a backbone's weights."""
     models = keras_hub().models
     architecture = (manifest.config.get("architectures") or [""])[0]
     if "ForImageClassification" in architecture and hasattr(convert, "convert_head"):
@@ -286,7 +286,7 @@ def _deserialize(
     dtype: Any = None,
     compiling: Callable[[str], None] | None = None,
 ) -> Any:
-    """The model of a Keras configuration, compiled unless ``compiling`` is ``None``; that is told why it is not."""
+    """Build a Keras configuration's model; with ``compiling``, compile it or pass the reason why not to ``compiling``."""
     from shardload.keras_bridge import layer_settings
     from shardload.keras_bridge.training import compile_as_described
 
@@ -309,9 +309,9 @@ def _deserialize(
         try:
             if compile_as_described(model, described, **scope):
                 return model
-        except Exception as error:  # of any kind: losses, metrics and optimizers of anybody's are built here
+        except Exception as error:  # of any kind: this builds custom losses, metrics and optimizers
             refuse_code(error, manifest)
-            model, why = built(), error  # another one, as half of this one may be compiled
+            model, why = built(), error  # rebuild, because this one may be half compiled
         compiling(not_compiled(manifest, why, has_defaults=model.compiled))
         return model
 
@@ -322,7 +322,7 @@ def _deserialize(
 def _uncompiled(config: Mapping[str, Any], manifest: Manifest, scope: Mapping[str, Any]) -> Any:
     import keras
 
-    # Keras takes the configuration apart as it goes.
+    # Keras modifies the configuration while it reads it.
     rest = copy.deepcopy({key: value for key, value in config.items() if key != "compile_config"})
     model = keras.saving.deserialize_keras_object(rest, **scope)
     if not isinstance(model, keras.Model):
@@ -361,7 +361,7 @@ def _transformers_loader(manifest: Manifest) -> Any:
 
 
 def _config_beside(manifest: Manifest) -> dict[str, Any] | None:
-    """``NAME.json`` beside ``NAME.weights.h5``, or the ``config.json`` of its folder, where it describes a model."""
+    """Return ``NAME.json`` next to ``NAME.weights.h5``, or the folder's ``config.json``, if it describes a model."""
     path = Path(manifest.source)
     stem = path.name.removesuffix((*spec_of(manifest).endings, "")[0])
     for candidate in (path.with_name(f"{stem}.json"), path.with_name("config.json")):

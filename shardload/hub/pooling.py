@@ -1,7 +1,7 @@
-"""What follows EmbeddingGemma's last layer, which sentence-transformers stores in folders of its own.
+"""The layers after EmbeddingGemma's last one, which sentence-transformers stores in separate folders.
 
-KerasHub's class pools, projects and normalises in one form. A folder with that form gets it; one with another form,
-or with none, is built without, and the report says so: its hidden states are those of the source all the same.
+KerasHub's class supports one form of pooling, projection and normalisation. A folder in another form, or with none, is
+built without these layers, and the report says so; its hidden states still equal those of the source.
 
     modules.json   Transformer ─► Pooling (mean) ─► Dense ─► Dense (no bias, no activation) ─► Normalize
                                   1_Pooling         2_Dense  3_Dense
@@ -23,7 +23,7 @@ _WITHOUT = {"is_embedding_model": False, "pooling_intermediate_dim": None, "embe
 
 
 def arguments(manifest: Manifest) -> dict[str, Any]:
-    """What to pass to KerasHub's class for a folder's pooling; empty for a model that has none."""
+    """Return the arguments of KerasHub's class for a folder's pooling; empty for a model without pooling."""
     if not _is_embedder(manifest):
         return {}
     if _other_form(Path(manifest.source)) is not None:
@@ -34,7 +34,7 @@ def arguments(manifest: Manifest) -> dict[str, Any]:
 
 
 def notes(manifest: Manifest) -> tuple[str, ...]:
-    """Why a model for embeddings was built without what pools them."""
+    """Explain why an embedding model was built without its pooling layers."""
     why = _other_form(Path(manifest.source)) if _is_embedder(manifest) else None
     if why is None:
         return ()
@@ -47,7 +47,7 @@ def _is_embedder(manifest: Manifest) -> bool:
 
 
 def _other_form(folder: Path) -> str | None:
-    """What KerasHub's class has no place for; ``None`` where it is what the folder says."""
+    """Describe the part that KerasHub's class does not support; ``None`` if it supports the folder's form."""
     listed = _list(folder / "modules.json")
     if not listed and not any((folder / part).is_dir() for part in _DENSE):
         return "the folder has neither modules.json nor 2_Dense and 3_Dense"
@@ -64,7 +64,7 @@ def _other_form(folder: Path) -> str | None:
 
 
 def _pooling(config: Mapping[str, Any]) -> list[str]:
-    """What is done with a text's tokens, in the form of sentence-transformers 6 or of older ones."""
+    """Return how a text's tokens are pooled, from the form of sentence-transformers 6 or older versions."""
     if said := config.get("pooling_mode"):
         return [str(one) for one in (said if isinstance(said, list) else [said])]
     found = [key.removeprefix("pooling_mode_") for key, value in config.items() if "pooling_mode_" in key and value]
@@ -91,7 +91,7 @@ def _list(path: Path) -> list[Any]:
 
 
 def _read(path: Path) -> Any:
-    """A JSON file; None where there is none."""
+    """Read a JSON file; ``None`` if it does not exist."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -1,14 +1,14 @@
 """Hugging Face checkpoints whose tensors are not the weights themselves: quantised ones, and adapters.
 
-What a quantised folder stores is codes, and scales that turn them into weights. KerasHub reads neither: it would take
-the codes for weights (FP8), or find no tensor and leave random values (GPTQ, AWQ). Three things give one away:
+A quantised folder stores codes, and scales that turn them into weights. KerasHub reads neither: it would use the codes
+as weights (FP8), or find no tensor and leave random values (GPTQ, AWQ). Three things identify such a folder:
 
     config.json             quantization_config, compression_config   the method by name
-    hf_quant_config.json    beside it                                 ModelOpt
-    the tensors             float8, or names only a method writes     also where the configuration was lost
+    hf_quant_config.json    next to it                                ModelOpt
+    the tensors             float8, or names only a method writes     even if the configuration was lost
 
-The one exception is MXFP4 in GPT-OSS, which KerasHub's converter decodes. What Keras quantised itself is in Keras'
-formats and is not looked at.
+The only exception is MXFP4 in GPT-OSS, which KerasHub's converter decodes. Models that Keras quantised are in Keras'
+formats and are not checked.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from shardload.loaders import spec_of
 from shardload.manifest import Manifest
 
 FIELD = "quantization_config"
-"""What to ignore, by name, when the configuration alone says quantised, or float8 values need no scales."""
+"""Field to ignore if only the configuration says quantised, or if float8 values need no scales."""
 ADAPTER = "adapter_config"
-"""What to ignore, by name, for the plain weights of a folder that also contains an adapter."""
+"""Field to ignore to load the plain weights of a folder that also contains an adapter."""
 BARE_FLOAT8 = "float8"
-"""The method of float8 tensors without scales: perhaps plain casts."""
+"""Method name for float8 tensors without scales, which may be plain casts."""
 _SIGNS = (
     (r"\.qweight$", "gptq or awq"),
     (r"\.g_idx$", "gptq"),
@@ -40,11 +40,11 @@ _SIGNS = (
     (r"\.(codes|codebooks)$", "aqlm"),
     (r"\.weight\._(data|scale)$", "quanto"),
 )
-"""Names that no unquantised model has, and the method that writes them."""
+"""Tensor names that no unquantised model has → the method that writes them."""
 _NEEDS = {"_blocks": "_scales", ".codes": ".codebooks", ".codebooks": ".codes", ".qweight": ".scales"}
-"""Endings that have a meaning only together with another tensor."""
+"""Endings of names that have a meaning only together with another tensor."""
 _DECODED = {"gpt_oss": "mxfp4"}
-"""By ``model_type``: the method whose tensors KerasHub's converter decodes."""
+"""``model_type`` → the method whose tensors KerasHub's converter decodes."""
 _ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 _ADAPTER = r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(\.|$)|^base_model\.model\."
 _OPTION = f"ignore_config=({FIELD!r},) (--ignore-config {FIELD})"
@@ -52,14 +52,14 @@ _WAY_OUT = "Load the unquantised checkpoint of this model, or a GGUF file of it"
 
 
 def check(manifest: Manifest, *, ignore: Iterable[str] = ()) -> None:
-    """Refuse a quantised checkpoint by its method, and an adapter by the model it belongs to.
+    """Refuse quantised checkpoints and adapters; the message names the method, or the adapter's base model.
 
     Args:
-        manifest: An opened checkpoint; only Hugging Face's formats are looked at.
-        ignore: With `FIELD`, what only the configuration says, and float8 tensors that have no scales, are accepted.
+        manifest: An opened checkpoint; only Hugging Face's formats are checked.
+        ignore: With `FIELD`, accept quantisation in the configuration only, and float8 tensors without scales.
 
     Raises:
-        UnsupportedError: When its tensors are codes, or an adapter's.
+        UnsupportedError: When its tensors are codes or belong to an adapter.
     """
     if not spec_of(manifest).may_be_codes:
         return
@@ -76,7 +76,7 @@ def check(manifest: Manifest, *, ignore: Iterable[str] = ()) -> None:
 
 
 def check_before(manifest: Manifest, *, ignore: Iterable[str] = ()) -> None:
-    """`check`, for a load into a model that exists: tensors of bare files are named after that model's variables.
+    """Like `check`, for a load into an existing model, whose variables the tensors of bare files are named after.
 
     Raises:
         UnsupportedError: As `check`.
@@ -88,12 +88,12 @@ def check_before(manifest: Manifest, *, ignore: Iterable[str] = ()) -> None:
 def check_mapped(
     manifest: Manifest, bindings: Iterable[Any], unused: Iterable[str], *, ignore: Iterable[str] = ()
 ) -> None:
-    """Refuse codes and adapters among the tensors of a bare file that a model leaves, and float8 it takes for weights.
+    """Refuse codes and adapters among the unused tensors of a bare file, and float8 tensors used as weights.
 
     Args:
-        manifest: An opened checkpoint; only bare safetensors are looked at.
-        bindings: What the model takes, as `shardload.mapping.Binding`.
-        unused: Names of the tensors it leaves.
+        manifest: An opened checkpoint; only bare safetensors are checked.
+        bindings: The tensors that the model uses, as `shardload.mapping.Binding`.
+        unused: Names of the tensors that it does not use.
         ignore: As for `check`.
 
     Raises:
@@ -106,11 +106,11 @@ def check_mapped(
 
 
 def accepted(manifest: Manifest, bindings: Iterable[Any], *, ignore: Iterable[str] = ()) -> tuple[str, ...]:
-    """What was taken for plain weights because the caller said so, in words.
+    """Describe the tensors that were accepted as plain weights because of ``ignore``.
 
     Args:
         manifest: An opened checkpoint that passed `check`.
-        bindings: What the model takes, as `shardload.mapping.Binding`.
+        bindings: The tensors that the model uses, as `shardload.mapping.Binding`.
         ignore: As for `check`.
     """
     told = []
@@ -126,7 +126,7 @@ def accepted(manifest: Manifest, bindings: Iterable[Any], *, ignore: Iterable[st
 
 
 def _is_folder(manifest: Manifest) -> bool:
-    """Whether it is a Hugging Face folder with a configuration, not a bare file."""
+    """Whether the checkpoint is a Hugging Face folder with a configuration, not a bare file."""
     spec = spec_of(manifest)
     return spec.may_be_codes and spec.is_hugging_face
 
@@ -152,7 +152,7 @@ def _about_tensor(manifest: Manifest, name: str, method: str) -> str:
 
 
 def _described(manifest: Manifest) -> Iterator[tuple[str, str]]:
-    """Each method a configuration names, and where."""
+    """Yield each method that a configuration names, and where."""
     nested = [manifest.config.get(key) for key in ("text_config", "language_config")]
     for config in (manifest.config, *(c for c in nested if isinstance(c, Mapping))):
         for key in (FIELD, "compression_config"):
@@ -170,7 +170,7 @@ def _is_idle(method: Any, config: Mapping[str, Any]) -> bool:
 
 
 def _algorithm_beside(manifest: Manifest) -> str | None:
-    """The file that ModelOpt writes next to ``config.json``."""
+    """Return the algorithm from the file that ModelOpt writes next to ``config.json``."""
     if not _is_folder(manifest):
         return None
     try:
@@ -182,7 +182,7 @@ def _algorithm_beside(manifest: Manifest) -> str | None:
 
 
 def _method_of(name: str, manifest: Manifest) -> str | None:
-    """The method that stores a tensor of this name or dtype; ``None`` for a weight."""
+    """Return the method that stores a tensor of this name or dtype; ``None`` for a weight."""
     tensors = manifest.tensors
     stem = name.removesuffix(".weight")
     if _is_float8(tensors[name].dtype):

@@ -1,12 +1,12 @@
-"""Rotary positions as a Hugging Face configuration says them: the angle each pair of features turns by per token.
+"""Rotary positions from a Hugging Face configuration: the angle that each pair of features turns by per token.
 
-A configuration says them in one of three forms, and `rotation` reads all into one `Rotation`::
+A configuration has one of three forms, and `rotation` turns each into a `Rotation`::
 
     transformers 4   rope_theta, rope_scaling {rope_type | type, factor, …}
     transformers 5   rope_parameters {rope_theta, rope_type, factor, …}
     Gemma 3          the same per kind of layer; rope_local_base_freq of sliding layers
 
-The rules are those of ``transformers.modeling_rope_utils``; a test holds them against values PyTorch computed.
+The rules come from ``transformers.modeling_rope_utils``; a test compares them with values that PyTorch computed.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Rotation:
     """How one layer turns queries and keys."""
 
     kind: str
-    """``default``, ``linear``, ``dynamic``, ``yarn``, ``longrope``, ``llama3``, or what is said."""
+    """``default``, ``linear``, ``dynamic``, ``yarn``, ``longrope``, ``llama3``, or an unknown kind as configured."""
     theta: float
     parameters: Config
-    """What the rule takes."""
+    """The rule's parameters."""
     angles: Angles | None
-    """Radians per token of each pair of features; ``None`` for a kind that is not known here."""
+    """Radians per token of each pair of features; ``None`` for an unknown kind."""
     scale: float = 1.0
-    """What sine and cosine are multiplied by."""
+    """Factor that sine and cosine are multiplied by."""
 
     def __str__(self) -> str:
         factor = self.parameters.get("factor")
@@ -48,16 +48,16 @@ class Rotation:
 
 
 def rotation(config: Config, layer_type: str, *, default_theta: float, head_dim: int | None) -> Rotation:
-    """The rotation of one kind of layer.
+    """Return the rotation of one kind of layer.
 
     Args:
         config: The text model's configuration.
-        layer_type: `FULL` or `SLIDING`; most models turn both alike.
-        default_theta: The base where the configuration names none.
-        head_dim: Features of a head; ``None`` leaves the angles out.
+        layer_type: `FULL` or `SLIDING`; most models treat both alike.
+        default_theta: The base if the configuration has none.
+        head_dim: Features of a head; ``None`` omits the angles.
 
     Raises:
-        SourceError: When a parameter is missing, or no number.
+        SourceError: When a parameter is missing or not a number.
     """
     said = dict(parameters_of(config, layer_type))
     kind = said.get("rope_type") or said.get("type") or "default"
@@ -66,7 +66,7 @@ def rotation(config: Config, layer_type: str, *, default_theta: float, head_dim:
     said["max_position_embeddings"] = config.get("max_position_embeddings")
     partial = said.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     if kind == "default":
-        partial = 1.0  # no model that is looked at has another: transformers 5 ignores it, 4 fails
+        partial = 1.0  # the only value in the models checked here: transformers 5 ignores others, 4 fails
     base = _number("rope_theta", theta)
     rule = _RULES.get(str(kind))
     if rule is None or head_dim is None:
@@ -79,24 +79,24 @@ def rotation(config: Config, layer_type: str, *, default_theta: float, head_dim:
 
 
 def parameters_of(config: Config, layer_type: str) -> Config:
-    """What a configuration says about one kind of layer, in whichever form."""
+    """Return a configuration's rotary parameters for one kind of layer, from any of the forms."""
     old, new = config.get("rope_scaling"), config.get("rope_parameters")
     if isinstance(new, Mapping) and any(isinstance(new.get(key), Mapping) for key in (FULL, SLIDING)):
         found = new.get(layer_type)
         return found if isinstance(found, Mapping) else {}
-    if is_gemma_3(config):  # one flat entry belongs to full attention
+    if is_gemma_3(config):  # a flat entry belongs to full attention
         return old if layer_type == FULL and isinstance(old, Mapping) else {}
     found = old or new
     return {**(new if isinstance(new, Mapping) else {}), **found} if isinstance(found, Mapping) else {}
 
 
 def field_of(config: Config) -> str:
-    """The entry of ``config.json`` that says how positions are scaled."""
+    """Return the name of the ``config.json`` entry that scales positions."""
     return "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
 
 
 def is_gemma_3(config: Config) -> bool:
-    """Whether a configuration is of Gemma 3, whose sliding layers turn otherwise than its others."""
+    """Whether a configuration belongs to Gemma 3, whose sliding layers have other rotary positions."""
     return str(config.get("model_type", "")).startswith("gemma3")
 
 

@@ -42,7 +42,7 @@ def storage(array: Array, chunks: Mapping[Cell, OcdbtValue], *, header: OcdbtVal
 
     Raises:
         SourceError: When a raw chunk has the wrong number of bytes, or a shard contradicts itself.
-        UnsafeSourceError: When metadata or a shard's index declare more than `MAX_KEYS` chunks, or a chunk is far too long.
+        UnsafeSourceError: When there are more than `MAX_KEYS` chunks, or a chunk is stored in far too many bytes.
     """
     found = _raw(array, chunks) if array.is_raw and chunks and len(chunks) == math.prod(array.grid) else None
     if found is None:
