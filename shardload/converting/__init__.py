@@ -1,14 +1,14 @@
-"""One checkpoint format into another, in bounded memory: what a user calls.
+"""Convert one checkpoint format to another in bounded memory; the entry point for users.
 
     source ─► model (abstract) ─► value of every variable: a view of a stored tensor          `source.py`
                                   variable ─► a view of a tensor of the target                 `targets.py`
               every file of the target without its values                                      `writers/`
               copy, one tensor after the other, noted in a journal       `writing.py`, `strided_copy.py`, `staging.py`
-              what loading computes instead, a layer at a time, the same steps compute         `computing.py`
-              read the result's headers as any reader would ─► flush ─► one rename
+              values that loading computes: run the same steps, a layer at a time              `computing.py`
+              open the result's headers like any checkpoint ─► flush ─► one rename
 
-Both sides are views of the same variables, so every pair of formats is the same copy. Values keep their dtype and bits
-unless another dtype is asked for.
+Both sides are views of the same variables, so every pair of formats uses the same copy. Values keep their dtype and
+bits unless another dtype is requested.
 """
 
 from __future__ import annotations
@@ -43,31 +43,31 @@ from shardload.typing import DTypeLike, PathLike
 from shardload.units import dtype_name, parse_bytes
 
 DEFAULT_HOST_MEMORY = 512 << 20
-"""Bytes of tensors in memory at once. Most tensors of a 9B model then pass in one piece; more is not faster."""
+"""Bytes of tensors in memory at once. Most tensors of a 9B model then fit in one block; more is not faster."""
 _COPIES = 4
-"""Of a block, at the worst moment: as read, joined from chunks or cast, in the target's order."""
+"""Copies of a block in memory at the peak: as read, joined from chunks or cast, in the target's order."""
 LEAST_HOST_MEMORY = 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class ConvertReport:
-    """The account of one conversion."""
+    """The report of one conversion."""
 
     source: str
     target: str
     format: str
-    """Of the target, as `shardload.inspect` calls it."""
+    """Format of the target, as in `shardload.inspect`."""
     tensors: int
     n_bytes: int
-    """Of all tensors as written."""
+    """Bytes of all tensors as written."""
     resumed: int
-    """Tensors that an interrupted run had copied already."""
+    """Number of tensors that an interrupted run had already copied."""
     seconds: float
     notes: tuple[str, ...]
-    """What the target lacks of the source, or has in another form."""
+    """Parts of the source that the target lacks or has in another form."""
 
     def to_json(self) -> dict[str, Any]:
-        """As one object."""
+        """Return a JSON object."""
         return asdict(self)
 
 
@@ -85,31 +85,31 @@ def convert(
 ) -> ConvertReport:
     """Write a checkpoint in another format, tensor by tensor.
 
-    A conversion that was interrupted goes on where it stopped when it is started again. The target appears under its
+    An interrupted conversion continues where it stopped when it is started again. The target appears under its
     name only when it is complete and flushed to disk.
 
     Args:
-        src: Anything `shardload.load` takes that describes its model.
-        dst: What to make: a folder, a file that ends in ``.weights.h5``, or one that ends in ``.weights.json`` with its
-            shards.
+        src: Any source that `shardload.load` takes and that describes its model.
+        dst: Path of the target: a folder, a file that ends in ``.weights.h5``, or an index that ends in
+            ``.weights.json``, with its shards.
         to: ``"h5"`` (a KerasHub preset, or Keras' files), ``"safetensors"`` (a Hugging Face folder) or ``"orbax"``;
-            needed unless ``dst`` ends like one of Keras' files.
-        dtype: Dtype of the floating-point tensors; each keeps its own by default, and what is decoded (GGUF) or
-            computed has the one `shardload.load` gives it.
+            required unless ``dst`` ends like one of Keras' files.
+        dtype: Dtype of the floating-point tensors; by default each keeps its own, and decoded (GGUF) or computed
+            tensors have the dtype that `shardload.load` gives them.
         host_memory_bytes: Bytes of tensors in memory at once, or text like ``"512MiB"``.
         max_shard_bytes: Most bytes of tensors in one file, or text like ``"2GiB"``; a larger tensor has a file of its
-            own. 5 GB by default for safetensors, 5 GiB for ``.weights.json``; a preset is cut only where this is given.
-        overwrite: Replace a checkpoint that has the name ``dst``.
-        progress: Told how many bytes were written.
+            own. 5 GB by default for safetensors, 5 GiB for ``.weights.json``; a preset is cut only if this is given.
+        overwrite: Replace an existing checkpoint at ``dst``.
+        progress: Called with the number of bytes written.
         ignore_config: As for `shardload.load`.
 
     Raises:
-        UsageError: When an argument cannot be.
-        SourceNotFoundError: When there is no ``src``.
+        UsageError: When an argument is invalid.
+        SourceNotFoundError: When ``src`` does not exist.
         SourceError: When it contradicts itself or is damaged.
-        MismatchError: When its tensors are not those of its model.
-        UnsupportedError: When the target format cannot hold it.
-        WriteError: When ``dst`` is there already, or cannot be written.
+        MismatchError: When its tensors do not match its model.
+        UnsupportedError: When the target format cannot represent it.
+        WriteError: When ``dst`` exists already, or cannot be written.
     """
     began = time.monotonic()
     if not os.fspath(dst):
@@ -165,7 +165,7 @@ def _refuse_itself(source: Path, target: Path) -> None:
 
 
 def _check_others(plan: Plan, target: Path, *, overwrite: bool) -> None:
-    """Files that go beside the target."""
+    """Check the names of files that go next to the target."""
     for name, content in plan.beside.items():
         check_description(target.with_name(name), content, overwrite=overwrite)
     for name in plan.shards:
@@ -173,7 +173,7 @@ def _check_others(plan: Plan, target: Path, *, overwrite: bool) -> None:
 
 
 def _check_digests(source: Source, progress: Progress) -> None:
-    """A step that was saved with digests is compared with them first: a flipped bit shall not be copied."""
+    """Verify a step that has digests before the copy, so that no flipped bit is copied."""
     path = Path(source.manifest.source)
     if spec_of(source.manifest).is_step and is_ours(path):
         progress.start(sum(source.manifest.files.values()), "Verifying")
@@ -182,7 +182,7 @@ def _check_digests(source: Source, progress: Progress) -> None:
 
 
 def _finish(source: Source, plan: Plan, staging: ConversionFolder, *, overwrite: bool) -> None:
-    """Digests, a look at the result as any reader would take it, and the rename."""
+    """Compare digests, open the result like any checkpoint, and rename it."""
     beside = {}
     for name, content in plan.beside.items():
         made = staging.result.with_name(f"beside-{name}")
@@ -197,19 +197,19 @@ def _finish(source: Source, plan: Plan, staging: ConversionFolder, *, overwrite:
 
 
 def _check_result(plan: Plan, result: Path, *, described: bool) -> None:
-    """Open what was written: every tensor is there, and they are those of a model built from its own description."""
+    """Open the result: check that all tensors are there and match a model built from the result's own description."""
     manifest = open_manifest(result, format=plan.format)
     held = {t.name: (t.shape, t.dtype) for t in manifest.tensors.values()}
     wanted = {c.wanted.name: (c.wanted.shape, c.wanted.dtype) for c in plan.copies}
     if held != wanted:
         name = next(n for n in {**held, **wanted} if held.get(n) != wanted.get(n))
         raise SourceError(f"{result}: tensor {name!r} reads back as {held.get(name)}, but is {wanted.get(name)}")
-    if described:  # a file alone builds no model
+    if described:  # a file alone describes no model
         return
     with abstraction.abstract():
         model = kerashub.build_model(manifest)
     mapping = map_weights(model, manifest)
-    computed = mapping.computed and not spec_of(manifest).is_hugging_face  # there by KerasHub's converter, as from any
+    computed = mapping.computed and not spec_of(manifest).is_hugging_face  # fine if KerasHub's converter computes
     if mapping.missing or mapping.mismatched or computed or mapping.unused:
         raise SourceError(
             f"{result}: the model built from it does not fit its tensors: "
@@ -218,11 +218,11 @@ def _check_result(plan: Plan, result: Path, *, described: bool) -> None:
 
 
 def _explained(error: BaseException, staging: ConversionFolder) -> BaseException:
-    """The same error, or the one to raise in its place, saying what is left and how to go on."""
+    """Return the error to raise, with a note on what is left and how to continue."""
     target = staging.target
     number = errno_of(error) if isinstance(error, Exception) else None
     if isinstance(error, SaveError) or not isinstance(error, ShardloadError):
-        if number in (errno.ENOSPC, errno.EDQUOT):  # HDF5 has it in the text of a RuntimeError
+        if number in (errno.ENOSPC, errno.EDQUOT):  # HDF5 mentions it in the text of a RuntimeError
             error = WriteError(f"Cannot write {target}: the disk is full. Make room.")
         elif isinstance(error, OSError):
             why = str(error.strerror or error) if number is None else os.strerror(number)

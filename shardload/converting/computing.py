@@ -2,8 +2,8 @@
 
     step (a converter's second run, a layer's hook) ──compute(variable, value)──► cast ──► written, then released
 
-A step, and so a conversion, holds the tensors of one layer at a time. Where code reads the value of another variable,
-as converters of position embeddings do, that variable gets its value for a moment and the step is run again.
+A step, and so a conversion, has the tensors of only one layer in memory. If a step reads the value of another variable,
+as converters of position embeddings do, that variable gets its value temporarily and the step runs again.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from shardload.transfer.read_tensor import read_rows, read_tensor
 
 Array = NDArray[Any]
 Computing = ConverterStep | LayerStep
-"""Steps of a load that compute."""
+"""Steps of a load that compute values."""
 Lend = Callable[[Any, Array], None]
-"""Gives a variable a value until the step has ended."""
+"""Gives a variable a value until the end of the step."""
 
 
 def computed_by(mapping: VariableMap) -> Iterator[tuple[Computing, Any]]:
-    """Each variable whose value is computed, with the step that does it last."""
+    """Yield each computed variable with the last step that computes it."""
     found: dict[int, tuple[Computing, Any]] = {}
     for step in mapping.steps:
         if isinstance(step, ConverterStep | LayerStep):
@@ -45,7 +45,7 @@ def computed_by(mapping: VariableMap) -> Iterator[tuple[Computing, Any]]:
 
 
 class ComputableValue(Protocol):
-    """Where the value of a variable is; `shardload.converting.source.StoredValue`."""
+    """Location of a variable's value; see `shardload.converting.source.StoredValue`."""
 
     @property
     def variable(self) -> Any:
@@ -54,12 +54,12 @@ class ComputableValue(Protocol):
 
     @property
     def tensor(self) -> Tensor | None:
-        """What it is a view of, if it is one."""
+        """The tensor that the value is a view of, or ``None``."""
         ...
 
     @property
     def view(self) -> View | None:
-        """Which elements."""
+        """The elements of that tensor."""
         ...
 
 
@@ -75,19 +75,19 @@ def compute(
     """Run one step and write what it computes.
 
     Args:
-        step: What computes.
-        manifest: What it reads from.
-        dtypes: By ``id``, of the variables that are wanted: the dtype to write them in.
-        values: Of all variables.
-        write: Puts the value of a variable where it belongs; may come again for the same one.
+        step: The step to run.
+        manifest: The checkpoint that it reads from.
+        dtypes: ``id`` of each requested variable → dtype to write it in.
+        values: The locations of all variables' values.
+        write: Writes the value of a variable to the target; may be called again for the same variable.
         done: Called once for each variable that has its final value.
 
     Raises:
         UnsupportedError: When it needs the value of a variable that is not a view of a tensor.
-        MismatchError: When what it computes has another shape than its variable.
+        MismatchError: When a computed value has another shape than its variable.
     """
     variables = [v for v in step.variables if id(v) in dtypes]
-    # A layer may assign anything again until its hook returns.
+    # A layer's hook may assign any variable again until it returns.
     later: Set[int] = {id(v) for v in variables} if isinstance(step, LayerStep) else step.reassigned
     wanted = replace(step, variables=tuple(variables)) if isinstance(step, ConverterStep) else step
     with _lending() as lend:
@@ -102,7 +102,7 @@ def compute(
 
 
 def _runs(step: Computing, runtime: _Runtime, values: Iterable[ComputableValue]) -> bool:
-    """Run a step; where it lacks the value of a variable, lend that and say that it must run again."""
+    """Run a step; if it lacks the value of a variable, lend the value and return that the step must run again."""
     snapshot = None if step.saveable is None else AttributeSnapshot.of(step.saveable)
     try:
         step.run(runtime)
@@ -126,7 +126,7 @@ def _runs(step: Computing, runtime: _Runtime, values: Iterable[ComputableValue])
 
 @contextmanager
 def _lending() -> Iterator[Lend]:
-    """Gives variables values, and takes them away at the end."""
+    """Lend values to variables, and remove them at the end."""
     before: dict[int, tuple[Any, Any]] = {}
 
     def lend(variable: Any, value: Array) -> None:
@@ -148,7 +148,7 @@ def _viewed(tensor: Tensor, view: View) -> Array:
 
 @dataclass(slots=True)
 class _Runtime:
-    """What a step may do: as `shardload.mapping.assign.Assigner`, without a model that holds anything."""
+    """The operations of a step: like `shardload.mapping.assign.Assigner`, but for a model without values."""
 
     manifest: Manifest
     dtypes: Mapping[int, np.dtype[Any]]
@@ -159,16 +159,16 @@ class _Runtime:
     written: set[int] = field(default_factory=set)
 
     def read(self, tensor: str) -> Array:
-        """A whole tensor, writable."""
+        """Read a whole tensor into a writable array."""
         value = read_tensor(self.manifest, tensor)
         return value if value.flags.writeable else value.copy()
 
     def take(self, name: str) -> None:
-        """Nothing: what is viewed is copied without the step."""
+        """Do nothing: viewed values are copied without the step."""
         del name
 
     def assign(self, variable: Any, value: Any, assign: Callable[[Any, Any], Any]) -> Any:
-        """Nothing either."""
+        """Do nothing: viewed values are copied without the step."""
         del variable, assign
         return value
 
@@ -186,7 +186,7 @@ class _Runtime:
         self.write(variable, as_keras_casts(host, dtype))
         self.written.add(id(variable))
         if id(variable) in self.later:
-            self.lend(variable, host)  # the next value may be made from this one
+            self.lend(variable, host)  # the next value may be computed from this one
         else:
             self.done(variable)
         return value

@@ -1,10 +1,10 @@
-"""The tokenizer in a GGUF file's header, as the files a Hugging Face folder has it in.
+"""Convert the tokenizer in a GGUF file's header to the files of a Hugging Face folder.
 
     llama   SentencePiece      tokenizer.model
     gpt2    byte-level BPE     tokenizer.json
             both               tokenizer_config.json: special tokens, chat template
 
-What is rebuilt makes the same tokens of any text (`shardload.generate.gguf_tokenizer`), its bytes are others.
+A rebuilt tokenizer gives the same tokens for any text (`shardload.generate.gguf_tokenizer`), but its files differ.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ _SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "pad
 
 @dataclass(frozen=True, slots=True)
 class Rebuilt:
-    """What was made of a header."""
+    """The files rebuilt from a header."""
 
     files: Mapping[str, bytes] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
 def companions_of_gguf(manifest: Manifest) -> Companions:
-    """The tokenizer as Hugging Face's files."""
+    """Return the tokenizer as Hugging Face's files."""
     found = _rebuilt(manifest)
     return Companions({}, found.files, found.notes)
 
 
 def attach_preprocessor(model: Any, manifest: Manifest, companions: Companions) -> None:
-    """Give a task the preprocessor that KerasHub makes of these files, where it can."""
+    """Give a task the preprocessor that KerasHub makes from these files, if it can."""
     if not companions.transformers or getattr(type(model), "preprocessor_cls", None) is None:
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -56,16 +56,16 @@ def _rebuilt(manifest: Manifest) -> Rebuilt:
     try:
         found = tokenizer_metadata(manifest.source)
         files = files_of(found, manifest.source, str(manifest.config.get("model_type")))
-    except Exception as error:  # of any kind: SentencePiece's and tokenizers' too; the weights do not depend on it
+    except Exception as error:  # of any kind, also SentencePiece's and tokenizers': the weights do not need it
         return Rebuilt(notes=(f"the tokenizer in the GGUF file was left out: {error}",))
     return Rebuilt(files, ("the tokenizer was rebuilt from the header of the GGUF file",))
 
 
 def files_of(found: TokenizerMetadata, source: str, model_type: str) -> dict[str, bytes]:
-    """A tokenizer as Hugging Face's files.
+    """Return a tokenizer as Hugging Face's files.
 
     Raises:
-        UnsupportedError: When it is of a kind that cannot be rebuilt.
+        UnsupportedError: When its type cannot be rebuilt.
     """
     described: dict[str, Any] = {
         name: found.tokens[found.special_ids[key]] for key, name in _SPECIAL.items() if key in found.special_ids
@@ -74,7 +74,7 @@ def files_of(found: TokenizerMetadata, source: str, model_type: str) -> dict[str
         described["chat_template"] = found.chat_template
     if "add_bos_token" in found.flags:
         described["add_bos_token"] = found.flags["add_bos_token"]
-    inner = of_metadata(found, source)  # refuses what cannot be
+    inner = of_metadata(found, source)  # raises for unsupported types
     if isinstance(inner, HuggingFace):
         described["tokenizer_class"] = "PreTrainedTokenizerFast"
         files = {"tokenizer.json": inner.inner.to_str(pretty=True).encode()}
@@ -85,7 +85,7 @@ def files_of(found: TokenizerMetadata, source: str, model_type: str) -> dict[str
 
 
 def _with_special(found: TokenizerMetadata) -> bytes:
-    """A SentencePiece model that says which pieces are special, as readers other than ours ask it."""
+    """Return a SentencePiece model that marks special pieces as such, which other readers rely on."""
     from sentencepiece import sentencepiece_model_pb2 as pb2
 
     proto = pb2.ModelProto.FromString(sentencepiece_proto(found))

@@ -1,7 +1,7 @@
-"""The tokenizer of a KerasHub preset, as the files a Hugging Face folder has it in.
+"""Convert the tokenizer of a KerasHub preset to the files of a Hugging Face folder.
 
 vocabulary.spm                    tokenizer.model: the same file
-vocabulary.json, merges.txt       tokenizer.json, with the expression that Llama 3 and Qwen cut text into words by
+vocabulary.json, merges.txt       tokenizer.json, with the word-splitting expression of Llama 3 and Qwen
                                   vocab.json, merges.txt of GPT-2: the same files
 vocabulary.txt                    vocab.txt of BERT: the same file
 """
@@ -32,13 +32,13 @@ _AS_THEY_ARE = {
     "gpt2": {"assets/tokenizer/vocabulary.json": "vocab.json", "assets/tokenizer/merges.txt": "merges.txt"},
     "bert": {"assets/tokenizer/vocabulary.txt": "vocab.txt"},
 }
-"""By ``model_type``: files that are the same under another name."""
+"""``model_type`` → files that only change their name."""
 _CUT_BY = {"Llama3Backbone": "llama-bpe", "QwenBackbone": "qwen2", "Qwen3Backbone": "qwen2"}
-"""How text is cut into words, by the names `shardload.generate.gguf_tokenizer.PATTERNS` has."""
+"""``model_type`` → name of the word-splitting pattern in `shardload.generate.gguf_tokenizer.PATTERNS`."""
 
 
 def tokenizer_files(source: Source, model_type: str) -> tuple[dict[str, bytes], tuple[str, ...]]:
-    """Files by name, and what there is to tell; nothing where the source has Hugging Face's own, or none."""
+    """Return files by name, and notes; both empty if the source has Hugging Face's tokenizer files, or none."""
     kept, own = source.companions.keras, source.companions.transformers
     if not own.keys().isdisjoint(_OF_TRANSFORMERS):
         return {}, ()
@@ -61,7 +61,7 @@ def tokenizer_files(source: Source, model_type: str) -> tuple[dict[str, bytes], 
 
 
 def _pieces(source: Source, path: Path) -> dict[str, bytes]:
-    """KerasHub's vocabulary of a SentencePiece tokenizer is the file Hugging Face calls ``tokenizer.model``."""
+    """Return KerasHub's SentencePiece vocabulary under Hugging Face's name for it, ``tokenizer.model``."""
     kind = "GemmaTokenizer" if "Gemma" in type(source.backbone).__name__ else "LlamaTokenizer"
     return {
         "tokenizer.model": path.read_bytes(),
@@ -82,7 +82,7 @@ def _as_they_are(kept: Mapping[str, Path], model_type: str) -> tuple[dict[str, b
 
 
 def _metadata(layer: Any, cut_by: str) -> TokenizerMetadata:
-    """A byte-pair tokenizer of KerasHub's in the terms of a GGUF header."""
+    """Describe a byte-pair tokenizer of KerasHub in the form of a GGUF header."""
     tokens = {int(number): word for word, number in layer.vocabulary.items()}
     special = set(layer.unsplittable_tokens or ())
     listed = tuple(tokens.get(i, f"<unused {i}>") for i in range(max(tokens) + 1))

@@ -1,11 +1,11 @@
 """Keras' files: weights in one HDF5 file, in shards with their index, and the folder of a KerasHub preset.
 
     NAME.weights.h5                                  all of the model
-    NAME.weights.json  NAME_00000.weights.h5 …       the same, cut; the index names the groups of each shard
+    NAME.weights.json  NAME_00000.weights.h5 …       the same in shards; the index lists the groups of each shard
     preset/            model.weights.h5 or .json     the backbone
-                       task.weights.h5               what the task has besides (a classifier's head), where it has any
+                       task.weights.h5               the task's other weights (a classifier's head), if it has any
 
-Names of tensors are Keras' own; in `Copy` those of a task's file begin with "task:", as `shardload.loaders` has them.
+Tensors have Keras' own names; in `Copy`, tensors of a task's file start with "task:", as in `shardload.loaders`.
 """
 
 from __future__ import annotations
@@ -44,38 +44,38 @@ _log = logging.getLogger(__name__)
 ENDING = ".weights.h5"
 INDEX_ENDING = ".weights.json"
 SHARD_BYTES = 5 << 30
-"""What Keras takes where a model is saved in shards and nothing else is said."""
+"""Keras' default shard size."""
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What Keras would write for one object."""
+    """The content that Keras would write for one object."""
 
     copies: tuple[Copy, ...]
     names: Mapping[str, str]
-    """Group → the name of what is saved there."""
+    """Group → name of the object saved there."""
     left: tuple[Any, ...]
-    """Variables that Keras leaves out: the states of seed generators."""
+    """Variables that Keras does not save: the states of seed generators."""
 
     @property
     def tensors(self) -> list[Wanted]:
-        """Named as in the file."""
+        """Return the tensors, named as in the file."""
         names = [copy.wanted.name.removeprefix(TASK_PREFIX) for copy in self.copies]
         return [replace(copy.wanted, name=name) for copy, name in zip(self.copies, names, strict=True)]
 
 
 def saved(root: Any, source: Source, dtypes: Mapping[int, Any], *, skip: Any = None, prefix: str = "") -> Saved:
-    """The tensors and the named groups that Keras would write.
+    """Return the tensors and named groups that Keras would write.
 
     Args:
         root: A model.
-        source: Where the values come from.
-        dtypes: By ``id`` of the variable.
-        skip: A model in it whose layers are left out.
+        source: The source of the values.
+        dtypes: ``id`` of the variable → dtype.
+        skip: A nested model whose layers are omitted.
         prefix: Put before the names of the tensors.
 
     Raises:
-        UnsupportedError: When a layer computes what it stores.
+        UnsupportedError: When a layer computes the values that it stores.
     """
     skipped = [] if skip is None else own_layers(skip)
     elsewhere = {id(v) for v in skip.variables} if skip is not None else set()
@@ -98,7 +98,7 @@ def saved(root: Any, source: Source, dtypes: Mapping[int, Any], *, skip: Any = N
 
 
 def file(source: Source, dtypes: Mapping[int, Any], target: Path, dtype: str | None, shard_bytes: int | None) -> Plan:
-    """One file, or an index with its shards, as Keras writes them for the model, or for a backbone without a head."""
+    """Plan one file, or an index with shards, as Keras writes them for the model, or for a backbone without a head."""
     from shardload.writers import h5
 
     root = source.backbone if source.is_hub and not head_of(source) else source.model
@@ -128,7 +128,7 @@ def file(source: Source, dtypes: Mapping[int, Any], target: Path, dtype: str | N
 
 
 def preset(source: Source, dtypes: Mapping[int, Any], dtype: str | None, shard_bytes: int | None) -> Plan:
-    """A KerasHub preset: the backbone's weights, and a task's own, as ``save_to_preset`` writes them."""
+    """Plan a KerasHub preset: weights of the backbone and of the task, as ``save_to_preset`` writes them."""
     if not source.is_hub:
         raise UnsupportedError(
             f"{type(source.model).__name__} is not a KerasHub model, so it has no preset. Name the target "
@@ -154,7 +154,7 @@ def preset(source: Source, dtypes: Mapping[int, Any], dtype: str | None, shard_b
 
 
 def _with_optimizer(head: Saved, source: Source) -> dict[str, Any]:
-    """KerasHub compiles a task when it is made, and Keras misses the optimizer's counters where they are not stored."""
+    """Add the optimizer's counters: KerasHub compiles every new task, and Keras then requires stored counters."""
     variables = optimizer_variables_of(source.model)
     if not variables:
         return {}
@@ -167,13 +167,13 @@ def _with_optimizer(head: Saved, source: Source) -> dict[str, Any]:
 
 
 def head_of(source: Source) -> list[Any]:
-    """The weights a task has besides its backbone's."""
+    """Return the task's weights outside its backbone."""
     own = {id(v) for v in source.backbone.variables}
     return [v for v in source.model.variables if id(v) not in own and is_weight(v)]
 
 
 def keras_family(source: Source, folder: Path, dtype: str | None) -> None:
-    """KerasHub's files other than weights: as they were, or as KerasHub writes them now."""
+    """Write KerasHub's files other than weights: the original ones, or new ones from KerasHub."""
     folder.mkdir(exist_ok=True)
     kept = {name: path for name, path in source.companions.keras.items() if name != STATE}
     if "config.json" not in kept:
@@ -190,9 +190,9 @@ def keras_family(source: Source, folder: Path, dtype: str | None) -> None:
 
 
 def _attach_preprocessor(source: Source) -> None:
-    """Give a task the preprocessor of its files where it has none, as TensorFlow is not there (Gemma 3's needs it).
+    """Attach the preprocessor of a task's files if it was omitted without TensorFlow (Gemma 3's needs it).
 
-    KerasHub generates nothing from a preset without one.
+    KerasHub cannot generate from a preset without a preprocessor.
     """
     model = source.model
     if getattr(type(model), "preprocessor_cls", None) is None or model.preprocessor is not None:
@@ -205,10 +205,10 @@ def _attach_preprocessor(source: Source) -> None:
 
 
 def _save_preprocessor(model: Any, folder: Path) -> bool:
-    """The tokenizer and everything else a task prepares its input with, as ``save_to_preset`` writes them.
+    """Write a task's tokenizer and other preprocessing files, as ``save_to_preset`` does.
 
-    ``task.json`` names it only where all its files are there: KerasHub would look for the vocabulary. A model that
-    comes from a training step has a tokenizer without one.
+    ``task.json`` may name the preprocessor only if all its files exist: KerasHub would look for the vocabulary. A
+    model from a training step has a tokenizer without one.
     """
     description = folder / "task.json"
     if getattr(model, "preprocessor", None) is None or not description.is_file():
@@ -222,7 +222,7 @@ def _save_preprocessor(model: Any, folder: Path) -> bool:
 
 
 def _save_tokenizer(source: Source, folder: Path) -> None:
-    """The tokenizer alone, where KerasHub cannot make the preprocessor here."""
+    """Write only the tokenizer, if KerasHub cannot make the preprocessor here."""
     cls = getattr(getattr(type(source.model), "preprocessor_cls", None), "tokenizer_cls", None)
     if cls is None or not spec_of(source.manifest).is_hugging_face:
         return
@@ -231,14 +231,14 @@ def _save_tokenizer(source: Source, folder: Path) -> None:
         described = replace(source.manifest, source=files)
         try:
             tokenizer = kerashub.preset_tokenizer(described, cls)
-        except Exception as error:  # its files, or their absence, may cause any error
+        except Exception as error:  # damaged or missing files may cause any error
             _log.info("No tokenizer for %s: %s", source.manifest.source, error)
             return
         _save_to_preset(tokenizer, folder)
 
 
 def _save_to_preset(layer: Any, folder: Path) -> bool:
-    """All of a preprocessing layer's files, or none."""
+    """Write all of a preprocessing layer's files, or none."""
     with tempfile.TemporaryDirectory(dir=folder) as made:
         try:
             layer.save_to_preset(made)
@@ -250,19 +250,19 @@ def _save_to_preset(layer: Any, folder: Path) -> bool:
 
 
 def model_config(model: Any) -> dict[str, Any]:
-    """A model's configuration as Keras serialises it; how it was compiled belongs to training."""
+    """Return a model's configuration as Keras serialises it, without compile settings, which belong to training."""
     found: dict[str, Any] = json.loads(serialised_model(model))
     found.pop("compile_config", None)
     backbone = getattr(model, "backbone", model)
     inner = found["config"] if backbone is model else found["config"]["backbone"]["config"]
-    # KerasHub's Llama forgets this one, and would build an output layer that the weights do not have.
+    # KerasHub's Llama does not serialise this field, and would build an output layer without weights.
     if (tied := getattr(backbone, "tie_word_embeddings", None)) is not None:
         inner.setdefault("tie_word_embeddings", tied)
     return found
 
 
 def state_of(source: Source, variables: Iterable[Any]) -> dict[str, Any]:
-    """Values of small variables of the backbone by structural key, for `Source` to find again."""
+    """Return the values of small backbone variables by structural key, so that `Source` can find them again."""
     from shardload.transfer.read_tensor import read_rows
 
     roles = roles_of(source.backbone)

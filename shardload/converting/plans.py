@@ -1,4 +1,4 @@
-"""A conversion as data: the tensors of the target, where each gets its value, and what makes the files around them."""
+"""A conversion as data: the tensors of the target, the source of each value, and functions that make the files."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from shardload.writers import TensorPlace, Wanted
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copy:
-    """One tensor of the target, or a part of it, and the variable whose value it gets."""
+    """One tensor of the target, or a part of it, and the variable that provides its value."""
 
     wanted: Wanted
     value: StoredValue
     view: View
-    """Which elements of the tensor the variable is."""
+    """The tensor's elements that the variable fills."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """All that a conversion will write."""
+    """Everything that a conversion writes."""
 
     format: str
-    """The result's, by name."""
+    """Name of the result's format."""
     copies: tuple[Copy, ...]
     make: Callable[[Path], tuple[TensorPlace, ...]]
-    """Writes all files, without the values; takes the result's path, which is not there yet."""
+    """Writes all files, without the values; takes the result's path, which must not exist yet."""
     beside: Mapping[str, bytes]
-    """Small files that go beside a target which is a file, by name."""
+    """Small files, by name, that go next to a target that is a file."""
     notes: tuple[str, ...] = ()
     shards: tuple[str, ...] = ()
-    """Names of files that hold tensors, where the target is an index that goes beside them."""
+    """Names of the shards, if the target is an index next to them."""
     shard_bytes: int | None = None
-    """Most bytes of a file, as asked for; another one makes other files of the same tensors."""
+    """Requested limit on a file's bytes; another limit distributes the same tensors over other files."""
 
     @property
     def tensors(self) -> dict[str, tuple[Copy, ...]]:
-        """By name: what each tensor is made of."""
+        """Tensor name → the copies that fill it."""
         found: dict[str, list[Copy]] = {}
         for copy in self.copies:
             found.setdefault(copy.wanted.name, []).append(copy)
@@ -54,6 +54,6 @@ class Plan:
 
 
 def whole(name: str, value: StoredValue, dtypes: Mapping[int, Any]) -> Copy:
-    """A tensor that is the variable itself."""
+    """Return the copy of a whole variable to a tensor of the same shape."""
     shape = tuple(value.variable.shape)
     return Copy(Wanted(name, shape, dtypes[id(value.variable)]), value, View(name, 0, shape, c_strides(shape)))

@@ -1,6 +1,6 @@
-"""What may have the target's name: nothing, an empty folder, or, where asked for, a checkpoint to be replaced.
+"""Check what exists at the target: nothing, an empty folder, or, if requested, a checkpoint to be replaced.
 
-Replacing removes all that is in a folder, so one is only replaced where it is a checkpoint by what lies in it.
+Replacing removes everything in a folder, so a folder is only replaced if its content is a checkpoint.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from shardload.steps.file_tree import is_empty
 
 
 def exists(target: Path) -> WriteError:
-    """What to say when something has the target's name."""
+    """Return the error for an existing target."""
     return WriteError(
         f"{target} is there already. Replace it with overwrite=True (--overwrite), or choose another name"
     )
 
 
 def check_free(target: Path, *, folder: bool, overwrite: bool) -> None:
-    """Whether a result may get this name.
+    """Check that a result may get this name.
 
     Args:
-        target: The name.
+        target: The result's name.
         folder: Whether the result is a folder.
-        overwrite: Whether a checkpoint of that name is to be replaced.
+        overwrite: Whether to replace an existing checkpoint.
 
     Raises:
-        WriteError: When something has the name that is to stay.
+        WriteError: When something else has the name, which must be kept.
     """
     if not os.path.lexists(target) or (folder and is_empty(target)):
         return
@@ -49,7 +49,7 @@ def check_free(target: Path, *, folder: bool, overwrite: bool) -> None:
 
 
 def check_description(path: Path, content: bytes, *, overwrite: bool) -> None:
-    """Whether a small file that goes with a target may get this name: it is the same, or describes another model.
+    """Check that a small file of a target may get this name: an existing file must be equal or replaceable.
 
     Raises:
         WriteError: When it may not.
@@ -70,13 +70,13 @@ def check_description(path: Path, content: bytes, *, overwrite: bool) -> None:
 
 
 def check_shard(path: Path, made: Path, *, overwrite: bool) -> None:
-    """Whether a file of tensors that goes with a target may get this name.
+    """Check that a shard of a target may get this name.
 
     Raises:
-        WriteError: When something else has it.
+        WriteError: When something else has the name.
     """
     if not os.path.lexists(path) or (made.exists() and path.exists() and path.samefile(made)):
-        return  # an earlier run was killed while giving names
+        return  # an earlier run was killed while it renamed files
     if not overwrite:
         raise exists(path)
     check_free(path, folder=False, overwrite=True)
@@ -90,6 +90,6 @@ def _is_checkpoint(path: Path) -> bool:
     if path.is_file():
         return True
     if found.is_step:
-        return found.is_folder(FolderContent(path, entries(path)))  # one step, not the folder of a training run
+        return found.is_folder(FolderContent(path, entries(path)))  # a single step, not a training run's folder
     described = found.open_folder is not None and found.described_by is not None
     return described and any(is_weights(e.name) and e.is_file() for e in path.iterdir())

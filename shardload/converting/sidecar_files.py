@@ -1,7 +1,7 @@
-"""The small files of a checkpoint other than weights: configurations, tokenizers, licences.
+"""The small files next to a checkpoint's weights: configurations, tokenizers, licences.
 
-Two families of them exist, and neither reads the other's. Each format has its own family where it looks for it and
-keeps the other in a folder, so that converting there and back loses nothing::
+KerasHub and Hugging Face have different families of these files. Each format has its own family where its library
+expects it, and the other family in a folder, so that a round trip loses nothing::
 
                    KerasHub's                    Hugging Face's
     preset         .                             transformers/
@@ -23,24 +23,24 @@ from shardload.stores.json_files import parse_object, read_object
 
 KERAS, TRANSFORMERS = "keras", "transformers"
 STATE = "state.json"
-"""In the Keras family, of formats that have no place for them: values of variables other than weights (seeds)."""
+"""File in the Keras family with values of other variables (seeds), for formats that cannot store them."""
 _WEIGHTS = (".h5", ".weights.json", ".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
 _OTHERS = (".gguf", ".msgpack", ".onnx", ".ckpt", ".keras", ".pkl")
 MAX_BYTES = 1 << 30
-"""Of one file; a larger one is some kind of weights."""
+"""Most bytes of one file; larger files are assumed to be weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Companions:
-    """Both families, by path relative to where their own format has them."""
+    """Both families of small files, by path relative to the folder of their family."""
 
     keras: Mapping[str, Path] = field(default_factory=dict)
     transformers: Mapping[str, Path | bytes] = field(default_factory=dict)
-    """The files, or what is in them, where they were made now."""
+    """The files, or the content of new files."""
     notes: tuple[str, ...] = ()
 
     def config(self, family: str, name: str = "config.json") -> dict[str, Any] | None:
-        """The content of one of the JSON files, ``None`` where it is not there.
+        """Return the content of one of the JSON files; ``None`` if it does not exist.
 
         Raises:
             SourceError: When it is not a JSON object.
@@ -52,7 +52,7 @@ class Companions:
 
 
 def companions_of(manifest: Manifest) -> Companions:
-    """The files next to the weights of a source."""
+    """Return the small files next to the weights of a source."""
     source, spec = Path(manifest.source), spec_of(manifest)
     one, other = spec.keras_files, spec.transformers_files
     if one is None or other is None:
@@ -63,7 +63,7 @@ def companions_of(manifest: Manifest) -> Companions:
 
 
 def _files(folder: Path, *, skip: str) -> tuple[dict[str, Path], tuple[str, ...]]:
-    """Files by relative path, and what was left out, in words."""
+    """Return files by relative path, and notes on omitted files."""
     found: dict[str, Path] = {}
     left_out = []
     for path in sorted(folder.rglob("*")) if folder.is_dir() else ():
@@ -80,7 +80,7 @@ def _files(folder: Path, *, skip: str) -> tuple[dict[str, Path], tuple[str, ...]
 
 
 def is_weights(name: str) -> bool:
-    """Whether a file of this name holds weights, or lists the files that do."""
+    """Whether a file of this name contains weights or is an index of weights files."""
     return name.endswith(_WEIGHTS)
 
 

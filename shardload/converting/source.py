@@ -1,8 +1,8 @@
-"""A source as conversion sees it: a model without weights, and for each of its variables where the value lies.
+"""A source for conversion: a model without weights, and the location of each variable's value.
 
-The value of a variable is a view of a stored tensor; what a step of loading computes from some (merged experts,
-Mistral's rounding); or, for the few that are no weights and that the source has no place for (a dropout's seed), an
-array.
+The value of a variable is a view of a stored tensor; or computed from tensors by a step of loading (merged experts,
+Mistral's rounding); or an array, for the few variables that are not weights and that the source cannot store (a
+dropout's seed).
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from shardload.transfer.casts import is_float
 
 SHOWN = 5
 _STATE = ("optimizer_variables", "metrics_variables", "optimizer")
-"""First parts of names other than weights', of Orbax and of Keras."""
+"""First parts of names that are not weights, in Orbax and Keras."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredValue:
-    """Where the value of one variable is."""
+    """The location of one variable's value."""
 
     variable: Any
     dtype: np.dtype[Any]
-    """As stored; for what is decoded or computed the variable's own, which is what loading makes of it."""
+    """Dtype as stored; for decoded or computed values the variable's dtype, as when loading."""
     tensor: Tensor | None = None
     view: View | None = None
     array: NDArray[Any] | None = None
@@ -51,24 +51,24 @@ class StoredValue:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
-    """An opened source, its model and everything that is known about where its values are."""
+    """An opened source, its model, and the locations of all values."""
 
     manifest: Manifest
     model: Any
     """A task, a backbone, or any other Keras model; abstract."""
     values: dict[int, StoredValue]
-    """By ``id`` of the variable; every variable of the model that is a weight or a seed."""
+    """``id`` of the variable → its value; for every weight and seed of the model."""
     companions: Companions
     notes: tuple[str, ...]
 
     @property
     def backbone(self) -> Any:
-        """The part of the model that presets and Hugging Face checkpoints hold."""
+        """The part of the model that presets and Hugging Face checkpoints contain."""
         return getattr(self.model, "backbone", self.model)
 
     @property
     def is_hub(self) -> bool:
-        """Whether KerasHub knows this architecture."""
+        """Whether the model comes from KerasHub."""
         return type(self.backbone).__module__.startswith("keras_hub.")
 
 
@@ -76,12 +76,12 @@ def open_source(path: str, *, dtype: str | None = None, ignore_config: Sequence[
     """Open a checkpoint, build its model and find the value of every variable.
 
     Args:
-        path: What to open.
-        dtype: Of the model's floating-point variables; the checkpoint's own by default. Matters where it computes.
+        path: Path of the checkpoint.
+        dtype: Dtype of the model's floating-point variables; the checkpoint's by default. Affects computed values.
         ignore_config: As for `shardload.load`.
 
     Raises:
-        UnsupportedError: When it describes no model.
+        UnsupportedError: When the checkpoint describes no model.
         MismatchError: When model and tensors disagree, or tensors would be lost.
     """
     manifest = open_manifest(path)
@@ -116,7 +116,7 @@ def open_source(path: str, *, dtype: str | None = None, ignore_config: Sequence[
 
 
 def _build(manifest: Manifest, companions: Companions, dtype: str | None, ignore_config: Sequence[str]) -> Any:
-    """The model; as Keras described it where it came from, if that was kept."""
+    """Build the model; from Keras' original configuration, if the source still has it."""
     described = manifest
     if spec_of(manifest).is_hugging_face and (config := companions.config(KERAS)) is not None:
         task = companions.config(KERAS, "task.json")
@@ -127,7 +127,7 @@ def _build(manifest: Manifest, companions: Companions, dtype: str | None, ignore
 
 
 def _check(mapping: VariableMap, manifest: Manifest, model: Any) -> tuple[str, ...]:
-    """Refuse what the target cannot take; return in words what is left out on purpose."""
+    """Refuse a source that cannot be converted completely; return notes on what is left out on purpose."""
     source = manifest.source
     wrong = [*map(str, mapping.mismatched), *map(str, mapping.refused)]
     if wrong or mapping.missing:
@@ -157,7 +157,7 @@ def _left_out(outside: Sequence[OutsideTensor]) -> list[str]:
 
 
 def _viewed(binding: Binding, manifest: Manifest) -> StoredValue:
-    """A view; where blocks decode to more bits than they carry, in the dtype that loading gives it."""
+    """Return a view's value; quantised blocks, which decode to more bits than they carry, get the dtype of loading."""
     tensor = manifest.tensors[binding.view.tensor]
     decoded = spec_of(manifest).model_dtype is not None and is_float(tensor.dtype)
     return StoredValue(binding.variable, binding.dtype if decoded else tensor.dtype, tensor, binding.view)
@@ -174,7 +174,7 @@ def _computed(mapping: VariableMap) -> tuple[str, ...]:
 
 
 def _partial(values: Iterable[StoredValue], manifest: Manifest, *, used: Container[str]) -> tuple[str, ...]:
-    """Tensors the model takes only some elements of: RoBERTa's first two positions are Hugging Face's padding."""
+    """Note tensors that the model uses only in part: RoBERTa's first two positions are Hugging Face's padding."""
     taken: dict[str, int] = {}
     for value in values:
         if value.view is not None:
@@ -188,7 +188,7 @@ def _partial(values: Iterable[StoredValue], manifest: Manifest, *, used: Contain
 
 
 def _stored_state(model: Any, companions: Companions) -> dict[int, StoredValue]:
-    """Values that a format has no place for, from shardload's own file."""
+    """Read values that a format cannot store from shardload's own file."""
     found = companions.config(KERAS, STATE) or {}
     backbone = getattr(model, "backbone", model)
     roles = roles_of(backbone)
@@ -210,7 +210,7 @@ def _stored_state(model: Any, companions: Companions) -> dict[int, StoredValue]:
 
 
 def made_now(variables: list[Any]) -> Iterable[StoredValue]:
-    """Initial values."""
+    """Yield the variables' initial values."""
     abstraction.initialise(variables)
     for variable in variables:
         array = np.asarray(value_of(variable))

@@ -1,12 +1,12 @@
-"""Where a conversion works until it is done: beside the target, locked, with a journal to go on from.
+"""The working folder of a conversion: next to the target, locked, with a journal for continuing it.
 
-    .model.converting/         beside ``model``
-      lock                     held (flock) by the process that converts; the kernel lets go when it dies
+    .model.converting/         next to ``model``
+      lock                     locked (flock) by the converting process; the kernel unlocks it when that dies
       journal.jsonl            {"plan": …} {"places": […]} {"done": "layers/dense/vars/0", "xxh3": "9f3c…"} …
       result                   becomes ``model`` by one rename
 
-A plan is everything that decides what is written. Another plan than the journal's begins anew; of the same one, tensors
-that are done are read back, and those whose digest is no longer the same are copied again.
+A plan is everything that determines the output. If the plan differs from the journal's, the conversion starts over;
+otherwise it reads finished tensors back, and copies those whose digest changed again.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from shardload.writers import TensorPlace
 
 READ_BYTES = 8 << 20
 RESULT = "result"
-"""Name of what is being made, in the working folder."""
+"""Name of the unfinished result in the working folder."""
 
 
 class ConversionFolder:
-    """The working folder of one conversion; make it with `staged`."""
+    """The working folder of one conversion; created by `staged`."""
 
     def __init__(self, home: Path, target: Path) -> None:
         self.target = target
         self.result = home / RESULT
         self.places: tuple[TensorPlace, ...] | None = None
-        """Where tensors go, once the files were made."""
+        """Locations of the tensors, once the files exist."""
         self.done: dict[str, str] = {}
-        """Digest of each tensor that was copied."""
+        """Name of each copied tensor → digest."""
         self._home = home
         self._journal = home / "journal.jsonl"
 
     def begin(self, plan: str) -> None:
-        """Take up what an earlier run left, if it was to write the same; else start from nothing."""
+        """Continue an earlier run with the same plan; otherwise start over."""
         lines = list(self._lines())
         if not lines or lines[0].get("plan") != plan or not self.result.exists():
             self._start(plan)
@@ -60,27 +60,27 @@ class ConversionFolder:
         if self.places is None or not all((self.result / x.path).exists() for p in self.places for x in p.pieces):
             self._start(plan)
             return
-        # Half a line at the end would swallow what is appended next.
+        # Rewrite the journal: a half-written last line would merge with the next one.
         draft = self._journal.with_suffix(".tmp")
         draft.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
         draft.replace(self._journal)
 
     def note_places(self, places: tuple[TensorPlace, ...]) -> None:
-        """The files are made; from here on a conversion can be taken up."""
+        """Record that the files exist; from here on, the conversion can be continued."""
         self.places = places
         self._append({"places": [place.to_json() for place in places]})
 
     def note_done(self, name: str, digest: str) -> None:
-        """A tensor was copied."""
+        """Record that a tensor was copied."""
         self.done[name] = digest
         self._append({"done": name, "xxh3": digest})
 
     def kept(self) -> bool:
-        """Whether a later run can go on from what is here; nothing is left of what none can."""
-        with contextlib.suppress(OSError):  # of a disk in trouble, which the caller tells
+        """Whether a later run can continue from here; otherwise remove the folder."""
+        with contextlib.suppress(OSError):  # the caller reports disk errors
             if self.result.exists() and any("places" in line for line in self._lines()):
                 return True
-            if not (self._home / "replaced").exists():  # a checkpoint
+            if not (self._home / "replaced").exists():  # the checkpoint being replaced
                 shutil.rmtree(self._home)
         return False
 
@@ -88,8 +88,8 @@ class ConversionFolder:
         """Flush everything to disk and give the result its name.
 
         Args:
-            beside: Small files that go with it, finished → name; they come first.
-            overwrite: Replace a checkpoint that has the name.
+            beside: Small files next to the result, finished path → final path; they come first.
+            overwrite: Replace an existing checkpoint.
         """
         folder = self.result.is_dir()
         sync_all(self.result) if folder else sync(self.result)
@@ -105,15 +105,15 @@ class ConversionFolder:
         shutil.rmtree(self._home)
 
     def publish_index(self, *, beside: dict[Path, Path], overwrite: bool) -> None:
-        """The same for an index and the shards it lists, which lie beside it: the index comes last.
+        """Like `publish`, for an index and the shards next to it: the index comes last.
 
-        A shard gets its name as a second one, where the file system has that, and keeps the first until the end: a run
-        that is killed in between is taken up. What is replaced loses its index first, so that none ever lists shards of
-        two checkpoints.
+        If the file system has hard links, a shard gets its final name as a second link and keeps the first until the
+        end, so that a killed run can be continued. A replaced checkpoint loses its index first, so that no index ever
+        lists shards of two checkpoints.
 
         Args:
             beside: As for `publish`.
-            overwrite: Replace an index and shards that have the names.
+            overwrite: Replace an existing index and shards.
         """
         sync_all(self.result)
         check_free(self.target, folder=False, overwrite=overwrite)
@@ -146,7 +146,7 @@ class ConversionFolder:
             file.write(json.dumps(line) + "\n")
 
     def _lines(self) -> Iterator[dict[str, Any]]:
-        """Whole lines; whoever was killed while writing one left half of it."""
+        """Yield complete lines; a process killed while writing leaves half a line."""
         if not self._journal.exists():
             return
         for line in self._journal.read_text(encoding="utf-8").split("\n")[:-1]:
@@ -169,15 +169,15 @@ def _link(made: Path, name: Path) -> None:
     try:
         draft.unlink(missing_ok=True)
         os.link(made, draft)
-    except OSError:  # no second names here
+    except OSError:  # no hard links on this file system
         made.replace(name)
         return
     draft.replace(name)
-    draft.unlink(missing_ok=True)  # still there where both names were one file already
+    draft.unlink(missing_ok=True)  # rename() keeps it if both names are already one file
 
 
 def _listed(index: Path) -> set[str]:
-    """Names of the shards an index lists, those that are its own by their name; empty where there is none to read."""
+    """Return the shards that an index lists and that carry its name; empty without a readable index."""
     try:
         found = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
         names = {name for listed in found for name in (listed if isinstance(listed, list) else [listed])}
@@ -188,33 +188,33 @@ def _listed(index: Path) -> set[str]:
 
 
 def home_of(target: Path) -> Path:
-    """The working folder for a target."""
+    """Return the path of a target's working folder."""
     return target.with_name(f".{target.name}.converting")
 
 
 @contextlib.contextmanager
 def staged(target: Path, *, folder: bool, overwrite: bool) -> Iterator[ConversionFolder]:
-    """The working folder, alone in it.
+    """Create and lock a target's working folder.
 
     Raises:
-        WriteError: When another process converts to the same target or has just done so, or nothing can be written
-            there.
+        WriteError: When another process converts to the same target or has just done so, or the folder is not
+            writable.
     """
     home = home_of(target)
     try:
         home.mkdir(parents=True, exist_ok=True)
         lock = FolderLock.take(home)
     except OSError as error:
-        with contextlib.suppress(OSError):  # not there, or not empty
+        with contextlib.suppress(OSError):  # missing or not empty
             home.rmdir()
         raise WriteError(f"Cannot write to {home}: {error.strerror or error}") from error
     try:
         if not lock.is_held:
             raise WriteError(f"Another process is writing {target} right now ({home} is locked); wait for it")
-        if not lock.is_in_place:  # whoever had it before removed it with the folder
+        if not lock.is_in_place:  # the previous owner removed it with the folder
             raise WriteError(f"Another process has just written {target}; start again to see what there is to do")
         if (home / "replaced").exists() and not os.path.lexists(target):
-            (home / "replaced").rename(target)  # killed between the two renames of an overwrite
+            (home / "replaced").rename(target)  # an earlier run was killed between the two renames of an overwrite
         try:
             check_free(target, folder=folder, overwrite=overwrite)
         except WriteError:
@@ -226,7 +226,7 @@ def staged(target: Path, *, folder: bool, overwrite: bool) -> Iterator[Conversio
 
 
 def digest(root: Path, place: TensorPlace, item_bytes: int) -> str:
-    """xxh3-64 of the bytes a tensor has in its files now."""
+    """Return the xxh3-64 of a tensor's bytes as they are in its files now."""
     found = hasher()
     buffer = memoryview(bytearray(READ_BYTES))
     for piece in place.pieces:

@@ -1,9 +1,9 @@
-"""The copy: one strided view of a source into one strided view of a target, in bounded memory.
+"""Copy one strided view of a source to one strided view of a target, in bounded memory.
 
     source   ──[ contiguous read ]──► block ─ transpose ─► runs ──[ positional writes ]──► pieces of the target
 
-A box of the index space is cut along the slowest dims of the source only, so each is one contiguous read. In the block,
-elements are put into the target's order; each of its contiguous runs is one write.
+Boxes of the index space are cut only along the slowest dims of the source, so each box is one contiguous read. In
+memory, the elements are transposed to the target's order; each contiguous run of the target is one write.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from shardload.writers import FilePiece, TensorPlace
 
 Array = NDArray[Any]
 Read = Callable[[int, int], Array]
-"""Elements ``[start, stop)`` of the source's row-major order, in one dim."""
+"""Reads elements ``[start, stop)`` of the source's row-major order, as a 1-d array."""
 Write = Callable[[int, Array], None]
-"""Put elements, in one dim, at a position of the target's row-major order."""
+"""Writes a 1-d array of elements at a position of the target's row-major order."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyDim:
-    """One dim of the index space of a move."""
+    """One dim of the index space of a copy."""
 
     length: int
     source: int
@@ -50,11 +50,11 @@ def move(read: Read, write: Write, source: View, target: View, *, block_elements
     """Copy every element of one view to the same index of the other.
 
     Args:
-        read: Of the tensor ``source`` views.
-        write: To the tensor ``target`` views.
-        source: As the variable sees the source; strides are positive or zero.
-        target: Of the same shape, no element twice.
-        block_elements: At most so many are read at once.
+        read: Reads the tensor that ``source`` views.
+        write: Writes the tensor that ``target`` views.
+        source: The variable as a view of the source; strides are positive or zero.
+        target: A view of the same shape, without repeated elements.
+        block_elements: Most elements read at once.
     """
     if 0 in source.shape:
         return
@@ -67,7 +67,7 @@ def move(read: Read, write: Write, source: View, target: View, *, block_elements
 
 
 def merged(shape: Sequence[int], source: Sequence[int], target: Sequence[int]) -> list[CopyDim]:
-    """The dims by source stride, slowest first; neighbours that are one run on both sides become one."""
+    """Return the dims by source stride, slowest first; merge neighbours that are contiguous on both sides."""
     found: list[CopyDim] = []
     for n, a, b in sorted(zip(shape, source, target, strict=True), key=lambda d: -d[1]):
         if n == 1:
@@ -80,7 +80,7 @@ def merged(shape: Sequence[int], source: Sequence[int], target: Sequence[int]) -
 
 
 def boxes(dims: Sequence[CopyDim], limit: int) -> Iterator[tuple[tuple[int, int], ...]]:
-    """Boxes whose reads span at most ``limit`` elements, cut along the slowest dims of the source."""
+    """Yield boxes whose reads span at most ``limit`` elements, cut along the slowest dims of the source."""
     k = len(dims)
     while k and _span(dims[k - 1 :]) <= limit:
         k -= 1
@@ -116,17 +116,17 @@ def _move_box(read: Read, write: Write, dims: Sequence[CopyDim], start: int, at:
 
 
 def parts_of(tensor: Tensor, source: View, target: View) -> Iterator[tuple[Tensor, View, View]]:
-    """A move cut into one for each chunk the tensor is stored in, so that each is read, and decoded, on its own.
+    """Split a copy by the chunks that the tensor is stored in, so that each is read and decoded separately.
 
     Yields:
-        The chunk as a tensor of its own, the view of it, and the view of the target of the same shape.
+        The chunk as a separate tensor, its view, and the view of the target with the same shape.
     """
     if not isinstance(tensor.storage, Chunked):
         yield tensor, source, target
         return
     try:
         seen = [(region, see(source, tensor, region)) for region in regions(tensor)]
-    except LayoutError:  # a view across chunks
+    except LayoutError:  # the view does not split along chunks
         yield tensor, source, target
         return
     for region, part in seen:
@@ -140,7 +140,7 @@ def parts_of(tensor: Tensor, source: View, target: View) -> Iterator[tuple[Tenso
 
 
 def reader_of(tensor: Tensor, dtype: np.dtype[Any]) -> Read:
-    """Reads elements of a stored tensor and casts them; the bits come as unsigned integers, which copy fast."""
+    """Return a reader that casts elements of a stored tensor; it returns bits as unsigned integers, which copy fast."""
     if isinstance(tensor.storage, Packed):
         return reader_of_value(read_rows(tensor, 0, tensor.rows), dtype)
     row = max(1, tensor.size // max(1, tensor.rows))
@@ -160,19 +160,19 @@ def reader_of(tensor: Tensor, dtype: np.dtype[Any]) -> Read:
 
 
 def reader_of_value(value: Array, dtype: np.dtype[Any]) -> Read:
-    """Reads elements of an array in memory."""
+    """Return a reader of an array in memory."""
     flat = bits(np.ascontiguousarray(value, dtype).reshape(-1))
     return lambda start, stop: flat[start:stop]
 
 
 def bits(value: Array) -> Array:
-    """The same bytes as unsigned integers."""
+    """Return the same bytes as unsigned integers."""
     size = value.dtype.itemsize
     return np.ascontiguousarray(value).view(f"u{size}") if size in (1, 2, 4, 8) else value
 
 
 class PieceWriter:
-    """Writes elements of one tensor to the places of its pieces; a context manager."""
+    """Context manager that writes elements of one tensor to its pieces' files."""
 
     def __init__(self, root: Path, place: TensorPlace, *, written: Callable[[int], None]) -> None:
         self._pieces = place.pieces
@@ -189,7 +189,7 @@ class PieceWriter:
             os.close(fd)
 
     def write(self, at: int, values: Array) -> None:
-        """Put a run of elements at a position of the tensor."""
+        """Write a run of elements at a position of the tensor."""
         done = 0
         while done < len(values):
             piece = self._pieces[bisect.bisect_right(self._starts, at + done) - 1]

@@ -1,6 +1,6 @@
-"""What each target format consists of: its tensors, where their values come from, and the files beside them.
+"""Plans for each target format: its tensors, the sources of their values, and the files next to them.
 
-`plan_for` decides it all from headers; `Plan.make` then writes every file without the values.
+`plan_for` decides everything from headers; `Plan.make` then writes every file without the values.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from shardload.writers import TensorPlace
 Target = Literal["h5", "safetensors", "orbax"]
 TARGETS: tuple[Target, ...] = get_args(Target)
 _FILES = (".json", ".zip")
-"""Endings of files beside those of formats: a folder of such a name would be taken for one, and no reader reads it."""
+"""Further file endings: a folder of such a name would look like a file, and no reader could open it."""
 
 
 def target_of(path: Path, to: str | None) -> Target:
-    """The format wanted, from what was said or from the name.
+    """Return the target format, from ``to`` or from the name's ending.
 
     Raises:
-        UsageError: When neither tells, or they contradict each other.
+        UsageError: When neither determines it, or they contradict each other.
     """
     is_file = is_file_name(path)
     if path.name.lower().endswith(".keras"):
@@ -68,15 +68,15 @@ def target_of(path: Path, to: str | None) -> Target:
 
 
 def is_file_name(path: Path) -> bool:
-    """Whether the name is that of a file of Keras' that is written here, not of a folder."""
+    """Whether the name belongs to a Keras weights file or index, not to a folder."""
     return path.name.endswith((ENDING, INDEX_ENDING))
 
 
 def shard_bytes_for(path: Path, to: Target, wanted: int | str | None) -> int | None:
-    """Most bytes of one file, from what was said.
+    """Return the most bytes of one file, from ``wanted``.
 
     Raises:
-        UsageError: When it is no size, or the target has one file, or none that hold several tensors.
+        UsageError: When it is not a size, or the target cannot be split into files of several tensors.
     """
     if wanted is None:
         return None
@@ -94,14 +94,14 @@ def plan_for(source: Source, target: Path, to: Target, *, dtype: str | None, sha
     """Decide what to write.
 
     Args:
-        source: What is converted.
+        source: The source to convert.
         target: Path of the result.
-        to: Its format.
-        dtype: Of floating-point tensors; each keeps its own by default.
-        shard_bytes: Most bytes of tensors in one file, where the format has several.
+        to: The result's format.
+        dtype: Dtype of floating-point tensors; each keeps its own by default.
+        shard_bytes: Most bytes of tensors in one file, if the format has several.
 
     Raises:
-        UnsupportedError: When the format cannot hold this model.
+        UnsupportedError: When the format cannot represent this model.
     """
     wanted = None if dtype is None else np.dtype(_dtype(dtype))
     dtypes = {
@@ -125,7 +125,7 @@ def _dtype(name: str) -> Any:
 
 
 def _refuse_head(source: Source) -> None:
-    """Hugging Face folders are written with a backbone's weights only."""
+    """Refuse a task with its own weights: Hugging Face folders get only a backbone's weights."""
     if more := head_of(source):
         raise UnsupportedError(
             f"{type(source.model).__name__} has {len(more)} weights besides its backbone's ({more[0].path!r}), which "
@@ -170,7 +170,7 @@ def _safetensors(source: Source, dtypes: Mapping[int, Any], dtype: str | None, s
 
 
 def _transformers_config(source: Source, dtypes: Mapping[int, Any], dtype: str | None) -> dict[str, Any]:
-    """The original one where it was kept, else made from the backbone."""
+    """Return the original configuration if the source has it, else one made from the backbone."""
     kept = source.companions.config(TRANSFORMERS)
     if kept is not None and kept.get("model_type"):
         return (
@@ -187,7 +187,7 @@ def _transformers_config(source: Source, dtypes: Mapping[int, Any], dtype: str |
             sizes[dtypes[i].name] = sizes.get(dtypes[i].name, 0) + int(np.prod(value.variable.shape))
     most = max(sizes, key=lambda name: sizes[name])
     if spec_of(source.manifest).is_hugging_face and not transformers.is_written(source.backbone):
-        return {**source.manifest.config, "torch_dtype": most}  # made from the header, in Hugging Face's words
+        return {**source.manifest.config, "torch_dtype": most}  # made from the GGUF header, in Hugging Face's form
     return transformers.config_of(source.backbone, most)
 
 

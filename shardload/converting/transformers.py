@@ -1,9 +1,9 @@
-"""The Hugging Face side: the configuration of a KerasHub backbone, and which of its tensors each variable becomes.
+"""The Hugging Face target: a KerasHub backbone's configuration, and the tensor for each of its variables.
 
-KerasHub's converters only read. So the tensors a checkpoint of this configuration would have are shown to the
-converter, as if they were there, and what it makes of them is read backwards: a variable that is a view of a tensor is
-where the elements of that tensor come from. Every element of every tensor must come from somewhere, once; of a fused
-tensor (GPT-2's queries, keys and values) each part comes from a variable of its own.
+KerasHub's converters only read. So the converter gets the tensors that a checkpoint of this configuration would have,
+and the resulting mapping is inverted: if a variable is a view of a tensor, the variable provides the tensor's elements.
+Every element of every tensor must come from exactly one variable; the parts of a fused tensor (GPT-2's queries, keys
+and values) come from separate variables.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from shardload.writers import Wanted
 
 Config = dict[str, Any]
 _NOT_COMPARED = ("name", "dtype", "trainable", "dropout")
-"""What a Hugging Face configuration has no place for, and weights do not depend on."""
+"""Settings that a Hugging Face configuration cannot express and that do not affect weights."""
 _WAY_OUT = "Convert it with --to orbax or --to h5"
 
 
 def config_of(backbone: Any, dtype: str) -> Config:
-    """``config.json`` of a backbone.
+    """Return the ``config.json`` of a backbone.
 
     Args:
         backbone: A KerasHub backbone, abstract or not.
-        dtype: What most of the weights are stored in.
+        dtype: Dtype of most of the weights.
 
     Raises:
-        UnsupportedError: When its architecture is not one of those written here, or it has been altered in a way that
-            Hugging Face's configuration cannot say.
+        UnsupportedError: When its architecture is not supported, or it was altered in a way that Hugging Face's
+            configuration cannot express.
     """
     kind = type(backbone).__name__
     if kind not in _FAMILIES:
@@ -64,13 +64,13 @@ def config_of(backbone: Any, dtype: str) -> Config:
 
 
 def is_written(backbone: Any) -> bool:
-    """Whether `config_of` knows the architecture."""
+    """Whether `config_of` supports the architecture."""
     return type(backbone).__name__ in _FAMILIES
 
 
 def stand_in(config: Mapping[str, Any]) -> Manifest:
-    """The manifest a checkpoint of this configuration would have; its bytes are nowhere."""
-    stored = np.dtype(np.float16)  # what Mistral's converter rounds to: no cast, so its hooks only view
+    """Return the manifest that a checkpoint of this configuration would have; no bytes exist."""
+    stored = np.dtype(np.float16)  # as Mistral's converter rounds: without a cast, hooks only view
     try:
         specs = transformers_tensors(dict(config))
     except UnsupportedError as error:
@@ -81,10 +81,10 @@ def stand_in(config: Mapping[str, Any]) -> Manifest:
 
 
 def views_of(backbone: Any, config: Mapping[str, Any]) -> tuple[Binding, ...]:
-    """For each variable which elements of which Hugging Face tensor it becomes; in the tensors' order.
+    """Return the elements of Hugging Face tensors that each variable fills; in the tensors' order.
 
     Raises:
-        UnsupportedError: When an element would come from nowhere or twice, or a weight would go nowhere.
+        UnsupportedError: When an element has no variable or two, or a weight belongs to no tensor.
     """
     manifest = stand_in(config)
     mapping = map_hub(backbone, manifest)
@@ -103,7 +103,7 @@ def views_of(backbone: Any, config: Mapping[str, Any]) -> tuple[Binding, ...]:
 
 
 def wanted(bindings: Iterable[Binding], shapes: Mapping[str, Tensor], dtypes: Mapping[int, Any]) -> dict[str, Wanted]:
-    """The tensors to write, in the dtypes of the variables they come from.
+    """Return the tensors to write, in the dtypes of their variables.
 
     Raises:
         UnsupportedError: When a tensor comes from variables of several dtypes.
@@ -121,7 +121,7 @@ def wanted(bindings: Iterable[Binding], shapes: Mapping[str, Tensor], dtypes: Ma
 
 
 def _covers(bindings: Sequence[Binding], tensor: Tensor) -> bool:
-    """Whether views have each element of their tensor exactly once."""
+    """Whether views cover each element of their tensor exactly once."""
     if len(bindings) == 1:
         return _is_dense(bindings[0].view, tensor)
     seen = np.zeros(tensor.size, np.uint8)
@@ -140,7 +140,7 @@ def _is_inside(view: View, tensor: Tensor) -> bool:
 
 
 def _is_dense(view: View, tensor: Tensor) -> bool:
-    """Whether a view has each element exactly once: its strides are those of some dense order."""
+    """Whether a view contains each element exactly once: its strides belong to a dense order of dims."""
     expected = 1
     for n, stride in sorted(zip(view.shape, view.strides, strict=True), key=lambda d: d[1]):
         if n != 1:
@@ -193,7 +193,7 @@ def _gemma(backbone: Any) -> Config:
 
 
 def _scalar(backbone: Any) -> int:
-    """What scores are scaled by: the head's width, or the width of the model per head."""
+    """Return ``query_pre_attn_scalar``: the head's width, or the width of the model per head."""
     normalised = backbone.query_head_dim_normalize
     return int(backbone.head_dim if normalised else backbone.hidden_dim // backbone.num_query_heads)
 
@@ -249,7 +249,7 @@ def _llama3(backbone: Any) -> Config:
 
 
 def _plain_decoder(backbone: Any, model_type: str, architecture: str) -> Config:
-    """What Mistral and Qwen have in common."""
+    """Return the entries that Mistral and Qwen have in common."""
     return {
         **_decoder(backbone, model_type, architecture),
         "intermediate_size": backbone.intermediate_dim,
@@ -334,13 +334,13 @@ _FAMILIES = {
     "BertBackbone": _bert,
 }
 ROUNDED = {"mistral": "float16"}
-"""By ``model_type``: what KerasHub's converter rounds every tensor to when it reads them."""
+"""``model_type`` → dtype that KerasHub's converter rounds every tensor to."""
 
 
 def is_weight(variable: Any) -> bool:
-    """Whether a variable is trained, or large enough to be more than the state of something."""
+    """Whether a variable is trained, or too large to be just state (seeds, counters)."""
     return bool(variable.trainable) or stored_dtype(variable).itemsize * int(np.prod(variable.shape)) > MAX_STATE
 
 
 MAX_STATE = 1024
-"""Bytes of a variable that is kept in a file of JSON."""
+"""Most bytes of a variable that is stored in a JSON file."""

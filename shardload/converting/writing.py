@@ -1,4 +1,4 @@
-"""The work itself: make the target's files, copy or compute each tensor not there yet, note it in the journal."""
+"""Make the target's files, copy or compute each missing tensor, and record it in the journal."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from shardload.writers import TensorPlace
 
 _SPARE_BYTES = 64 << 20
 _COMPUTING = ("keras", "keras-hub", "numpy")
-"""Packages whose code makes values that are computed."""
+"""Packages whose versions affect computed values."""
 
 
 def write_all(source: Source, plan: Plan, staging: ConversionFolder, *, block_bytes: int, progress: Progress) -> int:
-    """Make the files, fill in what is not there yet; returns how many tensors were."""
+    """Make the files and fill in the missing tensors; return how many tensors an earlier run had finished."""
     staging.begin(_identity(source, plan, staging.target))
     if staging.places is None:
         _check_room(staging.target, plan)
@@ -59,7 +59,7 @@ def write_all(source: Source, plan: Plan, staging: ConversionFolder, *, block_by
 
 
 def _compute(source: Source, copies: list[Copy], work: _Work) -> None:
-    """Run what computes, and write what comes."""
+    """Run the steps that compute values, and write the values."""
     by_variable = {id(copy.value.variable): copy for copy in copies}
     dtypes = {key: copy.wanted.dtype for key, copy in by_variable.items()}
     left = Counter(copy.wanted.name for copy in copies)
@@ -85,7 +85,7 @@ def _compute(source: Source, copies: list[Copy], work: _Work) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """Where tensors are written to, and how much of them at once."""
+    """The target of the copies, and the block size."""
 
     staging: ConversionFolder
     places: Mapping[str, TensorPlace]
@@ -93,12 +93,12 @@ class _Work:
     progress: Progress
 
     def is_done(self, copy: Copy) -> bool:
-        """Whether an earlier run copied it, and the files still say so."""
+        """Whether an earlier run copied it, and the bytes in the files still match its digest."""
         known = self.staging.done.get(copy.wanted.name)
         return known is not None and self._digest(copy) == known
 
     def note(self, copy: Copy) -> None:
-        """It is there."""
+        """Record it in the journal."""
         self.staging.note_done(copy.wanted.name, self._digest(copy))
 
     def copy(self, copy: Copy) -> None:
@@ -126,7 +126,7 @@ class _Work:
 
 
 def _identity(source: Source, plan: Plan, target: Path) -> str:
-    """A digest of everything that decides what is written."""
+    """Return a digest of everything that determines the output."""
     files = [
         (path, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino)
         for path in source.manifest.files

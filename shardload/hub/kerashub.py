@@ -286,7 +286,7 @@ def _deserialize(
     dtype: Any = None,
     compiling: Callable[[str], None] | None = None,
 ) -> Any:
-    """Build a Keras configuration's model; with ``compiling``, compile it or pass the reason why not to ``compiling``."""
+    """Build a Keras configuration's model; with ``compiling``, compile it, or call ``compiling`` with the reason."""
     from shardload.keras_bridge import layer_settings
     from shardload.keras_bridge.training import compile_as_described
 

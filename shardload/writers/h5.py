@@ -1,9 +1,9 @@
 """Keras' ``.weights.h5``: its groups, their names, and contiguous datasets whose space is reserved.
 
-layers/dense/vars           attribute ``name`` = "dense", for everything Keras saves that has a name
+layers/dense/vars           attribute ``name`` = "dense", for every saved object that has a name
 layers/dense/vars/0         a dataset; bfloat16 as two opaque bytes and an attribute ``dtype``
 
-In shards, ``NAME.weights.json`` lists for each group the files that hold some of it: ``NAME_00000.weights.h5`` …
+For shards, ``NAME.weights.json`` lists for each group the files with its variables: ``NAME_00000.weights.h5`` …
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from shardload.writers import FilePiece, TensorPlace, Wanted, grouped
 
 
 def write_skeleton(path: Path, tensors: Sequence[Wanted], *, names: Mapping[str, str]) -> tuple[TensorPlace, ...]:
-    """Make the file; says where the values belong.
+    """Make the file; return where the values belong.
 
     Args:
         path: File to write; an existing one is replaced.
         tensors: Named as Keras names them, ``layers/dense/vars/0``.
-        names: Group (``layers/dense/vars``) → the name of what is saved there; also groups without tensors.
+        names: Group (``layers/dense/vars``) → name of the object saved there; also groups without tensors.
 
     Raises:
         UnsupportedError: When HDF5 has no such dtype.
@@ -42,12 +42,12 @@ def write_skeleton(path: Path, tensors: Sequence[Wanted], *, names: Mapping[str,
 def write_shards(
     index: Path, tensors: Sequence[Wanted], *, names: Mapping[str, str], shard_bytes: int
 ) -> tuple[TensorPlace, ...]:
-    """Make shards of at most ``shard_bytes`` (a larger tensor gets one of its own) and the index, as Keras does.
+    """Make shards of at most ``shard_bytes`` (a larger tensor gets its own shard) and the index, as Keras does.
 
     Args:
         index: File to make, ``NAME.weights.json``; the shards are next to it.
         tensors: As for `write_skeleton`.
-        names: As for `write_skeleton`; of groups without tensors there is nothing.
+        names: As for `write_skeleton`; groups without tensors are not written.
         shard_bytes: Most bytes of tensors in one file.
 
     Raises:
@@ -71,13 +71,13 @@ def write_shards(
 
 
 def shard_names(index: str, tensors: Sequence[Wanted], *, shard_bytes: int) -> tuple[str, ...]:
-    """Names of the shards, in order; Keras opens the first one without asking the index."""
+    """Return the names of the shards, in order; Keras opens the first one without reading the index."""
     stem = index.removesuffix(".weights.json")
     return tuple(f"{stem}_{i:05}.weights.h5" for i in range(len(grouped(tensors, shard_bytes))))
 
 
 def reserve(file: Any, tensor: Wanted) -> int:
-    """Make one contiguous dataset as Keras does; returns the byte offset of its data."""
+    """Make one contiguous dataset as Keras does; return the byte offset of its data."""
     plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     plist.set_layout(h5py.h5d.CONTIGUOUS)
     plist.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)

@@ -3,8 +3,8 @@
     pytree/trainable_variables.dense.kernel/zarr.json     shape, chunk shape, codec: bytes
                                             c/0/0  c/1/0  rows [0, n), rows [n, 2n): raw, the last one padded
 
-Everything else (the tree's description, Orbax's marks, the model's configuration) is as Orbax wrote it, so Orbax reads
-the result as its own. Chunks are cut along dim 0, so each is one run of the array.
+Everything else (the tree's description, Orbax's marker files, the model's configuration) is as Orbax wrote it, so Orbax
+reads the result as its own. Chunks are cut along dim 0, so each is one run of the array.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ ITEM = "pytree"
 def write_skeleton(
     folder: Path, tensors: Sequence[Wanted], *, groups: Sequence[str], model_config: str
 ) -> tuple[TensorPlace, ...]:
-    """Make the checkpoint; says where the values belong.
+    """Make the checkpoint; return where the values belong.
 
     Args:
-        folder: Folder to make; not there yet.
+        folder: Folder to make; must not exist yet.
         tensors: Named by their key path, joined by "/".
-        groups: Top-level keys of the tree, there even if empty.
+        groups: Top-level keys of the tree, written even if empty.
         model_config: The model's description, as Keras' callback stores it.
     """
     tree: dict[str, Any] = {group: {} for group in groups}

@@ -1,4 +1,4 @@
-"""Hugging Face safetensors: shards of at most some bytes and the index that lists them."""
+"""Hugging Face safetensors: shards of limited size and the index that lists them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardload.errors import UnsupportedError
 from shardload.writers import FilePiece, TensorPlace, Wanted, grouped
 
 SHARD_BYTES = 5_000_000_000
-"""What ``transformers`` wrote for years."""
+"""The long-time default of ``transformers``."""
 _CODES = {
     "bool": "BOOL",
     "uint8": "U8",
@@ -33,7 +33,7 @@ _CODES = {
 def write_skeleton(
     folder: Path, tensors: Sequence[Wanted], *, shard_bytes: int = SHARD_BYTES
 ) -> tuple[TensorPlace, ...]:
-    """Make the shards with their headers, and the index where there are several; says where the values belong.
+    """Make the shards with their headers, and an index for several; return where the values belong.
 
     Raises:
         UnsupportedError: When a dtype has no name in safetensors.
