@@ -86,22 +86,22 @@ def __getattr__(name: str) -> Any:
     return value
 
 
-@atexit.register  # where JAX was imported first, this comes before its shutdown, which waits for the others
+@atexit.register  # if JAX was imported first, this runs before its shutdown, which waits for other processes
 def _leave() -> None:
-    """Tell the other processes when a script ends that never used a name of this package: they may wait for it."""
+    """Notify the other processes when a script ends without using this package: they may be waiting for it."""
     jax = sys.modules.get("jax")
     if jax is not None and jax.distributed.is_initialized():
         importlib.import_module(f"{__name__}.distributed.processes").leave_unheard()
 
 
 def _about_keras(error: ImportError) -> Exception:
-    """Keras defaults to TensorFlow; where that is missing, its import fails without naming the cause."""
+    """Return a clearer error for a missing backend: Keras defaults to TensorFlow and does not name the cause."""
     missing = (error.name or "").split(".")[0]
     return errors.BackendError(missing) if missing in ("tensorflow", "torch", "openvino") else error
 
 
 def _installed_version() -> str:
-    """The version in the package's metadata, which comes from pyproject.toml."""
+    """Return the version in the package's metadata, which comes from pyproject.toml."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

@@ -1,4 +1,4 @@
-"""`python -m shardload`, for where the `shardload` script is not on the PATH."""
+"""`python -m shardload`, for environments where the `shardload` script is not on the PATH."""
 
 import sys
 

@@ -6,8 +6,8 @@
     stderr ◄── progress, notes, and one paragraph when something fails ◄─┘
 
 Exit codes: 0 done · 1 failed, or a plan that does not fit · 2 usage · 130 interrupted · 141 stdout's reader left.
-This module holds the outermost frame only: everything inside ends with one of these codes and never with a traceback
-(``SHARDLOAD_TRACEBACK=1`` shows it). It imports nothing heavy, so that a Ctrl-C in the first moments is caught as well.
+This module is only the outermost frame: every run ends with one of these codes and never with a traceback
+(``SHARDLOAD_TRACEBACK=1`` shows it). It imports nothing heavy, so that an early Ctrl-C is caught as well.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        arguments: What follows the program's name; ``sys.argv[1:]`` by default.
+        arguments: Arguments after the program's name; ``sys.argv[1:]`` by default.
 
     Returns:
         The exit code.
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115 - lives as long as the process
     try:
         return _run(arguments)
-    except SystemExit as error:  # typer's own: completion, or --help whose reader left
+    except SystemExit as error:  # raised by typer: completion, or --help whose reader left
         return 141 if isinstance(error.__context__, BrokenPipeError) else int(error.code or 0)
     except BaseException as error:
         from shardload.console.failures import tell

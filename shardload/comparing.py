@@ -1,6 +1,6 @@
-"""Which tensors two checkpoints differ in, and by how much; some rows of each at a time.
+"""Find the tensors in which two checkpoints differ, and by how much; a few rows at a time.
 
-Tensors are matched by name. Bits are compared, not values: two NaNs of the same bits are equal, 0.0 and -0.0 are not.
+Tensors are matched by name. Bits are compared, not values: two NaNs with the same bits are equal, 0.0 and -0.0 are not.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from shardload.transfer.casts import is_float
 from shardload.transfer.read_tensor import read_rows, row_ranges
 
 READ_BYTES = 8 << 20
-"""Of each side at once."""
+"""Bytes read from each side at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """One tensor that is not the same on both sides."""
+    """One tensor that differs between the two checkpoints."""
 
     name: str
     what: Literal["values", "dtype", "shape", "only in the first", "only in the second"]
     """``dtype``: the shapes agree, and the values are compared as numbers."""
     first: str
-    """Dtype and shape there; empty where it is missing."""
+    """Dtype and shape in the first checkpoint; empty if it is missing there."""
     second: str
     elements: int
-    """How many differ (of shapes or sides that differ, all)."""
+    """Number of elements that differ; all of them if shapes differ or one side is missing."""
     largest: float | None
-    """The largest absolute difference between numbers; None where there is none to take."""
+    """The largest absolute difference; ``None`` if it is undefined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +46,11 @@ class Comparison:
     first: str
     second: str
     equal: int
-    """Tensors that are the same, bit for bit."""
+    """Number of tensors that are equal bit for bit."""
     differences: tuple[TensorDifference, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """As one object."""
+        """Return a JSON object."""
         return asdict(self)
 
 
@@ -63,13 +63,13 @@ def diff(
     """Compare two checkpoints of any formats.
 
     Args:
-        first: Anything `shardload.load` takes.
-        second: Likewise.
-        progress: Told how many bytes more of the first were compared.
+        first: Any source that `shardload.load` takes.
+        second: Like ``first``.
+        progress: Called with the number of newly compared bytes of the first.
 
     Raises:
         SourceNotFoundError: When one of them does not exist.
-        TransferError: When one of them cannot be read to its end.
+        TransferError: When one of them cannot be read completely.
     """
     one, two = (open_manifest(resolve(source).path) for source in (first, second))
     found = []
@@ -122,7 +122,7 @@ def _distance(a: NDArray[Any], b: NDArray[Any]) -> float:
 
 
 def _numbers(value: NDArray[Any]) -> NDArray[np.float64]:
-    """Exact for every float and for integers up to 2**53."""
+    """Convert to float64: exact for every float and for integers up to 2**53."""
     return (
         value.astype(np.float32).astype(np.float64)
         if is_float(value.dtype) and value.dtype.itemsize < 4

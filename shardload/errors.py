@@ -3,28 +3,28 @@
     ShardloadError
     ├── UsageError (ValueError, TypeError)  an argument is of the wrong kind or out of range; nothing was opened
     ├── SourceError (ValueError)            the checkpoint's bytes are not what they claim to be
-    │   ├── UnsafeSourceError               it points outside its folder, or would cost far more than it holds
+    │   ├── UnsafeSourceError               it points outside its folder, or declares far more than it stores
     │   ├── TruncatedSourceError            it ends before its headers say it does
-    │   └── DamagedError                    a step's bytes are not those that were saved
+    │   └── DamagedError                    a step's bytes differ from the saved ones
     ├── SourceNotFoundError (FileNotFoundError)   the name resolves to nothing
-    ├── UnsupportedError (ValueError)       well-formed, but nothing here can read it
+    ├── UnsupportedError (ValueError)       well-formed, but shardload cannot read it
     │   └── BackendError                    Keras does not run on JAX
     ├── MismatchError (ValueError)          checkpoint and model disagree: names, shapes, dtypes
-    ├── MeshError (ValueError)              the mesh cannot be had: syntax, too few devices
+    ├── MeshError (ValueError)              the mesh cannot be made: syntax, too few devices
     ├── LayoutError (ValueError)            a layout rule matches nothing, twice, or does not divide
     ├── BudgetError (ValueError)            the host-memory budget is too small for one block
     ├── TransferError (OSError)             reading failed half-way: a file shrank, vanished, or could not be read
-    ├── LoadInterruptedError                a load ended half-way; says what the model holds now
+    ├── LoadInterruptedError                a load ended half-way; describes the model's current values
     ├── DisagreementError (ValueError)      processes that load together were given different things
     ├── ProcessFailedError (RuntimeError)   a load failed on another process, with an error that is not from shardload
     ├── UninitialisedError (ValueError)     a variable was read that has no value yet
-    ├── WriteError (OSError)                a file cannot be written: no room, no permission, something in the way
-    ├── SaveError (OSError)                 a step could not be saved: which, where, and the real cause
-    │   └── ProcessLostError                another process of this run has ended, or went silent
-    ├── StepExistsError (FileExistsError)   a step of this number is there already; nothing is overwritten
+    ├── WriteError (OSError)                a file cannot be written: no space, no permission, something in the way
+    ├── SaveError (OSError)                 a step could not be saved: step, location and cause
+    │   └── ProcessLostError                another process of this run ended or stopped responding
+    ├── StepExistsError (FileExistsError)   a step with this number already exists; nothing is overwritten
     └── MissingExtraError (ImportError)     an optional dependency is not installed
 
-Each message says what and where (tensor, file, offset), what was expected, what was received and the
+Each message has the tensor, file and offset, the expected and the received value, and the
 way out. Each class subclasses the builtin a caller would expect, so ``except ValueError`` keeps working.
 """
 
@@ -78,7 +78,7 @@ class TruncatedSourceError(SourceError):
 
 
 class DamagedError(SourceError):
-    """A step's bytes are not those that were saved; the message names step, file and offset."""
+    """A step's bytes differ from the saved ones; the message names step, file and offset."""
 
 
 class SourceNotFoundError(ShardloadError, FileNotFoundError):
@@ -113,7 +113,7 @@ class LayoutError(ShardloadError, ValueError):
 
 
 class BudgetError(ShardloadError, ValueError):
-    """The host-memory budget cannot hold a single block."""
+    """The host-memory budget is too small for a single block."""
 
 
 class TransferError(ShardloadError, OSError):
@@ -121,7 +121,7 @@ class TransferError(ShardloadError, OSError):
 
 
 class LoadInterruptedError(ShardloadError):
-    """A load ended half-way; the message says what the model holds now."""
+    """A load ended half-way; the message describes the model's current values."""
 
 
 class DisagreementError(ShardloadError, ValueError):
@@ -133,26 +133,26 @@ class ProcessFailedError(ShardloadError, RuntimeError):
 
 
 class UninitialisedError(ShardloadError, ValueError):
-    """A variable built without allocating was read, or is left, without a value."""
+    """A variable built without allocating was read before it had a value, or never got one."""
 
 
 class WriteError(ShardloadError, OSError):
-    """A file cannot be written: no room, no permission, or something is in the way."""
+    """A file cannot be written: no space, no permission, or something is in the way."""
 
 
 class SaveError(ShardloadError, OSError):
-    """A step could not be saved; names step, folder and the real cause (``errno`` is set where it is known)."""
+    """A step could not be saved; names step, folder and cause (``errno`` is set if known)."""
 
 
 class ProcessLostError(SaveError):
-    """Another process of this run has ended or went silent, so that nothing can be done together any more."""
+    """Another process of this run ended or stopped responding, so collective operations are impossible."""
 
     in_order = False
-    """Whether it ended as programs do, and was not lost: it still takes part in the shutdown of JAX."""
+    """Whether the process exited normally: it still takes part in the shutdown of JAX."""
 
 
 class StepExistsError(ShardloadError, FileExistsError):
-    """A step of this number is there already; a published step is never overwritten."""
+    """A step with this number already exists; a published step is never overwritten."""
 
 
 class MissingExtraError(ShardloadError, ImportError):

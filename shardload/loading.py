@@ -1,11 +1,11 @@
-"""From a source to a sharded Keras model: the one place that knows the order of things.
+"""Load a source into a sharded Keras model: the public functions, in the order of a load.
 
     resolve ─► open_manifest ─► build (abstract) ─► map names ─► choose layouts ─► make plan
                                                                                      │  above: headers only
     report ◄── initialise the rest ◄── assign through the layers ◄── execute ◄───────┘  and no model is changed
 
-Each arrow is a function of another module; `shardload.pipeline.filling` holds the checks between them. This module is
-what a user calls.
+Each arrow is a function of another module; `shardload.pipeline.filling` has the checks between them. This module is
+the public entry point.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _reports: weakref.WeakKeyDictionary[Any, LoadReport] = weakref.WeakKeyDictionary
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What `run` returns: the model, the account, and what it came from."""
+    """Result of `run`: the model, the report, and the source."""
 
     model: Any
     report: LoadReport
     manifest: Manifest
     shares: tuple[load_distributed.ReadShare, ...] = ()
-    """What each process read, where several loaded together."""
+    """Bytes read by each process, if several loaded together."""
 
 
 def load(
@@ -69,8 +69,8 @@ def load(
 ) -> Any:
     """Build the model a checkpoint describes and load it straight into its layout.
 
-    In a `jax.distributed` run of several processes all of them make the call, which succeeds or fails on all; a mesh of
-    devices of this process only is its own affair.
+    In a `jax.distributed` run, all processes make the call, and it succeeds or fails on all of them. A mesh of only
+    this process's devices does not involve the other processes.
 
     Args:
         source: A path, a name in the checkpoint root, a KerasHub preset or handle, or an alias.
@@ -94,7 +94,7 @@ def load(
         ignore_config: As for `run`.
 
     Returns:
-        The Keras task where the checkpoint is one, else the backbone, ready for predict, fit and generate.
+        The Keras task if the checkpoint is one, else the backbone, ready for predict, fit and generate.
 
     Raises:
         UsageError: When an argument is of the wrong kind or out of range.
@@ -105,9 +105,9 @@ def load(
         MeshError: When there are too few devices.
         LayoutError: When the layout cannot be applied.
         TransferError: When reading fails half-way.
-        DisagreementError: When the processes of a `jax.distributed` run are about to load different things.
+        DisagreementError: When the processes of a `jax.distributed` run request different loads.
         ProcessFailedError: When it failed on another process with an error that is not from shardload.
-        ProcessLostError: When another process has ended, or is silent for 15 s.
+        ProcessLostError: When another process ended, or does not respond for 15 s.
     """
     return run(
         source,
@@ -150,7 +150,7 @@ def run(
     progress: Progress | None = None,
     ignore_config: Sequence[str] = (),
 ) -> Loaded:
-    """`load`, returning the report and the manifest too.
+    """Like `load`, but also return the report and the manifest.
 
     Args:
         source: As for `load`.
@@ -158,23 +158,24 @@ def run(
         axes: Names for a mesh given as sizes, joined by commas; ``batch,model`` by default.
         layout: As for `load`.
         dtype: As for `load`.
-        host_memory_bytes: Most bytes staged in host memory, or text like ``"512MiB"``; 256 MiB by default, or what a
-            compressed chunk takes.
-        strict: Refuse a checkpoint that lacks a weight of the model, holds one the model should use and does not, has
+        host_memory_bytes: Most bytes staged in host memory, or text like ``"512MiB"``; 256 MiB by default, or the
+            size of a compressed chunk if it needs more.
+        strict: Refuse a checkpoint that lacks a weight of the model, has one that the model should use but does not,
+            has
             another shape for one, or integers for floats. Tensors outside the model (buffers, heads, copies of the
-            embedding: ``report.outside``) are no reason to refuse. Otherwise layers whose shapes differ keep what they
-            hold, or get their initial values, as with ``skip_mismatch`` in Keras, and the report says so.
-        ignore: Names of tensors to leave out although the model may need them, with ``*`` and ``?``: ``"score.*"``.
+            embedding: ``report.outside``) are no reason to refuse. Otherwise layers whose shapes differ keep their
+            values, or get their initial values, as with ``skip_mismatch`` in Keras, and the report says so.
+        ignore: Names of tensors to skip even if the model needs them, with ``*`` and ``?``: ``"score.*"``.
         devices: Devices to use, in mesh order.
-        task: Build the task where the checkpoint is one; the backbone otherwise.
-        custom_objects: Classes the checkpoint's configuration names and Keras does not know.
-        safe_mode: Refuse configurations that hold Python code.
-        compile: Compile the model as it was saved, and load the state of its optimizer. Where its class does not take
-            the stored configuration of ``compile``, the model is loaded uncompiled, with a warning.
-        atomic: Changes nothing here, as a new model is returned whole or not at all; see `load_weights`.
-        format: Name of a format, to insist on where a file's ending says something else, or a folder
-            holds several.
-        progress: Told how many bytes were read.
+        task: Build the task if the checkpoint is one; the backbone otherwise.
+        custom_objects: Classes in the checkpoint's configuration that Keras does not know.
+        safe_mode: Refuse configurations that contain Python code.
+        compile: Compile the model as it was saved, and load the state of its optimizer. If its class does not accept
+            the stored ``compile`` configuration, the model is loaded uncompiled, with a warning.
+        atomic: No effect here, as a new model is returned complete or not at all; see `load_weights`.
+        format: Name of a format, to override a contradicting file ending, or to choose one of several in a
+            folder.
+        progress: Called with the number of bytes read.
         ignore_config: Fields of a Hugging Face ``config.json`` (or of a GGUF header, under the same names) that the
             model may differ from, such as ``("rope_scaling",)``. Otherwise a field that changes what the model
             computes, and that KerasHub's class cannot express, is refused. The report lists what was ignored.
@@ -238,29 +239,29 @@ def load_weights(
     progress: Progress | None = None,
     ignore_config: Sequence[str] = (),
 ) -> LoadReport:
-    """Fill a model that stands, live or built inside `shardload.abstract`.
+    """Load weights into an existing model, live or built inside `shardload.abstract`.
 
     Args:
-        model: A built Keras model. Where it is compiled and the checkpoint holds the state of its optimizer, that is
-            loaded too, whether the optimizer has trained before or not.
+        model: A built Keras model. If it is compiled and the checkpoint contains the state of its optimizer, the state
+            is loaded too, whether the optimizer has trained before or not.
         source: As for `load`; also bare safetensors and h5 files.
-        mesh: Where the weights shall live; where the model lives now by default (all devices for an abstract one).
+        mesh: Mesh for the weights; by default the model's current one (all devices for an abstract model).
         axes: As for `run`.
-        layout: As for `load`; by default the layouts the model has now (``"auto"`` for an abstract one).
-        names: For bare files, tensor name → variable path, where they differ.
+        layout: As for `load`; by default the model's current layouts (``"auto"`` for an abstract model).
+        names: For bare files: tensor name → variable path, if they differ.
         host_memory_bytes: As for `run`.
         strict: As for `run`.
         devices: As for `run`.
-        atomic: Keep the old values until the new ones are all there, and put them back if the load fails: twice the
+        atomic: Keep the old values until all new ones are loaded, and restore them if the load fails; takes twice the
             memory.
         format: As for `run`.
         progress: As for `run`.
         ignore_config: As for `run`. Of a model you built yourself, only ``quantization_config`` is checked; other
-            fields that it differs from are listed in the report.
+            fields in which it differs are listed in the report.
 
     Raises:
-        LoadInterruptedError: When the load failed after it had begun to replace values; says what the model holds.
-        DisagreementError: As in `load`; so are all others.
+        LoadInterruptedError: When the load failed after it began to replace values; describes the current values.
+        DisagreementError: As in `load`, like all other errors.
     """
     same: dict[str, Any] = {"names": names, "strict": strict, "atomic": atomic, "ignore_config": ignore_config}
     with load_distributed.joint_load("load_weights", source, mesh=mesh, devices=devices, model=model, **same) as call:
@@ -306,7 +307,7 @@ def plan(
     format: str | None = None,
     ignore_config: Sequence[str] = (),
 ) -> PlanReport:
-    """What a load would read and where it would go, from headers alone; needs no devices.
+    """Plan a load from headers alone: which bytes are read and where they go; needs no devices.
 
     Args:
         source: As for `load`.
@@ -315,7 +316,7 @@ def plan(
         layout: As for `load`.
         dtype: As for `load`.
         host_memory_bytes: As for `run`.
-        device_memory_bytes: Bytes one device has, or text like ``"16GiB"``: the report says whether the plan fits.
+        device_memory_bytes: Bytes of one device, or text like ``"16GiB"``: the report says whether the plan fits.
         ignore: As for `run`.
         task: As for `run`.
         format: As for `run`.
@@ -327,7 +328,7 @@ def plan(
     memory = None if device_memory_bytes is None else arguments.byte_count("device_memory_bytes", device_memory_bytes)
     opened = open_source(source, format, described=True, verify=False)
     manifest = opened.manifest
-    placement.available()  # building computes shapes with JAX, whose own error would say nothing
+    placement.available()  # building needs JAX to compute shapes; its own error would not name the cause
     with naming(manifest), clock("build"):
         model = filling.build(manifest, dtype=dtype, task=task, ignore_config=ignore_config)
     with naming(manifest), clock("plan"):
@@ -345,7 +346,7 @@ def plan(
 
 
 def inspect(source: PathLike, *, format: str | None = None) -> Manifest:
-    """The tensors of a checkpoint, from its headers.
+    """Read the headers of a checkpoint and return its tensors.
 
     Args:
         source: As for `load`; also bare safetensors and h5 files.
@@ -359,10 +360,10 @@ def inspect(source: PathLike, *, format: str | None = None) -> Manifest:
 
 
 def report(model: Any) -> LoadReport:
-    """The account of the last load into ``model``.
+    """Return the report of the last load into ``model``.
 
     Raises:
-        UnsupportedError: When nothing was loaded into it by shardload in this process.
+        UnsupportedError: When shardload loaded nothing into it in this process.
     """
     if model not in _reports:
         raise UnsupportedError(f"Nothing was loaded into the model {getattr(model, 'name', model)!r} by shardload")
@@ -370,5 +371,5 @@ def report(model: Any) -> LoadReport:
 
 
 def remember_report(model: Any, report: LoadReport) -> None:
-    """Make `report` answer for ``model``."""
+    """Store the report that `report` returns for ``model``."""
     _reports[model] = report

@@ -1,14 +1,14 @@
-"""What lies in a checkpoint, read from its headers alone.
+"""The content of a checkpoint, from its headers alone.
 
 A loader turns files into a `Manifest`: for each tensor its name, shape, dtype and *storage*. Storage
 is one of four things:
 
     Extent    raw little-endian bytes in a file            path ──[offset ............ offset+nbytes)──
     Packed    bytes in a file that decode as a whole       path ──[offset … offset+n_bytes)── codec.decode -> ndarray
-    Decoded   rows that must be decoded on the way         reader.read_rows(start, stop) -> ndarray
+    Decoded   rows that must be decoded while reading      reader.read_rows(start, stop) -> ndarray
     Chunked   a grid of chunks, each Extent or Packed      shape (5, 8) in chunks of (3, 4):
-                                                                (0,0)──┬──(0,1)──┐   the last row of chunks sticks out
-                                                                (1,0)  │  (1,1)  │   past the tensor, but is stored full
+                                                                (0,0)──┬──(0,1)──┐   the last chunks extend past the
+                                                                (1,0)  │  (1,1)  │   tensor, but are stored in full
 
 A `View` says which elements of a stored tensor make up a variable: an offset and one stride per
 dim, in elements of the stored row-major order. Transposes, reshapes and slices of a stored tensor are
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 
 class RowReader(Protocol):
-    """Reads ranges of rows (dim 0) of one stored tensor; must be safe to call from several threads."""
+    """Reader for ranges of rows (dim 0) of one stored tensor; must be thread-safe."""
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -41,16 +41,16 @@ class RowReader(Protocol):
 
     @property
     def row_alignment(self) -> int:
-        """Rows per independently decodable unit; starts of ranges are best multiples of it."""
+        """Rows per independently decodable unit; ranges should start at multiples of it."""
         ...
 
     def read_rows(self, start: int, stop: int) -> NDArray[Any]:
-        """Rows ``[start, stop)``, C-contiguous, in the tensor's dtype.
+        """Read rows ``[start, stop)``, C-contiguous, in the tensor's dtype.
 
-        A rank-0 tensor counts as one row and comes back with shape ``()``.
+        A rank-0 tensor counts as one row and is returned with shape ``()``.
 
         Raises:
-            TransferError: When the file no longer holds what its headers promised.
+            TransferError: When the file no longer matches its headers.
         """
         ...
 
@@ -60,62 +60,62 @@ class Extent:
     """A row-major run of raw little-endian bytes in a file."""
 
     path: str
-    """The file, absolute."""
+    """Absolute path of the file."""
     offset: int
     """Byte offset of the first element."""
 
 
 class Codec(Protocol):
-    """Turns what is stored of a chunk into its elements; must be safe to call from several threads."""
+    """Decoder from a chunk's stored bytes to its elements; must be thread-safe."""
 
     def decode(self, stored: bytes | bytearray) -> NDArray[Any]:
-        """The chunk's elements, C-contiguous, in its shape and the tensor's dtype; of nothing, of one never written.
+        """Decode a chunk to its shape and the tensor's dtype, C-contiguous; empty bytes: the chunk was never written.
 
         Raises:
-            TransferError: When the bytes are not what they should be.
+            TransferError: When the bytes do not decode.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Elements that are stored in a form of their own and decode as a whole: a compressed chunk of zarr."""
+    """Encoded elements that decode as a whole, such as a compressed zarr chunk."""
 
     path: str
-    """The file, absolute; of what is kept or was never written, the one that says so."""
+    """Absolute path of the file; for inline or never written chunks, the file with their metadata."""
     offset: int
-    """First byte; 0 where there is none in the file."""
+    """First byte; 0 for inline or never written chunks."""
     n_bytes: int
-    """Bytes in the file; 0 of what is kept or was never written."""
+    """Bytes in the file; 0 for inline or never written chunks."""
     codec: Codec
     kept: bytes = b""
-    """What is stored, where headers hold it themselves."""
+    """The encoded bytes, if they are inline in a header."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """A tensor whose rows must be decoded: chunked HDF5, quantised GGUF, the result of a computation."""
+    """A tensor whose rows must be decoded: chunked HDF5, quantised GGUF, computed values."""
 
     reader: RowReader
 
 
 @dataclass(frozen=True, slots=True)
 class Chunked:
-    """A tensor cut into a regular grid of chunks, each of them somewhere by itself (zarr).
+    """A tensor cut into a regular grid of separately stored chunks (zarr).
 
-    Chunk ``(i, j, …)`` holds the box that starts at ``(i * chunk_shape[0], j * chunk_shape[1], …)``. A chunk at
-    the far edge may stick out past the tensor: it is stored in full ``chunk_shape`` all the same, and what lies
-    outside has no meaning.
+    Chunk ``(i, j, …)`` contains the box that starts at ``(i * chunk_shape[0], j * chunk_shape[1], …)``. A chunk at
+    the far edge may extend past the tensor: it is still stored in full ``chunk_shape``, and the elements
+    outside the tensor are undefined.
     """
 
     chunk_shape: tuple[int, ...]
     """Shape of every chunk, one positive number per dim of the tensor."""
     extents: Mapping[tuple[int, ...], Extent | Packed]
-    """Grid index → where the chunk's ``prod(chunk_shape)`` elements lie, row-major; every cell of the grid is there."""
+    """Grid index → location of the chunk's ``prod(chunk_shape)`` row-major elements; every grid cell is present."""
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Files the chunks lie in."""
+        """Files that contain the chunks."""
         return tuple(dict.fromkeys(extent.path for extent in self.extents.values()))
 
 
@@ -130,7 +130,7 @@ class Tensor:
     """Its key in the checkpoint (``layers/dense/vars/0``, ``model.norm.weight``)."""
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    """What reading it yields; ``ml_dtypes`` types included."""
+    """Dtype that reading yields, including ``ml_dtypes`` types."""
     storage: Storage
 
     @property
@@ -150,7 +150,7 @@ class Tensor:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes the tensor takes up on disk; for `Chunked`, with what sticks out at the edges."""
+        """Bytes the tensor takes up on disk; for `Chunked`, including edge chunks in full."""
         match self.storage:
             case Extent():
                 return self.nbytes
@@ -165,18 +165,18 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Everything the headers of a checkpoint say."""
+    """The parsed headers of a checkpoint."""
 
     source: str
-    """What was opened: a path, absolute."""
+    """Absolute path of the opened file or folder."""
     format: str
     """Name of its `shardload.loaders.FormatSpec`: ``gguf``."""
     tensors: Mapping[str, Tensor]
-    """By name, in file order."""
+    """Name → tensor, in file order."""
     files: Mapping[str, int]
-    """Each file that holds tensor data → its size in bytes when the headers were read."""
+    """Each file with tensor data → its size in bytes when the headers were read."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """The checkpoint's own description of the model (``config.json`` content), empty where it has none."""
+    """The checkpoint's own description of the model (``config.json`` content); empty if it has none."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Further header entries: safetensors ``__metadata__``, GGUF key-values, Keras versions."""
 
@@ -192,7 +192,7 @@ class Manifest:
 
 
 def c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a C-ordered array, in elements."""
+    """Return the strides of a C-ordered array, in elements."""
     return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
 
 
@@ -207,16 +207,16 @@ class View:
     tensor: str
     """Name of the stored tensor."""
     offset: int
-    """First element, in elements."""
+    """Offset of the first element, in elements."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    """Elements to step over per index, one per dim."""
+    """Elements to step per index, one number per dim."""
 
     @classmethod
     def whole(cls, tensor: Tensor) -> View:
-        """The view that is the tensor itself."""
+        """Return the view of the whole tensor."""
         return cls(tensor.name, 0, tensor.shape, c_strides(tensor.shape))
 
     def is_whole(self, tensor: Tensor) -> bool:
-        """Whether this is the tensor itself, in its own order and shape."""
+        """Whether this is the whole tensor in its own order and shape."""
         return self.shape == tensor.shape and self == View.whole(tensor)

@@ -1,11 +1,11 @@
-"""How far a load has come.
+"""Progress of a load.
 
 A load calls ``start`` once with all bytes it will read, ``advance`` as they arrive, ``stop`` at the end,
 also when it fails. Calls come from one thread. `TerminalProgress` draws a bar on stderr::
 
     Loading gemma3_270m ━━━━━━━━━━━━━━━━━━━━╸━━━━━━━━━━━  291.5/511.4 MB  1.1 GB/s  0:00:01
 
-`on_stderr` picks it only where a person can see it; everywhere else progress is `Silent`.
+`on_stderr` uses it only if stderr is a terminal; otherwise progress is `Silent`.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ if TYPE_CHECKING:
 
 
 class Progress(Protocol):
-    """What a load tells about itself."""
+    """The progress calls that a load makes."""
 
     def start(self, total_bytes: int, description: str) -> None:
-        """Begin a stage that will handle ``total_bytes`` (0: not known); a second call begins the next stage."""
+        """Begin a stage of ``total_bytes`` (0: unknown); a second call begins the next stage."""
         ...
 
     def advance(self, n_bytes: int) -> None:
-        """``n_bytes`` more are done."""
+        """Add ``n_bytes`` to the bytes done."""
         ...
 
     def stop(self) -> None:
-        """The load is over, well or not; may be called twice, or without ``start``."""
+        """End the load, successful or not; may be called twice, or without ``start``."""
         ...
 
 
 class Silent:
-    """Progress that is not shown."""
+    """Progress without output."""
 
     def start(self, total_bytes: int, description: str) -> None:
-        """Nothing happens."""
+        """Do nothing."""
 
     def advance(self, n_bytes: int) -> None:
-        """Nothing happens."""
+        """Do nothing."""
 
     def stop(self) -> None:
-        """Nothing happens."""
+        """Do nothing."""
 
 
 class TerminalProgress:
@@ -56,10 +56,10 @@ class TerminalProgress:
         self._task: rich.progress.TaskID | None = None
 
     def start(self, total_bytes: int, description: str) -> None:
-        """Show a bar of ``total_bytes``, or one without an end where that is 0."""
+        """Show a bar of ``total_bytes``, or an indeterminate one if that is 0."""
         self.stop()
         self._bar = _bar()
-        # Descriptions hold names of files; brackets in them are not markup.
+        # Descriptions contain file names; brackets in them are not markup.
         self._task = self._bar.add_task(description.replace("[", r"\["), total=total_bytes or None)
         self._bar.start()
 
@@ -69,7 +69,7 @@ class TerminalProgress:
             self._bar.advance(self._task, n_bytes)
 
     def stop(self) -> None:
-        """Clear the bar and give the cursor back."""
+        """Clear the bar and restore the cursor."""
         bar, self._bar, self._task = self._bar, None, None
         if bar is not None:
             bar.stop()
@@ -95,7 +95,7 @@ def _bar() -> rich.progress.Progress:
 
 @contextmanager
 def on_stderr(*, enabled: bool = True) -> Iterator[Progress]:
-    """A bar where stderr is a terminal and ``enabled``, silence elsewhere; stopped at the end."""
+    """Yield a bar if ``enabled`` and stderr is a terminal, else silent progress; stop it at the end."""
     watched = enabled and sys.stderr is not None and sys.stderr.isatty()
     progress: Progress = TerminalProgress() if watched else Silent()
     try:

@@ -1,4 +1,4 @@
-"""Types of what callers write: paths, meshes, layouts and dtypes."""
+"""Types of public arguments: paths, meshes, layouts and dtypes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Mesh(Protocol):
 
     @property
     def devices(self) -> Any:
-        """Devices, an array with a dim for each axis."""
+        """Array of devices, with one dim per axis."""
         ...
 
 
@@ -29,7 +29,7 @@ class LayoutMap(Protocol):
 
     @property
     def device_mesh(self) -> Any:
-        """The mesh that its layouts are for."""
+        """The mesh of its layouts."""
         ...
 
 

@@ -1,10 +1,10 @@
-"""Bytes, counts, seconds and dtypes, as people write and read them.
+"""Parse and format bytes, counts, seconds and dtypes for people.
 
     "16GiB" ─ parse_bytes ─► 17179869184 ─ format_bytes ─► "16.0 GiB"
     "bf16" ─ dtype_name ─► "bfloat16"        jnp.float32 ─► "float32"        "float99" ─► UsageError
 
-Suffixes mean what they say: ``KiB``, ``MiB``, ``GiB``, ``TiB`` are powers of 1024, ``KB``, ``MB``, ``GB``,
-``TB`` powers of 1000. A bare ``K``, ``M``, ``G`` or ``T`` is the binary one, as in ``ulimit`` and ``docker``.
+Suffixes follow the standards: ``KiB``, ``MiB``, ``GiB``, ``TiB`` are powers of 1024, ``KB``, ``MB``, ``GB``,
+``TB`` powers of 1000. A bare ``K``, ``M``, ``G`` or ``T`` is binary, as in ``ulimit`` and ``docker``.
 Memory is printed in binary units, rates in decimal ones (GB/s), as disks and buses are sold.
 """
 
@@ -22,7 +22,7 @@ _QUANTITY = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([kmgtp]?)(i?b?)", re
 
 
 def parse_bytes(text: str | int) -> int:
-    """Bytes in ``"16GiB"``, ``"1.5 GB"``, ``"512M"`` or ``"4096"``; an int passes through.
+    """Parse ``"16GiB"``, ``"1.5 GB"``, ``"512M"`` or ``"4096"`` to bytes; an int passes through.
 
     Raises:
         ValueError: When the text is not a positive quantity of bytes.
@@ -45,17 +45,17 @@ def _positive(n: int, text: str) -> int:
 
 
 def format_bytes(n: int) -> str:
-    """``511.4 MiB``; exact below 1 KiB."""
+    """Format as ``511.4 MiB``; exact below 1 KiB."""
     return _scaled(n, 1024, ("KiB", "MiB", "GiB", "TiB", "PiB")) or f"{n} B"
 
 
 def format_count(n: int) -> str:
-    """``270.1 M``; exact below a thousand."""
+    """Format as ``270.1 M``; exact below a thousand."""
     return _scaled(n, 1000, ("k", "M", "B", "T")) or str(n)
 
 
 def _scaled(n: int, base: int, units: tuple[str, ...]) -> str:
-    """``n`` in the first unit that has it below 999.95, or the last one; empty below ``base``."""
+    """Format ``n`` in the first unit with a value below 999.95, or the last unit; empty below ``base``."""
     if abs(n) < base:
         return ""
     value, text = float(n), ""
@@ -68,7 +68,7 @@ def _scaled(n: int, base: int, units: tuple[str, ...]) -> str:
 
 
 def format_seconds(seconds: float | None) -> str:
-    """``45 ms``, ``1.29 s``, ``3 min 05 s``; a dash for what was not measured."""
+    """Format as ``45 ms``, ``1.29 s``, ``3 min 05 s``; a dash for missing values."""
     if seconds is None or not math.isfinite(seconds):
         return "-"
     if seconds < 1:
@@ -79,7 +79,7 @@ def format_seconds(seconds: float | None) -> str:
 
 
 def format_rate(gb_per_s: float | None) -> str:
-    """``1.29 GB/s``, ``45 MB/s``; a dash for what was not measured."""
+    """Format as ``1.29 GB/s``, ``45 MB/s``; a dash for missing values."""
     if gb_per_s is None or not math.isfinite(gb_per_s):
         return "-"
     if gb_per_s < 0.1:
@@ -88,12 +88,12 @@ def format_rate(gb_per_s: float | None) -> str:
 
 
 def plural(n: int, noun: str) -> str:
-    """``1 tensor``, ``1,234 tensors``."""
+    """Format as ``1 tensor``, ``1,234 tensors``."""
     return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
 
 
 FLOATS = ("bfloat16", "float16", "float32")
-"""What a checkpoint's weights are loaded in."""
+"""Dtypes that weights can be loaded in."""
 _ALSO = ("float64", "mixed_bfloat16", "mixed_float16")
 """Accepted in Python only: JAX's 64-bit mode, and Keras' policies."""
 _SPELLINGS = {
@@ -105,7 +105,7 @@ _QUANTISED = r"(int8|int4|float8)\w*_from_\w+"
 
 
 def dtype_name(wanted: Any) -> Any:
-    """The canonical name of a dtype to load in; ``None`` and Keras' policy objects pass through.
+    """Return the canonical name of a dtype to load in; ``None`` and Keras' policy objects pass through.
 
     Args:
         wanted: A name in any spelling, a NumPy or JAX dtype, a Keras dtype policy or its name, or ``None``.
@@ -123,5 +123,5 @@ def dtype_name(wanted: Any) -> Any:
 
 
 def _name_of(wanted: Any) -> str:
-    """The name of a dtype object: ``np.dtype("float32")``, ``np.float32``, ``jnp.float32``."""
+    """Return the name of a dtype object: ``np.dtype("float32")``, ``np.float32``, ``jnp.float32``."""
     return str(getattr(getattr(wanted, "dtype", wanted), "name", getattr(wanted, "__name__", wanted)))

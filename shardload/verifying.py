@@ -1,8 +1,8 @@
-"""Whether a checkpoint's bytes are all there, and, where digests were saved with them, whether they are the right ones.
+"""Check that a checkpoint can be read completely and, if it has digests, that its bytes match them.
 
 a shardload step         every file against its digests                 verified
 a folder of steps        each of its steps
-anything else we read    headers checked, every tensor read to its end  readable: nothing says what was saved
+any other checkpoint     headers checked, every tensor read to its end  readable: no digests to compare with
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from shardload.stores.remote import is_url
 from shardload.transfer.read_tensor import read_rows, row_ranges
 
 READ_BYTES = 8 << 20
-"""Read at once; nothing is kept."""
+"""Bytes read at once, then discarded."""
 SHOWN = 20
-"""How many problems of one checkpoint are listed."""
+"""Most problems listed per checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What reading a checkpoint to its end has shown."""
+    """The result of verifying a checkpoint."""
 
     path: str
     verdict: Literal["verified", "readable", "damaged"]
-    """``readable``: complete and well-formed, but it has no digests to compare with."""
+    """``readable``: complete and well-formed, but without digests to compare with."""
     tensors: int | None
-    """How many were read; None where whole files were."""
+    """Number of tensors read; ``None`` if whole files were compared."""
     n_bytes: int
     problems: tuple[str, ...]
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing is wrong with it."""
+        """Whether no damage was found."""
         return self.verdict != "damaged"
 
     def to_json(self) -> dict[str, Any]:
-        """As one object."""
+        """Return a JSON object."""
         return asdict(self)
 
 
@@ -55,12 +55,12 @@ def verify(source: str | os.PathLike[str], *, progress: Callable[[int], None] | 
     """Read a checkpoint, or all steps of a run, to the end.
 
     Args:
-        source: A step's folder, a folder of steps, or anything `shardload.load` takes.
-        progress: Told how many bytes more were read.
+        source: A step's folder, a folder of steps, or any source that `shardload.load` takes.
+        progress: Called with the number of newly read bytes.
 
     Raises:
-        SourceNotFoundError: When there is nothing of that name.
-        UnsupportedError: When it is not a checkpoint of a known format.
+        SourceNotFoundError: When the source does not exist.
+        UnsupportedError: When its format is unknown.
     """
     if is_url(source):
         if not (steps := list_steps(source)):
@@ -96,7 +96,7 @@ def _ours(path: Path, progress: Callable[[int], None] | None) -> Verdict:
 
 
 def _size(path: Path) -> int:
-    """Bytes of a file, or of all files in a folder."""
+    """Return the bytes of a file, or of all files in a folder."""
     files = path.rglob("*") if path.is_dir() else [path]
     return sum(p.stat().st_size for p in files if p.is_file())
 
@@ -104,7 +104,7 @@ def _size(path: Path) -> int:
 def _readable(path: Path, progress: Callable[[int], None] | None) -> Verdict:
     try:
         manifest = open_manifest(str(path))
-    except UnsupportedError:  # no checkpoint at all is not a damaged one
+    except UnsupportedError:  # not a checkpoint at all, rather than a damaged one
         raise
     except ShardloadError as error:
         return Verdict(str(path), "damaged", None, _size(path), (str(error),))
