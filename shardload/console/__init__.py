@@ -1,1 +1,1 @@
-"""The pieces of the ``shardload`` command: the command tree, its options, its output, its failures."""
+"""The ``shardload`` command: its command tree, options, output and failures."""

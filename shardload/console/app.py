@@ -1,6 +1,6 @@
 """The command tree: what `shardload --help` shows.
 
-The command's functions live in `shardload.console.commands`; here they get their names and their place.
+The functions are in `shardload.console.commands`; this module gives them their names and order.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ def root(
     """Say what to type when no command was given."""
     del version
     if context.invoked_subcommand is None and not context.resilient_parsing:
-        with contextlib.redirect_stdout(sys.stderr):  # typer prints rich help where stdout is
+        with contextlib.redirect_stdout(sys.stderr):  # typer prints rich help to stdout
             typer.echo(context.get_help())
         raise typer.Exit(2)
 
 
 def command() -> Any:
-    """The command tree, ready to run."""
+    """Return the command tree, ready to run."""
     return typer.main.get_command(app)

@@ -1,6 +1,6 @@
 """The commands: read options, prepare the process, call the engine, write results.
 
-Help texts are for people in a terminal: what it does, then examples to copy.
+Docstrings of commands are their help texts: a description, then examples to copy.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def load(
 
 
 def _check_together(spec: Any, processes: Any, prompt: str | None) -> None:
-    """Options of `load` that exclude or need each other."""
+    """Check the options of `load` that exclude or require each other."""
     if prompt == "":
         raise typer.BadParameter("An empty text cannot be continued.", param_hint="--prompt")
     if processes is not None and prompt is not None:
@@ -132,11 +132,11 @@ def _check_together(spec: Any, processes: Any, prompt: str | None) -> None:
 
 
 def _nothing(_: str) -> None:
-    """The notes of a process that leaves telling to process 0."""
+    """Drop a note: only process 0 prints notes."""
 
 
 def _generate(out: streams.Results, loaded: Any, prompt: str | None, *, max_new_tokens: int, shown: bool) -> str:
-    """Continue the prompt, if there is one, and return the new text; ``shown`` as it grows."""
+    """Continue the prompt, if there is one, and return the new text; if ``shown``, print it as it grows."""
     if prompt is None:
         return ""
     if shown:

@@ -1,6 +1,6 @@
-"""What the shell offers after TAB; must answer in a blink, so nothing here imports JAX or Keras.
+"""Shell completion; it must be fast, so nothing here imports JAX or Keras.
 
-Files complete as well: where no name fits, the shells fall back to file names.
+Files are completed as well: if no name matches, shells fall back to file names.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ _LAYOUTS = (
 
 
 def meshes(incomplete: str) -> list[tuple[str, str]]:
-    """Meshes people use, with the names of their axes."""
+    """Return common meshes, with the names of their axes."""
     offered = ((mesh, "batch={}, model={}".format(*mesh.split("x"))) for mesh in _MESHES)
     return [(mesh, text) for mesh, text in offered if mesh.startswith(incomplete)]
 
 
 def layouts(incomplete: str) -> list[tuple[str, str]]:
-    """Layouts by name."""
+    """Return the names of layouts."""
     return [(name, text) for name, text in _LAYOUTS if name.startswith(incomplete)]
 
 
 def dtypes(incomplete: str) -> list[str]:
-    """Dtypes by their canonical names."""
+    """Return the canonical names of dtypes."""
     return [name for name in FLOATS if name.startswith(incomplete)]
 
 
 def sources(incomplete: str) -> list[tuple[str, str]]:
-    """Names `shardload sources` lists."""
+    """Return the names that `shardload sources` lists."""
     from shardload.console import known_sources
     from shardload.errors import ShardloadError
 
     try:
         return [(s.name, s.what) for s in known_sources.known() if s.name.startswith(incomplete)]
-    except (OSError, ShardloadError):  # the command reports what is wrong, not the prompt
+    except (OSError, ShardloadError):  # the command reports the error, not the shell's completion
         return []
 
 
 def synthetic(incomplete: str) -> list[tuple[str, str]]:
-    """Architectures `shardload synth` can write."""
+    """Return the architectures that `shardload synth` can write."""
     from shardload.console import known_sources
 
     return [(s.name, s.what) for s in known_sources.architectures() if s.name.startswith(incomplete)]

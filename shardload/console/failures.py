@@ -1,4 +1,4 @@
-"""What a person reads, and a program gets, when a command fails.
+"""Reports of failed commands, for people and for programs.
 
 Every exception becomes a `Failure`: an exit code and one paragraph, on stderr. With ``--json`` stdout
 carries ``{"error": {"type", "message", "exit_code"}}``, so that a program always finds one object there.
@@ -33,22 +33,22 @@ MAX_FOREIGN_MESSAGE = 600
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How a command ended that did not succeed."""
+    """The outcome of a failed command."""
 
     exit_code: int
     kind: str
     """Name of the exception's class."""
     message: str
-    """One paragraph; empty when no reader is left."""
+    """One paragraph; empty if stdout's reader is gone."""
 
 
 def tell(error: BaseException, *, json_wanted: bool, stdout: TextIO | None = None) -> int:
     """Report a failure on stderr, and on stdout for programs.
 
     Args:
-        error: What was raised.
+        error: The exception.
         json_wanted: Whether a program reads stdout.
-        stdout: The real one, while another thread keeps it for results.
+        stdout: The real stdout, while `streams` redirects it.
 
     Returns:
         The exit code.
@@ -67,7 +67,7 @@ def tell(error: BaseException, *, json_wanted: bool, stdout: TextIO | None = Non
 
 
 def describe(error: BaseException) -> Failure:
-    """The exit code and the paragraph for an exception."""
+    """Return the exit code and the paragraph for an exception."""
     code, message = _code_and_message(error)
     notes = getattr(error, "__notes__", ())
     return Failure(code, type(error).__name__, printable(" ".join([message, *map(str, notes)]).strip(), keep="\n"))
@@ -138,11 +138,11 @@ def _one_line(error: BaseException) -> str:
 
 
 def _paragraph(message: str) -> str:
-    """Wrapped for a terminal; left on its lines elsewhere, where somebody may grep for it."""
+    """Wrap a message for a terminal; keep its lines elsewhere, so that grep finds it."""
     if not sys.stderr.isatty():
         return message + "\n"
     width = min(shutil.get_terminal_size().columns, MAX_WIDTH)
-    # A path or a command must stay in one piece to be copied.
+    # Do not break paths and commands, so that they can be copied.
     lines = (textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False) for line in message.split("\n"))
     return "\n".join("\n".join(wrapped) for wrapped in lines) + "\n"
 
@@ -166,6 +166,6 @@ def _to_stdout(failure: Failure, stdout: TextIO | None) -> None:
 
 
 def _die_on_second_interrupt() -> None:
-    """A second Ctrl-C while threads wind down ends the process at once, without a traceback."""
+    """Make a second Ctrl-C, while threads shut down, end the process at once without a traceback."""
     with contextlib.suppress(ValueError):  # not the main thread
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,7 +1,7 @@
-"""What must be settled before JAX and Keras are imported, because afterwards it is too late.
+"""Settings that must be made before JAX and Keras are imported.
 
 KERAS_BACKEND          Keras picks its backend on import
-TensorFlow             keras-hub imports it where it finds it: 4 s and 600 MB for nothing
+TensorFlow             keras-hub imports it if installed, which takes 4 s and 600 MB for nothing
 C++ log levels         XLA and gRPC read them when their libraries load
 JAX_PLATFORMS, devices JAX fixes its platform and the number of CPU devices on first use
 """
@@ -24,12 +24,12 @@ from shardload.sharding.mesh import MeshSpec
 
 KEEP_TENSORFLOW_VARIABLE = "SHARDLOAD_KEEP_TENSORFLOW"
 MAX_SIMULATED = 1024
-"""CPU devices one process simulates; 1024 take a second to start, and more show nothing new."""
+"""Most CPU devices that one process simulates; 1024 take a second to start, and more show nothing new."""
 _TELL: GiveUp = functools.partial(failures.tell, json_wanted=False)
 
 
 class Platform(StrEnum):
-    """What ``--platform`` takes."""
+    """Values of ``--platform``."""
 
     CPU = "cpu"
     GPU = "gpu"
@@ -37,7 +37,7 @@ class Platform(StrEnum):
 
 
 def prepare(*, note: Callable[[str], None]) -> None:
-    """Settle backend, TensorFlow and log levels; call before anything imports Keras or JAX."""
+    """Set the backend, TensorFlow and log levels; call before anything imports Keras or JAX."""
     _choose_backend(note)
     _block_tensorflow()
     _quieten()
@@ -61,7 +61,7 @@ def _block_tensorflow() -> None:
 def _quieten() -> None:
     for variable, level in (("TF_CPP_MIN_LOG_LEVEL", "3"), ("GLOG_minloglevel", "3"), ("GRPC_VERBOSITY", "ERROR")):
         os.environ.setdefault(variable, level)
-    if not sys.warnoptions:  # a person who typed `python -W` wants to see them
+    if not sys.warnoptions:  # keep the warnings that `python -W` requests
         warnings.simplefilter("ignore")
 
 
@@ -73,17 +73,17 @@ def provide_devices(
     processes: Processes | None = None,
     give_up: GiveUp = _TELL,
 ) -> None:
-    """Start JAX with the devices a mesh needs, simulating them on the CPU where the platform is the CPU.
+    """Start JAX with the devices that a mesh needs; simulate them if the platform is the CPU.
 
     Args:
-        mesh: The mesh to provide for; ``None`` takes what there is.
+        mesh: The mesh that needs the devices; ``None`` uses the existing devices.
         platform: The platform to use; JAX's choice when ``None``.
-        note: Told when devices are simulated.
-        processes: This process among several, each with its part of the mesh; this one alone when ``None``.
-        give_up: Told when they do not come, right before the process ends.
+        note: Called if devices are simulated.
+        processes: This process among several, each with its part of the mesh; ``None`` for a single process.
+        give_up: Called if the other processes do not connect, right before the process ends.
 
     Raises:
-        MeshError: When the platform cannot be had, or has too few devices.
+        MeshError: When the platform is unavailable, or has too few devices.
     """
     if platform is not None:
         os.environ["JAX_PLATFORMS"] = _jax_platforms(platform)
@@ -116,13 +116,13 @@ def stay_off_accelerators() -> None:
 
 
 def _jax_platforms(platform: Platform) -> str:
-    """The value of ``JAX_PLATFORMS``; the CPU stays available in addition to an accelerator, for host-side work."""
+    """Return the value of ``JAX_PLATFORMS``; it adds the CPU to an accelerator, for host-side work."""
     match platform:
         case Platform.CPU:
             return "cpu"
         case Platform.TPU:
             return "tpu,cpu"
-    # JAX's own alias "gpu" insists on CUDA and ROCm both.
+    # JAX's own alias "gpu" requires both CUDA and ROCm.
     plugins = " ".join(point.name for point in metadata.entry_points(group="jax_plugins"))
     for kind in ("cuda", "rocm"):
         if kind in plugins:
@@ -134,12 +134,12 @@ def _jax_platforms(platform: Platform) -> str:
 
 
 def _simulate(jax: Any, needed: int) -> bool:
-    """Ask for CPU devices while JAX can still make them; has no effect on accelerators."""
+    """Request CPU devices while JAX can still create them; has no effect on accelerators."""
     if needed <= max(int(jax.config.jax_num_cpu_devices), 1):
         return False
     try:
         jax.config.update("jax_num_cpu_devices", needed)
-    except RuntimeError:  # JAX runs already, in a program that called `main` itself
+    except RuntimeError:  # JAX is already running, in a program that called `main` itself
         return False
     return True
 

@@ -1,7 +1,7 @@
-"""Every name that SOURCE can be on this machine, for `shardload sources` and for the shell's TAB.
+"""Every name that SOURCE can have on this machine, for `shardload sources` and for shell completion.
 
-It looks and touches nothing: no checkpoint is opened, assembled or downloaded. KerasHub's presets are listed on
-request only, because asking for them imports KerasHub.
+Listing changes nothing: no checkpoint is opened, assembled or downloaded. KerasHub's presets are listed only on
+request, because that imports KerasHub.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardload.units import format_bytes, format_count
 
 
 class Kind(StrEnum):
-    """Where a name comes from."""
+    """The origin of a name."""
 
     LOCAL = "local"
     INSTALLED = "installed"
@@ -28,7 +28,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class KnownSource:
-    """One name."""
+    """A name that SOURCE can have."""
 
     name: str
     kind: Kind
@@ -37,7 +37,7 @@ class KnownSource:
 
 
 def known(*, presets: bool = False) -> list[KnownSource]:
-    """All names, those that load right away first; each name once."""
+    """Return each name once; names that load without a download come first."""
     ways = (_local(), _installed(), architectures(), _presets() if presets else ())
     found: dict[str, KnownSource] = {}
     for way in ways:
@@ -60,7 +60,7 @@ def _installed() -> Iterator[KnownSource]:
 
 
 def architectures() -> Iterator[KnownSource]:
-    """What `shardload synth` can write, aliases after the names they stand for."""
+    """Yield the architectures that `shardload synth` can write, aliases after their targets."""
     for found in architecture_names():
         size = f"{format_count(found.parameters)} parameters, {format_bytes(found.nbytes)} in bfloat16"
         yield KnownSource(found.name, Kind.SYNTHETIC, f"{size}; write it with: shardload synth {found.name}")

@@ -1,6 +1,6 @@
-"""What the commands need of the rest of shardload, imported when it is needed and not before.
+"""The functions that commands use from the rest of shardload, imported only on use.
 
-Each function is one door. Tests put fakes here.
+Tests replace these functions with fakes.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 
 def find(source: str) -> None:
-    """Have ``source`` on this machine: assembled, downloaded, or known not to exist."""
+    """Make ``source`` available locally (assemble or download it), or raise if it does not exist."""
     from shardload.resolve import resolve
     from shardload.stores.remote import is_url
 
-    if not is_url(source):  # what lies in a remote store stays there
+    if not is_url(source):  # remote stores are read in place
         resolve(source)
 
 
 def load(source: str, **options: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Load ``source``: an object with ``model`` and ``report``, and the share of each process if there are several.
+    """Load ``source``; return an object with ``model`` and ``report``, and the share of each of several processes.
 
-    The report of several counts the bytes that all of them read, and the most that one staged.
+    For several processes, the report has the bytes read by all, and the highest staging peak of one.
     """
     from shardload import loading
 
@@ -46,7 +46,7 @@ def load(source: str, **options: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def plan(source: str, *, mesh: MeshSpec | None, **options: Any) -> PlanReport:
-    """Plan the load of ``source``; onto one device when no mesh is given."""
+    """Plan the load of ``source``; onto one device if ``mesh`` is ``None``."""
     from shardload import loading
 
     return loading.plan(source, mesh="1x1" if mesh is None else str(mesh), **options)
@@ -60,7 +60,7 @@ def inspect(source: str, *, format: str | None = None) -> Manifest:
 
 
 def check_tokenizer(source: str, *, format: str | None = None) -> None:
-    """Raise now, not after minutes of loading, when ``source`` has no tokenizer for a prompt."""
+    """Raise before the load, not after minutes of it, if ``source`` has no tokenizer for a prompt."""
     from shardload.generate.tokenizer import tokenizer_of
     from shardload.loaders import folder_of
     from shardload.resolve.stores import naming
@@ -73,14 +73,14 @@ def check_tokenizer(source: str, *, format: str | None = None) -> None:
 
 
 def generate(loaded: Any, prompt: str, *, max_new_tokens: int) -> Iterable[str]:
-    """Continue ``prompt``: the new text, in pieces as they come (one piece, for now)."""
+    """Continue ``prompt``; yield pieces of the new text (one piece, for now)."""
     from shardload.generate import generate_text
 
     return [generate_text(loaded.model, loaded.manifest, prompt, max_new_tokens)]
 
 
 def synth(name: str, *, progress: Progress, scale: float, dtype: str, **options: Any) -> str:
-    """Write a synthetic checkpoint; where it was written."""
+    """Write a synthetic checkpoint; return its path."""
     from shardload.synth import synth as write
 
     progress.start(_synthetic_bytes(name, scale=scale, dtype=dtype), f"Writing {name}")
@@ -88,7 +88,7 @@ def synth(name: str, *, progress: Progress, scale: float, dtype: str, **options:
 
 
 def _synthetic_bytes(name: str, *, scale: float, dtype: str) -> int:
-    """How much will be written; 0 where only the writer knows."""
+    """Return the bytes that will be written; 0 if only the writer knows."""
     from shardload.synth import names
 
     sizes = {alias: a.nbytes for a in names() for alias in (a.name, *a.aliases)}
@@ -96,21 +96,21 @@ def _synthetic_bytes(name: str, *, scale: float, dtype: str) -> int:
 
 
 def steps(directory: str) -> list[Any]:
-    """The steps of a run, ascending."""
+    """Return the steps of a run, ascending."""
     from shardload.steps.listing import list_steps
 
     return list_steps(directory)
 
 
 def failures_since(directory: str, steps: list[Any]) -> list[Any]:
-    """What ended a run of several processes after its last step, oldest first."""
+    """Return the failures that ended a run of several processes after its last step, oldest first."""
     from shardload.distributed.watchdog import written_since
 
     return written_since(directory, max((info.saved_s for info in steps), default=0.0))
 
 
 def verify(source: str, *, progress: Progress) -> list[Any]:
-    """Read everything of ``source``; a verdict for each checkpoint in it."""
+    """Read ``source`` completely; return a verdict for each checkpoint in it."""
     from shardload.verifying import verify as read_all
 
     progress.start(0, "Verifying")
@@ -118,7 +118,7 @@ def verify(source: str, *, progress: Progress) -> list[Any]:
 
 
 def convert(source: str, target: str, **options: Any) -> Any:
-    """Write ``source`` in another format; the account of it."""
+    """Write ``source`` in another format; return the report."""
     from shardload.converting import convert as write
 
     return write(source, target, **options)

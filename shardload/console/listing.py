@@ -1,4 +1,4 @@
-"""Lists a person reads and `grep` and `cut` work on: one line per entry, nothing cut off, columns aligned.
+"""Lists for people, `grep` and `cut`: one line per entry, nothing truncated, columns aligned.
 
 name                        shape         dtype     bytes      file               storage
 model.embed_tokens.weight   262144x640    bfloat16  320.0 MiB  model.safetensors  offset 4096
@@ -17,12 +17,12 @@ from shardload.units import format_bytes, format_count, plural
 
 
 def selected(manifest: Manifest, match: str | None) -> list[Tensor]:
-    """Tensors whose name matches a glob, in file order."""
+    """Return the tensors whose name matches a glob, in file order."""
     return [t for t in manifest.tensors.values() if match is None or fnmatchcase(t.name, match)]
 
 
 def as_text(manifest: Manifest, *, match: str | None = None) -> str:
-    """A summary line, then one line per tensor."""
+    """Return a summary line, then one line per tensor."""
     tensors = selected(manifest, match)
     rows = [("name", "shape", "dtype", "bytes", "file", "storage"), *map(_row, tensors)]
     return f"{_summary(manifest, tensors)}\n\n" + aligned(rows)
@@ -54,7 +54,7 @@ def _row(tensor: Tensor) -> tuple[str, ...]:
 
 
 def aligned(table: Iterable[Iterable[str]]) -> str:
-    """Rows as lines, cells padded to the widest of their column."""
+    """Format rows as lines, with cells padded to the width of their column."""
     rows = [tuple(row) for row in table]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
@@ -62,7 +62,7 @@ def aligned(table: Iterable[Iterable[str]]) -> str:
 
 
 def of_processes(shares: Sequence[Any]) -> str:
-    """What each of several processes read; nothing for a process by itself."""
+    """Return a line for each of several processes with the bytes that it read; empty for one process."""
     if not shares:
         return ""
     rows = [
@@ -72,7 +72,7 @@ def of_processes(shares: Sequence[Any]) -> str:
 
 
 def as_json(manifest: Manifest, *, match: str | None = None) -> dict[str, Any]:
-    """The same facts as one object."""
+    """Return the same facts as a JSON object."""
     tensors = selected(manifest, match)
     return {
         "source": manifest.metadata.get("url", manifest.source),

@@ -1,4 +1,4 @@
-"""The options several commands share, and how their values are read."""
+"""Options that several commands share, and parsers for their values."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from shardload.sharding.mesh import MeshSpec
 from shardload.units import FLOATS, dtype_name, parse_bytes
 
 Format: Any = StrEnum("Format", {name: name for name in format_names()})  # type: ignore[misc]  # known when it runs
-"""What ``--format`` takes where a checkpoint is read."""
+"""Values of ``--format`` for commands that read a checkpoint."""
 
 
 class ConvertFormat(StrEnum):
-    """What ``shardload convert --to`` takes."""
+    """Values of ``shardload convert --to``."""
 
     H5 = "h5"
     SAFETENSORS = "safetensors"
@@ -28,7 +28,7 @@ class ConvertFormat(StrEnum):
 
 
 class SynthFormat(StrEnum):
-    """What ``shardload synth --format`` takes."""
+    """Values of ``shardload synth --format``."""
 
     H5 = "h5"
     SAFETENSORS = "safetensors"
@@ -36,7 +36,7 @@ class SynthFormat(StrEnum):
 
 
 def dtype(text: str) -> str:
-    """The canonical name of one of the dtypes there are."""
+    """Return the canonical name of a supported dtype."""
     try:
         name = str(dtype_name(text))
     except UsageError:
@@ -47,14 +47,14 @@ def dtype(text: str) -> str:
 
 
 def scale(factor: float) -> float:
-    """A factor to shrink by."""
-    if not 0 < factor <= 1:  # nor NaN
+    """Check a factor to shrink by."""
+    if not 0 < factor <= 1:  # also refuses NaN
         raise typer.BadParameter(f"{factor:g} is not above 0 and at most 1")
     return factor
 
 
 def size(text: str) -> int:
-    """Bytes from what a person typed."""
+    """Parse a number of bytes that a user typed."""
     try:
         return parse_bytes(text)
     except ValueError as error:
@@ -62,10 +62,10 @@ def size(text: str) -> int:
 
 
 def mesh_spec(mesh: str | None, axes: str | None) -> MeshSpec | None:
-    """The mesh from ``--mesh`` and ``--axes``.
+    """Return the mesh from ``--mesh`` and ``--axes``.
 
     Raises:
-        typer.BadParameter: When they make none.
+        typer.BadParameter: When they do not define a mesh.
     """
     if mesh is None:
         if axes is not None:
@@ -78,7 +78,7 @@ def mesh_spec(mesh: str | None, axes: str | None) -> MeshSpec | None:
 
 
 def processes(coordinator_address: str | None, num_processes: int | None, process_id: int | None) -> Processes | None:
-    """This process among several, from the three options that `jax.distributed.initialize` names so.
+    """Return this process among several, from three options named as in `jax.distributed.initialize`.
 
     Raises:
         typer.BadParameter: When only some of them are given, or they contradict each other.

@@ -1,4 +1,4 @@
-"""One load by several processes: which of them this is, and how they connect.
+"""A load by several processes: this process's identity, and the connection to the others.
 
 If peers do not connect, `jax.distributed` aborts the process with a C++ stack trace. The time limit here is shorter,
 so the process ends with a readable error first.
@@ -16,9 +16,9 @@ from shardload.errors import MeshError
 from shardload.sharding.mesh import MeshSpec
 
 WAIT_S = 300.0
-"""For all processes to be there."""
+"""Seconds to wait for all processes to connect."""
 GiveUp = Callable[[MeshError], int]
-"""Tells of an error from another thread, and returns the exit code."""
+"""Reports an error from another thread, and returns the exit code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +32,14 @@ class Processes:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the one that prints."""
+        """Whether this is process 0, which prints."""
         return self.process_id == 0
 
     def devices_of(self, mesh: MeshSpec) -> int:
-        """How many devices of the mesh each process has.
+        """Return the number of the mesh's devices per process.
 
         Raises:
-            MeshError: When they cannot have as many each.
+            MeshError: When the devices cannot be divided equally.
         """
         if mesh.size % self.num_processes:
             raise MeshError(
@@ -49,7 +49,7 @@ class Processes:
         return mesh.size // self.num_processes
 
     def meet(self, *, note: Callable[[str], None], give_up: GiveUp) -> None:
-        """Set up `jax.distributed`, before anything else of JAX is used; ``give_up`` when the others do not come."""
+        """Set up `jax.distributed` before any other use of JAX; call ``give_up`` if other processes do not connect."""
         import jax
 
         others = "the other process" if self.num_processes == 2 else f"the {self.num_processes - 1} other processes"

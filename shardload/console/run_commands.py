@@ -1,4 +1,4 @@
-"""Commands about what a training run saved: its steps, and whether their bytes are still those that were saved."""
+"""Commands for checkpoints and training runs: list steps, verify bytes, compare tensors."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def diff(
 
 
 def _without_nan(found: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN: where only NaNs differ, the largest difference is null."""
+    """Replace NaN, which JSON lacks, with null: the largest difference if only NaNs differ."""
     for difference in found["differences"]:
         if difference["largest"] is not None and not math.isfinite(difference["largest"]):
             difference["largest"] = None

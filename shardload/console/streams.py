@@ -1,7 +1,7 @@
-"""Who may write where: stdout belongs to results.
+"""Keep stdout for results only.
 
-While a command works, file descriptor 1 points at stderr, so that everything a library prints, from Python or
-from C++, cannot get between the results; the real stdout is kept aside and written once, at the end::
+While a command runs, file descriptor 1 points to stderr, so that output of libraries, from Python or C++, cannot
+mix with the results; the real stdout is saved and written once, at the end::
 
     fd 1 ── dup ──► Results ── the table, or one JSON object ──► stdout
     fd 2 ──────────────┬── notes, progress ────────────────────► stderr
@@ -45,9 +45,9 @@ class Results:
             if as_json:
                 error = {"type": "KeyboardInterrupt", "message": "Interrupted.", "exit_code": INTERRUPTED}
                 os.write(self.stream.fileno(), f"{json.dumps({'error': error}, indent=2)}\n".encode())
-            clear = b"\r\x1b[2K\x1b[?25h" if os.isatty(2) else b""  # a progress bar's line, and the cursor it hid
+            clear = b"\r\x1b[2K\x1b[?25h" if os.isatty(2) else b""  # erase a progress bar, show the cursor again
             os.write(2, clear + b"Interrupted.\n")
-        file_access.remove_mirrors()  # nothing registered to run at exit will
+        file_access.remove_mirrors()  # atexit functions will not run
 
     @property
     def unicode(self) -> bool:
@@ -55,7 +55,7 @@ class Results:
         return (self.stream.encoding or "utf-8").lower().startswith("utf")
 
     def text(self, text: str) -> None:
-        """Write text as it is, at once.
+        """Write text unchanged, at once.
 
         Raises:
             ReaderLeftError: When the reader closed the pipe.
@@ -70,7 +70,7 @@ class Results:
         self.text(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
     def table(self, renderable: Any) -> None:
-        """Write a rich renderable; in colour only where stdout is a terminal."""
+        """Write a rich renderable; in colour only if stdout is a terminal."""
         from rich.console import Console
 
         watched = self.stream.isatty()
@@ -85,15 +85,15 @@ class Results:
 
 @contextlib.contextmanager
 def results() -> Iterator[Results]:
-    """Keep stdout for results and send everything else that is printed meanwhile to stderr."""
+    """Keep stdout for results and redirect all other output to stderr."""
     try:
         kept = os.dup(sys.stdout.fileno())
-    except (OSError, ValueError):  # stdout was replaced by an object in memory
+    except (OSError, ValueError):  # stdout was replaced by an in-memory object
         real = sys.stdout
         with contextlib.redirect_stdout(sys.stderr):
             yield Results(real)
         return
-    # backslashreplace: a table must not fail for one character the terminal's encoding lacks.
+    # backslashreplace: a table must not fail because the terminal's encoding lacks a character.
     encoding = sys.stdout.encoding or "utf-8"
     with os.fdopen(kept, "w", encoding=encoding, errors="backslashreplace", newline="") as stream, _fd1_is_stderr(kept):
         yield Results(stream)
@@ -103,7 +103,7 @@ def results() -> Iterator[Results]:
 def _fd1_is_stderr(kept: int) -> Iterator[None]:
     fd = sys.stdout.fileno()
     sys.stdout.flush()
-    with contextlib.suppress(OSError):  # no stderr: prints go where they went
+    with contextlib.suppress(OSError):  # no stderr: leave output where it goes
         os.dup2(2, fd)
     try:
         yield
@@ -126,7 +126,7 @@ def _write_errors(stream: TextIO) -> Iterator[None]:
 
 
 def check_stdout() -> None:
-    """Fail before any work is done when there is no stdout to write its result to.
+    """Raise before any work is done if stdout cannot take the result.
 
     Raises:
         OutputError: When stdout is closed.
@@ -136,7 +136,7 @@ def check_stdout() -> None:
 
 
 def flush_stdout() -> None:
-    """Write what typer printed (help, version).
+    """Flush the output of typer (help, version).
 
     Raises:
         ReaderLeftError: When the reader closed the pipe.
@@ -147,7 +147,7 @@ def flush_stdout() -> None:
 
 
 def abandon(stream: TextIO) -> None:
-    """Point a stream at nothing, so that flushing what it still holds raises nothing."""
+    """Redirect a stream to the null device, so that flushing its buffer cannot raise."""
     with contextlib.suppress(OSError, ValueError):
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, stream.fileno())
@@ -155,6 +155,6 @@ def abandon(stream: TextIO) -> None:
 
 
 def note(message: str) -> None:
-    """One line for people, on stderr."""
+    """Print one line for people on stderr."""
     with contextlib.suppress(OSError, ValueError):
         print(f"note: {printable(message)}", file=sys.stderr, flush=True)  # noqa: T201 - this is where notes go

@@ -1,9 +1,9 @@
-"""Text from a prompt, greedily, on the model's own mesh.
+"""Generate text from a prompt, greedily, on the model's own mesh.
 
     prompts ─► token ids ─► padded to one length and to the batch axis ─► CausalLM's compiled loop ─► cut ─► text
 
-KerasHub's ``generate()`` wants a preprocessor, some of which want TensorFlow; its compiled inner loop wants token
-ids only, and is what runs here. One prompt on a 2x4 mesh is padded to two rows and one is thrown away.
+KerasHub's ``generate()`` needs a preprocessor, and some of those need TensorFlow; its compiled inner loop, which runs
+here, needs only token ids. One prompt on a 2x4 mesh is padded to two rows, and one result is discarded.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from shardload.manifest import Manifest
 __all__ = ["generate_ids", "generate_text"]
 
 LENGTH_STEP = 32
-"""Sequences are padded to a multiple of it, so that prompts of similar length share one compiled loop."""
+"""Sequences are padded to a multiple of this, so that prompts of similar length share one compiled loop."""
 
 DEFAULT_CONTEXT = 8192
-"""Tokens a model is trusted with whose checkpoint does not say: what Gemma 1 and 2 were trained on. Attention takes
-memory quadratic in it, so a prompt without bounds ends a machine, not a call."""
+"""Context length if the checkpoint has none: that of Gemma 1 and 2. Attention takes memory quadratic in it, so an
+unlimited prompt could exhaust the machine's memory."""
 
 _KEPT = "_shardload_greedy"
 
@@ -39,16 +39,16 @@ def generate_text(model: Any, manifest: Manifest, prompt: Sequence[str], max_new
 def generate_text(
     model: Any, manifest: Manifest, prompt: str | Sequence[str], max_new_tokens: int = 32
 ) -> str | list[str]:
-    """Continue one prompt or several; returns the continuations only.
+    """Continue one prompt or several; return only the continuations.
 
     Args:
         model: A KerasHub ``CausalLM``, as `shardload.load` returns it; bound to a mesh or not.
-        manifest: Where it was loaded from: its tokenizer is used.
+        manifest: The checkpoint it was loaded from, which has the tokenizer.
         prompt: One prompt, or several that run as one batch.
         max_new_tokens: Most tokens to add; an end-of-text or end-of-turn token ends a continuation sooner.
 
     Raises:
-        UnsupportedError: When the model does not generate, the checkpoint carries no tokenizer, or prompt and new
+        UnsupportedError: When the model does not generate, the checkpoint has no tokenizer, or prompt and new
             tokens exceed the model's context.
         SourceError: When its tokenizer is damaged.
         MissingExtraError: When a package for it is not installed.
@@ -66,10 +66,10 @@ def generate_text(
 def generate_ids(
     model: Any, prompts: Sequence[Sequence[int]], *, max_new_tokens: int = 32, stop_ids: tuple[int, ...] = ()
 ) -> list[list[int]]:
-    """Continue prompts of token ids greedily; returns the ids added to each, without the one that ended it.
+    """Continue prompts of token ids greedily; return the ids added to each, without the stop id.
 
     Raises:
-        UnsupportedError: When the model does not generate, a prompt is empty, or the text outgrows the model.
+        UnsupportedError: When the model does not generate, a prompt is empty, or the text exceeds the context.
     """
     _require_causal_lm(model, model.name)
     if not all(len(ids) for ids in prompts):
@@ -102,7 +102,7 @@ def _require_causal_lm(model: Any, source: str) -> None:
 
 
 def _padded(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> dict[str, NDArray[Any]]:
-    """Token ids and mask of one length, with rows repeated up to a multiple of the mesh's batch axis."""
+    """Return token ids and mask of one length, with rows repeated up to a multiple of the mesh's batch axis."""
     longest = max(len(ids) for ids in prompts) + max_new_tokens
     limit = getattr(getattr(model, "backbone", None), "max_sequence_length", None)
     if limit is not None and longest > limit:
@@ -131,7 +131,7 @@ def _batch_parts(model: Any) -> int:
 
 @contextlib.contextmanager
 def _on_mesh(model: Any) -> Iterator[Any]:
-    """The model's own mesh, and how to put a batch on it; plain models run where they are."""
+    """Enter the model's own mesh and yield a function that places a batch on it; plain models run where they are."""
     import keras
 
     from shardload.keras_bridge.binding import binding_of
@@ -151,7 +151,7 @@ def _on_mesh(model: Any) -> Iterator[Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Compiled:
-    """A model's greedy loop, kept between calls: compiling it takes longer than running it."""
+    """A model's greedy loop, cached between calls: compiling it takes longer than running it."""
 
     binding: Any
     sampler: Any
@@ -160,9 +160,9 @@ class _Compiled:
 
 @contextlib.contextmanager
 def _greedy(model: Any) -> Iterator[Callable[..., Any]]:
-    """The model's generate function, sampling greedily.
+    """Yield the model's generate function with greedy sampling.
 
-    ``compile(sampler=…)`` would do it too, and forget the model's optimizer and its own compiled steps.
+    ``compile(sampler=…)`` would discard the model's optimizer and its compiled steps.
     """
     from shardload.hub import kerashub
     from shardload.keras_bridge.binding import binding_of
@@ -175,7 +175,7 @@ def _greedy(model: Any) -> Iterator[Callable[..., Any]]:
     model.generate_function = kept.function if kept else None
     try:
         function = model.make_generate_function()
-        # Past Keras' attribute tracking: it does not belong to the model.
+        # Bypass Keras' attribute tracking: the cache is not part of the model.
         vars(model)[_KEPT] = _Compiled(binding_of(model), model.sampler, function)
         yield function
     finally:
@@ -192,6 +192,6 @@ def _new_ids(row: NDArray[Any], prompt_length: int, max_new_tokens: int, stop_id
 
 
 def _continuation(tokenizer: Tokenizer, ids: Sequence[int], new: Sequence[int]) -> str:
-    """The text the new ids add; decoded with the prompt, as pieces at a start lose their leading space."""
+    """Return the text of the new ids; decode with the prompt, because pieces at a start lose their leading space."""
     before, whole = tokenizer.decode(ids), tokenizer.decode([*ids, *new])
     return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(new)

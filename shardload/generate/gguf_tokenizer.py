@@ -1,12 +1,12 @@
-"""The tokenizer a GGUF file carries in its header, rebuilt exactly.
+"""Rebuild the tokenizer in a GGUF file's header exactly.
 
-Two kinds exist. ``llama`` is SentencePiece: pieces, scores and types are all there, the settings are not, and
-they decide everything beyond plain words. The right ones are those of every model stored this way: byte-pair
-merging by score, bytes for what no piece covers, and text as it is: no Unicode normalisation, no collapsing of
-spaces, and a space before the text only where the header says so.
+Two kinds exist. ``llama`` is SentencePiece: the header has pieces, scores and types, but not the settings, which
+decide everything beyond plain words. All models stored this way use the same settings: byte-pair merging by
+score, bytes for text that no piece covers, no Unicode normalisation, no collapsing of spaces, and a space before
+the text only if the header says so.
 
-``gpt2`` is byte-level BPE: vocabulary and merges are there, the regular expression that cuts the text into words
-first is named (``tokenizer.ggml.pre``), and written down here.
+``gpt2`` is byte-level BPE: the header has vocabulary and merges, and names the regular expression that first splits
+text into words (``tokenizer.ggml.pre``); this module defines these expressions.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ PATTERNS = {
     "smaug-bpe": _CONTRACTIONS + _WORDS % "{1,3}",
     "qwen2": _CONTRACTIONS + _WORDS % "",
 }
-"""Pre-tokenizer → how it cuts text into words; ``None`` is GPT-2's own expression, which tokenizers has built in."""
+"""Pre-tokenizer → expression that splits text into words; ``None``: GPT-2's, which is built into tokenizers."""
 
 
 def rebuild(path: str) -> Tokenizer:
-    """The tokenizer of a ``.gguf`` file.
+    """Rebuild the tokenizer of a ``.gguf`` file.
 
     Raises:
-        UnsupportedError: When the file carries none, or one of a kind that cannot be rebuilt.
+        UnsupportedError: When the file has no tokenizer, or one whose type is not supported.
         SourceError: When its parts contradict each other.
     """
     return of_metadata(tokenizer_metadata(path), path)
 
 
 def of_metadata(found: TokenizerMetadata, path: str) -> Tokenizer:
-    """The tokenizer that a header, or something else of that kind at ``path``, describes.
+    """Rebuild a tokenizer from GGUF metadata; ``path`` is its origin, for messages.
 
     Raises:
-        UnsupportedError: When it is of a kind that cannot be rebuilt.
+        UnsupportedError: When its type is not supported.
         SourceError: When its parts contradict each other.
     """
     match found.model:
@@ -61,7 +61,7 @@ def of_metadata(found: TokenizerMetadata, path: str) -> Tokenizer:
 
 
 def sentencepiece_proto(found: TokenizerMetadata) -> bytes:
-    """A serialised SentencePiece model that tokenises like the one the file was made from."""
+    """Return a serialised SentencePiece model that tokenises like the original one."""
     from sentencepiece import sentencepiece_model_pb2 as pb2
 
     proto = pb2.ModelProto()
@@ -87,7 +87,7 @@ def sentencepiece_proto(found: TokenizerMetadata) -> bytes:
 
 
 def _respaced(piece: str, taken: set[str]) -> str:
-    """A user-defined piece as SentencePiece knows it: writers of GGUF files put spaces for its ``▁``."""
+    """Return a user-defined piece in SentencePiece's form: writers of GGUF files replace its ``▁`` with spaces."""
     escaped = piece.replace(" ", "\u2581")
     return piece if escaped in taken else escaped
 
@@ -128,7 +128,7 @@ def _byte_level(found: TokenizerMetadata, path: str) -> HuggingFace:
     )
     inner.add_tokens([tokenizers.AddedToken(t, normalized=False) for t, k in special if k == USER_DEFINED])
     bos = found.special_ids.get("bos")
-    # Llama 3 wants its start token and says so; GPT-2 and Qwen have one that they never use.
+    # Llama 3 needs its start token; GPT-2 and Qwen define one that they never use.
     prefix = (bos,) if bos is not None and found.flags.get("add_bos_token", found.pre == "llama-bpe") else ()
     return HuggingFace(inner, _stop_ids(found), prefix)
 

@@ -3,7 +3,7 @@
     hugging-face   tokenizer.json ─► tokenizers      tokenizer.model ─► sentencepiece     vocab.json ─► tokenizers
     keras-hub      tokenizer.json, assets/ ─► KerasHub
     header         GGUF's own ─► sentencepiece or tokenizers, rebuilt by `gguf_tokenizer`
-    synthetic      UTF-8 bytes as token ids: there is nothing to say, but it can be run
+    synthetic      UTF-8 bytes as token ids: the output is meaningless, but generation runs
 
 Nothing here needs TensorFlow.
 """
@@ -21,11 +21,11 @@ from shardload.loaders import spec_of
 from shardload.manifest import Manifest
 
 TURN_ENDS = ("<end_of_turn>", "<|eot_id|>", "<|im_end|>")
-"""Tokens that end an answer without ending the text; none of them is ever part of one."""
+"""Tokens that end an answer without ending the text; they never occur inside an answer."""
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back."""
+    """Conversion of text to token ids and back."""
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -33,20 +33,20 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, with the tokens the model expects before it (``<bos>``)."""
+        """Return the token ids of a prompt, with the tokens that the model expects before it (``<bos>``)."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids, without control tokens."""
+        """Return the text of token ids, without control tokens."""
         ...
 
 
 def tokenizer_of(manifest: Manifest) -> Tokenizer:
-    """The tokenizer of a checkpoint.
+    """Load the tokenizer of a checkpoint.
 
     Raises:
-        UnsupportedError: When it carries none.
-        SourceError: When it carries a damaged one.
+        UnsupportedError: When it has no tokenizer.
+        SourceError: When its tokenizer is damaged.
         MissingExtraError: When the package for it is not installed.
     """
     folder = Path(manifest.source)
@@ -87,7 +87,7 @@ class SentencePiece:
     prefix: tuple[int, ...]
     """Ids before every prompt."""
     control_ids: frozenset[int] = frozenset()
-    """Ids without a text of their own, beyond those SentencePiece knows."""
+    """Ids without text, in addition to those that SentencePiece marks."""
 
     def encode(self, text: str) -> list[int]:
         """See `Tokenizer.encode`."""
@@ -105,7 +105,7 @@ class HuggingFace:
     inner: Any = field(repr=False)
     stop_ids: tuple[int, ...]
     prefix: tuple[int, ...] = ()
-    """Ids before every prompt, where the tokenizer itself adds none."""
+    """Ids before every prompt, if the tokenizer itself adds none."""
 
     def encode(self, text: str) -> list[int]:
         """See `Tokenizer.encode`."""
@@ -123,7 +123,7 @@ class KerasHub:
     layer: Any = field(repr=False)
     stop_ids: tuple[int, ...]
     prefix: tuple[int, ...]
-    """The start token, where the model has one."""
+    """The start token, if the model has one."""
 
     def encode(self, text: str) -> list[int]:
         """See `Tokenizer.encode`."""
@@ -137,17 +137,17 @@ class KerasHub:
 
 @dataclass(frozen=True, slots=True)
 class ByteIds:
-    """Stands in where weights are random and there is no vocabulary: bytes in, numbers out."""
+    """Substitute for synthetic checkpoints without a vocabulary: bytes in, numbers out."""
 
     vocabulary_size: int
     stop_ids: tuple[int, ...] = ()
 
     def encode(self, text: str) -> list[int]:
-        """The UTF-8 bytes of ``text`` as ids."""
+        """Return the UTF-8 bytes of ``text`` as ids."""
         return [byte % self.vocabulary_size for byte in text.encode()] or [0]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The ids, written out."""
+        """Return the ids as decimal text."""
         return "".join(f" <{int(i)}>" for i in ids)
 
 
@@ -177,7 +177,7 @@ def _with_stops(inner: Any, stops: set[int]) -> HuggingFace:
 
 
 def from_sentencepiece(processor: Any, *, stops: set[int], add_bos: bool) -> SentencePiece:
-    """A loaded SentencePiece model with the stops it knows and those it does not."""
+    """Wrap a loaded SentencePiece model with its own stop ids and ``stops``."""
     ends = (processor.piece_to_id(token) for token in TURN_ENDS)
     found = {*stops, processor.eos_id(), *(i for i in ends if i != processor.unk_id())}
     prefix = (processor.bos_id(),) if add_bos and processor.bos_id() >= 0 else ()
@@ -185,7 +185,7 @@ def from_sentencepiece(processor: Any, *, stops: set[int], add_bos: bool) -> Sen
 
 
 def _declared_stops(folder: Path, manifest: Manifest) -> set[int]:
-    """``eos_token_id`` of the generation and model configurations: a number, or a list of them."""
+    """Return ``eos_token_id`` of the generation and model configurations: a number, or a list of numbers."""
     text = manifest.config.get("text_config") or {}
     found: set[int] = set()
     for config in (_json(folder / "generation_config.json"), manifest.config, text):
