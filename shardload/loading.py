@@ -161,9 +161,8 @@ def run(
         host_memory_bytes: Most bytes staged in host memory, or text like ``"512MiB"``; 256 MiB by default, or the
             size of a compressed chunk if it needs more.
         strict: Refuse a checkpoint that lacks a weight of the model, has one that the model should use but does not,
-            has
-            another shape for one, or integers for floats. Tensors outside the model (buffers, heads, copies of the
-            embedding: ``report.outside``) are no reason to refuse. Otherwise layers whose shapes differ keep their
+            has another shape for one, or integers for floats. Tensors outside the model (buffers, heads, copies of
+            the embedding: ``report.outside``) are always accepted. Otherwise layers whose shapes differ keep their
             values, or get their initial values, as with ``skip_mismatch`` in Keras, and the report says so.
         ignore: Names of tensors to skip even if the model needs them, with ``*`` and ``?``: ``"score.*"``.
         devices: Devices to use, in mesh order.

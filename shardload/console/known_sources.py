@@ -37,7 +37,7 @@ class KnownSource:
 
 
 def known(*, presets: bool = False) -> list[KnownSource]:
-    """Return each name once; names that load without a download come first."""
+    """Return each name once; names that load immediately come first."""
     ways = (_local(), _installed(), architectures(), _presets() if presets else ())
     found: dict[str, KnownSource] = {}
     for way in ways:

@@ -1,7 +1,7 @@
-"""What a load did, and what a load would do.
+"""Reports of loads and of planned loads.
 
-A `LoadReport` is the account of a load that ran, a `PlanReport` of one that was only planned; both carry the
-same facts. ``str(report)`` is a table for people, ``report.to_json()`` an object for programs with these keys::
+A `LoadReport` describes a load that ran, a `PlanReport` a load that was only planned; both have the
+same fields. ``str(report)`` is a table for people, ``report.to_json()`` an object for programs with these keys::
 
     source, format, mesh, devices[{id, platform, bytes}], variables, parameters, weight_bytes, bytes{needed, read},
     seconds{build, plan, transfer, total}, throughput_gb_s, host_bytes{budget, peak_staging},
@@ -10,7 +10,7 @@ same facts. ``str(report)`` is a table for people, ``report.to_json()`` an objec
     outside[{tensor, reason}], notes
     fits{device_memory, per_device_max, fits, smallest_mesh}                                            plans only
 
-What was not measured is ``null`` there, never ``NaN``, so that every JSON parser reads it.
+Missing measurements are ``null``, never ``NaN``, so that every JSON parser reads them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 TEXT_WIDTH = 100
-"""Columns of ``str(report)``, which cannot know how wide the reader's window is."""
+"""Columns of ``str(report)``, which does not know the width of the reader's window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,41 +55,41 @@ class DeviceUse:
     platform: str
     """``cpu``, ``gpu`` or ``tpu``; in a plan, ``planned``."""
     bytes: int
-    """Bytes of weights it holds when the load is over."""
+    """Bytes of weights on the device after the load."""
 
 
 @dataclass(frozen=True, slots=True)
 class ByteCounts:
-    """How much of the checkpoint mattered, and how much was read."""
+    """Bytes of the checkpoint that were needed, and that were read."""
 
     needed: int
-    """Bytes on disk that hold values the model needs."""
+    """Bytes on disk with values that the model needs."""
     read: int
-    """Bytes that were read from disk; more than ``needed`` where skipping would have cost more than reading."""
+    """Bytes read from disk; more than ``needed`` if skipping would have taken longer than reading."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """Wall-clock seconds per stage; ``None`` where a stage did not run."""
+    """Wall-clock seconds per stage; ``None`` if a stage did not run."""
 
     build: float | None
-    """Building the model without allocating it; ``None`` when it stood already."""
+    """Building the model without allocating it; ``None`` if it existed already."""
     plan: float | None
     """Reading headers, mapping names, choosing layouts, planning reads."""
     transfer: float | None
     """Reading tensor data and placing it on devices; ``None`` in a plan."""
     total: float
-    """Everything, these stages and what lies between them."""
+    """The whole load: these stages and the time between them."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostBytes:
-    """Host memory of the load, without what CPU devices hold."""
+    """Host memory of the load, without the shards of CPU devices."""
 
     budget: int
-    """What staging buffers may take."""
+    """Limit on the bytes of staging buffers."""
     peak_staging: int
-    """The most they took at one time; in a plan, the most they will take."""
+    """Highest number of bytes in staging buffers; in a plan, the predicted one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +99,9 @@ class LayoutSummary:
     sharded: int
     """Variables split over at least one axis."""
     replicated: int
-    """Variables every device holds entirely."""
+    """Variables that are complete on every device."""
     fallbacks: tuple[Fallback, ...] = ()
-    """Variables that did not get the layout their rule wanted."""
+    """Variables that did not get the layout requested by their rule."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +130,11 @@ class Mismatched:
 
     variable: str
     tensor: str
-    """Empty where a layer refused before it took any tensor."""
+    """Name of the tensor; empty if a layer raised before it read any tensor."""
     expected: tuple[int, ...] | None
-    """The variable's shape; ``None`` where a layer refused for another reason."""
+    """The variable's shape; ``None`` if a layer raised for another reason."""
     found: tuple[int, ...] | None
-    """The shape the checkpoint offers."""
+    """The shape in the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,20 +142,20 @@ class Fit:
     """Whether a plan fits devices of a given size."""
 
     device_memory: int
-    """Bytes one device has."""
+    """Memory of one device in bytes."""
     per_device_max: int
-    """Bytes the fullest device would hold, weights only."""
+    """Bytes of weights on the fullest device."""
     fits: bool
     smallest_mesh: str | None
-    """The smallest mesh on which it fits, as text; ``None`` when none was found."""
+    """The smallest mesh on which the weights fit, as text; ``None`` if none was found."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """The facts a load and a plan have in common; never made itself, see `LoadReport` and `PlanReport`."""
+    """The fields that a load and a plan have in common; never instantiated, see `LoadReport` and `PlanReport`."""
 
     source: str
-    """What was asked for and where it was found: a path, absolute."""
+    """Absolute path of the resolved source."""
     format: str
     """The checkpoint's format, as in `shardload.manifest.Manifest`."""
     mesh: str
@@ -178,11 +178,11 @@ class Report:
     """Tensors the model has no variable for."""
     cast: tuple[Cast, ...] = ()
     mismatched: tuple[Mismatched, ...] = ()
-    """What the checkpoint holds in another shape; in a plan, what a strict load will refuse."""
+    """Variables stored in another shape; in a plan, a strict load will refuse them."""
     computed: tuple[str, ...] = ()
-    """Variables whose value a layer or converter computed from stored tensors, not merely copied."""
+    """Variables whose value a layer or converter computed from stored tensors instead of copying it."""
     initialised: tuple[str, ...] = ()
-    """Variables that got their initial value because the checkpoint does not hold them (seeds, metrics, heads)."""
+    """Variables that got their initial value because the checkpoint lacks them (seeds, metrics, heads)."""
     outside: tuple[Outside, ...] = ()
     """Tensors that do not belong to the model that was built: buffers, heads, poolers, copies of the embedding."""
     notes: tuple[str, ...] = ()
@@ -190,13 +190,13 @@ class Report:
 
     @property
     def throughput_gb_s(self) -> float | None:
-        """Needed bytes per second of transfer, in 1e9 bytes; over-reading earns nothing. ``None`` when not measured."""
+        """Needed bytes per second of transfer, in 1e9 bytes; over-read bytes do not count. ``None`` if not measured."""
         if not self.seconds.transfer or not math.isfinite(self.seconds.transfer):
             return None
         return self.bytes.needed / self.seconds.transfer / 1e9
 
     def to_json(self) -> dict[str, Any]:
-        """The report as an object `json.dumps` takes, in the key order of the module docstring."""
+        """Return an object for `json.dumps`, in the key order of the module docstring."""
         facts: dict[str, Any] = {}
         for key, value in asdict(self).items():
             facts[key] = _finite(value)
@@ -220,19 +220,19 @@ class Report:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport(Report):
-    """The account of a load that ran."""
+    """The report of a load that ran."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport(Report):
-    """The account of a load that was only planned: sizes are exact, ``seconds.transfer`` is ``None``."""
+    """The report of a load that was only planned: sizes are exact, ``seconds.transfer`` is ``None``."""
 
     fits: Fit | None = field(default=None)
-    """Whether it fits the devices asked about; ``None`` when no device memory was given."""
+    """Whether the weights fit devices of the given memory; ``None`` if no device memory was given."""
 
 
 def _finite(value: Any) -> Any:
-    """``value`` with tuples as lists, floats rounded to microseconds and non-finite ones as ``None``."""
+    """Return ``value`` with tuples as lists, floats rounded to microseconds and non-finite ones as ``None``."""
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -5,8 +5,8 @@
     …
     decoder_block_17/attention/key/kernel
 
-Names that differ in numbers only become one line; numbers they all share stay. Names come from checkpoints,
-which is untrusted: `printable` takes the control characters out before a terminal sees them.
+Names that differ only in numbers become one line; numbers that all of them share stay. Names come from checkpoints,
+which are untrusted: `printable` escapes control characters before they reach a terminal.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _NUMBERS = re.compile(r"(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Folded:
-    """Names that differ in their numbers only."""
+    """Names that differ only in their numbers."""
 
     pattern: str
-    """The name itself, or with ``*`` where the names differ."""
+    """The name, with ``*`` where the names differ."""
     count: int
 
     def __str__(self) -> str:
@@ -32,7 +32,7 @@ class Folded:
 
 
 def fold(names: Iterable[str]) -> tuple[Folded, ...]:
-    """Group names that differ in numbers only, in order of first appearance."""
+    """Group names that differ only in numbers, in order of first appearance."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(_NUMBERS.sub("0", name), []).append(name)
@@ -45,5 +45,5 @@ def _pattern(names: Sequence[str]) -> str:
 
 
 def printable(text: str, *, keep: str = "") -> str:
-    r"""``text`` with what a terminal might obey written as an escape (``\x1b``), except characters in ``keep``."""
+    r"""Return ``text`` with control characters as escapes (``\x1b``), except characters in ``keep``."""
     return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)

@@ -1,4 +1,4 @@
-"""A report as a table a person wants to read.
+"""Format a report as a table for people.
 
     Source     /models/gemma3_270m.gguf (gguf)
     Mesh       batch=1,model=2 (2 cpu devices)
@@ -8,8 +8,8 @@
     Time       build   120 ms  ███████
                …
 
-One function per line of the left column; each returns what stands to its right, or nothing. Names are folded
-(`shardload.reports.names`) and long lists are cut with the number of what was left out, never silently.
+One function per line of the left column; each returns the content on the right, or nothing. Names are folded
+(`shardload.reports.names`), and a truncated list always ends with the number of omitted names.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from shardload.reports import Cast, DeviceUse, Fallback, Fit, Mismatched, Outside, Report
 
 MAX_DEVICE_LINES = 16
-"""More devices than this become least, median and most: 256 bars are unreadable."""
+"""More devices than this are shown as least, median and most: 256 bars are unreadable."""
 MAX_NAME_LINES = 12
 """Folded names shown per list; ``to_json`` has them all."""
 BAR_WIDTH = 24
 
 
 def sections(report: Report, *, ascii_only: bool = False) -> Iterator[RenderableType]:
-    """The parts of the table, top to bottom; ``ascii_only`` for outputs that cannot encode block characters."""
+    """Yield the parts of the table, top to bottom; ``ascii_only`` for outputs that cannot encode block characters."""
     grid = Table.grid(padding=(0, 3))
     grid.add_column(style="bold cyan", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -166,7 +166,7 @@ def _casts(casts: Sequence[Cast]) -> RenderableType:
     groups: dict[tuple[str, str], list[str]] = {}
     for cast in casts:
         groups.setdefault((cast.stored, cast.loaded), []).append(cast.variable)
-    # Which of 236 variables were cast says less than that all of them were: names only for a few.
+    # That all of 236 variables were cast says more than their names: list names only for a few.
     return Group(*(_cast_line(names, *dtypes) for dtypes, names in groups.items()))
 
 

@@ -1,7 +1,7 @@
 """Checkpoints of exact architecture with seeded random weights, written as a stream.
 
-Any size can be tried without a hub: what is written has the names, shapes, dtypes and file layout of the real
-checkpoint, and loads with Keras, KerasHub or safetensors as the real one does::
+Any size can be tried without a hub: the files have the names, shapes, dtypes and layout of the real
+checkpoint, and load with Keras, KerasHub or safetensors like it::
 
     preset        NAME/config.json, task.json, metadata.json, model.weights.h5      KerasHub
     h5            NAME.weights.h5 and NAME.json (the model's configuration)         Keras
@@ -40,9 +40,9 @@ from shardload.writers import Wanted, safetensors
 Format = Literal["preset", "h5", "safetensors"]
 FORMATS: tuple[Format, ...] = ("preset", "h5", "safetensors")
 MAX_SEED = (1 << 32) - 1
-"""A seed is also the state of a dropout's generator, which has 32 bits."""
+"""The seed is also stored as the state of dropout generators, which has 32 bits."""
 _SPARE_BYTES = 64 << 20
-"""Left free on the disk, for configurations, HDF5 headers and everyone else."""
+"""Bytes left free on the disk, for configurations, HDF5 headers and other users."""
 
 Progress = Callable[[int], None]
 
@@ -60,7 +60,7 @@ class ArchitectureSummary:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """Everything that decides what is written; also stored in the configuration, under ``shardload``."""
+    """Everything that determines the output; also stored in the configuration, under ``shardload``."""
 
     name: str
     config: Config
@@ -71,7 +71,7 @@ class _Job:
 
     @property
     def label(self) -> dict[str, Any]:
-        """What the checkpoint says about its own origin."""
+        """Return the entry that records the checkpoint's origin."""
         return {
             "synthetic": True,
             "architecture": self.name,
@@ -87,7 +87,7 @@ class _Job:
 
 
 def names() -> list[ArchitectureSummary]:
-    """The architectures there are, with their sizes; imports nothing heavy."""
+    """Return the supported architectures with their sizes; imports nothing heavy."""
     found = []
     for name, config in ARCHITECTURES.items():
         parameters = sum(math.prod(spec.shape) for spec in transformers_tensors(config))
@@ -108,26 +108,26 @@ def synth(  # every one is a knob of the command, and has a default
     progress: Progress | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write a checkpoint of an architecture with random weights; returns its path.
+    """Write a checkpoint of an architecture with random weights; return its path.
 
-    What is already there with the same architecture, format, scale, seed and dtype is used again.
+    An existing checkpoint with the same architecture, format, scale, seed and dtype is reused.
 
     Args:
         name: An architecture of `names`, or an alias (``gemma2_7b`` is ``gemma2_9b``).
         format: ``preset``, ``h5`` or ``safetensors``.
-        scale: Size of all dims against the real ones; heads stay. The name becomes ``NAME-x0.05``.
+        scale: Factor for all dims except heads. The name becomes ``NAME-x0.05``.
         seed: The same seed gives the same bytes.
         dtype: ``bfloat16``, ``float16`` or ``float32``.
-        directory: Where to put it; the checkpoint root by default, where ``shardload load NAME`` finds it.
+        directory: Folder to write to; by default the checkpoint root, where ``shardload load NAME`` finds it.
         shard_bytes: Largest safetensors file.
         progress: Called with the number of bytes written since the last call.
-        overwrite: Replace what has the same name and differs.
+        overwrite: Replace a different checkpoint of the same name.
 
     Raises:
-        SourceNotFoundError: When there is no such architecture.
-        WriteError: When there is no room, no permission, or something else of that name.
+        SourceNotFoundError: When the architecture is unknown.
+        WriteError: When there is no space, no permission, or something else with that name.
         UsageError: When the scale or the seed is out of range.
-        UnsupportedError: When format or dtype cannot be had.
+        UnsupportedError: When format or dtype is not supported.
     """
     found, config = lookup(name)
     if format not in FORMATS:
@@ -154,7 +154,7 @@ def synth(  # every one is a knob of the command, and has a default
 
 
 def _label_of(target: Path) -> Any:
-    """What a synthetic checkpoint says about itself, ``None`` for anything else."""
+    """Return the origin entry of a synthetic checkpoint; ``None`` for anything else."""
     described = target / "config.json" if target.is_dir() else target.with_name(_stem(target) + ".json")
     try:
         return json.loads(described.read_text(encoding="utf-8")).get("shardload")
@@ -190,7 +190,7 @@ def _write_safetensors(job: _Job, work: Path, *, shard_bytes: int, progress: Pro
 
 
 def _stream(file: Any, spec: Spec, job: _Job, *, number: int, progress: Progress) -> None:
-    """Write one tensor's random values where the file stands."""
+    """Write one tensor's random values at the file's current position."""
     size = math.prod(spec.shape)
     for chunk in noise.chunks(size, dtype=job.dtype, near_one=spec.near_one, seed=(job.seed, number)):
         view = chunk.data.cast("B")
@@ -200,7 +200,7 @@ def _stream(file: Any, spec: Spec, job: _Job, *, number: int, progress: Progress
 
 
 def _write_keras(job: _Job, work: Path, filename: str, *, progress: Progress) -> None:
-    """Configuration and weights as KerasHub and Keras write them."""
+    """Write configuration and weights as KerasHub and Keras do."""
     from shardload.hub import kerashub
     from shardload.keras_bridge.abstraction import abstract
     from shardload.synth.h5_writer import write_skeleton
@@ -228,13 +228,13 @@ def _write_keras(job: _Job, work: Path, filename: str, *, progress: Progress) ->
 
 
 def _twin_config(config: Config) -> Config:
-    """The same layers, as narrow as they can be."""
+    """Return the configuration with the same layers, as narrow as possible."""
     narrow = scaled(config, 1e-9)
     return {**narrow, **{key: config[key] for key in ("num_hidden_layers", "n_layer") if key in config}}
 
 
 def _save_twin(config: Config, path: Path, work: Path) -> None:
-    """Build the twin and have Keras save it, each variable filled with its number."""
+    """Build the twin and let Keras save it, with each variable filled with its number."""
     from shardload.hub import kerashub
     from shardload.keras_bridge.abstraction import abstract
 
@@ -246,7 +246,7 @@ def _save_twin(config: Config, path: Path, work: Path) -> None:
 
 
 def _describe(config: Config, dtype: str, work: Path) -> Manifest:
-    """The manifest a Hugging Face folder with this configuration would have."""
+    """Return the manifest that a Hugging Face folder with this configuration would have."""
     stored = np.dtype(np.float32)
     tensors = {s.name: Tensor(s.name, s.shape, stored, Extent(str(work), 0)) for s in transformers_tensors(config)}
     return Manifest(str(work), "hf-safetensors", tensors, {}, {**config, "torch_dtype": dtype})
@@ -254,10 +254,10 @@ def _describe(config: Config, dtype: str, work: Path) -> Manifest:
 
 @contextlib.contextmanager
 def _workspace(folder: Path, stem: str, nbytes: int, *, largest_file: int) -> Iterator[Path]:
-    """A temporary folder next to the target, always removed afterwards.
+    """Yield a temporary folder next to the target; always remove it afterwards.
 
     Raises:
-        WriteError: When the disk has no room for ``nbytes``.
+        WriteError: When the disk has no space for ``nbytes``.
     """
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
@@ -275,14 +275,14 @@ def _workspace(folder: Path, stem: str, nbytes: int, *, largest_file: int) -> It
 
 
 def _try_size(path: Path, nbytes: int) -> None:
-    """Fail here where files may not be so large: libhdf5 does not survive to learn it while writing."""
+    """Raise if files may not be this large: libhdf5 crashes if it meets the limit while writing."""
     with path.open("wb") as file:
         file.truncate(nbytes)
     path.unlink()
 
 
 def _publish(work: Path, target: Path, format: Format, stem: str) -> None:
-    """Move what is complete to its name; for one file after the other, the weights come last."""
+    """Move complete files to their final names; of single files, the weights come last."""
     if format == "h5":
         (work / f"{stem}.json").replace(target.with_name(f"{stem}.json"))
         (work / target.name).replace(target)

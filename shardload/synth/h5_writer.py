@@ -1,9 +1,9 @@
 """A `.weights.h5` of any size in Keras' own layout, without a model of that size.
 
 Keras decides the structure: a *twin* (the same layers, a few numbers wide) is saved by Keras itself, each of its
-variables filled with its own number. That file says which dataset holds which variable; the same groups and
-attributes are then laid out with the real shapes, space reserved but not written, and the caller fills in the
-bytes at the offsets it gets back::
+variables filled with its own number. That file shows which dataset belongs to which variable; the same groups and
+attributes are then written with the real shapes, with space reserved for the data, and the caller writes the
+bytes at the returned offsets::
 
     twin.weights.h5   layers/dense/vars/0 = [[7, 7], [7, 7]]     variable 7
     model.weights.h5  layers/dense/vars/0   (3584, 14336) bf16   Slot(7, offset=81920, …)
@@ -24,7 +24,7 @@ from shardload.writers.h5 import reserve
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where the bytes of one variable belong."""
+    """The location of one variable's bytes."""
 
     variable: int
     """Number of the variable in ``model.variables``."""
@@ -35,11 +35,11 @@ class Slot:
 def write_skeleton(
     path: str, twin: str, *, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str]
 ) -> tuple[Slot, ...]:
-    """Lay out ``path`` like ``twin``, with real shapes and dtypes; returns the slots in file order.
+    """Lay out ``path`` like ``twin``, with real shapes and dtypes; return the slots in file order.
 
     Args:
         path: File to make; its size is reserved, its data is not written.
-        twin: What Keras saved, each variable filled with its number.
+        twin: File that Keras saved, each variable filled with its number.
         shapes: Shape of each variable.
         dtypes: Keras dtype of each variable.
     """
@@ -54,7 +54,7 @@ def write_skeleton(
 
         source.visititems(copy)
         target.attrs.update(source.attrs)
-        # Keras allocates in the order it saves, which is not the alphabetical order of a visit.
+        # Keras allocates in saving order, not in the alphabetical order of a visit.
         wanted = [(number, Wanted(name, shapes[number], np.dtype(dtypes[number]))) for _, name, number in sorted(found)]
         slots = tuple(Slot(number, reserve(target, tensor)) for number, tensor in wanted)
     return tuple(sorted(slots, key=lambda slot: slot.offset))

@@ -5,8 +5,8 @@ A weight keeps a random sign, a random mantissa and the last bit of a fixed expo
     bfloat16    s eeeeeee r mmmmmmm      |x| in [2**-7, 2**-5), mean 0, root mean square 0.019
     near one    0 0111111 1 0000mmm      x in [1, 1.06)
 
-which is the spread transformers start from (0.02), with every mantissa bit in use, so that a byte in the
-wrong place never goes unnoticed; drawing normals would take ten times as long.
+This is the usual initial spread of transformers (0.02), with every mantissa bit in use, so that a misplaced byte
+never goes unnoticed; drawing normals would take ten times as long.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from shardload.errors import UnsupportedError
 
 CHUNK_BYTES = 8 << 20
-"""Small enough to stay in the cache between making and writing, large enough to make each call count."""
+"""Small enough to stay in the CPU cache until it is written, large enough to amortise each call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +43,10 @@ DTYPES = tuple(_MASKS)
 
 
 def item_bytes(dtype: str) -> int:
-    """Bytes of one value.
+    """Return the bytes of one value.
 
     Raises:
-        UnsupportedError: When ``dtype`` is none of `DTYPES`.
+        UnsupportedError: When ``dtype`` is not in `DTYPES`.
     """
     if dtype not in _MASKS:
         raise UnsupportedError(f"Cannot write random weights as {dtype!r}; choose {', '.join(DTYPES)}")
@@ -54,12 +54,12 @@ def item_bytes(dtype: str) -> int:
 
 
 def chunks(size: int, *, dtype: str, near_one: bool, seed: tuple[int, int]) -> Iterator[NDArray[Any]]:
-    """The bytes of ``size`` values, `CHUNK_BYTES` at a time, as unsigned integers.
+    """Yield the bytes of ``size`` values, `CHUNK_BYTES` at a time, as unsigned integers.
 
     Args:
         size: Number of values.
         dtype: One of `DTYPES`.
-        near_one: Values around one instead of zero.
+        near_one: Draw values around one instead of zero.
         seed: The checkpoint's seed and the number of the tensor in it.
     """
     masks = _MASKS[dtype]

@@ -19,14 +19,14 @@ class Spec:
     name: str
     shape: tuple[int, ...]
     near_one: bool = False
-    """Whether its values lie around one (the scale of a norm), not around zero."""
+    """Whether its values are around one (the scale of a norm), not around zero."""
 
 
 def transformers_tensors(config: dict[str, Any]) -> list[Spec]:
-    """All tensors of a Hugging Face checkpoint with this configuration, in file order.
+    """Return all tensors of a Hugging Face checkpoint with this configuration, in file order.
 
     Raises:
-        UnsupportedError: When ``model_type`` is not one of those written here.
+        UnsupportedError: When ``model_type`` is not supported.
     """
     match config["model_type"]:
         case "gemma" | "gemma2" | "gemma3_text" | "llama" | "mistral" | "qwen2" | "qwen3":
