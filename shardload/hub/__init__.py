@@ -1,1 +1,1 @@
-"""Models from configurations, by KerasHub, and whether they compute what the configuration says."""
+"""Build models from configurations with KerasHub, and check that they compute what the configuration describes."""

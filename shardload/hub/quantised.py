@@ -24,7 +24,7 @@ from shardload.loaders import spec_of
 from shardload.manifest import Manifest
 
 FIELD = "quantization_config"
-"""Field to ignore if only the configuration says quantised, or if float8 values need no scales."""
+"""Field to ignore if only the configuration mentions quantisation, or if float8 values need no scales."""
 ADAPTER = "adapter_config"
 """Field to ignore to load the plain weights of a folder that also contains an adapter."""
 BARE_FLOAT8 = "float8"

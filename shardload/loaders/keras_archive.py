@@ -3,7 +3,7 @@
     ┌ local header ┬ metadata.json ┬ local header ┬ config.json ┬ local header ┬ model.weights.h5 ┬ central directory ┐
                                                                               └ an HDF5 file inside the file
 
-The central directory says where members start; each local header must agree with it, members may not overlap,
+The central directory lists where members start; each local header must agree with it, members may not overlap,
 repeat or be encrypted, and nothing may precede the first one: such archives are built to be read in two ways.
 """
 
