@@ -104,7 +104,9 @@ def test_wherever_the_room_ends_it_is_told(disk):
 
 def test_staging_on_another_disk_is_told_with_the_way_out(disk):
     seen = disk["other_disk"]
-    assert_failed(seen["first"], r"Step 1 .*cross-device.*\.staging has to lie on the disk", errno=18, steps=[])
+    assert_failed(
+        seen["first"], r"Step 1 .*cross-device.*\.staging must be on the same file system", errno=18, steps=[]
+    )
     assert_saved(seen["again"], 4)
 
 
@@ -129,7 +131,7 @@ def test_a_folder_this_user_may_not_write_to_is_told_before_training(folder, whe
 @pytest.mark.parametrize("where", ["root", "staging"])
 def test_a_folder_that_is_closed_in_between(folder, where):
     seen, again = folder["denied_in_between"][where], folder["denied_in_between"][f"{where} again"]
-    assert_failed(seen, "Step 3 could not .*Permission denied.*Let this user write", errno=13, steps=[1, 2])
+    assert_failed(seen, "Step 3 could not .*Permission denied.*Grant this user write", errno=13, steps=[1, 2])
     assert seen["batches"] <= 3
     assert_saved(again, 2 + again["batches"])
 
@@ -138,14 +140,14 @@ def test_an_older_step_that_is_closed_is_not_taken_for_a_failed_save(folder):
     seen = folder["older_denied"]
     assert seen["all stay"]["error"] is None and seen["a"] == {"steps": [1, 2, 3, 4], "bad": [], "staged": []}
     told = seen["not to be listed"]["error"]["text"]
-    assert re.search(r"Step 3 is saved in .*/1 may be a step, but cannot be looked into: Permission denied", told)
+    assert re.search(r"Step 3 is saved in .*/1 may be a step, but cannot be read: Permission denied", told)
     assert seen["b"] == {"steps": [1, 2, 3], "bad": [], "staged": []}
 
 
 def test_a_step_that_cannot_be_removed_is_told_with_what_is_left_of_it(folder):
     seen, again = folder["older_denied"]["not to be removed"], folder["older_denied"]["c"]
     (left,) = seen["staged"]
-    told = rf"Step 3 is saved in .*Step 1 .* no step any more.*Permission denied.*Remove the folder .*/{left}$"
+    told = rf"Step 3 is saved in .*Step 1 .* was removed, but.*Permission denied.*Delete the folder .*/{left}$"
     assert_failed(seen, told, errno=None, steps=[2, 3])
     assert_saved(again, 3 + again["batches"])
 

@@ -60,16 +60,14 @@ def test_a_file_that_is_removed_before_the_digests_are_made_is_missed(tmp_path, 
 
 def test_an_older_step_that_cannot_be_looked_into_is_named_with_the_way_out(tmp_path, monkeypatch):
     def deny(root):
-        raise SourceError(
-            f"{root}/1 may be a step, but cannot be looked into: Permission denied. Let this user read it"
-        )
+        raise SourceError(f"{root}/1 may be a step, but cannot be read: Permission denied. Grant this user read access")
 
     monkeypatch.setattr(_retention, "list_steps", deny)
     with pytest.raises(SaveError) as caught:
         fit(compiled(), OrbaxCheckpoint(tmp_path))
     told = str(caught.value)
     assert told.startswith(f"Step 4 is saved in {tmp_path}/4, but what was to follow failed: older steps could not be")
-    assert "as max_to_keep=1 wants" in told and "/1 may be a step" in told and "Let this user read it" in told
+    assert "as max_to_keep=1 wants" in told and "/1 may be a step" in told and "Grant this user read access" in told
     assert steps_in(tmp_path) == [4]
 
 
@@ -244,7 +242,9 @@ def test_nothing_is_deferred_in_another_thread_or_where_ctrl_c_does_nothing():
 # ---- last words ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("same_run", "why"), [(False, "most likely killed"), (True, "after what is written above")])
+@pytest.mark.parametrize(
+    ("same_run", "why"), [(False, "most likely killed"), (True, "after the failure recorded above")]
+)
 def test_an_end_is_a_consequence_of_failures_of_the_same_run_only(tmp_path, monkeypatch, capsys, same_run, why):
     watchdog.write_down(str(tmp_path), {"process": 1, "cause": "Process 1 was killed in the run before"})
 

@@ -64,7 +64,7 @@ def test_a_process_that_goes_silent_is_lost_and_all_are_told(store):
     told = queue.Queue()
     first, third = beating(store), beating(store, index=2)
     first.when_lost(told.put)
-    assert "Process 1 (host-b pid 9) has said nothing" in lost(first)
+    assert "Process 1 (host-b pid 9) has sent no heartbeat" in lost(first)
     assert told.get(timeout=5) == first.lost
     assert lost(third) == first.lost
     with pytest.raises(ProcessLostError, match="Process 1"):

@@ -148,7 +148,7 @@ def test_several_files_without_index(folder):
 CONFIGS = {
     "not utf-8": (b'{"model_type": "\xff"}', "not UTF-8"),
     "not json": (b"{", "does not parse"),
-    "array": (b"[1]", "JSON object, but holds a list"),
+    "array": (b"[1]", "JSON object, but contains a list"),
     "deep": (b'{"a": "some text", "b":' * 100_000 + b"0" + b"}" * 100_000, "too deeply"),
     "cut": (b'{"a": "some text", "b":' * 100_000, "closing brace"),
     "dense": (b'{"a":[' + b"[]," * 100_000 + b"0]}", "100002 brackets and braces in 300009 bytes"),

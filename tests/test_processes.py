@@ -108,9 +108,9 @@ def test_when_one_of_two_is_killed_in_a_save_the_cause_is_written_down(tmp_path,
     until(lambda: any(f"Process {victim} (" in found["cause"] for found in causes(folder)))
     assert all(cause["unix_s"] - killed < 30 for cause in causes(folder))
     assert all(
-        "after what is written above" in found["cause"]
+        "after the failure recorded above" in found["cause"]
         for found in causes(folder, besides=victim)
-        if "word" in found["cause"]
+        if "unexpectedly" in found["cause"]
     )
     steps = [info.step for info in list_steps(folder)]
     assert steps

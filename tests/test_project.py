@@ -1,5 +1,6 @@
 """The project around the package: its version, its links, its make targets."""
 
+import os
 import re
 import subprocess
 import sys
@@ -44,7 +45,9 @@ def test_the_package_links_to_its_project(link):
 
 
 def test_make_help_describes_every_target():
-    shown = subprocess.run(["make", "help"], capture_output=True, text=True, cwd=ROOT, check=True).stdout
+    # `make test` sets MAKEFLAGS and MAKELEVEL.
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    shown = subprocess.run(["make", "help"], capture_output=True, text=True, cwd=ROOT, check=True, env=outside).stdout
     assert {line.split(maxsplit=1)[0] for line in shown.splitlines()} == TARGETS
     assert all(len(line.split()) > 1 for line in shown.splitlines())
 

@@ -157,7 +157,7 @@ def test_a_server_that_ignores_ranges(store):
     expect(
         TransferError,
         store.http + "/run",
-        "its server ignores ranges",
+        "the server ignores range requests",
         "Copy it to this machine first",
         step=2,
         host_memory_bytes="16MiB",
@@ -173,7 +173,7 @@ def test_nothing_there(store):
     expect(UsageError, store.http + "/run", "step should be", step="newest")
     with pytest.raises(SourceNotFoundError, match="There is nothing at s3://bucket/nowhere"):
         verify(store.s3 + "/nowhere")
-    with pytest.raises(SourceNotFoundError, match="holds no steps"):
+    with pytest.raises(SourceNotFoundError, match="contains no steps"):
         verify(store.s3)
 
 
@@ -245,7 +245,7 @@ def test_hostile_lists_of_files(objects, store):
     for files, words in (
         ({"../../escape": FileDigest(0, ())}, "leads out of the step's folder"),
         ({"shardload/step.json": huge}, "not one digest per MiB"),
-        ({"pytree/_METADATA": large}, "up to 67108864"),
+        ({"pytree/_METADATA": large}, "the limit is 67108864"),
         ({f"pytree/{k}": FileDigest(1, ("0" * 16,)) for k in range(20_000)}, "20000 small files"),
         ({"pytree/\udcff": FileDigest(1, ("0" * 16,))}, "not valid Unicode"),
     ):

@@ -292,7 +292,7 @@ def test_missing_steps_are_named(run, tmp_path):
     _, root = run
     with pytest.raises(SourceNotFoundError, match="has no step 5"):
         shardload.restore(build(), root, step=5)
-    with pytest.raises(SourceNotFoundError, match="holds no steps"):
+    with pytest.raises(SourceNotFoundError, match="contains no steps"):
         shardload.restore(build(), tmp_path)
 
 
@@ -354,7 +354,7 @@ def test_the_way_out_of_a_damaged_best_is_the_next_best(run, scored):
 
 def test_where_no_other_good_step_is_ranked_none_is_taken_for_the_next_best(scored):
     damage_data(scored, 1, 2, 3, 4)
-    out = r"No other step that says how good it is is undamaged\. Step 5 is the newest good one: pass step=5\.$"
+    out = r"No other undamaged step has a value of the monitored metric\. Step 5 is the newest good one: pass step=5\.$"
     with pytest.raises((DamagedError, LoadInterruptedError), match=out):
         shardload.restore(build(), scored, step="best", fallback="previous")
 

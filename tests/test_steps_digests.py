@@ -259,7 +259,7 @@ def test_a_checker_knows_only_the_files_of_its_step(step, tmp_path):
     with Checker(step) as checker:
         with pytest.raises(DamagedError, match="was not saved with the step"):
             checker.check("other", 0, 1)
-        with pytest.raises(UsageError, match="does not lie in"):
+        with pytest.raises(UsageError, match="is not inside"):
             checker.check(tmp_path / "x", 0, 1)
         with pytest.raises(DamagedError, match="up to byte"):
             checker.check(BIG, 0, 3 * MIB)

@@ -102,10 +102,10 @@ def test_finding_a_step(tmp_path):
 def test_what_cannot_be_found(tmp_path):
     with pytest.raises(SourceNotFoundError, match="no folder"):
         find_step(tmp_path / "none", "latest")
-    with pytest.raises(SourceNotFoundError, match="holds no steps"):
+    with pytest.raises(SourceNotFoundError, match="contains no steps"):
         find_step(tmp_path, "latest")
     step = save_step(tmp_path, 1)
-    with pytest.raises(SourceNotFoundError, match="none was saved with a value"):
+    with pytest.raises(SourceNotFoundError, match="was saved with a value"):
         find_step(tmp_path, "best")
     with pytest.raises(SourceNotFoundError, match=r"looks like a step itself: .*step=1"):
         find_step(step, "latest")
@@ -154,7 +154,7 @@ def test_a_record_that_is_not_as_it_was_saved_does_not_say_what_is_best(tmp_path
         (True, {"loss": 0.3}, True),
     ]
     with pytest.raises(
-        DamagedError, match=r"determine the best step in .*: step 1 does not say .*step\.json cannot be read"
+        DamagedError, match=r"determine the best step in .*: step 1 has no readable metrics .*step\.json cannot be read"
     ):
         find_step(tmp_path, "best")
     assert find_step(tmp_path, "latest").step == 2

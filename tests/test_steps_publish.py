@@ -145,7 +145,7 @@ def test_a_folder_that_may_not_be_written(tmp_path):
             folder.chmod(0o555)
             with (
                 ordinary_user(),
-                pytest.raises(SaveError, match=r"Step 2 .*Permission denied.*Let this user") as caught,
+                pytest.raises(SaveError, match=r"Step 2 .*Permission denied.*Grant this user") as caught,
             ):
                 Staging.begin(root, 2)
             assert caught.value.errno == errno.EACCES
@@ -201,7 +201,7 @@ def test_discard_leaves_nothing_and_may_be_repeated(tmp_path):
 
 @pytest.mark.parametrize("step", [-1, 1.0, True, "7", None])
 def test_steps_are_whole_numbers(tmp_path, step):
-    with pytest.raises(UsageError, match="whole number"):
+    with pytest.raises(UsageError, match="non-negative integer"):
         Staging.begin(tmp_path, step)
 
 

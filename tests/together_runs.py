@@ -47,7 +47,7 @@ class Case:
             return f"disagree about the {'source' if self.kind == 'content' else 'mesh'}"
         if self.victim:
             return f"Process {self.victim} ("
-        return "Process 0, which holds the coordination service"
+        return "Process 0, which runs the coordination service"
 
     @property
     def is_killed_first(self):

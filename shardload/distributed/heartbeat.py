@@ -154,7 +154,7 @@ class Heartbeat:
                 self._say(str(number))
                 self._listen()
             except Exception as error:  # an error of the coordination service
-                self._lose(f"Process 0, which holds the coordination service, cannot be reached: {error}")
+                self._lose(f"Process 0, which runs the coordination service, cannot be reached: {error}")
             number += 1
             self._rounds = number
             self._spoken.set()
@@ -173,7 +173,8 @@ class Heartbeat:
         for process, (word, since) in self._heard.items():
             if process not in self._left and now - since > self._silent_s:
                 who = word.split(" ", 1)[1]
-                self._lose(f"Process {process} ({who}) has said nothing for {now - since:.0f} s and is taken for dead")
+                silent = f"has sent no heartbeat for {now - since:.0f} s and is presumed dead"
+                self._lose(f"Process {process} ({who}) {silent}")
         if self._index and (told := self._read(_LOST)) is not None:
             self._lose(told)
         for prefix in list(self._found):
@@ -206,7 +207,7 @@ class Heartbeat:
             seen = self._rounds
             if self._lost is None and still * self._beat_s > self._silent_s:
                 self._lose(
-                    f"Process 0, which holds the coordination service, has not answered for {self._silent_s:.0f} s"
+                    f"Process 0, which runs the coordination service, has not answered for {self._silent_s:.0f} s"
                 )
             for call in list(self.each_beat):
                 with suppress(Exception):  # an error in one must not skip the others

@@ -150,7 +150,7 @@ class JointCall:
         process = _primary(known)
         if process is not None:
             return processes.from_elsewhere(process, known[process], foreign=ProcessFailedError)
-        return ProcessFailedError("Another process failed, and did not say why")
+        return ProcessFailedError("Another process failed without reporting a reason")
 
     def _lost(self, error: BaseException) -> BaseException:
         try:
@@ -178,7 +178,7 @@ class JointCall:
                 str(processes.from_elsewhere(i, word, foreign=ProcessFailedError)) for i, word in self._failed().items()
             )
             self._end(
-                f"{why}. This process waited for the others inside JAX, which cannot be interrupted: it was ended"
+                f"{why}. This process waited for the others inside JAX, which cannot be interrupted: it was terminated"
             )
 
     def _end(self, why: str) -> None:

@@ -38,7 +38,7 @@ def require_agreement(values: Iterable[Any], path: str, sharding: Sharding) -> N
     channel = _channel(members, processes.call.name)
     if len(set(channel.together(digest.hexdigest))) > 1:
         raise UninitialisedError(
-            f"The initial value of {path!r}, which the checkpoint does not hold, differs from process to process, most "
+            f"The initial value of {path!r}, which is not in the checkpoint, differs from process to process, most "
             "likely as each draws its own random seed. Before building the model, call keras.utils.set_random_seed(n) "
             "with the same n on every process, or set them up with keras.distribution.initialize(), which does so"
         )

@@ -71,8 +71,8 @@ def _wait(folder: str, process: int, pid: int, host: str, coordinator: str = "")
     elif said != END:
         doing = said or "training"
         before = written_since(folder, max(began, time.time() - RECENT_S))
-        why = "after what is written above" if before else "most likely killed,"
-        what = f"Process {process} ({host} pid {pid}) ended without a word, {why} while {doing}"
+        why = "after the failure recorded above" if before else "most likely killed,"
+        what = f"Process {process} ({host} pid {pid}) exited unexpectedly, {why} while {doing}"
         write_down(folder, {"process": process, "cause": what})
         sys.stderr.write(f"shardload: {what}. Steps saved before are untouched\n")
 
@@ -81,7 +81,7 @@ def _why(process: int, coordinator: str) -> str:
     """Return the likely cause of the exit of a process that was loading."""
     if not process or _answers(coordinator):
         return "most likely it was killed"
-    return f"process 0 has ended, and JAX, whose coordination service it held at {coordinator}, ended the others"
+    return f"process 0 has ended, and JAX, whose coordination service it ran at {coordinator}, ended the others"
 
 
 def _answers(coordinator: str) -> bool:

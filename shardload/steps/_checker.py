@@ -184,7 +184,7 @@ class Checker:
             if given.is_absolute() and given.is_relative_to(root):
                 return given.relative_to(root).as_posix()
         if given.is_absolute():
-            raise UsageError(f"{given} does not lie in the step {self.folder}")
+            raise UsageError(f"{given} is not inside the step {self.folder}")
         return given.as_posix()
 
     def _expected(self, name: str) -> FileDigest:
@@ -198,7 +198,7 @@ class Checker:
             if name in self._files:
                 return self._files[name]
             if os.path.realpath(self._real / name) != str(self._real / name):
-                raise self._damaged(Damage(name, "is reached through a symbolic link, which no step holds"))
+                raise self._damaged(Damage(name, "is reached through a symbolic link, which is not allowed in a step"))
             try:
                 file = file_access.open_file(self._real / name)
             except (SourceError, SourceNotFoundError) as error:

@@ -53,7 +53,7 @@ def way_out(directory: str | os.PathLike[str], which: Which, *, bad: StepInfo | 
         return _take(found, f"next best{good}" if bad else f"best{good} of the others")
     newest = _first_good(info for info in others if info.step not in ranks)
     unranked = f" Step {newest.step} is the newest{good}: pass step={newest.step}." if newest else ""
-    return WayOut(None, f"No other step that says how good it is is undamaged.{unranked}")
+    return WayOut(None, f"No other undamaged step has a value of the monitored metric.{unranked}")
 
 
 def _take(found: StepInfo, rank: str) -> WayOut:

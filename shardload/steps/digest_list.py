@@ -95,7 +95,7 @@ class Digests:
         """
         tree = scan(folder)
         for name, what in tree.others.items():
-            raise SourceError(f"{os.fspath(folder)}/{name} is {what}; a step holds regular files only")
+            raise SourceError(f"{os.fspath(folder)}/{name} is {what}; a step can contain regular files only")
         wanted = of or (lambda _: True)
         sizes = {name: size for name, size in tree.files.items() if name != DIGESTS_FILE and wanted(name)}
         pieces = [piece for name, size in sizes.items() for piece in pieces_of(name, size)]
@@ -132,7 +132,7 @@ class Digests:
         """
         path = Path(folder, DIGESTS_FILE)
         if path.is_symlink() or path.parent.is_symlink():
-            raise DamagedError(f"Step {step_name(folder)}: {path} is a symbolic link, which no step holds")
+            raise DamagedError(f"Step {step_name(folder)}: {path} is a symbolic link, which is not allowed in a step")
         try:
             found = json_files.read_object(path)
         except SourceNotFoundError as error:
@@ -205,7 +205,8 @@ def digest_piece(folder: str | os.PathLike[str], piece: DigestTask, size: int) -
 def name_damage(digests: Digests, tree: FileTree, step: str) -> list[Damage]:
     """Return missing files, unexpected files and files whose size differs from the saved one."""
     damage = [
-        Damage(name, f"is unexpected: {what}, which no step holds", None, step) for name, what in tree.others.items()
+        Damage(name, f"is unexpected: {what} is not allowed in a step", None, step)
+        for name, what in tree.others.items()
     ]
     for name, expected in digests.files.items():
         found = tree.files.get(name)

@@ -124,7 +124,7 @@ def list_steps(root: str | os.PathLike[str]) -> list[StepInfo]:
     try:
         names = [entry.name for entry in base.iterdir() if NAME.fullmatch(entry.name)]
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise SourceNotFoundError(f"There is no folder {base}, so it holds no steps. Check the path") from error
+        raise SourceNotFoundError(f"There is no folder {base}, so it contains no steps. Check the path") from error
     except OSError as error:
         raise SourceError(f"The folder {base} cannot be listed: {error.strerror}") from error
     found = [info for name in sorted(names, key=int) if (info := _look(base / name)) is not None]
@@ -174,14 +174,14 @@ def find_step(root: str | os.PathLike[str], step: Literal["latest", "best"] | in
         steps = list_steps(root)
     if not steps:
         raise SourceNotFoundError(
-            f"{root} holds no steps. Check the path: steps are folders named 0, 1, 2, …{_nested(root)}"
+            f"{root} contains no steps. Check the path: steps are folders named 0, 1, 2, …{_nested(root)}"
         )
     if step == "latest":
         return steps[-1]
     if step == "best" and (unknown := [info for info in steps if info.hides_rank]):
         also = f"; nor do {', '.join(str(info.step) for info in unknown[1:])}" if len(unknown) > 1 else ""
         raise DamagedError(
-            f"Cannot determine the best step in {root}: step {unknown[0].step} does not say how good it is "
+            f"Cannot determine the best step in {root}: step {unknown[0].step} has no readable metrics "
             f"({unknown[0].problems}){also}. {_existing(steps)}. Take one by its number, or remove the folder "
             f"{unknown[0].where}"
         )
@@ -192,7 +192,7 @@ def find_step(root: str | os.PathLike[str], step: Literal["latest", "best"] | in
         last = _ranking(steps)
         metric = "the monitored metric" if last is None else repr(last.monitor)
         raise SourceNotFoundError(
-            f"No step in {root} says how good it is: none was saved with a value of {metric}. "
+            f"No step in {root} was saved with a value of {metric}. "
             f'{_existing(steps)}. Take one by its number, or step="latest"'
         )
     elsewhere = next(
@@ -253,7 +253,7 @@ def _look(path: Path) -> StepInfo | None:
             return None
     except OSError as error:  # skipping it would make an older step the latest
         raise SourceError(
-            f"{path} may be a step, but cannot be looked into: {error.strerror}. Let this user read it, or move it away"
+            f"{path} may be a step, but cannot be read: {error.strerror}. Grant this user read access, or move it away"
         ) from error
     problems = []
     tree, changed_s = FileTree({}, (), {}), 0.0

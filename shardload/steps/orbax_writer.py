@@ -114,9 +114,9 @@ def start_save(
     if compression not in ("none", "zstd"):
         raise UsageError(f"compression should be 'none' or 'zstd', but is {compression!r}")
     if OWN_FOLDER in items:
-        raise UsageError(f"No checkpointable can be named {OWN_FOLDER!r}: that folder of a step holds our own files")
+        raise UsageError(f"Cannot name a checkpointable {OWN_FOLDER!r}: shardload stores its own files there")
     if os.path.lexists(target):
-        raise describe("something is there already", step=step, folder=target, number=errno.EEXIST)
+        raise describe("the path already exists", step=step, folder=target, number=errno.EEXIST)
     if not target.parent.is_dir():  # Orbax would silently create it and hide that the folder was removed
         raise describe(
             f"there is no folder {target.parent} to write into", step=step, folder=target, number=errno.ENOENT

@@ -116,7 +116,7 @@ class Staging:
             SaveError: If the root is missing, was replaced, or is not writable.
         """
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise UsageError(f"A step is a whole number from 0 on, but {step!r} was given")
+            raise UsageError(f"A step must be a non-negative integer, got {step!r}")
         root = root if isinstance(root, Root) else Root(root)
         root.check(step)
         _refuse_existing(root.path / str(step), step)
@@ -261,8 +261,8 @@ def _remove_moved(home: Path, step: int, base: Path) -> None:
         if isinstance(error, FileNotFoundError):  # another process is removing it, too
             raise
         raise WriteError(
-            f"Step {step} of {base} is no step any more, but its files cannot be removed: {error.strerror} "
-            f"({error.filename}). Remove the folder {home}"
+            f"Step {step} of {base} was removed, but its files cannot be deleted: {error.strerror} "
+            f"({error.filename}). Delete the folder {home}"
         ) from error
 
 
@@ -330,7 +330,7 @@ def _refuse_existing(target: Path, step: int) -> None:
 
 def _exists(target: Path, step: int) -> StepExistsError:
     return StepExistsError(
-        f"Step {step} is there already: {target}. A saved step is never overwritten; remove it, go on from it, or "
+        f"Step {step} is there already: {target}. A saved step is never overwritten; remove it, resume from it, or "
         "save to another folder. Two callbacks of one fit cannot share a folder: give one of them both rules "
         "(max_to_keep, keep_best, keep_every_steps, …), or each a folder of its own"
     )

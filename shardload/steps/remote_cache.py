@@ -145,8 +145,8 @@ class RemoteStep:
         for name in names:
             if sizes[name] > MAX_FILE_BYTES:
                 raise UnsupportedError(
-                    f"{self.url}/{name} has {sizes[name]} bytes and would have to be fetched whole, which is done up "
-                    f"to {MAX_FILE_BYTES}. {COPY_FIRST}"
+                    f"{self.url}/{name} has {sizes[name]} bytes and would have to be fetched whole; the limit "
+                    f"is {MAX_FILE_BYTES}. {COPY_FIRST}"
                 )
         if sum(sizes.values()) > MAX_MIRROR_BYTES or len(sizes) > MAX_FILES:
             raise UnsafeSourceError(

@@ -23,7 +23,7 @@ from shardload.stores.remote import COPY_FIRST, Folder
 
 THREADS = 8
 """Steps queried concurrently: each costs a few round trips."""
-_ONLY_STEPS = "Other checkpoints than training steps are not read from afar"
+_ONLY_STEPS = "Only training steps can be read remotely"
 
 
 def list_remote(url: str) -> list[StepInfo]:
@@ -148,8 +148,7 @@ def _refuse_foreign(folder: Folder) -> None:
 def foreign(url: str) -> UnsupportedError:
     """Return the error for a remote step that shardload did not save."""
     return UnsupportedError(
-        f"{url} was not saved by shardload: it has no digests, so nothing could tell whether what comes over the "
-        f"network is what was saved. {COPY_FIRST}"
+        f"{url} was not saved by shardload: it has no digests, so its data cannot be verified. {COPY_FIRST}"
     )
 
 

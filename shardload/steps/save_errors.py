@@ -27,9 +27,9 @@ _WORDS = {
 _ADVICE = {
     errno.ENOSPC: "Free some room, or keep fewer steps (max_to_keep)",
     errno.EDQUOT: "Free some room, or keep fewer steps (max_to_keep)",
-    errno.EACCES: "Let this user write there, or save somewhere else",
-    errno.EPERM: "Let this user write there, or save somewhere else",
-    errno.EXDEV: "Steps are renamed into place, so .staging has to lie on the disk of the folder it is in",
+    errno.EACCES: "Grant this user write access, or save elsewhere",
+    errno.EPERM: "Grant this user write access, or save elsewhere",
+    errno.EXDEV: "Steps are renamed into place, so .staging must be on the same file system as its parent folder",
     errno.EROFS: "Save to a disk that can be written",
     errno.ENOENT: "Something removed it while the step was being written; find out what before saving again",
 }

@@ -39,7 +39,7 @@ def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
         if size > MAX_JSON_BYTES:
             raise UnsafeSourceError(
                 f"{name} has {size} bytes, but a JSON description has at most {MAX_JSON_BYTES}. "
-                "It is not what its name says; download it again"
+                "It is probably another kind of file; download it again"
             )
         require_brace(fd, size, path=name, what="the JSON text")
         return parse_object(local.read_header(fd, size, offset=0, path=name, what="the JSON text"), path=name)
@@ -59,7 +59,7 @@ def require_brace(fd: int, stop: int, *, path: str, what: str) -> None:
     if end and not end.endswith(b"}"):
         raise SourceError(
             f"{path}: {what} should end with a closing brace, but ends with {end[-8:]!r} before byte {stop}. "
-            "It is damaged, or not what its name says; download it again"
+            "It is damaged or another kind of file; download it again"
         )
 
 
@@ -84,13 +84,13 @@ def parse_object(raw: bytes, *, path: str) -> dict[str, Any]:
         del raw
         found = json.loads(text, object_pairs_hook=unique_pairs)
     except UnicodeDecodeError as error:
-        raise SourceError(f"{path} should hold JSON in UTF-8, but byte {error.start} is not UTF-8") from error
+        raise SourceError(f"{path} should contain JSON in UTF-8, but byte {error.start} is not UTF-8") from error
     except RecursionError as error:
         raise UnsafeSourceError(f"{path} nests its JSON too deeply; no checkpoint does. Download it again") from error
     except ValueError as error:
-        raise SourceError(f"{path} should hold JSON, but does not parse: {error}. Download it again") from error
+        raise SourceError(f"{path} should contain JSON, but does not parse: {error}. Download it again") from error
     if not isinstance(found, dict):
-        raise SourceError(f"{path} should hold a JSON object, but holds a {type(found).__name__}")
+        raise SourceError(f"{path} should contain a JSON object, but contains a {type(found).__name__}")
     return found
 
 

@@ -128,7 +128,7 @@ class Folder:
         if code in ("PERMISSION_DENIED", "UNAUTHENTICATED"):
             return TransferError(f"{where} may not be read: {said}. {self._access()}")
         if code == "FAILED_PRECONDITION" and "was ignored by server" in said:
-            return TransferError(f"{where} cannot be read in parts, as its server ignores ranges. {COPY_FIRST}")
+            return TransferError(f"{where} cannot be read in parts: the server ignores range requests. {COPY_FIRST}")
         return TransferError(f"{where} cannot be read: {said}. Check the address, the network and {self._settings()}")
 
     def stalled(self, name: str, timeout_s: float) -> TransferError:
@@ -239,7 +239,7 @@ class Fetch:
         try:
             while True:
                 if self._given_up:
-                    raise TransferError(f"{self._folder.url}/{self._name} is not wanted any more")
+                    raise TransferError(f"The request for {self._folder.url}/{self._name} was cancelled")
                 try:
                     return self._future.result(timeout=WAIT_S)
                 except CancelledError:
