@@ -154,7 +154,7 @@ def test_paths_are_absolute_and_their_folder_is_there(tmp_path):
         start_save("relative/step", {"pytree": arrays()})
     with pytest.raises(UsageError, match="compression"):
         start_save(tmp_path / "x", {"pytree": arrays()}, compression="gzip")
-    with pytest.raises(UsageError, match="named 'shardload'"):
+    with pytest.raises(UsageError, match="checkpointable 'shardload'"):
         start_save(tmp_path / "x", {"shardload": arrays()})
     with pytest.raises(SaveError, match="no folder") as caught:
         start_save(tmp_path / "gone" / "x", {"pytree": arrays()}, step=4)
