@@ -107,7 +107,7 @@ def _unknown(path: str, head: bytes, size: int) -> SourceError | UnsupportedErro
     if head[:1] == b"\x80" and head[1:2] in {b"\x02", b"\x03", b"\x04", b"\x05"}:
         return UnsupportedError(f"{path} is a Python pickle, which can run code when opened. Convert it to safetensors")
     promised = _promised(path)
-    promise = f"ends like {promised.description}, but " if promised else ""
+    promise = f"has the ending of a {promised.name} file, but " if promised else ""
     reason = f"{promise}begins with {head[:16]!r} ({size} bytes), which is no format known here"
     kind = SourceError if promised else UnsupportedError
     return kind(f"{path} {reason}. Supported are: {_supported()}")
