@@ -166,7 +166,7 @@ def _refuse_itself(source: Path, target: Path) -> None:
 
 def _check_others(plan: Plan, target: Path, *, overwrite: bool) -> None:
     """Check the names of files that go next to the target."""
-    for name, content in plan.beside.items():
+    for name, content in plan.sidecars.items():
         check_description(target.with_name(name), content, overwrite=overwrite)
     for name in plan.shards:
         check_shard(target.with_name(name), home_of(target) / RESULT / name, overwrite=overwrite)
@@ -183,17 +183,17 @@ def _check_digests(source: Source, progress: Progress) -> None:
 
 def _finish(source: Source, plan: Plan, staging: ConversionFolder, *, overwrite: bool) -> None:
     """Compare digests, open the result like any checkpoint, and rename it."""
-    beside = {}
-    for name, content in plan.beside.items():
-        made = staging.result.with_name(f"beside-{name}")
+    sidecars = {}
+    for name, content in plan.sidecars.items():
+        made = staging.result.with_name(f"sidecar-{name}")
         made.write_bytes(content)
-        beside[made] = staging.target.with_name(name)
+        sidecars[made] = staging.target.with_name(name)
     if spec_named(plan.format).is_step:
         digests.Digests.compute(staging.result).write(staging.result)
     opened = staging.result / staging.target.name if plan.shards else staging.result
-    _check_result(plan, opened, described=bool(beside))
+    _check_result(plan, opened, described=bool(sidecars))
     publish = staging.publish_index if plan.shards else staging.publish
-    publish(beside=beside, overwrite=overwrite)
+    publish(sidecars=sidecars, overwrite=overwrite)
 
 
 def _check_result(plan: Plan, result: Path, *, described: bool) -> None:

@@ -105,7 +105,7 @@ def file(source: Source, dtypes: Mapping[int, Any], target: Path, dtype: str | N
     found = saved(root, source, dtypes)
     stem = target.name.removesuffix(ENDING).removesuffix(INDEX_ENDING)
     described = json.dumps(with_dtype(model_config(root), dtype), indent=2)
-    beside = {f"{stem}.json": described.encode()}
+    sidecars = {f"{stem}.json": described.encode()}
     kept = [*source.companions.keras, *source.companions.transformers]
     notes: tuple[str, ...] = (f"{len(kept)} further files were left out: {kept[0]} …",) if kept else ()
     notes += _left_out(found.left)
@@ -114,7 +114,7 @@ def file(source: Source, dtypes: Mapping[int, Any], target: Path, dtype: str | N
             KERAS_H5.name,
             found.copies,
             lambda path: h5.write_skeleton(path, found.tensors, names=found.names),
-            beside,
+            sidecars,
             notes,
         )
     limit = SHARD_BYTES if shard_bytes is None else shard_bytes
@@ -124,7 +124,7 @@ def file(source: Source, dtypes: Mapping[int, Any], target: Path, dtype: str | N
         return h5.write_shards(folder / target.name, found.tensors, names=found.names, shard_bytes=limit)
 
     shards = h5.shard_names(target.name, found.tensors, shard_bytes=limit)
-    return Plan(KERAS_SHARDED.name, found.copies, make, beside, notes, shards)
+    return Plan(KERAS_SHARDED.name, found.copies, make, sidecars, notes, shards)
 
 
 def preset(source: Source, dtypes: Mapping[int, Any], dtype: str | None, shard_bytes: int | None) -> Plan:

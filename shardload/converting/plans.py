@@ -31,7 +31,7 @@ class Plan:
     copies: tuple[Copy, ...]
     make: Callable[[Path], tuple[TensorPlace, ...]]
     """Writes all files, without the values; takes the result's path, which must not exist yet."""
-    beside: Mapping[str, bytes]
+    sidecars: Mapping[str, bytes]
     """Small files, by name, that go next to a target that is a file."""
     notes: tuple[str, ...] = ()
     shards: tuple[str, ...] = ()

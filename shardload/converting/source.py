@@ -85,9 +85,9 @@ def open_source(path: str, *, dtype: str | None = None, ignore_config: Sequence[
         MismatchError: When model and tensors disagree, or tensors would be lost.
     """
     manifest = open_manifest(path)
-    beside = Path(manifest.source)
-    if beside.name == WEIGHTS and beside.is_file() and beside.with_name(CONFIG).is_file():
-        manifest = open_manifest(beside.parent)
+    weights = Path(manifest.source)
+    if weights.name == WEIGHTS and weights.is_file() and weights.with_name(CONFIG).is_file():
+        manifest = open_manifest(weights.parent)
     is_gguf = spec_of(manifest).tokenizer == "header"
     companions = companions_of_gguf(manifest) if is_gguf else companions_of(manifest)
     model = _build(manifest, companions, dtype, ignore_config)

@@ -84,17 +84,17 @@ class ConversionFolder:
                 shutil.rmtree(self._home)
         return False
 
-    def publish(self, *, beside: dict[Path, Path], overwrite: bool) -> None:
+    def publish(self, *, sidecars: dict[Path, Path], overwrite: bool) -> None:
         """Flush everything to disk and give the result its name.
 
         Args:
-            beside: Small files next to the result, finished path → final path; they come first.
+            sidecars: Small files next to the result, finished path → final path; they come first.
             overwrite: Replace an existing checkpoint.
         """
         folder = self.result.is_dir()
         sync_all(self.result) if folder else sync(self.result)
         check_free(self.target, folder=folder, overwrite=overwrite)
-        _place(beside)
+        _place(sidecars)
         if os.path.lexists(self.target) and not (folder and is_empty(self.target)):
             if self.target.is_dir() and not self.target.is_symlink():
                 self.target.rename(self._home / "replaced")
@@ -104,7 +104,7 @@ class ConversionFolder:
         sync(self.target.parent)
         shutil.rmtree(self._home)
 
-    def publish_index(self, *, beside: dict[Path, Path], overwrite: bool) -> None:
+    def publish_index(self, *, sidecars: dict[Path, Path], overwrite: bool) -> None:
         """Like `publish`, for an index and the shards next to it: the index comes last.
 
         If the file system has hard links, a shard gets its final name as a second link and keeps the first until the
@@ -112,7 +112,7 @@ class ConversionFolder:
         lists shards of two checkpoints.
 
         Args:
-            beside: As for `publish`.
+            sidecars: As for `publish`.
             overwrite: Replace an existing index and shards.
         """
         sync_all(self.result)
@@ -123,7 +123,7 @@ class ConversionFolder:
             check_shard(self.target.with_name(shard.name), shard, overwrite=overwrite)
         old = _listed(self.target)
         self.target.unlink(missing_ok=True)
-        _place(beside)
+        _place(sidecars)
         for made in shards:
             _link(made, self.target.with_name(made.name))
         sync(self.target.parent)
@@ -158,8 +158,8 @@ class ConversionFolder:
                 yield found
 
 
-def _place(beside: Mapping[Path, Path]) -> None:
-    for made, name in beside.items():
+def _place(sidecars: Mapping[Path, Path]) -> None:
+    for made, name in sidecars.items():
         sync(made)
         made.replace(name)
 

@@ -85,7 +85,7 @@ def build_model(
                 return _from_preset(manifest, dtype, task, custom_objects, safe_mode)
             case "hugging-face":
                 return _from_transformers(manifest, dtype, task, ignore)
-            case "keras" | "keras-beside" as where:
+            case "keras" | "keras-sidecar" as where:
                 if config := manifest.config if where == "keras" else _config_beside(manifest):
                     described = with_dtype(config, dtype)
                     scope = (custom_objects, safe_mode)

@@ -205,8 +205,8 @@ def _is_float8(dtype: Any) -> bool:
 
 def _about_adapter(manifest: Manifest) -> str:
     source = Path(manifest.source)
-    beside = (source if source.is_dir() else source.parent) / "adapter_config.json"
-    base = _base_model(beside)
+    adapter = (source if source.is_dir() else source.parent) / "adapter_config.json"
+    base = _base_model(adapter)
     whose = f" of {base}" if base else ""
     return (
         f"Cannot load {manifest.source}: it contains a PEFT adapter{whose}, expected a model's own weights. Load "

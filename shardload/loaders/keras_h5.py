@@ -43,6 +43,6 @@ SPEC = FormatSpec(
     endings=(".weights.h5", ".h5", ".hdf5"),
     is_file=is_hdf5,
     open_file=open_file,
-    described_by="keras-beside",
+    described_by="keras-sidecar",
     tensor_names="keras",
 )

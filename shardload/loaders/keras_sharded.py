@@ -93,6 +93,6 @@ SPEC = FormatSpec(
     is_file=lambda content: content.first_shard is not None,  # the safetensors format is checked first
     open_file=open_index,
     part_format="keras-h5",
-    described_by="keras-beside",
+    described_by="keras-sidecar",
     tensor_names="keras",
 )

@@ -118,9 +118,9 @@ def _finished(item: Path) -> Path:
 
 
 def _metadata(step: Path, item: Path, leaves: tuple[SavedLeaf, ...], tensors: dict[str, list[str]]) -> dict[str, Any]:
-    beside = step / "shardload"
-    digests = member(beside, "digests.json", named_by=str(beside))
-    structure = member(beside, "structure.json", named_by=str(beside))
+    own = step / "shardload"
+    digests = member(own, "digests.json", named_by=str(own))
+    structure = member(own, "structure.json", named_by=str(own))
     by_stored_name = {leaf.stored_name: leaf.name for leaf in leaves}
     random_keys = read_random_keys(item)
     return {

@@ -65,8 +65,8 @@ class FormatSpec:
     """Format of the files that an index of this format lists."""
     folder_of: Callable[[str], Path | None] | None = None
     """For formats whose folder describes the model: finds the folder that a weights file belongs to."""
-    described_by: Literal["keras", "keras-beside", "keras-hub", "hugging-face"] | None = None
-    """Origin of ``Manifest.config``: Keras (``keras-beside``: from a file with the same stem), a KerasHub preset, or
+    described_by: Literal["keras", "keras-sidecar", "keras-hub", "hugging-face"] | None = None
+    """Origin of ``Manifest.config``: Keras (``keras-sidecar``: from a file with the same stem), a KerasHub preset, or
     Hugging Face. ``None``: the format describes no model."""
     tensor_names: Literal["keras", "hugging-face", "step", "own"] = "own"
     """Source of the tensors' names: Keras' layers, `transformers`, a training step, or the user (variable paths)."""
