@@ -27,8 +27,9 @@ test-full: $(STAMP)  ## every format, family and dtype on every mesh
 test-fast: $(STAMP)  ## without the slow ones
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
+test-together: export PYTHONPATH := tests:tests/support
 test-together: $(STAMP)  ## every way in which a load by two, four and eight processes fails: an hour
-	$(BIN)/python -m tests.together_runs
+	$(BIN)/python -m together_runs
 
 oldest: $(OLDEST)/.installed  ## all tests with the oldest dependencies that pyproject.toml allows
 	$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal
@@ -40,13 +41,13 @@ fuzz: $(STAMP)  ## damaged files of every format, CASES of each (20,000): hours
 	SHARDLOAD_FUZZ_CASES=$(CASES) $(BIN)/python -m pytest -n 2 --dist worksteal tests/test_fuzz_*.py
 
 kills: $(STAMP)  ## kill -9 a run that saves, fifty times
-	SHARDLOAD_KILLS=50 $(BIN)/python -m pytest tests/test_resume_killed.py
+	SHARDLOAD_KILLS=50 $(BIN)/python -m pytest tests/callbacks/test_resume_killed.py
 
 folders: $(STAMP) $(TORCH)/.installed  ## folders that transformers 4 and 5 write now, all of them (6 GB for PyTorch, about 15 minutes)
 	rm -rf $(FOLDERS)
 	PYTHONPATH=tests $(TORCH)/bin/python -m transformers_cross.generate $(FOLDERS)
 	PYTHONPATH=tests:$(TORCH)/transformers-4 $(TORCH)/bin/python -m transformers_cross.generate $(FOLDERS)
-	$(BIN)/python -m pytest -n 2 --dist worksteal tests/test_transformers_cross.py --every-folder --folders-from $(FOLDERS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests/hub/test_transformers_cross.py --every-folder --folders-from $(FOLDERS)
 
 nightly: kills fuzz folders  ## what takes too long for every change: hours
 

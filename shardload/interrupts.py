@@ -41,7 +41,7 @@ def exit_at_once(farewell: Callable[[], None]) -> Iterator[None]:
         return
     read, write = os.pipe()
     os.set_blocking(write, False)
-    # # CPython's C signal handler writes the number to this pipe even while the interpreter is busy.
+    # CPython's C signal handler writes the number to this pipe even while the interpreter is busy.
     previous_fd = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     threading.Thread(target=_wait, args=(read, farewell), name="interrupts", daemon=True).start()
     try:

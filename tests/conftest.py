@@ -19,6 +19,10 @@ os.environ["XLA_FLAGS"] = (
     "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 )
 # keras-hub imports TensorFlow where it finds it; nothing here needs it, and it costs 4 s and 600 MB.
+SUPPORT = Path(__file__).parent / "support"
+"""Helpers and the scripts that tests start as processes of their own, which find each other through the environment."""
+os.environ["PYTHONPATH"] = os.pathsep.join([str(SUPPORT.parent), str(SUPPORT), os.environ.get("PYTHONPATH", "")])
+sys.path[:0] = [str(SUPPORT)]
 sys.modules.setdefault("tensorflow", None)  # type: ignore[arg-type]
 sys.modules.setdefault("tensorflow_text", None)  # type: ignore[arg-type]
 

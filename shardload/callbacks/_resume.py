@@ -126,7 +126,7 @@ def go_on(
         if lacking := "; ".join(filter(leaves_optimizer_alone, report.notes)):
             warnings.warn(f"Going on in {directory}: {lacking}", stacklevel=4)
         info = restoring.take_restored(model)
-        # # A weights-only step does not change the optimizer's count.
+        # A weights-only step does not change the optimizer's count.
         undone = 0 if info is None else max(0, trained - min(iterations(model), info.step))
     if info is None or not _lies_in(directory, info):
         return None

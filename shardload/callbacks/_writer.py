@@ -234,7 +234,7 @@ def _finish_all() -> None:
                 logging.getLogger("shardload").error("%s", error)
 
 
-# # `atexit` runs after the thread pools stopped accepting work, and the step would be lost.
+# `atexit` runs after the thread pools stopped accepting work, and the step would be lost.
 if (_register := getattr(threading, "_register_atexit", None)) is not None:
     assert concurrent.futures.thread
     _register(_finish_all)

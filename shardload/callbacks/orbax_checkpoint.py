@@ -187,7 +187,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         """
         self._writer.settle()
 
-    # # ---- Keras' callback methods --------------------------------------------------------------------
+    # ---- Keras' callback methods --------------------------------------------------------------------
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         """Read the folder and continue after the step to resume from, if any."""

@@ -145,7 +145,7 @@ class Heartbeat:
         """Record that the other processes may not exit together with this one, so that JAX does not wait for them."""
         self._abandoned = True
 
-    # # ---- the thread that makes requests ----------------------------------------------------------
+    # ---- the thread that makes requests ----------------------------------------------------------
 
     def _run(self) -> None:
         number = 0
@@ -197,7 +197,7 @@ class Heartbeat:
             return str(self._client.key_value_try_get(key))
         return None
 
-    # # ---- the thread that makes no requests -------------------------------------------------------
+    # ---- the thread that makes no requests -------------------------------------------------------
 
     def _watch(self) -> None:
         """Detect a blocked heartbeat thread by counting beats, not seconds: a suspended machine misses no beats."""
@@ -227,7 +227,7 @@ class Heartbeat:
             with suppress(Exception):
                 self._client.key_value_set(_LOST, what, allow_overwrite=True)
 
-    # # ---- exit ------------------------------------------------------------------------------------
+    # ---- exit ------------------------------------------------------------------------------------
 
     def _leave(self) -> None:
         """Stop the heartbeat: a thread inside the service at interpreter exit aborts the process.

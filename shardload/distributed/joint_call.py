@@ -125,7 +125,7 @@ class JointCall:
             return self._remember(error)
         return self._remember(_with_note(self._cause(said), error))
 
-    # # ---- internals -------------------------------------------------------------------------------
+    # ---- internals -------------------------------------------------------------------------------
 
     def _exchange(self, word: Word, *, hurried: Callable[[], bool]) -> dict[int, Word]:
         self._meeting = True

@@ -142,8 +142,8 @@ def _start(target: Path, items: Mapping[str, Any], compression: str, timeout_s: 
     context.array.saving.use_compression = compression == "zstd"
     if compression == "zstd":
         context.array.saving.storage_options.chunk_byte_size = COMPRESSED_CHUNK_BYTES
-    # # Create folders synchronously: if that fails in the background, threads of Orbax wait for the folders until the
-    # # timeout and delay the exit of the process.
+    # Create folders synchronously: if that fails in the background, threads of Orbax wait for the folders until the
+    # timeout and delay the exit of the process.
     context.asynchronous.create_directories_asynchronously = False
     context.asynchronous.timeout_secs = int(timeout_s or DEFAULT_TIMEOUT_S)
     orbax_log_filter.begins()

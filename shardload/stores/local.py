@@ -60,7 +60,7 @@ def open_readonly(path: str | os.PathLike[str]) -> int:
         SourceError: If it is a directory, a pipe or a device, or is not readable.
     """
     try:
-        # # O_NONBLOCK: without it, opening a named pipe waits for a writer forever.
+        # O_NONBLOCK: without it, opening a named pipe waits for a writer forever.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise _open_error(path, error) from error

@@ -294,7 +294,7 @@ def _spec(url: str) -> dict[str, Any]:
     if region := os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION"):
         spec["aws_region"] = region
     if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
-        # # TensorStore does not read these variables, and requires a region with an endpoint.
+        # TensorStore does not read these variables, and requires a region with an endpoint.
         spec |= {"endpoint": endpoint.rstrip("/"), "aws_region": region or "us-east-1"}
     return spec
 

@@ -1,0 +1,170 @@
+"""What may have the target's name, what is refused, and what the messages say."""
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import keras
+import pytest
+from conversions import same
+
+import shardload
+from shardload.converting.staging import ConversionFolder, staged
+from shardload.errors import UsageError, WriteError
+
+# Keras 3.15 converts its variables with an old signature of __array__ that NumPy 2.4 warns about.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+
+@pytest.fixture(scope="module")
+def preset(presets):
+    return presets["gemma_2b"]
+
+
+def precious(path):
+    path.mkdir()
+    (path / "mine").write_text("precious")
+    return path
+
+
+@pytest.mark.slow
+def test_nothing_is_overwritten_unless_asked(preset, tmp_path):
+    shardload.convert(preset, tmp_path / "out", to="orbax")
+    with pytest.raises(WriteError, match=r"there already.*overwrite"):
+        shardload.convert(preset, tmp_path / "out", to="h5")
+    shardload.convert(preset, tmp_path / "out", to="h5", overwrite=True)
+    assert same(preset, tmp_path / "out")
+    assert not (tmp_path / "out" / "pytree").exists()
+
+
+def test_an_empty_folder_is_free(preset, tmp_path):
+    (tmp_path / "out").mkdir()
+    shardload.convert(preset, tmp_path / "out", to="h5")
+    assert same(preset, tmp_path / "out")
+
+
+@pytest.mark.parametrize("to", ["h5", "safetensors", "orbax"])
+def test_a_folder_that_is_no_checkpoint_is_never_replaced(to, preset, tmp_path):
+    out = precious(tmp_path / "out")
+    with pytest.raises(WriteError, match=r"not a checkpoint.*Remove it yourself"):
+        shardload.convert(preset, out, to=to, overwrite=True)
+    (out / "config.json").write_text('{"model_type": "of somebody\'s program"}')
+    (out / "model.h5").mkdir()
+    with pytest.raises(WriteError, match="not a checkpoint"):
+        shardload.convert(preset, out, to=to, overwrite=True)
+    assert (out / "mine").read_text() == "precious"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_folder_of_a_training_run_is_never_replaced(preset, tmp_path):
+    shardload.convert(preset, tmp_path / "run" / "3", to="orbax")
+    with pytest.raises(WriteError, match="not a checkpoint"):
+        shardload.convert(preset, tmp_path / "run", to="h5", overwrite=True)
+    assert (tmp_path / "run" / "3").is_dir()
+
+
+@pytest.mark.slow
+def test_damaged_checkpoints_are_replaced(preset, tmp_path):
+    shardload.convert(preset, tmp_path / "out", to="safetensors", max_shard_bytes="256KiB")
+    next((tmp_path / "out").glob("*.safetensors")).unlink()
+    shardload.convert(preset, tmp_path / "out", to="h5", overwrite=True)
+    assert same(preset, tmp_path / "out")
+
+
+def test_files_that_are_no_checkpoints_stay(preset, tmp_path):
+    one = tmp_path / "one.weights.h5"
+    one.write_text("precious")
+    with pytest.raises(WriteError, match="not a checkpoint"):
+        shardload.convert(preset, one, overwrite=True)
+    one.unlink()
+    (tmp_path / "one.json").write_text('{"mine": "precious"}')
+    with pytest.raises(WriteError, match=r"one\.json is there already and describes no model"):
+        shardload.convert(preset, one, overwrite=True)
+    (tmp_path / "one.json").unlink()
+    precious(one)
+    with pytest.raises(WriteError, match="is a folder, and the result is a file"):
+        shardload.convert(preset, one, overwrite=True)
+
+
+def test_a_link_is_replaced_and_what_it_names_stays(preset, tmp_path):
+    shardload.convert(preset, tmp_path / "first", to="h5")
+    (tmp_path / "out").symlink_to("first")
+    shardload.convert(preset, tmp_path / "out", to="orbax", overwrite=True)
+    assert not (tmp_path / "out").is_symlink()
+    assert same(preset, tmp_path / "first")
+
+
+@pytest.mark.parametrize("name", ["z.h5", "z.safetensors", "z.gguf", "z.json", "Z.HDF5"])
+@pytest.mark.parametrize("to", ["h5", "orbax"])
+def test_a_folder_does_not_get_a_file_s_name(name, to, preset, tmp_path):
+    with pytest.raises(UsageError, match=r"(?i)has a file extension, .* writes a folder.* or name it z\.weights\.h5"):
+        shardload.convert(preset, tmp_path / name, to=to)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("to", [None, "h5", "orbax"])
+def test_keras_archives_are_not_written(to, preset, tmp_path):
+    with pytest.raises(UsageError, match=r"\.keras files are read, not written\. Name it z\.weights\.h5"):
+        shardload.convert(preset, tmp_path / "z.keras", to=to)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_empty_name(preset):
+    with pytest.raises(UsageError, match="name is empty"):
+        shardload.convert(preset, "", to="h5")
+
+
+def test_nothing_stays_of_what_was_not_begun(preset, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1 << 20))
+    with pytest.raises(WriteError, match="Make room, or choose another place") as refused:
+        shardload.convert(preset, tmp_path / "out", to="h5")
+    assert not getattr(refused.value, "__notes__", [])
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_an_earlier_run_did_stays_when_the_source_is_gone(preset, tmp_path, monkeypatch):
+    def stop(self, name, digest):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ConversionFolder, "note_done", stop)
+    with pytest.raises(KeyboardInterrupt) as interrupted:
+        shardload.convert(preset, tmp_path / "out", to="h5")
+    assert "What was done so far is in" in interrupted.value.__notes__[0]
+    monkeypatch.setattr("shardload.converting.writing._identity", lambda *args: Path("gone").stat())
+    with pytest.raises(WriteError) as failed:
+        shardload.convert(preset, tmp_path / "out", to="h5")
+    assert "goes on from there" in failed.value.__notes__[0]
+    assert (tmp_path / ".out.converting" / "result").is_dir()
+
+
+def test_a_disk_without_room_for_the_lock_keeps_no_empty_folder(tmp_path, monkeypatch):
+    def full(path, flags, mode=0o777):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "open", full)
+    with pytest.raises(WriteError, match="No space"), staged(tmp_path / "out", folder=True, overwrite=False):
+        pass
+    monkeypatch.undo()
+    assert not list(tmp_path.iterdir())
+
+
+def test_shard_sizes_that_cannot_be(preset, tmp_path):
+    with pytest.raises(UsageError, match=r"one file. Name it z\.weights\.json"):
+        shardload.convert(preset, tmp_path / "z.weights.h5", max_shard_bytes="1GiB")
+    with pytest.raises(UsageError, match="Orbax has files of its own"):
+        shardload.convert(preset, tmp_path / "z", to="orbax", max_shard_bytes="1GiB")
+    with pytest.raises(UsageError, match="max_shard_bytes: "):
+        shardload.convert(preset, tmp_path / "z", to="safetensors", max_shard_bytes="many")
+    with pytest.raises(UsageError, match=r"max_shard_bytes: .*positive"):
+        shardload.convert(preset, tmp_path / "z", to="safetensors", max_shard_bytes=0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_models_of_your_own_have_no_names_at_hugging_face(tmp_path):
+    keras.Sequential([keras.Input((6,)), keras.layers.Dense(5)]).save(tmp_path / "model.keras")
+    with pytest.raises(UsageError, match="Say what out shall be"):
+        shardload.convert(tmp_path / "model.keras", tmp_path / "out")
+    with pytest.raises(shardload.errors.UnsupportedError, match=r"no model of KerasHub.*--to orbax or --to h5"):
+        shardload.convert(tmp_path / "model.keras", tmp_path / "out", to="safetensors")

@@ -1,0 +1,222 @@
+"""The registry of formats: one module adds a format to every function and to the command."""
+
+import ast
+import json
+import os
+import re
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import keras
+import npz_format
+import numpy as np
+import pytest
+from cli_fakes import shardload as command
+
+import shardload
+from shardload.errors import SourceError, UnsupportedError, UsageError
+from shardload.loaders import FormatSpec, gguf, open_manifest, recognise, register, registry
+from shardload.verifying import verify
+
+ROOT = Path(__file__).parents[2]
+LISTED = ROOT / "docs" / "reference" / "formats.md"
+
+
+@pytest.fixture
+def npz(monkeypatch):
+    """The toy format, known until the end of the test."""
+    monkeypatch.setattr(registry, "_registered", {})
+    register(npz_format.SPEC)
+
+
+@pytest.fixture
+def installed(tmp_path):
+    """What puts a package on the path of another process that announces ``npz`` at some place; to pass as ``env``."""
+
+    def announce(value: str) -> dict[str, str]:
+        folder = tmp_path / "site" / "npz_format-1.0.dist-info"
+        folder.mkdir(parents=True)
+        (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: npz-format\nVersion: 1.0\n")
+        (folder / "entry_points.txt").write_text(f"[{registry.GROUP}]\nnpz = {value}\n")
+        return {"PYTHONPATH": os.pathsep.join([os.environ["PYTHONPATH"], str(folder.parent)]), "KERAS_BACKEND": "jax"}
+
+    return announce
+
+
+def model():
+    inputs = keras.Input((4,))
+    hidden = keras.layers.Dense(8, name="one")(inputs)
+    built = keras.Model(inputs, keras.layers.Dense(2, name="two")(hidden))
+    built.set_weights([np.random.default_rng(0).normal(size=v.shape).astype("float32") for v in built.weights])
+    return built
+
+
+@pytest.fixture
+def saved(tmp_path):
+    path = tmp_path / "small.npz"
+    made = model()
+    npz_format.save(made, path)
+    return path, made
+
+
+def same(one, other):
+    return all(map(np.array_equal, one.get_weights(), other.get_weights()))
+
+
+@pytest.mark.usefixtures("npz")
+class TestAnotherFormat:
+    def test_load(self, saved):
+        path, made = saved
+        assert same(shardload.load(path, mesh="1x2"), made)
+
+    def test_load_weights(self, saved):
+        path, made = saved
+        filled = keras.models.clone_model(made)
+        assert not same(filled, made)
+        report = shardload.load_weights(filled, path)
+        assert report.format == "npz"
+        assert same(filled, made)
+
+    def test_plan_reads_no_more_than_the_weights(self, saved):
+        path, made = saved
+        assert shardload.plan(path, mesh="1x2").bytes.needed == sum(4 * w.size for w in made.get_weights())
+
+    def test_inspect(self, saved):
+        path, made = saved
+        manifest = shardload.inspect(path, format="npz")
+        assert [(t.name, t.shape) for t in manifest.tensors.values()] == [(v.path, v.shape) for v in made.variables]
+
+    def test_verify(self, saved):
+        path, made = saved
+        found = verify(path)
+        assert [(v.verdict, v.tensors) for v in found] == [("readable", len(made.variables))]
+
+    @pytest.mark.parametrize("target", ["copy.weights.h5", "copy"])
+    def test_convert(self, saved, tmp_path, target):
+        path, made = saved
+        to = None if target.endswith(".h5") else "orbax"
+        shardload.convert(path, tmp_path / target, to=to)
+        assert same(shardload.load(tmp_path / target), made)
+
+    def test_a_name_leaves_out_the_ending(self, saved, monkeypatch):
+        path, _ = saved
+        monkeypatch.setenv("SHARDLOAD_HOME", str(path.parent))
+        assert shardload.inspect("small").source == str(path)
+
+    def test_a_folder_of_one(self, saved):
+        path, _ = saved
+        assert open_manifest(path.parent).source == str(path)
+
+    def test_an_ending_that_lies(self, saved):
+        path, _ = saved
+        moved = path.rename(path.with_suffix(".gguf"))
+        with pytest.raises(SourceError, match=r"ends like a \.gguf file, but its content is a NumPy archive"):
+            open_manifest(moved)
+        with pytest.raises(SourceError, match=r"should be a \.gguf file, but its content is a NumPy archive"):
+            open_manifest(moved, format="gguf")
+        assert open_manifest(moved, format="npz").format == "npz"
+
+    def test_a_special_case_is_asked_first(self, saved, tmp_path):
+        """Both are zip files."""
+        path, made = saved
+        made.save(tmp_path / "small.keras")
+        assert [recognise(tmp_path / "small.keras").name, recognise(path).name] == ["keras-archive", "npz"]
+
+    def test_a_target_may_not_have_its_ending(self, saved, tmp_path):
+        with pytest.raises(UsageError, match=r"Remove \.npz, or name it"):
+            shardload.convert(saved[0], tmp_path / "copy.npz", to="orbax")
+
+    def test_one_name_once(self):
+        with pytest.raises(UsageError, match="'npz': there is one of that name"):
+            register(npz_format.SPEC)
+        with pytest.raises(UsageError, match="'gguf': there is one of that name"):
+            register(FormatSpec(name="gguf", description="another"))
+
+    def test_it_is_missed_in_the_documentation(self):
+        assert described() - documented() == {("npz", npz_format.SPEC.description, "`.npz`")}
+
+
+@pytest.mark.slow
+def test_the_command_knows_formats_that_packages_announce(saved, installed):
+    env = installed("npz_format:SPEC")
+    done = command("inspect", str(saved[0]), "--format", "npz", "--json", **env)
+    assert done.code == 0, done.stderr
+    assert json.loads(done.stdout)["format"] == "npz"
+    assert "orbax|npz" in re.sub(r"[\s│]", "", command("inspect", "--help", **env).stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("no_such_module:SPEC", "importing no_such_module:SPEC failed: No module named 'no_such_module'"),
+        ("npz_format:save", "expected its FormatSpec at npz_format:save"),
+    ],
+)
+def test_a_package_that_announces_what_it_has_not_got(saved, installed, value, message):
+    done = command("inspect", str(saved[0]), **installed(value))
+    assert done.code == 1
+    assert f"Cannot use the format 'npz': {message}" in done.error
+
+
+def test_a_broken_package_does_not_disturb_the_prompt(installed):
+    line = {"_SHARDLOAD_COMPLETE": "complete_bash", "COMP_WORDS": "shardload load gem", "COMP_CWORD": "2"}
+    done = command(**installed("no_such_module:SPEC"), **line)
+    assert "gemma2_2b" in done.stdout.split() and done.stderr == ""
+
+
+def test_a_package_does_not_replace_a_format(monkeypatch):
+    point = EntryPoint("gguf", "npz_format:SPEC", registry.GROUP)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point])
+    registry._installed.cache_clear()
+    try:
+        assert registry.names() == tuple(registry._BUILT_IN)
+        assert registry.spec_named("gguf") is gguf.SPEC
+    finally:
+        registry._installed.cache_clear()
+
+
+def test_without_it_an_archive_of_arrays_is_an_unknown_zip(saved):
+    with pytest.raises(SourceError, match="no Keras archive"):
+        open_manifest(saved[0])
+    with pytest.raises(UnsupportedError, match="There is no format 'npz'; there are keras-h5"):
+        open_manifest(saved[0], format="npz")
+
+
+def test_each_spec_has_the_name_it_is_listed_by():
+    assert tuple(spec.name for spec in registry.specs()) == registry.names()
+
+
+def described():
+    """Every format as a row of the documentation's list."""
+    rows = set()
+    for spec in registry.specs():
+        endings = ", ".join(f"`{ending}`" for ending in spec.endings)
+        rows.add((spec.name, spec.description, endings or "a folder"))
+    return rows
+
+
+def documented():
+    return set(re.findall(r"^\| `([\w-]+)` \| ([^|]+?) \| ([^|]+?) \|", LISTED.read_text(), re.MULTILINE))
+
+
+def test_every_format_is_documented_and_no_other():
+    assert described() == documented()
+
+
+def named_formats():
+    """Comparisons of something called ``format`` with a text, in the modules that are not loaders."""
+    for path in (ROOT / "shardload").rglob("*.py"):
+        parts = path.relative_to(ROOT / "shardload").parts
+        if parts[0] in ("loaders", "synth"):  # `synth` writes three formats of its own
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Compare | ast.Match):
+                subjects = [node.subject] if isinstance(node, ast.Match) else [node.left, *node.comparators]
+                if any(isinstance(one, ast.Attribute) and one.attr == "format" for one in subjects):
+                    yield f"{path}:{node.lineno}"
+
+
+def test_only_loaders_tell_formats_apart_by_name():
+    """A capability of `FormatSpec` is what others ask for."""
+    assert list(named_formats()) == []

@@ -1,0 +1,114 @@
+"""Whole models from nested Hugging Face folders: `shardload.load` equals KerasHub's ``from_preset``, bit for bit."""
+
+import pkgutil
+import re
+import shutil
+from pathlib import Path
+
+import hub_folders
+import hub_nested
+import pytest
+from by_hand import check_same
+
+import shardload
+from shardload.errors import MismatchError
+from shardload.hub import kerashub
+from shardload.manifest import Manifest
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*mask attached to it:UserWarning"),  # KerasHub's T5
+]
+
+INDEXED = {"gemma3n", "qwen3_5"}
+"""KerasHub loads Gemma 3n only where there is an index; with one, Qwen 3.5's converter looks at all names."""
+FAST = {"dinov3_vit", "gemma3_text embedding", "gemma4_text", "gemma4_assistant", "qwen3_5_moe vision experts"}
+EVERY = [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in hub_nested.CONFIGS]
+
+
+def folder(tmp_path, name):
+    return hub_nested.write(tmp_path / "hf", name, files=2 if name in INDEXED else 1)
+
+
+LIKE_KERASHUB = ("rope_parameters", "sliding_window")
+"""Fields that KerasHub reads otherwise than the small folders say; here KerasHub is what to equal."""
+
+
+def same_as_kerashub(source, cls, *, task, mesh):
+    model = shardload.load(source, mesh=mesh, task=task, ignore_config=LIKE_KERASHUB)
+    reference = cls.from_preset(str(source), **({"preprocessor": None} if task else {}))
+    assert type(model) is type(reference)
+    report = shardload.report(model)
+    assert not report.missing and not report.unused
+    check_same(model, reference)
+    return report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EVERY)
+def test_equals_from_preset(name, tmp_path, monkeypatch):
+    from keras_hub.models import Backbone, Gemma4AssistantCausalLM
+
+    hub_nested.shrink_mobilenet(monkeypatch)
+    task = name == "gemma4_assistant"
+    mesh = ("1x2", "2x2")[list(hub_nested.CONFIGS).index(name) % 2]
+    source = folder(tmp_path, name)
+    same_as_kerashub(source, Gemma4AssistantCausalLM if task else Backbone, task=task, mesh=mesh)
+
+
+def test_every_converter_has_a_folder():
+    from keras_hub.src.utils import transformers
+
+    types = {name.split()[0] for name in (*hub_folders.CONFIGS, *hub_nested.CONFIGS)}
+    manifests = [Manifest("/m", "hf-safetensors", {}, {}, {"model_type": t}) for t in types]
+    tested = {kerashub.converter(manifest).__name__.rpartition(".")[2] for manifest in manifests}
+    there = {module.name for module in pkgutil.iter_modules(transformers.__path__) if "convert_" in module.name}
+    assert tested == there
+
+
+def test_every_architecture_is_documented():
+    text = (Path(__file__).parents[2] / "docs/reference/names.md").read_text()
+    listed = set(re.findall(r"`([\w-]+)`", text.partition("## Hugging Face architectures")[2].partition("\n## ")[0]))
+    assert {name.split()[0] for name in (*hub_folders.CONFIGS, *hub_nested.CONFIGS)} <= listed
+
+
+@pytest.mark.parametrize("part", ["2_Dense", "3_Dense"])
+def test_an_embedder_without_its_heads_is_refused(part, tmp_path):
+    source = folder(tmp_path, "gemma3_text embedding")
+    shutil.rmtree(source / part)
+    with pytest.raises(MismatchError, match=r"missing from the checkpoint: .*embedding_projection/kernel"):
+        shardload.load(source, mesh="1x2", task=False)
+
+
+@pytest.mark.slow
+def test_biases_a_converter_never_asks_for_stay_zero_and_are_noted(tmp_path, monkeypatch):
+    hub_nested.shrink_mobilenet(monkeypatch)
+    model = shardload.load(folder(tmp_path, "gemma3n"), mesh="1x2", task=False)
+    (note,) = shardload.report(model).notes
+    assert re.fullmatch(r"Initial zeros or ones, as in KerasHub, .* no tensor: 19, conv_stem/.*/bias …", note)
+
+
+@pytest.mark.slow
+def test_a_random_weight_a_converter_never_asks_for_is_refused(tmp_path, monkeypatch):
+    """KerasHub leaves T5Gemma's own output layer at its random values."""
+    monkeypatch.setitem(hub_nested.CONFIGS["t5gemma"], "tie_word_embeddings", False)
+    with pytest.raises(MismatchError, match="missing from the checkpoint: decoder_token_embedding/reverse_embeddings"):
+        shardload.load(folder(tmp_path, "t5gemma"), mesh="1x2", ignore_config=LIKE_KERASHUB)
+
+
+@pytest.mark.slow
+def test_a_preset_whose_layer_recomputes_what_it_stores(tmp_path):
+    """DINOv2 interpolates one table from another: while building, while loading, and whatever the file has for it."""
+    from keras_hub.models import Backbone, DINOV2Backbone
+
+    sizes = {"patch_size": 16, "num_layers": 1, "hidden_dim": 16, "num_heads": 2, "intermediate_dim": 32}
+    saved = DINOV2Backbone(**sizes, image_shape=(32, 32, 3), position_embedding_shape=(64, 64))
+    saved.save_to_preset(str(tmp_path))
+    loaded = shardload.load(tmp_path, mesh="1x2")
+    check_same(loaded, Backbone.from_preset(str(tmp_path)))
+    assert any("DINOV2Embedding" in note and "leaves unread" in note for note in shardload.report(loaded).notes)
+    larger = DINOV2Backbone(**sizes, image_shape=(48, 48, 3), position_embedding_shape=(64, 64))
+    assert shardload.load_weights(larger, tmp_path, mesh="1x2").unused == ()
+    saved = DINOV2Backbone(**sizes, image_shape=(48, 48, 3), position_embedding_shape=(64, 64))
+    saved.load_weights(tmp_path / "model.weights.h5")
+    check_same(larger, saved)

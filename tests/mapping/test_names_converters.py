@@ -1,0 +1,145 @@
+"""Hugging Face folders of every architecture equal KerasHub's own loader, bit for bit."""
+
+import dataclasses
+import tracemalloc
+from pathlib import Path
+
+import hub_folders
+import pytest
+from by_hand import check_same, fill, lay_out, mesh
+from fuzz_child import status
+from hub_folders import build
+
+import shardload.keras_bridge.abstraction
+from shardload.errors import MismatchError, UnsupportedError
+from shardload.loaders import open_manifest
+from shardload.mapping import map_hub
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*mask attached to it:UserWarning"),  # KerasHub's Swin
+]
+
+COMPUTING = {"mistral", "mixtral", "qwen2_moe", "qwen3_moe", "xlm-roberta", "dinov2", "swin", "gpt_oss"}
+"""Architectures whose converters do more than transpose, reshape and cut."""
+FAST = {"gemma2", "gpt2", "mixtral", "xlm-roberta", "vit"}
+EVERY = [pytest.param(m, marks=[] if m in FAST else pytest.mark.slow) for m in hub_folders.CONFIGS]
+
+
+def pair(tmp_path, model_type, stored="float32", *, files=1, **options):
+    """A model filled by us, another filled by KerasHub, and what we found."""
+    made = build(tmp_path / "hf", model_type)
+    manifest = open_manifest(hub_folders.write(tmp_path / "hf", model_type, made, stored, files=files))
+    model = build(tmp_path / "hf", model_type, abstract=True, **options)
+    found = map_hub(model, manifest)
+    assert all(v._value is None for v in model.weights)
+    fill(found, manifest)
+    shardload.keras_bridge.abstraction.initialise(list(found.state))
+    reference = build(tmp_path / "hf", model_type, **options)
+    return model, hub_folders.reference(tmp_path / "hf", reference, model_type), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", EVERY)
+def test_equals_kerashub(model_type, tmp_path):
+    model, reference, found = pair(tmp_path, model_type)
+    assert not found.missing and not found.mismatched and found.unused == ("model.unwanted.weight",)
+    assert bool(found.computed) == (model_type in COMPUTING)
+    check_same(model, reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["gemma2", "mixtral"])
+def test_equals_kerashub_from_several_files_in_bfloat16(model_type, tmp_path):
+    model, reference, _ = pair(tmp_path, model_type, "bfloat16", files=3, dtype="bfloat16")
+    check_same(model, reference)
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "xlm-roberta", "dinov2"])
+def test_computed_values_are_placed_sharded(model_type, tmp_path):
+    made = build(tmp_path / "hf", model_type)
+    manifest = open_manifest(hub_folders.write(tmp_path / "hf", model_type, made))
+    model = lay_out(build(tmp_path / "hf", model_type, abstract=True), mesh())
+    found = map_hub(model, manifest)
+    fill(found, manifest)
+    assert any(not v._value.sharding.is_fully_replicated for c in found.computed for v in c.variables)
+    check_same(model, hub_folders.reference(tmp_path / "hf", made, model_type))
+
+
+def test_experts_name_their_tensors(tmp_path):
+    _, _, found = pair(tmp_path, "mixtral")
+    bank = next(c for c in found.computed if c.names[0].endswith("feedforward_output_dense"))
+    assert [t.split("experts.")[1] for t in bank.tensors] == ["0.w2.weight", "1.w2.weight", "2.w2.weight"]
+    assert bank.owner == "converter convert_mixtral"
+
+
+def without(folder, name):
+    from safetensors.numpy import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, folder / "model.safetensors")
+    return open_manifest(folder)
+
+
+def test_every_absent_tensor_is_missing(tmp_path):
+    made = build(tmp_path / "hf", "gpt2")
+    hub_folders.write(tmp_path / "hf", "gpt2", made)
+    without(tmp_path / "hf", "ln_f.bias")
+    found = map_hub(made, without(tmp_path / "hf", "wte.weight"))
+    assert found.missing == ("token_embedding/embeddings", "layer_norm/beta")
+    assert any("'wte.weight'" in note for note in found.notes)
+
+
+def test_a_converter_that_needs_an_absent_tensor(tmp_path):
+    made = build(tmp_path / "hf", "mixtral")
+    hub_folders.write(tmp_path / "hf", "mixtral", made)
+    name = "model.layers.0.block_sparse_moe.experts.1.w1.weight"
+    with pytest.raises(UnsupportedError, match=r"experts.1.w1.weight', which the checkpoint lacks"):
+        map_hub(made, without(tmp_path / "hf", name))
+
+
+def test_a_shape_that_differs(tmp_path):
+    made = build(tmp_path / "hf", "gpt2")
+    manifest = open_manifest(hub_folders.write(tmp_path / "hf", "gpt2", made))
+    manifest.tensors["wte.weight"] = dataclasses.replace(manifest.tensors["wte.weight"], shape=(24, 64))
+    (mismatch,) = map_hub(made, manifest).mismatched
+    assert (mismatch.tensor, mismatch.expected, mismatch.found) == ("wte.weight", (48, 32), (24, 64))
+
+
+def test_a_converter_that_cannot_reshape(tmp_path):
+    made = build(tmp_path / "hf", "gpt2")
+    manifest = open_manifest(hub_folders.write(tmp_path / "hf", "gpt2", made))
+    name = "h.0.attn.c_attn.weight"
+    manifest.tensors[name] = dataclasses.replace(manifest.tensors[name], shape=(32, 95))
+    with pytest.raises(
+        MismatchError, match=r"convert_gpt2 cannot make the weights of GPT2Backbone.*repair config.json"
+    ):
+        map_hub(made, manifest)
+
+
+def test_a_quantised_model_is_told_the_way_out(tmp_path):
+    made = build(tmp_path / "hf", "gpt2")
+    manifest = open_manifest(hub_folders.write(tmp_path / "hf", "gpt2", made))
+    getattr(made, "backbone", made).enable_lora(2)
+    with pytest.raises(UnsupportedError, match="Load first, then quantize"):
+        map_hub(made, manifest)
+
+
+def test_recording_takes_no_memory(tmp_path):
+    """Thousands of times the tensor's real size declared: nothing of it is touched, in Python's heap or beside it."""
+    made = build(tmp_path / "hf", "mistral")
+    manifest = open_manifest(hub_folders.write(tmp_path / "hf", "mistral", made))
+    map_hub(made, manifest)  # imports and caches are no cost of a tensor
+    huge = dataclasses.replace(manifest.tensors["lm_head.weight"], shape=(1 << 18, 1 << 16))
+    manifest.tensors["lm_head.weight"] = huge
+    Path("/proc/self/clear_refs").write_text("5")  # the resident peak starts anew from here
+    before = status("VmRSS")
+    tracemalloc.start()
+    (mismatch,) = map_hub(made, manifest).mismatched
+    traced = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert mismatch.found == (1 << 16, 1 << 18)
+    assert huge.nbytes == 64 << 30
+    assert traced < 16 << 20
+    assert status("VmHWM") - before < 32 << 20

@@ -1,0 +1,131 @@
+"""The shape of the house: imports point down, heavy packages stay in their rooms, the front door is light."""
+
+import ast
+import graphlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+from package_edges import EDGES
+
+PACKAGE = Path(__file__).parents[2] / "shardload"
+
+
+CONFINED = {
+    "h5py": {"loaders/hdf5.py", "synth/h5_writer.py", "writers/h5.py"},  # one reads, two write
+    "gguf": {"loaders/gguf_rows.py"},
+    "keras_hub": {"hub/kerashub.py"},
+    "orbax": {"steps/orbax_writer.py"},
+    "xxhash": {"steps/digest_list.py"},
+}
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Every module by its dotted name without ``shardload.``; the front door itself is left out."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        found[".".join(parts).removesuffix("__init__").rstrip(".")] = path
+    return {name: path for name, path in found.items() if name}
+
+
+@cache
+def imports(path: Path) -> frozenset[str]:
+    """Dotted names that a file imports anywhere in it."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return frozenset(found)
+
+
+def own_imports(path: Path) -> Iterator[str]:
+    """What a file imports of shardload, as the longest dotted name that is a module."""
+    for name in imports(path):
+        found = name.removeprefix("shardload.")
+        while found not in modules() and "." in found:
+            found = found.rpartition(".")[0]
+        if name.startswith("shardload.") and found in modules():
+            yield found
+
+
+def package(name: str) -> str:
+    return name.partition(".")[0]
+
+
+@cache
+def edges() -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {package(name): set() for name in modules()}
+    for name, path in modules().items():
+        found[package(name)] |= {package(other) for other in own_imports(path)} - {package(name)}
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(edges()))
+def test_a_package_imports_what_is_listed(name):
+    assert name in EDGES, f"shardload/{name} is new: say in EDGES what it may import"
+    assert edges()[name] == EDGES[name]
+
+
+def test_imports_make_no_cycle_and_the_list_is_in_order():
+    list(graphlib.TopologicalSorter(EDGES).static_order())
+    order = list(EDGES)
+    assert order == sorted(order, key=lambda name: (depth(name), name))
+    assert EDGES.keys() == edges().keys()
+
+
+@cache
+def depth(name: str) -> int:
+    """How many floors lie below."""
+    return max((1 + depth(below) for below in EDGES[name]), default=0)
+
+
+def test_a_module_with_an_underscore_is_not_imported_from_another_package():
+    for name, path in modules().items():
+        home = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        for other in own_imports(path):
+            folder, _, leaf = other.rpartition(".")
+            assert not leaf.startswith("_") or leaf == "__main__" or home == folder, f"{name} imports {other}"
+
+
+def test_a_name_with_an_underscore_is_not_imported_from_another_module():
+    for name, path in modules().items():
+        for other in (one.removeprefix("shardload.") for one in imports(path) if one.startswith("shardload.")):
+            module, _, leaf = other.rpartition(".")
+            assert other in modules() or module not in modules() or not leaf.startswith("_"), f"{name} imports {other}"
+
+
+def test_few_modules_at_the_top():
+    assert len([path for path in PACKAGE.glob("*.py") if path.name != "__init__.py"]) <= 12
+
+
+@pytest.mark.parametrize("heavy", CONFINED)
+def test_heavy_packages_stay_in_their_rooms(heavy):
+    users = {str(p.relative_to(PACKAGE)) for p in modules().values() if any(package(n) == heavy for n in imports(p))}
+    assert users == CONFINED[heavy]
+
+
+def test_only_one_package_touches_private_keras():
+    users = {package(name) for name, path in modules().items() if any(n.startswith("keras.src") for n in imports(path))}
+    assert users == {"keras_bridge"}
+
+
+@pytest.mark.parametrize("command", ["import shardload", "import shardload.cli", "import shardload; shardload.__all__"])
+def test_front_door_is_light(command):
+    heavy = "{'jax', 'keras', 'keras_hub', 'tensorflow', 'orbax', 'h5py', 'tensorstore', 'xxhash', 'numpy.testing'}"
+    code = f"{command}\nimport sys\nprint(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_no_module_has_the_name_of_a_public_function():
+    """Importing ``shardload.plan`` as a module would put it in place of the function."""
+    import shardload
+
+    assert not {package(name) for name in modules()} & (set(shardload.__all__) - {"callbacks", "data", "errors"})

@@ -1,0 +1,84 @@
+"""What the documentation says is there: links, the public names, the make targets."""
+
+import re
+from pathlib import Path
+
+import pytest
+from package_edges import EDGES
+
+import shardload
+
+ROOT = Path(__file__).parents[2]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_between_pages_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_links_to_the_repository_lead_somewhere():
+    """Pages of the site link to files outside of docs/ by their address."""
+    pages = "".join(page.read_text() for page in PAGES)
+    paths = set(re.findall(r"shardload/shardload/(?:blob|tree)/main/([^)#\s]+)", pages))
+    assert paths
+    assert {path for path in paths if not (ROOT / path).exists()} == set()
+
+
+def test_the_readme_names_exactly_the_two_commands_that_set_themselves_up():
+    targets = re.findall(r"^\$ make ([\w-]+)", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert targets == ["demo", "test"]
+
+
+def test_readme_calls_only_what_is_public():
+    called = set(re.findall(r"shardload\.(\w+)\(", (ROOT / "README.md").read_text()))
+    assert called and called <= set(shardload.__all__)
+
+
+def test_every_public_name_can_be_imported_and_is_documented():
+    for name in shardload.__all__:
+        assert getattr(shardload, name).__doc__, name
+
+
+def test_ci_runs_the_front_door():
+    assert "make check" in (ROOT / ".ci/run").read_text()
+
+
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def test_contributing_names_every_part_of_the_package():
+    parts = {
+        path.stem + "/" * path.is_dir() for path in (ROOT / "shardload").iterdir() if not path.name.startswith("_")
+    }
+    house = CONTRIBUTING.partition("## The layout of the house")[2].partition("\n## ")[0]
+    assert set(re.findall(r"`(\w+/?)`", house)) >= parts - {"py"}
+
+
+def test_packages_import_from_their_row_of_contributing_and_below():
+    rows = re.findall(r"^\| (`.*?) \|", CONTRIBUTING, re.MULTILINE)
+    row = {name: number for number, names in enumerate(rows) for name in re.findall(r"\w+", names)}
+    upwards = [(a, b) for a, imported in EDGES.items() if a in row for b in imported if row[b] < row[a]]
+    assert upwards == []
+    assert EDGES.keys() - row.keys() <= {"__main__"}
+
+
+def test_files_that_contributing_names_exist():
+    named = set(re.findall(r"`((?:shardload|tests|docs|loaders)/[\w/.*]+)`", CONTRIBUTING))
+    named = {f"shardload/{name}" if name.startswith("loaders/") else name for name in named}
+    assert len(named) > 10
+    assert [name for name in sorted(named) if "NAME" not in name and not list(ROOT.glob(name))] == []
+
+
+def test_identifiers_that_contributing_names_exist():
+    code = "".join(path.read_text() for path in (ROOT / "shardload").rglob("*.py"))
+    for name in ("_BUILT_IN", "_own_roles", "_URL", "_spec"):
+        assert f"`{name}`" in CONTRIBUTING
+        assert re.search(rf"\b{re.escape(name)}\b", code)
+
+
+def test_contributing_runs_make_targets_that_exist():
+    targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
+    assert set(" ".join(re.findall(r"make ([a-z -]+?)(?:`|  )", CONTRIBUTING)).split()) <= set(targets)

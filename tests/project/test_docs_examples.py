@@ -1,0 +1,155 @@
+"""The Python of README and docs, run: the blocks of a page one after the other, as a reader would type them.
+
+All pages share this process and its eight devices; each has a folder of its own. There, small synthetic checkpoints
+have the names of the large ones, and what else a page needs is made before its first block runs.
+"""
+
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import grain
+import keras
+import numpy as np
+import pytest
+
+import shardload
+from shardload.callbacks import OrbaxCheckpoint
+from shardload.synth import synth
+
+ROOT = Path(__file__).parents[2]
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+PAGES = {
+    str(page.relative_to(ROOT)): page.read_text()
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    if BLOCK.search(page.read_text())
+}
+TESTED_ELSEWHERE = {"docs/how-to/load-plain-orbax.md": "tests/restoring/test_howto_plain_orbax.py"}
+DEVICES = 'jax.config.update("jax_num_cpu_devices", 8)'
+"""Set before the first test; JAX takes it once."""
+
+pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")  # Keras, at the end of Grain data
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory):
+    """A KerasHub preset and a Hugging Face folder of one tiny Gemma 2."""
+    root = tmp_path_factory.mktemp("gemma")
+    kinds = ("preset", "safetensors")
+    return {kind: Path(synth("gemma2_2b", format=kind, scale=0.02, directory=root / kind)) for kind in kinds}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(page, names=None, *, replace=()):
+    """Run the blocks of a page; ``replace`` is what would take a network or too long in a test."""
+    text, names = PAGES[page], {} if names is None else names
+    for old, new in replace:
+        assert old in text
+        text = text.replace(old, new)
+    for block in BLOCK.finditer(text):
+        line = text.count("\n", 0, block.start(1))
+        code = "\n" * line + block[1].replace(DEVICES, "")
+        exec(compile(code, page, "exec"), names)  # our own page
+    return names
+
+
+def build_model():
+    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(512, "relu"), keras.layers.Dense(8)])
+    model.compile("adam", "mse")
+    return model
+
+
+def numbers():
+    x = np.random.default_rng(0).random((256, 64), "float32")
+    return x, x[:, :8]
+
+
+def test_every_page_with_python_runs():
+    run_here = set(re.findall(r'\brun\(\s*"([^"]+)"', Path(__file__).read_text()))
+    assert run_here | TESTED_ELSEWHERE.keys() == PAGES.keys()
+    assert all((ROOT / test).exists() for test in TESTED_ELSEWHERE.values())
+
+
+@pytest.mark.slow
+def test_readme(gemma, here):
+    for name in ("gemma3_270m", "gemma2_9b"):
+        shutil.copytree(gemma["preset"], here / name)
+    shardload.load("gemma3_270m").save_weights("finetuned.weights.h5")
+    build_model().save_weights("model.weights.h5")
+    x, y = numbers()
+    data = grain.MapDataset.source(list(zip(x, y, strict=True))).batch(25)  # ten batches: 100 in ten epochs
+    found = run("README.md", {"build_my_model": build_model, "grain_dataset": data})
+    assert found["plan"].devices[-1].id == 31
+    assert found["report"].missing == ()
+    assert "step 100" in shardload.report(found["model"]).notes[0]
+
+
+def test_index(gemma, here, capsys):
+    shutil.copytree(gemma["preset"], here / "gemma3_270m")
+    run("docs/index.md")
+    assert "batch=1,model=8 (8 cpu devices)" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_tutorial(here, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train.py", "1x8", "run"])
+    shorter = [("save_freq=50", "save_freq=5"), ("steps_per_epoch=100", "steps_per_epoch=10")]
+    for epochs in (2, 3):
+        run("docs/tutorials/train-kill-resume.md", replace=[*shorter, ("epochs=20", f"epochs={epochs}")])
+    said = capsys.readouterr().out
+    assert said.count("Epoch 2/") == 1 and said.count("Epoch 3/3") == 1
+    assert shardload.restore(build_tutorial_model(), "run").notes[0].startswith("step 30")
+
+
+def build_tutorial_model():
+    model = keras.Sequential(
+        [keras.Input((64,)), keras.layers.Dense(512, "relu"), keras.layers.Dropout(0.1), keras.layers.Dense(8)]
+    )
+    model.compile("adam", "mse")
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Step .* does not say where its data stood")
+def test_save_and_restore(here):
+    x, y = numbers()
+    names = {"model": build_model(), "build_model": build_model, "x": x, "y": y}
+    found = run("docs/how-to/save-and-restore.md", names)
+    assert found["position"].at > 0
+    assert shardload.inspect(found["weights"]).format == "orbax"
+
+
+def test_migrate(here):
+    x, y = numbers()
+    model = build_model()
+    best = OrbaxCheckpoint("best", monitor="val_loss", save_best_only=True)
+    model.fit(x, y, validation_split=0.25, verbose=0, callbacks=[best])
+    found = run("docs/how-to/migrate-from-keras-callbacks.md", {"model": model, "shardload": shardload})
+    assert found["callback"].save_weights_only
+
+
+def test_restore_from_afar():
+    assert callable(run("docs/how-to/restore-from-afar.md")["go_on"])
+
+
+def test_convert(gemma, here):
+    shutil.copytree(gemma["safetensors"], here / "gemma2-hf")
+    assert run("docs/how-to/convert-checkpoints.md")["report"].tensors > 0
+
+
+def test_layout_rules(gemma, here, capsys):
+    shutil.copytree(gemma["preset"], here / "gemma2_2b")
+    page = PAGES["docs/how-to/layout-rules.md"]
+    (here / "rules.toml").write_text(re.search(r"```toml\n(.*?)```", page, re.DOTALL)[1])
+    run("docs/how-to/layout-rules.md", replace=[('"gemma2_2b_en"', '"./gemma2_2b"')])
+    assert "decoder_block_0/attention/query/kernel (8," in capsys.readouterr().out
+
+
+def test_several_processes():
+    assert callable(run("docs/reference/several-processes.md")["serve"])

@@ -1,0 +1,72 @@
+"""Each example runs as a user runs it, in a process of its own, and shows what it is about."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import shardload
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+PAGE = (ROOT / "docs" / "how-to" / "examples.md").read_text()
+RUN = """
+import runpy, sys
+sys.modules["tensorflow"] = sys.modules["tensorflow_text"] = None  # not needed, and slow to import
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+WARNINGS = ("-W", "error::UserWarning", "-W", "ignore:Your input ran out of data")  # Keras, at the end of Grain data
+
+
+def run(name, *arguments, cwd):
+    command = [sys.executable, *WARNINGS, "-c", RUN, str(ROOT / "examples" / name), *arguments]
+    environment = {k: v for k, v in os.environ.items() if k != "KERAS_BACKEND"} | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_an_example_is_short_and_linked(path):
+    assert len(path.read_text().splitlines()) <= 40
+    assert f"examples/{path.name})" in PAGE
+
+
+@pytest.mark.slow
+def test_load_and_generate(tmp_path):
+    said = run("load_and_generate.py", "gemma3_270m", "The capital of France is", cwd=tmp_path)
+    assert "batch=1,model=8 (8 cpu devices)" in said
+    assert said.splitlines()[-1].startswith("The capital of France is the capital of the country of France.")
+
+
+@pytest.mark.slow
+def test_load_into_own_model(tmp_path):
+    said = run("load_into_own_model.py", cwd=tmp_path)
+    assert "146.0 KiB read, each needed byte once" in said
+    assert "spec=P(None, 'model')" in said
+
+
+@pytest.mark.slow
+def test_save_and_resume(tmp_path):
+    first = run("save_and_resume.py", "run", "1", cwd=tmp_path).splitlines()
+    second = run("save_and_resume.py", "run", "2", cwd=tmp_path).splitlines()
+    assert second[0] == "Epoch 1/2" and second[2] == "Epoch 2/2"
+    assert first[0].rpartition("loss")[2] == second[1].rpartition("loss")[2]  # batches 7 and 8 of the same epoch
+    assert {path.name for path in (tmp_path / "run").iterdir() if path.name.isdigit()} == {"12", "15"}
+
+
+@pytest.mark.slow
+def test_restore_on_new_mesh(tmp_path):
+    said = run("restore_on_new_mesh.py", "run", cwd=tmp_path)
+    assert said in PAGE
+    assert shardload.inspect(tmp_path / "run").format == "orbax"
+
+
+@pytest.mark.slow
+def test_plan_and_lay_out(tmp_path):
+    said = run("plan_and_lay_out.py", cwd=tmp_path)
+    assert "Smallest mesh that fits: 1x4" in said
+    assert said.splitlines()[-1] == "1x4: P('model', None)"

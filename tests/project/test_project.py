@@ -1,0 +1,96 @@
+"""The project around the package: its version, its links, its make targets."""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import yaml
+
+import shardload
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+MAKEFILE = (ROOT / "Makefile").read_text()
+TARGETS = set(re.search(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE)[1].split())
+WORKFLOWS = {path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / ".github/workflows").glob("*.yml")}
+FORMS = sorted(path for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml") if path.stem != "config")
+
+
+def test_the_version_is_that_of_pyproject():
+    assert shardload.__version__ == PROJECT["version"]
+    assert "__version__" in dir(shardload)
+
+
+def test_a_source_tree_that_is_not_installed_has_an_unknown_version(monkeypatch):
+    def missing(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    assert shardload.__version__ == "0+unknown"
+
+
+def test_the_version_is_looked_up_on_first_use():
+    code = "import shardload, sys; assert 'importlib.metadata' not in sys.modules; print(shardload.__version__)"
+    subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize("link", ["Homepage", "Documentation", "Changelog", "Issues"])
+def test_the_package_links_to_its_project(link):
+    assert PROJECT["urls"][link].startswith("https://github.com/shardload/shardload")
+
+
+def test_make_help_describes_every_target():
+    # `make test` sets MAKEFLAGS and MAKELEVEL.
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    shown = subprocess.run(["make", "help"], capture_output=True, text=True, cwd=ROOT, check=True, env=outside).stdout
+    assert {line.split(maxsplit=1)[0] for line in shown.splitlines()} == TARGETS
+    assert all(len(line.split()) > 1 for line in shown.splitlines())
+
+
+def steps(workflow):
+    return [step for job in workflow["jobs"].values() for step in job["steps"]]
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_a_workflow_only_runs_make_with_targets_that_exist(name):
+    commands = [step["run"] for step in steps(WORKFLOWS[name]) if "run" in step]
+    assert commands
+    for command in commands:
+        program, *targets = command.split()
+        assert program == "make" and targets and set(targets) <= TARGETS, command
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_a_workflow_may_only_read_and_ends(name):
+    assert WORKFLOWS[name]["permissions"] == {"contents": "read"}
+    assert all("timeout-minutes" in job for job in WORKFLOWS[name]["jobs"].values())
+    assert all("@" in step["uses"] for step in steps(WORKFLOWS[name]) if "uses" in step)
+
+
+def test_the_tests_run_on_the_oldest_python_that_is_allowed():
+    versions = WORKFLOWS["ci"]["jobs"]["test"]["strategy"]["matrix"]["python"]
+    assert versions == ["3.11", "3.12", "3.13"]
+    assert PROJECT["requires-python"] == f">={versions[0]}"
+
+
+@pytest.mark.parametrize("name", ["newest", "nightly"])
+def test_slow_workflows_have_a_schedule(name):
+    assert WORKFLOWS[name][True]["schedule"]  # YAML reads the key "on" as a boolean
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda path: path.stem)
+def test_an_issue_form_asks_for_what_is_needed(form):
+    body = yaml.safe_load(form.read_text())["body"]
+    fields = [field for field in body if field["type"] != "markdown"]
+    assert any(field.get("validations", {}).get("required") for field in fields)
+    assert len({field["id"] for field in fields}) == len(fields)
+
+
+def test_pre_commit_runs_the_tools_of_make_lint_and_make_types():
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    assert [hook["entry"].split()[0] for hook in hooks] == [".venv/bin/ruff", ".venv/bin/ruff", ".venv/bin/mypy"]

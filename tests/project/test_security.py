@@ -1,0 +1,45 @@
+"""What SECURITY.md says about code, held against the code of the package."""
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+
+from shardload import loading
+
+ROOT = Path(__file__).parents[2]
+MODULES = sorted((ROOT / "shardload").rglob("*.py"))
+PROMISES = (ROOT / "SECURITY.md").read_text()
+RUNS_WHAT_IT_READS = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "torch"}
+
+
+def imported(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module.partition(".")[0]
+
+
+def called(tree):
+    calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
+    yield from (call.id for call in calls if isinstance(call, ast.Name))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_module_runs_code_that_it_reads(path):
+    tree = ast.parse(path.read_text())
+    assert not RUNS_WHAT_IT_READS & set(imported(tree))
+    assert not {"eval", "exec", "compile", "__import__"} & set(called(tree))
+    assert "trust_remote_code" not in path.read_text() and "allow_pickle" not in path.read_text()
+
+
+def test_safe_mode_is_on_unless_the_caller_turns_it_off():
+    assert inspect.signature(loading.run).parameters["safe_mode"].default is True
+    assert "`safe_mode=True`" in PROMISES
+
+
+def test_the_page_says_how_to_report_and_names_the_errors():
+    assert "security/advisories/new" in PROMISES
+    assert all(name in PROMISES for name in ("ShardloadError", "SourceError", "UnsafeSourceError"))

@@ -1,0 +1,205 @@
+"""Steps in object stores, restored through TensorStore's own drivers from a server on loopback."""
+
+import functools
+import gc
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+
+import keras
+import numpy as np
+import pytest
+from object_server import ObjectServer
+from remote_runs import build, same, state, train
+from saved_steps import save_step
+
+import shardload
+from shardload.errors import BudgetError
+from shardload.steps.listing import list_steps
+from shardload.transfer import execution, prefetch
+from shardload.verifying import verify
+
+MIB = 1 << 20
+DATA = r"/d/"
+
+
+@pytest.fixture(scope="module")
+def objects(tmp_path_factory):
+    """A bucket with one run of large arrays and one of two steps of small ones; and the models."""
+    folder = tmp_path_factory.mktemp("bucket")
+    model = train(folder / "run")
+    save_step(model, folder / "packed", 1, compression="zstd")
+    return folder, model, train(folder / "small", width=32, epochs=2, monitor="loss")
+
+
+@pytest.fixture
+def store(objects, monkeypatch):
+    server = ObjectServer(objects[0])
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+    yield server
+    server.close()
+
+
+def address(store, scheme, name):
+    return f"{getattr(store, scheme)}/{name}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("scheme", "mesh"), [("http", "1x8"), ("s3", "2x4"), ("gs", "1x1"), ("s3", "1x3")])
+def test_everything_on_any_mesh_bit_for_bit(objects, store, scheme, mesh):
+    target = build()
+    report = shardload.restore(target, address(store, scheme, "run"), step=1, mesh=mesh)
+    assert same(target, objects[1])
+    assert report.source == address(store, scheme, "run/1")
+    assert "step 1 (epoch 0), verified" in report.notes
+    assert store.sent_of(DATA) <= report.bytes.read <= 1.1 * report.bytes.needed
+    assert report.host_bytes.peak_staging <= 1.1 * report.host_bytes.budget
+
+
+def rows(shape):
+    found = keras.distribution.LayoutMap(keras.distribution.DeviceMesh(shape, ("batch", "model")))
+    found[".*kernel"] = ("model", None)
+    found[".*bias"] = (None,)
+    return found
+
+
+@pytest.mark.slow
+def test_a_layout_across_the_one_that_was_saved(objects, store):
+    target = build()
+    report = shardload.restore(target, store.s3 + "/run", mesh="1x8", layout=rows((1, 8)))
+    kernel = target.weights[0].value
+    assert {shard.data.shape for shard in kernel.addressable_shards} == {(128, 2048)}
+    assert same(target, objects[1])
+    assert store.sent_of(DATA) <= 1.1 * report.bytes.needed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("scheme", "budget"), [("s3", "64MiB"), ("http", None)])
+def test_compressed_chunks_across_a_layout(objects, store, scheme, budget):
+    target = build()
+    url = address(store, scheme, "packed/1")
+    report = shardload.restore(target, url, mesh="1x8", layout=rows((1, 8)), host_memory_bytes=budget)
+    assert same(target, objects[1])
+    assert store.sent_of(DATA) <= report.bytes.read <= 1.1 * report.bytes.needed
+    assert report.bytes.needed < sum(array.nbytes for array in state(objects[1]))
+    assert report.host_bytes.peak_staging <= 1.1 * report.host_bytes.budget
+
+
+def test_neighbouring_bytes_are_fetched_together(store):
+    shardload.restore(build(), store.http + "/run/1")
+    lengths = [sent for _, key, _, sent in store.requests if key and "/d/" in key and sent > MIB]
+    assert len(lengths) <= 14 and max(lengths) <= 4 * MIB
+
+
+@pytest.mark.slow
+def test_of_weights_only_weights_are_fetched(objects, store):
+    target = build(compiled=False)
+    report = shardload.restore(target, store.s3 + "/run", items="weights")
+    assert all(np.array_equal(a, b) for a, b in zip(state(target), state(objects[1]), strict=False))
+    assert store.sent_of(DATA) <= report.bytes.needed + 2 * MIB
+
+
+@pytest.mark.slow
+def test_a_small_budget_is_kept(objects, store, monkeypatch):
+    made = []
+    monkeypatch.setattr(prefetch.AheadReads, "close", lambda self: made.append(self))  # noqa: PLW0108 - becomes a method
+    target = build()
+    report = shardload.restore(target, store.s3 + "/run", mesh="1x8", layout=rows((1, 8)), host_memory_bytes="16MiB")
+    assert same(target, objects[1])
+    assert report.host_bytes.peak_staging <= 16 * MIB and made[0].peak_bytes <= 4 * MIB
+    assert made[0].held_bytes == 0
+    with pytest.raises(BudgetError, match="Give it at least 16MiB"):
+        shardload.restore(target, store.s3 + "/run", host_memory_bytes="8MiB")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", ["16MiB", None])
+def test_where_data_is_uploaded(objects, store, monkeypatch, budget):
+    monkeypatch.setattr(execution, "execute", functools.partial(execution.execute, placement="upload"))
+    target = build()
+    report = shardload.restore(target, store.s3 + "/run", mesh="1x8", layout=rows((1, 8)), host_memory_bytes=budget)
+    assert same(target, objects[1])
+    assert report.host_bytes.peak_staging <= 1.1 * report.host_bytes.budget
+    assert store.sent_of(DATA) <= 1.1 * report.bytes.needed
+
+
+@pytest.mark.parametrize("step", ["latest", "best", 1, 2])
+def test_a_step_of_several(objects, store, step):
+    target = build(32)
+    report = shardload.restore(target, store.s3 + "/small", step=step)
+    assert same(target, objects[2]) == (step != 1)
+    assert report.source == f"{store.s3}/small/{1 if step == 1 else 2}"
+
+
+def test_load_builds_the_model_too(objects, store):
+    model = shardload.load(store.http + "/small/2", mesh="1x8")
+    assert same(model, objects[2])
+    assert shardload.report(model).source == store.http + "/small/2"
+
+
+def test_load_weights_into_a_model_that_stands(objects, store):
+    target = build(32, compiled=False)
+    shardload.load_weights(target, store.gs + "/small")
+    assert all(np.array_equal(a, b) for a, b in zip(state(target), state(objects[2]), strict=False))
+
+
+def test_nothing_is_left_behind(store, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    manifest = shardload.inspect(store.s3 + "/small")
+    model = build(32)
+    shardload.restore(model, store.s3 + "/small", items="weights")
+    assert len(list(tmp_path.iterdir())) == 1 and manifest.tensors
+    del manifest
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_steps_are_listed_by_what_they_say(store):
+    found = list_steps(store.s3 + "/small")
+    assert [(info.step, info.epoch, info.best) for info in found] == [(1, 0, False), (2, 1, True)]
+    assert [info.where for info in found] == [f"{store.s3}/small/{n}" for n in (1, 2)]
+    assert store.sent_of(DATA) == 0
+
+
+def test_verify_reads_everything(objects, store):
+    verdict = verify(store.http + "/run/1")[0]
+    files = [p for p in (objects[0] / "run/1").rglob("*") if p.is_file()]
+    assert (verdict.verdict, verdict.path) == ("verified", store.http + "/run/1")
+    assert verdict.n_bytes == sum(p.stat().st_size for p in files) <= store.bytes_sent
+    assert [v.verdict for v in verify(store.s3 + "/small")] == ["verified"] * 2
+
+
+FRESH = """
+import hashlib, sys, shardload, numpy as np
+from remote_runs import build, state
+model = build()
+shardload.restore(model, sys.argv[1], mesh="2x4")
+print(hashlib.sha256(b"".join(a.tobytes() for a in state(model))).hexdigest())
+"""
+
+
+@pytest.mark.slow
+def test_in_a_fresh_process(objects, store):
+    code = f"import conftest\n{FRESH}"
+    done = python("-c", code, store.s3 + "/run")
+    expected = hashlib.sha256(b"".join(a.tobytes() for a in state(objects[1]))).hexdigest()
+    assert done.stdout.split() == [expected], done.stderr
+
+
+def python(*arguments):
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.slow
+def test_the_command_line(store):
+    done = python("-m", "shardload", "load", store.s3 + "/small", "--mesh", "2x4", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["source"] == store.s3 + "/small/2"
+    done = python("-m", "shardload", "steps", store.s3 + "/small", "--json")
+    assert [step["path"] for step in json.loads(done.stdout)["steps"]] == [f"{store.s3}/small/{n}" for n in (1, 2)]
+    done = python("-m", "shardload", "verify", store.http + "/small/2")
+    assert done.stdout.startswith(f"verified  {store.http}/small/2 ("), done.stderr

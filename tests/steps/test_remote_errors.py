@@ -1,0 +1,308 @@
+"""What a restore from an object store says when the store, the network or the step are not as they should be."""
+
+import json
+import shutil
+import time
+
+import keras
+import numpy as np
+import pytest
+from object_server import ObjectServer
+from remote_runs import build, same, state, train
+from saved_steps import save_step
+
+import shardload
+from shardload.cli import main
+from shardload.errors import (
+    DamagedError,
+    MismatchError,
+    ShardloadError,
+    SourceError,
+    SourceNotFoundError,
+    TransferError,
+    UnsafeSourceError,
+    UnsupportedError,
+    UsageError,
+)
+from shardload.steps.digest_list import Digests, FileDigest
+from shardload.steps.listing import list_steps
+from shardload.stores import remote
+from shardload.verifying import verify
+
+WIDTH = 320
+"""Kernels of 800 KiB: data files of 4.7 MiB."""
+
+
+@pytest.fixture(scope="module")
+def objects(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bucket")
+    model = train(folder / "run", width=WIDTH, epochs=2, monitor="loss")
+    save_step(model, folder / "zipped", 1, compression="zstd")
+    (folder / "foreign" / "3").mkdir(parents=True)
+    (folder / "foreign" / "3" / "_CHECKPOINT_METADATA").write_text("{}")
+    return folder, model
+
+
+@pytest.fixture
+def store(objects, monkeypatch):
+    server = ObjectServer(objects[0])
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(remote, "RETRIES", {"max_retries": 2, "initial_delay": "10ms", "max_delay": "20ms"})
+    yield server
+    server.close()
+
+
+def data_file(objects, step=2):
+    found = max((objects[0] / "run" / str(step) / "pytree").rglob("d/*"), key=lambda p: p.stat().st_size)
+    return found.relative_to(objects[0]).as_posix()
+
+
+def flipped(at):
+    return lambda data: data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :]
+
+
+def expect(error, url, *words, **options):
+    """A restore fails with one paragraph that says all of ``words``, and leaves the model as it was."""
+    target = build(WIDTH, compiled=False)
+    before = state(target)
+    with pytest.raises((error, shardload.errors.LoadInterruptedError)) as caught:
+        shardload.restore(target, url, atomic=True, **options)
+    text = str(caught.value)
+    assert all(word in text for word in words), text
+    assert "shardload-remote-" not in text and "[http_response" not in text
+    assert all(np.array_equal(a, b) for a, b in zip(state(target), before, strict=True))
+    causes = [caught.value, caught.value.__cause__]
+    assert any(isinstance(cause, error) for cause in causes), causes
+    return text
+
+
+@pytest.mark.parametrize("scheme", ["http", "s3", "gs"])
+def test_a_flipped_bit_of_data(objects, store, scheme):
+    name = data_file(objects)
+    store.tampered[name] = flipped(4_000_000)
+    expect(DamagedError, f"{getattr(store, scheme)}/run", "Step 2 is damaged", name, "from byte 3145728", step=2)
+
+
+def test_the_step_before_is_taken_if_asked_for(objects, store):
+    store.tampered[data_file(objects)] = flipped(4_000_000)
+    target = build(WIDTH)
+    report = shardload.restore(target, store.s3 + "/run", fallback="previous")
+    assert report.source == store.s3 + "/run/1" and "step 2 is damaged" in report.notes[0]
+    expect(DamagedError, store.s3 + "/run", "Step 1 is the newest before it: pass step=1")
+
+
+@pytest.mark.parametrize("name", ["pytree/_METADATA", "shardload/structure.json", "shardload/digests.json"])
+def test_a_flipped_bit_of_a_small_file(store, name):
+    store.tampered[f"run/2/{name}"] = flipped(40)
+    expect(DamagedError, store.s3 + "/run", "Step 2 is damaged", f"{store.s3}/run/2/{name}")
+
+
+def test_a_b_tree_node_is_checked_like_everything(objects, store):
+    node = min((objects[0] / "run/2/pytree/d").iterdir()).relative_to(objects[0]).as_posix()
+    store.tampered[node] = flipped(100)
+    expect(DamagedError, store.s3 + "/run", "Step 2 is damaged", node)
+
+
+@pytest.mark.parametrize("scheme", ["http", "s3", "gs"])
+def test_a_truncated_object(objects, store, scheme):
+    name = data_file(objects)
+    store.tampered[name] = lambda data: data[:-100_000]
+    expect(DamagedError, f"{getattr(store, scheme)}/run", "Step 2 is damaged", name, "was truncated", step=2)
+
+
+@pytest.mark.parametrize("scheme", ["http", "s3", "gs"])
+def test_a_missing_object(objects, store, scheme):
+    name = data_file(objects)
+    store.status[name] = 404
+    expect(DamagedError, f"{getattr(store, scheme)}/run", "Step 2 is damaged", name, "is missing", step=2)
+
+
+@pytest.mark.parametrize("scheme", ["http", "s3", "gs"])
+def test_no_permission(store, scheme):
+    store.status["*"] = 403
+    way_out = {"http": "copy the step", "s3": "AWS_ACCESS_KEY_ID", "gs": "GOOGLE_APPLICATION_CREDENTIALS"}[scheme]
+    expect(TransferError, f"{getattr(store, scheme)}/run", "may not be read", way_out, step=2)
+
+
+def test_no_permission_for_one_object_is_not_damage(objects, store):
+    store.status[data_file(objects)] = 403
+    text = expect(TransferError, store.s3 + "/run", "may not be read", data_file(objects))
+    assert "is damaged" not in text
+
+
+def test_errors_of_the_server_are_tried_again_and_told(objects, store):
+    name = data_file(objects)
+    store.status[name] = 500
+    expect(TransferError, store.s3 + "/run", name, "cannot be read", "retry attempts failed", "AWS_ENDPOINT_URL")
+    assert sum(key == name for _, key, _, _ in store.requests) >= 3
+
+
+def test_a_server_that_is_down(objects, store):
+    store.close()
+    expect(TransferError, store.http + "/run", "cannot be read", "Check the address, the network", step=2)
+    expect(TransferError, store.s3 + "/run", "cannot be read", "AWS_ENDPOINT_URL", step=2)
+
+
+def test_a_server_that_stalls(objects, store, monkeypatch):
+    monkeypatch.setenv("SHARDLOAD_REMOTE_TIMEOUT", "1")
+    store.stalled.add(data_file(objects))
+    began = time.monotonic()
+    expect(TransferError, store.s3 + "/run", "nothing came from its server for 1 s", "SHARDLOAD_REMOTE_TIMEOUT")
+    assert time.monotonic() - began < 5
+
+
+def test_a_server_that_ignores_ranges(store):
+    store.ignores_ranges = True
+    expect(
+        TransferError,
+        store.http + "/run",
+        "the server ignores range requests",
+        "Copy it to this machine first",
+        step=2,
+        host_memory_bytes="16MiB",
+    )
+
+
+def test_nothing_there(store):
+    expect(SourceNotFoundError, store.s3 + "/nowhere", "There is nothing at s3://bucket/nowhere")
+    expect(SourceNotFoundError, "s3://other/run", "There is no bucket or folder s3://other/run")
+    expect(SourceNotFoundError, store.s3 + "/run", "has no step 7. It has 2 steps: 1, 2", step=7)
+    expect(SourceNotFoundError, store.http + "/run", f"There is no step at {store.http}/run/7", step=7)
+    expect(SourceNotFoundError, store.http + "/run/7", f"There is no step at {store.http}/run/7")
+    expect(UsageError, store.http + "/run", "step should be", step="newest")
+    with pytest.raises(SourceNotFoundError, match="There is nothing at s3://bucket/nowhere"):
+        verify(store.s3 + "/nowhere")
+    with pytest.raises(SourceNotFoundError, match="contains no steps"):
+        verify(store.s3)
+
+
+def test_http_lists_nothing(store):
+    expect(UnsupportedError, store.http + "/run", "HTTP servers do not list", f"({store.http}/run/100)", "(step=100)")
+
+
+def test_foreign_steps_are_not_believed(store):
+    for url in (store.s3 + "/foreign", store.s3 + "/foreign/3", store.http + "/foreign/3"):
+        expect(UnsupportedError, url, "was not saved by shardload", "Copy it to this machine first")
+    assert [info.ours for info in list_steps(store.s3 + "/foreign")] == [False]
+    with pytest.raises(UnsupportedError, match="was not saved by shardload"):
+        verify(store.s3 + "/foreign")
+
+
+def test_damage_of_a_compressed_step(objects, store):
+    name = max((objects[0] / "zipped/1/pytree").rglob("d/*"), key=lambda p: p.stat().st_size)
+    name = name.relative_to(objects[0]).as_posix()
+    store.tampered[name] = flipped(2_500_000)
+    expect(DamagedError, store.s3 + "/zipped", "Step 1 is damaged", name, "from byte 2097152")
+    assert [verdict.verdict for verdict in verify(store.s3 + "/zipped")] == ["damaged"]
+
+
+def test_a_step_without_digests_is_damaged(store):
+    store.status["run/2/shardload/digests.json"] = 404
+    expect(DamagedError, store.s3 + "/run", "digests.json is missing")
+    assert [info.problems is None for info in list_steps(store.s3 + "/run")] == [True, False]
+    assert [verdict.verdict for verdict in verify(store.s3 + "/run")] == ["verified", "damaged"]
+    expect(DamagedError, store.s3 + "/run/2", "Step 2 at s3://bucket/run/2 is damaged: shardload/digests.json")
+
+
+def test_verify_names_all_that_is_wrong(objects, store):
+    name = data_file(objects, step=1)
+    store.tampered[name] = lambda data: flipped(10)(flipped(3_500_000)(data))
+    store.status["run/1/orbax.checkpoint"] = 404
+    (objects[0] / "run/1/extra").write_text("more")
+    try:
+        problems = verify(store.s3 + "/run/1")[0].problems
+    finally:
+        (objects[0] / "run/1/extra").unlink()
+    assert len(problems) == 3 and "extra is unexpected" in problems[0]
+    assert ["from byte 0" in problems[1], "from byte 3145728" in problems[2]] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("http://127.0.0.1:1/run?token=1", "no user, no \\?"),
+        ("http://user:secret@127.0.0.1:1/run", "no user, no \\?"),
+        ("s3://", "names no bucket"),
+        ("s3://bucket/a/../b", "not a name in a store"),
+    ],
+)
+def test_addresses_that_cannot_be_used(url, words):
+    with pytest.raises((UnsupportedError, SourceError), match=words) as caught:
+        list_steps(url)
+    assert "secret" not in str(caught.value)
+
+
+def forged(folder, files):
+    """A step whose digests list whatever is asked for."""
+    (folder / "shardload").mkdir(parents=True)
+    Digests(files).write(folder)
+
+
+@pytest.mark.slow
+def test_hostile_lists_of_files(objects, store):
+    huge, large = FileDigest(1 << 40, ("0" * 16,) * 4), FileDigest(65 << 20, ("0" * 16,) * 65)
+    for files, words in (
+        ({"../../escape": FileDigest(0, ())}, "leads out of the step's folder"),
+        ({"shardload/step.json": huge}, "not one digest per MiB"),
+        ({"pytree/_METADATA": large}, "the limit is 67108864"),
+        ({f"pytree/{k}": FileDigest(1, ("0" * 16,)) for k in range(20_000)}, "20000 small files"),
+        ({"pytree/\udcff": FileDigest(1, ("0" * 16,))}, "not valid Unicode"),
+    ):
+        forged(objects[0] / "forged" / "1", files)
+        with pytest.raises((DamagedError, TransferError, UnsafeSourceError, UnsupportedError), match=words):
+            shardload.restore(build(WIDTH), store.s3 + "/forged")
+        shutil.rmtree(objects[0] / "forged")
+    assert store.sent_of("forged/1/pytree") == 0
+
+
+def test_a_list_of_files_too_large_is_not_fetched(objects, store):
+    store.tampered["run/2/shardload/digests.json"] = lambda data: data + bytes(33 << 20)
+    expect(UnsafeSourceError, store.s3 + "/run", "digests.json should have at most 33554432 bytes")
+    assert store.sent_of("run/2/shardload/digests.json") <= 1
+
+
+def test_only_training_steps_are_read_from_afar(store, capfd):
+    with pytest.raises(UnsupportedError, match="only training steps"):
+        shardload.load(store.s3 + "/run", format="gguf")
+    for command in (["convert", store.s3 + "/run", "there", "--to", "h5"], ["diff", store.s3 + "/run", "there"]):
+        assert main([*command, "--json"]) == 1
+        error = json.loads(capfd.readouterr().out)["error"]
+        assert "copy" in error["message"] and error["type"] == "UnsupportedError"
+    with pytest.raises(UsageError, match="a folder of this machine"):
+        shardload.callbacks.OrbaxCheckpoint("s3://bucket/run")
+
+
+def test_a_model_that_does_not_fit_is_told_the_address(store):
+    with pytest.raises(MismatchError, match=r"^s3://bucket/run/2 does not fit the model"):
+        shardload.load_weights(build(8), store.s3 + "/run")
+    with pytest.raises(MismatchError, match="s3://bucket/run/2"):
+        shardload.restore(build(8), store.s3 + "/run")
+
+
+def test_the_command_line_says_it_in_one_paragraph(objects, store, capfd):
+    store.status[data_file(objects)] = 403
+    assert main(["load", store.s3 + "/run"]) == 1
+    text = capfd.readouterr().err
+    assert text.startswith("Error: ") and "Traceback" not in text
+
+
+def test_the_model_still_works_after_a_failure(objects, store):
+    target = build(WIDTH)
+    store.tampered[data_file(objects)] = flipped(4_000_000)
+    with pytest.raises(ShardloadError):
+        shardload.restore(target, store.s3 + "/run")
+    store.reset()
+    shardload.restore(target, store.s3 + "/run")
+    assert same(target, objects[1])
+    keras.utils.clear_session()
+
+
+def test_answers_cut_short_are_asked_for_again(objects, store):
+    name = data_file(objects)
+    store.cut[name] = 2
+    target = build(WIDTH)
+    shardload.restore(target, store.s3 + "/run")
+    assert same(target, objects[1]) and not store.cut[name]
+    store.cut[name] = 1000
+    expect(TransferError, store.s3 + "/run", name, "cannot be read")

@@ -1,0 +1,340 @@
+"""A step is there whole or not at all: killed writers, vanished folders, two writers, full disks."""
+
+import errno
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from step_folders import fill, names, save_step
+
+from shardload.errors import SaveError, SourceNotFoundError, StepExistsError, UsageError, WriteError
+from shardload.steps import locks, publish
+from shardload.steps.digests import Digests, verify
+from shardload.steps.listing import list_steps
+from shardload.steps.publish import Root, Staging, remove_stale, remove_step
+
+CHILD = Path(__file__).parents[1] / "support" / "step_child.py"
+
+
+def ready(root, step=7):
+    """A staging folder that could be published."""
+    staging = Staging.begin(root, step)
+    fill(staging.path, step=step)
+    Digests.compute(staging.path).write(staging.path)
+    return staging
+
+
+def test_nothing_shows_before_publish(tmp_path):
+    staging = ready(tmp_path)
+    assert names(tmp_path) == [".staging"]
+    assert staging.publish() == tmp_path / "7"
+    assert verify(tmp_path / "7") == []
+    assert names(tmp_path / ".staging") == []
+
+
+def test_relative_roots_stay_where_they_were(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("run").mkdir()
+    staging = ready("run")
+    monkeypatch.chdir("/")
+    assert staging.publish() == tmp_path / "run" / "7"
+
+
+def test_everything_is_flushed_before_the_rename(tmp_path, monkeypatch):
+    synced, real_fsync, real_rename = [], os.fsync, os.rename
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: (synced.append(str(Path(f"/proc/self/fd/{fd}").readlink())), real_fsync(fd))
+    )
+    monkeypatch.setattr(os, "rename", lambda a, b: (synced.append("rename"), real_rename(a, b)))
+    staging = ready(tmp_path)
+    synced.clear()
+    expected = {str(path) for path in [staging.path, *staging.path.rglob("*")]}
+    staging.publish()
+    assert set(synced[: synced.index("rename")]) == expected
+    assert synced[synced.index("rename") + 1 :] == [str(tmp_path)]
+
+
+def test_a_failed_flush_is_no_step(tmp_path, monkeypatch):
+    staging = ready(tmp_path)
+
+    def fail(fd):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(SaveError, match=r"Step 7 .*Input/output error.*untouched") as caught:
+        staging.publish()
+    assert caught.value.errno == errno.EIO
+    assert list_steps(tmp_path) == []
+
+
+def test_a_step_is_never_overwritten(tmp_path):
+    save_step(tmp_path, 7)
+    with pytest.raises(StepExistsError, match="Step 7 is there already"):
+        Staging.begin(tmp_path, 7)
+    assert isinstance(StepExistsError("x"), FileExistsError)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda r: save_step(r, 7), lambda r: (r / "7").touch(), lambda r: (r / "7").symlink_to(r)]
+)
+def test_the_second_of_two_writers_is_told(tmp_path, make):
+    staging = ready(tmp_path)
+    make(tmp_path)
+    before = os.lstat(tmp_path / "7").st_ino
+    with pytest.raises(StepExistsError):
+        staging.publish()
+    staging.discard()
+    assert os.lstat(tmp_path / "7").st_ino == before
+    assert names(tmp_path / ".staging") == []
+
+
+def test_a_writer_who_wins_in_the_last_moment_keeps_the_step(tmp_path, monkeypatch):
+    staging = ready(tmp_path)
+    monkeypatch.setattr(publish, "_refuse_existing", lambda target, step: None)
+    save_step(tmp_path, 7)
+    with pytest.raises(StepExistsError):
+        staging.publish()
+
+
+def test_an_empty_folder_in_the_way_is_no_step(tmp_path):
+    (tmp_path / "7").mkdir()
+    ready(tmp_path).publish()
+    assert verify(tmp_path / "7") == []
+
+
+def test_a_missing_root_is_not_made(tmp_path):
+    with pytest.raises(SaveError, match="No such file"):
+        Staging.begin(tmp_path / "gone", 1)
+    assert not (tmp_path / "gone").exists()
+
+
+def test_a_root_can_be_made_on_request(tmp_path):
+    root = Root(tmp_path / "a" / "b", create=True)
+    ready(root).publish()
+    root.close()
+    (tmp_path / "file").touch()
+    with pytest.raises(SaveError, match=r"Not a directory|File exists"):
+        Root(tmp_path / "file", create=True)
+
+
+@contextmanager
+def ordinary_user():
+    """Root may write anywhere, so be somebody else for a while."""
+    was = os.geteuid()
+    if was == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(was)
+
+
+def test_a_folder_that_may_not_be_written(tmp_path):
+    with tempfile.TemporaryDirectory() as root:  # not tmp_path: others may not even look into that
+        save_step(Path(root), 1)
+        for folder in (Path(root), Path(root) / ".staging"):
+            folder.chmod(0o555)
+            with (
+                ordinary_user(),
+                pytest.raises(SaveError, match=r"Step 2 .*Permission denied.*Grant this user") as caught,
+            ):
+                Staging.begin(root, 2)
+            assert caught.value.errno == errno.EACCES
+            with ordinary_user(), pytest.raises(WriteError, match="Step 1 cannot be removed"):
+                remove_step(root, 1)
+        Path(root).chmod(0o755)
+        assert verify(Path(root) / "1") == []
+
+
+def test_a_root_that_vanished_is_noticed(tmp_path):
+    root = tmp_path / "run"
+    root.mkdir()
+    staging = ready(root)
+    shutil.rmtree(root)
+    with pytest.raises(SaveError, match="removed or renamed"):
+        staging.publish()
+    staging.discard()
+    assert not root.exists()
+
+
+def test_a_root_that_was_replaced_is_noticed(tmp_path):
+    (tmp_path / "run").mkdir()
+    root = Root(tmp_path / "run")
+    staging = ready(root)
+    (tmp_path / "run").rename(tmp_path / "old")
+    (tmp_path / "run").mkdir()
+    for act in (staging.publish, lambda: Staging.begin(root, 8)):
+        with pytest.raises(SaveError, match="another folder took the place"):
+            act()
+    assert names(tmp_path / "run") == []
+
+
+def test_what_has_no_digests_is_not_published(tmp_path):
+    staging = Staging.begin(tmp_path, 7)
+    with pytest.raises(SaveError, match="no valid digests"):
+        staging.publish()
+    fill(staging.path)
+    with pytest.raises(SaveError, match="no valid digests"):
+        staging.publish()
+    Digests.compute(staging.path).write(staging.path)
+    (staging.path / "pytree/d/big").unlink()
+    with pytest.raises(SaveError, match=r"changed after its digests.*big is missing"):
+        staging.publish()
+    assert list_steps(tmp_path) == []
+
+
+def test_discard_leaves_nothing_and_may_be_repeated(tmp_path):
+    staging = ready(tmp_path)
+    for _ in range(2):
+        staging.discard()
+    assert names(tmp_path / ".staging") == []
+
+
+@pytest.mark.parametrize("step", [-1, 1.0, True, "7", None])
+def test_steps_are_whole_numbers(tmp_path, step):
+    with pytest.raises(UsageError, match="non-negative integer"):
+        Staging.begin(tmp_path, step)
+
+
+def test_only_the_process_that_began_publishes(tmp_path):
+    first = ready(tmp_path)
+    other = Staging.join(first.path)
+    assert (other.path, other.step) == (first.path, 7)
+    with pytest.raises(UsageError, match="process that began"):
+        other.publish()
+    other.discard()
+    assert first.publish().is_dir()
+
+
+def test_a_live_writer_is_left_alone(tmp_path):
+    staging = ready(tmp_path)
+    assert remove_stale(tmp_path) == []
+    assert staging.publish().is_dir()
+
+
+def test_stale_staging_is_removed_and_nothing_else(tmp_path):
+    assert remove_stale(tmp_path) == []
+    stale = tmp_path / ".staging" / "3-0011aabb"
+    (stale / "step").mkdir(parents=True)
+    (tmp_path / ".staging" / "notes").mkdir()
+    (tmp_path / ".staging" / "4-00").symlink_to(tmp_path)
+    save_step(tmp_path, 1)
+    assert remove_stale(tmp_path) == [stale]
+    assert names(tmp_path / ".staging") == ["4-00", "notes"]
+    assert verify(tmp_path / "1") == []
+
+
+def test_a_folder_that_is_removed_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
+    take, removed = locks.FolderLock.take, []
+
+    def late(home, *, wait=False):
+        if wait and not removed:
+            removed.extend(remove_stale(tmp_path))
+        return take(home, wait=wait)
+
+    monkeypatch.setattr(locks.FolderLock, "take", late)
+    staging = ready(tmp_path)
+    assert len(removed) == 1 and removed[0] != staging.home
+    assert staging.publish().is_dir()
+
+
+def test_nothing_is_stale_where_nothing_can_be_locked(tmp_path, monkeypatch):
+    def refuse(fd, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(locks.fcntl, "flock", refuse)
+    staging = ready(tmp_path)
+    assert remove_stale(tmp_path) == []
+    assert staging.publish().is_dir()
+
+
+def test_a_removed_step_is_gone(tmp_path):
+    save_step(tmp_path, 1)
+    save_step(tmp_path, 2)
+    remove_step(tmp_path, 1)
+    assert [info.step for info in list_steps(tmp_path)] == [2]
+    assert names(tmp_path / ".staging") == []
+    with pytest.raises(SourceNotFoundError, match="no step 1"):
+        remove_step(tmp_path, 1)
+
+
+def test_a_linked_step_is_unlinked_not_emptied(tmp_path):
+    elsewhere = save_step(tmp_path, 1).rename(tmp_path / "elsewhere")
+    (tmp_path / "2").symlink_to(elsewhere)
+    remove_step(tmp_path, 2)
+    assert verify(elsewhere) == []
+    assert not (tmp_path / "2").is_symlink()
+
+
+def test_a_step_that_cannot_be_removed(tmp_path, monkeypatch):
+    save_step(tmp_path, 1)
+
+    def fail(*_):
+        raise PermissionError(errno.EACCES, "Permission denied", "x")
+
+    monkeypatch.setattr(os, "rename", fail)
+    with pytest.raises(WriteError, match="Permission denied"):
+        remove_step(tmp_path, 1)
+    assert verify(tmp_path / "1") == []
+
+
+def kill_often(root, kind, *, times, rng, patience_s):
+    """Start a writer, kill it at a random moment after its first step; returns how many kills left staging behind."""
+    left = 0
+    for _ in range(times):
+        child = subprocess.Popen([sys.executable, CHILD, root, kind], stdout=subprocess.PIPE, text=True)
+        assert child.stdout.readline()
+        time.sleep(rng.random() * patience_s)
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        child.stdout.close()
+        left += any((root / ".staging").iterdir())
+        steps = list_steps(root)
+        assert steps
+        assert {path.name for path in root.iterdir() if path.name.isdigit()} == {str(info.step) for info in steps}
+        assert [damage for info in steps for damage in verify(info.path)] == []
+    return left
+
+
+@pytest.mark.slow
+def test_a_killed_writer_never_leaves_half_a_step(tmp_path):
+    assert kill_often(tmp_path, "plain", times=12, rng=random.Random(0), patience_s=0.05)
+    remove_stale(tmp_path)
+    assert names(tmp_path / ".staging") == []
+
+
+@pytest.mark.slow
+def test_a_writer_killed_inside_orbax_never_leaves_half_a_step(tmp_path):
+    assert kill_often(tmp_path, "orbax", times=6, rng=random.Random(0), patience_s=0.3)
+
+
+@pytest.mark.slow
+def test_removing_a_step_and_clearing_up_do_not_disturb_each_other(tmp_path):
+    done = threading.Event()
+
+    def clear_up():
+        while not done.is_set():
+            remove_stale(tmp_path)
+
+    thread = threading.Thread(target=clear_up)
+    thread.start()
+    try:
+        for step in range(300):
+            (tmp_path / str(step) / "shardload").mkdir(parents=True)
+            (tmp_path / str(step) / "shardload" / "step.json").write_text("{}")
+            remove_step(tmp_path, step)
+    finally:
+        done.set()
+        thread.join()
+    remove_stale(tmp_path)
+    assert [entry.name for entry in tmp_path.iterdir()] == [".staging"]
+    assert list((tmp_path / ".staging").iterdir()) == []

@@ -1,0 +1,99 @@
+"""A fake engine for the command line, and three ways to run it: in this process, in its own, or the real one."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from shardload.console import lazy_api
+from shardload.reports import ByteCounts, DeviceUse, HostBytes, LayoutSummary, LoadReport, PlanReport, Stages
+
+COMMAND = (sys.executable, "-c", "import sys; from shardload.cli import main; sys.exit(main())")
+
+
+def report(kind: Any = LoadReport, **extra: Any) -> Any:
+    facts = {
+        "source": "/models/fake.gguf",
+        "format": "gguf",
+        "mesh": "batch=1,model=2",
+        "devices": (DeviceUse(0, "cpu", 50), DeviceUse(1, "cpu", 50)),
+        "variables": 3,
+        "parameters": 50,
+        "weight_bytes": 100,
+        "bytes": ByteCounts(100, 100),
+        "seconds": Stages(build=0.1, plan=0.1, transfer=0.1, total=0.3),
+        "host_bytes": HostBytes(1000, 10),
+        "layout": LayoutSummary(2, 1),
+    }
+    return kind(**facts, **extra)
+
+
+def loads(source: str, **options: Any) -> Any:
+    return SimpleNamespace(model=None, report=report()), ()
+
+
+FAKES = {
+    "find": lambda source: None,
+    "check_tokenizer": lambda source, *, format: None,
+    "load": loads,
+    "plan": lambda source, **options: report(PlanReport),
+    "generate": lambda loaded, prompt, *, max_new_tokens: [" Paris", "."],
+}
+
+
+def install() -> Any:
+    """Put the fakes where the commands look for the engine; returns the engine for further changes."""
+    for name, fake in FAKES.items():
+        setattr(lazy_api, name, fake)
+    return lazy_api
+
+
+@dataclass(frozen=True)
+class Done:
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.stdout)
+
+    @property
+    def error(self) -> str:
+        """The only line of an error message, checked to be one."""
+        lines = [line for line in self.stderr.splitlines() if not line.startswith("note: ")]
+        assert len(lines) == 1, self.stderr
+        return lines[0]
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """The tests' own environment without what decides devices or width."""
+    dropped = ("KERAS_BACKEND", "JAX_PLATFORMS", "COLUMNS", "FORCE_COLOR", "SHARDLOAD_TRACEBACK", "SHARDLOAD_HOME")
+    return {k: v for k, v in os.environ.items() if k not in dropped} | changes
+
+
+def run(command: tuple[str, ...], *, stdout: Any = subprocess.PIPE, **env: str) -> Done:
+    """Run a command in its own process; ``env`` adds to the environment."""
+    done = subprocess.run(
+        command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=120, check=False, env=environment(**env)
+    )
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+def shardload(*arguments: str, **env: str) -> Done:
+    """Run the real command."""
+    return run((*COMMAND, *arguments), **env)
+
+
+def fake_command(setup: str, *arguments: str) -> tuple[str, ...]:
+    """The command with a fake engine in its own process; ``setup`` is Python that may change it further."""
+    start = "from cli_fakes import *; engine = install()"
+    return (sys.executable, "-c", f"{start}\n{setup}\nfrom shardload.cli import main; sys.exit(main())", *arguments)
+
+
+def with_fakes(setup: str, *arguments: str, **env: str) -> Done:
+    """Run the command with a fake engine in its own process."""
+    return run(fake_command(setup, *arguments), **env)

@@ -1,0 +1,41 @@
+"""Presets of small families in every format, and conversions as processes of their own."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import shardload
+from shardload.comparing import diff
+from shardload.transfer.read_tensor import read_tensor
+
+FAMILIES = ("gemma_2b", "gemma2_9b", "gemma3_1b", "llama3.2_1b")
+
+
+FORMATS = ("h5", "safetensors", "orbax")
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def held(path):
+    manifest = shardload.inspect(path)
+    return {name: read_tensor(manifest, name) for name in manifest.tensors}
+
+
+def same(first, second):
+    found = diff(first, second)
+    return not found.differences and found.equal > 10
+
+
+def start(source, target, to):
+    command = [sys.executable, "-m", "convert_child", str(source), str(target), to, "0.2"]
+    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+
+
+def wait_for(condition, child, timeout_s=90):
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert child.poll() is None, "the conversion ended before it could be killed"
+        assert time.monotonic() < end
+        time.sleep(0.05)

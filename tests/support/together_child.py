@@ -1,0 +1,223 @@
+"""One of several processes that load together, of which one does something wrong; prints one JSON object a line.
+
+python -m together_child COUNT INDEX PORT DEVICES MESH CALL SOURCE STAGE KIND VICTIM [OTHER]
+
+The victim raises, is killed, stopped, sees OTHER instead of SOURCE, or is given another mesh: in its ``script``, which
+does not come to the call, or at a stage of its call, ``before`` JAX starts, as ``headers`` are read, in
+mid-``transfer``, or at the ``end`` as initial values are computed.
+"""
+
+import hashlib
+import json
+import os
+import random
+import signal
+import sys
+import time
+
+import jax
+import keras
+import numpy as np
+
+import shardload
+from shardload.keras_bridge import abstraction
+from shardload.pipeline import arguments, filling
+from shardload.steps.digests import Checker
+
+sys.modules.setdefault("tensorflow", None)  # Keras and KerasHub import it where it is; it is not needed
+
+WIDTH = 256
+CALLS = ("load", "load_weights", "restore")
+STAGES = ("before", "headers", "transfer", "end")
+OTHER_MESH = {"2x4": "4x2", "4x2": "2x4", "1x8": "8x1", "1x2": "2x1"}
+
+
+class CannotError(Exception):
+    """What the victim raises: nothing of shardload's."""
+
+
+def go_wrong(kind):
+    if kind == "kill":
+        time.sleep(4)  # the others are in the call by now: before it, JAX would end them without a word of ours
+    tell(wrong=kind)
+    if kind == "raise":
+        raise CannotError("the disk caught fire")
+    os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+
+
+def at(stage, kind):
+    """Have this process go wrong when it comes to a stage."""
+
+    def first(original):
+        def instead(*args, **kwargs):
+            go_wrong(kind)
+            return original(*args, **kwargs)
+
+        return instead
+
+    if stage == "before":
+        arguments.check_backend = first(arguments.check_backend)
+    if stage == "headers":  # of a source that was found; JAX runs by then
+        filling.prepare = first(filling.prepare)
+    if stage == "end":
+        abstraction.initialise = first(abstraction.initialise)
+
+
+class Burning:
+    """A progress at which the victim goes wrong when half is read."""
+
+    def __init__(self, kind):
+        self.kind, self.left = kind, 0
+
+    def start(self, total_bytes, description):
+        self.left = total_bytes // 2
+
+    def advance(self, n_bytes):
+        self.left -= n_bytes
+        if self.kind is not None and self.left <= 0:
+            go_wrong(self.kind)
+        time.sleep(0.2)  # so that there is a middle
+
+    def stop(self):
+        pass
+
+
+def model(seed=None):
+    layers = [keras.layers.Dense(WIDTH, name=f"layer_{i}") for i in range(16)]
+    return keras.Sequential([keras.Input((WIDTH,)), *layers, keras.layers.Dropout(0.1, seed=seed)])
+
+
+def save_both(folder):
+    """The sources of all calls, and others of the same shapes."""
+    for name, seed in (("one", 1), ("other", 2)):
+        (folder / name).mkdir()
+        save(folder / name, seed)
+
+
+def save(folder, seed):
+    """What each call loads: a ``.keras`` file, weights, and the steps of a run."""
+    keras.utils.set_random_seed(seed)
+    built = model()
+    built.save(folder / "load.keras")
+    built.save_weights(folder / "load_weights.weights.h5")
+    built.compile("sgd", "mse")
+    saver = shardload.callbacks.OrbaxCheckpoint(folder / "restore", "loss", mode="max", max_to_keep=None)
+    x = np.ones((8, WIDTH), "float32")
+    built.fit(x, x, batch_size=8, epochs=2, verbose=0, callbacks=[saver])
+
+
+def source_of(folder, call):
+    return (
+        f"{folder}/"
+        + {
+            "load": "load.keras",
+            "local": "load.keras",
+            "fallback": "restore",
+            "load_weights": "load_weights.weights.h5",
+            "restore": "restore",
+        }[call]
+    )
+
+
+def alone(source, *, index):
+    """Each on its own devices, one of them more often."""
+    mesh = jax.sharding.Mesh(np.array(jax.local_devices()).reshape(1, -1), ("batch", "model"))
+    for _ in range(2 - index):
+        made = shardload.load(source, mesh=mesh)
+    with shardload.abstract():
+        other = model(seed=1)
+    shardload.load_weights(other, source, devices=jax.local_devices(), strict=False)
+    shardload.load_weights(other, source, strict=False)  # where it lives
+    assert digest(other.trainable_variables) == digest(made.trainable_variables)
+    return other
+
+
+def fall_back(source, *, sees_damage, **options):
+    """Restore the newest step, in which one process finds damage; then the best, the same one, as the loss rises."""
+    if sees_damage:
+        check = Checker.check_data
+
+        def damaged(self, name, unit, data):
+            whole = self.folder.name == "2" and "/d/" in name
+            return check(self, name, unit, memoryview(bytes(len(data))) if whole else data)
+
+        Checker.check_data = damaged
+    with shardload.abstract():
+        made = model(seed=1)
+    options |= {"items": "weights", "strict": False, "fallback": "previous"}
+    report = shardload.restore(made, source, **options)
+    latest, notes = digest(made.weights), report.notes
+    report = shardload.restore(made, source, step="best", **options)
+    tell(loaded=[latest, digest(made.weights)], notes=[notes, report.notes])
+
+
+def run(call, source, **options):
+    if call == "load":
+        return shardload.load(source, **options)
+    with shardload.abstract():
+        made = model(seed=1)
+    if call == "load_weights":
+        shardload.load_weights(made, source, **options, strict=False)
+    else:
+        shardload.restore(made, source, **options, items="weights", strict=False)
+    return made
+
+
+def tell(**what):
+    sys.stdout.write(json.dumps({"at": time.time(), **what}) + "\n")
+    sys.stdout.flush()
+
+
+def digest(variables):
+    """Of what this process holds."""
+    found = hashlib.sha256()
+    for variable in variables:
+        for shard in variable.value.addressable_shards:
+            found.update(np.ascontiguousarray(shard.data).tobytes())
+    return found.hexdigest()
+
+
+def main(*arguments):
+    count, index, port, devices, mesh, call, folder, stage, kind, victim = arguments[:10]
+    index, is_victim = int(index), index == victim
+    jax.config.update("jax_num_cpu_devices", int(devices))
+    jax.distributed.initialize(f"127.0.0.1:{port}", int(count), index)
+    if is_victim and kind in ("raise", "kill", "stop"):
+        at(stage, kind)
+    if is_victim and kind == "content":
+        folder = arguments[10]
+    if is_victim and kind == "mesh":
+        mesh = OTHER_MESH[mesh]
+    if is_victim and stage == "script":
+        go_wrong(kind)
+    if call == "load" and stage == "none" and not index:
+        keras.layers.Dropout(0.1)  # starts JAX, which waits for the others, and takes a name that they use for another
+    progress = Burning(kind if is_victim and stage == "transfer" and kind in ("raise", "kill", "stop") else None)
+    random.seed(index)
+    before = random.getstate()
+    began = time.time()
+    tell(pid=os.getpid())
+    if call == "fallback":
+        fall_back(source_of(folder, call), sees_damage=is_victim, mesh=mesh)
+        return
+    try:
+        made = (
+            alone(source_of(folder, call), index=index)
+            if call == "local"
+            else run(call, source_of(folder, call), mesh=mesh, progress=progress)
+        )
+    except Exception as error:
+        tell(error=str(error), kind=type(error).__name__, s=time.time() - began, seeds=random.getstate() == before)
+        raise
+    if call == "local":
+        tell(loaded=digest(made.weights))
+        return
+    tell(
+        state=digest(v for v in made.variables if "seed" in v.path),
+        s=time.time() - began,
+        seeds=random.getstate() == before,
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,162 @@
+"""What goes wrong when several processes load together, and how that ends: a table of it, measured.
+
+python -m together_runs [--processes 2 4 8] [--at-once 2] [--only TEXT]
+"""
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from process_runs import ROOT, Run, told
+from together_child import CALLS, STAGES
+
+LIMIT_S = 30.0
+STARTING_S = 240.0
+"""For the processes to import and meet, on a machine that does other things."""
+MESHES = {2: (4, "2x4"), 4: (2, "4x2"), 8: (1, "4x2")}
+"""Number of processes → devices of each, and the mesh."""
+
+
+@dataclass(frozen=True)
+class Case:
+    call: str
+    stage: str
+    kind: str
+    victim: int = 1
+    processes: int = 2
+
+    def __str__(self):
+        return f"{self.processes} processes, {self.call}, {self.stage}, {self.kind}, process {self.victim}"
+
+    @property
+    def cause(self):
+        """What every other process has to say."""
+        if self.stage in ("import", "script"):
+            return f"Process {self.victim} has ended while others waited for it"
+        if self.kind == "raise":
+            return f"On process {self.victim}: CannotError: the disk caught fire"
+        if self.kind in ("content", "mesh"):
+            return f"disagree about the {'source' if self.kind == 'content' else 'mesh'}"
+        if self.victim:
+            return f"Process {self.victim} ("
+        return "Process 0, which runs the coordination service"
+
+    @property
+    def is_killed_first(self):
+        """Whether process 0 was killed: the others lose the coordination service, or hear of its end before that."""
+        return self.kind == "kill" and not self.victim
+
+
+@dataclass
+class Outcome:
+    case: Case
+    seconds: float
+    """From what went wrong to the end of the last process."""
+    said: str
+    """By one of the others."""
+    wrong: list[str] = field(default_factory=list)
+
+
+def all_cases(processes):
+    victims = (0, 1) if processes == 2 else (0, processes - 1)
+    for call, stage, kind, victim in itertools.product(CALLS, STAGES, ("raise", "kill", "stop"), victims):
+        if processes == 2 or victim or kind != "raise":
+            yield Case(call, stage, kind, victim, processes)
+    yield Case("load", "import", "raise", victims[1], processes)
+    yield Case("load", "script", "raise", victims[1], processes)
+    for call, kind in itertools.product(CALLS, ("content", "mesh")):
+        yield Case(call, "before", kind, victims[1], processes)
+
+
+def make_sources(folder):
+    """The files of all calls, and others of the same shapes; in a process of their own, as this one may use threads."""
+    code = "import sys, pathlib; import together_child as c; c.save_both(pathlib.Path(sys.argv[1]))"
+    env = {**os.environ, "KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"}
+    subprocess.run([sys.executable, "-c", code, str(folder)], check=True, cwd=ROOT.parent, env=env)
+    return folder / "one", folder / "other"
+
+
+def outcome(case, sources):
+    devices, mesh = MESHES[case.processes]
+    words = (case.call, sources[0], case.stage, case.kind, case.victim, sources[1])
+    module = "ends_early_child" if case.stage == "import" else "together_child"
+    with Run(case.processes, devices, mesh, *words, module=module) as run:
+        others = [one for i, one in enumerate(run.started) if i != case.victim or case.kind not in ("kill", "stop")]
+        outputs = {one: _read(one) for one in others}
+        ended = time.time()
+        victim = run.started[case.victim]
+        if victim not in outputs:
+            victim.kill()
+            outputs[victim] = victim.communicate(timeout=60)[0]
+    return judged(case, [outputs[one] for one in run.started], [one.returncode for one in run.started], ended)
+
+
+def _read(one):
+    try:
+        return one.communicate(timeout=STARTING_S)[0]
+    except subprocess.TimeoutExpired:
+        one.kill()
+        return one.communicate(timeout=60)[0] + "\ndid not end"
+
+
+def judged(case, outputs, codes, ended):
+    events = [told(output) for output in outputs]
+    began = [event["at"] for one in events for event in one if "pid" in event]
+    wrong = [event["at"] for one in events for event in one if "wrong" in event]
+    found = Outcome(case, ended - (wrong[0] if wrong else max(began)), "")
+    for i, (output, code) in enumerate(zip(outputs, codes, strict=True)):
+        if i == case.victim and case.kind in ("raise", "kill", "stop"):
+            continue
+        # A killed process 0 leaves the others no time to raise: what is said then is said by the process beside them.
+        last = next((event["error"] for event in reversed(events[i]) if "error" in event), "")
+        said = last or next((line for line in output.splitlines() if line.startswith("shardload: ")), "")
+        found.said = found.said or said
+        if case.cause not in said and not (case.is_killed_first and "process 0 has ended" in said):
+            found.wrong.append(f"process {i} said {said!r}, and not {case.cause!r}: {output[-2000:]}")
+        if not code:
+            found.wrong.append(f"process {i} ended well")
+        if "stack trace" in output and (case.kind, case.victim) != ("kill", 0):
+            found.wrong.append(f"process {i} was aborted: {output[-2000:]}")
+        if any(event.get("seeds") is False for event in events[i] if case.call == "load"):
+            found.wrong.append(f"process {i} drew from the user's generator")
+    if not wrong and case.kind in ("raise", "kill", "stop"):
+        found.wrong.append(f"nothing went wrong: {outputs[case.victim][-2000:]}")
+    if found.seconds > LIMIT_S:
+        found.wrong.append(f"it took {found.seconds:.1f} s")
+    return found
+
+
+def outcomes(cases, sources, *, at_once):
+    with ThreadPoolExecutor(at_once) as pool:
+        yield from pool.map(lambda case: outcome(case, sources), cases)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--processes", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--at-once", type=int, default=2)
+    parser.add_argument("--only", default="", help="rows whose title contains this")
+    given = parser.parse_args()
+    cases = [case for n in given.processes for case in all_cases(n) if given.only in str(case)]
+    failed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        sources = make_sources(Path(folder))
+        for found in outcomes(cases, sources, at_once=given.at_once):
+            failed += bool(found.wrong)
+            case, said = found.case, found.said.splitlines()[0] if found.said else ""
+            row = (case.processes, case.call, case.stage, case.kind, case.victim, f"{found.seconds:.1f}", said)
+            print("| " + " | ".join(map(str, row)) + " |", *found.wrong, sep="\n    ", flush=True)  # noqa: T201
+    print(json.dumps({"rows": len(cases), "failed": failed}))  # noqa: T201
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
