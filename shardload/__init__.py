@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from shardload.converting import ConvertReport, convert
     from shardload.keras_bridge.abstraction import abstract, initialise
     from shardload.loading import inspect, load, load_weights, plan, report
+    from shardload.parallel.layer_rules import layout_rule
     from shardload.reports import LoadReport, PlanReport
     from shardload.restoring import restore
 
@@ -42,6 +43,7 @@ __all__ = [
     "errors",
     "initialise",
     "inspect",
+    "layout_rule",
     "load",
     "load_weights",
     "plan",
@@ -57,6 +59,7 @@ _HOMES = {
     "convert": "converting",
     "initialise": "keras_bridge.abstraction",
     "inspect": "loading",
+    "layout_rule": "parallel.layer_rules",
     "load": "loading",
     "load_weights": "loading",
     "plan": "loading",

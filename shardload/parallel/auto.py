@@ -32,7 +32,7 @@ class LayoutDecision:
 def place(variable: Any, role: Wants, mesh: MeshSpec) -> LayoutDecision:
     """Choose the layout of a variable by its own dims."""
     shape = tuple(int(n) for n in variable.shape)
-    if not role.dims or nbytes(variable) < SMALL_BYTES:
+    if not role.dims or (nbytes(variable) < SMALL_BYTES and not role.even_small):
         return LayoutDecision(Layout.replicated(mesh, len(shape)), role.rule if not role.dims else "small")
     spec: list[tuple[str, ...]] = [()] * len(shape)
     axis = mesh.axes[-1]

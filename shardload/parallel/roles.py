@@ -24,6 +24,7 @@ from typing import Any
 
 from shardload.keras_bridge.variables import stored_dtype
 from shardload.parallel import model_variables
+from shardload.parallel.layer_rules import dims_by_rule
 
 LARGE_BYTES = 1 << 20
 """Smallest vector worth splitting, and smallest replicated variable worth reporting."""
@@ -47,6 +48,8 @@ class Wants:
     """Dims to split, best first; none for variables that stay replicated on purpose."""
     exact: bool = True
     """Whether any choice but the first dim is a fallback to report; ``False`` for the shape rule."""
+    even_small: bool = False
+    """Whether to split it however small it is, because a user asked for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +92,12 @@ def roles(model: Any) -> dict[int, Role]:
 
     Reads layer objects, shapes and dtypes only: the variables may have no values.
     """
+    every = list(model_variables.layers(model))
     found: dict[int, Role] = {}
-    for layer, children in model_variables.layers(model):
+    # Users' rules first: a block pairs the kernels of its sub-layers before they are asked themselves.
+    for layer, _ in every:
+        found |= _by_layer_rule(layer)
+    for layer, children in every:
         for role_of in (_own_roles(layer), _pair(itertools.chain.from_iterable(map(_kernels, children)))):
             for key, role in role_of.items():
                 found.setdefault(key, role)
@@ -104,6 +111,14 @@ def roles(model: Any) -> dict[int, Role]:
 def nbytes(variable: Any) -> int:
     """Return the bytes of a variable's value, even if it has none yet."""
     return math.prod(map(int, variable.shape)) * stored_dtype(variable).itemsize
+
+
+def _by_layer_rule(layer: Any) -> dict[int, Role]:
+    rule = f"rule for {type(layer).__name__}"
+    return {
+        key: Wants(rule, tuple(Dim(d, f"elements of dim {d}") for d in dims), even_small=True)
+        for key, dims in dims_by_rule(layer).items()
+    }
 
 
 def by_shape(variable: Any) -> Wants:

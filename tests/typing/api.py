@@ -31,6 +31,12 @@ shardload.restore(model, "run", step="newest")  # type: ignore[arg-type]
 converted: shardload.ConvertReport = shardload.convert("gemma2_9b", "gemma2-hf", to="safetensors", dtype="float32")
 shardload.convert("gemma2_9b", "gemma2.onnx", to="onnx")  # type: ignore[arg-type]
 
+
+@shardload.layout_rule(keras.layers.Dense)
+def split(layer: keras.layers.Dense) -> dict[str, tuple[int, ...]]:
+    return {"kernel": (1, 0)}
+
+
 with shardload.abstract():
     model = keras.Sequential([keras.layers.Dense(1)])
 names: list[str] = shardload.initialise(model)

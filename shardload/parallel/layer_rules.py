@@ -1,0 +1,96 @@
+"""Layout rules that users write for their own layer classes; they win over what `roles` derives.
+
+    @shardload.layout_rule(Experts)
+    def split_experts(layer):
+        return {"gate": (0, 2), "router": ()}
+
+A rule speaks of dims, not of mesh axes, so it holds on every mesh: the first dim that divides evenly is split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import keras
+
+from shardload.errors import LayoutError, UsageError
+from shardload.parallel import model_variables
+
+LayerRule = Callable[[Any], Mapping[str, Sequence[int]]]
+"""From a built layer to variable name → dims to split, best first; an empty sequence keeps a variable replicated."""
+R = TypeVar("R", bound=LayerRule)
+
+_rules: dict[type, LayerRule] = {}
+
+
+def layout_rule(layer_class: type) -> Callable[[R], R]:
+    """Register a function that says which dims of a layer's own variables ``layout="auto"`` splits.
+
+    The function receives each layer of ``layer_class``, or of a subclass without a rule of its own, built but maybe
+    without values. It returns, by the name of a variable (``variable.name``), the dims to split, best first: the first
+    one that divides by the mesh axis is split, and any choice but the first is a fallback in the report. An empty
+    tuple keeps the variable replicated. Variables that it does not mention get their layout as before. Optimizer slots
+    follow their variables. A later rule for the same class replaces the earlier one. In a run of several processes,
+    register it in each of them.
+
+    Args:
+        layer_class: A subclass of `keras.layers.Layer`.
+
+    Returns:
+        A decorator that returns the function unchanged.
+
+    Raises:
+        UsageError: When ``layer_class`` is not a class of layers.
+    """
+    if not (isinstance(layer_class, type) and issubclass(layer_class, keras.layers.Layer)):
+        raise UsageError(
+            f"Cannot register a layout rule for {layer_class!r:.80}: expected a subclass of keras.layers.Layer. "
+            "Write @shardload.layout_rule(MyLayer)"
+        )
+
+    def register(rule: R) -> R:
+        _rules[layer_class] = rule
+        return rule
+
+    return register
+
+
+def dims_by_rule(layer: Any) -> dict[int, tuple[int, ...]]:
+    """Return the dims that a user's rule names for a layer's own variables, by ``id(variable)``; empty without a rule.
+
+    Raises:
+        LayoutError: When the rule fails, or names a variable or a dim that the layer does not have.
+    """
+    rule = next((_rules[c] for c in type(layer).__mro__ if c in _rules), None)
+    if rule is None:
+        return {}
+    named = {v.name: v for v in model_variables.own_variables(layer)}
+    try:
+        answer = {name: tuple(dims) for name, dims in rule(layer).items()}
+    except Exception as error:  # of any kind: the rule is the user's code
+        raise LayoutError(
+            f"{_title(layer)} failed: {type(error).__name__}: {error}. A rule returns {{variable name: (dim, …)}}"
+        ) from error
+    for name, dims in answer.items():
+        if name not in named:
+            raise LayoutError(
+                f"{_title(layer)} names the variable {name!r}, but the layer has {', '.join(named) or 'no variables'}. "
+                "Rules name a layer's own variables; write another rule for its sub-layers"
+            )
+        _check_dims(layer, named[name], dims)
+    return {id(named[name]): dims for name, dims in answer.items()}
+
+
+def _check_dims(layer: Any, variable: Any, dims: tuple[int, ...]) -> None:
+    rank = len(variable.shape)
+    # type(d) is int: True and False are ints too, and surely a mistake.
+    if any(type(d) is not int or not 0 <= d < rank for d in dims) or len(set(dims)) < len(dims):
+        raise LayoutError(
+            f"{_title(layer)} gives {variable.name!r} the dims {dims}, but its shape is {tuple(variable.shape)}: "
+            f"expected different integers from 0 to {rank - 1}"
+        )
+
+
+def _title(layer: Any) -> str:
+    return f"The layout rule for {type(layer).__name__} ({getattr(layer, 'path', layer.name)})"
