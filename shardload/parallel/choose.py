@@ -49,7 +49,7 @@ def choose(model: Any, mesh: MeshSpec, layout: LayoutLike = "auto") -> LayoutCho
 def _rule_set(model: Any, mesh: MeshSpec, layout: Any) -> tuple[str, rule_sets.RuleSet | None]:
     if not isinstance(layout, str | os.PathLike):
         if not hasattr(layout, "device_mesh"):
-            raise LayoutError(f"A layout is {_forms()}; got {type(layout).__name__}")
+            raise LayoutError(f"Cannot use {layout!r:.80} as layout. Supported: {_forms()}")
         return "layout_map", rule_sets.from_layout_map(layout, mesh, origin="the LayoutMap")
     if layout == "keras_hub":
         return "keras_hub", _keras_hub_rules(model, mesh)
@@ -57,7 +57,7 @@ def _rule_set(model: Any, mesh: MeshSpec, layout: Any) -> tuple[str, rule_sets.R
         return str(layout), None
     path = Path(layout)
     if not path.exists():
-        raise LayoutError(f"There is no layout {str(layout)!r} and no file of that name. A layout is {_forms()}")
+        raise LayoutError(f"Unknown layout {str(layout)!r}, and no file has that name. Supported: {_forms()}")
     return str(path), rule_sets.read_rules(path)
 
 

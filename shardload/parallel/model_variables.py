@@ -66,6 +66,7 @@ def slots(model: Any) -> Iterator[tuple[Any, Any]]:
         for held in vars(optimizer).values():
             if isinstance(held, list | tuple) and len(held) == len(trainable):
                 for slot, variable in zip(held, trainable, strict=True):
+                    # Adafactor's row and column averages have other shapes than their variable.
                     if id(slot) in known and slot.shape == variable.shape:
                         yield slot, variable
         optimizer = getattr(optimizer, "inner_optimizer", None)

@@ -103,6 +103,7 @@ def roles(model: Any) -> dict[int, Role]:
                 found.setdefault(key, role)
     for variable in model_variables.all_variables(model).values():
         found.setdefault(id(variable), by_shape(variable))
+    # Last, and overwriting: to the shape rule above, a slot is a variable like any other.
     for slot, variable in model_variables.slots(model):
         found[id(slot)] = Follows("slot", variable, tuple(range(len(variable.shape))))
     return found
@@ -126,12 +127,14 @@ def by_shape(variable: Any) -> Wants:
     shape = tuple(variable.shape)
     if len(shape) < 2 and nbytes(variable) < LARGE_BYTES:
         return Wants("vector", ())
+    # The last among equals: in a square kernel these are, as a rule, the outputs.
     order = sorted(range(len(shape)), key=lambda d: (-shape[d], -d))
     return Wants("shape", tuple(Dim(d, f"elements of dim {d}") for d in order), exact=False)
 
 
 def _is_kind(layer: Any, *names: str) -> bool:
     """Whether a layer is one of Keras' or KerasHub's classes with these names, or a subclass."""
+    # By name: importing KerasHub to compare classes takes seconds, and many models do without it.
     return any(c.__name__ in names and c.__module__.startswith("keras") for c in type(layer).__mro__)
 
 
@@ -163,6 +166,7 @@ def _kernels(layer: Any) -> list[_Kernel]:
         if kernel is None or len(kernel.shape) != len(equation[1]):
             return []  # packed to fewer dims (int4, GPTQ): the equation no longer describes it
         return [_einsum_kernel(kernel, *equation)]
+    # Experts of a mixture, as every KerasHub model stacks them: (expert, input, output).
     return [_Kernel(v, "eio", (1,), (2,)) for v in own if len(v.shape) == 3]
 
 
@@ -194,6 +198,7 @@ def _pair(kernels: Iterable[_Kernel]) -> dict[int, Role]:
             role = _matrix(kernel, "row")
         else:
             role = _matrix(kernel, "column")
+        # A row-parallel kernel ends its pair: what comes after it reads the block's width again.
         if role.rule != "row":
             before.append(kernel)
         found.setdefault(id(kernel.variable), role)
@@ -276,6 +281,7 @@ def _embedding_roles(own: dict[str, Any]) -> dict[int, Role]:
     if table is None:
         return found
     rows, features = Dim(0, "vocabulary entries"), Dim(1, "features")
+    # A table that is wider than tall is no vocabulary: token types, segments.
     tall = table.shape[0] >= table.shape[1]
     found[id(table)] = Wants("vocabulary", (rows, features) if tall else (features, rows))
     if (reverse := own.get("reverse_embeddings")) is not None:

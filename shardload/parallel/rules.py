@@ -92,7 +92,9 @@ def from_layout_map(layout_map: Any, mesh: MeshSpec, *, origin: str) -> RuleSet:
     if device_mesh is not None:
         names, sizes = tuple(device_mesh.axis_names), tuple(device_mesh.shape)
         if (names, sizes) != (mesh.axes, mesh.sizes):
-            raise LayoutError(f"{origin} is for the mesh {MeshSpec(names, sizes)}, not for {mesh}; make it for {mesh}")
+            raise LayoutError(
+                f"Cannot use {origin} on the mesh {mesh}: it was made for {MeshSpec(names, sizes)}. Make it for {mesh}"
+            )
     return RuleSet(origin, tuple(Rule(key, _tensor_spec(layout_map[key].axes)) for key in layout_map))
 
 
@@ -131,7 +133,7 @@ def _match(rules: RuleSet, path: str) -> Rule | None:
     if len(matching) > 1:
         raise LayoutError(
             f"Two rules of {rules.origin} match the variable {path}: {matching[0].pattern!r} and "
-            f"{matching[1].pattern!r}. Narrow one of them, or write a rule with the path itself, which wins"
+            f"{matching[1].pattern!r}. Narrow one of them, or add a rule with the exact path, which takes precedence"
         )
     return matching[0] if matching else None
 
@@ -147,8 +149,8 @@ def _place(rule: Rule, variable: Any, *, mesh: MeshSpec, role: Role, origin: str
     shape = tuple(variable.shape)
     if len(rule.spec) != len(shape):
         raise LayoutError(
-            f"The rule {rule.pattern!r} of {origin} names {len(rule.spec)} dims, but {variable.path} has shape "
-            f"{shape}; give one entry a dim"
+            f"The rule {rule.pattern!r} of {origin} has {len(rule.spec)} entries, but {variable.path} has shape "
+            f"{shape}. Write one entry per dim"
         )
     try:
         wanted = Layout(mesh, rule.spec)
@@ -167,5 +169,5 @@ def _matches_nothing(rule: Rule, paths: Sequence[str], origin: str) -> str:
     near = f"; {hint} {', '.join(close)}" if close else ""
     return (
         f"The rule {rule.pattern!r} of {origin} matches none of the model's {len(paths)} variables{near}. "
-        f"A rule must match a variable's whole path; correct it or remove it"
+        f"A rule must match the whole path of a variable. Correct it or remove it"
     )
