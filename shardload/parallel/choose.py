@@ -34,8 +34,8 @@ def choose(model: Any, mesh: MeshSpec, layout: LayoutLike = "auto") -> LayoutCho
         LayoutError: When the mode is unknown, the class has no map, or a rule cannot be applied.
     """
     variables = model_variables.all_variables(model)
-    found = roles(model)
     mode, rule_set = _rule_set(model, mesh, layout)
+    found = roles(model, by_user=mode != "replicated")
     if rule_set is None:
         fixed = {} if mode == "auto" else _replicate(variables, mesh, rule=mode)
     else:

@@ -9,6 +9,7 @@ A rule speaks of dims, not of mesh axes, so it holds on every mesh: the first di
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -50,6 +51,11 @@ def layout_rule(layer_class: type) -> Callable[[R], R]:
         )
 
     def register(rule: R) -> R:
+        if not callable(rule) or isinstance(rule, type):
+            raise UsageError(
+                f"Cannot register {rule!r:.80} as a layout rule: expected a function of the layer. "
+                "Write @shardload.layout_rule(MyLayer) above def my_rule(layer)"
+            )
         _rules[layer_class] = rule
         return rule
 
@@ -63,11 +69,12 @@ def dims_by_rule(layer: Any) -> dict[int, tuple[int, ...]]:
         LayoutError: When the rule fails, or names a variable or a dim that the layer does not have.
     """
     rule = next((_rules[c] for c in type(layer).__mro__ if c in _rules), None)
-    if rule is None:
+    own = [] if rule is None else model_variables.own_variables(layer)
+    if rule is None or not own:  # a model may keep layers that it never built
         return {}
-    named = {v.name: v for v in model_variables.own_variables(layer)}
+    named = {v.name: v for v in own}
     try:
-        answer = {name: tuple(dims) for name, dims in rule(layer).items()}
+        answer = {name: _as_dims(dims) for name, dims in rule(layer).items()}
     except Exception as error:  # of any kind: the rule is the user's code
         raise LayoutError(
             f"{_title(layer)} failed: {type(error).__name__}: {error}. A rule returns {{variable name: (dim, …)}}"
@@ -75,22 +82,31 @@ def dims_by_rule(layer: Any) -> dict[int, tuple[int, ...]]:
     for name, dims in answer.items():
         if name not in named:
             raise LayoutError(
-                f"{_title(layer)} names the variable {name!r}, but the layer has {', '.join(named) or 'no variables'}. "
-                "Rules name a layer's own variables; write another rule for its sub-layers"
+                f"{_title(layer)} names the variable {name!r}, but the layer has {', '.join(named)}. "
+                "A rule names a layer's own variables; for those of its sub-layers, use a rules file"
+            )
+        if sum(v.name == name for v in own) > 1:
+            raise LayoutError(
+                f"{_title(layer)} names {name!r}, but several variables of the layer have that name. Rename all but one"
             )
         _check_dims(layer, named[name], dims)
     return {id(named[name]): dims for name, dims in answer.items()}
 
 
+def _as_dims(dims: Any) -> tuple[int, ...]:
+    if not isinstance(dims, list | tuple):  # a set has no order, and a dict would hide the axes it names
+        raise TypeError(f"dims are a tuple or a list, not {dims!r:.80}")
+    return tuple(d if isinstance(d, bool) else operator.index(d) for d in dims)
+
+
 def _check_dims(layer: Any, variable: Any, dims: tuple[int, ...]) -> None:
     rank = len(variable.shape)
-    # type(d) is int: True and False are ints too, and surely a mistake.
-    if any(type(d) is not int or not 0 <= d < rank for d in dims) or len(set(dims)) < len(dims):
+    if any(isinstance(d, bool) or not 0 <= d < rank for d in dims) or len(set(dims)) < len(dims):
         raise LayoutError(
             f"{_title(layer)} gives {variable.name!r} the dims {dims}, but its shape is {tuple(variable.shape)}: "
-            f"expected different integers from 0 to {rank - 1}"
+            f"expected {f'different integers from 0 to {rank - 1}' if rank else 'no dims'}"
         )
 
 
 def _title(layer: Any) -> str:
-    return f"The layout rule for {type(layer).__name__} ({getattr(layer, 'path', layer.name)})"
+    return f"The layout rule for {type(layer).__name__} ({getattr(layer, 'path', None) or layer.name})"

@@ -87,15 +87,16 @@ class _Kernel:
         return math.prod(int(self.variable.shape[d]) for d in dims)
 
 
-def roles(model: Any) -> dict[int, Role]:
+def roles(model: Any, *, by_user: bool = True) -> dict[int, Role]:
     """Return the role of every variable of ``model`` (including optimizer slots and metrics), by ``id(variable)``.
 
-    Reads layer objects, shapes and dtypes only: the variables may have no values.
+    Reads layer objects, shapes and dtypes only: the variables may have no values. ``by_user`` applies the layout rules
+    that users registered.
     """
     every = list(model_variables.layers(model))
     found: dict[int, Role] = {}
     # Users' rules first: a block pairs the kernels of its sub-layers before they are asked themselves.
-    for layer, _ in every:
+    for layer, _ in every if by_user else ():
         found |= _by_layer_rule(layer)
     for layer, children in every:
         for role_of in (_own_roles(layer), _pair(itertools.chain.from_iterable(map(_kernels, children)))):

@@ -1,1 +1,1 @@
-"""The stages of a load: check, plan, transfer, assign, report; in one process or several."""
+"""The stages of a load: plan, check, transfer, assign, report; in one process or several."""

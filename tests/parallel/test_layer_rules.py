@@ -107,6 +107,7 @@ def test_a_load_places_shards_by_the_rule_and_slots_follow(experts, tmp_path):
         ({"gate": (0, 0)}, r"expected different integers from 0 to 2"),
         ({"gate": (True,)}, r"expected different integers from 0 to 2"),
         ({"gate": 0}, r"The layout rule for Experts \(.*experts\) failed: TypeError"),
+        ({"gate": {0, 2}}, r"failed: TypeError: dims are a tuple or a list, not \{0, 2\}"),
         (None, r"failed: AttributeError.*A rule returns"),
     ],
 )
@@ -120,3 +121,44 @@ def test_a_rule_that_cannot_be_applied_is_an_error(experts, answer, message):
 def test_a_rule_is_for_a_class_of_layers(layer_class):
     with pytest.raises(UsageError, match=r"expected a subclass of keras\.layers\.Layer"):
         shardload.layout_rule(layer_class)
+
+
+@pytest.mark.parametrize("rule", [{"gate": (0,)}, keras.layers.Dense])
+def test_a_rule_is_a_function(experts, rule):
+    with pytest.raises(UsageError, match="expected a function of the layer"):
+        shardload.layout_rule(experts)(rule)
+
+
+def test_numpy_integers_are_integers(experts):
+    shardload.layout_rule(experts)(lambda layer: {"gate": list(np.argsort(layer.gate.shape))})
+    assert specs(chosen(experts)[1])["gate"] == "(model, -, -)"
+
+
+def test_two_variables_of_one_name_are_an_error():
+    class Twice(keras.layers.Layer):
+        def build(self, shape):
+            self.one, self.two = (self.add_weight(shape=(64, 64), name="w") for _ in range(2))
+
+        def call(self, x):
+            return x
+
+    shardload.layout_rule(Twice)(lambda layer: {"w": (0,)})
+    with pytest.raises(LayoutError, match="several variables of the layer have that name"):
+        chosen(Twice)
+
+
+def test_layers_that_were_never_built_are_left_alone(experts):
+    shardload.layout_rule(experts)(lambda layer: {"gate": (0,)})
+
+    class Holder(experts):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            self.unused = experts()
+
+    assert specs(chosen(Holder)[1])["gate"] == "(model, -, -)"
+
+
+def test_replicated_does_not_call_rules(experts):
+    shardload.layout_rule(experts)(lambda layer: 1 / 0)
+    model = keras.Sequential([keras.Input((8,)), experts(name="experts")])
+    assert choose(model, MeshSpec.parse("1x4"), "replicated").sharded == 0
