@@ -46,7 +46,7 @@ class _Kept:
 
 
 class ArraySnapshot:
-    """The values of pytrees of arrays at one moment; returned once, in any thread."""
+    """The values of pytrees of arrays at one moment; `take` returns them once, from any thread."""
 
     def __init__(self, items: Mapping[str, Any]) -> None:
         self._kept = {name: jax.tree.map(_keep, item) for name, item in items.items()}

@@ -154,7 +154,10 @@ def preset(source: Source, dtypes: Mapping[int, Any], dtype: str | None, shard_b
 
 
 def _with_optimizer(head: Saved, source: Source) -> dict[str, Any]:
-    """Add the optimizer's counters: KerasHub compiles every new task, and Keras then requires stored counters."""
+    """Return the fields of ``head`` that change when the optimizer's variables are saved too.
+
+    KerasHub compiles every new task, and Keras then requires a stored optimizer.
+    """
     variables = optimizer_variables_of(source.model)
     if not variables:
         return {}

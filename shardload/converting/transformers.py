@@ -140,7 +140,7 @@ def _is_inside(view: View, tensor: Tensor) -> bool:
 
 
 def _is_dense(view: View, tensor: Tensor) -> bool:
-    """Whether a view contains each element exactly once: its strides belong to a dense order of dims."""
+    """Whether a view contains each element exactly once: sorted by stride, its dims leave no gap and no overlap."""
     expected = 1
     for n, stride in sorted(zip(view.shape, view.strides, strict=True), key=lambda d: d[1]):
         if n != 1:

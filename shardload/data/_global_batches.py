@@ -99,7 +99,7 @@ def _share_class() -> Any:
     import grain
 
     class BatchShare(grain.MapDataset):  # type: ignore[misc]
-        """The examples of one part, in order."""
+        """The rows of each global batch that belong to one share of the mesh's batch axis, in order."""
 
         _MUTATES_ELEMENT_SPEC = False
 

@@ -47,7 +47,7 @@ def _is_embedder(manifest: Manifest) -> bool:
 
 
 def _other_form(folder: Path) -> str | None:
-    """Describe the part that KerasHub's class does not support; ``None`` if it supports the folder's form."""
+    """Say what in the folder KerasHub's class does not support; ``None`` if it supports all of it."""
     listed = _list(folder / "modules.json")
     if not listed and not any((folder / part).is_dir() for part in _DENSE):
         return "the folder has neither modules.json nor 2_Dense and 3_Dense"

@@ -95,7 +95,7 @@ class Recording:
 
 
 class RecordingLoader(Loader):
-    """A loader that returns reservations."""
+    """KerasHub's loader, which returns reservations (arrays without memory) and records where they are assigned."""
 
     def __init__(self, run: Run, recording: Recording, *, lenient: bool) -> None:
         super().__init__(run)

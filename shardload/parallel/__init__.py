@@ -1,7 +1,8 @@
 """Choose layouts, the mesh axes that split each dim of a variable, by pure arithmetic over layer objects.
 
-Roles describe the meaning of each dim and the best one to split (`roles`); rules come from users
-(`rules`); `auto` turns either into layouts that divide evenly, and into fallbacks to report where it cannot.
+Roles describe the meaning of each dim and the best one to split (`roles`); users' rules are for variables
+(`rules`) or for classes of layers (`layer_rules`); `auto` turns all of them into layouts that divide evenly, and into
+fallbacks to report where it cannot.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ class LoadJob:
         return replace(self, mapping=mapping, outside=found.outside, why_unused=found.why, built=True)
 
     def checked(self, *, strict: bool) -> LoadJob:
-        """Return the job, without mismatched variables unless ``strict``.
+        """Return the job if everything fits; with ``strict=False``, leave out mismatched variables instead of raising.
 
         Raises:
             MismatchError: Under ``strict``, when shapes disagree, integers would become floats, a weight of the model

@@ -83,7 +83,7 @@ def _read(value: NDArray[Any], path: str, offset: int) -> None:
 
 
 def _join(tensor: Tensor, grid: Chunked, start: int, stop: int) -> NDArray[Any]:
-    """Join the rows from every chunk that has some; from a raw chunk, read only those rows."""
+    """Join rows ``[start, stop)`` from the chunks that contain them; of a raw chunk, only those rows are read."""
     value = np.empty((stop - start, *tensor.shape[1:]) if tensor.shape else (), tensor.dtype)
     shape = grid.chunk_shape
     row_bytes = math.prod(shape[1:]) * tensor.dtype.itemsize

@@ -1,7 +1,8 @@
 """Verify the bytes of a transfer, if the checkpoint has digests.
 
-Staged and packed blocks come from units that are verified as they are read (`verified_reads`). Everything else is
-verified by a separate read first: decoded tensors, and all blocks if the budget has no room for whole units.
+A unit is a MiB of a file, with one digest. Staged and packed blocks come from units that are verified as they are read
+(`verified_reads`). Everything else is verified by a separate read first: decoded tensors, and all blocks if the budget
+has no room for whole units.
 """
 
 from __future__ import annotations
