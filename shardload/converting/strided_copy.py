@@ -24,7 +24,7 @@ from shardload.errors import LayoutError
 from shardload.manifest import Chunked, Extent, Packed, Tensor, View
 from shardload.stores.local import opened, read_exact
 from shardload.transfer.read_tensor import read_rows
-from shardload.transfer.regions import regions, see
+from shardload.transfer.regions import regions, view_in_region
 from shardload.transfer.strides import address
 from shardload.writers import FilePiece, TensorPlace
 
@@ -125,11 +125,11 @@ def parts_of(tensor: Tensor, source: View, target: View) -> Iterator[tuple[Tenso
         yield tensor, source, target
         return
     try:
-        seen = [(region, see(source, tensor, region)) for region in regions(tensor)]
+        parts = [(region, view_in_region(source, tensor, region)) for region in regions(tensor)]
     except LayoutError:  # the view does not split along chunks
         yield tensor, source, target
         return
-    for region, part in seen:
+    for region, part in parts:
         if part is not None:
             storage = region.packed or Extent(region.path, region.offset)
             chunk = Tensor(tensor.name, region.shape, tensor.dtype, storage)

@@ -19,9 +19,9 @@ from shardload.manifest import Decoded, Packed, Tensor
 from shardload.transfer.buffers import memory
 from shardload.transfer.planning import Block
 from shardload.transfer.preadv import Grid, ReadCall, calls, scatter_read
-from shardload.transfer.prefetch import AheadReads
+from shardload.transfer.prefetch import PrefetchedReads
 from shardload.transfer.read_tensor import stored_of
-from shardload.transfer.scratch import PAD_BYTES, CopyPart, Flat, Lane, copy, grid_of, pitch_row
+from shardload.transfer.scratch import PAD_BYTES, BlockMemory, CopyPart, RowCopy, copy, grid_of, pitch_row
 from shardload.transfer.verified_reads import VerifiedReads
 
 _NOWHERE = np.empty(0, np.uint8)
@@ -29,15 +29,14 @@ _NOWHERE = np.empty(0, np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class BlockTimes:
     """Time that blocks took, in thread-seconds."""
 
     read_s: float
     copy_s: float
 
-    def plus(self, other: Moved) -> Moved:
-        """Return the sum of both."""
-        return Moved(self.read_s + other.read_s, self.copy_s + other.copy_s)
+    def __add__(self, other: BlockTimes) -> BlockTimes:
+        return BlockTimes(self.read_s + other.read_s, self.copy_s + other.copy_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,7 @@ class Task:
     """Runs of a direct block."""
     row: int
     """Elements per row in the scratch of a staged block; 0: a single row."""
-    lanes: list[Lane]
+    row_copies: list[RowCopy]
     """Parts of a staged block that goes through scratch a few rows at a time."""
 
     @classmethod
@@ -63,25 +62,25 @@ class Task:
         if block.how == "direct":
             return cls(block, tensor, parts, [grid_of(block, part, itemsize) for part in parts], 0, [])
         row = pitch_row(block, parts, itemsize) if block.how == "staged" else 0
-        lanes: list[Lane] = []
-        if block.how == "staged" and block.lead:
-            flat, rows = _flat(_NOWHERE, block, tensor, row), block.step // block.lead
-            lanes = [Lane(part, flat, lead=block.lead, rows=rows) for part in parts]
-        return cls(block, tensor, parts, [], row, lanes)
+        row_copies: list[RowCopy] = []
+        if block.how == "staged" and block.row_elements:
+            flat, rows = _flat(_NOWHERE, block, tensor, row), block.step // block.row_elements
+            row_copies = [RowCopy(part, flat, row_elements=block.row_elements, rows=rows) for part in parts]
+        return cls(block, tensor, parts, [], row, row_copies)
 
 
-class Mover:
+class BlockCopier:
     """Moves blocks; one instance serves all threads of a transfer.
 
     Args:
         verified: Source of staged and packed blocks; by default the files themselves.
     """
 
-    def __init__(self, verified: VerifiedReads | AheadReads | None = None) -> None:
+    def __init__(self, verified: VerifiedReads | PrefetchedReads | None = None) -> None:
         self.verified = verified
         self._own = threading.local()
 
-    def move(self, task: Task, fd: int) -> Moved:
+    def move(self, task: Task, fd: int) -> BlockTimes:
         """Read one block into its parts.
 
         Args:
@@ -95,19 +94,19 @@ class Mover:
         try:
             return self._move(task, fd)
         except OSError as error:
-            if isinstance(error, ShardloadError):
+            if isinstance(error, ShardloadError):  # TransferError is an OSError and already says what failed
                 raise
             block = task.block
             raise TransferError(
-                f"Tensor {block.tensor!r}: cannot read {block.read_bytes} bytes at offset {block.offset} of "
+                f"Cannot read tensor {block.tensor!r}, {block.read_bytes} bytes at offset {block.offset} of "
                 f"{block.path}: {error}"
             ) from error
 
-    def _move(self, task: Task, fd: int) -> Moved:
+    def _move(self, task: Task, fd: int) -> BlockTimes:
         block, began = task.block, time.perf_counter()
         if block.how == "direct":
             self._scatter(block, task.grids, fd)
-            return Moved(time.perf_counter() - began, 0.0)
+            return BlockTimes(time.perf_counter() - began, 0.0)
         if block.how == "staged":
             return self._stage(task, fd)
         tensor, packed = task.tensor, block.packed
@@ -115,21 +114,21 @@ class Mover:
         read = time.perf_counter()
         for part in task.parts:
             copy(part.target, flat.source(part))
-        return Moved(read - began, time.perf_counter() - read)
+        return BlockTimes(read - began, time.perf_counter() - read)
 
     def _scatter(self, block: Block, grids: list[Grid], fd: int) -> None:
-        stop, junk = block.offset + block.read_bytes, self._scratch(block.scratch_bytes)
-        wanted = calls(grids, start=block.offset, stop=stop, junk=junk)
+        stop, gap_memory = block.offset + block.read_bytes, self._scratch(block.scratch_bytes)
+        wanted = calls(grids, start=block.offset, stop=stop, gap_memory=gap_memory)
         self._check(block, block.offset, block.read_bytes, scatter_read(fd, wanted, block.offset))
 
-    def _stage(self, task: Task, fd: int) -> Moved:
+    def _stage(self, task: Task, fd: int) -> BlockTimes:
         """Read and distribute one scratch fill after another."""
         block = task.block
         itemsize, elements = task.tensor.dtype.itemsize, block.stop - block.start
         padding = block.step // task.row * PAD_BYTES if task.row else 0
         flat = _flat(self._scratch(block.step * itemsize + padding), block, task.tensor, task.row)
-        lanes = [(lane, lane.source(flat.memory)) for lane in task.lanes]
-        rows = block.step // block.lead if lanes else 0
+        row_copies = [(row_copy, row_copy.source(flat.memory)) for row_copy in task.row_copies]
+        rows = block.step // block.row_elements if row_copies else 0
         read_s = copy_s = 0.0
         for step, start in enumerate(range(0, elements, block.step)):
             began = time.perf_counter()
@@ -140,40 +139,40 @@ class Mover:
             else:
                 self._check(block, offset, n_bytes, scatter_read(fd, self._fill(flat, n_bytes), offset))
             read = time.perf_counter()
-            for lane, source in lanes:
-                lane.move(source, step * rows, step * rows + rows)
-            if not lanes:
+            for row_copy, source in row_copies:
+                row_copy.move(source, step * rows, step * rows + rows)
+            if not row_copies:
                 for part in task.parts:
                     copy(part.target, flat.source(part))
             read_s, copy_s = read_s + read - began, copy_s + time.perf_counter() - read
-        return Moved(read_s, copy_s)
+        return BlockTimes(read_s, copy_s)
 
-    def _decode(self, block: Block, tensor: Tensor) -> Flat:
+    def _decode(self, block: Block, tensor: Tensor) -> BlockMemory:
         assert isinstance(tensor.storage, Decoded)
         row = max(1, tensor.size // max(1, tensor.rows))
         first, last = block.start // row, block.stop // row
         rows = np.ascontiguousarray(tensor.storage.reader.read_rows(first, last))
         if rows.size != block.stop - block.start or rows.dtype != tensor.dtype:
             raise TransferError(
-                f"Tensor {tensor.name!r} in {block.path}: rows {first} to {last} should decode to "
-                f"{block.stop - block.start} elements of {tensor.dtype}, received {rows.size} of {rows.dtype}"
+                f"Cannot decode rows {first} to {last} of tensor {tensor.name!r} in {block.path}: found {rows.size} "
+                f"elements of {rows.dtype}, expected {block.stop - block.start} of {tensor.dtype}"
             )
-        return Flat(rows.reshape(-1).view(np.uint8), tensor.dtype, block.start)
+        return BlockMemory(rows.reshape(-1).view(np.uint8), tensor.dtype, block.start)
 
-    def _unpack(self, block: Block, tensor: Tensor, packed: Packed) -> Flat:
+    def _unpack(self, block: Block, tensor: Tensor, packed: Packed) -> BlockMemory:
         found = packed.codec.decode(self._stored(block, packed))
         if found.size != block.stop or found.dtype != tensor.dtype:
             raise TransferError(
-                f"Tensor {tensor.name!r}: the chunk at byte {packed.offset} of {block.path} should decode to "
-                f"{block.stop} elements of {tensor.dtype}, received {found.size} of {found.dtype}"
+                f"Cannot decode the chunk of tensor {tensor.name!r} at byte {packed.offset} of {block.path}: found "
+                f"{found.size} elements of {found.dtype}, expected {block.stop} of {tensor.dtype}"
             )
-        return Flat(found.reshape(-1).view(np.uint8), tensor.dtype, 0)
+        return BlockMemory(found.reshape(-1).view(np.uint8), tensor.dtype, 0)
 
     def _stored(self, block: Block, packed: Packed) -> bytes | bytearray:
         if self.verified is None or not packed.n_bytes:
             return stored_of(packed)
         stored = bytearray(packed.n_bytes)
-        flat = Flat(np.frombuffer(stored, np.uint8), np.dtype(np.uint8), 0)
+        flat = BlockMemory(np.frombuffer(stored, np.uint8), np.dtype(np.uint8), 0)
         self.verified.fill(flat, packed.n_bytes, path=block.path, offset=packed.offset)
         return stored
 
@@ -181,10 +180,10 @@ class Mover:
         held: NDArray[np.uint8] | None = getattr(self._own, "scratch", None)
         if held is None or held.nbytes < n_bytes:
             held = self._own.scratch = memory(n_bytes)
-            self._own.fills = {}
+            self._own.fills = {}  # they contain addresses of the old scratch
         return held
 
-    def _fill(self, flat: Flat, n_bytes: int) -> list[ReadCall]:
+    def _fill(self, flat: BlockMemory, n_bytes: int) -> list[ReadCall]:
         """Return the read calls for ``n_bytes`` into this thread's scratch; cached per row layout."""
         fills: dict[tuple[int, ...], list[ReadCall]] = self._own.fills
         key = (n_bytes, flat.row, flat.pitch, flat.dtype.itemsize)
@@ -194,21 +193,21 @@ class Mover:
     def _check(block: Block, offset: int, expected: int, received: int) -> None:
         if received != expected:
             raise TransferError(
-                f"Tensor {block.tensor!r}: {block.path} ends early. Expected {expected} bytes at offset {offset}, "
-                f"received {received}. The file changed while it was read; copy or download it again"
+                f"Cannot read tensor {block.tensor!r}: {block.path} ends early. Found {received} bytes at offset "
+                f"{offset}, expected {expected}. The file changed while it was read; copy or download it again"
             )
 
 
-def _flat(scratch: NDArray[np.uint8], block: Block, tensor: Tensor, row: int) -> Flat:
+def _flat(scratch: NDArray[np.uint8], block: Block, tensor: Tensor, row: int) -> BlockMemory:
     """Describe a staged block in scratch."""
     pitch = row + PAD_BYTES // tensor.dtype.itemsize if row else 0
-    return Flat(scratch, tensor.dtype, block.start, row, pitch)
+    return BlockMemory(scratch, tensor.dtype, block.start, row, pitch)
 
 
-def _fill(flat: Flat, n_bytes: int) -> list[ReadCall]:
+def _fill(flat: BlockMemory, n_bytes: int) -> list[ReadCall]:
     """Return read calls, relative to a file offset, that fill ``n_bytes`` of scratch."""
     itemsize = flat.dtype.itemsize
     row_bytes, pitch_bytes = flat.row * itemsize or n_bytes, flat.pitch * itemsize
     grids = Grid.rows(0, flat.memory, n_bytes=n_bytes, row_bytes=row_bytes, pitch_bytes=pitch_bytes)
-    found = calls(grids, start=0, stop=n_bytes, junk=flat.memory)
-    return [ReadCall(call.entries.copy(), call.n_bytes) for call in found]
+    found = calls(grids, start=0, stop=n_bytes, gap_memory=flat.memory)
+    return [ReadCall(call.entries.copy(), call.n_bytes) for call in found]  # `calls` reuses the entries

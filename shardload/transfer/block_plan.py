@@ -20,8 +20,8 @@ from shardload.manifest import Decoded, Manifest, Packed, Tensor, View
 from shardload.sharding.bounds import Bounds
 from shardload.sharding.layout import Layout
 from shardload.transfer.casts import check_cast
-from shardload.transfer.regions import Region, Seen, in_file_order, see
-from shardload.transfer.strides import SKIP_BYTES, Ordered, address, cut, is_injective, lead_stride, shard_run, span
+from shardload.transfer.regions import Region, RegionView, in_file_order, view_in_region
+from shardload.transfer.strides import SKIP_BYTES, Ordered, address, cut, is_injective, largest_stride, shard_run, span
 
 BLOCK_BYTES = 16 << 20
 """Longest block; see the module docstring."""
@@ -80,10 +80,10 @@ class Block:
     """Bytes read from disk (encoded bytes for a decoded tensor)."""
     host_bytes: int
     """Memory needed in addition to shard buffers: none for ``direct``."""
-    lead: int
+    row_elements: int
     """Elements per row of all pieces, if a staged block can be moved a few rows at a time, else 0."""
     step: int
-    """Elements that go through scratch at a time: a multiple of ``lead``, else the whole block."""
+    """Elements that go through scratch at a time: a multiple of ``row_elements``, else the whole block."""
     how: How
     pieces: tuple[BlockPiece, ...]
     packed: Packed | None = None
@@ -123,7 +123,7 @@ class TensorPart:
 
     tensor: Tensor
     region: Region
-    seen: Mapping[int, Seen]
+    views: Mapping[int, RegionView]
     """The view of each variable in this region, by target index."""
 
     def key(self, targets: Sequence[Target]) -> Hashable:
@@ -131,20 +131,20 @@ class TensorPart:
         tensor, region = self.tensor, self.region
         views = (
             (seen.view.offset, seen.view.shape, seen.view.strides, seen.box, targets[i].layout, targets[i].dtype)
-            for i, seen in self.seen.items()
+            for i, seen in self.views.items()
         )
         return (tensor.shape, tensor.dtype, region.size, region.origin, *views)
 
     @property
-    def lead(self) -> int:
+    def row_elements(self) -> int:
         """The largest stride of all views if they share it, else the region's size."""
-        leads = {lead_stride(seen.view) for seen in self.seen.values()}
-        return max(1, leads.pop() if len(leads) == 1 else self.region.size)
+        strides = {largest_stride(seen.view) for seen in self.views.values()}
+        return max(1, strides.pop() if len(strides) == 1 else self.region.size)
 
     def ranges(self) -> list[tuple[int, int]]:
         """Return the element range of each variable, half-open, sorted."""
         found = []
-        for seen in self.seen.values():
+        for seen in self.views.values():
             start = address(seen.view, seen.box.start)
             found.append((start, start + span(seen.box.shape, seen.view.strides)))
         return sorted(found)
@@ -171,6 +171,7 @@ class Planner:
         self.shards = [local_bounds(t, positions) for t in targets]
         self.by_tensor: dict[str, list[int]] = {}
         self._planned: dict[Hashable, tuple[TensorPart, tuple[Block, ...]]] = {}
+        # Every view is checked before any is cut: views come from converters and layer hooks, which may be wrong.
         for index, target in enumerate(targets):
             self._check_target(target)
             self.by_tensor.setdefault(target.view.tensor, []).append(index)
@@ -178,14 +179,16 @@ class Planner:
     def _check_target(self, target: Target) -> None:
         view, tensor = target.view, self.tensors.get(target.view.tensor)
         if tensor is None:
-            raise MismatchError(f"Variable {target.name!r} wants tensor {view.tensor!r}, which the checkpoint lacks")
+            raise MismatchError(f"Cannot load variable {target.name!r}: the checkpoint has no tensor {view.tensor!r}")
         if len(view.shape) != len(view.strides) or min(view.strides, default=0) < 0 or view.offset < 0:
-            raise LayoutError(f"Variable {target.name!r}: a view needs one stride >= 0 per dim, got {view}")
+            raise LayoutError(
+                f"Cannot load variable {target.name!r}: found {view}, expected one stride per dim, and none < 0"
+            )
         stop = view.offset + span(view.shape, view.strides)
         if 0 not in view.shape and stop > tensor.size:
             raise MismatchError(
-                f"Variable {target.name!r} of shape {view.shape} views elements up to {stop} of {view.tensor!r}, "
-                f"which has {tensor.size} (shape {tensor.shape})"
+                f"Cannot load variable {target.name!r} of shape {view.shape}: its view needs {stop} elements of tensor "
+                f"{view.tensor!r}, which has {tensor.size} (shape {tensor.shape})"
             )
         check_cast(tensor.dtype, target.dtype, variable=target.name, tensor=view.tensor)
 
@@ -195,9 +198,9 @@ class Planner:
         return tuple(block for place in in_file_order(wanted) for block in self._region_blocks(*place))
 
     def _region_blocks(self, tensor: Tensor, region: Region) -> Iterator[Block]:
-        views = ((i, see(self.targets[i].view, tensor, region)) for i in self.by_tensor[tensor.name])
+        views = ((i, view_in_region(self.targets[i].view, tensor, region)) for i in self.by_tensor[tensor.name])
         part = TensorPart(tensor, region, {i: seen for i, seen in views if seen is not None})
-        if not part.seen:
+        if not part.views:
             return
         if region.packed is not None:
             yield from self._packed_block(part, region.packed)
@@ -210,37 +213,38 @@ class Planner:
             self._planned[key] = part, tuple(self._part_blocks(part))
             yield from self._planned[key][1]
         else:
-            yield from _moved(*like, part)
+            yield from _shifted(*like, part)
 
     def _part_blocks(self, part: TensorPart) -> Iterator[Block]:
         tensor = part.tensor
         how = self._how(part)
         limit = self._limit_bytes(part, how) // tensor.dtype.itemsize
         spans = sorted(
-            ((start, stop, piece) for i in part.seen for start, stop, piece in self._cut(i, part, limit)),
+            ((start, stop, piece) for i in part.views for start, stop, piece in self._cut(i, part, limit)),
             key=lambda s: s[:2],
         )
         for start, stop, pieces in _merge(spans, limit):
             yield self._block(part, start, stop, how, pieces)
 
     def _cut(self, index: int, part: TensorPart, limit: int) -> Iterator[tuple[int, int, BlockPiece]]:
-        seen = part.seen[index]
+        seen = part.views[index]
         skip = max(1, SKIP_BYTES // part.tensor.dtype.itemsize)
         for box in self._boxes(index, seen):
             for cut_out in cut(Ordered.of(seen.view, box), limit=limit, skip=skip):
                 start = address(seen.view, cut_out.start)
                 yield start, start + span(cut_out.shape, seen.view.strides), BlockPiece(index, cut_out, seen.view)
 
-    def _boxes(self, index: int, seen: Seen) -> list[Bounds]:
+    def _boxes(self, index: int, seen: RegionView) -> list[Bounds]:
         """Return the boxes of a variable's part that the local shards need."""
         shards = self.shards[index]
+        # Distinct shards never overlap, so equal sizes mean that they cover the variable: read it in one piece.
         if shards and sum(b.size for b in shards) == math.prod(seen.view.shape):
             return [seen.box]
         return [both for b in shards if (both := b.intersect(seen.box)) is not None]
 
     def _packed_block(self, part: TensorPart, packed: Packed) -> Iterator[Block]:
         tensor, region = part.tensor, part.region
-        pieces = tuple(BlockPiece(i, box, seen.view) for i, seen in part.seen.items() for box in self._boxes(i, seen))
+        pieces = tuple(BlockPiece(i, box, seen.view) for i, seen in part.views.items() for box in self._boxes(i, seen))
         if not pieces:
             return
         yield Block(
@@ -251,7 +255,7 @@ class Planner:
             stop=region.size,
             read_bytes=packed.n_bytes,
             host_bytes=region.unpacking_bytes(tensor.dtype) + self._cast_bytes(tensor, region.size, pieces),
-            lead=0,
+            row_elements=0,
             step=region.size,
             how="packed",
             pieces=pieces,
@@ -263,12 +267,13 @@ class Planner:
             return "decoded"
         if not self.scatter:
             return "staged"
+        # A scatter read sends each byte to one address, so elements that two variables share need scratch.
         disjoint = all(a[1] <= b[0] for a, b in itertools.pairwise(part.ranges()))
-        return "direct" if disjoint and all(self._is_direct(part, i) for i in part.seen) else "staged"
+        return "direct" if disjoint and all(self._is_direct(part, i) for i in part.views) else "staged"
 
     def _is_direct(self, part: TensorPart, index: int) -> bool:
         """Whether the shards of a variable consist of long, unchanged runs of the file."""
-        target, seen = self.targets[index], part.seen[index]
+        target, seen = self.targets[index], part.views[index]
         if target.dtype != part.tensor.dtype or not is_injective(target.view):
             return False
         shard = target.layout.shard_shape(target.view.shape)
@@ -281,8 +286,8 @@ class Planner:
 
     def _limit_bytes(self, part: TensorPart, how: How) -> int:
         """Return the longest block of a region in bytes, a multiple of the element size or decoding unit."""
-        tensor, sharing = part.tensor, len(part.seen)
-        fits = how == "staged" and 2 * part.lead * tensor.dtype.itemsize <= STAGED_BYTES
+        tensor, sharing = part.tensor, len(part.views)
+        fits = how == "staged" and 2 * part.row_elements * tensor.dtype.itemsize <= STAGED_BYTES
         staged = self.block_bytes if fits else STAGED_BYTES
         wanted = {"direct": self.block_bytes, "staged": staged, "decoded": DECODED_BYTES}[how]
         most = max(MIN_BLOCK_BYTES, self.budget // (BUDGET_PARTS * sharing))
@@ -294,8 +299,8 @@ class Planner:
         unit = unit if unit <= max(most, limit) else row
         if 2 * unit > self.budget:
             raise BudgetError(
-                f"Tensor {tensor.name!r} decodes in units of {unit} bytes, which do not fit twice into the host-memory "
-                f"budget of {self.budget} bytes. Raise the budget to at least {2 * unit} bytes"
+                f"Cannot read tensor {tensor.name!r}: it decodes in units of {unit} bytes, and two of them exceed the "
+                f"host-memory budget of {self.budget} bytes. Raise the budget to at least {2 * unit} bytes"
             )
         return max(limit // unit, 1) * unit
 
@@ -303,30 +308,34 @@ class Planner:
         tensor, region, itemsize = part.tensor, part.region, part.tensor.dtype.itemsize
         offset, read_bytes = region.offset + start * itemsize, (stop - start) * itemsize
         if isinstance(tensor.storage, Decoded):
+            # Readers decode whole rows. Stored rows may differ in length, so these count as their share of the tensor.
             row, stored = max(1, tensor.size // tensor.rows), tensor.stored_bytes
             first, last = start // row, -(-stop // row)
             start, stop, offset = first * row, last * row, 0
             read_bytes = stored * last // tensor.rows - stored * first // tensor.rows
         step = stop - start
-        lead = self._lead(part, start, pieces) if how == "staged" and step >= part.lead else 0
-        if lead:
-            step = min(-(-step // lead), max(1, STAGED_BYTES // (lead * itemsize))) * lead
+        row_elements = self._row_elements(part, start, pieces) if how == "staged" and step >= part.row_elements else 0
+        if row_elements:
+            # A fill is whole rows: a row copy moves rows, and each fill starts at row 0 of scratch.
+            step = min(-(-step // row_elements), max(1, STAGED_BYTES // (row_elements * itemsize))) * row_elements
         host_bytes = self._host_bytes(tensor, step, how, pieces)
-        return Block(tensor.name, region.path, offset, start, stop, read_bytes, host_bytes, lead, step, how, pieces)
+        return Block(
+            tensor.name, region.path, offset, start, stop, read_bytes, host_bytes, row_elements, step, how, pieces
+        )
 
-    def _lead(self, part: TensorPart, start: int, pieces: tuple[BlockPiece, ...]) -> int:
+    def _row_elements(self, part: TensorPart, start: int, pieces: tuple[BlockPiece, ...]) -> int:
         """Return the row length shared by all pieces if none of them crosses a row boundary, else 0."""
-        lead = part.lead
-        if 2 * lead * part.tensor.dtype.itemsize > STAGED_BYTES:
+        row_elements = part.row_elements
+        if 2 * row_elements * part.tensor.dtype.itemsize > STAGED_BYTES:
             return 0
         for piece in pieces:
             view = piece.view
-            inner = [(n, t) for n, t in zip(piece.box.shape, view.strides, strict=True) if t < lead]
+            inner = [(n, t) for n, t in zip(piece.box.shape, view.strides, strict=True) if t < row_elements]
             length = sum((n - 1) * t for n, t in inner) + 1
-            repeated = sum(t == lead and n > 1 for n, t in zip(view.shape, view.strides, strict=True)) != 1
-            if repeated or (address(view, piece.box.start) - start) % lead + length > lead:
+            repeated = sum(t == row_elements and n > 1 for n, t in zip(view.shape, view.strides, strict=True)) != 1
+            if repeated or (address(view, piece.box.start) - start) % row_elements + length > row_elements:
                 return 0
-        return lead
+        return row_elements
 
     def _host_bytes(self, tensor: Tensor, elements: int, how: How, pieces: tuple[BlockPiece, ...]) -> int:
         """Return memory for the block as read, spacing between its rows (see `scratch`), and a cast copy."""
@@ -338,6 +347,7 @@ class Planner:
 
     def _cast_bytes(self, tensor: Tensor, elements: int, pieces: tuple[BlockPiece, ...]) -> int:
         wanted = {self.targets[p.target].dtype for p in pieces} - {tensor.dtype}
+        # Casts run one after another on the worker, so the widest one is the peak.
         return elements * max((d.itemsize for d in wanted), default=0)
 
     def needed_bytes(self) -> int:
@@ -353,15 +363,15 @@ class Planner:
         return total
 
 
-def _moved(like: TensorPart, blocks: tuple[Block, ...], part: TensorPart) -> Iterator[Block]:
+def _shifted(like: TensorPart, blocks: tuple[Block, ...], part: TensorPart) -> Iterator[Block]:
     """Yield the blocks of a part that is cut like another one."""
-    other = dict(zip(like.seen, part.seen.items(), strict=True))
+    other = dict(zip(like.views, part.views.items(), strict=True))
     by = part.region.offset - like.region.offset
     for b in blocks:
         pieces = tuple(BlockPiece(i, p.box, seen.view) for p in b.pieces for i, seen in (other[p.target],))
         yield Block(
             *(part.tensor.name, part.region.path, b.offset + by, b.start, b.stop, b.read_bytes, b.host_bytes),
-            *(b.lead, b.step, b.how, pieces),
+            *(b.row_elements, b.step, b.how, pieces),
         )
 
 

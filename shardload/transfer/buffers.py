@@ -34,6 +34,7 @@ def memory(n_bytes: int) -> NDArray[np.uint8]:
         huge = n_bytes - n_bytes % HUGE_PAGE_BYTES if hasattr(mmap, "MADV_HUGEPAGE") else 0
         area = mmap.mmap(-1, n_bytes + (HUGE_PAGE_BYTES if huge else 0), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         raw = np.frombuffer(area, np.uint8)
+        # The kernel aligns only mappings whose length is a multiple of 2 MiB, so the start is aligned here.
         start = -raw.ctypes.data % HUGE_PAGE_BYTES if huge else 0
         if huge:
             area.madvise(mmap.MADV_HUGEPAGE, start, huge)

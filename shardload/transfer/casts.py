@@ -22,7 +22,7 @@ def is_float(dtype: DType) -> bool:
         ml_dtypes.finfo(dtype)
     except (ValueError, KeyError, TypeError):
         return False
-    return dtype.kind != "c"
+    return dtype.kind != "c"  # finfo accepts complex types as well
 
 
 def _range(dtype: DType) -> tuple[int, int] | None:
@@ -47,7 +47,7 @@ def check_cast(source: DType, target: DType, *, variable: str, tensor: str) -> N
     if stored and wanted and wanted[0] <= stored[0] and stored[1] <= wanted[1]:
         return
     raise MismatchError(
-        f"Variable {variable!r} has dtype {target}, but tensor {tensor!r} is stored as {source}; loading casts "
-        "float to float, int to float and int to a wider int only. "
+        f"Cannot cast tensor {tensor!r} from {source} to {target} for variable {variable!r}: loading casts float to "
+        "float, int to float and int to a wider int only. "
         f"Build the model with dtype {source} or convert the checkpoint"
     )

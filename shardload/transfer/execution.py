@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import os
 import time
 from collections import deque
@@ -34,21 +35,29 @@ from typing import Any, Literal
 
 import jax
 
-from shardload.errors import BudgetError, MeshError, MismatchError, TransferError
+from shardload.errors import BudgetError, MismatchError, TransferError
 from shardload.manifest import Manifest
 from shardload.sharding.bounds import Bounds
 from shardload.stores import file_access
-from shardload.transfer.block_copy import Moved, Mover, Task
+from shardload.transfer.block_copy import BlockCopier, BlockTimes, Task
 from shardload.transfer.block_plan import BUDGET_PARTS
 from shardload.transfer.budget import Budget
 from shardload.transfer.buffers import arena_bytes
-from shardload.transfer.placement import Growing, assemble, named_sharding, place, widen, widens_on_device
+from shardload.transfer.placement import (
+    IncrementalArray,
+    assemble,
+    check_devices,
+    named_sharding,
+    place,
+    widen,
+    widens_on_device,
+)
 from shardload.transfer.planning import Block, LoadPlan, Target, local_bounds
 from shardload.transfer.regions import SCRATCH_BYTES
 from shardload.transfer.staging import Chunk, Variable, grouped
 from shardload.transfer.verification import TransferVerification
 from shardload.transfer.verifier import Verifier
-from shardload.transfer.workers import Crew, default_threads
+from shardload.transfer.workers import WorkerThreads, default_threads
 
 __all__ = ["TransferMode", "TransferStats", "execute", "named_sharding", "place"]
 
@@ -140,14 +149,13 @@ def execute(
 
 
 def _check(plan: LoadPlan, manifest: Manifest, devices: Sequence[Any]) -> None:
-    if plan.targets and len(devices) != plan.targets[0].layout.mesh.size:
-        mesh = plan.targets[0].layout.mesh
-        raise MeshError(f"The mesh {mesh} needs {mesh.size} devices, got {len(devices)}")
+    if plan.targets:
+        check_devices(plan.targets[0].layout.mesh, devices)
     for target in plan.targets:
         if jax.dtypes.canonicalize_dtype(target.dtype) != target.dtype:
             raise MismatchError(
-                f"Variable {target.name!r} has dtype {target.dtype}, which JAX only holds with jax_enable_x64. "
-                "Enable it, or build the model with a 32-bit dtype"
+                f"Cannot load variable {target.name!r} as {target.dtype}: JAX has 64-bit dtypes disabled. Set "
+                "jax_enable_x64, or build the model with a 32-bit dtype"
             )
     for path in plan.files:
         if not file_access.is_remote(path):  # remote reads are compared with digests instead
@@ -158,12 +166,12 @@ def _check_file(path: str, manifest: Manifest) -> None:
     try:
         found = Path(path).stat().st_size
     except OSError as error:
-        raise TransferError(f"{path} cannot be read any more: {error}") from error
+        raise TransferError(f"Cannot read {path} although its headers were read: {error}") from error
     expected = manifest.files.get(path, found)
     if found != expected:
         raise TransferError(
-            f"{path} changed since its headers were read: expected {expected} bytes, found {found}. Load it again once "
-            "its writer has finished"
+            f"Cannot load {path}: it changed since its headers were read, from {expected} to {found} bytes. Load it "
+            "again once its writer has finished"
         )
 
 
@@ -191,7 +199,7 @@ class _Transfer:
         self._must_take(self.threads * scratch + shared, "Scratch memory")
         self.files: dict[str, int] = {}
         self.uploads: deque[tuple[list[Any], int]] = deque()
-        self.mover = Mover(self.checks.verified if self.checks else None)
+        self.copier = BlockCopier(self.checks.verified if self.checks else None)
         self.variables = [self._variable(t) for t in plan.targets]
         self.chunks = self._make_chunks()
         self.complete: list[Chunk] = []
@@ -199,26 +207,27 @@ class _Transfer:
             # Mapping memory later would wait for the threads that touch it for the first time, and then block them.
             for chunk in dict.fromkeys(self.chunks.values()):
                 self._take(chunk)
+        # For uploads, buffers are taken when a block is submitted, so its destinations are unknown before.
         early = (index for index, block in enumerate(plan.blocks) if block.how == "staged" and placement == "adopt")
         self.tasks = {index: self._task_of(index) for index in itertools.islice(early, PREPARED)}
         self.sharding = functools.cache(lambda layout: named_sharding(layout, devices))
-        self.crew = Crew[Moved](self.threads)  # last: a failure before this leaves no thread behind
+        self.workers = WorkerThreads[BlockTimes](self.threads)  # last: a failure before this leaves no thread behind
 
     def run(
         self, on_ready: Callable[[str, Any], None], on_start: Callable[[str], None], progress: Callable[[int], None]
     ) -> None:
         """Submit every block and place every variable."""
         self.on_ready, self.on_start, self.progress = on_ready, on_start, progress
-        for variable in self.variables:
+        for variable in self.variables:  # without elements, so no block completes them
             if not variable.chunks_left:
                 self._place(Chunk(variable, Bounds.whole(variable.target.view.shape)))
         most = min(self.threads * QUEUED_PER_THREAD, BUDGET_PARTS)
         for job in self._jobs():
-            if self.crew.in_flight >= most:
+            if self.workers.in_flight >= most:
                 self._complete(at_least=most // 2)
-            self._hand_out(job)
-        while self.crew.in_flight:
-            self._complete(at_least=self.crew.in_flight - self.threads + 1)
+            self._submit(job)
+        while self.workers.in_flight:
+            self._complete(at_least=self.workers.in_flight - self.threads + 1)
             self._place_complete()  # a core is free
         while self.uploads:
             self._finish_upload()
@@ -228,8 +237,8 @@ class _Transfer:
         try:
             if self.checks is not None:
                 self.checks.close()
-            self.crew.close()
-        finally:
+            self.workers.close()
+        finally:  # after the workers: a closed number may be reused by another file while a read uses it
             for fd in self.files.values():
                 os.close(fd)
             self.files.clear()
@@ -252,6 +261,7 @@ class _Transfer:
             for p, piece in enumerate(block.pieces):
                 pieces.setdefault(piece.target, []).append((b, p, piece.box))
                 sharing.setdefault(block.tensor, set()).add(piece.target)
+        # Half of what is left, divided among the variables of a tensor: all of them are open at once.
         free = self.budget.limit_bytes - self.budget.taken_bytes - self.plan.decoded_bytes
         found: dict[tuple[int, int], Chunk] = {}
         for t, of_target in pieces.items():
@@ -279,11 +289,12 @@ class _Transfer:
     def _is_free(self, block: Block) -> bool:
         return self.placement == "adopt" and not block.is_decoded
 
-    def _hand_out(self, job: range) -> None:
+    def _submit(self, job: range) -> None:
+        # Memory is taken and files are opened here, on the calling thread; workers only read and copy.
         moves = [self._move_of(index) for index in job]
-        self.crew.hand_out(job, lambda: reduce(Moved.plus, (move() for move in moves)))
+        self.workers.submit(job, lambda: reduce(operator.add, (move() for move in moves)))
 
-    def _move_of(self, index: int) -> Callable[[], Moved]:
+    def _move_of(self, index: int) -> Callable[[], BlockTimes]:
         block = self.plan.blocks[index]
         for p in range(len(block.pieces)):
             self._open(self.chunks[index, p])
@@ -292,11 +303,11 @@ class _Transfer:
         fd = -1 if block.is_decoded else self._file(block.path)
         ready = self.tasks.pop(index, None)
 
-        def move() -> Moved:
+        def move() -> BlockTimes:
             task = ready or self._task_of(index)
             if self.checks is not None:
                 self.checks.before(block, task.tensor)
-            moved = self.mover.move(task, fd)
+            moved = self.copier.move(task, fd)
             if self.checks is not None:
                 self.checks.after(block)
             return moved
@@ -326,7 +337,7 @@ class _Transfer:
         while not self.budget.try_take(n_bytes, what=what):
             if self.uploads:
                 self._finish_upload()
-            elif self.crew.in_flight:
+            elif self.workers.in_flight:
                 self._complete()
             else:
                 raise BudgetError(
@@ -341,17 +352,17 @@ class _Transfer:
             try:
                 self.files[path] = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
             except OSError as error:
-                raise TransferError(f"{path} cannot be opened: {error}") from error
+                raise TransferError(f"Cannot open {path}: {error}") from error
         return self.files[path]
 
     def _complete(self, at_least: int = 1) -> None:
-        for ended in self.crew.take_back(at_least):
-            if ended.error is not None:
-                raise ended.error
-            assert ended.result is not None
-            self._complete_one(ended.job, ended.result)
+        for done in self.workers.collect(at_least):
+            if done.error is not None:
+                raise done.error
+            assert done.result is not None
+            self._complete_one(done.job, done.result)
 
-    def _complete_one(self, job: range, moved: Moved) -> None:
+    def _complete_one(self, job: range, moved: BlockTimes) -> None:
         self.read_s += moved.read_s
         self.copy_s += moved.copy_s
         for index in job:
@@ -366,6 +377,7 @@ class _Transfer:
         self.progress(sum(self.plan.blocks[index].read_bytes for index in job))
         if self.placement == "upload" or len(self.complete) >= PLACED_TOGETHER:
             self._place_complete()
+        # Free without waiting: budget that is returned early keeps the workers busy.
         while self.uploads and all(a.is_ready() for a in self.uploads[0][0]):
             self._finish_upload()
 
@@ -383,15 +395,15 @@ class _Transfer:
             uploaded = [array]
             array = array if variable.staged == target.dtype else widen(array, dtype=target.dtype)
         else:
-            variable.growing = variable.growing or Growing(target.view.shape, target.dtype, sharding)
-            uploaded, array = variable.growing.put(chunk.buffers), None
+            variable.incremental = variable.incremental or IncrementalArray(target.view.shape, target.dtype, sharding)
+            uploaded, array = variable.incremental.put(chunk.buffers), None
         if chunk.n_bytes:
             self.uploads.append((uploaded, chunk.n_bytes))
-        chunk.buffers, chunk.stack = {}, None
+        chunk.buffers, chunk.stack = {}, None  # JAX keeps what it adopted; everything else is free now
         variable.chunks_left -= 1
         if variable.chunks_left <= 0:
-            self.on_ready(target.name, array if variable.growing is None else variable.growing.finish())
-            variable.growing = None
+            self.on_ready(target.name, array if variable.incremental is None else variable.incremental.finish())
+            variable.incremental = None
 
     def _finish_upload(self) -> None:
         arrays, n_bytes = self.uploads.popleft()

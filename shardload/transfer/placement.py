@@ -1,9 +1,9 @@
 """From host buffers to sharded `jax.Array`s, never through device 0.
 
 `assemble` passes one buffer per distinct shard to all its devices in one call (27 µs for eight shards;
-`device_put` per shard takes 200 µs). On CPU the devices adopt the buffers: no copy. `Growing` is for variables larger
-than the budget: the shards are allocated on their devices, and each piece is uploaded and written into place by
-a donated update, so that a device stores only its final shards and one piece.
+`device_put` per shard takes 200 µs). On CPU the devices adopt the buffers: no copy. `IncrementalArray` is
+for variables larger than the budget: the shards are allocated on their devices, and each piece is uploaded and written
+into place by a donated update, so that a device stores only its final shards and one piece.
 
 Imports JAX: import this module only when a transfer is about to start.
 """
@@ -32,14 +32,19 @@ def _mesh(spec: MeshSpec, devices: tuple[Any, ...]) -> Mesh:
     return Mesh(np.array(devices, dtype=object).reshape(spec.sizes), spec.axes)
 
 
+def check_devices(mesh: MeshSpec, devices: Sequence[Any]) -> None:
+    """Raise `MeshError` unless there is one device per mesh position."""
+    if len(devices) != mesh.size:
+        raise MeshError(f"Cannot use mesh {mesh} with {len(devices)} devices: expected {mesh.size}")
+
+
 def named_sharding(layout: Layout, devices: Sequence[Any]) -> NamedSharding:
     """Return the sharding of a layout over real devices, given in mesh-position order.
 
     Raises:
         MeshError: When the number of devices differs from the mesh's size.
     """
-    if len(devices) != layout.mesh.size:
-        raise MeshError(f"The mesh {layout.mesh} needs {layout.mesh.size} devices, got {len(devices)}")
+    check_devices(layout.mesh, devices)
     spec = (None if not axes else axes[0] if len(axes) == 1 else tuple(axes) for axes in layout.spec)
     return NamedSharding(_mesh(layout.mesh, tuple(devices)), PartitionSpec(*spec))
 
@@ -102,6 +107,7 @@ def _widened(array: Any, *, dtype: Any) -> Any:
 
 def widen(array: Any, *, dtype: Any) -> Any:
     """Cast an array on its own devices, shard by shard if other processes have some of the shards."""
+    # Every process would have to start a program over all devices in the same order, and they finish variables in any.
     if array.is_fully_addressable:
         return _widened(array, dtype=dtype)
     shards = [_widened(shard.data, dtype=dtype) for shard in array.addressable_shards]
@@ -125,7 +131,7 @@ def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any], device: Any) -> Any:
     return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=SingleDeviceSharding(device))
 
 
-class Growing:
+class IncrementalArray:
     """A variable allocated on its devices and filled piece by piece."""
 
     def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any], sharding: NamedSharding) -> None:

@@ -148,15 +148,15 @@ def _budget(tensors: Sequence[Tensor], asked: int | None, *, verified: bool, upl
         return max(DEFAULT_HOST_MEMORY, least)
     if asked < BUDGET_PARTS * MIN_BLOCK_BYTES:
         raise BudgetError(
-            f"A host-memory budget of {asked} B cannot hold the blocks in flight. Give it at least "
-            f"{BUDGET_PARTS * MIN_BLOCK_BYTES >> 10}KiB"
+            f"Cannot load with a host-memory budget of {asked} bytes: expected room for {BUDGET_PARTS} blocks. Raise "
+            f"it to at least {BUDGET_PARTS * MIN_BLOCK_BYTES >> 10}KiB"
         )
     if asked < least:
         tensor = next(tensor for tensor in tensors if needs[tensor.name] == least)
         chunk = max(region.size for region in regions(tensor)) * tensor.dtype.itemsize
         raise BudgetError(
-            f"Tensor {tensor.name!r} has chunks of {chunk} bytes that decode as a whole, for which a host-memory "
-            f"budget of {asked} bytes is too small. Raise the budget to at least {least} bytes"
+            f"Cannot load tensor {tensor.name!r} with a host-memory budget of {asked} bytes: its chunks decode as a "
+            f"whole, to {chunk} bytes each. Raise the budget to at least {least} bytes"
         )
     return asked
 
@@ -164,4 +164,7 @@ def _budget(tensors: Sequence[Tensor], asked: int | None, *, verified: bool, upl
 def _check_meshes(targets: Sequence[Target]) -> None:
     meshes = {t.layout.mesh for t in targets}
     if len(meshes) > 1:
-        raise LayoutError(f"All variables of one load share a mesh, got {', '.join(sorted(map(str, meshes)))}")
+        raise LayoutError(
+            f"Cannot load onto several meshes at once: found {', '.join(sorted(map(str, meshes)))}, expected one. Give "
+            "all variables layouts on the same mesh"
+        )

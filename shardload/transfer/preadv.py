@@ -29,6 +29,7 @@ Entries = NDArray[np.int64]
 IOV_MAX = 1024
 """Most entries per call on Linux and macOS."""
 
+# use_errno: ctypes keeps errno per thread, so another thread's call can not overwrite it before it is read.
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.preadv.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
 _libc.preadv.restype = ctypes.c_ssize_t
@@ -76,14 +77,14 @@ class Grid:
         return [*found, tail] if rest else found
 
 
-def calls(grids: Sequence[Grid], *, start: int, stop: int, junk: NDArray[np.uint8]) -> Iterator[ReadCall]:
-    """Yield calls that together read ``start`` to ``stop`` in file order; unneeded bytes go to ``junk``.
+def calls(grids: Sequence[Grid], *, start: int, stop: int, gap_memory: NDArray[np.uint8]) -> Iterator[ReadCall]:
+    """Yield calls that together read ``start`` to ``stop`` in file order; unneeded bytes go to ``gap_memory``.
 
     Args:
         grids: Runs that do not overlap in the file, between ``start`` and ``stop``.
         start: Byte offset in the file.
         stop: One past the last byte.
-        junk: Memory to overwrite, at least as long as the longest gap.
+        gap_memory: Memory to overwrite, at least as long as the longest gap.
 
     Yields:
         The next call; its entries are valid only until the following one is requested.
@@ -97,11 +98,11 @@ def calls(grids: Sequence[Grid], *, start: int, stop: int, junk: NDArray[np.uint
     else:
         if reached == stop:
             return _regular_calls(groups)
-    return _sliced(_any_entries(grids, start, stop, junk))
+    return _sliced(_any_entries(grids, start, stop, gap_memory))
 
 
 def _regular_calls(groups: list[list[Grid]]) -> Iterator[ReadCall]:
-    if sum(_count(group) for group in groups) <= IOV_MAX:
+    if sum(_count(group) for group in groups) <= IOV_MAX:  # all groups fit into one system call
         yield from _sliced(np.concatenate([_zipped(group) for group in groups]))
         return
     for group in groups:
@@ -175,7 +176,7 @@ def _lattice(origin: int, shape: tuple[int, ...], steps: tuple[int, ...]) -> NDA
     return found
 
 
-def _any_entries(grids: Sequence[Grid], start: int, stop: int, junk: NDArray[np.uint8]) -> Entries:
+def _any_entries(grids: Sequence[Grid], start: int, stop: int, gap_memory: NDArray[np.uint8]) -> Entries:
     """Return entries in the general case: sort all runs, fill the gaps."""
     count = [math.prod(g.shape) for g in grids]
     starts = np.concatenate([_lattice(g.start, g.shape, g.steps).ravel() for g in grids] + [np.array([stop])])
@@ -184,12 +185,11 @@ def _any_entries(grids: Sequence[Grid], start: int, stop: int, junk: NDArray[np.
     order = np.argsort(starts, kind="stable")
     starts, addresses, length = starts[order], addresses[order], length[order]
     gaps = starts - np.concatenate([[start], (starts + length)[:-1]])
-    if int(gaps.min()) < 0 or int(gaps.max()) > junk.nbytes:
+    if int(gaps.min()) < 0 or int(gaps.max()) > gap_memory.nbytes:
         raise AssertionError("a direct block has overlapping runs or a gap that planning should have cut out")
     where = np.flatnonzero(gaps)
-    return np.stack(
-        (np.insert(addresses, where, junk.ctypes.data), np.insert(length, where, gaps[where])), axis=1, dtype=np.int64
-    )
+    addresses = np.insert(addresses, where, gap_memory.ctypes.data)
+    return np.stack((addresses, np.insert(length, where, gaps[where])), axis=1, dtype=np.int64)
 
 
 def scatter_read(fd: int, wanted: Iterable[ReadCall], offset: int) -> int:
@@ -226,7 +226,7 @@ def _rest(fd: int, wanted: Entries, got: int, offset: int) -> int:
         skip = int(wanted[at, 1]) - (int(ends[at]) - got)
         left[0] += (skip, -skip)
         more = preadv(fd, left, offset + got)
-        if more == 0:
+        if more == 0:  # the end of the file; a signal or a read of 2 GiB only cuts a call short
             break
         got += more
     return got - before

@@ -23,7 +23,7 @@ from shardload.errors import TransferError
 from shardload.stores import file_access
 from shardload.stores.file_access import UNIT_BYTES
 from shardload.transfer.planning import Block
-from shardload.transfer.scratch import Flat
+from shardload.transfer.scratch import BlockMemory
 from shardload.transfer.verified_reads import put, units_of
 
 MAX_RANGE_UNITS = 4
@@ -54,7 +54,7 @@ class _UnitRange:
         return self.count * UNIT_BYTES
 
 
-class AheadReads:
+class PrefetchedReads:
     """Source of bytes of a remote step for the threads of one transfer.
 
     Args:
@@ -75,7 +75,7 @@ class AheadReads:
         for block in blocks:
             self._add(block, most)
 
-    def fill(self, flat: Flat, n_bytes: int, *, path: str, offset: int) -> None:
+    def fill(self, flat: BlockMemory, n_bytes: int, *, path: str, offset: int) -> None:
         """Copy ``n_bytes`` of a file, from ``offset`` on, into scratch; see `verified_reads.VerifiedReads`.
 
         Raises:
@@ -88,7 +88,10 @@ class AheadReads:
             skip = offset + at - wanted.first * UNIT_BYTES
             part = np.frombuffer(self._data(wanted)[skip : skip + n_bytes - at], np.uint8)
             if not part.size:
-                raise TransferError(f"{file_access.shown(path)} ends before byte {offset + n_bytes}")
+                raise TransferError(
+                    f"Cannot read {file_access.shown(path)}: it ends before byte {offset + n_bytes}. It changed since "
+                    "its headers were read"
+                )
             put(flat, at, part)
             at += part.size
             self._used(wanted, part.size)

@@ -56,7 +56,7 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class RegionView:
     """The part of a variable in one region."""
 
     view: View
@@ -81,7 +81,7 @@ def regions(tensor: Tensor) -> Iterator[Region]:
                 yield Region(extent.path, extent.offset, math.prod(shape), origin, shape, packed)
 
 
-def see(view: View, tensor: Tensor, region: Region) -> Seen | None:
+def view_in_region(view: View, tensor: Tensor, region: Region) -> RegionView | None:
     """Return the part of a view in a region; None if they do not overlap.
 
     Raises:
@@ -90,12 +90,13 @@ def see(view: View, tensor: Tensor, region: Region) -> Seen | None:
     if 0 in view.shape:
         return None
     if region.origin is None:
-        return Seen(view, Bounds.whole(view.shape))
+        return RegionView(view, Bounds.whole(view.shape))
     if not math.prod(tensor.shape):
         return None
     dims = _dims(view, tensor)
     first = tuple(view.offset // t % n for t, n in zip(c_strides(tensor.shape), tensor.shape, strict=True))
     inner = c_strides(region.shape)
+    # A dim that the view fixes to one index (or drops) selects the chunk by that index.
     for j, (i, a, n) in enumerate(zip(first, region.origin, region.shape, strict=True)):
         if j not in dims and not a <= i < a + n:
             return None
@@ -108,7 +109,7 @@ def see(view: View, tensor: Tensor, region: Region) -> Seen | None:
                 return None
     strides = tuple(0 if j is None else inner[j] for j in dims)
     offset = sum((i - a) * t for i, a, t in zip(first, region.origin, inner, strict=True))
-    return Seen(View(view.tensor, offset, view.shape, strides), Bounds(tuple(start), tuple(stop)))
+    return RegionView(View(view.tensor, offset, view.shape, strides), Bounds(tuple(start), tuple(stop)))
 
 
 def _dims(view: View, tensor: Tensor) -> list[int | None]:
@@ -122,8 +123,8 @@ def _dims(view: View, tensor: Tensor) -> list[int | None]:
     fits = all(j is not None and first[j] + n <= tensor.shape[j] for n, j in walked)
     if not fits or len(set(known)) < len(known):
         raise LayoutError(
-            f"Tensor {tensor.name!r} of shape {tensor.shape} is stored in chunks, and a view of shape {view.shape} "
-            f"with strides {view.strides} is no permutation of its dims"
+            f"Cannot load a view of tensor {tensor.name!r} of shape {tensor.shape}, which is stored in chunks: found "
+            f"shape {view.shape} and strides {view.strides}, expected dims that are only selected, reordered or sliced"
         )
     return found
 
@@ -179,4 +180,4 @@ def in_file_order(tensors: dict[str, Tensor]) -> list[tuple[Tensor, Region]]:
     return [(tensor, region) for *_, tensor, region in placed]
 
 
-__all__ = ["Region", "Seen", "in_file_order", "least_budget", "paths_of", "regions", "see"]
+__all__ = ["Region", "RegionView", "in_file_order", "least_budget", "paths_of", "regions", "view_in_region"]

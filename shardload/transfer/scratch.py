@@ -53,7 +53,7 @@ class CopyPart:
 
 
 @dataclass(frozen=True, slots=True)
-class Flat:
+class BlockMemory:
     """A block in memory: its elements, ``row`` at a time, ``pitch`` apart."""
 
     memory: NDArray[np.uint8]
@@ -84,29 +84,29 @@ class Flat:
         return stride // self.row * self.pitch if self.row and stride >= self.row else stride
 
 
-class Lane:
-    """One part of a block that passes through scratch a few rows of ``lead`` elements at a time.
+class RowCopy:
+    """One part of a block that passes through scratch a few rows of ``row_elements`` elements at a time.
 
     It is created before anything is read: the layout of scratch is known, its address is not.
 
     Args:
         part: Destination in the shard buffers.
         flat: Layout of scratch; its memory is not accessed.
-        lead: Elements per row.
+        row_elements: Elements per row.
         rows: Rows per scratch fill.
     """
 
-    def __init__(self, part: CopyPart, flat: Flat, *, lead: int, rows: int) -> None:
+    def __init__(self, part: CopyPart, flat: BlockMemory, *, row_elements: int, rows: int) -> None:
         start = address(part.view, part.box.start) - flat.start
         shape = list(part.box.shape)
         dims = enumerate(zip(part.view.shape, part.view.strides, strict=True))
-        dim = next(d for d, (n, t) in dims if n > 1 and t == lead)
-        self.first = start // lead
+        dim = next(d for d, (n, t) in dims if n > 1 and t == row_elements)
+        self.first = start // row_elements
         self.last = self.first + shape[dim]
         shape[dim] = rows
         order = (dim, *(d for d in range(len(shape)) if d != dim))
         self.target = part.target.transpose(order)
-        self.offset, strides = flat.place(part.view, start % lead)
+        self.offset, strides = flat.place(part.view, start % row_elements)
         self.shape, self.strides = tuple(shape[d] for d in order), tuple(strides[d] for d in order)
         self.dtype = flat.dtype
         self.is_cast = part.target.dtype != flat.dtype
@@ -163,7 +163,7 @@ def pitch_row(block: Block, parts: list[CopyPart], itemsize: int) -> int:
     view, box = parts[0].view, parts[0].box
     long = [d for d, n in enumerate(box.shape) if n > 1]
     row = view.strides[long[-1]] if long else 0
-    if row * itemsize < PITCH_ROW_BYTES or PAD_BYTES % itemsize or block.lead % row:
+    if row * itemsize < PITCH_ROW_BYTES or PAD_BYTES % itemsize or block.row_elements % row:
         return 0
     return row if all(_keeps_rows(part, row, block.start) for part in parts) else 0
 
@@ -199,12 +199,12 @@ def copy(target: NDArray[Any], source: NDArray[Any]) -> None:
             target[...] = source
         else:
             target.view(bits)[...] = source.view(bits)
-    elif source.dtype == _BFLOAT16 and target.dtype == _FLOAT32:
+    elif source.dtype == _BFLOAT16 and target.dtype == _FLOAT32:  # ml_dtypes' own cast holds the GIL
         wide = target.view(np.uint32)
         wide[...] = source.view(np.uint16)
         np.left_shift(wide, 16, out=wide)
     elif _same_order(target, source):
-        with np.errstate(all="ignore"):
+        with np.errstate(all="ignore"):  # a cast may overflow to inf, as in JAX
             target[...] = source
     else:
         with np.errstate(all="ignore"):

@@ -19,10 +19,10 @@ from shardload.errors import TransferError
 from shardload.manifest import View
 from shardload.sharding.bounds import Bounds
 from shardload.transfer.buffers import arena, stack
-from shardload.transfer.placement import Growing
+from shardload.transfer.placement import IncrementalArray
 from shardload.transfer.planning import BlockPiece, Target
 from shardload.transfer.scratch import CopyPart
-from shardload.transfer.strides import lead_stride
+from shardload.transfer.strides import largest_stride
 
 
 @dataclass(eq=False, slots=True)
@@ -33,13 +33,13 @@ class Variable:
     shards: tuple[Bounds, ...]
     staged: np.dtype[Any]
     """Dtype on the host."""
-    growing: Growing | None = None
+    incremental: IncrementalArray | None = None
     chunks_left: int = 0
     started: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Stack:
+class StackedShards:
     """Shards that are consecutive along one dim and equally spaced in memory, as one array.
 
     A block of rows has a piece of each of eight shards that split the columns. Locating each piece took
@@ -55,14 +55,14 @@ class Stack:
     """The box of the first shard."""
     memory: NDArray[Any]
     """Shards first, then their own dims."""
-    held: Sequence[tuple[Bounds, NDArray[Any]]]
+    shards: Sequence[tuple[Bounds, NDArray[Any]]]
     """The box of each shard, and its memory."""
 
-    def around(self, box: Bounds) -> Sequence[tuple[Bounds, NDArray[Any]]]:
+    def overlapping(self, box: Bounds) -> Sequence[tuple[Bounds, NDArray[Any]]]:
         """Return the shards that overlap a box along ``dim``."""
         width, begin = self.first.shape[self.dim], self.first.start[self.dim]
         first, last = (box.start[self.dim] - begin) // width, -(-(box.stop[self.dim] - begin) // width)
-        return self.held[max(0, first) : max(0, last)]
+        return self.shards[max(0, first) : max(0, last)]
 
     def part(self, piece: BlockPiece) -> CopyPart | None:
         """Return the destination of a piece if it covers ``dim`` completely and overlaps every shard, else None."""
@@ -70,7 +70,7 @@ class Stack:
         width, count = self.first.shape[d], len(self.memory)
         begin = self.first.start[d]
         apart = width * view.strides[d]
-        if box.start[d] > begin or box.stop[d] < begin + width * count or apart * count > lead_stride(view):
+        if box.start[d] > begin or box.stop[d] < begin + width * count or apart * count > largest_stride(view):
             return None
         start, stop = list(map(max, box.start, self.first.start)), list(map(min, box.stop, self.first.stop))
         start[d], stop[d] = begin, begin + width
@@ -108,7 +108,7 @@ class Chunk:
     """Bytes taken from the budget."""
     buffers: dict[Bounds, tuple[Bounds, NDArray[Any]]] = field(default_factory=dict)
     """Shard → the staged box of the variable, and its memory."""
-    stack: Stack | None = None
+    stack: StackedShards | None = None
     """The same memory, if it is regular."""
 
     @property
@@ -130,8 +130,8 @@ class Chunk:
         except (OSError, MemoryError) as error:
             n_bytes = sum(box.size for box in self.common.values()) * self.variable.staged.itemsize
             raise TransferError(
-                f"Variable {self.variable.target.name!r}: there is no memory for the {n_bytes} bytes of it that belong "
-                f"here: {error}. Use a mesh over more hosts, a smaller dtype, or a smaller model"
+                f"Cannot allocate {n_bytes} bytes for the shards of variable {self.variable.target.name!r} on this "
+                f"host: {error}. Use a mesh over more hosts, a smaller dtype, or a smaller model"
             ) from error
 
     def _take_memory(self) -> None:
@@ -143,7 +143,7 @@ class Chunk:
         else:
             whole = stack(len(boxes), boxes[0].shape, dtype)
             held = list(zip(boxes, whole, strict=True))
-            self.stack = Stack(dim, boxes[0], whole, held)
+            self.stack = StackedShards(dim, boxes[0], whole, held)
         self.buffers = dict(zip(common, held, strict=True))
 
     def parts(self, piece: BlockPiece) -> list[CopyPart]:
@@ -151,7 +151,7 @@ class Chunk:
         if self.stack is not None and (part := self.stack.part(piece)) is not None:
             return [part]
         found = []
-        for held, buffer in self.buffers.values() if self.stack is None else self.stack.around(piece.box):
+        for held, buffer in self.buffers.values() if self.stack is None else self.stack.overlapping(piece.box):
             if (both := held.intersect(piece.box)) is not None:
                 # The Ellipsis keeps rank 0 an array.
                 place: tuple[Any, ...] = (*both.relative_to(held.start).slices, ...)

@@ -135,7 +135,7 @@ def _level(whole: Ordered, limit: int, skip: int) -> tuple[int, int]:
     return level, max(1, rows)
 
 
-def lead_stride(view: View) -> int:
+def largest_stride(view: View) -> int:
     """Return the largest stride of a view's dims longer than 1; 0 if there are none."""
     return max((t for n, t in zip(view.shape, view.strides, strict=True) if n > 1), default=0)
 

@@ -14,7 +14,7 @@ from shardload.manifest import Decoded, Tensor
 from shardload.stores import file_access
 from shardload.stores.file_access import UNIT_BYTES
 from shardload.transfer.planning import Block, LoadPlan
-from shardload.transfer.prefetch import MAX_AHEAD_BYTES, MIN_BUDGET_BYTES, AheadReads, reads_remote
+from shardload.transfer.prefetch import MAX_AHEAD_BYTES, MIN_BUDGET_BYTES, PrefetchedReads, reads_remote
 from shardload.transfer.regions import regions
 from shardload.transfer.verified_reads import VerifiedReads
 from shardload.transfer.verifier import Verifier
@@ -37,7 +37,7 @@ class TransferVerification:
 
     def __init__(self, verifier: Verifier, plan: LoadPlan) -> None:
         self.verifier, self.plan = verifier, plan
-        self.verified: VerifiedReads | AheadReads | None = None
+        self.verified: VerifiedReads | PrefetchedReads | None = None
         self._before = verifier.bytes_checked
 
     @property
@@ -60,16 +60,16 @@ class TransferVerification:
         budget = self.plan.host_memory_bytes
         if budget < MIN_BUDGET_BYTES:
             raise BudgetError(
-                f"A host-memory budget of {budget} B leaves no room for what comes from a remote store. Give it at "
-                f"least {MIN_BUDGET_BYTES >> 20}MiB"
+                f"Cannot load from a remote store with a host-memory budget of {budget} bytes. Raise it to at least "
+                f"{MIN_BUDGET_BYTES >> 20}MiB"
             )
         limit = min(MAX_AHEAD_BYTES, budget // 4)
-        self.verified = AheadReads(blocks, limit_bytes=limit, threads=threads)
+        self.verified = PrefetchedReads(blocks, limit_bytes=limit, threads=threads)
         return limit
 
     def close(self) -> None:
         """Cancel requests in flight."""
-        if isinstance(self.verified, AheadReads):
+        if isinstance(self.verified, PrefetchedReads):
             self.verified.close()
 
     def before(self, block: Block, tensor: Tensor) -> None:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from shardload.stores.file_access import UNIT_BYTES
 from shardload.transfer.buffers import memory
 from shardload.transfer.planning import Block
-from shardload.transfer.scratch import Flat
+from shardload.transfer.scratch import BlockMemory
 from shardload.transfer.verifier import Verifier
 
 Unit = tuple[str, int]
@@ -49,7 +49,7 @@ class VerifiedReads:
         self._lock = threading.Lock()
         self._own = threading.local()
 
-    def fill(self, flat: Flat, n_bytes: int, *, path: str, offset: int) -> None:
+    def fill(self, flat: BlockMemory, n_bytes: int, *, path: str, offset: int) -> None:
         """Copy ``n_bytes`` of a file, from ``offset`` on, to the start of scratch.
 
         Raises:
@@ -76,8 +76,8 @@ class VerifiedReads:
 
     def _unit(self, unit: Unit) -> NDArray[np.uint8]:
         if getattr(self._own, "unit", None) == unit:
-            held: NDArray[np.uint8] = self._own.data
-            return held
+            own: NDArray[np.uint8] = self._own.data
+            return own
         with self._lock:
             known = self._kept.get(unit)
             promise: Future[NDArray[np.uint8]] | None = None
@@ -118,7 +118,7 @@ def units_of(block: Block) -> Iterator[Unit]:
             yield block.path, number
 
 
-def put(flat: Flat, at: int, data: NDArray[Any]) -> None:
+def put(flat: BlockMemory, at: int, data: NDArray[Any]) -> None:
     """Copy bytes into scratch, ``at`` bytes after its first, with its row spacing."""
     itemsize = flat.dtype.itemsize
     row, pitch = flat.row * itemsize, flat.pitch * itemsize

@@ -33,7 +33,7 @@ def default_threads() -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended(Generic[T]):
+class Completed(Generic[T]):
     """A finished job."""
 
     job: Any
@@ -42,7 +42,7 @@ class Ended(Generic[T]):
     error: BaseException | None
 
 
-class Crew(Generic[T]):
+class WorkerThreads(Generic[T]):
     """Threads that run jobs in the order of submission.
 
     Args:
@@ -64,12 +64,12 @@ class Crew(Generic[T]):
             self._dismiss()
             raise
 
-    def hand_out(self, job: Any, work: Callable[[], T]) -> None:
+    def submit(self, job: Any, work: Callable[[], T]) -> None:
         """Run ``work`` on one of the threads; ``job`` identifies it."""
         self.in_flight += 1
         self._table.jobs.put((job, work))
 
-    def take_back(self, at_least: int = 1) -> list[Ended[T]]:
+    def collect(self, at_least: int = 1) -> list[Completed[T]]:
         """Return finished jobs in completion order.
 
         Args:
@@ -77,9 +77,9 @@ class Crew(Generic[T]):
         """
         table = self._table
         table.wanted = max(1, min(at_least, self.in_flight))
-        while len(table.ended) < table.wanted and not table.failed:
-            table.bell.get()
-        found = [table.ended.popleft() for _ in range(len(table.ended))]
+        while len(table.completed) < table.wanted and not table.failed:
+            table.wakeups.get()
+        found = [table.completed.popleft() for _ in range(len(table.completed))]
         self.in_flight -= len(found)
         return found
 
@@ -89,17 +89,17 @@ class Crew(Generic[T]):
         self._dismiss()
         for thread in self._threads:
             thread.join()
-        self._table.ended.clear()
+        self._table.completed.clear()
 
 
 class _Table(Generic[T]):
-    """State shared by the threads. They do not refer to the crew, so a garbage-collected crew stops them."""
+    """State shared by the threads, which do not refer to `WorkerThreads`: its garbage collection stops them."""
 
     def __init__(self) -> None:
         self.jobs: queue.SimpleQueue[tuple[Any, Callable[[], T]] | None] = queue.SimpleQueue()
         """``None``: no more jobs."""
-        self.ended: deque[Ended[T]] = deque()
-        self.bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.completed: deque[Completed[T]] = deque()
+        self.wakeups: queue.SimpleQueue[None] = queue.SimpleQueue()
         """Signals that the caller should look; sometimes once too often."""
         self.wanted = 1
         self.failed = self.closed = False
@@ -118,6 +118,7 @@ class _Table(Generic[T]):
             result = work()
         except BaseException as error:
             failure, self.failed = error, True
-        self.ended.append(Ended(job, result, failure))
-        if self.failed or len(self.ended) >= self.wanted:  # appended first: the caller checks after setting `wanted`
-            self.bell.put(None)
+        self.completed.append(Completed(job, result, failure))
+        # Appended before this check, and the caller checks after setting `wanted`: no wake-up is lost.
+        if self.failed or len(self.completed) >= self.wanted:
+            self.wakeups.put(None)

@@ -8,7 +8,7 @@ from shardload.sharding.bounds import Bounds
 from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
 from shardload.transfer.planning import BlockPiece, Target, local_bounds
-from shardload.transfer.scratch import Flat, copy
+from shardload.transfer.scratch import BlockMemory, copy
 from shardload.transfer.staging import Chunk, Variable, _stacked_dim
 
 MESH = MeshSpec.parse("2x4")
@@ -45,7 +45,7 @@ def filled(chunk, piece, *, stacked):
     chunk.stack = stack
     memory = np.arange(1, ROWS * COLUMNS + 1, dtype=U16).view(np.uint8)
     for part in parts:
-        copy(part.target, Flat(memory, U16, 0).source(part))
+        copy(part.target, BlockMemory(memory, U16, 0).source(part))
     return len(parts), [buffer.copy() for _, buffer in chunk.buffers.values()]
 
 

@@ -186,7 +186,7 @@ def test_compressed_chunks_are_uploaded_in_bounds(title, packed, sampling, monke
 
 def test_a_budget_below_what_a_chunk_takes_says_what_would_do(packed, sampling):
     with pytest.raises(
-        BudgetError, match=r"chunks of 524288 bytes that decode as a whole.* at least (\d+) bytes"
+        BudgetError, match=r"chunks decode as a whole, to 524288 bytes each.* at least (\d+) bytes"
     ) as told:
         restore(packed, "as saved", sampling, budget=MIB)
     least = int(re.search(r"at least (\d+)", str(told.value))[1])

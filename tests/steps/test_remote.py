@@ -105,13 +105,13 @@ def test_of_weights_only_weights_are_fetched(objects, store):
 @pytest.mark.slow
 def test_a_small_budget_is_kept(objects, store, monkeypatch):
     made = []
-    monkeypatch.setattr(prefetch.AheadReads, "close", lambda self: made.append(self))  # noqa: PLW0108 - becomes a method
+    monkeypatch.setattr(prefetch.PrefetchedReads, "close", lambda self: made.append(self))  # noqa: PLW0108 - becomes a method
     target = build()
     report = shardload.restore(target, store.s3 + "/run", mesh="1x8", layout=rows((1, 8)), host_memory_bytes="16MiB")
     assert same(target, objects[1])
     assert report.host_bytes.peak_staging <= 16 * MIB and made[0].peak_bytes <= 4 * MIB
     assert made[0].held_bytes == 0
-    with pytest.raises(BudgetError, match="Give it at least 16MiB"):
+    with pytest.raises(BudgetError, match="Raise it to at least 16MiB"):
         shardload.restore(target, store.s3 + "/run", host_memory_bytes="8MiB")
 
 

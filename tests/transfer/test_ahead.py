@@ -9,8 +9,8 @@ import pytest
 from shardload.errors import DamagedError, TransferError
 from shardload.stores import file_access
 from shardload.transfer.planning import Block
-from shardload.transfer.prefetch import MAX_RANGE_UNITS, AheadReads
-from shardload.transfer.scratch import Flat
+from shardload.transfer.prefetch import MAX_RANGE_UNITS, PrefetchedReads
+from shardload.transfer.scratch import BlockMemory
 
 MIB = 1 << 20
 PATH = "/nowhere/7/data"
@@ -64,7 +64,7 @@ def read(reads, one, step):
     whole = np.zeros(one.read_bytes, np.uint8)
     for at in range(0, one.read_bytes, step):
         n_bytes = min(step, one.read_bytes - at)
-        flat = Flat(np.zeros(n_bytes, np.uint8), np.dtype(np.uint8), 0)
+        flat = BlockMemory(np.zeros(n_bytes, np.uint8), np.dtype(np.uint8), 0)
         reads.fill(flat, n_bytes, path=PATH, offset=one.offset + at)
         whole[at : at + n_bytes] = flat.memory
     reads.release(one)
@@ -86,7 +86,7 @@ def blocks(seed, *, gaps):
 @pytest.mark.parametrize("seed", range(4))
 def test_every_byte_arrives_and_each_mib_is_fetched_once(store, seed, threads, gaps):
     wanted, limit = blocks(seed, gaps=gaps), 40 * MIB
-    reads = AheadReads(wanted, limit_bytes=limit, threads=threads)
+    reads = PrefetchedReads(wanted, limit_bytes=limit, threads=threads)
     with ThreadPoolExecutor(threads) as pool:
         found = list(pool.map(lambda one: read(reads, one, 300_000), wanted))
     for one, data in zip(wanted, found, strict=True):
@@ -99,14 +99,14 @@ def test_every_byte_arrives_and_each_mib_is_fetched_once(store, seed, threads, g
 
 def test_neighbours_come_in_one_request_and_several_at_a_time(store):
     wanted = [block(at, min(at + 4 * MIB, DATA.nbytes)) for at in range(0, DATA.nbytes, 4 * MIB)]
-    reads = AheadReads(wanted, limit_bytes=64 * MIB, threads=2)
+    reads = PrefetchedReads(wanted, limit_bytes=64 * MIB, threads=2)
     read(reads, wanted[0], MIB)
     assert store.asked[:8] == [(unit, 4) for unit in range(0, 32, 4)] and MAX_RANGE_UNITS == 4
 
 
 def test_a_gap_is_not_fetched(store):
     wanted = [block(0, MIB), block(20 * MIB, 21 * MIB)]
-    reads = AheadReads(wanted, limit_bytes=64 * MIB, threads=1)
+    reads = PrefetchedReads(wanted, limit_bytes=64 * MIB, threads=1)
     read(reads, wanted[0], MIB)
     assert store.asked == [(0, 1), (20, 1)]
 
@@ -114,7 +114,7 @@ def test_a_gap_is_not_fetched(store):
 def test_what_fails_fails_for_every_thread_and_the_rest_is_given_up(store):
     store.error = DamagedError("not what was saved")
     wanted = blocks(1, gaps=False)
-    reads = AheadReads(wanted, limit_bytes=40 * MIB, threads=2)
+    reads = PrefetchedReads(wanted, limit_bytes=40 * MIB, threads=2)
     with pytest.raises(DamagedError):
         for one in wanted:
             read(reads, one, MIB)
@@ -125,7 +125,7 @@ def test_what_fails_fails_for_every_thread_and_the_rest_is_given_up(store):
 
 
 def test_a_mirror_that_is_gone_is_no_file(store):
-    reads = AheadReads([block(0, MIB)], limit_bytes=16 * MIB, threads=1)
+    reads = PrefetchedReads([block(0, MIB)], limit_bytes=16 * MIB, threads=1)
     file_access.leave(store.folder)
     with pytest.raises(TransferError, match=r"was closed while .* was still being read"):
         read(reads, block(0, MIB), MIB)

@@ -279,7 +279,7 @@ def test_casts_equal_numpy_bit_for_bit(tmp_path, stored, wanted, placement, tran
 )
 def test_other_casts_are_refused_before_reading(tmp_path, stored, wanted):
     manifest = manifest_of(tmp_path / "f.bin", {"t": np.zeros(8, stored)})
-    with pytest.raises(MismatchError, match=f"dtype {wanted}, but tensor 't' is stored as {stored}"):
+    with pytest.raises(MismatchError, match=f"Cannot cast tensor 't' from {stored} to {wanted}"):
         planned(manifest, whole(manifest, "t", dtype=wanted))
 
 
@@ -293,9 +293,7 @@ def test_file_that_changed_size_is_refused_before_reading(manifest, reads):
     plan = planned(manifest, whole(manifest, "a", dim=0))
     with Path(manifest.source).open("ab") as file:
         file.write(b"x")
-    with pytest.raises(
-        TransferError, match="changed since its headers were read: expected 4194332 bytes, found 4194333"
-    ):
+    with pytest.raises(TransferError, match="changed since its headers were read, from 4194332 to 4194333 bytes"):
         load(plan, manifest)
     assert not reads
 
@@ -308,7 +306,7 @@ def test_file_that_shrinks_while_being_read(manifest, transposed):
         os.truncate(manifest.source, 1000)
 
     with pytest.raises(
-        TransferError, match=r"Tensor 'a': .*f\.bin ends early\. Expected 65536 bytes at offset \d+, received \d+"
+        TransferError, match=r"tensor 'a': .*f\.bin ends early\. Found \d+ bytes at offset \d+, expected 65536"
     ):
         load(plan, manifest, progress=shrink)
 
@@ -316,7 +314,7 @@ def test_file_that_shrinks_while_being_read(manifest, transposed):
 def test_file_that_vanished(manifest):
     plan = planned(manifest, whole(manifest, "a", dim=0))
     Path(manifest.source).unlink()
-    with pytest.raises(TransferError, match="cannot be read any more"):
+    with pytest.raises(TransferError, match="although its headers were read"):
         load(plan, manifest)
 
 
@@ -326,7 +324,7 @@ def test_io_error_names_tensor_file_and_offset(manifest, monkeypatch):
 
     monkeypatch.setattr(shardload.transfer.preadv, "preadv", broken)
     with pytest.raises(
-        TransferError, match=r"Tensor 'b': cannot read 28 bytes at offset 4194304 of .*Input/output error"
+        TransferError, match=r"Cannot read tensor 'b', 28 bytes at offset 4194304 of .*Input/output error"
     ):
         load(planned(manifest, whole(manifest, "b")), manifest)
 
@@ -349,7 +347,7 @@ def test_cancelled_load_stops_and_frees_everything(manifest, error, reads):
 
 def test_wrong_number_of_devices(manifest):
     plan = planned(manifest, whole(manifest, "b"))
-    with pytest.raises(MeshError, match="needs 8 devices, got 2"):
+    with pytest.raises(MeshError, match="with 2 devices: expected 8"):
         execute(plan, manifest, devices=jax.devices()[:2], on_ready=print)
 
 
@@ -459,7 +457,8 @@ def test_no_memory_for_shards_is_told(manifest, monkeypatch):
 
     monkeypatch.setattr("shardload.transfer.buffers.memory", no_memory)
     with pytest.raises(
-        TransferError, match=r"'a': there is no memory for the 4194304 bytes .*Use a mesh over more hosts"
+        TransferError,
+        match=r"Cannot allocate 4194304 bytes for the shards of variable 'a' .*Use a mesh over more hosts",
     ):
         load(planned(manifest, whole(manifest, "a", dim=1)), manifest)
 

@@ -8,7 +8,7 @@ from step_folders import MIB, save_step
 
 from shardload.errors import DamagedError
 from shardload.steps.digests import Checker
-from shardload.transfer.scratch import Flat
+from shardload.transfer.scratch import BlockMemory
 from shardload.transfer.verified_reads import VerifiedReads
 
 BIG = "pytree/d/big"
@@ -29,7 +29,7 @@ def step(tmp_path):
 
 
 def flat(n_bytes, *, dtype="uint8", row=0, pitch=0):
-    return Flat(np.zeros(n_bytes, np.uint8), np.dtype(dtype), 0, row, pitch)
+    return BlockMemory(np.zeros(n_bytes, np.uint8), np.dtype(dtype), 0, row, pitch)
 
 
 def read(reads, of):

@@ -5,63 +5,63 @@ import threading
 
 import pytest
 
-from shardload.transfer.workers import Crew
+from shardload.transfer.workers import WorkerThreads
 
 
 @pytest.fixture
-def crew():
-    made = Crew(2)
+def workers():
+    made = WorkerThreads(2)
     yield made
     made.close()
 
 
-def test_the_caller_sleeps_until_enough_have_ended(crew):
+def test_the_caller_sleeps_until_enough_have_ended(workers):
     gates = [threading.Event() for _ in range(4)]
     for job, gate in enumerate(gates):
-        crew.hand_out(job, lambda job=job, gate=gate: gate.wait(30) and 10 * job)
-    assert crew.in_flight == 4
+        workers.submit(job, lambda job=job, gate=gate: gate.wait(30) and 10 * job)
+    assert workers.in_flight == 4
     gates[0].set()
     threading.Timer(0.1, gates[1].set).start()
-    found = crew.take_back(at_least=2)
-    assert sorted((ended.job, ended.result) for ended in found) == [(0, 0), (1, 10)] and crew.in_flight == 2
+    found = workers.collect(at_least=2)
+    assert sorted((ended.job, ended.result) for ended in found) == [(0, 0), (1, 10)] and workers.in_flight == 2
     gates[2].set()
     gates[3].set()
-    found = crew.take_back(at_least=99)
-    assert sorted(ended.job for ended in found) == [2, 3] and crew.in_flight == 0
+    found = workers.collect(at_least=99)
+    assert sorted(ended.job for ended in found) == [2, 3] and workers.in_flight == 0
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt(), MemoryError()])
-def test_what_fails_wakes_the_caller_at_once(crew, error):
+def test_what_fails_wakes_the_caller_at_once(workers, error):
     gate = threading.Event()
 
     def fail():
         raise error
 
-    crew.hand_out("slow", lambda: gate.wait(30))
-    crew.hand_out("bad", fail)
-    found = crew.take_back(at_least=2)
-    assert [(ended.job, ended.error) for ended in found] == [("bad", error)] and crew.in_flight == 1
+    workers.submit("slow", lambda: gate.wait(30))
+    workers.submit("bad", fail)
+    found = workers.collect(at_least=2)
+    assert [(ended.job, ended.error) for ended in found] == [("bad", error)] and workers.in_flight == 1
     gate.set()
 
 
 def test_closing_drops_what_has_not_begun():
-    crew, gate, done = Crew(1), threading.Event(), []
+    workers, gate, done = WorkerThreads(1), threading.Event(), []
     begun = threading.Event()
-    crew.hand_out(0, lambda: (begun.set(), gate.wait(30)))
+    workers.submit(0, lambda: (begun.set(), gate.wait(30)))
     for job in range(1, 4):
-        crew.hand_out(job, lambda job=job: done.append(job))
+        workers.submit(job, lambda job=job: done.append(job))
     assert begun.wait(30)
     threading.Timer(0.1, gate.set).start()
-    crew.close()
+    workers.close()
     assert done == [] and not any(t.name.startswith("shardload") for t in threading.enumerate())
 
 
 def test_all_threads_stand_by_before_there_is_work():
-    crew = Crew(3)
+    workers = WorkerThreads(3)
     try:
         assert sum(t.name.startswith("shardload") for t in threading.enumerate()) == 3
     finally:
-        crew.close()
+        workers.close()
 
 
 @pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), KeyboardInterrupt()])
@@ -77,13 +77,13 @@ def test_a_thread_that_cannot_be_started_leaves_none_waiting(monkeypatch, error)
 
     monkeypatch.setattr(threading.Thread, "start", start)
     with pytest.raises(type(error)):
-        Crew(3)
+        WorkerThreads(3)
     started[0].join(30)
     assert not started[0].is_alive()
 
 
 def test_a_crew_that_is_forgotten_dismisses_its_threads():
-    threads = Crew(3)._threads
+    threads = WorkerThreads(3)._threads
     gc.collect()
     for thread in threads:
         thread.join(30)
