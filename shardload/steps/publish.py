@@ -35,7 +35,7 @@ REMOVALS = 10
 REMOVAL_PAUSE_S = 0.05
 """Adds up to half a second: cheap compared with a failed save."""
 
-_WENT = "earlier steps may have moved with the folder"
+_WENT = "Earlier steps may have moved with the folder"
 
 
 class Root:

@@ -54,7 +54,12 @@ def save_error(cause: BaseException, *, step: int | str, folder: str | os.PathLi
 
 
 def describe(
-    why: str, *, step: int | str, folder: str | os.PathLike[str], number: int | None = None, others: str = "untouched"
+    why: str,
+    *,
+    step: int | str,
+    folder: str | os.PathLike[str],
+    number: int | None = None,
+    others: str = "Steps saved before are untouched",
 ) -> SaveError:
     """Build a `SaveError` with the standard wording.
 
@@ -63,12 +68,10 @@ def describe(
         step: The step that was being saved.
         folder: The destination.
         number: The operating system's `errno`, if there is one.
-        others: The state of the steps saved earlier.
+        others: A sentence about the steps saved earlier.
     """
     advice = f". {_ADVICE[number]}" if number in _ADVICE else ""
-    made = SaveError(
-        f"Step {step} could not be saved to {os.fspath(folder)}: {why}{advice}. Steps saved before are {others}"
-    )
+    made = SaveError(f"Step {step} could not be saved to {os.fspath(folder)}: {why}{advice}. {others}")
     made.errno = number
     return made
 
