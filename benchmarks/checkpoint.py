@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from benchmarks.measure import Comparison, table, warm_files
+from shardload.stores.local import located
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 HIDDEN, FFN, VOCABULARY = 2304, 9216, 64 * 1024
@@ -70,10 +71,10 @@ def open_safetensors(path: Path) -> Any:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
     tensors = {
-        name: Tensor(name, tuple(h["shape"]), BFLOAT16, Extent(str(path), 8 + length + h["data_offsets"][0]))
+        name: Tensor(name, tuple(h["shape"]), BFLOAT16, Extent(located(path), 8 + length + h["data_offsets"][0]))
         for name, h in header.items()
     }
-    return Manifest(str(path), "safetensors", tensors, {str(path): path.stat().st_size})
+    return Manifest(located(path), "safetensors", tensors, {str(path): path.stat().st_size})
 
 
 def split_dim(name: str, layout: str) -> int:

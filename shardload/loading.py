@@ -25,7 +25,6 @@ from shardload.parallel.current_layout import whereabouts
 from shardload.pipeline import arguments, filling, load_distributed, reporting
 from shardload.progress import Progress
 from shardload.resolve.opening import open_source
-from shardload.resolve.stores import naming
 from shardload.sharding import devices as placement
 from shardload.stores.fingerprint import Fingerprint
 from shardload.typing import DTypeLike, LayoutLike, MeshLike, PathLike
@@ -193,7 +192,7 @@ def run(
         call.ready()
         place = placement.place_on(mesh, axes=axes, devices=devices)
         call.share(place)
-        with naming(manifest), call.seeds():
+        with call.seeds():
             with clock("build"):
                 model = filling.build(manifest, dtype=dtype, task=task, ignore_config=ignore_config, **options)
             for text in told:
@@ -271,7 +270,7 @@ def load_weights(
         manifest = opened.manifest
         files = Fingerprint.of(manifest.files)
         call.ready()
-        with naming(manifest), slots_as_stored(model, manifest):
+        with slots_as_stored(model, manifest):
             with clock("plan"):
                 place, wanted = whereabouts(model, mesh=mesh, axes=axes, layout=layout, devices=devices)
                 call.share(place)
@@ -328,9 +327,9 @@ def plan(
     opened = open_source(source, format, described=True, verify=False)
     manifest = opened.manifest
     placement.available()  # building needs JAX to compute shapes; its own error would not name the cause
-    with naming(manifest), clock("build"):
+    with clock("build"):
         model = filling.build(manifest, dtype=dtype, task=task, ignore_config=ignore_config)
-    with naming(manifest), clock("plan"):
+    with clock("plan"):
         spec = placement.mesh_spec(mesh, axes=axes)
         job = filling.prepare(
             model,

@@ -25,12 +25,14 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from shardload.stores.location import Location
+
 
 class RowReader(Protocol):
     """Reader for ranges of rows (dim 0) of one stored tensor; must be thread-safe."""
 
     @property
-    def paths(self) -> tuple[str, ...]:
+    def paths(self) -> tuple[Location, ...]:
         """Files this reader reads from."""
         ...
 
@@ -59,8 +61,8 @@ class RowReader(Protocol):
 class Extent:
     """A row-major run of raw little-endian bytes in a file."""
 
-    path: str
-    """Absolute path of the file."""
+    path: Location
+    """The file."""
     offset: int
     """Byte offset of the first element."""
 
@@ -81,8 +83,8 @@ class Codec(Protocol):
 class Packed:
     """Encoded elements that decode as a whole, such as a compressed zarr chunk."""
 
-    path: str
-    """Absolute path of the file; for inline or never written chunks, the file with their metadata."""
+    path: Location
+    """The file; for inline or never written chunks, the file with their metadata."""
     offset: int
     """First byte; 0 for inline or never written chunks."""
     n_bytes: int
@@ -114,7 +116,7 @@ class Chunked:
     """Grid index → location of the chunk's ``prod(chunk_shape)`` row-major elements; every grid cell is present."""
 
     @property
-    def paths(self) -> tuple[str, ...]:
+    def paths(self) -> tuple[Location, ...]:
         """Files that contain the chunks."""
         return tuple(dict.fromkeys(extent.path for extent in self.extents.values()))
 
@@ -167,18 +169,23 @@ class Tensor:
 class Manifest:
     """The parsed headers of a checkpoint."""
 
-    source: str
-    """Absolute path of the opened file or folder."""
+    location: Location
+    """The opened file or folder."""
     format: str
     """Name of its `shardload.loaders.FormatSpec`: ``gguf``."""
     tensors: Mapping[str, Tensor]
     """Name → tensor, in file order."""
-    files: Mapping[str, int]
+    files: Mapping[Location, int]
     """Each file with tensor data → its size in bytes when the headers were read."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """The checkpoint's own description of the model (``config.json`` content); empty if it has none."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Further header entries: safetensors ``__metadata__``, GGUF key-values, Keras versions."""
+
+    @property
+    def source(self) -> str:
+        """Absolute path or URL of the opened file or folder."""
+        return str(self.location)
 
     @property
     def nbytes(self) -> int:

@@ -30,7 +30,7 @@ from shardload.reports import LoadReport
 from shardload.steps.alternatives import WayOut, Which, way_out
 from shardload.steps.digests import Checker
 from shardload.steps.listing import StepInfo, find_step
-from shardload.steps.remote_listing import as_remote, prepared
+from shardload.steps.remote_listing import prepared
 from shardload.stores.fingerprint import Fingerprint
 from shardload.transfer.read_tensor import read_tensor
 from shardload.transfer.verification import check_tensor
@@ -136,8 +136,7 @@ def _restore_sound(
         try:
             with call.attempt():
                 info = info or _chosen(call, directory, step)
-                with info.naming():
-                    return _restore(model, info, skipped, call, best=step == "best" and not skipped, **options)
+                return _restore(model, info, skipped, call, best=step == "best" and not skipped, **options)
         except Exception as error:
             damage = _damage(error)
             if damage is None or (info is None and step != "best"):
@@ -157,7 +156,7 @@ def _restore(
 ) -> LoadReport:
     clock = filling.Clock()
     info = prepared(info)
-    checker = Checker.of_step(info.path) if info.ours else None
+    checker = Checker.of_step(info.location) if info.ours else None
     manifest = _opened(info)
     files = Fingerprint.of(manifest.files)
     call.ready()
@@ -200,7 +199,7 @@ def metric_values(model: Any, info: StepInfo) -> list[tuple[Any, NDArray[Any]]]:
 
     Metrics only get variables once ``fit`` has seen data, so `restore` may run too early for them.
     """
-    check = Checker.of_step(info.path)
+    check = Checker.of_step(info.location)
     manifest = _opened(info)
     found = []
     for binding in map_state(model, manifest, items="metrics").bindings:
@@ -212,8 +211,7 @@ def metric_values(model: Any, info: StepInfo) -> list[tuple[Any, NDArray[Any]]]:
 
 def _opened(info: StepInfo) -> Manifest:
     try:
-        manifest = open_orbax(info.path)
-        return manifest if info.url is None else as_remote(manifest, info)
+        return open_orbax(info.location)
     except SourceError as error:
         if info.ours:
             raise DamagedError(

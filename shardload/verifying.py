@@ -81,10 +81,9 @@ def _step(info: StepInfo, progress: Callable[[int], None] | None) -> Verdict:
 def _remote(info: StepInfo, progress: Callable[[int], None] | None) -> Verdict:
     if not info.ours:
         raise foreign(info.where)
-    if info.mirror is None:
+    if info.remote is None:
         return Verdict(info.where, "damaged", None, info.n_bytes, (str(info.problems),))
-    with info.naming():
-        problems = tuple(str(found) for found in digests.verify(info.path, progress=progress))
+    problems = tuple(str(found) for found in digests.verify(info.remote, progress=progress))
     verdict: Literal["verified", "damaged"] = "damaged" if problems else "verified"
     return Verdict(info.where, verdict, None, info.n_bytes, _shortened(problems))
 

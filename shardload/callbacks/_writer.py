@@ -49,6 +49,7 @@ from shardload.steps.file_tree import sync_files
 from shardload.steps.listing import TREE_FILE
 from shardload.steps.publish import Root, Staging
 from shardload.steps.save_errors import describe, save_error
+from shardload.stores.local import located
 
 _WRITERS: weakref.WeakSet[Writer] = weakref.WeakSet()
 
@@ -280,7 +281,7 @@ def _check_items(job: SaveJob, staging: Staging) -> None:
         if name != "pytree" and not (staging.path / name / TREE_FILE).is_file():  # not a tree of arrays
             continue
         try:
-            open_orbax(staging.path / name)  # finds each chunk of each array
+            open_orbax(located(staging.path / name))  # finds each chunk of each array
         except UnsupportedError:  # a user's item of a kind that open_orbax does not read
             continue
         except (SourceError, SourceNotFoundError) as error:

@@ -63,13 +63,11 @@ def check_tokenizer(source: str, *, format: str | None = None) -> None:
     """Raise before the load, not after minutes of it, if ``source`` has no tokenizer for a prompt."""
     from shardload.generate.tokenizer import tokenizer_of
     from shardload.loaders import folder_of
-    from shardload.resolve.stores import naming
 
     manifest = inspect(source, format=format)
-    if (folder := folder_of(manifest.source)) is not None:
+    if (folder := folder_of(manifest.location)) is not None:
         manifest = inspect(str(folder))
-    with naming(manifest):
-        tokenizer_of(manifest)
+    tokenizer_of(manifest)
 
 
 def generate(loaded: Any, prompt: str, *, max_new_tokens: int) -> Iterable[str]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 from shardload.manifest import Chunked, Decoded, Extent, Manifest, Packed, Tensor
 from shardload.reports.names import printable
+from shardload.stores.location import Location
 from shardload.units import format_bytes, format_count, plural
 
 
@@ -33,11 +33,11 @@ def _summary(manifest: Manifest, tensors: Sequence[Tensor]) -> str:
     shown = plural(total, "tensor") if len(tensors) == total else f"{len(tensors):,} of {plural(total, 'tensor')}"
     elements, size = sum(t.size for t in tensors), sum(t.nbytes for t in tensors)
     sizes = f"{format_count(elements)} parameters, {format_bytes(size)}"
-    return f"{printable(manifest.metadata.get('url', manifest.source))} ({manifest.format}): {shown}, {sizes}"
+    return f"{printable(manifest.source)} ({manifest.format}): {shown}, {sizes}"
 
 
 def _row(tensor: Tensor) -> tuple[str, ...]:
-    files: tuple[str, ...]
+    files: tuple[Location, ...]
     match tensor.storage:
         case Extent(path, offset):
             files, storage = (path,), f"offset {offset}"
@@ -49,7 +49,7 @@ def _row(tensor: Tensor) -> tuple[str, ...]:
             chunk = "x".join(map(str, chunk_shape))
             files, storage = grid.paths, f"{plural(len(extents), 'chunk')} of {chunk}"
     shape = "x".join(map(str, tensor.shape)) or "scalar"
-    file = printable(",".join(Path(f).name for f in files))
+    file = printable(",".join(file.name for file in files))
     return printable(tensor.name), shape, str(tensor.dtype), format_bytes(tensor.nbytes), file, storage
 
 
@@ -75,9 +75,9 @@ def as_json(manifest: Manifest, *, match: str | None = None) -> dict[str, Any]:
     """Return the same facts as a JSON object."""
     tensors = selected(manifest, match)
     return {
-        "source": manifest.metadata.get("url", manifest.source),
+        "source": manifest.source,
         "format": manifest.format,
-        "files": dict(manifest.files),
+        "files": {str(file): size for file, size in manifest.files.items()},
         "parameters": sum(t.size for t in tensors),
         "bytes": sum(t.nbytes for t in tensors),
         "tensors": [_facts(t) for t in tensors],
@@ -94,15 +94,15 @@ def _facts(tensor: Tensor) -> dict[str, Any]:
     }
     match tensor.storage:
         case Extent(path, offset):
-            return facts | {"storage": "extent", "files": [path], "offset": offset}
+            return facts | {"storage": "extent", "files": [str(path)], "offset": offset}
         case Packed(path):
-            return facts | {"storage": "decoded", "files": [path], "offset": None}
+            return facts | {"storage": "decoded", "files": [str(path)], "offset": None}
         case Decoded(reader):
-            return facts | {"storage": "decoded", "files": list(reader.paths), "offset": None}
+            return facts | {"storage": "decoded", "files": list(map(str, reader.paths)), "offset": None}
         case Chunked(chunk_shape) as grid:
             return facts | {
                 "storage": "chunked",
-                "files": list(grid.paths),
+                "files": list(map(str, grid.paths)),
                 "offset": None,
                 "chunk_shape": list(chunk_shape),
                 "chunks": len(grid.extents),

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 from shardload.interrupts import INTERRUPTED
 from shardload.reports.names import printable
-from shardload.stores import file_access
+from shardload.stores import private_copies
 
 READER_LEFT = 141
 """Exit code when stdout's reader closed it, as shells report it (128 + SIGPIPE)."""
@@ -47,7 +47,7 @@ class Results:
                 os.write(self.stream.fileno(), f"{json.dumps({'error': error}, indent=2)}\n".encode())
             clear = b"\r\x1b[2K\x1b[?25h" if os.isatty(2) else b""  # erase a progress bar, show the cursor again
             os.write(2, clear + b"Interrupted.\n")
-        file_access.remove_mirrors()  # atexit functions will not run
+        private_copies.remove_all()  # atexit functions will not run
 
     @property
     def unicode(self) -> bool:

@@ -22,6 +22,7 @@ from shardload.generate.tokenizer import HuggingFace
 from shardload.hub import kerashub
 from shardload.loaders.gguf import TokenizerMetadata, tokenizer_metadata
 from shardload.manifest import Manifest
+from shardload.stores.local import located
 
 _CLASSES = {"gemma": "GemmaTokenizer", "gemma2": "GemmaTokenizer", "gemma3_text": "GemmaTokenizer"}
 _SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
@@ -47,14 +48,14 @@ def attach_preprocessor(model: Any, manifest: Manifest, companions: Companions) 
         return
     with tempfile.TemporaryDirectory() as folder:
         copy(companions.transformers, Path(folder))
-        model.preprocessor = kerashub.preprocessor(type(model), replace(manifest, source=folder))
+        model.preprocessor = kerashub.preprocessor(type(model), replace(manifest, location=located(folder)))
 
 
 def _rebuilt(manifest: Manifest) -> Rebuilt:
     if not any(key.startswith("tokenizer.ggml.") for key in manifest.metadata):
         return Rebuilt()
     try:
-        found = tokenizer_metadata(manifest.source)
+        found = tokenizer_metadata(manifest.location)
         files = files_of(found, manifest.source, str(manifest.config.get("model_type")))
     except Exception as error:  # of any kind, also SentencePiece's and tokenizers': the weights do not need it
         return Rebuilt(notes=(f"the tokenizer in the GGUF file was left out: {error}",))

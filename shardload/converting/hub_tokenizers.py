@@ -24,6 +24,7 @@ from shardload.hub import kerashub
 from shardload.loaders.gguf import TokenizerMetadata
 from shardload.loaders.hub_preset import SPEC as PRESET
 from shardload.stores import json_files
+from shardload.stores.local import located
 
 _log = logging.getLogger(__name__)
 _PIECES = "assets/tokenizer/vocabulary.spm"
@@ -50,7 +51,7 @@ def tokenizer_files(source: Source, model_type: str) -> tuple[dict[str, bytes], 
         return _as_they_are(kept, model_type)
     try:
         layer = kerashub.preset_tokenizer(
-            replace(source.manifest, source=str(kept["tokenizer.json"].parent), format=PRESET.name)
+            replace(source.manifest, location=located(kept["tokenizer.json"].parent), format=PRESET.name)
         )
         found = _metadata(layer, _CUT_BY[type(source.backbone).__name__])
         return files_of(found, source.manifest.source, model_type), ()

@@ -37,6 +37,7 @@ from shardload.loaders.hub_preset import SPEC as PRESET
 from shardload.loaders.keras_h5 import SPEC as KERAS_H5
 from shardload.loaders.keras_sharded import SPEC as KERAS_SHARDED
 from shardload.mapping.state_keys import roles_of
+from shardload.stores.local import located
 from shardload.writers import TensorPlace, Wanted
 
 _log = logging.getLogger(__name__)
@@ -203,7 +204,7 @@ def _attach_preprocessor(source: Source) -> None:
     if spec_of(source.manifest).is_hugging_face:
         with tempfile.TemporaryDirectory() as files:
             sidecar_files.copy(source.companions.transformers, Path(files))
-            described = replace(source.manifest, source=files)
+            described = replace(source.manifest, location=located(files))
             model.preprocessor = kerashub.preprocessor(type(model), described, usable=False)
 
 
@@ -231,7 +232,7 @@ def _save_tokenizer(source: Source, folder: Path) -> None:
         return
     with tempfile.TemporaryDirectory() as files:
         sidecar_files.copy(source.companions.transformers, Path(files))
-        described = replace(source.manifest, source=files)
+        described = replace(source.manifest, location=located(files))
         try:
             tokenizer = kerashub.preset_tokenizer(described, cls)
         except Exception as error:  # damaged or missing files may cause any error

@@ -13,8 +13,8 @@ from shardload.converting.sidecar_files import is_weights
 from shardload.errors import ShardloadError, WriteError
 from shardload.loaders import recognise
 from shardload.loaders.contents import FolderContent
-from shardload.loaders.folder import entries
 from shardload.steps.file_tree import is_empty
+from shardload.stores.local import located
 
 
 def exists(target: Path) -> WriteError:
@@ -90,6 +90,7 @@ def _is_checkpoint(path: Path) -> bool:
     if path.is_file():
         return True
     if found.is_step:
-        return found.is_folder(FolderContent(path, entries(path)))  # a single step, not a training run's folder
+        folder = located(path)
+        return found.is_folder(FolderContent(folder, folder.names()))  # a single step, not a training run's folder
     described = found.open_folder is not None and found.described_by is not None
     return described and any(is_weights(e.name) and e.is_file() for e in path.iterdir())

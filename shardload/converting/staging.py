@@ -25,7 +25,7 @@ from shardload.errors import WriteError
 from shardload.steps.digest_list import hasher
 from shardload.steps.file_tree import is_empty, sync, sync_all
 from shardload.steps.locks import LOCK_FILE, FolderLock
-from shardload.stores.local import opened, read_exact
+from shardload.stores.local import LocalFile
 from shardload.writers import TensorPlace
 
 READ_BYTES = 8 << 20
@@ -232,11 +232,10 @@ def digest(root: Path, place: TensorPlace, item_bytes: int) -> str:
     for piece in place.pieces:
         if not piece.count:
             continue
-        path = root / piece.path
-        with opened(path) as (fd, _):
+        with contextlib.closing(LocalFile(root / piece.path)) as file:
             end = piece.offset + piece.count * item_bytes
             for start in range(piece.offset, end, READ_BYTES):
                 block = buffer[: min(READ_BYTES, end - start)]
-                read_exact(fd, block, start, str(path))
+                file.read_into(block, start)
                 found.update(block)
     return str(found.hexdigest())

@@ -12,6 +12,7 @@ import bisect
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ from numpy.typing import NDArray
 
 from shardload.errors import LayoutError
 from shardload.manifest import Chunked, Extent, Packed, Tensor, View
-from shardload.stores.local import opened, read_exact
 from shardload.transfer.read_tensor import read_rows
 from shardload.transfer.regions import regions, view_in_region
 from shardload.transfer.strides import address
@@ -148,9 +148,8 @@ def reader_of(tensor: Tensor, dtype: np.dtype[Any]) -> Read:
     def read(start: int, stop: int) -> Array:
         if isinstance(tensor.storage, Extent):
             value = np.empty(stop - start, tensor.dtype)
-            with opened(tensor.storage.path) as (fd, _):
-                offset = tensor.storage.offset + start * tensor.dtype.itemsize
-                read_exact(fd, value.view(np.uint8).data, offset, tensor.storage.path)
+            with closing(tensor.storage.path.open()) as file:
+                file.read_into(value.view(np.uint8).data, tensor.storage.offset + start * tensor.dtype.itemsize)
         else:
             first, last = start // row, -(-stop // row)
             value = read_rows(tensor, first, last).reshape(-1)[start - first * row : stop - first * row]

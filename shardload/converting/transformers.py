@@ -21,6 +21,8 @@ from shardload.loaders.hf_folder import SPEC as HUGGING_FACE
 from shardload.manifest import Extent, Manifest, Tensor, View
 from shardload.mapping import map_hub
 from shardload.mapping.variable_map import Binding
+from shardload.stores.local import LOCAL
+from shardload.stores.location import Location
 from shardload.synth.tensors import transformers_tensors
 from shardload.writers import Wanted
 
@@ -76,8 +78,9 @@ def stand_in(config: Mapping[str, Any]) -> Manifest:
     except UnsupportedError as error:
         kind = config["model_type"]
         raise UnsupportedError(f"No Hugging Face tensors can be written for model_type {kind!r}. {_WAY_OUT}") from error
-    tensors = {s.name: Tensor(s.name, s.shape, stored, Extent("", 0)) for s in specs}
-    return Manifest("", HUGGING_FACE.name, tensors, {}, dict(config))
+    nowhere = Location(LOCAL, "")
+    tensors = {s.name: Tensor(s.name, s.shape, stored, Extent(nowhere, 0)) for s in specs}
+    return Manifest(nowhere, HUGGING_FACE.name, tensors, {}, dict(config))
 
 
 def views_of(backbone: Any, config: Mapping[str, Any]) -> tuple[Binding, ...]:

@@ -128,9 +128,9 @@ class _Work:
 def _identity(source: Source, plan: Plan, target: Path) -> str:
     """Return a digest of everything that determines the output."""
     files = [
-        (path, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino)
+        (str(path), s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino)
         for path in source.manifest.files
-        for s in [Path(path).stat()]
+        for s in [path.local_path().stat()]
     ]
     copies = [
         (c.wanted.name, c.wanted.shape, c.wanted.dtype.name, str(c.view), c.value.view and str(c.value.view))

@@ -16,6 +16,7 @@ from typing import Any
 from shardload.errors import UnsupportedError
 from shardload.generate.tokenizer import TURN_ENDS, HuggingFace, SentencePiece, Tokenizer
 from shardload.loaders.gguf import TokenizerMetadata, tokenizer_metadata
+from shardload.stores.location import Location
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """``tokenizer.ggml.token_type``; SentencePiece's own numbers."""
@@ -32,14 +33,14 @@ PATTERNS = {
 """Pre-tokenizer → expression that splits text into words; ``None``: GPT-2's, which is built into tokenizers."""
 
 
-def rebuild(path: str) -> Tokenizer:
+def rebuild(path: Location) -> Tokenizer:
     """Rebuild the tokenizer of a ``.gguf`` file.
 
     Raises:
         UnsupportedError: When the file has no tokenizer, or one whose type is not supported.
         SourceError: When its parts contradict each other.
     """
-    return of_metadata(tokenizer_metadata(path), path)
+    return of_metadata(tokenizer_metadata(path), str(path))
 
 
 def of_metadata(found: TokenizerMetadata, path: str) -> Tokenizer:

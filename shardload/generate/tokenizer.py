@@ -56,7 +56,7 @@ def tokenizer_of(manifest: Manifest) -> Tokenizer:
             case "header":
                 from shardload.generate.gguf_tokenizer import rebuild
 
-                found = rebuild(manifest.source)
+                found = rebuild(manifest.location)
             case "hugging-face":
                 found = _hugging_face(folder, manifest)
             case "keras-hub":

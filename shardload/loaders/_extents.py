@@ -8,13 +8,14 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from shardload.errors import SourceError, TruncatedSourceError
 from shardload.manifest import Chunked, Decoded, Extent, Packed, Tensor
+from shardload.stores.location import Location
 
 MAX_RANK = 32
 """HDF5's limit; no real weight has as many dims."""
 MAX_DIM = (1 << 63) - 1
 
 
-def collect(tensors: Iterable[Tensor], *, files: Mapping[str, int]) -> dict[str, Tensor]:
+def collect(tensors: Iterable[Tensor], *, files: Mapping[Location, int]) -> dict[str, Tensor]:
     """Return tensors by name, in file order (files as listed, then by offset; decoded ones after their file's extents).
 
     Args:
@@ -39,7 +40,7 @@ def collect(tensors: Iterable[Tensor], *, files: Mapping[str, int]) -> dict[str,
     return {tensor.name: tensor for tensor in ordered}
 
 
-def check_shape(shape: tuple[int, ...], *, name: str, path: str) -> None:
+def check_shape(shape: tuple[int, ...], *, name: str, path: object) -> None:
     """Refuse shapes that no array can have.
 
     Raises:
@@ -51,7 +52,7 @@ def check_shape(shape: tuple[int, ...], *, name: str, path: str) -> None:
         raise SourceError(f"{path}: tensor {name!r} has the shape {shape}; each dim must be from 0 to 2**63 - 1")
 
 
-def _check(tensor: Tensor, files: Mapping[str, int]) -> None:
+def _check(tensor: Tensor, files: Mapping[Location, int]) -> None:
     match tensor.storage:
         case Extent(path):
             check_shape(tensor.shape, name=tensor.name, path=path)
@@ -63,7 +64,7 @@ def _check(tensor: Tensor, files: Mapping[str, int]) -> None:
             )
 
 
-def _runs(tensor: Tensor) -> Iterator[tuple[str, int, int]]:
+def _runs(tensor: Tensor) -> Iterator[tuple[Location, int, int]]:
     """Yield path, first byte and end (exclusive) of every raw run of a tensor."""
     match tensor.storage:
         case Extent(path, offset):
@@ -75,7 +76,7 @@ def _runs(tensor: Tensor) -> Iterator[tuple[str, int, int]]:
                     yield extent.path, extent.offset, extent.offset + length
 
 
-def _packed_runs(tensor: Tensor) -> Iterator[tuple[str, int, int]]:
+def _packed_runs(tensor: Tensor) -> Iterator[tuple[Location, int, int]]:
     """Like `_runs`, for packed storage. Two packed chunks may share bytes: equal chunks are stored once."""
     cells = tensor.storage.extents.values() if isinstance(tensor.storage, Chunked) else (tensor.storage,)
     for packed in cells:
@@ -88,7 +89,7 @@ def _is_text(name: str) -> bool:
     return not any("\ud800" <= char <= "\udfff" for char in name)
 
 
-def _position(tensor: Tensor, order: Mapping[str, int]) -> tuple[int, int, int]:
+def _position(tensor: Tensor, order: Mapping[Location, int]) -> tuple[int, int, int]:
     match tensor.storage:
         case Extent(path, offset) | Packed(path, offset):
             return order[path], 0, offset
@@ -98,7 +99,7 @@ def _position(tensor: Tensor, order: Mapping[str, int]) -> tuple[int, int, int]:
             return min((order[e.path], 0, e.offset) for e in extents.values())
 
 
-def _refuse_overlap(tensors: Iterable[Tensor], order: Mapping[str, int]) -> None:
+def _refuse_overlap(tensors: Iterable[Tensor], order: Mapping[Location, int]) -> None:
     runs = [(path, start, stop, t.name) for t in tensors for path, start, stop in _runs(t) if start < stop]
     runs.sort(key=lambda run: (order[run[0]], run[1]))
     for (path, _, end, previous), (other, start, _, name) in itertools.pairwise(runs):

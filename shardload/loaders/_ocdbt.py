@@ -11,17 +11,15 @@ inflates it, since a zstd frame can grow 32 768-fold.
 from __future__ import annotations
 
 import itertools
-import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 from shardload.errors import SourceError, TruncatedSourceError, UnsafeSourceError
 from shardload.loaders.folder import descendant
-from shardload.stores import file_access
+from shardload.stores.location import Location
 
 MANIFEST = "manifest.ocdbt"
 MAX_MANIFEST_BYTES = 1 << 20
@@ -49,8 +47,8 @@ _NODE_HEADER_BYTES = 14
 class OcdbtValue:
     """One value of a key-value store."""
 
-    path: str
-    """Absolute path of the file that contains it."""
+    path: Location
+    """The file that contains it."""
     offset: int
     """First byte; 0 when inline."""
     length: int
@@ -67,10 +65,10 @@ class OcdbtValue:
             raise UnsafeSourceError(f"{self.path}: {what} should have at most {limit} bytes, but has {self.length}")
         if self.inline is not None:
             return self.inline
-        return file_access.read_header(self.path, self.length, offset=self.offset, what=what)
+        return self.path.read_header(self.length, offset=self.offset, what=what)
 
 
-def read_values(folder: Path) -> dict[str, OcdbtValue]:
+def read_values(folder: Location) -> dict[str, OcdbtValue]:
     """Return the value of every key in the newest version of a store, in key order.
 
     Args:
@@ -86,14 +84,14 @@ def read_values(folder: Path) -> dict[str, OcdbtValue]:
 
 @dataclass(slots=True)
 class _Walk:
-    folder: Path
-    sizes: dict[str, tuple[str, int]] = field(default_factory=dict)
-    """File name in the store → absolute path and size."""
+    folder: Location
+    sizes: dict[str, tuple[Location, int]] = field(default_factory=dict)
+    """File name in the store → file and size."""
     keys: int = 0
     node_bytes: int = 0
     """Total bytes of the nodes read so far."""
-    node_files: set[str] = field(default_factory=set)
-    """Paths of the files they were read from."""
+    node_files: set[Location] = field(default_factory=set)
+    """Files they were read from."""
     node_file_bytes: int = 0
 
     def walk(self) -> Iterator[tuple[str, OcdbtValue]]:
@@ -103,7 +101,7 @@ class _Walk:
             raise UnsafeSourceError(f"{manifest} should have at most {MAX_MANIFEST_BYTES} bytes, but has {size}")
         if not size:
             raise TruncatedSourceError(f"{manifest} is empty. The save did not finish; use another step")
-        _refuse_inflation(file_access.read_header(manifest, size, offset=0, what="the manifest"), manifest)
+        _refuse_inflation(manifest.read_header(size, offset=0, what="the manifest"), manifest)
         versions = self._dump(None, manifest).get("versions")
         if not versions:
             raise SourceError(f"{manifest} lists no version of the store. Save the checkpoint again")
@@ -117,11 +115,10 @@ class _Walk:
     def _node(self, location: str, prefix: bytes, depth: int) -> Iterator[tuple[str, OcdbtValue]]:
         found = self._locate(location, "btreenode")
         if found.length > MAX_NODE_BYTES or not depth:
-            raise UnsafeSourceError(f"{found.path} holds a B-tree node of {found.length} bytes, or one too deep")
+            raise UnsafeSourceError(f"{found.path} contains a B-tree node of {found.length} bytes, or one too deep")
         self._count(found)
-        file_access.have_local(found.path)
-        _refuse_inflation(found.read(MAX_NODE_BYTES, what="a B-tree node"), Path(found.path))
-        node = self._dump(location, Path(found.path))
+        _refuse_inflation(found.read(MAX_NODE_BYTES, what="a B-tree node"), found.path)
+        node = self._dump(location, found.path)
         for entry in node["entries"]:
             if node["height"]:
                 below = prefix + entry["subtree_common_prefix"]
@@ -136,14 +133,14 @@ class _Walk:
         self.node_bytes += node.length
         if node.path not in self.node_files:
             self.node_files.add(node.path)
-            self.node_file_bytes += file_access.size_of(node.path)
+            self.node_file_bytes += node.path.size
         if self.node_bytes > VISITS_FLOOR_BYTES + MAX_VISITS * self.node_file_bytes:
             raise UnsafeSourceError(
                 f"{node.path}: the nodes of the B-tree refer to the same nodes again and again: {self.node_bytes} "
                 f"bytes of them were read from files of {self.node_file_bytes}. Save the checkpoint again"
             )
 
-    def _value(self, entry: Mapping[str, Any], node_path: str) -> OcdbtValue:
+    def _value(self, entry: Mapping[str, Any], node_path: Location) -> OcdbtValue:
         if (inline := entry.get("inline_value")) is not None:
             return OcdbtValue(node_path, 0, len(inline), bytes(inline))
         return self._locate(entry["indirect_value"], "value")
@@ -164,27 +161,30 @@ class _Walk:
             )
         return OcdbtValue(path, offset, length)
 
-    def _file(self, name: str) -> tuple[str, int]:
+    def _file(self, name: str) -> tuple[Location, int]:
         if name not in self.sizes:
             path = descendant(self.folder, name, named_by=str(self.folder / MANIFEST))
-            self.sizes[name] = str(path), file_access.size_of(path)
+            self.sizes[name] = path, path.size
         return self.sizes[name]
 
-    def _dump(self, location: str | None, path: Path) -> Any:
+    def _dump(self, location: str | None, path: Location) -> Any:
         import tensorstore as ts  # 0.2 s to import
 
+        path.local_path()  # TensorStore opens the file itself: a remote one is fetched first
+        folder = f"{self.folder.local_path()}/"
         try:
-            base = ts.KvStore.open({"driver": "file", "path": f"{self.folder}{os.sep}"}).result()
+            base = ts.KvStore.open({"driver": "file", "path": folder}).result()
             return ts.ocdbt.dump(base, location).result()
         except (ValueError, RuntimeError, OSError) as error:
-            raise SourceError(f"{path} is damaged: {said(error)}. Copy it again, or use another step") from error
+            reason = said(error).replace(folder, f"{self.folder}/")
+            raise SourceError(f"{path} is damaged: {reason}. Copy it again, or use another step") from error
 
     @staticmethod
-    def _text(key: bytes, path: str) -> str:
+    def _text(key: bytes, path: Location) -> str:
         try:
             return key.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise SourceError(f"{path} holds the key {key[:200]!r}, which is not UTF-8") from error
+            raise SourceError(f"{path} contains the key {key[:200]!r}, which is not UTF-8") from error
 
 
 def said(error: BaseException | None) -> str:
@@ -193,7 +193,7 @@ def said(error: BaseException | None) -> str:
     return text.strip().rstrip(".") or "it cannot be decoded"
 
 
-def _refuse_inflation(raw: bytes, path: Path) -> None:
+def _refuse_inflation(raw: bytes, path: Location) -> None:
     """Refuse a node whose zstd frames could inflate beyond `MAX_NODE_BYTES`; TensorStore reports malformed ones."""
     at, inflated = _NODE_HEADER_BYTES, 0
     while raw[at : at + 4] == _ZSTD_MAGIC and at + 6 <= len(raw):
@@ -207,7 +207,7 @@ def _refuse_inflation(raw: bytes, path: Path) -> None:
             inflated += _ZSTD_BLOCK_BYTES if kind >= 2 else size
             if inflated > MAX_NODE_BYTES:
                 raise UnsafeSourceError(
-                    f"{path} holds a node of {len(raw)} bytes that inflates to more than {MAX_NODE_BYTES}: a bomb"
+                    f"{path} contains a node of {len(raw)} bytes that inflates to more than {MAX_NODE_BYTES} bytes"
                 )
             if header & 1 or at >= len(raw):
                 break

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from shardload.errors import SourceError
-from shardload.loaders.folder import entries, member
+from shardload.loaders.folder import member
 from shardload.stores.json_files import read_object
+from shardload.stores.location import Location
 
 TREE = "_METADATA"
 _STRINGS = "_strings.json"
@@ -62,7 +62,7 @@ class SavedTree:
     """Whether every chunk was written, including chunks of zeros."""
 
 
-def read_tree(item: Path) -> SavedTree:
+def read_tree(item: Location) -> SavedTree:
     """Read the tree of an item.
 
     Raises:
@@ -73,7 +73,7 @@ def read_tree(item: Path) -> SavedTree:
     document = read_object(path)
     found = document.get("tree_metadata")
     if not isinstance(found, dict):
-        raise SourceError(f"{path} should hold a 'tree_metadata' that lists the leaves of the tree, but does not")
+        raise SourceError(f"{path} should contain a 'tree_metadata' that lists the leaves of the tree, but does not")
     leaves = tuple(_leaf(entry, path) for entry in found.values())
     paths = [leaf.keys for leaf in leaves]
     if len(set(paths)) < len(paths):
@@ -81,7 +81,7 @@ def read_tree(item: Path) -> SavedTree:
     return SavedTree(leaves, document.get("store_array_data_equal_to_fill_value") is True)
 
 
-def _leaf(entry: object, path: Path) -> SavedLeaf:
+def _leaf(entry: object, path: Location) -> SavedLeaf:
     try:
         keys = tuple(str(part["key"]) for part in entry["key_metadata"])  # type: ignore[index]
         kind = str(entry["value_metadata"]["value_type"])  # type: ignore[index]
@@ -90,7 +90,7 @@ def _leaf(entry: object, path: Path) -> SavedLeaf:
     return SavedLeaf(keys, kind)
 
 
-def read_strings(item: Path) -> dict[str, Any]:
+def read_strings(item: Location) -> dict[str, Any]:
     """Read the text leaves, by the name Orbax stores them under.
 
     Raises:
@@ -100,17 +100,17 @@ def read_strings(item: Path) -> dict[str, Any]:
     return read_object(path) if path.exists() else {}
 
 
-def read_random_keys(item: Path) -> dict[str, str]:
+def read_random_keys(item: Location) -> dict[str, str]:
     """Map the stored name of each array of ``jax.random`` key data to its implementation (``threefry2x32``).
 
     Raises:
         SourceError: When the files with this information are damaged.
     """
     folder = member(item, "array_metadatas", named_by=str(item))
-    if not folder.is_dir():
+    if not folder.is_folder():
         return {}
     found: dict[str, str] = {}
-    for name in entries(folder)[:_MAX_PROCESS_FILES]:
+    for name in folder.names()[:_MAX_PROCESS_FILES]:
         path = member(folder, name, named_by=str(folder))
         listed = read_object(path).get("array_metadatas")
         for entry in listed if isinstance(listed, list) else []:

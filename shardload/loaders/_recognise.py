@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from contextlib import closing
 
 from shardload.errors import SourceError, SourceNotFoundError, UnsupportedError
 from shardload.loaders.contents import CONFIG, FileContent, FolderContent
-from shardload.loaders.folder import entries, listing, member
+from shardload.loaders.folder import listing, member
 from shardload.loaders.registry import FormatSpec, spec_named, specs
 from shardload.manifest import Manifest
-from shardload.stores import local
 from shardload.stores.json_files import read_object
+from shardload.stores.local import located
+from shardload.stores.location import Location
 
 
-def open_manifest(path: str | os.PathLike[str], *, format: str | None = None) -> Manifest:
+def open_manifest(path: str | os.PathLike[str] | Location, *, format: str | None = None) -> Manifest:
     """Read the headers of a checkpoint.
 
     Args:
@@ -29,22 +30,15 @@ def open_manifest(path: str | os.PathLike[str], *, format: str | None = None) ->
         SourceError: When the checkpoint contradicts itself or its ending.
         UnsupportedError: When its format is unknown.
     """
-    name = os.fspath(path)
     if format is not None:
         spec_named(format)
-    if "\0" in name:
-        raise SourceError(f"{name!r} is not a file name: it contains a NUL character")
-    where = Path(name).absolute()
-    try:
-        is_folder = where.is_dir()
-    except OSError as error:
-        raise SourceError(
-            f"{name[:300]} cannot be looked at: {error.strerror}. Check the path and its rights"
-        ) from error
-    return _open_folder(where, format) if is_folder else _open_file(str(where), format)
+    where = located(path)
+    if "\0" in where.key:
+        raise SourceError(f"{where.key!r} is not a file name: it contains a NUL character")
+    return _open_folder(where, format) if where.is_folder() else _open_file(where, format)
 
 
-def recognise(path: str | os.PathLike[str]) -> FormatSpec:
+def recognise(path: str | os.PathLike[str] | Location) -> FormatSpec:
     """Detect the format at a path without reading headers; files in a folder may be damaged.
 
     Raises:
@@ -52,17 +46,18 @@ def recognise(path: str | os.PathLike[str]) -> FormatSpec:
         SourceError: When it cannot be read, or contains several formats.
         UnsupportedError: When its format is unknown.
     """
-    where = Path(path).absolute()
-    return _recognise_folder(where) if where.is_dir() else _recognise_file(str(where))
+    where = located(path)
+    return _recognise_folder(where) if where.is_folder() else _recognise_file(where)
 
 
-def folder_of(path: str, *, format: str | None = None) -> Path | None:
+def folder_of(path: str | os.PathLike[str] | Location, *, format: str | None = None) -> Location | None:
     """Return the folder that describes the model of a weights file of ``format``, or ``None``."""
+    where = located(path)
     asked = (spec.folder_of for spec in specs() if spec.folder_of is not None and format in (None, spec.name))
-    return next((folder for find in asked if (folder := find(path)) is not None), None)
+    return next((folder for find in asked if (folder := find(where)) is not None), None)
 
 
-def _open_file(path: str, format: str | None) -> Manifest:
+def _open_file(path: Location, format: str | None) -> Manifest:
     found = _recognise_file(path)
     promised = _promised(path)
     if format is None and promised not in (None, found):
@@ -77,28 +72,28 @@ def _open_file(path: str, format: str | None) -> Manifest:
     return found.open_file(path)
 
 
-def _recognise_file(path: str) -> FormatSpec:
-    with local.opened(path) as (fd, size):
-        if not size:
+def _recognise_file(path: Location) -> FormatSpec:
+    with closing(path.open()) as file:
+        if not file.n_bytes:
             raise SourceError(f"{path} is empty (0 bytes). The download or the save did not finish; repeat it")
-        content = FileContent(path, fd, size)
+        content = FileContent(path, file)
         found = next((spec for spec in reversed(specs()) if spec.is_file(content)), None)
         if found is None:
-            raise _unknown(path, content.head, size)
+            raise _unknown(path, content.head, file.n_bytes)
     return found
 
 
-def _promised(path: str) -> FormatSpec | None:
+def _promised(path: Location) -> FormatSpec | None:
     """Return the format that a file's ending promises: the format with the longest matching ending."""
-    found = [(len(end), spec) for spec in specs() for end in spec.endings if path.lower().endswith(end)]
+    found = [(len(end), spec) for spec in specs() for end in spec.endings if path.name.lower().endswith(end)]
     return max(found, key=lambda each: each[0])[1] if found else None
 
 
-def _unknown(path: str, head: bytes, size: int) -> SourceError | UnsupportedError:
+def _unknown(path: Location, head: bytes, size: int) -> SourceError | UnsupportedError:
     if head.lstrip().startswith(b"{"):
         read_object(path)  # raises if the JSON itself is damaged
         return UnsupportedError(
-            f"{path} is JSON, but no index: it has no 'weight_map'. Open the folder it lies in instead"
+            f"{path} is JSON, but not an index: it has no 'weight_map'. Open the folder that contains it instead"
         )
     if head.startswith(b"version https://git-lfs"):
         return SourceError(f"{path} is a Git LFS pointer, not the file itself. Fetch it with: git lfs pull")
@@ -108,20 +103,20 @@ def _unknown(path: str, head: bytes, size: int) -> SourceError | UnsupportedErro
         return UnsupportedError(f"{path} is a Python pickle, which can run code when opened. Convert it to safetensors")
     promised = _promised(path)
     promise = f"has the ending of a {promised.name} file, but " if promised else ""
-    reason = f"{promise}begins with {head[:16]!r} ({size} bytes), which is no format known here"
+    reason = f"{promise}begins with {head[:16]!r} ({size} bytes), which matches no known format"
     kind = SourceError if promised else UnsupportedError
-    return kind(f"{path} {reason}. Supported are: {_supported()}")
+    return kind(f"{path} {reason}. Supported formats: {_supported()}")
 
 
-def _open_folder(folder: Path, format: str | None) -> Manifest:
+def _open_folder(folder: Location, format: str | None) -> Manifest:
     found = spec_named(format) if format else _recognise_folder(folder)
     if found.open_folder is not None:
         return found.open_folder(folder)
-    return _open_file(str(member(folder, _single(folder, found), named_by=str(folder))), format)
+    return _open_file(member(folder, _single(folder, found), named_by=str(folder)), format)
 
 
-def _recognise_folder(folder: Path) -> FormatSpec:
-    content = FolderContent(folder, entries(folder))
+def _recognise_folder(folder: Location) -> FormatSpec:
+    content = FolderContent(folder, folder.names())
     known = specs()
     if found := next((spec for spec in reversed(known) if spec.is_folder(content)), None):
         return found
@@ -133,10 +128,14 @@ def _recognise_folder(folder: Path) -> FormatSpec:
     if len(kinds) == 1:
         return kinds[0]
     if kinds:
-        raise SourceError(f"{folder} holds checkpoints of several formats ({listing(folder)}); name one of its files")
+        raise SourceError(
+            f"{folder} contains checkpoints of several formats ({listing(folder)}); open one of its files"
+        )
     if found := next((spec for spec in reversed(known) if spec.contains_some(content)), None):
         return found
-    raise UnsupportedError(f"{folder} holds no checkpoint: in it is {listing(folder)}. Supported are: {_supported()}")
+    raise UnsupportedError(
+        f"{folder} contains no checkpoint; found: {listing(folder)}. Supported formats: {_supported()}"
+    )
 
 
 def _unknown_config(content: FolderContent) -> SourceError | UnsupportedError:
@@ -145,17 +144,17 @@ def _unknown_config(content: FolderContent) -> SourceError | UnsupportedError:
         return UnsupportedError(f"{path} describes a timm model; KerasHub converts it: save that with save_to_preset")
     return SourceError(
         f"{path} should describe a model by 'registered_name' (Keras) or 'model_type' (Hugging Face), but has only "
-        f"{', '.join(sorted(config)[:8]) or 'no keys'}. Open the weights file itself to load it into a model of yours"
+        f"{', '.join(sorted(config)[:8]) or 'no keys'}. Open the weights file itself to load it into your own model"
     )
 
 
-def _single(folder: Path, spec: FormatSpec) -> str:
-    found = [name for name in entries(folder) if name.lower().endswith(spec.endings)]
+def _single(folder: Location, spec: FormatSpec) -> str:
+    found = [name for name in folder.names() if name.lower().endswith(spec.endings)]
     if len(found) == 1:
         return found[0]
     if not found:
-        raise SourceNotFoundError(f"{folder} should hold {spec.description}, but holds {listing(folder)}")
-    raise SourceError(f"{folder} holds {len(found)} of them ({', '.join(found[:8])}); name one")
+        raise SourceNotFoundError(f"{folder} should contain {spec.description}, but contains {listing(folder)}")
+    raise SourceError(f"{folder} contains {len(found)} files of that format ({', '.join(found[:8])}); open one of them")
 
 
 def _supported() -> str:

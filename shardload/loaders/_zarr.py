@@ -139,7 +139,9 @@ def parse(raw: bytes, *, name: str, where: str) -> Array:
     check_shape(found.shape, name=name, path=where)
     check_shape(found.chunk_shape, name=name, path=where)
     if len(found.chunk_shape) != len(found.shape) or 0 in found.chunk_shape:
-        raise SourceError(f"{where} cuts the shape {found.shape} into chunks of {found.chunk_shape}, which is none")
+        raise SourceError(
+            f"{where} cuts the shape {found.shape} into chunks of {found.chunk_shape}, expected one number per dim"
+        )
     return found
 
 
@@ -204,7 +206,7 @@ def _sharding(configuration: Mapping[str, Any], shard: tuple[int, ...]) -> tuple
     is_plain = _is_little(index[:1], np.dtype("uint64")) and (has_crc or len(index) == 1)
     location = configuration.get("index_location", "end")
     if location not in ("start", "end"):
-        raise ValueError(f"the index of a shard lies at its {location!r}")
+        raise ValueError(f"the index of a shard is at its {location!r}, expected 'start' or 'end'")
     codecs = _codecs(configuration["codecs"])
     return (Sharding(inner, location == "start", has_crc, tuple(codecs)) if is_plain else None), codecs
 
@@ -227,7 +229,7 @@ def _parse2(document: Mapping[str, Any]) -> Array:
 def _dtype(name: object) -> np.dtype[Any]:
     if isinstance(name, str) and name in _DTYPES:
         return _DTYPES[name]
-    raise UnsupportedError(f"arrays of the type {str(name)[:100]!r} hold no numbers known here")
+    raise UnsupportedError(f"arrays of the type {str(name)[:100]!r} are not numbers of a supported type")
 
 
 def _reason(error: Exception) -> str:
@@ -264,7 +266,7 @@ def _check_values(document: object, depth: int = _MAX_DEPTH) -> None:
         case str():
             document.encode()
         case dict() | list() if not depth:
-            raise ValueError(f"objects and lists lie more than {_MAX_DEPTH} deep")
+            raise ValueError(f"objects and lists are nested more than {_MAX_DEPTH} deep")
         case dict():
             for key, value in document.items():
                 key.encode()

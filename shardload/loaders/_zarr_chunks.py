@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from shardload.errors import SourceError, TransferError, UnsafeSourceError
 from shardload.loaders._ocdbt import MAX_KEYS, OcdbtValue, said
 from shardload.loaders._zarr import Array, Sharding, key_of, one_chunk
 from shardload.manifest import Chunked, Decoded, Extent, Packed, Storage
-from shardload.stores import file_access
+from shardload.stores.location import Location
 
 Cell = tuple[int, ...]
 MAX_GROWTH, GROWTH_FLOOR_BYTES = 32, 1 << 16
@@ -83,7 +84,7 @@ def _packed(array: Array, chunks: Mapping[Cell, OcdbtValue], header: OcdbtValue,
     if math.prod(grid) > MAX_KEYS:
         raise UnsafeSourceError(f"{header.path} claims more than {MAX_KEYS} chunks for one array")
     document, key = one_chunk(metadata, shape=shape, inner=inside)
-    codec = ZarrCodec(array.driver, document, key, shape, array.dtype, header.path)
+    codec = ZarrCodec(array.driver, document, key, shape, array.dtype, str(header.path))
     codec.check()
     found = {cell: _pack(cells.get(cell), codec, header) for cell in itertools.product(*map(range, grid))}
     return found[(0,) * len(shape)] if shape == array.shape else Chunked(shape, found)
@@ -165,7 +166,7 @@ def _part(value: OcdbtValue, start: int, length: int) -> OcdbtValue:
 
 
 def _path(chunks: Mapping[Cell, OcdbtValue]) -> str:
-    return next(iter(chunks.values())).path
+    return str(next(iter(chunks.values())).path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +180,7 @@ class RawRows:
     stored_bytes: int
 
     @property
-    def paths(self) -> tuple[str, ...]:
+    def paths(self) -> tuple[Location, ...]:
         """Files that contain the chunks."""
         return tuple(dict.fromkeys(value.path for value in self.chunks.values()))
 
@@ -215,7 +216,7 @@ class RawRows:
             raw = bytearray(value.inline[start * row : stop * row])
         else:
             raw = bytearray((stop - start) * row)
-            with file_access.opened(value.path) as file:
+            with closing(value.path.open()) as file:
                 file.read_into(memoryview(raw), value.offset + start * row)
         return np.frombuffer(raw, self.dtype).reshape(stop - start, *self.chunk_shape[1:])
 
@@ -243,7 +244,9 @@ class ZarrCodec:
         """
         *inside, last = self._codecs() or [None]
         if _is_blosc(inside) or (not _is_blosc([last]) and _holds_blosc(last)):
-            raise SourceError(f"{self.where} compresses again what blosc compressed, which is not read. Save it again")
+            raise SourceError(
+                f"{self.where} compresses again what blosc compressed, which is not supported. Save it again"
+            )
         try:
             self._open(_context())
         except _FAILURES as error:
@@ -257,7 +260,7 @@ class ZarrCodec:
         """
         n_bytes, context = len(stored), _context()
         try:
-            self._refuse_bomb(stored)
+            self._refuse_expansion(stored)
             if stored:
                 _memory(context)[self.key] = stored
             del stored  # TensorStore has its own copy now
@@ -282,7 +285,7 @@ class ZarrCodec:
             return [codec for codec in document["codecs"] if codec.get("name") != "crc32c"]
         return [c for c in (*(document.get("filters") or ()), document.get("compressor")) if c is not None]
 
-    def _refuse_bomb(self, stored: bytes | bytearray) -> None:
+    def _refuse_expansion(self, stored: bytes | bytearray) -> None:
         """Check blosc's header: only blosc allocates what its header declares before any check."""
         if stored and _is_blosc(self._codecs()[-1:]):
             declared = int.from_bytes(stored[4:8], "little")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-from pathlib import Path
 
 from shardload.errors import SourceError, UnsafeSourceError, UnsupportedError
 from shardload.loaders import _ocdbt, _zarr
@@ -12,7 +10,7 @@ from shardload.loaders._ocdbt import MAX_KEYS, OcdbtValue
 from shardload.loaders._zarr_chunks import Cell, storage
 from shardload.loaders.folder import descendant
 from shardload.manifest import Extent, Tensor
-from shardload.stores import file_access
+from shardload.stores.location import Location
 from shardload.stores.remote import COPY_FIRST
 
 MAX_EXPANSION = 40_000
@@ -34,13 +32,13 @@ class Arrays:
         UnsafeSourceError: When it reaches outside the folder.
     """
 
-    def __init__(self, folder: Path, *, is_complete: bool) -> None:
+    def __init__(self, folder: Location, *, is_complete: bool) -> None:
         self._folder = folder
         self._is_complete = is_complete
-        is_ocdbt = os.path.lexists(folder / _ocdbt.MANIFEST)
-        if not is_ocdbt and file_access.mirror_of(folder) is not None:
+        is_ocdbt = _ocdbt.MANIFEST in folder.names()
+        if not is_ocdbt and folder.store.is_checked:  # each chunk would be a file to fetch
             raise UnsupportedError(
-                f"{folder} keeps a folder for each array, which is only read on this machine. {COPY_FIRST}"
+                f"{folder} has a folder for each array, which can only be read on this machine. {COPY_FIRST}"
             )
         values = _ocdbt.read_values(folder) if is_ocdbt else _files(folder)
         self._total = sum(value.length for value in values.values())
@@ -48,7 +46,7 @@ class Arrays:
         self._values: dict[str, dict[str, OcdbtValue]] = {name: {} for name in self._headers}
         for key, value in values.items():
             self._file_away(key, value)
-        self._sizes: dict[str, int] = {}
+        self._sizes: dict[Location, int] = {}
 
     def _file_away(self, key: str, value: OcdbtValue) -> None:
         name = key
@@ -59,7 +57,7 @@ class Arrays:
                 return
 
     @property
-    def files(self) -> dict[str, int]:
+    def files(self) -> dict[Location, int]:
         """Size of each file with data of the requested tensors."""
         return dict(sorted(self._sizes.items()))
 
@@ -76,7 +74,7 @@ class Arrays:
         """
         if stored_name not in self._headers:
             raise SourceError(
-                f"{self._folder} lists the array {stored_name!r}, but does not hold it. The save did not finish, or "
+                f"{self._folder} lists the array {stored_name!r}, but does not contain it. The save did not finish, or "
                 "files are missing; use another step"
             )
         key = self._headers[stored_name]
@@ -86,10 +84,10 @@ class Arrays:
         metadata = header.read(_zarr.MAX_METADATA_BYTES, what=key)
         array = _zarr.parse(metadata, name=name, where=where)
         chunks = self._chunks(array, values, where)
-        self._refuse_bomb(array, where)
+        self._refuse_expansion(array, where)
         for value in (header, *chunks.values()):
             if value.path not in self._sizes:
-                self._sizes[value.path] = file_access.size_of(value.path)
+                self._sizes[value.path] = value.path.size
         if not math.prod(array.shape):
             return Tensor(name, array.shape, array.dtype, Extent(header.path, 0))
         return Tensor(name, array.shape, array.dtype, storage(array, chunks, header=header, metadata=metadata))
@@ -111,7 +109,7 @@ class Arrays:
             )
         return found
 
-    def _refuse_bomb(self, array: _zarr.Array, where: str) -> None:
+    def _refuse_expansion(self, array: _zarr.Array, where: str) -> None:
         size, chunk = (math.prod(shape) * array.dtype.itemsize for shape in (array.shape, array.chunk_shape))
         if chunk > max(EXPANSION_FLOOR_BYTES, MAX_OVERHANG * size):
             raise UnsafeSourceError(f"{where} declares chunks of {chunk} bytes for a tensor of {size}")
@@ -120,25 +118,27 @@ class Arrays:
             declared = math.prod(shape) * array.dtype.itemsize
             if declared > most:
                 raise UnsafeSourceError(
-                    f"{where} declares a {what} of {declared} bytes, but all arrays together store {self._total}: a "
-                    "decompression bomb"
+                    f"{where} declares a {what} of {declared} bytes, but all arrays together store {self._total}; "
+                    f"at most {MAX_EXPANSION} times as many are possible. Copy the step again, or use another one"
                 )
 
 
-def _files(folder: Path) -> dict[str, OcdbtValue]:
-    """Return every file of a store without OCDBT, by its path relative to ``folder``."""
+def _files(folder: Location) -> dict[str, OcdbtValue]:
+    """Return every file of a store without OCDBT, by its path relative to ``folder``; links count as files."""
     found: dict[str, OcdbtValue] = {}
-    try:
-        for parent, folders, names in os.walk(folder):
-            inside = os.path.relpath(parent, folder)
-            if inside == ".":
+    waiting = [name for name in folder.names() if (folder / name).is_folder() and not (folder / name).is_link()]
+    while waiting:
+        inside = waiting.pop()
+        for name in (folder / inside).names():
+            key = f"{inside}/{name}"
+            path = descendant(folder, key, named_by=str(folder))
+            if path.is_folder() and not path.is_link():
+                waiting.append(key)
                 continue
-            for name in (*names, *(f for f in folders if Path(parent, f).is_symlink())):
-                key = f"{inside}/{name}".replace(os.sep, "/")
-                path = descendant(folder, key, named_by=str(folder))
-                found[key] = OcdbtValue(str(path), 0, path.stat().st_size)
-                if len(found) > MAX_KEYS:
-                    raise UnsafeSourceError(f"{folder} holds more than {MAX_KEYS} files")
-    except OSError as error:
-        raise SourceError(f"{folder} cannot be read: {error}") from error
+            try:
+                found[key] = OcdbtValue(path, 0, path.store.identity(path.key).size)
+            except OSError as error:
+                raise SourceError(f"Cannot read {path}: {error}") from error
+            if len(found) > MAX_KEYS:
+                raise UnsafeSourceError(f"{folder} contains more than {MAX_KEYS} files")
     return found

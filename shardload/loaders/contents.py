@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from shardload.errors import SourceError
 from shardload.loaders.folder import member
-from shardload.stores import local
+from shardload.stores.headers import read_header
 from shardload.stores.json_files import read_object
+from shardload.stores.location import Location
+from shardload.stores.store import File
 
 HEAD_BYTES = 64
 CONFIG = "config.json"
@@ -20,11 +21,13 @@ CONFIG = "config.json"
 class FileContent:
     """An open, non-empty file whose format is being detected."""
 
-    path: str
-    """Absolute path."""
-    fd: int
-    size: int
-    """In bytes."""
+    path: Location
+    file: File
+
+    @property
+    def size(self) -> int:
+        """The file's size in bytes."""
+        return self.file.n_bytes
 
     @cached_property
     def head(self) -> bytes:
@@ -34,7 +37,7 @@ class FileContent:
     def read(self, offset: int, count: int) -> bytes:
         """Read at most ``count`` bytes; fewer at the end of the file."""
         count = max(0, min(count, self.size - offset))
-        return local.read_header(self.fd, count, offset=offset, path=self.path, what="the first bytes")
+        return read_header(self.file, count, offset=offset, path=str(self.path), what="the first bytes")
 
     @cached_property
     def first_shard(self) -> str | None:
@@ -53,8 +56,7 @@ class FileContent:
 class FolderContent:
     """A folder whose format is being detected."""
 
-    path: Path
-    """Absolute path."""
+    path: Location
     names: list[str]
     """Names of its entries, sorted."""
 

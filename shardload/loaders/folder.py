@@ -8,13 +8,12 @@ symbolic links is trusted: Hugging Face's cache, where a snapshot's files link t
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from shardload.errors import SourceError, SourceNotFoundError, UnsafeSourceError
+from shardload.stores.location import Location
 
 
-def member(folder: Path, name: object, *, named_by: str) -> Path:
-    """Return the path of the file ``name`` in a folder; it need not exist.
+def member(folder: Location, name: object, *, named_by: str) -> Location:
+    """Return the location of the file ``name`` in a folder; it need not exist.
 
     Args:
         folder: The checkpoint folder.
@@ -26,19 +25,19 @@ def member(folder: Path, name: object, *, named_by: str) -> Path:
         UnsafeSourceError: When the name leaves the folder, by itself or through a symbolic link.
     """
     if not isinstance(name, str) or not _is_file_name(name):
-        raise SourceError(f"{named_by} should name files of its folder, but names {str(name)[:200]!r}")
+        raise SourceError(f"{named_by} should name files in its folder, but names {str(name)[:200]!r}")
     if name in {".", ".."} or "/" in name or "\\" in name:
         raise UnsafeSourceError(
             f"{named_by} names the file {name!r}, which is not a plain name in {folder}. "
             "A checkpoint may only point into its own folder; correct the index or download it again"
         )
     path = folder / name
-    if path.is_symlink():
+    if path.is_link():
         _refuse_escape(path, folder)
     return path
 
 
-def shards_of(index: Path, names: set[str], *, way_out: str) -> dict[str, Path]:
+def shards_of(index: Location, names: set[str], *, way_out: str) -> dict[str, Location]:
     """Return the files that an index lists, by name, sorted; raises like `member`.
 
     Raises:
@@ -53,13 +52,14 @@ def shards_of(index: Path, names: set[str], *, way_out: str) -> dict[str, Path]:
     return files
 
 
-def descendant(folder: Path, name: str, *, named_by: str) -> Path:
+def descendant(folder: Location, name: str, *, named_by: str) -> Location:
     """Return a path below a folder (``ocdbt.process_0/d/1d35``); it need not exist. Raises like `member`."""
     path = folder
-    parts = name.split("/")
-    for part in parts:
+    linked = False
+    for part in name.split("/"):
         path = member(path, part, named_by=named_by)
-    if len(parts) > 1 and any(folder.joinpath(*parts[:n]).is_symlink() for n in range(1, len(parts) + 1)):
+        linked = linked or path.is_link()
+    if linked and path.parent != folder:  # each part is in its own folder, but all of them may lead out of this one
         _refuse_escape(path, folder)
     return path
 
@@ -72,12 +72,9 @@ def _is_file_name(name: str) -> bool:
         return False
 
 
-def _refuse_escape(path: Path, folder: Path) -> None:
-    try:
-        target, home = path.resolve(), folder.resolve()
-    except (OSError, RuntimeError) as error:
-        raise SourceError(f"{path} is a symbolic link that leads nowhere: {error}") from error
-    if target.is_relative_to(home):
+def _refuse_escape(path: Location, folder: Location) -> None:
+    target, home = path.resolved(), folder.resolved()
+    if target.is_inside(home):
         return
     blobs = _hub_blobs(home)
     if blobs is not None and target.parent == blobs:
@@ -88,32 +85,22 @@ def _refuse_escape(path: Path, folder: Path) -> None:
     )
 
 
-def _hub_blobs(home: Path) -> Path | None:
+def _hub_blobs(home: Location) -> Location | None:
     """Return the blobs folder that belongs to a snapshot in Hugging Face's cache, or ``None``."""
-    for revision in (home, *home.parents):
-        if revision.parent.name == "snapshots" and revision.parent.parent.name.count("--") >= 1:
+    revision = home
+    while revision != revision.parent:
+        if revision.parent.name == "snapshots" and "--" in revision.parent.parent.name:
             return revision.parent.parent / "blobs"
+        revision = revision.parent
     return None
 
 
-def listing(folder: Path, *, limit: int = 8) -> str:
+def listing(folder: Location, *, limit: int = 8) -> str:
     """List the folder's first entries, for messages.
 
     Raises:
         SourceError: When the folder cannot be read.
     """
-    names = entries(folder)
+    names = folder.names()
     rest = f" and {len(names) - limit} more" if len(names) > limit else ""
     return (", ".join(names[:limit]) + rest) or "nothing"
-
-
-def entries(folder: Path) -> list[str]:
-    """Return the names of a folder's entries, sorted.
-
-    Raises:
-        SourceError: When the folder cannot be read.
-    """
-    try:
-        return sorted(entry.name for entry in folder.iterdir())
-    except OSError as error:
-        raise SourceError(f"The folder {folder} cannot be read: {error.strerror}") from error

@@ -6,9 +6,7 @@ of rows at a time. See `gguf_header` (the bytes), `gguf_models` (names and confi
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +19,7 @@ from shardload.loaders.gguf_header import GgufHeader, LongArray, TensorInfo, rea
 from shardload.loaders.gguf_rows import Undo, require_package, storage
 from shardload.loaders.registry import FormatSpec
 from shardload.manifest import Manifest, Tensor
-from shardload.stores import local
+from shardload.stores.location import Location
 
 MAX_ROPE_BYTES = 1 << 16
 """Limit for ``rope_freqs.weight``, which has half a head's size: 64 numbers."""
@@ -49,7 +47,7 @@ class TokenizerMetadata:
     chat_template: str | None
 
 
-def open_file(path: str | os.PathLike[str]) -> Manifest:
+def open_file(path: Location) -> Manifest:
     """Return the manifest of one ``.gguf`` file.
 
     Raises:
@@ -57,10 +55,10 @@ def open_file(path: str | os.PathLike[str]) -> Manifest:
         UnsupportedError: When the architecture, an element type or the GGUF version is not supported.
         MissingExtraError: When tensors are quantised and the gguf package is not installed.
     """
-    name = str(Path(path).absolute())
-    header = read_header(name)
+    name = str(path)
+    header = read_header(path)
     known = models.architecture(header, name)
-    config = models.config(header, name, rope_factors=_rope_factors(header, name))
+    config = models.config(header, name, rope_factors=_rope_factors(header, path))
     heads, kv_heads = models.head_counts(header, name)
     require_package(header.tensors, name)
     tensors = []
@@ -70,28 +68,28 @@ def open_file(path: str | os.PathLike[str]) -> Manifest:
         undo = known.undo(info.name)
         count = heads if ".attn_q." in info.name else kv_heads
         _check_heads(info, undo, count, name)
-        where, dtype = storage(info, name, undo=undo, heads=count)
+        where, dtype = storage(info, path, undo=undo, heads=count)
         tensors.append(Tensor(hf_name, info.shape, dtype, where))
-    files = {name: header.file_bytes}
+    files = {path: header.file_bytes}
     by_name = collect(tensors, files=files)
     ordered = {tensor.name: by_name[tensor.name] for tensor in tensors}
-    return Manifest(name, "gguf", ordered, files, config, header.values)
+    return Manifest(path, "gguf", ordered, files, config, header.values)
 
 
-def tokenizer_metadata(path: str | os.PathLike[str]) -> TokenizerMetadata:
+def tokenizer_metadata(path: Location) -> TokenizerMetadata:
     """Read the tokenizer of a ``.gguf`` file.
 
     Raises:
         UnsupportedError: When the file has no tokenizer.
         SourceError: When its arrays contradict each other.
     """
-    name = str(Path(path).absolute())
+    name = str(path)
     values = {
-        k.removeprefix("tokenizer."): v for k, v in read_header(name).values.items() if k.startswith("tokenizer.")
+        k.removeprefix("tokenizer."): v for k, v in read_header(path).values.items() if k.startswith("tokenizer.")
     }
     tokens = _strings(values, "ggml.tokens", name)
     if not tokens:
-        raise UnsupportedError(f"{name} carries no tokenizer; load the model without a prompt, or take another file")
+        raise UnsupportedError(f"{name} contains no tokenizer. Load the model without a prompt, or use another file")
     ids = {key[5:-9]: value for key, value in values.items() if key.startswith("ggml.") and key.endswith("_token_id")}
     found = TokenizerMetadata(
         model=str(values.get("ggml.model", "")),
@@ -106,7 +104,9 @@ def tokenizer_metadata(path: str | os.PathLike[str]) -> TokenizerMetadata:
     )
     for what, items in (("scores", found.scores), ("token types", found.token_types)):
         if len(items) not in (0, len(tokens)):
-            raise SourceError(f"{name} holds {len(tokens)} tokens, but {len(items)} {what}; one each is expected")
+            raise SourceError(
+                f"{name} contains {len(tokens)} tokens, but {len(items)} {what}; expected one for each token"
+            )
     return found
 
 
@@ -139,7 +139,7 @@ def _check_heads(info: TensorInfo, undo: Undo, heads: int, path: str) -> None:
         )
 
 
-def _rope_factors(header: GgufHeader, path: str) -> tuple[float, ...]:
+def _rope_factors(header: GgufHeader, path: Location) -> tuple[float, ...]:
     """Read ``rope_freqs.weight``: configuration stored as a tiny tensor, and the only tensor read while opening."""
     info = next((info for info in header.tensors if info.name == "rope_freqs.weight"), None)
     if info is None:
@@ -148,8 +148,7 @@ def _rope_factors(header: GgufHeader, path: str) -> tuple[float, ...]:
         raise SourceError(
             f"{path}: 'rope_freqs.weight' should be a few F32 numbers, but is {info.shape} {info.kind.name}"
         )
-    with local.opened(path) as (fd, _):
-        raw = local.read_header(fd, info.nbytes, offset=info.offset, path=path, what="'rope_freqs.weight'")
+    raw = path.read_header(info.nbytes, offset=info.offset, what="'rope_freqs.weight'")
     return tuple(np.frombuffer(raw, "<f4").tolist())
 
 

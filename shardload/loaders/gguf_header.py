@@ -14,6 +14,7 @@ import itertools
 import math
 import struct
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardload.errors import SourceError, TruncatedSourceError, UnsafeSourceError, UnsupportedError
-from shardload.stores import local
+from shardload.stores.headers import read_header as read_bytes
+from shardload.stores.location import Location
+from shardload.stores.store import File
 
 MAGIC = b"GGUF"
 MAX_DIMS = 4
@@ -91,7 +94,7 @@ _TYPES = {
 class LongArray:
     """An array in the key-values that the parser skipped; `read_array` reads it."""
 
-    path: str
+    path: Location
     kind: int
     """GGUF value type of its items."""
     count: int
@@ -130,7 +133,7 @@ class GgufHeader:
     file_bytes: int
 
 
-def read_header(path: str) -> GgufHeader:
+def read_header(path: Location) -> GgufHeader:
     """Parse and check the header of one file.
 
     Raises:
@@ -138,8 +141,8 @@ def read_header(path: str) -> GgufHeader:
         UnsupportedError: For big-endian files, version 1, unknown element types, nested arrays.
         SourceError: When the header contradicts itself.
     """
-    with local.opened(path) as (fd, size):
-        cursor = _Cursor(fd, size, path)
+    with closing(path.open()) as file:
+        size, cursor = file.n_bytes, _Cursor(file, path)
         tensor_count, pair_count = _preamble(cursor)
         values = _pairs(cursor, pair_count)
         alignment = values.get("general.alignment", 32)
@@ -149,7 +152,9 @@ def read_header(path: str) -> GgufHeader:
     start = -(-cursor.position // alignment) * alignment
     for info in raw:
         if info.offset % alignment:
-            raise SourceError(f"{path}: tensor {info.name!r} starts at {info.offset}, no multiple of {alignment}")
+            raise SourceError(
+                f"{path}: tensor {info.name!r} starts at {info.offset}, expected a multiple of {alignment}"
+            )
     infos = [TensorInfo(i.name, i.shape, i.kind, start + i.offset) for i in raw]
     return GgufHeader(values, _in_file_order(infos, path, size), size)
 
@@ -162,14 +167,13 @@ def read_array(array: LongArray | list[Any]) -> NDArray[Any] | list[Any]:
     """
     if isinstance(array, list):
         return array
-    with local.opened(array.path) as (fd, _):
-        raw = local.read_header(fd, array.nbytes, offset=array.offset, path=array.path, what="an array")
+    raw = array.path.read_header(array.nbytes, offset=array.offset, what="an array")
     if array.kind != _STRING:
         return np.frombuffer(raw, np.dtype("<" + _SCALARS[array.kind]))
     try:
         return _split_strings(raw, array.count)
     except (UnicodeDecodeError, struct.error) as error:
-        raise SourceError(f"{array.path}: the array at byte {array.offset} holds strings that are damaged") from error
+        raise SourceError(f"{array.path}: the array at byte {array.offset} contains damaged strings") from error
 
 
 def _split_strings(raw: bytes, count: int) -> list[str]:
@@ -197,7 +201,7 @@ def _preamble(cursor: _Cursor) -> tuple[int, int]:
     for count, least, what in ((tensors, 24, "tensors"), (pairs, 13, "key-values")):
         if count * least > cursor.size:
             raise UnsafeSourceError(
-                f"{cursor.path} declares {count} {what}, more than its {cursor.size} bytes can hold"
+                f"{cursor.path} declares {count} {what}, more than fit into its {cursor.size} bytes"
             )
     return tensors, pairs
 
@@ -207,7 +211,7 @@ def _pairs(cursor: _Cursor, count: int) -> dict[str, Any]:
     for _ in range(count):
         key = cursor.string("a key", limit=MAX_NAME_BYTES)
         if key in values:
-            raise SourceError(f"{cursor.path} holds the key {key!r} twice")
+            raise SourceError(f"{cursor.path} contains the key {key!r} twice")
         (kind,) = cursor.unpack("<I", f"the type of {key!r}")
         values[key] = _value(cursor, kind, key)
     return values
@@ -272,12 +276,12 @@ def _tensor_info(cursor: _Cursor) -> TensorInfo:
     return TensorInfo(name, shape, kind, offset)
 
 
-def _in_file_order(infos: Iterable[TensorInfo], path: str, size: int) -> tuple[TensorInfo, ...]:
+def _in_file_order(infos: Iterable[TensorInfo], path: Location, size: int) -> tuple[TensorInfo, ...]:
     ordered = sorted(infos, key=lambda info: (info.offset, info.nbytes))
     if len({info.name for info in ordered}) < len(ordered):
         names = sorted(info.name for info in ordered)
         twice = next(a for a, b in itertools.pairwise(names) if a == b)
-        raise SourceError(f"{path} holds the tensor {twice!r} twice")
+        raise SourceError(f"{path} contains the tensor {twice!r} twice")
     end, before = 0, ""
     for info in ordered:
         if info.offset + info.nbytes > size:
@@ -294,14 +298,13 @@ def _in_file_order(infos: Iterable[TensorInfo], path: str, size: int) -> tuple[T
 class _Cursor:
     """A forward reader of a file through a window; raises before it passes the end."""
 
-    def __init__(self, fd: int, size: int, path: str, *, position: int = 0) -> None:
-        self._fd = fd
-        self.size = size
+    def __init__(self, file: File, path: Location) -> None:
+        self._file = file
+        self.size = file.n_bytes
         self.path = path
-        self.position = position
-        self.inline_items = INLINE_ITEMS + size // INLINE_SHARE
+        self.position = self._start = 0
+        self.inline_items = INLINE_ITEMS + self.size // INLINE_SHARE
         self._window = b""
-        self._start = position
 
     def require(self, count: int, what: str) -> None:
         """Raise unless ``count`` more bytes are in the file."""
@@ -356,6 +359,6 @@ class _Cursor:
         at = self.position - self._start
         if at + count > len(self._window):
             wanted = min(max(count, _WINDOW_BYTES), self.size - self.position)
-            self._window = local.read_header(self._fd, wanted, offset=self.position, path=self.path, what=what)
+            self._window = read_bytes(self._file, wanted, offset=self.position, path=str(self.path), what=what)
             self._start, at = self.position, 0
         return at

@@ -104,7 +104,7 @@ class _Values:
         if isinstance(found, list) and found and len(set(map(repr, found))) == 1:
             found = found[0]
         if found is ...:
-            raise SourceError(f"{self.path} should hold the key {full!r}, as every {self.architecture} model does")
+            raise SourceError(f"{self.path} should contain the key {full!r}, as every {self.architecture} model does")
         if found is not default and (isinstance(found, bool) or not isinstance(found, int | float)):
             raise UnsupportedError(
                 f"{self.path}: {full!r} should be one number for all layers, but is {str(found)[:80]}"
@@ -141,7 +141,7 @@ def architecture(header: GgufHeader, path: str) -> GgufArchitecture:
         raise UnsupportedError(f"{path} is one of several parts; join them first: llama-gguf-split --merge FIRST OUT")
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise UnsupportedError(
-            f"{path} holds the architecture {name!r}; GGUF is supported for {', '.join(ARCHITECTURES)}. "
+            f"{path} has the architecture {name!r}; GGUF is supported for {', '.join(ARCHITECTURES)}. "
             "Load the safetensors of this model instead"
         )
     return ARCHITECTURES[name]
@@ -169,7 +169,7 @@ def _base(values: _Values, model_type: str, class_name: str) -> Config:
     hidden = values.count("embedding_length")
     vocabulary = values.rows("token_embd.weight")
     if vocabulary is None:
-        raise SourceError(f"{values.path} should hold the tensor 'token_embd.weight', as every model does")
+        raise SourceError(f"{values.path} should contain the tensor 'token_embd.weight', as every model does")
     special = {
         f"{short}_token_id": values.header.values[f"tokenizer.ggml.{long}_token_id"]
         for short, long in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))

@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -26,7 +27,7 @@ from numpy.typing import NDArray
 from shardload.errors import MissingExtraError, SourceError, SourceNotFoundError, TransferError
 from shardload.loaders.gguf_header import TensorInfo
 from shardload.manifest import Decoded, Extent, Storage
-from shardload.stores import local
+from shardload.stores.location import Location
 
 PLAIN: dict[str, np.dtype[Any]] = {
     "F32": np.dtype(np.float32),
@@ -53,14 +54,14 @@ class Undo(Enum):
 class GgufRows:
     """Rows of one tensor in Hugging Face's order, with the dtype from `decoded_dtype`."""
 
-    path: str
+    path: Location
     info: TensorInfo
     undo: Undo
     heads: int = 1
     """Number of heads in dim 0, for `Undo.UNPERMUTE`."""
 
     @property
-    def paths(self) -> tuple[str, ...]:
+    def paths(self) -> tuple[Location, ...]:
         """The file."""
         return (self.path,)
 
@@ -98,8 +99,8 @@ class GgufRows:
         unit_bytes = math.prod(shape[1:]) * unit // kind.block_elements * kind.block_bytes
         raw = np.empty((-(-(last - first) // unit), unit_bytes), np.uint8)
         try:
-            with local.opened(self.path) as (fd, _):
-                local.read_exact(fd, raw.data, self.info.offset + first // unit * unit_bytes, self.path)
+            with closing(self.path.open()) as file:
+                file.read_into(raw.reshape(-1).data, self.info.offset + first // unit * unit_bytes)
         except (SourceError, SourceNotFoundError) as error:
             raise TransferError(f"Tensor {self.info.name!r} can no longer be read: {error}") from error
         return raw
@@ -128,7 +129,7 @@ def require_package(infos: Iterable[TensorInfo], path: str) -> None:
         raise MissingExtraError("gguf", extra="gguf", needed_for=f"Decoding {quantised} tensors of {path}")
 
 
-def storage(info: TensorInfo, path: str, *, undo: Undo, heads: int = 1) -> tuple[Storage, np.dtype[Any]]:
+def storage(info: TensorInfo, path: Location, *, undo: Undo, heads: int = 1) -> tuple[Storage, np.dtype[Any]]:
     """Return the storage of a tensor and the dtype that reading it yields."""
     name = info.kind.name
     if name in PLAIN and undo is Undo.NOTHING:

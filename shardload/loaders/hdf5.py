@@ -13,12 +13,10 @@ refused, as Keras refuses them.
 
 from __future__ import annotations
 
-import io
 import math
-import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,7 +35,8 @@ from shardload.errors import (
 )
 from shardload.loaders._extents import check_shape
 from shardload.manifest import Decoded, Extent, Storage, Tensor
-from shardload.stores import local
+from shardload.stores.location import Location
+from shardload.stores.streams import FileStream
 
 MAGIC = b"\x89HDF\r\n\x1a\n"
 MAX_EXPANSION = 1000
@@ -61,20 +60,19 @@ _LOCK = threading.RLock()
 class FileRegion:
     """The part of a file that forms an HDF5 file."""
 
-    path: str
+    path: Location
     start: int
     """First byte."""
     nbytes: int
 
     @classmethod
-    def whole(cls, path: str) -> FileRegion:
+    def whole(cls, path: Location) -> FileRegion:
         """Return the region of a file that is entirely HDF5.
 
         Raises:
             SourceError: When the file cannot be opened.
         """
-        with local.opened(path) as (_, size):
-            return cls(path, 0, size)
+        return cls(path, 0, path.size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +87,7 @@ class H5Rows:
     row_alignment: int
 
     @property
-    def paths(self) -> tuple[str, ...]:
+    def paths(self) -> tuple[Location, ...]:
         """The file."""
         return (self.region.path,)
 
@@ -100,7 +98,7 @@ class H5Rows:
             TransferError: When the dataset no longer matches its header, or does not decode.
         """
         try:
-            with _LOCK, _RegionFile(self.region) as raw, _opened(raw) as file:
+            with _LOCK, _opened(self.region) as (file, _):
                 dataset = file[self.name]
                 if dataset.shape != self.shape:
                     raise TransferError(f"{self._where()} had the shape {self.shape}, and now has {dataset.shape}")
@@ -125,72 +123,51 @@ def read_tensors(region: FileRegion) -> tuple[Tensor, ...]:
         UnsupportedError: When a dataset is not numeric or needs a missing filter, or the file is a legacy one.
         SourceError: When libhdf5 cannot parse it.
     """
-    with _LOCK, _translated(region), _RegionFile(region) as raw, _opened(raw, limit=True) as file:
+    with _LOCK, _translated(region), _opened(region, limit=True) as (file, limit):
         _refuse_legacy(file, region.path)
-        return tuple(_tensor(node, name, region) for name, node in _walk(file, raw, region.path))
+        return tuple(_tensor(node, name, region) for name, node in _walk(file, limit, region.path))
 
 
-class _RegionFile(io.RawIOBase):
-    """A read-only file object over a region; libhdf5 cannot see, lock or map anything else."""
+class _HeaderLimit:
+    """Limits the length of the headers that libhdf5 reads."""
 
     def __init__(self, region: FileRegion) -> None:
-        self._fd = local.open_readonly(region.path)
         self._region = region
         self._limit: int | None = None
-        self._at = 0
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._region.nbytes}[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        if self._limit is not None and len(view) > self._limit:
+    def __call__(self, at: int, n_bytes: int) -> None:
+        if self._limit is not None and n_bytes > self._limit:
             raise UnsafeSourceError(
-                f"{self._region.path}: the header of the object at byte {self._at} or before it should take "
-                f"{len(view)} bytes, more than half of the {self._region.nbytes} there are. The file is damaged, so "
+                f"{self._region.path}: the header of the object at byte {at} or before it should take "
+                f"{n_bytes} bytes, more than half of the {self._region.nbytes} there are. The file is damaged, so "
                 "download or save it again; if it is not, attach less to that object"
             )
-        view = view[: max(0, self._region.nbytes - self._at)]
-        count = os.preadv(self._fd, [view], self._region.start + self._at) if view else 0
-        self._at += count
-        return count
 
     @contextmanager
     def headers(self) -> Iterator[None]:
-        """Limit the length of headers read in the block. Do not use around iteration: libhdf5 must not fail there."""
+        """Limit reads in the block. Do not use around iteration: libhdf5 must not fail there."""
         self._limit = max(FREE_HEADER_BYTES, self._region.nbytes // 2)
         try:
             yield
         finally:
             self._limit = None
 
-    def close(self) -> None:
-        if not self.closed:
-            os.close(self._fd)
-        super().close()
-
 
 @contextmanager
-def _opened(raw: _RegionFile, *, limit: bool = False) -> Iterator[Any]:
-    with raw.headers() if limit else nullcontext():
-        opened = h5py.File(raw, "r")
-    with opened as file:
-        cache = file.id.get_mdc_config()
-        cache.set_initial_size = True
-        cache.initial_size = cache.max_size = CACHE_BYTES
-        cache.min_size = min(cache.min_size, CACHE_BYTES)
-        file.id.set_mdc_config(cache)
-        yield file
+def _opened(region: FileRegion, *, limit: bool = False) -> Iterator[tuple[Any, _HeaderLimit]]:
+    """Open a region as HDF5, through a file object: libhdf5 cannot see, lock or map anything else."""
+    headers = _HeaderLimit(region)
+    stream = FileStream(region.path.open(), start=region.start, n_bytes=region.nbytes, before_read=headers)
+    with closing(stream):
+        with headers.headers() if limit else nullcontext():
+            opened = h5py.File(stream, "r")
+        with opened as file:
+            cache = file.id.get_mdc_config()
+            cache.set_initial_size = True
+            cache.initial_size = cache.max_size = CACHE_BYTES
+            cache.min_size = min(cache.min_size, CACHE_BYTES)
+            file.id.set_mdc_config(cache)
+            yield file, headers
 
 
 @contextmanager
@@ -206,7 +183,7 @@ def _translated(region: FileRegion) -> Iterator[None]:
         raise kind(f"{region.path} is damaged HDF5: {reason}. Download or save it again") from error
 
 
-def _refuse_legacy(file: Any, path: str) -> None:
+def _refuse_legacy(file: Any, path: Location) -> None:
     if "layer_names" in file.attrs or "model_config" in file.attrs or "model_weights" in file:
         raise UnsupportedError(
             f"{path} is a legacy Keras HDF5 file (Keras 2 or `save('x.h5')`), whose weights have no stable names. "
@@ -214,7 +191,7 @@ def _refuse_legacy(file: Any, path: str) -> None:
         )
 
 
-def _walk(file: Any, raw: _RegionFile, path: str) -> Iterator[tuple[str, Any]]:
+def _walk(file: Any, limit: _HeaderLimit, path: Location) -> Iterator[tuple[str, Any]]:
     """Yield names and datasets, depth first; only a group and its ancestors stay open, as each takes libhdf5 2 KB."""
     seen = {_address(file.id, b".")}
     stack = [("", file.id, _members(file.id, "/", path))]
@@ -226,14 +203,16 @@ def _walk(file: Any, raw: _RegionFile, path: str) -> Iterator[tuple[str, Any]]:
         name = prefix + _decode(member, path)
         if group.links.get_info(member).type != h5py.h5l.TYPE_HARD:
             raise UnsafeSourceError(f"{path}: {name!r} is a soft or external link; weights may not be linked in")
-        with raw.headers():
+        with limit.headers():
             address, node = _address(group, member), h5py.h5o.open(group, member)
         if address in seen:
             raise UnsafeSourceError(f"{path}: {name!r} is a second link to one object, or a cycle of links")
         seen.add(address)
         if isinstance(node, h5py.h5g.GroupID):
             if len(stack) > MAX_DEPTH:
-                raise UnsafeSourceError(f"{path} nests groups more than {MAX_DEPTH} deep; no model's layers are")
+                raise UnsafeSourceError(
+                    f"{path} nests groups more than {MAX_DEPTH} deep, deeper than the layers of any model"
+                )
             stack.append((name + "/", node, _members(node, name, path)))
         elif isinstance(node, h5py.h5d.DatasetID):
             yield name, node
@@ -241,7 +220,7 @@ def _walk(file: Any, raw: _RegionFile, path: str) -> Iterator[tuple[str, Any]]:
             raise UnsupportedError(f"{path}: {name!r} is neither a group nor a dataset")
 
 
-def _members(group: Any, name: str, path: str) -> Iterator[bytes]:
+def _members(group: Any, name: str, path: Location) -> Iterator[bytes]:
     """Yield the names in a group; refuse dense link storage: if damaged, it can make libhdf5 1.14 crash the process."""
     info = h5py.h5o.get_info(group)
     if info.hdr.mesg.present & LINK_INFO and info.meta_size.obj.heap_size:
@@ -257,7 +236,7 @@ def _address(group: Any, name: bytes) -> int:
     return int(h5py.h5o.get_info(group, name).addr)
 
 
-def _decode(raw: bytes, path: str) -> str:
+def _decode(raw: bytes, path: Location) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -279,12 +258,12 @@ def _dtype(node: Any, where: str) -> tuple[np.dtype[Any], bool]:
     """Return the dtype that reading yields, and whether the stored bytes have that form."""
     kind = node.get_type()
     if kind.get_class() in {h5py.h5t.STRING, h5py.h5t.COMPOUND, h5py.h5t.VLEN, h5py.h5t.REFERENCE, h5py.h5t.ARRAY}:
-        raise UnsupportedError(f"{where} holds no numbers (HDF5 class {kind.get_class()}); weights are numbers")
+        raise UnsupportedError(f"{where} does not contain numbers (HDF5 class {kind.get_class()}), expected weights")
     found = node.dtype
     if found.kind == "V":
         return _opaque(node, found, where), True
     if found.kind not in "biufc":
-        raise UnsupportedError(f"{where} has the dtype {found}, which no variable has")
+        raise UnsupportedError(f"{where} has the dtype {found}, which is not supported")
     little = found.newbyteorder("<") if found.itemsize > 1 else found
     return little, bool(kind.equal(h5py.h5t.py_create(little, logical=True)))
 
@@ -299,7 +278,7 @@ def _opaque(node: Any, found: np.dtype[Any], where: str) -> np.dtype[Any]:
         bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
         return bfloat16
     raise UnsupportedError(
-        f"{where} holds {found.itemsize}-byte elements of an unknown type; of such types only bfloat16 as Keras 3 "
+        f"{where} contains {found.itemsize}-byte elements of an unknown type; of such types only bfloat16 as Keras 3 "
         "writes it (2 bytes and an attribute 'dtype') can be read. Save it again with Keras 3"
     )
 
@@ -315,7 +294,7 @@ def _storage(node: Any, rows: H5Rows, *, is_raw: bool) -> Storage:
     declared, stored = math.prod(shape) * node.get_type().get_size(), rows.stored_bytes
     if not declared:
         return Extent(region.path, region.start)
-    _refuse_bomb(where, declared=declared, stored=stored, file_bytes=region.nbytes)
+    _refuse_expansion(where, declared=declared, stored=stored, file_bytes=region.nbytes)
     if layout == h5py.h5d.CONTIGUOUS:
         if stored != declared:
             raise SourceError(f"{where} declares {declared} bytes, shape {shape} of {dtype}, but stores {stored}")
@@ -330,15 +309,15 @@ def _storage(node: Any, rows: H5Rows, *, is_raw: bool) -> Storage:
     return Decoded(replace(rows, row_alignment=chunk_rows))
 
 
-def _refuse_bomb(where: str, *, declared: int, stored: int, file_bytes: int) -> None:
+def _refuse_expansion(where: str, *, declared: int, stored: int, file_bytes: int) -> None:
     if not stored:
         raise UnsafeSourceError(f"{where} declares {declared} bytes, but stores none of them. Save the file again")
     if stored > file_bytes:
         raise TruncatedSourceError(f"{where} says it stores {stored} bytes, but the file has {file_bytes}")
     if declared > EXPANSION_FLOOR_BYTES and declared > MAX_EXPANSION * stored:
         raise UnsafeSourceError(
-            f"{where} declares {declared} bytes, but stores only {stored}: a decompression bomb. "
-            "If it is honest, save it uncompressed"
+            f"{where} declares {declared} bytes, but stores only {stored}; data may expand at most "
+            f"{MAX_EXPANSION} times. The file is damaged or hostile; if you trust it, save it uncompressed"
         )
 
 
@@ -352,5 +331,5 @@ def _check_filters(plist: Any, where: str, *, stored: int, itemsize: int) -> int
                 f"{where} is compressed by filter {code} ({text}), which this h5py lacks; save it again"
             )
     chunk = plist.get_chunk()
-    _refuse_bomb(where, declared=math.prod(chunk) * itemsize, stored=stored, file_bytes=stored)
+    _refuse_expansion(where, declared=math.prod(chunk) * itemsize, stored=stored, file_bytes=stored)
     return int(chunk[0]) if chunk else 1

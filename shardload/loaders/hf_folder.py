@@ -10,28 +10,27 @@ names for it.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from pathlib import Path
+from contextlib import closing
 from typing import Any
 
 from shardload.errors import SourceError, SourceNotFoundError, UnsupportedError
 from shardload.loaders import safetensors
 from shardload.loaders._extents import collect
 from shardload.loaders.contents import FileContent, FolderContent
-from shardload.loaders.folder import entries, listing, member, shards_of
+from shardload.loaders.folder import listing, member, shards_of
 from shardload.loaders.hub_preset import is_preset
 from shardload.loaders.registry import FormatSpec
 from shardload.manifest import Manifest, Tensor
-from shardload.stores import local
 from shardload.stores.json_files import read_object
+from shardload.stores.location import Location
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
-def open_folder(path: str | os.PathLike[str]) -> Manifest:
+def open_folder(folder: Location) -> Manifest:
     """Return the manifest of a folder with a Hugging Face ``config.json``.
 
     Raises:
@@ -39,7 +38,6 @@ def open_folder(path: str | os.PathLike[str]) -> Manifest:
         UnsafeSourceError: When the index or a symbolic link points outside the folder.
         UnsupportedError: When the folder has weights, but not as safetensors.
     """
-    folder = Path(path).absolute()
     config_path = member(folder, CONFIG, named_by=str(folder))
     config = read_object(config_path)
     if not isinstance(config.get("model_type"), str):
@@ -47,54 +45,49 @@ def open_folder(path: str | os.PathLike[str]) -> Manifest:
     return open_bare(folder, format="hf-safetensors", config=config)
 
 
-def open_bare(
-    path: str | os.PathLike[str], *, format: str = "safetensors", config: Mapping[str, Any] | None = None
-) -> Manifest:
+def open_bare(folder: Location, *, format: str = "safetensors", config: Mapping[str, Any] | None = None) -> Manifest:
     """Return the manifest of a folder's safetensors without reading its config; raises like `open_folder`."""
-    folder = Path(path).absolute()
-    names = entries(folder)
+    names = folder.names()
     if INDEX in names:
         found = open_index(member(folder, INDEX, named_by=str(folder)))
-        if SINGLE in names and str(folder / SINGLE) not in found.files:
+        if SINGLE in names and folder / SINGLE not in found.files:
             raise SourceError(
                 f"Cannot tell which checkpoint {folder} means: {INDEX} lists {len(found.files)} shards, and {SINGLE} "
                 "is not one of them; transformers would load the file, KerasHub the shards. Move one of them elsewhere"
             )
     else:
         found = safetensors.open_file(member(folder, _only_file(folder, names), named_by=str(folder)))
-    return Manifest(str(folder), format, found.tensors, found.files, config or {}, found.metadata)
+    return Manifest(folder, format, found.tensors, found.files, config or {}, found.metadata)
 
 
-def open_index(path: str | os.PathLike[str]) -> Manifest:
+def open_index(index: Location) -> Manifest:
     """Return the manifest of the shards that a ``*.safetensors.index.json`` lists; raises like `open_folder`."""
-    index = Path(path).absolute()
     weight_map = _weight_map(index)
     files = shards_of(index, set(weight_map.values()), way_out="Download")
-    headers = {shard: safetensors.read_header(str(file)) for shard, file in files.items()}
-    held = {shard: {tensor.name: tensor for tensor in header.tensors} for shard, header in headers.items()}
-    tensors = [_find(name, shard, held, index) for name, shard in weight_map.items()]
-    sizes = {str(index.parent / shard): header.file_bytes for shard, header in headers.items()}
+    headers = {shard: safetensors.read_header(file) for shard, file in files.items()}
+    stored = {shard: {tensor.name: tensor for tensor in header.tensors} for shard, header in headers.items()}
+    tensors = [_find(name, shard, stored, index) for name, shard in weight_map.items()]
+    sizes = {files[shard]: header.file_bytes for shard, header in headers.items()}
     metadata: dict[str, Any] = {}
     for header in headers.values():
         metadata |= header.metadata
-    if stray := [f"{shard}: {name}" for shard in held for name in held[shard] if weight_map.get(name) != shard]:
+    if stray := [f"{shard}: {name}" for shard in stored for name in stored[shard] if weight_map.get(name) != shard]:
         metadata["not_in_index"] = stray
-    return Manifest(str(index), "safetensors", collect(tensors, files=sizes), sizes, metadata=metadata)
+    return Manifest(index, "safetensors", collect(tensors, files=sizes), sizes, metadata=metadata)
 
 
-def folder_of(path: str | os.PathLike[str]) -> Path | None:
+def folder_of(file: Location) -> Location | None:
     """Return the folder whose ``config.json`` describes the weights in a file, or ``None``.
 
     The file must be one that opening the folder would read: its only file, a shard of its index, or the index.
     """
-    file = Path(path).absolute()
     config_path = file.parent / CONFIG
     if not file.name.endswith((".safetensors", ".safetensors.index.json")) or not config_path.is_file():
         return None
     try:
         if not isinstance(read_object(config_path).get("model_type"), str):
             return None
-        names = entries(file.parent)
+        names = file.parent.names()
         if INDEX not in names:
             return file.parent if _only_file(file.parent, names) == file.name else None
         return file.parent if file.name == INDEX or file.name in _weight_map(file.parent / INDEX).values() else None
@@ -102,28 +95,28 @@ def folder_of(path: str | os.PathLike[str]) -> Path | None:
         return None
 
 
-def _weight_map(index: Path) -> dict[str, str]:
+def _weight_map(index: Location) -> dict[str, str]:
     weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise SourceError(f"{index} should hold a 'weight_map' from tensor names to shard files, but does not")
+        raise SourceError(f"{index} should contain a 'weight_map' from tensor names to shard files, but does not")
     for name, shard in weight_map.items():
         if not isinstance(shard, str):
             raise SourceError(f"{index}: tensor {name!r} should map to a file name, but maps to {str(shard)[:200]}")
     return weight_map
 
 
-def _find(name: str, shard: str, held: Mapping[str, Mapping[str, Tensor]], index: Path) -> Tensor:
-    if (tensor := held[shard].get(name)) is not None:
+def _find(name: str, shard: str, stored: Mapping[str, Mapping[str, Tensor]], index: Location) -> Tensor:
+    if (tensor := stored[shard].get(name)) is not None:
         return tensor
-    others = [other for other, tensors in held.items() if name in tensors]
-    where = f"it lies in {others[0]}" if others else "no listed shard holds it"
+    others = [other for other, tensors in stored.items() if name in tensors]
+    where = f"it is in {others[0]}" if others else "it is in none of the listed shards"
     raise SourceError(
-        f"{index} says tensor {name!r} lies in {shard}, but that file does not hold it; {where}. "
-        "Index and shards are not of one checkpoint: download both again"
+        f"{index} lists tensor {name!r} in {shard}, but that file does not contain it; {where}. "
+        "Index and shards belong to different checkpoints: download both again"
     )
 
 
-def _only_file(folder: Path, names: list[str]) -> str:
+def _only_file(folder: Location, names: list[str]) -> str:
     if SINGLE in names:
         return SINGLE
     found = [name for name in names if name.endswith(".safetensors")]
@@ -131,15 +124,15 @@ def _only_file(folder: Path, names: list[str]) -> str:
         return found[0]
     if found:
         raise SourceError(
-            f"{folder} holds {len(found)} safetensors files ({', '.join(found[:8])}), but no {INDEX} that says which "
-            "belong together. Download the index, or name one file"
+            f"{folder} contains {len(found)} safetensors files ({', '.join(found[:8])}), but no {INDEX} that says "
+            "which belong together. Download the index, or name one file"
         )
     if any(name.endswith((".bin", ".pt", ".pth")) for name in names):
         raise UnsupportedError(
-            f"{folder} holds PyTorch pickles only, which can run code when opened. "
+            f"{folder} contains only PyTorch pickles, which can run code when opened. "
             "Download the repository's safetensors, or convert them with safetensors.torch.save_file"
         )
-    raise SourceNotFoundError(f"{folder} holds neither {SINGLE} nor {INDEX}, but {listing(folder)}")
+    raise SourceNotFoundError(f"{folder} contains neither {SINGLE} nor {INDEX}, but {listing(folder)}")
 
 
 def _is_bare(content: FolderContent) -> bool:
@@ -148,13 +141,13 @@ def _is_bare(content: FolderContent) -> bool:
 
 def _is_single(content: FileContent) -> bool:
     # Check this before reading JSON: a header of 123 bytes makes a safetensors file begin with a brace.
-    is_named = content.path.lower().endswith(".safetensors") and content.head[8:9] == b"{"
+    is_named = content.path.name.lower().endswith(".safetensors") and content.head[8:9] == b"{"
     return is_named or safetensors.looks_like(content.head, content.size)
 
 
-def _open_file(path: str) -> Manifest:
-    with local.opened(path) as (fd, size):
-        is_single = _is_single(FileContent(path, fd, size))
+def _open_file(path: Location) -> Manifest:
+    with closing(path.open()) as file:
+        is_single = _is_single(FileContent(path, file))
     return safetensors.open_file(path) if is_single else open_index(path)
 
 

@@ -11,19 +11,18 @@ A folder saved by ``keras.saving.save_model(…, zipped=False)`` has the same fi
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from shardload.errors import SourceError, SourceNotFoundError
 from shardload.loaders import keras_h5, keras_sharded
 from shardload.loaders._extents import collect
 from shardload.loaders.contents import FolderContent
-from shardload.loaders.folder import entries, listing, member
+from shardload.loaders.folder import listing, member
 from shardload.loaders.registry import FormatSpec
 from shardload.manifest import Manifest
 from shardload.stores.json_files import read_object
+from shardload.stores.location import Location
 
 CONFIG = "config.json"
 WEIGHTS = "model.weights.h5"
@@ -34,15 +33,14 @@ METADATA = "metadata.json"
 TASK_PREFIX = "task:"
 
 
-def open_folder(path: str | os.PathLike[str]) -> Manifest:
+def open_folder(folder: Location) -> Manifest:
     """Return the manifest of a preset folder.
 
     Raises:
         SourceError: When config or weights are damaged or contradict each other.
         SourceNotFoundError: When the folder has a config, but no weights.
     """
-    folder = Path(path).absolute()
-    names = entries(folder)
+    names = folder.names()
     config = _read(folder, CONFIG)
     if not any(isinstance(config.get(key), str) for key in ("registered_name", "class_name")):
         raise SourceError(f"{folder / CONFIG} should name a Keras class as 'registered_name', but does not")
@@ -51,32 +49,32 @@ def open_folder(path: str | os.PathLike[str]) -> Manifest:
         parts.append(_task(folder))
     files = {path: size for part in parts for path, size in part.files.items()}
     tensors = collect([tensor for part in parts for tensor in part.tensors.values()], files=files)
-    return Manifest(str(folder), "keras-hub-preset", tensors, files, config, _metadata(folder, names))
+    return Manifest(folder, "keras-hub-preset", tensors, files, config, _metadata(folder, names))
 
 
-def _backbone(folder: Path, names: list[str]) -> Manifest:
+def _backbone(folder: Location, names: list[str]) -> Manifest:
     if WEIGHTS in names:
         return keras_h5.open_file(member(folder, WEIGHTS, named_by=str(folder)))
     if SHARDED_WEIGHTS in names:
         return keras_sharded.open_index(member(folder, SHARDED_WEIGHTS, named_by=str(folder)))
     raise SourceNotFoundError(
-        f"{folder} is a Keras preset without weights: it holds neither {WEIGHTS} nor {SHARDED_WEIGHTS}, but "
+        f"{folder} is a Keras preset without weights: it contains neither {WEIGHTS} nor {SHARDED_WEIGHTS}, but "
         f"{listing(folder)}. Download the preset's weights into it"
     )
 
 
-def _task(folder: Path) -> Manifest:
+def _task(folder: Location) -> Manifest:
     found = keras_h5.open_file(member(folder, TASK_WEIGHTS, named_by=str(folder)))
     renamed = [replace(tensor, name=TASK_PREFIX + tensor.name) for tensor in found.tensors.values()]
     return replace(found, tensors={tensor.name: tensor for tensor in renamed})
 
 
-def _metadata(folder: Path, names: list[str]) -> dict[str, Any]:
+def _metadata(folder: Location, names: list[str]) -> dict[str, Any]:
     wanted = {"task": TASK, "keras_metadata": METADATA}
     return {key: _read(folder, name) for key, name in wanted.items() if name in names}
 
 
-def _read(folder: Path, name: str) -> dict[str, Any]:
+def _read(folder: Location, name: str) -> dict[str, Any]:
     return read_object(member(folder, name, named_by=str(folder)))
 
 

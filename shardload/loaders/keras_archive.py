@@ -10,21 +10,23 @@ repeat or be encrypted, and nothing may precede the first one: such archives are
 from __future__ import annotations
 
 import functools
-import os
+import io
 import shutil
 import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from contextlib import closing
 from typing import Any, BinaryIO
 
 from shardload.errors import ShardloadError, SourceError, TruncatedSourceError, UnsafeSourceError, UnsupportedError
 from shardload.loaders._extents import collect
 from shardload.loaders.registry import FormatSpec
 from shardload.manifest import Manifest
-from shardload.stores import local
+from shardload.stores.headers import read_header
 from shardload.stores.json_files import MAX_JSON_BYTES, parse_object
+from shardload.stores.location import Location
+from shardload.stores.store import File
 
 MAGIC = b"PK\x03\x04"
 WEIGHTS = "model.weights.h5"
@@ -40,7 +42,7 @@ ASSET_EXPANSION = 100
 ASSET_FLOOR_BYTES = 1 << 28
 
 
-def open_file(path: str | os.PathLike[str]) -> Manifest:
+def open_file(path: Location) -> Manifest:
     """Return the manifest of one ``.keras`` archive.
 
     Raises:
@@ -50,51 +52,50 @@ def open_file(path: str | os.PathLike[str]) -> Manifest:
     """
     from shardload.loaders import hdf5
 
-    name = str(Path(path).absolute())
-    with local.opened(name) as (fd, size):
-        members = _members(name, fd, size)
-        info = _weights(name, members)
-        start = _check_all(name, fd, members)[info.filename]
-    region = hdf5.FileRegion(name, start, info.file_size)
-    files = {name: size}
+    members = _members(path)
+    info = _weights(path, members)
+    with closing(path.open()) as file:
+        start = _check_all(path, file, members)[info.filename]
+        files = {path: file.n_bytes}
+    region = hdf5.FileRegion(path, start, info.file_size)
     tensors = collect(hdf5.read_tensors(region), files=files)
-    return Manifest(name, "keras-archive", tensors, files, _json(name, members, CONFIG), _json(name, members, METADATA))
+    return Manifest(path, "keras-archive", tensors, files, _json(path, members, CONFIG), _json(path, members, METADATA))
 
 
-def assets(path: str | os.PathLike[str]) -> Iterator[tuple[str, Callable[[BinaryIO], None]]]:
+def assets(path: Location) -> Iterator[tuple[str, Callable[[BinaryIO], None]]]:
     """Yield the asset files that layers saved: names below ``assets/``, and a function that writes each content.
 
     Raises:
         UnsafeSourceError: When a file declares far more bytes than are stored.
         SourceError: When the zip contradicts itself.
     """
-    name = str(Path(path).absolute())
-    with local.opened(name) as (fd, size):
-        members = _members(name, fd, size)
-        _check_all(name, fd, members)
+    members = _members(path)
+    with closing(path.open()) as file:
+        _check_all(path, file, members)
     files = [info for key, info in members.items() if key.startswith(ASSETS) and not key.endswith("/")]
     for info in files:
         if info.file_size > ASSET_FLOOR_BYTES and info.file_size > ASSET_EXPANSION * info.compress_size:
             raise UnsafeSourceError(
-                f"{name}: {info.filename} declares {info.file_size} bytes from {info.compress_size}: a zip bomb"
+                f"{path}: {info.filename} declares {info.file_size} bytes, but stores only {info.compress_size}; "
+                f"assets may expand at most {ASSET_EXPANSION} times. Save the model again with Keras"
             )
-    with _translated(name), zipfile.ZipFile(name) as archive:
+    with _translated(path), path.stream() as raw, zipfile.ZipFile(raw) as archive:
         for info in files:
-            yield info.filename.removeprefix(ASSETS), functools.partial(_copy, name, archive, info)
+            yield info.filename.removeprefix(ASSETS), functools.partial(_copy, path, archive, info)
 
 
-def _copy(path: str, archive: zipfile.ZipFile, info: zipfile.ZipInfo, file: BinaryIO) -> None:
+def _copy(path: Location, archive: zipfile.ZipFile, info: zipfile.ZipInfo, file: BinaryIO) -> None:
     with _translated(path), archive.open(info) as member:
         shutil.copyfileobj(member, file)
 
 
-def _members(path: str, fd: int, size: int) -> dict[str, zipfile.ZipInfo]:
-    with _translated(path), os.fdopen(os.dup(fd), "rb") as raw, zipfile.ZipFile(raw) as archive:
-        infos = archive.infolist()
+def _members(path: Location) -> dict[str, zipfile.ZipInfo]:
+    with _translated(path), path.stream() as raw, zipfile.ZipFile(raw) as archive:
+        size, infos = raw.seek(0, io.SEEK_END), archive.infolist()
     members = {info.filename: info for info in infos}
     if len(members) < len(infos):
         raise UnsafeSourceError(
-            f"{path} holds {len(infos)} members under {len(members)} names; save it again with Keras"
+            f"{path} contains {len(infos)} members under {len(members)} names; save it again with Keras"
         )
     if not members or min(info.header_offset for info in infos) != 0:
         raise UnsafeSourceError(f"{path} has other data before its first member; save it again with Keras")
@@ -104,18 +105,20 @@ def _members(path: str, fd: int, size: int) -> dict[str, zipfile.ZipInfo]:
     return members
 
 
-def _weights(path: str, members: dict[str, zipfile.ZipInfo]) -> zipfile.ZipInfo:
+def _weights(path: Location, members: dict[str, zipfile.ZipInfo]) -> zipfile.ZipInfo:
     if (info := members.get(WEIGHTS)) is None:
         if "model.weights.npz" in members:
             raise UnsupportedError(
-                f"{path} keeps its weights as .npz; save it again: keras.saving.save_model(model, path)"
+                f"{path} stores its weights as .npz; save it again: keras.saving.save_model(model, path)"
             )
         if any(name.endswith("data.pkl") for name in members):
             raise UnsupportedError(
                 f"{path} is a PyTorch checkpoint, a pickle that can run code; convert it to safetensors"
             )
         listed = ", ".join(sorted(members)[:8])
-        raise SourceError(f"{path} is a zip, but no Keras archive: it should hold {WEIGHTS}, and holds {listed}")
+        raise SourceError(
+            f"{path} is a zip, but not a Keras archive: it should contain {WEIGHTS}, but contains {listed}"
+        )
     if info.flag_bits & _ENCRYPTED:
         raise UnsupportedError(f"{path}: member {WEIGHTS} is encrypted; save the model again without a password")
     if info.compress_type != zipfile.ZIP_STORED:
@@ -128,27 +131,30 @@ def _weights(path: str, members: dict[str, zipfile.ZipInfo]) -> zipfile.ZipInfo:
     return info
 
 
-def _check_all(path: str, fd: int, members: dict[str, zipfile.ZipInfo]) -> dict[str, int]:
+def _check_all(path: Location, file: File, members: dict[str, zipfile.ZipInfo]) -> dict[str, int]:
     """Return where each member's data starts, after checking that local headers agree and members do not overlap."""
     starts: dict[str, int] = {}
     end, before = 0, ""
     for info in sorted(members.values(), key=lambda info: info.header_offset):
         if info.header_offset < end:
-            raise UnsafeSourceError(f"{path}: members {before!r} and {info.filename!r} overlap; a zip bomb does that")
-        starts[info.filename] = _data_start(path, fd, info)
+            raise UnsafeSourceError(
+                f"{path}: members {before!r} and {info.filename!r} overlap, so it could expand to any size"
+            )
+        starts[info.filename] = _data_start(path, file, info)
         end, before = starts[info.filename] + info.compress_size, info.filename
-    size = os.fstat(fd).st_size
-    if end > size:
-        raise TruncatedSourceError(f"{path} is truncated: member {before!r} ends at byte {end}, the file at {size}")
+    if end > file.n_bytes:
+        raise TruncatedSourceError(
+            f"{path} is truncated: member {before!r} ends at byte {end}, the file at {file.n_bytes}"
+        )
     return starts
 
 
-def _data_start(path: str, fd: int, info: zipfile.ZipInfo) -> int:
+def _data_start(path: Location, file: File, info: zipfile.ZipInfo) -> int:
     what = f"the local header of {info.filename!r}"
-    raw = local.read_header(fd, _LOCAL_HEADER.size, offset=info.header_offset, path=path, what=what)
+    raw = read_header(file, _LOCAL_HEADER.size, offset=info.header_offset, path=str(path), what=what)
     magic, _, flags, method, *_, name_length, extra_length = _LOCAL_HEADER.unpack(raw)
     at = info.header_offset + _LOCAL_HEADER.size
-    name = local.read_header(fd, name_length, offset=at, path=path, what=what)
+    name = read_header(file, name_length, offset=at, path=str(path), what=what)
     expected = info.orig_filename.encode("utf-8" if info.flag_bits & 0x800 else "cp437", "replace")
     if magic != MAGIC or name != expected or method != info.compress_type or (flags ^ info.flag_bits) & _ENCRYPTED:
         raise UnsafeSourceError(
@@ -158,19 +164,24 @@ def _data_start(path: str, fd: int, info: zipfile.ZipInfo) -> int:
     return at + int(name_length) + int(extra_length)
 
 
-def _json(path: str, members: dict[str, zipfile.ZipInfo], name: str) -> dict[str, Any]:
+def _json(path: Location, members: dict[str, zipfile.ZipInfo], name: str) -> dict[str, Any]:
     if (info := members.get(name)) is None:
-        raise SourceError(f"{path} should hold {name}, as every Keras archive does, but holds {', '.join(members)}")
+        raise SourceError(
+            f"{path} should contain {name}, as every Keras archive does, but contains {', '.join(members)}"
+        )
     if info.file_size > MAX_JSON_BYTES or info.file_size > MAX_EXPANSION * max(info.compress_size, 1024):
-        raise UnsafeSourceError(f"{path}: {name} declares {info.file_size} bytes from {info.compress_size}: a zip bomb")
-    with _translated(path), zipfile.ZipFile(path) as archive, archive.open(info) as member:
+        raise UnsafeSourceError(
+            f"{path}: {name} declares {info.file_size} bytes, but stores only {info.compress_size}; it may expand at "
+            f"most {MAX_EXPANSION} times, to {MAX_JSON_BYTES} bytes. Save the model again with Keras"
+        )
+    with _translated(path), path.stream() as raw, zipfile.ZipFile(raw) as archive, archive.open(info) as member:
         return parse_object(member.read(info.file_size), path=f"{path}:{name}")
 
 
 class _translated:  # noqa: N801 - used as a context manager
     """Translator of zipfile's errors, seven builtins that all mean a damaged archive."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: Location) -> None:
         self._path = path
 
     def __enter__(self) -> None:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 from shardload.loaders._extents import collect
 from shardload.loaders.contents import FileContent
 from shardload.loaders.registry import FormatSpec
 from shardload.manifest import Manifest
+from shardload.stores.location import Location
 
 MAGIC = b"\x89HDF\r\n\x1a\n"
 
 
-def open_file(path: str | os.PathLike[str]) -> Manifest:
+def open_file(path: Location) -> Manifest:
     """Return the manifest of one ``.weights.h5`` file.
 
     Raises:
@@ -22,9 +20,9 @@ def open_file(path: str | os.PathLike[str]) -> Manifest:
     """
     from shardload.loaders import hdf5
 
-    region = hdf5.FileRegion.whole(str(Path(path).absolute()))
-    files = {region.path: region.nbytes}
-    return Manifest(region.path, "keras-h5", collect(hdf5.read_tensors(region), files=files), files)
+    region = hdf5.FileRegion.whole(path)
+    files = {path: region.nbytes}
+    return Manifest(path, "keras-h5", collect(hdf5.read_tensors(region), files=files), files)
 
 
 def is_hdf5(content: FileContent) -> bool:

@@ -8,9 +8,7 @@ A group of variables may be spread over several shards; a variable is in one sha
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardload.errors import SourceError
@@ -19,12 +17,13 @@ from shardload.loaders.folder import shards_of
 from shardload.loaders.registry import FormatSpec
 from shardload.manifest import Manifest, Tensor
 from shardload.stores.json_files import read_object
+from shardload.stores.location import Location
 
 if TYPE_CHECKING:
     from shardload.loaders import hdf5
 
 
-def open_index(path: str | os.PathLike[str]) -> Manifest:
+def open_index(index: Location) -> Manifest:
     """Return the manifest of a ``*.weights.json`` and its shards.
 
     Raises:
@@ -34,26 +33,23 @@ def open_index(path: str | os.PathLike[str]) -> Manifest:
     """
     from shardload.loaders import hdf5
 
-    index = Path(path).absolute()
     document = read_object(index)
     groups = _groups(document.get("weight_map"), index)
     regions = _regions(groups, index)
     tensors: list[Tensor] = []
     for shard, region in regions.items():
-        held = hdf5.read_tensors(region)
-        _check_shard(shard, held, groups, index)
-        tensors += held
+        stored = hdf5.read_tensors(region)
+        _check_shard(shard, stored, groups, index)
+        tensors += stored
     files = {region.path: region.nbytes for region in regions.values()}
     metadata = document.get("metadata")
     found = collect(tensors, files=files)
-    return Manifest(
-        str(index), "keras-sharded-h5", found, files, metadata=metadata if isinstance(metadata, dict) else {}
-    )
+    return Manifest(index, "keras-sharded-h5", found, files, metadata=metadata if isinstance(metadata, dict) else {})
 
 
-def _groups(weight_map: object, index: Path) -> dict[str, tuple[str, ...]]:
+def _groups(weight_map: object, index: Location) -> dict[str, tuple[str, ...]]:
     if not isinstance(weight_map, dict) or not weight_map:
-        raise SourceError(f"{index} should hold a 'weight_map' from groups of variables to shards, but does not")
+        raise SourceError(f"{index} should contain a 'weight_map' from groups of variables to shards, but does not")
     found = {}
     for group, shards in weight_map.items():
         listed = shards if isinstance(shards, list) else [shards]
@@ -63,26 +59,26 @@ def _groups(weight_map: object, index: Path) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def _regions(groups: Mapping[str, tuple[str, ...]], index: Path) -> dict[str, hdf5.FileRegion]:
+def _regions(groups: Mapping[str, tuple[str, ...]], index: Location) -> dict[str, hdf5.FileRegion]:
     from shardload.loaders import hdf5
 
     files = shards_of(index, {shard for shards in groups.values() for shard in shards}, way_out="Copy")
-    return {name: hdf5.FileRegion.whole(str(file)) for name, file in files.items()}
+    return {name: hdf5.FileRegion.whole(file) for name, file in files.items()}
 
 
-def _check_shard(shard: str, held: Iterable[Tensor], groups: Mapping[str, tuple[str, ...]], index: Path) -> None:
-    present = {tensor.name.rpartition("/")[0] for tensor in held}
+def _check_shard(shard: str, stored: Iterable[Tensor], groups: Mapping[str, tuple[str, ...]], index: Location) -> None:
+    present = {tensor.name.rpartition("/")[0] for tensor in stored}
     placed = {group for group, shards in groups.items() if shard in shards}
     if absent := sorted(placed - present):
         raise SourceError(
-            f"{index} says {shard} holds variables of {absent[0]!r}, but it does not. "
-            "Map and shards are not of one checkpoint; copy or save both again"
+            f"{index} lists variables of {absent[0]!r} in {shard}, but that file has none. "
+            "Index and shards belong to different checkpoints; copy or save both again"
         )
     if stray := sorted(present - placed):
         said = ", ".join(groups.get(stray[0], ())) or "no file"
         raise SourceError(
-            f"{shard} holds variables of {stray[0]!r}, which {index} places in {said}. "
-            "Map and shards are not of one checkpoint; copy or save both again"
+            f"{shard} contains variables of {stray[0]!r}, which {index} lists in {said}. "
+            "Index and shards belong to different checkpoints; copy or save both again"
         )
 
 

@@ -15,18 +15,17 @@ A tensor's name is its key path joined by "/". Uncompressed arrays are read in p
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 from shardload.errors import SourceError, SourceNotFoundError, UnsupportedError
 from shardload.loaders._extents import collect
 from shardload.loaders._orbax_tree import TREE, SavedLeaf, read_random_keys, read_strings, read_tree
 from shardload.loaders._zarr_store import Arrays
-from shardload.loaders.folder import entries, listing, member
+from shardload.loaders.folder import listing, member
 from shardload.loaders.registry import FormatSpec
 from shardload.manifest import Manifest, Tensor
 from shardload.stores.json_files import MAX_JSON_BYTES, parse_object, read_object
+from shardload.stores.location import Location
 
 MARKS = ("_CHECKPOINT_METADATA", "orbax.checkpoint")
 ITEMS = ("pytree", "default", "state")
@@ -34,7 +33,7 @@ ITEMS = ("pytree", "default", "state")
 _MODEL_CONFIG = "model_config"
 
 
-def open_orbax(path: str | os.PathLike[str]) -> Manifest:
+def open_orbax(folder: Location) -> Manifest:
     """Return the manifest of a step, of a root's newest step, or of a bare item.
 
     Raises:
@@ -43,7 +42,7 @@ def open_orbax(path: str | os.PathLike[str]) -> Manifest:
         UnsafeSourceError: When a reference leaves the folder, or the metadata declares far more than is stored.
         UnsupportedError: When it was saved in a form that cannot be read here.
     """
-    step = _step(Path(path).absolute())
+    step = _step(folder)
     item = _item(step)
     tree = read_tree(item)
     arrays = Arrays(item, is_complete=tree.is_complete)
@@ -55,23 +54,25 @@ def open_orbax(path: str | os.PathLike[str]) -> Manifest:
             names[leaf.name] = list(leaf.keys)
     metadata = _metadata(step, item, tree.leaves, names)
     tensors = collect(found, files=arrays.files)
-    return Manifest(str(step), "orbax", tensors, arrays.files, _config(step), metadata)
+    return Manifest(step, "orbax", tensors, arrays.files, _config(step), metadata)
 
 
-def is_checkpoint(folder: Path) -> bool:
+def is_checkpoint(folder: Location) -> bool:
     """Whether a folder itself has Orbax's marker files: it is a step or an item."""
-    names = set(entries(folder))
+    names = set(folder.names())
     if names.intersection(MARKS) or TREE in names:
         return True
     return any(name in names and (folder / name / TREE).is_file() for name in ITEMS)
 
 
-def steps(folder: Path) -> list[str]:
+def steps(folder: Location) -> list[str]:
     """Return the names of the steps in a root, oldest first, without empty and foreign folders."""
     found = [
         name
-        for name in entries(folder)
-        if _is_number(name) and (folder / name).is_dir() and is_checkpoint(member(folder, name, named_by=str(folder)))
+        for name in folder.names()
+        if _is_number(name)
+        and (folder / name).is_folder()
+        and is_checkpoint(member(folder, name, named_by=str(folder)))
     ]
     return sorted(found, key=lambda name: (int(name), name))
 
@@ -80,19 +81,19 @@ def _is_number(name: str) -> bool:
     return name.isascii() and name.isdecimal() and len(name) < 20
 
 
-def _step(folder: Path) -> Path:
-    if not folder.is_dir():
+def _step(folder: Location) -> Location:
+    if not folder.is_folder():
         raise SourceNotFoundError(f"There is no folder {folder}. Check the path")
     if is_checkpoint(folder):
         return folder
     found = steps(folder)
     if not found:
-        raise SourceNotFoundError(f"{folder} holds no step that Orbax finished; in it is {listing(folder)}")
+        raise SourceNotFoundError(f"{folder} contains no step that Orbax finished; found: {listing(folder)}")
     return member(folder, found[-1], named_by=str(folder))
 
 
-def _item(step: Path) -> Path:
-    names = entries(step)
+def _item(step: Location) -> Location:
+    names = step.names()
     if TREE in names:
         return step
     for name in ITEMS:
@@ -102,22 +103,24 @@ def _item(step: Path) -> Path:
     if len(others) == 1:
         return member(step, others[0], named_by=str(step))
     if others:
-        raise SourceError(f"{step} holds several trees ({', '.join(others[:8])}); open the folder of one of them")
+        raise SourceError(f"{step} contains several trees ({', '.join(others[:8])}); open the folder of one of them")
     raise SourceError(
-        f"{step} should hold a folder with a tree of arrays ({', '.join(ITEMS)}), but holds {listing(step)}. "
+        f"{step} should contain a folder with a tree of arrays ({', '.join(ITEMS)}), but contains {listing(step)}. "
         "The save did not finish; use another step"
     )
 
 
-def _finished(item: Path) -> Path:
+def _finished(item: Location) -> Location:
     if (item / TREE).is_file():
         return item
-    if item.is_dir() and "checkpoint" in entries(item):
+    if item.is_folder() and "checkpoint" in item.names():
         raise UnsupportedError(f"{item} was saved by an Orbax of 2023 or before; load and save it with a newer one")
     raise SourceError(f"{item} has no file {TREE}: the save did not finish, or files are missing. Use another step")
 
 
-def _metadata(step: Path, item: Path, leaves: tuple[SavedLeaf, ...], tensors: dict[str, list[str]]) -> dict[str, Any]:
+def _metadata(
+    step: Location, item: Location, leaves: tuple[SavedLeaf, ...], tensors: dict[str, list[str]]
+) -> dict[str, Any]:
     own = step / "shardload"
     digests = member(own, "digests.json", named_by=str(own))
     structure = member(own, "structure.json", named_by=str(own))
@@ -135,10 +138,10 @@ def _metadata(step: Path, item: Path, leaves: tuple[SavedLeaf, ...], tensors: di
     }
 
 
-def _config(step: Path) -> dict[str, Any]:
+def _config(step: Location) -> dict[str, Any]:
     """Return the model's configuration as Keras' callback stores it: JSON in a text leaf."""
     item = member(step, _MODEL_CONFIG, named_by=str(step))
-    if not item.is_dir():
+    if not item.is_folder():
         return {}
     text = read_strings(item).get("config")
     if not isinstance(text, str) or len(text) > MAX_JSON_BYTES:

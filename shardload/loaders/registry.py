@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from pathlib import Path
 from typing import BinaryIO, Literal
 
 from shardload.errors import UnsupportedError, UsageError
 from shardload.loaders.contents import FileContent, FolderContent
 from shardload.manifest import Manifest
+from shardload.stores.location import Location
 
 GROUP = "shardload.formats"
 _LOADERS = "shardload.loaders"
@@ -57,13 +57,13 @@ class FormatSpec:
     """Whether a folder has this format."""
     contains_some: Callable[[FolderContent], bool] = _never
     """Whether a folder of no other format contains folders of this format."""
-    open_file: Callable[[str], Manifest] | None = None
+    open_file: Callable[[Location], Manifest] | None = None
     """Reads the headers of a file, or of the files that it lists."""
-    open_folder: Callable[[Path], Manifest] | None = None
+    open_folder: Callable[[Location], Manifest] | None = None
     """Reads the headers of a folder. Without it, a folder is opened by its only file with one of `endings`."""
     part_format: str | None = None
     """Format of the files that an index of this format lists."""
-    folder_of: Callable[[str], Path | None] | None = None
+    folder_of: Callable[[Location], Location | None] | None = None
     """For formats whose folder describes the model: finds the folder that a weights file belongs to."""
     described_by: Literal["keras", "keras-sidecar", "keras-hub", "hugging-face"] | None = None
     """Origin of ``Manifest.config``: Keras (``keras-sidecar``: from a file with the same stem), a KerasHub preset, or
@@ -78,7 +78,7 @@ class FormatSpec:
     """Folder of Keras' small files (configurations, tokenizers), relative to the source."""
     transformers_files: str | None = None
     """The same for Hugging Face's small files."""
-    assets: Callable[[str], Iterator[tuple[str, Callable[[BinaryIO], None]]]] | None = None
+    assets: Callable[[Location], Iterator[tuple[str, Callable[[BinaryIO], None]]]] | None = None
     """Yields the asset files that layers saved: names, and functions that write their content."""
     is_step: bool = False
     """Whether the format is a training step, with optimizer, metrics and optional digests."""
@@ -101,7 +101,7 @@ def register(spec: FormatSpec) -> None:
         UsageError: When a format of that name exists already.
     """
     if spec.name in names():
-        raise UsageError(f"Cannot register the format {spec.name!r}: there is one of that name. Choose another name")
+        raise UsageError(f"Cannot register the format {spec.name!r}: the name is taken. Choose another name")
     _registered[spec.name] = spec
 
 
@@ -140,7 +140,7 @@ def _declared(name: str) -> FormatSpec:
         built_in: FormatSpec = pkgutil.resolve_name(_BUILT_IN[name])
         return built_in
     if (point := _installed().get(name)) is None:
-        raise UnsupportedError(f"There is no format {name!r}; there are {', '.join(names())}")
+        raise UnsupportedError(f"Unknown format {name!r}; supported formats: {', '.join(names())}")
     try:
         found = point.load()
     except Exception as error:  # of any kind: importing runs the package's code

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from json import decoder
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -26,8 +25,9 @@ import numpy as np
 from shardload.errors import SourceError, TruncatedSourceError, UnsafeSourceError, UnsupportedError
 from shardload.loaders._extents import check_shape, collect
 from shardload.manifest import Extent, Manifest, Tensor
-from shardload.stores import local
+from shardload.stores.headers import read_header as read_bytes
 from shardload.stores.json_files import require_brace, unique_pairs
+from shardload.stores.location import Location
 
 MAX_HEADER_BYTES = 100_000_000
 """The reference library's limit."""
@@ -76,32 +76,33 @@ class SafetensorsHeader:
     """Size of the file."""
 
 
-def open_file(path: str | os.PathLike[str]) -> Manifest:
+def open_file(path: Location) -> Manifest:
     """Return the manifest of one bare ``.safetensors`` file.
 
     Raises:
         SourceError: When the header contradicts itself, its format or the file.
         UnsupportedError: When a tensor's type packs several elements into a byte.
     """
-    name = str(Path(path).absolute())
-    header = read_header(name)
-    files = {name: header.file_bytes}
-    return Manifest(name, "safetensors", collect(header.tensors, files=files), files, metadata=header.metadata)
+    header = read_header(path)
+    files = {path: header.file_bytes}
+    return Manifest(path, "safetensors", collect(header.tensors, files=files), files, metadata=header.metadata)
 
 
-def read_header(path: str) -> SafetensorsHeader:
+def read_header(path: Location) -> SafetensorsHeader:
     """Parse and check the header of one file; raises like `open_file`."""
-    with local.opened(path) as (fd, size):
-        length = int.from_bytes(local.read_header(fd, 8, offset=0, path=path, what="the header's length"), "little")
+    name = str(path)
+    with closing(path.open()) as file:
+        size = file.n_bytes
+        length = int.from_bytes(read_bytes(file, 8, offset=0, path=name, what="the header's length"), "little")
         if length > MAX_HEADER_BYTES:
             raise UnsafeSourceError(
                 f"{path} declares a header of {length} bytes; at most {MAX_HEADER_BYTES} are allowed. "
-                "It is damaged or no safetensors file; download it again"
+                "It is damaged or not a safetensors file; download it again"
             )
         what = "the safetensors header"
         if 8 + length <= size:  # else read_header raises the detailed error
-            require_brace(fd, 8 + length, path=path, what=what)
-        raw = local.read_header(fd, length, offset=8, path=path, what=what)
+            require_brace(file, 8 + length, path=name, what=what)
+        raw = read_bytes(file, length, offset=8, path=name, what=what)
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -118,7 +119,7 @@ def looks_like(head: bytes, size: int) -> bool:
 class _Parser:
     """A parser that passes once over a header's text."""
 
-    def __init__(self, path: str, text: str, *, data_start: int, file_bytes: int) -> None:
+    def __init__(self, path: Location, text: str, *, data_start: int, file_bytes: int) -> None:
         self._path = path
         self._text = text
         self._data_start = data_start
@@ -144,14 +145,14 @@ class _Parser:
         for key, at in (members := _Members(self._text, start)):
             if key == "__metadata__":
                 if has_metadata:
-                    raise self._wrong("holds '__metadata__' twice")
+                    raise self._wrong("contains '__metadata__' twice")
                 has_metadata = True
                 is_null = self._text.startswith("null", at)
                 members.position = at + len("null") if is_null else self._strings(at)
                 continue
             entry, members.position = self._entry(key, at)
             if key in tensors:
-                raise self._wrong(f"holds the tensor {key!r} twice")
+                raise self._wrong(f"contains the tensor {key!r} twice")
             tensors[key] = self._tensor(key, entry)
         return members.position
 
@@ -160,7 +161,7 @@ class _Parser:
             if self._text[at : at + 1] != '"':
                 raise self._wrong(f"gives '__metadata__' key {key[:200]!r} a value that is not a string")
             if key in self._metadata:
-                raise self._wrong(f"holds the '__metadata__' key {key[:200]!r} twice")
+                raise self._wrong(f"contains the '__metadata__' key {key[:200]!r} twice")
             self._metadata[key], members.position = _scan_string(self._text, at + 1, True)
         return members.position
 
@@ -171,7 +172,7 @@ class _Parser:
         try:
             entry = json.loads(self._text[start:end], object_pairs_hook=unique_pairs)
         except (ValueError, RecursionError) as error:
-            raise self._wrong(f"describes tensor {name[:200]!r} badly: {error}") from error
+            raise self._wrong(f"describes tensor {name[:200]!r} in invalid JSON: {error}") from error
         if set(entry) != {"dtype", "shape", "data_offsets"}:
             raise self._wrong(f"should give tensor {name!r} dtype, shape and data_offsets, but gives {sorted(entry)}")
         return entry, end
@@ -198,14 +199,14 @@ class _Parser:
             raise UnsupportedError(
                 f"{self._path}: tensor {name!r} has the dtype {text}, which packs elements into bits"
             )
-        raise self._wrong(f"gives tensor {name!r} the dtype {str(text)[:100]!r}; known are {', '.join(DTYPES)}")
+        raise self._wrong(f"gives tensor {name!r} the dtype {str(text)[:100]!r}; supported dtypes: {', '.join(DTYPES)}")
 
     def _offsets(self, name: str, offsets: object) -> tuple[int, int]:
         if not isinstance(offsets, list) or len(offsets) != 2 or any(type(n) is not int for n in offsets):
             raise self._wrong(f"should give tensor {name!r} two data_offsets, but gives {str(offsets)[:200]}")
         start, stop = offsets
         if not 0 <= start <= stop:
-            raise self._wrong(f"gives tensor {name!r} data_offsets {offsets}, which do not go forwards")
+            raise self._wrong(f"gives tensor {name!r} data_offsets {offsets}, which end before they start")
         if stop > self._data_bytes:
             raise TruncatedSourceError(
                 f"{self._path} is truncated: tensor {name!r} should end at byte {self._data_start + stop}, "

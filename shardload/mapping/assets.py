@@ -17,6 +17,7 @@ from shardload.loaders import spec_of
 from shardload.loaders.folder import descendant
 from shardload.loaders.orbax import open_orbax
 from shardload.manifest import Manifest
+from shardload.stores.local import located
 from shardload.transfer.read_tensor import read_rows, row_ranges
 from shardload.transfer.verification import check_tensor
 from shardload.transfer.verifier import Verifier
@@ -55,7 +56,7 @@ def _write(manifest: Manifest, folder: Path, check: Verifier | None) -> bool:
     """Write the files below ``folder``; return whether there are any."""
     found = False
     for name, write in _files(manifest, check):
-        path = descendant(folder, name, named_by=manifest.source)
+        path = descendant(located(folder), name, named_by=manifest.source).local_path()
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("xb") as file:
             write(file)
@@ -66,8 +67,8 @@ def _write(manifest: Manifest, folder: Path, check: Verifier | None) -> bool:
 def _files(manifest: Manifest, check: Verifier | None) -> Iterator[tuple[str, Any]]:
     spec = spec_of(manifest)
     if spec.assets is not None:
-        yield from spec.assets(manifest.source)
-    elif spec.is_step and (item := Path(manifest.source) / ITEM).is_dir():
+        yield from spec.assets(manifest.location)
+    elif spec.is_step and (item := manifest.location / ITEM).is_folder():
         yield from _of_step(open_orbax(item), check)
 
 

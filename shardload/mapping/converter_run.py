@@ -6,7 +6,6 @@ import contextlib
 import io
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from shardload.errors import MismatchError, ShardloadError, UnsupportedError
@@ -219,5 +218,5 @@ def _disagree(variable: Variable, tensor: str, found: tuple[int, ...]) -> Mismat
 def _weight_map(manifest: Manifest) -> dict[str, Any] | None:
     if len(manifest.files) < 2:
         return None
-    files = {n: Path(getattr(t.storage, "path", manifest.source)).name for n, t in manifest.tensors.items()}
+    files = {n: getattr(t.storage, "path", manifest.location).name for n, t in manifest.tensors.items()}
     return {"weight_map": files}

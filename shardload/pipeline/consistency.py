@@ -15,6 +15,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,7 @@ from shardload.keras_bridge.variables import stored_dtype
 from shardload.manifest import Extent, Manifest
 from shardload.parallel.model_variables import all_variables
 from shardload.pipeline.filling import LoadJob
-from shardload.stores import file_access
+from shardload.stores.location import Location
 from shardload.transfer.casts import is_float
 from shardload.transfer.verifier import Verifier
 
@@ -176,7 +177,7 @@ def content(manifest: Manifest, check: Verifier | None) -> Facts:
     }
 
 
-def _spots(manifest: Manifest) -> Iterator[tuple[str, str, int]]:
+def _spots(manifest: Manifest) -> Iterator[tuple[str, Location, int]]:
     """Yield names, files and offsets of the places to read."""
     starts = [(t.name, t.storage) for t in manifest.tensors.values() if isinstance(t.storage, Extent) and t.size]
     for name, extent in _some(starts, SPOTS // 2):
@@ -193,13 +194,10 @@ def _some(found: list[Any], most: int) -> list[Any]:
     return found[:: math.ceil(len(found) / most)] if len(found) > most else found
 
 
-def _bytes_at(path: str, offset: int) -> str:
-    file = file_access.open_file(path)
-    try:
+def _bytes_at(path: Location, offset: int) -> str:
+    with closing(path.open()) as file:
         buffer = bytearray(min(SPOT_BYTES, max(0, file.n_bytes - offset)))
         file.read_into(memoryview(buffer), offset)
-    finally:
-        file.close()
     return f"{buffer[:8].hex()}… ({hashlib.blake2b(buffer, digest_size=4).hexdigest()})"
 
 

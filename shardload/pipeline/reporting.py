@@ -70,7 +70,7 @@ def _facts(job: LoadJob, notes: tuple[str, ...]) -> dict[str, Any]:
     weight_bytes = sum(math.prod(v.shape) * stored_dtype(v).itemsize for v in variables)
     mesh_notes = tuple(f"replicated though large: {path}" for path in job.choice.replicated_large)
     return {
-        "source": job.manifest.metadata.get("url", job.manifest.source),
+        "source": job.manifest.source,
         "format": job.manifest.format,
         "mesh": str(job.place.mesh),
         "devices": _devices(job),

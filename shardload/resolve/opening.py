@@ -46,10 +46,10 @@ def open_source(
         SourceError: When the checkpoint contradicts itself.
     """
     if format is not None and format not in (known := format_names()):
-        raise UsageError(f"There is no format {format!r}; there are {', '.join(known)}")
+        raise UsageError(f"Unknown format {format!r}; supported formats: {', '.join(known)}")
     if is_url(source):
         found, manifest = open_remote(str(source), format=format)
-        return _noted(found, manifest, Checker.of_step(found.path) if verify else None, verify=verify)
+        return _noted(found, manifest, Checker.of_step(manifest.location) if verify else None, verify=verify)
     found = _resolve(source, format, described=described)
     try:
         manifest = open_manifest(found.path, format=format)
@@ -59,9 +59,9 @@ def open_source(
         raise
     if not verify or not spec_of(manifest).is_step or not is_ours(manifest.source):
         return _noted(found, manifest, None, verify=verify)
-    checker = Checker.of_step(manifest.source)
+    checker = Checker.of_step(manifest.location)
     # Open again, because the first manifest contains values from small files that were not verified yet.
-    return _noted(found, open_manifest(manifest.source, format=format), checker, verify=verify)
+    return _noted(found, open_manifest(manifest.location, format=format), checker, verify=verify)
 
 
 def _resolve(source: str | os.PathLike[str], format: str | None, *, described: bool) -> Resolved:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 from shardload.errors import UnsupportedError
 from shardload.loaders.orbax import SPEC, open_orbax
 from shardload.manifest import Manifest
 from shardload.resolve import Resolved
 from shardload.steps.listing import find_step
-from shardload.steps.remote_listing import as_remote, prepared
+from shardload.steps.remote_listing import prepared
 
 
 def open_remote(url: str, *, format: str | None = None) -> tuple[Resolved, Manifest]:
@@ -24,13 +22,4 @@ def open_remote(url: str, *, format: str | None = None) -> tuple[Resolved, Manif
     if format not in (None, SPEC.name):
         raise UnsupportedError(f"{url}: of remote sources only training steps are read, and those are no {format}")
     info = prepared(find_step(url, "latest"))
-    with info.naming():
-        manifest = as_remote(open_orbax(info.path), info)
-    return Resolved(str(info.path), info.where, f"step {info.step}, verified"), manifest
-
-
-def naming(manifest: Manifest) -> AbstractContextManager[None]:
-    """Make errors raised in the block show a remote source's address, not its local folder."""
-    mirror = manifest.metadata.get("mirror")
-    found: AbstractContextManager[None] = nullcontext() if mirror is None else mirror.naming()
-    return found
+    return Resolved(info.where, info.where, f"step {info.step}, verified"), open_orbax(info.location)

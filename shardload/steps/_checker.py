@@ -11,7 +11,7 @@ import threading
 import weakref
 from concurrent.futures import Future
 from pathlib import Path
-from typing import cast
+from typing import Protocol, runtime_checkable
 
 from shardload.errors import DamagedError, SourceError, SourceNotFoundError, TransferError, UsageError
 from shardload.steps._number import check_number
@@ -25,16 +25,100 @@ from shardload.steps.digest_list import (
     step_name,
 )
 from shardload.steps.record import STEP_FILE
-from shardload.stores import file_access
-from shardload.stores.file_access import UNIT_BYTES
+from shardload.stores.local import located
+from shardload.stores.location import Location
+from shardload.stores.store import UNIT_BYTES, File
 
 PIECE_BYTES = 128 << 10
 """Bytes per read in `Checker.check`: fits into the L2 cache and is small compared with any budget."""
 
 
-def _close_all(files: dict[str, file_access.File]) -> None:
+def _close_all(files: dict[str, File]) -> None:
     while files:
         files.popitem()[1].close()
+
+
+class SavedUnits:
+    """The digests that a step was saved with, and the comparison of its bytes with them. Thread-safe.
+
+    Args:
+        digests: The content of ``digests.json``.
+        step: The name of the step.
+        shown: The step's path or URL, for messages.
+    """
+
+    def __init__(self, digests: Digests, *, step: str, shown: str) -> None:
+        self.digests = digests
+        self.bytes_checked = 0
+        self._step, self._shown = step, shown
+        self._lock = threading.Lock()
+
+    def of_file(self, name: str) -> FileDigest:
+        """Return the digest of a file, named relative to the step's folder.
+
+        Raises:
+            DamagedError: If the file was not saved with the step.
+        """
+        found = self.digests.files.get(name)
+        if found is None:
+            raise self.damaged(Damage(name, "was not saved with the step"))
+        return found
+
+    def span(self, name: str, unit: int) -> tuple[int, int]:
+        """Return the first byte of a unit, and one past its last."""
+        first = unit * UNIT_BYTES
+        return first, min(first + UNIT_BYTES, self.of_file(name).n_bytes)
+
+    def compare(self, name: str, unit: int, data: memoryview) -> None:
+        """Compare the bytes of a unit with its digest.
+
+        Raises:
+            DamagedError: If they differ.
+        """
+        running = hasher()
+        running.update(data)
+        self.compare_digest(name, unit, running.hexdigest())
+
+    def compare_digest(self, name: str, unit: int, found: str) -> None:
+        """Compare the digest of a unit with the saved one; raises like `compare`."""
+        first, last = self.span(name, unit)
+        with self._lock:
+            self.bytes_checked += last - first
+        if found != self.of_file(name).units[unit]:
+            raise self.damaged(flip_damage(name, first, last, ""))
+
+    def wrong_size(self, name: str, *, found: int | None = None) -> DamagedError:
+        """Return the error for a file that is shorter than it was saved."""
+        expected = self.of_file(name).n_bytes
+        if found is not None:
+            return self.damaged(size_damage(name, found, expected, ""))
+        return self.damaged(Damage(name, f"was truncated: it was saved with {expected} bytes, and has fewer"))
+
+    def missing(self, name: str) -> DamagedError:
+        """Return the error for a missing file."""
+        return self.damaged(Damage(name, "is missing"))
+
+    def damaged(self, found: Damage) -> DamagedError:
+        """Return the error for a defect."""
+        where = "" if found.offset is None else f" from byte {found.offset}"
+        return DamagedError(
+            f"Step {self._step} is damaged: {self._shown}/{found.path}{where} {found.what}. "
+            "Restore an earlier step, or copy this one again"
+        )
+
+
+@runtime_checkable
+class VerifyingStore(Protocol):
+    """A store that contains one step and compares what it reads with the step's digests."""
+
+    @property
+    def saved(self) -> SavedUnits:
+        """The step's digests."""
+        ...
+
+    def name_damage(self) -> list[Damage]:
+        """Return the missing and the unexpected files."""
+        ...
 
 
 class Checker:
@@ -42,49 +126,59 @@ class Checker:
 
     Args:
         folder: The step's folder.
-        shown: The name of the step in messages; the folder's path by default.
 
     Raises:
         SourceNotFoundError: If the step has no digests.
         DamagedError: If ``digests.json`` is damaged.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, shown: str | None = None) -> None:
-        self.folder = Path(folder)
-        self.shown = shown or str(self.folder)
-        self.digests = Digests.read(folder)
-        self._real = Path(os.path.realpath(folder))
+    def __init__(self, folder: str | os.PathLike[str] | Location) -> None:
+        self.folder = located(folder)
+        store = self.folder.store
+        if isinstance(store, VerifyingStore):
+            self.saved = store.saved
+        else:
+            self.saved = SavedUnits(Digests.read(folder), step=step_name(folder), shown=str(self.folder))
+        self._real = self.folder.resolved()
         self._lock = threading.Lock()
-        self._files: dict[str, file_access.File] = {}
+        self._files: dict[str, File] = {}
         weakref.finalize(self, _close_all, self._files)
         self._units: dict[tuple[str, int], Future[None]] = {}
-        self.bytes_checked = 0
+
+    @property
+    def digests(self) -> Digests:
+        """The digests of all files."""
+        return self.saved.digests
+
+    @property
+    def bytes_checked(self) -> int:
+        """Bytes read and compared so far."""
+        return self.saved.bytes_checked
 
     @classmethod
-    def of_step(cls, folder: str | os.PathLike[str]) -> Checker:
+    def of_step(cls, folder: str | os.PathLike[str] | Location) -> Checker:
         """Open a step; check its names, sizes and files up to 1 MiB. Larger files are checked as they are read.
 
         Raises:
             DamagedError: At the first damage; also if the digests are missing, or if the folder is named after
                 another step.
         """
-        if (mirror := file_access.mirror_of(folder)) is not None:
-            return cast(Checker, mirror.checker)  # files in the mirror were checked when they were fetched
+        where = located(folder)
+        if where.store.is_checked:  # small files were checked when they were fetched
+            return cls(where)
         try:
-            found = cls(folder)
+            found = cls(where)
         except SourceNotFoundError as error:
-            raise DamagedError(
-                f"Step {Path(folder).name} in {Path(folder).parent} lost its digests: {error}"
-            ) from error
-        if damage := found.digests.check_names(folder):
+            raise DamagedError(f"Step {where.name} in {where.parent} lost its digests: {error}") from error
+        if damage := found.digests.check_names(where.local_path()):
             raise DamagedError(str(damage[0]))
         for name, digest in found.digests.files.items():
             if digest.n_bytes <= UNIT_BYTES or name == STEP_FILE:
                 found.check_whole(name)
-        check_number(folder)
+        check_number(where)
         return found
 
-    def check(self, path: str | os.PathLike[str], start: int, stop: int) -> None:
+    def check(self, path: str | os.PathLike[str] | Location, start: int, stop: int) -> None:
         """Return once every MiB that overlaps ``[start, stop)`` of a file is verified.
 
         Args:
@@ -97,10 +191,10 @@ class Checker:
             TransferError: If the file cannot be read.
         """
         name = self._relative(path)
-        size = self._expected(name).n_bytes
+        size = self.saved.of_file(name).n_bytes
         if not 0 <= start <= stop <= size:
-            raise self._damaged(Damage(name, f"was asked for up to byte {stop}, but was saved with {size} bytes"))
-        if start == stop or file_access.is_remote(self._real / name):  # remote reads are checked when they arrive
+            raise self.saved.damaged(Damage(name, f"was asked for up to byte {stop}, but was saved with {size} bytes"))
+        if start == stop or self.folder.store.is_checked:  # remote bytes are checked when they arrive
             return
         file = self._open(name)
         wanted = range(start // UNIT_BYTES, (stop - 1) // UNIT_BYTES + 1)
@@ -110,7 +204,7 @@ class Checker:
         for done in [*(done for _, done in mine), *others]:
             done.result()
 
-    def read_unit(self, path: str | os.PathLike[str], unit: int, into: memoryview) -> int:
+    def read_unit(self, path: str | os.PathLike[str] | Location, unit: int, into: memoryview) -> int:
         """Read one unit of a file and check the bytes.
 
         Args:
@@ -126,46 +220,25 @@ class Checker:
             TransferError: If the file cannot be read.
         """
         name = self._relative(path)
-        first, last = self._span(name, unit)
+        first, last = self.saved.span(name, unit)
         if first >= last:
             return 0
         part = into[: last - first]
         file = self._open(name)
         file.read_into(part, first)
         if not file.is_checked:
-            self.check_data(name, unit, part)
+            self.saved.compare(name, unit, part)
         return last - first
-
-    def check_data(self, name: str, unit: int, data: memoryview) -> None:
-        """Compare the bytes of a unit with its digest; ``name`` is relative to the step's folder.
-
-        Raises:
-            DamagedError: If they differ.
-        """
-        running = hasher()
-        running.update(data)
-        self._settled(name, unit, running.hexdigest())
 
     def units_by_file(self) -> dict[str, tuple[str, ...]]:
         """Return the digests of all units, by file name relative to the step's folder."""
         return {name: digest.units for name, digest in self.digests.files.items()}
 
-    def wrong_size(self, name: str, *, found: int | None = None) -> DamagedError:
-        """Return the error for a file that is shorter than it was saved."""
-        expected = self._expected(name).n_bytes
-        if found is not None:
-            return self._damaged(size_damage(name, found, expected, ""))
-        return self._damaged(Damage(name, f"was truncated: it was saved with {expected} bytes, and has fewer"))
-
-    def missing(self, name: str) -> DamagedError:
-        """Return the error for a missing file."""
-        return self._damaged(Damage(name, "is missing"))
-
-    def check_whole(self, path: str | os.PathLike[str]) -> None:
+    def check_whole(self, path: str | os.PathLike[str] | Location) -> None:
         """`check` a whole file; an empty file must still be empty."""
         name = self._relative(path)
         self._open(name)
-        self.check(name, 0, self._expected(name).n_bytes)
+        self.check(name, 0, self.saved.of_file(name).n_bytes)
 
     def close(self) -> None:
         """Close all open files, as garbage collection does. The checker stays usable and reopens files as needed."""
@@ -178,37 +251,33 @@ class Checker:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _relative(self, path: str | os.PathLike[str]) -> str:
-        given = Path(path)
+    def _relative(self, path: str | os.PathLike[str] | Location) -> str:
+        if not isinstance(path, Location) and not Path(path).is_absolute():
+            return Path(path).as_posix()
         for root in (self.folder, self._real):
-            if given.is_absolute() and given.is_relative_to(root):
-                return given.relative_to(root).as_posix()
-        if given.is_absolute():
-            raise UsageError(f"{given} is not inside the step {self.folder}")
-        return given.as_posix()
+            if name := located(path).relative_to(root):
+                return name
+        raise UsageError(f"{path} is not inside the step {self.folder}")
 
-    def _expected(self, name: str) -> FileDigest:
-        found = self.digests.files.get(name)
-        if found is None:
-            raise self._damaged(Damage(name, "was not saved with the step"))
-        return found
-
-    def _open(self, name: str) -> file_access.File:
+    def _open(self, name: str) -> File:
         with self._lock:
             if name in self._files:
                 return self._files[name]
-            if os.path.realpath(self._real / name) != str(self._real / name):
-                raise self._damaged(Damage(name, "is reached through a symbolic link, which is not allowed in a step"))
+            path = self._real / name
+            if path.resolved() != path:
+                raise self.saved.damaged(
+                    Damage(name, "is reached through a symbolic link, which is not allowed in a step")
+                )
             try:
-                file = file_access.open_file(self._real / name)
+                file = path.open()
             except (SourceError, SourceNotFoundError) as error:
                 if isinstance(error.__cause__, PermissionError):  # an older step would not help
                     raise TransferError(str(error)) from error
-                raise self._damaged(Damage(name, f"cannot be opened: {error}")) from error
-            found, expected = file.n_bytes, self._expected(name).n_bytes
+                raise self.saved.damaged(Damage(name, f"cannot be opened: {error}")) from error
+            found, expected = file.n_bytes, self.saved.of_file(name).n_bytes
             if found != expected:
                 file.close()
-                raise self._damaged(size_damage(name, found, expected, ""))
+                raise self.saved.damaged(size_damage(name, found, expected, ""))
             self._files[name] = file
             return file
 
@@ -226,7 +295,7 @@ class Checker:
                 mine.append((unit, done))
         return mine, others
 
-    def _settle(self, done: Future[None], name: str, unit: int, *, file: file_access.File) -> None:
+    def _settle(self, done: Future[None], name: str, unit: int, *, file: File) -> None:
         """Check one unit and pass the result to all threads that wait for it."""
         try:
             self._check_unit(name, unit, file=file)
@@ -238,29 +307,11 @@ class Checker:
         else:
             done.set_result(None)
 
-    def _check_unit(self, name: str, unit: int, *, file: file_access.File) -> None:
-        first, last = self._span(name, unit)
+    def _check_unit(self, name: str, unit: int, *, file: File) -> None:
+        first, last = self.saved.span(name, unit)
         running, piece = hasher(), memoryview(bytearray(min(PIECE_BYTES, last - first)))
         for start in range(first, last, PIECE_BYTES):
             part = piece[: min(PIECE_BYTES, last - start)]
             file.read_into(part, start)
             running.update(part)
-        self._settled(name, unit, running.hexdigest())
-
-    def _span(self, name: str, unit: int) -> tuple[int, int]:
-        first = unit * UNIT_BYTES
-        return first, min(first + UNIT_BYTES, self._expected(name).n_bytes)
-
-    def _settled(self, name: str, unit: int, found: str) -> None:
-        first, last = self._span(name, unit)
-        with self._lock:
-            self.bytes_checked += last - first
-        if found != self._expected(name).units[unit]:
-            raise self._damaged(flip_damage(name, first, last, ""))
-
-    def _damaged(self, found: Damage) -> DamagedError:
-        where = "" if found.offset is None else f" from byte {found.offset}"
-        return DamagedError(
-            f"Step {step_name(self.folder)} is damaged: {self.shown}/{found.path}{where} {found.what}. "
-            "Restore an earlier step, or copy this one again"
-        )
+        self.saved.compare_digest(name, unit, running.hexdigest())

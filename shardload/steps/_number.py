@@ -10,34 +10,36 @@ from __future__ import annotations
 import os
 import re
 from contextlib import suppress
-from pathlib import Path
 
 from shardload.errors import DamagedError, ShardloadError
 from shardload.steps.digest_list import Damage
 from shardload.steps.record import STEP_FILE, StepRecord
+from shardload.stores.local import located
+from shardload.stores.location import Location
 
 NAME = re.compile(r"0|[1-9][0-9]{0,17}")
 """At most 18 digits, so that every number fits into 64 bits."""
 
 
-def other_number(folder: str | os.PathLike[str]) -> tuple[int, int] | None:
+def other_number(folder: str | os.PathLike[str] | Location) -> tuple[int, int] | None:
     """Return the numbers in the folder's name and in the step's record if they differ, else ``None``."""
     with suppress(ShardloadError, OSError):  # an unreadable record is reported as damage elsewhere
-        stated = StepRecord.read(Path(folder)).step
-        for name in (Path(folder).absolute().name, Path(folder).resolve().name):  # a link's name, then its target's
+        where = located(folder)
+        stated = StepRecord.read(where).step
+        for name in (where.name, where.resolved().name):  # a link's name, then its target's
             if stated is not None and NAME.fullmatch(name) and int(name) != stated:
                 return int(name), stated
     return None
 
 
-def number_damage(folder: str | os.PathLike[str]) -> list[Damage]:
+def number_damage(folder: str | os.PathLike[str] | Location) -> list[Damage]:
     """Return the mismatch between folder name and stored number, if any: at most one item."""
     if (numbers := other_number(folder)) is None:
         return []
     return [Damage(STEP_FILE, f"{holds(numbers[1])}. {_way_out(numbers[1])}", step=str(numbers[0]))]
 
 
-def check_number(folder: str | os.PathLike[str]) -> None:
+def check_number(folder: str | os.PathLike[str] | Location) -> None:
     """Check that the name of a step's folder matches its stored number.
 
     Raises:
@@ -46,7 +48,7 @@ def check_number(folder: str | os.PathLike[str]) -> None:
     if (numbers := other_number(folder)) is not None:
         named, stated = numbers
         raise DamagedError(
-            f"Cannot use {os.fspath(folder)} as step {named}: it holds step {stated}, so the folder was "
+            f"Cannot use {folder} as step {named}: it holds step {stated}, so the folder was "
             f"copied or renamed. {_way_out(stated)}"
         )
 

@@ -16,14 +16,17 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shardload.errors import DamagedError, SourceError, SourceNotFoundError
 from shardload.steps.file_tree import FileTree, scan, sync
-from shardload.stores import file_access, json_files
-from shardload.stores.file_access import UNIT_BYTES
+from shardload.stores import json_files
+from shardload.stores.local import located
+from shardload.stores.location import Location
+from shardload.stores.store import UNIT_BYTES
 
 OWN_FOLDER = "shardload"
 DIGESTS_FILE = f"{OWN_FOLDER}/digests.json"
@@ -93,7 +96,7 @@ class Digests:
             SourceError: If the folder contains something that is not a regular file.
             OSError: If a file cannot be read.
         """
-        tree = scan(folder)
+        where, tree = located(folder), scan(folder)
         for name, what in tree.others.items():
             raise SourceError(f"{os.fspath(folder)}/{name} is {what}; a step can contain regular files only")
         wanted = of or (lambda _: True)
@@ -103,7 +106,7 @@ class Digests:
         with ThreadPoolExecutor(THREADS, thread_name_prefix="shardload-digest") as pool:
             # map keeps the order, so the pieces of a file arrive in file order
             for piece, found in zip(
-                pieces, pool.map(lambda p: digest_piece(folder, p, sizes[p.path]), pieces), strict=True
+                pieces, pool.map(lambda p: digest_piece(where, p, sizes[p.path]), pieces), strict=True
             ):
                 units[piece.path] += found
         return cls({name: FileDigest(size, tuple(units[name])) for name, size in sizes.items()})
@@ -123,21 +126,21 @@ class Digests:
         draft.replace(target)
 
     @classmethod
-    def read(cls, folder: str | os.PathLike[str]) -> Digests:
+    def read(cls, folder: str | os.PathLike[str] | Location) -> Digests:
         """Read the digests of a step and check them against their own digest.
 
         Raises:
             SourceNotFoundError: If the folder has no digests, so it is not a shardload step.
             DamagedError: If ``digests.json`` is damaged.
         """
-        path = Path(folder, DIGESTS_FILE)
-        if path.is_symlink() or path.parent.is_symlink():
+        path = located(folder) / DIGESTS_FILE
+        if path.is_link() or path.parent.is_link():
             raise DamagedError(f"Step {step_name(folder)}: {path} is a symbolic link, which is not allowed in a step")
         try:
             found = json_files.read_object(path)
         except SourceNotFoundError as error:
             raise SourceNotFoundError(
-                f"{os.fspath(folder)} has no {DIGESTS_FILE}: shardload did not save it, or it was damaged"
+                f"{folder} has no {DIGESTS_FILE}: shardload did not save it, or it was damaged"
             ) from error
         except SourceError as error:
             raise _bad_list(folder, error) from error
@@ -159,9 +162,9 @@ class Digests:
         return {"version": 1, "algorithm": "xxh3_64", "unit_bytes": UNIT_BYTES, "files": files}
 
 
-def step_name(folder: str | os.PathLike[str]) -> str:
+def step_name(folder: str | os.PathLike[str] | Location) -> str:
     """Return the name of a step's folder, with symbolic links resolved."""
-    return Path(os.path.realpath(folder)).name
+    return located(folder).resolved().name
 
 
 def hasher() -> Any:
@@ -188,13 +191,12 @@ def pieces_of(name: str, size: int) -> Iterator[DigestTask]:
         yield DigestTask(name, first, min(TASK_UNITS, total - first))
 
 
-def digest_piece(folder: str | os.PathLike[str], piece: DigestTask, size: int) -> list[str]:
+def digest_piece(folder: Location, piece: DigestTask, size: int) -> list[str]:
     """Return the digest of each unit of a piece; `READ_UNITS` are read at a time."""
-    path = Path(folder, piece.path)
     found: list[str] = []
     stop = min((piece.first + piece.count) * UNIT_BYTES, size)
     buffer = memoryview(bytearray(min(READ_UNITS * UNIT_BYTES, stop - piece.first * UNIT_BYTES)))
-    with file_access.opened(path) as file:
+    with closing((folder / piece.path).open()) as file:
         for start in range(piece.first * UNIT_BYTES, stop, READ_UNITS * UNIT_BYTES):
             block = buffer[: min(READ_UNITS * UNIT_BYTES, stop - start)]
             file.read_unchecked(block, start)
@@ -233,16 +235,16 @@ def flip_damage(name: str, first: int, last: int, step: str) -> Damage:
     )
 
 
-def _bad_list(folder: str | os.PathLike[str], why: str | SourceError) -> DamagedError:
+def _bad_list(folder: str | os.PathLike[str] | Location, why: str | SourceError) -> DamagedError:
     """Build the error for a bad ``digests.json``; a `SourceError` already names the file."""
-    where = "" if isinstance(why, SourceError) else f"{Path(folder, DIGESTS_FILE)}: "
+    where = "" if isinstance(why, SourceError) else f"{located(folder) / DIGESTS_FILE}: "
     return DamagedError(
         f"Step {step_name(folder)} is damaged: {where}{why}. Without its digests nothing in the step can be checked; "
         "restore an earlier step, or copy this one again"
     )
 
 
-def _parse_files(body: Mapping[str, Any], folder: str | os.PathLike[str]) -> dict[str, FileDigest]:
+def _parse_files(body: Mapping[str, Any], folder: str | os.PathLike[str] | Location) -> dict[str, FileDigest]:
     known = {"version": 1, "algorithm": "xxh3_64", "unit_bytes": UNIT_BYTES}
     for key, expected in known.items():
         if body.get(key) != expected:
@@ -253,7 +255,7 @@ def _parse_files(body: Mapping[str, Any], folder: str | os.PathLike[str]) -> dic
     return {name: _parse_file(name, entry, folder) for name, entry in files.items()}
 
 
-def _parse_file(name: str, entry: Any, folder: str | os.PathLike[str]) -> FileDigest:
+def _parse_file(name: str, entry: Any, folder: str | os.PathLike[str] | Location) -> FileDigest:
     if any(part in ("", ".", "..") for part in name.split("/")) or "\0" in name:
         raise _bad_list(folder, f"the path {name!r} leads out of the step's folder, or is not a path")
     size, units = (entry.get("bytes"), entry.get("units")) if isinstance(entry, dict) else (None, None)

@@ -9,10 +9,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from shardload.errors import ShardloadError, SourceNotFoundError, TransferError
-from shardload.steps._checker import Checker
+from shardload.steps._checker import Checker, VerifyingStore
 from shardload.steps._number import number_damage
 from shardload.steps.digest_list import (
     DIGESTS_FILE,
@@ -29,13 +28,14 @@ from shardload.steps.digest_list import (
     step_name,
 )
 from shardload.steps.file_tree import scan
-from shardload.stores import file_access
-from shardload.stores.file_access import UNIT_BYTES
+from shardload.stores.local import located
+from shardload.stores.location import Location
+from shardload.stores.store import UNIT_BYTES
 
 __all__ = ["DIGESTS_FILE", "OWN_FOLDER", "UNIT_BYTES", "Checker", "Damage", "Digests", "FileDigest", "verify"]
 
 
-def verify(folder: str | os.PathLike[str], *, progress: Callable[[int], None] | None = None) -> list[Damage]:
+def verify(folder: str | os.PathLike[str] | Location, *, progress: Callable[[int], None] | None = None) -> list[Damage]:
     """Read a whole shardload step and return its damage; an empty list means that the step is intact.
 
     Args:
@@ -45,12 +45,16 @@ def verify(folder: str | os.PathLike[str], *, progress: Callable[[int], None] | 
     Raises:
         SourceNotFoundError: If the folder does not exist.
     """
-    if not Path(folder).is_dir():
-        raise SourceNotFoundError(f"There is no step folder {os.fspath(folder)}")
-    step, mirror = step_name(folder), file_access.mirror_of(folder)
+    where = located(folder)
+    if not where.is_folder():
+        raise SourceNotFoundError(f"There is no step folder {where}")
+    step = step_name(where)
     try:
-        digests = Digests.read(folder)
-        damage = name_damage(digests, scan(folder), step) if mirror is None else mirror.name_damage()
+        digests = Digests.read(where)
+        if isinstance(where.store, VerifyingStore):
+            damage = where.store.name_damage()
+        else:
+            damage = name_damage(digests, scan(where.local_path()), step)
     except TransferError:  # a store that does not respond says nothing about the step
         raise
     except ShardloadError as error:
@@ -60,22 +64,22 @@ def verify(folder: str | os.PathLike[str], *, progress: Callable[[int], None] | 
     bad = {found.path for found in damage}
     pieces = [p for name, f in digests.files.items() if name not in bad for p in pieces_of(name, f.n_bytes)]
     with ThreadPoolExecutor(THREADS, thread_name_prefix="shardload-verify") as pool:
-        results = pool.map(lambda p: _piece_damage(folder, p, digests.files[p.path], step), pieces)
+        results = pool.map(lambda p: _piece_damage(where, p, digests.files[p.path], step), pieces)
         for piece, found in zip(pieces, results, strict=True):
             damage += found
             if progress is not None:
                 size = digests.files[piece.path].n_bytes
                 progress(min(piece.count * UNIT_BYTES, size - piece.first * UNIT_BYTES))
-    damage += number_damage(folder)
+    damage += number_damage(where)
     return sorted(damage, key=lambda d: (d.path, d.offset or 0))
 
 
-def _piece_damage(folder: str | os.PathLike[str], piece: DigestTask, expected: FileDigest, step: str) -> list[Damage]:
+def _piece_damage(folder: Location, piece: DigestTask, expected: FileDigest, step: str) -> list[Damage]:
     try:
         found = digest_piece(folder, piece, expected.n_bytes)
     except (ShardloadError, OSError) as error:
-        if isinstance(error, TransferError) and file_access.mirror_of(folder) is not None:
-            raise
+        if isinstance(error, TransferError) and folder.store.is_checked:
+            raise  # a store that does not respond says nothing about the step
         return [Damage(piece.path, f"cannot be read: {error}", piece.first * UNIT_BYTES, step)]
     wrong = [piece.first + k for k, unit in enumerate(found) if unit != expected.units[piece.first + k]]
     runs: list[list[int]] = []

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from shardload.errors import DamagedError, ShardloadError, SourceError, SourceNotFoundError, UsageError
 from shardload.steps._number import NAME, holds
@@ -21,7 +20,8 @@ from shardload.steps.digest_list import name_damage
 from shardload.steps.digests import DIGESTS_FILE, OWN_FOLDER, Checker
 from shardload.steps.file_tree import FileTree, scan
 from shardload.steps.record import STEP_FILE, StepRecord
-from shardload.stores.local import expanded
+from shardload.stores.local import expanded, located
+from shardload.stores.location import Location
 from shardload.stores.remote import is_url
 
 ORBAX_FILE = "_CHECKPOINT_METADATA"
@@ -48,9 +48,14 @@ class StepInfo:
     record: StepRecord | None = None
     """The content of ``step.json``; ``None`` if the file is missing or unreadable."""
     url: str | None = None
-    """The URL of a remote step; ``path`` is then its local mirror folder."""
-    mirror: Any = field(default=None, repr=False, compare=False)
-    """Keeps the mirror folder alive, see `shardload.steps.remote_cache`."""
+    """The URL of a remote step; ``path`` is then the URL, too."""
+    remote: Location | None = field(default=None, repr=False, compare=False)
+    """The folder of a remote step; ``None`` if it cannot be read."""
+
+    @property
+    def location(self) -> Location:
+        """The step's folder, local or remote."""
+        return self.remote or located(self.path)
 
     @property
     def best(self) -> bool:
@@ -96,14 +101,6 @@ class StepInfo:
     def where(self) -> str:
         """The URL or path, for messages."""
         return self.url or str(self.path)
-
-    def naming(self) -> AbstractContextManager[None]:
-        """Return a context in which errors name the step as `where`."""
-        return nullcontext() if self.mirror is None else self.mirror.naming()
-
-    def at(self, url: str, mirror: Any) -> StepInfo:
-        """Return a copy of this step that refers to its remote location."""
-        return replace(self, url=url, mirror=mirror)
 
 
 def list_steps(root: str | os.PathLike[str]) -> list[StepInfo]:

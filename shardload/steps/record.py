@@ -7,13 +7,15 @@ is read as if absent.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from shardload.steps.digest_list import OWN_FOLDER
 from shardload.stores import json_files
+from shardload.stores.local import located
+from shardload.stores.location import Location
 
 STEP_FILE = f"{OWN_FOLDER}/step.json"
 VERSION = 1
@@ -47,13 +49,13 @@ class StepRecord:
     saved_unix_s: float | None = None
 
     @classmethod
-    def read(cls, folder: Path) -> StepRecord:
+    def read(cls, folder: str | os.PathLike[str] | Location) -> StepRecord:
         """Read the record of a step.
 
         Raises:
             SourceError: If the file is missing or is not a JSON object.
         """
-        return cls.of_json(json_files.read_object(folder / STEP_FILE))
+        return cls.of_json(json_files.read_object(located(folder) / STEP_FILE))
 
     @classmethod
     def of_json(cls, found: Mapping[str, Any]) -> StepRecord:

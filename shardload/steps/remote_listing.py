@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Literal
 
 from shardload.errors import DamagedError, SourceError, SourceNotFoundError, UnsupportedError
-from shardload.manifest import Manifest
 from shardload.steps._number import NAME, check_number
 from shardload.steps.digest_list import DIGESTS_FILE, OWN_FOLDER
 from shardload.steps.listing import ORBAX_FILE, StepInfo, described, with_best
 from shardload.steps.record import STEP_FILE, StepRecord
-from shardload.steps.remote_cache import RemoteStep, open_mirror
+from shardload.steps.remote_store import RemoteStep, open_step
 from shardload.stores.remote import COPY_FIRST, Folder
 
 THREADS = 8
@@ -52,8 +51,8 @@ def find_remote(url: str, step: Literal["latest", "best"] | int) -> StepInfo | l
         TransferError: If the store does not respond.
     """
     root = Folder(url)
-    if not isinstance(step, str) and (mirror := open_mirror(child := root.child(str(step)))) is not None:
-        return _info(child, mirror)
+    if not isinstance(step, str) and (stored := open_step(child := root.child(str(step)))) is not None:
+        return _info(child, stored)
     if (itself := _itself(root)) is not None:
         return [itself]
     if not root.can_list and not isinstance(step, str):
@@ -72,8 +71,8 @@ def knows_others(url: str, step: StepInfo) -> bool:
 
 
 def _itself(root: Folder) -> StepInfo | None:
-    mirror = open_mirror(root)
-    return None if mirror is None else _info(root, mirror)
+    stored = open_step(root)
+    return None if stored is None else _info(root, stored)
 
 
 def _numbers(root: Folder) -> dict[int, bool]:
@@ -107,36 +106,27 @@ def _look(folder: Folder, ours: bool) -> StepInfo:
     if not ours:
         return StepInfo(int(folder.name), Path(folder.url), ours=False, url=folder.url)
     try:
-        mirror = open_mirror(folder)
+        stored = open_step(folder)
     except DamagedError as error:
         return _bad(folder, str(error))
-    return _bad(folder, f"{DIGESTS_FILE} is missing") if mirror is None else _info(folder, mirror)
+    return _bad(folder, f"{DIGESTS_FILE} is missing") if stored is None else _info(folder, stored)
 
 
 def _bad(folder: Folder, problem: str) -> StepInfo:
     return StepInfo(int(folder.name), Path(folder.url), ours=True, url=folder.url, problems=problem)
 
 
-def _info(folder: Folder, mirror: RemoteStep) -> StepInfo:
-    record = None
-    problems = None
-    with mirror.naming():
-        try:
-            if STEP_FILE in mirror.checker.digests.files:
-                mirror.fetch(STEP_FILE)
-            record = StepRecord.read(Path(mirror.folder))
-        except (SourceError, SourceNotFoundError) as error:
-            problems = f"{STEP_FILE} cannot be read: {error}"
+def _info(folder: Folder, stored: RemoteStep) -> StepInfo:
+    record = problems = None
+    try:
+        if STEP_FILE in stored.saved.digests.files:
+            stored.local_path(STEP_FILE)
+        record = StepRecord.read(stored.root)
+    except (SourceError, SourceNotFoundError) as error:
+        problems = f"{STEP_FILE} cannot be read: {error}"
     number = int(folder.name) if NAME.fullmatch(folder.name) else (record and record.step)
-    found = described(
-        number or 0,
-        Path(mirror.folder),
-        record,
-        ours=True,
-        n_bytes=mirror.n_bytes,
-        problems=problems,
-    )
-    return found.at(folder.url, mirror)
+    found = described(number or 0, Path(folder.url), record, ours=True, n_bytes=stored.n_bytes, problems=problems)
+    return replace(found, url=folder.url, remote=stored.root)
 
 
 def _refuse_foreign(folder: Folder) -> None:
@@ -163,14 +153,8 @@ def prepared(info: StepInfo) -> StepInfo:
     if info.url is not None:
         if not info.ours:
             raise foreign(info.url)
-        if info.mirror is None:
+        if info.remote is None:
             raise DamagedError(f"Step {info.step} at {info.url} is damaged: {info.problems}")
-        with info.mirror.naming():
-            info.mirror.fill()
-            check_number(info.mirror.folder)
+        info.remote.local_path()
+        check_number(info.remote)
     return info
-
-
-def as_remote(manifest: Manifest, info: StepInfo) -> Manifest:
-    """Return the manifest of a remote step with its mirror, which stays readable while the manifest exists."""
-    return replace(manifest, metadata={**manifest.metadata, "url": info.url, "mirror": info.mirror})

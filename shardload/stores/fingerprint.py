@@ -9,36 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from shardload.errors import TransferError
-from shardload.stores import file_access
-
-
-@dataclass(frozen=True, slots=True)
-class _File:
-    device: int
-    inode: int
-    size: int
-    """Bytes."""
-    changed_ns: int
-    """The time of the last modification in nanoseconds."""
+from shardload.stores.location import Location
+from shardload.stores.store import FileIdentity
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
     """The identity, size and modification time of files at one moment."""
 
-    files: Mapping[str, _File]
+    files: Mapping[Location, FileIdentity]
 
     @classmethod
-    def of(cls, paths: Iterable[str]) -> Fingerprint:
-        """Record the current state of ``paths``.
+    def of(cls, paths: Iterable[Location]) -> Fingerprint:
+        """Record the current state of files.
 
         Raises:
             TransferError: If one of them has vanished.
         """
-        return cls({path: _look(path) for path in paths})
+        return cls({path: path.identity() for path in paths})
 
     def check(self) -> None:
         """Compare the recorded state with the current one.
@@ -47,7 +37,7 @@ class Fingerprint:
             TransferError: If a file changed; names the first such file and the change.
         """
         for path, before in self.files.items():
-            now = _look(path)
+            now = path.identity()
             if now != before:
                 raise TransferError(
                     f"{path} changed since its headers were read: {_difference(before, now)}. Load it again once "
@@ -55,19 +45,9 @@ class Fingerprint:
                 )
 
 
-def _look(path: str) -> _File:
-    if (remote := file_access.remote_file(path)) is not None:  # each remote read is verified by digests
-        return _File(0, 0, remote.n_bytes, 0)
-    try:
-        found = Path(path).stat()
-    except OSError as error:
-        raise TransferError(f"{path} cannot be read any more: {error}") from error
-    return _File(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
-
-
-def _difference(before: _File, now: _File) -> str:
+def _difference(before: FileIdentity, now: FileIdentity) -> str:
     if now.size != before.size:
         return f"expected {before.size} bytes, found {now.size}"
-    if (now.device, now.inode) != (before.device, before.inode):
+    if now.version[:2] != before.version[:2]:  # device and inode
         return f"another file of {now.size} bytes took its place"
     return f"its {now.size} bytes were written to"

@@ -9,10 +9,14 @@ from __future__ import annotations
 import json
 import os
 import re
+from contextlib import closing
 from typing import Any
 
 from shardload.errors import SourceError, UnsafeSourceError
-from shardload.stores import local
+from shardload.stores.headers import read_header
+from shardload.stores.local import located
+from shardload.stores.location import Location
+from shardload.stores.store import File
 
 MAX_JSON_BYTES = 1 << 25
 """32 MiB. The largest known index (hundreds of shards, 90k tensors) has 9 MB, the largest config 5 MB."""
@@ -28,24 +32,27 @@ _TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 """A JSON string with its quotes."""
 
 
-def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
+def read_object(path: str | os.PathLike[str] | Location) -> dict[str, Any]:
     """Read the JSON object in a file.
 
     Raises:
         SourceError: If the file is missing, too large, not UTF-8, not JSON or not an object.
     """
-    name = os.fspath(path)
-    with local.opened(path) as (fd, size):
+    where = located(path)
+    name = str(where)
+    with closing(where.open()) as file:
+        size = file.n_bytes
         if size > MAX_JSON_BYTES:
             raise UnsafeSourceError(
                 f"{name} has {size} bytes, but a JSON description has at most {MAX_JSON_BYTES}. "
                 "It is probably another kind of file; download it again"
             )
-        require_brace(fd, size, path=name, what="the JSON text")
-        return parse_object(local.read_header(fd, size, offset=0, path=name, what="the JSON text"), path=name)
+        require_brace(file, size, path=name, what="the JSON text")
+        raw = read_header(file, size, offset=0, path=name, what="the JSON text")
+    return parse_object(raw, path=name)
 
 
-def require_brace(fd: int, stop: int, *, path: str, what: str) -> None:
+def require_brace(file: File, stop: int, *, path: str, what: str) -> None:
     """Raise unless a large JSON object that should end at byte ``stop`` ends with a brace.
 
     This finds a wrong length, which points into the tensors, before that many bytes are read.
@@ -55,7 +62,7 @@ def require_brace(fd: int, stop: int, *, path: str, what: str) -> None:
     """
     if stop <= SMALL_BYTES:
         return
-    end = local.read_header(fd, SMALL_BYTES, offset=stop - SMALL_BYTES, path=path, what=what).rstrip(b" \t\r\n")
+    end = read_header(file, SMALL_BYTES, offset=stop - SMALL_BYTES, path=path, what=what).rstrip(b" \t\r\n")
     if end and not end.endswith(b"}"):
         raise SourceError(
             f"{path}: {what} should end with a closing brace, but ends with {end[-8:]!r} before byte {stop}. "
@@ -76,8 +83,8 @@ def parse_object(raw: bytes, *, path: str) -> dict[str, Any]:
         containers -= sum(_containers(text[0]) for text in _TEXT.finditer(raw))  # a template is full of braces
     if containers > allowed:
         raise UnsafeSourceError(
-            f"{path} holds {containers} brackets and braces in {len(raw)} bytes of JSON; no checkpoint does, and "
-            "parsed they would take many times the memory. Download it again"
+            f"Cannot parse {path}: it contains {containers} brackets and braces in {len(raw)} bytes of JSON, expected "
+            f"at most {allowed}, as parsed they would take many times the memory. Download it again"
         )
     try:
         text = raw.decode("utf-8-sig")  # like `json.loads` on bytes: accepts a byte order mark
@@ -86,7 +93,7 @@ def parse_object(raw: bytes, *, path: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise SourceError(f"{path} should contain JSON in UTF-8, but byte {error.start} is not UTF-8") from error
     except RecursionError as error:
-        raise UnsafeSourceError(f"{path} nests its JSON too deeply; no checkpoint does. Download it again") from error
+        raise UnsafeSourceError(f"Cannot parse {path}: its JSON is nested too deeply. Download it again") from error
     except ValueError as error:
         raise SourceError(f"{path} should contain JSON, but does not parse: {error}. Download it again") from error
     if not isinstance(found, dict):

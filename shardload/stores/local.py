@@ -1,8 +1,7 @@
-"""Positional reads of local files: the only module that reads bytes at an offset.
+"""Files on this machine, read at positions: no function moves a file position, so threads can share a descriptor.
 
-No function moves a file position, so threads can share a descriptor. Header readers raise a
-`SourceError` for every failure (the checkpoint is bad); after the headers were accepted, a failed
-read is a `TransferError` (the file changed, or the disk failed).
+Opening raises a `SourceError` for every failure (the checkpoint is bad); after that, a failed read is a
+`TransferError` (the file changed, or the disk failed).
 """
 
 from __future__ import annotations
@@ -10,11 +9,13 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from shardload.errors import SourceError, SourceNotFoundError, TransferError, TruncatedSourceError
+from shardload.errors import SourceError, SourceNotFoundError, TransferError
+from shardload.stores.location import Location
+from shardload.stores.store import FileIdentity, Kind, Store
+
+_MISSING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP})
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
@@ -84,46 +85,85 @@ def _open_error(path: str | os.PathLike[str], error: OSError) -> SourceError | S
     return SourceError(f"{name} cannot be opened: {error.strerror}")
 
 
-@contextmanager
-def opened(path: str | os.PathLike[str]) -> Iterator[tuple[int, int]]:
-    """Yield a file's descriptor and its size in bytes; close it at the end. Raises like `open_readonly`."""
-    fd = open_readonly(path)
-    try:
-        yield fd, os.fstat(fd).st_size
-    finally:
-        os.close(fd)
-
-
-def read_header(fd: int, count: int, *, offset: int, path: str, what: str) -> bytes:
-    """Read ``count`` bytes of a header without allocating more than the file's size.
+class LocalFile:
+    """A file on this machine.
 
     Args:
-        fd: An open file descriptor.
-        count: The number of bytes to read.
-        offset: Byte offset in the file.
-        path: The file's name, for messages.
-        what: A name for the bytes in messages (``the JSON header``).
-
-    Raises:
-        TruncatedSourceError: If the file ends before ``offset + count``.
+        path: Where it is.
+        shown: Its name in messages; the path by default.
     """
-    size = os.fstat(fd).st_size
-    if offset + count > size:
-        raise TruncatedSourceError(
-            f"{path} is truncated: {what} should take {count} bytes at offset {offset}, but the file has {size} bytes. "
-            "Download or save it again"
-        )
-    try:
-        found = os.pread(fd, count, offset)
-    except OSError as error:
-        raise TruncatedSourceError(
-            f"{path}: {what} could not be read: {count} bytes at offset {offset} failed: {error}"
-        ) from error
-    if len(found) == count:
-        return found
-    buffer = bytearray(count)  # a system call returns at most 2 GiB; network file systems may return less
-    try:
-        read_exact(fd, memoryview(buffer), offset, path)
-    except TransferError as error:
-        raise TruncatedSourceError(f"{path}: {what} could not be read: {error}") from error
-    return bytes(buffer)
+
+    is_checked = False
+
+    def __init__(self, path: str | os.PathLike[str], *, shown: str | None = None) -> None:
+        self._name = os.fspath(path) if shown is None else shown
+        self.descriptor = open_readonly(path)
+        self.n_bytes = os.fstat(self.descriptor).st_size
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """See `shardload.stores.store.File`."""
+        read_exact(self.descriptor, buffer, offset, self._name)
+
+    read_unchecked = read_into
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        os.close(self.descriptor)
+
+
+class LocalStore(Store):
+    """The file systems of this machine; keys are absolute paths."""
+
+    def shown(self, key: str) -> str:
+        """Return the path."""
+        return key
+
+    def kind(self, key: str) -> Kind | None:
+        """See `Store.kind`; symbolic links are followed."""
+        try:
+            mode = os.stat(key).st_mode  # noqa: PTH116
+        except ValueError:
+            return None
+        except OSError as error:
+            if error.errno in _MISSING:
+                return None
+            raise SourceError(
+                f"Cannot open {key[:300]}: {error.strerror}. Check the path and its permissions"
+            ) from error
+        return "folder" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else "other"
+
+    def names(self, key: str) -> list[str]:
+        """See `Store.names`."""
+        try:
+            return sorted(os.listdir(key))  # noqa: PTH208
+        except OSError as error:
+            raise SourceError(f"Cannot list the folder {key}: {error.strerror}") from error
+
+    def open(self, key: str) -> LocalFile:
+        """See `Store.open`."""
+        return LocalFile(key)
+
+    def identity(self, key: str) -> FileIdentity:
+        """See `Store.identity`; raises `OSError` if the file is gone."""
+        found = os.stat(key)  # noqa: PTH116
+        return FileIdentity(found.st_size, (found.st_dev, found.st_ino, found.st_mtime_ns))
+
+    def local_path(self, key: str) -> Path:
+        """Return the path itself."""
+        return Path(key)
+
+    def is_link(self, key: str) -> bool:
+        """See `Store.is_link`."""
+        return os.path.islink(key)  # noqa: PTH114
+
+    def resolved(self, key: str) -> str:
+        """See `Store.resolved`."""
+        return os.path.realpath(key)
+
+
+LOCAL = LocalStore()
+
+
+def located(path: str | os.PathLike[str] | Location) -> Location:
+    """Return the location of a local path; a location is returned unchanged."""
+    return path if isinstance(path, Location) else Location(LOCAL, str(Path(path).absolute()))

@@ -32,6 +32,7 @@ from shardload.errors import UnsupportedError, UsageError, WriteError
 from shardload.manifest import Extent, Manifest, Tensor
 from shardload.resolve import root
 from shardload.resolve.architectures import ALIASES, ARCHITECTURES, Config, lookup, scaled
+from shardload.stores.local import located
 from shardload.synth import noise
 from shardload.synth.tensors import Spec, transformers_tensors
 from shardload.units import dtype_name, format_bytes
@@ -248,8 +249,9 @@ def _save_twin(config: Config, path: Path, work: Path) -> None:
 def _describe(config: Config, dtype: str, work: Path) -> Manifest:
     """Return the manifest that a Hugging Face folder with this configuration would have."""
     stored = np.dtype(np.float32)
-    tensors = {s.name: Tensor(s.name, s.shape, stored, Extent(str(work), 0)) for s in transformers_tensors(config)}
-    return Manifest(str(work), "hf-safetensors", tensors, {}, {**config, "torch_dtype": dtype})
+    folder = located(work)
+    tensors = {s.name: Tensor(s.name, s.shape, stored, Extent(folder, 0)) for s in transformers_tensors(config)}
+    return Manifest(folder, "hf-safetensors", tensors, {}, {**config, "torch_dtype": dtype})
 
 
 @contextlib.contextmanager

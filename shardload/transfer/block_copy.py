@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from shardload.errors import ShardloadError, TransferError
 from shardload.manifest import Decoded, Packed, Tensor
+from shardload.stores.store import File
 from shardload.transfer.buffers import memory
 from shardload.transfer.planning import Block
 from shardload.transfer.preadv import Grid, ReadCall, calls, scatter_read
@@ -80,19 +81,19 @@ class BlockCopier:
         self.verified = verified
         self._own = threading.local()
 
-    def move(self, task: Task, fd: int) -> BlockTimes:
+    def move(self, task: Task, file: File | None) -> BlockTimes:
         """Read one block into its parts.
 
         Args:
             task: Block to read, and its destinations.
-            fd: The open file, -1 for decoded tensors.
+            file: The open file; ``None`` for decoded tensors.
 
         Raises:
             TransferError: When the file ends early or cannot be read.
             DamagedError: When verified reads find a digest mismatch.
         """
         try:
-            return self._move(task, fd)
+            return self._move(task, file)
         except OSError as error:
             if isinstance(error, ShardloadError):  # TransferError is an OSError and already says what failed
                 raise
@@ -102,13 +103,13 @@ class BlockCopier:
                 f"{block.path}: {error}"
             ) from error
 
-    def _move(self, task: Task, fd: int) -> BlockTimes:
+    def _move(self, task: Task, file: File | None) -> BlockTimes:
         block, began = task.block, time.perf_counter()
         if block.how == "direct":
-            self._scatter(block, task.grids, fd)
+            self._scatter(block, task.grids, file)
             return BlockTimes(time.perf_counter() - began, 0.0)
         if block.how == "staged":
-            return self._stage(task, fd)
+            return self._stage(task, file)
         tensor, packed = task.tensor, block.packed
         flat = self._decode(block, tensor) if packed is None else self._unpack(block, tensor, packed)
         read = time.perf_counter()
@@ -116,12 +117,12 @@ class BlockCopier:
             copy(part.target, flat.source(part))
         return BlockTimes(read - began, time.perf_counter() - read)
 
-    def _scatter(self, block: Block, grids: list[Grid], fd: int) -> None:
+    def _scatter(self, block: Block, grids: list[Grid], file: File | None) -> None:
         stop, gap_memory = block.offset + block.read_bytes, self._scratch(block.scratch_bytes)
         wanted = calls(grids, start=block.offset, stop=stop, gap_memory=gap_memory)
-        self._check(block, block.offset, block.read_bytes, scatter_read(fd, wanted, block.offset))
+        self._check(block, block.offset, block.read_bytes, scatter_read(file, wanted, block.offset))
 
-    def _stage(self, task: Task, fd: int) -> BlockTimes:
+    def _stage(self, task: Task, file: File | None) -> BlockTimes:
         """Read and distribute one scratch fill after another."""
         block = task.block
         itemsize, elements = task.tensor.dtype.itemsize, block.stop - block.start
@@ -137,7 +138,7 @@ class BlockCopier:
             if self.verified is not None:
                 self.verified.fill(flat, n_bytes, path=block.path, offset=offset)
             else:
-                self._check(block, offset, n_bytes, scatter_read(fd, self._fill(flat, n_bytes), offset))
+                self._check(block, offset, n_bytes, scatter_read(file, self._fill(flat, n_bytes), offset))
             read = time.perf_counter()
             for row_copy, source in row_copies:
                 row_copy.move(source, step * rows, step * rows + rows)

@@ -19,6 +19,7 @@ from shardload.errors import BudgetError, LayoutError, MismatchError
 from shardload.manifest import Decoded, Manifest, Packed, Tensor, View
 from shardload.sharding.bounds import Bounds
 from shardload.sharding.layout import Layout
+from shardload.stores.location import Location
 from shardload.transfer.casts import check_cast
 from shardload.transfer.regions import Region, RegionView, in_file_order, view_in_region
 from shardload.transfer.strides import SKIP_BYTES, Ordered, address, cut, is_injective, largest_stride, shard_run, span
@@ -68,7 +69,7 @@ class Block:
     """One read."""
 
     tensor: str
-    path: str
+    path: Location
     """The file to read (for a decoded tensor, the first one)."""
     offset: int
     """Byte offset in the file; meaningful for extents only."""

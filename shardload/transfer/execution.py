@@ -24,21 +24,20 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
 
-from shardload.errors import BudgetError, MismatchError, TransferError
+from shardload.errors import BudgetError, MismatchError, SourceError, SourceNotFoundError, TransferError
 from shardload.manifest import Manifest
 from shardload.sharding.bounds import Bounds
-from shardload.stores import file_access
+from shardload.stores.location import Location
+from shardload.stores.store import File
 from shardload.transfer.block_copy import BlockCopier, BlockTimes, Task
 from shardload.transfer.block_plan import BUDGET_PARTS
 from shardload.transfer.budget import Budget
@@ -158,15 +157,12 @@ def _check(plan: LoadPlan, manifest: Manifest, devices: Sequence[Any]) -> None:
                 "jax_enable_x64, or build the model with a 32-bit dtype"
             )
     for path in plan.files:
-        if not file_access.is_remote(path):  # remote reads are compared with digests instead
+        if not path.store.is_checked:  # others are compared with digests as they are read
             _check_file(path, manifest)
 
 
-def _check_file(path: str, manifest: Manifest) -> None:
-    try:
-        found = Path(path).stat().st_size
-    except OSError as error:
-        raise TransferError(f"Cannot read {path} although its headers were read: {error}") from error
+def _check_file(path: Location, manifest: Manifest) -> None:
+    found = path.identity().size
     expected = manifest.files.get(path, found)
     if found != expected:
         raise TransferError(
@@ -197,7 +193,7 @@ class _Transfer:
         self.threads = max(1, min(threads, most // scratch)) if scratch else max(1, threads)
         shared = self.checks.begin(self.threads) if self.checks else 0
         self._must_take(self.threads * scratch + shared, "Scratch memory")
-        self.files: dict[str, int] = {}
+        self.files: dict[Location, File] = {}
         self.uploads: deque[tuple[list[Any], int]] = deque()
         self.copier = BlockCopier(self.checks.verified if self.checks else None)
         self.variables = [self._variable(t) for t in plan.targets]
@@ -239,8 +235,8 @@ class _Transfer:
                 self.checks.close()
             self.workers.close()
         finally:  # after the workers: a closed number may be reused by another file while a read uses it
-            for fd in self.files.values():
-                os.close(fd)
+            for file in self.files.values():
+                file.close()
             self.files.clear()
         self.variables.clear()
         self.tasks.clear()
@@ -300,14 +296,14 @@ class _Transfer:
             self._open(self.chunks[index, p])
         if block.is_decoded:
             self._must_take(block.host_bytes, f"A block of tensor {block.tensor!r}")
-        fd = -1 if block.is_decoded else self._file(block.path)
+        file = None if block.is_decoded else self._file(block.path)
         ready = self.tasks.pop(index, None)
 
         def move() -> BlockTimes:
             task = ready or self._task_of(index)
             if self.checks is not None:
                 self.checks.before(block, task.tensor)
-            moved = self.copier.move(task, fd)
+            moved = self.copier.move(task, file)
             if self.checks is not None:
                 self.checks.after(block)
             return moved
@@ -345,13 +341,11 @@ class _Transfer:
                     f"taken. Raise the host-memory budget to at least {self.budget.taken_bytes + n_bytes} bytes"
                 )
 
-    def _file(self, path: str) -> int:
-        if file_access.is_remote(path):
-            return -1  # no file to open: verified reads use the store
+    def _file(self, path: Location) -> File:
         if path not in self.files:
             try:
-                self.files[path] = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-            except OSError as error:
+                self.files[path] = path.open()
+            except (SourceError, SourceNotFoundError) as error:
                 raise TransferError(f"Cannot open {path}: {error}") from error
         return self.files[path]
 

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 
 from shardload.errors import BudgetError, LayoutError
 from shardload.manifest import Manifest, Tensor
+from shardload.stores.location import Location
 from shardload.transfer.block_plan import (
     BLOCK_BYTES,
     BUDGET_PARTS,
@@ -59,7 +60,7 @@ class LoadPlan:
     """In file order: per file by offset."""
     positions: tuple[int, ...]
     """Mesh positions of this process."""
-    files: tuple[str, ...]
+    files: tuple[Location, ...]
     """Files to read, in order."""
     needed_bytes: int
     """Distinct stored bytes that the local shards consist of."""

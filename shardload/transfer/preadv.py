@@ -23,6 +23,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shardload.stores.store import File
+
 Entries = NDArray[np.int64]
 """Rows of (address, bytes), laid out like ``struct iovec`` on 64-bit systems."""
 
@@ -192,11 +194,11 @@ def _any_entries(grids: Sequence[Grid], start: int, stop: int, gap_memory: NDArr
     return np.stack((addresses, np.insert(length, where, gaps[where])), axis=1, dtype=np.int64)
 
 
-def scatter_read(fd: int, wanted: Iterable[ReadCall], offset: int) -> int:
+def scatter_read(file: File | None, wanted: Iterable[ReadCall], offset: int) -> int:
     """Read one range of a file into many memory locations.
 
     Args:
-        fd: An open file.
+        file: An open file.
         wanted: Destinations, in file order.
         offset: Byte offset in the file.
 
@@ -204,8 +206,11 @@ def scatter_read(fd: int, wanted: Iterable[ReadCall], offset: int) -> int:
         Bytes received; fewer than requested only at the end of the file.
 
     Raises:
-        OSError: When the system call fails.
+        OSError: When a read fails.
     """
+    assert file is not None, "only decoded blocks have no file"
+    if (fd := file.descriptor) is None:
+        return _copied(file, wanted, offset)
     received = 0
     for call in wanted:
         got = preadv(fd, call.entries, offset + received)
@@ -215,6 +220,16 @@ def scatter_read(fd: int, wanted: Iterable[ReadCall], offset: int) -> int:
         if got < call.n_bytes:
             break
     return received
+
+
+def _copied(file: File, wanted: Iterable[ReadCall], offset: int) -> int:
+    """Read piece by piece from a file without a descriptor."""
+    at = offset
+    for call in wanted:
+        for address, n_bytes in call.entries.tolist():
+            file.read_into(memoryview((ctypes.c_char * n_bytes).from_address(address)).cast("B"), at)
+            at += n_bytes
+    return at - offset
 
 
 def _rest(fd: int, wanted: Entries, got: int, offset: int) -> int:

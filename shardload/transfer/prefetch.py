@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shardload.errors import TransferError
-from shardload.stores import file_access
-from shardload.stores.file_access import UNIT_BYTES
+from shardload.stores.location import Location
+from shardload.stores.store import UNIT_BYTES, PendingUnits, PrefetchableFile
 from shardload.transfer.planning import Block
 from shardload.transfer.scratch import BlockMemory
 from shardload.transfer.verified_reads import put, units_of
@@ -39,12 +39,12 @@ MIN_BUDGET_BYTES = 16 << 20
 class _UnitRange:
     """Neighbouring units of a file."""
 
-    path: str
+    path: Location
     first: int
     count: int
     left_bytes: int = 0
     """Bytes not yet used."""
-    pending: file_access.PendingUnits | None = None
+    pending: PendingUnits | None = None
     data: memoryview | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -69,13 +69,13 @@ class PrefetchedReads:
         self.ahead_bytes = max(most * UNIT_BYTES, limit_bytes - 2 * threads * most * UNIT_BYTES)
         self.held_bytes = self.peak_bytes = 0
         self._ranges: list[_UnitRange] = []
-        self._of: dict[tuple[str, int], _UnitRange] = {}
+        self._of: dict[tuple[Location, int], _UnitRange] = {}
         self._next = 0
         self._lock = threading.Lock()
         for block in blocks:
             self._add(block, most)
 
-    def fill(self, flat: BlockMemory, n_bytes: int, *, path: str, offset: int) -> None:
+    def fill(self, flat: BlockMemory, n_bytes: int, *, path: Location, offset: int) -> None:
         """Copy ``n_bytes`` of a file, from ``offset`` on, into scratch; see `verified_reads.VerifiedReads`.
 
         Raises:
@@ -89,7 +89,7 @@ class PrefetchedReads:
             part = np.frombuffer(self._data(wanted)[skip : skip + n_bytes - at], np.uint8)
             if not part.size:
                 raise TransferError(
-                    f"Cannot read {file_access.shown(path)}: it ends before byte {offset + n_bytes}. It changed since "
+                    f"Cannot read {path}: it ends before byte {offset + n_bytes}. It changed since "
                     "its headers were read"
                 )
             put(flat, at, part)
@@ -151,14 +151,8 @@ class PrefetchedReads:
             self._next += 1
 
     def _start(self, one: _UnitRange) -> None:
-        file = file_access.remote_file(one.path)
-        if file is None:
-            raise TransferError(f"The remote checkpoint was closed while {one.path} was still being read")
+        file = one.path.open()
+        assert isinstance(file, PrefetchableFile), "stores that verify their bytes return such files"
         one.pending = file.begin(one.first, one.count)
         self.held_bytes += one.n_bytes
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-
-
-def reads_remote(paths: Iterable[str]) -> bool:
-    """Whether any file of a plan is in a remote store."""
-    return any(map(file_access.is_remote, paths))

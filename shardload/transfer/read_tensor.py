@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardload.manifest import Chunked, Decoded, Extent, Manifest, Packed, Tensor
-from shardload.stores import file_access
+from shardload.stores.location import Location
 
 
 def read_tensor(manifest: Manifest, name: str) -> NDArray[Any]:
@@ -77,8 +78,8 @@ def _unpacked(packed: Packed) -> NDArray[Any]:
     return packed.codec.decode(stored_of(packed))
 
 
-def _read(value: NDArray[Any], path: str, offset: int) -> None:
-    with file_access.opened(path) as file:
+def _read(value: NDArray[Any], path: Location, offset: int) -> None:
+    with closing(path.open()) as file:
         file.read_into(value.reshape(-1).view(np.uint8).data, offset)
 
 

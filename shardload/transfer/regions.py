@@ -20,6 +20,7 @@ import numpy as np
 from shardload.errors import LayoutError
 from shardload.manifest import Chunked, Decoded, Extent, Packed, Tensor, View, c_strides
 from shardload.sharding.bounds import Bounds
+from shardload.stores.location import Location
 
 SCRATCH_BYTES = 64 << 20
 """Most scratch per transfer, with fewer threads if necessary: 8 MiB for each of eight."""
@@ -31,7 +32,7 @@ CHECKING_BYTES = SCRATCH_BYTES + (64 << 20)
 class Region:
     """A part of a tensor stored in one place."""
 
-    path: str
+    path: Location
     """The file (for a decoded tensor, the first one)."""
     offset: int
     """Byte offset of its first element; meaningless for a decoded tensor."""
@@ -73,7 +74,7 @@ def regions(tensor: Tensor) -> Iterator[Region]:
         case Packed() as whole:
             yield Region(whole.path, whole.offset, tensor.size, packed=whole)
         case Decoded(reader):
-            yield Region(next(iter(reader.paths), ""), 0, tensor.size)
+            yield Region(reader.paths[0], 0, tensor.size)
         case Chunked(shape, extents):
             for index, extent in extents.items():
                 origin = tuple(i * n for i, n in zip(index, shape, strict=True))
@@ -129,7 +130,7 @@ def _dims(view: View, tensor: Tensor) -> list[int | None]:
     return found
 
 
-def paths_of(tensor: Tensor) -> tuple[str, ...]:
+def paths_of(tensor: Tensor) -> tuple[Location, ...]:
     """Return the files a tensor is read from."""
     match tensor.storage:
         case Decoded(reader):
@@ -167,8 +168,8 @@ def _is_packed(tensor: Tensor) -> bool:
 
 def in_file_order(tensors: dict[str, Tensor]) -> list[tuple[Tensor, Region]]:
     """Return every region of some tensors, per file by offset; a decoded tensor follows its predecessor."""
-    files: dict[str, int] = {}
-    reached: dict[str, int] = {}
+    files: dict[Location, int] = {}
+    reached: dict[Location, int] = {}
     placed = []
     for index, tensor in enumerate(tensors.values()):
         for region in regions(tensor):

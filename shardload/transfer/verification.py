@@ -11,10 +11,10 @@ from collections.abc import Iterable
 
 from shardload.errors import BudgetError
 from shardload.manifest import Decoded, Tensor
-from shardload.stores import file_access
-from shardload.stores.file_access import UNIT_BYTES
+from shardload.stores.location import Location
+from shardload.stores.store import UNIT_BYTES
 from shardload.transfer.planning import Block, LoadPlan
-from shardload.transfer.prefetch import MAX_AHEAD_BYTES, MIN_BUDGET_BYTES, PrefetchedReads, reads_remote
+from shardload.transfer.prefetch import MAX_AHEAD_BYTES, MIN_BUDGET_BYTES, PrefetchedReads
 from shardload.transfer.regions import regions
 from shardload.transfer.verified_reads import VerifiedReads
 from shardload.transfer.verifier import Verifier
@@ -48,7 +48,7 @@ class TransferVerification:
     def begin(self, threads: int) -> int:
         """Prepare for ``threads`` threads; return the bytes of memory they share."""
         staged = (block for block in self.plan.blocks if block.how in _READ_HERE)
-        if reads_remote(self.plan.files):
+        if any(path.store.is_checked for path in self.plan.files):
             return self._begin_remote(staged, threads)
         if not self.thread_bytes:
             return 0
@@ -105,13 +105,13 @@ def check_tensor(verifier: Verifier, tensor: Tensor) -> None:
     """
     if isinstance(tensor.storage, Decoded):
         for path in tensor.storage.reader.paths:
-            verifier.check(path, 0, file_access.size_of(path))
+            verifier.check(path, 0, path.size)
     else:
         for region in regions(tensor):
             _check(verifier, region.path, region.offset, region.stored_bytes(tensor.dtype))
 
 
-def _check(verifier: Verifier, path: str, offset: int, n_bytes: int) -> None:
+def _check(verifier: Verifier, path: Location, offset: int, n_bytes: int) -> None:
     """Verify a range; an empty tensor is stored in the headers, somewhere in that file."""
-    start, stop = (offset, offset + n_bytes) if n_bytes else (0, file_access.size_of(path))
+    start, stop = (offset, offset + n_bytes) if n_bytes else (0, path.size)
     verifier.check(path, start, stop)

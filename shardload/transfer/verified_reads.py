@@ -21,13 +21,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardload.stores.file_access import UNIT_BYTES
+from shardload.stores.location import Location
+from shardload.stores.store import UNIT_BYTES
 from shardload.transfer.buffers import memory
 from shardload.transfer.planning import Block
 from shardload.transfer.scratch import BlockMemory
 from shardload.transfer.verifier import Verifier
 
-Unit = tuple[str, int]
+Unit = tuple[Location, int]
 """A file and a unit's number in it."""
 
 
@@ -49,7 +50,7 @@ class VerifiedReads:
         self._lock = threading.Lock()
         self._own = threading.local()
 
-    def fill(self, flat: BlockMemory, n_bytes: int, *, path: str, offset: int) -> None:
+    def fill(self, flat: BlockMemory, n_bytes: int, *, path: Location, offset: int) -> None:
         """Copy ``n_bytes`` of a file, from ``offset`` on, to the start of scratch.
 
         Raises:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from shardload.stores.location import Location
+
 
 class Verifier(Protocol):
-    """Digests of a checkpoint's files, one for each unit of `shardload.stores.file_access.UNIT_BYTES`.
+    """Digests of a checkpoint's files, one for each unit of `shardload.stores.store.UNIT_BYTES`.
 
     Threads may share one. `shardload.steps.digests.Checker` implements it for training steps.
     """
 
-    bytes_checked: int
-    """Bytes read and compared so far."""
+    @property
+    def bytes_checked(self) -> int:
+        """Bytes read and compared so far."""
+        ...
 
-    def check(self, path: str | os.PathLike[str], start: int, stop: int) -> None:
+    def check(self, path: Location, start: int, stop: int) -> None:
         """Return once every unit that overlaps bytes ``[start, stop)`` of a file has been verified.
 
         Raises:
@@ -25,7 +28,7 @@ class Verifier(Protocol):
         """
         ...
 
-    def read_unit(self, path: str | os.PathLike[str], unit: int, into: memoryview) -> int:
+    def read_unit(self, path: Location, unit: int, into: memoryview) -> int:
         """Read one unit of a file into ``into`` and verify it; return its length, 0 past the end of the file.
 
         Raises:

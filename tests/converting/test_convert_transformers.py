@@ -8,8 +8,9 @@ import pytest
 from shardload.converting.transformers import _covers, wanted
 from shardload.errors import UnsupportedError
 from shardload.manifest import Extent, Tensor, View
+from shardload.stores.local import located
 
-FUSED = Tensor("c_attn", (4, 6), np.dtype("f4"), Extent("", 0))
+FUSED = Tensor("c_attn", (4, 6), np.dtype("f4"), Extent(located(""), 0))
 
 
 def binding(offset, shape, strides):

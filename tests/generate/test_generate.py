@@ -23,6 +23,7 @@ from shardload.keras_bridge.binding import bind, unbind
 from shardload.loaders.gguf import TokenizerMetadata
 from shardload.manifest import Manifest
 from shardload.sharding.mesh import MeshSpec
+from shardload.stores.local import located
 
 # Keras 3.15 converts its variables with an old signature of __array__ that NumPy 2.4 warns about.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -45,7 +46,7 @@ HARD = [
 
 
 def manifest(source, format="hf-safetensors", **config):
-    return Manifest(str(source), format, {}, {}, config)
+    return Manifest(located(source), format, {}, {}, config)
 
 
 @pytest.fixture(scope="module")
@@ -258,7 +259,7 @@ def test_a_stop_token_ends_the_text(gemma3):
 def test_text_in_text_out(gemma3, trained, tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(trained)
     one = sentencepiece.SentencePieceProcessor(model_proto=trained)
-    small = Manifest(str(tmp_path), "hf-safetensors", {}, {}, {})
+    small = Manifest(located(tmp_path), "hf-safetensors", {}, {}, {})
     prompt = "\n"  # its ids must lie within the small model's vocabulary
     assert max(one.encode(prompt)) < 256
     text = generate_text(gemma3, small, prompt, 4)

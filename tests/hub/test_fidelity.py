@@ -23,6 +23,7 @@ from shardload.hub.config_forms import read_config
 from shardload.loaders import gguf_models
 from shardload.loaders.gguf_header import read_header
 from shardload.manifest import Extent, Manifest, Tensor
+from shardload.stores.local import located
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras 3.15, NumPy 2.4
 
@@ -41,14 +42,14 @@ def built(model_type, **entries):
     """A model of that configuration, without weights."""
     config = small_folders.config_of(model_type, **entries)
     shapes = dict.fromkeys(small_folders.tensors_of(small_folders.config_of(model_type)))
-    manifest = Manifest("/m", "hf-safetensors", {}, {}, config)
+    manifest = Manifest(located("/m"), "hf-safetensors", {}, {}, config)
     with shardload.abstract():
         return shapes and kerashub.build_model(with_layers(manifest), task=False)
 
 
 def with_layers(manifest):
     """The same with as many tensors as a model of that many layers has at least."""
-    held = {str(n): Tensor(str(n), (1,), np.dtype(np.float32), Extent("", 0)) for n in range(9)}
+    held = {str(n): Tensor(str(n), (1,), np.dtype(np.float32), Extent(located(""), 0)) for n in range(9)}
     return Manifest(manifest.source, manifest.format, held, {}, manifest.config)
 
 
@@ -134,7 +135,7 @@ def test_a_gemma_of_kerashubs_own_scales_as_it_says(tmp_path):
     model.query_head_dim_normalize = False
     kerashub.save_description(model, tmp_path, extra={})
     config = json.loads((tmp_path / "config.json").read_text())
-    manifest = with_layers(Manifest(str(tmp_path), "keras-hub-preset", {}, {}, config))
+    manifest = with_layers(Manifest(located(tmp_path), "keras-hub-preset", {}, {}, config))
     with shardload.abstract():
         preset = kerashub.build_model(manifest, task=False)
     assert not preset.transformer_layers[0].attention.query_head_dim_normalize
@@ -339,7 +340,7 @@ def test_a_folder_older_than_some_keys_has_the_defaults_of_transformers(tmp_path
 @pytest.mark.parametrize("model_type", sorted({*families.FAMILIES, "dinov3_vit"} - {"gemma3"}))
 def test_every_field_may_be_left_out_that_has_a_default(model_type):
     needed = {"vocab_size": 33, "pad_token_id": 1} if model_type == "esm" else {}
-    manifest = Manifest("/m", "hf-safetensors", {}, {}, {"model_type": model_type, **needed})
+    manifest = Manifest(located("/m"), "hf-safetensors", {}, {}, {"model_type": model_type, **needed})
     assert kerashub.converter(manifest).convert_backbone_config(read_config(manifest))
 
 
@@ -432,7 +433,7 @@ def test_half_precision_is_as_good_as_float32(model_type):
 
 def test_every_family_is_one_that_kerashub_converts():
     for model_type in families.FAMILIES:
-        assert kerashub.converter(Manifest("/m", "hf-safetensors", {}, {}, {"model_type": model_type}))
+        assert kerashub.converter(Manifest(located("/m"), "hf-safetensors", {}, {}, {"model_type": model_type}))
 
 
 # ---- rotary positions ----------------------------------------------------------------------------
@@ -524,12 +525,12 @@ def test_gguf_says_yarn_too(tmp_path):
     config = gguf_models.config(header(tmp_path / "m.gguf", **entries), "m.gguf")
     assert config["rope_scaling"] == {**YARN, "beta_fast": 8.0}
     with pytest.raises(UnsupportedError, match=r"rope_scaling says .* yarn"), shardload.abstract():
-        kerashub.build_model(with_layers(Manifest("m.gguf", "gguf", {}, {}, config)), task=False)
+        kerashub.build_model(with_layers(Manifest(located("m.gguf"), "gguf", {}, {}, config)), task=False)
 
 
 def test_gguf_with_linear_positions_gets_them(tmp_path):
     config = gguf_models.config(header(tmp_path / "m.gguf", type="linear", factor=4.0), "m.gguf")
     with shardload.abstract():
-        model = kerashub.build_model(with_layers(Manifest("m.gguf", "gguf", {}, {}, config)), task=False)
+        model = kerashub.build_model(with_layers(Manifest(located("m.gguf"), "gguf", {}, {}, config)), task=False)
     assert model.rope_scaling_factor == 4.0
-    assert not fidelity.notes_of(model, Manifest("m.gguf", "gguf", {}, {}, config))
+    assert not fidelity.notes_of(model, Manifest(located("m.gguf"), "gguf", {}, {}, config))

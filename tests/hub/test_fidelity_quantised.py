@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 
 import shardload
 from shardload.errors import UnsupportedError
+from shardload.stores.local import located
 from shardload.synth.tensors import transformers_tensors
 
 LAYER = "model.layers.0.self_attn.q_proj"
@@ -183,10 +184,10 @@ def test_gpt_oss_in_mxfp4_is_decoded_by_kerashub_and_not_refused(tmp_path):
 
     config = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
     names = ("model.layers.0.mlp.experts.down_proj_blocks", "model.layers.0.mlp.experts.down_proj_scales")
-    held = {n: Tensor(n, (1,), np.dtype(np.uint8), Extent("", 0)) for n in names}
-    checks.check(Manifest(str(tmp_path), "hf-safetensors", held, {}, config))
+    held = {n: Tensor(n, (1,), np.dtype(np.uint8), Extent(located(""), 0)) for n in names}
+    checks.check(Manifest(located(tmp_path), "hf-safetensors", held, {}, config))
     with pytest.raises(UnsupportedError, match="mxfp4"):
-        checks.check(Manifest(str(tmp_path), "hf-safetensors", held, {}, {**config, "model_type": "llama"}))
+        checks.check(Manifest(located(tmp_path), "hf-safetensors", held, {}, {**config, "model_type": "llama"}))
 
 
 @pytest.mark.parametrize("scheme", ["int8", "float8"])

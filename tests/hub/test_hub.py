@@ -13,6 +13,7 @@ import pytest
 from shardload.errors import MissingExtraError, SourceError, UnsupportedError
 from shardload.hub import kerashub
 from shardload.manifest import Extent, Manifest, Tensor
+from shardload.stores.local import located
 
 # Keras 3.15 converts its variables with an old signature of __array__ that NumPy 2.4 warns about.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -33,8 +34,8 @@ LLAMA = {
 
 def described(source, format, config, *, dtype="float32", metadata=None):
     """A manifest with forty small tensors: what a loader would make of the headers."""
-    tensors = {f"t{i}": Tensor(f"t{i}", (2,), np.dtype(dtype), Extent(str(source), 0)) for i in range(40)}
-    return Manifest(str(source), format, tensors, {}, config, metadata or {})
+    tensors = {f"t{i}": Tensor(f"t{i}", (2,), np.dtype(dtype), Extent(located(source), 0)) for i in range(40)}
+    return Manifest(located(source), format, tensors, {}, config, metadata or {})
 
 
 def preset(folder, **kwargs):

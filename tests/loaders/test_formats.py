@@ -127,9 +127,9 @@ class TestAnotherFormat:
             shardload.convert(saved[0], tmp_path / "copy.npz", to="orbax")
 
     def test_one_name_once(self):
-        with pytest.raises(UsageError, match="'npz': there is one of that name"):
+        with pytest.raises(UsageError, match="'npz': the name is taken"):
             register(npz_format.SPEC)
-        with pytest.raises(UsageError, match="'gguf': there is one of that name"):
+        with pytest.raises(UsageError, match="'gguf': the name is taken"):
             register(FormatSpec(name="gguf", description="another"))
 
     def test_it_is_missed_in_the_documentation(self):
@@ -177,9 +177,9 @@ def test_a_package_does_not_replace_a_format(monkeypatch):
 
 
 def test_without_it_an_archive_of_arrays_is_an_unknown_zip(saved):
-    with pytest.raises(SourceError, match="no Keras archive"):
+    with pytest.raises(SourceError, match="not a Keras archive"):
         open_manifest(saved[0])
-    with pytest.raises(UnsupportedError, match="There is no format 'npz'; there are keras-h5"):
+    with pytest.raises(UnsupportedError, match="Unknown format 'npz'; supported formats: keras-h5"):
         open_manifest(saved[0], format="npz")
 
 

@@ -21,6 +21,7 @@ from shardload.loaders.gguf import tokenizer_metadata
 from shardload.loaders.gguf_header import _TYPES, INLINE_ITEMS, read_array, read_header
 from shardload.loaders.gguf_models import ARCHITECTURES, llama3_factors
 from shardload.loaders.gguf_rows import PLAIN, minus_one
+from shardload.stores.local import located
 
 Q8, Q4 = gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q4_0
 
@@ -170,7 +171,7 @@ def test_header_is_small_and_long_arrays_stay_in_the_file(tmp_path):
 
     path = write_gguf(tmp_path / "x.gguf", {}, extra=tokenizer)
     assert len(open_manifest(path).metadata["tokenizer.ggml.tokens"]) == len(tokens)
-    found = tokenizer_metadata(path)
+    found = tokenizer_metadata(located(path))
     assert found.tokens == tuple(tokens)
     assert found.merges == ("a b", "c d")
     assert found.scores.dtype == np.float32
@@ -188,14 +189,14 @@ def test_long_texts_stay_in_the_file_and_long_templates_come_whole(tmp_path):
         writer.add_chat_template(template)
 
     path = write_gguf(tmp_path / "x.gguf", {"blk.0.attn_norm.weight": np.ones(32, np.float32)}, extra=extra)
-    found = read_header(str(path)).values["general.license"]
+    found = read_header(located(path)).values["general.license"]
     assert read_array(found).tobytes() == licence.encode()
-    assert tokenizer_metadata(path).chat_template == template
+    assert tokenizer_metadata(located(path)).chat_template == template
 
 
 def test_no_tokenizer(tmp_path):
-    with pytest.raises(UnsupportedError, match="carries no tokenizer"):
-        tokenizer_metadata(write_gguf(tmp_path / "x.gguf", {}))
+    with pytest.raises(UnsupportedError, match="contains no tokenizer"):
+        tokenizer_metadata(located(write_gguf(tmp_path / "x.gguf", {})))
 
 
 def test_missing_package_names_the_extra(tmp_path, monkeypatch):
@@ -284,7 +285,7 @@ def test_heads_that_do_not_divide(tmp_path):
 
 def test_real_gemma_decodes_like_the_package(gemma3_gguf):  # noqa: F811
     manifest = open_manifest(gemma3_gguf)
-    names = {info.name: info for info in read_header(str(gemma3_gguf)).tensors}
+    names = {info.name: info for info in read_header(located(gemma3_gguf)).tensors}
     raw = np.memmap(gemma3_gguf, np.uint8)
     wanted = {
         "blk.3.attn_output": "self_attn.o_proj",
@@ -352,7 +353,7 @@ class FakeBackbone:
 
 
 def test_real_gemma_tokenizer(gemma3_gguf):  # noqa: F811
-    found = tokenizer_metadata(gemma3_gguf)
+    found = tokenizer_metadata(located(gemma3_gguf))
     assert found.model == "llama"
     assert len(found.tokens) == len(found.scores) == len(found.token_types) == 262144
     assert found.tokens[:4] == ("<pad>", "<eos>", "<bos>", "<unk>")

@@ -36,7 +36,7 @@ def test_indexed_folder(folder):
     manifest = open_manifest(folder)
     assert manifest.format == "hf-safetensors"
     assert manifest.config["model_type"] == "gemma3_text"
-    assert [path.rpartition("/")[2] for path in manifest.files] == [A, B]
+    assert [path.name for path in manifest.files] == [A, B]
     assert_same(manifest, small_arrays())
 
 
@@ -66,11 +66,11 @@ def test_missing_shard_is_listed(folder):
 
 def test_tensor_in_the_other_shard(folder):
     write_index(folder, dict.fromkeys(read_index(folder), A))
-    with pytest.raises(SourceError, match=rf"lies in {A}, but that file does not hold it; no listed shard"):
+    with pytest.raises(SourceError, match=rf"in {A}, but that file does not contain it; it is in none"):
         open_manifest(folder)
     weight_map = read_index(folder) | {"model.count": B}
     write_index(folder, weight_map)
-    with pytest.raises(SourceError, match=rf"'model.count' lies in {B}, .* it lies in {A}"):
+    with pytest.raises(SourceError, match=rf"'model.count' in {B}, .* it is in {A}"):
         open_manifest(folder)
 
 

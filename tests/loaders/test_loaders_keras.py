@@ -12,6 +12,7 @@ from checkpoints import assert_same, read_tensor
 from shardload.errors import SourceError, SourceNotFoundError, TransferError, UnsafeSourceError, UnsupportedError
 from shardload.loaders import open_manifest
 from shardload.manifest import Decoded, Extent
+from shardload.stores.local import located
 
 # Keras 3.15's own variables: `Variable.__array__` takes no `copy` keyword.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
@@ -85,7 +86,7 @@ def test_archive_is_read_in_place(tmp_path):
     assert manifest.metadata["keras_version"] == keras.__version__
     with zipfile.ZipFile(tmp_path / "m.keras") as archive:
         archive.extract("model.weights.h5", tmp_path)
-    assert set(manifest.files) == {str(tmp_path / "m.keras")}
+    assert set(manifest.files) == {located(tmp_path / "m.keras")}
     assert_same(manifest, stored_arrays(tmp_path / "model.weights.h5"))
 
 
@@ -108,7 +109,7 @@ def test_sharded_weights(sharded):
     assert len(manifest.files) > 1
     arrays = {}
     for shard in manifest.files:
-        arrays |= stored_arrays(shard)
+        arrays |= stored_arrays(str(shard))
     assert_same(manifest, arrays)
     assert_same(open_manifest(sharded.parent), arrays)
 
@@ -121,20 +122,20 @@ def edit(path, change):
 
 def test_sharded_missing_shard(sharded):
     first = next(iter(open_manifest(sharded).files))
-    (sharded.parent / first).unlink()
+    first.local_path().unlink()
     with pytest.raises(SourceNotFoundError, match=r"1 are missing.*m_0000"):
         open_manifest(sharded)
 
 
 def test_sharded_map_that_lies(sharded):
     original = sharded.read_text()
-    shards = sorted(file.rpartition("/")[2] for file in open_manifest(sharded).files)
+    shards = sorted(file.name for file in open_manifest(sharded).files)
     edit(sharded, lambda m: m.update({"/layers/none/vars": shards[0]}))
-    with pytest.raises(SourceError, match=rf"says {shards[0]} holds variables of 'layers/none/vars', but"):
+    with pytest.raises(SourceError, match=rf"variables of 'layers/none/vars' in {shards[0]}, but"):
         open_manifest(sharded)
     sharded.write_text(original)
     edit(sharded, lambda m: m.pop("/layers/dense_1/vars"))
-    with pytest.raises(SourceError, match=r"holds variables of 'layers/dense_1/vars', which .* places in no file"):
+    with pytest.raises(SourceError, match=r"contains variables of 'layers/dense_1/vars', which .* lists in no file"):
         open_manifest(sharded)
 
 
@@ -169,7 +170,7 @@ def test_preset_with_task(tmp_path):
 
 def test_preset_without_weights(tmp_path):
     (tmp_path / "config.json").write_text('{"registered_name": "x"}')
-    with pytest.raises(SourceNotFoundError, match=r"without weights.*holds neither model\.weights\.h5"):
+    with pytest.raises(SourceNotFoundError, match=r"without weights.*contains neither model\.weights\.h5"):
         open_manifest(tmp_path)
 
 
@@ -265,7 +266,7 @@ def test_rows_can_be_read_from_many_threads(h5):
 def test_rows_of_a_file_that_changed(h5):
     h5.create_dataset("x", data=np.ones((8, 4)), chunks=(2, 4))
     tensor = h5.reopen().tensors["x"]
-    with h5py.File(tensor.storage.reader.paths[0], "w") as file:
+    with h5py.File(str(tensor.storage.reader.paths[0]), "w") as file:
         file["x"] = np.ones((2, 2))
     with pytest.raises(TransferError, match=r"dataset 'x' had the shape \(8, 4\)"):
         tensor.storage.reader.read_rows(0, 1)
@@ -319,8 +320,8 @@ UNSAFE = {
     link_cycle: "cycle of links",
     virtual: "other files",
     external_storage: "other files",
-    bomb: "bomb",
-    wide_bomb: "bomb",
+    bomb: "may expand at most",
+    wide_bomb: "may expand at most",
     never_written: "stores none",
 }
 
@@ -355,8 +356,8 @@ def named_type(file):
 
 
 UNREADABLE = {
-    strings: "no numbers",
-    compound: "no numbers",
+    strings: "does not contain numbers",
+    compound: "does not contain numbers",
     opaque: "unknown type",
     null: "null dataset",
     named_type: "neither a group nor a dataset",
@@ -508,7 +509,7 @@ def test_json_bomb_in_an_archive(tmp_path):
         file.writestr("config.json", b" " * (40 << 20))
         file.writestr("metadata.json", b"{}")
         file.write(tmp_path / "m.weights.h5", "model.weights.h5", zipfile.ZIP_STORED)
-    with pytest.raises(UnsafeSourceError, match="zip bomb"):
+    with pytest.raises(UnsafeSourceError, match=r"expand at most 1000 times"):
         open_manifest(path)
 
 
@@ -539,7 +540,7 @@ def test_other_zips(tmp_path):
     ):
         with zipfile.ZipFile(tmp_path / "m.keras", "w") as file:
             file.writestr(name, b"x")
-        with pytest.raises(kind, match=r"npz|pickle|no Keras archive"):
+        with pytest.raises(kind, match=r"npz|pickle|not a Keras archive"):
             open_manifest(tmp_path / "m.keras")
 
 

@@ -35,6 +35,7 @@ from shardload.loaders._extents import collect
 from shardload.loaders._ocdbt import read_values
 from shardload.loaders._zarr import parse
 from shardload.manifest import Chunked, Decoded, Extent, Manifest, Packed, Tensor
+from shardload.stores.local import located
 
 MESHES = {"1x8": (1, 8), "2x4": (2, 4), "1x1": (1, 1)}
 Saving = v1.options.ArrayOptions.Saving
@@ -93,8 +94,8 @@ def rows_of(tensor: Tensor) -> NDArray[Any]:
 
 def chunk_of(place: Extent | Packed, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
     if isinstance(place, Extent):
-        return np.fromfile(place.path, dtype, math.prod(shape), offset=place.offset).reshape(shape)
-    stored = np.fromfile(place.path, np.uint8, place.n_bytes, offset=place.offset).tobytes() or place.kept
+        return np.fromfile(str(place.path), dtype, math.prod(shape), offset=place.offset).reshape(shape)
+    stored = np.fromfile(str(place.path), np.uint8, place.n_bytes, offset=place.offset).tobytes() or place.kept
     return place.codec.decode(stored)
 
 
@@ -107,7 +108,7 @@ def check(manifest: Manifest, expected: Any) -> None:
         found = rows_of(manifest.tensors[name])
         assert (found.shape, found.dtype) == (array.shape, array.dtype), name
         assert found.tobytes() == array.tobytes(), name
-    assert manifest.files == {path: Path(path).stat().st_size for path in manifest.files}
+    assert manifest.files == {path: path.local_path().stat().st_size for path in manifest.files}
 
 
 @pytest.mark.slow
@@ -237,14 +238,14 @@ def test_deep_trees_of_other_folders(tmp_path: Path) -> None:
     inner.experimental_copy_range_to(outer.with_transaction(transaction)).result()
     transaction.commit_sync()
     for folder in (tmp_path, tmp_path / "sub"):
-        assert {key: value.read(99, what="it") for key, value in read_values(folder).items()} == expected
+        assert {key: value.read(99, what="it") for key, value in read_values(located(folder)).items()} == expected
 
 
 def test_files_that_shrink_later(tmp_path: Path) -> None:
     step = save(tmp_path / "7", {"a": placed(np.arange(4096.0), "1x8", "model")})
     manifest = open_manifest(step)
     for path in manifest.files:
-        os.truncate(path, 10)
+        os.truncate(path.local_path(), 10)
     with pytest.raises(TransferError):
         rows_of(manifest.tensors["a"])
 
@@ -261,16 +262,16 @@ def plain(tmp_path: Path, **changes: Any) -> Path:
     ("changes", "error", "says"),
     [
         ({"shape": [1 << 62]}, SourceError, "chunks, but"),
-        ({"shape": [1 << 62], "chunks": [1 << 62]}, UnsafeSourceError, "bomb"),
+        ({"shape": [1 << 62], "chunks": [1 << 62]}, UnsafeSourceError, "at most 40000 times"),
         ({"shape": [64, 1 << 50, 1 << 50], "chunks": [1, 1, 1]}, SourceError, "but also"),
         ({"shape": [-1]}, SourceError, "from 0 to"),
         ({"shape": [64] * 40, "chunks": [64] * 40}, SourceError, "40 dims"),
-        ({"chunks": [0]}, SourceError, "which is none"),
+        ({"chunks": [0]}, SourceError, "expected one number per dim"),
         ({"chunks": [64, 64]}, SourceError, "cuts the shape"),
         ({"chunks": [32]}, SourceError, "1 are missing"),
         ({"chunks": [128]}, SourceError, "should have 1024 bytes"),
         ({"dtype": "<f2"}, SourceError, "should have 128 bytes"),
-        ({"dtype": "|O"}, UnsupportedError, "no numbers"),
+        ({"dtype": "|O"}, UnsupportedError, "not numbers"),
         ({"dtype": [["a", "<f4"]]}, SourceError, "does not describe"),
         ({"shape": "wide"}, SourceError, "is not a list of integers"),
         ({"zarr_format": 9}, SourceError, "zarr_format"),
@@ -282,8 +283,8 @@ def plain(tmp_path: Path, **changes: Any) -> Path:
         ({"compressor": "zstd"}, SourceError, "is not a compressor or filter"),
         ({"filters": [5]}, SourceError, "is not a compressor or filter"),
         ({"filters": 5}, SourceError, "does not describe"),
-        ({"dtype": "f4,f4"}, UnsupportedError, "no numbers"),
-        ({"dtype": "(9999999999999999999,)f4"}, UnsupportedError, "no numbers"),
+        ({"dtype": "f4,f4"}, UnsupportedError, "not numbers"),
+        ({"dtype": "(9999999999999999999,)f4"}, UnsupportedError, "not numbers"),
     ],
 )
 def test_metadata_that_lies(tmp_path: Path, changes: dict[str, Any], error: type[Exception], says: str) -> None:
@@ -332,7 +333,7 @@ def test_codecs_that_lie(tmp_path: Path, changes: dict[str, Any], says: str) -> 
         ({"codecs": None}, r"array: None is not a list of codecs\. Copy"),
         ({"chunk_grid": 5}, r"array: an entry is of the wrong type\. Copy"),
         ({"chunk_grid": {"name": "regular"}}, r"array: 'configuration' is missing\. Copy"),
-        ({"data_type": "string"}, r"zarr\.json: arrays of the type 'string' hold no numbers"),
+        ({"data_type": "string"}, r"zarr\.json: arrays of the type 'string' are not numbers"),
     ],
 )
 def test_what_is_wrong_is_said_in_words(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
@@ -422,14 +423,14 @@ def _unknown_leaf(item: Path) -> None:
     [
         (_remove_tree, SourceError, "_METADATA"),
         (_empty_manifest, TruncatedSourceError, "empty"),
-        (_remove_manifest, SourceError, "does not hold it"),
+        (_remove_manifest, SourceError, "does not contain it"),
         (_flip_manifest, SourceError, "damaged"),
         (_flip_node, SourceError, "damaged"),
         (_truncate_data, TruncatedSourceError, "truncated"),
         (_remove_data, SourceNotFoundError, "There is no file"),
         (_link_data_out, UnsafeSourceError, "symbolic link"),
         (_duplicate_key, SourceError, "twice"),
-        (_unknown_leaf, SourceError, "does not hold it"),
+        (_unknown_leaf, SourceError, "does not contain it"),
     ],
 )
 def test_damage(tmp_path: Path, damage: Callable[[Path], None], error: type[Exception], says: str) -> None:
@@ -445,7 +446,7 @@ def test_a_node_that_would_inflate_is_refused_unread(tmp_path: Path) -> None:
     body = b"\x28\xb5\x2f\xfd\x00\x58" + block * 2000 + b"\x01\0\0"
     raw = bytes.fromhex("0cdb3a2a") + struct.pack("<Q", 18 + len(body)) + b"\0\1" + body + b"\0" * 4
     (step / "pytree/manifest.ocdbt").write_bytes(raw)
-    with pytest.raises(UnsafeSourceError, match="bomb"):
+    with pytest.raises(UnsafeSourceError, match="inflates to more than"):
         open_manifest(step)
 
 
@@ -467,7 +468,7 @@ def test_nodes_that_share_their_children_end(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(_Walk, "_dump", dump)
     with pytest.raises(SourceError, match="again and again"):
-        read_values(tmp_path)
+        read_values(located(tmp_path))
 
 
 @pytest.mark.parametrize("place", ["value::../../etc/passwd:0:1", "value:../:d/x:0:1", "value::/etc/passwd:0:1"])
@@ -479,11 +480,11 @@ def test_references_that_leave_the_folder(tmp_path: Path, place: str) -> None:
 
 
 def test_chunks_may_not_overlap() -> None:
-    grid = Chunked((2,), {(0,): Extent("f", 0), (1,): Extent("f", 4)})
+    grid = Chunked((2,), {(0,): Extent(located("f"), 0), (1,): Extent(located("f"), 4)})
     with pytest.raises(SourceError, match="overlap"):
-        collect([Tensor("a", (4,), np.dtype("float32"), grid)], files={"f": 100})
+        collect([Tensor("a", (4,), np.dtype("float32"), grid)], files={located("f"): 100})
     with pytest.raises(TruncatedSourceError, match="byte 12"):
-        collect([Tensor("a", (4,), np.dtype("float32"), grid)], files={"f": 11})
+        collect([Tensor("a", (4,), np.dtype("float32"), grid)], files={located("f"): 11})
 
 
 def test_arrays_without_all_chunks(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from orbax.checkpoint import v1
 from shardload.errors import SourceError, TransferError, UnsafeSourceError
 from shardload.loaders.orbax import open_orbax
 from shardload.manifest import Chunked, Packed
+from shardload.stores.local import located
 from shardload.transfer.read_tensor import read_tensor
 
 VALUE = np.arange(64 * 64, dtype=np.float32).reshape(64, 64)
@@ -47,7 +48,7 @@ def sharded(folder, codecs, inner=(16, 64)):
 
 def test_inner_chunks_are_decoded_by_themselves(tmp_path):
     step, _ = sharded(tmp_path / "7", [BYTES, ZSTD])
-    manifest = open_orbax(step)
+    manifest = open_orbax(located(step))
     storage = manifest.tensors["a"].storage
     assert isinstance(storage, Chunked) and len(storage.extents) == 4
     assert all(isinstance(place, Packed) and 0 < place.n_bytes < 4096 for place in storage.extents.values())
@@ -74,7 +75,7 @@ def test_the_index_of_a_shard_has_a_checksum(damage, codecs, tmp_path):
             raw[-1] ^= 1
     (place / "c/0/0").write_bytes(raw)
     with pytest.raises(SourceError, match="index of the shard at byte 0 is damaged"):
-        open_orbax(step)
+        open_orbax(located(step))
 
 
 def test_chunks_never_written_are_what_the_metadata_say(tmp_path):
@@ -83,7 +84,7 @@ def test_chunks_never_written_are_what_the_metadata_say(tmp_path):
     (place / "1.0").unlink()
     tree = json.loads((step / "pytree/_METADATA").read_text())
     (step / "pytree/_METADATA").write_text(json.dumps({**tree, "store_array_data_equal_to_fill_value": False}))
-    found = read_tensor(open_orbax(step), "a")
+    found = read_tensor(open_orbax(located(step)), "a")
     assert (found[16:32] == 7).all()
     np.testing.assert_array_equal(np.delete(found, np.s_[16:32], 0), np.delete(VALUE, np.s_[16:32], 0))
 
@@ -99,7 +100,7 @@ def test_chunks_never_written_are_what_the_metadata_say(tmp_path):
 )
 def test_a_blosc_header_that_asks_for_gigabytes(make, chunk, n_bytes, tmp_path):
     step, place = make(tmp_path / "7")
-    manifest = open_orbax(step)
+    manifest = open_orbax(located(step))
     np.testing.assert_array_equal(read_tensor(manifest, "a"), VALUE)
     raw = bytearray((place / chunk).read_bytes())
     raw[4:8] = (2_000_000_000).to_bytes(4, "little")
@@ -125,7 +126,7 @@ def test_blosc_under_another_compressor_is_refused(codecs, tmp_path):
     header = json.loads((place / "zarr.json").read_text())
     (place / "zarr.json").write_text(json.dumps(header | {"codecs": codecs}))
     with pytest.raises(SourceError, match="compresses again what blosc compressed"):
-        open_orbax(step)
+        open_orbax(located(step))
 
 
 @pytest.mark.parametrize(
@@ -138,11 +139,11 @@ def test_what_cannot_be_decoded_is_known_from_the_header(changes, tmp_path):
     header = json.loads((place / ".zarray").read_text())
     (place / ".zarray").write_text(json.dumps(header | changes))
     with pytest.raises(SourceError, match="does not describe an array that can be decoded"):
-        open_orbax(step)
+        open_orbax(located(step))
 
 
 def test_a_chunk_far_larger_than_its_tensor(tmp_path):
     metadata = {"chunks": [8192, 8192], "compressor": {"id": "zlib", "level": 1}}
     step, _ = step_of(tmp_path / "7", "zarr", metadata)
     with pytest.raises(UnsafeSourceError, match="declares chunks of 268435456 bytes for a tensor of 16384"):
-        open_orbax(step)
+        open_orbax(located(step))

@@ -14,6 +14,7 @@ import shardload
 from shardload.errors import MismatchError
 from shardload.hub import kerashub
 from shardload.manifest import Manifest
+from shardload.stores.local import located
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"),
@@ -60,7 +61,7 @@ def test_every_converter_has_a_folder():
     from keras_hub.src.utils import transformers
 
     types = {name.split()[0] for name in (*hub_folders.CONFIGS, *hub_nested.CONFIGS)}
-    manifests = [Manifest("/m", "hf-safetensors", {}, {}, {"model_type": t}) for t in types]
+    manifests = [Manifest(located("/m"), "hf-safetensors", {}, {}, {"model_type": t}) for t in types]
     tested = {kerashub.converter(manifest).__name__.rpartition(".")[2] for manifest in manifests}
     there = {module.name for module in pkgutil.iter_modules(transformers.__path__) if "convert_" in module.name}
     assert tested == there

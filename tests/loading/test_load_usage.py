@@ -80,7 +80,7 @@ def test_a_format_can_be_insisted_on_where_the_ending_lies(tmp_path):
 
 @pytest.mark.parametrize("call", [shardload.load, shardload.plan, shardload.inspect])
 def test_a_format_there_is_none_of_names_what_there_is(call):
-    with pytest.raises(UsageError, match=r"There is no format 'onnx'; there are keras-h5, "):
+    with pytest.raises(UsageError, match=r"Unknown format 'onnx'; supported formats: keras-h5, "):
         call(NOWHERE, format="onnx")
 
 

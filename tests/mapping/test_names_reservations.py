@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from shardload.errors import UnsupportedError
 from shardload.manifest import Extent, Tensor
 from shardload.mapping.placeholders import Reservations, tensors_behind
+from shardload.stores.local import located
 
 
 def tensor(name="t", shape=(6, 4), dtype="float32"):
-    return Tensor(name, shape, np.dtype(dtype), Extent("/nowhere", 0))
+    return Tensor(name, shape, np.dtype(dtype), Extent(located("/nowhere"), 0))
 
 
 def reserved(*args):

@@ -10,7 +10,6 @@ import xxhash
 from step_folders import MIB, files_of, save_step
 
 from shardload.errors import DamagedError, SourceError, SourceNotFoundError, TransferError, UsageError
-from shardload.steps import _checker
 from shardload.steps.digests import Checker, Damage, Digests, verify
 from shardload.stores import local
 
@@ -234,7 +233,7 @@ def test_a_failed_read_is_tried_again(step, monkeypatch):
         return real(*where)
 
     with Checker(step) as checker:
-        monkeypatch.setattr(_checker.file_access.local, "read_exact", once)
+        monkeypatch.setattr(local, "read_exact", once)
         with pytest.raises(TransferError, match="flaky"):
             checker.check_whole(BIG)
         checker.check_whole(BIG)

@@ -1,9 +1,11 @@
 import os
+from contextlib import closing
 
 import pytest
 
 from shardload.errors import SourceError, SourceNotFoundError, TransferError, TruncatedSourceError
-from shardload.stores.local import open_readonly, opened, read_exact, read_header
+from shardload.stores.headers import read_header
+from shardload.stores.local import LocalFile, open_readonly, read_exact
 
 
 @pytest.fixture
@@ -15,29 +17,32 @@ def path(tmp_path):
 
 def test_read_exact_fills_a_typed_buffer(path):
     buffer = memoryview(bytearray(8)).cast("H")
-    with opened(path) as (fd, size):
-        read_exact(fd, buffer, 10, str(path))
-    assert size == 100
+    with closing(LocalFile(path)) as file:
+        file.read_into(buffer, 10)
+    assert file.n_bytes == 100
     assert bytes(buffer) == bytes(range(10, 18))
 
 
 def test_read_exact_names_the_file_that_shrank(path):
-    with opened(path) as (fd, _), pytest.raises(TransferError, match=r"data\.bin ends .* byte 100.* 20 more bytes"):
-        read_exact(fd, memoryview(bytearray(30)), 90, str(path))
+    with (
+        closing(LocalFile(path)) as file,
+        pytest.raises(TransferError, match=r"data\.bin ends .* byte 100.* 20 more bytes"),
+    ):
+        file.read_into(memoryview(bytearray(30)), 90)
 
 
 def test_read_exact_goes_on_after_short_reads(path, monkeypatch):
     real = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: real(fd, [buffers[0][:3]], offset))
     buffer = bytearray(10)
-    with opened(path) as (fd, _):
-        read_exact(fd, memoryview(buffer), 5, str(path))
+    with closing(LocalFile(path)) as file:
+        file.read_into(memoryview(buffer), 5)
     assert buffer == bytes(range(5, 15))
 
 
 def test_read_exact_of_nothing(path):
-    with opened(path) as (fd, _):
-        read_exact(fd, memoryview(bytearray()).cast("B"), 0, str(path))
+    with closing(LocalFile(path)) as file:
+        file.read_into(memoryview(bytearray()).cast("B"), 0)
 
 
 def test_read_exact_reports_a_disk_error(path):
@@ -48,8 +53,8 @@ def test_read_exact_reports_a_disk_error(path):
 
 
 def test_read_header_refuses_before_allocating(path):
-    with opened(path) as (fd, _), pytest.raises(TruncatedSourceError, match=r"the header .* 100 bytes"):
-        read_header(fd, 1 << 60, offset=0, path=str(path), what="the header")
+    with closing(LocalFile(path)) as file, pytest.raises(TruncatedSourceError, match=r"the header .* 100 bytes"):
+        read_header(file, 1 << 60, offset=0, path=str(path), what="the header")
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe"])

@@ -36,7 +36,7 @@ def lay_out(model, over):
 def read_tensor(manifest, name):
     tensor = manifest.tensors[name]
     if isinstance(tensor.storage, Extent):
-        flat = np.fromfile(tensor.storage.path, np.uint8, count=tensor.nbytes, offset=tensor.storage.offset)
+        flat = np.fromfile(str(tensor.storage.path), np.uint8, count=tensor.nbytes, offset=tensor.storage.offset)
         return flat.view(tensor.dtype).reshape(tensor.shape)
     return tensor.storage.reader.read_rows(0, tensor.rows).reshape(tensor.shape)
 

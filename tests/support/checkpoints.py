@@ -14,7 +14,7 @@ def read_tensor(tensor):
     """The tensor's value, read as the manifest says."""
     match tensor.storage:
         case Extent(path, offset):
-            with Path(path).open("rb") as file:
+            with path.stream() as file:
                 file.seek(offset)
                 return np.frombuffer(file.read(tensor.nbytes), tensor.dtype).reshape(tensor.shape)
         case Decoded(reader):

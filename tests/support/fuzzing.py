@@ -117,7 +117,7 @@ def check_places(manifest):
     """Every extent lies in its file, none over another."""
     spans = collections.defaultdict(list)
     for path, size in manifest.files.items():
-        assert size == Path(path).stat().st_size
+        assert size == path.local_path().stat().st_size
     for tensor in manifest.tensors.values():
         if isinstance(tensor.storage, Extent):
             start, stop = tensor.storage.offset, tensor.storage.offset + tensor.nbytes

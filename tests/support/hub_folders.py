@@ -21,6 +21,7 @@ from safetensors.numpy import save_file
 import shardload.keras_bridge.abstraction
 from shardload.hub import kerashub
 from shardload.manifest import Extent, Manifest, Tensor
+from shardload.stores.local import located
 
 COMMON = {
     "vocab_size": 48,
@@ -178,8 +179,8 @@ def described(folder, model_type):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config_of(model_type)))
     (folder / "tokenizer_config.json").write_text("{}")
-    held = {str(n): Tensor(str(n), (1,), np.dtype(np.float32), Extent("", 0)) for n in range(9)}
-    return Manifest(str(folder), "hf-safetensors", held, {}, config_of(model_type))
+    held = {str(n): Tensor(str(n), (1,), np.dtype(np.float32), Extent(located(""), 0)) for n in range(9)}
+    return Manifest(located(folder), "hf-safetensors", held, {}, config_of(model_type))
 
 
 def write(folder, model_type, model, dtype="float32", *, files=1, unwanted=True):

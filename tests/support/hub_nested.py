@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 
 from shardload.hub import kerashub
 from shardload.manifest import Manifest
+from shardload.stores.local import located
 
 ROPE = {
     "rope_theta": 10000.0,
@@ -280,7 +281,7 @@ def write(folder, name, *, files=1):
     (folder / "tokenizer_config.json").write_text("{}")
     hub_folders.save(folder, {"model.unwanted.weight": np.ones(3, np.float32)}, 1)
     model = Backbone.from_preset(str(folder), load_weights=False)
-    convert = kerashub.converter(Manifest(str(folder), "hf-safetensors", {}, {}, config))
+    convert = kerashub.converter(Manifest(located(folder), "hf-safetensors", {}, {}, config))
     loader = Asking("float32", whole_experts="experts" not in name)
     with contextlib.redirect_stdout(io.StringIO()):
         convert.convert_weights(model, loader, config)

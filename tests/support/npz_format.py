@@ -41,7 +41,7 @@ def is_file(content):
 
 def open_file(path):
     """The headers of the archive and of each array."""
-    with zipfile.ZipFile(path) as archive, open(path, "rb") as file:  # noqa: PTH123
+    with path.stream() as file, zipfile.ZipFile(file) as archive:
         members = {info.filename: info for info in archive.infolist()}
         config = members.pop(CONFIG)
         if config.file_size > MAX_JSON_BYTES:

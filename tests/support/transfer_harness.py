@@ -4,6 +4,7 @@ import jax
 import numpy as np
 
 from shardload.manifest import Chunked, Decoded, Extent, Manifest, Tensor
+from shardload.stores.local import located
 from shardload.transfer.execution import execute
 
 
@@ -33,7 +34,7 @@ class Chunks:
             part = self.value[tuple(slice(i * c, (i + 1) * c) for i, c in zip(index, self.shape, strict=True))]
             chunk[tuple(slice(0, n) for n in part.shape)] = part
             file.write(b"gap")
-            extents[index] = Extent(str(path), file.tell())
+            extents[index] = Extent(located(path), file.tell())
             file.write(chunk.tobytes())
         return Chunked(self.shape, extents)
 
@@ -49,10 +50,10 @@ def manifest_of(path, tensors):
             if isinstance(value, Chunks):
                 described[name] = Tensor(name, value.value.shape, value.value.dtype, value.write(file, path))
                 continue
-            described[name] = Tensor(name, value.shape, value.dtype, Extent(str(path), file.tell()))
+            described[name] = Tensor(name, value.shape, value.dtype, Extent(located(path), file.tell()))
             file.write(value.tobytes())
         size = file.tell()
-    return Manifest(str(path), "safetensors", described, {str(path): size})
+    return Manifest(located(path), "safetensors", described, {located(path): size})
 
 
 def load(plan, manifest, **options):

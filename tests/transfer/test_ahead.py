@@ -6,27 +6,32 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from shardload.errors import DamagedError, TransferError
-from shardload.stores import file_access
+from shardload.errors import DamagedError
+from shardload.stores.location import Location
 from shardload.transfer.planning import Block
 from shardload.transfer.prefetch import MAX_RANGE_UNITS, PrefetchedReads
 from shardload.transfer.scratch import BlockMemory
 
 MIB = 1 << 20
-PATH = "/nowhere/7/data"
 DATA = np.random.default_rng(0).integers(0, 256, 37 * MIB + 12345, np.uint8)
 
 
 class Store:
-    """A mirror of one step with one remote file, and the file, and what is on its way from it."""
+    """A store with one file, which is the file too, and counts what is asked of it."""
 
-    folder, url, is_checked, n_bytes = "/nowhere/7", "s3://bucket/7", True, DATA.nbytes
+    is_checked, n_bytes, descriptor = True, DATA.nbytes, None
 
     def __init__(self, *, error=None):
         self.asked, self.cancelled, self.error = [], 0, error
+        self.path = Location(self, "data")
 
-    def remote_file(self, name):
-        return self if name == "data" else None
+    def open(self, key):
+        return self
+
+    def read_into(self, buffer, offset):
+        raise AssertionError("ranges are requested ahead")
+
+    read_unchecked = close = read_into
 
     def begin(self, unit, count):
         self.asked.append((unit, count))
@@ -49,14 +54,11 @@ class Pending:
 
 @pytest.fixture
 def store():
-    found = Store()
-    file_access.enter(found)
-    yield found
-    file_access.leave(found.folder)
+    return Store()
 
 
-def block(start, stop):
-    return Block("t", PATH, start, 0, stop - start, stop - start, 0, 0, stop - start, "staged", ())
+def block(store, start, stop):
+    return Block("t", store.path, start, 0, stop - start, stop - start, 0, 0, stop - start, "staged", ())
 
 
 def read(reads, one, step):
@@ -65,18 +67,18 @@ def read(reads, one, step):
     for at in range(0, one.read_bytes, step):
         n_bytes = min(step, one.read_bytes - at)
         flat = BlockMemory(np.zeros(n_bytes, np.uint8), np.dtype(np.uint8), 0)
-        reads.fill(flat, n_bytes, path=PATH, offset=one.offset + at)
+        reads.fill(flat, n_bytes, path=one.path, offset=one.offset + at)
         whole[at : at + n_bytes] = flat.memory
     reads.release(one)
     return whole
 
 
-def blocks(seed, *, gaps):
+def blocks(store, seed, *, gaps):
     rng = np.random.default_rng(seed)
     found, at = [], int(rng.integers(0, 2 * MIB))
     while at < DATA.nbytes:
         stop = min(DATA.nbytes, at + int(rng.integers(1, rng.choice([1000, MIB, 6 * MIB]))))
-        found.append(block(at, stop))
+        found.append(block(store, at, stop))
         at = stop + (int(rng.integers(0, 3 * MIB)) if gaps else 0)
     return found
 
@@ -85,7 +87,7 @@ def blocks(seed, *, gaps):
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("seed", range(4))
 def test_every_byte_arrives_and_each_mib_is_fetched_once(store, seed, threads, gaps):
-    wanted, limit = blocks(seed, gaps=gaps), 40 * MIB
+    wanted, limit = blocks(store, seed, gaps=gaps), 40 * MIB
     reads = PrefetchedReads(wanted, limit_bytes=limit, threads=threads)
     with ThreadPoolExecutor(threads) as pool:
         found = list(pool.map(lambda one: read(reads, one, 300_000), wanted))
@@ -98,14 +100,14 @@ def test_every_byte_arrives_and_each_mib_is_fetched_once(store, seed, threads, g
 
 
 def test_neighbours_come_in_one_request_and_several_at_a_time(store):
-    wanted = [block(at, min(at + 4 * MIB, DATA.nbytes)) for at in range(0, DATA.nbytes, 4 * MIB)]
+    wanted = [block(store, at, min(at + 4 * MIB, DATA.nbytes)) for at in range(0, DATA.nbytes, 4 * MIB)]
     reads = PrefetchedReads(wanted, limit_bytes=64 * MIB, threads=2)
     read(reads, wanted[0], MIB)
     assert store.asked[:8] == [(unit, 4) for unit in range(0, 32, 4)] and MAX_RANGE_UNITS == 4
 
 
 def test_a_gap_is_not_fetched(store):
-    wanted = [block(0, MIB), block(20 * MIB, 21 * MIB)]
+    wanted = [block(store, 0, MIB), block(store, 20 * MIB, 21 * MIB)]
     reads = PrefetchedReads(wanted, limit_bytes=64 * MIB, threads=1)
     read(reads, wanted[0], MIB)
     assert store.asked == [(0, 1), (20, 1)]
@@ -113,7 +115,7 @@ def test_a_gap_is_not_fetched(store):
 
 def test_what_fails_fails_for_every_thread_and_the_rest_is_given_up(store):
     store.error = DamagedError("not what was saved")
-    wanted = blocks(1, gaps=False)
+    wanted = blocks(store, 1, gaps=False)
     reads = PrefetchedReads(wanted, limit_bytes=40 * MIB, threads=2)
     with pytest.raises(DamagedError):
         for one in wanted:
@@ -122,12 +124,3 @@ def test_what_fails_fails_for_every_thread_and_the_rest_is_given_up(store):
         read(reads, next(one for one in wanted if one.offset >= 8 * MIB), MIB)
     reads.close()
     assert store.cancelled > 0
-
-
-def test_a_mirror_that_is_gone_is_no_file(store):
-    reads = PrefetchedReads([block(0, MIB)], limit_bytes=16 * MIB, threads=1)
-    file_access.leave(store.folder)
-    with pytest.raises(TransferError, match=r"was closed while .* was still being read"):
-        read(reads, block(0, MIB), MIB)
-    with pytest.raises(FileNotFoundError):
-        file_access.open_file(PATH)

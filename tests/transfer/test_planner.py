@@ -15,6 +15,7 @@ from shardload.manifest import Extent, Manifest, Tensor, View
 from shardload.sharding.bounds import Bounds
 from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
+from shardload.stores.local import located
 from shardload.transfer.budget import Budget
 from shardload.transfer.casts import check_cast
 from shardload.transfer.planning import Target, make_plan
@@ -25,6 +26,7 @@ FLOAT32 = np.dtype(np.float32)
 
 
 def manifest_of(shapes, *, path="f.bin", dtype=np.float32):
+    path = located(path)
     tensors, offset = {}, 100
     for name, shape in shapes.items():
         tensors[name] = Tensor(name, shape, np.dtype(dtype), Extent(path, offset))
@@ -58,7 +60,7 @@ def test_cut_tiles_any_view_in_boxes_within_the_limit(view, limit, skip):
 
 @given(st.permutations(range(3)), st.integers(1, 200))
 def test_cut_of_a_permuted_tensor_ascends_without_gaps(order, limit):
-    base = View.whole(Tensor("t", (4, 6, 5), FLOAT32, Extent("f", 0)))
+    base = View.whole(Tensor("t", (4, 6, 5), FLOAT32, Extent(located("f"), 0)))
     view = View("t", 0, tuple(base.shape[d] for d in order), tuple(base.strides[d] for d in order))
     boxes = list(cut(Ordered.of(view, Bounds.whole(view.shape)), limit=limit, skip=1000))
     ranges = [(address(view, b.start), address(view, b.start) + span(b.shape, view.strides)) for b in boxes]
@@ -74,7 +76,7 @@ def test_blocks_are_in_file_order_whatever_the_order_of_targets():
     assert [b.offset for b in plan.blocks] == sorted(b.offset for b in plan.blocks)
     assert all(b.read_bytes <= 1024 for b in plan.blocks)
     assert plan.needed_bytes == plan.read_bytes == manifest.nbytes
-    assert plan.files == ("f.bin",)
+    assert plan.files == (located("f.bin"),)
 
 
 def test_device_bytes_are_what_each_position_finally_holds():

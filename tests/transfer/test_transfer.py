@@ -18,6 +18,7 @@ from shardload.errors import BudgetError, MeshError, MismatchError, TransferErro
 from shardload.manifest import Manifest, Packed, Tensor, View
 from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
+from shardload.stores.local import located
 from shardload.transfer.execution import execute, named_sharding, place
 from shardload.transfer.planning import Target, make_plan
 from shardload.transfer.regions import least_budget
@@ -221,7 +222,7 @@ def test_progress_adds_up(manifest):
 
 def test_decoded_rows_count_against_the_budget(tmp_path):
     value = np.arange(4096 * 512, dtype=np.float32).reshape(4096, 512)
-    source = Rows(value, path=str(tmp_path / "f.bin"), alignment=32)
+    source = Rows(value, path=located(tmp_path / "f.bin"), alignment=32)
     manifest = manifest_of(tmp_path / "f.bin", {"q": source})
     plan = planned(manifest, whole(manifest, "q", dim=1), budget=2 * MIB)
     found, stats = load(plan, manifest)
@@ -232,7 +233,7 @@ def test_decoded_rows_count_against_the_budget(tmp_path):
 
 
 def test_budget_too_small_for_a_unit_is_refused(tmp_path):
-    source = Rows(np.zeros((2, 1 << 20), np.uint8), path="f")
+    source = Rows(np.zeros((2, 1 << 20), np.uint8), path=located("f"))
     manifest = manifest_of(tmp_path / "f.bin", {"q": source})
     with pytest.raises(BudgetError, match="Raise the budget to at least"):
         planned(manifest, whole(manifest, "q"), budget=MIB)
@@ -314,7 +315,7 @@ def test_file_that_shrinks_while_being_read(manifest, transposed):
 def test_file_that_vanished(manifest):
     plan = planned(manifest, whole(manifest, "a", dim=0))
     Path(manifest.source).unlink()
-    with pytest.raises(TransferError, match="although its headers were read"):
+    with pytest.raises(TransferError, match=r"Cannot read .* although its headers were read"):
         load(plan, manifest)
 
 
@@ -354,8 +355,8 @@ def test_wrong_number_of_devices(manifest):
 def test_nothing_to_do():
     assert (
         execute(
-            planned(Manifest("x", "safetensors", {}, {})),
-            Manifest("x", "safetensors", {}, {}),
+            planned(Manifest(located("x"), "safetensors", {}, {})),
+            Manifest(located("x"), "safetensors", {}, {}),
             devices=[],
             on_ready=print,
         ).read_bytes
@@ -478,7 +479,7 @@ def test_the_least_budget_of_a_chunk_leaves_room_for_the_scratch_of_many_threads
     path = tmp_path / "f.bin"
     value = np.arange(1 << 20, dtype=np.uint32).astype(np.uint16).reshape(256, 4096)
     held = manifest_of(path, {"a": value})
-    big = Tensor("big", shape, value.dtype, Packed(str(path), 0, 8, Zeros(shape)))
+    big = Tensor("big", shape, value.dtype, Packed(located(path), 0, 8, Zeros(shape)))
     manifest = dataclasses.replace(held, tensors={**held.tensors, "big": big})
     budget = least_budget(big, verified=False, uploads=False)
     plan = planned(manifest, whole(manifest, "a", dim=0, transposed=True), whole(manifest, "big"), budget=budget)

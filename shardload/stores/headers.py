@@ -1,0 +1,43 @@
+"""Read headers of untrusted files: never allocate more than a file's size, whatever its header declares."""
+
+from __future__ import annotations
+
+import os
+
+from shardload.errors import TransferError, TruncatedSourceError
+from shardload.stores.store import File
+
+
+def read_header(file: File, count: int, *, offset: int, path: str, what: str) -> bytes:
+    """Read ``count`` bytes of a header.
+
+    Args:
+        file: An open file.
+        count: The number of bytes to read.
+        offset: Byte offset in the file.
+        path: The file's name, for messages.
+        what: A name for the bytes in messages (``the JSON header``).
+
+    Raises:
+        TruncatedSourceError: If the file ends before ``offset + count``.
+    """
+    if offset + count > file.n_bytes:
+        raise TruncatedSourceError(
+            f"{path} is truncated: {what} should take {count} bytes at offset {offset}, but the file has "
+            f"{file.n_bytes} bytes. Download or save it again"
+        )
+    if file.descriptor is None:  # a store that does not respond says nothing about the file: errors stay as they are
+        buffer = bytearray(count)
+        file.read_into(memoryview(buffer), offset)
+        return bytes(buffer)
+    try:
+        found = os.pread(file.descriptor, count, offset)
+        if len(found) == count:  # a system call returns at most 2 GiB; network file systems may return less
+            return found
+        buffer = bytearray(count)
+        file.read_into(memoryview(buffer), offset)
+    except (OSError, TransferError) as error:
+        raise TruncatedSourceError(
+            f"Cannot read {what} of {path}: reading {count} bytes at offset {offset} failed: {error}"
+        ) from error
+    return bytes(buffer)

@@ -1,0 +1,147 @@
+"""A file or a folder in a store, used like a `pathlib.PurePosixPath` that can also read."""
+
+from __future__ import annotations
+
+import io
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardload.errors import SourceError, SourceNotFoundError, TransferError
+from shardload.stores.headers import read_header
+from shardload.stores.store import File, FileIdentity, Store
+from shardload.stores.streams import FileStream
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Location:
+    """The place of a file or a folder, which need not exist.
+
+    ``str(location)`` is its name for messages: an absolute path or a URL. Locations of one store are ordered by key.
+    """
+
+    store: Store
+    key: str
+    """Names joined by ``/``; an absolute path for local files."""
+    _hash: int = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        # Plans look up the file of every tensor: computing the hash there would take a fifth of planning.
+        object.__setattr__(self, "_hash", hash((id(self.store), self.key)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Location) and self.key == other.key and self.store is other.store)
+
+    def __lt__(self, other: Location) -> bool:
+        return self.key < other.key
+
+    def __str__(self) -> str:
+        return self.store.shown(self.key)
+
+    def __truediv__(self, name: str) -> Location:
+        return Location(self.store, f"{self.key.rstrip('/')}/{name}" if self.key else name)
+
+    @property
+    def name(self) -> str:
+        """The last part of its name."""
+        return (self.key or str(self)).rstrip("/").rpartition("/")[2]
+
+    @property
+    def parent(self) -> Location:
+        """The folder that contains it; the root is its own parent."""
+        folder = self.key.rstrip("/").rpartition("/")[0]
+        return Location(self.store, folder or self.key[: self.key.startswith("/")])
+
+    def is_file(self) -> bool:
+        """Whether it is a regular file."""
+        return self.store.kind(self.key) == "file"
+
+    def is_folder(self) -> bool:
+        """Whether it is a folder."""
+        return self.store.kind(self.key) == "folder"
+
+    def exists(self) -> bool:
+        """Whether anything has this name."""
+        return self.store.kind(self.key) is not None
+
+    def is_link(self) -> bool:
+        """Whether it is a symbolic link."""
+        return self.store.is_link(self.key)
+
+    def resolved(self) -> Location:
+        """Return the location with all symbolic links followed."""
+        return Location(self.store, self.store.resolved(self.key))
+
+    def is_inside(self, folder: Location) -> bool:
+        """Whether it is ``folder`` or below it, by their names alone."""
+        return self.relative_to(folder) is not None
+
+    def relative_to(self, folder: Location) -> str | None:
+        """Return its name within ``folder``, empty for the folder itself; ``None`` if it is not below it."""
+        if self.store is not folder.store:
+            return None
+        if self.key == folder.key:
+            return ""
+        prefix = f"{folder.key.rstrip('/')}/" if folder.key else ""
+        return self.key[len(prefix) :] if self.key.startswith(prefix) else None
+
+    def names(self) -> list[str]:
+        """Return the names in the folder, sorted; raises `SourceError` if it cannot be listed."""
+        return self.store.names(self.key)
+
+    def open(self) -> File:
+        """Open the file; the caller closes it.
+
+        Raises:
+            SourceNotFoundError: If there is no such file.
+            SourceError: If it is not a regular file or is not readable.
+        """
+        return self.store.open(self.key)
+
+    def stream(self) -> io.BufferedReader:
+        """Open the file as a Python file object, which closes the file; raises like `open`."""
+        return io.BufferedReader(FileStream(self.open()))
+
+    @property
+    def size(self) -> int:
+        """The file's size in bytes; raises like `open`."""
+        with closing(self.open()) as file:
+            return file.n_bytes
+
+    def read_header(self, count: int, *, offset: int, what: str) -> bytes:
+        """Read ``count`` bytes of a header without allocating more than the file's size.
+
+        Raises:
+            TruncatedSourceError: If the file ends before ``offset + count``.
+        """
+        with closing(self.open()) as file:
+            return read_header(file, count, offset=offset, path=str(self), what=what)
+
+    def identity(self) -> FileIdentity:
+        """Return the current size and version of a file that was read before.
+
+        Raises:
+            TransferError: If the file has vanished.
+        """
+        try:
+            return self.store.identity(self.key)
+        except (SourceError, SourceNotFoundError, OSError) as error:
+            raise TransferError(f"Cannot read {self} although its headers were read: {error}") from error
+
+    def local_path(self) -> Path:
+        """Return a path on this machine, for libraries that open files themselves.
+
+        Raises:
+            UnsupportedError: If the store has no such path, or the file is too large to be fetched.
+        """
+        return self.store.local_path(self.key)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Location, (self.store, self.key)
+
+
+__all__ = ["Location"]
