@@ -10,7 +10,6 @@ repeat or be encrypted, and nothing may precede the first one: such archives are
 from __future__ import annotations
 
 import functools
-import io
 import shutil
 import struct
 import zipfile
@@ -91,7 +90,7 @@ def _copy(path: Location, archive: zipfile.ZipFile, info: zipfile.ZipInfo, file:
 
 def _members(path: Location) -> dict[str, zipfile.ZipInfo]:
     with _translated(path), path.stream() as raw, zipfile.ZipFile(raw) as archive:
-        size, infos = raw.seek(0, io.SEEK_END), archive.infolist()
+        infos = archive.infolist()
     members = {info.filename: info for info in infos}
     if len(members) < len(infos):
         raise UnsafeSourceError(
@@ -99,6 +98,7 @@ def _members(path: Location) -> dict[str, zipfile.ZipInfo]:
         )
     if not members or min(info.header_offset for info in infos) != 0:
         raise UnsafeSourceError(f"{path} has other data before its first member; save it again with Keras")
+    size = path.size
     for info in infos:
         if info.header_offset + info.compress_size > size:
             raise TruncatedSourceError(f"{path} is truncated: member {info.filename!r} ends past its {size} bytes")

@@ -11,9 +11,10 @@ from shardload.loaders import folder_of, open_manifest, spec_of
 from shardload.loaders.registry import names as format_names
 from shardload.manifest import Manifest
 from shardload.resolve import Resolved, resolve
-from shardload.resolve.stores import open_remote
+from shardload.resolve.stores import location_of, open_remote
 from shardload.steps.digests import Checker
 from shardload.steps.listing import is_ours, latest_of_ours
+from shardload.stores.location import Location
 from shardload.stores.remote import is_url
 
 _UNVERIFIED = "not saved by shardload: unverified, as it has no digests"
@@ -30,12 +31,12 @@ class OpenedSource:
 
 
 def open_source(
-    source: str | os.PathLike[str], format: str | None, *, described: bool = False, verify: bool = True
+    source: str | os.PathLike[str] | Location, format: str | None, *, described: bool = False, verify: bool = True
 ) -> OpenedSource:
     """Find and open a source.
 
     Args:
-        source: A path, name, handle or address.
+        source: A path, name, handle or address; or a location in any store.
         format: Name of a format, to require it.
         described: Open a file's folder instead, if the folder describes the file's model.
         verify: Whether its tensors are about to be read.
@@ -47,6 +48,10 @@ def open_source(
     """
     if format is not None and format not in (known := format_names()):
         raise UsageError(f"Unknown format {format!r}; supported formats: {', '.join(known)}")
+    source = location_of(source) or source
+    if isinstance(source, Location):
+        folder = folder_of(source, format=format) if described else None
+        return OpenedSource(open_manifest(folder or source, format=format), None, ())
     if is_url(source):
         found, manifest = open_remote(str(source), format=format)
         return _noted(found, manifest, Checker.of_step(manifest.location) if verify else None, verify=verify)

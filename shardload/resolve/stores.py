@@ -1,6 +1,8 @@
-"""Training steps at an address (``s3://``, ``gs://``, ``http(s)://``) as sources of a load."""
+"""URLs as sources of a load: stores by their scheme, and training steps in ``s3://``, ``gs://`` and ``http(s)://``."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from shardload.errors import UnsupportedError
 from shardload.loaders.orbax import SPEC, open_orbax
@@ -8,6 +10,17 @@ from shardload.manifest import Manifest
 from shardload.resolve import Resolved
 from shardload.steps.listing import find_step
 from shardload.steps.remote_listing import prepared
+from shardload.stores.location import Location
+
+SCHEMES: dict[str, Callable[[str], Location]] = {}
+"""URL scheme of a store → function that returns the location of a URL. Each format is read from it as from this
+machine. Schemes of `shardload.stores.remote` are not listed: of those, only training steps are read."""
+
+
+def location_of(source: object) -> Location | None:
+    """Return the location of a URL whose scheme is in `SCHEMES`; ``None`` for other sources."""
+    scheme, separator, _ = source.partition("://") if isinstance(source, str) else ("", "", "")
+    return SCHEMES[scheme](str(source)) if separator and scheme in SCHEMES else None
 
 
 def open_remote(url: str, *, format: str | None = None) -> tuple[Resolved, Manifest]:
@@ -20,6 +33,8 @@ def open_remote(url: str, *, format: str | None = None) -> tuple[Resolved, Manif
         TransferError: When the store does not respond.
     """
     if format not in (None, SPEC.name):
-        raise UnsupportedError(f"{url}: of remote sources only training steps are read, and those are no {format}")
+        raise UnsupportedError(
+            f"{url}: of remote sources only training steps are read, whose format is {SPEC.name}, not {format}"
+        )
     info = prepared(find_step(url, "latest"))
     return Resolved(info.where, info.where, f"step {info.step}, verified"), open_orbax(info.location)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import io
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from shardload.errors import SourceError, SourceNotFoundError, TransferError
 from shardload.stores.headers import read_header
@@ -14,7 +13,7 @@ from shardload.stores.store import File, FileIdentity, Store
 from shardload.stores.streams import FileStream
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class Location:
     """The place of a file or a folder, which need not exist.
 
@@ -24,17 +23,6 @@ class Location:
     store: Store
     key: str
     """Names joined by ``/``; an absolute path for local files."""
-    _hash: int = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        # Plans look up the file of every tensor: computing the hash there would take a fifth of planning.
-        object.__setattr__(self, "_hash", hash((id(self.store), self.key)))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Location) and self.key == other.key and self.store is other.store)
 
     def __lt__(self, other: Location) -> bool:
         return self.key < other.key
@@ -139,9 +127,6 @@ class Location:
             UnsupportedError: If the store has no such path, or the file is too large to be fetched.
         """
         return self.store.local_path(self.key)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Location, (self.store, self.key)
 
 
 __all__ = ["Location"]

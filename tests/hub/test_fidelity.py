@@ -517,7 +517,7 @@ def header(path, **entries):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return read_header(str(path))
+    return read_header(located(path))
 
 
 def test_gguf_says_yarn_too(tmp_path):

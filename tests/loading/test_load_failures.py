@@ -269,7 +269,7 @@ def test_a_file_that_changes_after_its_headers_were_read_is_not_read(make, chang
     model = make()
     before = standing(model)
     between(lambda: change(path))
-    with pytest.raises(TransferError, match=r"model\.weights\.h5 (changed since|cannot be read)"):
+    with pytest.raises(TransferError, match=r"model\.weights\.h5 (changed since|although its headers were read)"):
         shardload.load_weights(model, path, mesh="1x8")
     assert standing(model) == before
 
@@ -453,7 +453,7 @@ def test_a_new_model_is_refused_when_its_file_changes_before_it_is_read(change, 
     path = tmp_path / "model.keras"
     stack(seed=1).save(path)
     between(lambda: change(path))
-    with pytest.raises(TransferError, match=r"model\.keras (changed since|cannot be read)"):
+    with pytest.raises(TransferError, match=r"model\.keras (changed since|although its headers were read)"):
         shardload.load(path, mesh="1x8")
 
 

@@ -101,6 +101,19 @@ def test_a_name_with_an_underscore_is_not_imported_from_another_module():
             assert other in modules() or module not in modules() or not leaf.startswith("_"), f"{name} imports {other}"
 
 
+FILE_MODULES = {"os", "pathlib", "io", "tempfile", "shardload.stores.local"}
+FRONT_DOOR = "loaders._recognise"
+"""Takes the paths of users."""
+
+
+@pytest.mark.parametrize("name", sorted(name for name in modules() if name.startswith("loaders.")))
+def test_loaders_open_files_through_their_store_only(name):
+    found = {other for other in imports(modules()[name]) for own in FILE_MODULES if f"{other}.".startswith(f"{own}.")}
+    assert found <= ({"os", "shardload.stores.local.located"} if name == FRONT_DOOR else set())
+    called = [node.func for node in ast.walk(ast.parse(modules()[name].read_text())) if isinstance(node, ast.Call)]
+    assert not [call for call in called if isinstance(call, ast.Name) and call.id == "open"]
+
+
 def test_few_modules_at_the_top():
     assert len([path for path in PACKAGE.glob("*.py") if path.name != "__init__.py"]) <= 12
 

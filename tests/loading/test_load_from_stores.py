@@ -1,0 +1,178 @@
+"""Every format loads from a store without a local file as it does from this machine, bit for bit."""
+
+import json
+
+import gguf_pairs
+import h5py
+import keras
+import keras_hub
+import npz_format
+import numpy as np
+import pytest
+from memory_store import MemoryStore
+from safetensors.numpy import load_file, save_file
+
+import shardload
+from shardload.errors import SourceNotFoundError, TransferError, UnsupportedError
+from shardload.loaders import open_manifest, register, registry
+from shardload.manifest import Decoded
+from shardload.resolve import stores
+from shardload.stores.location import Location
+from shardload.transfer.read_tensor import read_rows, read_tensor
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+
+def small_model():
+    inputs = keras.Input((4,))
+    hidden = keras.layers.Dense(64, name="one")(inputs)
+    built = keras.Model(inputs, keras.layers.Dense(8, name="two")(hidden))
+    built.set_weights([np.random.default_rng(0).normal(size=v.shape).astype("float32") for v in built.weights])
+    return built
+
+
+def safetensors_file(folder, model):
+    save_file({v.path: np.asarray(v.value) for v in model.weights}, folder / "model.safetensors")
+    return folder / "model.safetensors"
+
+
+def weights_h5(folder, model):
+    model.save_weights(folder / "model.weights.h5")
+    return folder / "model.weights.h5"
+
+
+def compressed_h5(folder, model):
+    path = weights_h5(folder, model)
+    with h5py.File(path, "r+") as file:
+        value = file["layers/dense/vars/0"][...]
+        del file["layers/dense/vars/0"]
+        file["layers/dense/vars"].create_dataset("0", data=value, chunks=(1, 16), compression="gzip")
+    assert any(isinstance(t.storage, Decoded) for t in open_manifest(path).tensors.values())
+    return path
+
+
+def sharded_h5(folder, model):
+    (folder / "sharded").mkdir()
+    model.save_weights(folder / "sharded" / "model.weights.json", max_shard_size=2.5e-6)
+    return folder / "sharded"
+
+
+def keras_archive(folder, model):
+    model.save(folder / "model.keras")
+    return folder / "model.keras"
+
+
+def npz(folder, model):
+    npz_format.save(model, folder / "model.npz")
+    return folder / "model.npz"
+
+
+KERAS = [safetensors_file, weights_h5, compressed_h5, sharded_h5, keras_archive, npz]
+
+
+@pytest.fixture
+def known_npz(monkeypatch):
+    monkeypatch.setattr(registry, "_registered", {})
+    register(npz_format.SPEC)
+
+
+def assert_equal_manifests(local, stored):
+    assert (stored.format, stored.config, dict(stored.metadata)) == (local.format, local.config, dict(local.metadata))
+    assert [file.name for file in stored.files] == [file.name for file in local.files]
+    assert list(stored.files.values()) == list(local.files.values())
+    assert list(stored.tensors) == list(local.tensors)
+    for name, tensor in local.tensors.items():
+        found = read_tensor(stored, name)
+        assert (found.shape, found.dtype) == (tensor.shape, tensor.dtype)
+        assert found.tobytes() == read_tensor(local, name).tobytes()
+        last = max(0, tensor.rows - 1)
+        assert (
+            read_rows(stored.tensors[name], last, tensor.rows).tobytes()
+            == read_rows(tensor, last, tensor.rows).tobytes()
+        )
+
+
+@pytest.mark.usefixtures("known_npz")
+@pytest.mark.parametrize("write", KERAS)
+def test_keras_models(write, tmp_path):
+    original = small_model()
+    path = write(tmp_path, original)
+    place = MemoryStore.copy_of(path)
+    assert_equal_manifests(open_manifest(path), open_manifest(place))
+    for mesh in ("1x1", "2x4"):
+        filled = keras.models.clone_model(original)
+        report = shardload.load_weights(filled, place, mesh=mesh)
+        assert report.source.startswith(str(place))
+        assert (report.missing, report.unused) == ((), ())
+        for one, two in zip(original.weights, filled.weights, strict=True):
+            assert np.asarray(one.value).tobytes() == np.asarray(two.value).tobytes()
+
+
+def test_an_archive_builds_its_model(tmp_path):
+    original = small_model()
+    loaded = shardload.load(MemoryStore.copy_of(keras_archive(tmp_path, original)), mesh="1x2")
+    assert all(map(np.array_equal, original.get_weights(), loaded.get_weights()))
+
+
+def test_a_url_whose_scheme_names_a_store(tmp_path, monkeypatch):
+    original = small_model()
+    place = MemoryStore.copy_of(weights_h5(tmp_path, original))
+    monkeypatch.setitem(stores.SCHEMES, "memory", lambda url: Location(place.store, url.partition("://")[2]))
+    filled = keras.models.clone_model(original)
+    report = shardload.load_weights(filled, "memory://model.weights.h5", mesh="1x2")
+    assert report.source == "memory://model.weights.h5"
+    assert all(map(np.array_equal, original.get_weights(), filled.get_weights()))
+    assert shardload.inspect("memory://model.weights.h5").source == report.source
+
+
+def sharded_folder(folder):
+    """A Hugging Face folder in two shards with an index."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    placed = {name: f"model-{1 + i % 2:05}-of-00002.safetensors" for i, name in enumerate(tensors)}
+    for shard in set(placed.values()):
+        save_file({n: tensors[n] for n in tensors if placed[n] == shard}, folder / shard)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "folder"])
+def test_hugging_face_models(kind, tmp_path):
+    file, folder = gguf_pairs.write(tmp_path, "llama", "Q8_0")
+    path = sharded_folder(folder) if kind == "folder" else file
+    place = MemoryStore.copy_of(path)
+    assert_equal_manifests(open_manifest(path), open_manifest(place))
+    expected = shardload.load(path, task=False, mesh="1x2")
+    filled = keras_hub.models.Llama3Backbone.from_config(expected.get_config())
+    shardload.load_weights(filled, place, mesh="1x2")
+    for one, two in zip(expected.weights, filled.weights, strict=True):
+        assert np.asarray(one.value).tobytes() == np.asarray(two.value).tobytes()
+
+
+def test_a_preset_folder(tmp_path):
+    gguf_pairs.write(tmp_path, "llama", "F32")
+    backbone = shardload.load(tmp_path / "hf", task=False)
+    backbone.save_to_preset(tmp_path / "preset")
+    place = MemoryStore.copy_of(tmp_path / "preset")
+    assert_equal_manifests(open_manifest(tmp_path / "preset"), open_manifest(place))
+
+
+def test_a_step_needs_files_on_this_machine(tmp_path):
+    from saved_steps import save_step
+
+    step = save_step(small_model(), tmp_path / "run", 7)
+    with pytest.raises(UnsupportedError, match=r"Cannot open memory://7/pytree/.* in place.*Copy the checkpoint"):
+        open_manifest(MemoryStore.copy_of(step))
+
+
+def test_a_file_that_changes_after_its_headers_were_read(tmp_path):
+    place = MemoryStore.copy_of(safetensors_file(tmp_path, small_model()))
+    manifest = open_manifest(place)
+    name = next(iter(manifest.tensors))
+    place.store.files[place.key] = place.store.files[place.key][:-2000]
+    with pytest.raises(TransferError, match=r"memory://model\.safetensors ends before"):
+        for name in manifest.tensors:
+            read_tensor(manifest, name)
+    del place.store.files[place.key]
+    with pytest.raises(SourceNotFoundError, match=r"There is no file memory://model\.safetensors"):
+        read_tensor(manifest, name)
