@@ -9,29 +9,28 @@ any other, and no device ever stores more than its own shards.
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from typing import Any, Literal
 
 from numpy.typing import NDArray
 
-from shardload import loading
-from shardload.errors import DamagedError, SourceError, UsageError
+from shardload.errors import DamagedError, SourceError
 from shardload.loaders.orbax import open_orbax
 from shardload.manifest import Manifest
-from shardload.mapping import Items, map_state, slots_as_stored
-from shardload.parallel.current_layout import whereabouts
-from shardload.pipeline import arguments, filling, load_distributed
+from shardload.mapping import Items, map_state
+from shardload.pipeline import load as pipeline
+from shardload.pipeline.load_distributed import JointLoad, joint_load
+from shardload.pipeline.request import LoadRequest
 from shardload.progress import Progress
 from shardload.reports import LoadReport
-from shardload.steps.alternatives import WayOut, Which, way_out
+from shardload.resolve.opening import OpenedSource
+from shardload.steps.alternatives import Alternative, Which, alternative
 from shardload.steps.digests import Checker
 from shardload.steps.listing import StepInfo, find_step
 from shardload.steps.remote_listing import prepared
-from shardload.stores.fingerprint import Fingerprint
 from shardload.transfer.read_tensor import read_tensor
 from shardload.transfer.verification import check_tensor
 from shardload.typing import LayoutLike, MeshLike, PathLike
@@ -92,22 +91,53 @@ def restore(
         LoadInterruptedError: If reading failed after values had been replaced.
         DisagreementError: As in `load`, like all other errors about processes.
     """
-    where: dict[str, Any] = {"mesh": mesh, "devices": devices, "model": model}
-    same: dict[str, Any] = {"step": step, "items": items, "rename": rename, "names": names}
-    same |= {"strict": strict, "atomic": atomic, "fallback": fallback}
-    with load_distributed.joint_load("restore", directory, **where, **same) as call:
-        if fallback not in (None, "previous"):
-            raise UsageError(f"fallback is None or 'previous'; got {fallback!r}")
-        options: dict[str, Any] = {"mesh": mesh, "axes": axes, "layout": layout, "devices": devices, "items": items}
-        options |= {"rename": rename, "names": names, "strict": strict, "atomic": atomic, "progress": progress}
-        options["budget"] = arguments.budget(host_memory_bytes)
-        arguments.check_model(model)
-        report = _restore_sound(model, directory, step, call, fall_back=fallback is not None, **options)
-        call.done(report)
-        return report
+    request = LoadRequest(
+        function="restore",
+        model=model,
+        source=directory,
+        step=step,
+        items=items,
+        mesh=mesh,
+        axes=axes,
+        layout=layout,
+        devices=devices,
+        rename=rename,
+        names=names,
+        strict=strict,
+        atomic=atomic,
+        fallback=fallback,
+        host_memory_bytes=host_memory_bytes,
+        progress=progress,
+    )
+    with joint_load(request) as call:
+        return _restore_undamaged(request.checked(), step, call)
 
 
-def _chosen(call: load_distributed.JointLoad, directory: str | os.PathLike[str], step: Which) -> StepInfo:
+def _restore_undamaged(request: LoadRequest, step: Which, call: JointLoad) -> LoadReport:
+    """Restore the requested step; if it is damaged and a fallback is wanted, the one that `alternative` finds."""
+    skipped: list[str] = []
+    tried: set[int] = set()
+    info: StepInfo | None = None
+    while True:
+        try:
+            with call.attempt():
+                info = info or _find(call, request.source, step)
+                return _restore(request, info, call, skipped, best=step == "best" and not skipped)
+        except Exception as error:
+            damage = _damage(error)
+            if damage is None or (info is None and step != "best"):
+                raise
+            tried |= {info.step} if info is not None else set()
+            find = partial(alternative, request.source, step, bad=info, tried=tried)
+            found = Alternative(**call.first(lambda find=find: asdict(find()), "the alternative"))  # type: ignore[misc]
+            if request.fallback is None or found.step is None:
+                raise type(error)(f"{error}\n{found.advice}") from damage
+            name = "a damaged step" if info is None else f"step {info.step} is damaged and"
+            skipped.append(f"{name} was passed over: {damage}")
+            info = find_step(request.source, found.step)
+
+
+def _find(call: JointLoad, directory: PathLike, step: Which) -> StepInfo:
     """Return the step that process 0 chooses: a later search by another process may find a newer step."""
     mine: list[StepInfo] = []
 
@@ -119,68 +149,17 @@ def _chosen(call: load_distributed.JointLoad, directory: str | os.PathLike[str],
     return mine[0] if mine else find_step(directory, number)
 
 
-def _restore_sound(
-    model: Any,
-    directory: str | os.PathLike[str],
-    step: Which,
-    call: load_distributed.JointLoad,
-    *,
-    fall_back: bool,
-    **options: Any,
-) -> LoadReport:
-    """Restore the requested step; if it is damaged and ``fall_back`` is set, the step found by `way_out`."""
-    skipped: list[str] = []
-    tried: set[int] = set()
-    info: StepInfo | None = None
-    while True:
-        try:
-            with call.attempt():
-                info = info or _chosen(call, directory, step)
-                return _restore(model, info, skipped, call, best=step == "best" and not skipped, **options)
-        except Exception as error:
-            damage = _damage(error)
-            if damage is None or (info is None and step != "best"):
-                raise
-            tried |= {info.step} if info is not None else set()
-            find = partial(way_out, directory, step, bad=info, tried=tried)
-            found = WayOut(**call.first(lambda find=find: asdict(find()), "the way out"))  # type: ignore[misc]
-            if not fall_back or found.step is None:
-                raise type(error)(f"{error}\n{found.sentence}") from damage
-            name = "a damaged step" if info is None else f"step {info.step} is damaged and"
-            skipped.append(f"{name} was passed over: {damage}")
-            info = find_step(directory, found.step)
-
-
 def _restore(
-    model: Any, info: StepInfo, skipped: Sequence[str], call: load_distributed.JointLoad, *, best: bool, **options: Any
+    request: LoadRequest, info: StepInfo, call: JointLoad, skipped: Sequence[str], *, best: bool
 ) -> LoadReport:
-    clock = filling.Clock()
-    info = prepared(info)
-    checker = Checker.of_step(info.location) if info.ours else None
-    manifest = _opened(info)
-    files = Fingerprint.of(manifest.files)
-    call.ready()
-    stated = replace(manifest, tensors={}) if options["items"] == "weights" else manifest
-    with slots_as_stored(model, stated):
-        with clock("plan"):
-            place, wanted = whereabouts(model, **{k: options[k] for k in ("mesh", "axes", "layout", "devices")})
-            call.share(place)
-            chosen = {k: options[k] for k in ("items", "rename", "names")}
-            job = filling.prepare(
-                model,
-                manifest,
-                place,
-                layout=wanted,
-                host_memory_bytes=options["budget"],
-                mapping=map_state(model, manifest, **chosen),
-                check=checker,
-            ).checked(strict=options["strict"])
-        after = filling.on_failure(atomic=options["atomic"])
-        notes = (*skipped, _title(info, best=best))
-        report = call.fill(job, clock, files=files, on_failure=after, progress=options["progress"], notes=notes)
-    loading.remember_report(model, report)
-    if options["items"] == "all" and info.url is None:  # runs continue in their own local folder
-        _restored[model] = info
+    def opener(_: LoadRequest) -> OpenedSource:
+        ready = prepared(info)
+        checker = Checker.of_step(ready.location) if ready.ours else None  # before the headers, which it verifies
+        return OpenedSource(_opened(ready), checker, (*skipped, _title(ready, best=best)))
+
+    report = pipeline.load(request, call, opener=opener).report
+    if request.items == "all" and info.url is None:  # runs continue in their own local folder
+        _restored[request.model] = info
     return report
 
 

@@ -23,7 +23,7 @@ from shardload.distributed import processes
 from shardload.errors import DamagedError, MismatchError, SourceError, SourceNotFoundError, UsageError
 from shardload.keras_bridge.training import initial_epoch_of_fit, set_initial_epoch
 from shardload.mapping.stored_state import leaves_optimizer_alone
-from shardload.pipeline.filling import NOT_STRICT
+from shardload.pipeline.preparing import NOT_STRICT
 from shardload.reports import LoadReport
 from shardload.steps.digests import OWN_FOLDER
 from shardload.steps.listing import StepInfo, list_steps

@@ -33,7 +33,7 @@ def load(source: str, **options: Any) -> tuple[Any, tuple[Any, ...]]:
     """
     from shardload import loading
 
-    loaded = loading.run(source, **options)
+    loaded = loading.run(loading.LoadRequest(source=source, **options))
     shares = loaded.shares
     if not shares:
         return loaded, ()

@@ -2,8 +2,8 @@
 
 every value on one device              ─► a 1x1 mesh on that device
 layouts or values over one mesh        ─► that mesh and those layouts; values on one device count as replicated
-every value lost to a failed load      ─► their previous place (`remember`)
-no values, or a mesh or layout given   ─► a fresh placement
+every value lost to a failed load      ─► their previous mesh (`remember`)
+no values                              ─► no current mesh: the load chooses one
 """
 
 from __future__ import annotations
@@ -19,43 +19,23 @@ from shardload.errors import MeshError
 from shardload.keras_bridge.variables import has_value, sharding_of, stored_dtype, value_of
 from shardload.parallel import LayoutChoice, VariableLayout
 from shardload.parallel.model_variables import all_variables
-from shardload.sharding.devices import MeshDevices, place_on
+from shardload.sharding.devices import MeshDevices
 from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import DEFAULT_AXES, MeshSpec
-from shardload.typing import LayoutLike, MeshLike
 
-AS_IT_WAS = "as it was"
+KEEP_LAYOUT = "as it was"
 """Mode of a `LayoutChoice` that keeps the current layout."""
-
-
-def whereabouts(
-    model: Any,
-    *,
-    mesh: MeshLike | None = None,
-    axes: str | None = None,
-    layout: LayoutLike | None = None,
-    devices: Sequence[Any] | None = None,
-) -> tuple[MeshDevices, Any]:
-    """Return the devices to load onto, and the layout (a mode, or the model's `LayoutChoice`).
-
-    Raises:
-        MeshError: When the model's variables are spread over several meshes, or there are too few devices.
-    """
-    if mesh is not None or devices is not None or (place := home(model)) is None:
-        return place_on(mesh, axes=axes, devices=devices), "auto" if layout is None else layout
-    return place, _standing(model, place) if layout is None else layout
-
 
 _lost: weakref.WeakKeyDictionary[Any, MeshDevices] = weakref.WeakKeyDictionary()
 
 
-def remember(model: Any, place: MeshDevices) -> None:
+def remember(model: Any, devices: MeshDevices) -> None:
     """Record where a model was before a failed load: the values that would show it may be gone."""
-    _lost[model] = place
+    _lost[model] = devices
 
 
-def home(model: Any) -> MeshDevices | None:
-    """Return where a model is, ``None`` if it has no place yet.
+def current_devices(model: Any) -> MeshDevices | None:
+    """Return the mesh that a model is on, ``None`` if it is on none yet.
 
     Raises:
         MeshError: When its variables are spread over several meshes.
@@ -85,14 +65,15 @@ def _of_devices(shardings: Sequence[Any]) -> MeshDevices:
     return MeshDevices(MeshSpec(DEFAULT_AXES, (1, 1)), tuple(found[:1]))
 
 
-def _standing(model: Any, place: MeshDevices) -> LayoutChoice:
+def current_layout(model: Any, devices: MeshDevices) -> LayoutChoice:
+    """Return the layouts that the variables have on the model's current mesh."""
     variables = all_variables(model)
-    layouts = {key: _layout(v, place.mesh) for key, v in variables.items()}
+    layouts = {key: _layout(v, devices.mesh) for key, v in variables.items()}
     rows = tuple(
-        VariableLayout(v.path, tuple(v.shape), math.prod(v.shape) * stored_dtype(v).itemsize, layouts[key], AS_IT_WAS)
+        VariableLayout(v.path, tuple(v.shape), math.prod(v.shape) * stored_dtype(v).itemsize, layouts[key], KEEP_LAYOUT)
         for key, v in variables.items()
     )
-    return LayoutChoice(place.mesh, AS_IT_WAS, rows, layouts, ())
+    return LayoutChoice(devices.mesh, KEEP_LAYOUT, rows, layouts, ())
 
 
 def _layout(variable: Any, mesh: MeshSpec) -> Layout:

@@ -57,18 +57,13 @@ def float_dtype(wanted: DTypeLike | None) -> Any:
     return name
 
 
-def budget(wanted: int | str | None) -> int | None:
-    """Return the host-memory budget in bytes; ``None`` leaves it to the plan.
+def byte_count(argument: str, wanted: int | str | None) -> int | None:
+    """Parse the value of ``argument`` as a number of bytes; ``None`` stays ``None``.
 
     Raises:
-        UsageError: When the argument is not a number of bytes.
+        UsageError: When it is not a number of bytes.
     """
-    return None if wanted is None else byte_count("host_memory_bytes", wanted)
-
-
-def byte_count(argument: str, wanted: int | str) -> int:
-    """Parse the value of ``argument`` as a number of bytes."""
     try:
-        return parse_bytes(wanted)
+        return None if wanted is None else parse_bytes(wanted)
     except ValueError as error:
         raise UsageError(f"{argument}: {error}") from error

@@ -26,7 +26,8 @@ from shardload.errors import DisagreementError
 from shardload.keras_bridge.variables import stored_dtype
 from shardload.manifest import Extent, Manifest
 from shardload.parallel.model_variables import all_variables
-from shardload.pipeline.filling import LoadJob
+from shardload.pipeline.preparing import PreparedLoad
+from shardload.sharding.devices import MeshDevices
 from shardload.stores.location import Location
 from shardload.transfer.casts import is_float
 from shardload.transfer.verifier import Verifier
@@ -46,7 +47,8 @@ class Topic:
     what: str
     """Object of the sentence "processes disagree about …"."""
     facts: Callable[[], Facts]
-    way_out: str
+    fix: str
+    """What to do about a difference, as the last sentence of the message."""
     titles: Callable[[], Facts] = dict
     """Process 0's titles of facts whose names alone are unclear, for messages."""
 
@@ -65,24 +67,24 @@ def call_topics(function: str, arguments: Mapping[str, Any]) -> list[Topic]:
     ]
 
 
-def topics(job: LoadJob) -> list[Topic]:
+def topics(prepared: PreparedLoad) -> list[Topic]:
     """Return the topics to compare, with causes of other differences first.
 
     Args:
-        job: The load that this process is about to run.
+        prepared: The load that this process is about to run.
     """
     same = "the same on every process"
     return [
-        Topic("the mesh", lambda: _mesh(job), f"Pass {same}"),
-        Topic("the source", lambda: source(job.manifest), f"Load {same}"),
+        Topic("the mesh", lambda: _mesh(prepared.devices), f"Pass {same}"),
+        Topic("the source", lambda: source(prepared.manifest), f"Load {same}"),
         Topic(
             "the source",
-            lambda: content(job.manifest, job.check),
+            lambda: content(prepared.manifest, prepared.source.checker),
             f"Load {same}; copy it again where it lies in several places",
         ),
-        Topic("the dtype", lambda: _dtypes(job), f"Pass {same}, or build the model with it"),
-        Topic("the model", lambda: _model(job), f"Build {same}", lambda: _paths(job)),
-        Topic("the layout", lambda: _layouts(job), f"Use {same}", lambda: _paths(job)),
+        Topic("the dtype", lambda: _dtypes(prepared), f"Pass {same}, or build the model with it"),
+        Topic("the model", lambda: _model(prepared), f"Build {same}", lambda: _paths(prepared)),
+        Topic("the layout", lambda: _layouts(prepared), f"Use {same}", lambda: _paths(prepared)),
     ]
 
 
@@ -93,20 +95,20 @@ def require(joint: JointCall, found: list[Topic]) -> None:
         DisagreementError: On all processes, naming the first difference and each side's value.
     """
     facts = [topic.facts() for topic in found]
-    said = joint.together(lambda: [_digest(one) for one in facts], f"the comparison of {found[0].what}")
-    for topic, mine, digests in zip(found, facts, zip(*said, strict=True), strict=True):
+    of_each = joint.together(lambda: [_digest(one) for one in facts], f"the comparison of {found[0].what}")
+    for topic, mine, digests in zip(found, facts, zip(*of_each, strict=True), strict=True):
         if len(set(digests)) > 1:
             raise _disagreement(joint, topic, mine)
 
 
 def _disagreement(joint: JointCall, topic: Topic, mine: Facts) -> DisagreementError:
     first, titles = joint.first(lambda: (mine, topic.titles()), f"what process 0 has of {topic.what}")
-    seen = joint.together(lambda: _difference(first, mine), f"what differs of {topic.what}")
-    key, wanted, _ = next(one for one in seen if one is not None)
-    who = [f"process {i} has {one[2]}" for i, one in enumerate(seen) if one is not None and one[0] == key]
+    differences = joint.together(lambda: _difference(first, mine), f"what differs of {topic.what}")
+    key, wanted, _ = next(one for one in differences if one is not None)
+    others = [f"process {i} has {one[2]}" for i, one in enumerate(differences) if one is not None and one[0] == key]
     return DisagreementError(
         f"Cannot load together: the processes disagree about {topic.what}. {titles.get(key, key)}: process 0 has "
-        f"{wanted}, {', '.join(who[:8])}{' …' if len(who) > 8 else ''}. {topic.way_out}"
+        f"{wanted}, {', '.join(others[:8])}{' …' if len(others) > 8 else ''}. {topic.fix}"
     )
 
 
@@ -126,7 +128,7 @@ def _written(arguments: Mapping[str, Any]) -> Facts:
     found: Facts = {}
     for name, value in arguments.items():
         if isinstance(value, Mapping):
-            found |= {f"{name}[{key!r}]": _as_text(held) for key, held in sorted(value.items(), key=str)}
+            found |= {f"{name}[{key!r}]": _as_text(item) for key, item in sorted(value.items(), key=str)}
         elif value is not None:
             found[name] = _as_text(value)
     return found
@@ -146,10 +148,9 @@ def _as_text(value: Any) -> str:
     return type(value).__name__
 
 
-def _mesh(job: LoadJob) -> Facts:
-    axes = ", ".join(job.place.mesh.axes)
-    ids = ", ".join(str(getattr(device, "id", None)) for device in job.place.devices)
-    return {"Its shape": f"{'x'.join(map(str, job.place.mesh.sizes))} ({axes})", "Its devices": ids}
+def _mesh(devices: MeshDevices) -> Facts:
+    shape = f"{'x'.join(map(str, devices.mesh.sizes))} ({', '.join(devices.mesh.axes)})"
+    return {"Its shape": shape, "Its devices": ", ".join(str(getattr(d, "id", None)) for d in devices.devices)}
 
 
 def source(manifest: Manifest) -> Facts:
@@ -201,24 +202,24 @@ def _bytes_at(path: Location, offset: int) -> str:
     return f"{buffer[:8].hex()}… ({hashlib.blake2b(buffer, digest_size=4).hexdigest()})"
 
 
-def _dtypes(job: LoadJob) -> Facts:
+def _dtypes(prepared: PreparedLoad) -> Facts:
     """Compared before the model, where every weight would differ."""
-    found = {str(stored_dtype(v)) for v in all_variables(job.model).values() if is_float(stored_dtype(v))}
+    found = {str(stored_dtype(v)) for v in all_variables(prepared.model).values() if is_float(stored_dtype(v))}
     return {"That of the weights": ", ".join(sorted(found))}
 
 
-def _model(job: LoadJob) -> Facts:
-    found = {id(v): f"{stored_dtype(v)} {tuple(v.shape)}, no tensor" for v in all_variables(job.model).values()}
-    for binding in job.mapping.bindings:
+def _model(prepared: PreparedLoad) -> Facts:
+    found = {id(v): f"{stored_dtype(v)} {tuple(v.shape)}, no tensor" for v in all_variables(prepared.model).values()}
+    for binding in prepared.mapping.bindings:
         found[id(binding.variable)] = f"{binding.dtype} {binding.view.shape} from {binding.view}"
-    for computed in job.mapping.computed:
+    for computed in prepared.mapping.computed:
         found |= {id(v): f"computed from {', '.join(computed.tensors)}" for v in computed.variables}
-    return {f"Variable {place}": text for place, text in enumerate(found.values())}
+    return {f"Variable {number}": text for number, text in enumerate(found.values())}
 
 
-def _layouts(job: LoadJob) -> Facts:
-    return {f"Variable {place}": str(row.layout) for place, row in enumerate(job.choice.variables)}
+def _layouts(prepared: PreparedLoad) -> Facts:
+    return {f"Variable {number}": str(row.layout) for number, row in enumerate(prepared.layouts.variables)}
 
 
-def _paths(job: LoadJob) -> Facts:
-    return {f"Variable {place}": row.path for place, row in enumerate(job.choice.variables)}
+def _paths(prepared: PreparedLoad) -> Facts:
+    return {f"Variable {number}": row.path for number, row in enumerate(prepared.layouts.variables)}

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
@@ -28,9 +28,11 @@ from shardload.distributed import processes
 from shardload.distributed.exit_reasons import ExitRecorder
 from shardload.distributed.joint_call import JointCall
 from shardload.keras_bridge.recording import seeded
-from shardload.parallel.current_layout import home
+from shardload.parallel.current_layout import current_devices
 from shardload.pipeline import consistency, filling
-from shardload.pipeline.filling import Clock, LoadJob, OnFailure
+from shardload.pipeline.preparing import PreparedLoad
+from shardload.pipeline.reporting import Clock
+from shardload.pipeline.request import LoadRequest
 from shardload.progress import Progress, Silent
 from shardload.reports import ByteCounts, HostBytes, LoadReport
 from shardload.sharding import devices as placement
@@ -77,20 +79,20 @@ class JointLoad:
                 raise
             raise cause from None
 
-    def ready(self) -> None:
+    def start_jax(self) -> None:
         """Start JAX once headers are read; this waits for the other processes."""
         if self._joint is not None:
             self._joint.together(lambda: None, "the start of JAX")
             self._joint.together(self._start, "JAX has started")
 
-    def share(self, place: MeshDevices) -> None:
+    def check_shares(self, devices: MeshDevices) -> None:
         """Check that the processes can share a mesh.
 
         Raises:
             MeshError: When they cannot.
         """
         if self._joint is not None:
-            placement.check_shares(place)
+            placement.check_shares(devices)
 
     @contextmanager
     def seeds(self) -> Iterator[None]:
@@ -101,47 +103,31 @@ class JointLoad:
         with seeded(self._joint.first(self._draw, "the seed")):
             yield
 
-    def fill(
-        self,
-        job: LoadJob,
-        clock: Clock,
-        *,
-        files: Fingerprint,
-        on_failure: OnFailure,
-        progress: Progress | None,
-        notes: tuple[str, ...],
-    ) -> LoadReport:
+    def fill(self, prepared: PreparedLoad, clock: Clock, files: Fingerprint) -> LoadReport:
         """Run `filling.fill` once all processes are about to load the same thing; it succeeds on all or on none.
 
         Raises:
             DisagreementError: When they differ.
         """
         if self._joint is not None:
-            consistency.require(self._joint, consistency.topics(job))
-        shown = progress or Silent()
-        return filling.fill(
-            job,
-            clock,
-            files=files,
-            on_failure=on_failure,
-            progress=shown if self._joint is None else _Watched(shown, self._joint),
-            notes=notes,
-            on_filled=self._filled,
-        )
+            consistency.require(self._joint, consistency.topics(prepared))
+        shown = prepared.request.progress or Silent()
+        progress = shown if self._joint is None else _Watched(shown, self._joint)
+        return filling.fill(prepared, clock, files, progress=progress, on_filled=self._filled)
 
     def _filled(self) -> None:
         """Wait until all values are in place on every process."""
         if self._joint is not None:
             self._joint.together(lambda: None, "the end of the transfer")
 
-    def done(self, report: LoadReport) -> tuple[ReadShare, ...]:
+    def shares(self, report: LoadReport) -> tuple[ReadShare, ...]:
         """Wait until all processes are done; return the share of each, or nothing in a single process."""
         if self._joint is None:
             return ()
-        said = self._joint.together(lambda: _account(report), "the account")
+        accounts = self._joint.together(lambda: _account(report), "the account")
         return tuple(
-            ReadShare(i, ByteCounts(**word["bytes"]), HostBytes(**word["host_bytes"]), word["total_s"])
-            for i, word in enumerate(said)
+            ReadShare(i, ByteCounts(**account["bytes"]), HostBytes(**account["host_bytes"]), account["total_s"])
+            for i, account in enumerate(accounts)
         )
 
     def _draw(self) -> int:
@@ -178,44 +164,17 @@ class JointLoad:
 
 
 @contextmanager
-def joint_load(
-    name: str,
-    source: Any,
-    *,
-    mesh: Any = None,
-    devices: Sequence[Any] | None = None,
-    model: Any = None,
-    **arguments: Any,
-) -> Iterator[JointLoad]:
+def joint_load(request: LoadRequest) -> Iterator[JointLoad]:
     """Make a call together with the other processes, if there are any and their devices are involved.
-
-    Args:
-        name: Name of the function.
-        source: Its source argument, for messages.
-        mesh: As passed by the caller.
-        devices: As passed by the caller.
-        model: The model to fill; its own devices count if neither mesh nor devices are given.
-        **arguments: Arguments that must be equal on all processes, as written.
 
     Raises:
         DisagreementError: On all processes, when their calls differ.
     """
-    if not processes.are_several() or _is_own(mesh, devices, model):
+    if not processes.are_several() or _is_local(request):
         yield JointLoad(None)
-        return
-    witness = _witness()
-    witness.begin()
-    witness.note(f"shardload.{name} was loading {str(source)!r}")
-    joint = JointCall(on_end=witness.rest)
-    made = JointLoad(joint)
-    try:
-        with made.attempt():
-            with processes.starting_meanwhile(placement.available, OUTSIDE_S):
-                consistency.require(joint, consistency.call_topics(name, arguments))
-            yield made
-    finally:
-        joint.close()
-        witness.rest()
+    else:
+        with _joint(request.function, request.source, request.compared) as call:
+            yield call
 
 
 def start() -> None:
@@ -224,22 +183,41 @@ def start() -> None:
     Raises:
         MeshError: On all processes, when JAX did not start on one.
     """
-    with joint_load("load", "its devices") as made:
-        made.ready()
+    if not processes.are_several():
+        return
+    with _joint("load", "its devices", {}) as call:
+        call.start_jax()
+
+
+@contextmanager
+def _joint(function: str, source: Any, arguments: Mapping[str, Any]) -> Iterator[JointLoad]:
+    recorder = _exit_recorder()
+    recorder.begin()
+    recorder.note(f"shardload.{function} was loading {str(source)!r}")
+    joint = JointCall(on_end=recorder.rest)
+    call = JointLoad(joint)
+    try:
+        with call.attempt():
+            with processes.starting_meanwhile(placement.available, OUTSIDE_S):
+                consistency.require(joint, consistency.call_topics(function, arguments))
+            yield call
+    finally:
+        joint.close()
+        recorder.rest()
 
 
 @functools.cache
-def _witness() -> ExitRecorder:
+def _exit_recorder() -> ExitRecorder:
     return ExitRecorder()
 
 
-def _is_own(mesh: Any, devices: Sequence[Any] | None, model: Any) -> bool:
+def _is_local(request: LoadRequest) -> bool:
     """Whether all named devices belong to this process; if none is named, the call involves all processes' devices."""
     try:
-        named = placement.named_devices(mesh, devices)
-        if mesh is None and devices is None and model is not None:
-            place = home(model)
-            named = None if place is None else place.devices
+        named = placement.named_devices(request.mesh, request.devices)
+        if request.mesh is None and request.devices is None and request.model is not None:
+            current = current_devices(request.model)
+            named = None if current is None else current.devices
     except Exception:  # a wrong argument: the call itself raises the error, on all processes
         return False
     return bool(named) and all(getattr(d, "process_index", None) == jax.process_index() for d in named or ())

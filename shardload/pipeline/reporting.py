@@ -1,10 +1,15 @@
-"""Build the report of a job that ran, or was only planned."""
+"""Build the report of a load that ran, or was only planned, and remember it for the model."""
 
 from __future__ import annotations
 
 import math
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from shardload.errors import UnsupportedError
 from shardload.hub import fidelity
 from shardload.keras_bridge.model_state import variables_of
 from shardload.keras_bridge.variables import stored_dtype
@@ -25,110 +30,152 @@ from shardload.reports import (
 from shardload.units import format_bytes
 
 if TYPE_CHECKING:
-    from shardload.pipeline.filling import Clock, LoadJob
+    from shardload.pipeline.preparing import PreparedLoad
     from shardload.transfer.execution import TransferStats
+
+_reports: weakref.WeakKeyDictionary[Any, LoadReport] = weakref.WeakKeyDictionary()
+"""The report of the last load into each model."""
+
+
+def remember(model: Any, report: LoadReport) -> None:
+    """Store the report that `remembered` returns for ``model``."""
+    _reports[model] = report
+
+
+def remembered(model: Any) -> LoadReport:
+    """Return the report of the last load into ``model``.
+
+    Raises:
+        UnsupportedError: When shardload loaded nothing into it in this process.
+    """
+    if model not in _reports:
+        raise UnsupportedError(f"Nothing was loaded into the model {getattr(model, 'name', model)!r} by shardload")
+    return _reports[model]
+
+
+class Clock:
+    """Wall-clock seconds per stage, counted from creation."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self.stages: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        """Add the duration of the block to ``stage``."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.stages[stage] = self.stages.get(stage, 0.0) + time.perf_counter() - began
+
+    @property
+    def total_s(self) -> float:
+        """Seconds since creation."""
+        return time.perf_counter() - self._began
 
 
 def load_report(
-    job: LoadJob, clock: Clock, stats: TransferStats, *, initialised: tuple[str, ...], notes: tuple[str, ...]
+    prepared: PreparedLoad, clock: Clock, stats: TransferStats, *, initialised: tuple[str, ...]
 ) -> LoadReport:
-    """Report a job that ran."""
-    computed_bytes = sum(job.manifest.tensors[t].stored_bytes for t in _computed_tensors(job))
+    """Report a load that ran."""
+    own = {v.path for v in variables_of(prepared.model)}
     return LoadReport(
-        **_facts(job, notes),
-        bytes=ByteCounts(job.plan.needed_bytes + computed_bytes, stats.read_bytes + computed_bytes),
-        seconds=_stages(clock),
-        host_bytes=HostBytes(job.plan.host_memory_bytes, stats.peak_staging_bytes),
-        initialised=_of_the_model(job, initialised),
+        **_facts(prepared, clock, read_bytes=stats.read_bytes, peak_staging_bytes=stats.peak_staging_bytes),
+        # An optimizer or a metric that starts from scratch is expected, so only the model's own are listed.
+        initialised=tuple(path for path in initialised if path in own),
     )
 
 
-def _of_the_model(job: LoadJob, initialised: tuple[str, ...]) -> tuple[str, ...]:
-    """Return only the model's own variables: an optimizer or a metric that starts from scratch is expected."""
-    own = {v.path for v in variables_of(job.model)}
-    return tuple(path for path in initialised if path in own)
-
-
-def plan_report(
-    job: LoadJob, clock: Clock, *, layout: Any, device_memory_bytes: int | None, notes: tuple[str, ...]
-) -> PlanReport:
-    """Report a job that was only planned."""
-    computed_bytes = sum(job.manifest.tensors[t].stored_bytes for t in _computed_tensors(job))
+def plan_report(prepared: PreparedLoad, clock: Clock) -> PlanReport:
+    """Report a load that was only planned."""
+    plan = prepared.plan
     return PlanReport(
-        **_facts(job, notes),
-        bytes=ByteCounts(job.plan.needed_bytes + computed_bytes, job.plan.read_bytes + computed_bytes),
-        seconds=_stages(clock),
-        host_bytes=HostBytes(job.plan.host_memory_bytes, job.plan.peak_staging_bytes),
-        fits=None if device_memory_bytes is None else _fit(job, layout, device_memory_bytes),
+        **_facts(prepared, clock, read_bytes=plan.read_bytes, peak_staging_bytes=plan.peak_staging_bytes),
+        fits=_fit(prepared, prepared.request.device_memory),
     )
 
 
-def _facts(job: LoadJob, notes: tuple[str, ...]) -> dict[str, Any]:
-    variables = job.mapping.provided
-    layouts = [job.choice.layouts[id(v)] for v in variables]
-    replicated = sum(layout.is_replicated for layout in layouts)
-    weight_bytes = sum(math.prod(v.shape) * stored_dtype(v).itemsize for v in variables)
-    mesh_notes = tuple(f"replicated though large: {path}" for path in job.choice.replicated_large)
+def _facts(prepared: PreparedLoad, clock: Clock, *, read_bytes: int, peak_staging_bytes: int) -> dict[str, Any]:
+    """Return the fields that both reports have."""
+    computed = {tensor for c in prepared.mapping.computed for tensor in c.tensors}
+    computed_bytes = sum(prepared.manifest.tensors[tensor].stored_bytes for tensor in computed)
     return {
-        "source": job.manifest.source,
-        "format": job.manifest.format,
-        "mesh": str(job.place.mesh),
-        "devices": _devices(job),
-        "variables": len(variables),
-        "parameters": sum(math.prod(v.shape) for v in variables),
-        "weight_bytes": weight_bytes,
-        "layout": LayoutSummary(len(layouts) - replicated, replicated, job.choice.fallbacks),
-        "missing": job.mapping.missing,
-        "unused": job.mapping.unused,
-        "outside": tuple(Outside(o.tensor, o.reason) for o in job.outside),
-        "cast": _casts(job),
-        "mismatched": tuple(
-            Mismatched(m.variable, m.tensor, m.expected, m.found) for m in (*job.left_out, *job.mapping.mismatched)
-        ),
-        "computed": tuple(name for c in job.mapping.computed for name in c.names),
-        "notes": (
-            *notes,
-            *fidelity.notes_of(job.model, job.manifest),
-            *job.mapping.notes,
-            *_unasked(job),
-            *mesh_notes,
-            *_raised(job),
-        ),
+        "source": prepared.manifest.source,
+        "format": prepared.manifest.format,
+        "bytes": ByteCounts(prepared.plan.needed_bytes + computed_bytes, read_bytes + computed_bytes),
+        "seconds": _stages(clock),
+        "host_bytes": HostBytes(prepared.plan.host_memory_bytes, peak_staging_bytes),
+        "notes": _notes(prepared),
+        **_weights(prepared),
+        **_differences(prepared),
     }
 
 
-def _raised(job: LoadJob) -> tuple[str, ...]:
-    if not job.plan.budget_raised:
+def _weights(prepared: PreparedLoad) -> dict[str, Any]:
+    """Return what is loaded, and where it goes."""
+    variables = prepared.mapping.provided
+    layouts = [prepared.layouts.layouts[id(v)] for v in variables]
+    replicated = sum(layout.is_replicated for layout in layouts)
+    return {
+        "mesh": str(prepared.devices.mesh),
+        "devices": _devices(prepared),
+        "variables": len(variables),
+        "parameters": sum(math.prod(v.shape) for v in variables),
+        "weight_bytes": sum(math.prod(v.shape) * stored_dtype(v).itemsize for v in variables),
+        "layout": LayoutSummary(len(layouts) - replicated, replicated, prepared.layouts.fallbacks),
+    }
+
+
+def _differences(prepared: PreparedLoad) -> dict[str, Any]:
+    """Return where the model and the checkpoint differ."""
+    mapping = prepared.mapping
+    mismatched = (*prepared.left_out, *mapping.mismatched)
+    return {
+        "missing": mapping.missing,
+        "unused": mapping.unused,
+        "outside": tuple(Outside(o.tensor, o.reason) for o in prepared.outside),
+        "cast": tuple(Cast(b.name, str(b.stored), str(b.dtype)) for b in mapping.bindings if b.stored != b.dtype),
+        "mismatched": tuple(Mismatched(m.variable, m.tensor, m.expected, m.found) for m in mismatched),
+        "computed": tuple(name for c in mapping.computed for name in c.names),
+    }
+
+
+def _notes(prepared: PreparedLoad) -> tuple[str, ...]:
+    return (
+        *prepared.notes,
+        *fidelity.notes_of(prepared.model, prepared.manifest),
+        *prepared.mapping.notes,
+        *_skipped_state(prepared),
+        *(f"replicated though large: {path}" for path in prepared.layouts.replicated_large),
+        *_raised_budget(prepared),
+    )
+
+
+def _raised_budget(prepared: PreparedLoad) -> tuple[str, ...]:
+    if not prepared.plan.budget_raised:
         return ()
-    size = format_bytes(job.plan.host_memory_bytes)
+    size = format_bytes(prepared.plan.host_memory_bytes)
     return (f"host memory up to {size}, as chunks of the checkpoint decode as a whole",)
 
 
-def _devices(job: LoadJob) -> tuple[DeviceUse, ...]:
+def _devices(prepared: PreparedLoad) -> tuple[DeviceUse, ...]:
     """Return the bytes that the load put on each device; equal for all positions, because every split is even."""
-    held = sum(
-        math.prod(job.choice.layouts[id(v)].shard_shape(tuple(v.shape))) * stored_dtype(v).itemsize
-        for v in job.mapping.provided
+    device_bytes = sum(
+        math.prod(prepared.layouts.layouts[id(v)].shard_shape(tuple(v.shape))) * stored_dtype(v).itemsize
+        for v in prepared.mapping.provided
     )
     return tuple(
-        DeviceUse(position if d is None else d.id, "planned" if d is None else d.platform, held)
-        for position, d in enumerate(job.place.devices)
+        DeviceUse(position if d is None else d.id, "planned" if d is None else d.platform, device_bytes)
+        for position, d in enumerate(prepared.devices.devices)
     )
 
 
-def _casts(job: LoadJob) -> tuple[Cast, ...]:
-    return tuple(Cast(b.name, str(b.stored), str(b.dtype)) for b in job.mapping.bindings if b.stored != b.dtype)
-
-
-def _computed_tensors(job: LoadJob) -> set[str]:
-    return {t for c in job.mapping.computed for t in c.tensors}
-
-
-def _unasked(job: LoadJob) -> tuple[str, ...]:
-    if not job.mapping.unasked:
+def _skipped_state(prepared: PreparedLoad) -> tuple[str, ...]:
+    if not prepared.mapping.unasked:
         return ()
-    counts = [name for name in job.mapping.unasked if name.startswith("metrics_variables/")]
-    others = [name for name in job.mapping.unasked if not name.startswith("metrics_variables/")]
+    counts = [name for name in prepared.mapping.unasked if name.startswith("metrics_variables/")]
+    others = [name for name in prepared.mapping.unasked if not name.startswith("metrics_variables/")]
     found = []
     if others:
         what = f"{len(others)} tensors belong to parts this model does not have, or were not asked for"
@@ -142,9 +189,12 @@ def _stages(clock: Clock) -> Stages:
     return Stages(clock.stages.get("build"), clock.stages.get("plan"), clock.stages.get("transfer"), clock.total_s)
 
 
-def _fit(job: LoadJob, layout: Any, device_memory_bytes: int) -> Fit:
-    found = fit(job.model, job.place.mesh, device_memory_bytes, layout=layout)
-    smallest = smallest_mesh(job.model, device_memory_bytes, layout=layout)
+def _fit(prepared: PreparedLoad, device_memory_bytes: int | None) -> Fit | None:
+    if device_memory_bytes is None:
+        return None
+    model, layout = prepared.model, prepared.request.layout
+    found = fit(model, prepared.devices.mesh, device_memory_bytes, layout=layout)
+    smallest = smallest_mesh(model, device_memory_bytes, layout=layout)
     return Fit(
         device_memory=device_memory_bytes,
         per_device_max=found.device_bytes,

@@ -40,7 +40,7 @@ class MeshDevices:
             )
 
 
-def mesh_spec(mesh: MeshLike | MeshSpec, *, axes: str | None = None) -> MeshSpec:
+def mesh_spec(mesh: MeshLike | MeshSpec | None, *, axes: str | None = None) -> MeshSpec:
     """Return the `MeshSpec` for any form of mesh that a caller may pass.
 
     Args:
@@ -61,14 +61,13 @@ def mesh_spec(mesh: MeshLike | MeshSpec, *, axes: str | None = None) -> MeshSpec
             return MeshSpec.parse("x".join(map(str, mesh)), axes=axes)
         case jax.sharding.Mesh():
             return MeshSpec(tuple(map(str, mesh.axis_names)), tuple(mesh.devices.shape))
-    if hasattr(mesh, "axis_names") and hasattr(
-        mesh, "devices"
-    ):  # a keras.distribution.DeviceMesh, detected without importing Keras
+    # A keras.distribution.DeviceMesh, detected without importing Keras:
+    if mesh is not None and hasattr(mesh, "axis_names") and hasattr(mesh, "devices"):
         return MeshSpec(tuple(mesh.axis_names), tuple(np.shape(mesh.devices)))
     raise MeshError(f"Cannot read a mesh from {mesh!r}. Write '1x8', 'data=2,model=4', or pass a jax.sharding.Mesh")
 
 
-def place_on(
+def resolve_devices(
     mesh: MeshLike | MeshSpec | None = None, *, axes: str | None = None, devices: Sequence[Any] | None = None
 ) -> MeshDevices:
     """Return a mesh with its devices.
@@ -99,13 +98,13 @@ def _first_devices(spec: MeshSpec) -> tuple[Any, ...]:
     if spec.size <= len(found):
         return found[: spec.size]
     platform = found[0].platform
-    way_out = (
+    fix = (
         f"Before JAX is first used, call jax.config.update('jax_num_cpu_devices', {spec.size}) to simulate them"
         if platform == "cpu"
         else "Use a smaller mesh, or simulate one on the CPU with JAX_PLATFORMS=cpu (--platform cpu)"
     )
     raise MeshError(
-        f"The mesh {spec} needs {spec.size} devices, but this process has {len(found)} ({platform}). {way_out}."
+        f"The mesh {spec} needs {spec.size} devices, but this process has {len(found)} ({platform}). {fix}."
     )
 
 
@@ -138,16 +137,16 @@ def not_started(error: Exception) -> MeshError:
     )
 
 
-def local_positions(place: MeshDevices) -> tuple[int, ...]:
+def local_positions(devices: MeshDevices) -> tuple[int, ...]:
     """Return the mesh positions that this process loads: all except those of other processes' devices.
 
     Raises:
         MeshError: When the mesh has none of this process's devices.
     """
-    found = tuple(i for i, d in enumerate(place.devices) if d is None or d.process_index == jax.process_index())
+    found = tuple(i for i, d in enumerate(devices.devices) if d is None or d.process_index == jax.process_index())
     if not found:
         raise MeshError(
-            f"The mesh {place.mesh} has none of the {jax.local_device_count()} devices of this process "
+            f"The mesh {devices.mesh} has none of the {jax.local_device_count()} devices of this process "
             f"({jax.process_index()} of {jax.process_count()}). Use a larger mesh, of {jax.device_count()} devices, or "
             "hand over the devices to use as devices="
         )
@@ -165,7 +164,7 @@ def named_devices(mesh: Any, devices: Sequence[Any] | None) -> tuple[Any, ...] |
     return None
 
 
-def check_shares(place: MeshDevices) -> None:
+def check_shares(devices: MeshDevices) -> None:
     """Check that each process has an equal part of a mesh: the same number of rows, columns, … along each axis.
 
     JAX distributes data only over such meshes.
@@ -173,7 +172,7 @@ def check_shares(place: MeshDevices) -> None:
     Raises:
         MeshError: When the parts differ.
     """
-    indices = np.array([device.process_index for device in place.devices]).reshape(place.mesh.sizes)
+    indices = np.array([device.process_index for device in devices.devices]).reshape(devices.mesh.sizes)
     parts = [np.nonzero(indices == process) for process in range(jax.process_count())]
     counts = [len(part[0]) for part in parts]
     kinds = {tuple(len(set(along)) for along in part) for part in parts}
@@ -181,15 +180,15 @@ def check_shares(place: MeshDevices) -> None:
         return
     if len(set(counts)) > 1:
         shares = ", ".join(f"process {i} has {n}" for i, n in enumerate(counts[:8])) + (" …" * (len(counts) > 8))
-        what = f"of its {place.mesh.size} devices {shares}"
+        what = f"of its {devices.mesh.size} devices {shares}"
     else:
         what = f"the {counts[0]} devices of a process are no block of it"
     raise MeshError(
-        f"The mesh {place.mesh} cannot be shared evenly by {len(parts)} processes: {what}. Use a mesh with a whole "
+        f"The mesh {devices.mesh} cannot be shared evenly by {len(parts)} processes: {what}. Use a mesh with a whole "
         f"number of rows or columns for each process, for example 1x{jax.device_count()}, or pass devices="
     )
 
 
-def planned(spec: MeshSpec) -> MeshDevices:
+def abstract_devices(spec: MeshSpec) -> MeshDevices:
     """Return a mesh with abstract devices: for planning, not for loading."""
     return MeshDevices(spec, (None,) * spec.size)

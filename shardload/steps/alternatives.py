@@ -22,15 +22,18 @@ Which = int | Literal["latest", "best"]
 
 
 @dataclass(frozen=True, slots=True)
-class WayOut:
-    """The advice about a damaged step. Serializable as JSON, so that process 0 can send it to the other processes."""
+class Alternative:
+    """The step to use instead of a damaged one. Serializable as JSON, so that process 0 can send it to the others."""
 
     step: int | None
     """The step that ``fallback="previous"`` restores, if any."""
-    sentence: str
+    advice: str
+    """A sentence for the error message."""
 
 
-def way_out(directory: str | os.PathLike[str], which: Which, *, bad: StepInfo | None, tried: Collection[int]) -> WayOut:
+def alternative(
+    directory: str | os.PathLike[str], which: Which, *, bad: StepInfo | None, tried: Collection[int]
+) -> Alternative:
     """Find a step to use instead of a damaged one.
 
     Args:
@@ -40,24 +43,24 @@ def way_out(directory: str | os.PathLike[str], which: Which, *, bad: StepInfo | 
         tried: The numbers of all steps already found to be damaged.
     """
     if bad is not None and bad.url is not None and not knows_others(str(directory), bad):
-        return WayOut(None, "No other step is known there; restore one by its address, if there is one.")
+        return Alternative(None, "No other step is known there; restore one by its address, if there is one.")
     good = "" if is_url(directory) else " good one"
     steps = list_steps(directory)
     others = [info for info in reversed(steps) if info.ours and info.step not in tried]
     if which != "best":
         found = _first_good(info for info in others if bad is None or info.step < bad.step)
-        return _take(found, f"newest{good} before it") if found else WayOut(None, "No earlier step is undamaged.")
+        return _take(found, f"newest{good} before it") if found else Alternative(None, "No earlier step is undamaged.")
     ranks = {info.step: rank for rank, info in enumerate(best_first(steps))}
     ranked = sorted((info for info in others if info.step in ranks), key=lambda info: ranks[info.step])
     if found := _first_good(ranked):
         return _take(found, f"next best{good}" if bad else f"best{good} of the others")
     newest = _first_good(info for info in others if info.step not in ranks)
     unranked = f" Step {newest.step} is the newest{good}: pass step={newest.step}." if newest else ""
-    return WayOut(None, f"No other undamaged step has a value of the monitored metric.{unranked}")
+    return Alternative(None, f"No other undamaged step has a value of the monitored metric.{unranked}")
 
 
-def _take(found: StepInfo, rank: str) -> WayOut:
-    return WayOut(found.step, f"Step {found.step} is the {rank}: pass step={found.step}, or fallback='previous'.")
+def _take(found: StepInfo, rank: str) -> Alternative:
+    return Alternative(found.step, f"Step {found.step} is the {rank}: pass step={found.step}, or fallback='previous'.")
 
 
 def _first_good(steps: Iterable[StepInfo]) -> StepInfo | None:

@@ -146,7 +146,7 @@ def test_cuda_where_there_is_none_is_one_paragraph():
 
 @pytest.mark.slow
 def test_cuda_where_there_is_none_is_our_error_in_python():
-    code = "from shardload.sharding.devices import place_on; place_on('1x8')"
+    code = "from shardload.sharding.devices import resolve_devices; resolve_devices('1x8')"
     done = run((sys.executable, "-c", code), JAX_PLATFORMS="cuda", CUDA_VISIBLE_DEVICES="")
     assert done.stderr.splitlines()[-1].startswith("shardload.errors.MeshError: JAX could not start with JAX_PLATFORMS")
 

@@ -32,7 +32,9 @@ from shardload.errors import (
 )
 from shardload.keras_bridge.recording import seeded
 from shardload.loaders import open_manifest
-from shardload.pipeline import consistency, filling, load_distributed
+from shardload.pipeline import consistency, load_distributed, preparing
+from shardload.pipeline.request import LoadRequest
+from shardload.resolve.opening import OpenedSource
 from shardload.sharding import devices
 from shardload.sharding.mesh import MeshSpec
 
@@ -148,10 +150,10 @@ def pair(dtype="float32"):
 
 
 def job_of(model, source, **options):
-    place = devices.place_on("1x1")
-    return filling.prepare(
-        model, open_manifest(str(source)), place, layout="auto", host_memory_bytes=None, **options
-    ).checked(strict=False)
+    request = LoadRequest(function="load_weights", model=model, source=source, strict=False, **options)
+    opened = OpenedSource(open_manifest(str(source)), None, ())
+    mesh = devices.resolve_devices("1x1")
+    return preparing.prepare(request, opened, model, mesh, layout="auto").validated()
 
 
 def differing(*jobs):
@@ -178,7 +180,7 @@ def test_tensors_that_go_to_other_variables_are_a_difference_that_is_named(tmp_p
     for order in ("ab", "ba"):
         model = pair()
         names = dict(zip(order, (model.layers[0].kernel.path, model.layers[2].kernel.path), strict=True))
-        jobs.append(job_of(model, tmp_path / "x.safetensors", tensor_names=names))
+        jobs.append(job_of(model, tmp_path / "x.safetensors", names=names))
     assert differing(*jobs) == ["the model"]
     topic = next(one for one in consistency.topics(jobs[0]) if one.what == "the model")
     assert topic.titles()["Variable 0"] == jobs[0].model.layers[0].kernel.path
@@ -245,7 +247,7 @@ def service(monkeypatch):
     monkeypatch.setattr(job_processes, "count", lambda: 2)
     monkeypatch.setattr(job_processes, "index", lambda: made.me.index)
     monkeypatch.setattr(joint_call.JointCall, "_numbers", NumbersOf(made))
-    monkeypatch.setattr(load_distributed, "_witness", lambda: SimpleNamespace(begin=int, note=str, rest=int))
+    monkeypatch.setattr(load_distributed, "_exit_recorder", lambda: SimpleNamespace(begin=int, note=str, rest=int))
     return made
 
 

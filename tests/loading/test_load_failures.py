@@ -35,7 +35,7 @@ from shardload.keras_bridge.variables import current_value, has_value, value_of
 from shardload.mapping.assign import Assigner
 from shardload.parallel import choose
 from shardload.pipeline import filling
-from shardload.sharding.devices import place_on
+from shardload.sharding.devices import resolve_devices
 from shardload.synth import synth
 
 pytestmark = [
@@ -88,7 +88,7 @@ def bound():
     layouts = keras.distribution.LayoutMap(mesh)
     layouts["dense_\\d/kernel"] = (None, "tensor")
     layouts["last/kernel"] = ("tensor", None)
-    place = place_on(mesh)
+    place = resolve_devices(mesh)
     bind(model, mesh=place.mesh, devices=place.devices, layouts=choose(model, place.mesh, layouts).layouts)
     return model
 

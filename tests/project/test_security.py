@@ -36,7 +36,8 @@ def test_no_module_runs_code_that_it_reads(path):
 
 
 def test_safe_mode_is_on_unless_the_caller_turns_it_off():
-    assert inspect.signature(loading.run).parameters["safe_mode"].default is True
+    assert inspect.signature(loading.load).parameters["safe_mode"].default is True
+    assert loading.LoadRequest(source="").safe_mode is True
     assert "`safe_mode=True`" in PROMISES
 
 

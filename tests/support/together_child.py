@@ -21,7 +21,7 @@ import numpy as np
 
 import shardload
 from shardload.keras_bridge import abstraction
-from shardload.pipeline import arguments, filling
+from shardload.pipeline import arguments, preparing
 from shardload.steps.digests import Checker
 
 sys.modules.setdefault("tensorflow", None)  # Keras and KerasHub import it where it is; it is not needed
@@ -58,7 +58,7 @@ def at(stage, kind):
     if stage == "before":
         arguments.check_backend = first(arguments.check_backend)
     if stage == "headers":  # of a source that was found; JAX runs by then
-        filling.prepare = first(filling.prepare)
+        preparing.prepare = first(preparing.prepare)
     if stage == "end":
         abstraction.initialise = first(abstraction.initialise)
 

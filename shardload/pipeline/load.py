@@ -1,0 +1,129 @@
+"""The order of a load, from the request to the report.
+
+    open ─► agree ─► place ─► build or take the model ─► map ─► lay out ─► plan ─► check ─► fill ─► report
+    headers only, and no model is changed                                        │  the only part that reads tensors
+
+Map, lay out, plan and check are `shardload.pipeline.preparing`; fill is `shardload.pipeline.filling`. Where several
+processes load together, `shardload.pipeline.load_distributed` makes them meet between these steps.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from shardload.hub import kerashub
+from shardload.keras_bridge import abstraction
+from shardload.manifest import Manifest
+from shardload.mapping import slots_as_stored
+from shardload.mapping.assets import load_assets
+from shardload.parallel.current_layout import current_devices
+from shardload.pipeline import preparing, reporting
+from shardload.pipeline.load_distributed import JointLoad, ReadShare
+from shardload.pipeline.reporting import Clock
+from shardload.pipeline.request import LoadRequest
+from shardload.resolve.opening import OpenedSource, open_source
+from shardload.sharding.devices import MeshDevices, abstract_devices, available, mesh_spec, resolve_devices
+from shardload.stores.fingerprint import Fingerprint
+from shardload.typing import LayoutLike
+
+if TYPE_CHECKING:
+    from shardload.reports import LoadReport, PlanReport
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Result of `load`: the model, the report, and the source."""
+
+    model: Any
+    report: LoadReport
+    manifest: Manifest
+    shares: tuple[ReadShare, ...] = ()
+    """Bytes read by each process, if several loaded together."""
+
+
+def open_requested(request: LoadRequest) -> OpenedSource:
+    """Open the source of a request, or the folder that describes the model to build."""
+    return open_source(request.source, request.format, described=request.builds, verify=request.function != "plan")
+
+
+def load(
+    request: LoadRequest, call: JointLoad, *, opener: Callable[[LoadRequest], OpenedSource] = open_requested
+) -> Loaded:
+    """Load what was requested: the order of `shardload.load`, `load_weights` and `restore`.
+
+    Args:
+        request: A checked request.
+        call: The call that all processes make.
+        opener: Opens the source.
+    """
+    clock = Clock()
+    source = opener(request)
+    files = Fingerprint.of(source.manifest.files)
+    call.start_jax()
+    devices, layout = place(request)
+    call.check_shares(devices)
+    with call.seeds() if request.builds else nullcontext():
+        model, notes = _build(request, source.manifest, clock) if request.builds else (request.model, ())
+        optimizer = request.compile and not notes  # notes say why the model could not be compiled
+        with _slots(request, model, source.manifest) if optimizer else nullcontext():
+            with clock("plan"):
+                prepared = preparing.prepare(
+                    request, source, model, devices, layout=layout, optimizer=optimizer, notes=notes
+                ).validated()
+            report = call.fill(prepared, clock, files)
+        if request.builds:  # after the weights, as in Keras: hooks may use their values
+            load_assets(model, source.manifest, check=source.checker)
+    reporting.remember(model, report)
+    return Loaded(model, report, source.manifest, call.shares(report))
+
+
+def plan(request: LoadRequest) -> PlanReport:
+    """Plan the load that was requested, on devices that need not exist; reads headers only."""
+    clock = Clock()
+    source = open_requested(request)
+    available()  # building needs JAX to compute shapes; its own error would not name the cause
+    with clock("build"):
+        model = build(source.manifest, dtype=request.dtype, task=request.task, ignore_config=request.ignore_config)
+    with clock("plan"):
+        devices = abstract_devices(mesh_spec(request.mesh, axes=request.axes))
+        prepared = preparing.prepare(request, source, model, devices, layout=request.layout)
+    return reporting.plan_report(prepared, clock)
+
+
+def place(request: LoadRequest) -> tuple[MeshDevices, LayoutLike | None]:
+    """Return the devices to load onto, and the layout; ``None`` keeps the model's own.
+
+    Raises:
+        MeshError: When the model's variables are spread over several meshes, or there are too few devices.
+    """
+    follows_model = not request.builds and request.mesh is None and request.devices is None
+    if follows_model and (own := current_devices(request.model)) is not None:
+        return own, request.layout
+    devices = resolve_devices(request.mesh, axes=request.axes, devices=request.devices)
+    return devices, "auto" if request.layout is None else request.layout
+
+
+def build(manifest: Manifest, **options: Any) -> Any:
+    """Build the model that a checkpoint describes, without allocating buffers."""
+    with abstraction.abstract():
+        return kerashub.build_model(manifest, **options)
+
+
+def _build(request: LoadRequest, manifest: Manifest, clock: Clock) -> tuple[Any, tuple[str, ...]]:
+    """Build the requested model; also return why it could not be compiled, if it was saved compiled."""
+    notes: list[str] = []
+    names = ("dtype", "task", "ignore_config", "custom_objects", "safe_mode", "compile")
+    with clock("build"):
+        model = build(manifest, **{name: getattr(request, name) for name in names}, note=notes.append)
+    for text in notes:
+        warnings.warn(text, stacklevel=5)  # the caller of `shardload.load`
+    return model, tuple(notes)
+
+
+def _slots(request: LoadRequest, model: Any, manifest: Manifest) -> AbstractContextManager[None]:
+    # Without the optimizer's tensors, as they are not loaded, no slots are created for them.
+    return slots_as_stored(model, replace(manifest, tensors={}) if request.items == "weights" else manifest)

@@ -1,0 +1,162 @@
+"""All decisions of a load, before the first byte of data is read: mapping, layouts, plan, and whether they fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from shardload import mapping as tensor_mapping
+from shardload.errors import MismatchError
+from shardload.hub import quantised
+from shardload.loaders import spec_of
+from shardload.manifest import Manifest
+from shardload.mapping import Mismatch, OutsideTensor, VariableMap
+from shardload.mapping.layer_step import has_keras_hook
+from shardload.parallel import LayoutChoice, choose
+from shardload.parallel.current_layout import current_layout
+from shardload.pipeline.request import LoadRequest
+from shardload.resolve.opening import OpenedSource
+from shardload.sharding.devices import MeshDevices, local_positions
+from shardload.transfer.casts import is_float
+from shardload.transfer.planning import LoadPlan, Target, make_plan
+from shardload.typing import LayoutLike
+
+NOT_STRICT = " Pass strict=False (--no-strict) to load what fits and report the rest."
+"""Advice for a load or restore that does not fit, which a caller may replace."""
+SHOWN = 8
+"""Names that an error lists before it counts the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedLoad:
+    """Everything decided before the first byte of data is read."""
+
+    request: LoadRequest
+    source: OpenedSource
+    model: Any
+    devices: MeshDevices
+    mapping: VariableMap
+    layouts: LayoutChoice
+    plan: LoadPlan
+    notes: tuple[str, ...] = ()
+    """Notes about the source and the model's construction, for the report."""
+    left_out: tuple[Mismatch, ...] = ()
+    """Mismatches that are skipped, because ``strict`` is not set."""
+    outside: tuple[OutsideTensor, ...] = ()
+    """Tensors outside the model's architecture: reported, but no error."""
+    why_unused: Mapping[str, str] = field(default_factory=dict)
+    """Explanations for some of the unused tensors, by name."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """The checkpoint's headers."""
+        return self.source.manifest
+
+    def with_unused_sorted(self) -> PreparedLoad:
+        """Separate tensors outside the model from unused ones, for a model built from the checkpoint's description."""
+        mapping = tensor_mapping.without_parts(self.mapping, self.manifest)
+        compare = self.request.function != "plan"  # a plan reads no tensor data
+        found = tensor_mapping.sort_unused(
+            mapping, self.manifest, self.model, ignore=self.request.ignore, compare=compare
+        )
+        mapping = replace(mapping, unused=found.unused)
+        return replace(self, mapping=mapping, outside=found.outside, why_unused=found.why)
+
+    def validated(self) -> PreparedLoad:
+        """Return the load if everything fits; with ``strict=False``, leave out mismatched variables instead of raising.
+
+        Raises:
+            MismatchError: Under ``strict``, when shapes disagree, integers would become floats, a weight of the model
+                has no tensor, or a tensor has no place in the model.
+        """
+        if not self.request.strict:
+            return replace(self, mapping=self.mapping.without_mismatched(), left_out=self.mapping.mismatched)
+        problems = [f"does not match: {m}" for m in self.mapping.mismatched]
+        problems += [f"does not match: {text}" for text in self._integers_for_floats()]
+        problems += [f"missing from the checkpoint: {name}" for name in self.mapping.missing]
+        problems += [f"not used by the model: {self._with_reason(name)}" for name in self.mapping.unused]
+        if not problems:
+            return self
+        rest = f"\n  … and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+        raise MismatchError(
+            f"{self.manifest.source} does not fit the model {self.model.name!r} ({type(self.model).__name__}):\n  "
+            + "\n  ".join(problems[:SHOWN])
+            + rest
+            + f"\nThe model is unchanged.{self._fix()}"
+        )
+
+    def _integers_for_floats(self) -> Iterator[str]:
+        """Yield problems of integer tensors for float variables: probably quantised, and useless without their scales.
+
+        Custom loading hooks are exempt, because they may apply scales.
+        """
+        custom = [s for s in self.mapping.steps if s.saveable is not None and not has_keras_hook(s.saveable)]
+        exempt = {name for step in custom for name in step.needs}
+        for b in self.mapping.bindings:
+            if is_float(b.dtype) and not is_float(b.stored) and b.name not in exempt:
+                yield (
+                    f"Variable {b.name!r} is {b.dtype}, but tensor {b.view.tensor!r} holds {b.stored}: integers are no "
+                    "weights unless something scales them"
+                )
+
+    def _with_reason(self, name: str) -> str:
+        return f"{name} ({self.why_unused[name]})" if name in self.why_unused else name
+
+    def _fix(self) -> str:
+        fix = NOT_STRICT
+        if self.request.builds and self.mapping.unused:
+            fix = (
+                f" Where the model is right without a tensor, name it: ignore=[{self.mapping.unused[0]!r}] "
+                f"(--ignore {self.mapping.unused[0]}). strict=False (--no-strict) also accepts missing weights."
+            )
+        if spec_of(self.manifest).tensor_names == "own" and self.mapping.missing and self.mapping.unused:
+            fix += " Where only the names differ, pass names={tensor: variable path}."
+        return fix
+
+
+def prepare(
+    request: LoadRequest,
+    source: OpenedSource,
+    model: Any,
+    devices: MeshDevices,
+    *,
+    layout: LayoutLike | None,
+    optimizer: bool = True,
+    notes: Sequence[str] = (),
+) -> PreparedLoad:
+    """Make all decisions of a load; changes nothing.
+
+    Args:
+        request: A checked request.
+        source: The checkpoint.
+        model: The model to fill.
+        devices: The devices to load onto.
+        layout: As in `LoadRequest`; ``None`` keeps the model's own.
+        optimizer: Whether to load stored optimizer state.
+        notes: Notes about the model's construction, for the report.
+    """
+    manifest, ignored = source.manifest, request.ignore_config
+    quantised.check_before(manifest, ignore=ignored)
+    mapping = _map(request, manifest, model, optimizer=optimizer)
+    quantised.check_mapped(manifest, mapping.bindings, mapping.unused, ignore=ignored)
+    accepted = quantised.accepted(manifest, mapping.bindings, ignore=ignored)
+    mapping = replace(mapping, notes=(*accepted, *mapping.notes))
+    layouts = current_layout(model, devices) if layout is None else choose(model, devices.mesh, layout)
+    plan = make_plan(
+        manifest,
+        [Target(b.name, b.view, b.dtype, layouts.layouts[id(b.variable)]) for b in mapping.bindings],
+        host_memory_bytes=request.budget,
+        positions=local_positions(devices),
+        scatter=source.checker is None,
+        uploads=any(device is not None and device.platform != "cpu" for device in devices.devices),
+    )
+    found = PreparedLoad(request, source, model, devices, mapping, layouts, plan, (*source.notes, *notes))
+    return found.with_unused_sorted() if request.builds else found
+
+
+def _map(request: LoadRequest, manifest: Manifest, model: Any, *, optimizer: bool) -> VariableMap:
+    if request.function == "restore":
+        chosen: dict[str, Any] = {"items": request.items, "rename": request.rename, "names": request.names}
+        return tensor_mapping.map_state(model, manifest, **chosen)
+    return tensor_mapping.map_weights(model, manifest, names=request.names, optimizer=optimizer)
