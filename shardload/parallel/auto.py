@@ -8,9 +8,9 @@ parallelism. Axes of size one split nothing and are omitted from layouts.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from shardload.parallel.result import VariableLayout
 from shardload.parallel.roles import Dim, Follows, Role, Wants, by_shape, nbytes
 from shardload.sharding.layout import Fallback, Layout, Spec
 from shardload.sharding.mesh import MeshSpec
@@ -19,21 +19,11 @@ SMALL_BYTES = 1 << 10
 """Splitting less than this saves nothing and costs a collective."""
 
 
-@dataclass(frozen=True, slots=True)
-class LayoutDecision:
-    """The layout of one variable, and the reason for it."""
-
-    layout: Layout
-    rule: str
-    """The reason: a role (``heads out``), a rule's text, ``default``."""
-    fallback: Fallback | None = None
-
-
-def place(variable: Any, role: Wants, mesh: MeshSpec) -> LayoutDecision:
+def place(variable: Any, role: Wants, mesh: MeshSpec) -> VariableLayout:
     """Choose the layout of a variable by its own dims."""
     shape = tuple(int(n) for n in variable.shape)
     if not role.dims or (nbytes(variable) < SMALL_BYTES and not role.even_small):
-        return LayoutDecision(Layout.replicated(mesh, len(shape)), role.rule if not role.dims else "small")
+        return VariableLayout.of(variable, Layout.replicated(mesh, len(shape)), role.rule if not role.dims else "small")
     spec: list[tuple[str, ...]] = [()] * len(shape)
     axis = mesh.axes[-1]
     dim = _first_that_divides(shape, role.dims, mesh.axis_size(axis))
@@ -42,16 +32,16 @@ def place(variable: Any, role: Wants, mesh: MeshSpec) -> LayoutDecision:
     for middle in mesh.axes[1:-1]:
         _split_one_more(spec, shape, role.dims, mesh=mesh, axis=middle)
     layout = Layout(mesh, tuple(spec))
-    return LayoutDecision(layout, role.rule, _fallback(variable, role, dim, layout=layout))
+    return VariableLayout.of(variable, layout, role.rule, _fallback(variable, role, dim, layout=layout))
 
 
-def follow(variable: Any, role: Follows, leader: Layout) -> LayoutDecision:
+def follow(variable: Any, role: Follows, leader: Layout) -> VariableLayout:
     """Choose the layout of a variable along its leader's, where its own dims are divisible."""
     spec: Spec = tuple(() if d is None else leader.spec[d] for d in role.dims)
     layout = Layout(leader.mesh, spec)
     if not layout.divides(tuple(variable.shape)):
         layout = Layout.replicated(leader.mesh, len(variable.shape))
-    return LayoutDecision(layout, f"{role.rule} follows {role.leader.path}")
+    return VariableLayout.of(variable, layout, f"{role.rule} follows {role.leader.path}")
 
 
 def decide_layouts(
@@ -59,10 +49,10 @@ def decide_layouts(
     found: Mapping[int, Role],
     mesh: MeshSpec,
     *,
-    fixed: Mapping[int, LayoutDecision] | None = None,
-) -> dict[int, LayoutDecision]:
+    fixed: Mapping[int, VariableLayout] | None = None,
+) -> dict[int, VariableLayout]:
     """Choose the layouts of all variables: those ``fixed`` by a rule, then leaders, then their followers."""
-    placed: dict[int, LayoutDecision] = dict(fixed or {})
+    placed: dict[int, VariableLayout] = dict(fixed or {})
     waiting: dict[int, Follows] = {}
     for key, variable in variables.items():
         role = found[key]
@@ -83,8 +73,8 @@ def decide_layouts(
     return placed
 
 
-def next_best(variable: Any, role: Role, wanted: Layout) -> LayoutDecision:
-    """Return a rule's layout, with each axis that does not divide moved to another dim or dropped."""
+def next_best(variable: Any, role: Role, wanted: Layout, *, rule: str) -> VariableLayout:
+    """Return the layout of a rule, with each axis that does not divide moved to another dim or dropped."""
     shape = tuple(int(n) for n in variable.shape)
     mesh = wanted.mesh
     candidates = role.dims if isinstance(role, Wants) else ()
@@ -101,7 +91,7 @@ def next_best(variable: Any, role: Role, wanted: Layout) -> LayoutDecision:
             spec[other.index] = axes
     layout = Layout(mesh, tuple(spec))
     reason = "; ".join(why) + ("; replicated" if layout.is_replicated else f"; split as {layout} instead")
-    return LayoutDecision(layout, "", Fallback(variable.path, str(wanted), str(layout), reason))
+    return VariableLayout.of(variable, layout, rule, Fallback(variable.path, str(wanted), str(layout), reason))
 
 
 def _first_that_divides(shape: tuple[int, ...], dims: Any, parts: int) -> Dim | None:

@@ -9,9 +9,9 @@ from typing import Any
 from shardload.errors import LayoutError
 from shardload.parallel import model_variables
 from shardload.parallel import rules as rule_sets
-from shardload.parallel.auto import LayoutDecision, decide_layouts
+from shardload.parallel.auto import decide_layouts
 from shardload.parallel.result import LayoutChoice, VariableLayout
-from shardload.parallel.roles import Role, Wants, nbytes, roles
+from shardload.parallel.roles import Role, Wants, roles
 from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
 from shardload.typing import LayoutLike
@@ -43,7 +43,7 @@ def choose(model: Any, mesh: MeshSpec, layout: LayoutLike = "auto") -> LayoutCho
         if rule_set.default == "replicated":
             fixed |= _replicate(_unmatched(variables, found, fixed), mesh, rule="default")
     placed = decide_layouts(variables, found, mesh, fixed=fixed)
-    return _choice(variables, placed, mesh=mesh, mode=mode)
+    return LayoutChoice(mesh, mode, {key: placed[key] for key in variables})
 
 
 def _rule_set(model: Any, mesh: MeshSpec, layout: Any) -> tuple[str, rule_sets.RuleSet | None]:
@@ -84,24 +84,11 @@ def _keras_hub_rules(model: Any, mesh: MeshSpec) -> rule_sets.RuleSet:
     return rule_sets.from_layout_map(layout_map, mesh, origin=f"{name}.get_layout_map")
 
 
-def _replicate(variables: dict[int, Any], mesh: MeshSpec, *, rule: str) -> dict[int, LayoutDecision]:
-    return {k: LayoutDecision(Layout.replicated(mesh, len(v.shape)), rule) for k, v in variables.items()}
+def _replicate(variables: dict[int, Any], mesh: MeshSpec, *, rule: str) -> dict[int, VariableLayout]:
+    return {k: VariableLayout.of(v, Layout.replicated(mesh, len(v.shape)), rule) for k, v in variables.items()}
 
 
-def _unmatched(variables: dict[int, Any], found: dict[int, Role], fixed: dict[int, LayoutDecision]) -> dict[int, Any]:
+def _unmatched(variables: dict[int, Any], found: dict[int, Role], fixed: dict[int, VariableLayout]) -> dict[int, Any]:
     """Return variables left to the default, without slots: slots follow their variable, as in Keras."""
     slots = {k for k, role in found.items() if not isinstance(role, Wants) and role.rule == "slot"}
     return {k: v for k, v in variables.items() if k not in fixed and k not in slots}
-
-
-def _choice(variables: dict[int, Any], placed: dict[int, LayoutDecision], *, mesh: MeshSpec, mode: str) -> LayoutChoice:
-    return LayoutChoice(
-        mesh=mesh,
-        mode=mode,
-        variables=tuple(
-            VariableLayout(v.path, tuple(v.shape), nbytes(v), placed[k].layout, placed[k].rule)
-            for k, v in variables.items()
-        ),
-        layouts={k: placed[k].layout for k in variables},
-        fallbacks=tuple(f for k in variables if (f := placed[k].fallback) is not None),
-    )

@@ -8,7 +8,6 @@ no values                              ─► no current mesh: the load chooses 
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import jax
 
 from shardload.errors import MeshError
-from shardload.keras_bridge.variables import has_value, sharding_of, stored_dtype, value_of
+from shardload.keras_bridge.variables import has_value, sharding_of, value_of
 from shardload.parallel import LayoutChoice, VariableLayout
 from shardload.parallel.model_variables import all_variables
 from shardload.sharding.devices import MeshDevices
@@ -67,13 +66,9 @@ def _of_devices(shardings: Sequence[Any]) -> MeshDevices:
 
 def current_layout(model: Any, devices: MeshDevices) -> LayoutChoice:
     """Return the layouts that the variables have on the model's current mesh."""
-    variables = all_variables(model)
-    layouts = {key: _layout(v, devices.mesh) for key, v in variables.items()}
-    rows = tuple(
-        VariableLayout(v.path, tuple(v.shape), math.prod(v.shape) * stored_dtype(v).itemsize, layouts[key], KEEP_LAYOUT)
-        for key, v in variables.items()
-    )
-    return LayoutChoice(devices.mesh, KEEP_LAYOUT, rows, layouts, ())
+    variables = all_variables(model).items()
+    by_id = {key: VariableLayout.of(v, _layout(v, devices.mesh), KEEP_LAYOUT) for key, v in variables}
+    return LayoutChoice(devices.mesh, KEEP_LAYOUT, by_id)
 
 
 def _layout(variable: Any, mesh: MeshSpec) -> Layout:

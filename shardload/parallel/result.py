@@ -6,8 +6,9 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from shardload.parallel.roles import LARGE_BYTES
+from shardload.parallel.roles import LARGE_BYTES, nbytes
 from shardload.sharding.layout import Fallback, Layout
 from shardload.sharding.mesh import MeshSpec
 
@@ -23,6 +24,13 @@ class VariableLayout:
     layout: Layout
     rule: str
     """The reason: a role (``heads out``), the text of a rule, or ``default``."""
+    fallback: Fallback | None = None
+    """Why the rule's own layout could not be used."""
+
+    @classmethod
+    def of(cls, variable: Any, layout: Layout, rule: str, fallback: Fallback | None = None) -> VariableLayout:
+        """Return the layout of a Keras variable, which may have no value yet."""
+        return cls(variable.path, tuple(variable.shape), nbytes(variable), layout, rule, fallback)
 
     @property
     def device_bytes(self) -> int:
@@ -37,12 +45,27 @@ class LayoutChoice:
     mesh: MeshSpec
     mode: str
     """``auto``, ``keras_hub``, ``layout_map``, ``replicated``, or the path of a rules file."""
-    variables: tuple[VariableLayout, ...]
-    """In the order of ``model.variables``, followed by compiled metrics and optimizer slots."""
-    layouts: Mapping[int, Layout]
-    """The same layouts by ``id(variable)``."""
-    fallbacks: tuple[Fallback, ...]
-    """Every variable that did not get its rule's layout."""
+    by_id: Mapping[int, VariableLayout]
+    """By ``id(variable)``, in the order of ``model.variables``, followed by compiled metrics and optimizer slots."""
+
+    def of(self, variable: Any) -> Layout:
+        """Return the layout of a variable."""
+        return self.by_id[id(variable)].layout
+
+    @property
+    def variables(self) -> tuple[VariableLayout, ...]:
+        """The layouts in the order of their variables."""
+        return tuple(self.by_id.values())
+
+    @property
+    def layouts(self) -> Mapping[int, Layout]:
+        """The layouts alone, by ``id(variable)``."""
+        return {key: found.layout for key, found in self.by_id.items()}
+
+    @property
+    def fallbacks(self) -> tuple[Fallback, ...]:
+        """Every variable that did not get its rule's layout."""
+        return tuple(v.fallback for v in self.variables if v.fallback is not None)
 
     @property
     def sharded(self) -> int:

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from shardload.errors import LayoutError
-from shardload.parallel.auto import LayoutDecision, next_best
+from shardload.parallel.auto import next_best
+from shardload.parallel.result import VariableLayout
 from shardload.parallel.roles import Role
 from shardload.sharding.layout import Layout, Spec
 from shardload.sharding.mesh import MeshSpec
@@ -104,7 +105,7 @@ def _tensor_spec(axes: Sequence[Any]) -> Spec:
 
 def apply(
     rules: RuleSet, variables: Iterable[Any], *, mesh: MeshSpec, found: Mapping[int, Role]
-) -> dict[int, LayoutDecision]:
+) -> dict[int, VariableLayout]:
     """Return the layouts of variables with a matching rule, by ``id(variable)``; others are left to the default.
 
     Raises:
@@ -113,7 +114,7 @@ def apply(
     """
     variables = list(variables)
     used: set[str] = set()
-    placed: dict[int, LayoutDecision] = {}
+    placed: dict[int, VariableLayout] = {}
     for variable in variables:
         if (rule := _match(rules, variable.path)) is not None:
             used.add(rule.pattern)
@@ -145,7 +146,7 @@ def _compiled(rule: Rule, origin: str) -> re.Pattern[str]:
         raise LayoutError(f"The rule {rule.pattern!r} of {origin} is not a regular expression: {error}") from error
 
 
-def _place(rule: Rule, variable: Any, *, mesh: MeshSpec, role: Role, origin: str) -> LayoutDecision:
+def _place(rule: Rule, variable: Any, *, mesh: MeshSpec, role: Role, origin: str) -> VariableLayout:
     shape = tuple(variable.shape)
     if len(rule.spec) != len(shape):
         raise LayoutError(
@@ -157,9 +158,8 @@ def _place(rule: Rule, variable: Any, *, mesh: MeshSpec, role: Role, origin: str
     except LayoutError as error:
         raise LayoutError(f"The rule {rule.pattern!r} of {origin} does not fit the mesh: {error}") from error
     if wanted.divides(shape):
-        return LayoutDecision(wanted, rule.pattern)
-    moved = next_best(variable, role, wanted)
-    return LayoutDecision(moved.layout, rule.pattern, moved.fallback)
+        return VariableLayout.of(variable, wanted, rule.pattern)
+    return next_best(variable, role, wanted, rule=rule.pattern)
 
 
 def _matches_nothing(rule: Rule, paths: Sequence[str], origin: str) -> str:

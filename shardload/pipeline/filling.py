@@ -120,7 +120,7 @@ def _bind(prepared: PreparedLoad) -> None:
 
 def _assigner(prepared: PreparedLoad, files: Fingerprint, *, atomic: bool) -> Assigner:
     def place(variable: Any, value: Any) -> Any:
-        return execution.place(value, prepared.layouts.layouts[id(variable)], prepared.devices.devices)
+        return execution.place(value, prepared.layouts.of(variable), prepared.devices.devices)
 
     def read(tensor: str) -> Any:
         value = read_tensor(prepared.manifest, tensor)

@@ -145,7 +145,7 @@ def prepare(
     layouts = current_layout(model, devices) if layout is None else choose(model, devices.mesh, layout)
     plan = make_plan(
         manifest,
-        [Target(b.name, b.view, b.dtype, layouts.layouts[id(b.variable)]) for b in mapping.bindings],
+        [Target(b.name, b.view, b.dtype, layouts.of(b.variable)) for b in mapping.bindings],
         host_memory_bytes=request.budget,
         positions=local_positions(devices),
         scatter=source.checker is None,

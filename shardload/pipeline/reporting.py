@@ -115,7 +115,7 @@ def _facts(prepared: PreparedLoad, clock: Clock, *, read_bytes: int, peak_stagin
 def _weights(prepared: PreparedLoad) -> dict[str, Any]:
     """Return what is loaded, and where it goes."""
     variables = prepared.mapping.provided
-    layouts = [prepared.layouts.layouts[id(v)] for v in variables]
+    layouts = [prepared.layouts.of(v) for v in variables]
     replicated = sum(layout.is_replicated for layout in layouts)
     return {
         "mesh": str(prepared.devices.mesh),
@@ -162,7 +162,7 @@ def _raised_budget(prepared: PreparedLoad) -> tuple[str, ...]:
 def _devices(prepared: PreparedLoad) -> tuple[DeviceUse, ...]:
     """Return the bytes that the load put on each device; equal for all positions, because every split is even."""
     device_bytes = sum(
-        math.prod(prepared.layouts.layouts[id(v)].shard_shape(tuple(v.shape))) * stored_dtype(v).itemsize
+        math.prod(prepared.layouts.of(v).shard_shape(tuple(v.shape))) * stored_dtype(v).itemsize
         for v in prepared.mapping.provided
     )
     return tuple(
