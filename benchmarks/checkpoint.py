@@ -89,7 +89,7 @@ def targets_for(manifest: Any, layout: str) -> list[Any]:
     from shardload.manifest import View
     from shardload.sharding.layout import Layout
     from shardload.sharding.mesh import MeshSpec
-    from shardload.transfer.planning import Target
+    from shardload.transfer.planning import Binding
 
     mesh, found = MeshSpec.parse("1x8"), []
     for name, tensor in manifest.tensors.items():
@@ -97,7 +97,7 @@ def targets_for(manifest: Any, layout: str) -> list[Any]:
         if len(tensor.shape) == 2 and layout == "transposed" and "embed" not in name:
             view, dim = View(name, 0, tensor.shape[::-1], view.strides[::-1]), 1 - dim
         spread = Layout.replicated(mesh, 1) if len(tensor.shape) == 1 else Layout.split(mesh, 2, dim=dim, axis="model")
-        found.append(Target(name, view, BFLOAT16, spread))
+        found.append(Binding(name, view, BFLOAT16, spread))
     return found
 
 

@@ -59,12 +59,14 @@ def wanted(step: Path, mesh: str, dim: int) -> tuple[Any, list[Any]]:
     from shardload.manifest import View
     from shardload.sharding.layout import Layout
     from shardload.sharding.mesh import MeshSpec
-    from shardload.transfer.planning import Target
+    from shardload.transfer.planning import Binding
 
     manifest, spec = open_manifest(str(step)), MeshSpec.parse(mesh)
     axis = spec.axes[dim] if mesh == "8x1" else "model"
     arrays = [t for t in manifest.tensors.values() if len(t.shape) == 2]
-    return manifest, [Target(t.name, View.whole(t), t.dtype, Layout.split(spec, 2, dim=dim, axis=axis)) for t in arrays]
+    return manifest, [
+        Binding(t.name, View.whole(t), t.dtype, Layout.split(spec, 2, dim=dim, axis=axis)) for t in arrays
+    ]
 
 
 def ours(step: Path, mesh: str, dim: int) -> dict[str, Any]:

@@ -20,10 +20,10 @@ from shardload.keras_bridge.variables import stored_dtype
 from shardload.loaders.hf_folder import SPEC as HUGGING_FACE
 from shardload.manifest import Extent, Manifest, Tensor, View
 from shardload.mapping import map_hub
-from shardload.mapping.variable_map import Binding
 from shardload.stores.local import LOCAL
 from shardload.stores.location import Location
 from shardload.synth.tensors import transformers_tensors
+from shardload.transfer.planning import Binding
 from shardload.writers import Wanted
 
 Config = dict[str, Any]

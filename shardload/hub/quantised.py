@@ -101,8 +101,7 @@ def check_mapped(
     """
     if not spec_of(manifest).may_be_codes or _is_folder(manifest):
         return
-    widened = [b.view.tensor for b in bindings if _is_float8(b.stored) and not _is_float8(b.dtype)]
-    _check_tensors(manifest, [*unused, *widened], ignore=ignore)
+    _check_tensors(manifest, [*unused, *_widened(manifest, bindings)], ignore=ignore)
 
 
 def accepted(manifest: Manifest, bindings: Iterable[Any], *, ignore: Iterable[str] = ()) -> tuple[str, ...]:
@@ -120,9 +119,15 @@ def accepted(manifest: Manifest, bindings: Iterable[Any], *, ignore: Iterable[st
         return tuple(told)
     decoded = _DECODED.get(str(manifest.config.get("model_type")))
     said = [f"{where} says {method}" for method, where in _described(manifest) if method != decoded]
-    if bare := [b.view.tensor for b in bindings if _is_float8(b.stored) and not _is_float8(b.dtype)]:
+    if bare := _widened(manifest, bindings):
         said.append(f"{len(bare)} tensors are float8 ({bare[0]!r} …)")
     return (*told, *(f"{FIELD} ignored: {one}; the tensors are taken for plain weights" for one in said))
+
+
+def _widened(manifest: Manifest, bindings: Iterable[Any]) -> list[str]:
+    """Return the float8 tensors that are used as weights of another dtype."""
+    names = [b.view.tensor for b in bindings if not _is_float8(b.dtype)]
+    return [name for name in names if _is_float8(manifest.tensors[name].dtype)]
 
 
 def _is_folder(manifest: Manifest) -> bool:

@@ -24,7 +24,8 @@ from shardload.mapping.optimizer_slots import slots_as_stored
 from shardload.mapping.outside import OutsideTensor, sort_unused, without_parts
 from shardload.mapping.stored_state import Items, map_state
 from shardload.mapping.structural import map_keras
-from shardload.mapping.variable_map import Binding, Computed, Mismatch, VariableMap, variable_names
+from shardload.mapping.variable_map import Computed, Mismatch, VariableMap, variable_names
+from shardload.transfer.planning import Binding
 
 __all__ = [
     "Binding",

@@ -12,16 +12,16 @@ from typing import Any
 
 from shardload.errors import MismatchError
 from shardload.keras_bridge.model_state import state_of
-from shardload.keras_bridge.variables import stored_dtype, unique
+from shardload.keras_bridge.variables import unique
 from shardload.manifest import Manifest, Tensor, View
 from shardload.mapping.structural import map_keras
 from shardload.mapping.suggestions import nearest
 from shardload.mapping.variable_map import (
-    Binding,
     DirectStep,
     Mismatch,
     Variable,
     VariableMap,
+    bind,
     refused_among,
     split_missing,
     variable_names,
@@ -99,7 +99,7 @@ def _summarise(
     everything = unique([*weights, *state_of(model)])
     names = variable_names(everything)
     fits = {n: pair for n, pair in chosen.items() if pair[0].shape == tuple(pair[1].shape)}
-    bindings = tuple(Binding(names[id(v)], v, View.whole(t), stored_dtype(v), t.dtype) for t, v in fits.values())
+    bindings = tuple(bind(v, View.whole(t), names) for t, v in fits.values())
     wrong = tuple(_disagree(*pair) for n, pair in chosen.items() if n not in fits)
     provided = [v for _, v in chosen.values()] + ([*base.provided] if base else [])
     missing, missing_variables, state = split_missing(weights, everything, provided, names)

@@ -18,21 +18,22 @@ import keras
 from shardload.hub import kerashub
 from shardload.keras_bridge.model_state import state_of
 from shardload.keras_bridge.pending import pending_of
-from shardload.keras_bridge.variables import is_abstract, stored_dtype, unique
+from shardload.keras_bridge.variables import is_abstract, unique
 from shardload.manifest import Manifest
 from shardload.mapping.converter_run import ConverterAssign, Recording, Run, record
 from shardload.mapping.converter_step import ConverterStep
 from shardload.mapping.variable_map import (
-    Binding,
     Computed,
     DirectStep,
     Step,
     Variable,
     VariableMap,
+    bind,
     refused_among,
     split_missing,
     variable_names,
 )
+from shardload.transfer.planning import Binding
 
 
 def map_hub(model: Any, manifest: Manifest) -> VariableMap:
@@ -61,7 +62,7 @@ def _summarise(model: Any, manifest: Manifest, recordings: list[Recording]) -> V
     late: list[ConverterStep] = []
     for recording in recordings:
         viewed, rest = _split(recording)
-        bindings.extend(_binding(event, manifest, names) for event in viewed)
+        bindings.extend(bind(e.variable, e.view, names) for e in viewed if e.view is not None)
         if rest:
             step = _step(recording, rest)
             late.append(step)
@@ -105,13 +106,6 @@ def _split(recording: Recording) -> tuple[list[ConverterAssign], list[ConverterA
     computed = {id(e.variable) for e in recording.assigned if e.view is None}
     viewed = {id(e.variable): e for e in recording.assigned if id(e.variable) not in computed}
     return list(viewed.values()), [e for e in recording.assigned if id(e.variable) in computed]
-
-
-def _binding(event: ConverterAssign, manifest: Manifest, names: Mapping[int, str]) -> Binding:
-    assert event.view is not None
-    stored = manifest.tensors[event.view.tensor].dtype
-    dtype = stored_dtype(event.variable)
-    return Binding(names[id(event.variable)], event.variable, event.view, dtype, stored)
 
 
 def _step(recording: Recording, rest: list[ConverterAssign]) -> ConverterStep:

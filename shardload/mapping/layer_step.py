@@ -13,7 +13,8 @@ from shardload.keras_bridge.saving import assignments_to
 from shardload.keras_bridge.variables import stored_dtype
 from shardload.manifest import Tensor
 from shardload.mapping.placeholders import Reservations
-from shardload.mapping.variable_map import Binding, Runtime, Variable
+from shardload.mapping.variable_map import Runtime, Variable
+from shardload.transfer.planning import Binding
 
 
 def has_keras_hook(saveable: Any) -> bool:

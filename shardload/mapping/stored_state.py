@@ -22,12 +22,12 @@ from typing import Any, Literal, get_args
 
 from shardload.errors import MismatchError, SourceError, UsageError
 from shardload.keras_bridge.model_state import other_optimizers, state_of, variables_of
-from shardload.keras_bridge.variables import stored_dtype, unique
+from shardload.keras_bridge.variables import unique
 from shardload.manifest import Manifest, Tensor, View
 from shardload.mapping.state_keys import Role
 from shardload.mapping.state_tree import StateLeaf, Stored, describe, find
 from shardload.mapping.suggestions import nearest
-from shardload.mapping.variable_map import Binding, DirectStep, Mismatch, Variable, VariableMap, variable_names
+from shardload.mapping.variable_map import DirectStep, Mismatch, Variable, VariableMap, bind, variable_names
 from shardload.transfer.read_tensor import read_tensor
 
 Items = Literal["all", "weights", "optimizer", "metrics"]
@@ -275,7 +275,7 @@ def _summarise(model: Any, paired: _Paired, items: Items, noted: tuple[str, ...]
     wanted = [(tensor, leaf) for tensor, leaf in paired.pairs if asked(leaf.role)]
     fits = [(tensor, leaf) for tensor, leaf in wanted if tensor.shape == leaf.shape]
     wrong = [(tensor, leaf) for tensor, leaf in wanted if tensor.shape != leaf.shape]
-    bindings = tuple(_binding(tensor, leaf, titles) for tensor, leaf in fits)
+    bindings = tuple(bind(leaf.variable, View.whole(tensor), titles) for tensor, leaf in fits)
     demanded = [leaf for leaf in paired.missing if asked(leaf.role) and leaf.kind not in _MINOR]
     covered = {id(v) for v in _variables([*(leaf for _, leaf in wanted), *demanded])}
     return VariableMap(
@@ -304,11 +304,6 @@ def _notes(model: Any, items: Items, stored: set[str]) -> tuple[str, ...]:
 
 def _variables(leaves: Iterable[StateLeaf]) -> list[Variable]:
     return [leaf.variable for leaf in leaves]
-
-
-def _binding(tensor: Tensor, leaf: StateLeaf, titles: Mapping[int, str]) -> Binding:
-    variable = leaf.variable
-    return Binding(titles[id(variable)], variable, View.whole(tensor), stored_dtype(variable), tensor.dtype)
 
 
 def _disagree(tensor: Tensor, leaf: StateLeaf) -> Mismatch:

@@ -32,15 +32,16 @@ from shardload.mapping.attributes import AttributeSnapshot
 from shardload.mapping.layer_step import Entry, LayerStep, has_keras_hook
 from shardload.mapping.placeholders import Reservations
 from shardload.mapping.variable_map import (
-    Binding,
     Computed,
     Mismatch,
     Variable,
     VariableMap,
+    bind,
     refused_among,
     split_missing,
     variable_names,
 )
+from shardload.transfer.planning import Binding
 
 _IDLE = "the checkpoint holds the state of optimizers that the model does not use"
 _TASK = "task:"
@@ -318,7 +319,7 @@ def _bind(visits: list[Visit], names: Mapping[int, str]) -> tuple[tuple[Binding,
     bindings: list[Binding] = []
     steps: list[LayerStep] = []
     for visit in visits:
-        made = [_binding(event, visit, names) for event in mine.get(id(visit), ())]
+        made = [bind(e.variable, e.view, names) for e in mine.get(id(visit), ()) if e.view is not None]
         bindings.extend(made)
         if visit.assigned or visit.read or _has_own_hook(visit.saveable):
             steps.append(_step(visit, made))
@@ -328,13 +329,6 @@ def _bind(visits: list[Visit], names: Mapping[int, str]) -> tuple[tuple[Binding,
 def _has_own_hook(saveable: Any) -> bool:
     """Whether its ``load_own_variables`` is more than Keras' plain one for layers."""
     return getattr(type(saveable), "load_own_variables", None) is not keras.Layer.load_own_variables
-
-
-def _binding(event: RecordedAssign, visit: Visit, names: Mapping[int, str]) -> Binding:
-    assert event.view is not None
-    stored = next(t.dtype for t in visit.tensors.values() if t.name == event.view.tensor)
-    dtype = stored_dtype(event.variable)
-    return Binding(names[id(event.variable)], event.variable, event.view, dtype, stored)
 
 
 def _step(visit: Visit, bindings: list[Binding]) -> LayerStep:

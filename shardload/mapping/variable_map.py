@@ -15,28 +15,19 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
-import numpy as np
 from numpy.typing import NDArray
 
+from shardload.keras_bridge.variables import stored_dtype
 from shardload.manifest import View
+from shardload.transfer.planning import Binding
 
 Variable = Any
 """A ``keras.Variable``; untyped upstream."""
 
 
-@dataclass(frozen=True, slots=True)
-class Binding:
-    """A variable that is a view of one tensor."""
-
-    name: str
-    """Unique: the variable's path, with ``#2`` where another variable has the same one."""
-    variable: Variable
-    view: View
-    """The view; its shape is the variable's."""
-    dtype: np.dtype[Any]
-    """The variable's dtype."""
-    stored: np.dtype[Any]
-    """The tensor's dtype; differs if the load casts."""
+def bind(variable: Variable, view: View, names: Mapping[int, str]) -> Binding:
+    """Return the binding of a variable to its view of a tensor; ``names`` are those of `variable_names`."""
+    return Binding.unsharded(names[id(variable)], view, stored_dtype(variable), variable)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from shardload.pipeline.request import LoadRequest
 from shardload.resolve.opening import OpenedSource
 from shardload.sharding.devices import MeshDevices, local_positions
 from shardload.transfer.casts import is_float
-from shardload.transfer.planning import LoadPlan, Target, make_plan
+from shardload.transfer.planning import LoadPlan, make_plan
 from shardload.typing import LayoutLike
 
 NOT_STRICT = " Pass strict=False (--no-strict) to load what fits and report the rest."
@@ -94,9 +94,10 @@ class PreparedLoad:
         custom = [s for s in self.mapping.steps if s.saveable is not None and not has_keras_hook(s.saveable)]
         exempt = {name for step in custom for name in step.needs}
         for b in self.mapping.bindings:
-            if is_float(b.dtype) and not is_float(b.stored) and b.name not in exempt:
+            stored = self.manifest.tensors[b.view.tensor].dtype
+            if is_float(b.dtype) and not is_float(stored) and b.name not in exempt:
                 yield (
-                    f"Variable {b.name!r} is {b.dtype}, but tensor {b.view.tensor!r} holds {b.stored}: integers are no "
+                    f"Variable {b.name!r} is {b.dtype}, but tensor {b.view.tensor!r} holds {stored}: integers are no "
                     "weights unless something scales them"
                 )
 
@@ -143,9 +144,10 @@ def prepare(
     accepted = quantised.accepted(manifest, mapping.bindings, ignore=ignored)
     mapping = replace(mapping, notes=(*accepted, *mapping.notes))
     layouts = current_layout(model, devices) if layout is None else choose(model, devices.mesh, layout)
+    mapping = replace(mapping, bindings=tuple(replace(b, layout=layouts.of(b.variable)) for b in mapping.bindings))
     plan = make_plan(
         manifest,
-        [Target(b.name, b.view, b.dtype, layouts.of(b.variable)) for b in mapping.bindings],
+        mapping.bindings,
         host_memory_bytes=request.budget,
         positions=local_positions(devices),
         scatter=source.checker is None,

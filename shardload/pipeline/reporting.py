@@ -135,10 +135,15 @@ def _differences(prepared: PreparedLoad) -> dict[str, Any]:
         "missing": mapping.missing,
         "unused": mapping.unused,
         "outside": tuple(Outside(o.tensor, o.reason) for o in prepared.outside),
-        "cast": tuple(Cast(b.name, str(b.stored), str(b.dtype)) for b in mapping.bindings if b.stored != b.dtype),
+        "cast": _casts(prepared),
         "mismatched": tuple(Mismatched(m.variable, m.tensor, m.expected, m.found) for m in mismatched),
         "computed": tuple(name for c in mapping.computed for name in c.names),
     }
+
+
+def _casts(prepared: PreparedLoad) -> tuple[Cast, ...]:
+    stored = ((b, prepared.manifest.tensors[b.view.tensor].dtype) for b in prepared.mapping.bindings)
+    return tuple(Cast(b.name, str(dtype), str(b.dtype)) for b, dtype in stored if dtype != b.dtype)
 
 
 def _notes(prepared: PreparedLoad) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -19,6 +19,7 @@ from shardload.errors import BudgetError, LayoutError, MismatchError
 from shardload.manifest import Decoded, Manifest, Packed, Tensor, View
 from shardload.sharding.bounds import Bounds
 from shardload.sharding.layout import Layout
+from shardload.sharding.mesh import DEFAULT_AXES, MeshSpec
 from shardload.stores.location import Location
 from shardload.transfer.casts import check_cast
 from shardload.transfer.regions import Region, RegionView, in_file_order, view_in_region
@@ -40,28 +41,39 @@ BUDGET_PARTS = 16
 
 How = Literal["direct", "staged", "packed", "decoded"]
 
+_ONE_DEVICE = MeshSpec(DEFAULT_AXES, (1, 1))
+
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """One variable to fill."""
+class Binding:
+    """A variable that is a view of one tensor, and its layout."""
 
     name: str
+    """Unique: the variable's path, with ``#2`` where another variable has the same one."""
     view: View
     """The tensor elements of the variable; ``view.shape`` is its shape."""
     dtype: np.dtype[Any]
+    """The variable's dtype; the load casts if the tensor has another."""
     layout: Layout
+    variable: Any = field(default=None, compare=False, repr=False)
+    """The ``keras.Variable``, which a transfer passes by."""
+
+    @classmethod
+    def unsharded(cls, name: str, view: View, dtype: np.dtype[Any], variable: Any) -> Binding:
+        """Return a binding whose layout is still to be chosen: whole, on one device."""
+        return cls(name, view, dtype, Layout.replicated(_ONE_DEVICE, len(view.shape)), variable)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPiece:
     """The part of one variable in one block."""
 
-    target: int
-    """Index into the plan's targets."""
+    binding: int
+    """Index into the plan's bindings."""
     box: Bounds
     """In the variable's index space."""
     view: View
-    """The variable's elements, counted within the block's region: the target's view, or a chunk's view of it."""
+    """The variable's elements, counted within the block's region: the binding's view, or a chunk's view of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +119,9 @@ class Block:
         return {"direct": min(SKIP_BYTES, self.gap_bytes), "staged": self.host_bytes}.get(self.how, 0)
 
 
-def local_bounds(target: Target, positions: Iterable[int]) -> tuple[Bounds, ...]:
+def local_bounds(binding: Binding, positions: Iterable[int]) -> tuple[Bounds, ...]:
     """Return the distinct shards of a variable at the given mesh positions."""
-    return _local_bounds(target.layout, target.view.shape, tuple(positions))
+    return _local_bounds(binding.layout, binding.view.shape, tuple(positions))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -125,13 +137,13 @@ class TensorPart:
     tensor: Tensor
     region: Region
     views: Mapping[int, RegionView]
-    """The view of each variable in this region, by target index."""
+    """The view of each variable in this region, by binding index."""
 
-    def key(self, targets: Sequence[Target]) -> Hashable:
+    def key(self, bindings: Sequence[Binding]) -> Hashable:
         """Return a key equal for parts cut the same way: layers repeat, so one of them is planned and copied."""
         tensor, region = self.tensor, self.region
         views = (
-            (seen.view.offset, seen.view.shape, seen.view.strides, seen.box, targets[i].layout, targets[i].dtype)
+            (seen.view.offset, seen.view.shape, seen.view.strides, seen.box, bindings[i].layout, bindings[i].dtype)
             for i, seen in self.views.items()
         )
         return (tensor.shape, tensor.dtype, region.size, region.origin, *views)
@@ -157,7 +169,7 @@ class Planner:
     def __init__(
         self,
         manifest: Manifest,
-        targets: tuple[Target, ...],
+        bindings: tuple[Binding, ...],
         positions: tuple[int, ...],
         *,
         block_bytes: int,
@@ -165,33 +177,33 @@ class Planner:
         scatter: bool,
     ) -> None:
         self.tensors = manifest.tensors
-        self.targets = targets
+        self.bindings = bindings
         self.block_bytes = block_bytes
         self.budget = budget
         self.scatter = scatter
-        self.shards = [local_bounds(t, positions) for t in targets]
+        self.shards = [local_bounds(t, positions) for t in bindings]
         self.by_tensor: dict[str, list[int]] = {}
         self._planned: dict[Hashable, tuple[TensorPart, tuple[Block, ...]]] = {}
         # Every view is checked before any is cut: views come from converters and layer hooks, which may be wrong.
-        for index, target in enumerate(targets):
-            self._check_target(target)
-            self.by_tensor.setdefault(target.view.tensor, []).append(index)
+        for index, binding in enumerate(bindings):
+            self._check_target(binding)
+            self.by_tensor.setdefault(binding.view.tensor, []).append(index)
 
-    def _check_target(self, target: Target) -> None:
-        view, tensor = target.view, self.tensors.get(target.view.tensor)
+    def _check_target(self, binding: Binding) -> None:
+        view, tensor = binding.view, self.tensors.get(binding.view.tensor)
         if tensor is None:
-            raise MismatchError(f"Cannot load variable {target.name!r}: the checkpoint has no tensor {view.tensor!r}")
+            raise MismatchError(f"Cannot load variable {binding.name!r}: the checkpoint has no tensor {view.tensor!r}")
         if len(view.shape) != len(view.strides) or min(view.strides, default=0) < 0 or view.offset < 0:
             raise LayoutError(
-                f"Cannot load variable {target.name!r}: found {view}, expected one stride per dim, and none < 0"
+                f"Cannot load variable {binding.name!r}: found {view}, expected one stride per dim, and none < 0"
             )
         stop = view.offset + span(view.shape, view.strides)
         if 0 not in view.shape and stop > tensor.size:
             raise MismatchError(
-                f"Cannot load variable {target.name!r} of shape {view.shape}: its view needs {stop} elements of tensor "
-                f"{view.tensor!r}, which has {tensor.size} (shape {tensor.shape})"
+                f"Cannot load variable {binding.name!r} of shape {view.shape}: its view needs {stop} elements of "
+                f"tensor {view.tensor!r}, which has {tensor.size} (shape {tensor.shape})"
             )
-        check_cast(tensor.dtype, target.dtype, variable=target.name, tensor=view.tensor)
+        check_cast(tensor.dtype, binding.dtype, variable=binding.name, tensor=view.tensor)
 
     def blocks(self) -> tuple[Block, ...]:
         """Return all blocks, per file by offset."""
@@ -199,7 +211,7 @@ class Planner:
         return tuple(block for place in in_file_order(wanted) for block in self._region_blocks(*place))
 
     def _region_blocks(self, tensor: Tensor, region: Region) -> Iterator[Block]:
-        views = ((i, view_in_region(self.targets[i].view, tensor, region)) for i in self.by_tensor[tensor.name])
+        views = ((i, view_in_region(self.bindings[i].view, tensor, region)) for i in self.by_tensor[tensor.name])
         part = TensorPart(tensor, region, {i: seen for i, seen in views if seen is not None})
         if not part.views:
             return
@@ -209,7 +221,7 @@ class Planner:
         if isinstance(tensor.storage, Decoded):  # readers of equal shape may still differ, so never reuse a plan
             yield from self._part_blocks(part)
             return
-        key = part.key(self.targets)
+        key = part.key(self.bindings)
         if (like := self._planned.get(key)) is None:
             self._planned[key] = part, tuple(self._part_blocks(part))
             yield from self._planned[key][1]
@@ -274,10 +286,10 @@ class Planner:
 
     def _is_direct(self, part: TensorPart, index: int) -> bool:
         """Whether the shards of a variable consist of long, unchanged runs of the file."""
-        target, seen = self.targets[index], part.views[index]
-        if target.dtype != part.tensor.dtype or not is_injective(target.view):
+        binding, seen = self.bindings[index], part.views[index]
+        if binding.dtype != part.tensor.dtype or not is_injective(binding.view):
             return False
-        shard = target.layout.shard_shape(target.view.shape)
+        shard = binding.layout.shard_shape(binding.view.shape)
         if part.region.origin is None:
             boxes = {Bounds.whole(shard)}
         else:
@@ -347,7 +359,7 @@ class Planner:
         return stored_bytes + self._cast_bytes(tensor, elements, pieces) + padding
 
     def _cast_bytes(self, tensor: Tensor, elements: int, pieces: tuple[BlockPiece, ...]) -> int:
-        wanted = {self.targets[p.target].dtype for p in pieces} - {tensor.dtype}
+        wanted = {self.bindings[p.binding].dtype for p in pieces} - {tensor.dtype}
         # Casts run one after another on the worker, so the widest one is the peak.
         return elements * max((d.itemsize for d in wanted), default=0)
 
@@ -358,7 +370,7 @@ class Planner:
             tensor = self.tensors[name]
             seen: dict[View, set[Bounds]] = {}
             for i in indices:
-                seen.setdefault(self.targets[i].view, set()).update(self.shards[i])
+                seen.setdefault(self.bindings[i].view, set()).update(self.shards[i])
             elements = min(sum(_distinct(view, bounds) for view, bounds in seen.items()), tensor.size)
             total += tensor.stored_bytes * elements // max(1, tensor.size)
         return total
@@ -369,7 +381,7 @@ def _shifted(like: TensorPart, blocks: tuple[Block, ...], part: TensorPart) -> I
     other = dict(zip(like.views, part.views.items(), strict=True))
     by = part.region.offset - like.region.offset
     for b in blocks:
-        pieces = tuple(BlockPiece(i, p.box, seen.view) for p in b.pieces for i, seen in (other[p.target],))
+        pieces = tuple(BlockPiece(i, p.box, seen.view) for p in b.pieces for i, seen in (other[p.binding],))
         yield Block(
             *(part.tensor.name, part.region.path, b.offset + by, b.start, b.stop, b.read_bytes, b.host_bytes),
             *(b.row_elements, b.step, b.how, pieces),

@@ -51,7 +51,7 @@ from shardload.transfer.placement import (
     widen,
     widens_on_device,
 )
-from shardload.transfer.planning import Block, LoadPlan, Target, local_bounds
+from shardload.transfer.planning import Binding, Block, LoadPlan, local_bounds
 from shardload.transfer.regions import SCRATCH_BYTES
 from shardload.transfer.staging import Chunk, Variable, grouped
 from shardload.transfer.verification import TransferVerification
@@ -148,12 +148,12 @@ def execute(
 
 
 def _check(plan: LoadPlan, manifest: Manifest, devices: Sequence[Any]) -> None:
-    if plan.targets:
-        check_devices(plan.targets[0].layout.mesh, devices)
-    for target in plan.targets:
-        if jax.dtypes.canonicalize_dtype(target.dtype) != target.dtype:
+    if plan.bindings:
+        check_devices(plan.bindings[0].layout.mesh, devices)
+    for binding in plan.bindings:
+        if jax.dtypes.canonicalize_dtype(binding.dtype) != binding.dtype:
             raise MismatchError(
-                f"Cannot load variable {target.name!r} as {target.dtype}: JAX has 64-bit dtypes disabled. Set "
+                f"Cannot load variable {binding.name!r} as {binding.dtype}: JAX has 64-bit dtypes disabled. Set "
                 "jax_enable_x64, or build the model with a 32-bit dtype"
             )
     for path in plan.files:
@@ -196,7 +196,7 @@ class _Transfer:
         self.files: dict[Location, File] = {}
         self.uploads: deque[tuple[list[Any], int]] = deque()
         self.copier = BlockCopier(self.checks.verified if self.checks else None)
-        self.variables = [self._variable(t) for t in plan.targets]
+        self.variables = [self._variable(t) for t in plan.bindings]
         self.chunks = self._make_chunks()
         self.complete: list[Chunk] = []
         if placement == "adopt":
@@ -216,7 +216,7 @@ class _Transfer:
         self.on_ready, self.on_start, self.progress = on_ready, on_start, progress
         for variable in self.variables:  # without elements, so no block completes them
             if not variable.chunks_left:
-                self._place(Chunk(variable, Bounds.whole(variable.target.view.shape)))
+                self._place(Chunk(variable, Bounds.whole(variable.binding.view.shape)))
         most = min(self.threads * QUEUED_PER_THREAD, BUDGET_PARTS)
         for job in self._jobs():
             if self.workers.in_flight >= most:
@@ -244,10 +244,10 @@ class _Transfer:
         self.complete.clear()
         self.uploads.clear()
 
-    def _variable(self, target: Target) -> Variable:
-        stored = self.manifest.tensors[target.view.tensor].dtype
-        widens = self.placement == "upload" and widens_on_device(stored, target.dtype)
-        return Variable(target, local_bounds(target, self.plan.positions), stored if widens else target.dtype)
+    def _variable(self, binding: Binding) -> Variable:
+        stored = self.manifest.tensors[binding.view.tensor].dtype
+        widens = self.placement == "upload" and widens_on_device(stored, binding.dtype)
+        return Variable(binding, local_bounds(binding, self.plan.positions), stored if widens else binding.dtype)
 
     def _make_chunks(self) -> dict[tuple[int, int], Chunk]:
         """Return the chunk that each (block, piece) belongs to."""
@@ -255,14 +255,14 @@ class _Transfer:
         sharing: dict[str, set[int]] = {}
         for b, block in enumerate(self.plan.blocks):
             for p, piece in enumerate(block.pieces):
-                pieces.setdefault(piece.target, []).append((b, p, piece.box))
-                sharing.setdefault(block.tensor, set()).add(piece.target)
+                pieces.setdefault(piece.binding, []).append((b, p, piece.box))
+                sharing.setdefault(block.tensor, set()).add(piece.binding)
         # Half of what is left, divided among the variables of a tensor: all of them are open at once.
         free = self.budget.limit_bytes - self.budget.taken_bytes - self.plan.decoded_bytes
         found: dict[tuple[int, int], Chunk] = {}
         for t, of_target in pieces.items():
             variable = self.variables[t]
-            limit = free // (2 * len(sharing[variable.target.view.tensor]))
+            limit = free // (2 * len(sharing[variable.binding.view.tensor]))
             for chunk, members in grouped(variable, of_target, None if self.placement == "adopt" else limit):
                 variable.chunks_left += 1
                 chunk.blocks_left = len(members)
@@ -318,14 +318,14 @@ class _Transfer:
     def _open(self, chunk: Chunk) -> None:
         if not chunk.variable.started:
             chunk.variable.started = True
-            self.on_start(chunk.variable.target.name)
+            self.on_start(chunk.variable.binding.name)
         if not chunk.buffers:
             self._take(chunk)
 
     def _take(self, chunk: Chunk) -> None:
         if self.placement == "upload":
             chunk.n_bytes = arena_bytes([box.shape for box in chunk.common.values()], chunk.variable.staged)
-            self._must_take(chunk.n_bytes, f"A piece of variable {chunk.variable.target.name!r}")
+            self._must_take(chunk.n_bytes, f"A piece of variable {chunk.variable.binding.name!r}")
         chunk.take_memory()
 
     def _must_take(self, n_bytes: int, what: str) -> None:
@@ -381,22 +381,22 @@ class _Transfer:
             self._place(chunk)
 
     def _place(self, chunk: Chunk) -> None:
-        variable, target = chunk.variable, chunk.variable.target
-        sharding = self.sharding(target.layout)
-        if chunk.box == Bounds.whole(target.view.shape):
+        variable, binding = chunk.variable, chunk.variable.binding
+        sharding = self.sharding(binding.layout)
+        if chunk.box == Bounds.whole(binding.view.shape):
             self._open(chunk)
-            array = assemble(target.view.shape, sharding, {s: memory for s, (_, memory) in chunk.buffers.items()})
+            array = assemble(binding.view.shape, sharding, {s: memory for s, (_, memory) in chunk.buffers.items()})
             uploaded = [array]
-            array = array if variable.staged == target.dtype else widen(array, dtype=target.dtype)
+            array = array if variable.staged == binding.dtype else widen(array, dtype=binding.dtype)
         else:
-            variable.incremental = variable.incremental or IncrementalArray(target.view.shape, target.dtype, sharding)
+            variable.incremental = variable.incremental or IncrementalArray(binding.view.shape, binding.dtype, sharding)
             uploaded, array = variable.incremental.put(chunk.buffers), None
         if chunk.n_bytes:
             self.uploads.append((uploaded, chunk.n_bytes))
         chunk.buffers, chunk.stack = {}, None  # JAX keeps what it adopted; everything else is free now
         variable.chunks_left -= 1
         if variable.chunks_left <= 0:
-            self.on_ready(target.name, array if variable.incremental is None else variable.incremental.finish())
+            self.on_ready(binding.name, array if variable.incremental is None else variable.incremental.finish())
             variable.incremental = None
 
     def _finish_upload(self) -> None:

@@ -1,6 +1,6 @@
 """Decide which bytes are read, in which order, and where they go: pure arithmetic, printable without reading data.
 
-Every stored tensor is a row-major sequence of elements. A `Target` names a variable's view of a tensor
+Every stored tensor is a row-major sequence of elements. A `Binding` names a variable's view of a tensor
 and its layout; `make_plan` cuts the views into `Block`s::
 
     file    ──[ block 0 )[ block 1 )[ block 2 )──      ascending offsets, at most block_bytes each
@@ -35,15 +35,15 @@ from shardload.transfer.block_plan import (
     BLOCK_BYTES,
     BUDGET_PARTS,
     MIN_BLOCK_BYTES,
+    Binding,
     Block,
     BlockPiece,
     Planner,
-    Target,
     local_bounds,
 )
 from shardload.transfer.regions import least_budget, paths_of, regions
 
-__all__ = ["BLOCK_BYTES", "Block", "BlockPiece", "LoadPlan", "Target", "local_bounds", "make_plan"]
+__all__ = ["BLOCK_BYTES", "Binding", "Block", "BlockPiece", "LoadPlan", "local_bounds", "make_plan"]
 
 
 DEFAULT_HOST_MEMORY = 256 << 20
@@ -55,7 +55,7 @@ more does not make loading faster (docs/performance.md)."""
 class LoadPlan:
     """Everything a transfer will do."""
 
-    targets: tuple[Target, ...]
+    bindings: tuple[Binding, ...]
     blocks: tuple[Block, ...]
     """In file order: per file by offset."""
     positions: tuple[int, ...]
@@ -93,7 +93,7 @@ class LoadPlan:
 
 def make_plan(
     manifest: Manifest,
-    targets: Sequence[Target],
+    bindings: Sequence[Binding],
     *,
     host_memory_bytes: int | None,
     block_bytes: int = BLOCK_BYTES,
@@ -105,7 +105,7 @@ def make_plan(
 
     Args:
         manifest: The tensors of the checkpoint.
-        targets: Variables to fill; several may share a tensor. All layouts share one mesh.
+        bindings: Variables to fill; several may share a tensor. All layouts share one mesh.
         host_memory_bytes: Budget for everything staged; by default `DEFAULT_HOST_MEMORY`, or what the largest chunk
             that decodes as a whole needs.
         block_bytes: Longest single read.
@@ -118,24 +118,24 @@ def make_plan(
         MismatchError: When a view exceeds its tensor, or a cast would lose more than float precision.
         BudgetError: When the budget cannot hold a single block.
     """
-    targets = tuple(targets)
-    _check_meshes(targets)
-    wanted = {target.view.tensor: None for target in targets}
+    bindings = tuple(bindings)
+    _check_meshes(bindings)
+    wanted = {binding.view.tensor: None for binding in bindings}
     tensors = [manifest.tensors[name] for name in wanted if name in manifest.tensors]
     budget = _budget(tensors, host_memory_bytes, verified=not scatter, uploads=uploads)
-    size = targets[0].layout.mesh.size if targets else 0
+    size = bindings[0].layout.mesh.size if bindings else 0
     local = tuple(range(size)) if positions is None else tuple(positions)
-    planner = Planner(manifest, targets, local, block_bytes=block_bytes, budget=budget, scatter=scatter)
+    planner = Planner(manifest, bindings, local, block_bytes=block_bytes, budget=budget, scatter=scatter)
     blocks = planner.blocks()
     read = dict.fromkeys(b.tensor for b in blocks)
     return LoadPlan(
-        targets=targets,
+        bindings=bindings,
         blocks=blocks,
         positions=local,
         files=tuple(dict.fromkeys(path for name in read for path in paths_of(manifest.tensors[name]))),
         needed_bytes=planner.needed_bytes(),
         read_bytes=sum(b.read_bytes for b in blocks),
-        device_bytes=(sum(math.prod(t.layout.shard_shape(t.view.shape)) * t.dtype.itemsize for t in targets),) * size,
+        device_bytes=(sum(math.prod(t.layout.shard_shape(t.view.shape)) * t.dtype.itemsize for t in bindings),) * size,
         host_memory_bytes=budget,
         block_bytes=block_bytes,
         budget_raised=host_memory_bytes is None and budget > DEFAULT_HOST_MEMORY,
@@ -162,8 +162,8 @@ def _budget(tensors: Sequence[Tensor], asked: int | None, *, verified: bool, upl
     return asked
 
 
-def _check_meshes(targets: Sequence[Target]) -> None:
-    meshes = {t.layout.mesh for t in targets}
+def _check_meshes(bindings: Sequence[Binding]) -> None:
+    meshes = {t.layout.mesh for t in bindings}
     if len(meshes) > 1:
         raise LayoutError(
             f"Cannot load onto several meshes at once: found {', '.join(sorted(map(str, meshes)))}, expected one. Give "

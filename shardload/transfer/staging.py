@@ -20,7 +20,7 @@ from shardload.manifest import View
 from shardload.sharding.bounds import Bounds
 from shardload.transfer.buffers import arena, stack
 from shardload.transfer.placement import IncrementalArray
-from shardload.transfer.planning import BlockPiece, Target
+from shardload.transfer.planning import Binding, BlockPiece
 from shardload.transfer.scratch import CopyPart
 from shardload.transfer.strides import largest_stride
 
@@ -29,7 +29,7 @@ from shardload.transfer.strides import largest_stride
 class Variable:
     """A variable in transfer."""
 
-    target: Target
+    binding: Binding
     shards: tuple[Bounds, ...]
     staged: np.dtype[Any]
     """Dtype on the host."""
@@ -114,7 +114,7 @@ class Chunk:
     @property
     def common(self) -> dict[Bounds, Bounds]:
         """Shard → its overlap with this chunk."""
-        if self.box.shape == self.variable.target.view.shape:
+        if self.box.shape == self.variable.binding.view.shape:
             return dict(zip(self.variable.shards, self.variable.shards, strict=True))
         pairs = ((shard, self.box.intersect(shard) if shard.size else shard) for shard in self.variable.shards)
         return {shard: box for shard, box in pairs if box is not None}
@@ -130,7 +130,7 @@ class Chunk:
         except (OSError, MemoryError) as error:
             n_bytes = sum(box.size for box in self.common.values()) * self.variable.staged.itemsize
             raise TransferError(
-                f"Cannot allocate {n_bytes} bytes for the shards of variable {self.variable.target.name!r} on this "
+                f"Cannot allocate {n_bytes} bytes for the shards of variable {self.variable.binding.name!r} on this "
                 f"host: {error}. Use a mesh over more hosts, a smaller dtype, or a smaller model"
             ) from error
 
@@ -163,7 +163,7 @@ def grouped(
     variable: Variable, pieces: list[tuple[int, int, Bounds]], limit: int | None
 ) -> list[tuple[Chunk, list[tuple[int, int]]]]:
     """Group a variable's pieces, in file order, into boxes of at most ``limit`` bytes; ``None``: one box."""
-    whole = Bounds.whole(variable.target.view.shape)
+    whole = Bounds.whole(variable.binding.view.shape)
     itemsize = variable.staged.itemsize
     if limit is None or sum(b.size for b in variable.shards) * itemsize <= limit:
         return [(Chunk(variable, whole), [(b, p) for b, p, _ in pieces])]

@@ -7,7 +7,7 @@ from shardload.manifest import View
 from shardload.sharding.bounds import Bounds
 from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
-from shardload.transfer.planning import BlockPiece, Target, local_bounds
+from shardload.transfer.planning import Binding, BlockPiece, local_bounds
 from shardload.transfer.scratch import BlockMemory, copy
 from shardload.transfer.staging import Chunk, Variable, _stacked_dim
 
@@ -28,7 +28,7 @@ def chunk_of(view, dims):
     spec = [() for _ in view.shape]
     for dim, axis in dims.items():
         spec[dim] = (axis,)
-    target = Target("v", view, U16, Layout(MESH, tuple(spec)))
+    target = Binding("v", view, U16, Layout(MESH, tuple(spec)))
     chunk = Chunk(Variable(target, local_bounds(target, range(8)), U16), Bounds.whole(view.shape))
     chunk.take_memory()
     return chunk

@@ -58,7 +58,7 @@ def manifest_of(path, tensors):
 
 def load(plan, manifest, **options):
     found = {}
-    mesh_size = plan.targets[0].layout.mesh.size
+    mesh_size = plan.bindings[0].layout.mesh.size
     stats = execute(plan, manifest, devices=jax.devices()[:mesh_size], on_ready=found.__setitem__, **options)
     return found, stats
 

@@ -18,7 +18,7 @@ from shardload.sharding.mesh import MeshSpec
 from shardload.stores.local import located
 from shardload.transfer.budget import Budget
 from shardload.transfer.casts import check_cast
-from shardload.transfer.planning import Target, make_plan
+from shardload.transfer.planning import Binding, make_plan
 from shardload.transfer.strides import Ordered, address, cut, span
 
 MESH = MeshSpec.parse("1x8")
@@ -38,7 +38,7 @@ def target(manifest, name, dim=None, **changes):
     view = changes.pop("view", View.whole(manifest.tensors[name]))
     rank = len(view.shape)
     layout = Layout.replicated(MESH, rank) if dim is None else Layout.split(MESH, rank, dim=dim, axis="model")
-    return Target(name, view, changes.pop("dtype", FLOAT32), changes.pop("layout", layout))
+    return Binding(name, view, changes.pop("dtype", FLOAT32), changes.pop("layout", layout))
 
 
 @st.composite
@@ -129,7 +129,7 @@ def test_repeated_layers_are_planned_as_if_each_were_the_only_one():
         mine = [i for i, t in enumerate(targets) if t.view.tensor == name]
         alone = make_plan(manifest, [targets[i] for i in mine], host_memory_bytes=1 << 20)
         renumbered = [
-            replace(b, pieces=tuple(replace(p, target=mine[p.target]) for p in b.pieces)) for b in alone.blocks
+            replace(b, pieces=tuple(replace(p, binding=mine[p.binding]) for p in b.pieces)) for b in alone.blocks
         ]
         assert [b for b in both.blocks if b.tensor == name] == renumbered
 

@@ -20,7 +20,7 @@ from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
 from shardload.stores.local import located
 from shardload.transfer.execution import execute, named_sharding, place
-from shardload.transfer.planning import Target, make_plan
+from shardload.transfer.planning import Binding, make_plan
 from shardload.transfer.regions import least_budget
 
 MESH = MeshSpec.parse("1x8")
@@ -37,7 +37,7 @@ def whole(manifest, name, *, dim=None, dtype=None, transposed=False, variable=No
     view = View.whole(tensor)
     if transposed:
         view = View(name, 0, view.shape[::-1], view.strides[::-1])
-    return Target(variable or name, view, np.dtype(dtype or tensor.dtype), split(len(view.shape), dim))
+    return Binding(variable or name, view, np.dtype(dtype or tensor.dtype), split(len(view.shape), dim))
 
 
 def planned(manifest, *targets, budget=64 * MIB, **options):
@@ -125,7 +125,7 @@ def test_fused_kernel_is_read_once_for_three_variables(tmp_path, reads):
     fused = np.arange(256 * 96, dtype=np.float32).reshape(256, 96)
     manifest = manifest_of(tmp_path / "f.bin", {"qkv": fused})
     views = {n: View("qkv", 32 * i, (256, 4, 8), (96, 8, 1)) for i, n in enumerate("qkv")}
-    targets = [Target(n, v, fused.dtype, split(3, 0)) for n, v in views.items()]
+    targets = [Binding(n, v, fused.dtype, split(3, 0)) for n, v in views.items()]
     plan = planned(manifest, *targets, block_bytes=64 * 96 * 4)
     found, _ = load(plan, manifest)
     for i, name in enumerate("qkv"):
@@ -417,7 +417,7 @@ def test_what_is_passed_over_counts_against_the_budget(tmp_path):
     """A quarter of each row is wanted; the rest lands in scratch."""
     value = np.arange(256 * 4096, dtype=np.uint32).astype(np.uint16).reshape(256, 4096)
     manifest = manifest_of(tmp_path / "f.bin", {"a": value})
-    target = Target("a", View("a", 0, (256, 1024), (4096, 1)), value.dtype, split(2, None))
+    target = Binding("a", View("a", 0, (256, 1024), (4096, 1)), value.dtype, split(2, None))
     plan = planned(manifest, target)
     assert {b.how for b in plan.blocks} == {"direct"}
     found, stats = load(plan, manifest, threads=2)

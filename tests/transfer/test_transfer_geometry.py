@@ -10,7 +10,7 @@ from shardload.errors import LayoutError
 from shardload.manifest import View
 from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
-from shardload.transfer.planning import Target, make_plan
+from shardload.transfer.planning import Binding, make_plan
 
 MESHES = [MeshSpec.parse(m) for m in ("1x1", "1x3", "1x8", "8x1", "2x4", "data=2,fsdp=2,model=2")]
 
@@ -81,7 +81,7 @@ def test_any_view_in_any_layout(tmp_path_factory, data, pair, placement):
     source = Rows(value, path=str(path), alignment=alignment) if decoded else value
     manifest = manifest_of(path, {"pad": np.zeros(data.draw(st.integers(0, 3)), np.uint8), "t": source})
     layout = data.draw(layouts(seen.shape))
-    target = Target("v", view_of("t", value, seen), value.dtype, layout)
+    target = Binding("v", view_of("t", value, seen), value.dtype, layout)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shardload.transfer.block_plan.DIRECT_RUN_BYTES", data.draw(st.sampled_from([1, 8, 1 << 10])))
         patch.setattr("shardload.transfer.block_plan.STAGED_BYTES", data.draw(st.sampled_from([8, 40, 100, 1 << 20])))
@@ -119,8 +119,8 @@ def test_any_box_of_chunks_in_any_layout(tmp_path_factory, data, pair, placement
     part = Layout(whole.mesh, part.spec) if part.mesh == whole.mesh else Layout.replicated(whole.mesh, seen.ndim)
     wide = data.draw(st.sampled_from([value.dtype, np.dtype(np.float32)]))
     targets = [
-        Target("part", view_of("t", value, seen), value.dtype, part),
-        Target("whole", View.whole(manifest.tensors["t"]), wide, whole),
+        Binding("part", view_of("t", value, seen), value.dtype, part),
+        Binding("whole", View.whole(manifest.tensors["t"]), wide, whole),
     ][data.draw(st.integers(0, 1)) :]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shardload.transfer.block_plan.DIRECT_RUN_BYTES", data.draw(st.sampled_from([1, 8, 1 << 10])))
@@ -140,4 +140,4 @@ def test_a_view_that_reshapes_chunks_is_refused(tmp_path):
     manifest = manifest_of(tmp_path / "f.bin", {"t": Chunks(value, (8, 4))})
     layout = Layout.replicated(MESHES[0], 1)
     with pytest.raises(LayoutError, match="stored in chunks"):
-        make_plan(manifest, [Target("v", View("t", 0, (64,), (1,)), value.dtype, layout)], host_memory_bytes=1 << 20)
+        make_plan(manifest, [Binding("v", View("t", 0, (64,), (1,)), value.dtype, layout)], host_memory_bytes=1 << 20)
