@@ -35,26 +35,12 @@ def load(
     layout: options.Layout = "auto",
     dtype: options.DtypeOption = None,
     host_memory: options.HostMemory = None,
-    strict: Annotated[
-        bool,
-        typer.Option("--strict/--no-strict", help="Fail when variables are missing, tensors unused, or shapes differ."),
-    ] = True,
+    strict: options.Strict = True,
     ignore: options.Ignore = None,
-    atomic: Annotated[
-        bool, typer.Option("--atomic", help="All or nothing; always so for a newly built model.")
-    ] = False,
-    compile: Annotated[
-        bool,
-        typer.Option(
-            "--compile/--no-compile", help="Compile a model that was saved compiled, and load its optimizer's state."
-        ),
-    ] = True,
-    prompt: Annotated[
-        str | None, typer.Option("--prompt", metavar="TEXT", help="Text to continue when the model is loaded.")
-    ] = None,
-    max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", metavar="N", min=1, help="Tokens to generate for --prompt.")
-    ] = 32,
+    atomic: options.Atomic = False,
+    compile: options.Compile = True,
+    prompt: options.Prompt = None,
+    max_new_tokens: options.MaxNewTokens = 32,
     platform: options.PlatformOption = None,
     coordinator_address: options.CoordinatorAddress = None,
     num_processes: options.NumProcesses = None,
@@ -95,7 +81,7 @@ def load(
             if prompt is not None:
                 lazy_api.check_tokenizer(source, format=format and str(format))
             with on_stderr(enabled=reports and not no_progress) as progress:
-                loaded, shares = lazy_api.load(
+                loaded = lazy_api.load(
                     source,
                     mesh=spec,
                     layout=layout,
@@ -113,12 +99,16 @@ def load(
                 return
             if not json:
                 out.table(loaded.report)
-                out.text(listing.of_processes(shares))
+                out.text(listing.of_processes(loaded.shares))
             text = _generate(out, loaded, prompt, max_new_tokens=max_new_tokens, shown=not json)
         if json:
-            generated = {"generated": {"prompt": prompt, "text": text}} if prompt is not None else {}
-            each = {"processes": [asdict(share) for share in shares]} if shares else {}
-            out.json(loaded.report.to_json() | each | generated)
+            out.json(_as_json(loaded, prompt, text))
+
+
+def _as_json(loaded: Any, prompt: str | None, text: str) -> dict[str, Any]:
+    processes = {"processes": [asdict(share) for share in loaded.shares]} if loaded.shares else {}
+    generated = {"generated": {"prompt": prompt, "text": text}} if prompt is not None else {}
+    return {**loaded.report.to_json(), **processes, **generated}
 
 
 def _check_together(spec: Any, processes: Any, prompt: str | None) -> None:
@@ -163,15 +153,7 @@ def plan(
     layout: options.Layout = "auto",
     dtype: options.DtypeOption = None,
     host_memory: options.HostMemory = None,
-    device_memory: Annotated[
-        int | None,
-        typer.Option(
-            "--device-memory",
-            metavar="SIZE",
-            parser=options.size,
-            help="Memory of one device: 16GiB. Says whether the weights fit, and on which smallest mesh they do.",
-        ),
-    ] = None,
+    device_memory: options.DeviceMemory = None,
     ignore: options.Ignore = None,
     format: options.FormatOption = None,
     ignore_config: options.IgnoreConfig = None,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from shardload.loading import Loaded
     from shardload.manifest import Manifest
     from shardload.progress import Progress
     from shardload.reports import PlanReport
@@ -26,23 +27,20 @@ def find(source: str) -> None:
         resolve(source)
 
 
-def load(source: str, **options: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Load ``source``; return an object with ``model`` and ``report``, and the share of each of several processes.
+def load(source: str, **options: Any) -> Loaded:
+    """Load ``source``; for several processes, the report has the bytes read by all, and the highest staging peak."""
+    from shardload.loading import LoadRequest, run
 
-    For several processes, the report has the bytes read by all, and the highest staging peak of one.
-    """
-    from shardload import loading
-
-    loaded = loading.run(loading.LoadRequest(source=source, **options))
-    shares = loaded.shares
-    if not shares:
-        return loaded, ()
-    report = replace(
-        loaded.report,
-        bytes=type(loaded.report.bytes)(sum(s.bytes.needed for s in shares), sum(s.bytes.read for s in shares)),
-        host_bytes=max((s.host_bytes for s in shares), key=lambda host: host.peak_staging),
+    loaded = run(LoadRequest(source=source, **options))
+    if not loaded.shares:
+        return loaded
+    total = replace(
+        loaded.report.bytes,
+        needed=sum(share.bytes.needed for share in loaded.shares),
+        read=sum(share.bytes.read for share in loaded.shares),
     )
-    return replace(loaded, report=report), shares
+    highest = max((share.host_bytes for share in loaded.shares), key=lambda host: host.peak_staging)
+    return replace(loaded, report=replace(loaded.report, bytes=total, host_bytes=highest))
 
 
 def plan(source: str, *, mesh: MeshSpec | None, **options: Any) -> PlanReport:

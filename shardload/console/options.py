@@ -153,6 +153,32 @@ HostMemory = Annotated[
         help="Most host memory used for staging: 2GiB, 512MiB. 256MiB by default.",
     ),
 ]
+Strict = Annotated[
+    bool,
+    typer.Option("--strict/--no-strict", help="Fail when variables are missing, tensors unused, or shapes differ."),
+]
+Atomic = Annotated[bool, typer.Option("--atomic", help="All or nothing; always so for a newly built model.")]
+Compile = Annotated[
+    bool,
+    typer.Option(
+        "--compile/--no-compile", help="Compile a model that was saved compiled, and load its optimizer's state."
+    ),
+]
+Prompt = Annotated[
+    str | None, typer.Option("--prompt", metavar="TEXT", help="Text to continue when the model is loaded.")
+]
+MaxNewTokens = Annotated[
+    int, typer.Option("--max-new-tokens", metavar="N", min=1, help="Tokens to generate for --prompt.")
+]
+DeviceMemory = Annotated[
+    int | None,
+    typer.Option(
+        "--device-memory",
+        metavar="SIZE",
+        parser=size,
+        help="Memory of one device: 16GiB. Says whether the weights fit, and on which smallest mesh they do.",
+    ),
+]
 PlatformOption = Annotated[
     Platform | None,
     typer.Option(

@@ -32,7 +32,7 @@ def report(kind: Any = LoadReport, **extra: Any) -> Any:
 
 
 def loads(source: str, **options: Any) -> Any:
-    return SimpleNamespace(model=None, report=report()), ()
+    return SimpleNamespace(model=None, report=report(), shares=())
 
 
 FAKES = {
