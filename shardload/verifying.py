@@ -68,14 +68,14 @@ def verify(source: str | os.PathLike[str], *, progress: Callable[[int], None] | 
         return [_remote(info, progress) for info in steps]
     path = Path(resolve(source).path)
     if is_ours(path):
-        return [_ours(path, progress)]
+        return [_with_digests(path, progress)]
     if steps := list_steps(path) if path.is_dir() else []:
         return [_step(info, progress) for info in steps]
     return [_readable(path, progress)]
 
 
 def _step(info: StepInfo, progress: Callable[[int], None] | None) -> Verdict:
-    return _ours(info.path, progress) if info.ours else _readable(info.path, progress)
+    return _with_digests(info.path, progress) if info.ours else _readable(info.path, progress)
 
 
 def _remote(info: StepInfo, progress: Callable[[int], None] | None) -> Verdict:
@@ -88,7 +88,7 @@ def _remote(info: StepInfo, progress: Callable[[int], None] | None) -> Verdict:
     return Verdict(info.where, verdict, None, info.n_bytes, _shortened(problems))
 
 
-def _ours(path: Path, progress: Callable[[int], None] | None) -> Verdict:
+def _with_digests(path: Path, progress: Callable[[int], None] | None) -> Verdict:
     damage = digests.verify(path, progress=progress)
     problems = tuple(str(found) for found in damage)
     return Verdict(str(path), "damaged" if problems else "verified", None, _size(path), _shortened(problems))

@@ -154,8 +154,8 @@ def refused_among(
     weights: Iterable[Variable], covered: Iterable[Variable], provided: Iterable[Variable], names: Mapping[int, str]
 ) -> tuple[tuple[str, Variable], ...]:
     """Return weights with a mismatch and no other source, by name."""
-    ours, have = {id(v) for v in weights}, {id(v) for v in provided}
-    return tuple((names[id(v)], v) for v in covered if id(v) in ours and id(v) not in have)
+    own, have = {id(v) for v in weights}, {id(v) for v in provided}
+    return tuple((names[id(v)], v) for v in covered if id(v) in own and id(v) not in have)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,7 @@ def split_missing(
     """Return the names of weights without a source, the same weights as variables, and other state without one."""
     have = {id(v) for v in provided}
     weights = list({id(v): v for v in weights}.values())
-    ours = {id(v) for v in weights}
+    own = {id(v) for v in weights}
     missing = tuple(v for v in weights if id(v) not in have)
-    state = tuple(v for v in everything if id(v) not in have and id(v) not in ours)
+    state = tuple(v for v in everything if id(v) not in have and id(v) not in own)
     return tuple(names[id(v)] for v in missing), missing, state

@@ -41,12 +41,10 @@ _SHOWN = 12
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A resolved source: its path and display name."""
+    """A resolved source."""
 
     path: str
     """Absolute path."""
-    name: str
-    """Name to show: the one found, after resolving aliases."""
     note: str | None = None
     """One line for people, if the source found differs from the source requested."""
 
@@ -87,7 +85,7 @@ def resolve(source: str | os.PathLike[str]) -> Resolved:
         return _handle(text)
     path = expanded(text)
     if text and _exists(path):
-        return Resolved(str(path.absolute()), path.name or str(path), _synthetic_note(path))
+        return Resolved(str(path.absolute()), _synthetic_note(path))
     if not re.fullmatch(_NAME, text) or (text.endswith(endings()) and not _in_root(text)):
         raise SourceNotFoundError(_no_such_path(text, path))
     return _name(text)
@@ -119,7 +117,7 @@ def _name(name: str) -> Resolved:
         return found
     for candidate in dict.fromkeys((name, ALIASES.get(name, name))):
         if path := _in_root(candidate):
-            return Resolved(str(path), candidate, _joined(_alias_note(name, candidate), _synthetic_note(path)))
+            return Resolved(str(path), _joined(_alias_note(name, candidate), _synthetic_note(path)))
     tried.append(f"the checkpoint root {root()} ({_root_content()})")
     if name == PIP_NAME:
         tried.append(f"the package {PIP_PACKAGE} (not installed)")
@@ -192,7 +190,7 @@ def _installed() -> Resolved | None:
         _assemble(target)
     aside = _in_root(PIP_NAME)
     note = f"the real weights, of the package {PIP_PACKAGE}; {aside} is another" if aside != target else None
-    return Resolved(str(target), PIP_NAME, note)
+    return Resolved(str(target), note)
 
 
 def _assemble(target: Path) -> None:
@@ -227,7 +225,7 @@ def _handle(text: str) -> Resolved:
         )
     from shardload.resolve import hubs
 
-    return Resolved(str(hubs.fetch(text)), rest.rsplit("/", 1)[-1])
+    return Resolved(str(hubs.fetch(text)))
 
 
 def _preset(name: str, found: str, tried: list[str]) -> Resolved | None:
@@ -249,7 +247,7 @@ def _preset(name: str, found: str, tried: list[str]) -> Resolved | None:
     except SourceNotFoundError as error:
         tried.append(f"KerasHub's preset {preset} ({error})")
         return None
-    return Resolved(str(path), preset, _alias_note(name, preset))
+    return Resolved(str(path), _alias_note(name, preset))
 
 
 # ---- errors for sources that do not exist --------------------------------------------------------

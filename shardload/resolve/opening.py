@@ -74,8 +74,8 @@ def _resolve(source: str | os.PathLike[str], format: str | None, *, described: b
     found = resolve(source)
     if not described or (folder := folder_of(found.path, format=format)) is None:
         return found
-    told = f"config.json in {folder} describes the model of {Path(found.path).name}: loaded the folder"
-    return replace(found, path=str(folder), note="; ".join(note for note in (found.note, told) if note))
+    note = f"config.json in {folder} describes the model of {Path(found.path).name}: loaded the folder"
+    return replace(found, path=str(folder), note="; ".join(filter(None, (found.note, note))))
 
 
 def _noted(found: Resolved, manifest: Manifest, checker: Checker | None, *, verify: bool) -> OpenedSource:

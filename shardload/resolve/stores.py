@@ -37,4 +37,4 @@ def open_remote(url: str, *, format: str | None = None) -> tuple[Resolved, Manif
             f"{url}: of remote sources only training steps are read, whose format is {SPEC.name}, not {format}"
         )
     info = prepared(find_step(url, "latest"))
-    return Resolved(info.where, info.where, f"step {info.step}, verified"), open_orbax(info.location)
+    return Resolved(info.where, f"step {info.step}, verified"), open_orbax(info.location)
