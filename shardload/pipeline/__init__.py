@@ -1,1 +1,1 @@
-"""The stages of a load: plan, check, transfer, assign, report; in one process or several."""
+"""The stages of a load, in one process or several; `shardload.pipeline.load` has their order on one page."""
