@@ -94,26 +94,7 @@ def load(
         ProcessFailedError: When it failed on another process with an error that is not from shardload.
         ProcessLostError: When another process ended, or does not respond for 15 s.
     """
-    request = LoadRequest(
-        source=source,
-        mesh=mesh,
-        axes=axes,
-        layout=layout,
-        dtype=dtype,
-        host_memory_bytes=host_memory_bytes,
-        strict=strict,
-        ignore=ignore,
-        devices=devices,
-        task=task,
-        custom_objects=custom_objects,
-        safe_mode=safe_mode,
-        compile=compile,
-        atomic=atomic,
-        format=format,
-        progress=progress,
-        ignore_config=ignore_config,
-    )
-    return run(request).model
+    return run(LoadRequest(**locals())).model  # every parameter is a field
 
 
 def run(request: LoadRequest) -> Loaded:
@@ -166,23 +147,7 @@ def load_weights(
         LoadInterruptedError: When the load failed after it began to replace values; describes the current values.
         DisagreementError: As in `load`, like all other errors.
     """
-    request = LoadRequest(
-        function="load_weights",
-        model=model,
-        source=source,
-        mesh=mesh,
-        axes=axes,
-        layout=layout,
-        names=names,
-        host_memory_bytes=host_memory_bytes,
-        strict=strict,
-        devices=devices,
-        atomic=atomic,
-        format=format,
-        progress=progress,
-        ignore_config=ignore_config,
-    )
-    return run(request).report
+    return run(LoadRequest(function="load_weights", **locals())).report
 
 
 def plan(
@@ -214,21 +179,7 @@ def plan(
         format: As for `load`.
         ignore_config: As for `load`.
     """
-    request = LoadRequest(
-        function="plan",
-        source=source,
-        mesh=mesh,
-        axes=axes,
-        layout=layout,
-        dtype=dtype,
-        host_memory_bytes=host_memory_bytes,
-        device_memory_bytes=device_memory_bytes,
-        ignore=ignore,
-        task=task,
-        format=format,
-        ignore_config=ignore_config,
-    )
-    return pipeline.plan(request.checked())
+    return pipeline.plan(LoadRequest(function="plan", **locals()).checked())
 
 
 def inspect(source: PathLike, *, format: str | None = None) -> Manifest:

@@ -91,24 +91,8 @@ def restore(
         LoadInterruptedError: If reading failed after values had been replaced.
         DisagreementError: As in `load`, like all other errors about processes.
     """
-    request = LoadRequest(
-        function="restore",
-        model=model,
-        source=directory,
-        step=step,
-        items=items,
-        mesh=mesh,
-        axes=axes,
-        layout=layout,
-        devices=devices,
-        rename=rename,
-        names=names,
-        strict=strict,
-        atomic=atomic,
-        fallback=fallback,
-        host_memory_bytes=host_memory_bytes,
-        progress=progress,
-    )
+    arguments = locals()
+    request = LoadRequest(function="restore", source=arguments.pop("directory"), **arguments)
     with joint_load(request) as call:
         return _restore_undamaged(request.checked(), step, call)
 
