@@ -86,10 +86,10 @@ def plan(request: LoadRequest) -> PlanReport:
     clock = Clock()
     source = open_requested(request)
     available()  # building needs JAX to compute shapes; its own error would not name the cause
+    devices = abstract_devices(mesh_spec(request.mesh, axes=request.axes))
     with clock("build"):
         model = build(source.manifest, dtype=request.dtype, task=request.task, ignore_config=request.ignore_config)
     with clock("plan"):
-        devices = abstract_devices(mesh_spec(request.mesh, axes=request.axes))
         prepared = preparing.prepare(request, source, model, devices, layout=request.layout)
     return reporting.plan_report(prepared, clock)
 
