@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from shardload.errors import MismatchError, UninitialisedError, UnsupportedError
 from shardload.keras_bridge.pending import recorded_initializer
-from shardload.keras_bridge.variables import has_value, put_back, stored_dtype
+from shardload.keras_bridge.variables import has_value, restore_value, stored_dtype
 from shardload.manifest import Manifest, Tensor, View
 from shardload.mapping import VariableMap
 from shardload.mapping.assign import as_keras_casts
@@ -131,13 +131,13 @@ def _lending() -> Iterator[Lend]:
 
     def lend(variable: Any, value: Array) -> None:
         before.setdefault(id(variable), (variable, recorded_initializer(variable)))
-        put_back(variable, jax.numpy.asarray(as_keras_casts(value, stored_dtype(variable))), None)
+        restore_value(variable, jax.numpy.asarray(as_keras_casts(value, stored_dtype(variable))), None)
 
     try:
         yield lend
     finally:
         for variable, initializer in before.values():
-            put_back(variable, None, initializer)
+            restore_value(variable, None, initializer)
 
 
 def _viewed(tensor: Tensor, view: View) -> Array:

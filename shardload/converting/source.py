@@ -135,7 +135,7 @@ def _check(mapping: VariableMap, manifest: Manifest, model: Any) -> tuple[str, .
         raise MismatchError(f"{source} cannot be converted, its model and its tensors disagree: {what}")
     found = sort_unused(mapping, manifest, model)
     lost = [each.tensor for each in found.outside if each.is_weight]
-    unread = [*found.unused, *lost, *mapping.unasked]
+    unread = [*found.unused, *lost, *mapping.skipped]
     notes = _left_out([each for each in found.outside if not each.is_weight])
     state = [n for n in manifest.tensors if n.split("/")[0] in _STATE]
     unread = [n for n in unread if n.split("/")[0] not in (*_STATE, "task:optimizer")]

@@ -298,7 +298,7 @@ def _deserialize(
     def built() -> Any:
         model = _uncompiled(config, manifest, scope)
         if form is not None:
-            layer_settings.take_form(model, form, any_policy=dtype is not None)
+            layer_settings.apply_settings(model, form, any_policy=dtype is not None)
         return model
 
     def made() -> Any:
@@ -316,7 +316,7 @@ def _deserialize(
         return model
 
     says_dtype = isinstance(config.get("config"), Mapping) and "dtype" in config["config"]
-    return made() if form is None else layer_settings.under_its_policy(made, form, dtype, says_dtype=says_dtype)
+    return made() if form is None else layer_settings.with_saved_policy(made, form, dtype, says_dtype=says_dtype)
 
 
 def _uncompiled(config: Mapping[str, Any], manifest: Manifest, scope: Mapping[str, Any]) -> Any:

@@ -38,11 +38,11 @@ from shardload.keras_bridge.pending import HostConstant, is_built_in, pending_of
 from shardload.keras_bridge.recording import record_variables, registered
 from shardload.keras_bridge.variables import (
     direct_assign,
+    forget_initializer,
     has_value,
     initialise_eagerly,
     is_abstract,
     set_layout,
-    settle,
     sharding_of,
     stored_dtype,
     unique,
@@ -94,7 +94,7 @@ def initialise(
     """
     found = _variables(target)
     for variable in found:
-        settle(variable)
+        forget_initializer(variable)
         if layouts and id(variable) in layouts and is_abstract(variable):
             set_layout(variable, layouts[id(variable)], jax.devices() if devices is None else devices)
     waiting = sorted(filter(is_abstract, found), key=lambda v: pending_of(v).order)

@@ -1,7 +1,7 @@
 """Settings of layers that a configuration omits: dtype policies, frozen and quantised layers, LoRA.
 
 Functional models store most of it, layer by layer; subclassed ones and KerasHub's store only how they were constructed,
-not later changes. A step therefore stores these settings next to its leaves, and `take_form` applies them to the
+not later changes. A step therefore stores these settings next to its leaves, and `apply_settings` applies them to the
 rebuilt model::
 
     "form": {
@@ -31,7 +31,7 @@ _INT8 = "int8"
 _MAX_RANK = 1 << 20  # structure.json is untrusted input, and no real rank is larger
 
 
-def form_of(model: Any) -> dict[str, dict[str, Any]]:
+def settings_of(model: Any) -> dict[str, dict[str, Any]]:
     """Return the changed settings of the layers of ``model``, by path; unchanged layers are omitted."""
     found = {}
     usual = policy_name(model)
@@ -64,15 +64,15 @@ class _PolicyDiffersError(UnsupportedError):
     """A layer was built with a different dtype policy than the saved one."""
 
 
-def under_its_policy(make: Callable[[], Any], form: Any, dtype: Any, *, says_dtype: bool) -> Any:
+def with_saved_policy(make: Callable[[], Any], form: Any, dtype: Any, *, says_dtype: bool) -> Any:
     """Return the result of ``make``, called under the global dtype policy of the saved model.
 
     That policy is unknown: it may be the model's own, or the model's own was explicit and the global one was as now.
     Both are tried; the layers' policies decide.
 
     Args:
-        make: Builds the model and calls `take_form`; may be called twice.
-        form: As for `take_form`.
+        make: Builds the model and calls `apply_settings`; may be called twice.
+        form: As for `apply_settings`.
         dtype: A policy requested instead.
         says_dtype: Whether the model's configuration contains a policy for the model.
 
@@ -99,12 +99,12 @@ def under_its_policy(make: Callable[[], Any], form: Any, dtype: Any, *, says_dty
     raise AssertionError("the last one returns or raises")
 
 
-def take_form(model: Any, form: Any, *, any_policy: bool = False) -> None:
+def apply_settings(model: Any, form: Any, *, any_policy: bool = False) -> None:
     """Apply saved settings to the layers of a model just built inside `shardload.abstract`.
 
     Args:
         model: Built, without values, not compiled.
-        form: The result of `form_of`, read back; untrusted input. Paths that the model lacks are skipped: its
+        form: The result of `settings_of`, read back; untrusted input. Paths that the model lacks are skipped: its
             weights will not match either, with a clearer error.
         any_policy: Accept layers whose dtype policy differs from the saved one, because another dtype was requested.
 

@@ -12,7 +12,7 @@ from keras.src.backend.jax.core import JaxVariable
 
 from shardload.keras_bridge.keras_types import Model, Variable
 from shardload.keras_bridge.saving import saved_objects
-from shardload.keras_bridge.variables import has_value, unique
+from shardload.keras_bridge.variables import has_value, numbered, unique
 
 
 def variables_of(model: Model) -> list[Variable]:
@@ -142,12 +142,8 @@ def policy_name(layer: Any) -> str | None:
 
 def named_weights(layer: Any) -> list[tuple[str, Variable]]:
     """Return a layer's own weights that can be frozen, by name; ``#2`` and so on where names repeat."""
-    found: list[tuple[str, Variable]] = []
-    seen: dict[str, int] = {}
-    for variable in layer._trainable_variables if isinstance(layer, keras.Layer) else ():
-        count = seen[variable.name] = seen.get(variable.name, 0) + 1
-        found.append((variable.name if count == 1 else f"{variable.name}#{count}", variable))
-    return found
+    weights = layer._trainable_variables if isinstance(layer, keras.Layer) else []
+    return list(zip(numbered(v.name for v in weights), weights, strict=True))
 
 
 def seeds_of(saveable: Any) -> list[Variable]:

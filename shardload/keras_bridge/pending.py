@@ -6,7 +6,7 @@ their states::
     _value        _initializer    state
     jax.Array     None            ordinary
     None          Pending         abstract: shape, dtype, path and layout known, no buffer
-    jax.Array     Pending         assigned later; `direct_assign` and `settle` clear the initialiser
+    jax.Array     Pending         assigned later; `direct_assign` and `forget_initializer` clear the initialiser
     None          None            inside ``fit``, where Keras keeps the values itself
 """
 
@@ -146,5 +146,5 @@ def recording() -> bool:
 
 
 def recorded_initializer(variable: Variable) -> Any:
-    """Return what `put_back` needs to make a variable abstract again; ``None`` for ordinary variables."""
+    """Return what `restore_value` needs to make a variable abstract again; ``None`` for ordinary variables."""
     return variable._initializer

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -72,10 +73,10 @@ def direct_assign(variable: Variable, array: jax.Array) -> None:
             f"Variable {variable.path!r} lives on {sharding}, but was given an array on {array.sharding}"
         )
     variable._value = array
-    settle(variable)
+    forget_initializer(variable)
 
 
-def settle(variable: Variable) -> None:
+def forget_initializer(variable: Variable) -> None:
     """Remove the recorded initialiser of a variable that has a value."""
     if variable._value is not None and isinstance(variable._initializer, PendingValue):
         variable._initializer = None
@@ -116,6 +117,16 @@ def unique(found: Iterable[Variable]) -> list[Variable]:
     return list({id(v): v for v in found}.values())
 
 
+def numbered(names: Iterable[str]) -> list[str]:
+    """Return names made unique: ``#2``, ``#3`` and so on where they repeat."""
+    seen: Counter[str] = Counter()
+    found = []
+    for name in names:
+        seen[name] += 1
+        found.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
+    return found
+
+
 def initialise_eagerly(variable: Variable, initializer: Callable[..., Any]) -> None:
     """Initialise as Keras would, on one device or by the initialiser's own ``layout`` argument."""
     variable._value = None
@@ -129,7 +140,7 @@ def current_value(variable: Variable) -> jax.Array | None:
     return value
 
 
-def put_back(variable: Variable, value: jax.Array | None, initializer: Any) -> None:
+def restore_value(variable: Variable, value: jax.Array | None, initializer: Any) -> None:
     """Undo an assignment: restore the previous value and recorded initialiser."""
     variable._value = value
     variable._initializer = initializer

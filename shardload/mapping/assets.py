@@ -46,9 +46,9 @@ def load_assets(model: Any, manifest: Manifest, *, check: Verifier | None = None
             return
         for layer, error in load_keras_assets(model, folder):
             raise SourceError(
-                f"Cannot load the files that {layer!r} saved in {manifest.source}: "
-                f"{type(error).__name__}: {error}. Build the model yourself, with what these files hold (adapt(), "
-                "set_vocabulary()), and fill it: shardload.load_weights(model, source)"
+                f"Cannot load the files that {layer!r} saved in {manifest.source}: {type(error).__name__}: {error}. "
+                "Build the model yourself, set its vocabulary (adapt(), set_vocabulary()), then call "
+                "shardload.load_weights(model, source)"
             ) from error
 
 
@@ -58,7 +58,7 @@ def _write(manifest: Manifest, folder: Path, check: Verifier | None) -> bool:
     for name, write in _files(manifest, check):
         path = descendant(located(folder), name, named_by=manifest.source).local_path()
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("xb") as file:
+        with path.open("xb") as file:  # x: two members with one name would overwrite each other
             write(file)
         found = True
     return found
@@ -76,9 +76,14 @@ def _of_step(manifest: Manifest, check: Verifier | None) -> Iterator[tuple[str, 
     for name, keys in manifest.metadata["tree"].items():
         tensor = manifest.tensors[name]
         if tensor.dtype.name != "uint8" or len(tensor.shape) != 1:
-            raise SourceError(f"{manifest.source} should hold files as arrays of bytes, but {name!r} is {tensor.dtype}")
-        if any("/" in key for key in keys):
-            raise UnsafeSourceError(f"{manifest.source} names the file {name!r}, which has a slash in one of its parts")
+            raise SourceError(
+                f"Cannot read the file {name!r} in {manifest.source}: it is stored as {tensor.dtype} {tensor.shape}, "
+                "expected a one-dimensional array of uint8"
+            )
+        if any("/" in key for key in keys):  # keys are joined with slashes below, so "a/../b" could leave the folder
+            raise UnsafeSourceError(
+                f"Cannot read the file {name!r} in {manifest.source}: a part of its name has a slash"
+            )
         if check is not None:
             check_tensor(check, tensor)
 

@@ -11,7 +11,7 @@ ones, and which have none. With ``atomic=True`` old values are kept until `finis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,10 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardload.errors import LoadInterruptedError, MismatchError
+from shardload.keras_bridge.keras_types import Variable
 from shardload.keras_bridge.pending import recorded_initializer
-from shardload.keras_bridge.variables import current_value, drop_value, put_back, settle, stored_dtype
+from shardload.keras_bridge.variables import current_value, drop_value, forget_initializer, restore_value, stored_dtype
 from shardload.mapping.attributes import AttributeSnapshot
-from shardload.mapping.variable_map import Step, Variable, VariableMap
+from shardload.mapping.variable_map import Step, VariableMap
 
 ReadTensor = Callable[[str], NDArray[Any]]
 """Reads a whole stored tensor by name."""
@@ -52,7 +53,7 @@ class Interrupted:
     """Variables without a value: built abstractly and not reached, or released before the failure."""
 
     def __str__(self) -> str:
-        return f"{len(self.new)} variables hold new values, {len(self.old)} their old ones, {len(self.none)} none" + (
+        return f"{len(self.new)} variables have new values, {len(self.old)} their old ones, {len(self.none)} none" + (
             f" (first without: {self.none[0]!r})" if self.none else ""
         )
 
@@ -119,7 +120,7 @@ class Assigner:
         """
         step = self._waiting.pop(name, None)
         if step is None and not self._is_late(name):
-            raise KeyError(f"no binding waits for an array of the name {name!r}")
+            raise KeyError(f"no binding expects an array named {name!r}")
         self._arrays[name] = array
         self._given[name] = id(array)
         if step is not None:
@@ -140,7 +141,8 @@ class Assigner:
         absent = [n for n in self._waiting if n not in self._arrays]
         absent += [n for step in self._late for n in step.needs if n not in self._arrays]
         if absent:
-            raise LoadInterruptedError(f"{len(absent)} arrays never came, the first for {absent[0]!r}")
+            raise LoadInterruptedError(f"{len(absent)} arrays were never received, the first for {absent[0]!r}")
+        # Converters compute from variables, so these steps run after all bindings are assigned.
         for step in self._late:
             self._run(step)
         agreed()
@@ -163,9 +165,8 @@ class Assigner:
         old: list[str] = []
         none: list[str] = []
         for name, before in self._before.items():
-            held = current_value(before.variable)
-            fresh = name not in self._untouched
-            (none if held is None else new if fresh else old).append(name)
+            value = current_value(before.variable)
+            (none if value is None else old if name in self._untouched else new).append(name)
         return Interrupted(tuple(new), tuple(old), tuple(none))
 
     # ---- called by steps: mapping.variable_map.Runtime ------------------------------------------
@@ -176,14 +177,14 @@ class Assigner:
         return value if value.flags.writeable else value.copy()
 
     def take(self, name: str) -> Any:
-        """Return the array of a binding, and release it here."""
+        """Return the array of a binding."""
         return self._arrays[name]
 
     def assign(self, variable: Variable, value: Any, assign: Callable[[Variable, Any], Any]) -> Any:
         """Assign a finished array through Keras."""
         self._untouched.discard(self._names[id(variable)])
         result = assign(variable, value)
-        settle(variable)
+        forget_initializer(variable)
         return result
 
     def compute(self, variable: Variable, value: Any, assign: Callable[[Variable, Any], Any]) -> Any:
@@ -199,8 +200,9 @@ class Assigner:
     # ---- inside ---------------------------------------------------------------------------------
 
     def _remember(self, variable: Variable) -> _Before:
-        kept = current_value(variable) if self.atomic else None
-        return _Before(variable, kept, recorded_initializer(variable))
+        # Without ``atomic`` the old value must be free to leave the device before the new one arrives.
+        value = current_value(variable) if self.atomic else None
+        return _Before(variable, value, recorded_initializer(variable))
 
     def _wait(self, step: Step) -> None:
         self._missing[id(step)] = set(step.needs)
@@ -214,12 +216,12 @@ class Assigner:
         if self.atomic and step.saveable is not None:
             self._snapshots.append(AttributeSnapshot.of(step.saveable))
         step.run(self)
-        for name in step.needs:
+        for name in step.needs:  # the variable owns the array now; a second reference would keep its memory
             del self._arrays[name]
 
     def _roll_back(self) -> None:
         for before in self._before.values():
-            put_back(before.variable, before.value, before.initializer)
+            restore_value(before.variable, before.value, before.initializer)
         for snapshot in reversed(self._snapshots):
             snapshot.restore()
         self._untouched = set(self._before)
@@ -230,7 +232,6 @@ def as_keras_casts(value: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
 
     If the target is bfloat16, JAX first converts 64-bit values to 32-bit.
     """
-    narrow: Mapping[str, str] = {"float64": "float32"}
-    if dtype.name == "bfloat16" and value.dtype.name in narrow:
-        value = value.astype(narrow[value.dtype.name])
+    if dtype.name == "bfloat16" and value.dtype.name == "float64":
+        value = value.astype("float32")
     return value.astype(dtype, copy=False)

@@ -11,15 +11,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardload.errors import MismatchError
+from shardload.keras_bridge.keras_types import Variable
 from shardload.keras_bridge.model_state import state_of
 from shardload.keras_bridge.variables import unique
 from shardload.manifest import Manifest, Tensor, View
 from shardload.mapping.structural import map_keras
-from shardload.mapping.suggestions import nearest
+from shardload.mapping.suggestions import suggestion, unknown_tensor
 from shardload.mapping.variable_map import (
     DirectStep,
     Mismatch,
-    Variable,
     VariableMap,
     bind,
     refused_among,
@@ -42,6 +42,7 @@ def map_by_name(model: Any, manifest: Manifest, *, names: Mapping[str, str] | No
     """
     variables = _by_path(model)
     chosen = _chosen(variables, manifest, dict(names or {}))
+    # Keras names variables "…/vars/0"; only those go through the layers' own hooks.
     structural = {n: t for n, t in manifest.tensors.items() if n not in chosen and "vars" in n.split("/")[:-1]}
     base = map_keras(model, dataclasses.replace(manifest, tensors=structural)) if structural else None
     _refuse_twice(chosen, base)
@@ -60,21 +61,18 @@ def _chosen(
 ) -> dict[str, tuple[Tensor, Variable]]:
     for source, path in names.items():
         if source not in manifest.tensors:
-            raise MismatchError(
-                f"The map names a tensor {source!r} that {manifest.source} does not have"
-                + nearest(source, manifest.tensors)
-            )
+            raise unknown_tensor(source, manifest)
         if path not in variables:
             raise MismatchError(
-                f"The map sends {source!r} to {path!r}, but the model has no variable of that path"
-                + nearest(path, variables)
+                f"Cannot map {source!r} to {path!r}: the model has no variable with that path"
+                + suggestion(path, variables)
             )
     chosen: dict[str, tuple[Tensor, Variable]] = {}
     for name, tensor in manifest.tensors.items():
         found = variables.get(names.get(name, name), [])
         if len(found) > 1:
             raise MismatchError(
-                f"Tensor {name!r} cannot be placed: {len(found)} variables share the path {found[0].path!r}. "
+                f"Cannot map tensor {name!r}: {len(found)} variables share the path {found[0].path!r}. "
                 "Give their layers different names, or save with model.save_weights"
             )
         if found:
@@ -83,11 +81,11 @@ def _chosen(
 
 
 def _refuse_twice(chosen: Mapping[str, tuple[Tensor, Variable]], base: VariableMap | None) -> None:
-    taken: dict[int, str] = {id(v): "its structural key" for v in base.provided} if base else {}
+    taken: dict[int, str] = {id(v): "the tensor of its structural key" for v in base.provided} if base else {}
     for name, (_, variable) in chosen.items():
         if id(variable) in taken:
             raise MismatchError(
-                f"Variable {variable.path!r} is provided twice: by tensor {name!r} and by {taken[id(variable)]}"
+                f"Cannot map two tensors to variable {variable.path!r}: tensor {name!r}, and {taken[id(variable)]}"
             )
         taken[id(variable)] = f"tensor {name!r}"
 
@@ -100,7 +98,7 @@ def _summarise(
     names = variable_names(everything)
     fits = {n: pair for n, pair in chosen.items() if pair[0].shape == tuple(pair[1].shape)}
     bindings = tuple(bind(v, View.whole(t), names) for t, v in fits.values())
-    wrong = tuple(_disagree(*pair) for n, pair in chosen.items() if n not in fits)
+    wrong = tuple(Mismatch.of_shapes(v, t.name, t.shape) for n, (t, v) in chosen.items() if n not in fits)
     provided = [v for _, v in chosen.values()] + ([*base.provided] if base else [])
     missing, missing_variables, state = split_missing(weights, everything, provided, names)
     loose = {n for n in manifest.tensors if n not in chosen and (base is None or "vars" not in n.split("/")[:-1])}
@@ -111,7 +109,7 @@ def _summarise(
         missing_variables=missing_variables,
         state=state,
         unused=tuple(n for n in manifest.tensors if n in loose or (base and n in base.unused)),
-        unasked=base.unasked if base else (),
+        skipped=base.skipped if base else (),
         mismatched=wrong + (base.mismatched if base else ()),
         notes=base.notes if base else (),
         steps=(*(DirectStep(b) for b in bindings), *(base.steps if base else ())),
@@ -120,9 +118,3 @@ def _summarise(
             *((names[id(v)], v) for _, v in (base.refused if base else ())),
         ),
     )
-
-
-def _disagree(tensor: Tensor, variable: Variable) -> Mismatch:
-    expected = tuple(variable.shape)
-    text = f"Variable {variable.path!r} has shape {expected}, but tensor {tensor.name!r} has {tensor.shape}"
-    return Mismatch(variable.path, tensor.name, expected, tensor.shape, text)

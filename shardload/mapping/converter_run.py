@@ -10,12 +10,13 @@ from typing import Any
 
 from shardload.errors import MismatchError, ShardloadError, UnsupportedError
 from shardload.hub.config_forms import read_config
+from shardload.keras_bridge.keras_types import Variable
 from shardload.keras_bridge.recording import is_tracing_error, without_computing
 from shardload.keras_bridge.saving import assignments_to
 from shardload.manifest import Manifest, Tensor, View
 from shardload.mapping.hub_names import HubNames
 from shardload.mapping.placeholders import Reservations, tensors_behind
-from shardload.mapping.variable_map import Mismatch, Variable
+from shardload.mapping.variable_map import Mismatch
 
 Assign = Callable[[Variable, Any], Any]
 
@@ -31,7 +32,7 @@ class Run:
 
     def __call__(self, loader: Loader) -> str:
         """Run the function; return what it printed."""
-        printed = io.StringIO()
+        printed = io.StringIO()  # converters warn with print(); the report shows it as notes
         with contextlib.redirect_stdout(printed), loader:
             self.function(self.target, loader, read_config(self.manifest))
         return printed.getvalue()
@@ -124,8 +125,8 @@ class RecordingLoader(Loader):
         if hook_fn:
             value = hook_fn(value, list(keras_variable.shape))
         event = self._note(keras_variable, value, tensor.name)
-        del value
-        self._ported.settle()
+        del value  # a live reference would count as a use of the tensor
+        self._ported.close()
         if event and self._ported.used:
             event.view = None
         self._ported = None
@@ -141,7 +142,7 @@ class RecordingLoader(Loader):
         view = (self._ported if ported and self._ported else self.shared).locate(value)
         shape = tuple(getattr(value, "shape", ()))
         if shape != tuple(variable.shape):
-            self.recording.mismatched.append(_disagree(variable, ported or "", shape))
+            self.recording.mismatched.append(Mismatch.of_shapes(variable, ported or "", shape))
             return None
         tensors = frozenset((ported,)) if ported else tensors_behind(value)
         self.recording.assigned.append(ConverterAssign(variable, view, tensors, ported is not None))
@@ -160,12 +161,12 @@ def record(run: Run) -> Recording:
     except ShardloadError:
         raise
     except Exception as error:
-        name = run.function.__module__.rpartition(".")[2]
+        name, target = run.function.__module__.rpartition(".")[2], type(run.target).__name__
         raise MismatchError(
-            f"{run.manifest.source}: KerasHub's {name} cannot make the weights of {type(run.target).__name__} from the "
-            f"tensors: {str(error)[:200] or type(error).__name__}. If config.json does not match the tensors, repair "
-            f"config.json. If it does, KerasHub's {type(run.target).__name__} cannot represent this model: load it "
-            "into one of your own with shardload.load_weights(model, source)"
+            f"Cannot convert {run.manifest.source} to {target} with KerasHub's {name}: "
+            f"{str(error)[:200] or type(error).__name__}. If config.json does not match the tensors, correct "
+            f"config.json. Otherwise KerasHub's {target} cannot represent this model: load it into a model of your "
+            "own with shardload.load_weights(model, source)"
         ) from error
 
 
@@ -177,12 +178,14 @@ def _record(run: Run) -> Recording:
         except KeyError as error:
             if lenient:
                 raise UnsupportedError(
-                    f"{run.manifest.source}: KerasHub's converter needs the tensor {error}, which the checkpoint lacks"
+                    f"Cannot convert {run.manifest.source}: KerasHub's converter needs the tensor {error}, which the "
+                    "checkpoint lacks"
                 ) from error
             continue
         except Exception as error:
             if not is_tracing_error(error):
                 raise
+            # The converter needs the numbers of a traced value (NumPy code, an `if`), so let it compute for real.
             recording = Recording(run)
             _watch(recording, lenient)
         break
@@ -193,7 +196,7 @@ def _watch(recording: Recording, lenient: bool) -> None:
     loader = RecordingLoader(recording.run, recording, lenient=lenient)
     with assignments_to(loader.assign):
         recording.printed = recording.run(loader)
-    loader.shared.settle()
+    loader.shared.close()
     recording.computing = set(loader.shared.used)
     for event in recording.assigned:
         if not event.ported and event.view is not None and event.view.tensor in recording.computing:
@@ -203,20 +206,14 @@ def _watch(recording: Recording, lenient: bool) -> None:
 def _check_variable(variable: Any, tensor: str | None) -> None:
     if not hasattr(variable, "assign") or not hasattr(variable, "path"):
         raise UnsupportedError(
-            f"KerasHub's converter would assign tensor {tensor!r} to an object that is not a variable: a quantised or "
-            "LoRA-enabled layer computes its kernel. Load first, then quantize() or enable_lora()"
+            f"Cannot assign tensor {tensor!r} as KerasHub's converter does: its target is not a variable, because a "
+            "quantised or LoRA-enabled layer computes its kernel. Load the weights first, then call quantize() or "
+            "enable_lora()"
         )
 
 
-def _disagree(variable: Variable, tensor: str, found: tuple[int, ...]) -> Mismatch:
-    expected = tuple(variable.shape)
-    source = f"tensor {tensor!r}" if tensor else "what the converter computes"
-    text = f"Variable {variable.path!r} has shape {expected}, but {source} gives {found}"
-    return Mismatch(variable.path, tensor, expected, found, text)
-
-
 def _weight_map(manifest: Manifest) -> dict[str, Any] | None:
-    if len(manifest.files) < 2:
+    if len(manifest.files) < 2:  # like KerasHub, whose converters test safetensor_config for None
         return None
     files = {n: getattr(t.storage, "path", manifest.location).name for n, t in manifest.tensors.items()}
     return {"weight_map": files}

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from shardload.keras_bridge.keras_types import Variable
 from shardload.keras_bridge.saving import assignments_to
 from shardload.mapping.converter_run import Assign, Loader, Run
 from shardload.mapping.placeholders import Reservations
-from shardload.mapping.variable_map import Runtime, Variable
+from shardload.mapping.variable_map import Runtime
 
 
 class ReplayLoader(Loader):
@@ -24,9 +25,9 @@ class ReplayLoader(Loader):
     def get_tensor(self, hf_weight_key: str) -> Any:
         """Return real bytes, or a reservation where the converter only probes or views."""
         tensor = self.find(hf_weight_key)
-        return (
-            self._runtime.read(tensor.name) if tensor.name in self._step.computing else self._reservations.make(tensor)
-        )
+        if tensor.name in self._step.computing:
+            return self._runtime.read(tensor.name)
+        return self._reservations.make(tensor)
 
     def port_weight(self, keras_variable: Any, hf_weight_key: str, hook_fn: Any = None) -> None:
         """Port only computed variables; the others already have their values."""

@@ -16,6 +16,7 @@ from typing import Any
 import keras
 
 from shardload.hub import kerashub
+from shardload.keras_bridge.keras_types import Variable
 from shardload.keras_bridge.model_state import state_of
 from shardload.keras_bridge.pending import pending_of
 from shardload.keras_bridge.variables import is_abstract, unique
@@ -26,7 +27,6 @@ from shardload.mapping.variable_map import (
     Computed,
     DirectStep,
     Step,
-    Variable,
     VariableMap,
     bind,
     refused_among,
@@ -75,10 +75,10 @@ def _summarise(model: Any, manifest: Manifest, recordings: list[Recording]) -> V
     plain: dict[int, str] = {}
     if not any(r.absent for r in recordings):
         # The converter found all it asked for, so fixed tables it never requests (rotary tables) keep their values.
-        have = {id(p) for p in (*provided, *covered)}
-        weights = [v for v in weights if v.trainable or id(v) in have]
+        sourced = {id(p) for p in (*provided, *covered)}
+        weights = [v for v in weights if v.trainable or id(v) in sourced]
         # So do constant biases it never asks for, like Gemma 3n's in KerasHub's MobileNet, but not random values.
-        plain = {id(v): names[id(v)] for v in weights if id(v) not in have and _begins_constant(v)}
+        plain = {id(v): names[id(v)] for v in weights if id(v) not in sourced and _begins_constant(v)}
         weights = [v for v in weights if id(v) not in plain]
     missing, missing_variables, state = split_missing(weights, everything, [*provided, *covered], names)
     unused = tuple(n for n in manifest.tensors if n not in fetched)
@@ -134,7 +134,8 @@ def _kept(names: tuple[str, ...]) -> tuple[str, ...]:
     if not names:
         return ()
     return (
-        f"Initial zeros or ones, as in KerasHub, where its converter asks for no tensor: {len(names)}, {names[0]} …",
+        f"{len(names)} variables keep their initial zeros or ones, because KerasHub's converter requests no tensor "
+        f"for them: {names[0]} …",
     )
 
 

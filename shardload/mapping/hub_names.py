@@ -81,8 +81,8 @@ class HubNames:
             found = list(_prefixes(rest, names))
             if len(found) > 1:
                 raise SourceError(
-                    f"{self._source}: KerasHub's converter asks for {wanted!r}, and {len(found)} tensors could be "
-                    f"meant: {', '.join(repr(prefix + rest) for prefix in found[:4])}. Remove the ones that are not "
+                    f"Cannot find the tensor {wanted!r} of KerasHub's converter in {self._source}: {len(found)} names "
+                    f"match: {', '.join(repr(prefix + rest) for prefix in found[:4])}. Remove the tensors that are not "
                     "part of the model"
                 )
             if not found:

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 
 from shardload.errors import MismatchError
+from shardload.keras_bridge.keras_types import Variable
 from shardload.keras_bridge.saving import assignments_to
 from shardload.keras_bridge.variables import stored_dtype
 from shardload.manifest import Tensor
 from shardload.mapping.placeholders import Reservations
-from shardload.mapping.variable_map import Runtime, Variable
+from shardload.mapping.variable_map import Runtime
 from shardload.transfer.planning import Binding
 
 
@@ -31,8 +32,8 @@ def _refuse_overflow(variable: Variable, value: Any) -> None:
     info = np.iinfo(wanted)
     if value.size and not (info.min <= int(value.min()) and int(value.max()) <= info.max):
         raise MismatchError(
-            f"Variable {variable.path!r} is {wanted}, but the checkpoint holds {found} values from {value.min()} to "
-            f"{value.max()}, which do not fit"
+            f"Cannot store the checkpoint's {found} values from {value.min()} to {value.max()} in variable "
+            f"{variable.path!r}: they do not fit in {wanted}"
         )
 
 
@@ -113,7 +114,7 @@ class LayerStep:
             return array
 
         def assign(variable: Variable, value: Any, original: Callable[[Variable, Any], Any]) -> Any:
-            if id(value) in given:
+            if id(value) in given:  # by identity: the array itself, not a copy
                 return runtime.assign(variable, value, original)
             view = reservations.locate(value)
             if view is None:
@@ -144,6 +145,6 @@ class LayerStep:
 
     def _deviates(self, variable: Variable) -> MismatchError:
         return MismatchError(
-            f"{self.owner} computed a value for {variable.path!r} that it had only viewed before; its "
-            "load_own_variables must do the same for the same checkpoint each time"
+            f"Cannot load {self.owner}: its load_own_variables computed a value for {variable.path!r}, but assigned a "
+            "stored tensor when it was recorded. It must do the same for the same checkpoint each time"
         )

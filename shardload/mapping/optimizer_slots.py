@@ -57,11 +57,11 @@ def _unbuilt(model: Any, manifest: Manifest) -> Iterator[tuple[Any, list[Any], i
     by_key = {role.key: i for i, role in roles_of(model).items()} if waiting else {}
     by_id = {id(v): v for v in variables_of(model)}
     for path, found in waiting:
-        mine = [role for role in others if role.optimizer == path]
-        trained = dict.fromkeys(role.of for role in mine if role.of is not None)
+        own_roles = [role for role in others if role.optimizer == path]
+        trained = dict.fromkeys(role.of for role in own_roles if role.of is not None)
         weights = [by_id[i] for key in trained if (i := by_key.get(key)) in by_id]
         if weights and len(weights) == len(trained):
-            yield found, weights, len(mine)
+            yield found, weights, len(own_roles)
 
 
 def _of_others(manifest: Manifest) -> list[Role]:

@@ -84,7 +84,7 @@ _BUFFERS = (
         r"rotary_emb(eddings)?\.(original_)?inv_freq", _is_vector, "a buffer: rotary frequencies, from config.json"
     ),
     _Buffer(r"(attn|attention|crossattention)\.bias", _is_square_mask, "a buffer: the causal mask"),
-    _Buffer(r"(attn|attention|crossattention)\.masked_bias", _is_scalar, "a buffer: what masked scores are set to"),
+    _Buffer(r"(attn|attention|crossattention)\.masked_bias", _is_scalar, "a buffer: the value of masked scores"),
     _Buffer(r"relative_position_index", _is_integer, "a buffer: indices that follow from the window size"),
     _Buffer(r"num_batches_tracked", _is_integer, "a buffer: counts batches of training"),
     _Buffer(r"(encoder|decoder)\.version", _is_scalar, "a version number"),
@@ -92,7 +92,10 @@ _BUFFERS = (
 _BERT_HEADS = r"cls\.|classifier\.|qa_outputs\."
 _ROBERTA_HEADS = r"lm_head\.|classifier\.|qa_outputs\."
 _VISION_HEADS = r"classifier\.|decoder\.\d+\."
-_DECODER_HEADS = r"score\.|qa_outputs\."
+_DECODERS = (
+    *("gemma", "gemma2", "gemma3", "gemma3_text", "gpt_oss", "llama", "mistral", "mixtral"),
+    *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"),
+)
 _HEADS = {
     "bert": _BERT_HEADS,
     "roberta": _ROBERTA_HEADS,
@@ -107,24 +110,19 @@ _HEADS = {
     "swin": _VISION_HEADS,
     "dinov2": _VISION_HEADS,
     "dinov2_with_registers": _VISION_HEADS,
-    **dict.fromkeys(
-        ("gemma", "gemma2", "gemma3", "gemma3_text", "gpt_oss", "llama", "mistral", "mixtral"), _DECODER_HEADS
-    ),
-    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"), _DECODER_HEADS),
+    **dict.fromkeys(_DECODERS, r"score\.|qa_outputs\."),
 }
 """By ``model_type``: prefixes of a task's own layers, outside of every backbone."""
-_POOLED = ("roberta", "xlm-roberta", "esm", "vit", "deit", "swin", "dinov2", "dinov2_with_registers", "dinov3_vit")
+_MASKING = ("vit", "deit", "swin", "dinov2", "dinov2_with_registers", "dinov3_vit")
+"""Vision models with a token for masked training."""
+_POOLED = ("roberta", "xlm-roberta", "esm", *_MASKING)
 """Model types with a pooler in `transformers` but not in KerasHub."""
 _POOLER = r"(\w+\.)?pooler\.(dense\.)?(weight|bias)"
-_MASKING = ("vit", "deit", "swin", "dinov2", "dinov2_with_registers", "dinov3_vit")
+_VISION_POOLER = (r"(model\.)?vision_tower\.(vision_model\.)?head\..+", "the vision tower's pooling head, never called")
+_TOKENS_AHEAD = (r"mtp\..+", "layers that predict several tokens ahead, which transformers leaves out too")
 _MORE = {
-    "gemma3": (r"(model\.)?vision_tower\.(vision_model\.)?head\..+", "the vision tower's pooling head, never called"),
-    "paligemma": (
-        r"(model\.)?vision_tower\.(vision_model\.)?head\..+",
-        "the vision tower's pooling head, never called",
-    ),
-    "qwen3_5": (r"mtp\..+", "layers that predict several tokens ahead, which transformers leaves out too"),
-    "qwen3_5_moe": (r"mtp\..+", "layers that predict several tokens ahead, which transformers leaves out too"),
+    **dict.fromkeys(("gemma3", "paligemma"), _VISION_POOLER),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _TOKENS_AHEAD),
     **dict.fromkeys(_MASKING, (r"(\w+\.)?embeddings\.mask_token", "replaces masked patches, in masked training only")),
 }
 _COPY = re.compile(r"(.+\.)?(lm_head(\.out_proj)?|embed_tokens|shared|wte)\.weight")
@@ -157,13 +155,13 @@ def sort_unused(
         UsageError: When a pattern of ``ignore`` matches no remaining tensor.
         TransferError: When a tensor to compare cannot be read.
     """
-    asked = _asked(mapping.unused, tuple(ignore))
+    ignored = _ignored(mapping.unused, tuple(ignore))
     outside: list[OutsideTensor] = []
     why: dict[str, str] = {}
     for name in mapping.unused:
         found: OutsideTensor | str = ""
-        if name in asked:
-            found = OutsideTensor(name, f"left out on request ({asked[name]})", True)
+        if name in ignored:
+            found = OutsideTensor(name, f"left out on request ({ignored[name]})", True)
         elif spec_of(manifest).is_hugging_face:
             found = _by_kind(manifest.tensors[name], manifest, model) or _by_value(
                 manifest.tensors[name], mapping, manifest, model, compare=compare
@@ -189,16 +187,16 @@ def without_parts(mapping: VariableMap, manifest: Manifest) -> VariableMap:
     if any(re.fullmatch(part.names, name) for name in manifest.tensors):
         return mapping  # part of it is stored, so the rest was lost
     note = (
-        f"{architecture} stores no {part.what}: {', '.join(mapping.missing)} have initial values, and {part.meaning} "
-        "means nothing before training"
+        f"{architecture} has no {part.title}: {', '.join(mapping.missing)} keep their initial values; train them "
+        f"before you use {part.output}"
     )
-    kept = tuple(n for n in mapping.notes if not n.startswith("The converter asked for"))
+    other_notes = tuple(n for n in mapping.notes if not n.startswith("The converter asked for"))
     return replace(
         mapping,
         missing=(),
         missing_variables=(),
         state=(*mapping.state, *mapping.missing_variables),
-        notes=(*kept, note),
+        notes=(*other_notes, note),
         absent=(),
     )
 
@@ -207,12 +205,13 @@ def without_parts(mapping: VariableMap, manifest: Manifest) -> VariableMap:
 class _Part:
     """A part that a KerasHub class always has, but a class of `transformers` may lack."""
 
-    what: str
+    title: str
     model_types: tuple[str, ...]
     names: str
     without: tuple[str, ...]
     """Suffixes of the classes that work without it."""
-    meaning: str
+    output: str
+    """What depends on its values."""
 
 
 _PARTS = (
@@ -238,12 +237,10 @@ def _architecture(manifest: Manifest) -> str:
     return str((manifest.config.get("architectures") or [""])[0])
 
 
-def _asked(unused: Iterable[str], patterns: tuple[str, ...]) -> dict[str, str]:
+def _ignored(unused: Iterable[str], patterns: tuple[str, ...]) -> dict[str, str]:
     found = {name: p for name in unused for p in patterns if fnmatchcase(name, p)}
-    if idle := [p for p in patterns if not any(fnmatchcase(name, p) for name in unused)]:
-        raise UsageError(
-            f"ignore={idle[0]!r} fits none of the tensors that the model leaves over. Remove it, or correct the name"
-        )
+    if unmatched := [p for p in patterns if not any(fnmatchcase(name, p) for name in unused)]:
+        raise UsageError(f"ignore={unmatched[0]!r} matches none of the unused tensors. Remove or correct it")
     return found
 
 
@@ -276,7 +273,7 @@ def _by_value(
                 return OutsideTensor(tensor.name, f"{use}; loading checks that it is all zeros")
             if _is_zero(tensor):
                 return OutsideTensor(tensor.name, f"all zeros, {use}")
-            return f"it is {use}, is not all zeros, and {_class(model)} has no place for it"
+            return f"it is {use} and not all zeros, but {_class(model)} has no variable for it"
     originals = list(_embeddings(tensor, mapping, manifest)) if _COPY.fullmatch(tensor.name) else []
     if originals and not compare:
         return OutsideTensor(tensor.name, f"loading checks that it equals {originals[0].name!r}")
@@ -290,19 +287,13 @@ def _embeddings(tensor: Tensor, mapping: VariableMap, manifest: Manifest) -> Ite
     """Yield tensors used by the model that this one may be a copy of."""
     left = set(mapping.unused)
     for name, other in manifest.tensors.items():
-        if (
-            name not in left
-            and _EMBEDDING.fullmatch(name)
-            and (other.shape, other.dtype)
-            == (
-                tensor.shape,
-                tensor.dtype,
-            )
-        ):
+        same_type = (other.shape, other.dtype) == (tensor.shape, tensor.dtype)
+        if name not in left and same_type and _EMBEDDING.fullmatch(name):
             yield other
 
 
 def _is_same(one: Tensor, two: Tensor) -> bool:
+    # As bytes: NaNs equal themselves, and -0.0 differs from 0.0.
     return all(
         read_rows(one, a, b).tobytes() == read_rows(two, a, b).tobytes()
         for a, b in row_ranges(one, limit_bytes=READ_BYTES)
@@ -311,6 +302,7 @@ def _is_same(one: Tensor, two: Tensor) -> bool:
 
 def _is_zero(tensor: Tensor) -> bool:
     ranges = row_ranges(tensor, limit_bytes=READ_BYTES)
+    # float32: NumPy cannot test the extended dtypes (bfloat16, float8) itself.
     return not any(np.any(read_rows(tensor, a, b).astype(np.float32)) for a, b in ranges)
 
 

@@ -86,7 +86,7 @@ class Reservations:
             return None
         return _as_view(value, found)
 
-    def settle(self) -> None:
+    def close(self) -> None:
         """Free every range; afterwards `used` names the tensors that were more than viewed."""
         for entry in self._ranges:
             if entry.was_used:
@@ -210,9 +210,10 @@ def _reserve(shape: tuple[int, ...], dtype: np.dtype[Any], *, name: str) -> tupl
         pages = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
     except (OSError, OverflowError, ValueError) as error:
         raise UnsupportedError(
-            f"{name} of shape {shape} takes {nbytes} bytes, more than a process can address ({error}). "
+            f"Cannot map {name} of shape {shape}: it takes {nbytes} bytes, more than a process can address ({error}). "
             "Is the file's header damaged?"
         ) from error
+    # frombuffer exports the pages, so closing them fails while any array of them is alive (`was_used`).
     array = np.frombuffer(pages, np.uint8, count=nbytes).view(dtype).reshape(shape)
     return array.view(Reserved), pages
 
@@ -236,8 +237,8 @@ def _as_view(value: NDArray[Any], found: _AddressRange) -> View | None:
 
 
 def _touched(start: int, nbytes: int) -> bool:
-    """Whether any page of an anonymous mapping has been read."""
-    pages = -(-nbytes // mmap.PAGESIZE)
+    """Whether any page of an anonymous mapping has been read: reading is what makes a page resident."""
+    pages = -(-nbytes // mmap.PAGESIZE)  # rounded up
     for first in range(0, pages, _MINCORE_PAGES):
         count = min(_MINCORE_PAGES, pages - first)
         resident = np.zeros(count, np.uint8)

@@ -15,15 +15,14 @@ A weight that its layer's hook does not store unchanged (LoRA's factors) is name
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shardload.keras_bridge.keras_types import Variable
 from shardload.keras_bridge.model_state import other_optimizers, seeds_of, variables_of, weights_optimized
 from shardload.keras_bridge.saving import saved_objects, stored_by_hook, stored_variables
-
-Variable = Any
-"""A ``keras.Variable``; untyped upstream."""
+from shardload.keras_bridge.variables import numbered
 
 _NOT_SLOTS = frozenset({"_variables", "_trainable_variables"})
 _SHORT = {"iterations": "iteration"}
@@ -79,18 +78,18 @@ def _weights(model: Any) -> dict[int, Role]:
 
 
 def _attribute(owner: Any, variable: Variable) -> str | None:
-    return next((name.lstrip("_") for name, held in vars(owner).items() if held is variable), None)
+    return next((name.lstrip("_") for name, value in vars(owner).items() if value is variable), None)
 
 
 def _optimizer(optimizer: Any, weights: dict[int, str], prefix: str = "") -> dict[int, Role]:
     roles: dict[int, Role] = {}
     own = {id(v) for v in optimizer.variables}
-    for attribute, held in vars(optimizer).items():
+    for attribute, value in vars(optimizer).items():
         name = attribute.lstrip("_")
-        if hasattr(held, "apply_gradients"):
-            roles |= _optimizer(held, weights, f"{prefix}{name}/")
+        if hasattr(value, "apply_gradients"):  # LossScaleOptimizer wraps another one
+            roles |= _optimizer(value, weights, f"{prefix}{name}/")
         elif attribute not in _NOT_SLOTS:
-            for variable, role in _held(optimizer, held, f"{prefix}{_SHORT.get(name, name)}", weights):
+            for variable, role in _attribute_roles(optimizer, value, f"{prefix}{_SHORT.get(name, name)}", weights):
                 if id(variable) in own:
                     roles.setdefault(id(variable), role)
     for position, variable in enumerate(optimizer.variables):
@@ -98,18 +97,17 @@ def _optimizer(optimizer: Any, weights: dict[int, str], prefix: str = "") -> dic
     return roles
 
 
-def _held(optimizer: Any, held: Any, name: str, weights: dict[int, str]) -> Iterator[tuple[Variable, Role]]:
+def _attribute_roles(optimizer: Any, value: Any, name: str, weights: dict[int, str]) -> Iterator[tuple[Variable, Role]]:
     """Yield the variables of one attribute: a single one, or a list with an entry for every weight."""
-    if not isinstance(held, (list, tuple, dict)):
-        yield held, Role("optimizer", name)
+    if not isinstance(value, (list, tuple, dict)):
+        yield value, Role("optimizer", name)
         return
     optimized = weights_optimized(optimizer)
-    items = list(held.items() if isinstance(held, dict) else enumerate(held))
-    by_place = not isinstance(held, dict) and len(held) == len(optimized)
-    for place, variable in items:
-        of = weights.get(id(optimized[place])) if by_place else None
+    are_slots = not isinstance(value, dict) and len(value) == len(optimized)
+    for position, variable in value.items() if isinstance(value, dict) else enumerate(value):
+        of = weights.get(id(optimized[position])) if are_slots else None
         if of is None:
-            yield variable, Role("optimizer", f"{name}/{place}")
+            yield variable, Role("optimizer", f"{name}/{position}")
         else:
             yield variable, Role("slot", f"{name}/{of}", slot=name, of=of)
 
@@ -117,16 +115,12 @@ def _held(optimizer: Any, held: Any, name: str, weights: dict[int, str]) -> Iter
 def _metrics(model: Any) -> dict[int, Role]:
     roles: dict[int, Role] = {}
     for position, metric in enumerate(getattr(model, "metrics", ())):
-        for variable, name in _numbered(metric.variables):
+        for name, variable in _numbered(metric.variables):
             roles.setdefault(id(variable), Role("metric", f"{position}/{name}", name=str(metric.name)))
-    for variable, name in _numbered(getattr(model, "metrics_variables", ())):
+    for name, variable in _numbered(getattr(model, "metrics_variables", ())):
         roles.setdefault(id(variable), Role("metric", f"variables/{name}"))
     return roles
 
 
-def _numbered(variables: Iterable[Variable]) -> Iterator[tuple[Variable, str]]:
-    """Yield each variable with its name, ``#2`` and so on where names repeat (metrics of one ``CompileMetrics``)."""
-    seen: dict[str, int] = {}
-    for variable in variables:
-        count = seen[variable.name] = seen.get(variable.name, 0) + 1
-        yield variable, variable.name if count == 1 else f"{variable.name}#{count}"
+def _numbered(variables: Sequence[Variable]) -> Iterator[tuple[str, Variable]]:
+    return zip(numbered(v.name for v in variables), variables, strict=True)

@@ -15,11 +15,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardload.errors import MismatchError, SourceError, UninitialisedError
-from shardload.keras_bridge.layer_settings import form_of
+from shardload.errors import SourceError, UninitialisedError
+from shardload.keras_bridge.keras_types import Variable
+from shardload.keras_bridge.layer_settings import settings_of
 from shardload.keras_bridge.model_state import optimizer_variables_of, other_optimizers
 from shardload.keras_bridge.variables import has_value, stored_dtype, unique, value_of
-from shardload.mapping.state_keys import Role, Variable, roles_of
+from shardload.mapping.state_keys import Role, roles_of
 
 VERSION = 1
 """Version of ``structure.json``."""
@@ -61,7 +62,7 @@ class StateTree:
     """The state of one model; refers to its variables, not to their values."""
 
     leaves: tuple[StateLeaf, ...]
-    form: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings that the configuration omits (`layer_settings`)."""
 
     @property
@@ -73,9 +74,10 @@ class StateTree:
         """
         empty = [leaf.variable.path for leaf in self.leaves if not has_value(leaf.variable)]
         if empty:
+            shown = ", ".join(map(repr, empty[:5])) + (f" and {len(empty) - 5} more" if len(empty) > 5 else "")
             raise UninitialisedError(
-                f"{len(empty)} variables have no value to save yet: {_some(empty)}. Load weights into the model, or "
-                "train it, before it is saved"
+                f"Cannot save the model: {len(empty)} variables have no value: {shown}. Load weights or train the "
+                "model first"
             )
         tree: dict[str, Any] = {group: {} for group in _groups_of(self.leaves)}
         for leaf in self.leaves:
@@ -87,11 +89,11 @@ class StateTree:
 
     def weights_only(self) -> StateTree:
         """Return the tree without optimizer and metrics, as ``save_weights_only`` stores it."""
-        return StateTree(tuple(leaf for leaf in self.leaves if leaf.path[0] in WEIGHTS), self.form)
+        return StateTree(tuple(leaf for leaf in self.leaves if leaf.path[0] in WEIGHTS), self.settings)
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of ``structure.json``."""
-        return {"version": VERSION, "leaves": [leaf.to_json() for leaf in self.leaves], "form": dict(self.form)}
+        return {"version": VERSION, "leaves": [leaf.to_json() for leaf in self.leaves], "form": dict(self.settings)}
 
     def still_describes(self, model: Any) -> bool:
         """Whether the model still has the same variables in the same groups."""
@@ -116,7 +118,7 @@ def describe(model: Any) -> StateTree:
             path = _free_path(group, name, taken)
             shape, dtype = tuple(variable.shape), stored_dtype(variable).name
             leaves.append(StateLeaf(path, role, shape, dtype, variable))
-    return StateTree(tuple(leaves), form_of(model))
+    return StateTree(tuple(leaves), settings_of(model))
 
 
 def _variables_by_group(model: Any) -> list[tuple[str, list[Variable]]]:
@@ -188,10 +190,10 @@ class Stored:
             role = Role(leaf["kind"], leaf["key"], *(leaf.get(k) for k in ("slot", "of", "name", "optimizer")))
             texts = [*path, role.kind, role.key, leaf["dtype"]]
         except (KeyError, TypeError, AttributeError) as error:
-            raise SourceError(f"structure.json holds a leaf without path, kind, key, shape or dtype: {leaf}") from error
+            raise SourceError(f"structure.json has a leaf without path, kind, key, shape or dtype: {leaf}") from error
         texts += [t for t in (role.slot, role.of, role.name, role.optimizer) if t is not None]
         if not all(isinstance(t, str) for t in texts) or not all(type(n) is int and n >= 0 for n in shape):
-            raise SourceError(f"structure.json holds a leaf whose entries are of the wrong kind: {leaf}")
+            raise SourceError(f"structure.json has a leaf with values of the wrong type: {leaf}")
         return cls(path, role, shape, leaf["dtype"])
 
 
@@ -200,42 +202,11 @@ class Pairing:
     """Stored leaves paired with variables."""
 
     pairs: tuple[tuple[Stored, StateLeaf], ...]
-    """Leaves and variables equal in role and shape; dtypes may differ, see `casts`."""
+    """Leaves and variables with the same role; shapes and dtypes may differ."""
     missing: tuple[StateLeaf, ...]
     """Variables of the model without a stored leaf."""
     unexpected: tuple[Stored, ...]
     """Stored leaves without a variable in the model."""
-    mismatched: tuple[tuple[Stored, StateLeaf], ...]
-    """Equal in role but not in shape."""
-
-    @property
-    def casts(self) -> tuple[tuple[Stored, StateLeaf], ...]:
-        """Pairs whose stored dtype differs from the variable's."""
-        return tuple((stored, leaf) for stored, leaf in self.pairs if stored.dtype != leaf.dtype)
-
-    @property
-    def problems(self) -> tuple[str, ...]:
-        """Reasons why the pairing is not one to one, a line each; casts are allowed."""
-        return (
-            *(f"missing: {_title(leaf.role)}, for variable {leaf.variable.path!r}" for leaf in self.missing),
-            *(f"unexpected: {_title(stored.role)}, stored as {'/'.join(stored.path)!r}" for stored in self.unexpected),
-            *(
-                f"shape: {_title(leaf.role)} is stored as {stored.shape}, but {leaf.variable.path!r} is {leaf.shape}"
-                for stored, leaf in self.mismatched
-            ),
-        )
-
-    def check(self, source: str = "the step") -> None:
-        """Check that the pairing is one to one.
-
-        Raises:
-            MismatchError: Listing up to twenty problems.
-        """
-        if found := self.problems:
-            more = f"\n  … and {len(found) - 20} more" if len(found) > 20 else ""
-            raise MismatchError(
-                f"The model and {source} disagree in {len(found)} places:\n  " + "\n  ".join(found[:20]) + more
-            )
 
 
 def find(
@@ -253,15 +224,13 @@ def find(
     """
     listed = leaves.get("leaves") if isinstance(leaves, Mapping) else leaves
     if not isinstance(listed, Iterable):
-        raise SourceError(f"structure.json should list the leaves of the step, but its leaves are {str(listed)[:80]}")
+        raise SourceError(f"structure.json has no valid list of leaves: {str(listed)[:80]}")
     stored = {_identity(s.role, rename or {}): s for s in map(Stored.of_json, listed)}
     wanted = {_identity(leaf.role, {}): leaf for leaf in describe(model).leaves}
-    both = [(stored[i], wanted[i]) for i in wanted if i in stored]
     return Pairing(
-        tuple((s, leaf) for s, leaf in both if s.shape == leaf.shape),
+        tuple((stored[i], leaf) for i, leaf in wanted.items() if i in stored),
         tuple(leaf for i, leaf in wanted.items() if i not in stored),
         tuple(s for i, s in stored.items() if i not in wanted),
-        tuple((s, leaf) for s, leaf in both if s.shape != leaf.shape),
     )
 
 
@@ -278,11 +247,3 @@ def _renamed(key: str, rename: Mapping[str, str]) -> str:
             rest = key[len(old) :].lstrip("/")
             return "/".join(part for part in (rename[old], rest) if part)
     return key
-
-
-def _title(role: Role) -> str:
-    return f"{role.slot} of {role.of}" if role.kind == "slot" else f"{role.kind} {role.key}"
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -4,7 +4,7 @@ Steps saved by shardload store the role of each leaf (`state_tree`), and are mat
 callback, plain Orbax) only have names, and are matched by the names under which the model itself would be saved, or by
 an explicit map; nothing is matched by similarity.
 
-    items         taken                              left alone ("unasked")
+    items         taken                              left alone ("skipped")
     all           everything the model also has      an optimizer that the model lacks, metrics
     weights       weights and seeds                  optimizer, metrics
     optimizer     the optimizer's variables          weights, seeds, metrics
@@ -21,13 +21,14 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from shardload.errors import MismatchError, SourceError, UsageError
+from shardload.keras_bridge.keras_types import Variable
 from shardload.keras_bridge.model_state import other_optimizers, state_of, variables_of
 from shardload.keras_bridge.variables import unique
 from shardload.manifest import Manifest, Tensor, View
 from shardload.mapping.state_keys import Role
 from shardload.mapping.state_tree import StateLeaf, Stored, describe, find
-from shardload.mapping.suggestions import nearest
-from shardload.mapping.variable_map import DirectStep, Mismatch, Variable, VariableMap, bind, variable_names
+from shardload.mapping.suggestions import suggestion, unknown_tensor
+from shardload.mapping.variable_map import DirectStep, Mismatch, VariableMap, bind, variable_names
 from shardload.transfer.read_tensor import read_tensor
 
 Items = Literal["all", "weights", "optimizer", "metrics"]
@@ -38,11 +39,11 @@ _KINDS = {
     "metrics": {"metric"},
 }
 _OPTIMIZER = _KINDS["optimizer"]
-NO_OPTIMIZER = "the step holds no state of an optimizer: the model's is as it was"
+NO_OPTIMIZER = "the step has no optimizer state; the model's is unchanged"
 """Note of a restore that left the optimizer unchanged although everything was requested."""
-UNTRAINED = "the step was saved before training and holds no slots of an optimizer: the model's are as they were"
+UNTRAINED = "the step was saved before training and has no optimizer slots; the model's are unchanged"
 """Note of a restore that left slots unchanged, because the step's optimizer had none yet."""
-_NO_OTHER = "the step holds no state of the optimizer "
+_NO_OTHER = "the step has no state of the optimizer "
 _MINOR = {"seed", "metric"}
 """Kinds that may be missing or unused: another dropout or metric changes no weight."""
 _GROUPS = {
@@ -108,12 +109,15 @@ def map_state(
         SourceError: When the step contradicts itself.
     """
     if items not in get_args(Items):
-        raise UsageError(f"items is one of {', '.join(get_args(Items))}; got {items!r}")
+        raise UsageError(f"items={items!r} is not valid, expected one of {', '.join(get_args(Items))}")
     others = items == "optimizer" and other_optimizers(model)
     if items in ("optimizer", "metrics") and getattr(model, "optimizer", None) is None and not others:
         raise UsageError(f"The model {model.name!r} has no {items}: it was not compiled. Call model.compile(...) first")
     if rename is not None and not isinstance(rename, Mapping):
-        raise UsageError(f"rename maps stored keys to the model's: {{'layers/dense': 'layers/head'}}; got {rename!r}")
+        raise UsageError(
+            f"rename={rename!r} is not valid, expected a dict of stored keys to the model's: "
+            "{'layers/dense': 'layers/head'}"
+        )
     structure = manifest.metadata.get("structure")
     if structure is None or names is not None:
         paired = _by_name(model, manifest, names or {})
@@ -125,7 +129,7 @@ def map_state(
         noted += [UNTRAINED] if len(kept.missing) < len(paired.missing) else []
         paired = kept
     if items in ("all", "optimizer"):
-        paired = _settle_others(paired, manifest, noted)
+        paired = _resolve_other_optimizers(paired, manifest, noted)
     return _summarise(model, paired, items, tuple(noted))
 
 
@@ -135,17 +139,17 @@ def _without(paired: _Paired, optimizer: str | None) -> _Paired:
     return replace(paired, missing=tuple(missing))
 
 
-def _settle_others(paired: _Paired, manifest: Manifest, noted: list[str]) -> _Paired:
+def _resolve_other_optimizers(paired: _Paired, manifest: Manifest, noted: list[str]) -> _Paired:
     """Resolve optimizers other than the compiled one that step or model lacks, or that never trained; add notes."""
     both = {leaf.role.optimizer for _, leaf in paired.pairs}
     in_step = {found.optimizer for found in paired.left} | both
     in_model = {leaf.role.optimizer for leaf in paired.missing} | both
     for name in sorted(filter(None, in_step | in_model)):
         if name not in in_step:
-            noted.append(f"{_NO_OTHER}{name}: the model's is as it was")
+            noted.append(f"{_NO_OTHER}{name}: the model's is unchanged")
             paired = _without(paired, name)
         elif name not in in_model:
-            noted.append(f"the model has no optimizer {name}: its state in the step is not used")
+            noted.append(f"the model has no optimizer {name}; its state in the step is not used")
             left = (replace(found, kind="") if found.optimizer == name else found for found in paired.left)
             paired = replace(paired, left=tuple(left))
         elif _is_untrained(paired, manifest, name):
@@ -154,7 +158,7 @@ def _settle_others(paired: _Paired, manifest: Manifest, noted: list[str]) -> _Pa
                 noted.append(f"the optimizer {name}: {UNTRAINED}")
             paired = kept
         elif _is_of_inner_model(name) and not _fits(paired, name):
-            noted.append(f"the step holds another kind of state for the optimizer {name}: the model's is as it was")
+            noted.append(f"the step has another kind of state for the optimizer {name}; the model's is unchanged")
             paired = _alone(paired, name)
     return paired
 
@@ -188,31 +192,29 @@ def _by_structure(
     model: Any, manifest: Manifest, structure: Mapping[str, Any], rename: Mapping[str, str] | None
 ) -> _Paired:
     found = find(model, structure, rename=rename)
-    keys = [s.role.of or s.role.key for s, _ in found.pairs + found.mismatched]
-    keys += [s.role.of or s.role.key for s in found.unexpected]
+    stored = [s for s, _ in found.pairs] + list(found.unexpected)
+    keys = [s.role.of or s.role.key for s in stored]
     for old in rename or ():
         if old and not any(key == old or key.startswith(f"{old}/") for key in keys):
             raise MismatchError(
-                f"rename names {old!r}, but nothing in {manifest.source} has a key that begins so"
-                + nearest(old, {key.split("/vars")[0]: None for key in keys})
+                f"Cannot rename {old!r}: no key in {manifest.source} starts with it"
+                + suggestion(old, {key.split("/vars")[0] for key in keys})
             )
-    both = (*found.pairs, *found.mismatched)
-    stored = [s for s, _ in both] + list(found.unexpected)
     tensors = {id(s): _tensor_of(s, manifest) for s in stored}
     known = {tensor.name for tensor in tensors.values()}
     left = [_Left(tensors[id(s)].name, s.role.kind, s.role.optimizer) for s in found.unexpected]
     left += [_Left(name, "weight") for name in manifest.tensors if name not in known]
-    return _Paired(tuple((tensors[id(s)], leaf) for s, leaf in both), found.missing, tuple(left))
+    return _Paired(tuple((tensors[id(s)], leaf) for s, leaf in found.pairs), found.missing, tuple(left))
 
 
 def _tensor_of(stored: Stored, manifest: Manifest) -> Tensor:
     name = "/".join(stored.path)
     tensor = manifest.tensors.get(name)
     if tensor is None or tensor.shape != stored.shape or tensor.dtype.name != stored.dtype:
-        have = "it is not there" if tensor is None else f"its data is {tensor.dtype.name} of shape {tensor.shape}"
+        found = "it is missing" if tensor is None else f"its data is {tensor.dtype.name} of shape {tensor.shape}"
         raise SourceError(
-            f"{manifest.source} contradicts itself: its structure.json lists {name!r} as {stored.dtype} of shape "
-            f"{stored.shape}, but {have}. The step is damaged; restore another one"
+            f"Cannot restore {manifest.source}: structure.json lists {name!r} as {stored.dtype} of shape "
+            f"{stored.shape}, but {found}. The step is damaged; restore another one"
         )
     return tensor
 
@@ -227,10 +229,7 @@ def _by_name(model: Any, manifest: Manifest, names: Mapping[str, str]) -> _Paire
     left = []
     for name in names:
         if name not in manifest.tensors:
-            raise MismatchError(
-                f"The map names a tensor {name!r} that {manifest.source} does not have"
-                + nearest(name, manifest.tensors)
-            )
+            raise unknown_tensor(name, manifest)
     for name, tensor in manifest.tensors.items():
         if name in names:
             pairs.append((tensor, _named(names[name], by_path)))
@@ -241,7 +240,7 @@ def _by_name(model: Any, manifest: Manifest, names: Mapping[str, str]) -> _Paire
     taken = [id(leaf) for _, leaf in pairs]
     if len(set(taken)) < len(taken):
         twice = next(leaf for _, leaf in pairs if taken.count(id(leaf)) > 1)
-        raise MismatchError(f"Variable {twice.variable.path!r} is provided twice; name each variable once")
+        raise MismatchError(f"Cannot map two tensors to variable {twice.variable.path!r}. Name each variable once")
     return _Paired(tuple(pairs), tuple(leaf for leaf in leaves if id(leaf) not in taken), tuple(left))
 
 
@@ -254,8 +253,8 @@ def _named(path: str, by_path: Mapping[str, list[StateLeaf]]) -> StateLeaf:
     found = by_path.get(path, [])
     if len(found) != 1:
         raise MismatchError(
-            f"The map sends a tensor to {path!r}, but the model has {len(found) or 'no'} variables of that path"
-            + ("" if found else nearest(path, by_path))
+            f"Cannot map a tensor to {path!r}: the model has {len(found) or 'no'} variables with that path"
+            + ("" if found else suggestion(path, by_path))
         )
     return found[0]
 
@@ -267,32 +266,32 @@ def _summarise(model: Any, paired: _Paired, items: Items, noted: tuple[str, ...]
     if items == "all" and (getattr(model, "optimizer", None) is None or not stored & _OPTIMIZER):
         kinds -= _OPTIMIZER
     everything = unique([*variables_of(model), *state_of(model)])
-    titles = variable_names([*everything, *(leaf.variable for _, leaf in paired.pairs)])
+    names = variable_names([*everything, *(leaf.variable for _, leaf in paired.pairs)])
 
-    def asked(found: _Left | Role) -> bool:
+    def requested(found: _Left | Role) -> bool:
         return found.kind in (kinds if found.optimizer is None else _KINDS[items])
 
-    wanted = [(tensor, leaf) for tensor, leaf in paired.pairs if asked(leaf.role)]
+    wanted = [(tensor, leaf) for tensor, leaf in paired.pairs if requested(leaf.role)]
     fits = [(tensor, leaf) for tensor, leaf in wanted if tensor.shape == leaf.shape]
     wrong = [(tensor, leaf) for tensor, leaf in wanted if tensor.shape != leaf.shape]
-    bindings = tuple(bind(leaf.variable, View.whole(tensor), titles) for tensor, leaf in fits)
-    demanded = [leaf for leaf in paired.missing if asked(leaf.role) and leaf.kind not in _MINOR]
+    bindings = tuple(bind(leaf.variable, View.whole(tensor), names) for tensor, leaf in fits)
+    demanded = [leaf for leaf in paired.missing if requested(leaf.role) and leaf.kind not in _MINOR]
     covered = {id(v) for v in _variables([*(leaf for _, leaf in wanted), *demanded])}
     return VariableMap(
         bindings=bindings,
         computed=(),
-        missing=tuple(titles.get(id(leaf.variable), leaf.variable.path) for leaf in demanded),
+        missing=tuple(names.get(id(leaf.variable), leaf.variable.path) for leaf in demanded),
         missing_variables=tuple(_variables(demanded)),
         state=tuple(v for v in everything if id(v) not in covered),
-        unused=tuple(found.tensor for found in paired.left if asked(found) and found.kind not in _MINOR),
-        unasked=(
-            *(found.tensor for found in paired.left if not asked(found) or found.kind in _MINOR),
-            *(tensor.name for tensor, leaf in paired.pairs if not asked(leaf.role)),
+        unused=tuple(found.tensor for found in paired.left if requested(found) and found.kind not in _MINOR),
+        skipped=(
+            *(found.tensor for found in paired.left if not requested(found) or found.kind in _MINOR),
+            *(tensor.name for tensor, leaf in paired.pairs if not requested(leaf.role)),
         ),
-        mismatched=tuple(_disagree(tensor, leaf) for tensor, leaf in wrong),
+        mismatched=tuple(Mismatch.of_shapes(leaf.variable, tensor.name, tensor.shape) for tensor, leaf in wrong),
         notes=(*_notes(model, items, stored), *noted),
         steps=tuple(map(DirectStep, bindings)),
-        refused=tuple((titles[id(leaf.variable)], leaf.variable) for _, leaf in wrong),
+        refused=tuple((names[id(leaf.variable)], leaf.variable) for _, leaf in wrong),
     )
 
 
@@ -304,9 +303,3 @@ def _notes(model: Any, items: Items, stored: set[str]) -> tuple[str, ...]:
 
 def _variables(leaves: Iterable[StateLeaf]) -> list[Variable]:
     return [leaf.variable for leaf in leaves]
-
-
-def _disagree(tensor: Tensor, leaf: StateLeaf) -> Mismatch:
-    path = leaf.variable.path
-    text = f"Variable {path!r} has shape {leaf.shape}, but {tensor.name!r} was saved with shape {tensor.shape}"
-    return Mismatch(path, tensor.name, leaf.shape, tensor.shape, text)

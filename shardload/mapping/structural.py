@@ -20,6 +20,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from shardload.keras_bridge.keras_types import Variable
 from shardload.keras_bridge.model_state import own_layers, state_of
 from shardload.keras_bridge.recording import computing as executing
 from shardload.keras_bridge.recording import is_tracing_error, without_computing
@@ -34,7 +35,6 @@ from shardload.mapping.placeholders import Reservations
 from shardload.mapping.variable_map import (
     Computed,
     Mismatch,
-    Variable,
     VariableMap,
     bind,
     refused_among,
@@ -43,9 +43,10 @@ from shardload.mapping.variable_map import (
 )
 from shardload.transfer.planning import Binding
 
-_IDLE = "the checkpoint holds the state of optimizers that the model does not use"
+_UNUSED_OPTIMIZERS = "the checkpoint has the state of optimizers that the model has not built"
 _TASK = "task:"
 _LEGACY = "_layer_checkpoint_dependencies"
+"""The folder of a model's layers in files of Keras 2.13."""
 
 
 def map_keras(model: Any, manifest: Manifest, *, optimizer: bool = True) -> VariableMap:
@@ -106,6 +107,7 @@ class Visit:
         used = self.reservations.used | (self.read - {e.view.tensor for e in self.assigned if e.view})
         dtypes = {t.name: t.dtype for t in self.tensors.values()}
         used.update(e.view.tensor for e in self.assigned if e.view and _narrows(dtypes[e.view.tensor], e.variable))
+        # A variable both viewed and computed gets its last value only if the hook runs all of it on real bytes.
         for event in self.assigned:
             twice = [e for e in self.assigned if e.variable is event.variable]
             if len(twice) > 1 and any(e.view is None for e in twice):
@@ -126,11 +128,11 @@ class Walk:
         """Visit everything; `visits` contains the result."""
         with assignments_to(self._assign):
             load_state(self.root, self, skip=self.skip)
-        self._settle()
+        self._close_reservations()
 
     def entry(self, path: str) -> Entry:
         """Begin the next visit; Keras calls this right before ``load_own_variables``."""
-        self._settle()
+        self._close_reservations()
         group = self._groups.get(path, {})
         if not group and path and _LEGACY in self._folders:
             group = self._groups.get(path.replace("layers", _LEGACY), {})
@@ -171,9 +173,9 @@ class Walk:
         finally:
             snapshot.restore()
 
-    def _settle(self) -> None:
+    def _close_reservations(self) -> None:
         if self.visits:
-            self.visits[-1].reservations.settle()
+            self.visits[-1].reservations.close()
 
     def _assign(self, variable: Variable, value: Any, assign: Callable[[Variable, Any], Any]) -> Any:
         del assign  # nothing is assigned while recording
@@ -181,8 +183,7 @@ class Walk:
         view = visit.reservations.locate(value)
         shape = tuple(getattr(value, "shape", ()))
         if shape != tuple(variable.shape):
-            name = view.tensor if view else ""
-            visit.mismatch = _disagree(variable, name, shape)
+            visit.mismatch = Mismatch.of_shapes(variable, view.tensor if view else "", shape)
             raise ValueError(visit.mismatch.message)
         visit.assigned.append(RecordedAssign(variable, view))
         return value
@@ -192,7 +193,7 @@ def _index(tensors: Mapping[str, Tensor]) -> tuple[dict[str, dict[str, Tensor]],
     """Return tensors by group path and key, in HDF5's order of keys, and every existing path."""
     groups: dict[str, dict[str, Tensor]] = {}
     folders: set[str] = set()
-    for name in sorted(tensors, key=str.encode):
+    for name in sorted(tensors, key=str.encode):  # HDF5 sorts by bytes: "10" comes before "2"
         parts = name.split("/")
         folders.update("/".join(parts[:n]) for n in range(1, len(parts)))
         for n, part in enumerate(parts[:-1]):
@@ -205,14 +206,6 @@ def _narrows(stored: np.dtype[Any], variable: Variable) -> bool:
     """Whether integers lose bits, so that values must be checked: TensorFlow counts steps in int64, JAX in int32."""
     wanted = stored_dtype(variable)
     return stored.kind in "iu" and wanted.kind in "iu" and not np.can_cast(stored, wanted)
-
-
-def _disagree(variable: Variable, tensor: str, found: tuple[int, ...]) -> Mismatch:
-    expected = tuple(variable.shape)
-    source = f"tensor {tensor!r}" if tensor else "what its layer computes"
-    return Mismatch(
-        variable.path, tensor, expected, found, f"Variable {variable.path!r} has shape {expected}, but {source} {found}"
-    )
 
 
 def _summarise(model: Any, manifest: Manifest, walks: list[Walk], notes: tuple[str, ...]) -> VariableMap:
@@ -235,9 +228,9 @@ def _summarise(model: Any, manifest: Manifest, walks: list[Walk], notes: tuple[s
     notes += tuple(_not_stored(v, names) for v in own)
     left = [n for n, t in manifest.tensors.items() if t.name not in taken | declined]
     idle = _idle_optimizers(model, good, {n: manifest.tensors[n] for n in left})
-    notes += (f"{_IDLE}: {', '.join(idle)}. Build them, and load the checkpoint again",) if idle else ()
-    unasked = tuple(n for n in left if n.startswith(("optimizer/", _TASK, *(f"{path}/vars/" for path in idle))))
-    unused = tuple(n for n in left if n not in set(unasked))
+    notes += (f"{_UNUSED_OPTIMIZERS}: {', '.join(idle)}. Build them, then load the checkpoint again",) if idle else ()
+    skipped = tuple(n for n in left if n.startswith(("optimizer/", _TASK, *(f"{path}/vars/" for path in idle))))
+    unused = tuple(n for n in left if n not in set(skipped))
     refused = refused_among(weights, covered, provided, names)
     return VariableMap(
         bindings=bindings,
@@ -246,7 +239,7 @@ def _summarise(model: Any, manifest: Manifest, walks: list[Walk], notes: tuple[s
         missing_variables=missing_variables,
         state=(*state, *own),
         unused=unused,
-        unasked=unasked,
+        skipped=skipped,
         mismatched=mismatched,
         notes=notes,
         steps=tuple(steps),
@@ -284,12 +277,12 @@ def _made_by_hook(visit: Visit) -> list[Variable]:
 
 
 def _not_stored(variable: Variable, names: Mapping[int, str]) -> str:
-    return f"{names[id(variable)]} is none of the values its layer saves in hooks of its own: it stays as it was made"
+    return f"{names[id(variable)]} keeps its value: its layer's save_own_variables does not save it"
 
 
 def _declining(visit: Visit) -> str:
     owner = f"{type(visit.saveable).__name__} at {visit.path or 'the root'!r}"
-    return f"{owner} leaves unread what the checkpoint holds for it: {', '.join(_declined(visit))}"
+    return f"{owner} does not read these tensors of the checkpoint: {', '.join(_declined(visit))}"
 
 
 def _sort_out(visits: list[Visit]) -> tuple[list[Visit], list[Visit]]:
@@ -307,19 +300,19 @@ def _sort_out(visits: list[Visit]) -> tuple[list[Visit], list[Visit]]:
 
 def _bind(visits: list[Visit], names: Mapping[int, str]) -> tuple[tuple[Binding, ...], list[LayerStep]]:
     """Return bindings of each variable's last view, and one step per visit that has anything to do."""
-    kept: dict[int, tuple[Visit, RecordedAssign]] = {}
+    last: dict[int, tuple[Visit, RecordedAssign]] = {}
     for visit in visits:
         computing = visit.computing
         for event in visit.assigned:
             if event.view is not None and event.view.tensor not in computing:
-                kept[id(event.variable)] = (visit, event)
-    mine: dict[int, list[RecordedAssign]] = {}
-    for owner, event in kept.values():
-        mine.setdefault(id(owner), []).append(event)
+                last[id(event.variable)] = (visit, event)
+    by_visit: dict[int, list[RecordedAssign]] = {}
+    for owner, event in last.values():
+        by_visit.setdefault(id(owner), []).append(event)
     bindings: list[Binding] = []
     steps: list[LayerStep] = []
     for visit in visits:
-        made = [bind(e.variable, e.view, names) for e in mine.get(id(visit), ()) if e.view is not None]
+        made = [bind(e.variable, e.view, names) for e in by_visit.get(id(visit), ()) if e.view is not None]
         bindings.extend(made)
         if visit.assigned or visit.read or _has_own_hook(visit.saveable):
             steps.append(_step(visit, made))
@@ -353,13 +346,13 @@ def _mismatches(visit: Visit) -> list[Mismatch]:
         return []
     own = stored_variables(visit.saveable)
     pairs = [(v, visit.tensors.get(str(i))) for i, v in enumerate(own)]
-    found = [_disagree(v, t.name, t.shape) for v, t in pairs if t is not None and t.shape != tuple(v.shape)]
+    found = [Mismatch.of_shapes(v, t.name, t.shape) for v, t in pairs if t is not None and t.shape != tuple(v.shape)]
     if visit.mismatch in found:  # the hook goes by index, as Keras' own does: report all, not only the first
         return found
     if visit.mismatch is not None:
         return [visit.mismatch]
     name = own[0].path if own else visit.path
-    what = f"{type(visit.saveable).__name__} at {visit.path!r} cannot take what the checkpoint holds for it"
+    what = f"Cannot load {type(visit.saveable).__name__} at {visit.path!r} from the checkpoint"
     tensor = next((t.name for t in visit.tensors.values()), "")
     error = str(visit.error) or type(visit.error).__name__
     return [Mismatch(name, tensor, None, None, f"{what}: {error}")]

@@ -5,20 +5,31 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from shardload.errors import MismatchError
+from shardload.manifest import Manifest
+
 SHOWN = 4
 
 
-def nearest(wanted: str, known: Iterable[str]) -> str:
+def unknown_tensor(name: str, manifest: Manifest) -> MismatchError:
+    """Build the error for a tensor in a caller's ``names`` that the checkpoint lacks."""
+    return MismatchError(
+        f"Cannot map tensor {name!r}: {manifest.source} does not contain it" + suggestion(name, manifest.tensors)
+    )
+
+
+def suggestion(wanted: str, known: Iterable[str]) -> str:
     """Suggest the most likely existing names: those with the same ending first, else some of them.
 
     Returns:
-        ``" Closest are 'a', 'b'"``, ``" It has 'x', 'y', …"``, or an empty string if there are none.
+        ``". Did you mean 'a' or 'b'?"``, ``". Available: 'x', 'y', …"``, or an empty string if there are none.
     """
     names = sorted(set(known))
+    # Two parts: the variable's name alone ("kernel") would match every layer.
     ending = wanted.rsplit("/", 2)[-2:]
     close = [n for n in names if n.split("/")[-len(ending) :] == ending]
     close += [n for n in difflib.get_close_matches(wanted, names, n=SHOWN, cutoff=0.5) if n not in close]
     if close:
-        return f". Closest {'is' if len(close) == 1 else 'are'} {', '.join(map(repr, close[:SHOWN]))}"
+        return f". Did you mean {' or '.join(map(repr, close[:SHOWN]))}?"
     more = ", …" if len(names) > SHOWN else ""
-    return f". It has {', '.join(map(repr, names[:SHOWN]))}{more}" if names else ""
+    return f". Available: {', '.join(map(repr, names[:SHOWN]))}{more}" if names else ""

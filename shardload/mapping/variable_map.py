@@ -3,7 +3,7 @@
     Binding    variable ◄── view of one tensor            streamed: planned, read in blocks, never whole on the host
     Computed   variables ◄─ a hook's arithmetic ◄─ tensors  read whole, one layer at a time, on the host
     missing    weights without a source                   state        seeds, metrics, slots: to be initialised
-    unused     tensors that nothing asked for             unasked      the same, for parts the model does not have
+    unused     tensors that nothing asked for             skipped      the same, for parts the model does not have
     mismatched variable and tensor disagree
 
 Names of bindings are variable paths; where two variables share a path, the later ones get ``#2``, ``#3``.
@@ -17,12 +17,10 @@ from typing import Any, ClassVar, Protocol
 
 from numpy.typing import NDArray
 
-from shardload.keras_bridge.variables import stored_dtype
+from shardload.keras_bridge.keras_types import Variable
+from shardload.keras_bridge.variables import numbered, stored_dtype, unique
 from shardload.manifest import View
 from shardload.transfer.planning import Binding
-
-Variable = Any
-"""A ``keras.Variable``; untyped upstream."""
 
 
 def bind(variable: Variable, view: View, names: Mapping[int, str]) -> Binding:
@@ -55,6 +53,13 @@ class Mismatch:
     """The tensor's shape."""
     message: str
 
+    @classmethod
+    def of_shapes(cls, variable: Variable, tensor: str, found: tuple[int, ...]) -> Mismatch:
+        """Describe a value of another shape than its variable; ``tensor`` is empty if the value was computed."""
+        expected, source = tuple(variable.shape), f"tensor {tensor!r}" if tensor else "the computed value"
+        text = f"Variable {variable.path!r} has shape {expected}, but {source} has shape {found}"
+        return cls(variable.path, tensor, expected, found, text)
+
     def __str__(self) -> str:
         return self.message
 
@@ -67,7 +72,7 @@ class Runtime(Protocol):
         ...
 
     def take(self, name: str) -> Any:
-        """Return the finished, sharded array of a binding, and release it."""
+        """Return the finished, sharded array of a binding."""
         ...
 
     def assign(self, variable: Variable, value: Any, assign: Callable[[Variable, Any], Any]) -> Any:
@@ -121,7 +126,7 @@ class VariableMap:
     """Seeds, metrics and optimizer variables without a source: initialised if they have no value."""
     unused: tuple[str, ...]
     """Unused tensors; those that a layer's own ``load_own_variables`` did not read are in `notes` instead."""
-    unasked: tuple[str, ...]
+    skipped: tuple[str, ...]
     """Unused tensors of parts that this model lacks: an optimizer's state, a task's head."""
     mismatched: tuple[Mismatch, ...]
     notes: tuple[str, ...]
@@ -137,7 +142,7 @@ class VariableMap:
     def provided(self) -> tuple[Variable, ...]:
         """Every variable that gets a value from the checkpoint (or from a hook), once."""
         found = [b.variable for b in self.bindings] + [v for c in self.computed for v in c.variables]
-        return tuple({id(v): v for v in found}.values())
+        return tuple(unique(found))
 
     def without_mismatched(self) -> VariableMap:
         """Return the mapping without mismatches: layers that failed are skipped, their weights missing."""
@@ -154,8 +159,8 @@ def refused_among(
     weights: Iterable[Variable], covered: Iterable[Variable], provided: Iterable[Variable], names: Mapping[int, str]
 ) -> tuple[tuple[str, Variable], ...]:
     """Return weights with a mismatch and no other source, by name."""
-    own, have = {id(v) for v in weights}, {id(v) for v in provided}
-    return tuple((names[id(v)], v) for v in covered if id(v) in own and id(v) not in have)
+    weight_ids, provided_ids = {id(v) for v in weights}, {id(v) for v in provided}
+    return tuple((names[id(v)], v) for v in covered if id(v) in weight_ids - provided_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,22 +190,17 @@ class DirectStep:
 
 def variable_names(variables: Iterable[Variable]) -> dict[int, str]:
     """Return a unique name for each variable, by ``id``: its path, numbered where paths repeat."""
-    names: dict[int, str] = {}
-    seen: dict[str, int] = {}
-    for variable in variables:
-        if id(variable) not in names:
-            count = seen[variable.path] = seen.get(variable.path, 0) + 1
-            names[id(variable)] = variable.path if count == 1 else f"{variable.path}#{count}"
-    return names
+    distinct = unique(variables)
+    return dict(zip(map(id, distinct), numbered(v.path for v in distinct), strict=True))
 
 
 def split_missing(
     weights: Iterable[Variable], everything: Iterable[Variable], provided: Iterable[Variable], names: Mapping[int, str]
 ) -> tuple[tuple[str, ...], tuple[Variable, ...], tuple[Variable, ...]]:
     """Return the names of weights without a source, the same weights as variables, and other state without one."""
-    have = {id(v) for v in provided}
-    weights = list({id(v): v for v in weights}.values())
-    own = {id(v) for v in weights}
-    missing = tuple(v for v in weights if id(v) not in have)
-    state = tuple(v for v in everything if id(v) not in have and id(v) not in own)
+    provided_ids = {id(v) for v in provided}
+    weights = unique(weights)
+    weight_ids = {id(v) for v in weights}
+    missing = tuple(v for v in weights if id(v) not in provided_ids)
+    state = tuple(v for v in everything if id(v) not in provided_ids | weight_ids)
     return tuple(names[id(v)] for v in missing), missing, state

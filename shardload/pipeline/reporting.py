@@ -151,7 +151,7 @@ def _notes(prepared: PreparedLoad) -> tuple[str, ...]:
         *prepared.notes,
         *fidelity.notes_of(prepared.model, prepared.manifest),
         *prepared.mapping.notes,
-        *_skipped_state(prepared),
+        *_skipped_notes(prepared),
         *(f"replicated though large: {path}" for path in prepared.layouts.replicated_large),
         *_raised_budget(prepared),
     )
@@ -176,11 +176,11 @@ def _devices(prepared: PreparedLoad) -> tuple[DeviceUse, ...]:
     )
 
 
-def _skipped_state(prepared: PreparedLoad) -> tuple[str, ...]:
-    if not prepared.mapping.unasked:
+def _skipped_notes(prepared: PreparedLoad) -> tuple[str, ...]:
+    if not prepared.mapping.skipped:
         return ()
-    counts = [name for name in prepared.mapping.unasked if name.startswith("metrics_variables/")]
-    others = [name for name in prepared.mapping.unasked if not name.startswith("metrics_variables/")]
+    counts = [name for name in prepared.mapping.skipped if name.startswith("metrics_variables/")]
+    others = [name for name in prepared.mapping.skipped if not name.startswith("metrics_variables/")]
     found = []
     if others:
         what = f"{len(others)} tensors belong to parts this model does not have, or were not asked for"

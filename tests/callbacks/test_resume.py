@@ -335,7 +335,7 @@ def test_arrays_at_the_last_batch_of_an_epoch_go_on_with_the_next(tmp_path):
 
 def test_going_on_from_weights_alone_is_a_warning(tmp_path):
     fit(model(), data(), OrbaxCheckpoint(tmp_path, save_weights_only=True), epochs=1)
-    with pytest.warns(UserWarning, match="no state of an optimizer"):
+    with pytest.warns(UserWarning, match="no optimizer state"):
         fit(model(), data(), OrbaxCheckpoint(tmp_path, resume=True), epochs=2)
 
 

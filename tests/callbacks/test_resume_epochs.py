@@ -148,7 +148,7 @@ def test_a_model_that_was_taken_back_to_weights_alone_says_so(tmp_path, capsys):
     model = compiled()
     fit(model, OrbaxCheckpoint(tmp_path, save_weights_only=True), epochs=1)
     fit(model, epochs=1)
-    with pytest.warns(UserWarning, match="no state of an optimizer"):
+    with pytest.warns(UserWarning, match="no optimizer state"):
         fit(model, OrbaxCheckpoint(tmp_path, resume=True), epochs=2)
     assert "had trained 8 batches, so its last 4 are undone" in capsys.readouterr().out
 

@@ -121,8 +121,8 @@ def test_a_step_without_their_state_leaves_them_as_they_are_and_says_so(tmp_path
     before = [np.asarray(v) for v in own_state(model)]
     report = shardload.restore(model, tmp_path)
     assert [n for n in report.notes if "state of the optimizer" in n] == [
-        "the step holds no state of the optimizer d_optimizer: the model's is as it was",
-        "the step holds no state of the optimizer g_optimizers/adam: the model's is as it was",
+        "the step has no state of the optimizer d_optimizer: the model's is unchanged",
+        "the step has no state of the optimizer g_optimizers/adam: the model's is unchanged",
     ]
     for value, variable in zip(before, own_state(model), strict=True):
         np.testing.assert_array_equal(value, variable)
@@ -212,7 +212,7 @@ def test_the_idle_optimizer_of_an_inner_model_refuses_no_step(kind, tmp_path):
         for mine, theirs in zip(model.weights, other.weights, strict=True):
             np.testing.assert_array_equal(mine, theirs)
         np.testing.assert_array_equal(model.optimizer.iterations, other.optimizer.iterations)
-    assert any("/optimizer: the model's is as it was" in note for note in report.notes) == (kind != "adam")
+    assert any("/optimizer; the model's is unchanged" in note for note in report.notes) == (kind != "adam")
 
 
 class OwnOptimizer(Plain):

@@ -107,7 +107,7 @@ def test_a_preset_whose_layer_recomputes_what_it_stores(tmp_path):
     saved.save_to_preset(str(tmp_path))
     loaded = shardload.load(tmp_path, mesh="1x2")
     check_same(loaded, Backbone.from_preset(str(tmp_path)))
-    assert any("DINOV2Embedding" in note and "leaves unread" in note for note in shardload.report(loaded).notes)
+    assert any("DINOV2Embedding" in note and "does not read these" in note for note in shardload.report(loaded).notes)
     larger = DINOV2Backbone(**sizes, image_shape=(48, 48, 3), position_embedding_shape=(64, 64))
     assert shardload.load_weights(larger, tmp_path, mesh="1x2").unused == ()
     saved = DINOV2Backbone(**sizes, image_shape=(48, 48, 3), position_embedding_shape=(64, 64))

@@ -304,7 +304,7 @@ def test_a_file_that_changes_while_it_is_read_is_said_with_what_the_model_holds(
     model = make()
     home = binding_of(model)
     with pytest.raises(
-        LoadInterruptedError, match=r"(?s)model\.weights\.h5 .*hold new values.*Load it again"
+        LoadInterruptedError, match=r"(?s)model\.weights\.h5 .*have new values.*Load it again"
     ) as caught:
         shardload.load_weights(
             model, path, mesh=mesh, host_memory_bytes=SMALL, progress=Interfering(lambda: change(path))
@@ -326,7 +326,7 @@ def test_a_plain_model_that_lost_every_value_is_loaded_again_where_it_was(tmp_pa
         model = keras.Sequential([keras.Input((512,)), keras.layers.Dense(512, use_bias=False)])
     model.save_weights(path)
     kept = path.read_bytes()
-    with pytest.raises(LoadInterruptedError, match="0 variables hold new values, 0 their old ones, 1 none"):
+    with pytest.raises(LoadInterruptedError, match="0 variables have new values, 0 their old ones, 1 none"):
         shardload.load_weights(
             model, path, host_memory_bytes=SMALL, progress=Interfering(lambda: shrink(path), after=1)
         )

@@ -10,7 +10,7 @@ import pytest
 import shardload
 from shardload.callbacks import OrbaxCheckpoint
 from shardload.errors import SourceError, UnsupportedError
-from shardload.keras_bridge.layer_settings import form_of, take_form
+from shardload.keras_bridge.layer_settings import apply_settings, settings_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method")
 
@@ -96,7 +96,7 @@ def test_a_subclassed_model_comes_back_as_it_was_trained(tmp_path, done):
     model = nested(**done)
     step = saved(model, tmp_path)
     again = shardload.load(tmp_path / str(step), mesh="1x1")
-    assert form_of(again) == form_of(model)
+    assert settings_of(again) == settings_of(model)
     assert np.asarray(again(TOKENS)).tobytes() == np.asarray(model(TOKENS)).tobytes()
     assert_same_training(model, again)
 
@@ -118,7 +118,7 @@ def test_a_task_of_keras_hub_comes_back_compiled(tmp_path, way):
     step = saved(model, tmp_path, fit)
     again = shardload.load(tmp_path / str(step), mesh="1x1")
     assert type(again.optimizer) is keras.optimizers.RMSprop
-    assert form_of(again) == form_of(model)
+    assert settings_of(again) == settings_of(model)
     assert_same_training(model, again, fit)
 
 
@@ -256,11 +256,11 @@ def test_a_form_that_is_none_is_refused(form):
     with shardload.abstract():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
         with pytest.raises(SourceError, match=r"structure\.json"):
-            take_form(model, form)
+            apply_settings(model, form)
 
 
 def test_a_path_the_model_does_not_have_is_passed_over():
     with shardload.abstract():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
-        take_form(model, {"layers/gone": {"trainable": False, "quantization": "int8"}})
-    assert form_of(model) == {"": {"policy": "float32"}}
+        apply_settings(model, {"layers/gone": {"trainable": False, "quantization": "int8"}})
+    assert settings_of(model) == {"": {"policy": "float32"}}

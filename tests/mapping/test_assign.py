@@ -95,7 +95,7 @@ def test_arrays_nobody_waits_for_are_refused(manifest):
 def test_finishing_early_is_refused(manifest):
     loading, ready = start(model(), manifest)
     loading.ready("a/bias", ready["a/bias"])
-    with pytest.raises(LoadInterruptedError, match="arrays never came, the first for 'a/kernel'"):
+    with pytest.raises(LoadInterruptedError, match="arrays were never received, the first for 'a/kernel'"):
         loading.finish()
 
 
@@ -121,7 +121,7 @@ def test_an_interrupted_load_of_a_live_model(manifest):
     state = interrupted(target, manifest).abort()
     assert set(state.new) == {"a/kernel", "a/bias"} and state.none == ("b/bias",)
     assert "b/kernel" in state.old and target.layers[2].bias._value is None
-    assert "2 variables hold new values, 4 their old ones, 1 none" in str(state)
+    assert "2 variables have new values, 4 their old ones, 1 none" in str(state)
 
 
 def test_an_interrupted_load_of_an_abstract_model(manifest):

@@ -150,9 +150,7 @@ def test_steps_counted_by_tensorflow_are_taken_over(folder, tmp_path):
 
 def test_more_steps_than_fit_are_refused(folder, tmp_path):
     path = counted_in_64_bits(folder, tmp_path / "tf.weights.h5", steps=1 << 40)
-    with pytest.raises(
-        LoadInterruptedError, match=r"is int32, but the checkpoint holds int64 values from 1099511627776"
-    ):
+    with pytest.raises(LoadInterruptedError, match=r"int64 values from 1099511627776 .* they do not fit in int32"):
         shardload.load_weights(classifier(), path, mesh="1x2")
 
 

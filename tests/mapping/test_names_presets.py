@@ -28,7 +28,7 @@ def test_a_task_takes_both(saved):
     task, manifest = saved
     target = lay_out(classifier(), mesh())
     found = map_weights(target, manifest)
-    assert not found.missing and not found.unused and not found.unasked and not found.mismatched
+    assert not found.missing and not found.unused and not found.skipped and not found.mismatched
     fill(found, manifest)
     check_same(target, task)
 
@@ -38,7 +38,7 @@ def test_a_backbone_leaves_the_head(saved):
     target = models.bert()
     found = map_weights(target, manifest)
     assert not found.missing and not found.unused
-    assert found.unasked and all(n.startswith("task:") for n in found.unasked)
+    assert found.skipped and all(n.startswith("task:") for n in found.skipped)
     fill(found, manifest)
     check_same(target, task.backbone)
 

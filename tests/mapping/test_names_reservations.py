@@ -48,7 +48,7 @@ def test_views_are_exact(hook):
     real = np.arange(24, dtype="float32").reshape(6, 4)
     np.testing.assert_array_equal(replay(reservations.locate(hook(array)), real), hook(real))
     del array
-    reservations.settle()
+    reservations.close()
     assert not reservations.used
 
 
@@ -84,7 +84,7 @@ def test_what_was_read_is_used(kind):
     reservations, array = reserved()
     COMPUTED[kind](array)
     del array
-    reservations.settle()
+    reservations.close()
     assert reservations.used == {"t"}
 
 
@@ -92,7 +92,7 @@ def test_what_is_kept_is_used():
     reservations, array = reserved()
     kept = array[0]
     del array
-    reservations.settle()
+    reservations.close()
     assert reservations.used == {"t"}
     assert kept.sum() == 0  # the range outlives its registration
 
@@ -116,7 +116,7 @@ def test_small_shapes(shape):
 
 
 def test_more_than_an_address_space_is_refused():
-    with pytest.raises(UnsupportedError, match=r"^t of shape .* more than a process can address"):
+    with pytest.raises(UnsupportedError, match=r"^Cannot map t of shape .* more than a process can address"):
         reserved("t", (1 << 50, 1 << 10))
 
 

@@ -236,7 +236,7 @@ def test_optimizer_of_an_archive(tmp_path):
     other = compiled()
     other.optimizer.build(other.trainable_variables)
     found = map_keras(other, manifest)
-    assert not found.missing and not found.unused and not found.unasked and not found.computed
+    assert not found.missing and not found.unused and not found.skipped and not found.computed
     fill(found, manifest)
     reference = keras.models.load_model(tmp_path / "m.keras")
     for one, two in zip(other.optimizer.variables, reference.optimizer.variables, strict=True):
@@ -250,7 +250,7 @@ def test_optimizer_state_without_optimizer_is_unasked(tmp_path):
     model.save(tmp_path / "m.keras")
     plain = functional(layers.Dense(16), layers.Dropout(0.1), layers.Dense(1))
     found = map_keras(plain, open_manifest(tmp_path / "m.keras"))
-    assert not found.unused and len(found.unasked) == len(model.optimizer.variables)
+    assert not found.unused and len(found.skipped) == len(model.optimizer.variables)
 
 
 def test_optimizer_of_another_size_is_noted(tmp_path):
@@ -270,7 +270,7 @@ def test_shapes_that_differ_are_all_named(tmp_path):
         ("layers/dense_1/vars/0", (16, 5), (16, 4)),
         ("layers/dense_1/vars/1", (5,), (4,)),
     ]
-    assert "has shape (16, 5), but tensor 'layers/dense_1/vars/0' (16, 4)" in str(found.mismatched[0])
+    assert "has shape (16, 5), but tensor 'layers/dense_1/vars/0' has shape (16, 4)" in str(found.mismatched[0])
     assert not found.missing and not found.unused
 
 
@@ -381,7 +381,7 @@ def test_a_hook_that_turns_round_is_refused(tmp_path):
     manifest = saved(functional(Transposing()), tmp_path / "m.weights.h5")
     found = map_keras(functional(Moody()), manifest)
     Moody.sober = False
-    with pytest.raises(MismatchError, match=r"computed a value for 'transposing.*/kernel' that it had only viewed"):
+    with pytest.raises(MismatchError, match=r"computed a value for 'transposing.*/kernel', but assigned a"):
         fill(found, manifest)
 
 
@@ -402,10 +402,10 @@ def test_what_a_hook_of_its_own_leaves_unread_is_noted_and_not_refused(tmp_path)
     saved = keras.Sequential([keras.Input((3,)), Choosing(2), layers.Dense(2)])
     saved.save_weights(tmp_path / "m.weights.h5")
     found = map_keras(saved, open_manifest(tmp_path / "m.weights.h5"))
-    assert found.unused == () and found.unasked == () and not found.missing
+    assert found.unused == () and found.skipped == () and not found.missing
     (note,) = found.notes
     assert note == (
-        "Choosing at 'layers/choosing' leaves unread what the checkpoint holds for it: layers/choosing/vars/extra"
+        "Choosing at 'layers/choosing' does not read these tensors of the checkpoint: layers/choosing/vars/extra"
     )
 
 

@@ -91,9 +91,9 @@ def test_a_wrong_name_shows_the_closest(read, page):
     found = page(LOAD)
     names = {k: v.removeprefix("mlp/") for k, v in found["names"].items()}
     where = Path(found["report"].source).parent
-    with pytest.raises(MismatchError, match=r"Closest are 'mlp/[a-z0-9_]+/(bias|kernel)'"):
+    with pytest.raises(MismatchError, match=r"Did you mean 'mlp/[a-z0-9_]+/(bias|kernel)'"):
         read(found["model"], where, names=names)
-    with pytest.raises(MismatchError, match=r"a tensor 'Dense_0/kernel' that .* Closest .*'params/Dense_0/kernel'"):
+    with pytest.raises(MismatchError, match=r"tensor 'Dense_0/kernel': .* Did you mean .*'params/Dense_0/kernel'"):
         read(found["model"], where, names={"Dense_0/kernel": "mlp/x/kernel"})
 
 

@@ -123,7 +123,7 @@ def test_weights_only_leaves_the_optimizer_alone(run):
     before = [np.asarray(v.value) for v in target.optimizer.variables]
     shardload.restore(target, root, items="weights")
     assert all(np.array_equal(a, v.value) for a, v in zip(before, target.optimizer.variables, strict=True))
-    with pytest.raises(UsageError, match="items is one of"):
+    with pytest.raises(UsageError, match="expected one of"):
         shardload.restore(target, root, items="everything")
 
 
@@ -227,9 +227,9 @@ def test_what_only_a_compiled_model_has_is_not_asked_of_another(run):
 
 
 def test_a_map_that_names_nothing_is_refused(run):
-    with pytest.raises(MismatchError, match=r"rename names 'layers/dens', but nothing in .*'layers/dense', "):
+    with pytest.raises(MismatchError, match=r"Cannot rename 'layers/dens': no key in .*'layers/dense' or "):
         shardload.restore(build(seed=5), run[1], rename={"layers/dens": "layers/head"})
-    with pytest.raises(UsageError, match="rename maps stored keys"):
+    with pytest.raises(UsageError, match="expected a dict of stored keys"):
         shardload.restore(build(seed=5), run[1], rename="layers/dense")
 
 
@@ -264,7 +264,7 @@ def test_another_shape_is_refused_before_anything_changes(run):
     _, root = run
     target = build(seed=5, width=16)
     before = values(target)
-    with pytest.raises(MismatchError, match=r"has shape \(48, 16\), but .* saved with shape \(48, 24\)"):
+    with pytest.raises(MismatchError, match=r"has shape \(48, 16\), but .* has shape \(48, 24\)"):
         shardload.restore(target, root)
     assert all(np.array_equal(before[k], v) for k, v in values(target).items())
 

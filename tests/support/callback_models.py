@@ -6,6 +6,7 @@ import keras
 import models
 import numpy as np
 from orbax.checkpoint import v1 as ocp
+from saved_steps import assert_one_to_one
 
 from shardload.keras_bridge.variables import value_of
 from shardload.mapping.state_tree import find
@@ -69,7 +70,7 @@ def assert_holds(folder, model):
     assert verify(folder) == []
     tree = ocp.load_checkpointables(str(folder), {"pytree": None})["pytree"]
     pairing = find(model, json.loads((folder / "shardload" / "structure.json").read_text()))
-    pairing.check()
+    assert_one_to_one(pairing)
     for stored, leaf in pairing.pairs:
         held = tree
         for part in stored.path:

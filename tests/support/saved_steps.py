@@ -8,6 +8,11 @@ from shardload.steps.digests import Digests
 from shardload.steps.publish import Staging
 
 
+def assert_one_to_one(pairing):
+    assert not pairing.missing and not pairing.unexpected
+    assert all(stored.shape == leaf.shape for stored, leaf in pairing.pairs)
+
+
 def save_step(model, root, step, *, compression="none", weights_only=False, **details):
     root.mkdir(exist_ok=True)
     state = describe(model).weights_only() if weights_only else describe(model)
