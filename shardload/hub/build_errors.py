@@ -1,4 +1,4 @@
-"""Errors for configurations that no model can be built from, with a way out."""
+"""Errors for configurations that no model can be built from, and what to do about them."""
 
 from __future__ import annotations
 
@@ -34,25 +34,27 @@ def check_layer_count(manifest: Manifest) -> None:
     parts = [manifest.config.get(key) for key in _PARTS]
     for config in (manifest.config, *(part for part in parts if isinstance(part, Mapping))):
         for key in _LAYER_KEYS:
-            said = config.get(key)
+            value = config.get(key)
             # Constructors convert floats and texts with int(). "not <=" instead of ">" also refuses NaN.
-            if any(not _number(layers) <= max(n_tensors, 1) for layers in (said if isinstance(said, list) else [said])):
+            if any(
+                not _number(layers) <= max(n_tensors, 1) for layers in (value if isinstance(value, list) else [value])
+            ):
                 raise SourceError(
-                    f"{manifest.source}: the configuration says {key}={_shown(said)}, but there are only "
-                    f"{n_tensors} tensors. Repair the configuration"
+                    f"Cannot build the model of {manifest.source}: its configuration sets {key}={_shortened(value)}, "
+                    f"but it has only {n_tensors} tensors. Correct the configuration"
                 )
 
 
-def _number(said: Any) -> float:
+def _number(value: Any) -> float:
     """Return a number of layers as `int` reads it; 0 if it cannot, because the build then fails at once."""
     try:
-        return said if isinstance(said, (int, float)) else int(said)
+        return value if isinstance(value, (int, float)) else int(value)
     except (TypeError, ValueError):
         return 0
 
 
-def _shown(said: Any) -> str:
-    return repr(said) if len(repr(said)) < 60 else f"{repr(said)[:60]}…"
+def _shortened(value: Any) -> str:
+    return repr(value) if len(repr(value)) < 60 else f"{repr(value)[:60]}…"
 
 
 @contextlib.contextmanager
@@ -60,7 +62,7 @@ def describe_failure(manifest: Manifest) -> Iterator[None]:
     """Translate errors that a configuration causes in constructors into errors that name the checkpoint.
 
     Raises:
-        UnsupportedError: When a constructor fails; the message has the way out.
+        UnsupportedError: When a constructor fails; the message says what to do.
         SourceError: When the configuration lacks an entry.
     """
     try:
@@ -68,17 +70,19 @@ def describe_failure(manifest: Manifest) -> Iterator[None]:
     except (UnsupportedError, SourceError, MissingExtraError):
         raise
     except KeyError as error:
-        raise SourceError(f"{manifest.source}: the configuration has no {error}, which this model needs") from error
+        raise SourceError(
+            f"Cannot build the model of {manifest.source}: its configuration has no {error}, which this model needs"
+        ) from error
     except UninitialisedError as error:
         raise UnsupportedError(
-            f"{manifest.source}: the model computes with the values of its weights while it is built "
-            f"({str(error).split(' has no value')[0]}), so it cannot be built without them. Build the model yourself "
-            "and fill it: shardload.load_weights(model, source, mesh=…)"
+            f"Cannot build the model of {manifest.source} without its weights: it computes with their values while it "
+            f"is built ({str(error).split(' has no value')[0]}). Build the model yourself, then call "
+            "shardload.load_weights(model, source, mesh=…)"
         ) from error
     except Exception as error:  # of any kind: JAX and NumPy have their own exception trees
         raise UnsupportedError(
-            f"{manifest.source}: no model can be built from its configuration: {_first(error)}. "
-            f"{_way_out(manifest, error)}"
+            f"Cannot build the model of {manifest.source} from its configuration: {_first(error)}. "
+            f"{_advice(manifest, error)}"
         ) from error
 
 
@@ -86,12 +90,12 @@ def refuse_code(error: Exception, manifest: Manifest) -> None:
     """Raise if Keras refused Python code in the arguments of ``compile``.
 
     Raises:
-        UnsupportedError: If so; the message has both ways out.
+        UnsupportedError: If so; the message says how to load the model anyway.
     """
     if str(error).startswith(_CODE):
         raise UnsupportedError(
-            f"Cannot compile the model of {manifest.source}: {_first(error)}. Where you trust it, run that code with "
-            "shardload.load(source, safe_mode=False), or load the model without it with compile=False (--no-compile)"
+            f"Cannot compile the model of {manifest.source}: {_first(error)}. If you trust the checkpoint, run the "
+            "code with shardload.load(source, safe_mode=False); otherwise pass compile=False (--no-compile)"
         ) from error
 
 
@@ -104,24 +108,26 @@ def not_compiled(manifest: Manifest, why: Exception | str, *, has_defaults: bool
         has_defaults: Whether the model's class compiles it anyway, as KerasHub's tasks do.
     """
     stored = ("optimizer/", "optimizer_variables/")
-    what = "compiled with the defaults of its class" if has_defaults else "not compiled"
+    state = "compiled with the defaults of its class" if has_defaults else "not compiled"
     reason = why if isinstance(why, str) else _first(why)
-    text = f"The model is {what}: its stored configuration does not fit compile() ({reason}). "
-    text += "Call model.compile(...) yourself"
+    then = ""
     if any(name.startswith(stored) for name in manifest.tensors):
-        text += "; shardload.load_weights(model, source) then loads the state of its optimizer as well"
-    return f"{text}. Pass compile=False (--no-compile) to load it without this warning."
+        then = ", then shardload.load_weights(model, source) to load its optimizer state"
+    return (
+        f"The model is {state}: its saved configuration does not fit compile() ({reason}). Call model.compile(...) "
+        f"yourself{then}. Pass compile=False (--no-compile) to load it without this warning."
+    )
 
 
 def _first(error: Exception) -> str:
     """Return the first paragraph of an error's message; the innermost if Keras wrapped several errors."""
-    said = str(error).strip().rpartition(_INNER)[2]
-    return said.split("\n\n")[0][:SHOWN].rstrip(".") or type(error).__name__
+    message = str(error).strip().rpartition(_INNER)[2]
+    return message.split("\n\n")[0][:SHOWN].rstrip(".") or type(error).__name__
 
 
-def _way_out(manifest: Manifest, error: Exception) -> str:
+def _advice(manifest: Manifest, error: Exception) -> str:
     if spec_of(manifest).is_hugging_face:
-        return "Repair config.json, or build the model yourself and fill it: shardload.load_weights(model, source)"
+        return "Correct config.json, or build the model yourself and call shardload.load_weights(model, source)"
     if str(error).startswith(_CODE):
-        return "It holds Python code. Where you trust it, run that: shardload.load(source, safe_mode=False)"
-    return "Pass classes of your own as custom_objects, or register them with keras.saving"
+        return "It contains Python code. If you trust it, run it: shardload.load(source, safe_mode=False)"
+    return "Pass your own classes as custom_objects, or register them with keras.saving"

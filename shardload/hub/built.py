@@ -73,8 +73,8 @@ def _is_obeyed(layer: Any, name: str) -> bool:
     causal = np.tril(np.ones((1, 4, 4), bool))
     before = getattr(layer, name)
 
-    def masked(queries: Any, held: Any) -> Any:
-        return layer._compute_attention(queries, queries, held, attention_mask=causal)
+    def masked(queries: Any, values: Any) -> Any:
+        return layer._compute_attention(queries, queries, values, attention_mask=causal)
 
     setattr(layer, name, 2)
     try:
@@ -83,6 +83,7 @@ def _is_obeyed(layer: Any, name: str) -> bool:
         return True
     finally:
         setattr(layer, name, before)
+    # Values are one-hot: feature 0 of the last token is the weight it gives to the first, outside a window of two.
     return bool(found.reshape(4, -1)[3, 0] == 0)
 
 
@@ -92,7 +93,7 @@ def turns_of(block: Any, head_dim: int) -> tuple[NDArray[np.float64], NDArray[np
     Returns:
         Radians and scale of each pair of features, and the expected relative error; ``None`` without rotary positions.
     """
-    layer = next((found for name in _ROTARY if (found := getattr(attention_of(block, name), name, None))), None)
+    layer = _rotary_of(block)
     if layer is None:
         return None
     if hasattr(layer, "rope_theta") and hasattr(layer, "inv_freq"):  # SmolLM3: a variable, which has no value yet
@@ -100,6 +101,7 @@ def turns_of(block: Any, head_dim: int) -> tuple[NDArray[np.float64], NDArray[np
         return float(layer.rope_theta) ** -(np.arange(0, dims, 2) / dims), np.ones(dims // 2), 1e-4
     if (plain := _plain_angles(layer, head_dim)) is not None:
         return plain, np.ones(len(plain)), 1e-4
+    # Any other layer: turn unit vectors at position 1. Pairs are features i and i + head_dim / 2, as in GPT-NeoX.
     unit = np.zeros((1, 2, 1, head_dim), np.float32)
     unit[..., : head_dim // 2] = 1.0
     turned = np.asarray(_compiled(layer.call, unit), np.float64)[0, 1, 0]
@@ -124,12 +126,14 @@ def _plain_angles(layer: Any, head_dim: int) -> NDArray[np.float64] | None:
 
 def rotary_key(block: Any) -> str:
     """Return a key that is equal for blocks whose rotary layers have equal settings."""
-    layer = next((found for name in _ROTARY if (found := getattr(attention_of(block, name), name, None))), None)
-    plain = int | float | str | None
-    held = vars(layer) if layer is not None else {}
-    return repr(
-        sorted((k, v) for k, v in held.items() if not k.startswith("_") and k != "name" and isinstance(v, plain))
-    )
+    layer = _rotary_of(block)
+    settings = vars(layer).items() if layer is not None else ()
+    public = ((k, v) for k, v in settings if not k.startswith("_") and k != "name")
+    return repr(sorted((k, v) for k, v in public if isinstance(v, int | float | str | None)))
+
+
+def _rotary_of(block: Any) -> Any:
+    return next((found for name in _ROTARY if (found := getattr(attention_of(block, name), name, None))), None)
 
 
 def normalisations(backbone: Any) -> list[Any]:
@@ -143,11 +147,11 @@ def activations(backbone: Any) -> Iterator[tuple[Any, str, Any]]:
 
     for layer in layers(backbone):
         for name in _ACTIVATIONS:
-            held = getattr(layer, name, None)
-            found = keras.activations.get(held) if isinstance(held, str) else held
-            named = getattr(found, "__name__", "linear")
-            if callable(found) and named not in ("linear", "softmax") and "pool" not in layer.name:
-                yield layer, name, found
+            value = getattr(layer, name, None)
+            function = keras.activations.get(value) if isinstance(value, str) else value
+            is_plain = getattr(function, "__name__", "linear") in ("linear", "softmax")
+            if callable(function) and not is_plain and "pool" not in layer.name:  # BERT's pooler has its own: tanh
+                yield layer, name, function
 
 
 @functools.lru_cache(maxsize=16)

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 Fields = Mapping[str, Any]
+IMAGE_MODELS = ("vit", "deit", "swin", "dinov2", "dinov2_with_registers", "dinov3_vit")
+"""Model types for images only."""
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 

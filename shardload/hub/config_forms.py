@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardload.errors import UnsupportedError
-from shardload.hub.config_defaults import completed
+from shardload.hub.config_defaults import IMAGE_MODELS, completed
 from shardload.manifest import Manifest, Tensor
 from shardload.transfer.read_tensor import read_rows
 
@@ -32,7 +32,8 @@ _TIES = ("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """Model types whose KerasHub class takes ``tie_word_embeddings`` and whose converter reads ``lm_head.weight``."""
 _ROWS = 16
 """Rows of the output layer and the embedding that are compared before the model is built."""
-_GENERATES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForConditionalLM")
+"""Suffixes of the classes of transformers that have an output layer over the vocabulary."""
 _BART_PAIRS = (
     ("encoder_layers", "decoder_layers"),
     ("encoder_attention_heads", "decoder_attention_heads"),
@@ -54,9 +55,9 @@ def read_config(manifest: Manifest) -> dict[str, Any]:
     for part, kind in _PARTS.get(_kind(config), {}).items():
         if isinstance(config.get(part), dict):
             config[part] = completed({"model_type": kind, **config[part]})
-    if "ForImageClassification" in str(config["architectures"][0]):
+    if "ForImageClassification" in architecture_of(config):
         config.setdefault("id2label", {"0": "LABEL_0", "1": "LABEL_1"})  # the default, which transformers omits
-    if _kind(config) in _IMAGES:
+    if _kind(config) in IMAGE_MODELS:
         config |= {key: _side(config[key]) for key in ("image_size", "patch_size") if key in config}
     if _kind(config) == "paligemma" and isinstance(text := config.get("text_config"), dict):
         text["num_image_tokens"] = text["head_dim"]  # KerasHub reads num_image_tokens as the head dim
@@ -65,6 +66,11 @@ def read_config(manifest: Manifest) -> dict[str, Any]:
     if _kind(config) == "t5gemma2":
         _read_t5gemma_2(config)
     return config
+
+
+def architecture_of(config: Mapping[str, Any]) -> str:
+    """Return the class of transformers that saved a checkpoint; empty if the configuration names none."""
+    return str((config.get("architectures") or [""])[0])
 
 
 def _read_gemma_4(config: dict[str, Any]) -> None:
@@ -105,8 +111,8 @@ def ties_embeddings(manifest: Manifest) -> bool | None:
     head = next((t for n, t in manifest.tensors.items() if re.fullmatch(r"(.+\.)?lm_head\.weight", n)), None)
     if manifest.config.get("tie_word_embeddings") is True:
         return head is None or not _differs_from_embedding(head, manifest)
-    architecture = str((manifest.config.get("architectures") or [""])[0])
-    return bool(architecture) and not architecture.endswith(_GENERATES) and head is None
+    architecture = architecture_of(manifest.config)
+    return bool(architecture) and not architecture.endswith(GENERATORS) and head is None
 
 
 def _differs_from_embedding(head: Tensor, manifest: Manifest) -> bool:
@@ -131,7 +137,7 @@ def check_representable(manifest: Manifest, backbone_cls: type, arguments: Mappi
     """
     if (why := _lacking(manifest, f"KerasHub's {backbone_cls.__name__}", arguments)) is not None:
         raise UnsupportedError(
-            f"Cannot build the model of {manifest.source}: {why}. Load the weights into a model of your own: "
+            f"Cannot build the model of {manifest.source}: {why}. Build your own model, then call "
             "shardload.load_weights(model, source)"
         )
 
@@ -141,32 +147,28 @@ def _lacking(manifest: Manifest, name: str, arguments: Mapping[str, Any]) -> str
     config, kind = read_config(manifest), _kind(manifest.config)
     if "head_dim" not in arguments and (width := _head_dims(config)) is not None:
         return (
-            f"config.json says head_dim={width[0]}, but {name} has no head_dim: its heads are hidden_size / "
-            f"num_attention_heads = {width[1]} wide"
+            f"config.json sets head_dim={width[0]}, but {name} computes it as hidden_size / num_attention_heads = "
+            f"{width[1]}"
         )
     if kind == "bart" and (pair := next((p for p in _BART_PAIRS if _differ(config, *p)), None)):
-        told = " and ".join(f"{key}={config[key]}" for key in pair)
-        return f"config.json says {told}, but {name} has one number for both"
+        values = " and ".join(f"{key}={config[key]}" for key in pair)
+        return f"config.json sets {values}, but {name} has one number for both"
     if kind == "gpt_oss" and any(n.endswith(".experts.gate_up_proj") for n in manifest.tensors):
-        return "its experts are stored unquantised, but KerasHub's converter reads MXFP4 (…gate_up_proj_blocks) only"
-    if kind == "esm" and (said := config.get("position_embedding_type", "absolute")) != "rotary":
+        return "its experts are stored unquantised, but KerasHub's converter reads only MXFP4 (…gate_up_proj_blocks)"
+    if kind == "esm" and (positions := config.get("position_embedding_type", "absolute")) != "rotary":
         return (
-            f"config.json says position_embedding_type={said!r}, but {name} has rotary positions; absolute ones it "
-            "counts from 0, and the first counts from pad_token_id + 1 in transformers"
+            f"config.json sets position_embedding_type={positions!r}, but {name} counts absolute positions from 0, "
+            "and transformers from pad_token_id + 1; expected 'rotary'"
         )
     if kind == "gemma3" and (pooled := _pooled(config)) is not None:
-        return (
-            f"config.json says mm_tokens_per_image={pooled[0]}, but KerasHub's converter makes {pooled[1]} of an image"
-        )
+        return f"config.json sets mm_tokens_per_image={pooled[0]}, but KerasHub makes {pooled[1]} tokens of an image"
     if kind in _NEEDS_BIASES and config.get("qkv_bias") is False:
-        return "config.json says qkv_bias=False, but KerasHub's converter needs biases of query, key and value"
+        return "config.json sets qkv_bias=False, but KerasHub's converter needs biases of query, key and value"
     if kind in _MIXED and (dense := _dense(config)) is not None:
-        return f"config.json says {dense}, but KerasHub's converter needs experts in every layer"
-    return _patches(config, name) if kind in _IMAGES else None
+        return f"config.json sets {dense}, but KerasHub's converter needs experts in every layer"
+    return _patches(config, name) if kind in IMAGE_MODELS else None
 
 
-_IMAGES = ("vit", "deit", "swin", "dinov2", "dinov2_with_registers", "dinov3_vit")
-"""Model types for images only."""
 _MIXED = ("qwen2_moe", "qwen3_moe")
 """Model types that may have layers with experts and layers without."""
 _NEEDS_BIASES = ("vit", "deit", "dinov2", "dinov2_with_registers")
@@ -174,14 +176,14 @@ _NEEDS_BIASES = ("vit", "deit", "dinov2", "dinov2_with_registers")
 
 def _pooled(config: Mapping[str, Any]) -> tuple[int, int] | None:
     """Return the tokens per image, configured and in KerasHub (one per 4x4 patches); ``None`` if they agree."""
-    vision, said = config.get("vision_config"), config.get("mm_tokens_per_image")
-    if not isinstance(vision, Mapping) or not isinstance(said, int):
+    vision, configured = config.get("vision_config"), config.get("mm_tokens_per_image")
+    if not isinstance(vision, Mapping) or not isinstance(configured, int):
         return None
     side, patch = vision.get("image_size"), vision.get("patch_size")
     if not isinstance(side, int) or not isinstance(patch, int) or patch < 1:
         return None
     made = (side // patch // 4) ** 2
-    return None if made == said else (said, made)
+    return None if made == configured else (configured, made)
 
 
 def _dense(config: Mapping[str, Any]) -> str | None:
@@ -201,11 +203,11 @@ def _patches(config: Mapping[str, Any], name: str) -> str | None:
     """Describe patches or windows that transformers supports and KerasHub's class does not; else ``None``."""
     image, patch = config.get("image_size"), config.get("patch_size")
     if oblong := next((key for key in ("image_size", "patch_size") if isinstance(config.get(key), list)), None):
-        return f"config.json says {oblong}={config[oblong]}, but KerasHub's converter takes one number"
+        return f"config.json sets {oblong}={config[oblong]}, but KerasHub's converter takes one number"
     if not isinstance(image, int) or not isinstance(patch, int) or patch < 1:
         return None
     if image % patch and not _kind(config).startswith("dino"):
-        return f"config.json says image_size={image}, but {name} needs a multiple of patch_size={patch}"
+        return f"config.json sets image_size={image}, but {name} needs a multiple of patch_size={patch}"
     return _windows(config, image // patch, name) if _kind(config) == "swin" else None
 
 
@@ -214,14 +216,13 @@ def _windows(config: Mapping[str, Any], side: int, name: str) -> str | None:
     window, depths = config.get("window_size"), config.get("depths")
     if not isinstance(window, int) or window < 1 or not isinstance(depths, list):
         return None
-    said = f"config.json says image_size={config['image_size']} and patch_size={config['patch_size']}"
+    sizes = f"config.json sets image_size={config['image_size']} and patch_size={config['patch_size']}"
     for stage, depth in enumerate(depths):
         if side % window and (depth != 1 or side < window):  # the first block of a stage has no mask
-            return (
-                f"{said}: {side} x {side} patches in stage {stage}, but {name} needs a multiple of window_size={window}"
-            )
+            needs = f"a multiple of window_size={window}"
+            return f"{sizes}: {side} x {side} patches in stage {stage}, but {name} needs {needs}"
         if side % 2 and stage + 1 < len(depths):
-            return f"{said}: {side} x {side} patches in stage {stage}, but {name} halves even numbers only"
+            return f"{sizes}: {side} x {side} patches in stage {stage}, but {name} needs an even number"
         side //= 2
     return None
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from shardload.hub import rope
-from shardload.hub.config_defaults import completed
+from shardload.hub.config_defaults import IMAGE_MODELS, completed
 
 Config = Mapping[str, Any]
 ROPE = ("rope_scaling", "rope_parameters", "rope_theta", "rope_local_base_freq")
@@ -50,11 +50,13 @@ def _if_used(config: Config, layers: int) -> list[int | None]:
     return _every(config, layers) if config.get("use_sliding_window") else [None] * layers
 
 
-def _by_type(default: Callable[[Config, int], bool], used: bool = True) -> Callable[[Config, int], list[int | None]]:
+def _by_type(
+    default: Callable[[Config, int], bool], *, always: bool = True
+) -> Callable[[Config, int], list[int | None]]:
     """Return a function for windows by ``layer_types``, or by ``default`` for older configurations without it."""
 
     def windows(config: Config, layers: int) -> list[int | None]:
-        if not used and not config.get("use_sliding_window"):
+        if not always and not config.get("use_sliding_window"):
             return [None] * layers
         types = config.get("layer_types")
         if isinstance(types, list) and len(types) == layers:
@@ -104,7 +106,6 @@ _BERT_ONLY = {"is_decoder": (False, None), "position_embedding_type": ("absolute
 _BERT = Family(("layer_norm_eps", 1e-12), ("hidden_act", "gelu"), only=_BERT_ONLY)
 # Positions start at pad_token_id + 1; KerasHub's converter always skips the first two rows.
 _ROBERTA = Family(_BERT.epsilon, _BERT.activation, only={**_BERT_ONLY, "pad_token_id": (1,)})
-_IMAGE = Family(("layer_norm_eps", 1e-12), ("hidden_act", "gelu"))
 _SWIGLU_ONLY = {"swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)}
 _GEMMA_ONLY = {"use_bidirectional_attention": (False, None)}
 
@@ -112,11 +113,10 @@ FAMILIES: Mapping[str, Family] = {
     "llama": Family(_RMS, _SILU, 1e4),
     "mistral": Family(_RMS, _SILU, 1e4, _every),
     "mixtral": Family(("rms_norm_eps", 1e-5), _SILU, 1e6, _every),
-    "qwen2": Family(_RMS, _SILU, 1e4, _by_type(_after, used=False)),
-    "qwen3": Family(_RMS, _SILU, 1e4, _by_type(_after, used=False)),
-    "qwen2_moe": Family(_RMS, _SILU, 1e4, _by_type(_before, used=False), only={"qkv_bias": (True,)}),
+    **dict.fromkeys(("qwen2", "qwen3"), Family(_RMS, _SILU, 1e4, _by_type(_after, always=False))),
+    "qwen2_moe": Family(_RMS, _SILU, 1e4, _by_type(_before, always=False), only={"qkv_bias": (True,)}),
     "qwen3_moe": Family(_RMS, _SILU, 1e4, _if_used),
-    "smollm3": Family(_RMS, _SILU, 2e6, _by_type(_unturned, used=False), has_activation="silu"),
+    "smollm3": Family(_RMS, _SILU, 2e6, _by_type(_unturned, always=False), has_activation="silu"),
     "gpt_oss": Family(("rms_norm_eps", 1e-5), None, 1.5e5, _by_type(_alternating), only=_SWIGLU_ONLY),
     "gemma": Family(_RMS, ("hidden_act", TANH), 1e4, has_activation=TANH, only=_GEMMA_ONLY),
     "gemma2": Family(_RMS, ("hidden_activation", TANH), 1e4, _by_type(_alternating), TANH, only=_GEMMA_ONLY, caps=True),
@@ -128,17 +128,14 @@ FAMILIES: Mapping[str, Family] = {
         only={"scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False, None)},
     ),
     "bert": _BERT,
-    "roberta": _ROBERTA,
-    "xlm-roberta": _ROBERTA,
+    **dict.fromkeys(("roberta", "xlm-roberta"), _ROBERTA),
     "albert": Family(("layer_norm_eps", 1e-12), ("hidden_act", "gelu_new"), only=_BERT_ONLY),
     "distilbert": Family(None, ("activation", "gelu")),
     "bart": Family(None, ("activation_function", "gelu"), only={"scale_embedding": (False, None)}),
     "esm": Family(("layer_norm_eps", 1e-12), only={"token_dropout": (False, None), "is_decoder": (False, None)}),
-    "vit": _IMAGE,
-    "deit": _IMAGE,
+    **dict.fromkeys(("vit", "deit"), Family(("layer_norm_eps", 1e-12), ("hidden_act", "gelu"))),
     "swin": Family(("layer_norm_eps", 1e-5), ("hidden_act", "gelu")),
-    "dinov2": Family(("layer_norm_eps", 1e-6), ("hidden_act", "gelu")),
-    "dinov2_with_registers": Family(("layer_norm_eps", 1e-6), ("hidden_act", "gelu")),
+    **dict.fromkeys(("dinov2", "dinov2_with_registers"), Family(("layer_norm_eps", 1e-6), ("hidden_act", "gelu"))),
 }
 _GEMMA_4 = {"use_bidirectional_attention": ("vision", None), "hidden_activation": (TANH, None)}
 _QWEN_3_5 = {"hidden_act": ("silu", "swish", None)}
@@ -149,7 +146,7 @@ PARTLY: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
 """Like `Family.only`, for model types without other checks."""
 BOTH_WAYS: Collection[str] = (
     *("bert", "roberta", "xlm-roberta", "albert", "distilbert", "esm", "metaclip_2", "sam3_video"),
-    *("vit", "deit", "swin", "dinov2", "dinov2_with_registers", "dinov3_vit"),
+    *IMAGE_MODELS,
 )
 """Model types without tokens, or for which transformers ignores ``is_causal``."""
 KNOWN: Collection[str] = {
@@ -170,6 +167,7 @@ KNOWN: Collection[str] = {
 def text_of(config: Config) -> Config:
     """Return the text model's configuration with its defaults; the whole configuration if the model has no parts."""
     nested = config.get("text_config")
+    # Gemma 3's text part may omit its model_type.
     text = {"model_type": f"{config.get('model_type')}_text", **nested} if isinstance(nested, Mapping) else config
     return completed(text)
 
@@ -182,8 +180,8 @@ def family_of(config: Config) -> Family | None:
 
 def windows_of(config: Config, family: Family, layers: int) -> list[int | None]:
     """Return the window of each layer; ``None`` without a window or if the longest text fits into it."""
-    said = family.windows(config, layers) if family.windows else [None] * layers
-    return [obeyed(window, config) for window in said]
+    windows = family.windows(config, layers) if family.windows else [None] * layers
+    return [obeyed(window, config) for window in windows]
 
 
 def obeyed(window: int | None, config: Config) -> int | None:

@@ -24,6 +24,7 @@ from shardload.hub import built, families, fields, pooling, quantised
 from shardload.loaders import spec_of
 from shardload.manifest import Manifest
 
+# Models are built and reported on in different places; the notes live as long as the backbone.
 _notes: weakref.WeakKeyDictionary[Any, tuple[str, tuple[str, ...]]] = weakref.WeakKeyDictionary()
 
 
@@ -36,9 +37,7 @@ def check_names(ignore: Sequence[str]) -> tuple[str, ...]:
     names = (ignore,) if isinstance(ignore, str) else tuple(ignore)
     known = sorted({*families.KNOWN, quantised.FIELD, quantised.ADAPTER})
     if unknown := [name for name in names if name not in known]:
-        raise UsageError(
-            f"Cannot ignore {unknown[0]!r}: it is not a field that is checked. Those are {', '.join(known)}"
-        )
+        raise UsageError(f"Cannot ignore {unknown[0]!r}: it is not a checked field. Those are {', '.join(known)}")
     return names
 
 
@@ -52,7 +51,7 @@ def arguments(manifest: Manifest, backbone_cls: type) -> dict[str, Any]:
     return found | pooling.arguments(manifest)
 
 
-def settle(model: Any, manifest: Manifest, *, ignore: Sequence[str] = ()) -> None:
+def reconcile(model: Any, manifest: Manifest, *, ignore: Sequence[str] = ()) -> None:
     """Make a newly built model compute what its source describes, or refuse it; `notes_of` lists the changes.
 
     Args:
@@ -66,59 +65,57 @@ def settle(model: Any, manifest: Manifest, *, ignore: Sequence[str] = ()) -> Non
     """
     backbone = getattr(model, "backbone", model)
     if not spec_of(manifest).is_hugging_face:
-        _notes[backbone] = manifest.source, _keep_promise(backbone)
+        _notes[backbone] = manifest.source, _normalise_queries_as_configured(backbone)
         return
-    told = []
+    notes = []
     rest = list(fields.differences(manifest.config, backbone))
     for found in rest:
-        if found.mend is not None and not set(found.names) & set(ignore):
-            found.mend()
-            told.append(
-                f"{found.field}: set to {found.says} on the layers, as {type(backbone).__name__} does not pass it on; "
-                f"saved and loaded again by Keras, the model has {found.has}"
+        if found.fix is not None and not set(found.names) & set(ignore):
+            found.fix()
+            notes.append(
+                f"{found.field}: set to {found.configured} on the layers, because {type(backbone).__name__} does not "
+                f"pass it on; after Keras saves and loads the model, it is {found.actual} again"
             )
-    if told:
+    if notes:  # a fix may not have worked, so compare again
         rest = list(fields.differences(manifest.config, backbone))
     if refused := [d for d in rest if not set(d.names) & set(ignore)]:
         raise UnsupportedError(_refusal(manifest, backbone, refused))
-    told += [f"{d.field} ignored: the source says {d.says}, the model has {d.has}" for d in rest]
-    _notes[backbone] = (
-        manifest.source,
-        (*told, *fields.untied(manifest.config, backbone), *fields.limits(manifest.config), *pooling.notes(manifest)),
-    )
+    notes += [f"{d.field} ignored: {d}" for d in rest]
+    notes += [*fields.untied(manifest.config, backbone), *fields.limits(manifest.config), *pooling.notes(manifest)]
+    _notes[backbone] = manifest.source, tuple(notes)
 
 
 def notes_of(model: Any, manifest: Manifest) -> tuple[str, ...]:
-    """Describe what `settle` changed on a model or ignored; for a model built otherwise, describe its differences."""
+    """Describe what `reconcile` changed on a model or ignored; for a model built otherwise, its differences."""
     backbone = getattr(model, "backbone", model)
-    source, told = _notes.get(backbone, (None, ()))
+    source, notes = _notes.get(backbone, (None, ()))
     if source == manifest.source:
-        return told
+        return notes
     if not spec_of(manifest).is_hugging_face or not type(backbone).__module__.startswith("keras_hub."):
         return ()
-    found = fields.differences(manifest.config, backbone)
-    return tuple(f"{d.field}: the source says {d.says}, the model has {d.has}" for d in found)
+    return tuple(f"{d.field}: {d}" for d in fields.differences(manifest.config, backbone))
 
 
 def _refusal(manifest: Manifest, backbone: Any, refused: list[fields.FieldDifference]) -> str:
-    each = "; ".join(f"{d.field} says {d.says}, the model has {d.has}" for d in refused)
-    names = ", ".join(repr(name) for name in dict.fromkeys(d.field for d in refused))
-    flags = " ".join(f"--ignore-config {name}" for name in dict.fromkeys(d.field for d in refused))
+    each = "; ".join(f"{d.field} is {d}" for d in refused)
+    names = list(dict.fromkeys(d.field for d in refused))
+    flags = " ".join(f"--ignore-config {name}" for name in names)
     return (
-        f"Cannot load {manifest.source}: KerasHub's {type(backbone).__name__} does not compute what its configuration "
-        f"says, and results would differ: {each}. To load it all the same, pass ignore_config=({names},) ({flags})"
+        f"Cannot load {manifest.source}: results would differ, because KerasHub's {type(backbone).__name__} does not "
+        f"match the configuration: {each}. To load it anyway, pass ignore_config=({', '.join(map(repr, names))},) "
+        f"({flags})"
     )
 
 
-def _keep_promise(backbone: Any) -> tuple[str, ...]:
+def _normalise_queries_as_configured(backbone: Any) -> tuple[str, ...]:
     """Set ``query_head_dim_normalize`` on the attention layers, to which KerasHub's Gemma does not pass it."""
     if getattr(backbone, "query_head_dim_normalize", True):
         return ()
     found = [built.attention_of(block, "query_head_dim_normalize") for block in built.blocks(backbone)]
-    other = [layer for layer in found if layer is not None and layer.query_head_dim_normalize]
-    for layer in other:
+    wrong = [layer for layer in found if layer is not None and layer.query_head_dim_normalize]
+    for layer in wrong:
         layer.query_head_dim_normalize = False
-    return ("query_head_dim_normalize: set on the layers, to which KerasHub does not pass it",) if other else ()
+    return ("query_head_dim_normalize: set on the layers, because KerasHub does not pass it on",) if wrong else ()
 
 
-__all__ = ["arguments", "check_names", "notes_of", "settle"]
+__all__ = ["arguments", "check_names", "notes_of", "reconcile"]

@@ -35,7 +35,7 @@ from shardload.errors import MissingExtraError, SourceError, UnsupportedError
 from shardload.hub import fidelity, quantised
 from shardload.hub.arguments import for_converter
 from shardload.hub.build_errors import check_layer_count, describe_failure, not_compiled, refuse_code
-from shardload.hub.config_forms import check_representable, read_config, ties_embeddings
+from shardload.hub.config_forms import GENERATORS, architecture_of, check_representable, read_config, ties_embeddings
 from shardload.keras_bridge.dtype_policies import with_dtype
 from shardload.keras_bridge.patches import Patches
 from shardload.loaders import spec_of
@@ -44,7 +44,6 @@ from shardload.manifest import Manifest
 _log = logging.getLogger(__name__)
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
-_CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForConditionalLM")
 
 
 def build_model(
@@ -78,7 +77,7 @@ def build_model(
     ignore = fidelity.check_names(ignore_config)
     quantised.check(manifest, ignore=ignore)
     check_layer_count(manifest)
-    compiling = note or _ignore if compile else None
+    compiling = (note or (lambda _: None)) if compile else None
     with describe_failure(manifest):
         match spec_of(manifest).described_by:
             case "keras-hub":
@@ -91,8 +90,8 @@ def build_model(
                     scope = (custom_objects, safe_mode)
                     return _deserialize(described, manifest, *scope, dtype=dtype, compiling=compiling)
     raise UnsupportedError(
-        f"{manifest.source} holds weights ({manifest.format}) and no description of the model they belong to. "
-        "Build the model yourself and fill it: shardload.load_weights(model, source)"
+        f"Cannot build the model of {manifest.source}: it contains weights ({manifest.format}), but no description of "
+        "their model. Build the model yourself, then call shardload.load_weights(model, source)"
     )
 
 
@@ -204,8 +203,7 @@ def _as_with_tensorflow(cls: type) -> contextlib.AbstractContextManager[None]:
 
 def preset_tokenizer(manifest: Manifest, cls: Any = None) -> Any:
     """Return the tokenizer layer of a KerasHub preset, or of a Hugging Face folder as ``cls``, with its vocabulary."""
-    loader = _preset_loader(manifest)
-    return loader.load_tokenizer(cls)
+    return _preset_loader(manifest).load_tokenizer(cls)
 
 
 def greedy_sampler() -> Any:
@@ -224,7 +222,10 @@ def _from_preset(
 
     cls = keras.saving.get_registered_object(described.get("registered_name"), custom_objects)
     if cls is None:
-        raise UnsupportedError(f"{manifest.source}: task.json names an unknown class {described.get('class_name')!r}")
+        raise UnsupportedError(
+            f"Cannot build the task of {manifest.source}: task.json names the unknown class "
+            f"{described.get('class_name')!r}. Pass it in custom_objects"
+        )
     config = {k: v for k, v in described["config"].items() if k not in ("backbone", "preprocessor")}
     if dtype is not None:
         config = with_dtype(config, dtype)
@@ -243,11 +244,11 @@ def _from_transformers(manifest: Manifest, dtype: Any, task: bool, ignore: Seque
     loader = _transformers_loader(manifest)
     backbone_cls = loader.check_backbone_class()
     check_representable(manifest, backbone_cls, _parameters(backbone_cls))
-    kept = fidelity.arguments(manifest, backbone_cls)
-    ties = ties_embeddings(manifest)
-    tied = {} if ties is None else {"tie_word_embeddings": ties}
-    backbone = loader.load_backbone(backbone_cls, False, dtype=dtype or checkpoint_dtype(manifest), **kept, **tied)
-    fidelity.settle(backbone, manifest, ignore=ignore)
+    settings = fidelity.arguments(manifest, backbone_cls)
+    if (ties := ties_embeddings(manifest)) is not None:
+        settings["tie_word_embeddings"] = ties
+    backbone = loader.load_backbone(backbone_cls, False, dtype=dtype or checkpoint_dtype(manifest), **settings)
+    fidelity.reconcile(backbone, manifest, ignore=ignore)
     cls = _task_class(manifest, loader.converter, backbone_cls) if task else None
     if cls is None:
         return backbone
@@ -259,10 +260,10 @@ def _from_transformers(manifest: Manifest, dtype: Any, task: bool, ignore: Seque
 def _task_class(manifest: Manifest, convert: ModuleType, backbone_cls: type) -> Any:
     """Return KerasHub's task class for the checkpoint; ``None`` if it has only a backbone's weights."""
     models = keras_hub().models
-    architecture = (manifest.config.get("architectures") or [""])[0]
+    architecture = architecture_of(manifest.config)
     if "ForImageClassification" in architecture and hasattr(convert, "convert_head"):
         base = models.ImageClassifier
-    elif not architecture or architecture.endswith(_CAUSAL):
+    elif not architecture or architecture.endswith(GENERATORS):
         base = models.CausalLM
     else:
         return None
@@ -292,31 +293,33 @@ def _deserialize(
 
     if "keras_hub" in json.dumps(config):
         keras_hub()  # registers its classes
-    form = (manifest.metadata.get("structure") or {}).get("form")
+    settings = (manifest.metadata.get("structure") or {}).get("form")
     scope: dict[str, Any] = {"custom_objects": custom_objects, "safe_mode": safe_mode}
 
-    def built() -> Any:
+    def build() -> Any:
         model = _uncompiled(config, manifest, scope)
-        if form is not None:
-            layer_settings.apply_settings(model, form, any_policy=dtype is not None)
+        if settings is not None:
+            layer_settings.apply_settings(model, settings, any_policy=dtype is not None)
         return model
 
-    def made() -> Any:
-        model, described = built(), config.get("compile_config")
+    def build_compiled() -> Any:
+        model, described = build(), config.get("compile_config")
         if compiling is None or not described:
             return model
-        why: Exception | str = "its class has a compile() of its own"
+        why: Exception | str = "its class overrides compile()"
         try:
             if compile_as_described(model, described, **scope):
                 return model
         except Exception as error:  # of any kind: this builds custom losses, metrics and optimizers
             refuse_code(error, manifest)
-            model, why = built(), error  # rebuild, because this one may be half compiled
+            model, why = build(), error  # the first one may be half compiled
         compiling(not_compiled(manifest, why, has_defaults=model.compiled))
         return model
 
-    says_dtype = isinstance(config.get("config"), Mapping) and "dtype" in config["config"]
-    return made() if form is None else layer_settings.with_saved_policy(made, form, dtype, says_dtype=says_dtype)
+    if settings is None:
+        return build_compiled()
+    has_dtype = isinstance(config.get("config"), Mapping) and "dtype" in config["config"]
+    return layer_settings.with_saved_policy(build_compiled, settings, dtype, has_dtype=has_dtype)
 
 
 def _uncompiled(config: Mapping[str, Any], manifest: Manifest, scope: Mapping[str, Any]) -> Any:
@@ -326,13 +329,12 @@ def _uncompiled(config: Mapping[str, Any], manifest: Manifest, scope: Mapping[st
     rest = copy.deepcopy({key: value for key, value in config.items() if key != "compile_config"})
     model = keras.saving.deserialize_keras_object(rest, **scope)
     if not isinstance(model, keras.Model):
-        raise UnsupportedError(f"{manifest.source} describes a {type(model).__name__}, expected a Keras model")
-    fidelity.settle(model, manifest)
+        raise UnsupportedError(
+            f"Cannot build the model of {manifest.source}: it describes a {type(model).__name__}, expected a "
+            "Keras model"
+        )
+    fidelity.reconcile(model, manifest)
     return model
-
-
-def _ignore(_: str) -> None:
-    """Drop a warning."""
 
 
 def _preset_loader(manifest: Manifest) -> Any:
@@ -352,11 +354,13 @@ def _transformers_loader(manifest: Manifest) -> Any:
     try:
         return TransformersPresetLoader(manifest.source, config)
     except (KeyError, ValueError) as error:
+        # KerasHub has no list: its model types are the string constants of the constructor's if-chain.
         known = sorted(set(re.findall(r'"([a-z][\w\-]*)"', inspect.getsource(TransformersPresetLoader.__init__))))
         known = [name for name in known if name != "model_type"]
         raise UnsupportedError(
-            f"{manifest.source}: KerasHub has no converter for model_type {config.get('model_type')!r}. "
-            f"It has: {', '.join(known)}. With a model of your own: shardload.load_weights(model, source)"
+            f"Cannot build the model of {manifest.source}: KerasHub has no converter for model_type "
+            f"{config.get('model_type')!r}, only for {', '.join(known)}. Build your own model, then call "
+            "shardload.load_weights(model, source)"
         ) from error
 
 
@@ -369,7 +373,9 @@ def _config_beside(manifest: Manifest) -> dict[str, Any] | None:
             try:
                 config = json.loads(candidate.read_text(encoding="utf-8"))
             except ValueError as error:
-                raise SourceError(f"{candidate} is not valid JSON: {error}") from error
+                raise SourceError(
+                    f"Cannot read {candidate}: it is not valid JSON: {error}. Correct or remove it"
+                ) from error
             if isinstance(config, dict) and "class_name" in config:
                 return config
     return None

@@ -9,12 +9,12 @@ built without these layers, and the report says so; its hidden states still equa
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from shardload.manifest import Manifest
+from shardload.stores.json_files import read_optional
 
 _FORM = ["Transformer", "Pooling", "Dense", "Dense", "Normalize"]
 _PATHS = ["", "1_Pooling", "2_Dense", "3_Dense"]
@@ -28,7 +28,7 @@ def arguments(manifest: Manifest) -> dict[str, Any]:
         return {}
     if _other_form(Path(manifest.source)) is not None:
         return _WITHOUT
-    widths = [_object(Path(manifest.source) / part / "config.json").get("out_features") for part in _DENSE]
+    widths = [_config(Path(manifest.source) / part).get("out_features") for part in _DENSE]
     names = ("pooling_intermediate_dim", "embedding_dim")
     return {name: width for name, width in zip(names, widths, strict=True) if width is not None}
 
@@ -38,7 +38,7 @@ def notes(manifest: Manifest) -> tuple[str, ...]:
     why = _other_form(Path(manifest.source)) if _is_embedder(manifest) else None
     if why is None:
         return ()
-    return (f"Built without pooled_output: {why}; sequence_output is that of the source",)
+    return (f"Built without pooled_output, because {why}; sequence_output equals the source's",)
 
 
 def _is_embedder(manifest: Manifest) -> bool:
@@ -48,25 +48,26 @@ def _is_embedder(manifest: Manifest) -> bool:
 
 def _other_form(folder: Path) -> str | None:
     """Say what in the folder KerasHub's class does not support; ``None`` if it supports all of it."""
-    listed = _list(folder / "modules.json")
+    listed = read_optional(folder / "modules.json")
+    listed = listed if isinstance(listed, list) else []
     if not listed and not any((folder / part).is_dir() for part in _DENSE):
         return "the folder has neither modules.json nor 2_Dense and 3_Dense"
     modules = [str(one.get("type")).rpartition(".")[2] for one in listed if isinstance(one, Mapping)]
     if modules and modules != _FORM:
-        return f"modules.json says {' → '.join(modules)}, and KerasHub has {' → '.join(_FORM)} only"
+        return f"modules.json lists {' → '.join(modules)}, and KerasHub supports only {' → '.join(_FORM)}"
     paths = [str(one.get("path")) for one in listed if isinstance(one, Mapping)][: len(_PATHS)]
     if paths and paths != _PATHS:
         read = ", ".join(_PATHS[1:])
-        return f"modules.json has {', '.join(paths[1:])}, and KerasHub's converter reads {read} in this order"
-    if (pooled := _pooling(_object(folder / "1_Pooling" / "config.json"))) != ["mean"]:
-        return f"1_Pooling/config.json says {', '.join(pooled)}, and KerasHub takes the mean"
-    return next((why for part in _DENSE if (why := _active(part, _object(folder / part / "config.json")))), None)
+        return f"modules.json lists {', '.join(paths[1:])}, and KerasHub's converter reads {read} in this order"
+    if (pooled := _pooling(_config(folder / "1_Pooling"))) != ["mean"]:
+        return f"1_Pooling/config.json sets {', '.join(pooled)}, and KerasHub supports only mean"
+    return next((why for part in _DENSE if (why := _active(part, _config(folder / part)))), None)
 
 
 def _pooling(config: Mapping[str, Any]) -> list[str]:
     """Return how a text's tokens are pooled, from the form of sentence-transformers 6 or older versions."""
-    if said := config.get("pooling_mode"):
-        return [str(one) for one in (said if isinstance(said, list) else [said])]
+    if modes := config.get("pooling_mode"):
+        return [str(one) for one in (modes if isinstance(modes, list) else [modes])]
     found = [key.removeprefix("pooling_mode_") for key, value in config.items() if "pooling_mode_" in key and value]
     return [key.removesuffix("_tokens") for key in found] or ["mean"]
 
@@ -74,28 +75,15 @@ def _pooling(config: Mapping[str, Any]) -> list[str]:
 def _active(part: str, config: Mapping[str, Any]) -> str | None:
     activation = str(config.get("activation_function", "Identity"))
     if config.get("bias"):
-        return f"{part}/config.json says bias, and KerasHub has none"
+        return f"{part}/config.json sets bias, and KerasHub has none"
     if not activation.endswith("Identity"):
-        return f"{part}/config.json says {activation}, and KerasHub has no activation"
+        return f"{part}/config.json sets {activation}, and KerasHub has no activation"
     return None
 
 
-def _object(path: Path) -> Mapping[str, Any]:
-    found = _read(path)
+def _config(folder: Path) -> Mapping[str, Any]:
+    found = read_optional(folder / "config.json")
     return found if isinstance(found, dict) else {}
-
-
-def _list(path: Path) -> list[Any]:
-    found = _read(path)
-    return found if isinstance(found, list) else []
-
-
-def _read(path: Path) -> Any:
-    """Read a JSON file; ``None`` if it does not exist."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
 
 
 __all__ = ["arguments", "notes"]

@@ -13,7 +13,6 @@ formats and are not checked.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 from shardload.errors import UnsupportedError
 from shardload.loaders import spec_of
 from shardload.manifest import Manifest
+from shardload.stores.json_files import read_optional
 
 FIELD = "quantization_config"
 """Field to ignore if only the configuration mentions quantisation, or if float8 values need no scales."""
@@ -48,7 +48,7 @@ _DECODED = {"gpt_oss": "mxfp4"}
 _ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 _ADAPTER = r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(\.|$)|^base_model\.model\."
 _OPTION = f"ignore_config=({FIELD!r},) (--ignore-config {FIELD})"
-_WAY_OUT = "Load the unquantised checkpoint of this model, or a GGUF file of it"
+_ALTERNATIVES = "Load the unquantised checkpoint of this model, or a GGUF file of it"
 
 
 def check(manifest: Manifest, *, ignore: Iterable[str] = ()) -> None:
@@ -70,8 +70,8 @@ def check(manifest: Manifest, *, ignore: Iterable[str] = ()) -> None:
     for method, where in _described(manifest):
         if FIELD not in ignore and _DECODED.get(model_type) != method:
             raise UnsupportedError(
-                f"Cannot load {manifest.source}: {where} says its weights are quantised with {method}, and these are "
-                f"not decoded here. {_WAY_OUT}. Where its tensors are plain weights after all, pass {_OPTION}"
+                f"Cannot load {manifest.source}: {where} sets {method} quantisation, expected plain weights. "
+                f"{_ALTERNATIVES}. If its tensors are plain weights all the same, pass {_OPTION}"
             )
 
 
@@ -112,20 +112,20 @@ def accepted(manifest: Manifest, bindings: Iterable[Any], *, ignore: Iterable[st
         bindings: The tensors that the model uses, as `shardload.mapping.Binding`.
         ignore: As for `check`.
     """
-    told = []
+    notes = []
     if ADAPTER in ignore and _has_adapter_beside(manifest):
-        told.append(f"{ADAPTER} ignored: the weights are those of the model without its PEFT adapter")
+        notes.append(f"{ADAPTER} ignored: the model has the weights without the PEFT adapter")
     if FIELD not in ignore or not spec_of(manifest).may_be_codes:
-        return tuple(told)
+        return tuple(notes)
     decoded = _DECODED.get(str(manifest.config.get("model_type")))
-    said = [f"{where} says {method}" for method, where in _described(manifest) if method != decoded]
+    ignored = [f"{where} sets {method}" for method, where in _described(manifest) if method != decoded]
     if bare := _widened(manifest, bindings):
-        said.append(f"{len(bare)} tensors are float8 ({bare[0]!r} …)")
-    return (*told, *(f"{FIELD} ignored: {one}; the tensors are taken for plain weights" for one in said))
+        ignored.append(f"{len(bare)} tensors are float8 ({bare[0]!r} …)")
+    return (*notes, *(f"{FIELD} ignored: {one}; the tensors are loaded as plain weights" for one in ignored))
 
 
 def _widened(manifest: Manifest, bindings: Iterable[Any]) -> list[str]:
-    """Return the float8 tensors that are used as weights of another dtype."""
+    """Return the float8 tensors that fill variables of another dtype."""
     names = [b.view.tensor for b in bindings if not _is_float8(b.dtype)]
     return [name for name in names if _is_float8(manifest.tensors[name].dtype)]
 
@@ -149,10 +149,10 @@ def _check_tensors(manifest: Manifest, names: Iterable[str], *, ignore: Iterable
 
 def _about_tensor(manifest: Manifest, name: str, method: str) -> str:
     named = next((found for found, _ in _described(manifest)), method)
-    out = f". Where its values need no scales, pass {_OPTION}" if method == BARE_FLOAT8 else ""
+    option = f". If its values need no scales, pass {_OPTION}" if method == BARE_FLOAT8 else ""
     return (
         f"Cannot load {manifest.source}: tensor {name!r} ({manifest.tensors[name].dtype}) belongs to weights quantised "
-        f"with {named}, expected plain weights. {_WAY_OUT}{out}"
+        f"with {named}, expected plain weights. {_ALTERNATIVES}{option}"
     )
 
 
@@ -163,13 +163,13 @@ def _described(manifest: Manifest) -> Iterator[tuple[str, str]]:
         for key in (FIELD, "compression_config"):
             if isinstance(found := config.get(key), Mapping) and found:
                 method = found.get("quant_method") or found.get("quantization_method") or found.get("quant_algo")
-                if not _is_idle(method, found):
+                if not _is_unused(method, found):
                     yield str(method or "an unnamed method"), f"{key} in config.json"
     if method := _algorithm_beside(manifest):
         yield method, "hf_quant_config.json"
 
 
-def _is_idle(method: Any, config: Mapping[str, Any]) -> bool:
+def _is_unused(method: Any, config: Mapping[str, Any]) -> bool:
     """Whether transformers ignores this configuration: bitsandbytes without load_in_4bit or load_in_8bit."""
     return method == "bitsandbytes" and not (config.get("load_in_4bit") or config.get("load_in_8bit"))
 
@@ -179,9 +179,8 @@ def _algorithm_beside(manifest: Manifest) -> str | None:
     if not _is_folder(manifest):
         return None
     try:
-        told = json.loads((Path(manifest.source) / "hf_quant_config.json").read_text(encoding="utf-8"))
-        algorithm = told["quantization"]["quant_algo"]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        algorithm = read_optional(Path(manifest.source) / "hf_quant_config.json")["quantization"]["quant_algo"]
+    except (LookupError, TypeError):  # no such file, or of another form
         return None
     return f"modelopt {algorithm}" if algorithm else None
 
@@ -215,7 +214,8 @@ def _about_adapter(manifest: Manifest) -> str:
     whose = f" of {base}" if base else ""
     return (
         f"Cannot load {manifest.source}: it contains a PEFT adapter{whose}, expected a model's own weights. Load "
-        f"{base or 'the base model'} instead, or merge the adapter into it with PEFT (merge_and_unload) and save that"
+        f"{base or 'the base model'} instead, or merge the adapter into it with PEFT (merge_and_unload) and save the "
+        "result"
     )
 
 
@@ -231,16 +231,13 @@ def _has_adapter_beside(manifest: Manifest) -> bool:
 
 def _about_adapter_beside(manifest: Manifest) -> str:
     return (
-        f"Cannot load {manifest.source}: next to its weights it contains a PEFT adapter (adapter_config.json), which "
-        "transformers would apply, and results would differ. Merge the adapter with PEFT (merge_and_unload) and save "
-        f"that in another folder. For the weights without the adapter, pass ignore_config=({ADAPTER!r},) "
-        f"(--ignore-config {ADAPTER})"
+        f"Cannot load {manifest.source}: results would differ from transformers, which applies the PEFT adapter next "
+        "to the weights (adapter_config.json). Merge the adapter with PEFT (merge_and_unload) and save the result in "
+        f"another folder. To load the weights without it, pass ignore_config=({ADAPTER!r},) (--ignore-config {ADAPTER})"
     )
 
 
 def _base_model(path: Path) -> str | None:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return None
+    config = read_optional(path)
+    found = config.get("base_model_name_or_path") if isinstance(config, dict) else None
     return repr(found[:200]) if isinstance(found, str) and found else None

@@ -59,23 +59,23 @@ def rotation(config: Config, layer_type: str, *, default_theta: float, head_dim:
     Raises:
         SourceError: When a parameter is missing or not a number.
     """
-    said = dict(parameters_of(config, layer_type))
-    kind = said.get("rope_type") or said.get("type") or "default"
-    theta = said.get("rope_theta") or _theta_beside(config, layer_type) or default_theta
-    said.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
-    said["max_position_embeddings"] = config.get("max_position_embeddings")
-    partial = said.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    parameters = dict(parameters_of(config, layer_type))
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    theta = parameters.get("rope_theta") or _theta_beside(config, layer_type) or default_theta
+    parameters.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
+    parameters["max_position_embeddings"] = config.get("max_position_embeddings")
+    partial = parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     if kind == "default":
         partial = 1.0  # the only value in the models checked here: transformers 5 ignores others, 4 fails
     base = _number("rope_theta", theta)
     rule = _RULES.get(str(kind))
     if rule is None or head_dim is None:
-        return Rotation(str(kind), base, said, None)
+        return Rotation(str(kind), base, parameters, None)
     dims = int(head_dim * _number("partial_rotary_factor", partial))
     with np.errstate(all="ignore"):  # a hostile base gives NaN, which equals nothing
         plain = np.float64(base) ** -(np.arange(0, dims, 2) / max(dims, 1))
-        angles, scale = rule(plain, base, said)
-    return Rotation(str(kind), base, said, angles, scale)
+        angles, scale = rule(plain, base, parameters)
+    return Rotation(str(kind), base, parameters, angles, scale)
 
 
 def parameters_of(config: Config, layer_type: str) -> Config:
@@ -115,63 +115,71 @@ def _number(name: str, value: Any) -> float:
         raise SourceError(f"Cannot read rotary positions: {name} is too large for a float") from error
 
 
-def _of(said: Config, name: str) -> float:
-    return _number(name, said.get(name))
+def _of(parameters: Config, name: str) -> float:
+    return _number(name, parameters.get(name))
 
 
-def _default(plain: Angles, base: float, said: Config) -> tuple[Angles, float]:
+def _default(plain: Angles, base: float, parameters: Config) -> tuple[Angles, float]:
     return plain, 1.0
 
 
-def _linear(plain: Angles, base: float, said: Config) -> tuple[Angles, float]:
-    return plain / _of(said, "factor"), 1.0
+def _linear(plain: Angles, base: float, parameters: Config) -> tuple[Angles, float]:
+    return plain / _of(parameters, "factor"), 1.0
 
 
-def _llama3(plain: Angles, base: float, said: Config) -> tuple[Angles, float]:
-    low, high, factor = _of(said, "low_freq_factor"), _of(said, "high_freq_factor"), _of(said, "factor")
-    turns = _of(said, "original_max_position_embeddings") * plain / (2 * np.pi)
+def _llama3(plain: Angles, base: float, parameters: Config) -> tuple[Angles, float]:
+    low, high, factor = (_of(parameters, name) for name in ("low_freq_factor", "high_freq_factor", "factor"))
+    turns = _of(parameters, "original_max_position_embeddings") * plain / (2 * np.pi)
     smooth = np.clip((turns - low) / (high - low), 0, 1)
     return (1 - smooth) * plain / factor + smooth * plain, 1.0
 
 
-def _yarn(plain: Angles, base: float, said: Config) -> tuple[Angles, float]:
-    length = _of(said, "original_max_position_embeddings")
-    factor = _of(said, "factor") if said.get("factor") else _of(said, "max_position_embeddings") / length
+def _stretch(parameters: Config) -> tuple[float, float]:
+    """Return the length a model was first trained with, and the factor to its present one."""
+    length = _of(parameters, "original_max_position_embeddings")
+    if parameters.get("factor"):
+        return length, _of(parameters, "factor")
+    return length, _of(parameters, "max_position_embeddings") / length
+
+
+def _yarn(plain: Angles, base: float, parameters: Config) -> tuple[Angles, float]:
+    length, factor = _stretch(parameters)
     dims = 2 * len(plain)
 
     def dimension(turns: float) -> float:
         return float(dims * np.log(length / (turns * 2 * np.pi)) / (2 * np.log(base)))
 
-    low = dimension(_number("beta_fast", said.get("beta_fast") or 32))
-    high = dimension(_number("beta_slow", said.get("beta_slow") or 1))
-    if said.get("truncate", True):
+    low = dimension(_number("beta_fast", parameters.get("beta_fast") or 32))
+    high = dimension(_number("beta_slow", parameters.get("beta_slow") or 1))
+    if parameters.get("truncate", True):
         low, high = float(np.floor(low)), float(np.ceil(high))
     low, high = max(low, 0.0), min(high, dims - 1.0)
     ramp = np.clip((np.arange(len(plain)) - low) / (high - low if high != low else 0.001), 0, 1)
-    return ramp * plain / factor + (1 - ramp) * plain, _yarn_scale(said, factor)
+    return ramp * plain / factor + (1 - ramp) * plain, _yarn_scale(parameters, factor)
 
 
-def _yarn_scale(said: Config, factor: float) -> float:
-    if said.get("attention_factor") is not None:
-        return _of(said, "attention_factor")
+def _yarn_scale(parameters: Config, factor: float) -> float:
+    if parameters.get("attention_factor") is not None:
+        return _of(parameters, "attention_factor")
 
     def scale(strength: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * strength * math.log(factor) + 1.0
 
-    if said.get("mscale") and said.get("mscale_all_dim"):
-        return scale(_of(said, "mscale")) / scale(_of(said, "mscale_all_dim"))
+    if parameters.get("mscale") and parameters.get("mscale_all_dim"):
+        return scale(_of(parameters, "mscale")) / scale(_of(parameters, "mscale_all_dim"))
     return scale(1.0)
 
 
-def _longrope(plain: Angles, base: float, said: Config) -> tuple[Angles, float]:
-    length = _of(said, "original_max_position_embeddings")
-    factor = _of(said, "factor") if said.get("factor") else _of(said, "max_position_embeddings") / length
-    short = said.get("short_factor")
+def _longrope(plain: Angles, base: float, parameters: Config) -> tuple[Angles, float]:
+    length, factor = _stretch(parameters)
+    short = parameters.get("short_factor")
     if not isinstance(short, list) or len(short) != len(plain):
-        raise SourceError(f"Cannot read rotary positions: short_factor should be a list of {len(plain)} numbers")
+        raise SourceError(f"Cannot read rotary positions: short_factor is not a list of {len(plain)} numbers")
     divisors = np.array([_number("short_factor", one) for one in short])
     scale = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 and length > 1 else 1.0
-    return plain / divisors, _of(said, "attention_factor") if said.get("attention_factor") is not None else scale
+    if parameters.get("attention_factor") is not None:
+        scale = _of(parameters, "attention_factor")
+    return plain / divisors, scale
 
 
 _RULES: Mapping[str, Callable[[Angles, float, Config], tuple[Angles, float]]] = {

@@ -64,7 +64,7 @@ class _PolicyDiffersError(UnsupportedError):
     """A layer was built with a different dtype policy than the saved one."""
 
 
-def with_saved_policy(make: Callable[[], Any], form: Any, dtype: Any, *, says_dtype: bool) -> Any:
+def with_saved_policy(make: Callable[[], Any], form: Any, dtype: Any, *, has_dtype: bool) -> Any:
     """Return the result of ``make``, called under the global dtype policy of the saved model.
 
     That policy is unknown: it may be the model's own, or the model's own was explicit and the global one was as now.
@@ -74,7 +74,7 @@ def with_saved_policy(make: Callable[[], Any], form: Any, dtype: Any, *, says_dt
         make: Builds the model and calls `apply_settings`; may be called twice.
         form: As for `apply_settings`.
         dtype: A policy requested instead.
-        says_dtype: Whether the model's configuration contains a policy for the model.
+        has_dtype: Whether the model's configuration contains a policy for the model.
 
     Raises:
         UnsupportedError: When a layer has a different policy under both.
@@ -88,7 +88,7 @@ def with_saved_policy(make: Callable[[], Any], form: Any, dtype: Any, *, says_dt
     now = keras.config.dtype_policy()
     if own is None or own.name == now.name:
         return make()
-    policies = [own] if dtype is not None else [now, own] if says_dtype else [own, now]
+    policies = [own] if dtype is not None else [now, own] if has_dtype else [own, now]
     for last, policy in enumerate(policies, start=1 - len(policies)):
         with _global_policy(policy):
             try:

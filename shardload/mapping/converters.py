@@ -16,6 +16,7 @@ from typing import Any
 import keras
 
 from shardload.hub import kerashub
+from shardload.hub.config_forms import architecture_of
 from shardload.keras_bridge.keras_types import Variable
 from shardload.keras_bridge.model_state import state_of
 from shardload.keras_bridge.pending import pending_of
@@ -141,7 +142,7 @@ def _kept(names: tuple[str, ...]) -> tuple[str, ...]:
 
 def _has_head(model: Any, manifest: Manifest) -> bool:
     """Whether the checkpoint's head fits this task: KerasHub loads heads of image classifiers and assistants."""
-    architecture = str((manifest.config.get("architectures") or [""])[0])
+    architecture = architecture_of(manifest.config)
     fits = "ForImageClassification" in architecture or architecture == "Gemma4AssistantForCausalLM"
     return fits and hasattr(model, "backbone") and hasattr(kerashub.converter(manifest), "convert_head")
 

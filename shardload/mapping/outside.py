@@ -23,6 +23,8 @@ from typing import Any
 import numpy as np
 
 from shardload.errors import UsageError
+from shardload.hub.config_defaults import IMAGE_MODELS
+from shardload.hub.config_forms import architecture_of
 from shardload.loaders import spec_of
 from shardload.manifest import Manifest, Tensor
 from shardload.mapping.variable_map import VariableMap
@@ -113,9 +115,7 @@ _HEADS = {
     **dict.fromkeys(_DECODERS, r"score\.|qa_outputs\."),
 }
 """By ``model_type``: prefixes of a task's own layers, outside of every backbone."""
-_MASKING = ("vit", "deit", "swin", "dinov2", "dinov2_with_registers", "dinov3_vit")
-"""Vision models with a token for masked training."""
-_POOLED = ("roberta", "xlm-roberta", "esm", *_MASKING)
+_POOLED = ("roberta", "xlm-roberta", "esm", *IMAGE_MODELS)
 """Model types with a pooler in `transformers` but not in KerasHub."""
 _POOLER = r"(\w+\.)?pooler\.(dense\.)?(weight|bias)"
 _VISION_POOLER = (r"(model\.)?vision_tower\.(vision_model\.)?head\..+", "the vision tower's pooling head, never called")
@@ -123,7 +123,9 @@ _TOKENS_AHEAD = (r"mtp\..+", "layers that predict several tokens ahead, which tr
 _MORE = {
     **dict.fromkeys(("gemma3", "paligemma"), _VISION_POOLER),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _TOKENS_AHEAD),
-    **dict.fromkeys(_MASKING, (r"(\w+\.)?embeddings\.mask_token", "replaces masked patches, in masked training only")),
+    **dict.fromkeys(
+        IMAGE_MODELS, (r"(\w+\.)?embeddings\.mask_token", "replaces masked patches, in masked training only")
+    ),
 }
 _COPY = re.compile(r"(.+\.)?(lm_head(\.out_proj)?|embed_tokens|shared|wte)\.weight")
 _EMBEDDING = re.compile(r"(.+\.)?(embed_tokens|shared|wte|word_embeddings)\.weight")
@@ -180,7 +182,7 @@ def without_parts(mapping: VariableMap, manifest: Manifest) -> VariableMap:
     KerasHub's BERT and ALBERT always have a pooler, its Mistral, Mixtral and GPT-OSS an output layer; `transformers`
     stores neither for tasks that use none.
     """
-    kind, architecture = manifest.config.get("model_type"), _architecture(manifest)
+    kind, architecture = manifest.config.get("model_type"), architecture_of(manifest.config)
     part = next((p for p in _PARTS if kind in p.model_types and architecture.endswith(p.without)), None)
     if part is None or not mapping.absent or not all(re.fullmatch(part.names, name) for name in mapping.absent):
         return mapping
@@ -233,10 +235,6 @@ _PARTS = (
 )
 
 
-def _architecture(manifest: Manifest) -> str:
-    return str((manifest.config.get("architectures") or [""])[0])
-
-
 def _ignored(unused: Iterable[str], patterns: tuple[str, ...]) -> dict[str, str]:
     found = {name: p for name in unused for p in patterns if fnmatchcase(name, p)}
     if unmatched := [p for p in patterns if not any(fnmatchcase(name, p) for name in unused)]:
@@ -258,7 +256,7 @@ def _by_kind(tensor: Tensor, manifest: Manifest, model: Any) -> OutsideTensor | 
         return OutsideTensor(name, _MORE[kind][1], True)
     is_backbone = not hasattr(model, "backbone")
     if is_backbone and kind in _HEADS and re.match(_HEADS[kind], name):
-        head = f"part of the head of {_architecture(manifest) or 'a task'}"
+        head = f"part of the head of {architecture_of(manifest.config) or 'a task'}"
         return OutsideTensor(name, f"{head}; {_class(model)} ends before it", True)
     return None
 

@@ -10,6 +10,7 @@ import json
 import os
 import re
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 from shardload.errors import SourceError, UnsafeSourceError
@@ -50,6 +51,14 @@ def read_object(path: str | os.PathLike[str] | Location) -> dict[str, Any]:
         require_brace(file, size, path=name, what="the JSON text")
         raw = read_header(file, size, offset=0, path=name, what="the JSON text")
     return parse_object(raw, path=name)
+
+
+def read_optional(path: str | os.PathLike[str]) -> Any:
+    """Return the JSON value in a small file of any kind; ``None`` if it is missing, damaged or not JSON."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
 
 
 def require_brace(file: File, stop: int, *, path: str, what: str) -> None:

@@ -120,7 +120,7 @@ def test_everything_that_takes_weights_refuses_it_and_inspect_does_not(use, tmp_
 def test_modelopt_says_so_in_a_file_of_its_own(tmp_path):
     folder = write(tmp_path / "hf")
     (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
-    with pytest.raises(UnsupportedError, match=r"hf_quant_config\.json says .* modelopt NVFP4"):
+    with pytest.raises(UnsupportedError, match=r"hf_quant_config\.json sets .* modelopt NVFP4"):
         shardload.plan(folder)
 
 
@@ -135,7 +135,7 @@ def test_plain_tensors_load_where_only_the_configuration_says_quantised(tmp_path
         shardload.convert(folder, tmp_path / "preset", to="h5", **told),
     ):
         assert any(
-            "quantization_config ignored: quantization_config in config.json says hqq" in n for n in report.notes
+            "quantization_config ignored: quantization_config in config.json sets hqq" in n for n in report.notes
         )
 
 
@@ -230,10 +230,10 @@ def test_an_adapter_beside_a_model_is_refused_unless_its_weights_are_wanted_with
     assert shardload.plan(folder)  # left over: there is no adapter
     adapter(folder)
     for use in (shardload.plan, shardload.load):
-        with pytest.raises(UnsupportedError, match=r"next to its weights .*merge.*ignore_config=\('adapter_config',\)"):
+        with pytest.raises(UnsupportedError, match=r"next to the weights .*Merge.*ignore_config=\('adapter_config',\)"):
             use(folder, mesh="1x1")
     report = shardload.report(shardload.load(folder, mesh="1x1", ignore_config="adapter_config"))
-    assert "adapter_config ignored: the weights are those of the model without its PEFT adapter" in report.notes
+    assert "adapter_config ignored: the model has the weights without the PEFT adapter" in report.notes
 
 
 def test_the_command_line_takes_the_option(tmp_path, capsys):

@@ -128,7 +128,7 @@ WANTED = {
         "roberta",
         "roberta.embeddings.token_type_embeddings.weight",
         np.eye(1, 32, dtype=np.float32),
-        "is not all zeros",
+        "not all zeros",
     ),
     "a bias called attn.bias": ("gpt2", "h.0.attn.bias", HEAD[0], ""),
     "position_ids of floats": ("bert", "bert.embeddings.position_ids", HEAD, ""),
@@ -153,7 +153,7 @@ def test_the_bias_of_bart_matters_unless_it_is_zero(tmp_path):
     (bias,) = shardload.report(shardload.load(folder, mesh="1x2")).outside
     assert "all zeros" in bias.reason
     save_file({**load_file(folder / WEIGHTS), "final_logits_bias": zeros + 1}, folder / WEIGHTS)
-    with pytest.raises(MismatchError, match=r"final_logits_bias .it is added to the logits, is not all zeros"):
+    with pytest.raises(MismatchError, match=r"final_logits_bias .it is added to the logits and not all zeros"):
         shardload.load(folder, mesh="1x2")
 
 
@@ -249,7 +249,7 @@ def test_another_output_layer_than_the_configuration_ties_is_used_and_noted(fami
     layer = model.backbone.token_embedding
     np.testing.assert_array_equal(np.asarray(layer.reverse_embeddings).T, stored(family, "lm_head.weight"))
     for report in (plan, shardload.report(model)):
-        assert any("it is used, as by transformers 5 (4 leaves it out)" in note for note in report.notes)
+        assert any("is used, as in transformers 5 (version 4 leaves it out)" in note for note in report.notes)
     embedding = {"lm_head.weight": stored(family, "model.embed_tokens.weight")}
     folder = edited(tmp_path / "tied", family, add=embedding, drop=embedding, config={"tie_word_embeddings": True})
     assert shardload.plan(folder).missing == () and shardload.plan(folder).outside[0].tensor == "lm_head.weight"
@@ -268,7 +268,7 @@ def test_bert_without_a_pooler_gets_an_initial_one_and_says_so(tmp_path):
     folder = edited(tmp_path, "bert", drop=POOLER, config=architecture("BertForMaskedLM"))
     report = shardload.report(shardload.load(folder, mesh="1x2"))
     assert {"pooled_dense/kernel", "pooled_dense/bias"} <= set(report.initialised) and report.missing == ()
-    assert any("BertForMaskedLM stores no pooler" in note for note in report.notes)
+    assert any("BertForMaskedLM has no pooler" in note for note in report.notes)
 
 
 @pytest.mark.parametrize(
@@ -341,7 +341,7 @@ def test_the_base_of_esms_rotary_positions_is_set(tmp_path):
 
 def test_unquantised_experts_of_gpt_oss_are_refused_by_name(tmp_path):
     folder = edited(tmp_path, "gpt_oss", add={"model.layers.0.mlp.experts.gate_up_proj": HEAD})
-    with pytest.raises(UnsupportedError, match="experts are stored unquantised, but KerasHub's converter reads MXFP4"):
+    with pytest.raises(UnsupportedError, match="stored unquantised, but KerasHub's converter reads only MXFP4"):
         shardload.load(folder, mesh="1x2")
 
 
@@ -396,7 +396,7 @@ def test_an_index_or_a_shard_of_it_loads_as_its_folder(tmp_path):
 def test_a_file_that_is_no_part_of_the_folders_checkpoint_stays_a_file(tmp_path):
     folder = edited(tmp_path, "llama")
     save_file({"a": HEAD}, folder / "other.safetensors")
-    with pytest.raises(UnsupportedError, match="no description of the model they belong to"):
+    with pytest.raises(UnsupportedError, match="no description of their model"):
         shardload.load(folder / "other.safetensors", mesh="1x2")
     with pytest.raises(UnsupportedError, match="no description"):
         shardload.load(folder / WEIGHTS, mesh="1x2", format="safetensors")

@@ -17,7 +17,7 @@ EDGES = {
     "writers": {"errors", "steps"},
     "keras_bridge": {"distributed", "errors", "sharding", "transfer"},
     "data": {"errors", "keras_bridge"},
-    "hub": {"errors", "keras_bridge", "loaders", "manifest", "transfer"},
+    "hub": {"errors", "keras_bridge", "loaders", "manifest", "stores", "transfer"},
     "parallel": {"errors", "keras_bridge", "sharding", "typing"},
     "generate": {"errors", "hub", "keras_bridge", "loaders", "manifest", "stores"},
     "mapping": {"errors", "hub", "keras_bridge", "loaders", "manifest", "stores", "transfer"},
