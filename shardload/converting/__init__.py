@@ -113,7 +113,7 @@ def convert(
     """
     began = time.monotonic()
     if not os.fspath(dst):
-        raise UsageError("The target's name is empty. Say what to make: a folder, or NAME.weights.h5")
+        raise UsageError("Cannot convert to an empty path. Give a folder, or NAME.weights.h5")
     target = Path(os.path.abspath(dst))  # noqa: PTH100  resolve() would follow a link that is to be replaced
     kind = target_of(target, to)
     name = None if dtype is None else str(dtype_name(dtype))
@@ -131,7 +131,7 @@ def convert(
     with staged(target, folder=not is_file_name(target), overwrite=overwrite) as staging:
         try:
             resumed = write_all(source, plan, staging, block_bytes=block_bytes, progress=progress)
-            files.check()
+            files.check()  # a source that changed meanwhile gives a mixture
             _finish(source, plan, staging, overwrite=overwrite)
         except BaseException as error:
             raise _explained(error, staging) from error
@@ -151,7 +151,7 @@ def _block_bytes(host_memory_bytes: int | str) -> int:
         raise UsageError(f"host_memory_bytes: {error}") from error
     if found < LEAST_HOST_MEMORY:
         raise UsageError(
-            f"host_memory_bytes should be at least {LEAST_HOST_MEMORY >> 10}KiB, but is {host_memory_bytes}"
+            f"host_memory_bytes={host_memory_bytes} is too small, expected at least {LEAST_HOST_MEMORY >> 10}KiB"
         )
     return found // _COPIES
 
@@ -160,7 +160,7 @@ def _refuse_itself(source: Path, target: Path) -> None:
     one, two = source.resolve(), target.resolve()
     if one == two or two in one.parents or one in two.parents:
         raise UsageError(
-            f"Source {source} and target {target} overlap: one contains the other. Choose a target outside the source"
+            f"Cannot convert {source} to {target}: one contains the other. Choose a target outside the source"
         )
 
 
@@ -178,7 +178,7 @@ def _check_digests(source: Source, progress: Progress) -> None:
     if spec_of(source.manifest).is_step and is_ours(path):
         progress.start(sum(source.manifest.files.values()), "Verifying")
         if damage := digests.verify(path, progress=progress.advance):
-            raise DamagedError(f"{path} is damaged: {damage[0]}. See: shardload verify {path}")
+            raise DamagedError(f"Cannot convert {path}: it is damaged: {damage[0]}. See: shardload verify {path}")
 
 
 def _finish(source: Source, plan: Plan, staging: ConversionFolder, *, overwrite: bool) -> None:
@@ -199,11 +199,13 @@ def _finish(source: Source, plan: Plan, staging: ConversionFolder, *, overwrite:
 def _check_result(plan: Plan, result: Path, *, described: bool) -> None:
     """Open the result: check that all tensors are there and match a model built from the result's own description."""
     manifest = open_manifest(result, format=plan.format)
-    held = {t.name: (t.shape, t.dtype) for t in manifest.tensors.values()}
+    written = {t.name: (t.shape, t.dtype) for t in manifest.tensors.values()}
     wanted = {c.wanted.name: (c.wanted.shape, c.wanted.dtype) for c in plan.copies}
-    if held != wanted:
-        name = next(n for n in {**held, **wanted} if held.get(n) != wanted.get(n))
-        raise SourceError(f"{result}: tensor {name!r} reads back as {held.get(name)}, but is {wanted.get(name)}")
+    if written != wanted:
+        name = next(n for n in {**written, **wanted} if written.get(n) != wanted.get(n))
+        raise SourceError(
+            f"Cannot read back {result}: tensor {name!r} is {written.get(name)}, expected {wanted.get(name)}"
+        )
     if described:  # a file alone describes no model
         return
     with abstraction.abstract():
@@ -212,7 +214,7 @@ def _check_result(plan: Plan, result: Path, *, described: bool) -> None:
     computed = mapping.computed and not spec_of(manifest).is_hugging_face  # fine if KerasHub's converter computes
     if mapping.missing or mapping.mismatched or computed or mapping.unused:
         raise SourceError(
-            f"{result}: the model built from it does not fit its tensors: "
+            f"Cannot read back {result}: the model built from it does not match its tensors: "
             f"{[*mapping.missing, *map(str, mapping.mismatched), *mapping.unused][:3]}"
         )
 
@@ -223,14 +225,14 @@ def _explained(error: BaseException, staging: ConversionFolder) -> BaseException
     number = errno_of(error) if isinstance(error, Exception) else None
     if isinstance(error, SaveError) or not isinstance(error, ShardloadError):
         if number in (errno.ENOSPC, errno.EDQUOT):  # HDF5 mentions it in the text of a RuntimeError
-            error = WriteError(f"Cannot write {target}: the disk is full. Make room.")
+            error = WriteError(f"Cannot write {target}: the disk is full. Free some space.")
         elif isinstance(error, OSError):
             why = str(error.strerror or error) if number is None else os.strerror(number)
             error = WriteError(f"Cannot write {target}: {why}.")
     if staging.kept():
         error.add_note(
-            f"What was done so far is in {home_of(target)}: the same conversion started again goes on from there; "
-            "remove the folder to give up."
+            f"The finished part is in {home_of(target)}. Start the same conversion again to continue, or remove that "
+            "folder."
         )
     return error
 

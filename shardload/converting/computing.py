@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -44,23 +44,17 @@ def computed_by(mapping: VariableMap) -> Iterator[tuple[Computing, Any]]:
     yield from found.values()
 
 
-class ComputableValue(Protocol):
-    """Location of a variable's value; see `shardload.converting.source.StoredValue`."""
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredValue:
+    """The location of one variable's value: a view of a tensor, an array, or a step that computes it."""
 
-    @property
-    def variable(self) -> Any:
-        """The variable."""
-        ...
-
-    @property
-    def tensor(self) -> Tensor | None:
-        """The tensor that the value is a view of, or ``None``."""
-        ...
-
-    @property
-    def view(self) -> View | None:
-        """The elements of that tensor."""
-        ...
+    variable: Any
+    dtype: np.dtype[Any]
+    """Dtype as stored; for decoded or computed values the variable's dtype, as when loading."""
+    tensor: Tensor | None = None
+    view: View | None = None
+    array: Array | None = None
+    step: Computing | None = None
 
 
 def compute(
@@ -68,7 +62,7 @@ def compute(
     manifest: Manifest,
     dtypes: Mapping[int, np.dtype[Any]],
     *,
-    values: Iterable[ComputableValue],
+    values: Iterable[StoredValue],
     write: Callable[[Any, Array], None],
     done: Callable[[Any], None],
 ) -> None:
@@ -95,13 +89,15 @@ def compute(
         while not _runs(wanted, runtime, values):
             pass
     if absent := [v.path for v in variables if id(v) not in runtime.written]:
-        raise MismatchError(f"{manifest.source}: {step.owner} gave {absent[0]!r} no value when it ran again")
+        raise MismatchError(
+            f"Cannot convert {manifest.source}: {step.owner} computed no value for {absent[0]!r} when it ran again"
+        )
     for variable in variables:
         if id(variable) in later:
             done(variable)
 
 
-def _runs(step: Computing, runtime: _Runtime, values: Iterable[ComputableValue]) -> bool:
+def _runs(step: Computing, runtime: _Runtime, values: Iterable[StoredValue]) -> bool:
     """Run a step; if it lacks the value of a variable, lend the value and return that the step must run again."""
     snapshot = None if step.saveable is None else AttributeSnapshot.of(step.saveable)
     try:
@@ -112,12 +108,13 @@ def _runs(step: Computing, runtime: _Runtime, values: Iterable[ComputableValue])
             variable = value.variable
             if value.tensor is None or value.view is None or has_value(variable):
                 continue
+            # The error names the variable in its text only.
             if str(error).startswith(f"Variable {variable.path!r} has no value"):
                 runtime.lend(variable, _viewed(value.tensor, value.view))
                 return False
         raise UnsupportedError(
-            f"{runtime.manifest.source}: {step.owner} computes with values that a conversion does not hold "
-            f"({str(error)[:120]}). Load it with shardload.load and save the model: model.save_to_preset(folder)"
+            f"Cannot convert {runtime.manifest.source}: {step.owner} computes with a value that is not stored "
+            f"({str(error)[:120]}). Load it with shardload.load, then save the model with model.save_to_preset(folder)"
         ) from error
     finally:
         if snapshot is not None:
@@ -180,8 +177,8 @@ class _Runtime:
         host = np.asarray(value)
         if host.shape != tuple(variable.shape):
             raise MismatchError(
-                f"{self.manifest.source}: variable {variable.path!r} has shape {tuple(variable.shape)}, but what is "
-                f"computed for it {host.shape}"
+                f"Cannot convert {self.manifest.source}: variable {variable.path!r} has shape {tuple(variable.shape)}, "
+                f"but its computed value has shape {host.shape}"
             )
         self.write(variable, as_keras_casts(host, dtype))
         self.written.add(id(variable))

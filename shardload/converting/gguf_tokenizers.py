@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +27,16 @@ _CLASSES = {"gemma": "GemmaTokenizer", "gemma2": "GemmaTokenizer", "gemma3_text"
 _SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 
 
-@dataclass(frozen=True, slots=True)
-class Rebuilt:
-    """The files rebuilt from a header."""
-
-    files: Mapping[str, bytes] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-
-
 def companions_of_gguf(manifest: Manifest) -> Companions:
-    """Return the tokenizer as Hugging Face's files."""
-    found = _rebuilt(manifest)
-    return Companions({}, found.files, found.notes)
+    """Return the tokenizer, rebuilt from the header, as Hugging Face's files; empty without one, or with a note."""
+    if not any(key.startswith("tokenizer.ggml.") for key in manifest.metadata):
+        return Companions()
+    try:
+        found = tokenizer_metadata(manifest.location)
+        files = files_of(found, manifest.source, str(manifest.config.get("model_type")))
+    except Exception as error:  # of any kind, also SentencePiece's and tokenizers': the weights do not need it
+        return Companions(notes=(f"the tokenizer in the GGUF file was left out: {error}",))
+    return Companions({}, files, ("the tokenizer was rebuilt from the header of the GGUF file",))
 
 
 def attach_preprocessor(model: Any, manifest: Manifest, companions: Companions) -> None:
@@ -49,17 +46,6 @@ def attach_preprocessor(model: Any, manifest: Manifest, companions: Companions) 
     with tempfile.TemporaryDirectory() as folder:
         copy(companions.transformers, Path(folder))
         model.preprocessor = kerashub.preprocessor(type(model), replace(manifest, location=located(folder)))
-
-
-def _rebuilt(manifest: Manifest) -> Rebuilt:
-    if not any(key.startswith("tokenizer.ggml.") for key in manifest.metadata):
-        return Rebuilt()
-    try:
-        found = tokenizer_metadata(manifest.location)
-        files = files_of(found, manifest.source, str(manifest.config.get("model_type")))
-    except Exception as error:  # of any kind, also SentencePiece's and tokenizers': the weights do not need it
-        return Rebuilt(notes=(f"the tokenizer in the GGUF file was left out: {error}",))
-    return Rebuilt(files, ("the tokenizer was rebuilt from the header of the GGUF file",))
 
 
 def files_of(found: TokenizerMetadata, source: str, model_type: str) -> dict[str, bytes]:
@@ -92,6 +78,7 @@ def _with_special(found: TokenizerMetadata) -> bytes:
     proto = pb2.ModelProto.FromString(sentencepiece_proto(found))
     spec = proto.trainer_spec
     for key, name in (("bos", "bos"), ("eos", "eos"), ("padding", "pad"), ("unknown", "unk")):
+        # SentencePiece refuses a model without an unknown piece; -1 means that it has none of the others.
         number = found.special_ids.get(key, 0 if key == "unknown" else -1)
         setattr(spec, f"{name}_id", number)
         if number >= 0:

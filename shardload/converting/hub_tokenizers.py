@@ -29,12 +29,12 @@ from shardload.stores.local import located
 _log = logging.getLogger(__name__)
 _PIECES = "assets/tokenizer/vocabulary.spm"
 _OF_TRANSFORMERS = ("tokenizer.model", "tokenizer.json", "vocab.json", "vocab.txt")
-_AS_THEY_ARE = {
+_UNCHANGED = {
     "gpt2": {"assets/tokenizer/vocabulary.json": "vocab.json", "assets/tokenizer/merges.txt": "merges.txt"},
     "bert": {"assets/tokenizer/vocabulary.txt": "vocab.txt"},
 }
 """``model_type`` → files that only change their name."""
-_CUT_BY = {"Llama3Backbone": "llama-bpe", "QwenBackbone": "qwen2", "Qwen3Backbone": "qwen2"}
+_PATTERNS = {"Llama3Backbone": "llama-bpe", "QwenBackbone": "qwen2", "Qwen3Backbone": "qwen2"}
 """``model_type`` → name of the word-splitting pattern in `shardload.generate.gguf_tokenizer.PATTERNS`."""
 
 
@@ -47,18 +47,18 @@ def tokenizer_files(source: Source, model_type: str) -> tuple[dict[str, bytes], 
         return _pieces(source, kept[_PIECES]), ()
     if "tokenizer.json" not in kept:
         return {}, ()
-    if model_type in _AS_THEY_ARE:
-        return _as_they_are(kept, model_type)
+    if model_type in _UNCHANGED:
+        return _unchanged(kept, model_type)
     try:
         layer = kerashub.preset_tokenizer(
             replace(source.manifest, location=located(kept["tokenizer.json"].parent), format=PRESET.name)
         )
-        found = _metadata(layer, _CUT_BY[type(source.backbone).__name__])
+        found = _metadata(layer, _PATTERNS[type(source.backbone).__name__])
         return files_of(found, source.manifest.source, model_type), ()
     except Exception as error:  # its files may cause any error; its kind may be unknown
         _log.info("No tokenizer of %s for Hugging Face: %s", source.manifest.source, error)
         known = "Gemma, Llama 3, Qwen, GPT-2 and BERT"
-        return {}, (f"the tokenizer is not written for Hugging Face: its kind is known of {known} only",)
+        return {}, (f"the tokenizer was not written for Hugging Face, because only those of {known} can be",)
 
 
 def _pieces(source: Source, path: Path) -> dict[str, bytes]:
@@ -70,27 +70,28 @@ def _pieces(source: Source, path: Path) -> dict[str, bytes]:
     }
 
 
-def _as_they_are(kept: Mapping[str, Path], model_type: str) -> tuple[dict[str, bytes], tuple[str, ...]]:
-    names = _AS_THEY_ARE[model_type]
+def _unchanged(kept: Mapping[str, Path], model_type: str) -> tuple[dict[str, bytes], tuple[str, ...]]:
+    names = _UNCHANGED[model_type]
     if not names.keys() <= kept.keys():
-        return {}, ("the tokenizer is not written for Hugging Face: the source lacks files of it",)
-    found = {name: kept[ours].read_bytes() for ours, name in names.items()}
+        return {}, ("the tokenizer was not written for Hugging Face, because the source lacks some of its files",)
+    found = {name: kept[path].read_bytes() for path, name in names.items()}
     if model_type == "bert":
         settings = json_files.read_object(kept["tokenizer.json"]).get("config", {})
-        told = {"tokenizer_class": "BertTokenizer", "do_lower_case": bool(settings.get("lowercase", False))}
-        found["tokenizer_config.json"] = json.dumps(told).encode()
+        tokenizer_config = {"tokenizer_class": "BertTokenizer", "do_lower_case": bool(settings.get("lowercase", False))}
+        found["tokenizer_config.json"] = json.dumps(tokenizer_config).encode()
     return found, ()
 
 
-def _metadata(layer: Any, cut_by: str) -> TokenizerMetadata:
+def _metadata(layer: Any, pattern: str) -> TokenizerMetadata:
     """Describe a byte-pair tokenizer of KerasHub in the form of a GGUF header."""
     tokens = {int(number): word for word, number in layer.vocabulary.items()}
     special = set(layer.unsplittable_tokens or ())
+    # A vocabulary may have gaps, but in a header a token's position is its number.
     listed = tuple(tokens.get(i, f"<unused {i}>") for i in range(max(tokens) + 1))
     ids = {"bos": getattr(layer, "start_token_id", None), "eos": getattr(layer, "end_token_id", None)}
     return TokenizerMetadata(
         model="gpt2",
-        pre=cut_by,
+        pre=pattern,
         tokens=listed,
         scores=np.array([], np.float32),
         token_types=np.array([CONTROL if word in special else NORMAL for word in listed], np.int32),

@@ -91,9 +91,8 @@ def saved(root: Any, source: Source, dtypes: Mapping[int, Any], *, skip: Any = N
     left = [v for v in root.variables if id(v) not in copies and id(v) not in elsewhere]
     if weights := [v.path for v in left if is_weight(v)]:
         raise UnsupportedError(
-            f"{len(weights)} variables are not stored as they are by their layers ({weights[0]!r}), so no HDF5 file "
-            "can be written without computing. Convert with --to orbax, or load the source with shardload.load and "
-            "save the model"
+            f"Cannot write an HDF5 file: the layers of {len(weights)} variables ({weights[0]!r}) compute what they "
+            "save. Convert with --to orbax, or load the source with shardload.load and save the model"
         )
     return Saved(tuple(copies.values()), names, tuple(left))
 
@@ -107,8 +106,8 @@ def file(source: Source, dtypes: Mapping[int, Any], target: Path, dtype: str | N
     stem = target.name.removesuffix(ENDING).removesuffix(INDEX_ENDING)
     described = json.dumps(with_dtype(model_config(root), dtype), indent=2)
     sidecars = {f"{stem}.json": described.encode()}
-    kept = [*source.companions.keras, *source.companions.transformers]
-    notes: tuple[str, ...] = (f"{len(kept)} further files were left out: {kept[0]} …",) if kept else ()
+    others = [*source.companions.keras, *source.companions.transformers]
+    notes: tuple[str, ...] = (f"{len(others)} other files were left out: {others[0]} …",) if others else ()
     notes += _left_out(found.left)
     if target.name.endswith(ENDING):
         return Plan(
@@ -132,8 +131,8 @@ def preset(source: Source, dtypes: Mapping[int, Any], dtype: str | None, shard_b
     """Plan a KerasHub preset: weights of the backbone and of the task, as ``save_to_preset`` writes them."""
     if not source.is_hub:
         raise UnsupportedError(
-            f"{type(source.model).__name__} is not a KerasHub model, so it has no preset. Name the target "
-            f"something{ENDING}"
+            f"Cannot write a KerasHub preset: {type(source.model).__name__} is not a KerasHub model. Name the target "
+            f"NAME{ENDING}"
         )
     parts = [saved(source.backbone, source, dtypes)]
     if head_of(source):
@@ -243,6 +242,7 @@ def _save_tokenizer(source: Source, folder: Path) -> None:
 
 def _save_to_preset(layer: Any, folder: Path) -> bool:
     """Write all of a preprocessing layer's files, or none."""
+    # Apart, then copied, because an error half-way would leave some of the files.
     with tempfile.TemporaryDirectory(dir=folder) as made:
         try:
             layer.save_to_preset(made)
@@ -259,9 +259,7 @@ def model_config(model: Any) -> dict[str, Any]:
     found.pop("compile_config", None)
     backbone = getattr(model, "backbone", model)
     inner = found["config"] if backbone is model else found["config"]["backbone"]["config"]
-    # KerasHub's Llama does not serialise this field, and would build an output layer without weights.
-    if (tied := getattr(backbone, "tie_word_embeddings", None)) is not None:
-        inner.setdefault("tie_word_embeddings", tied)
+    kerashub.add_tied_embeddings(inner, backbone)
     return found
 
 
@@ -275,7 +273,7 @@ def state_of(source: Source, variables: Iterable[Any]) -> dict[str, Any]:
         value = source.values[id(variable)]
         if value.step is not None:
             raise UnsupportedError(
-                f"{value.step.owner} computes {variable.path!r}, which is not a weight. Convert with --to orbax"
+                f"Cannot write {variable.path!r} as state: {value.step.owner} computes it. Convert with --to orbax"
             )
         array = value.array
         if value.tensor is not None:  # small and never rearranged
@@ -308,4 +306,4 @@ def _left_out(variables: Sequence[Any]) -> tuple[str, ...]:
     if not variables:
         return ()
     first = variables[0].path
-    return (f"{len(variables)} states of seed generators were left out, as Keras leaves them out: {first!r} …",)
+    return (f"{len(variables)} states of seed generators were left out, as in Keras: {first!r} …",)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardload.converting.source import StoredValue
+from shardload.converting.computing import StoredValue
 from shardload.manifest import View, c_strides
 from shardload.writers import TensorPlace, Wanted
 

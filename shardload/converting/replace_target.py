@@ -5,7 +5,6 @@ Replacing removes everything in a folder, so a folder is only replaced if its co
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -14,14 +13,13 @@ from shardload.errors import ShardloadError, WriteError
 from shardload.loaders import recognise
 from shardload.loaders.contents import FolderContent
 from shardload.steps.file_tree import is_empty
+from shardload.stores.json_files import read_optional
 from shardload.stores.local import located
 
 
 def exists(target: Path) -> WriteError:
     """Return the error for an existing target."""
-    return WriteError(
-        f"{target} is there already. Replace it with overwrite=True (--overwrite), or choose another name"
-    )
+    return WriteError(f"{target} already exists. Replace it with overwrite=True (--overwrite), or choose another name")
 
 
 def check_free(target: Path, *, folder: bool, overwrite: bool) -> None:
@@ -40,12 +38,11 @@ def check_free(target: Path, *, folder: bool, overwrite: bool) -> None:
     if not overwrite:
         raise exists(target)
     if target.is_dir() and not folder:
-        raise WriteError(f"{target} is a folder, and the result is a file. Remove it, or choose another name")
-    if target.exists() and not _is_checkpoint(target):
         raise WriteError(
-            f"{target} exists and is not a checkpoint, so --overwrite does not replace it. Remove it "
-            "yourself, or choose another name"
+            f"Cannot replace {target}: it is a folder, and the result is a file. Remove it, or choose another name"
         )
+    if target.exists() and not _is_checkpoint(target):
+        raise WriteError(f"Cannot replace {target}: it is not a checkpoint. Remove it yourself, or choose another name")
 
 
 def check_description(path: Path, content: bytes, *, overwrite: bool) -> None:
@@ -58,14 +55,10 @@ def check_description(path: Path, content: bytes, *, overwrite: bool) -> None:
         return
     if not overwrite:
         raise exists(path)
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        found = None
+    found = read_optional(path)
     if not isinstance(found, dict) or "class_name" not in found:
         raise WriteError(
-            f"{path} is there already and describes no model, so --overwrite does not replace it. Remove it "
-            "yourself, or choose another name"
+            f"Cannot replace {path}: it does not describe a model. Remove it yourself, or choose another name"
         )
 
 

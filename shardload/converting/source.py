@@ -7,15 +7,16 @@ dropout's seed).
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from shardload.converting.computing import Computing, computed_by
+from shardload.converting.computing import StoredValue, computed_by
 from shardload.converting.gguf_tokenizers import attach_preprocessor, companions_of_gguf
 from shardload.converting.sidecar_files import KERAS, STATE, Companions, companions_of
 from shardload.errors import MismatchError, SourceError
@@ -26,7 +27,7 @@ from shardload.keras_bridge.variables import stored_dtype, unique, value_of
 from shardload.loaders import open_manifest, spec_of
 from shardload.loaders.hub_preset import CONFIG, WEIGHTS
 from shardload.loaders.hub_preset import SPEC as PRESET
-from shardload.manifest import Manifest, Tensor, View
+from shardload.manifest import Manifest
 from shardload.mapping import Binding, OutsideTensor, VariableMap, map_weights, sort_unused
 from shardload.mapping.state_keys import roles_of
 from shardload.transfer.casts import is_float
@@ -34,19 +35,6 @@ from shardload.transfer.casts import is_float
 SHOWN = 5
 _STATE = ("optimizer_variables", "metrics_variables", "optimizer")
 """First parts of names that are not weights, in Orbax and Keras."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StoredValue:
-    """The location of one variable's value."""
-
-    variable: Any
-    dtype: np.dtype[Any]
-    """Dtype as stored; for decoded or computed values the variable's dtype, as when loading."""
-    tensor: Tensor | None = None
-    view: View | None = None
-    array: NDArray[Any] | None = None
-    step: Computing | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,7 +72,7 @@ def open_source(path: str, *, dtype: str | None = None, ignore_config: Sequence[
         UnsupportedError: When the checkpoint describes no model.
         MismatchError: When model and tensors disagree, or tensors would be lost.
     """
-    manifest = open_manifest(path)
+    manifest = open_manifest(path)  # may be one file of a preset; its folder describes the model
     weights = Path(manifest.source)
     if weights.name == WEIGHTS and weights.is_file() and weights.with_name(CONFIG).is_file():
         manifest = open_manifest(weights.parent)
@@ -131,8 +119,8 @@ def _check(mapping: VariableMap, manifest: Manifest, model: Any) -> tuple[str, .
     source = manifest.source
     wrong = [*map(str, mapping.mismatched), *map(str, mapping.refused)]
     if wrong or mapping.missing:
-        what = wrong[0] if wrong else f"nothing is stored for {_some(mapping.missing)}"
-        raise MismatchError(f"{source} cannot be converted, its model and its tensors disagree: {what}")
+        problem = wrong[0] if wrong else f"no tensor for {_some(mapping.missing)}"
+        raise MismatchError(f"Cannot convert {source}: its tensors do not match its model: {problem}")
     found = sort_unused(mapping, manifest, model)
     lost = [each.tensor for each in found.outside if each.is_weight]
     unread = [*found.unused, *lost, *mapping.skipped]
@@ -143,8 +131,8 @@ def _check(mapping: VariableMap, manifest: Manifest, model: Any) -> tuple[str, .
         notes.append(f"{len(state)} tensors of optimizer and metrics were left out: only weights are converted")
     if unread:
         raise MismatchError(
-            f"{source} holds {len(unread)} tensors its model has no variable for, and they would be lost: "
-            f"{_some(unread)}. Correct its configuration, or remove them"
+            f"Cannot convert {source}: {len(unread)} tensors would be lost, because its model has no variable for "
+            f"them: {_some(unread)}. Correct its configuration, or remove them"
         )
     return tuple(notes)
 
@@ -164,21 +152,19 @@ def _viewed(binding: Binding, manifest: Manifest) -> StoredValue:
 
 
 def _computed(mapping: VariableMap) -> tuple[str, ...]:
-    owners: dict[str, int] = {}
-    for step, _ in computed_by(mapping):
-        owners[step.owner] = owners.get(step.owner, 0) + 1
+    owners = Counter(step.owner for step, _ in computed_by(mapping))
     return tuple(
-        f"{count} tensors are what {owner} computes from the source's; each of those is in memory whole while it does"
+        f"{owner} computes {count} tensors; meanwhile the tensors that it needs are in memory whole"
         for owner, count in owners.items()
     )
 
 
 def _partial(values: Iterable[StoredValue], manifest: Manifest, *, used: Container[str]) -> tuple[str, ...]:
     """Note tensors that the model uses only in part: RoBERTa's first two positions are Hugging Face's padding."""
-    taken: dict[str, int] = {}
+    taken: Counter[str] = Counter()
     for value in values:
         if value.view is not None:
-            taken[value.view.tensor] = taken.get(value.view.tensor, 0) + int(np.prod(value.view.shape, dtype=np.int64))
+            taken[value.view.tensor] += math.prod(value.view.shape)
     sizes = {name: (count, manifest.tensors[name].size) for name, count in taken.items() if name not in used}
     return tuple(
         f"the model uses {count} of the {size} elements of tensor {name!r}; the others were left out"
@@ -194,16 +180,19 @@ def _stored_state(model: Any, companions: Companions) -> dict[int, StoredValue]:
     roles = roles_of(backbone)
     values = {}
     for variable in variables_of(backbone):
-        kept = found.get(roles[id(variable)].key) if id(variable) in roles else None
-        if kept is None:
+        stored = found.get(roles[id(variable)].key) if id(variable) in roles else None
+        if stored is None:
             continue
         try:
-            array = np.asarray(kept["values"], kept["dtype"])
+            array = np.asarray(stored["values"], stored["dtype"])
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise SourceError(f"{companions.keras[STATE]} holds no array for {variable.path!r}: {error}") from error
+            raise SourceError(
+                f"Cannot read the value of {variable.path!r} in {companions.keras[STATE]}: {error}"
+            ) from error
         if array.shape != tuple(variable.shape):
             raise SourceError(
-                f"{companions.keras[STATE]}: found shape {array.shape} for {variable.path!r}, expected {variable.shape}"
+                f"Cannot read the value of {variable.path!r} in {companions.keras[STATE]}: it has shape {array.shape}, "
+                f"expected {variable.shape}"
             )
         values[id(variable)] = StoredValue(variable, array.dtype, array=array)
     return values
@@ -221,7 +210,7 @@ def _fresh(made: list[StoredValue]) -> tuple[str, ...]:
     if not made:
         return ()
     return (
-        f"{len(made)} variables that the source does not hold have their initial values: "
+        f"{len(made)} variables are not in the source and get their initial values: "
         f"{_some([v.variable.path for v in made])}",
     )
 

@@ -25,6 +25,7 @@ from shardload.errors import WriteError
 from shardload.steps.digest_list import hasher
 from shardload.steps.file_tree import is_empty, sync, sync_all
 from shardload.steps.locks import LOCK_FILE, FolderLock
+from shardload.stores.json_files import read_optional
 from shardload.stores.local import LocalFile
 from shardload.writers import TensorPlace
 
@@ -94,10 +95,10 @@ class ConversionFolder:
         folder = self.result.is_dir()
         sync_all(self.result) if folder else sync(self.result)
         check_free(self.target, folder=folder, overwrite=overwrite)
-        _place(sidecars)
+        _place(sidecars)  # first, so that a target never lacks its description
         if os.path.lexists(self.target) and not (folder and is_empty(self.target)):
             if self.target.is_dir() and not self.target.is_symlink():
-                self.target.rename(self._home / "replaced")
+                self.target.rename(self._home / "replaced")  # `staged` restores it if this run is killed now
             elif folder:
                 self.target.unlink()
         self.result.replace(self.target)
@@ -179,10 +180,11 @@ def _link(made: Path, name: Path) -> None:
 def _listed(index: Path) -> set[str]:
     """Return the shards that an index lists and that carry its name; empty without a readable index."""
     try:
-        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        found = read_optional(index)["weight_map"].values()
         names = {name for listed in found for name in (listed if isinstance(listed, list) else [listed])}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (KeyError, TypeError, AttributeError):  # missing, or not an index of Keras
         return set()
+    # The names may come from a hostile file, and these files are deleted.
     pattern = re.escape(index.name.removesuffix(".weights.json")) + r"_\d{5}\.weights\.h5"
     return {name for name in names if isinstance(name, str) and re.fullmatch(pattern, name)}
 
@@ -210,9 +212,11 @@ def staged(target: Path, *, folder: bool, overwrite: bool) -> Iterator[Conversio
         raise WriteError(f"Cannot write to {home}: {error.strerror or error}") from error
     try:
         if not lock.is_held:
-            raise WriteError(f"Another process is writing {target} right now ({home} is locked); wait for it")
+            raise WriteError(
+                f"Cannot write {target}: another process is writing it ({home} is locked). Wait for that process"
+            )
         if not lock.is_in_place:  # the previous owner removed it with the folder
-            raise WriteError(f"Another process has just written {target}; start again to see what there is to do")
+            raise WriteError(f"Cannot write {target}: another process has just written it. Check it, then start again")
         if (home / "replaced").exists() and not os.path.lexists(target):
             (home / "replaced").rename(target)  # an earlier run was killed between the two renames of an overwrite
         try:

@@ -46,7 +46,7 @@ class CopyDim:
     """Stride in the target, in elements."""
 
 
-def move(read: Read, write: Write, source: View, target: View, *, block_elements: int) -> None:
+def copy_view(read: Read, write: Write, source: View, target: View, *, block_elements: int) -> None:
     """Copy every element of one view to the same index of the other.
 
     Args:
@@ -63,7 +63,7 @@ def move(read: Read, write: Write, source: View, target: View, *, block_elements
         start = source.offset + sum(a * d.source for (a, _), d in zip(box, dims, strict=True))
         at = target.offset + sum(a * d.target for (a, _), d in zip(box, dims, strict=True))
         inner = [CopyDim(b - a, d.source, d.target) for (a, b), d in zip(box, dims, strict=True)]
-        _move_box(read, write, inner, start, at)
+        _copy_box(read, write, inner, start, at)
 
 
 def merged(shape: Sequence[int], source: Sequence[int], target: Sequence[int]) -> list[CopyDim]:
@@ -89,6 +89,7 @@ def boxes(dims: Sequence[CopyDim], limit: int) -> Iterator[tuple[tuple[int, int]
         yield whole
         return
     cut = dims[k - 1]
+    # A stride of 0 repeats elements, so any number of rows spans the same read.
     step = max(1, (limit - _span(dims[k:])) // max(1, cut.source) + 1)
     for outer in itertools.product(*(range(d.length) for d in dims[: k - 1])):
         for i in range(0, cut.length, step):
@@ -99,14 +100,14 @@ def _span(dims: Sequence[CopyDim]) -> int:
     return 1 + sum((d.length - 1) * d.source for d in dims)
 
 
-def _move_box(read: Read, write: Write, dims: Sequence[CopyDim], start: int, at: int) -> None:
+def _copy_box(read: Read, write: Write, dims: Sequence[CopyDim], start: int, at: int) -> None:
     block = read(start, start + _span(dims))
     size = block.itemsize
     view = as_strided(block, [d.length for d in dims], [d.source * size for d in dims], writeable=False)
     order = sorted((i for i, d in enumerate(dims) if d.length > 1), key=lambda i: -dims[i].target)
     ones = [i for i, d in enumerate(dims) if d.length == 1]
     view = np.ascontiguousarray(view.transpose(ones + order)).reshape([dims[i].length for i in order])
-    run, k = 1, len(order)
+    run, k = 1, len(order)  # elements that are contiguous in the target: the fastest dims, as far as they are dense
     while k and dims[order[k - 1]].target == run:
         run *= dims[order[k - 1]].length
         k -= 1

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -46,23 +48,26 @@ def target_of(path: Path, to: str | None) -> Target:
     if path.name.lower().endswith(".keras"):
         stem = path.name[: -len(".keras")] or "model"
         raise UsageError(
-            f"{path.name}: .keras files are read, not written. Name it {stem}{ENDING}, or a folder with --to"
+            f"Cannot write {path.name}: .keras files can only be read. Name it {stem}{ENDING}, or a folder with --to"
         )
     if to is None and not is_file:
         raise UsageError(
-            f"Say what {path.name} shall be: to='safetensors', 'orbax' or 'h5' (--to); or name it {path.name}{ENDING}"
+            f"Cannot tell the format of {path.name}. Pass to='safetensors', 'orbax' or 'h5' (--to), or name it "
+            f"{path.name}{ENDING}"
         )
     if to is not None and to not in TARGETS:
-        raise UsageError(f"There is no target format {to!r}; there are {', '.join(TARGETS)}")
+        raise UsageError(f"to={to!r} is not a target format, expected one of {', '.join(TARGETS)}")
     if is_file and to not in (None, "h5"):
-        raise UsageError(f"{path.name} ends like a Keras file, but to={to!r} was given. Choose another name")
+        raise UsageError(
+            f"Cannot write {path.name} with to={to!r}: the name is that of a Keras file. Choose another name"
+        )
     endings = (*_FILES, *(ending for spec in specs() for ending in spec.endings))
     ending = next((ending for ending in endings if path.name.lower().endswith(ending)), None)
     if ending is not None and not is_file:
         stem = path.name[: -len(ending)].removesuffix(".weights") or "model"
         raise UsageError(
-            f"{path.name} has a file extension, but to={to!r} writes a folder. Remove {ending}, or name it "
-            f"{stem}{ENDING} (one file that Keras reads) or {stem}{INDEX_ENDING} (the same in shards)"
+            f"Cannot write {path.name} with to={to!r}: it has a file extension, and the result is a folder. Remove "
+            f"{ending}, or name it {stem}{ENDING} (one file for Keras) or {stem}{INDEX_ENDING} (the same in shards)"
         )
     return "h5" if to is None else to
 
@@ -81,9 +86,9 @@ def shard_bytes_for(path: Path, to: Target, wanted: int | str | None) -> int | N
     if wanted is None:
         return None
     if to == "orbax" or path.name.endswith(ENDING):
-        what = "Orbax has files of its own for each tensor" if to == "orbax" else f"{path.name} is one file"
-        way_out = "" if to == "orbax" else f". Name it {path.name.removesuffix(ENDING)}{INDEX_ENDING} for shards"
-        raise UsageError(f"max_shard_bytes (--max-shard-size): {what}{way_out}")
+        why = f"it is one file. For shards, name it {path.name.removesuffix(ENDING)}{INDEX_ENDING}"
+        why = "Orbax has separate files for each tensor" if to == "orbax" else why
+        raise UsageError(f"Cannot use max_shard_bytes (--max-shard-size) for {path.name}: {why}")
     try:
         return parse_bytes(wanted)
     except ValueError as error:
@@ -128,8 +133,8 @@ def _refuse_head(source: Source) -> None:
     """Refuse a task with its own weights: Hugging Face folders get only a backbone's weights."""
     if more := head_of(source):
         raise UnsupportedError(
-            f"{type(source.model).__name__} has {len(more)} weights besides its backbone's ({more[0].path!r}), which "
-            "are not written for Hugging Face. Convert it with --to h5 or --to orbax"
+            f"Cannot write {type(source.model).__name__} for Hugging Face: {len(more)} of its weights "
+            f"({more[0].path!r}) do not belong to its backbone. Convert it with --to h5 or --to orbax"
         )
 
 
@@ -149,7 +154,9 @@ def _safetensors(source: Source, dtypes: Mapping[int, Any], dtype: str | None, s
     placed = {id(b.variable) for b in bindings}
     state = [v for v in backbone.variables if id(v) not in placed]
     if more := [v.path for v in state if transformers.is_weight(v)]:
-        raise UnsupportedError(f"Hugging Face has no tensor for {more[0]!r}. Convert with --to orbax or --to h5")
+        raise UnsupportedError(
+            f"Cannot write {more[0]!r} for Hugging Face: it has no tensor for it. Convert with --to orbax or --to h5"
+        )
 
     tokenizer, notes = tokenizer_files(source, config["model_type"])
 
@@ -165,27 +172,27 @@ def _safetensors(source: Source, dtypes: Mapping[int, Any], dtype: str | None, s
         )
 
     rounded = transformers.ROUNDED.get(config["model_type"])
-    note = f"KerasHub rounds these tensors to {rounded} when it reads them; they are written unrounded"
+    note = f"KerasHub rounds these tensors to {rounded} when it reads them; they were written unrounded"
     return Plan(HUGGING_FACE.name, copies, make, {}, (*notes, note) if rounded else notes)
 
 
 def _transformers_config(source: Source, dtypes: Mapping[int, Any], dtype: str | None) -> dict[str, Any]:
     """Return the original configuration if the source has it, else one made from the backbone."""
-    kept = source.companions.config(TRANSFORMERS)
-    if kept is not None and kept.get("model_type"):
-        return (
-            kept if dtype is None else {**kept, "torch_dtype": dtype, **({"dtype": dtype} if "dtype" in kept else {})}
-        )
+    original = source.companions.config(TRANSFORMERS)
+    if original is not None and original.get("model_type"):
+        # transformers 4 writes torch_dtype, 5 writes dtype.
+        names = [] if dtype is None else ["torch_dtype", *({"dtype"} & original.keys())]
+        return {**original, **dict.fromkeys(names, dtype)}
     if not source.is_hub:
         raise UnsupportedError(
-            f"{type(source.model).__name__} is no model of KerasHub, so Hugging Face has no names for its tensors. "
-            "Convert it with --to orbax or --to h5"
+            f"Cannot write {type(source.model).__name__} for Hugging Face, which has no names for its tensors: it is "
+            "not a KerasHub model. Convert it with --to orbax or --to h5"
         )
-    sizes: dict[str, int] = {}
+    sizes: Counter[str] = Counter()
     for i, value in source.values.items():
         if is_float(dtypes[i]):
-            sizes[dtypes[i].name] = sizes.get(dtypes[i].name, 0) + int(np.prod(value.variable.shape))
-    most = max(sizes, key=lambda name: sizes[name])
+            sizes[dtypes[i].name] += math.prod(value.variable.shape)
+    [(most, _)] = sizes.most_common(1)
     if spec_of(source.manifest).is_hugging_face and not transformers.is_written(source.backbone):
         return {**source.manifest.config, "torch_dtype": most}  # made from the GGUF header, in Hugging Face's form
     return transformers.config_of(source.backbone, most)

@@ -29,7 +29,7 @@ from shardload.writers import Wanted
 Config = dict[str, Any]
 _NOT_COMPARED = ("name", "dtype", "trainable", "dropout")
 """Settings that a Hugging Face configuration cannot express and that do not affect weights."""
-_WAY_OUT = "Convert it with --to orbax or --to h5"
+_ALTERNATIVES = "Convert it with --to orbax or --to h5"
 
 
 def config_of(backbone: Any, dtype: str) -> Config:
@@ -45,22 +45,23 @@ def config_of(backbone: Any, dtype: str) -> Config:
     """
     kind = type(backbone).__name__
     if kind not in _FAMILIES:
-        raise UnsupportedError(
-            f"No Hugging Face configuration can be written for {kind}, only for {', '.join(_FAMILIES)}. {_WAY_OUT}"
-        )
+        raise UnsupportedError(f"Cannot write {kind} for Hugging Face, only {', '.join(_FAMILIES)}. {_ALTERNATIVES}")
     config = {**_FAMILIES[kind](backbone), "torch_dtype": dtype}
+    # The functions below write few of a backbone's settings, so KerasHub must read the same backbone from the result.
     try:
         with abstraction.abstract():
             again = kerashub.build_model(stand_in(config), task=False)
     except UnsupportedError as error:
-        raise UnsupportedError(f"{kind} cannot be said in a Hugging Face configuration: {error}. {_WAY_OUT}") from error
-    ours, theirs = backbone.get_config(), again.get_config()
-    differing = [k for k in ours if k not in _NOT_COMPARED and ours[k] != theirs.get(k)]
+        raise UnsupportedError(
+            f"Cannot describe {kind} in a Hugging Face configuration: {error}. {_ALTERNATIVES}"
+        ) from error
+    wanted, found = backbone.get_config(), again.get_config()
+    differing = [k for k in wanted if k not in _NOT_COMPARED and wanted[k] != found.get(k)]
     if differing:
         key = differing[0]
         raise UnsupportedError(
-            f"{kind} with {key}={ours[key]!r} cannot be said in a Hugging Face configuration: KerasHub would read it "
-            f"as {key}={theirs.get(key)!r}. {_WAY_OUT}"
+            f"Cannot describe {kind} with {key}={wanted[key]!r} in a Hugging Face configuration: KerasHub would read "
+            f"{key}={found.get(key)!r}. {_ALTERNATIVES}"
         )
     return config
 
@@ -77,7 +78,7 @@ def stand_in(config: Mapping[str, Any]) -> Manifest:
         specs = transformers_tensors(dict(config))
     except UnsupportedError as error:
         kind = config["model_type"]
-        raise UnsupportedError(f"No Hugging Face tensors can be written for model_type {kind!r}. {_WAY_OUT}") from error
+        raise UnsupportedError(f"Cannot write model_type {kind!r} for Hugging Face. {_ALTERNATIVES}") from error
     nowhere = Location(LOCAL, "")
     tensors = {s.name: Tensor(s.name, s.shape, stored, Extent(nowhere, 0)) for s in specs}
     return Manifest(nowhere, HUGGING_FACE.name, tensors, {}, dict(config))
@@ -99,8 +100,8 @@ def views_of(backbone: Any, config: Mapping[str, Any]) -> tuple[Binding, ...]:
     if problems:
         kind = type(backbone).__name__
         raise UnsupportedError(
-            f"{kind} and the Hugging Face tensors of model_type {config['model_type']!r} are not one to one: "
-            f"{problems[0]}. {_WAY_OUT}"
+            f"Cannot match the variables of {kind} one to one with the Hugging Face tensors of model_type "
+            f"{config['model_type']!r}: {problems[0]}. {_ALTERNATIVES}"
         )
     return tuple(binding for name in manifest.tensors for binding in by_tensor[name])
 
@@ -117,8 +118,8 @@ def wanted(bindings: Iterable[Binding], shapes: Mapping[str, Tensor], dtypes: Ma
         known = found.setdefault(name, Wanted(name, shapes[name].shape, dtype))
         if known.dtype != dtype:
             raise UnsupportedError(
-                f"Hugging Face's {name!r} is put together from {known.dtype} and {dtype} ({b.variable.path!r}). Choose "
-                "one with --dtype"
+                f"Cannot write {name!r} for Hugging Face: its variables are {known.dtype} and {dtype} "
+                f"({b.variable.path!r}). Choose one dtype with --dtype"
             )
     return found
 
@@ -127,7 +128,7 @@ def _covers(bindings: Sequence[Binding], tensor: Tensor) -> bool:
     """Whether views cover each element of their tensor exactly once."""
     if len(bindings) == 1:
         return _is_dense(bindings[0].view, tensor)
-    seen = np.zeros(tensor.size, np.uint8)
+    seen = np.zeros(tensor.size, np.uint8)  # how often each element is covered
     for binding in bindings:
         view = binding.view
         if not _is_inside(view, tensor):
@@ -174,7 +175,7 @@ def _gemma(backbone: Any) -> Config:
     kind = ("gemma2", "Gemma2ForCausalLM") if is_second else ("gemma", "GemmaForCausalLM")
     common = {
         **_decoder(backbone, *kind),
-        "intermediate_size": backbone.intermediate_dim // 2,
+        "intermediate_size": backbone.intermediate_dim // 2,  # KerasHub counts gate and up projection together
         "head_dim": backbone.head_dim,
         "hidden_act": "gelu_pytorch_tanh",
         "hidden_activation": "gelu_pytorch_tanh",
@@ -203,10 +204,10 @@ def _scalar(backbone: Any) -> int:
 
 def _gemma3(backbone: Any) -> Config:
     if backbone.vision_encoder is not None:
-        raise UnsupportedError(f"Gemma 3 with a vision encoder cannot be written for Hugging Face. {_WAY_OUT}")
+        raise UnsupportedError(f"Cannot write Gemma 3 with a vision encoder for Hugging Face. {_ALTERNATIVES}")
     if backbone.use_bidirectional_attention or backbone.attention_logit_soft_cap is not None:
-        what = "attention in both directions" if backbone.use_bidirectional_attention else "capped attention scores"
-        raise UnsupportedError(f"Gemma 3 with {what} cannot be written for Hugging Face. {_WAY_OUT}")
+        feature = "bidirectional attention" if backbone.use_bidirectional_attention else "capped attention scores"
+        raise UnsupportedError(f"Cannot write Gemma 3 with {feature} for Hugging Face. {_ALTERNATIVES}")
     factor = backbone.global_rope_scaling_factor
     return {
         **_decoder(backbone, "gemma3_text", "Gemma3ForCausalLM"),

@@ -19,7 +19,7 @@ from shardload.converting.computing import compute
 from shardload.converting.plans import Copy, Plan
 from shardload.converting.source import Source
 from shardload.converting.staging import ConversionFolder, digest
-from shardload.converting.strided_copy import PieceWriter, Read, move, parts_of, reader_of, reader_of_value
+from shardload.converting.strided_copy import PieceWriter, Read, copy_view, parts_of, reader_of, reader_of_value
 from shardload.errors import WriteError
 from shardload.manifest import View, c_strides
 from shardload.progress import Progress
@@ -27,6 +27,7 @@ from shardload.units import format_bytes
 from shardload.writers import TensorPlace
 
 _SPARE_BYTES = 64 << 20
+"""For headers, small files and the journal."""
 _COMPUTING = ("keras", "keras-hub", "numpy")
 """Packages whose versions affect computed values."""
 
@@ -40,12 +41,12 @@ def write_all(source: Source, plan: Plan, staging: ConversionFolder, *, block_by
     assert staging.places is not None
     work = _Work(staging, {place.name: place for place in staging.places}, block_bytes, progress)
     progress.start(plan.nbytes, f"Converting to {staging.target.name}")
-    rest: list[Copy] = []
-    there = 0
+    rest: list[Copy] = []  # computed last, step by step, because a step computes values of many tensors
+    n_resumed = 0
     for parts in plan.tensors.values():
         if work.is_done(parts[0]):
             progress.advance(parts[0].wanted.nbytes)
-            there += 1
+            n_resumed += 1
             continue
         computed = [part for part in parts if part.value.step is not None]
         for part in parts:
@@ -55,7 +56,7 @@ def write_all(source: Source, plan: Plan, staging: ConversionFolder, *, block_by
             work.note(parts[0])
         rest += computed
     _compute(source, rest, work)
-    return there
+    return n_resumed
 
 
 def _compute(source: Source, copies: list[Copy], work: _Work) -> None:
@@ -119,7 +120,7 @@ class _Work:
 
     def _move(self, copy: Copy, read: Read, source: View, target: View, item_bytes: int) -> None:
         with PieceWriter(self.staging.result, self.places[copy.wanted.name], written=self.progress.advance) as writer:
-            move(read, writer.write, source, target, block_elements=max(1, self.block_bytes // item_bytes))
+            copy_view(read, writer.write, source, target, block_elements=max(1, self.block_bytes // item_bytes))
 
     def _digest(self, copy: Copy) -> str:
         return digest(self.staging.result, self.places[copy.wanted.name], copy.wanted.dtype.itemsize)
@@ -127,6 +128,7 @@ class _Work:
 
 def _identity(source: Source, plan: Plan, target: Path) -> str:
     """Return a digest of everything that determines the output."""
+    # A file replaced by one of the same size and time of change differs in its inode or ctime.
     files = [
         (str(path), s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino)
         for path in source.manifest.files
@@ -152,6 +154,6 @@ def _check_room(target: Path, plan: Plan) -> None:
     free = shutil.disk_usage(target.parent).free
     if free < plan.nbytes + _SPARE_BYTES:
         raise WriteError(
-            f"{target.name} needs {format_bytes(plan.nbytes)} and {format_bytes(_SPARE_BYTES)} to spare, but "
-            f"{target.parent} has {format_bytes(free)} free. Make room, or choose another place."
+            f"Cannot write {target.name}: it needs {format_bytes(plan.nbytes)} and {format_bytes(_SPARE_BYTES)} to "
+            f"spare, but {target.parent} has {format_bytes(free)} free. Free some space, or choose another folder."
         )

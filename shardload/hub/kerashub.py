@@ -145,11 +145,18 @@ def save_description(model: Any, folder: Path, *, extra: Mapping[str, Any], task
         saver._save_serialized_object(described, config_file=name)
         written = json.loads((folder / name).read_text(encoding="utf-8"))
         inner = written["config"] if described is backbone else written["config"]["backbone"]["config"]
-        # KerasHub's Llama does not serialise this field, and would build an output layer without weights.
-        if (tied := getattr(backbone, "tie_word_embeddings", None)) is not None:
-            inner.setdefault("tie_word_embeddings", tied)
+        add_tied_embeddings(inner, backbone)
         entries = extra if described is backbone else {}
         (folder / name).write_text(json.dumps({**written, **entries}, indent=4), encoding="utf-8")
+
+
+def add_tied_embeddings(config: dict[str, Any], backbone: Any) -> None:
+    """Add ``tie_word_embeddings`` to a backbone's serialised configuration, in place.
+
+    KerasHub's Llama does not serialise this field, and would build an output layer without weights.
+    """
+    if (tied := getattr(backbone, "tie_word_embeddings", None)) is not None:
+        config.setdefault("tie_word_embeddings", tied)
 
 
 def keras_hub() -> Any:

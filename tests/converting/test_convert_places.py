@@ -31,7 +31,7 @@ def precious(path):
 @pytest.mark.slow
 def test_nothing_is_overwritten_unless_asked(preset, tmp_path):
     shardload.convert(preset, tmp_path / "out", to="orbax")
-    with pytest.raises(WriteError, match=r"there already.*overwrite"):
+    with pytest.raises(WriteError, match=r"already exists.*overwrite"):
         shardload.convert(preset, tmp_path / "out", to="h5")
     shardload.convert(preset, tmp_path / "out", to="h5", overwrite=True)
     assert same(preset, tmp_path / "out")
@@ -79,7 +79,7 @@ def test_files_that_are_no_checkpoints_stay(preset, tmp_path):
         shardload.convert(preset, one, overwrite=True)
     one.unlink()
     (tmp_path / "one.json").write_text('{"mine": "precious"}')
-    with pytest.raises(WriteError, match=r"one\.json is there already and describes no model"):
+    with pytest.raises(WriteError, match=r"one\.json: it does not describe a model"):
         shardload.convert(preset, one, overwrite=True)
     (tmp_path / "one.json").unlink()
     precious(one)
@@ -98,7 +98,7 @@ def test_a_link_is_replaced_and_what_it_names_stays(preset, tmp_path):
 @pytest.mark.parametrize("name", ["z.h5", "z.safetensors", "z.gguf", "z.json", "Z.HDF5"])
 @pytest.mark.parametrize("to", ["h5", "orbax"])
 def test_a_folder_does_not_get_a_file_s_name(name, to, preset, tmp_path):
-    with pytest.raises(UsageError, match=r"(?i)has a file extension, .* writes a folder.* or name it z\.weights\.h5"):
+    with pytest.raises(UsageError, match=r"(?i)has a file extension, .* is a folder.* or name it z\.weights\.h5"):
         shardload.convert(preset, tmp_path / name, to=to)
     assert not list(tmp_path.iterdir())
 
@@ -111,14 +111,14 @@ def test_keras_archives_are_not_written(to, preset, tmp_path):
 
 
 def test_an_empty_name(preset):
-    with pytest.raises(UsageError, match="name is empty"):
+    with pytest.raises(UsageError, match="to an empty path"):
         shardload.convert(preset, "", to="h5")
 
 
 def test_nothing_stays_of_what_was_not_begun(preset, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1 << 20))
-    with pytest.raises(WriteError, match="Make room, or choose another place") as refused:
+    with pytest.raises(WriteError, match="Free some space, or choose another folder") as refused:
         shardload.convert(preset, tmp_path / "out", to="h5")
     assert not getattr(refused.value, "__notes__", [])
     assert not list(tmp_path.iterdir())
@@ -131,11 +131,11 @@ def test_what_an_earlier_run_did_stays_when_the_source_is_gone(preset, tmp_path,
     monkeypatch.setattr(ConversionFolder, "note_done", stop)
     with pytest.raises(KeyboardInterrupt) as interrupted:
         shardload.convert(preset, tmp_path / "out", to="h5")
-    assert "What was done so far is in" in interrupted.value.__notes__[0]
+    assert "The finished part is in" in interrupted.value.__notes__[0]
     monkeypatch.setattr("shardload.converting.writing._identity", lambda *args: Path("gone").stat())
     with pytest.raises(WriteError) as failed:
         shardload.convert(preset, tmp_path / "out", to="h5")
-    assert "goes on from there" in failed.value.__notes__[0]
+    assert "again to continue" in failed.value.__notes__[0]
     assert (tmp_path / ".out.converting" / "result").is_dir()
 
 
@@ -153,7 +153,7 @@ def test_a_disk_without_room_for_the_lock_keeps_no_empty_folder(tmp_path, monkey
 def test_shard_sizes_that_cannot_be(preset, tmp_path):
     with pytest.raises(UsageError, match=r"one file. Name it z\.weights\.json"):
         shardload.convert(preset, tmp_path / "z.weights.h5", max_shard_bytes="1GiB")
-    with pytest.raises(UsageError, match="Orbax has files of its own"):
+    with pytest.raises(UsageError, match="Orbax has separate files"):
         shardload.convert(preset, tmp_path / "z", to="orbax", max_shard_bytes="1GiB")
     with pytest.raises(UsageError, match="max_shard_bytes: "):
         shardload.convert(preset, tmp_path / "z", to="safetensors", max_shard_bytes="many")
@@ -166,5 +166,5 @@ def test_models_of_your_own_have_no_names_at_hugging_face(tmp_path):
     keras.Sequential([keras.Input((6,)), keras.layers.Dense(5)]).save(tmp_path / "model.keras")
     with pytest.raises(UsageError, match="Say what out shall be"):
         shardload.convert(tmp_path / "model.keras", tmp_path / "out")
-    with pytest.raises(shardload.errors.UnsupportedError, match=r"no model of KerasHub.*--to orbax or --to h5"):
+    with pytest.raises(shardload.errors.UnsupportedError, match=r"not a KerasHub model.*--to orbax or --to h5"):
         shardload.convert(tmp_path / "model.keras", tmp_path / "out", to="safetensors")

@@ -120,7 +120,7 @@ def test_a_loaded_model_computes_what_pytorch_computes(case, tmp_path):
 def test_what_no_argument_takes_is_set_on_layers_and_reported(tmp_path):
     folder = small_folders.write(tmp_path / "hf", "bert", hidden_act="gelu")
     notes = "\n".join(shardload.plan(folder).notes)
-    assert "hidden_act: set to gelu on the layers, as BertBackbone does not pass it on" in notes
+    assert "hidden_act: set to gelu on the layers, because BertBackbone does not pass it on" in notes
 
 
 def test_what_an_argument_takes_needs_no_note(tmp_path):
@@ -190,7 +190,7 @@ def test_the_head_of_a_model_for_embeddings_has_the_widths_of_its_folder(tmp_pat
 )
 def test_a_head_that_kerashub_does_not_have_is_left_off_and_noted(changed, why, tmp_path):
     folder = embedder(tmp_path / "hf", **changed)
-    assert any(re.search(f"without pooled_output: {why}", note) for note in shardload.plan(folder).notes)
+    assert any(re.search(f"without pooled_output, because {why}", note) for note in shardload.plan(folder).notes)
 
 
 def test_a_head_whose_files_have_other_places_is_left_off_and_noted(tmp_path):

@@ -91,7 +91,7 @@ def quantised(tmp_path, kind):
 @pytest.mark.parametrize("kind", STORED)
 def test_a_quantised_folder_is_refused_by_its_method(kind, tmp_path):
     folder, method = quantised(tmp_path, kind)
-    with pytest.raises(UnsupportedError, match=rf"quantised with {method}\b.*GGUF"):
+    with pytest.raises(UnsupportedError, match=rf"(quantised with|sets) {method}\b.*GGUF"):
         shardload.plan(folder)
 
 
@@ -120,7 +120,7 @@ def test_everything_that_takes_weights_refuses_it_and_inspect_does_not(use, tmp_
 def test_modelopt_says_so_in_a_file_of_its_own(tmp_path):
     folder = write(tmp_path / "hf")
     (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
-    with pytest.raises(UnsupportedError, match=r"hf_quant_config\.json sets .* modelopt NVFP4"):
+    with pytest.raises(UnsupportedError, match=r"hf_quant_config\.json sets modelopt NVFP4"):
         shardload.plan(folder)
 
 

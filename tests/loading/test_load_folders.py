@@ -295,13 +295,13 @@ def test_a_classifier_of_two_classes_whose_labels_are_the_default(tmp_path):
 
 
 LACKING = {
-    "head_dim": ("llama", {"head_dim": 16}, r"head_dim=16, but KerasHub's Llama3Backbone has no head_dim.*32 / 4 = 8"),
+    "head_dim": ("llama", {"head_dim": 16}, r"head_dim=16, but KerasHub's Llama3Backbone computes it as .*32 / 4 = 8"),
     "bart": (
         "bart",
         {"encoder_layers": 2, "decoder_layers": 1},
         "encoder_layers=2 and decoder_layers=1, .* one number",
     ),
-    "esm": ("esm", {"position_embedding_type": "absolute"}, "counts from pad_token_id . 1 in transformers"),
+    "esm": ("esm", {"position_embedding_type": "absolute"}, "transformers from pad_token_id . 1"),
     "vit": ("vit", {"qkv_bias": False}, "qkv_bias=False, but KerasHub's converter needs biases"),
     "dense layers": ("qwen2_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\], but .* experts in every layer"),
     "dense steps": ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2, but .* experts in every layer"),
@@ -309,7 +309,11 @@ LACKING = {
     "oblong images": ("vit", {"image_size": [32, 48]}, r"image_size=\[32, 48\], but .* takes one number"),
     "padded images": ("swin", {"image_size": 30}, r"image_size=30, but .* needs a multiple of patch_size=4"),
     "padded windows": ("swin", {"image_size": 36}, r"9 x 9 patches in stage 0, but .* multiple of window_size=2"),
-    "padded halves": ("swin", {"image_size": 36, "depths": [1, 1]}, "9 x 9 patches in stage 0, but .* even numbers"),
+    "padded halves": (
+        "swin",
+        {"image_size": 36, "depths": [1, 1]},
+        "9 x 9 patches in stage 0, but .* needs an even number",
+    ),
 }
 
 
@@ -327,7 +331,7 @@ def test_an_image_may_be_described_by_two_equal_sides(tmp_path):
 
 def test_scaled_embeddings_of_esm_are_refused_by_name_and_can_be_ignored(tmp_path):
     folder = edited(tmp_path, "esm", config={"token_dropout": True})
-    with pytest.raises(UnsupportedError, match="token_dropout says True, the model has False"):
+    with pytest.raises(UnsupportedError, match="token_dropout is True in the configuration, but False"):
         shardload.plan(folder)
     assert any(
         "token_dropout ignored" in note for note in shardload.plan(folder, ignore_config=["token_dropout"]).notes
