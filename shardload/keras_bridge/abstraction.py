@@ -139,8 +139,8 @@ def _initialise(variable: Variable) -> None:
     initializer = pending.initializer
     if initializer is None:
         raise UninitialisedError(
-            f"Variable {variable.path!r} lost its value to a load that did not finish, and cannot be initialised: "
-            "load the model again"
+            f"Cannot initialise variable {variable.path!r}: a failed load released its value, so it has no "
+            "initialiser. Load the model again"
         )
     for generator in _generators(initializer):
         if is_abstract(generator.state):
@@ -169,7 +169,7 @@ def _described(initializer: Any) -> str:
 
 def _place(value: np.ndarray[Any, Any], variable: Variable, sharding: Any) -> jax.Array:
     owned = np.array(value, dtype=stored_dtype(variable)).reshape(variable.shape)
-    if not sharding.is_fully_addressable:
+    if not sharding.is_fully_addressable:  # each process places its own shards, so all must have the same array
         require_agreement([owned], variable.path, sharding)
     return jax.make_array_from_callback(owned.shape, sharding, lambda index: owned[index])
 
@@ -192,7 +192,7 @@ def _sharded_value(variable: Variable, initializer: Callable[..., Any], sharding
 class _FixedSeed(keras.random.SeedGenerator):  # type: ignore[misc]
     """Gives a traced seed to an initialiser created with an integer seed, so that its program can be shared."""
 
-    def __init__(self, seed: Any) -> None:
+    def __init__(self, seed: Any) -> None:  # no super().__init__(), which would create a variable
         self._drawn = seed
 
     def next(self, ordered: bool = True) -> Any:
@@ -281,7 +281,7 @@ class _Program:
 
         for i, (eqn, stage) in enumerate(zip(self._jaxpr.eqns, self._stages, strict=True)):
             results = stage(*map(read, eqn.invars))
-            env = {key: x for key, x in env.items() if self._last_use.get(key, -1) > i}
+            env = {key: x for key, x in env.items() if self._last_use.get(key, -1) > i}  # release used inputs
             env |= {id(v): x for v, x in zip(eqn.outvars, results, strict=True)}
         first, *rest = (read(v) for v in self._jaxpr.outvars)
         if isinstance(first, np.ndarray):  # a constant: no stage has put it on a device

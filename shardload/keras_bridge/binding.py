@@ -63,7 +63,7 @@ Layouts = Mapping[int, Layout] | Sequence[Layout]
 class MeshParallel(keras.distribution.ModelParallel):  # type: ignore[misc]
     """``ModelParallel`` that uses each variable's own layout, and accepts batches that are not divisible."""
 
-    lays_out_each_batch = True
+    lays_out_each_batch = True  # tells `training` to choose a layout for each batch
 
     def __init__(self, mesh: MeshSpec, devices: Sequence[jax.Device], by_path: Mapping[str, Any]) -> None:
         device_mesh = keras.distribution.DeviceMesh(mesh.sizes, list(mesh.axes), devices=np.array(devices))
@@ -139,11 +139,10 @@ def bind(
         LayoutError: When a layout does not divide its variable, or belongs to another mesh.
     """
     if len(devices) != mesh.size or len(set(devices)) != len(devices):
-        raise MeshError(f"The mesh {mesh} needs {mesh.size} different devices, got {len(devices)}: {list(devices)}")
+        raise MeshError(f"Cannot bind the model to {mesh}: expected {mesh.size} different devices, got {list(devices)}")
     shardings = _shardings(model, mesh, devices, layouts)
-    unbind(model)
-    by_path = _by_path(shardings)
-    binding = ModelBinding(mesh, tuple(devices), MeshParallel(mesh, devices, by_path))
+    unbind(model)  # only after the checks above, so that an error leaves the old binding
+    binding = ModelBinding(mesh, tuple(devices), MeshParallel(mesh, devices, _by_path(shardings)))
     for variable, sharding in shardings:
         (relocate if values == "move" else set_sharding)(variable, sharding)
     refresh_derived(model)
@@ -202,8 +201,8 @@ def _shardings(
         layout = layout or Layout.replicated(mesh, len(variable.shape))
         if layout.mesh != mesh or not layout.divides(tuple(variable.shape)):
             raise LayoutError(
-                f"Variable {variable.path!r} of shape {tuple(variable.shape)} cannot take the layout {layout} of the "
-                f"mesh {layout.mesh}: the model is to live on {mesh}, and every split dim must divide"
+                f"Cannot bind variable {variable.path!r} of shape {tuple(variable.shape)}: its layout is {layout} of "
+                f"{layout.mesh}, expected a layout of {mesh} whose split dims divide the shape"
             )
         found.append((variable, named_sharding(layout, devices)))
     return found
@@ -212,7 +211,7 @@ def _shardings(
 def _aligned(model: Model, layouts: Sequence[Layout]) -> dict[int, Layout]:
     variables = variables_of(model)
     if len(variables) != len(layouts):
-        raise LayoutError(f"{len(layouts)} layouts were given for the {len(variables)} variables of {model.name!r}")
+        raise LayoutError(f"Cannot bind {model.name!r}: got {len(layouts)} layouts for {len(variables)} variables")
     return {id(v): layout for v, layout in zip(variables, layouts, strict=True)}
 
 
@@ -230,7 +229,7 @@ def _by_path(shardings: Sequence[tuple[Variable, Any]]) -> dict[str, tuple[tuple
 def _install(model: Model, binding: ModelBinding) -> None:
     for name in METHODS:
         method = getattr(model, name, None)
-        if callable(method):
+        if callable(method):  # not setattr: Keras tracks attributes that are set
             model.__dict__[name] = _scoped(model, binding, method)
     model.__dict__[_ATTRIBUTE] = binding
     _forget_compiled(model)
@@ -261,14 +260,14 @@ def _adopt(model: Model, binding: ModelBinding) -> None:
     for variable in state_of(model):
         sharding = sharding_of(variable)
         if sharding is None:
-            weight = slots.get(id(variable))
-            sharding = sharding_of(weight) if weight is not None else _home(variable, binding)
+            weight = slots.get(id(variable))  # a slot follows its weight
+            sharding = sharding_of(weight) if weight is not None else _sharding_on_mesh(variable, binding)
         relocate(variable, sharding)
         if is_abstract(variable) and pending_of(variable).exact:
             abstraction.initialise([variable])
 
 
-def _home(variable: Variable, binding: ModelBinding) -> Any:
+def _sharding_on_mesh(variable: Variable, binding: ModelBinding) -> Any:
     """Return the sharding for a variable without a layout: its value's own if that is on the mesh, else replicated."""
     if has_value(variable):
         there = value_of(variable).sharding

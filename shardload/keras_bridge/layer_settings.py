@@ -36,35 +36,35 @@ def settings_of(model: Any) -> dict[str, dict[str, Any]]:
     found = {}
     usual = policy_name(model)
     for path, layer in saved_objects(model):
-        if done := _done_to(layer, usual=None if layer is model else usual):
-            found[path] = done
+        if settings := _settings_of_layer(layer, usual=None if layer is model else usual):
+            found[path] = settings
     return found
 
 
-def _done_to(layer: Any, *, usual: str | None) -> dict[str, Any]:
-    done: dict[str, Any] = {}
+def _settings_of_layer(layer: Any, *, usual: str | None) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
     trainable = getattr(layer, "trainable", True) is not False
     if not trainable:
-        done["trainable"] = False
+        settings["trainable"] = False
     frozen = [name for name, variable in named_weights(layer) if not variable.trainable]
     if frozen and (trainable or len(frozen) < len(named_weights(layer))):
-        done["frozen"] = frozen
+        settings["frozen"] = frozen
     policy = policy_name(layer)
     if policy not in (None, usual):
-        done["policy"] = policy
+        settings["policy"] = policy
     mode = _quantization_of(layer)
     if mode is not None:
-        done["quantization"] = mode if mode == _INT8 and _has_plain_int8(layer) else f"{mode}, not as by default"
+        settings["quantization"] = mode if mode == _INT8 and _has_plain_int8(layer) else f"{mode}, not as by default"
     if getattr(layer, "lora_enabled", False):
-        done["lora"] = {"rank": int(layer.lora_rank), "alpha": float(layer.lora_alpha)}
-    return done
+        settings["lora"] = {"rank": int(layer.lora_rank), "alpha": float(layer.lora_alpha)}
+    return settings
 
 
 class _PolicyDiffersError(UnsupportedError):
     """A layer was built with a different dtype policy than the saved one."""
 
 
-def with_saved_policy(make: Callable[[], Any], form: Any, dtype: Any, *, has_dtype: bool) -> Any:
+def with_saved_policy(make: Callable[[], Any], saved: Any, dtype: Any, *, has_dtype: bool) -> Any:
     """Return the result of ``make``, called under the global dtype policy of the saved model.
 
     That policy is unknown: it may be the model's own, or the model's own was explicit and the global one was as now.
@@ -72,14 +72,14 @@ def with_saved_policy(make: Callable[[], Any], form: Any, dtype: Any, *, has_dty
 
     Args:
         make: Builds the model and calls `apply_settings`; may be called twice.
-        form: As for `apply_settings`.
+        saved: As for `apply_settings`.
         dtype: A policy requested instead.
         has_dtype: Whether the model's configuration contains a policy for the model.
 
     Raises:
         UnsupportedError: When a layer has a different policy under both.
     """
-    top = form.get("", {}) if isinstance(form, Mapping) else {}
+    top = saved.get("", {}) if isinstance(saved, Mapping) else {}
     wanted = dtype if dtype is not None else top.get("policy") if isinstance(top, Mapping) else None
     try:
         own = None if wanted is None else keras.dtype_policies.get(wanted)
@@ -88,6 +88,7 @@ def with_saved_policy(make: Callable[[], Any], form: Any, dtype: Any, *, has_dty
     now = keras.config.dtype_policy()
     if own is None or own.name == now.name:
         return make()
+    # A configuration that names the model's policy was given it explicitly, so first try the global one as it is.
     policies = [own] if dtype is not None else [now, own] if has_dtype else [own, now]
     for last, policy in enumerate(policies, start=1 - len(policies)):
         with _global_policy(policy):
@@ -96,38 +97,38 @@ def with_saved_policy(make: Callable[[], Any], form: Any, dtype: Any, *, has_dty
             except _PolicyDiffersError:
                 if not last:
                     raise
-    raise AssertionError("the last one returns or raises")
+    raise AssertionError("unreachable: the last policy returns or raises")
 
 
-def apply_settings(model: Any, form: Any, *, any_policy: bool = False) -> None:
+def apply_settings(model: Any, saved: Any, *, any_policy: bool = False) -> None:
     """Apply saved settings to the layers of a model just built inside `shardload.abstract`.
 
     Args:
         model: Built, without values, not compiled.
-        form: The result of `settings_of`, read back; untrusted input. Paths that the model lacks are skipped: its
+        saved: The result of `settings_of`, read back; untrusted input. Paths that the model lacks are skipped: its
             weights will not match either, with a clearer error.
         any_policy: Accept layers whose dtype policy differs from the saved one, because another dtype was requested.
 
     Raises:
-        SourceError: When ``form`` is not valid.
+        SourceError: When ``saved`` is not valid.
         UnsupportedError: When a setting cannot be reproduced.
     """
-    known = {path: _checked(path, done) for path, done in _mapping("", form).items()}
+    known = {path: _validated(path, settings) for path, settings in _mapping("", saved).items()}
     layers = saved_objects(model)
     for path, layer in layers:  # from the outside in: freezing a layer also freezes the layers in it
         wanted = known.get(path, {}).get("trainable", True)
         if getattr(layer, "trainable", wanted) is not wanted:
             layer.trainable = wanted
     for path, layer in layers:
-        done = known.get(path, {})
-        _quantise(path, layer, done.get("quantization"))
-        if not any_policy and _computes(layer):
-            _check_policy(path, layer, done.get("policy", known.get("", {}).get("policy")))
-        if lora := done.get("lora"):
-            _give_lora(path, layer, lora)
-        frozen = set(done.get("frozen", ()))
+        settings = known.get(path, {})
+        _quantise(path, layer, settings.get("quantization"))
+        if not any_policy and _uses_policy(layer):
+            _check_policy(path, layer, settings.get("policy", known.get("", {}).get("policy")))
+        if lora := settings.get("lora"):
+            _enable_lora(path, layer, lora)
+        frozen = set(settings.get("frozen", ()))
         for name, variable in named_weights(layer):
-            wanted = name not in frozen if frozen else done.get("trainable", True)
+            wanted = name not in frozen if frozen else settings.get("trainable", True)
             if variable.trainable is not wanted:
                 variable.trainable = wanted
 
@@ -137,18 +138,18 @@ def _quantise(path: str, layer: Any, mode: str | None) -> None:
     if mode == _INT8 and _quantizes(layer):
         quantize_without_values(layer)
     elif mode is not None and has is None:
-        raise UnsupportedError(_refusal(path, f"was quantised ({mode}), which its configuration does not say"))
+        raise UnsupportedError(_refusal(path, f"it was quantised ({mode}), but its configuration is not"))
 
 
 def _check_policy(path: str, layer: Any, wanted: str | None) -> None:
     has = policy_name(layer)
     if None not in (has, wanted) and has != wanted:
         raise _PolicyDiffersError(
-            _refusal(path, f"had the dtype policy {wanted!r}, and is made with {has!r}, as nothing says otherwise")
+            _refusal(path, f"it had the dtype policy {wanted!r}, but its configuration gives {has!r}")
         )
 
 
-def _give_lora(path: str, layer: Any, lora: Mapping[str, Any]) -> None:
+def _enable_lora(path: str, layer: Any, lora: Mapping[str, Any]) -> None:
     if not hasattr(layer, "enable_lora"):
         return
     if not getattr(layer, "lora_enabled", False):
@@ -157,33 +158,30 @@ def _give_lora(path: str, layer: Any, lora: Mapping[str, Any]) -> None:
         layer.lora_alpha = lora["alpha"]
 
 
-def _refusal(path: str, what: str) -> str:
+def _refusal(path: str, problem: str) -> str:
     return (
-        f"The layer {path!r} {what}. Build the model yourself, as it was, and fill it: "
+        f"Cannot rebuild the layer {path!r}: {problem}. Build the model yourself with the same settings, then call "
         "shardload.restore(model, directory)"
     )
 
 
-def _checked(path: str, said: Any) -> Mapping[str, Any]:
-    done = _mapping(path, said)
-    lora = done.get("lora")
+def _validated(path: str, found: Any) -> Mapping[str, Any]:
+    settings = _mapping(path, found)
+    lora, frozen = settings.get("lora"), settings.get("frozen", [])
+    valid = isinstance(settings.get("trainable", True), bool)
+    valid &= isinstance(frozen, list) and all(isinstance(name, str) for name in frozen)
+    valid &= all(isinstance(settings.get(key, ""), str) for key in ("policy", "quantization"))
     if lora is not None:
         rank, alpha = _mapping(path, lora).get("rank"), lora.get("alpha")
-        if type(rank) is not int or not 0 < rank <= _MAX_RANK or not isinstance(alpha, (int, float)):
-            raise SourceError(f"structure.json gives {path!r} a LoRA of rank {rank!r} and alpha {alpha!r}")
-    if not isinstance(done.get("trainable", True), bool):
-        raise SourceError(f"structure.json says trainable={done['trainable']!r} of {path!r}")
-    frozen = done.get("frozen", [])
-    if not isinstance(frozen, list) or not all(isinstance(name, str) for name in frozen):
-        raise SourceError(f"structure.json says that {frozen!r:.80} is frozen in {path!r}")
-    if any(not isinstance(done.get(key, ""), str) for key in ("policy", "quantization")):
-        raise SourceError(f"structure.json says of {path!r}: {dict(done)!r:.80}")
-    return done
+        valid &= type(rank) is int and 0 < rank <= _MAX_RANK and isinstance(alpha, (int, float))
+    if not valid:
+        raise SourceError(f"structure.json has invalid settings for the layer {path!r}: {dict(settings)!r:.80}")
+    return settings
 
 
 def _mapping(path: str, found: Any) -> Mapping[str, Any]:
     if not isinstance(found, Mapping):
-        raise SourceError(f"structure.json should say what was done to the layer {path!r}, but says {found!r:.80}")
+        raise SourceError(f"structure.json has invalid settings for the layer {path!r}: {found!r:.80}")
     return found
 
 
@@ -211,7 +209,7 @@ def _quantizes(layer: Any) -> bool:
     return _has_kernel(layer) and layer.quantization_mode in (None, _INT8)
 
 
-def _computes(layer: Any) -> bool:
+def _uses_policy(layer: Any) -> bool:
     """Whether a layer's dtype policy matters: not for input layers, nor for objects that are not layers."""
     return isinstance(layer, keras.Layer) and not isinstance(layer, keras.layers.InputLayer)
 

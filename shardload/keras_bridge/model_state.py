@@ -49,7 +49,7 @@ def state_of(model: Model) -> list[Variable]:
                 found.extend(metric.variables if isinstance(metric, keras.Metric) else ())
             for attribute in list(vars(layer).values()):
                 if id(type(attribute)) not in _PLAIN:
-                    found.extend(_held_by(attribute))
+                    found.extend(_variables_in(attribute))
         for optimizer in _attribute_optimizers(model):
             found.extend(optimizer.variables)
     return unique(found)
@@ -57,8 +57,8 @@ def state_of(model: Model) -> list[Variable]:
 
 def other_optimizers(model: Model) -> list[tuple[str, Any]]:
     """Return optimizers that Keras saves besides the compiled one (a GAN's), by path in ``.weights.h5``."""
-    held = set(map(id, _attribute_optimizers(model)))
-    return [(path, found) for path, found in saved_objects(model) if id(found) in held] if held else []
+    ids = set(map(id, _attribute_optimizers(model)))
+    return [(path, found) for path, found in saved_objects(model) if id(found) in ids] if ids else []
 
 
 def _attribute_optimizers(model: Model) -> list[Any]:
@@ -75,9 +75,9 @@ def _attribute_optimizers(model: Model) -> list[Any]:
     return list(found.values())
 
 
-def _optimizers_in(held: Any) -> Iterator[Any]:
+def _optimizers_in(value: Any) -> Iterator[Any]:
     """Yield the optimizers that an attribute is or contains, as deep as Keras looks."""
-    waiting, seen = [held], set[int]()
+    waiting, seen = [value], set[int]()
     while waiting:
         one = waiting.pop()
         if isinstance(one, keras.optimizers.Optimizer):
@@ -100,9 +100,10 @@ def slots_of(model: Model) -> list[tuple[Variable, Variable]]:
 
 def _slots_in(optimizer: Any) -> Iterator[tuple[Variable, Variable]]:
     weights = getattr(optimizer, "_trainable_variables", [])
-    for held in vars(optimizer).values():
-        if isinstance(held, list) and held is not weights and len(held) == len(weights):
-            pairs = zip(held, weights, strict=True)
+    # Keras has no registry of slots: they are attributes with one entry per weight (Adam's ``_momentums``).
+    for value in vars(optimizer).values():
+        if isinstance(value, list) and value is not weights and len(value) == len(weights):
+            pairs = zip(value, weights, strict=True)
             yield from ((s, w) for s, w in pairs if isinstance(s, JaxVariable) and s.shape == w.shape)
 
 
@@ -118,15 +119,15 @@ def refresh_derived(model: Model) -> None:
             layer.finalize_state()
 
 
-def _held_by(attribute: Any) -> Iterable[Variable]:
+def _variables_in(attribute: Any) -> Iterable[Variable]:
     if isinstance(attribute, JaxVariable):
         return (attribute,)
     if isinstance(attribute, keras.random.SeedGenerator):
         return (attribute.state,)
     if isinstance(attribute, (keras.Layer, list, tuple, dict, set)):
         return ()
-    held = getattr(attribute, "variables", ()) if hasattr(type(attribute), "variables") else ()
-    return [v for v in held if isinstance(v, JaxVariable)] if isinstance(held, (list, tuple)) else ()
+    value = getattr(attribute, "variables", ()) if hasattr(type(attribute), "variables") else ()
+    return [v for v in value if isinstance(v, JaxVariable)] if isinstance(value, (list, tuple)) else ()
 
 
 def policy_name(layer: Any) -> str | None:
@@ -135,8 +136,8 @@ def policy_name(layer: Any) -> str | None:
     if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
         policy = policy[layer.path] if layer.path and not isinstance(layer, keras.Model) else policy.default_policy
     if isinstance(policy, keras.dtype_policies.QuantizedDTypePolicy):  # some are named "int8_from_None"
-        computes, holds = policy.compute_dtype, policy.variable_dtype
-        return f"{policy.quantization_mode}_from_{holds if computes == holds else f'mixed_{computes}'}"
+        compute, storage = policy.compute_dtype, policy.variable_dtype
+        return f"{policy.quantization_mode}_from_{storage if compute == storage else f'mixed_{compute}'}"
     return None if policy is None else str(policy.name)
 
 
@@ -174,9 +175,9 @@ class OptimizerState:
         parts = []
         while optimizer is not None:
             tracker = optimizer._tracker
-            for target, held in ((optimizer, vars(optimizer)), (tracker, tracker.stored_ids)):
-                containers = (v for v in held.values() if isinstance(v, (list, dict, set)))
-                parts.append((target, dict(vars(target)), tuple((c, _plain(c)) for c in containers)))
+            for target, value in ((optimizer, vars(optimizer)), (tracker, tracker.stored_ids)):
+                containers = (v for v in value.values() if isinstance(v, (list, dict, set)))
+                parts.append((target, dict(vars(target)), tuple((c, _as_plain(c)) for c in containers)))
             optimizer = getattr(optimizer, "inner_optimizer", None)
         return cls(tuple(parts))
 
@@ -186,11 +187,11 @@ class OptimizerState:
             vars(target).clear()
             vars(target).update(attributes)
             for container, content in containers:
-                kind = type(content)
+                kind = type(content)  # list.clear, not container.clear: tracked containers override it
                 kind.clear(container)
                 kind.extend(container, content) if kind is list else kind.update(container, content)
 
 
-def _plain(container: Any) -> Any:
+def _as_plain(container: Any) -> Any:
     """Copy a (tracked) list, dict or set to the plain type."""
     return next(kind for kind in (list, dict, set) if isinstance(container, kind))(container)

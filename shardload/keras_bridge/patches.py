@@ -31,16 +31,16 @@ class Patches:
             yield
         finally:
             with self._lock:
-                self._open -= 1
+                self._open -= 1  # threads share the patch; the last one out removes it
                 if self._open == 0:
-                    self._put_back()
+                    self._restore()
 
     def _replace(self) -> None:
         for cls, name, wrap in self._patches():
-            original = vars(cls)[name]
+            original = vars(cls)[name]  # not getattr, which would bind a classmethod
             self._originals.append((cls, name, original))
             setattr(cls, name, wrap(original))
 
-    def _put_back(self) -> None:
+    def _restore(self) -> None:
         while self._originals:
             setattr(*self._originals.pop())

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from shardload.errors import UninitialisedError
 from shardload.keras_bridge.keras_types import Variable
 
-BUILD_YOURSELF = "Build the model yourself, outside it, and fill it: shardload.load_weights(model, source, mesh=…)"
+BUILD_YOURSELF = "Build the model outside it, then call shardload.load_weights(model, source, mesh=…)"
 """Advice for a model that cannot be built without values."""
 
 
@@ -58,8 +58,8 @@ class Unknown(keras.KerasTensor):  # type: ignore[misc]
 
     def _refuse(self, *_: Any) -> Any:
         raise UninitialisedError(
-            f"Variable {self.pending.path!r} has no value inside shardload.abstract(), and what is built there needs "
-            f"it. {BUILD_YOURSELF}"
+            f"Variable {self.pending.path!r} has no value inside shardload.abstract(), but its model needs one to be "
+            f"built. {BUILD_YOURSELF}"
         )
 
     __array__ = __jax_array__ = __bool__ = __int__ = __float__ = _refuse
@@ -77,8 +77,8 @@ class ComputedInBuild:
     def __call__(self, shape: Any = None, dtype: Any = None) -> Any:
         """Raise."""
         raise UninitialisedError(
-            f"Variable {self.path!r} has no value: its layer computes it from other variables when it is built, which "
-            "had none then, and nothing was loaded for it. Build the model outside shardload.abstract(), then "
+            f"Variable {self.path!r} has no value: its layer computes it in build() from variables without values, and "
+            "no checkpoint provided it. Build the model outside shardload.abstract(), then call "
             "shardload.load_weights(model, source)"
         )
 
@@ -100,6 +100,7 @@ class PendingValue:
     @property
     def exact(self) -> bool:
         """Whether the initial value is a constant known on the host: learning rates, seeds."""
+        # Keras' initialiser of seeds is a local function, so only its name tells.
         name = getattr(self.initializer, "__qualname__", "")
         return isinstance(self.initializer, HostConstant) or name == "SeedGenerator.__init__.<locals>.seed_initializer"
 
@@ -121,8 +122,7 @@ class PendingValue:
             return Unknown(self, shape, dtype)
         raise UninitialisedError(
             f"Variable {self.path!r} has no value: it was built without allocating, or a failed load released it. "
-            "Load the model (shardload.load_weights, or Keras' own load_weights), or initialise it with "
-            "shardload.initialise(model)"
+            "Call shardload.load_weights(model, source), Keras' load_weights, or shardload.initialise(model)"
         )
 
 

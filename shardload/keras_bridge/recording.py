@@ -101,8 +101,8 @@ def _host_array(value: Any, dtype: Any) -> NDArray[Any]:
 def _init(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def init(self: Variable, initializer: Any, shape: Any = None, dtype: Any = None, *rest: Any, **named: Any) -> None:
-        given = callable(initializer) or isinstance(initializer, str)
-        if recording() and not given and not in_stateless_scope():
+        is_initializer = callable(initializer) or isinstance(initializer, str)
+        if recording() and not is_initializer and not in_stateless_scope():  # a value, such as a learning rate
             initializer = HostConstant(_host_array(initializer, dtype))
             shape, dtype = initializer.value.shape, initializer.value.dtype
         original(self, initializer, shape, dtype, *rest, **named)
@@ -145,10 +145,11 @@ def _assign(original: Callable[..., Any]) -> Callable[..., Any]:
 def _post_build(original: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(original)
     def post_build(self: Any) -> None:
-        for name, held in list(vars(self).items()) if recording() else ():
-            if isinstance(held, keras.KerasTensor) and (source := _unknown_behind(held)) is not None:
+        # An attribute computed from a variable would keep a placeholder for ever; only variables are filled later.
+        for name, value in list(vars(self).items()) if recording() else ():
+            if isinstance(value, keras.KerasTensor) and (source := _unknown_behind(value)) is not None:
                 raise UnsupportedError(
-                    f"{type(self).__name__} {getattr(self, 'path', '')!r} keeps in .{name} what it computed from the "
+                    f"Cannot build {type(self).__name__} {getattr(self, 'path', '')!r}: it computes .{name} from the "
                     f"variable {source.pending.path!r}, which has no value inside shardload.abstract(). "
                     f"{BUILD_YOURSELF}"
                 )

@@ -61,7 +61,7 @@ class _InheritedPatch(Patches):
     def _replace(self) -> None:
         JaxVariable.assign = _handled_assign(_inherited_assign)
 
-    def _put_back(self) -> None:
+    def _restore(self) -> None:
         del JaxVariable.assign
 
 
@@ -122,6 +122,7 @@ def _visited_load_state(original: Callable[..., None]) -> Callable[..., None]:
             return
         with weights_store.source.visit(saveable, inner_path) as failed:
             original(saveable, weights_store, assets_store, inner_path, **named)
+            # Keras collects the errors of saveables instead of raising them.
             _, error = named["error_msgs"].get(id(saveable), (None, None))
             failed(error)
 
@@ -148,13 +149,13 @@ def saved_objects(model: Model, *, skip: Iterable[Any] = ()) -> list[tuple[str, 
         for name, child in saving_lib._walk_saveable(saveable):
             enter(child, f"{path}/{name}" if path else name, set())
 
-    def enter(held: Any, path: str, containers: set[int]) -> None:
-        if isinstance(held, KerasSaveable):
-            visit(held, path)
-        elif isinstance(held, (list, dict, tuple)) and id(held) not in containers:
-            containers.add(id(held))
+    def enter(value: Any, path: str, containers: set[int]) -> None:
+        if isinstance(value, KerasSaveable):
+            visit(value, path)
+        elif isinstance(value, (list, dict, tuple)) and id(value) not in containers:
+            containers.add(id(value))
             used: dict[str, int] = {}
-            for child in list(held.values()) if isinstance(held, dict) else held:
+            for child in list(value.values()) if isinstance(value, dict) else value:
                 kind = naming.to_snake_case(type(child).__name__) if isinstance(child, KerasSaveable) else "container"
                 if isinstance(child, (KerasSaveable, list, dict, tuple)):
                     enter(child, f"{path}/{saving_lib._get_unique_name(kind, used)}", containers)
@@ -180,7 +181,7 @@ def stored_by_hook(saveable: Any) -> dict[str, Variable]:
     finally:
         if lora:
             vars(saveable)["lora_enabled"] = lora
-    return {key: held for key, held in store.items() if isinstance(held, JaxVariable)}
+    return {key: value for key, value in store.items() if isinstance(value, JaxVariable)}
 
 
 def serialised_model(model: Model) -> str:

@@ -66,11 +66,12 @@ def direct_assign(variable: Variable, array: jax.Array) -> None:
     wanted, sharding = stored_dtype(variable), sharding_of(variable)
     if tuple(array.shape) != tuple(variable.shape) or array.dtype != wanted:
         raise MismatchError(
-            f"Variable {variable.path!r} is {wanted} {tuple(variable.shape)}, but was given {array.dtype} {array.shape}"
+            f"Cannot assign {array.dtype} {array.shape} to variable {variable.path!r}: expected {wanted} "
+            f"{tuple(variable.shape)}"
         )
     if sharding is not None and not array.sharding.is_equivalent_to(sharding, array.ndim):
         raise MismatchError(
-            f"Variable {variable.path!r} lives on {sharding}, but was given an array on {array.sharding}"
+            f"Cannot assign an array on {array.sharding} to variable {variable.path!r}: expected {sharding}"
         )
     variable._value = array
     forget_initializer(variable)
@@ -105,6 +106,7 @@ def relocate(variable: Variable, sharding: Any) -> None:
     if value is None or value.sharding == sharding:
         return
     if value.is_fully_addressable and not sharding.is_fully_addressable:
+        # device_put cannot move to devices of other processes; each process provides its own shards.
         host = np.asarray(value)
         require_agreement([host], variable.path, sharding)
         variable._value = jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])

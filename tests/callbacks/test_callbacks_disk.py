@@ -237,4 +237,6 @@ def test_a_conversion_that_fills_the_disk_goes_on_once_there_is_room(disk, to):
 def test_a_conversion_to_a_small_disk_is_refused_at_once(disk):
     first = disk["conversions"]["small"]["first"]
     assert (first["code"], first["names"]) == (1, []), first
-    assert re.fullmatch(r"Error: out needs .* to spare, but .*Make room, or choose another place\.\n", first["out"])
+    assert re.fullmatch(
+        r"Error: out needs .* to spare, but .*Free some space, or choose another folder\.\n", first["out"]
+    )

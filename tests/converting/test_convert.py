@@ -249,7 +249,7 @@ def test_killed_between_the_two_renames_the_old_one_is_not_lost(presets, tmp_pat
 
 def test_arguments_that_cannot_be(presets, tmp_path):
     preset = presets["gemma2_9b"]
-    with pytest.raises(UsageError, match="Say what out shall be"):
+    with pytest.raises(UsageError, match="Cannot tell the format of out"):
         shardload.convert(preset, tmp_path / "out")
     with pytest.raises(UsageError, match="to='gguf' is not a target format"):
         shardload.convert(preset, tmp_path / "out", to="gguf")
@@ -267,7 +267,7 @@ def test_a_configuration_hugging_face_cannot_say_is_refused(presets, tmp_path):
     config = json.loads((tmp_path / "one" / "config.json").read_text())
     config["config"]["layer_norm_epsilon"] = 1e-3
     (tmp_path / "one" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedError, match=r"rms_norm_eps says 0\.001.*--to orbax"):
+    with pytest.raises(UnsupportedError, match=r"rms_norm_eps is 0\.001.*--to orbax"):
         shardload.convert(tmp_path / "one", tmp_path / "out", to="safetensors")
 
 

@@ -115,7 +115,7 @@ def test_shards_of_two_checkpoints_are_never_mixed(presets, preset, tmp_path):
 def test_a_shard_of_somebody_else_stays(preset, tmp_path):
     (tmp_path / "m_00001.weights.h5").write_text("precious")
     for overwrite in (False, True):
-        with pytest.raises(WriteError, match=r"m_00001\.weights\.h5 already exists"):
+        with pytest.raises(WriteError, match=r"m_00001\.weights\.h5(: it is not a checkpoint| already exists)"):
             shardload.convert(preset, tmp_path / "m.weights.json", max_shard_bytes="256KiB", overwrite=overwrite)
     assert [path.name for path in tmp_path.iterdir()] == ["m_00001.weights.h5"]
 

@@ -105,7 +105,7 @@ def test_a_folder_does_not_get_a_file_s_name(name, to, preset, tmp_path):
 
 @pytest.mark.parametrize("to", [None, "h5", "orbax"])
 def test_keras_archives_are_not_written(to, preset, tmp_path):
-    with pytest.raises(UsageError, match=r"\.keras files are read, not written\. Name it z\.weights\.h5"):
+    with pytest.raises(UsageError, match=r"\.keras files can only be read\. Name it z\.weights\.h5"):
         shardload.convert(preset, tmp_path / "z.keras", to=to)
     assert not list(tmp_path.iterdir())
 
@@ -151,7 +151,7 @@ def test_a_disk_without_room_for_the_lock_keeps_no_empty_folder(tmp_path, monkey
 
 
 def test_shard_sizes_that_cannot_be(preset, tmp_path):
-    with pytest.raises(UsageError, match=r"one file. Name it z\.weights\.json"):
+    with pytest.raises(UsageError, match=r"one file. For shards, name it z\.weights\.json"):
         shardload.convert(preset, tmp_path / "z.weights.h5", max_shard_bytes="1GiB")
     with pytest.raises(UsageError, match="Orbax has separate files"):
         shardload.convert(preset, tmp_path / "z", to="orbax", max_shard_bytes="1GiB")
@@ -164,7 +164,7 @@ def test_shard_sizes_that_cannot_be(preset, tmp_path):
 
 def test_models_of_your_own_have_no_names_at_hugging_face(tmp_path):
     keras.Sequential([keras.Input((6,)), keras.layers.Dense(5)]).save(tmp_path / "model.keras")
-    with pytest.raises(UsageError, match="Say what out shall be"):
+    with pytest.raises(UsageError, match="Cannot tell the format of out"):
         shardload.convert(tmp_path / "model.keras", tmp_path / "out")
     with pytest.raises(shardload.errors.UnsupportedError, match=r"not a KerasHub model.*--to orbax or --to h5"):
         shardload.convert(tmp_path / "model.keras", tmp_path / "out", to="safetensors")

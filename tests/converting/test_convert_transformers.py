@@ -44,5 +44,7 @@ def test_a_tensor_of_two_dtypes_is_refused():
     one, two = third(0), third(1)
     same = {id(one.variable): np.dtype("f4"), id(two.variable): np.dtype("f4")}
     assert wanted([one, two], {"c_attn": FUSED}, same)["c_attn"].shape == (4, 6)
-    with pytest.raises(UnsupportedError, match=r"'c_attn' is put together from float32 and float16.*--dtype"):
+    with pytest.raises(
+        UnsupportedError, match=r"'c_attn' for Hugging Face: its variables are float32 and float16.*--dtype"
+    ):
         wanted([one, two], {"c_attn": FUSED}, {**same, id(two.variable): np.dtype("f2")})

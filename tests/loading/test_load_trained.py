@@ -130,7 +130,7 @@ def test_a_quantiser_of_ones_own_is_not_taken_for_keras_own(tmp_path):
     model.quantize("int8", config=keras.quantizers.Int8QuantizationConfig(activation_quantizer=None))
     model.compile("sgd", "mse")
     step = saved(model, tmp_path)
-    with pytest.raises(UnsupportedError, match=r"The layer '.*' was quantised \(int8, not as by default\)"):
+    with pytest.raises(UnsupportedError, match=r"the layer '.*': it was quantised \(int8, not as by default\)"):
         shardload.load(tmp_path / str(step), mesh="1x1")
 
 
@@ -207,7 +207,8 @@ def test_a_policy_set_on_a_built_layer_is_refused(tmp_path):
     model.compile("sgd", "mse")
     step = saved(model, tmp_path)
     with pytest.raises(
-        UnsupportedError, match="'head' had the dtype policy 'mixed_bfloat16', and is made with 'float32'"
+        UnsupportedError,
+        match="it had the dtype policy 'mixed_bfloat16', but its configuration gives 'float32'",
     ):
         shardload.load(tmp_path / str(step), mesh="1x1")
 
