@@ -30,7 +30,7 @@ from shardload.errors import UnsupportedError
 from shardload.hub import kerashub
 from shardload.keras_bridge.dtype_policies import with_dtype
 from shardload.keras_bridge.model_state import optimizer_variables_of, own_layers
-from shardload.keras_bridge.saving import saved_objects, serialised_model, stored_by_hook
+from shardload.keras_bridge.saving import saved_layout, serialised_model
 from shardload.loaders import spec_of
 from shardload.loaders.hub_preset import SHARDED_WEIGHTS, TASK_PREFIX, TASK_WEIGHTS, WEIGHTS
 from shardload.loaders.hub_preset import SPEC as PRESET
@@ -79,22 +79,16 @@ def saved(root: Any, source: Source, dtypes: Mapping[int, Any], *, skip: Any = N
         UnsupportedError: When a layer computes the values that it stores.
     """
     skipped = [] if skip is None else own_layers(skip)
-    elsewhere = {id(v) for v in skip.variables} if skip is not None else set()
-    names: dict[str, str] = {}
-    copies: dict[int, Copy] = {}
-    for path, saveable in saved_objects(root, skip=skipped):
-        group = f"{path}/vars" if path else "vars"
-        if hasattr(saveable, "save_own_variables") and isinstance(getattr(saveable, "name", None), str):
-            names[group] = saveable.name
-        for key, variable in stored_by_hook(saveable).items():
-            copies.setdefault(id(variable), whole(f"{prefix}{group}/{key}", source.values[id(variable)], dtypes))
-    left = [v for v in root.variables if id(v) not in copies and id(v) not in elsewhere]
+    layout = saved_layout(root, skip=skipped)
+    copies = tuple(whole(f"{prefix}{name}", source.values[id(v)], dtypes) for name, v in layout.variables.items())
+    elsewhere = {id(v) for v in (*layout.variables.values(), *(() if skip is None else skip.variables))}
+    left = [v for v in root.variables if id(v) not in elsewhere]
     if weights := [v.path for v in left if is_weight(v)]:
         raise UnsupportedError(
             f"Cannot write an HDF5 file: the layers of {len(weights)} variables ({weights[0]!r}) compute what they "
             "save. Convert with --to orbax, or load the source with shardload.load and save the model"
         )
-    return Saved(tuple(copies.values()), names, tuple(left))
+    return Saved(copies, layout.names, tuple(left))
 
 
 def file(source: Source, dtypes: Mapping[int, Any], target: Path, dtype: str | None, shard_bytes: int | None) -> Plan:

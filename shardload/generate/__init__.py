@@ -29,7 +29,7 @@ DEFAULT_CONTEXT = 8192
 """Context length if the checkpoint has none: that of Gemma 1 and 2. Attention takes memory quadratic in it, so an
 unlimited prompt could exhaust the machine's memory."""
 
-_KEPT = "_shardload_greedy"
+_CACHE = "_shardload_greedy"
 
 
 @overload
@@ -73,7 +73,7 @@ def generate_ids(
     """
     _require_causal_lm(model, model.name)
     if not all(len(ids) for ids in prompts):
-        raise UnsupportedError("A prompt of no tokens cannot be continued; give it some text")
+        raise UnsupportedError("Cannot continue an empty prompt. Give it some text")
     if not prompts:
         return []
     inputs = _padded(model, prompts, max_new_tokens)
@@ -89,15 +89,15 @@ def _check_context(manifest: Manifest, prompt_tokens: int, max_new_tokens: int) 
     context = config.get("max_position_embeddings") or DEFAULT_CONTEXT
     if prompt_tokens + max_new_tokens > context:
         raise UnsupportedError(
-            f"The prompt has {prompt_tokens} tokens and {max_new_tokens} more were asked for, but {manifest.source} is "
-            f"good for {context} together. Shorten the prompt or ask for fewer (--max-new-tokens)"
+            f"Cannot generate {max_new_tokens} tokens after a prompt of {prompt_tokens}: the context of "
+            f"{manifest.source} has {context}. Shorten the prompt, or generate fewer (--max-new-tokens)"
         )
 
 
 def _require_causal_lm(model: Any, source: str) -> None:
     if not callable(getattr(model, "make_generate_function", None)):
         raise UnsupportedError(
-            f"{source} holds a {type(model).__name__}, which does not generate text; a prompt needs a CausalLM"
+            f"Cannot generate text with {source}: its model is a {type(model).__name__}, expected a CausalLM"
         )
 
 
@@ -107,10 +107,10 @@ def _padded(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -
     limit = getattr(getattr(model, "backbone", None), "max_sequence_length", None)
     if limit is not None and longest > limit:
         raise UnsupportedError(
-            f"The prompt and {max_new_tokens} new tokens are {longest} tokens, but the model has {limit} positions. "
-            "Shorten the prompt or ask for fewer"
+            f"Cannot generate {max_new_tokens} tokens: with the prompt they are {longest}, but the model has {limit} "
+            "positions. Shorten the prompt, or generate fewer (--max-new-tokens)"
         )
-    length = -(-longest // LENGTH_STEP) * LENGTH_STEP
+    length = -(-longest // LENGTH_STEP) * LENGTH_STEP  # rounded up
     length = min(length, limit) if limit is not None else length
     rows = -(-len(prompts) // _batch_parts(model)) * _batch_parts(model)
     tokens = np.zeros((rows, length), np.int32)
@@ -167,16 +167,16 @@ def _greedy(model: Any) -> Iterator[Callable[..., Any]]:
     from shardload.hub import kerashub
     from shardload.keras_bridge.binding import binding_of
 
-    kept: _Compiled | None = vars(model).get(_KEPT)
-    if kept is None or kept.binding is not binding_of(model):
-        kept = None
+    cached: _Compiled | None = vars(model).get(_CACHE)
+    if cached is None or cached.binding is not binding_of(model):
+        cached = None
     before = getattr(model, "sampler", None), getattr(model, "generate_function", None)
-    model.sampler = kept.sampler if kept else kerashub.greedy_sampler()
-    model.generate_function = kept.function if kept else None
+    model.sampler = cached.sampler if cached else kerashub.greedy_sampler()
+    model.generate_function = cached.function if cached else None
     try:
         function = model.make_generate_function()
         # Bypass Keras' attribute tracking: the cache is not part of the model.
-        vars(model)[_KEPT] = _Compiled(binding_of(model), model.sampler, function)
+        vars(model)[_CACHE] = _Compiled(binding_of(model), model.sampler, function)
         yield function
     finally:
         model.sampler, model.generate_function = before

@@ -56,8 +56,8 @@ def of_metadata(found: TokenizerMetadata, path: str) -> Tokenizer:
         case "gpt2":
             return _byte_level(found, path)
     raise UnsupportedError(
-        f"{path} carries a tokenizer of the kind {found.model!r}; rebuilt can be 'llama' and 'gpt2'. "
-        "Load without a prompt and pass token ids to the model"
+        f"Cannot rebuild the tokenizer of {path}: its type is {found.model!r}, expected 'llama' or 'gpt2'. "
+        "Load without a prompt, and pass token ids to the model"
     )
 
 
@@ -80,7 +80,7 @@ def sentencepiece_proto(found: TokenizerMetadata) -> bytes:
     for number, (token, score, stored) in enumerate(zip(found.tokens, scores, kinds, strict=True)):
         # Control pieces become user-defined ones: "<start_of_turn>" in a prompt means that token, not its letters.
         kind = UNKNOWN if number == unknown else {CONTROL: USER_DEFINED, UNKNOWN: UNUSED}.get(stored, stored)
-        piece = token or f"<empty {number}>"
+        piece = token or f"<empty {number}>"  # SentencePiece refuses empty pieces
         if kind == USER_DEFINED:
             piece = _respaced(piece, taken)
         proto.pieces.add(piece=piece, score=score, type=kind)
@@ -109,17 +109,17 @@ def _byte_level(found: TokenizerMetadata, path: str) -> HuggingFace:
 
     if found.pre not in PATTERNS:
         raise UnsupportedError(
-            f"{path} names the pre-tokenizer {found.pre!r}; known are {', '.join(PATTERNS)}. "
-            "Load without a prompt and pass token ids to the model"
+            f"Cannot rebuild the tokenizer of {path}: its pre-tokenizer is {found.pre!r}, expected one of "
+            f"{', '.join(PATTERNS)}. Load without a prompt, and pass token ids to the model"
         )
     vocabulary = {token: i for i, token in enumerate(found.tokens)}
     merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in found.merges)]
     pattern = PATTERNS[found.pre]
     model = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=found.pre == "llama-bpe")
     inner: Any = tokenizers.Tokenizer(model)
-    cut = [] if pattern is None else [pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")]
+    split = [] if pattern is None else [pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")]
     inner.pre_tokenizer = pre_tokenizers.Sequence(
-        [*cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)]
+        [*split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)]
     )
     inner.decoder = decoders.ByteLevel()
     kinds = zip(found.tokens, found.token_types.tolist(), strict=False)

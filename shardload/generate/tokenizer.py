@@ -67,13 +67,13 @@ def tokenizer_of(manifest: Manifest) -> Tokenizer:
         package = error.name or "tokenizers"
         raise MissingExtraError(package, extra="hub", needed_for="Reading this tokenizer") from error
     except Exception as error:  # tokenizers raises plain Exception, sentencepiece RuntimeError and OSError
-        raise SourceError(f"The tokenizer of {manifest.source} is damaged: {error}. Load without a prompt") from error
+        raise SourceError(f"Cannot read the tokenizer of {manifest.source}: {error}. Load without a prompt") from error
     if found is None and (manifest.config.get("shardload") or {}).get("synthetic") is True:
         return ByteIds(_vocabulary_size(manifest))
     if found is None:
         raise UnsupportedError(
-            f"{manifest.source} carries no tokenizer (tokenizer.json, tokenizer.model, or a preset's assets), so no "
-            "prompt can be read. Add the file, or load without a prompt and pass token ids to the model"
+            f"Cannot read a prompt: {manifest.source} has no tokenizer (tokenizer.json, tokenizer.model, or a preset's "
+            "assets). Add the file, or load without a prompt and pass token ids to the model"
         )
     return found
 
@@ -178,6 +178,7 @@ def _with_stops(inner: Any, stops: set[int]) -> HuggingFace:
 
 def from_sentencepiece(processor: Any, *, stops: set[int], add_bos: bool) -> SentencePiece:
     """Wrap a loaded SentencePiece model with its own stop ids and ``stops``."""
+    # piece_to_id returns the unknown id for a missing piece.
     ends = (processor.piece_to_id(token) for token in TURN_ENDS)
     found = {*stops, processor.eos_id(), *(i for i in ends if i != processor.unk_id())}
     prefix = (processor.bos_id(),) if add_bos and processor.bos_id() >= 0 else ()
@@ -220,5 +221,5 @@ def _json(path: Path) -> dict[str, Any]:
     except OSError:
         return {}
     except ValueError as error:
-        raise SourceError(f"{path} is not valid JSON: {error}") from error
+        raise SourceError(f"Cannot read {path}: it is not valid JSON: {error}. Download it again") from error
     return found if isinstance(found, dict) else {}

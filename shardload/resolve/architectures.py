@@ -207,7 +207,7 @@ def lookup(name: str) -> tuple[str, Config]:
             return found, ARCHITECTURES[found]
     close = difflib.get_close_matches(name, ARCHITECTURES, n=1)
     hint = f" Did you mean {close[0]}?" if close else ""
-    raise SourceNotFoundError(f"No architecture is called {name!r}.{hint} There are: {', '.join(ARCHITECTURES)}")
+    raise SourceNotFoundError(f"Unknown architecture {name!r}.{hint} Available: {', '.join(ARCHITECTURES)}")
 
 
 def scaled(config: Config, scale: float) -> Config:
@@ -236,7 +236,7 @@ def _scale_widths(small: Config, scale: float) -> None:
             small["query_pre_attn_scalar"] = head_dim
         small["head_dim"] = head_dim
         small[hidden_key] = _eighths(small[hidden_key] * scale)
-    else:
+    else:  # heads divide the width, so scale the width of one head
         small[hidden_key] = heads * _eighths(small[hidden_key] / heads * scale)
     if "intermediate_size" in small:
         small["intermediate_size"] = _eighths(small["intermediate_size"] * scale)

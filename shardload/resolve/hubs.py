@@ -48,7 +48,7 @@ def reachable(url: str) -> bool:
 
 def _from_kaggle(name: str) -> Path:
     if not re.fullmatch(r"[\w.\-]+(/[\w.\-]+){3}(/\d+)?", name) or ".." in name:
-        raise SourceNotFoundError(f"kaggle://{name} is malformed; write kaggle://ORG/MODEL/keras/VARIANT[/VERSION]")
+        raise SourceNotFoundError(f"Cannot read kaggle://{name}, expected kaggle://ORG/MODEL/keras/VARIANT[/VERSION]")
     try:
         import kagglehub  # type: ignore[import-untyped]
         from kagglehub.config import get_cache_folder  # type: ignore[import-untyped]
@@ -66,7 +66,7 @@ def _from_kaggle(name: str) -> Path:
 
 def _from_hugging_face(name: str) -> Path:
     if not re.fullmatch(r"[\w.\-]+/[\w.\-]+", name) or ".." in name:
-        raise SourceNotFoundError(f"hf://{name} is malformed; write hf://ORG/MODEL")
+        raise SourceNotFoundError(f"Cannot read hf://{name}, expected hf://ORG/MODEL")
     try:
         from huggingface_hub import constants, snapshot_download
     except ImportError as error:
@@ -92,11 +92,11 @@ def _is_complete(folder: Path) -> bool:
 def _require_network(url: str, handle: str) -> None:
     if not reachable(url):
         raise SourceNotFoundError(
-            f"{handle} is not in the local cache, and {urlsplit(url).hostname} cannot be reached from here. "
-            "Download it where it can be, and give the folder's path"
+            f"Cannot download {handle}, which is not in the local cache: {urlsplit(url).hostname} cannot be reached. "
+            "Download it on another machine, and give the path of its folder"
         )
 
 
 def _refused(handle: str, error: Exception) -> str:
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return f"{handle} could not be downloaded: {first}. A gated model wants its terms accepted and a token"
+    return f"Cannot download {handle}: {first}. For a gated model, accept its terms and log in with a token"

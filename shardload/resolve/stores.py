@@ -34,7 +34,8 @@ def open_remote(url: str, *, format: str | None = None) -> tuple[Resolved, Manif
     """
     if format not in (None, SPEC.name):
         raise UnsupportedError(
-            f"{url}: of remote sources only training steps are read, whose format is {SPEC.name}, not {format}"
+            f"Cannot read {url} as {format}: only training steps ({SPEC.name}) can be read from remote stores. "
+            "Copy the checkpoint to this machine and load it from there"
         )
     info = prepared(find_step(url, "latest"))
     return Resolved(info.where, f"step {info.step}, verified"), open_orbax(info.location)

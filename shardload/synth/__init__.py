@@ -32,6 +32,7 @@ from shardload.errors import UnsupportedError, UsageError, WriteError
 from shardload.manifest import Extent, Manifest, Tensor
 from shardload.resolve import root
 from shardload.resolve.architectures import ALIASES, ARCHITECTURES, Config, lookup, scaled
+from shardload.stores.json_files import read_optional
 from shardload.stores.local import located
 from shardload.synth import noise
 from shardload.synth.tensors import Spec, transformers_tensors
@@ -41,7 +42,6 @@ from shardload.writers import Wanted, safetensors
 Format = Literal["preset", "h5", "safetensors"]
 FORMATS: tuple[Format, ...] = ("preset", "h5", "safetensors")
 MAX_SEED = (1 << 32) - 1
-"""The seed is also stored as the state of dropout generators, which has 32 bits."""
 _SPARE_BYTES = 64 << 20
 """Bytes left free on the disk, for configurations, HDF5 headers and other users."""
 
@@ -132,11 +132,11 @@ def synth(  # every one is a knob of the command, and has a default
     """
     found, config = lookup(name)
     if format not in FORMATS:
-        raise UnsupportedError(f"Cannot write the format {format!r}; choose {', '.join(FORMATS)}")
+        raise UnsupportedError(f"Cannot write the format {format!r}, expected one of {', '.join(FORMATS)}")
     if not 0 < scale <= 1:
-        raise UsageError(f"The scale must lie in (0, 1], got {scale}")
+        raise UsageError(f"scale={scale} is out of range, expected more than 0 and at most 1")
     if not isinstance(seed, int) or not 0 <= seed <= MAX_SEED:
-        raise UsageError(f"The seed must be an integer from 0 to {MAX_SEED}, got {seed!r}")
+        raise UsageError(f"seed={seed!r} is not valid, expected an integer from 0 to {MAX_SEED}")
     dtype = str(dtype_name(dtype))
     job = _Job(found, scaled(config, scale), format, scale, seed, dtype)
     folder = Path(directory) if directory is not None else root()
@@ -146,7 +146,9 @@ def synth(  # every one is a knob of the command, and has a default
         if _label_of(target) == job.label:
             return target
         if not overwrite:
-            raise WriteError(f"{target} is there already and differs. Replace it with overwrite (--overwrite)")
+            raise WriteError(
+                f"{target} already exists with other content. Replace it with overwrite=True (--overwrite)"
+            )
     largest = min(job.nbytes, shard_bytes) if job.format == "safetensors" else job.nbytes
     with _as_write_errors(folder), _workspace(folder, stem, job.nbytes, largest_file=largest) as work:
         _write(job, work, stem=stem, shard_bytes=shard_bytes, progress=progress or (lambda _: None))
@@ -157,10 +159,8 @@ def synth(  # every one is a knob of the command, and has a default
 def _label_of(target: Path) -> Any:
     """Return the origin entry of a synthetic checkpoint; ``None`` for anything else."""
     described = target / "config.json" if target.is_dir() else target.with_name(_stem(target) + ".json")
-    try:
-        return json.loads(described.read_text(encoding="utf-8")).get("shardload")
-    except (OSError, ValueError, AttributeError):
-        return None
+    found = read_optional(described)
+    return found.get("shardload") if isinstance(found, dict) else None
 
 
 def _stem(path: Path) -> str:
@@ -179,8 +179,7 @@ def _write(job: _Job, work: Path, *, stem: str, shard_bytes: int, progress: Prog
 
 def _write_safetensors(job: _Job, work: Path, *, shard_bytes: int, progress: Progress) -> None:
     specs = transformers_tensors(job.config)
-    stored = np.dtype(ml_dtypes.bfloat16 if job.dtype == "bfloat16" else job.dtype)
-    tensors = [Wanted(spec.name, spec.shape, stored) for spec in specs]
+    tensors = [Wanted(spec.name, spec.shape, _stored(job.dtype)) for spec in specs]
     places = safetensors.write_skeleton(work, tensors, shard_bytes=shard_bytes)
     for number, (spec, place) in enumerate(zip(specs, places, strict=True)):
         with (work / place.pieces[0].path).open("r+b", buffering=0) as file:
@@ -204,46 +203,27 @@ def _write_keras(job: _Job, work: Path, filename: str, *, progress: Progress) ->
     """Write configuration and weights as KerasHub and Keras do."""
     from shardload.hub import kerashub
     from shardload.keras_bridge.abstraction import abstract
-    from shardload.synth.h5_writer import write_skeleton
+    from shardload.keras_bridge.saving import saved_layout
+    from shardload.writers import h5
 
     with abstract():
         model = kerashub.build_model(_describe(job.config, job.dtype, work))
     kerashub.save_description(model, work, extra={"shardload": job.label}, task=job.format == "preset")
-    variables = getattr(model, "backbone", model).variables
-    twin = work / "twin.weights.h5"
-    _save_twin(_twin_config(job.config), twin, work)
-    shapes, dtypes = [tuple(v.shape) for v in variables], [str(v.dtype) for v in variables]
-    slots = write_skeleton(str(work / filename), str(twin), shapes=shapes, dtypes=dtypes)
-    twin.unlink()
-    one = not str(job.config["model_type"]).startswith("gemma")
+    backbone = getattr(model, "backbone", model)
+    layout = saved_layout(backbone)
+    tensors = [Wanted(name, tuple(v.shape), _stored(str(v.dtype))) for name, v in layout.variables.items()]
+    places = h5.write_skeleton(work / filename, tensors, names=layout.names)
+    numbers = {id(v): number for number, v in enumerate(backbone.variables)}  # seeds the values
+    near_one = () if str(job.config["model_type"]).startswith("gemma") else ("/scale", "/gamma")
     with (work / filename).open("r+b", buffering=0) as file:
-        for slot in slots:
-            variable = variables[slot.variable]
-            file.seek(slot.offset)
-            if dtypes[slot.variable] != job.dtype:  # the state of a dropout's seed generator
-                file.write(np.array([job.seed, 0], dtypes[slot.variable]).tobytes())
-                continue
-            near_one = one and variable.path.endswith(("/scale", "/gamma"))
-            spec = Spec(variable.path, shapes[slot.variable], near_one)
-            _stream(file, spec, job, number=slot.variable, progress=progress)
+        for place, variable in zip(places, layout.variables.values(), strict=True):
+            file.seek(place.pieces[0].offset)
+            spec = Spec(place.name, tuple(variable.shape), variable.path.endswith(near_one))
+            _stream(file, spec, job, number=numbers[id(variable)], progress=progress)
 
 
-def _twin_config(config: Config) -> Config:
-    """Return the configuration with the same layers, as narrow as possible."""
-    narrow = scaled(config, 1e-9)
-    return {**narrow, **{key: config[key] for key in ("num_hidden_layers", "n_layer") if key in config}}
-
-
-def _save_twin(config: Config, path: Path, work: Path) -> None:
-    """Build the twin and let Keras save it, with each variable filled with its number."""
-    from shardload.hub import kerashub
-    from shardload.keras_bridge.abstraction import abstract
-
-    with abstract():  # not for memory: hundreds of small initialisers would take seconds
-        backbone = kerashub.build_model(_describe(config, "float32", work), task=False)
-    for number, variable in enumerate(backbone.variables):
-        variable.assign(np.full(variable.shape, number, variable.dtype))
-    backbone.save_weights(str(path))
+def _stored(dtype: str) -> np.dtype[Any]:
+    return np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
 
 
 def _describe(config: Config, dtype: str, work: Path) -> Manifest:
@@ -265,8 +245,9 @@ def _workspace(folder: Path, stem: str, nbytes: int, *, largest_file: int) -> It
     free = shutil.disk_usage(folder).free
     if free < nbytes + _SPARE_BYTES:
         raise WriteError(
-            f"{stem} needs {format_bytes(nbytes)} and {format_bytes(_SPARE_BYTES)} to spare, but {folder} has "
-            f"{format_bytes(free)} free. Make room, choose another place (SHARDLOAD_HOME), or a smaller scale"
+            f"Cannot write {stem}: it needs {format_bytes(nbytes)} and {format_bytes(_SPARE_BYTES)} to spare, but "
+            f"{folder} has {format_bytes(free)} free. Free some space, or choose another folder (SHARDLOAD_HOME) or a "
+            "smaller scale"
         )
     work = Path(tempfile.mkdtemp(prefix=f".{stem}.", suffix=".partial", dir=folder))
     try:
@@ -289,7 +270,7 @@ def _publish(work: Path, target: Path, format: Format, stem: str) -> None:
         (work / f"{stem}.json").replace(target.with_name(f"{stem}.json"))
         (work / target.name).replace(target)
         return
-    work.chmod(0o755)
+    work.chmod(0o755)  # mkdtemp makes folders for their owner only
     if target.exists():
         old = work.with_name(work.name + ".old")
         target.rename(old)
@@ -307,7 +288,9 @@ def _as_write_errors(folder: Path) -> Iterator[None]:
         raise
     except OSError as error:
         if error.errno == errno.ENOSPC:
-            raise WriteError(f"The disk of {folder} is full; nothing was left there. Make room") from error
+            raise WriteError(
+                f"Cannot write to {folder}: the disk is full. The unfinished files were removed. Free some space"
+            ) from error
         raise WriteError(f"Cannot write to {folder}: {error.strerror or error}") from error
 
 

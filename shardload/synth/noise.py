@@ -26,6 +26,8 @@ CHUNK_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Masks:
+    """Bits of a random number that stay random, and bits that are set, for values around zero and around one."""
+
     width: type[np.unsignedinteger[Any]]
     keep: int
     base: int
@@ -49,7 +51,7 @@ def item_bytes(dtype: str) -> int:
         UnsupportedError: When ``dtype`` is not in `DTYPES`.
     """
     if dtype not in _MASKS:
-        raise UnsupportedError(f"Cannot write random weights as {dtype!r}; choose {', '.join(DTYPES)}")
+        raise UnsupportedError(f"Cannot write random weights as {dtype!r}, expected one of {', '.join(DTYPES)}")
     return np.dtype(_MASKS[dtype].width).itemsize
 
 

@@ -48,7 +48,7 @@ def _decoder(config: dict[str, Any]) -> Iterator[Spec]:
         yield from _gated_mlp(config, f"{at}.mlp")
         yield Spec(f"{at}.input_layernorm.weight", (hidden,), one)
         yield Spec(f"{at}.post_attention_layernorm.weight", (hidden,), one)
-        if kind in ("gemma2", "gemma3_text"):
+        if kind in ("gemma2", "gemma3_text"):  # norms before and after both parts of a block
             yield Spec(f"{at}.pre_feedforward_layernorm.weight", (hidden,), one)
             yield Spec(f"{at}.post_feedforward_layernorm.weight", (hidden,), one)
     yield Spec("model.norm.weight", (hidden,), one)
@@ -93,9 +93,9 @@ def _gpt2(config: dict[str, Any]) -> Iterator[Spec]:
 
 def _bert(config: dict[str, Any]) -> Iterator[Spec]:
     hidden, inner = config["hidden_size"], config["intermediate_size"]
-    yield Spec("embeddings.word_embeddings.weight", (config["vocab_size"], hidden))
-    yield Spec("embeddings.position_embeddings.weight", (config["max_position_embeddings"], hidden))
-    yield Spec("embeddings.token_type_embeddings.weight", (config["type_vocab_size"], hidden))
+    sizes = {"word": "vocab_size", "position": "max_position_embeddings", "token_type": "type_vocab_size"}
+    for table, size in sizes.items():
+        yield Spec(f"embeddings.{table}_embeddings.weight", (config[size], hidden))
     yield from _norm("embeddings.LayerNorm", hidden)
     for i in range(config["num_hidden_layers"]):
         at = f"encoder.layer.{i}"

@@ -57,12 +57,13 @@ def write_shards(
     weight_map: dict[str, list[str]] = {}
     groups = grouped(tensors, shard_bytes)
     for shard, group in zip(shard_names(index.name, tensors, shard_bytes=shard_bytes), groups, strict=True):
-        held = dict.fromkeys(tensor.name.rpartition("/")[0] for tensor in group)
-        named = {name: names[name] for name in held if name in names}
+        paths = dict.fromkeys(tensor.name.rpartition("/")[0] for tensor in group)
+        named = {name: names[name] for name in paths if name in names}
         made = write_skeleton(index.with_name(shard), group, names=named)
         places += [TensorPlace(p.name, tuple(replace(piece, path=shard) for piece in p.pieces)) for p in made]
-        for name in held:
+        for name in paths:
             weight_map.setdefault(f"/{name}", []).append(shard)
+    # Keras lists the files of a group with several variables, and the file of a group with one.
     several = collections.Counter(tensor.name.rpartition("/")[0] for tensor in tensors)
     listed = {name: found if several[name[1:]] > 1 else found[0] for name, found in weight_map.items()}
     text = {"metadata": {"total_size": sum(t.nbytes for t in tensors)}, "weight_map": listed}
@@ -78,17 +79,22 @@ def shard_names(index: str, tensors: Sequence[Wanted], *, shard_bytes: int) -> t
 
 def reserve(file: Any, tensor: Wanted) -> int:
     """Make one contiguous dataset as Keras does; return the byte offset of its data."""
+    # Allocated at once and never filled, so that the offset is known and the file stays sparse until values come.
     plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     plist.set_layout(h5py.h5d.CONTIGUOUS)
     plist.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     plist.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    # HDF5 has no bfloat16: Keras stores two opaque bytes and names the dtype in an attribute.
     is_bfloat16 = tensor.dtype.name == "bfloat16"
     if not is_bfloat16 and not hasattr(np, tensor.dtype.name):
-        raise UnsupportedError(f"Tensor {tensor.name!r} is {tensor.dtype}, which Keras cannot store in HDF5")
+        raise UnsupportedError(
+            f"Cannot write tensor {tensor.name!r} to HDF5: Keras cannot store {tensor.dtype} there. Choose another "
+            "--dtype"
+        )
     kind = h5py.h5t.py_create(np.dtype("V2" if is_bfloat16 else tensor.dtype.name), logical=True)
     group, _, key = tensor.name.rpartition("/")
     where = file.require_group(group) if group else file
     made = h5py.Dataset(h5py.h5d.create(where.id, key.encode(), kind, h5py.h5s.create_simple(tensor.shape), plist))
     if is_bfloat16:
         made.attrs["dtype"] = "bfloat16"
-    return int(made.id.get_offset()) if tensor.size else 0
+    return int(made.id.get_offset()) if tensor.size else 0  # an empty dataset has no space, and so no offset

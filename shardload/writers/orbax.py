@@ -42,7 +42,7 @@ def write_skeleton(
         place = tree
         for part in above:
             place = place.setdefault(part, {})
-        place[last] = np.zeros((1,) * len(tensor.shape), tensor.dtype)
+        place[last] = np.zeros((1,) * len(tensor.shape), tensor.dtype)  # tiny, but of the right rank
     orbax_writer.write_plain_arrays(folder, {ITEM: tree, "model_config": {"config": model_config}})
     return tuple(_resize(folder, tensor) for tensor in tensors)
 
@@ -54,6 +54,7 @@ def _resize(folder: Path, tensor: Wanted) -> TensorPlace:
     chunk = _chunk_shape(tensor)
     found["shape"] = list(tensor.shape)
     found["chunk_grid"]["configuration"]["chunk_shape"] = list(chunk)
+    # Without compression, so that values can be copied to their place.
     found["codecs"] = [{"name": "bytes", "configuration": {"endian": "little"}}]
     description.write_text(json.dumps(found), encoding="utf-8")
     return TensorPlace(tensor.name, tuple(_pieces(folder, name, tensor, chunk)))
@@ -76,6 +77,6 @@ def _pieces(folder: Path, name: str, tensor: Wanted, chunk: tuple[int, ...]) -> 
         path = folder / name / cell
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:
-            file.truncate(count * tensor.dtype.itemsize)
+            file.truncate(count * tensor.dtype.itemsize)  # Zarr pads the last chunk to full size
         pieces.append(FilePiece(f"{name}/{cell}", 0, start, min(count, tensor.size - start)))
     return pieces

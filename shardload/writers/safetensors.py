@@ -7,27 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardload.errors import UnsupportedError
+from shardload.loaders.safetensors import DTYPES
 from shardload.writers import FilePiece, TensorPlace, Wanted, grouped
 
 SHARD_BYTES = 5_000_000_000
 """The long-time default of ``transformers``."""
-_CODES = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "uint16": "U16",
-    "int16": "I16",
-    "uint32": "U32",
-    "int32": "I32",
-    "uint64": "U64",
-    "int64": "I64",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float32": "F32",
-    "float64": "F64",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-}
+_CODES = {dtype.name: code for code, dtype in DTYPES.items()}
+"""Name of a dtype in NumPy → its name in safetensors."""
 
 
 def write_skeleton(
@@ -51,22 +37,23 @@ def write_skeleton(
 
 
 def _write(folder: Path, name: str, tensors: Sequence[Wanted]) -> list[TensorPlace]:
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers 4 refuses files without a format
     at, starts = 0, []
     for tensor in tensors:
         if tensor.dtype.name not in _CODES:
             raise UnsupportedError(
-                f"Tensor {tensor.name!r} is {tensor.dtype}, which safetensors cannot hold. Choose --dtype or --to orbax"
+                f"Cannot write tensor {tensor.name!r} to safetensors, which has no {tensor.dtype}. Choose another "
+                "--dtype, or --to orbax"
             )
         starts.append(at)
         code, end = _CODES[tensor.dtype.name], at + tensor.nbytes
         entries[tensor.name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # aligns the data, as the safetensors library does
     header = len(text).to_bytes(8, "little") + text
     with (folder / name).open("wb") as file:
         file.write(header)
-        file.truncate(len(header) + at)
+        file.truncate(len(header) + at)  # sparse until the values are copied
     pairs = zip(tensors, starts, strict=True)
     return [TensorPlace(t.name, (FilePiece(name, len(header) + start, 0, t.size),)) for t, start in pairs]

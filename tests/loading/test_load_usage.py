@@ -18,7 +18,7 @@ NOWHERE = "./there/is/nothing"
 @pytest.mark.parametrize("call", [shardload.load, shardload.plan, shardload.inspect])
 @pytest.mark.parametrize("source", [None, 3])
 def test_what_is_no_source_says_what_is(call, source):
-    with pytest.raises(UsageError, match="A source is a path, a name or a handle") as caught:
+    with pytest.raises(UsageError, match="expected a path, a name or a handle") as caught:
         call(source)
     assert isinstance(caught.value, TypeError)
 

@@ -61,13 +61,13 @@ def test_root_follows_the_environment(monkeypatch, tmp_path):
 def test_a_root_that_is_a_file_is_said_so(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SHARDLOAD_HOME", str(tmp_path / "file"))
-    with pytest.raises(UsageError, match=r"SHARDLOAD_HOME is .*file, which is a file. Point it at a folder, or unset"):
+    with pytest.raises(UsageError, match=r"SHARDLOAD_HOME=.*file: it is a file. Set it to a folder, or unset"):
         resolve("gemma2_9b")
 
 
 @pytest.mark.parametrize("source", [None, 3, b"gemma2_9b", ["a"]])
 def test_what_is_no_source_says_what_is(source):
-    with pytest.raises(UsageError, match=r"A source is a path, a name or a handle, as text or pathlib\.Path; got "):
+    with pytest.raises(UsageError, match=r"expected a path, a name or a handle, as text or pathlib\.Path"):
         resolve(source)
 
 
@@ -111,7 +111,7 @@ def test_a_name_nobody_has_says_what_was_tried_and_what_to_type(home):
 
 def test_a_typing_error_gets_the_close_name(home):
     folder(home / "my_gemma")
-    with pytest.raises(SourceNotFoundError, match=r"Close names: my_gemma.*Next: shardload load my_gemma"):
+    with pytest.raises(SourceNotFoundError, match=r"Did you mean my_gemma.*Next: shardload load my_gemma"):
         resolve("my_gema")
 
 
@@ -128,24 +128,24 @@ def test_without_kerashub_the_extra_is_named(monkeypatch):
     "name", ["../up", "a/../../b", "/etc/nothing/here", "~/no/such", "nothing.gguf", "x\0y", "", "..\\up", "ä" * 5000]
 )
 def test_paths_that_do_not_exist_are_refused_as_paths(name):
-    with pytest.raises(SourceNotFoundError, match=r"There is no|is not a path"):
+    with pytest.raises(SourceNotFoundError, match=r"does not exist|is not a path|Cannot read"):
         resolve(name)
 
 
 @pytest.mark.parametrize("name", ["google/gemma-3-270m", "google/gemma-3"])
 def test_what_may_be_a_name_on_the_hugging_face_hub_is_answered_with_its_handle(name, tmp_path):
     for _ in range(2):
-        with pytest.raises(SourceNotFoundError, match=f"There is no '{name}'.* write hf://{name}$"):
+        with pytest.raises(SourceNotFoundError, match=f"'{name}' does not exist.* write hf://{name}$"):
             resolve(name)
         (tmp_path / "here" / "google").mkdir(exist_ok=True)
-    with pytest.raises(SourceNotFoundError, match=r"does not exist\.$"):
+    with pytest.raises(SourceNotFoundError, match=r"nor does its folder .*\.$"):
         resolve("./google2/gemma-3")
 
 
 @pytest.mark.parametrize("target", ["nowhere", "link.gguf"])
 def test_a_link_to_nowhere_is_not_offered_itself(target, tmp_path):
     (tmp_path / "link.gguf").symlink_to(target)
-    with pytest.raises(SourceNotFoundError, match=f"no file behind .*a link to '{target}'$"):
+    with pytest.raises(SourceNotFoundError, match=f"is a broken link to '{target}'$"):
         resolve(str(tmp_path / "link.gguf"))
 
 
@@ -157,7 +157,7 @@ def test_names_cannot_leave_the_root(home):
 
 @pytest.mark.parametrize("handle", ["kaggle://a/b", "kaggle://a/../../b/c", "hf://a", "hf://../x", "hf://a/b/c"])
 def test_malformed_handles_are_refused(handle):
-    with pytest.raises(SourceNotFoundError, match="malformed"):
+    with pytest.raises(SourceNotFoundError, match=r"expected (hf|kaggle)://"):
         resolve(handle)
 
 
@@ -170,7 +170,7 @@ def test_other_schemes_are_not_supported():
 def test_without_a_network_handles_fail_in_one_line(handle, monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hf"))
     started = time.perf_counter()
-    with pytest.raises(SourceNotFoundError, match="cannot be reached from here"):
+    with pytest.raises(SourceNotFoundError, match="cannot be reached"):
         resolve(handle)
     assert time.perf_counter() - started < 5
 

@@ -189,7 +189,7 @@ def test_a_full_disk_is_seen_before_writing(home, monkeypatch):
     usage = namedtuple("usage", "total used free")(10**12, 10**12, 10**9)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     with pytest.raises(
-        WriteError, match=r"gemma2_27b needs 50\.7 GiB and 64\.0 MiB to spare, but .* has 953\.7 MiB free"
+        WriteError, match=r"gemma2_27b: it needs 50\.7 GiB and 64\.0 MiB to spare, but .* has 953\.7 MiB free"
     ):
         synth("gemma2_27b")
     assert list(home.iterdir()) == []
@@ -205,11 +205,11 @@ def test_a_folder_that_cannot_be_made_is_a_clear_error(tmp_path):
     ("arguments", "error", "message"),
     [
         ({"name": "gemma2_9c"}, SourceNotFoundError, "Did you mean gemma2_9b"),
-        ({"name": "gpt2", "format": "onnx"}, UnsupportedError, "choose preset, h5, safetensors"),
+        ({"name": "gpt2", "format": "onnx"}, UnsupportedError, "expected one of preset, h5, safetensors"),
         ({"name": "gpt2", "dtype": "int8"}, UsageError, "Choose bfloat16"),
         ({"name": "gpt2", "scale": 2.0}, UsageError, "scale"),
         ({"name": "gpt2", "scale": float("nan")}, UsageError, "scale"),
-        ({"name": "gpt2", "seed": -1}, UsageError, "seed must be an integer from 0 to 4294967295, got -1"),
+        ({"name": "gpt2", "seed": -1}, UsageError, "seed=-1 is not valid, expected an integer from 0 to 4294967295"),
         ({"name": "gpt2", "seed": 1 << 32}, UsageError, "seed"),
     ],
 )
