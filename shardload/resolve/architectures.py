@@ -25,60 +25,37 @@ class Dims(NamedTuple):
     inner: int
 
 
-def _decoder(model_type: str, dims: Dims, *, vocab: int, **rest: Any) -> Config:
+def _decoder(model_type: str, class_name: str, dims: Dims, *, vocab: int, tied: bool = True, **rest: Any) -> Config:
     return {
         "model_type": model_type,
+        "architectures": [class_name],
         "vocab_size": vocab,
         "hidden_size": dims.hidden,
         "num_hidden_layers": dims.layers,
         "num_attention_heads": dims.heads,
         "num_key_value_heads": dims.kv_heads,
         "intermediate_size": dims.inner,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": tied,
         **rest,
     }
 
 
 def _gemma1(dims: Dims) -> Config:
-    return _decoder(
-        "gemma",
-        dims,
-        vocab=256000,
-        architectures=["GemmaForCausalLM"],
-        head_dim=256,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=True,
-    )
+    return _decoder("gemma", "GemmaForCausalLM", dims, vocab=256000, head_dim=256)
 
 
 def _gemma2(dims: Dims, *, head_dim: int = 256, scalar: int = 256) -> Config:
-    return _decoder(
-        "gemma2",
-        dims,
-        vocab=256000,
-        architectures=["Gemma2ForCausalLM"],
-        head_dim=head_dim,
-        query_pre_attn_scalar=scalar,
-        attn_logit_softcapping=50.0,
-        final_logit_softcapping=30.0,
-        sliding_window=4096,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=True,
-    )
+    caps: Config = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    heads: Config = {"head_dim": head_dim, "query_pre_attn_scalar": scalar}
+    return _decoder("gemma2", "Gemma2ForCausalLM", dims, vocab=256000, **heads, **caps, sliding_window=4096)
 
 
 def _gemma3(dims: Dims, *, window: int, head_dim: int = 256, scalar: int = 256, factor: float | None = 8.0) -> Config:
-    return _decoder(
-        "gemma3_text",
-        dims,
-        vocab=262144,
-        architectures=["Gemma3ForCausalLM"],
-        head_dim=head_dim,
-        query_pre_attn_scalar=scalar,
-        sliding_window=window,
-        rope_scaling={"rope_type": "linear", "factor": factor} if factor else None,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=True,
-    )
+    scaling = {"rope_type": "linear", "factor": factor} if factor else None
+    heads: Config = {"head_dim": head_dim, "query_pre_attn_scalar": scalar}
+    rest: Config = {**heads, "sliding_window": window, "rope_scaling": scaling}
+    return _decoder("gemma3_text", "Gemma3ForCausalLM", dims, vocab=262144, **rest)
 
 
 def _llama(dims: Dims, *, tied: bool = False, factor: float | None = None) -> Config:
@@ -89,45 +66,23 @@ def _llama(dims: Dims, *, tied: bool = False, factor: float | None = None) -> Co
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    return _decoder(
-        "llama",
-        dims,
-        vocab=128256,
-        architectures=["LlamaForCausalLM"],
-        rope_theta=500000.0,
-        rope_scaling=scaling if factor else None,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=tied,
-    )
+    rest: Config = {"rope_theta": 500000.0, "rope_scaling": scaling if factor else None, "rms_norm_eps": 1e-5}
+    return _decoder("llama", "LlamaForCausalLM", dims, vocab=128256, tied=tied, **rest)
+
+
+def _mistral(dims: Dims) -> Config:
+    rest: Config = {"rope_theta": 10000.0, "sliding_window": 4096, "rms_norm_eps": 1e-5}
+    return _decoder("mistral", "MistralForCausalLM", dims, vocab=32000, tied=False, **rest)
 
 
 def _qwen2(dims: Dims, *, vocab: int, tied: bool) -> Config:
-    return _decoder(
-        "qwen2",
-        dims,
-        vocab=vocab,
-        architectures=["Qwen2ForCausalLM"],
-        rope_theta=1000000.0,
-        rms_norm_eps=1e-6,
-        use_sliding_window=False,
-        sliding_window=32768,
-        tie_word_embeddings=tied,
-    )
+    rest: Config = {"rope_theta": 1000000.0, "use_sliding_window": False, "sliding_window": 32768}
+    return _decoder("qwen2", "Qwen2ForCausalLM", dims, vocab=vocab, tied=tied, **rest)
 
 
 def _qwen3(dims: Dims, *, tied: bool) -> Config:
-    return _decoder(
-        "qwen3",
-        dims,
-        vocab=151936,
-        architectures=["Qwen3ForCausalLM"],
-        head_dim=128,
-        rope_theta=1000000.0,
-        rms_norm_eps=1e-6,
-        use_sliding_window=False,
-        sliding_window=None,
-        tie_word_embeddings=tied,
-    )
+    rest: Config = {"head_dim": 128, "rope_theta": 1000000.0, "use_sliding_window": False, "sliding_window": None}
+    return _decoder("qwen3", "Qwen3ForCausalLM", dims, vocab=151936, tied=tied, **rest)
 
 
 def _gpt2(*, hidden: int, layers: int, heads: int) -> Config:
@@ -171,16 +126,7 @@ ARCHITECTURES: dict[str, Config] = {
     "llama3_8b": _llama(Dims(4096, 32, 32, 8, 14336)),
     "llama3.2_1b": _llama(Dims(2048, 16, 32, 8, 8192), tied=True, factor=32.0),
     "llama3.2_3b": _llama(Dims(3072, 28, 24, 8, 8192), tied=True, factor=32.0),
-    "mistral_7b": _decoder(
-        "mistral",
-        Dims(4096, 32, 32, 8, 14336),
-        vocab=32000,
-        architectures=["MistralForCausalLM"],
-        rope_theta=10000.0,
-        sliding_window=4096,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=False,
-    ),
+    "mistral_7b": _mistral(Dims(4096, 32, 32, 8, 14336)),
     "qwen2.5_0.5b": _qwen2(Dims(896, 24, 14, 2, 4864), vocab=151936, tied=True),
     "qwen2.5_7b": _qwen2(Dims(3584, 28, 28, 4, 18944), vocab=152064, tied=False),
     "qwen3_0.6b": _qwen3(Dims(1024, 28, 16, 8, 3072), tied=True),

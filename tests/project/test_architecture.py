@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[2] / "shardload"
 
 
 CONFINED = {
-    "h5py": {"loaders/hdf5.py", "writers/h5.py"},  # one reads, two write
+    "h5py": {"loaders/hdf5.py", "writers/h5.py"},  # one reads, one writes
     "gguf": {"loaders/gguf_rows.py"},
     "keras_hub": {"hub/kerashub.py"},
     "orbax": {"steps/orbax_writer.py"},
