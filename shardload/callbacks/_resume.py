@@ -175,7 +175,7 @@ def resumption(
         DamagedError: If the step is damaged.
     """
     epoch, batch = info.epoch or 0, info.batch or 0
-    complete = epoch + 1 if info.said.epoch_done else epoch
+    complete = epoch + 1 if info.recorded.epoch_done else epoch
     given = initial_epoch_of_fit() or initial_epoch  # 0 is the default of fit
     if given is not None and given != complete:
         return _begun(model, Resumption(info, given, complete))
@@ -183,7 +183,7 @@ def resumption(
     own_goes_on = data_iterator is not None and _give_back(data_iterator, records, info)
     stood = _where_it_stood(records, info)
     goes_on = None if stood is None else resumable_of_fit()
-    if info.said.epoch_done:
+    if info.recorded.epoch_done:
         if stood is not None and stood.spans_epochs:
             if goes_on is not None:
                 _go_on(position, stood, goes_on, skipped=0)
@@ -273,7 +273,7 @@ def _where_it_stood(records: list[dict[str, Any]], info: StepInfo) -> _Stood | N
     if record.get("position") is None:
         return None
     reading = Reading() if mine is None else Reading.of_record(record.get("reading"))
-    saved_by = info.said.processes or 1
+    saved_by = info.recorded.processes or 1
     origin = Origin(info.step, reading, processes=saved_by, processes_now=processes.count())
     return _Stood(record["position"], bool(record.get("spans_epochs")), origin)
 

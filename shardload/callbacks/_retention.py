@@ -32,7 +32,7 @@ class BestRule:
     def covers(self, info: StepInfo) -> bool:
         """Whether a step was saved under the same definition, so that this callback ranks it."""
         ours = self.runs is None or info.run in self.runs
-        return ours and (info.said.monitor, info.said.mode) == (self.monitor, self.mode)
+        return ours and (info.recorded.monitor, info.recorded.mode) == (self.monitor, self.mode)
 
     def best(self, steps: Iterable[StepInfo]) -> list[StepInfo]:
         """Return the steps that can be compared, best first."""
@@ -103,17 +103,17 @@ def remover(retention: Retention, root: Path, *, by: BestRule) -> Callable[[int,
 
 def recorded_damage(steps: Iterable[StepInfo]) -> set[int]:
     """Return the steps recorded as damaged in other steps, since a run that reads no data would not notice."""
-    return {step for info in steps for step in info.said.damaged}
+    return {step for info in steps for step in info.recorded.damaged}
 
 
 def _promised(steps: Iterable[StepInfo]) -> Iterator[int]:
     """Yield the best steps by each metric for which a callback used keep_best, as many as its newest step states."""
     groups: dict[tuple[str, str], list[StepInfo]] = {}
     for info in steps:
-        if info.said.monitor is not None and info.said.keep_best is not None:
-            groups.setdefault((info.said.monitor, info.said.mode), []).append(info)
+        if info.recorded.monitor is not None and info.recorded.keep_best is not None:
+            groups.setdefault((info.recorded.monitor, info.recorded.mode), []).append(info)
     for (monitor, mode), group in groups.items():
-        yield from (s.step for s in ranked(group, monitor=monitor, mode=mode)[: group[-1].said.keep_best])
+        yield from (s.step for s in ranked(group, monitor=monitor, mode=mode)[: group[-1].recorded.keep_best])
 
 
 def _spaced(steps: Iterable[StepInfo], every: int | None) -> list[int]:

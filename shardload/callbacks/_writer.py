@@ -299,7 +299,7 @@ def _written(job: SaveJob, pending: orbax_writer.PendingSave) -> None:
             if time.monotonic() >= until:
                 raise SaveError(
                     f"Step {job.step} was not written within {job.timeout_s} s (async_timeout_s) and is given up. "
-                    "Steps saved before are untouched"
+                    "Earlier steps are untouched"
                 ) from error
         if processes.count() > 1:
             processes.heartbeat().check()

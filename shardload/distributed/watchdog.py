@@ -74,7 +74,7 @@ def _wait(folder: str, process: int, pid: int, host: str, coordinator: str = "")
         why = "after the failure recorded above" if before else "most likely killed,"
         what = f"Process {process} ({host} pid {pid}) exited unexpectedly, {why} while {doing}"
         write_down(folder, {"process": process, "cause": what})
-        sys.stderr.write(f"shardload: {what}. Steps saved before are untouched\n")
+        sys.stderr.write(f"shardload: {what}. Earlier steps are untouched\n")
 
 
 def _why(process: int, coordinator: str) -> str:

@@ -36,7 +36,7 @@ def number_damage(folder: str | os.PathLike[str] | Location) -> list[Damage]:
     """Return the mismatch between folder name and stored number, if any: at most one item."""
     if (numbers := other_number(folder)) is None:
         return []
-    return [Damage(STEP_FILE, f"{holds(numbers[1])}. {_way_out(numbers[1])}", step=str(numbers[0]))]
+    return [Damage(STEP_FILE, f"{mismatch(numbers[1])}. {_advice(numbers[1])}", step=str(numbers[0]))]
 
 
 def check_number(folder: str | os.PathLike[str] | Location) -> None:
@@ -48,15 +48,15 @@ def check_number(folder: str | os.PathLike[str] | Location) -> None:
     if (numbers := other_number(folder)) is not None:
         named, stated = numbers
         raise DamagedError(
-            f"Cannot use {folder} as step {named}: it holds step {stated}, so the folder was "
-            f"copied or renamed. {_way_out(stated)}"
+            f"Cannot use {folder} as step {named}: it contains step {stated}, so the folder was "
+            f"copied or renamed. {_advice(stated)}"
         )
 
 
-def holds(stated: int) -> str:
+def mismatch(stated: int) -> str:
     """Return a short description of the mismatch."""
-    return f"holds step {stated}: copied or renamed"
+    return f"contains step {stated}: copied or renamed"
 
 
-def _way_out(stated: int) -> str:
+def _advice(stated: int) -> str:
     return f"Rename it to {stated}; a copy needs a name that is not a number"

@@ -230,9 +230,7 @@ def size_damage(name: str, found: int, expected: int, step: str) -> Damage:
 
 def flip_damage(name: str, first: int, last: int, step: str) -> Damage:
     """Describe a digest mismatch in bytes ``first`` to ``last`` of a file."""
-    return Damage(
-        name, f"is damaged: somewhere in the {last - first} bytes from there, it is not what was saved", first, step
-    )
+    return Damage(name, f"is damaged: the next {last - first} bytes do not match their digest", first, step)
 
 
 def _bad_list(folder: str | os.PathLike[str] | Location, why: str | SourceError) -> DamagedError:
@@ -248,7 +246,7 @@ def _parse_files(body: Mapping[str, Any], folder: str | os.PathLike[str] | Locat
     known = {"version": 1, "algorithm": "xxh3_64", "unit_bytes": UNIT_BYTES}
     for key, expected in known.items():
         if body.get(key) != expected:
-            raise _bad_list(folder, f"{key} should be {expected!r}, but is {body.get(key)!r}")
+            raise _bad_list(folder, f"{key} is {body.get(key)!r}, expected {expected!r}")
     files = body.get("files")
     if not isinstance(files, dict):
         raise _bad_list(folder, "it lists no files")
@@ -260,7 +258,7 @@ def _parse_file(name: str, entry: Any, folder: str | os.PathLike[str] | Location
         raise _bad_list(folder, f"the path {name!r} leads out of the step's folder, or is not a path")
     size, units = (entry.get("bytes"), entry.get("units")) if isinstance(entry, dict) else (None, None)
     if type(size) is not int or size < 0 or not isinstance(units, list) or len(units) != -(-size // UNIT_BYTES):
-        raise _bad_list(folder, f"the entry of {name!r} has no size, or not one digest per MiB of it")
+        raise _bad_list(folder, f"the entry of {name!r} needs a size and one digest per MiB")
     if not all(isinstance(unit, str) and _HEX.fullmatch(unit) for unit in units):
-        raise _bad_list(folder, f"the entry of {name!r} contains something other than an xxh3-64 digest in hexadecimal")
+        raise _bad_list(folder, f"the entry of {name!r} contains a digest that is not xxh3-64 in hexadecimal")
     return FileDigest(size, tuple(units))

@@ -47,7 +47,7 @@ def verify(folder: str | os.PathLike[str] | Location, *, progress: Callable[[int
     """
     where = located(folder)
     if not where.is_folder():
-        raise SourceNotFoundError(f"There is no step folder {where}")
+        raise SourceNotFoundError(f"Cannot verify {where}: there is no such folder")
     step = step_name(where)
     try:
         digests = Digests.read(where)

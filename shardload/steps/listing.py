@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from shardload.errors import DamagedError, ShardloadError, SourceError, SourceNotFoundError, UsageError
-from shardload.steps._number import NAME, holds
+from shardload.steps._number import NAME, mismatch
 from shardload.steps.digest_list import name_damage
 from shardload.steps.digests import DIGESTS_FILE, OWN_FOLDER, Checker
 from shardload.steps.file_tree import FileTree, scan
@@ -63,34 +63,34 @@ class StepInfo:
         return self.best_by is not None
 
     @property
-    def said(self) -> StepRecord:
+    def recorded(self) -> StepRecord:
         """The record, or an empty record if there is none."""
         return self.record or _EMPTY
 
     @property
     def epoch(self) -> int | None:
         """The epoch, counted from 0."""
-        return self.said.epoch
+        return self.recorded.epoch
 
     @property
     def batch(self) -> int | None:
         """The number of completed batches in the epoch."""
-        return self.said.batch
+        return self.recorded.batch
 
     @property
     def metrics(self) -> dict[str, float]:
         """The logs at this step."""
-        return self.said.logs
+        return self.recorded.logs
 
     @property
-    def holds(self) -> int:
+    def saved_as(self) -> int:
         """The number it was saved under; differs from ``step`` if its folder was copied or renamed."""
-        return self.step if self.said.step is None else self.said.step
+        return self.step if self.recorded.step is None else self.recorded.step
 
     @property
     def run(self) -> str | None:
         """The name of the run that saved it."""
-        return self.said.run
+        return self.recorded.run
 
     @property
     def hides_rank(self) -> bool:
@@ -112,7 +112,7 @@ def list_steps(root: str | os.PathLike[str]) -> list[StepInfo]:
         SourceError: If the folder, or a subfolder that may be a step, cannot be read.
     """
     if not isinstance(root, (str, os.PathLike)) or not os.fspath(root):
-        raise UsageError(f"The folder of the steps is a path; got {root!r}")
+        raise UsageError(f"Cannot list the steps in {root!r}: expected a path or URL")
     if is_url(root):
         from shardload.steps.remote_listing import list_remote
 
@@ -121,9 +121,11 @@ def list_steps(root: str | os.PathLike[str]) -> list[StepInfo]:
     try:
         names = [entry.name for entry in base.iterdir() if NAME.fullmatch(entry.name)]
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise SourceNotFoundError(f"There is no folder {base}, so it contains no steps. Check the path") from error
+        raise SourceNotFoundError(
+            f"Cannot list the steps in {base}: there is no such folder. Check the path"
+        ) from error
     except OSError as error:
-        raise SourceError(f"The folder {base} cannot be listed: {error.strerror}") from error
+        raise SourceError(f"Cannot list the steps in {base}: {error.strerror}") from error
     found = [info for name in sorted(names, key=int) if (info := _look(base / name)) is not None]
     return with_best(found)
 
@@ -159,7 +161,7 @@ def find_step(root: str | os.PathLike[str], step: Literal["latest", "best"] | in
         DamagedError: If "best" is requested and the record of a step that may be the best cannot be trusted.
     """
     if step not in ("latest", "best") and (isinstance(step, bool) or not isinstance(step, int)):
-        raise UsageError(f'step should be "latest", "best" or a number, but is {step!r}')
+        raise UsageError(f'Cannot find step {step!r}: expected "latest", "best" or a number')
     if is_url(root):
         from shardload.steps.remote_listing import find_remote
 
@@ -193,7 +195,7 @@ def find_step(root: str | os.PathLike[str], step: Literal["latest", "best"] | in
             f'{_existing(steps)}. Take one by its number, or step="latest"'
         )
     elsewhere = next(
-        (f" The folder {info.step} holds it: rename that to {step}." for info in steps if info.holds == step), ""
+        (f" The folder {info.step} contains it: rename it to {step}." for info in steps if info.saved_as == step), ""
     )
     raise SourceNotFoundError(
         f'{root} has no step {step}.{elsewhere} {_existing(steps)}. Take one of those, or step="latest"'
@@ -232,8 +234,8 @@ def ranked(
         runs: Rank the steps of these runs only.
     """
     sign = -1 if _is_higher_better(mode, monitor) else 1
-    known = [info for info in steps if info.said.ranks_by(monitor) and (runs is None or info.run in runs)]
-    return sorted(known, key=lambda info: (sign * info.metrics[monitor], info.holds != info.step, info.step))
+    known = [info for info in steps if info.recorded.ranks_by(monitor) and (runs is None or info.run in runs)]
+    return sorted(known, key=lambda info: (sign * info.metrics[monitor], info.saved_as != info.step, info.step))
 
 
 def _is_higher_better(mode: str, monitor: str) -> bool:
@@ -250,7 +252,7 @@ def _look(path: Path) -> StepInfo | None:
             return None
     except OSError as error:  # skipping it would make an older step the latest
         raise SourceError(
-            f"{path} may be a step, but cannot be read: {error.strerror}. Grant this user read access, or move it away"
+            f"Cannot read {path}, which may be a step: {error.strerror}. Grant this user read access, or move it away"
         ) from error
     problems = []
     tree, changed_s = FileTree({}, (), {}), 0.0
@@ -290,7 +292,7 @@ def described(
 ) -> StepInfo:
     """Build a `StepInfo` from the content of ``step.json``."""
     if problems is None and record is not None and record.step not in (None, step):
-        problems = holds(record.step)
+        problems = mismatch(record.step)
     return StepInfo(
         step=step,
         path=path,
@@ -307,8 +309,8 @@ def _ranking(steps: Sequence[StepInfo]) -> StepRecord | None:
 
     A callback without ``keep_best`` has a default metric, too; that must not override another callback's rule.
     """
-    monitored = [info.said for info in steps if info.said.monitor is not None]
-    promised = [said for said in monitored if said.keep_best]
+    monitored = [info.recorded for info in steps if info.recorded.monitor is not None]
+    promised = [record for record in monitored if record.keep_best]
     return next(reversed(promised or monitored), None)
 
 

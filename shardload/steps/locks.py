@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LOCK_FILE = "lock"
+# Another process has it (flock reports that as EWOULDBLOCK, NFS as EACCES), or the file system has no locks.
 _NOT_LOCKED = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES, errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
@@ -34,6 +35,7 @@ class FolderLock:
         """
         fd = os.open(home / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
+            # flock, not lockf: it belongs to this open file, so this process can also conflict with itself.
             fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except OSError as error:
             if error.errno not in _NOT_LOCKED:

@@ -25,39 +25,40 @@ LEFT_BEHIND = r"coroutine '(.*\._background_save|async_serialize\w*\..*)' was ne
 """Coroutines that were not started when Orbax closed the event loop of a failed save."""
 
 _lock = threading.Lock()
-_written = 0
+_saving = 0
+"""Saves in progress; more than one if several callbacks or threads save."""
 _failed_at = -STRAGGLERS_S
 _installed = False
 
 
-def begins() -> None:
+def save_began() -> None:
     """Record that a save begins."""
-    global _written  # noqa: PLW0603
+    global _saving  # noqa: PLW0603
     _install()
     with _lock:
-        _written += 1
+        _saving += 1
 
 
-def ended(*, failed: bool) -> None:
+def save_ended(*, failed: bool) -> None:
     """Record that a save ended. After a failure, the caller raises the error."""
-    global _written, _failed_at  # noqa: PLW0603
+    global _saving, _failed_at  # noqa: PLW0603
     with _lock:
-        _written -= 1
+        _saving -= 1
         if failed:
             _failed_at = time.monotonic()
             warnings.filterwarnings("ignore", LEFT_BEHIND, RuntimeWarning)
 
 
-def is_ours() -> bool:
+def is_from_save() -> bool:
     """Whether Orbax output printed now belongs to a save by shardload, which reports failures itself."""
-    return _written > 0 or time.monotonic() < _failed_at + STRAGGLERS_S
+    return _saving > 0 or time.monotonic() < _failed_at + STRAGGLERS_S
 
 
 def _is_worth_logging(record: logging.LogRecord) -> bool:
     """Drop errors of saves by shardload, and Orbax's warning about items without arrays (``model_config``)."""
     if "Skipping merge of OCDBT checkpoints: No per-process OCDBT" in record.getMessage():
         return False
-    return not (record.levelno >= logging.ERROR and "orbax" in record.pathname and is_ours())
+    return not (record.levelno >= logging.ERROR and "orbax" in record.pathname and is_from_save())
 
 
 def is_late_write(error: BaseException | None, trace: TracebackType | None) -> bool:
@@ -82,11 +83,11 @@ def _install() -> None:
     print_error, print_unraisable = sys.excepthook, sys.unraisablehook
 
     def on_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not (is_late_write(error, trace) and is_ours()):
+        if not (is_late_write(error, trace) and is_from_save()):
             print_error(kind, error, trace)
 
     def on_unraisable(what: Any) -> None:
-        if not (is_late_write(what.exc_value, what.exc_traceback) and is_ours()):
+        if not (is_late_write(what.exc_value, what.exc_traceback) and is_from_save()):
             print_unraisable(what)
 
     sys.excepthook, sys.unraisablehook = on_error, on_unraisable

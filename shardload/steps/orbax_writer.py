@@ -74,7 +74,7 @@ class PendingSave:
         except BaseException as error:
             self._error = error
         finally:
-            orbax_log_filter.ended(failed=self._error is not None)
+            orbax_log_filter.save_ended(failed=self._error is not None)
             self._done.set()
 
 
@@ -110,9 +110,9 @@ def start_save(
     target = Path(path)
     step = "?" if step is None else step
     if not target.is_absolute():
-        raise UsageError(f"Orbax writes to absolute paths only, but was given {path}. Use Path(...).absolute()")
+        raise UsageError(f"Cannot save to {path}: Orbax needs an absolute path. Use Path(...).absolute()")
     if compression not in ("none", "zstd"):
-        raise UsageError(f"compression should be 'none' or 'zstd', but is {compression!r}")
+        raise UsageError(f"Cannot save with compression={compression!r}: expected 'none' or 'zstd'")
     if OWN_FOLDER in items:
         raise UsageError(f"Cannot name a checkpointable {OWN_FOLDER!r}: shardload stores its own files there")
     if os.path.lexists(target):
@@ -130,8 +130,8 @@ def start_save(
         raise save_error(error, step=step, folder=target) from error
     except KeyError as error:  # no handler of Orbax accepts the item
         raise UsageError(
-            "A checkpointable is a pytree of arrays, a dict of text, or an object with a handler that Orbax knows: "
-            f"{error.args[0] if error.args else error}"
+            "Cannot save an item that Orbax has no handler for. Expected a pytree of arrays, a dict of text, or an "
+            f"object with its own handler: {error.args[0] if error.args else error}"
         ) from error
 
 
@@ -146,12 +146,12 @@ def _start(target: Path, items: Mapping[str, Any], compression: str, timeout_s: 
     # timeout and delay the exit of the process.
     context.asynchronous.create_directories_asynchronously = False
     context.asynchronous.timeout_secs = int(timeout_s or DEFAULT_TIMEOUT_S)
-    orbax_log_filter.begins()
+    orbax_log_filter.save_began()
     try:
         with context:
             return ocp.save_checkpointables_async(str(target), {**items, **OWN_ITEM})
     except BaseException:
-        orbax_log_filter.ended(failed=True)
+        orbax_log_filter.save_ended(failed=True)
         raise
 
 
@@ -180,13 +180,13 @@ def write_plain_arrays(path: str | Path, items: Mapping[str, Any]) -> None:
     """
     from orbax.checkpoint import v1 as ocp
 
-    orbax_log_filter.begins()
+    orbax_log_filter.save_began()
     try:
         with _context(ocdbt=False):
             ocp.save_checkpointables(str(path), {**items, **OWN_ITEM})
     except BaseException as error:
-        orbax_log_filter.ended(failed=True)
+        orbax_log_filter.save_ended(failed=True)
         if isinstance(error, (OSError, ValueError)):
             raise save_error(error, step="?", folder=Path(path)) from error
         raise
-    orbax_log_filter.ended(failed=False)
+    orbax_log_filter.save_ended(failed=False)

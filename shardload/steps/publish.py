@@ -35,7 +35,7 @@ REMOVALS = 10
 REMOVAL_PAUSE_S = 0.05
 """Adds up to half a second: cheap compared with a failed save."""
 
-_WENT = "Earlier steps may have moved with the folder"
+_MOVED = "Earlier steps may have moved with the folder"
 
 
 class Root:
@@ -67,7 +67,7 @@ class Root:
                 _check_writable(self.path)
         except OSError as error:
             made = SaveError(
-                f"No step can be saved to {self.path}: {error.strerror}. It should be a folder this user may write to"
+                f"Cannot save steps to {self.path}: {error.strerror}. Give a folder that this user may write to"
             )
             made.errno = error.errno
             raise made from error
@@ -82,13 +82,13 @@ class Root:
             found = self.path.stat()
         except (FileNotFoundError, NotADirectoryError) as error:
             why = "the folder was removed or renamed"
-            raise describe(why, step=step, folder=self.path, number=errno.ENOENT, others=_WENT) from error
+            raise describe(why, step=step, folder=self.path, number=errno.ENOENT, others=_MOVED) from error
         except OSError as error:
             raise save_error(error, step=step, folder=self.path) from error
         known = os.fstat(self.fd)
         if (found.st_dev, found.st_ino) != (known.st_dev, known.st_ino):
-            why = "another folder took the place of this one since it was opened"
-            raise describe(why, step=step, folder=self.path, others=_WENT)
+            why = "another folder has replaced the one that was opened"
+            raise describe(why, step=step, folder=self.path, others=_MOVED)
 
     def close(self) -> None:
         """Close the folder; garbage collection does it, too."""
@@ -116,7 +116,7 @@ class Staging:
             SaveError: If the root is missing, was replaced, or is not writable.
         """
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise UsageError(f"A step must be a non-negative integer, got {step!r}")
+            raise UsageError(f"Cannot save step {step!r}: expected a non-negative integer")
         root = root if isinstance(root, Root) else Root(root)
         root.check(step)
         _refuse_existing(root.path / str(step), step)
@@ -136,8 +136,8 @@ class Staging:
         home = Path(path).parent
         if not home.is_dir():
             raise SaveError(
-                f"Process 0 began to save in {home}, but this process does not see that folder. Several processes "
-                "save together to a folder on a file system that all of them share"
+                f"Cannot save in {home}: process 0 created that folder, but this process does not see it. Save to a "
+                "folder on a file system that all processes share"
             )
         return cls(Root(home.parent.parent), int(home.name.split("-")[0]), home, None)
 
@@ -161,18 +161,18 @@ class Staging:
         """
         target = self.root.path / str(self.step)
         if self._lock is None:
-            raise UsageError(f"{self.home} is published by the process that began it, not by this one")
+            raise UsageError(f"Cannot publish {self.home} from this process: only the process that began the step can")
         try:
             self.check()
             self._check_complete()
             sync_all(self.path)
-            self.check()
+            self.check()  # again: flushing takes long enough for the folder to be removed or replaced
             _refuse_existing(target, self.step)
             # An empty folder at the target is not a step: rename replaces it. A non-empty one makes rename fail.
             os.rename(self.path, target)  # noqa: PTH104
-            os.fsync(self.root.fd)
+            os.fsync(self.root.fd)  # the new name must survive a power loss, too
         except OSError as error:
-            if isinstance(error, ShardloadError):
+            if isinstance(error, ShardloadError):  # SaveError is an OSError
                 raise
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR) and os.path.lexists(target):
                 raise _exists(target, self.step) from error
@@ -228,14 +228,15 @@ def remove_step(root: str | os.PathLike[str], step: int) -> None:
     base = Path(root).absolute()
     source = base / str(step)
     if not os.path.lexists(source):
-        raise SourceNotFoundError(f"There is no step {step} in {base}, so it cannot be removed")
+        raise SourceNotFoundError(f"Cannot remove step {step} from {base}: there is no such step")
     try:
         lock = _locked_folder(base / STAGING, step)
         home = lock.home
         try:
             os.rename(source, home / STEP_FOLDER)  # noqa: PTH104
+            # Before any file is deleted: else a power loss could bring the step back without some of its files.
             sync(base)
-            if (home / STEP_FOLDER).is_symlink():
+            if (home / STEP_FOLDER).is_symlink():  # remove the link only: the folder it leads to may be shared
                 (home / STEP_FOLDER).unlink()
             _remove_moved(home, step, base)
         finally:
@@ -244,10 +245,10 @@ def remove_step(root: str | os.PathLike[str], step: int) -> None:
         raise
     except FileNotFoundError as error:
         if source.exists():
-            raise WriteError(f"Step {step} cannot be removed from {base}: {error}") from error
+            raise WriteError(f"Cannot remove step {step} from {base}: {error}") from error
         return  # another process removed it at the same time
     except OSError as error:
-        raise WriteError(f"Step {step} cannot be removed from {base}: {error.strerror} ({error.filename})") from error
+        raise WriteError(f"Cannot remove step {step} from {base}: {error.strerror} ({error.filename})") from error
 
 
 def _remove_moved(home: Path, step: int, base: Path) -> None:
@@ -274,7 +275,7 @@ def _locked_folder(staging: Path, step: int) -> FolderLock:
         home = staging / f"{step}-{secrets.token_hex(4)}"
         home.mkdir()
         with suppress(FileNotFoundError):
-            lock = FolderLock.take(home, wait=True)
+            lock = FolderLock.take(home, wait=True)  # `remove_stale` may try it at this moment
             if lock.is_in_place:
                 return lock
             lock.release()
@@ -319,7 +320,7 @@ def _make_folders(path: Path) -> None:
     """Create a folder and its parents, each flushed so that it survives a power loss."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
-    for folder in missing:
+    for folder in missing:  # a new folder is an entry of its parent
         sync(folder.parent)
 
 
@@ -330,7 +331,7 @@ def _refuse_existing(target: Path, step: int) -> None:
 
 def _exists(target: Path, step: int) -> StepExistsError:
     return StepExistsError(
-        f"Step {step} is there already: {target}. A saved step is never overwritten; remove it, resume from it, or "
-        "save to another folder. Two callbacks of one fit cannot share a folder: give one of them both rules "
-        "(max_to_keep, keep_best, keep_every_steps, …), or each a folder of its own"
+        f"Cannot save step {step}: {target} exists, and a saved step is never overwritten. Remove it, resume from it, "
+        "or save to another folder. Two callbacks of one fit() cannot share a folder: give one of them all rules "
+        "(max_to_keep, keep_best, keep_every_steps, …), or each its own folder"
     )

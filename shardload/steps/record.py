@@ -109,6 +109,7 @@ def _count(found: Any) -> int | None:
 
 
 def _number(found: Any) -> float | None:
+    # bool is an int in Python, and a number beyond the limit cannot come from a metric.
     usable = isinstance(found, (int, float)) and not isinstance(found, bool) and abs(found) < _LARGEST
     return float(found) if usable or found in (math.inf, -math.inf) else None
 

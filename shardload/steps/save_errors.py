@@ -46,10 +46,11 @@ def save_error(cause: BaseException, *, step: int | str, folder: str | os.PathLi
     if isinstance(cause, SaveError):
         return cause
     number = errno_of(cause)
-    said = f"{type(cause).__name__}: {str(cause).rstrip('. ')}"
-    why = f"{os.strerror(number)} ({said})" if number else said
+    reported = f"{type(cause).__name__}: {str(cause).rstrip('. ')}"
+    why = f"{os.strerror(number)} ({reported})" if number else reported
+    # Writers report a removed folder in many ways, often as an error of their own metadata.
     if not Path(folder).parent.exists() and number in (None, errno.ENOENT):
-        number, why = errno.ENOENT, f"the folder {Path(folder).parent} was removed ({said})"
+        number, why = errno.ENOENT, f"the folder {Path(folder).parent} was removed ({reported})"
     return describe(why, step=step, folder=folder, number=number)
 
 
@@ -59,7 +60,7 @@ def describe(
     step: int | str,
     folder: str | os.PathLike[str],
     number: int | None = None,
-    others: str = "Steps saved before are untouched",
+    others: str = "Earlier steps are untouched",
 ) -> SaveError:
     """Build a `SaveError` with the standard wording.
 
@@ -71,7 +72,7 @@ def describe(
         others: A sentence about the steps saved earlier.
     """
     advice = f". {_ADVICE[number]}" if number in _ADVICE else ""
-    made = SaveError(f"Step {step} could not be saved to {os.fspath(folder)}: {why}{advice}. {others}")
+    made = SaveError(f"Cannot save step {step} to {os.fspath(folder)}: {why}{advice}. {others}")
     made.errno = number
     return made
 

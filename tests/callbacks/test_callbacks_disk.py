@@ -79,7 +79,7 @@ def assert_saved(seen, newest):
 
 def test_a_disk_that_fills_up_is_told_and_costs_no_step(disk):
     first, again = disk["full"]["first"], disk["full"]["again"]
-    assert_failed(first, r"Step 3 could not .*No space left on device.*Free some room", errno=28, steps=[1, 2])
+    assert_failed(first, r"Cannot save step 3 .*No space left on device.*Free some room", errno=28, steps=[1, 2])
     assert first["batches"] == 3  # it was raised in the fourth, before this callback was told of it
     assert_saved(again, 2 + again["batches"])
 
@@ -105,15 +105,15 @@ def test_wherever_the_room_ends_it_is_told(disk):
 def test_staging_on_another_disk_is_told_with_the_way_out(disk):
     seen = disk["other_disk"]
     assert_failed(
-        seen["first"], r"Step 1 .*cross-device.*\.staging must be on the same file system", errno=18, steps=[]
+        seen["first"], r"step 1 .*cross-device.*\.staging must be on the same file system", errno=18, steps=[]
     )
     assert_saved(seen["again"], 4)
 
 
 def test_a_disk_that_becomes_read_only(disk):
     seen = disk["read_only"]
-    assert_failed(seen["between"], r"Step 3 could not .*Read-only file system", errno=30, steps=[1, 2])
-    assert_failed(seen["start"], r"No step can be saved to .*Read-only file system", errno=30, steps=[1, 2])
+    assert_failed(seen["between"], r"Cannot save step 3 .*Read-only file system", errno=30, steps=[1, 2])
+    assert_failed(seen["start"], r"Cannot save steps to .*Read-only file system", errno=30, steps=[1, 2])
     assert seen["start"]["batches"] == 0
     assert_saved(seen["again"], 2 + seen["again"]["batches"])
 
@@ -124,14 +124,14 @@ def test_a_disk_that_becomes_read_only(disk):
 @pytest.mark.parametrize("where", ["itself", "above"])
 def test_a_folder_this_user_may_not_write_to_is_told_before_training(folder, where):
     seen = folder["denied_at_start"][where]
-    assert_failed(seen, "No step can be saved to .*: Permission denied. .*may write to", errno=13, steps=[])
+    assert_failed(seen, "Cannot save steps to .*: Permission denied. .*may write to", errno=13, steps=[])
     assert seen["batches"] == 0
 
 
 @pytest.mark.parametrize("where", ["root", "staging"])
 def test_a_folder_that_is_closed_in_between(folder, where):
     seen, again = folder["denied_in_between"][where], folder["denied_in_between"][f"{where} again"]
-    assert_failed(seen, "Step 3 could not .*Permission denied.*Grant this user write", errno=13, steps=[1, 2])
+    assert_failed(seen, "Cannot save step 3 .*Permission denied.*Grant this user write", errno=13, steps=[1, 2])
     assert seen["batches"] <= 3
     assert_saved(again, 2 + again["batches"])
 
@@ -140,7 +140,7 @@ def test_an_older_step_that_is_closed_is_not_taken_for_a_failed_save(folder):
     seen = folder["older_denied"]
     assert seen["all stay"]["error"] is None and seen["a"] == {"steps": [1, 2, 3, 4], "bad": [], "staged": []}
     told = seen["not to be listed"]["error"]["text"]
-    assert re.search(r"Step 3 is saved in .*/1 may be a step, but cannot be read: Permission denied", told)
+    assert re.search(r"Step 3 is saved in .*/1, which may be a step: Permission denied", told)
     assert seen["b"] == {"steps": [1, 2, 3], "bad": [], "staged": []}
 
 
@@ -159,15 +159,15 @@ def test_a_step_that_cannot_be_removed_is_told_with_what_is_left_of_it(folder):
     ("how", "why", "errno", "kept"),
     [
         ("removed", "the folder was removed or renamed", 2, None),
-        ("emptied", "another folder took the place", None, None),
-        ("linked", "another folder took the place", None, [1, 2]),
+        ("emptied", "another folder has replaced", None, None),
+        ("linked", "another folder has replaced", None, [1, 2]),
         ("moved", "the folder was removed or renamed", 2, [1, 2]),
     ],
 )
 def test_a_root_that_goes_away_is_told_and_nothing_is_written_in_its_place(folder, how, why, errno, kept):
     seen = folder["gone"][how]
     error = seen["error"]
-    assert re.match(rf"Step 3 could not be saved to .*{why}", error["text"]) and error["errno"] == errno
+    assert re.match(rf"Cannot save step 3 to .*{why}", error["text"]) and error["errno"] == errno
     assert "untouched" not in error["text"]
     assert seen["left"] == [] and seen["batches"] == 2
     assert kept is None or seen["away"] == {"steps": kept, "bad": [], "staged": []}
@@ -186,7 +186,7 @@ def test_a_root_that_moves_and_leaves_a_link_goes_on(folder):
 def test_what_is_removed_while_a_step_is_written_does_not_make_a_step(folder, what, why):
     seen, again = folder["gone_while_saving"][what], folder["gone_while_saving"][f"{what} again"]
     assert seen["steps"] == [1], "a step without what was removed"
-    assert re.match(rf"Step 2 could not be saved to .*{why}.*untouched", seen["error"]["text"]), seen["error"]
+    assert re.match(rf"Cannot save step 2 to .*{why}.*untouched", seen["error"]["text"]), seen["error"]
     assert seen["error"]["errno"] == 2 and seen["bad"] == []
     assert_saved(again, 1 + again["batches"])
 
@@ -195,7 +195,7 @@ def test_what_is_removed_while_a_step_is_written_does_not_make_a_step(folder, wh
 def test_a_root_that_goes_away_while_a_step_is_written(folder, how):
     seen = folder["gone_while_saving"][how]
     # Whoever writes a file may make the folders above it anew: then another folder is there, and holds no step.
-    assert re.match(r"Step 2 could not .*(the folder was removed|another folder took)", seen["error"]["text"])
+    assert re.match(r"Cannot save step 2 .*(the folder was removed|another folder has replaced)", seen["error"]["text"])
     assert not isinstance(seen["steps"], list) or seen["steps"] == []
     assert how == "root" or (seen["away"]["steps"], seen["away"]["bad"]) == ([1], [])
 

@@ -33,7 +33,9 @@ def after_writing(monkeypatch, do):
 
 @pytest.mark.slow
 def test_two_callbacks_of_one_folder_are_told_the_way_out(tmp_path):
-    with pytest.raises(StepExistsError, match=r"Step 4 is there already.*Two callbacks.*give one of them both rules"):
+    with pytest.raises(
+        StepExistsError, match=r"Cannot save step 4: .* exists.*Two callbacks.*give one of them all rules"
+    ):
         fit(compiled(), OrbaxCheckpoint(tmp_path), OrbaxCheckpoint(tmp_path, "loss", save_best_only=True))
     assert steps_in(tmp_path) == [4]
 
@@ -50,7 +52,7 @@ def test_a_file_that_is_removed_before_the_digests_are_made_is_missed(tmp_path, 
 
     after_writing(monkeypatch, remove)
     averages = {"averages": {"w": np.arange(4096.0)}}  # long enough for a file of its own
-    with pytest.raises(SaveError, match=r"Step 4 could not .*not whole: .*Something removed it"):
+    with pytest.raises(SaveError, match=r"Cannot save step 4 .*not whole: .*Something removed it"):
         fit(compiled(), OrbaxCheckpoint(tmp_path, checkpointables=averages))
     assert steps_in(tmp_path) == []
 
@@ -60,14 +62,16 @@ def test_a_file_that_is_removed_before_the_digests_are_made_is_missed(tmp_path, 
 
 def test_an_older_step_that_cannot_be_looked_into_is_named_with_the_way_out(tmp_path, monkeypatch):
     def deny(root):
-        raise SourceError(f"{root}/1 may be a step, but cannot be read: Permission denied. Grant this user read access")
+        raise SourceError(f"Cannot read {root}/1, which may be a step: Permission denied. Grant this user read access")
 
     monkeypatch.setattr(_retention, "list_steps", deny)
     with pytest.raises(SaveError) as caught:
         fit(compiled(), OrbaxCheckpoint(tmp_path))
     told = str(caught.value)
     assert told.startswith(f"Step 4 is saved in {tmp_path}/4, but what was to follow failed: older steps could not be")
-    assert "as max_to_keep=1 wants" in told and "/1 may be a step" in told and "Grant this user read access" in told
+    assert (
+        "as max_to_keep=1 wants" in told and "/1, which may be a step" in told and "Grant this user read access" in told
+    )
     assert steps_in(tmp_path) == [4]
 
 
@@ -83,7 +87,7 @@ def test_a_failed_save_prints_no_traceback_of_orbax(tmp_path, monkeypatch, capfd
         return pending
 
     monkeypatch.setattr(orbax_writer, "start_save", start)
-    with pytest.raises(SaveError, match=r"Step 4 could not be saved .*was removed"):
+    with pytest.raises(SaveError, match=r"Cannot save step 4 .*was removed"):
         fit(compiled(), OrbaxCheckpoint(tmp_path))
     told = capfd.readouterr()
     assert "Traceback" not in told.err + told.out
@@ -92,7 +96,7 @@ def test_a_failed_save_prints_no_traceback_of_orbax(tmp_path, monkeypatch, capfd
 @pytest.fixture
 def long_ago(monkeypatch):
     """No save of ours is written, and none failed lately."""
-    monkeypatch.setattr(orbax_log_filter, "_written", 0)
+    monkeypatch.setattr(orbax_log_filter, "_saving", 0)
     monkeypatch.setattr(orbax_log_filter, "_failed_at", -orbax_log_filter.STRAGGLERS_S)
 
 
@@ -103,13 +107,13 @@ def record(path, level=logging.ERROR):
 def test_orbax_is_silent_about_our_saves_only(long_ago):
     of_orbax, of_others = record("/lib/orbax/checkpoint/future.py"), record("/lib/other/thing.py")
     assert orbax_log_filter._is_worth_logging(of_orbax) and orbax_log_filter._is_worth_logging(of_others)
-    orbax_log_filter.begins()
+    orbax_log_filter.save_began()
     assert not orbax_log_filter._is_worth_logging(of_orbax) and orbax_log_filter._is_worth_logging(of_others)
     assert orbax_log_filter._is_worth_logging(record("/lib/orbax/checkpoint/future.py", logging.WARNING))
-    orbax_log_filter.ended(failed=False)
+    orbax_log_filter.save_ended(failed=False)
     assert orbax_log_filter._is_worth_logging(of_orbax)
-    orbax_log_filter.begins()
-    orbax_log_filter.ended(failed=True)
+    orbax_log_filter.save_began()
+    orbax_log_filter.save_ended(failed=True)
     assert not orbax_log_filter._is_worth_logging(of_orbax)
 
 
@@ -142,8 +146,8 @@ def test_what_orbax_left_behind_is_collected_silently_once_a_save_failed(long_ag
         warnings.simplefilter("always")
         async_serialize_from_host()
         assert len(told) == 1 and "never awaited" in str(told[0].message)
-        orbax_log_filter.begins()
-        orbax_log_filter.ended(failed=True)
+        orbax_log_filter.save_began()
+        orbax_log_filter.save_ended(failed=True)
         async_serialize_from_host()
         assert len(told) == 1
         of_somebody_else()

@@ -46,7 +46,7 @@ def test_steps_are_listed_with_the_best(root):
 
 def test_no_such_folder_is_one_paragraph(tmp_path):
     done = run("steps", tmp_path / "nothing")
-    assert done.returncode == 1 and "There is no folder" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 1 and "there is no such folder" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_an_undamaged_run_is_verified(root):

@@ -168,7 +168,7 @@ def test_a_folder_removed_while_saving_is_the_cause_that_is_told(tmp_path):
     pending = start_save(staging.path, {"pytree": arrays(1 << 24)}, step=4)
     while root.exists():  # Orbax may be making files while we remove
         shutil.rmtree(root, ignore_errors=True)
-    with pytest.raises(SaveError, match=r"Step 4 could not be saved to .*(removed|gone|No such file)"):
+    with pytest.raises(SaveError, match=r"Cannot save step 4 to .*(removed|gone|No such file)"):
         pending.result()
 
 
@@ -192,7 +192,7 @@ def test_a_full_disk_is_told_and_older_steps_stay(tmp_path):
         if disk is None:  # nobody here may mount: the text of the error is tested below
             return
         save(disk, 1, {"pytree": arrays()})
-        with pytest.raises(SaveError, match=r"Step 2 .*No space left on device.*Free some room") as caught:
+        with pytest.raises(SaveError, match=r"step 2 .*No space left on device.*Free some room") as caught:
             save(disk, 2, {"pytree": arrays(1 << 23)})
         assert caught.value.errno == errno.ENOSPC
         assert [info.step for info in list_steps(disk)] == [1]
@@ -213,7 +213,7 @@ def test_the_real_cause_is_found(tmp_path, cause, number):
     for error in (cause, wrapped(cause)):
         made = save_error(error, step=9, folder=tmp_path / "x")
         assert made.errno == number
-        assert "Step 9 could not be saved" in str(made)
+        assert "Cannot save step 9" in str(made)
         assert (os.strerror(number) if number else type(error).__name__) in str(made)
 
 
@@ -225,5 +225,5 @@ def wrapped(cause):
 
 def test_a_file_in_the_way_is_told(tmp_path):
     (tmp_path / "x").touch()
-    with pytest.raises(SaveError, match="Step 1 could not be saved"):
+    with pytest.raises(SaveError, match="Cannot save step 1"):
         start_save(tmp_path / "x", {"pytree": arrays()}, step=1).result()

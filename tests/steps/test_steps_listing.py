@@ -100,7 +100,7 @@ def test_finding_a_step(tmp_path):
 
 
 def test_what_cannot_be_found(tmp_path):
-    with pytest.raises(SourceNotFoundError, match="no folder"):
+    with pytest.raises(SourceNotFoundError, match="no such folder"):
         find_step(tmp_path / "none", "latest")
     with pytest.raises(SourceNotFoundError, match="contains no steps"):
         find_step(tmp_path, "latest")
@@ -113,7 +113,7 @@ def test_what_cannot_be_found(tmp_path):
     with pytest.raises(SourceNotFoundError, match=r"single checkpoint of Orbax: use shardload\.load_weights"):
         find_step(tmp_path / "final", "latest")
     for wrong in ("newest", True, 1.0, None):
-        with pytest.raises(UsageError, match="should be"):
+        with pytest.raises(UsageError, match="Cannot find step"):
             find_step(tmp_path, wrong)
 
 
@@ -162,7 +162,7 @@ def test_a_record_that_is_not_as_it_was_saved_does_not_say_what_is_best(tmp_path
 
 def test_the_home_of_nobody_is_a_folder_of_that_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SourceNotFoundError, match="There is no folder ~nosuchuser/run"):
+    with pytest.raises(SourceNotFoundError, match="in ~nosuchuser/run: there is no such folder"):
         list_steps("~nosuchuser/run")
     (tmp_path / "~nosuchuser" / "run").mkdir(parents=True)
     assert list_steps("~nosuchuser/run") == []

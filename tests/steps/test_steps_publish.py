@@ -70,7 +70,7 @@ def test_a_failed_flush_is_no_step(tmp_path, monkeypatch):
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(SaveError, match=r"Step 7 .*Input/output error.*untouched") as caught:
+    with pytest.raises(SaveError, match=r"step 7 .*Input/output error.*untouched") as caught:
         staging.publish()
     assert caught.value.errno == errno.EIO
     assert list_steps(tmp_path) == []
@@ -78,7 +78,7 @@ def test_a_failed_flush_is_no_step(tmp_path, monkeypatch):
 
 def test_a_step_is_never_overwritten(tmp_path):
     save_step(tmp_path, 7)
-    with pytest.raises(StepExistsError, match="Step 7 is there already"):
+    with pytest.raises(StepExistsError, match="Cannot save step 7"):
         Staging.begin(tmp_path, 7)
     assert isinstance(StepExistsError("x"), FileExistsError)
 
@@ -145,11 +145,11 @@ def test_a_folder_that_may_not_be_written(tmp_path):
             folder.chmod(0o555)
             with (
                 ordinary_user(),
-                pytest.raises(SaveError, match=r"Step 2 .*Permission denied.*Grant this user") as caught,
+                pytest.raises(SaveError, match=r"step 2 .*Permission denied.*Grant this user") as caught,
             ):
                 Staging.begin(root, 2)
             assert caught.value.errno == errno.EACCES
-            with ordinary_user(), pytest.raises(WriteError, match="Step 1 cannot be removed"):
+            with ordinary_user(), pytest.raises(WriteError, match="Cannot remove step 1"):
                 remove_step(root, 1)
         Path(root).chmod(0o755)
         assert verify(Path(root) / "1") == []
@@ -173,7 +173,7 @@ def test_a_root_that_was_replaced_is_noticed(tmp_path):
     (tmp_path / "run").rename(tmp_path / "old")
     (tmp_path / "run").mkdir()
     for act in (staging.publish, lambda: Staging.begin(root, 8)):
-        with pytest.raises(SaveError, match="another folder took the place"):
+        with pytest.raises(SaveError, match="another folder has replaced"):
             act()
     assert names(tmp_path / "run") == []
 
@@ -201,7 +201,7 @@ def test_discard_leaves_nothing_and_may_be_repeated(tmp_path):
 
 @pytest.mark.parametrize("step", [-1, 1.0, True, "7", None])
 def test_steps_are_whole_numbers(tmp_path, step):
-    with pytest.raises(UsageError, match="non-negative integer"):
+    with pytest.raises(UsageError, match="expected a non-negative integer"):
         Staging.begin(tmp_path, step)
 
 
@@ -263,7 +263,7 @@ def test_a_removed_step_is_gone(tmp_path):
     remove_step(tmp_path, 1)
     assert [info.step for info in list_steps(tmp_path)] == [2]
     assert names(tmp_path / ".staging") == []
-    with pytest.raises(SourceNotFoundError, match="no step 1"):
+    with pytest.raises(SourceNotFoundError, match="Cannot remove step 1"):
         remove_step(tmp_path, 1)
 
 

@@ -16,7 +16,7 @@ from shardload.steps import digests
 from shardload.steps.listing import find_step, list_steps
 from shardload.verifying import verify
 
-RENAMED = r"9: it holds step 4, so the folder was copied or renamed\. Rename it to 4; a copy needs a name that is no"
+RENAMED = r"9: it contains step 4, so the folder was copied or renamed\. Rename it to 4; a copy needs a name that is no"
 
 
 def build():
@@ -61,7 +61,7 @@ def test_restore_refuses_it_and_offers_the_newest_good_step(run, step):
 def test_the_step_before_it_is_a_way_out(run):
     report = shardload.restore(build(), run, fallback="previous")
     assert any("step 7" in note and "verified" in note for note in report.notes)
-    assert any("step 9" in note and "holds step 4" in note for note in report.notes)
+    assert any("step 9" in note and "contains step 4" in note for note in report.notes)
 
 
 def test_best_is_the_original_or_says_what_became_of_it(run):
@@ -98,15 +98,15 @@ def test_a_link_with_another_number_is_no_newer_step(run):
 
 
 def test_the_list_and_verify_say_so(run):
-    assert [info.problems for info in list_steps(run)] == [None, None, "holds step 4: copied or renamed"]
+    assert [info.problems for info in list_steps(run)] == [None, None, "contains step 4: copied or renamed"]
     assert [verdict.verdict for verdict in verify(run)] == ["verified", "verified", "damaged"]
     (found,) = digests.verify(run / "9")
-    assert "holds step 4" in str(found) and "step 9" in str(found)
+    assert "contains step 4" in str(found) and "step 9" in str(found)
 
 
 def test_a_number_that_is_gone_is_found_under_its_new_name(run):
     shutil.rmtree(run / "4")
-    with pytest.raises(SourceNotFoundError, match=r"has no step 4\. The folder 9 holds it"):
+    with pytest.raises(SourceNotFoundError, match=r"has no step 4\. The folder 9 contains it"):
         find_step(run, 4)
 
 
@@ -154,7 +154,7 @@ def test_from_afar_by_its_own_address(run, store):
     for address in (f"{store.http}/run/9", f"{store.s3}/run"):
         with pytest.raises(DamagedError, match=RENAMED):
             shardload.load_weights(build(), address)
-    assert [info.problems for info in list_steps(f"{store.s3}/run")][-1] == "holds step 4: copied or renamed"
+    assert [info.problems for info in list_steps(f"{store.s3}/run")][-1] == "contains step 4: copied or renamed"
     assert [verdict.verdict for verdict in verify(f"{store.s3}/run")] == ["verified", "verified", "damaged"]
     report = shardload.restore(build(), f"{store.s3}/run", fallback="previous")
     assert any("step 7" in note for note in report.notes)
