@@ -95,6 +95,7 @@ class _Walk:
     node_file_bytes: int = 0
 
     def walk(self) -> Iterator[tuple[str, OcdbtValue]]:
+        self.folder.local_path()  # fetches small remote files, this one among them
         manifest = self.folder / MANIFEST
         size = self._file(MANIFEST)[1]
         if size > MAX_MANIFEST_BYTES:
@@ -117,6 +118,7 @@ class _Walk:
         if found.length > MAX_NODE_BYTES or not depth:
             raise UnsafeSourceError(f"{found.path} contains a B-tree node of {found.length} bytes, or one too deep")
         self._count(found)
+        found.path.local_path()  # TensorStore opens the file itself: a remote one is fetched now, and read only once
         _refuse_inflation(found.read(MAX_NODE_BYTES, what="a B-tree node"), found.path)
         node = self._dump(location, found.path)
         for entry in node["entries"]:
@@ -170,7 +172,6 @@ class _Walk:
     def _dump(self, location: str | None, path: Location) -> Any:
         import tensorstore as ts  # 0.2 s to import
 
-        path.local_path()  # TensorStore opens the file itself: a remote one is fetched first
         folder = f"{self.folder.local_path()}/"
         try:
             base = ts.KvStore.open({"driver": "file", "path": folder}).result()

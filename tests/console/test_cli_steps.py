@@ -113,7 +113,7 @@ def test_diff_of_two_steps(root):
 def test_what_is_no_checkpoint_is_not_called_damaged(tmp_path):
     (tmp_path / "note.txt").write_text("hello")
     done = run("verify", tmp_path / "note.txt")
-    assert done.returncode == 1 and done.stdout == "" and "no format known here" in done.stderr
+    assert done.returncode == 1 and done.stdout == "" and "matches no known format" in done.stderr
     assert "Traceback" not in done.stderr
 
 

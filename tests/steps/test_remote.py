@@ -55,7 +55,7 @@ def test_everything_on_any_mesh_bit_for_bit(objects, store, scheme, mesh):
     assert same(target, objects[1])
     assert report.source == address(store, scheme, "run/1")
     assert "step 1 (epoch 0), verified" in report.notes
-    assert store.sent_of(DATA) <= report.bytes.read <= 1.1 * report.bytes.needed
+    assert store.sent_of("process_0/d/") <= report.bytes.read <= 1.1 * report.bytes.needed
     assert report.host_bytes.peak_staging <= 1.1 * report.host_bytes.budget
 
 
@@ -83,7 +83,7 @@ def test_compressed_chunks_across_a_layout(objects, store, scheme, budget):
     url = address(store, scheme, "packed/1")
     report = shardload.restore(target, url, mesh="1x8", layout=rows((1, 8)), host_memory_bytes=budget)
     assert same(target, objects[1])
-    assert store.sent_of(DATA) <= report.bytes.read <= 1.1 * report.bytes.needed
+    assert store.sent_of("process_0/d/") <= report.bytes.read <= 1.1 * report.bytes.needed
     assert report.bytes.needed < sum(array.nbytes for array in state(objects[1]))
     assert report.host_bytes.peak_staging <= 1.1 * report.host_bytes.budget
 

@@ -10,6 +10,7 @@ from shardload.errors import LayoutError
 from shardload.manifest import View
 from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
+from shardload.stores.local import located
 from shardload.transfer.planning import Binding, make_plan
 
 MESHES = [MeshSpec.parse(m) for m in ("1x1", "1x3", "1x8", "8x1", "2x4", "data=2,fsdp=2,model=2")]
@@ -78,7 +79,7 @@ def test_any_view_in_any_layout(tmp_path_factory, data, pair, placement):
     value, seen = pair
     path = tmp_path_factory.mktemp("any") / "f.bin"
     decoded, alignment = data.draw(st.booleans()), data.draw(st.sampled_from([1, 4]))
-    source = Rows(value, path=str(path), alignment=alignment) if decoded else value
+    source = Rows(value, path=located(path), alignment=alignment) if decoded else value
     manifest = manifest_of(path, {"pad": np.zeros(data.draw(st.integers(0, 3)), np.uint8), "t": source})
     layout = data.draw(layouts(seen.shape))
     target = Binding("v", view_of("t", value, seen), value.dtype, layout)
