@@ -70,7 +70,7 @@ def like_weights(n_bytes: int) -> dict[str, Any]:
 
 def ours(folder: Path, tree: Any) -> None:
     """A step as the callback writes it, until it is published."""
-    from shardload.callbacks._writer import SaveJob, Writer
+    from shardload.callbacks.writer import SaveJob, Writer
     from shardload.steps.publish import Root
 
     writer = Writer(Root(folder, create=True))

@@ -21,14 +21,14 @@ from typing import Any, Literal
 
 import keras
 
-from shardload.callbacks import _records
-from shardload.callbacks._best import Best
-from shardload.callbacks._contents import Contents
-from shardload.callbacks._monitor import Monitor, plain_logs
-from shardload.callbacks._preemption import Preemption
-from shardload.callbacks._resume import Resumption, forget_beginning, go_on, iterator_record, joined
-from shardload.callbacks._retention import Retention, remover
-from shardload.callbacks._writer import SaveJob, Writer, finish_others
+from shardload.callbacks import step_records
+from shardload.callbacks.best import Best
+from shardload.callbacks.contents import Contents
+from shardload.callbacks.monitor import Monitor, plain_logs
+from shardload.callbacks.preemption import Preemption
+from shardload.callbacks.resume import Resumption, forget_beginning, go_on, iterator_record, joined
+from shardload.callbacks.retention import Retention, remover
+from shardload.callbacks.writer import SaveJob, Writer, finish_others
 from shardload.data import Position, follow, stop_following
 from shardload.distributed import processes
 from shardload.errors import SaveError, UsageError
@@ -101,7 +101,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         save_on_background: bool = True,
         save_weights_only: bool = False,
         *,
-        metadata: _records.Metadata = None,
+        metadata: step_records.Metadata = None,
         checkpointables: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
         data_iterator: Any = None,
         compression: Literal["none", "zstd"] = "none",
@@ -117,10 +117,10 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         initial_epoch: int | None = None,
     ) -> None:
         super().__init__()
-        _records.check_directory(directory)
-        _records.check_frequency(save_freq)
-        _records.check_choices(compression=compression, best_of=best_of)
-        _records.check_initial_epoch(initial_epoch)
+        step_records.check_directory(directory)
+        step_records.check_frequency(save_freq)
+        step_records.check_choices(compression=compression, best_of=best_of)
+        step_records.check_initial_epoch(initial_epoch)
         if not (isinstance(resume, int) or resume in ("latest", "best")):
             raise UsageError(f'resume is True, False, "latest", "best" or a step\'s number; got {resume!r}')
         self.verbose = verbose
@@ -129,10 +129,10 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self.max_to_keep = max_to_keep
         self.save_on_background = save_on_background
         self.save_weights_only = save_weights_only
-        self.metadata = metadata if callable(metadata) else _records.checked_metadata(metadata)
+        self.metadata = metadata if callable(metadata) else step_records.checked_metadata(metadata)
         self.checkpointables = checkpointables
         if not callable(checkpointables):
-            _records.checked_items(checkpointables or {})
+            step_records.checked_items(checkpointables or {})
         self.data_iterator = data_iterator
         self.compression = compression
         self.background_delete = background_delete
@@ -195,7 +195,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         finish_others(self._root, but=self._writer)
         self._writer.witness.begin()
         orbax_writer.prepare()
-        _records.prepare_serialising()
+        step_records.prepare_serialising()
         self._writer.channel.first(self._clear_up)
         model = self.model
         if self._retention.best:
@@ -203,7 +203,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         steps = self._steps()
         newest = steps[-1].step if steps else -1
         self._last_saved = max(self._last_saved, newest)
-        self._total = max(self._total, newest, _records.iterations(model))
+        self._total = max(self._total, newest, step_records.iterations(model))
         self._contents.forget()
         self._position = follow(model)
         given = {"data_iterator": self.data_iterator, "initial_epoch": self.initial_epoch}
@@ -344,15 +344,15 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             keep_best=self._retention.best,
             save_weights_only=self.save_weights_only,
             metadata=self._metadata_for(step, logs),
-            versions=_records.versions(),
+            versions=step_records.versions(),
             saved_unix_s=time.time(),
             **self._best.record(),
-            **_records.placement(state),
+            **step_records.placement(state),
         )
         if self.verbose:
             self._say(f"\nStep {step}: saving to {self.directory / str(step)}\n")
         records = {"step.json": record.to_json(), "structure.json": state.to_json()}
-        own = {} if self.data_iterator is None else _records.iterator_record(self.data_iterator)
+        own = {} if self.data_iterator is None else step_records.iterator_record(self.data_iterator)
         place = iterator_record(self._position, own)
         if iterator := joined(self._writer.channel.together(lambda: place)):
             records["iterator.json"] = iterator
@@ -371,7 +371,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _metadata_for(self, step: int, logs: Mapping[str, float]) -> Any:
         if callable(self.metadata):
-            return _records.checked_metadata(self.metadata(step, logs))
+            return step_records.checked_metadata(self.metadata(step, logs))
         return self.metadata
 
     def _after(self) -> Iterator[Callable[[int, Path], None]]:

@@ -96,7 +96,7 @@ def views_of(backbone: Any, config: Mapping[str, Any]) -> tuple[Binding, ...]:
     by_tensor: dict[str, list[Binding]] = {}
     for binding in mapping.bindings:
         by_tensor.setdefault(binding.view.tensor, []).append(binding)
-    problems += [name for name, tensor in manifest.tensors.items() if not _covers(by_tensor.get(name, ()), tensor)]
+    problems += [name for name, tensor in manifest.tensors.items() if not covers(by_tensor.get(name, ()), tensor)]
     if problems:
         kind = type(backbone).__name__
         raise UnsupportedError(
@@ -124,7 +124,7 @@ def wanted(bindings: Iterable[Binding], shapes: Mapping[str, Tensor], dtypes: Ma
     return found
 
 
-def _covers(bindings: Sequence[Binding], tensor: Tensor) -> bool:
+def covers(bindings: Sequence[Binding], tensor: Tensor) -> bool:
     """Whether views cover each element of their tensor exactly once."""
     if len(bindings) == 1:
         return _is_dense(bindings[0].view, tensor)

@@ -34,9 +34,9 @@ _COMPUTING = ("keras", "keras-hub", "numpy")
 
 def write_all(source: Source, plan: Plan, staging: ConversionFolder, *, block_bytes: int, progress: Progress) -> int:
     """Make the files and fill in the missing tensors; return how many tensors an earlier run had finished."""
-    staging.begin(_identity(source, plan, staging.target))
+    staging.begin(identity(source, plan, staging.target))
     if staging.places is None:
-        _check_room(staging.target, plan)
+        check_room(staging.target, plan)
         staging.note_places(plan.make(staging.result))
     assert staging.places is not None
     work = _Work(staging, {place.name: place for place in staging.places}, block_bytes, progress)
@@ -126,7 +126,7 @@ class _Work:
         return digest(self.staging.result, self.places[copy.wanted.name], copy.wanted.dtype.itemsize)
 
 
-def _identity(source: Source, plan: Plan, target: Path) -> str:
+def identity(source: Source, plan: Plan, target: Path) -> str:
     """Return a digest of everything that determines the output."""
     # A file replaced by one of the same size and time of change differs in its inode or ctime.
     files = [
@@ -150,7 +150,8 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _check_room(target: Path, plan: Plan) -> None:
+def check_room(target: Path, plan: Plan) -> None:
+    """Refuse a plan that the disk has no room for."""
     free = shutil.disk_usage(target.parent).free
     if free < plan.nbytes + _SPARE_BYTES:
         raise WriteError(

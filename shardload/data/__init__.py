@@ -18,8 +18,8 @@ import contextlib
 import functools
 from typing import Any
 
-from shardload.data import _global_batches
-from shardload.data._position import (
+from shardload.data import global_batches
+from shardload.data.position import (
     Origin,
     Position,
     Reading,
@@ -105,7 +105,7 @@ def _checked(dataset: Any, global_batch_size: int) -> Reading:
     try:
         dataset.batch(global_batch_size)
     except ValueError as error:
-        raise UsageError(_global_batches.NO_NUMBERS) from error
+        raise UsageError(global_batches.NO_NUMBERS) from error
     sizes = {"examples": length(dataset), "repeated": repeated_length(dataset)}
     return Reading(global_batch_size=global_batch_size, **sizes)
 
@@ -180,7 +180,7 @@ def _resumable_class() -> Any:
 
         def __iter__(self) -> Any:
             size = self._reading.global_batch_size
-            inner = iter(self._parent) if size is None else _global_batches.read(self._parent, size)
+            inner = iter(self._parent) if size is None else global_batches.read(self._parent, size)
             return Iterator(inner, self._reading)
 
     return Resumable

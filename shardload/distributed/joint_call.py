@@ -15,9 +15,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from shardload.distributed import processes
 from shardload.distributed.processes import Channel, Word
@@ -38,11 +38,12 @@ class JointCall:
         on_end: Called before this process is terminated.
     """
 
-    _numbers = itertools.count()
+    numbers: ClassVar[Iterator[int]] = itertools.count()
+    """Numbers of the calls that this process takes part in."""
 
     def __init__(self, *, on_end: Callable[[], None] = lambda: None) -> None:
         self._on_end = on_end
-        self._channel = Channel(f"call-{next(JointCall._numbers)}")
+        self._channel = Channel(f"call-{next(JointCall.numbers)}")
         self.name = self._channel.name
         self._beat = processes.heartbeat()
         self._flags = f"{self._channel.name}/failed/"

@@ -79,7 +79,7 @@ def coordinator() -> str:
 @functools.cache
 def heartbeat() -> Heartbeat:
     """Return the heartbeat of this process; the first call starts it."""
-    made = Heartbeat(_client(), index=index(), let_go=_let_go)
+    made = Heartbeat(run_client(), index=index(), let_go=_let_go)
     made.start()
     return made
 
@@ -89,7 +89,7 @@ def leave_unheard() -> None:
     """Report the exit of a program that never made a joint call, likely due to an error, so that it is not awaited."""
     if are_several() and not heartbeat.cache_info().currsize:
         with suppress(Exception):  # the service is gone
-            Heartbeat.say_left(_client(), index())
+            Heartbeat.say_left(run_client(), index())
 
 
 _starting: list[threading.Timer] = []
@@ -202,13 +202,13 @@ class Channel:
         Raises:
             ProcessLostError: If the first member, which collects the messages, was lost.
         """
-        beat, client = heartbeat(), _client()
+        beat, client = heartbeat(), run_client()
         base, wait = f"{self.name}/{self._number}", _Wait(beat, hurried, check)
         members = self._all()
         self._number += 1
         try:
             if index() != members[0]:
-                _patiently(lambda: client.key_value_set(f"{base}/word/{index()}", json.dumps(word)), beat)
+                patiently(lambda: client.key_value_set(f"{base}/word/{index()}", json.dumps(word)), beat)
                 answer = wait.hear(client, f"{base}/all", of=members[0])
                 return {} if answer is None else {int(i): heard for i, heard in json.loads(answer).items()}
             words = {i: word if i == index() else wait.word(client, f"{base}/word/{i}", of=i) for i in members}
@@ -257,7 +257,7 @@ class _Wait:
                 return None
 
 
-def _patiently(request: Callable[[], None], beat: Heartbeat) -> None:
+def patiently(request: Callable[[], None], beat: Heartbeat) -> None:
     """Make a request that a running process 0 answers at once and a stopped one never answers."""
     raised: list[BaseException] = []
 
@@ -279,7 +279,7 @@ def _patiently(request: Callable[[], None], beat: Heartbeat) -> None:
 
 def post(key: str, word: Word) -> None:
     """Set a key for processes that read it with `Heartbeat.ask`."""
-    _patiently(lambda: _client().key_value_set(key, json.dumps(word), allow_overwrite=True), heartbeat())
+    patiently(lambda: run_client().key_value_set(key, json.dumps(word), allow_overwrite=True), heartbeat())
 
 
 def described(error: BaseException) -> Word:
@@ -315,7 +315,8 @@ def from_elsewhere(process: int, heard: Word, *, foreign: type[ShardloadError]) 
     return made
 
 
-def _client() -> Any:
+def run_client() -> Any:
+    """Return the client of this run's key-value store."""
     client = _distributed.global_state.client
     if client is None:
         raise ProcessLostError(

@@ -61,7 +61,8 @@ def written_since(folder: str, unix_s: float) -> list[dict[str, object]]:
     return found
 
 
-def _wait(folder: str, process: int, pid: int, host: str, coordinator: str = "") -> None:
+def watch(folder: str, process: int, pid: int, host: str, coordinator: str = "") -> None:
+    """Follow the status lines of a process on stdin until it ends; record why, if it ended unexpectedly."""
     said, began = "", time.time()
     for line in sys.stdin:
         said = line.strip()
@@ -94,4 +95,4 @@ def _answers(coordinator: str) -> bool:
 
 
 if __name__ == "__main__":
-    _wait(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5])
+    watch(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5])

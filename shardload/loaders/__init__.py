@@ -1,14 +1,14 @@
 """Loaders: one module per format, each turning headers into a `Manifest` and declaring its `FormatSpec`.
 
     path ─► recognise (first bytes, folder contents) ─► FormatSpec ─► open_file │ open_folder ─► Manifest
-                 `_recognise`                            `registry`     one loader module
+                 `recognition`                            `registry`     one loader module
 
 No loader reads tensor data while opening, and none trusts a header: every extent in a `Manifest` is inside its file.
 """
 
 from __future__ import annotations
 
-from shardload.loaders._recognise import folder_of, open_manifest, recognise
+from shardload.loaders.recognition import folder_of, open_manifest, recognise
 from shardload.loaders.registry import FormatSpec, register, spec_of
 
 __all__ = ["FormatSpec", "folder_of", "open_manifest", "recognise", "register", "spec_of"]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from shardload.errors import SourceError, UnsupportedError
 from shardload.loaders import gguf_models as models
-from shardload.loaders._extents import collect
+from shardload.loaders.extents import collect
 from shardload.loaders.gguf_header import GgufHeader, LongArray, TensorInfo, read_array, read_header
 from shardload.loaders.gguf_rows import Undo, require_package, storage
 from shardload.loaders.registry import FormatSpec

@@ -53,7 +53,7 @@ class GgmlType:
     block_bytes: int
 
 
-_TYPES = {
+TYPES = {
     kind.id: kind
     for kind in (
         GgmlType(0, "F32", 1, 4),
@@ -265,7 +265,7 @@ def _tensor_info(cursor: _Cursor) -> TensorInfo:
     if not 1 <= rank <= MAX_DIMS:
         raise SourceError(f"{cursor.path}: tensor {name!r} has {rank} dims; GGUF has 1 to {MAX_DIMS}")
     *dims, kind_id, offset = cursor.unpack(f"<{rank}QIQ", what)
-    if (kind := _TYPES.get(kind_id)) is None:
+    if (kind := TYPES.get(kind_id)) is None:
         raise UnsupportedError(f"{cursor.path}: tensor {name!r} has the GGML type {kind_id}, which cannot be decoded")
     shape = tuple(reversed(dims))
     if any(n >= 1 << 63 for n in shape) or shape[-1] % kind.block_elements:

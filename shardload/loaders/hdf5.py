@@ -33,7 +33,7 @@ from shardload.errors import (
     UnsafeSourceError,
     UnsupportedError,
 )
-from shardload.loaders._extents import check_shape
+from shardload.loaders.extents import check_shape
 from shardload.manifest import Decoded, Extent, Storage, Tensor
 from shardload.stores.location import Location
 from shardload.stores.streams import FileStream

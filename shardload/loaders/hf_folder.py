@@ -16,8 +16,8 @@ from typing import Any
 
 from shardload.errors import SourceError, SourceNotFoundError, UnsupportedError
 from shardload.loaders import safetensors
-from shardload.loaders._extents import collect
 from shardload.loaders.contents import FileContent, FolderContent
+from shardload.loaders.extents import collect
 from shardload.loaders.folder import listing, member, shards_of
 from shardload.loaders.hub_preset import is_preset
 from shardload.loaders.registry import FormatSpec

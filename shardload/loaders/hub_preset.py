@@ -16,8 +16,8 @@ from typing import Any
 
 from shardload.errors import SourceError, SourceNotFoundError
 from shardload.loaders import keras_h5, keras_sharded
-from shardload.loaders._extents import collect
 from shardload.loaders.contents import FolderContent
+from shardload.loaders.extents import collect
 from shardload.loaders.folder import listing, member
 from shardload.loaders.registry import FormatSpec
 from shardload.manifest import Manifest

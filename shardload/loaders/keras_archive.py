@@ -19,7 +19,7 @@ from contextlib import closing
 from typing import Any, BinaryIO
 
 from shardload.errors import ShardloadError, SourceError, TruncatedSourceError, UnsafeSourceError, UnsupportedError
-from shardload.loaders._extents import collect
+from shardload.loaders.extents import collect
 from shardload.loaders.registry import FormatSpec
 from shardload.manifest import Manifest
 from shardload.stores.headers import read_header

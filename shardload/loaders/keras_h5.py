@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shardload.loaders._extents import collect
 from shardload.loaders.contents import FileContent
+from shardload.loaders.extents import collect
 from shardload.loaders.registry import FormatSpec
 from shardload.manifest import Manifest
 from shardload.stores.location import Location

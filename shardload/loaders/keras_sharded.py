@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from shardload.errors import SourceError
-from shardload.loaders._extents import collect
+from shardload.loaders.extents import collect
 from shardload.loaders.folder import shards_of
 from shardload.loaders.registry import FormatSpec
 from shardload.manifest import Manifest, Tensor

@@ -18,11 +18,11 @@ from __future__ import annotations
 from typing import Any
 
 from shardload.errors import SourceError, SourceNotFoundError, UnsupportedError
-from shardload.loaders._extents import collect
-from shardload.loaders._orbax_tree import TREE, SavedLeaf, read_random_keys, read_strings, read_tree
-from shardload.loaders._zarr_store import Arrays
+from shardload.loaders.extents import collect
 from shardload.loaders.folder import listing, member
+from shardload.loaders.orbax_tree import TREE, SavedLeaf, read_random_keys, read_strings, read_tree
 from shardload.loaders.registry import FormatSpec
+from shardload.loaders.zarr_store import Arrays
 from shardload.manifest import Manifest, Tensor
 from shardload.stores.json_files import MAX_JSON_BYTES, parse_object, read_object
 from shardload.stores.location import Location

@@ -1,6 +1,6 @@
 """The supported formats: how each is recognised and opened, and its properties that other packages need.
 
-    built in      `_BUILT_IN`                                                          ─┐
+    built in      `BUILT_IN`                                                          ─┐
     installed     an entry point of the group ``shardload.formats``: npz = "package.module:SPEC"  ├─► names() ─► specs()
     registered    `register(spec)`, in this process                                    ─┘
 
@@ -25,7 +25,7 @@ from shardload.stores.location import Location
 
 GROUP = "shardload.formats"
 _LOADERS = "shardload.loaders"
-_BUILT_IN = {
+BUILT_IN = {
     "keras-h5": f"{_LOADERS}.keras_h5:SPEC",
     "keras-sharded-h5": f"{_LOADERS}.keras_sharded:SPEC",
     "keras-archive": f"{_LOADERS}.keras_archive:SPEC",
@@ -105,9 +105,14 @@ def register(spec: FormatSpec) -> None:
     _registered[spec.name] = spec
 
 
+def unregister(name: str) -> None:
+    """Remove a format that `register` added."""
+    del _registered[name]
+
+
 def names() -> tuple[str, ...]:
     """Return the name of every format, without importing a loader."""
-    return (*_BUILT_IN, *_installed(), *_registered)
+    return (*BUILT_IN, *announced(), *_registered)
 
 
 def specs() -> tuple[FormatSpec, ...]:
@@ -130,16 +135,17 @@ def spec_named(name: str) -> FormatSpec:
 
 
 @cache
-def _installed() -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=GROUP) if point.name not in _BUILT_IN}
+def announced() -> dict[str, EntryPoint]:
+    """Return the formats that installed packages announce, by name."""
+    return {point.name: point for point in entry_points(group=GROUP) if point.name not in BUILT_IN}
 
 
 @cache
 def _declared(name: str) -> FormatSpec:
-    if name in _BUILT_IN:
-        built_in: FormatSpec = pkgutil.resolve_name(_BUILT_IN[name])
+    if name in BUILT_IN:
+        built_in: FormatSpec = pkgutil.resolve_name(BUILT_IN[name])
         return built_in
-    if (point := _installed().get(name)) is None:
+    if (point := announced().get(name)) is None:
         raise UnsupportedError(f"Unknown format {name!r}; supported formats: {', '.join(names())}")
     try:
         found = point.load()

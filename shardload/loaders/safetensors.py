@@ -23,7 +23,7 @@ import ml_dtypes
 import numpy as np
 
 from shardload.errors import SourceError, TruncatedSourceError, UnsafeSourceError, UnsupportedError
-from shardload.loaders._extents import check_shape, collect
+from shardload.loaders.extents import check_shape, collect
 from shardload.manifest import Extent, Manifest, Tensor
 from shardload.stores.headers import read_header as read_bytes
 from shardload.stores.json_files import require_brace, unique_pairs

@@ -115,7 +115,7 @@ def describe(model: Any) -> StateTree:
             role = roles[id(variable)]
             # Keras assigns any entry of the group with a variable's path, so prefix other optimizers' variables.
             name = variable.path if role.optimizer is None else f"{role.optimizer}/{variable.path}"
-            path = _free_path(group, name, taken)
+            path = free_path(group, name, taken)
             shape, dtype = tuple(variable.shape), stored_dtype(variable).name
             leaves.append(StateLeaf(path, role, shape, dtype, variable))
     return StateTree(tuple(leaves), settings_of(model))
@@ -145,7 +145,7 @@ def _groups_of(leaves: Iterable[StateLeaf]) -> tuple[str, ...]:
     return (*WEIGHTS, *rest) if any(leaf.path[0] in rest for leaf in leaves) else WEIGHTS
 
 
-def _free_path(group: str, path: str, taken: set[str]) -> tuple[str, ...]:
+def free_path(group: str, path: str, taken: set[str]) -> tuple[str, ...]:
     """Return the variable's path, numbered if it equals, contains or lies below another leaf's path.
 
     Orbax joins the parts with dots, so paths must differ in that form.

@@ -191,7 +191,7 @@ def start() -> None:
 
 @contextmanager
 def _joint(function: str, source: Any, arguments: Mapping[str, Any]) -> Iterator[JointLoad]:
-    recorder = _exit_recorder()
+    recorder = exit_recorder()
     recorder.begin()
     recorder.note(f"shardload.{function} was loading {str(source)!r}")
     joint = JointCall(on_end=recorder.rest)
@@ -207,7 +207,8 @@ def _joint(function: str, source: Any, arguments: Mapping[str, Any]) -> Iterator
 
 
 @functools.cache
-def _exit_recorder() -> ExitRecorder:
+def exit_recorder() -> ExitRecorder:
+    """Return the recorder of this process' loads."""
     return ExitRecorder()
 
 

@@ -121,7 +121,7 @@ class Digests:
         target.parent.mkdir(exist_ok=True)
         body = self._body()
         draft = target.with_suffix(".tmp")
-        draft.write_bytes(_canonical(body | {"self": _hash(_canonical(body))}))
+        draft.write_bytes(canonical_json(body | {"self": hash_of(canonical_json(body))}))
         sync(draft)
         draft.replace(target)
 
@@ -145,7 +145,7 @@ class Digests:
         except SourceError as error:
             raise _bad_list(folder, error) from error
         body = {key: value for key, value in found.items() if key != "self"}
-        if found.get("self") != _hash(_canonical(body)):
+        if found.get("self") != hash_of(canonical_json(body)):
             raise _bad_list(folder, "its own digest does not match its content")
         return cls(_parse_files(body, folder))
 
@@ -174,13 +174,15 @@ def hasher() -> Any:
     return xxhash.xxh3_64()
 
 
-def _hash(data: bytes | memoryview) -> str:
+def hash_of(data: bytes | memoryview) -> str:
+    """Return the digest of some bytes, as text."""
     import xxhash
 
     return str(xxhash.xxh3_64_hexdigest(data))
 
 
-def _canonical(body: Mapping[str, Any]) -> bytes:
+def canonical_json(body: Mapping[str, Any]) -> bytes:
+    """Encode JSON so that equal content has equal bytes."""
     return json.dumps(body, sort_keys=True, separators=(",", ":")).encode("ascii")
 
 
@@ -200,7 +202,7 @@ def digest_piece(folder: Location, piece: DigestTask, size: int) -> list[str]:
         for start in range(piece.first * UNIT_BYTES, stop, READ_UNITS * UNIT_BYTES):
             block = buffer[: min(READ_UNITS * UNIT_BYTES, stop - start)]
             file.read_unchecked(block, start)
-            found += [_hash(block[at : at + UNIT_BYTES]) for at in range(0, len(block), UNIT_BYTES)]
+            found += [hash_of(block[at : at + UNIT_BYTES]) for at in range(0, len(block), UNIT_BYTES)]
     return found
 
 

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from shardload.errors import ShardloadError, SourceNotFoundError, TransferError
-from shardload.steps._checker import Checker, VerifyingStore
-from shardload.steps._number import number_damage
+from shardload.steps.checker import Checker, VerifyingStore
 from shardload.steps.digest_list import (
     DIGESTS_FILE,
     OWN_FOLDER,
@@ -28,6 +27,7 @@ from shardload.steps.digest_list import (
     step_name,
 )
 from shardload.steps.file_tree import scan
+from shardload.steps.number import number_damage
 from shardload.stores.local import located
 from shardload.stores.location import Location
 from shardload.stores.store import UNIT_BYTES

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Literal
 
 from shardload.errors import DamagedError, ShardloadError, SourceError, SourceNotFoundError, UsageError
-from shardload.steps._number import NAME, mismatch
 from shardload.steps.digest_list import name_damage
 from shardload.steps.digests import DIGESTS_FILE, OWN_FOLDER, Checker
 from shardload.steps.file_tree import FileTree, scan
+from shardload.steps.number import NAME, mismatch
 from shardload.steps.record import STEP_FILE, StepRecord
 from shardload.stores.local import expanded, located
 from shardload.stores.location import Location

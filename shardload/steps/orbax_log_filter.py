@@ -54,7 +54,7 @@ def is_from_save() -> bool:
     return _saving > 0 or time.monotonic() < _failed_at + STRAGGLERS_S
 
 
-def _is_worth_logging(record: logging.LogRecord) -> bool:
+def is_worth_logging(record: logging.LogRecord) -> bool:
     """Drop errors of saves by shardload, and Orbax's warning about items without arrays (``model_config``)."""
     if "Skipping merge of OCDBT checkpoints: No per-process OCDBT" in record.getMessage():
         return False
@@ -79,7 +79,7 @@ def _install() -> None:
         if _installed:
             return
         _installed = True
-    logging.getLogger("absl").addFilter(_is_worth_logging)
+    logging.getLogger("absl").addFilter(is_worth_logging)
     print_error, print_unraisable = sys.excepthook, sys.unraisablehook
 
     def on_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

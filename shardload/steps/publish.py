@@ -119,7 +119,7 @@ class Staging:
             raise UsageError(f"Cannot save step {step!r}: expected a non-negative integer")
         root = root if isinstance(root, Root) else Root(root)
         root.check(step)
-        _refuse_existing(root.path / str(step), step)
+        refuse_existing(root.path / str(step), step)
         try:
             lock = _locked_folder(root.path / STAGING, step)
         except OSError as error:
@@ -167,7 +167,7 @@ class Staging:
             self._check_complete()
             sync_all(self.path)
             self.check()  # again: flushing takes long enough for the folder to be removed or replaced
-            _refuse_existing(target, self.step)
+            refuse_existing(target, self.step)
             # An empty folder at the target is not a step: rename replaces it. A non-empty one makes rename fail.
             os.rename(self.path, target)  # noqa: PTH104
             os.fsync(self.root.fd)  # the new name must survive a power loss, too
@@ -324,7 +324,8 @@ def _make_folders(path: Path) -> None:
         sync(folder.parent)
 
 
-def _refuse_existing(target: Path, step: int) -> None:
+def refuse_existing(target: Path, step: int) -> None:
+    """Raise if something other than an empty folder is at the target."""
     if os.path.lexists(target) and not is_empty(target):
         raise _exists(target, step)
 

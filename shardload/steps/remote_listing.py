@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Literal
 
 from shardload.errors import DamagedError, SourceError, SourceNotFoundError, UnsupportedError
-from shardload.steps._number import NAME, check_number
 from shardload.steps.digest_list import DIGESTS_FILE, OWN_FOLDER
 from shardload.steps.listing import ORBAX_FILE, StepInfo, described, with_best
+from shardload.steps.number import NAME, check_number
 from shardload.steps.record import STEP_FILE, StepRecord
 from shardload.steps.remote_store import RemoteStep, open_step
 from shardload.stores.remote import COPY_FIRST, Folder

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from shardload.errors import SourceError, SourceNotFoundError, TransferError, UnsafeSourceError, UnsupportedError
-from shardload.steps._checker import SavedUnits
+from shardload.steps.checker import SavedUnits
 from shardload.steps.digest_list import DIGESTS_FILE, OWN_FOLDER, Damage, Digests
 from shardload.stores import private_copies
 from shardload.stores.json_files import MAX_JSON_BYTES

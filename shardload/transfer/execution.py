@@ -129,7 +129,7 @@ def execute(
     if placement == "auto":
         placement = "adopt" if all(d.platform == "cpu" for d in devices) else "upload"
     began, cpu = time.perf_counter(), time.process_time()
-    transfer = _Transfer(plan, manifest, devices, placement, threads=threads or default_threads(), check=check)
+    transfer = Transfer(plan, manifest, devices, placement, threads=threads or default_threads(), check=check)
     try:
         transfer.run(on_ready, on_start or (lambda _: None), progress or (lambda _: None))
     finally:
@@ -171,7 +171,7 @@ def _check_file(path: Location, manifest: Manifest) -> None:
         )
 
 
-class _Transfer:
+class Transfer:
     """One run of one plan; used only by the calling thread, except for the jobs it submits."""
 
     def __init__(

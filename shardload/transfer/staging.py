@@ -83,7 +83,7 @@ class StackedShards:
 
 
 @functools.lru_cache(maxsize=1024)
-def _stacked_dim(boxes: tuple[Bounds, ...]) -> int | None:
+def stacked_dim(boxes: tuple[Bounds, ...]) -> int | None:
     """Return the dim along which boxes of one shape are consecutive; ``None`` if there is none."""
     if len(boxes) < 2 or not boxes[0].size:
         return None
@@ -137,7 +137,7 @@ class Chunk:
     def _take_memory(self) -> None:
         common, dtype = self.common, self.variable.staged
         boxes = tuple(common.values())
-        dim = _stacked_dim(boxes)
+        dim = stacked_dim(boxes)
         if dim is None:
             held = list(zip(boxes, arena([box.shape for box in boxes], dtype), strict=True))
         else:

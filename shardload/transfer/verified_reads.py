@@ -50,6 +50,11 @@ class VerifiedReads:
         self._lock = threading.Lock()
         self._own = threading.local()
 
+    @property
+    def units_in_memory(self) -> int:
+        """Number of units that are kept for later blocks now."""
+        return len(self._kept)
+
     def fill(self, flat: BlockMemory, n_bytes: int, *, path: Location, offset: int) -> None:
         """Copy ``n_bytes`` of a file, from ``offset`` on, to the start of scratch.
 

@@ -12,7 +12,7 @@ import keras
 import pytest
 from callback_models import Batches, X, assert_holds, compiled, fit, steps_in
 
-from shardload.callbacks import OrbaxCheckpoint, _retention, _writer
+from shardload.callbacks import OrbaxCheckpoint, retention, writer
 from shardload.errors import SaveError
 from shardload.steps import orbax_writer
 from shardload.steps.digests import verify
@@ -37,15 +37,17 @@ def broken(monkeypatch, *, at=1):
     return failed
 
 
-def settle(callback):
-    """Let the save in flight end without asking how."""
-    callback._writer._worker.wait()
+def settle():
+    """Wait until the save in flight has ended, successfully or not."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("shardload-step"):
+            thread.join()
 
 
 def test_a_background_failure_is_raised_at_the_next_batch(tmp_path, monkeypatch):
     broken(monkeypatch, at=2)
     callback = OrbaxCheckpoint(tmp_path, save_freq=2, max_to_keep=None)
-    batches = Batches({4: lambda: settle(callback)})
+    batches = Batches({4: settle})
     with pytest.raises(SaveError, match=r"Cannot save step 4 .*No space left on device") as caught:
         fit(compiled(), callback, batches, epochs=5)
     assert batches.done == 4 and caught.value.errno == 28
@@ -171,7 +173,7 @@ def test_a_failure_nobody_waited_for_is_raised_by_the_next_fit(tmp_path, monkeyp
         broken(patch)
         with pytest.raises(KeyboardInterrupt):
             fit(model, callback, Batches({2: interrupt}))
-        settle(callback)
+        settle()
     with pytest.raises(SaveError, match="Cannot save step 2"):
         fit(model, callback)
 
@@ -212,7 +214,7 @@ def test_an_interrupt_while_arrays_are_held_or_copied_leaves_nothing(tmp_path, m
 
     callback = OrbaxCheckpoint(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(_writer, "snapshot", interrupted if at == "held" else lambda items: None)
+        patch.setattr(writer, "snapshot", interrupted if at == "held" else lambda items: None)
         patch.setattr(orbax_writer, "start_save", interrupted)
         with pytest.raises(KeyboardInterrupt):
             fit(compiled(), callback)
@@ -223,7 +225,7 @@ CHILD = """
 import sys
 import conftest, os, signal
 from callback_models import *
-from shardload.callbacks import OrbaxCheckpoint, _retention
+from shardload.callbacks import OrbaxCheckpoint, retention
 def fail(): raise RuntimeError("on purpose")
 def interrupt(): os.kill(os.getpid(), signal.SIGINT)
 print("ready", flush=True)
@@ -269,16 +271,16 @@ def test_a_script_that_ends_in_an_exception_ends_cleanly(tmp_path, how, told):
 
 @pytest.mark.slow
 def test_saves_do_not_wait_for_steps_to_be_removed_but_fit_does(tmp_path, monkeypatch):
-    real, go, seen = _retention.remove_step, threading.Event(), []
+    real, go, seen = retention.remove_step, threading.Event(), []
 
     def slow(root, step):
         seen.append(steps_in(tmp_path))
         assert go.wait(60)
         real(root, step)
 
-    monkeypatch.setattr(_retention, "remove_step", slow)
+    monkeypatch.setattr(retention, "remove_step", slow)
     callback = OrbaxCheckpoint(tmp_path, save_freq=1, background_delete=True)
-    fit(compiled(), callback, Batches({3: lambda: (settle(callback), go.set())}))
+    fit(compiled(), callback, Batches({3: lambda: (settle(), go.set())}))
     assert seen[0] == [1, 2] and steps_in(tmp_path) == [4]
 
 
@@ -286,7 +288,7 @@ def test_a_failure_to_remove_in_the_background_is_raised(tmp_path, monkeypatch):
     def fail(root, step):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(_retention, "remove_step", fail)
+    monkeypatch.setattr(retention, "remove_step", fail)
     with pytest.raises(SaveError, match=r"Step \d is saved in .*Permission denied"):
         fit(compiled(), OrbaxCheckpoint(tmp_path, save_freq=2, background_delete=True))
     assert steps_in(tmp_path) == [2, 4]

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from shardload.callbacks._retention import BestRule, Retention
+from shardload.callbacks.retention import BestRule, Retention
 from shardload.errors import UsageError
 from shardload.steps.listing import StepInfo
 from shardload.steps.record import StepRecord

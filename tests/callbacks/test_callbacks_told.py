@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from callback_models import assert_holds, compiled, fit, steps_in
 
-from shardload.callbacks import OrbaxCheckpoint, _retention, _writer
+from shardload.callbacks import OrbaxCheckpoint, retention, writer
 from shardload.distributed import watchdog
 from shardload.errors import SaveError, SourceError, StepExistsError
 from shardload.interrupts import Worker, defer_interrupt
@@ -64,7 +64,7 @@ def test_an_older_step_that_cannot_be_looked_into_is_named_with_the_way_out(tmp_
     def deny(root):
         raise SourceError(f"Cannot read {root}/1, which may be a step: Permission denied. Grant this user read access")
 
-    monkeypatch.setattr(_retention, "list_steps", deny)
+    monkeypatch.setattr(retention, "list_steps", deny)
     with pytest.raises(SaveError) as caught:
         fit(compiled(), OrbaxCheckpoint(tmp_path))
     told = str(caught.value)
@@ -95,26 +95,26 @@ def test_a_failed_save_prints_no_traceback_of_orbax(tmp_path, monkeypatch, capfd
 
 @pytest.fixture
 def long_ago(monkeypatch):
-    """No save of ours is written, and none failed lately."""
-    monkeypatch.setattr(orbax_log_filter, "_saving", 0)
-    monkeypatch.setattr(orbax_log_filter, "_failed_at", -orbax_log_filter.STRAGGLERS_S)
+    """No save by shardload runs, and none failed recently."""
+    monkeypatch.setattr(orbax_log_filter, "STRAGGLERS_S", 0.0)
 
 
 def record(path, level=logging.ERROR):
     return logging.LogRecord("absl", level, path, 1, "_SignalingThread.run() raised an exception", (), None)
 
 
-def test_orbax_is_silent_about_our_saves_only(long_ago):
+def test_orbax_is_silent_about_our_saves_only(long_ago, monkeypatch):
     of_orbax, of_others = record("/lib/orbax/checkpoint/future.py"), record("/lib/other/thing.py")
-    assert orbax_log_filter._is_worth_logging(of_orbax) and orbax_log_filter._is_worth_logging(of_others)
+    assert orbax_log_filter.is_worth_logging(of_orbax) and orbax_log_filter.is_worth_logging(of_others)
     orbax_log_filter.save_began()
-    assert not orbax_log_filter._is_worth_logging(of_orbax) and orbax_log_filter._is_worth_logging(of_others)
-    assert orbax_log_filter._is_worth_logging(record("/lib/orbax/checkpoint/future.py", logging.WARNING))
+    assert not orbax_log_filter.is_worth_logging(of_orbax) and orbax_log_filter.is_worth_logging(of_others)
+    assert orbax_log_filter.is_worth_logging(record("/lib/orbax/checkpoint/future.py", logging.WARNING))
     orbax_log_filter.save_ended(failed=False)
-    assert orbax_log_filter._is_worth_logging(of_orbax)
+    assert orbax_log_filter.is_worth_logging(of_orbax)
     orbax_log_filter.save_began()
     orbax_log_filter.save_ended(failed=True)
-    assert not orbax_log_filter._is_worth_logging(of_orbax)
+    monkeypatch.setattr(orbax_log_filter, "STRAGGLERS_S", 60.0)
+    assert not orbax_log_filter.is_worth_logging(of_orbax)
 
 
 def test_only_a_write_of_tensorstore_that_comes_late_is_silent():
@@ -162,13 +162,13 @@ def interrupt():
 
 
 def test_ctrl_c_while_a_step_is_handed_over_does_not_cost_it(tmp_path, monkeypatch):
-    real, model, callback = _writer.snapshot, compiled(), OrbaxCheckpoint(tmp_path, save_freq=2, max_to_keep=None)
+    real, model, callback = writer.snapshot, compiled(), OrbaxCheckpoint(tmp_path, save_freq=2, max_to_keep=None)
 
     def hold(items):
         interrupt()
         return real(items)
 
-    monkeypatch.setattr(_writer, "snapshot", hold)
+    monkeypatch.setattr(writer, "snapshot", hold)
     with pytest.raises(KeyboardInterrupt):
         fit(model, callback)
     callback.wait_until_finished()
@@ -210,17 +210,18 @@ def test_a_wait_that_ctrl_c_ended_can_be_taken_up_again():
 def test_a_wait_looks_for_ctrl_c_now_and_then(monkeypatch):
     """One that came right before the wait would otherwise be seen when the wait ends."""
     go, asked = threading.Event(), []
-    worker = Worker(go.wait, name="test")
-    real = worker._done.wait
 
-    def wait(timeout=None):
-        asked.append(timeout)
-        if len(asked) > 1:
-            go.set()
-        return real(0.05)
+    class Event(threading.Event):
+        def wait(self, timeout=None):
+            asked.append(timeout)
+            if len(asked) > 1:
+                go.set()
+            return super().wait(0.05)
 
-    monkeypatch.setattr(worker._done, "wait", wait)
-    worker.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "Event", Event)
+        worker = Worker(go.wait, name="test")
+        worker.wait()
     assert len(asked) > 1 and None not in asked
 
 
@@ -258,5 +259,5 @@ def test_an_end_is_a_consequence_of_failures_of_the_same_run_only(tmp_path, monk
         yield "training\n"
 
     monkeypatch.setattr(sys, "stdin", lines())
-    watchdog._wait(str(tmp_path), 0, 9, "host")
+    watchdog.watch(str(tmp_path), 0, 9, "host")
     assert why in watchdog.written_since(str(tmp_path), 0)[-1]["cause"]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import shardload
-from shardload.callbacks import OrbaxCheckpoint, _resume
+from shardload.callbacks import OrbaxCheckpoint, resume
 from shardload.data import resumable
 from shardload.errors import DamagedError, UsageError
 from shardload.steps.listing import StepInfo
@@ -310,7 +310,7 @@ def test_a_record_of_the_data_that_cannot_be_is_damage(tmp_path, content):
     (tmp_path / "shardload").mkdir()
     (tmp_path / "shardload/iterator.json").write_bytes(content)
     with pytest.raises(DamagedError, match=r"Step 3: .*iterator\.json"):
-        _resume._records(StepInfo(3, tmp_path, ours=True))
+        resume.data_records(StepInfo(3, tmp_path, ours=True))
 
 
 def test_a_folder_is_the_same_by_whatever_path(tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ import shardload
 from shardload.callbacks import OrbaxCheckpoint
 from shardload.converting.staging import staged
 from shardload.errors import DamagedError, MismatchError, UnsupportedError, UsageError, WriteError
-from shardload.loaders._zarr_chunks import ZarrCodec
+from shardload.loaders.zarr_chunks import ZarrCodec
 from shardload.synth import synth
 from shardload.verifying import verify
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from shardload.converting.transformers import _covers, wanted
+from shardload.converting.transformers import covers, wanted
 from shardload.errors import UnsupportedError
 from shardload.manifest import Extent, Tensor, View
 from shardload.stores.local import located
@@ -37,7 +37,7 @@ def third(number):
     ],
 )
 def test_every_element_comes_from_somewhere_once(bindings, whole):
-    assert _covers(bindings, FUSED) == whole
+    assert covers(bindings, FUSED) == whole
 
 
 def test_a_tensor_of_two_dtypes_is_refused():

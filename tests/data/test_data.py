@@ -7,9 +7,9 @@ import keras
 import numpy as np
 import pytest
 
-from shardload.callbacks._records import iterator_record
-from shardload.data import _global_batches, follow, resumable, stop_following
-from shardload.data._global_batches import BatchPart, part_in
+from shardload.callbacks.step_records import iterator_record
+from shardload.data import follow, global_batches, resumable, stop_following
+from shardload.data.global_batches import BatchPart, part_in
 from shardload.errors import UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")  # what Keras says of any Grain epoch
@@ -125,7 +125,7 @@ def examples(*, repeat=False, n=70):
 
 def test_global_batches_are_those_of_one_process_cut_into_parts(monkeypatch):
     def numbers(part):
-        monkeypatch.setattr(_global_batches, "part_of_this_process", lambda: part)
+        monkeypatch.setattr(global_batches, "part_of_this_process", lambda: part)
         return [batch.tolist() for batch in resumable(examples(), global_batch_size=8)]
 
     whole = numbers(BatchPart(0, 1))
@@ -136,7 +136,7 @@ def test_global_batches_are_those_of_one_process_cut_into_parts(monkeypatch):
 
 
 def test_global_batches_of_a_repeated_dataset_pass_its_end(monkeypatch):
-    monkeypatch.setattr(_global_batches, "part_of_this_process", lambda: BatchPart(1, 2))
+    monkeypatch.setattr(global_batches, "part_of_this_process", lambda: BatchPart(1, 2))
     wanted = itertools.islice(examples(repeat=True).batch(8), 20)
     found = itertools.islice(resumable(examples(repeat=True), global_batch_size=8), 20)
     assert [batch.tolist() for batch in found] == [batch.tolist()[4:] for batch in wanted]
@@ -180,7 +180,7 @@ def test_global_batches_that_cannot_be_are_refused_when_they_are_read(monkeypatc
     gaps = examples().map(lambda i: i if i % 3 else None)
     with pytest.raises(UsageError, match="cannot leave any out"):
         list(resumable(gaps, global_batch_size=8))
-    monkeypatch.setattr(_global_batches, "part_of_this_process", lambda: BatchPart(0, 3))
+    monkeypatch.setattr(global_batches, "part_of_this_process", lambda: BatchPart(0, 3))
     with pytest.raises(UsageError, match="cannot be cut into 3 equal parts"):
         list(resumable(examples(), global_batch_size=8))
 

@@ -240,14 +240,14 @@ class Service:
 @pytest.fixture
 def service(monkeypatch):
     made = Service()
-    monkeypatch.setattr(job_processes, "_client", lambda: made)
-    monkeypatch.setattr(job_processes, "_patiently", lambda request, beat: request())
+    monkeypatch.setattr(job_processes, "run_client", lambda: made)
+    monkeypatch.setattr(job_processes, "patiently", lambda request, beat: request())
     monkeypatch.setattr(job_processes, "heartbeat", lambda: made.me.beat)
     monkeypatch.setattr(job_processes, "are_several", lambda: True)
     monkeypatch.setattr(job_processes, "count", lambda: 2)
     monkeypatch.setattr(job_processes, "index", lambda: made.me.index)
-    monkeypatch.setattr(joint_call.JointCall, "_numbers", NumbersOf(made))
-    monkeypatch.setattr(load_distributed, "_exit_recorder", lambda: SimpleNamespace(begin=int, note=str, rest=int))
+    monkeypatch.setattr(joint_call.JointCall, "numbers", NumbersOf(made))
+    monkeypatch.setattr(load_distributed, "exit_recorder", lambda: SimpleNamespace(begin=int, note=str, rest=int))
     return made
 
 

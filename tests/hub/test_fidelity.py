@@ -212,7 +212,7 @@ def test_a_model_in_both_directions_needs_no_head(tmp_path):
     folder = small_folders.write(tmp_path / "hf", "gemma3_text", use_bidirectional_attention=True)
     assert any("neither modules.json nor 2_Dense" in note for note in shardload.plan(folder).notes)
     with pytest.raises(UnsupportedError, match="Cannot write Gemma 3 with bidirectional attention"):
-        written._gemma3(built("gemma3_text", use_bidirectional_attention=True))
+        written.config_of(built("gemma3_text", use_bidirectional_attention=True), "float32")
 
 
 # ---- refused -------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
 from shardload.transfer.planning import Binding, BlockPiece, local_bounds
 from shardload.transfer.scratch import BlockMemory, copy
-from shardload.transfer.staging import Chunk, Variable, _stacked_dim
+from shardload.transfer.staging import Chunk, Variable, stacked_dim
 
 MESH = MeshSpec.parse("2x4")
 ROWS, COLUMNS = 16, 24
@@ -86,4 +86,4 @@ def test_columns_of_rows_are_one_part():
 )
 def test_which_boxes_follow_each_other(starts, shape, dim):
     boxes = tuple(Bounds(at, tuple(a + n for a, n in zip(at, shape, strict=True))) for at in starts)
-    assert _stacked_dim(boxes) == dim
+    assert stacked_dim(boxes) == dim

@@ -23,10 +23,11 @@ LISTED = ROOT / "docs" / "reference" / "formats.md"
 
 
 @pytest.fixture
-def npz(monkeypatch):
+def npz():
     """The toy format, known until the end of the test."""
-    monkeypatch.setattr(registry, "_registered", {})
     register(npz_format.SPEC)
+    yield
+    registry.unregister(npz_format.SPEC.name)
 
 
 @pytest.fixture
@@ -168,12 +169,12 @@ def test_a_broken_package_does_not_disturb_the_prompt(installed):
 def test_a_package_does_not_replace_a_format(monkeypatch):
     point = EntryPoint("gguf", "npz_format:SPEC", registry.GROUP)
     monkeypatch.setattr(registry, "entry_points", lambda group: [point])
-    registry._installed.cache_clear()
+    registry.announced.cache_clear()
     try:
-        assert registry.names() == tuple(registry._BUILT_IN)
+        assert registry.names() == tuple(registry.BUILT_IN)
         assert registry.spec_named("gguf") is gguf.SPEC
     finally:
-        registry._installed.cache_clear()
+        registry.announced.cache_clear()
 
 
 def test_without_it_an_archive_of_arrays_is_an_unknown_zip(saved):

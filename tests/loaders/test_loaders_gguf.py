@@ -18,7 +18,7 @@ from shardload.errors import (
 )
 from shardload.loaders import open_manifest
 from shardload.loaders.gguf import tokenizer_metadata
-from shardload.loaders.gguf_header import _TYPES, INLINE_ITEMS, read_array, read_header
+from shardload.loaders.gguf_header import INLINE_ITEMS, TYPES, read_array, read_header
 from shardload.loaders.gguf_models import ARCHITECTURES, llama3_factors
 from shardload.loaders.gguf_rows import PLAIN, minus_one
 from shardload.stores.local import located
@@ -36,7 +36,7 @@ def permute(weights, heads):
 
 
 def test_our_type_table_is_the_package_s():
-    for kind in _TYPES.values():
+    for kind in TYPES.values():
         block = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind.id)]
         assert (kind.block_elements, kind.block_bytes) == block
         assert gguf.GGMLQuantizationType(kind.id).name == kind.name
@@ -53,7 +53,7 @@ def test_our_names_are_the_package_s(name):
         assert known or ours.endswith(("_q_norm", "_k_norm")), hf
 
 
-@pytest.mark.parametrize("kind", [k for k in _TYPES.values() if k.name not in PLAIN], ids=lambda k: k.name)
+@pytest.mark.parametrize("kind", [k for k in TYPES.values() if k.name not in PLAIN], ids=lambda k: k.name)
 def test_every_range_of_rows_decodes_like_the_whole(tmp_path, kind):
     rng = np.random.default_rng(kind.id)
     qtype = gguf.GGMLQuantizationType(kind.id)

@@ -31,9 +31,9 @@ from shardload.errors import (
     UnsupportedError,
 )
 from shardload.loaders import open_manifest
-from shardload.loaders._extents import collect
-from shardload.loaders._ocdbt import read_values
-from shardload.loaders._zarr import parse
+from shardload.loaders.extents import collect
+from shardload.loaders.ocdbt import OcdbtWalk, read_values
+from shardload.loaders.zarr_metadata import parse
 from shardload.manifest import Chunked, Decoded, Extent, Manifest, Packed, Tensor
 from shardload.stores.local import located
 
@@ -452,8 +452,6 @@ def test_a_node_that_would_inflate_is_refused_unread(tmp_path: Path) -> None:
 
 def test_nodes_that_share_their_children_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four levels of 60 entries, all for the same node below: 13 million leaves in a file of 500 bytes."""
-    from shardload.loaders._ocdbt import _Walk
-
     (tmp_path / "manifest.ocdbt").write_bytes(bytes(100))
     (tmp_path / "d").write_bytes(bytes(500))
 
@@ -466,17 +464,15 @@ def test_nodes_that_share_their_children_end(tmp_path: Path, monkeypatch: pytest
         leaf = {"key": b"a", "inline_value": b"1"}
         return {"height": height, "entries": [below if height else leaf] * 60}
 
-    monkeypatch.setattr(_Walk, "_dump", dump)
+    monkeypatch.setattr(OcdbtWalk, "dump", dump)
     with pytest.raises(SourceError, match="again and again"):
         read_values(located(tmp_path))
 
 
 @pytest.mark.parametrize("place", ["value::../../etc/passwd:0:1", "value:../:d/x:0:1", "value::/etc/passwd:0:1"])
 def test_references_that_leave_the_folder(tmp_path: Path, place: str) -> None:
-    from shardload.loaders._ocdbt import _Walk
-
     with pytest.raises(SourceError, match="names"):
-        _Walk(tmp_path)._locate(place, "value")
+        OcdbtWalk(tmp_path).locate(place, "value")
 
 
 def test_chunks_may_not_overlap() -> None:

@@ -31,7 +31,7 @@ from shardload.errors import (
 from shardload.keras_bridge.binding import bind, binding_of
 from shardload.keras_bridge.model_state import state_of, weights_of
 from shardload.keras_bridge.recording import registered
-from shardload.keras_bridge.variables import current_value, has_value, value_of
+from shardload.keras_bridge.variables import current_value, has_value, sharding_of, value_of
 from shardload.mapping.assign import Assigner
 from shardload.parallel import choose
 from shardload.pipeline import filling
@@ -74,7 +74,7 @@ def standing(model):
     for variable in state_of(model):
         array = current_value(variable)
         shards = None if array is None else [s.data.unsafe_buffer_pointer() for s in array.addressable_shards]
-        held.append((variable.path, shards, None if array is None else array.sharding, variable._layout))
+        held.append((variable.path, shards, None if array is None else array.sharding, sharding_of(variable)))
     return held, binding_of(model)
 
 

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 import shardload
 from shardload.errors import SourceNotFoundError, TransferError, UnsupportedError
-from shardload.loaders import open_manifest, register, registry
+from shardload.loaders import open_manifest, registry
 from shardload.manifest import Decoded
 from shardload.resolve import stores
 from shardload.stores.location import Location
@@ -71,9 +71,10 @@ KERAS = [safetensors_file, weights_h5, compressed_h5, sharded_h5, keras_archive,
 
 
 @pytest.fixture
-def known_npz(monkeypatch):
-    monkeypatch.setattr(registry, "_registered", {})
-    register(npz_format.SPEC)
+def known_npz():
+    registry.register(npz_format.SPEC)
+    yield
+    registry.unregister(npz_format.SPEC.name)
 
 
 def assert_equal_manifests(local, stored):

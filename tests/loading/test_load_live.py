@@ -10,7 +10,7 @@ from classifiers import assert_equal, classifier, data, optimizer_state, train, 
 import shardload
 from shardload.keras_bridge.binding import binding_of
 from shardload.keras_bridge.model_state import slots_of, state_of
-from shardload.keras_bridge.variables import value_of
+from shardload.keras_bridge.variables import sharding_of, value_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # Keras 3.15 under NumPy 2.4
@@ -65,7 +65,7 @@ def test_a_plain_model_stays_on_its_device_and_stays_plain(checkpoint, tmp_path)
     assert_equal(model, original)
     assert devices_of(model) == {frozenset({device})}
     assert binding_of(model) is None
-    assert all(v._layout is None for v in state_of(model))
+    assert all(sharding_of(v) is None for v in state_of(model))
     assert (report.mesh, [d.id for d in report.devices]) == ("batch=1,model=1", [device.id])
     with jax.default_device(device):
         assert_usable(model, tmp_path)

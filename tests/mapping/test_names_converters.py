@@ -12,6 +12,7 @@ from hub_folders import build
 
 import shardload.keras_bridge.abstraction
 from shardload.errors import MismatchError, UnsupportedError
+from shardload.keras_bridge.variables import current_value
 from shardload.loaders import open_manifest
 from shardload.mapping import map_hub
 
@@ -32,7 +33,7 @@ def pair(tmp_path, model_type, stored="float32", *, files=1, **options):
     manifest = open_manifest(hub_folders.write(tmp_path / "hf", model_type, made, stored, files=files))
     model = build(tmp_path / "hf", model_type, abstract=True, **options)
     found = map_hub(model, manifest)
-    assert all(v._value is None for v in model.weights)
+    assert all(current_value(v) is None for v in model.weights)
     fill(found, manifest)
     shardload.keras_bridge.abstraction.initialise(list(found.state))
     reference = build(tmp_path / "hf", model_type, **options)
@@ -62,7 +63,7 @@ def test_computed_values_are_placed_sharded(model_type, tmp_path):
     model = lay_out(build(tmp_path / "hf", model_type, abstract=True), mesh())
     found = map_hub(model, manifest)
     fill(found, manifest)
-    assert any(not v._value.sharding.is_fully_replicated for c in found.computed for v in c.variables)
+    assert any(not current_value(v).sharding.is_fully_replicated for c in found.computed for v in c.variables)
     check_same(model, hub_folders.reference(tmp_path / "hf", made, model_type))
 
 

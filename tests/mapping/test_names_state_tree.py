@@ -157,10 +157,10 @@ def test_repeated_paths_get_unique_names():
 
 
 def test_names_that_meet_after_joining_stay_apart():
-    from shardload.mapping.state_tree import _free_path
+    from shardload.mapping.state_tree import free_path
 
     taken = set()
-    paths = [_free_path("g", name, taken) for name in ("a/b", "a.b", "a", "a/b/c", "a")]
+    paths = [free_path("g", name, taken) for name in ("a/b", "a.b", "a", "a/b/c", "a")]
     dotted = {".".join(path) for path in paths}
     assert len(dotted) == len(paths) and not any(b.startswith(f"{a}.") for a in dotted for b in dotted)
 

@@ -9,6 +9,7 @@ from keras import layers
 
 import shardload.keras_bridge.abstraction
 from shardload.errors import MismatchError
+from shardload.keras_bridge.variables import current_value
 from shardload.loaders import open_manifest
 from shardload.mapping import map_keras
 
@@ -160,9 +161,9 @@ def test_equals_keras(kind, tmp_path):
     manifest = saved(MODELS[kind](), tmp_path / "m.weights.h5")
     reference, model = MODELS[kind](), lay_out(MODELS[kind](), mesh())
     reference.load_weights(tmp_path / "m.weights.h5")
-    before = [np.asarray(v._value).copy() for v in model.weights]
+    before = [np.asarray(current_value(v)).copy() for v in model.weights]
     found = map_keras(model, manifest)
-    assert all(np.array_equal(a, np.asarray(v._value)) for a, v in zip(before, model.weights, strict=True))
+    assert all(np.array_equal(a, np.asarray(current_value(v))) for a, v in zip(before, model.weights, strict=True))
     assert not found.missing and not found.unused and not found.mismatched and not found.notes
     fill(found, manifest)
     check_same(model, reference)
@@ -174,7 +175,7 @@ def test_abstract_models_map_alike(kind, tmp_path):
     with shardload.keras_bridge.abstraction.abstract():
         model = MODELS[kind]()
     found = map_keras(model, manifest)
-    assert all(v._value is None for v in model.weights)
+    assert all(current_value(v) is None for v in model.weights)
     reference = MODELS[kind]()
     reference.load_weights(tmp_path / "m.weights.h5")
     fill(found, manifest)

@@ -13,6 +13,7 @@ import models
 import numpy as np
 import pytest
 
+from shardload.keras_bridge.variables import current_value, put_back
 from shardload.parallel import choose
 from shardload.sharding.mesh import MeshSpec
 
@@ -42,15 +43,15 @@ def place(model, host, mesh, layout="auto"):
     jax_mesh = jax.sharding.Mesh(devices, mesh.axes)
     for variable, value in zip(model.variables, host, strict=True):
         spec = jax.sharding.PartitionSpec(*(axes or None for axes in choice.layouts[id(variable)].spec))
-        variable._value = jax.device_put(value, jax.sharding.NamedSharding(jax_mesh, spec))
+        put_back(variable, jax.device_put(value, jax.sharding.NamedSharding(jax_mesh, spec)), None)
     batch = mesh.axes[0] if 8 % mesh.sizes[0] == 0 else None
     return jax.sharding.NamedSharding(jax_mesh, jax.sharding.PartitionSpec(batch))
 
 
 def run(model, inputs):
     """Outputs of one jitted forward pass as one vector, and the compiled program."""
-    trainable = [v._value for v in model.trainable_variables]
-    rest = [v._value for v in model.non_trainable_variables]
+    trainable = [current_value(v) for v in model.trainable_variables]
+    rest = [current_value(v) for v in model.non_trainable_variables]
     step = jax.jit(lambda a, b, x: model.stateless_call(a, b, x, training=False)[0])
     program = step.lower(trainable, rest, inputs).compile()
     outputs = jax.tree.leaves(program(trainable, rest, inputs))

@@ -12,7 +12,18 @@ import pytest
 from package_edges import EDGES
 
 PACKAGE = Path(__file__).parents[2] / "shardload"
-
+TESTS = PACKAGE.parent / "tests"
+ABOUT_OTHERS = {"keras_bridge/test_keras_contract.py", "support/keras_suite_plugin.py"}
+"""Tests of what Keras keeps private and shardload relies on, and what adapts Keras' own tests."""
+PRIVATE_OF_OTHERS = {
+    "_embeddings": "Keras: the kernel of an Embedding under LoRA",
+    "_getframe": "sys: who asks for a garbage collection",
+    "_path": "Keras: gives two variables one path",
+    "_replace": "named tuples",
+    "_serialize_model_as_json": "Keras: what its own callback saves",
+    "_tokenizer": "tokenizers: the trained vocabulary",
+}
+"""Private names of other libraries that tests may use, and what for."""
 
 CONFINED = {
     "h5py": {"loaders/hdf5.py", "writers/h5.py"},  # one reads, one writes
@@ -102,7 +113,7 @@ def test_a_name_with_an_underscore_is_not_imported_from_another_module():
 
 
 FILE_MODULES = {"os", "pathlib", "io", "tempfile", "shardload.stores.local"}
-FRONT_DOOR = "loaders._recognise"
+FRONT_DOOR = "loaders.recognition"
 """Takes the paths of users."""
 
 
@@ -116,6 +127,30 @@ def test_loaders_open_files_through_their_store_only(name):
 
 def test_few_modules_at_the_top():
     assert len([path for path in PACKAGE.glob("*.py") if path.name != "__init__.py"]) <= 12
+
+
+def private_uses(path: Path) -> Iterator[str]:
+    """Names with a leading underscore that a test imports, reads of another object, or replaces."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        found: list[str] = []
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("shardload"):
+            found = [part for alias in node.names for part in (*node.module.split("."), alias.name)]
+        elif isinstance(node, ast.Import):
+            found = [
+                part for alias in node.names if alias.name.startswith("shardload") for part in alias.name.split(".")
+            ]
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls"):
+            found = [node.attr]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("setattr"):
+            found = [part for a in node.args if isinstance(a, ast.Constant) for part in str(a.value).split(".")]
+        yield from (name for name in found if name.startswith("_") and not name.startswith("__"))
+
+
+def test_tests_use_public_names():
+    for path in TESTS.rglob("*.py"):
+        name = str(path.relative_to(TESTS))
+        if name not in ABOUT_OTHERS:
+            assert set(private_uses(path)) <= PRIVATE_OF_OTHERS.keys(), f"tests/{name}: test it through what uses it"
 
 
 @pytest.mark.parametrize("heavy", CONFINED)

@@ -158,11 +158,11 @@ def test_a_step_from_before_training_leaves_slots_as_they_are_and_says_so(tmp_pa
 
 
 def test_a_model_that_never_trained_comes_back_from_its_step_alone(tmp_path):
-    callback = OrbaxCheckpoint(tmp_path / "run", save_freq=1)
+    callback = OrbaxCheckpoint(tmp_path / "run", save_freq="epoch")
     model = build()
     callback.set_model(model)
     callback.on_train_begin()
-    callback._save({}, epoch_done=False)
+    callback.on_epoch_end(0)
     callback.on_train_end()
     again = shardload.load(tmp_path / "run", mesh="1x1")
     assert all(np.array_equal(a.value, b.value) for a, b in zip(model.weights, again.weights, strict=True))
@@ -375,7 +375,7 @@ def test_keras_own_steps_are_read_by_name_and_reported_unverified(tmp_path):
     model = trained()
     callback = keras.callbacks.OrbaxCheckpoint(str(tmp_path / "keras"), save_on_background=False)
     callback.set_model(model)
-    callback._save_checkpoint(7)
+    callback.on_epoch_end(7)
     callback.wait_until_finished()
     target = keras.models.clone_model(model)
     target.compile("adam", "mse")

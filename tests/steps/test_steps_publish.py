@@ -99,7 +99,7 @@ def test_the_second_of_two_writers_is_told(tmp_path, make):
 
 def test_a_writer_who_wins_in_the_last_moment_keeps_the_step(tmp_path, monkeypatch):
     staging = ready(tmp_path)
-    monkeypatch.setattr(publish, "_refuse_existing", lambda target, step: None)
+    monkeypatch.setattr(publish, "refuse_existing", lambda target, step: None)
     save_step(tmp_path, 7)
     with pytest.raises(StepExistsError):
         staging.publish()

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardload.keras_bridge.model_state import state_of
-from shardload.keras_bridge.variables import set_sharding, sharding_of
+from shardload.keras_bridge.variables import current_value, set_sharding, sharding_of
 from shardload.manifest import Extent
 from shardload.mapping.assign import Assigner
 
@@ -75,10 +75,12 @@ def fill(mapping, manifest, **options):
     assert not done.moved
     for binding in mapping.bindings:
         if binding.name not in done.computed:
-            assert pointers(binding.variable._value) == given[binding.name]
+            assert pointers(current_value(binding.variable)) == given[binding.name]
     for variable in mapping.provided:
         sharding = sharding_of(variable)
-        assert sharding is None or variable._value.sharding.is_equivalent_to(sharding, variable._value.ndim)
+        assert sharding is None or current_value(variable).sharding.is_equivalent_to(
+            sharding, current_value(variable).ndim
+        )
     return done
 
 
@@ -92,6 +94,6 @@ def check_same(model, reference, *, state=False):
     ours, theirs = pick(model), pick(reference)
     assert len(ours) == len(theirs)
     for one, other in zip(ours, theirs, strict=True):
-        mine, yours = np.asarray(one._value), np.asarray(other._value)
+        mine, yours = np.asarray(current_value(one)), np.asarray(current_value(other))
         assert mine.dtype == yours.dtype and mine.shape == yours.shape, one.path
         assert mine.tobytes() == yours.tobytes(), f"{one.path} differs"

@@ -311,9 +311,9 @@ def converted(source, target, to):
 @contextlib.contextmanager
 def full_after(disk, count, *, pages=0):
     """Somebody fills the disk once so many tensors were copied; -1: before any file is made."""
-    noted, room, left = ConversionFolder.note_done, writing._check_room, [count]
+    noted, room, left = ConversionFolder.note_done, writing.check_room, [count]
 
-    def check_room(*arguments):
+    def fill_after_the_check(*arguments):
         room(*arguments)
         if count < 0:
             refill(disk, pages * PAGE)
@@ -324,11 +324,11 @@ def full_after(disk, count, *, pages=0):
         if left[0] == 0:
             refill(disk)
 
-    ConversionFolder.note_done, writing._check_room = note_done, check_room
+    ConversionFolder.note_done, writing.check_room = note_done, fill_after_the_check
     try:
         yield
     finally:
-        ConversionFolder.note_done, writing._check_room = noted, room
+        ConversionFolder.note_done, writing.check_room = noted, room
 
 
 def conversions(base):

@@ -16,7 +16,7 @@ from fuzzing import anything, damaged
 from hypothesis import strategies as st
 
 from shardload.errors import ShardloadError
-from shardload.steps.digest_list import _canonical, _hash
+from shardload.steps.digest_list import canonical_json, hash_of
 from shardload.steps.digests import DIGESTS_FILE, Digests
 
 DEEP = "[" * 2000 + "]" * 2000
@@ -243,7 +243,7 @@ def sign(draw, step):
         if draw(st.integers(0, 9)) == 0:
             body = json.loads(draw(mangled(path.read_bytes())))
             body.pop("self", None)
-            put(path, _canonical(body | {"self": _hash(_canonical(body))}))
+            put(path, canonical_json(body | {"self": hash_of(canonical_json(body))}))
 
 
 def _table():

@@ -175,13 +175,13 @@ def test_what_is_prepared_ahead_is_bounded(manifest, value, monkeypatch):
     plan = planned(manifest, whole(manifest, "a", dim=1), budget=MIB)
     monkeypatch.setattr(shardload.transfer.execution, "PREPARED", 2)
     ahead = []
-    original = shardload.transfer.execution._Transfer.run
+    original = shardload.transfer.execution.Transfer.run
 
     def run(self, *callbacks):
         ahead.append(len(self.tasks))
         original(self, *callbacks)
 
-    monkeypatch.setattr(shardload.transfer.execution._Transfer, "run", run)
+    monkeypatch.setattr(shardload.transfer.execution.Transfer, "run", run)
     found, _ = load(plan, manifest, placement="adopt")
     check(found["a"], value, split(2, 1))
     assert ahead == [2]

@@ -43,7 +43,7 @@ def test_blocks_that_share_units_read_each_once(step):
     reads = VerifiedReads(Checker(step), BLOCKS, kept_units=2)
     content = (step / BIG).read_bytes()
     assert b"".join(read(reads, b) for b in BLOCKS) == content
-    assert reads.verifier.bytes_checked == len(content) and not reads._kept
+    assert reads.verifier.bytes_checked == len(content) and not reads.units_in_memory
 
 
 def test_with_no_room_to_keep_units_they_are_read_and_checked_again(step):
@@ -67,7 +67,7 @@ def test_threads_share_what_they_read(step):
         thread.start()
     for thread in threads:
         thread.join()
-    assert not wrong and reads.verifier.bytes_checked == len(content) and not reads._kept
+    assert not wrong and reads.verifier.bytes_checked == len(content) and not reads.units_in_memory
 
 
 @pytest.mark.parametrize(("row", "pitch"), [(1000, 1016), (350_000, 350_032), (16, 24)])

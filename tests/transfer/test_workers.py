@@ -83,7 +83,11 @@ def test_a_thread_that_cannot_be_started_leaves_none_waiting(monkeypatch, error)
 
 
 def test_a_crew_that_is_forgotten_dismisses_its_threads():
-    threads = WorkerThreads(3)._threads
+    before = set(threading.enumerate())
+    workers = WorkerThreads(3)
+    threads = set(threading.enumerate()) - before
+    assert threads
+    del workers
     gc.collect()
     for thread in threads:
         thread.join(30)

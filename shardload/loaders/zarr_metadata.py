@@ -20,7 +20,7 @@ import ml_dtypes
 import numpy as np
 
 from shardload.errors import SourceError, UnsupportedError
-from shardload.loaders._extents import check_shape
+from shardload.loaders.extents import check_shape
 from shardload.stores.json_files import parse_object
 
 ZARR3 = "zarr.json"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardload import restoring
-from shardload.callbacks._records import iterations
+from shardload.callbacks.step_records import iterations
 from shardload.data import Origin, Position, Reading, resumable_of_fit
 from shardload.distributed import processes
 from shardload.errors import DamagedError, MismatchError, SourceError, SourceNotFoundError, UsageError
@@ -179,7 +179,7 @@ def resumption(
     given = initial_epoch_of_fit() or initial_epoch  # 0 is the default of fit
     if given is not None and given != complete:
         return _begun(model, Resumption(info, given, complete))
-    records = _records(info)
+    records = data_records(info)
     own_goes_on = data_iterator is not None and _give_back(data_iterator, records, info)
     stood = _where_it_stood(records, info)
     goes_on = None if stood is None else resumable_of_fit()
@@ -225,7 +225,7 @@ def forget_beginning(model: Any) -> None:
         set_initial_epoch(model, None)
 
 
-def _records(info: StepInfo) -> list[dict[str, Any]]:
+def data_records(info: StepInfo) -> list[dict[str, Any]]:
     """Return the data records: one per process, one for all if they are equal, or none."""
     path = Path(info.path) / OWN_FOLDER / ITERATOR_FILE
     try:

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardload.errors import SourceError, TransferError, UnsafeSourceError
-from shardload.loaders._ocdbt import MAX_KEYS, OcdbtValue, said
-from shardload.loaders._zarr import Array, Sharding, key_of, one_chunk
+from shardload.loaders.ocdbt import MAX_KEYS, OcdbtValue, said
+from shardload.loaders.zarr_metadata import Array, Sharding, key_of, one_chunk
 from shardload.manifest import Chunked, Decoded, Extent, Packed, Storage
 from shardload.stores.location import Location
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from shardload.callbacks import _records
+from shardload.callbacks import step_records
 from shardload.keras_bridge.saving import assets_of, serialised_model
 from shardload.mapping.state_tree import StateTree, describe
 
@@ -38,8 +38,8 @@ class Contents:
         self, state: StateTree, more: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
     ) -> dict[str, Any]:
         """Return the items that Orbax writes, by name: the state, the descriptions, and the user's own items."""
-        items = {"pytree": _records.for_all_processes(state.tree), **self._items}
-        return items if more is None else items | _records.checked_items(more)
+        items = {"pytree": step_records.for_all_processes(state.tree), **self._items}
+        return items if more is None else items | step_records.checked_items(more)
 
     def _descriptions(self, model: Any) -> Iterator[tuple[str, Any]]:
         """Yield the items needed to rebuild the model; they stay the same until its variables change."""

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from shardload.errors import DamagedError, SourceError, SourceNotFoundError, TransferError, UsageError
-from shardload.steps._number import check_number
 from shardload.steps.digest_list import (
     Damage,
     Digests,
@@ -24,6 +23,7 @@ from shardload.steps.digest_list import (
     size_damage,
     step_name,
 )
+from shardload.steps.number import check_number
 from shardload.steps.record import STEP_FILE
 from shardload.stores.local import located
 from shardload.stores.location import Location

@@ -79,11 +79,13 @@ def read_values(folder: Location) -> dict[str, OcdbtValue]:
         UnsafeSourceError: When a reference leaves the folder, or a node would inflate beyond `MAX_NODE_BYTES`.
         TruncatedSourceError: When a reference points past the end of its file.
     """
-    return dict(_Walk(folder).walk())
+    return dict(OcdbtWalk(folder).walk())
 
 
 @dataclass(slots=True)
-class _Walk:
+class OcdbtWalk:
+    """One walk through the B-tree of a store, which counts what it reads."""
+
     folder: Location
     sizes: dict[str, tuple[Location, int]] = field(default_factory=dict)
     """File name in the store → file and size."""
@@ -95,6 +97,7 @@ class _Walk:
     node_file_bytes: int = 0
 
     def walk(self) -> Iterator[tuple[str, OcdbtValue]]:
+        """Yield each key and its value, in key order."""
         self.folder.local_path()  # fetches small remote files, this one among them
         manifest = self.folder / MANIFEST
         size = self._file(MANIFEST)[1]
@@ -103,7 +106,7 @@ class _Walk:
         if not size:
             raise TruncatedSourceError(f"{manifest} is empty. The save did not finish; use another step")
         _refuse_inflation(manifest.read_header(size, offset=0, what="the manifest"), manifest)
-        versions = self._dump(None, manifest).get("versions")
+        versions = self.dump(None, manifest).get("versions")
         if not versions:
             raise SourceError(f"{manifest} lists no version of the store. Save the checkpoint again")
         root = max(versions, key=lambda v: v["generation_number"])["root"]
@@ -114,13 +117,13 @@ class _Walk:
             yield from self._node(root["location"], b"", MAX_HEIGHT)
 
     def _node(self, location: str, prefix: bytes, depth: int) -> Iterator[tuple[str, OcdbtValue]]:
-        found = self._locate(location, "btreenode")
+        found = self.locate(location, "btreenode")
         if found.length > MAX_NODE_BYTES or not depth:
             raise UnsafeSourceError(f"{found.path} contains a B-tree node of {found.length} bytes, or one too deep")
         self._count(found)
         found.path.local_path()  # TensorStore opens the file itself: a remote one is fetched now, and read only once
         _refuse_inflation(found.read(MAX_NODE_BYTES, what="a B-tree node"), found.path)
-        node = self._dump(location, found.path)
+        node = self.dump(location, found.path)
         for entry in node["entries"]:
             if node["height"]:
                 below = prefix + entry["subtree_common_prefix"]
@@ -145,9 +148,9 @@ class _Walk:
     def _value(self, entry: Mapping[str, Any], node_path: Location) -> OcdbtValue:
         if (inline := entry.get("inline_value")) is not None:
             return OcdbtValue(node_path, 0, len(inline), bytes(inline))
-        return self._locate(entry["indirect_value"], "value")
+        return self.locate(entry["indirect_value"], "value")
 
-    def _locate(self, location: str, kind: str) -> OcdbtValue:
+    def locate(self, location: str, kind: str) -> OcdbtValue:
         """Parse ``kind:base:file:offset:length``, each name percent-encoded."""
         parts = location.split(":")
         if len(parts) != 5 or parts[0] != kind or not (parts[3] + parts[4]).isdecimal():
@@ -169,7 +172,8 @@ class _Walk:
             self.sizes[name] = path, path.size
         return self.sizes[name]
 
-    def _dump(self, location: str | None, path: Location) -> Any:
+    def dump(self, location: str | None, path: Location) -> Any:
+        """Return the manifest, or the node at ``location``, as TensorStore decodes it."""
         import tensorstore as ts  # 0.2 s to import
 
         folder = f"{self.folder.local_path()}/"

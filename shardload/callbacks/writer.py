@@ -3,7 +3,7 @@
     training thread   wait for the last save · begin staging · snapshot the arrays ─► returns
     worker thread     Orbax writes · shardload/*.json · digests · publish · remove old steps · post_finalization
 
-Arrays of CPU devices are not copied (`_snapshot`). For other arrays, and if several processes save
+Arrays of CPU devices are not copied (`snapshot`). For other arrays, and if several processes save
 together, Orbax copies the data off the devices in the training thread.
 
 Several processes do each of these stages together: process 0 begins, publishes and removes, each process writes its own
@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from shardload.callbacks._snapshot import snapshot
+from shardload.callbacks.snapshot import snapshot
 from shardload.distributed import processes
 from shardload.distributed.exit_reasons import ExitRecorder
 from shardload.errors import (

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from shardload.callbacks._monitor import Monitor
-from shardload.callbacks._retention import BestRule, recorded_damage
+from shardload.callbacks.monitor import Monitor
+from shardload.callbacks.retention import BestRule, recorded_damage
 from shardload.distributed.processes import Channel
 from shardload.steps.digests import verify
 from shardload.steps.listing import StepInfo

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 from shardload.errors import SourceError, UnsafeSourceError, UnsupportedError
-from shardload.loaders import _ocdbt, _zarr
-from shardload.loaders._ocdbt import MAX_KEYS, OcdbtValue
-from shardload.loaders._zarr_chunks import Cell, storage
+from shardload.loaders import ocdbt, zarr_metadata
 from shardload.loaders.folder import descendant
+from shardload.loaders.ocdbt import MAX_KEYS, OcdbtValue
+from shardload.loaders.zarr_chunks import Cell, storage
 from shardload.manifest import Extent, Tensor
 from shardload.stores.location import Location
 from shardload.stores.remote import COPY_FIRST
@@ -35,12 +35,12 @@ class Arrays:
     def __init__(self, folder: Location, *, is_complete: bool) -> None:
         self._folder = folder
         self._is_complete = is_complete
-        is_ocdbt = _ocdbt.MANIFEST in folder.names()
+        is_ocdbt = ocdbt.MANIFEST in folder.names()
         if not is_ocdbt and folder.store.is_checked:  # each chunk would be a file to fetch
             raise UnsupportedError(
                 f"{folder} has a folder for each array, which can only be read on this machine. {COPY_FIRST}"
             )
-        values = _ocdbt.read_values(folder) if is_ocdbt else _files(folder)
+        values = ocdbt.read_values(folder) if is_ocdbt else _files(folder)
         self._total = sum(value.length for value in values.values())
         self._headers = {key.rpartition("/")[0]: key for key in values if key.endswith(("/.zarray", "/zarr.json"))}
         self._values: dict[str, dict[str, OcdbtValue]] = {name: {} for name in self._headers}
@@ -81,8 +81,8 @@ class Arrays:
         where = f"{self._folder}: {key}"
         values = self._values[stored_name]
         header = values[key[len(stored_name) + 1 :]]
-        metadata = header.read(_zarr.MAX_METADATA_BYTES, what=key)
-        array = _zarr.parse(metadata, name=name, where=where)
+        metadata = header.read(zarr_metadata.MAX_METADATA_BYTES, what=key)
+        array = zarr_metadata.parse(metadata, name=name, where=where)
         chunks = self._chunks(array, values, where)
         self._refuse_expansion(array, where)
         for value in (header, *chunks.values()):
@@ -92,10 +92,10 @@ class Arrays:
             return Tensor(name, array.shape, array.dtype, Extent(header.path, 0))
         return Tensor(name, array.shape, array.dtype, storage(array, chunks, header=header, metadata=metadata))
 
-    def _chunks(self, array: _zarr.Array, values: dict[str, OcdbtValue], where: str) -> dict[Cell, OcdbtValue]:
+    def _chunks(self, array: zarr_metadata.Array, values: dict[str, OcdbtValue], where: str) -> dict[Cell, OcdbtValue]:
         found: dict[Cell, OcdbtValue] = {}
         for key, value in values.items():
-            if key in (_zarr.ZARR3, _zarr.ZARR2, ".zattrs"):
+            if key in (zarr_metadata.ZARR3, zarr_metadata.ZARR2, ".zattrs"):
                 continue
             cell = array.cell(key)
             if cell is None:
@@ -109,7 +109,7 @@ class Arrays:
             )
         return found
 
-    def _refuse_expansion(self, array: _zarr.Array, where: str) -> None:
+    def _refuse_expansion(self, array: zarr_metadata.Array, where: str) -> None:
         size, chunk = (math.prod(shape) * array.dtype.itemsize for shape in (array.shape, array.chunk_shape))
         if chunk > max(EXPANSION_FLOOR_BYTES, MAX_OVERHANG * size):
             raise UnsafeSourceError(f"{where} declares chunks of {chunk} bytes for a tensor of {size}")
