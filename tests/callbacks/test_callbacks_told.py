@@ -6,11 +6,13 @@ import signal
 import sys
 import threading
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from callback_models import assert_holds, compiled, fit, steps_in
 
+from shardload import interrupts
 from shardload.callbacks import OrbaxCheckpoint, retention, writer
 from shardload.distributed import watchdog
 from shardload.errors import SaveError, SourceError, StepExistsError
@@ -218,10 +220,9 @@ def test_a_wait_looks_for_ctrl_c_now_and_then(monkeypatch):
                 go.set()
             return super().wait(0.05)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(threading, "Event", Event)
-        worker = Worker(go.wait, name="test")
-        worker.wait()
+    monkeypatch.setattr(interrupts, "threading", SimpleNamespace(Event=Event, Thread=threading.Thread))
+    worker = Worker(go.wait, name="test")
+    worker.wait()
     assert len(asked) > 1 and None not in asked
 
 
