@@ -10,11 +10,11 @@ built without these layers, and the report says so; its hidden states still equa
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from shardload.manifest import Manifest
 from shardload.stores.json_files import read_optional
+from shardload.stores.location import Location
 
 _FORM = ["Transformer", "Pooling", "Dense", "Dense", "Normalize"]
 _PATHS = ["", "1_Pooling", "2_Dense", "3_Dense"]
@@ -26,16 +26,16 @@ def arguments(manifest: Manifest) -> dict[str, Any]:
     """Return the arguments of KerasHub's class for a folder's pooling; empty for a model without pooling."""
     if not _is_embedder(manifest):
         return {}
-    if _other_form(Path(manifest.source)) is not None:
+    if _other_form(manifest.location) is not None:
         return _WITHOUT
-    widths = [_config(Path(manifest.source) / part).get("out_features") for part in _DENSE]
+    widths = [_config(manifest.location / part).get("out_features") for part in _DENSE]
     names = ("pooling_intermediate_dim", "embedding_dim")
     return {name: width for name, width in zip(names, widths, strict=True) if width is not None}
 
 
 def notes(manifest: Manifest) -> tuple[str, ...]:
     """Explain why an embedding model was built without its pooling layers."""
-    why = _other_form(Path(manifest.source)) if _is_embedder(manifest) else None
+    why = _other_form(manifest.location) if _is_embedder(manifest) else None
     if why is None:
         return ()
     return (f"Built without pooled_output, because {why}; sequence_output equals the source's",)
@@ -46,11 +46,11 @@ def _is_embedder(manifest: Manifest) -> bool:
     return config.get("model_type") == "gemma3_text" and bool(config.get("use_bidirectional_attention"))
 
 
-def _other_form(folder: Path) -> str | None:
+def _other_form(folder: Location) -> str | None:
     """Say what in the folder KerasHub's class does not support; ``None`` if it supports all of it."""
     listed = read_optional(folder / "modules.json")
     listed = listed if isinstance(listed, list) else []
-    if not listed and not any((folder / part).is_dir() for part in _DENSE):
+    if not listed and not any((folder / part).is_folder() for part in _DENSE):
         return "the folder has neither modules.json nor 2_Dense and 3_Dense"
     modules = [str(one.get("type")).rpartition(".")[2] for one in listed if isinstance(one, Mapping)]
     if modules and modules != _FORM:
@@ -81,7 +81,7 @@ def _active(part: str, config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _config(folder: Path) -> Mapping[str, Any]:
+def _config(folder: Location) -> Mapping[str, Any]:
     found = read_optional(folder / "config.json")
     return found if isinstance(found, dict) else {}
 

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from shardload.errors import UnsupportedError
 from shardload.loaders import spec_of
 from shardload.manifest import Manifest
 from shardload.stores.json_files import read_optional
+from shardload.stores.location import Location
 
 FIELD = "quantization_config"
 """Field to ignore if only the configuration mentions quantisation, or if float8 values need no scales."""
@@ -179,7 +179,7 @@ def _algorithm_beside(manifest: Manifest) -> str | None:
     if not _is_folder(manifest):
         return None
     try:
-        algorithm = read_optional(Path(manifest.source) / "hf_quant_config.json")["quantization"]["quant_algo"]
+        algorithm = read_optional(manifest.location / "hf_quant_config.json")["quantization"]["quant_algo"]
     except (LookupError, TypeError):  # no such file, or of another form
         return None
     return f"modelopt {algorithm}" if algorithm else None
@@ -208,8 +208,8 @@ def _is_float8(dtype: Any) -> bool:
 
 
 def _about_adapter(manifest: Manifest) -> str:
-    source = Path(manifest.source)
-    adapter = (source if source.is_dir() else source.parent) / "adapter_config.json"
+    source = manifest.location
+    adapter = (source if source.is_folder() else source.parent) / "adapter_config.json"
     base = _base_model(adapter)
     whose = f" of {base}" if base else ""
     return (
@@ -221,7 +221,7 @@ def _about_adapter(manifest: Manifest) -> str:
 
 def _has_adapter_beside(manifest: Manifest) -> bool:
     """Whether transformers would apply an adapter to the weights of this folder."""
-    folder = Path(manifest.source)
+    folder = manifest.location
     return (
         _is_folder(manifest)
         and (folder / "adapter_config.json").is_file()
@@ -237,7 +237,7 @@ def _about_adapter_beside(manifest: Manifest) -> str:
     )
 
 
-def _base_model(path: Path) -> str | None:
+def _base_model(path: Location) -> str | None:
     config = read_optional(path)
     found = config.get("base_model_name_or_path") if isinstance(config, dict) else None
     return repr(found[:200]) if isinstance(found, str) and found else None

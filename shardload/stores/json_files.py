@@ -10,10 +10,9 @@ import json
 import os
 import re
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
-from shardload.errors import SourceError, UnsafeSourceError
+from shardload.errors import ShardloadError, SourceError, TransferError, UnsafeSourceError
 from shardload.stores.headers import read_header
 from shardload.stores.local import located
 from shardload.stores.location import Location
@@ -53,11 +52,20 @@ def read_object(path: str | os.PathLike[str] | Location) -> dict[str, Any]:
     return parse_object(raw, path=name)
 
 
-def read_optional(path: str | os.PathLike[str]) -> Any:
-    """Return the JSON value in a small file of any kind; ``None`` if it is missing, damaged or not JSON."""
+def read_optional(path: str | os.PathLike[str] | Location) -> Any:
+    """Return the JSON value in a small file of any kind; ``None`` if it is missing, damaged, too large or not JSON.
+
+    Raises:
+        TransferError: If the file's store does not respond.
+    """
+    where = located(path)
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        with closing(where.open()) as file:
+            size = min(file.n_bytes, MAX_JSON_BYTES)  # a longer file is cut, and so no JSON
+            return json.loads(read_header(file, size, offset=0, path=str(where), what="the JSON text"))
+    except (ShardloadError, ValueError, RecursionError) as error:
+        if isinstance(error, TransferError):
+            raise
         return None
 
 
