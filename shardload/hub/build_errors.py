@@ -122,7 +122,10 @@ def not_compiled(manifest: Manifest, why: Exception | str, *, has_defaults: bool
 def _first(error: Exception) -> str:
     """Return the first paragraph of an error's message; the innermost if Keras wrapped several errors."""
     message = str(error).strip().rpartition(_INNER)[2]
-    return message.split("\n\n")[0][:SHOWN].rstrip(".") or type(error).__name__
+    first, *rest = message.split("\n\n")
+    if rest and first.endswith(":"):  # Keras announces the cause, which is the next paragraph
+        first = f"{first} {rest[0]}"
+    return first[:SHOWN].rstrip(".") or type(error).__name__
 
 
 def _advice(manifest: Manifest, error: Exception) -> str:

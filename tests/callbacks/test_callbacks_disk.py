@@ -88,7 +88,7 @@ def test_wherever_the_room_ends_it_is_told(disk):
     before, tries, again = (disk["full_in_places"][name] for name in ("before", "tries", "again"))
     failed = [seen for seen in tries if seen["error"]]
     for seen in failed:
-        assert_failed(seen, r"Step \d+ could not .*No space left on device.*Free", errno=28, steps=seen["steps"])
+        assert_failed(seen, r"Cannot save step \d+ .*No space left on device.*Free", errno=28, steps=seen["steps"])
     for seen, later in itertools.pairwise(tries):
         assert not set(seen["staged"]) & set(later["staged"]), "what failed keeps its room for good"
     saved = [seen for seen in tries if not seen["error"]]
@@ -225,7 +225,7 @@ def test_a_conversion_that_fills_the_disk_goes_on_once_there_is_room(disk, to):
         assert seen["first"]["code"] == 1, name
         kept = ".out.converting" in seen["first"]["names"]
         assert seen["first"]["names"] == [*([".out.converting"] if kept else []), "filler"]
-        said = r"\. Make room\." + (r" What was done so far is in .*goes on from .*" if kept else "")
+        said = r"\. Free some space\." + (r" The finished part is in .*again to continue.*" if kept else "")
         assert re.fullmatch(rf"Error: Cannot write .*/out: the disk is full{said}", paragraph)
         assert kept or " -1 " in name, "work that was lost"
         assert (seen["again"]["code"], seen["again"]["names"]) == (0, ["out"]), seen
@@ -238,5 +238,6 @@ def test_a_conversion_to_a_small_disk_is_refused_at_once(disk):
     first = disk["conversions"]["small"]["first"]
     assert (first["code"], first["names"]) == (1, []), first
     assert re.fullmatch(
-        r"Error: out needs .* to spare, but .*Free some space, or choose another folder\.\n", first["out"]
+        r"Error: Cannot write out: it needs .* to spare, but .*Free some space, or choose another folder\.\n",
+        first["out"],
     )

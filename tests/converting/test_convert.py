@@ -298,7 +298,7 @@ def test_killed_it_goes_on_and_a_torn_tensor_is_copied_again(to, presets, made, 
     child = start(presets["gemma2_9b"], target, to)
     journal = home / "journal.jsonl"
     wait_for(lambda: journal.exists() and journal.read_text().count('"done"') >= 4, child)
-    with pytest.raises(WriteError, match="Another process"):
+    with pytest.raises(WriteError, match="another process"):
         shardload.convert(presets["gemma2_9b"], target, to=to)
     os.kill(child.pid, signal.SIGKILL)
     child.wait()

@@ -268,7 +268,7 @@ def test_only_training_steps_are_read_from_afar(store, capfd):
     for command in (["convert", store.s3 + "/run", "there", "--to", "h5"], ["diff", store.s3 + "/run", "there"]):
         assert main([*command, "--json"]) == 1
         error = json.loads(capfd.readouterr().out)["error"]
-        assert "copy" in error["message"] and error["type"] == "UnsupportedError"
+        assert "Copy" in error["message"] and error["type"] == "UnsupportedError"
     with pytest.raises(UsageError, match="a folder of this machine"):
         shardload.callbacks.OrbaxCheckpoint("s3://bucket/run")
 
