@@ -10,17 +10,15 @@ import functools
 import itertools
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
-
-import numpy as np
+from dataclasses import dataclass
+from typing import Literal
 
 from shardload.errors import BudgetError, LayoutError, MismatchError
 from shardload.manifest import Decoded, Manifest, Packed, Tensor, View
 from shardload.sharding.bounds import Bounds
 from shardload.sharding.layout import Layout
-from shardload.sharding.mesh import DEFAULT_AXES, MeshSpec
 from shardload.stores.location import Location
+from shardload.transfer.binding import Binding
 from shardload.transfer.casts import check_cast
 from shardload.transfer.regions import Region, RegionView, in_file_order, view_in_region
 from shardload.transfer.strides import SKIP_BYTES, Ordered, address, cut, is_injective, largest_stride, shard_run, span
@@ -40,28 +38,6 @@ BUDGET_PARTS = 16
 """A staged or uploaded block takes at most this fraction of the budget, so that several are in flight."""
 
 How = Literal["direct", "staged", "packed", "decoded"]
-
-_ONE_DEVICE = MeshSpec(DEFAULT_AXES, (1, 1))
-
-
-@dataclass(frozen=True, slots=True)
-class Binding:
-    """A variable that is a view of one tensor, and its layout."""
-
-    name: str
-    """Unique: the variable's path, with ``#2`` where another variable has the same one."""
-    view: View
-    """The tensor elements of the variable; ``view.shape`` is its shape."""
-    dtype: np.dtype[Any]
-    """The variable's dtype; the load casts if the tensor has another."""
-    layout: Layout
-    variable: Any = field(default=None, compare=False, repr=False)
-    """The ``keras.Variable``, which a transfer passes by."""
-
-    @classmethod
-    def unsharded(cls, name: str, view: View, dtype: np.dtype[Any], variable: Any) -> Binding:
-        """Return a binding whose layout is still to be chosen: whole, on one device."""
-        return cls(name, view, dtype, Layout.replicated(_ONE_DEVICE, len(view.shape)), variable)
 
 
 @dataclass(frozen=True, slots=True)

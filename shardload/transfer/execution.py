@@ -156,19 +156,7 @@ def _check(plan: LoadPlan, manifest: Manifest, devices: Sequence[Any]) -> None:
                 f"Cannot load variable {binding.name!r} as {binding.dtype}: JAX has 64-bit dtypes disabled. Set "
                 "jax_enable_x64, or build the model with a 32-bit dtype"
             )
-    for path in plan.files:
-        if not path.store.is_checked:  # others are compared with digests as they are read
-            _check_file(path, manifest)
-
-
-def _check_file(path: Location, manifest: Manifest) -> None:
-    found = path.identity().size
-    expected = manifest.files.get(path, found)
-    if found != expected:
-        raise TransferError(
-            f"Cannot load {path}: it changed since its headers were read, from {expected} to {found} bytes. Load it "
-            "again once its writer has finished"
-        )
+    plan.check_files(manifest)
 
 
 class Transfer:

@@ -28,14 +28,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardload.errors import BudgetError, LayoutError
+from shardload.errors import BudgetError, LayoutError, TransferError
 from shardload.manifest import Manifest, Tensor
 from shardload.stores.location import Location
+from shardload.transfer.binding import Binding
 from shardload.transfer.block_plan import (
     BLOCK_BYTES,
     BUDGET_PARTS,
     MIN_BLOCK_BYTES,
-    Binding,
     Block,
     BlockPiece,
     Planner,
@@ -83,6 +83,22 @@ class LoadPlan:
     def decoded_bytes(self) -> int:
         """Size of the largest decoded block."""
         return max((b.host_bytes for b in self.blocks if b.is_decoded), default=0)
+
+    def check_files(self, manifest: Manifest) -> None:
+        """Compare the sizes of the files to read with those in the manifest.
+
+        Raises:
+            TransferError: If one has another size or is gone.
+        """
+        for path in self.files:
+            if path.store.is_checked:  # its bytes are compared with digests as they are read
+                continue
+            found = path.identity().size
+            if found != (expected := manifest.files.get(path, found)):
+                raise TransferError(
+                    f"Cannot load {path}: it changed since its headers were read, from {expected} to {found} bytes. "
+                    "Load it again once its writer has finished"
+                )
 
     @property
     def peak_staging_bytes(self) -> int:
