@@ -64,7 +64,7 @@ def verify(source: str | os.PathLike[str], *, progress: Callable[[int], None] | 
     """
     if is_url(source):
         if not (steps := list_steps(source)):
-            raise SourceNotFoundError(f"{source} contains no steps, and of remote sources only those are read")
+            raise SourceNotFoundError(f"{source} contains no steps, and only steps can be read from remote stores")
         return [_remote(info, progress) for info in steps]
     path = Path(resolve(source).path)
     if is_ours(path):

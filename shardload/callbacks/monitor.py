@@ -49,7 +49,7 @@ class Monitor:
         found = self.direction(model)
         if found is None:
             raise UsageError(
-                f"Whether a high or a low {self.name!r} is better cannot be told from the model's metrics. "
+                f"Cannot tell from the model's metrics whether a higher or a lower {self.name!r} is better. "
                 "Pass mode='max' or mode='min'"
             )
         return found

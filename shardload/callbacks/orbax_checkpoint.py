@@ -122,7 +122,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         step_records.check_choices(compression=compression, best_of=best_of)
         step_records.check_initial_epoch(initial_epoch)
         if not (isinstance(resume, int) or resume in ("latest", "best")):
-            raise UsageError(f'resume is True, False, "latest", "best" or a step\'s number; got {resume!r}')
+            raise UsageError(f'resume should be True, False, "latest", "best" or the number of a step, got {resume!r}')
         self.verbose = verbose
         self.save_best_only = save_best_only
         self.save_freq = save_freq
@@ -228,8 +228,8 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         seen = self._writer.channel.together(lambda: numbers)
         if any(others != numbers for others in seen):
             raise SaveError(
-                f"The processes of this run do not see the same steps in {self.directory}: {seen}. Several processes "
-                "save together to a folder on a file system that all of them share"
+                f"The processes of this run find different steps in {self.directory}: {seen}. Choose a folder on a "
+                "file system that all processes share"
             )
         return steps
 

@@ -306,6 +306,6 @@ def _set_state(source: Any, state: Any) -> None:
         source.set_state(state)
     elif hasattr(source, "get_state"):
         raise UsageError(
-            f"The step says where data_iterator stood, but {type(source).__name__} has no set_state(state). Give an "
-            "object that has"
+            f"Cannot restore the position of data_iterator: {type(source).__name__} has no set_state(state). Pass an "
+            "object that has one"
         )

@@ -57,7 +57,7 @@ class Retention:
         for name, argument in names.items():
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise UsageError(f"{argument} should be a whole number from 1 on, or None, but is {value!r}")
+                raise UsageError(f"{argument} should be a positive integer or None, got {value!r}")
         if self.every_hours is not None and not self.every_hours > 0:
             raise UsageError(f"keep_every_hours should be more than 0, or None, but is {self.every_hours!r}")
 
@@ -95,7 +95,7 @@ def remover(retention: Retention, root: Path, *, by: BestRule) -> Callable[[int,
                 remove_step(root, old)
         except ShardloadError as error:
             raise SaveError(
-                f"older steps could not be removed, as max_to_keep={retention.latest} wants: {error}"
+                f"the older steps that max_to_keep={retention.latest} excludes could not be removed: {error}"
             ) from error
 
     return remove

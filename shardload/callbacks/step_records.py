@@ -141,7 +141,7 @@ def check_directory(directory: str | os.PathLike[str]) -> None:
     if not os.fspath(directory):
         raise UsageError('directory is the folder of the steps; it cannot be "". The current folder is "."')
     if "://" in os.fspath(directory):
-        raise UsageError(f"Steps are saved to a folder of this machine, but directory is {directory!r}")
+        raise UsageError(f"Cannot save steps to {directory!r}: directory must be a folder on this machine")
 
 
 def check_choices(*, compression: str, best_of: str) -> None:
@@ -149,13 +149,13 @@ def check_choices(*, compression: str, best_of: str) -> None:
     if compression not in ("none", "zstd"):
         raise UsageError(f"compression should be 'none' or 'zstd', but is {compression!r}")
     if best_of not in ("folder", "run"):
-        raise UsageError(f"best_of is 'folder' or 'run'; got {best_of!r}")
+        raise UsageError(f"best_of should be 'folder' or 'run', got {best_of!r}")
 
 
 def check_initial_epoch(found: Any) -> None:
     """Raise a `UsageError` for an invalid epoch number."""
     if found is not None and (isinstance(found, bool) or not isinstance(found, int) or found < 0):
-        raise UsageError(f"initial_epoch should be a whole number from 0 on, or None, but is {found!r}")
+        raise UsageError(f"initial_epoch should be a non-negative integer or None, got {found!r}")
 
 
 def check_frequency(save_freq: Any) -> None:

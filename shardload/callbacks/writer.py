@@ -298,7 +298,7 @@ def _written(job: SaveJob, pending: orbax_writer.PendingSave) -> None:
         except TimeoutError as error:
             if time.monotonic() >= until:
                 raise SaveError(
-                    f"Step {job.step} was not written within {job.timeout_s} s (async_timeout_s) and is given up. "
+                    f"Step {job.step} was not written within {job.timeout_s} s (async_timeout_s) and was abandoned. "
                     "Earlier steps are untouched"
                 ) from error
         if processes.count() > 1:

@@ -114,11 +114,11 @@ def _as_json(loaded: Any, prompt: str | None, text: str) -> dict[str, Any]:
 def _check_together(spec: Any, processes: Any, prompt: str | None) -> None:
     """Check the options of `load` that exclude or require each other."""
     if prompt == "":
-        raise typer.BadParameter("An empty text cannot be continued.", param_hint="--prompt")
+        raise typer.BadParameter("The prompt is empty.", param_hint="--prompt")
     if processes is not None and prompt is not None:
-        raise typer.BadParameter("Text is continued by one process; leave out --num-processes.", param_hint="--prompt")
+        raise typer.BadParameter("One process generates text; leave out --num-processes.", param_hint="--prompt")
     if processes is not None and spec is None:
-        raise typer.BadParameter("Several processes need a mesh to share.", param_hint="--mesh")
+        raise typer.BadParameter("A mesh is required with several processes.", param_hint="--mesh")
 
 
 def _nothing(_: str) -> None:

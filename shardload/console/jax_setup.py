@@ -98,7 +98,7 @@ def provide_devices(
     devices = _start(jax)
     found = devices[0].platform
     if platform is not None and found != platform:
-        raise MeshError(f"--platform {platform} was asked for, but JAX found no such device here, only {found}.")
+        raise MeshError(f"Cannot use --platform {platform}: JAX found only {found} devices on this machine.")
     if len(devices) < needed:
         raise MeshError(_too_few(needed, mesh, devices))
     if processes is not None and len(devices) != needed:
@@ -128,7 +128,7 @@ def _jax_platforms(platform: Platform) -> str:
         if kind in plugins:
             return f"{kind},cpu"
     raise MeshError(
-        "--platform gpu was asked for, but JAX has no GPU plugin here. Install one, for example with "
+        "Cannot use --platform gpu: JAX has no GPU plugin here. Install one, for example with "
         "pip install 'jax[cuda13]', or simulate the mesh with --platform cpu."
     )
 

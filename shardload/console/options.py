@@ -49,7 +49,7 @@ def dtype(text: str) -> str:
 def scale(factor: float) -> float:
     """Check a factor to shrink by."""
     if not 0 < factor <= 1:  # also refuses NaN
-        raise typer.BadParameter(f"{factor:g} is not above 0 and at most 1")
+        raise typer.BadParameter(f"{factor:g} is not in the range from 0 (excluded) to 1")
     return factor
 
 
@@ -69,7 +69,7 @@ def mesh_spec(mesh: str | None, axes: str | None) -> MeshSpec | None:
     """
     if mesh is None:
         if axes is not None:
-            raise typer.BadParameter("--axes names the axes of --mesh; give both.", param_hint="--axes")
+            raise typer.BadParameter("--axes names the axes of --mesh, which is missing.", param_hint="--axes")
         return None
     try:
         return MeshSpec.parse(mesh, axes=axes)
@@ -87,7 +87,7 @@ def processes(coordinator_address: str | None, num_processes: int | None, proces
         return None
     if coordinator_address is None or num_processes is None or process_id is None:
         raise typer.BadParameter(
-            "Several processes need --coordinator-address, --num-processes and --process-id, all three.",
+            "Pass all three or none of --coordinator-address, --num-processes and --process-id.",
             param_hint="--coordinator-address",
         )
     host, _, port = coordinator_address.rpartition(":")
@@ -97,7 +97,7 @@ def processes(coordinator_address: str | None, num_processes: int | None, proces
         )
     if process_id >= num_processes:
         raise typer.BadParameter(
-            f"{process_id} is not below the number of processes, {num_processes}; they count from 0.",
+            f"{process_id} is not less than the number of processes, {num_processes}; processes are numbered from 0.",
             param_hint="--process-id",
         )
     return Processes(coordinator_address, num_processes, process_id)

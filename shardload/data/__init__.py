@@ -98,7 +98,7 @@ def _checked(dataset: Any, global_batch_size: int) -> Reading:
             "whose examples have no numbers"
         )
     if isinstance(global_batch_size, bool) or not isinstance(global_batch_size, int) or global_batch_size < 1:
-        raise UsageError(f"global_batch_size is a whole number from 1 on; got {global_batch_size!r}")
+        raise UsageError(f"global_batch_size should be a positive integer, got {global_batch_size!r}")
     if len(dataset) < global_batch_size:
         size = len(dataset)
         raise UsageError(f"Cannot make a global batch of {global_batch_size}: the dataset has only {size} examples")

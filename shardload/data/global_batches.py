@@ -67,9 +67,9 @@ def part_in(owners: Sequence[set[int]], process: int) -> BatchPart:
     together = [row for part in parts for row in part]
     if process not in shares or together != list(range(len(owners))) or len({len(part) for part in parts}) != 1:
         raise UsageError(
-            f"The rows of a global batch cannot be shared out: along the mesh's batch axis its devices belong to the "
-            f"processes {[sorted(who) for who in owners]}. Each process should hold as many neighbouring rows as any "
-            "other; keras.distribution.list_devices() has the devices in such an order"
+            f"Cannot divide the rows of a global batch among the processes: the devices along the mesh's batch axis "
+            f"belong to processes {[sorted(who) for who in owners]}, expected the same number of adjacent rows for "
+            "each. Build the mesh from keras.distribution.list_devices(), which has that order"
         )
     return BatchPart(parts.index(shares[process]), len(parts))
 

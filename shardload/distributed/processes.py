@@ -320,8 +320,8 @@ def run_client() -> Any:
     client = _distributed.global_state.client
     if client is None:
         raise ProcessLostError(
-            "Several processes take part, but jax.distributed was not set up by jax.distributed.initialize(), so they "
-            "cannot tell each other anything"
+            "The processes of this run cannot communicate: jax.distributed is not initialized. Call "
+            "jax.distributed.initialize() on each process first"
         )
     return client
 

@@ -193,7 +193,7 @@ class Checker:
         name = self._relative(path)
         size = self.saved.of_file(name).n_bytes
         if not 0 <= start <= stop <= size:
-            raise self.saved.damaged(Damage(name, f"was asked for up to byte {stop}, but was saved with {size} bytes"))
+            raise self.saved.damaged(Damage(name, f"should have at least {stop} bytes, but was saved with {size}"))
         if start == stop or self.folder.store.is_checked:  # remote bytes are checked when they arrive
             return
         file = self._open(name)

@@ -303,7 +303,7 @@ def test_a_threshold_that_is_harder_to_beat_needs_no_word(tmp_path, capsys):
 
 
 def test_what_best_of_can_be(tmp_path):
-    with pytest.raises(UsageError, match="best_of is 'folder' or 'run'; got 'all'"):
+    with pytest.raises(UsageError, match="best_of should be 'folder' or 'run', got 'all'"):
         OrbaxCheckpoint(tmp_path, best_of="all")
 
 

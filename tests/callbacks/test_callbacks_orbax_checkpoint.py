@@ -206,7 +206,7 @@ def test_direction_of_a_metric(tmp_path):
     model.compile("adam", "mse", metrics=[keras.metrics.R2Score(), "mae"])
     fit(model, OrbaxCheckpoint(tmp_path, "r2_score", keep_best=1))
     assert record(tmp_path, 4)["mode"] == "max"
-    with pytest.raises(UsageError, match="'nothing' is better cannot be told"):
+    with pytest.raises(UsageError, match="whether a higher or a lower 'nothing' is better"):
         fit(model, OrbaxCheckpoint(tmp_path, "nothing", save_best_only=True))
 
 
@@ -289,7 +289,7 @@ def test_a_diverged_loss_can_be_read_back(tmp_path):
         ({"checkpointables": {"mine": np.arange(3)}}, "'mine' is a single value"),
         ({"checkpointables": {"mine": jax.numpy.arange(3)}}, "'mine' is a single value"),
         ({"checkpointables": {"mine": 1.5}}, "'mine' is a single value"),
-        ({"directory": "gs://bucket/run"}, "a folder of this machine"),
+        ({"directory": "gs://bucket/run"}, "a folder on this machine"),
     ],
 )
 def test_wrong_arguments_are_told_at_once(tmp_path, wrong, message):

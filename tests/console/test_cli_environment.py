@@ -124,7 +124,7 @@ def test_the_gpu_plugin_that_is_installed_is_used(machine, monkeypatch, plugin, 
 
 def test_a_plugin_without_its_device_is_told(machine):
     machine("cpu", 1, plugins=("xla_cuda13",))
-    with pytest.raises(MeshError, match="--platform gpu was asked for, but JAX found no such device here, only cpu"):
+    with pytest.raises(MeshError, match="Cannot use --platform gpu: JAX found only cpu devices on this machine"):
         provide("1x1", Platform.GPU)
 
 

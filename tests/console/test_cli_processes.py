@@ -120,7 +120,7 @@ def test_those_that_never_come_are_missed_in_a_sentence(checkpoint):
         (("host:0", 2, 0), "host:1234"),
         ((":12", 2, 0), "host:1234"),
         (("host:99999", 2, 0), "host:1234"),
-        (("host:1", 2, 2), "count from 0"),
+        (("host:1", 2, 2), "numbered from 0"),
     ],
 )
 def test_options_that_contradict_each_other(given, named):
