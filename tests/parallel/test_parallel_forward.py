@@ -13,7 +13,7 @@ import models
 import numpy as np
 import pytest
 
-from shardload.keras_bridge.variables import current_value, put_back
+from shardload.keras_bridge.variables import current_value, restore_value
 from shardload.parallel import choose
 from shardload.sharding.mesh import MeshSpec
 
@@ -43,7 +43,7 @@ def place(model, host, mesh, layout="auto"):
     jax_mesh = jax.sharding.Mesh(devices, mesh.axes)
     for variable, value in zip(model.variables, host, strict=True):
         spec = jax.sharding.PartitionSpec(*(axes or None for axes in choice.layouts[id(variable)].spec))
-        put_back(variable, jax.device_put(value, jax.sharding.NamedSharding(jax_mesh, spec)), None)
+        restore_value(variable, jax.device_put(value, jax.sharding.NamedSharding(jax_mesh, spec)), None)
     batch = mesh.axes[0] if 8 % mesh.sizes[0] == 0 else None
     return jax.sharding.NamedSharding(jax_mesh, jax.sharding.PartitionSpec(batch))
 
