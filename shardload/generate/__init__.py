@@ -126,7 +126,7 @@ def _batch_parts(model: Any) -> int:
     from shardload.keras_bridge.binding import binding_of
 
     binding = binding_of(model)
-    return 1 if binding is None else binding.mesh.sizes[0]
+    return 1 if binding is None else binding.mesh.axis_size(binding.mesh.batch_axis)
 
 
 @contextlib.contextmanager

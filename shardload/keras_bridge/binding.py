@@ -11,7 +11,7 @@ The methods are wrapped on the instance, not on a class: there is no global stat
 unaffected, and Keras saves, pickles or clones a plain model, because it never looks at instance
 attributes. Sub-models (a task's backbone) are bound with it.
 
-A batch that is not divisible by the mesh's first axis is replicated instead of split: same numbers, no error.
+A batch that is not divisible by the mesh's batch axis is replicated instead of split: same numbers, no error.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class MeshParallel(keras.distribution.ModelParallel):  # type: ignore[misc]
 
     def __init__(self, mesh: MeshSpec, devices: Sequence[jax.Device], by_path: Mapping[str, Any]) -> None:
         device_mesh = keras.distribution.DeviceMesh(mesh.sizes, list(mesh.axes), devices=np.array(devices))
-        super().__init__(layout_map=keras.distribution.LayoutMap(device_mesh), batch_dim_name=mesh.axes[0])
+        super().__init__(layout_map=keras.distribution.LayoutMap(device_mesh), batch_dim_name=mesh.batch_axis)
         self._mesh, self._devices, self._by_path = mesh, tuple(devices), by_path
 
     def get_variable_layout(self, variable: Variable) -> Any:
@@ -79,8 +79,8 @@ class MeshParallel(keras.distribution.ModelParallel):  # type: ignore[misc]
         return sharding if namesake_shape == shape else self.replicated(len(shape))
 
     def get_data_layout(self, data_shape: Sequence[int]) -> Any:
-        """Split the first dim over the first mesh axis if it is divisible, else replicate."""
-        parts = self._mesh.sizes[0]
+        """Split the first dim over the batch axis of the mesh if it is divisible, else replicate."""
+        parts = self._mesh.axis_size(self._mesh.batch_axis)
         splits = len(data_shape) > 0 and data_shape[0] is not None and data_shape[0] % parts == 0
         axes = [self.batch_dim_name if splits and dim == 0 else None for dim in range(len(data_shape))]
         return keras.distribution.TensorLayout(axes, self.device_mesh)
@@ -127,7 +127,7 @@ def bind(
 
     Args:
         model: Built or abstract, compiled or not.
-        mesh: Shape and axes; batches are split over the first axis.
+        mesh: Shape and axes; batches are split over `MeshSpec.batch_axis`.
         devices: One per mesh position, row-major; any subset of ``jax.devices()``.
         layouts: Layout of each variable. Optimizer slots follow their weight; variables not mentioned
             (seeds, metrics, learning rates) are replicated.

@@ -1,17 +1,17 @@
 """From roles to layouts: the first preferred dim that divides gets the axis; all other results are reported.
 
-The last mesh axis splits weights as Megatron does. The first is for the batch and splits no weight. Axes between
-them (``data, fsdp, model``) each split one more dim, the largest remaining one, like fully sharded data
-parallelism. Axes of size one split nothing and are omitted from layouts.
+A ``model`` axis splits weights as Megatron does, an ``expert`` axis the stacked matrices of a mixture. An ``fsdp`` axis
+splits one more dim, the largest remaining one, like fully sharded data parallelism, and so does a second ``model``
+axis. A ``batch`` axis splits no weight. Axes of size one split nothing and are omitted from layouts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardload.parallel.result import VariableLayout
-from shardload.parallel.roles import Dim, Follows, Role, Wants, by_shape, nbytes
+from shardload.parallel.roles import MATRICES, Dim, Follows, Role, Wants, by_shape, nbytes
 from shardload.sharding.layout import Fallback, Layout, Spec
 from shardload.sharding.mesh import MeshSpec
 
@@ -25,14 +25,29 @@ def place(variable: Any, role: Wants, mesh: MeshSpec) -> VariableLayout:
     if not role.dims or (nbytes(variable) < SMALL_BYTES and not role.even_small):
         return VariableLayout.of(variable, Layout.replicated(mesh, len(shape)), role.rule if not role.dims else "small")
     spec: list[tuple[str, ...]] = [()] * len(shape)
-    axis = mesh.axes[-1]
-    dim = _first_that_divides(shape, role.dims, mesh.axis_size(axis))
-    if dim is not None and mesh.axis_size(axis) > 1:
-        spec[dim.index] = (axis,)
-    for middle in mesh.axes[1:-1]:
-        _split_one_more(spec, shape, role.dims, mesh=mesh, axis=middle)
+    for axis in mesh.axes_of("expert"):  # first: no other axis should take the dim that it needs
+        _split(spec, shape, [d for d in role.dims if d.what == MATRICES], mesh=mesh, axis=axis)
+    model_axes = mesh.axes_of("model")
+    dim = None
+    if model_axes:
+        free = [d for d in role.dims if not spec[d.index]]
+        dim = _split(spec, shape, free, mesh=mesh, axis=model_axes[0])
+    for axis in mesh.axes:
+        if axis in model_axes[1:] or mesh.axis_kind(axis) == "fsdp":
+            _split_one_more(spec, shape, role.dims, mesh=mesh, axis=axis)
     layout = Layout(mesh, tuple(spec))
     return VariableLayout.of(variable, layout, role.rule, _fallback(variable, role, dim, layout=layout))
+
+
+def _split(
+    spec: list[tuple[str, ...]], shape: tuple[int, ...], dims: Sequence[Dim], *, mesh: MeshSpec, axis: str
+) -> Dim | None:
+    """Split the first of ``dims`` that divides, and return it."""
+    size = mesh.axis_size(axis)
+    dim = _first_that_divides(shape, dims, size)
+    if dim is not None and size > 1:
+        spec[dim.index] = (axis,)
+    return dim
 
 
 def follow(variable: Any, role: Follows, leader: Layout) -> VariableLayout:
@@ -113,11 +128,15 @@ def _split_one_more(
 
 
 def _fallback(variable: Any, role: Wants, dim: Dim | None, *, layout: Layout) -> Fallback | None:
-    wanted = role.dims[0]
-    if dim == wanted or (dim is not None and not role.exact):
+    wanted, mesh, shape = role.dims[0], layout.mesh, tuple(variable.shape)
+    axes = [axis for axis in (*mesh.axes_of("model"), *mesh.axes_of("fsdp")) if mesh.axis_size(axis) > 1]
+    if not axes or axes[0] in mesh.axes_of("fsdp"):  # to an fsdp axis, all dims are equal
+        dim = None
+        if not axes or not layout.is_replicated:
+            return None
+    elif dim == wanted or (dim is not None and not role.exact):
         return None
-    axis, shape = layout.mesh.axes[-1], tuple(variable.shape)
-    size = layout.mesh.axis_size(axis)
+    axis, size = axes[0], mesh.axis_size(axes[0])
     ideal = Layout.split(layout.mesh, len(shape), dim=wanted.index, axis=axis)
     if not role.exact:
         return Fallback(variable.path, str(ideal), str(layout), f"no dim of {shape} divides by {size}; replicated")

@@ -26,7 +26,7 @@ def choose(model: Any, mesh: MeshSpec, layout: LayoutLike = "auto") -> LayoutCho
 
     Args:
         model: A built Keras model.
-        mesh: The mesh; its last axis splits weights, its first the batch, the axes between split a second dim.
+        mesh: The mesh; what its axes split follows from their names (`shardload.sharding.mesh`).
         layout: ``auto``, ``keras_hub`` (the backbone class' own ``get_layout_map``), ``replicated``, a
             ``keras.distribution.LayoutMap``, or the path of a rules file (see `shardload.parallel.rules`).
 
@@ -76,10 +76,13 @@ def _keras_hub_rules(model: Any, mesh: MeshSpec) -> rule_sets.RuleSet:
     from keras.distribution import DeviceMesh
 
     names = [f"cpu:{i}" for i in range(mesh.size)]  # a LayoutMap uses only the number of devices
+    weight_axes = (*mesh.axes_of("model"), *mesh.axes_of("expert"), *mesh.axes_of("fsdp"))
+    if not weight_axes:
+        raise LayoutError(f"The layout map of {name} needs an axis that splits weights, got {mesh}; name one model")
     layout_map = make(
         DeviceMesh(mesh.sizes, mesh.axes, names),
-        model_parallel_dim_name=mesh.axes[-1],
-        data_parallel_dim_name=mesh.axes[0],
+        model_parallel_dim_name=weight_axes[0],
+        data_parallel_dim_name=next(axis for axis in (mesh.batch_axis, *mesh.axes) if axis != weight_axes[0]),
     )
     return rule_sets.from_layout_map(layout_map, mesh, origin=f"{name}.get_layout_map")
 

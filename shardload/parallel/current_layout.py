@@ -18,12 +18,10 @@ from shardload.errors import MeshError
 from shardload.keras_bridge.variables import has_value, sharding_of, value_of
 from shardload.parallel import LayoutChoice, VariableLayout
 from shardload.parallel.model_variables import all_variables
+from shardload.parallel.result import KEEP_LAYOUT
 from shardload.sharding.devices import MeshDevices
 from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import DEFAULT_AXES, MeshSpec
-
-KEEP_LAYOUT = "as it was"
-"""Mode of a `LayoutChoice` that keeps the current layout."""
 
 _lost: weakref.WeakKeyDictionary[Any, MeshDevices] = weakref.WeakKeyDictionary()
 

@@ -10,7 +10,11 @@ from typing import Any
 
 from shardload.parallel.roles import LARGE_BYTES, nbytes
 from shardload.sharding.layout import Fallback, Layout
-from shardload.sharding.mesh import MeshSpec
+from shardload.sharding.mesh import AXIS_NAMES, MeshSpec
+
+KEEP_LAYOUT = "as it was"
+"""Mode of a `LayoutChoice` that keeps the current layout."""
+_ARTICLES = {"batch": "the batch", "fsdp": "an fsdp", "model": "the model", "expert": "the expert"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +84,35 @@ class LayoutChoice:
     @property
     def replicated_large(self) -> tuple[str, ...]:
         """Paths of variables of at least 1 MiB replicated by default although the mesh could split them."""
-        if self.mode == "replicated" or not splits_weights(self.mesh):
+        if self.mode == "replicated" or not weight_axes(self.mesh):
             return ()
         return tuple(v.path for v in self.variables if v.layout.is_replicated and v.nbytes >= LARGE_BYTES)
+
+    @property
+    def idle_axes(self) -> tuple[str, ...]:
+        """Axes that should split weights and split none, although a variable has at least 1 MiB."""
+        if self.mode in ("replicated", KEEP_LAYOUT) or all(v.nbytes < LARGE_BYTES for v in self.variables):
+            return ()
+        used = {axis for v in self.variables for axes in v.layout.spec for axis in axes}
+        return tuple(axis for axis in weight_axes(self.mesh) if axis not in used)
+
+    @property
+    def idle_notes(self) -> tuple[str, ...]:
+        """One sentence for each of `idle_axes`."""
+        return tuple(
+            f"axis {axis!r} of the mesh {self.mesh} splits no weight: the {self.mesh.axis_size(axis)} devices along it "
+            "all hold the same"
+            for axis in self.idle_axes
+        )
+
+    @property
+    def guess_notes(self) -> tuple[str, ...]:
+        """One sentence for each axis whose name does not say what it splits."""
+        return tuple(
+            f"axis {axis!r} of the mesh is used as {_ARTICLES[self.mesh.axis_kind(axis)]} axis because of its "
+            f"position; known names are {', '.join(AXIS_NAMES[self.mesh.axis_kind(axis)])}"
+            for axis in (self.mesh.guessed_axes if self.mode == "auto" else ())
+        )
 
     @property
     def nbytes(self) -> int:
@@ -105,8 +135,10 @@ class LayoutChoice:
             f"layout {self.mode} on {self.mesh}: {self.sharded} variables split, {self.replicated} replicated; "
             f"{self.device_bytes:,} of {self.nbytes:,} bytes on each device"
         ]
-        if not splits_weights(self.mesh) and self.mode != "replicated":
-            lines.append(f"axis {self.mesh.axes[0]!r} splits the batch: this mesh has no axis to split weights over")
+        if not weight_axes(self.mesh) and self.mode != "replicated":
+            axis = self.mesh.batch_axis
+            lines.append(f"axis {axis!r} splits the batch: this mesh has no axis to split weights over")
+        lines += [*self.idle_notes, *self.guess_notes]
         for why, count in Counter(f.why for f in self.fallbacks).items():
             first = next(f.variable for f in self.fallbacks if f.why == why)
             others = f" and {count - 1} more" if count > 1 else ""
@@ -115,6 +147,6 @@ class LayoutChoice:
         return "\n".join(lines)
 
 
-def splits_weights(mesh: MeshSpec) -> bool:
-    """Whether the mesh has an axis of more than one position other than the batch's."""
-    return math.prod(mesh.sizes[1:]) > 1 if len(mesh.sizes) > 1 else mesh.size > 1
+def weight_axes(mesh: MeshSpec) -> tuple[str, ...]:
+    """Return the axes of more than one position that split weights, by their name or position."""
+    return tuple(axis for axis in mesh.axes if mesh.axis_size(axis) > 1 and mesh.axis_kind(axis) != "batch")

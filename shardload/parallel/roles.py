@@ -26,6 +26,8 @@ from shardload.keras_bridge.variables import stored_dtype
 from shardload.parallel import model_variables
 from shardload.parallel.layer_rules import dims_by_rule
 
+MATRICES = "matrices"
+"""Noun for a dim that stacks matrices, one for each expert."""
 LARGE_BYTES = 1 << 20
 """Smallest vector worth splitting, and smallest replicated variable worth reporting."""
 
@@ -224,7 +226,7 @@ def _feeds(first: _Kernel, second: _Kernel) -> bool:
 def _matrix(kernel: _Kernel, rule: str) -> Wants:
     outputs, inputs = Dim(kernel.outputs[0], "output features"), Dim(kernel.inputs[0], "input features")
     wanted = (outputs, inputs) if rule == "column" else (inputs, outputs)
-    rest = tuple(Dim(d, "matrices") for d in range(len(kernel.labels)) if d not in (outputs.index, inputs.index))
+    rest = tuple(Dim(d, MATRICES) for d in range(len(kernel.labels)) if d not in (outputs.index, inputs.index))
     return Wants(rule, wanted + rest)
 
 

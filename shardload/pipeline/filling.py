@@ -11,7 +11,8 @@ from shardload.keras_bridge import abstraction, binding
 from shardload.keras_bridge.model_state import state_of
 from shardload.keras_bridge.variables import has_value, relocate, sharding_of
 from shardload.mapping.assign import Assigner
-from shardload.parallel.current_layout import KEEP_LAYOUT, remember
+from shardload.parallel.current_layout import remember
+from shardload.parallel.result import KEEP_LAYOUT
 from shardload.pipeline import reporting
 from shardload.pipeline.preparing import PreparedLoad
 from shardload.pipeline.reporting import Clock

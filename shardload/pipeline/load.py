@@ -74,6 +74,8 @@ def load(
                 prepared = preparing.prepare(
                     request, source, model, devices, layout=layout, optimizer=optimizer, notes=notes
                 ).validated()
+            for text in prepared.layouts.idle_notes:
+                warnings.warn(text, stacklevel=4)  # the caller of `shardload.load`
             report = call.fill(prepared, clock, files)
         if request.builds:  # after the weights, as in Keras: hooks may use their values
             load_assets(model, source.manifest, check=source.checker)

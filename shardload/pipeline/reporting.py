@@ -152,6 +152,8 @@ def _notes(prepared: PreparedLoad) -> tuple[str, ...]:
         *fidelity.notes_of(prepared.model, prepared.manifest),
         *prepared.mapping.notes,
         *_skipped_notes(prepared),
+        *prepared.layouts.idle_notes,
+        *prepared.layouts.guess_notes,
         *(f"replicated though large: {path}" for path in prepared.layouts.replicated_large),
         *_raised_budget(prepared),
     )

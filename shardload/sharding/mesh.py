@@ -6,6 +6,16 @@ A mesh of 2 x 4 with axes ``batch`` and ``model`` has eight *positions*, counted
               0  1  2  3
     batch 0   0  1  2  3
           1   4  5  6  7
+
+The name of an axis says what it splits, wherever it stands::
+
+    batch   batch, data, dp, replica     the batch; each device along it has the same weights
+    fsdp    fsdp, zero                   weights, by their largest dim that is left
+    model   model, tp, tensor            weights, as tensor parallelism does
+    expert  expert, ep                   the experts of a mixture
+
+Any other name means what its position suggests: the last axis is ``model``, the first of several is ``batch``, those
+between are ``fsdp``.
 """
 
 from __future__ import annotations
@@ -13,9 +23,19 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 from shardload.errors import MeshError
 
+AxisKind = Literal["batch", "fsdp", "model", "expert"]
+"""What an axis splits; see the module docstring."""
+AXIS_NAMES: dict[AxisKind, tuple[str, ...]] = {
+    "batch": ("batch", "data", "dp", "replica"),
+    "fsdp": ("fsdp", "zero"),
+    "model": ("model", "tp", "tensor"),
+    "expert": ("expert", "ep"),
+}
+_KINDS: dict[str, AxisKind] = {name: kind for kind, names in AXIS_NAMES.items() for name in names}
 DEFAULT_AXES = ("batch", "model")
 MAX_POSITIONS = 1 << 20
 """More devices than any machine has; a larger mesh is a typo."""
@@ -86,6 +106,28 @@ class MeshSpec:
         if axis not in self.axes:
             raise MeshError(f"The mesh {self} has no axis {axis!r}; it has {', '.join(self.axes)}")
         return self.sizes[self.axes.index(axis)]
+
+    def axis_kind(self, axis: str) -> AxisKind:
+        """Return what an axis splits, by its name, else by its position."""
+        if (known := _KINDS.get(axis.lower())) is not None:
+            return known
+        if axis == self.axes[-1]:
+            return "model"
+        return "batch" if axis == self.axes[0] else "fsdp"
+
+    def axes_of(self, kind: AxisKind) -> tuple[str, ...]:
+        """Return the axes of one kind, in order."""
+        return tuple(axis for axis in self.axes if self.axis_kind(axis) == kind)
+
+    @property
+    def guessed_axes(self) -> tuple[str, ...]:
+        """Axes of more than one position whose kind follows from their position, because their name is unknown."""
+        return tuple(axis for axis in self.axes if axis.lower() not in _KINDS and self.axis_size(axis) > 1)
+
+    @property
+    def batch_axis(self) -> str:
+        """The axis that splits the batch: the first ``batch`` axis, else the first ``fsdp`` axis, else the first."""
+        return (*self.axes_of("batch"), *self.axes_of("fsdp"), *self.axes)[0]
 
     def coordinates(self, position: int) -> dict[str, int]:
         """Return the index along each axis of the ``position``-th device, row-major."""

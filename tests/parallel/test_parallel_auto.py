@@ -2,6 +2,8 @@
 
 import functools
 
+import keras
+import keras_hub
 import models
 import pytest
 
@@ -134,3 +136,60 @@ def test_the_smallest_mesh_leaves_a_margin():
 
 def test_no_mesh_is_small_enough_for_no_memory():
     assert smallest_mesh(family("llama"), 1024) is None
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=4,tp=1", "tp=1,fsdp=4", "zero=4", "data=1,fsdp=4,model=1"])
+def test_an_fsdp_axis_splits_every_weight_wherever_it_stands(mesh):
+    found = choice("gemma2", mesh)
+    axis = mesh.partition("=4")[0].rpartition(",")[2]
+    kernels = [v for v in found.variables if len(v.shape) > 1]
+    assert kernels and all(axis in str(v.layout) for v in kernels)
+    assert found.fallbacks == () and found.idle_axes == ()
+    assert found.device_bytes < 0.3 * found.nbytes
+
+
+def test_tensor_parallelism_comes_before_fsdp_in_any_order():
+    one, other = choice("gemma2", "tp=2,fsdp=2"), choice("gemma2", "fsdp=2,tp=2")
+    assert [str(v.layout) for v in one.variables] == [str(v.layout) for v in other.variables]
+    assert layout(one, "attention_output/kernel") == "(tp, -, fsdp)"
+
+
+def test_an_axis_for_data_splits_no_weight_wherever_it_stands():
+    for mesh in ("data=8", "model=1,dp=8"):
+        found = choice("gemma2", mesh)
+        assert found.sharded == 0 and found.fallbacks == () and found.idle_axes == ()
+        assert "splits the batch: this mesh has no axis to split weights over" in found.summary()
+
+
+def test_an_axis_for_experts_splits_stacked_matrices():
+    sizes = {"num_query_heads": 4, "num_key_value_heads": 2, "hidden_dim": 32, "intermediate_dim": 64}
+    with record_variables():
+        mixtral = keras_hub.models.MixtralBackbone(vocabulary_size=64, num_layers=1, num_experts=4, top_k=2, **sizes)
+    found = choose(mixtral, MeshSpec.parse("expert=2,model=2"))
+    experts = {v.path.rsplit("/", 1)[-1]: str(v.layout) for v in found.variables if "expert" in str(v.layout)}
+    prefix = "expert_feedforward"
+    assert experts == {
+        f"{prefix}_gate_dense": "(expert, -, model)",
+        f"{prefix}_intermediate_dense": "(expert, -, model)",
+        f"{prefix}_output_dense": "(expert, model, -)",
+    }
+    assert layout(found, "attention_output/kernel") == "(model, -, -)"
+
+
+def test_an_axis_that_splits_nothing_is_named_where_there_is_something_to_split():
+    model = keras.Sequential([keras.Input((1009,)), keras.layers.Dense(1013)])  # primes: nothing divides
+    found = choose(model, MeshSpec.parse("data=2,tp=4"))
+    (note,) = found.idle_notes
+    assert note.startswith("axis 'tp' of the mesh data=2,tp=4 splits no weight") and note in found.summary()
+    small = keras.Sequential([keras.Input((3,)), keras.layers.Dense(5)])
+    assert choose(small, MeshSpec.parse("data=2,tp=4")).idle_notes == ()
+    assert choose(model, MeshSpec.parse("data=2,tp=4"), "replicated").idle_notes == ()
+
+
+def test_what_an_unknown_axis_is_used_for_is_said():
+    found = choice("gemma2", "x=2,y=4")
+    assert [note.split(";")[0] for note in found.guess_notes] == [
+        "axis 'x' of the mesh is used as the batch axis because of its position",
+        "axis 'y' of the mesh is used as the model axis because of its position",
+    ]
+    assert choice("gemma2", "2x4").guess_notes == ()
