@@ -50,7 +50,7 @@ def built(model_type, **entries):
 def with_layers(manifest):
     """The same with as many tensors as a model of that many layers has at least."""
     held = {str(n): Tensor(str(n), (1,), np.dtype(np.float32), Extent(located(""), 0)) for n in range(9)}
-    return Manifest(manifest.source, manifest.format, held, {}, manifest.config)
+    return Manifest(manifest.location, manifest.format, held, {}, manifest.config)
 
 
 # ---- set: the numbers of PyTorch -----------------------------------------------------------------
