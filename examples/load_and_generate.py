@@ -13,7 +13,7 @@ import jax
 jax.config.update("jax_num_cpu_devices", 8)  # without accelerators: simulate eight devices
 
 import shardload
-from shardload.generate import generate_text
+from shardload.text import generate_text
 
 source, prompt = sys.argv[1:]
 

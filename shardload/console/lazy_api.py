@@ -59,8 +59,8 @@ def inspect(source: str, *, format: str | None = None) -> Manifest:
 
 def check_tokenizer(source: str, *, format: str | None = None) -> None:
     """Raise before the load, not after minutes of it, if ``source`` has no tokenizer for a prompt."""
-    from shardload.generate.tokenizer import tokenizer_of
     from shardload.loaders import folder_of
+    from shardload.text.tokenizer import tokenizer_of
 
     manifest = inspect(source, format=format)
     if (folder := folder_of(manifest.location)) is not None:
@@ -70,7 +70,7 @@ def check_tokenizer(source: str, *, format: str | None = None) -> None:
 
 def generate(loaded: Any, prompt: str, *, max_new_tokens: int) -> Iterable[str]:
     """Continue ``prompt``; yield pieces of the new text (one piece, for now)."""
-    from shardload.generate import generate_text
+    from shardload.text import generate_text
 
     return [generate_text(loaded.model, loaded.manifest, prompt, max_new_tokens)]
 

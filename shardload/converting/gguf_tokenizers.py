@@ -4,7 +4,7 @@
     gpt2    byte-level BPE     tokenizer.json
             both               tokenizer_config.json: special tokens, chat template
 
-A rebuilt tokenizer gives the same tokens for any text (`shardload.generate.gguf_tokenizer`), but its files differ.
+A rebuilt tokenizer gives the same tokens for any text (`shardload.text.gguf_tokenizer`), but its files differ.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from shardload.converting.sidecar_files import Companions, copy
-from shardload.generate.gguf_tokenizer import of_metadata, sentencepiece_proto
-from shardload.generate.tokenizer import HuggingFace
 from shardload.hub import kerashub
 from shardload.loaders.gguf import TokenizerMetadata, tokenizer_metadata
 from shardload.manifest import Manifest
 from shardload.stores.local import located
+from shardload.text.gguf_tokenizer import of_metadata, sentencepiece_proto
+from shardload.text.tokenizer import HuggingFace
 
 _CLASSES = {"gemma": "GemmaTokenizer", "gemma2": "GemmaTokenizer", "gemma3_text": "GemmaTokenizer"}
 _SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}

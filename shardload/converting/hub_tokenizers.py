@@ -19,12 +19,12 @@ import numpy as np
 
 from shardload.converting.gguf_tokenizers import files_of
 from shardload.converting.source import Source
-from shardload.generate.gguf_tokenizer import CONTROL, NORMAL
 from shardload.hub import kerashub
 from shardload.loaders.gguf import TokenizerMetadata
 from shardload.loaders.hub_preset import SPEC as PRESET
 from shardload.stores import json_files
 from shardload.stores.local import located
+from shardload.text.gguf_tokenizer import CONTROL, NORMAL
 
 _log = logging.getLogger(__name__)
 _PIECES = "assets/tokenizer/vocabulary.spm"
@@ -35,7 +35,7 @@ _UNCHANGED = {
 }
 """``model_type`` → files that only change their name."""
 _PATTERNS = {"Llama3Backbone": "llama-bpe", "QwenBackbone": "qwen2", "Qwen3Backbone": "qwen2"}
-"""``model_type`` → name of the word-splitting pattern in `shardload.generate.gguf_tokenizer.PATTERNS`."""
+"""``model_type`` → name of the word-splitting pattern in `shardload.text.gguf_tokenizer.PATTERNS`."""
 
 
 def tokenizer_files(source: Source, model_type: str) -> tuple[dict[str, bytes], tuple[str, ...]]:

@@ -10,7 +10,7 @@ without loading its weights (inside ``shardload.abstract()``, without even alloc
     orbax              model_config            ─► keras.saving          ─► the same, if a training run saved it
 
 A `.weights.h5` describes no model, unless a configuration is next to it. TensorFlow is not needed:
-a preprocessor that requires it is omitted, and `shardload.generate` has its own tokenisation.
+a preprocessor that requires it is omitted, and `shardload.text` has its own tokenisation.
 
 The dtype is the checkpoint's own unless the caller names another one: KerasHub would make it float32,
 which doubles the memory of a bfloat16 checkpoint and adds no information.

@@ -16,8 +16,8 @@ from gguf_fixture import gemma3_gguf  # noqa: F401 - a fixture
 from sentencepiece import sentencepiece_model_pb2
 
 import shardload
-from shardload.generate.tokenizer import tokenizer_of
 from shardload.synth import synth
+from shardload.text.tokenizer import tokenizer_of
 
 # Keras 3.15 converts its variables with an old signature of __array__ that NumPy 2.4 warns about.
 pytestmark = [

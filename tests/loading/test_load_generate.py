@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import shardload
-from shardload.generate import generate_ids, generate_text
 from shardload.loaders import open_manifest
 from shardload.resolve import resolve
+from shardload.text import generate_ids, generate_text
 
 # Keras 3.15 converts its variables with an old signature of __array__ that NumPy 2.4 warns about.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")

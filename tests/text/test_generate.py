@@ -17,13 +17,13 @@ from tokenizers import pre_tokenizers
 
 from shardload import parallel
 from shardload.errors import SourceError, UnsupportedError
-from shardload.generate import generate_ids, generate_text, gguf_tokenizer, tokenizer
 from shardload.keras_bridge.abstraction import abstract
 from shardload.keras_bridge.binding import bind, unbind
 from shardload.loaders.gguf import TokenizerMetadata
 from shardload.manifest import Manifest
 from shardload.sharding.mesh import MeshSpec
 from shardload.stores.local import located
+from shardload.text import generate_ids, generate_text, gguf_tokenizer, tokenizer
 
 # Keras 3.15 converts its variables with an old signature of __array__ that NumPy 2.4 warns about.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")

@@ -54,7 +54,7 @@ def tokenizer_of(manifest: Manifest) -> Tokenizer:
     try:
         match spec_of(manifest).tokenizer:
             case "header":
-                from shardload.generate.gguf_tokenizer import rebuild
+                from shardload.text.gguf_tokenizer import rebuild
 
                 found = rebuild(manifest.location)
             case "hugging-face":

@@ -14,9 +14,9 @@ from __future__ import annotations
 from typing import Any
 
 from shardload.errors import UnsupportedError
-from shardload.generate.tokenizer import TURN_ENDS, HuggingFace, SentencePiece, Tokenizer
 from shardload.loaders.gguf import TokenizerMetadata, tokenizer_metadata
 from shardload.stores.location import Location
+from shardload.text.tokenizer import TURN_ENDS, HuggingFace, SentencePiece, Tokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """``tokenizer.ggml.token_type``; SentencePiece's own numbers."""

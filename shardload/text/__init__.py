@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardload.errors import UnsupportedError
-from shardload.generate.tokenizer import Tokenizer, tokenizer_of
 from shardload.manifest import Manifest
+from shardload.text.tokenizer import Tokenizer, tokenizer_of
 
 __all__ = ["generate_ids", "generate_text"]
 
