@@ -7,13 +7,15 @@
     shardload.restore(model, "checkpoints", step="best")
     shardload.convert("gemma2_9b", "gemma2-hf", to="safetensors")
 
-Everything here is imported on first use: ``import shardload`` itself loads neither JAX nor Keras.
+Everything here is imported on first use: ``import shardload`` itself loads neither JAX nor Keras. Keras chooses its
+backend when it is imported; if that comes later and ``KERAS_BACKEND`` is not set, it gets JAX.
 """
 
 from __future__ import annotations
 
 import atexit
 import importlib
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +70,9 @@ _HOMES = {
 }
 
 _MODULES = ("callbacks", "data")
+
+if "keras" not in sys.modules:
+    os.environ.setdefault("KERAS_BACKEND", "jax")
 
 
 def __getattr__(name: str) -> Any:

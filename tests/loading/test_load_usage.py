@@ -63,8 +63,25 @@ def test_another_backend_is_said_to_be_one(call, monkeypatch):
 @pytest.mark.slow
 def test_the_default_backend_where_it_is_not_installed_is_said_to_be_one(tmp_path):
     code = "import sys; sys.modules['tensorflow'] = None; import shardload; shardload.load('x')"
-    done = run((sys.executable, "-c", code), KERAS_HOME=str(tmp_path))
+    done = run((sys.executable, "-c", code), KERAS_HOME=str(tmp_path), KERAS_BACKEND="tensorflow")
     assert done.stderr.splitlines()[-1].startswith("shardload.errors.BackendError: shardload needs Keras on JAX, but")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("settings", "backend"), [({}, "jax"), ({"KERAS_BACKEND": "torch"}, "torch")])
+def test_keras_runs_on_jax_where_nothing_else_is_set(tmp_path, settings, backend):
+    code = "import os, shardload; print(os.environ['KERAS_BACKEND'])\nif os.environ['KERAS_BACKEND'] == 'jax':\n"
+    code += " import keras; print(keras.config.backend())"
+    (tmp_path / "keras.json").write_text('{"backend": "tensorflow"}')  # Keras writes this file by itself
+    done = run((sys.executable, "-c", code), KERAS_HOME=str(tmp_path), **settings)
+    assert set(done.stdout.split()) == {backend}
+
+
+@pytest.mark.slow
+def test_a_backend_that_keras_has_chosen_already_is_left_alone(tmp_path):
+    code = "import os, sys, types; sys.modules['keras'] = types.ModuleType('keras')\nimport shardload\n"
+    done = run((sys.executable, "-c", code + "print(os.environ.get('KERAS_BACKEND'))"), KERAS_HOME=str(tmp_path))
+    assert done.stdout.strip() == "None"
 
 
 def test_a_format_can_be_insisted_on_where_the_ending_lies(tmp_path):
