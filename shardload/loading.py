@@ -29,7 +29,7 @@ def load(
     *,
     mesh: MeshLike | None = None,
     axes: str | None = None,
-    layout: LayoutLike = "auto",
+    layout: LayoutLike | None = None,
     dtype: DTypeLike | None = None,
     host_memory_bytes: int | str | None = None,
     strict: bool = True,
@@ -51,10 +51,12 @@ def load(
 
     Args:
         source: A path, a name in the checkpoint root, a KerasHub preset or handle, or an alias.
-        mesh: ``"1x8"``, ``"data=2,model=4"``, sizes, a `jax.sharding.Mesh` or a `keras.distribution.DeviceMesh`; all
-            devices along one ``model`` axis by default.
-        layout: ``"auto"``, ``"keras_hub"``, ``"replicated"``, the path of a rules file or a
-            `keras.distribution.LayoutMap`.
+        mesh: ``"1x8"``, ``"data=2,model=4"``, sizes, ``{"data": 2, "model": 4}``, a `jax.sharding.Mesh`, a
+            `keras.distribution.DeviceMesh`, or a `keras.distribution.ModelParallel` or `DataParallel`, which is the
+            layout too. By default that of the distribution set in Keras, else all devices along one ``model`` axis.
+        layout: ``"auto"``, ``"keras_hub"``, ``"replicated"``, the path of a rules file, rules such as
+            ``{"dense/kernel": (None, "model")}``, or a `keras.distribution.LayoutMap`, `ModelParallel` or
+            `DataParallel`. By default the distribution set in Keras if ``mesh`` is not given either, else ``"auto"``.
         dtype: Dtype of the floating-point weights; the checkpoint's own by default.
         axes: Names for a mesh given as sizes, joined by commas; ``batch,model`` by default.
         host_memory_bytes: Most bytes staged in host memory, or text like ``"512MiB"``; 256 MiB by default, or the
@@ -153,9 +155,9 @@ def load_weights(
 def plan(
     source: PathLike,
     *,
-    mesh: MeshLike = "1x1",
+    mesh: MeshLike | None = None,
     axes: str | None = None,
-    layout: LayoutLike = "auto",
+    layout: LayoutLike | None = None,
     dtype: DTypeLike | None = None,
     host_memory_bytes: int | str | None = None,
     device_memory_bytes: int | str | None = None,
@@ -168,7 +170,7 @@ def plan(
 
     Args:
         source: As for `load`.
-        mesh: As for `load`; need not exist.
+        mesh: As for `load`; need not exist. By default that of the distribution set in Keras, else ``"1x1"``.
         axes: As for `load`.
         layout: As for `load`.
         dtype: As for `load`.

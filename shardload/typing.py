@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
@@ -33,6 +33,24 @@ class LayoutMap(Protocol):
         ...
 
 
+class Distribution(Protocol):
+    """A `keras.distribution.ModelParallel`, `DataParallel`, or another distribution of Keras."""
+
+    @property
+    def device_mesh(self) -> Any:
+        """Its mesh."""
+        ...
+
+    @property
+    def batch_dim_name(self) -> Any:
+        """The mesh axis that splits the batch."""
+        ...
+
+    def get_variable_layout(self, variable: Any) -> Any:
+        """Return the layout of a variable."""
+        ...
+
+
 class DTypePolicy(Protocol):
     """A `keras.dtype_policies.DTypePolicy`."""
 
@@ -43,11 +61,12 @@ class DTypePolicy(Protocol):
 
 
 PathLike: TypeAlias = str | os.PathLike[str]
-MeshLike: TypeAlias = str | int | Sequence[int] | Mesh
-"""``"1x8"``, ``"data=2,model=4"``, sizes, or a mesh of JAX or Keras."""
-LayoutLike: TypeAlias = str | os.PathLike[str] | LayoutMap
-"""``"auto"``, ``"keras_hub"``, ``"replicated"``, the path of a rules file, or a layout map of Keras."""
+MeshLike: TypeAlias = str | int | Sequence[int] | Mapping[str, int] | Mesh | Distribution
+"""``"1x8"``, ``"data=2,model=4"``, sizes, sizes by name, a mesh of JAX or Keras, or a distribution of Keras."""
+LayoutLike: TypeAlias = str | os.PathLike[str] | Mapping[str, Sequence[str | None]] | LayoutMap | Distribution
+"""``"auto"``, ``"keras_hub"``, ``"replicated"``, the path of a rules file, rules as a mapping, or a layout map or a
+distribution of Keras."""
 DTypeLike: TypeAlias = "str | type[Any] | np.dtype[Any] | DTypePolicy"
 """A name such as ``"bf16"``, a dtype of NumPy or JAX, or a dtype policy of Keras."""
 
-__all__ = ["DTypeLike", "DTypePolicy", "LayoutLike", "LayoutMap", "Mesh", "MeshLike", "PathLike"]
+__all__ = ["DTypeLike", "DTypePolicy", "Distribution", "LayoutLike", "LayoutMap", "Mesh", "MeshLike", "PathLike"]

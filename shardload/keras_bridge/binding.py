@@ -65,10 +65,18 @@ class MeshParallel(keras.distribution.ModelParallel):  # type: ignore[misc]
 
     lays_out_each_batch = True  # tells `training` to choose a layout for each batch
 
-    def __init__(self, mesh: MeshSpec, devices: Sequence[jax.Device], by_path: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        mesh: MeshSpec,
+        devices: Sequence[jax.Device],
+        by_path: Mapping[str, Any],
+        *,
+        batch_axis: str,
+        activations: Callable[[str], Any] | None,
+    ) -> None:
         device_mesh = keras.distribution.DeviceMesh(mesh.sizes, list(mesh.axes), devices=np.array(devices))
-        super().__init__(layout_map=keras.distribution.LayoutMap(device_mesh), batch_dim_name=mesh.batch_axis)
-        self._mesh, self._devices, self._by_path = mesh, tuple(devices), by_path
+        super().__init__(layout_map=keras.distribution.LayoutMap(device_mesh), batch_dim_name=batch_axis)
+        self._mesh, self._devices, self._by_path, self._activations = mesh, tuple(devices), by_path, activations
 
     def get_variable_layout(self, variable: Variable) -> Any:
         """Return the variable's own layout; for a new variable, that of its namesake, else replicated."""
@@ -80,14 +88,15 @@ class MeshParallel(keras.distribution.ModelParallel):  # type: ignore[misc]
 
     def get_data_layout(self, data_shape: Sequence[int]) -> Any:
         """Split the first dim over the batch axis of the mesh if it is divisible, else replicate."""
-        parts = self._mesh.axis_size(self._mesh.batch_axis)
+        parts = self._mesh.axis_size(self.batch_dim_name)
         splits = len(data_shape) > 0 and data_shape[0] is not None and data_shape[0] % parts == 0
         axes = [self.batch_dim_name if splits and dim == 0 else None for dim in range(len(data_shape))]
         return keras.distribution.TensorLayout(axes, self.device_mesh)
 
-    def get_tensor_layout(self, path: str) -> None:
-        """Return None: XLA places activations."""
-        return
+    def get_tensor_layout(self, path: str) -> Any:
+        """Return the layout that the user gave to a layer's output; by default None, and XLA places activations."""
+        found = None if self._activations is None else self._activations(path)
+        return found and keras.distribution.TensorLayout(found.axes, self.device_mesh)
 
     def replicated(self, rank: int) -> jax.sharding.NamedSharding:
         """Return the sharding that stores the whole array on every device of the mesh."""
@@ -122,17 +131,21 @@ def bind(
     devices: Sequence[jax.Device],
     layouts: Layouts,
     values: Literal["move", "keep"] = "move",
+    batch_axis: str | None = None,
+    activations: Callable[[str], Any] | None = None,
 ) -> ModelBinding:
     """Bind a model to a mesh, so that all its methods run there. Binding again replaces the mesh.
 
     Args:
         model: Built or abstract, compiled or not.
-        mesh: Shape and axes; batches are split over `MeshSpec.batch_axis`.
+        mesh: Shape and axes.
         devices: One per mesh position, row-major; any subset of ``jax.devices()``.
         layouts: Layout of each variable. Optimizer slots follow their weight; variables not mentioned
             (seeds, metrics, learning rates) are replicated.
         values: ``move`` existing values to their new layouts now, or ``keep`` them where they are,
             for a load that is about to replace them.
+        batch_axis: The axis that splits batches; by default `MeshSpec.batch_axis`.
+        activations: From the path of a layer's output to its ``TensorLayout``, or ``None`` to leave it to XLA.
 
     Raises:
         MeshError: When devices and mesh differ in number, or a device repeats.
@@ -142,7 +155,10 @@ def bind(
         raise MeshError(f"Cannot bind the model to {mesh}: expected {mesh.size} different devices, got {list(devices)}")
     shardings = _shardings(model, mesh, devices, layouts)
     unbind(model)  # only after the checks above, so that an error leaves the old binding
-    binding = ModelBinding(mesh, tuple(devices), MeshParallel(mesh, devices, _by_path(shardings)))
+    distribution = MeshParallel(
+        mesh, devices, _by_path(shardings), batch_axis=batch_axis or mesh.batch_axis, activations=activations
+    )
+    binding = ModelBinding(mesh, tuple(devices), distribution)
     for variable, sharding in shardings:
         (relocate if values == "move" else set_sharding)(variable, sharding)
     refresh_derived(model)

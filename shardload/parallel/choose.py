@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from shardload.errors import LayoutError
+from shardload.keras_bridge import distributions
 from shardload.parallel import model_variables
 from shardload.parallel import rules as rule_sets
 from shardload.parallel.auto import decide_layouts
 from shardload.parallel.result import LayoutChoice, VariableLayout
 from shardload.parallel.roles import Role, Wants, roles
+from shardload.sharding.devices import mesh_spec
 from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
 from shardload.typing import LayoutLike
@@ -28,12 +31,15 @@ def choose(model: Any, mesh: MeshSpec, layout: LayoutLike = "auto") -> LayoutCho
         model: A built Keras model.
         mesh: The mesh; what its axes split follows from their names (`shardload.sharding.mesh`).
         layout: ``auto``, ``keras_hub`` (the backbone class' own ``get_layout_map``), ``replicated``, a
-            ``keras.distribution.LayoutMap``, or the path of a rules file (see `shardload.parallel.rules`).
+            mapping of rules, a ``LayoutMap`` or a distribution of ``keras.distribution``, or the path of a rules file
+            (see `shardload.parallel.rules`).
 
     Raises:
         LayoutError: When the mode is unknown, the class has no map, or a rule cannot be applied.
     """
     variables = model_variables.all_variables(model)
+    if distributions.is_distribution(layout):
+        return _by_distribution(model, mesh, layout)
     mode, rule_set = _rule_set(model, mesh, layout)
     found = roles(model, by_user=mode != "replicated")
     if rule_set is None:
@@ -43,11 +49,30 @@ def choose(model: Any, mesh: MeshSpec, layout: LayoutLike = "auto") -> LayoutCho
         if rule_set.default == "replicated":
             fixed |= _replicate(_unmatched(variables, found, fixed), mesh, rule="default")
     placed = decide_layouts(variables, found, mesh, fixed=fixed)
-    return LayoutChoice(mesh, mode, {key: placed[key] for key in variables})
+    activations = distributions.activation_layouts(layout) if mode == "layout_map" else None
+    return LayoutChoice(mesh, mode, {key: placed[key] for key in variables}, activations=activations)
+
+
+def _by_distribution(model: Any, mesh: MeshSpec, distribution: Any) -> LayoutChoice:
+    own = mesh_spec(distribution.device_mesh)
+    if own != mesh:
+        raise LayoutError(f"Cannot use this {type(distribution).__name__} on the mesh {mesh}: its own is {own}")
+    variables, found = model_variables.all_variables(model), roles(model, by_user=False)
+    fixed = rule_sets.by_distribution(distribution, model.variables, mesh=mesh, found=found)
+    placed = decide_layouts(variables, found, mesh, fixed=fixed)
+    return LayoutChoice(
+        mesh,
+        "distribution",
+        {key: placed[key] for key in variables},
+        batch_axis=distribution.batch_dim_name,
+        activations=distribution.get_tensor_layout,
+    )
 
 
 def _rule_set(model: Any, mesh: MeshSpec, layout: Any) -> tuple[str, rule_sets.RuleSet | None]:
     if not isinstance(layout, str | os.PathLike):
+        if isinstance(layout, Mapping) and not hasattr(layout, "device_mesh"):
+            return "rules", rule_sets.from_mapping(layout)
         if not hasattr(layout, "device_mesh"):
             raise LayoutError(f"Cannot use {layout!r:.80} as layout. Supported: {_forms()}")
         return "layout_map", rule_sets.from_layout_map(layout, mesh, origin="the LayoutMap")
@@ -62,7 +87,10 @@ def _rule_set(model: Any, mesh: MeshSpec, layout: Any) -> tuple[str, rule_sets.R
 
 
 def _forms() -> str:
-    return "'auto', 'keras_hub', 'replicated', a keras.distribution.LayoutMap, or the path of a rules file (TOML)"
+    return (
+        "'auto', 'keras_hub', 'replicated', {'dense/kernel': (None, 'model')}, a LayoutMap, ModelParallel or "
+        "DataParallel of keras.distribution, or the path of a rules file (TOML)"
+    )
 
 
 def _keras_hub_rules(model: Any, mesh: MeshSpec) -> rule_sets.RuleSet:

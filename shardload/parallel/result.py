@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from shardload.parallel.roles import LARGE_BYTES, nbytes
@@ -48,9 +48,13 @@ class LayoutChoice:
 
     mesh: MeshSpec
     mode: str
-    """``auto``, ``keras_hub``, ``layout_map``, ``replicated``, or the path of a rules file."""
+    """``auto``, ``keras_hub``, ``replicated``, ``layout_map``, ``rules``, ``distribution``, or the path of a file."""
     by_id: Mapping[int, VariableLayout]
     """By ``id(variable)``, in the order of ``model.variables``, followed by compiled metrics and optimizer slots."""
+    batch_axis: str | None = None
+    """The axis that splits the batch; ``None`` for `MeshSpec.batch_axis`."""
+    activations: Callable[[str], Any] | None = field(default=None, repr=False, compare=False)
+    """From the path of a layer's output to its ``TensorLayout`` or ``None``, as the user's own map has it."""
 
     def of(self, variable: Any) -> Layout:
         """Return the layout of a variable."""

@@ -1,6 +1,6 @@
 r"""Layouts by rule: a regular expression that matches whole variable paths, and the axes that split each dim.
 
-Rules come from three places: a TOML file, a ``keras.distribution.LayoutMap``, or a KerasHub backbone's
+Rules come from a TOML file, a mapping, a ``keras.distribution.LayoutMap``, or a KerasHub backbone's
 ``get_layout_map``. A file reads::
 
     default = "auto"                  # or "replicated": for variables no rule matches
@@ -9,7 +9,8 @@ Rules come from three places: a TOML file, a ``keras.distribution.LayoutMap``, o
     variable = 'decoder_block_\d+/attention/(query|key|value)/kernel'
     spec = ["model", "-", "-"]        # one entry per dim: an axis, "-", or two axes as "fsdp+model"
 
-A rule without effect, or two rules for one variable, are errors; a dim that is not divisible is a fallback.
+A rule without effect, or two rules for one variable, are errors; a dim that is not divisible is a fallback. Rules of a
+layout map for the outputs of layers (``dense/output``) are for no variable: a bound model applies them to activations.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from shardload.errors import LayoutError
+from shardload.keras_bridge.distributions import variable_axes
 from shardload.parallel.auto import next_best
 from shardload.parallel.result import VariableLayout
 from shardload.parallel.roles import Role
@@ -39,6 +41,11 @@ class Rule:
     pattern: str
     """A regular expression for the whole path, or the exact path."""
     spec: Spec
+
+    @property
+    def is_of_outputs(self) -> bool:
+        """Whether the rule is for the output of a layer, whose path Keras ends with ``/output``."""
+        return self.pattern.rstrip("$").endswith("output")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +90,42 @@ def _is_spec(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(a, str) for a in value)
 
 
+def from_mapping(rules: Mapping[str, Any]) -> RuleSet:
+    """Return the rules of a mapping: the pattern of a variable's path, and a mesh axis or ``None`` for each dim.
+
+    Raises:
+        LayoutError: When it has another form.
+    """
+    for pattern, spec in rules.items():
+        if not isinstance(pattern, str) or not isinstance(spec, tuple | list) or not all(map(_is_axis, spec)):
+            raise LayoutError(
+                f"Cannot use {{{pattern!r}: {spec!r:.80}}} as a layout rule: expected the path of a variable and a "
+                "mesh axis or None for each of its dims, such as {'dense/kernel': (None, 'model')}"
+            )
+    return RuleSet("the layout", tuple(Rule(p, tuple(map(_as_axes, spec))) for p, spec in rules.items()), "auto")
+
+
+def _is_axis(found: Any) -> bool:
+    return found is None or isinstance(found, str) or (isinstance(found, tuple) and all(map(_is_axis, found)))
+
+
+def _as_axes(found: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    if found is None or found in ("-", ""):
+        return ()
+    return tuple(found.split("+")) if isinstance(found, str) else found
+
+
+def by_distribution(
+    distribution: Any, variables: Iterable[Any], *, mesh: MeshSpec, found: Mapping[int, Role]
+) -> dict[int, VariableLayout]:
+    """Return the layouts that a ``keras.distribution.Distribution`` gives to variables, by ``id(variable)``."""
+    rule = type(distribution).__name__
+    return {
+        id(v): _placed(v, Layout(mesh, _tensor_spec(variable_axes(distribution, v))), role=found[id(v)], rule=rule)
+        for v in variables
+    }
+
+
 def from_layout_map(layout_map: Any, mesh: MeshSpec, *, origin: str) -> RuleSet:
     """Convert a ``keras.distribution.LayoutMap`` to rules.
 
@@ -120,7 +163,7 @@ def apply(
             used.add(rule.pattern)
             placed[id(variable)] = _place(rule, variable, mesh=mesh, role=found[id(variable)], origin=rules.origin)
     for rule in rules.rules:
-        if rule.pattern not in used:
+        if rule.pattern not in used and not rule.is_of_outputs:
             raise LayoutError(_matches_nothing(rule, [v.path for v in variables], rules.origin))
     return placed
 
@@ -157,9 +200,13 @@ def _place(rule: Rule, variable: Any, *, mesh: MeshSpec, role: Role, origin: str
         wanted = Layout(mesh, rule.spec)
     except LayoutError as error:
         raise LayoutError(f"The rule {rule.pattern!r} of {origin} does not fit the mesh: {error}") from error
-    if wanted.divides(shape):
-        return VariableLayout.of(variable, wanted, rule.pattern)
-    return next_best(variable, role, wanted, rule=rule.pattern)
+    return _placed(variable, wanted, role=role, rule=rule.pattern)
+
+
+def _placed(variable: Any, wanted: Layout, *, role: Role, rule: str) -> VariableLayout:
+    if wanted.divides(tuple(variable.shape)):
+        return VariableLayout.of(variable, wanted, rule)
+    return next_best(variable, role, wanted, rule=rule)
 
 
 def _matches_nothing(rule: Rule, paths: Sequence[str], origin: str) -> str:

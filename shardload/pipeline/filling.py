@@ -116,6 +116,8 @@ def _bind(prepared: PreparedLoad) -> None:
             devices=prepared.devices.devices,
             layouts=prepared.layouts.layouts,
             values="keep",
+            batch_axis=prepared.layouts.batch_axis,
+            activations=prepared.layouts.activations,
         )
 
 

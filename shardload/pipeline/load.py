@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from shardload.hub import kerashub
-from shardload.keras_bridge import abstraction
+from shardload.keras_bridge import abstraction, distributions
 from shardload.manifest import Manifest
 from shardload.mapping import slots_as_stored
 from shardload.mapping.assets import load_assets
@@ -28,7 +28,7 @@ from shardload.pipeline.request import LoadRequest
 from shardload.resolve.opening import OpenedSource, open_source
 from shardload.sharding.devices import MeshDevices, abstract_devices, available, mesh_spec, resolve_devices
 from shardload.stores.fingerprint import Fingerprint
-from shardload.typing import LayoutLike
+from shardload.typing import LayoutLike, MeshLike
 
 if TYPE_CHECKING:
     from shardload.reports import LoadReport, PlanReport
@@ -71,6 +71,7 @@ def load(
         optimizer = request.compile and not notes  # notes say why the model could not be compiled
         with _slots(request, model, source.manifest) if optimizer else nullcontext():
             with clock("plan"):
+                notes = (*notes, *_unused_distribution(request))
                 prepared = preparing.prepare(
                     request, source, model, devices, layout=layout, optimizer=optimizer, notes=notes
                 ).validated()
@@ -88,11 +89,13 @@ def plan(request: LoadRequest) -> PlanReport:
     clock = Clock()
     source = open_requested(request)
     available()  # building needs JAX to compute shapes; its own error would not name the cause
-    devices = abstract_devices(mesh_spec(request.mesh, axes=request.axes))
+    mesh, layout = _mesh_and_layout(request)
+    request = replace(request, layout=layout)
+    devices = abstract_devices(mesh_spec("1x1" if mesh is None else mesh, axes=request.axes))
     with clock("build"):
         model = build(source.manifest, dtype=request.dtype, task=request.task, ignore_config=request.ignore_config)
     with clock("plan"):
-        prepared = preparing.prepare(request, source, model, devices, layout=request.layout)
+        prepared = preparing.prepare(request, source, model, devices, layout=layout)
     return reporting.plan_report(prepared, clock)
 
 
@@ -105,8 +108,24 @@ def place(request: LoadRequest) -> tuple[MeshDevices, LayoutLike | None]:
     follows_model = not request.builds and request.mesh is None and request.devices is None
     if follows_model and (own := current_devices(request.model)) is not None:
         return own, request.layout
-    devices = resolve_devices(request.mesh, axes=request.axes, devices=request.devices)
-    return devices, "auto" if request.layout is None else request.layout
+    mesh, layout = _mesh_and_layout(request)
+    return resolve_devices(mesh, axes=request.axes, devices=request.devices), layout
+
+
+def _mesh_and_layout(request: LoadRequest) -> tuple[MeshLike | None, LayoutLike]:
+    """Return the requested mesh and layout; without them, those of the distribution that is set in Keras."""
+    mesh, layout = request.mesh, request.layout
+    if mesh is None and request.devices is None and (found := distributions.current()) is not None:
+        mesh, layout = found, found if layout is None else layout
+    return mesh, "auto" if layout is None else layout
+
+
+def _unused_distribution(request: LoadRequest) -> tuple[str, ...]:
+    found = distributions.current() if request.builds else None
+    if found is None or found in (request.mesh, request.layout) or (request.mesh is None and request.devices is None):
+        return ()
+    given = "devices" if request.mesh is None else "mesh"
+    return (f"the {type(found).__name__} set with keras.distribution.set_distribution is not used: {given}= was given",)
 
 
 def build(manifest: Manifest, **options: Any) -> Any:

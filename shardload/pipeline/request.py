@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from shardload.errors import UsageError
 from shardload.hub import fidelity
+from shardload.keras_bridge.distributions import is_distribution
 from shardload.mapping import Items
 from shardload.pipeline import arguments
 from shardload.progress import Progress
@@ -86,6 +87,8 @@ class LoadRequest:
     def checked(self) -> LoadRequest:
         """Return the request with its arguments in one form each: sizes as bytes, dtypes by name.
 
+        A distribution given as mesh is the layout too, and a layout with a mesh of its own is the mesh.
+
         Raises:
             UsageError: When an argument is of the wrong kind or out of range.
             BackendError: When Keras does not run on JAX.
@@ -99,8 +102,15 @@ class LoadRequest:
             arguments.check_backend()
         else:
             arguments.check_model(self.model)
+        mesh, layout = self.mesh, self.layout
+        if layout is None and is_distribution(mesh):
+            layout = cast("LayoutLike", mesh)
+        elif mesh is None and self.devices is None and getattr(layout, "device_mesh", None) is not None:
+            mesh = cast("MeshLike", layout)
         return replace(
             self,
+            mesh=mesh,
+            layout=layout,
             dtype=dtype,
             host_memory_bytes=host_memory_bytes,
             device_memory_bytes=self.device_memory,

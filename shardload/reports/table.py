@@ -192,8 +192,9 @@ def _fit(fits: Fit) -> RenderableType:
     verdict = ("yes", "bold green") if fits.fits else ("no", "bold red")
     sizes = f"{format_bytes(fits.per_device_max)} of {format_bytes(fits.device_memory)}"
     text = Text.assemble(verdict, f", weights take {sizes} on the fullest device ({share:.1f} %)")
-    smallest = f"Smallest mesh that fits: {fits.smallest_mesh}" if fits.smallest_mesh else "No mesh was found that fits"
-    return Group(text, Text(smallest))
+    if fits.smallest_mesh:
+        return Group(text, Text(f"Smallest mesh that fits: {fits.smallest_mesh}"))
+    return text if fits.fits else Group(text, Text("No mesh was found that fits"))
 
 
 def _name(name: Folded) -> Text:

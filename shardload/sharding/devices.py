@@ -8,7 +8,7 @@ location of a model.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -44,12 +44,14 @@ def mesh_spec(mesh: MeshLike | MeshSpec | None, *, axes: str | None = None) -> M
     """Return the `MeshSpec` for any form of mesh that a caller may pass.
 
     Args:
-        mesh: ``"1x8"``, ``"data=2,model=4"``, sizes as a tuple, a `MeshSpec`, or a JAX or Keras mesh.
+        mesh: ``"1x8"``, ``"data=2,model=4"``, sizes as a tuple or by name, a `MeshSpec`, a JAX or Keras mesh, or a
+            Keras distribution.
         axes: Axis names for sizes, joined by commas.
 
     Raises:
         MeshError: When it has none of these forms.
     """
+    mesh = mesh_of(mesh)
     match mesh:
         case MeshSpec():
             return mesh
@@ -59,12 +61,19 @@ def mesh_spec(mesh: MeshLike | MeshSpec | None, *, axes: str | None = None) -> M
             return MeshSpec.parse(str(mesh), axes=axes)
         case tuple() | list():
             return MeshSpec.parse("x".join(map(str, mesh)), axes=axes)
+        case Mapping():
+            return MeshSpec.parse(",".join(f"{axis}={size}" for axis, size in mesh.items()), axes=axes)
         case jax.sharding.Mesh():
             return MeshSpec(tuple(map(str, mesh.axis_names)), tuple(mesh.devices.shape))
     # A keras.distribution.DeviceMesh, detected without importing Keras:
     if mesh is not None and hasattr(mesh, "axis_names") and hasattr(mesh, "devices"):
         return MeshSpec(tuple(mesh.axis_names), tuple(np.shape(mesh.devices)))
     raise MeshError(f"Cannot read a mesh from {mesh!r}. Write '1x8', 'data=2,model=4', or pass a jax.sharding.Mesh")
+
+
+def mesh_of(found: Any) -> Any:
+    """Return the mesh of a Keras distribution or layout map; anything else is returned unchanged."""
+    return getattr(found, "device_mesh", found)
 
 
 def resolve_devices(
@@ -80,6 +89,7 @@ def resolve_devices(
     Raises:
         MeshError: When there are fewer devices than positions, or JAX cannot start on the requested platform.
     """
+    mesh = mesh_of(mesh)
     if mesh is None:
         found = tuple(devices or available())
         return MeshDevices(MeshSpec(DEFAULT_AXES, (1, len(found))), found)
@@ -157,6 +167,7 @@ def named_devices(mesh: Any, devices: Sequence[Any] | None) -> tuple[Any, ...] |
     """Return the devices a caller passed explicitly, ``None`` if only a size was given; does not start JAX."""
     if devices is not None:
         return tuple(devices)
+    mesh = mesh_of(mesh)
     if isinstance(mesh, jax.sharding.Mesh):
         return tuple(mesh.devices.flat)
     if hasattr(mesh, "axis_names") and hasattr(mesh, "devices"):

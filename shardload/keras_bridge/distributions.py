@@ -1,0 +1,43 @@
+"""The distributions of Keras (``keras.distribution``) that users have: which one is set, and what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+
+from shardload.keras_bridge.binding import MeshParallel
+from shardload.keras_bridge.keras_types import Variable
+
+_OF_KERAS = (keras.distribution.ModelParallel.get_variable_layout, keras.distribution.DataParallel.get_variable_layout)
+
+
+def current() -> Any:
+    """Return the distribution that the user has set; ``None`` without one, or inside a method of a bound model."""
+    found = keras.distribution.distribution()
+    return None if isinstance(found, MeshParallel) else found
+
+
+def is_distribution(found: Any) -> bool:
+    """Whether an argument is a distribution, not a layout map, which has a mesh too."""
+    return hasattr(found, "get_variable_layout") and hasattr(found, "device_mesh")
+
+
+def variable_axes(distribution: Any, variable: Variable) -> Sequence[Any]:
+    """Return the mesh axis, a tuple of axes, or ``None`` for each dim of a variable."""
+    rank = len(variable.shape)
+    if type(distribution).get_variable_layout in _OF_KERAS:
+        # By path: `get_variable_layout` answers with the layout that the variable has had until now.
+        found = distribution.get_tensor_layout(variable.path)
+    else:
+        found = distribution.get_variable_layout(variable)
+    if found is None:
+        return (None,) * rank
+    axes = found.axes if hasattr(found, "axes") else tuple(found.spec)
+    return (*axes, *(None,) * (rank - len(axes)))
+
+
+def activation_layouts(layout_map: Any) -> Callable[[str], Any]:
+    """Return what a layout map says of a path, as ``ModelParallel`` asks it."""
+    return lambda path: layout_map[path]
