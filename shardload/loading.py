@@ -6,6 +6,7 @@ Each states a request and runs it; `shardload.pipeline.load` shows the order of 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardload.manifest import Manifest
@@ -16,6 +17,7 @@ from shardload.pipeline.load_distributed import joint_load
 from shardload.pipeline.request import LoadRequest
 from shardload.progress import Progress
 from shardload.resolve.opening import open_source
+from shardload.text.preprocessor import attach
 from shardload.typing import DTypeLike, LayoutLike, MeshLike, PathLike
 
 if TYPE_CHECKING:
@@ -81,7 +83,10 @@ def load(
             computes, and that KerasHub's class cannot express, is refused. The report lists what was ignored.
 
     Returns:
-        The Keras task if the checkpoint is one, else the backbone, ready for predict, fit and generate.
+        The Keras task if the checkpoint is one, else the backbone, ready for predict, fit and generate. A task has the
+        preprocessor that KerasHub makes from the checkpoint's tokenizer, so ``model.generate("text")`` works; set
+        ``model.preprocessor = None`` to pass token ids. That of a GGUF file is made on first use; if KerasHub cannot
+        make it, the report says why.
 
     Raises:
         UsageError: When an argument is of the wrong kind or out of range.
@@ -99,14 +104,24 @@ def load(
     return run(LoadRequest(**locals())).model  # every parameter is a field
 
 
-def run(request: LoadRequest) -> Loaded:
+def run(request: LoadRequest, *, preprocessor: bool = True) -> Loaded:
     """Like `load`, but also return the report and the manifest.
 
     Args:
         request: The arguments of `load`, by the same names.
+        preprocessor: Give a task from a GGUF file its preprocessor, or say in the report why it has none.
     """
     with joint_load(request) as call:
-        return pipeline.load(request.checked(), call)
+        loaded = pipeline.load(request.checked(), call)
+    return _with_preprocessor(loaded) if preprocessor and request.builds else loaded
+
+
+def _with_preprocessor(loaded: Loaded) -> Loaded:
+    if (note := attach(loaded.model, loaded.manifest)) is None:
+        return loaded
+    report = replace(loaded.report, notes=(*loaded.report.notes, note))
+    reporting.remember(loaded.model, report)
+    return replace(loaded, report=report)
 
 
 def load_weights(

@@ -31,7 +31,7 @@ def load(source: str, **options: Any) -> Loaded:
     """Load ``source``; for several processes, the report has the bytes read by all, and the highest staging peak."""
     from shardload.loading import LoadRequest, run
 
-    loaded = run(LoadRequest(source=source, **options))
+    loaded = run(LoadRequest(source=source, **options), preprocessor=False)  # has its own tokenizer, for any model
     if not loaded.shares:
         return loaded
     total = replace(

@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from shardload.converting.gguf_tokenizers import files_of
 from shardload.converting.source import Source
 from shardload.hub import kerashub
 from shardload.loaders.gguf import TokenizerMetadata
 from shardload.loaders.hub_preset import SPEC as PRESET
 from shardload.stores import json_files
 from shardload.stores.local import located
+from shardload.text.gguf_files import files_of
 from shardload.text.gguf_tokenizer import CONTROL, NORMAL
 
 _log = logging.getLogger(__name__)

@@ -20,6 +20,7 @@ from typing import Any
 from shardload.loaders import spec_of
 from shardload.manifest import Manifest
 from shardload.stores.json_files import parse_object, read_object
+from shardload.text.gguf_files import tokenizer_files
 
 KERAS, TRANSFORMERS = "keras", "transformers"
 STATE = "state.json"
@@ -54,12 +55,25 @@ class Companions:
 def companions_of(manifest: Manifest) -> Companions:
     """Return the small files next to the weights of a source."""
     source, spec = Path(manifest.source), spec_of(manifest)
+    if spec.tokenizer == "header":
+        return _of_header(manifest)
     one, other = spec.keras_files, spec.transformers_files
     if one is None or other is None:
         return Companions()
     keras, left_out = _files(source / one, skip=other)
     transformers, also = _files(source / other, skip=one)
     return Companions(keras, transformers, {one: left_out, other: also}.get(".", ()))
+
+
+def _of_header(manifest: Manifest) -> Companions:
+    """Return the tokenizer, rebuilt from a GGUF header, as Hugging Face's files; empty without one, or with a note."""
+    if not any(key.startswith("tokenizer.ggml.") for key in manifest.metadata):
+        return Companions()
+    try:
+        files = tokenizer_files(manifest)
+    except Exception as error:  # of any kind, also SentencePiece's and tokenizers': the weights do not need it
+        return Companions(notes=(f"the tokenizer in the GGUF file was left out: {error}",))
+    return Companions({}, files, ("the tokenizer was rebuilt from the header of the GGUF file",))
 
 
 def _files(folder: Path, *, skip: str) -> tuple[dict[str, Path], tuple[str, ...]]:

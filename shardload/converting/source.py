@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from shardload.converting.computing import StoredValue, computed_by
-from shardload.converting.gguf_tokenizers import attach_preprocessor, companions_of_gguf
 from shardload.converting.sidecar_files import KERAS, STATE, Companions, companions_of
 from shardload.errors import MismatchError, SourceError
 from shardload.hub import fidelity, kerashub, quantised
@@ -76,11 +75,8 @@ def open_source(path: str, *, dtype: str | None = None, ignore_config: Sequence[
     weights = Path(manifest.source)
     if weights.name == WEIGHTS and weights.is_file() and weights.with_name(CONFIG).is_file():
         manifest = open_manifest(weights.parent)
-    is_gguf = spec_of(manifest).tokenizer == "header"
-    companions = companions_of_gguf(manifest) if is_gguf else companions_of(manifest)
+    companions = companions_of(manifest)
     model = _build(manifest, companions, dtype, ignore_config)
-    if is_gguf:
-        attach_preprocessor(model, manifest, companions)
     mapping = map_weights(model, manifest)
     lost = _check(mapping, manifest, model)
     values = {id(b.variable): _viewed(b, manifest) for b in mapping.bindings}

@@ -31,11 +31,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from shardload.errors import MissingExtraError, SourceError, UnsupportedError
+from shardload.errors import MissingExtraError, UnsupportedError
 from shardload.hub import fidelity, quantised
 from shardload.hub.arguments import for_converter
 from shardload.hub.build_errors import check_layer_count, describe_failure, not_compiled, refuse_code
-from shardload.hub.config_forms import GENERATORS, architecture_of, check_representable, read_config, ties_embeddings
+from shardload.hub.config_forms import (
+    GENERATORS,
+    architecture_of,
+    check_representable,
+    read_config,
+    ties_embeddings,
+)
+from shardload.hub.sidecar import config_beside
 from shardload.keras_bridge.dtype_policies import with_dtype
 from shardload.keras_bridge.patches import Patches
 from shardload.loaders import spec_of
@@ -85,7 +92,7 @@ def build_model(
             case "hugging-face":
                 return _from_transformers(manifest, dtype, task, ignore)
             case "keras" | "keras-sidecar" as where:
-                if config := manifest.config if where == "keras" else _config_beside(manifest):
+                if config := manifest.config if where == "keras" else config_beside(manifest):
                     described = with_dtype(config, dtype)
                     scope = (custom_objects, safe_mode)
                     return _deserialize(described, manifest, *scope, dtype=dtype, compiling=compiling)
@@ -181,24 +188,32 @@ def preset_handles() -> dict[str, str]:
 def preprocessor(task_or_class: Any, manifest: Manifest, *, usable: bool = True) -> Any:
     """Return a task's preprocessor, if the checkpoint has its files and it runs in this environment; else ``None``.
 
-    Some of KerasHub's preprocessors need TensorFlow; each is tried on one word before it is attached, so that a
-    model never fails later because of it. If it is omitted, the log has the reason.
-
-    Args:
-        task_or_class: A KerasHub task, or its class.
-        manifest: The manifest of a folder with the preprocessor's files.
-        usable: Require that it runs here; a preprocessor that is only written needs no TensorFlow.
+    If it is omitted, the log has the reason. Arguments are those of `make_preprocessor`.
     """
     cls = getattr(task_or_class, "preprocessor_cls", None)
     if not Path(manifest.source).is_dir() or cls is None:
         return None
     try:
-        with contextlib.nullcontext() if usable else _as_with_tensorflow(cls):
-            made = _preset_loader(manifest).load_preprocessor(cls)
-        made.tokenizer(["a"])
+        return make_preprocessor(cls, manifest, usable=usable)
     except Exception as error:  # broken files, or no TensorFlow: the model works without
         _log.info("No preprocessor for %s: %s", manifest.source, error)
         return None
+
+
+def make_preprocessor(cls: Any, manifest: Manifest, *, usable: bool = True) -> Any:
+    """Make a preprocessor; raises any error if its files are damaged or missing, or if it cannot run here.
+
+    Some of KerasHub's preprocessors need TensorFlow; each is tried on one word, so that a model never fails later
+    because of it.
+
+    Args:
+        cls: KerasHub's class.
+        manifest: The manifest of a folder with the preprocessor's files.
+        usable: Require that it runs here; a preprocessor that is only written needs no TensorFlow.
+    """
+    with contextlib.nullcontext() if usable else _as_with_tensorflow(cls):
+        made = _preset_loader(manifest).load_preprocessor(cls)
+    made.tokenizer(["a"])
     return made
 
 
@@ -369,23 +384,6 @@ def _transformers_loader(manifest: Manifest) -> Any:
             f"{config.get('model_type')!r}, only for {', '.join(known)}. Build your own model, then call "
             "shardload.load_weights(model, source)"
         ) from error
-
-
-def _config_beside(manifest: Manifest) -> dict[str, Any] | None:
-    """Return ``NAME.json`` next to ``NAME.weights.h5``, or the folder's ``config.json``, if it describes a model."""
-    path = Path(manifest.source)
-    stem = path.name.removesuffix((*spec_of(manifest).endings, "")[0])
-    for candidate in (path.with_name(f"{stem}.json"), path.with_name("config.json")):
-        if candidate != path and candidate.is_file():
-            try:
-                config = json.loads(candidate.read_text(encoding="utf-8"))
-            except ValueError as error:
-                raise SourceError(
-                    f"Cannot read {candidate}: it is not valid JSON: {error}. Correct or remove it"
-                ) from error
-            if isinstance(config, dict) and "class_name" in config:
-                return config
-    return None
 
 
 @contextlib.contextmanager

@@ -50,15 +50,31 @@ def of_metadata(found: TokenizerMetadata, path: str) -> Tokenizer:
         UnsupportedError: When its type is not supported.
         SourceError: When its parts contradict each other.
     """
-    match found.model:
-        case "llama":
-            return _sentencepiece(found)
-        case "gpt2":
-            return _byte_level(found, path)
-    raise UnsupportedError(
-        f"Cannot rebuild the tokenizer of {path}: its type is {found.model!r}, expected 'llama' or 'gpt2'. "
-        "Load without a prompt, and pass token ids to the model"
-    )
+    check_supported(found.model, found.pre, path)
+    return _sentencepiece(found) if found.model == "llama" else byte_level(found)
+
+
+def check_supported(model: str, pre: str, path: str) -> None:
+    """Raise if a tokenizer of this type cannot be rebuilt.
+
+    Args:
+        model: As in `TokenizerMetadata`.
+        pre: As in `TokenizerMetadata`.
+        path: Its origin, for messages.
+
+    Raises:
+        UnsupportedError: When the type is not supported.
+    """
+    if model not in ("llama", "gpt2"):
+        raise UnsupportedError(
+            f"Cannot rebuild the tokenizer of {path}: its type is {model!r}, expected 'llama' or 'gpt2'. "
+            "Load without a prompt, and pass token ids to the model"
+        )
+    if model == "gpt2" and pre not in PATTERNS:
+        raise UnsupportedError(
+            f"Cannot rebuild the tokenizer of {path}: its pre-tokenizer is {pre!r}, expected one of "
+            f"{', '.join(PATTERNS)}. Load without a prompt, and pass token ids to the model"
+        )
 
 
 def sentencepiece_proto(found: TokenizerMetadata) -> bytes:
@@ -103,15 +119,11 @@ def _sentencepiece(found: TokenizerMetadata) -> SentencePiece:
     return SentencePiece(processor, _stop_ids(found), prefix, control)
 
 
-def _byte_level(found: TokenizerMetadata, path: str) -> HuggingFace:
+def byte_level(found: TokenizerMetadata) -> HuggingFace:
+    """Rebuild a byte-level BPE tokenizer of a supported type."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 
-    if found.pre not in PATTERNS:
-        raise UnsupportedError(
-            f"Cannot rebuild the tokenizer of {path}: its pre-tokenizer is {found.pre!r}, expected one of "
-            f"{', '.join(PATTERNS)}. Load without a prompt, and pass token ids to the model"
-        )
     vocabulary = {token: i for i, token in enumerate(found.tokens)}
     merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in found.merges)]
     pattern = PATTERNS[found.pre]

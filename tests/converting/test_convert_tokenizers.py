@@ -1,19 +1,17 @@
 """Tokenizers of Hugging Face folders, in presets: KerasHub reads them there and makes the same tokens."""
 
-import io
 import json
 import shutil
 import subprocess
 import sys
 
-import gguf_pairs
 import keras
 import keras_hub
 import numpy as np
 import pytest
 import sentencepiece
 from gguf_fixture import gemma3_gguf  # noqa: F401 - a fixture
-from sentencepiece import sentencepiece_model_pb2
+from gguf_tokenizers import add_byte_pairs, add_pieces, byte_pairs, gguf_with_tokenizer, sentence_pieces
 
 import shardload
 from shardload.synth import synth
@@ -29,42 +27,6 @@ pytestmark = [
 ]
 
 TEXT = ["the quick brown fox", "jumps over"]
-
-
-def sentence_pieces(kind="unigram"):
-    """A vocabulary as Gemma's: these names and places of the special tokens."""
-    made = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["the quick brown fox jumps over the lazy dog", "hello world"] * 9),
-        model_writer=made,
-        vocab_size=40 if kind == "unigram" else 320,
-        model_type=kind,
-        byte_fallback=kind == "bpe",
-        hard_vocab_limit=False,
-        minloglevel=2,
-        **{"pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3},
-        **{"pad_piece": "<pad>", "eos_piece": "<eos>", "bos_piece": "<bos>", "unk_piece": "<unk>"},
-        user_defined_symbols=["<start_of_turn>", "<end_of_turn>"],
-    )
-    return made.getvalue()
-
-
-def byte_pairs():
-    """A ``tokenizer.json`` as Llama 3's and Qwen's."""
-    letters = [*"abcdefghijklmnopqrstuvwxyz", "Ġ"]
-    merges = [["t", "h"], ["th", "e"], ["Ġ", "q"], ["o", "x"]]
-    words = [*letters, *("".join(pair) for pair in merges)]
-    special = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-    special += ["<|endoftext|>", "<|im_end|>"]
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    cut = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    return {
-        "version": "1.0",
-        "added_tokens": [{"content": word, "id": len(words) + i, **flags} for i, word in enumerate(special)],
-        "pre_tokenizer": cut,
-        "decoder": cut,
-        "model": {"type": "BPE", "vocab": {word: i for i, word in enumerate(words)}, "merges": merges},
-    }
 
 
 @pytest.fixture(scope="module")
@@ -214,36 +176,6 @@ def there_and_back(source, via, folder):
 
 
 # ---- GGUF ---------------------------------------------------------------------------------------
-
-
-def gguf_with_tokenizer(tmp_path, monkeypatch, model_type, add):
-    """A small model whose header carries a tokenizer too."""
-    described = gguf_pairs.describe
-    monkeypatch.setattr(gguf_pairs, "describe", lambda writer, config: (described(writer, config), add(writer)))
-    return gguf_pairs.write(tmp_path, model_type, "Q8_0")[0]
-
-
-def add_pieces(writer):
-    model = sentencepiece_model_pb2.ModelProto.FromString(sentence_pieces("bpe"))
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list([piece.piece for piece in model.pieces])
-    writer.add_token_scores([piece.score for piece in model.pieces])
-    writer.add_token_types([piece.type for piece in model.pieces])
-    for add, number in (("pad", 0), ("eos", 1), ("bos", 2), ("unk", 3)):
-        getattr(writer, f"add_{add}_token_id")(number)
-    writer.add_chat_template("{{ bos_token }}")
-
-
-def add_byte_pairs(writer):
-    described = byte_pairs()
-    words = [*described["model"]["vocab"], *(token["content"] for token in described["added_tokens"])]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("llama-bpe")
-    writer.add_token_list(words)
-    writer.add_token_types([3 if word.startswith("<|") else 1 for word in words])
-    writer.add_token_merges([" ".join(pair) for pair in described["model"]["merges"]])
-    writer.add_bos_token_id(words.index("<|begin_of_text|>"))
-    writer.add_eos_token_id(words.index("<|end_of_text|>"))
 
 
 def test_gguf_pieces_become_a_tokenizer_model(tmp_path, monkeypatch):

@@ -61,7 +61,7 @@ EDGES = {
         "units",
         "writers",
     },
-    "loading": {"manifest", "pipeline", "progress", "reports", "resolve", "typing"},
+    "loading": {"manifest", "pipeline", "progress", "reports", "resolve", "text", "typing"},
     "restoring": {
         "errors",
         "loaders",

@@ -1,0 +1,68 @@
+"""What KerasHub's preprocessors need, and one that is made when a task first uses it.
+
+Keras tracks every string of a vocabulary: Gemma's 262,144 take a second, which a load should not cost those who
+generate nothing. KerasHub returns a task's preprocessor as ``getattr(task, "_preprocessor", None)``; where the task has
+no such attribute, Python asks its class, where `_Deferred` makes it. Tasks that have one are not affected.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from shardload.hub.kerashub import keras_hub
+
+_ATTRIBUTE = "_preprocessor"
+
+
+def defer_preprocessor(task: Any, make: Callable[[], Any]) -> None:
+    """Let ``make`` return the preprocessor of a task when it is first used; setting one discards ``make``."""
+    cls = keras_hub().models.Task
+    deferred = vars(cls).get(_ATTRIBUTE)
+    if deferred is None:
+        deferred = _Deferred()
+        setattr(cls, _ATTRIBUTE, deferred)
+    deferred.makers[task] = make
+    vars(task).pop(_ATTRIBUTE, None)
+
+
+def lacks_tensorflow(cls: type) -> bool:
+    """Whether a preprocessor's class needs TensorFlow, and KerasHub found none when it was imported."""
+    module = sys.modules[cls.__module__]
+    return hasattr(module, "assert_tf_installed") and getattr(module, "tf", None) is None
+
+
+def reads_tokenizer(cls: Any, *, sentencepiece: bool) -> bool:
+    """Whether a preprocessor's tokenizer is of this kind: SentencePiece, or byte pairs."""
+    kinds = keras_hub().tokenizers
+    kind = kinds.SentencePieceTokenizer if sentencepiece else kinds.BytePairTokenizer
+    return issubclass(cls.tokenizer_cls, kind)
+
+
+class _Deferred:
+    """The attribute of a class that makes what an instance lacks."""
+
+    def __init__(self) -> None:
+        self.makers: weakref.WeakKeyDictionary[Any, Callable[[], Any]] = weakref.WeakKeyDictionary()
+        self._lock = threading.RLock()
+
+    def __get__(self, task: Any, owner: type) -> Any:
+        if task is None:  # asked of the class, which has none
+            raise AttributeError(_ATTRIBUTE)
+        with self._lock:
+            if vars(task).get(_ATTRIBUTE) is None:  # another thread may have made it meanwhile
+                task.preprocessor = self._made(task)
+        return vars(task)[_ATTRIBUTE]
+
+    def _made(self, task: Any) -> Any:
+        make = self.makers.pop(task, None)
+        if make is None:
+            raise AttributeError(_ATTRIBUTE)
+        try:
+            return make()
+        except BaseException:  # Ctrl-C, mostly: the next use tries again
+            self.makers[task] = make
+            raise

@@ -1,0 +1,95 @@
+"""KerasHub's preprocessor for a model from a GGUF file: ``model.generate("text")`` works as after ``from_preset``.
+
+    load ─► attach: looks at names and types only ─► first use ─► header ─► Hugging Face's files ─► KerasHub
+
+It is made when it is first used (`shardload.hub.preprocessors`). Then the tokens of a text are compared with those of
+the file's own tokenizer, because KerasHub splits some texts differently (byte pairs of models other than Llama 3).
+"""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardload.errors import UnsupportedError
+from shardload.hub import kerashub
+from shardload.hub.preprocessors import defer_preprocessor, lacks_tensorflow, reads_tokenizer
+from shardload.loaders import spec_of
+from shardload.loaders.gguf import tokenizer_metadata
+from shardload.manifest import Manifest
+from shardload.stores.fingerprint import Fingerprint
+from shardload.stores.local import located
+from shardload.text.gguf_files import files_of
+from shardload.text.gguf_tokenizer import check_supported, of_metadata
+
+INSTEAD = "Use shardload.text.generate_text"
+PROBE = "It's 2 o'clock:\n\n  x = [12345, 0.5]\ttabs, naïve 日本語 \U0001f600"
+"""Where tokenizers differ: contractions, spaces, digits, other scripts."""
+
+
+def attach(model: Any, manifest: Manifest) -> str | None:
+    """Give a task from a GGUF file its preprocessor on first use; return why it has none, for the report."""
+    cls = getattr(type(model), "preprocessor_cls", None)
+    if cls is None or spec_of(manifest).tokenizer != "header":
+        return None
+    if (why := _why_none(cls, manifest)) is not None:
+        return f"model.preprocessor is None: {why}"
+    files = Fingerprint.of(manifest.files)
+    defer_preprocessor(model, lambda: _made(cls, manifest, files))
+    return None
+
+
+def _why_none(cls: Any, manifest: Manifest) -> str | None:
+    """Return why KerasHub cannot make a preprocessor, as far as the types tell."""
+    values, source = manifest.metadata, manifest.source
+    if not values.get("tokenizer.ggml.tokens"):
+        return f"{source} contains no tokenizer. Pass token ids to the model"
+    kind = str(values.get("tokenizer.ggml.model", ""))
+    try:
+        check_supported(kind, str(values.get("tokenizer.ggml.pre", "default")), source)
+    except UnsupportedError as error:
+        return str(error)
+    if not reads_tokenizer(cls, sentencepiece=kind == "llama"):
+        form = "SentencePiece" if kind == "llama" else "byte pairs"
+        return f"the tokenizer in {source} is {form}, which KerasHub's {cls.__name__} cannot read. {INSTEAD}"
+    if lacks_tensorflow(cls):
+        return f"KerasHub's {cls.__name__} requires TensorFlow, which was not found. {INSTEAD}"
+    return None
+
+
+def _made(cls: Any, manifest: Manifest, files: Fingerprint) -> Any:
+    """Make the preprocessor; return ``None``, with a warning, if KerasHub cannot."""
+    try:
+        files.check()
+        found = tokenizer_metadata(manifest.location)
+        made = _of_files(cls, manifest, files_of(found, manifest.source, str(manifest.config.get("model_type"))))
+        same = _ids(made) == of_metadata(found, manifest.source).encode(PROBE)
+    except Exception as error:  # KerasHub's, TensorFlow's and SentencePiece's may be of any kind
+        warnings.warn(f"Cannot make the preprocessor of {manifest.source}: {error}. {INSTEAD}", stacklevel=2)
+        return None
+    if not same:
+        warnings.warn(
+            f"KerasHub's {cls.__name__} splits some texts into other tokens than the tokenizer in {manifest.source}. "
+            f"For the file's own tokens: {INSTEAD}",
+            stacklevel=2,
+        )
+    return made
+
+
+def _of_files(cls: Any, manifest: Manifest, files: Mapping[str, bytes]) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in files.items():
+            (Path(folder) / name).write_bytes(content)
+        return kerashub.make_preprocessor(cls, replace(manifest, location=located(folder)))
+
+
+def _ids(preprocessor: Any) -> list[int]:
+    """Return the token ids of `PROBE` as a prompt."""
+    prompt = preprocessor.generate_preprocess([PROBE], sequence_length=len(PROBE.encode()) + 1)
+    return [int(i) for i in np.asarray(prompt["token_ids"])[0][np.asarray(prompt["padding_mask"])[0]]]

@@ -1,0 +1,172 @@
+"""A model from a GGUF file generates from text, with KerasHub's own preprocessor for the file's own tokenizer."""
+
+import os
+import subprocess
+import sys
+
+import keras_hub
+import models
+import pytest
+from gguf_tokenizers import add_byte_pairs, add_pieces, byte_pairs, gguf_with_tokenizer
+
+import shardload
+from shardload.text import generate_text
+from shardload.text.tokenizer import tokenizer_of
+
+pytestmark = [
+    # Keras 3.15 converts its variables with an old signature of __array__ that NumPy 2.4 warns about.
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+    # KerasHub leaves the vocabulary open when it builds a tokenizer.
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),
+]
+
+PROMPTS = ["the quick brown fox", "jumps over"]
+
+
+@pytest.fixture
+def gemma2(tmp_path, monkeypatch):
+    return gguf_with_tokenizer(tmp_path, monkeypatch, "gemma2", add_pieces, vocab_size=320)
+
+
+def test_the_preprocessor_is_keras_hubs_and_makes_the_files_tokens(gemma2):
+    model = shardload.load(gemma2)
+    assert type(model.preprocessor) is keras_hub.models.GemmaCausalLMPreprocessor
+    assert model.preprocessor is model.preprocessor
+    own = tokenizer_of(shardload.inspect(gemma2))
+    for text in (*PROMPTS, "  two  spaces\n", "naïve 日本語", ""):
+        found = model.preprocessor.generate_preprocess([text], sequence_length=64)
+        assert found["token_ids"][0][found["padding_mask"][0]].tolist() == own.encode(text)
+    assert not any("preprocessor" in note for note in shardload.report(model).notes)
+
+
+@pytest.mark.slow
+def test_text_in_text_out_as_on_the_command_line(gemma2):
+    model = shardload.load(gemma2, mesh="1x8")
+    model.compile(sampler="greedy")
+    lengths = [len(tokenizer_of(shardload.inspect(gemma2)).encode(text)) for text in PROMPTS]
+    for text, length in zip(PROMPTS, lengths, strict=True):
+        added = generate_text(model, shardload.inspect(gemma2), text, 4)
+        assert model.generate(text, max_length=length + 4) == text + added
+
+
+def test_it_is_made_on_first_use_and_by_nobody_else(gemma2):
+    model, plain = shardload.load(gemma2), models.causal_lm("gemma2")
+    assert "_preprocessor" not in vars(model)
+    assert plain.preprocessor is None
+    assert "_preprocessor" not in vars(model)
+    model.preprocessor = None
+    assert model.preprocessor is None
+    again = shardload.load(gemma2)
+    assert again.get_config()["preprocessor"]["class_name"] == "GemmaCausalLMPreprocessor"
+    assert model.preprocessor is None
+
+
+def test_ctrl_c_while_it_is_made_leaves_it_for_the_next_use(gemma2, monkeypatch):
+    model = shardload.load(gemma2)
+
+    def interrupted(self, proto, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(keras_hub.models.GemmaTokenizer, "__init__", interrupted)
+        _ = model.preprocessor
+    assert type(model.preprocessor) is keras_hub.models.GemmaCausalLMPreprocessor
+
+
+def test_keras_hub_saves_and_loads_it(gemma2, tmp_path):
+    model = shardload.load(gemma2)
+    model.save_to_preset(str(tmp_path / "saved"))
+    again = keras_hub.models.CausalLM.from_preset(str(tmp_path / "saved"))
+    assert again.preprocessor.tokenizer(PROMPTS[0]).tolist() == model.preprocessor.tokenizer(PROMPTS[0]).tolist()
+
+
+def test_a_file_that_changed_since_gives_none_with_a_warning(gemma2):
+    model = shardload.load(gemma2)
+    os.utime(gemma2, ns=(1, 1))
+    with pytest.warns(UserWarning, match=r"Cannot make the preprocessor of .* changed since .*shardload\."):
+        assert model.preprocessor is None
+    assert model.preprocessor is None
+
+
+def test_other_tokens_than_the_files_are_a_warning(tmp_path, monkeypatch):
+    """KerasHub takes up to three digits for one word, as in Llama 3; Qwen takes one."""
+
+    def add(writer):
+        words = [*byte_pairs()["model"]["vocab"], *"0123456789", "12", "<|endoftext|>", "<|im_end|>"]
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("qwen2")
+        writer.add_token_list(words)
+        writer.add_token_types([3 if word.startswith("<|") else 1 for word in words])
+        writer.add_token_merges(["1 2"])
+        writer.add_eos_token_id(words.index("<|endoftext|>"))
+
+    model = shardload.load(gguf_with_tokenizer(tmp_path, monkeypatch, "qwen2", add))
+    with pytest.warns(UserWarning, match="splits some texts into other tokens than the tokenizer in"):
+        assert type(model.preprocessor) is keras_hub.models.QwenCausalLMPreprocessor
+
+
+def test_byte_pairs_of_llama_3(tmp_path, monkeypatch):
+    file = gguf_with_tokenizer(tmp_path, monkeypatch, "llama", add_byte_pairs)
+    found = shardload.load(file).preprocessor.generate_preprocess(PROMPTS[:1], sequence_length=64)
+    own = tokenizer_of(shardload.inspect(file)).encode(PROMPTS[0])
+    assert found["token_ids"][0][found["padding_mask"][0]].tolist() == own
+
+
+# ---- where it cannot be made ---------------------------------------------------------------------
+
+
+def add_bert(writer):
+    writer.add_tokenizer_model("bert")
+    writer.add_token_list(["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("model_type", "add", "why"),
+    [
+        ("gemma2", lambda writer: None, "contains no tokenizer. Pass token ids to the model"),
+        ("gemma2", add_bert, "its type is 'bert', expected 'llama' or 'gpt2'"),
+        (
+            "llama",
+            add_pieces,
+            "is SentencePiece, which KerasHub's Llama3CausalLMPreprocessor cannot read. Use",
+        ),
+        (
+            "gemma3_text",
+            add_pieces,
+            "Gemma3CausalLMPreprocessor requires TensorFlow, which was not found. Use",
+        ),
+    ],
+)
+def test_the_report_says_why_there_is_none(model_type, add, why, tmp_path, monkeypatch):
+    model = shardload.load(gguf_with_tokenizer(tmp_path, monkeypatch, model_type, add))
+    assert model.preprocessor is None
+    [note] = [note for note in shardload.report(model).notes if note.startswith("model.preprocessor is None: ")]
+    assert why in note
+
+
+def test_a_backbone_has_none_and_no_note(gemma2):
+    model = shardload.load(gemma2, task=False)
+    assert not any("preprocessor" in note for note in shardload.report(model).notes)
+
+
+GENERATES = """
+import sys, shardload
+from shardload.text import generate_text
+model = shardload.load(sys.argv[1])
+model.compile(sampler="greedy")
+added = generate_text(model, shardload.inspect(sys.argv[1]), "the quick", 4)
+print(type(model.preprocessor).__name__, model.generate("the quick", max_length=7).startswith("the quick" + added[:1]))
+print(model.preprocessor.generate_preprocess("the quick", sequence_length=16)["token_ids"].tolist())
+"""
+
+
+@pytest.mark.slow
+def test_gemma_3_where_there_is_tensorflow(tmp_path, monkeypatch):
+    file = gguf_with_tokenizer(tmp_path, monkeypatch, "gemma3_text", add_pieces, vocab_size=320)
+    done = subprocess.run([sys.executable, "-c", GENERATES, str(file)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    kind, ids = done.stdout.splitlines()
+    own = tokenizer_of(shardload.inspect(file)).encode("the quick")
+    assert kind == "Gemma3CausalLMPreprocessor True"
+    assert ids == str([*own, *[0] * (16 - len(own))])
