@@ -70,9 +70,11 @@ def test_an_older_step_that_cannot_be_looked_into_is_named_with_the_way_out(tmp_
     with pytest.raises(SaveError) as caught:
         fit(compiled(), OrbaxCheckpoint(tmp_path))
     told = str(caught.value)
-    assert told.startswith(f"Step 4 is saved in {tmp_path}/4, but what was to follow failed: older steps could not be")
+    assert told.startswith(f"Step 4 is saved in {tmp_path}/4, but what was to follow failed: the older steps")
     assert (
-        "as max_to_keep=1 wants" in told and "/1, which may be a step" in told and "Grant this user read access" in told
+        "that max_to_keep=1 excludes could not be removed" in told
+        and "/1, which may be a step" in told
+        and "Grant this user read access" in told
     )
     assert steps_in(tmp_path) == [4]
 

@@ -349,7 +349,9 @@ def test_an_interrupted_fit_and_the_next_one_in_the_same_process(tmp_path):
     assert lengths == {0: 3}
 
 
-@pytest.mark.parametrize(("named", "message"), [({"directory": ""}, "cannot be"), ({"resume": "newest"}, "resume is")])
+@pytest.mark.parametrize(
+    ("named", "message"), [({"directory": ""}, "cannot be"), ({"resume": "newest"}, "resume should be")]
+)
 def test_impossible_arguments_are_refused_at_once(tmp_path, named, message):
     with pytest.raises(UsageError, match=message):
         OrbaxCheckpoint(**({"directory": tmp_path} | named))

@@ -138,4 +138,4 @@ def test_a_mesh_that_processes_cannot_share_is_refused():
 def test_what_several_processes_cannot_do(more, checkpoint):
     (done,) = ended([(checkpoint, *more)])
     assert done.code == 2
-    assert ("--num-processes" in done.error) if more else ("need a mesh" in done.error)
+    assert ("--num-processes" in done.error) if more else ("A mesh is required" in done.error)

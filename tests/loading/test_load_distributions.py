@@ -135,6 +135,14 @@ def test_a_load_inside_a_method_of_a_bound_model_is_not_laid_out_like_it(source)
     assert callback.found == "batch=1,model=8"
 
 
+def test_an_axis_that_splits_no_weight_is_a_warning(tmp_path):
+    keras.Sequential([keras.Input((509,)), keras.layers.Dense(521)]).save(tmp_path / "primes.keras")
+    with pytest.warns(UserWarning, match="axis 'model' of the mesh batch=2,model=4 splits no weight") as caught:
+        model = shardload.load(tmp_path / "primes.keras", mesh="2x4")
+    assert caught[0].filename == __file__
+    assert sum("splits no weight" in note for note in shardload.report(model).notes) == 1
+
+
 def test_sizes_and_rules_by_name(source):
     model = shardload.load(source, mesh={"data": 2, "model": 4}, layout={"hidden/kernel": ("model", None)})
     report, found = shardload.report(model), shardings(model)
