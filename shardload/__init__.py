@@ -6,6 +6,7 @@
     with shardload.abstract(): model = build()
     shardload.restore(model, "checkpoints", step="best")
     shardload.convert("gemma2_9b", "gemma2-hf", to="safetensors")
+    shardload.generate(model, "The capital of France is")
 
 Everything here is imported on first use: ``import shardload`` itself loads neither JAX nor Keras. Keras chooses its
 backend when it is imported; if that comes later and ``KERAS_BACKEND`` is not set, it gets JAX.
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from shardload.parallel.layer_rules import layout_rule
     from shardload.reports import LoadReport, PlanReport
     from shardload.restoring import restore
+    from shardload.text.generation import generate
+    from shardload.text.sources import tokenizer
+    from shardload.text.tokenizer import Tokenizer
 
     __version__: str
 
@@ -38,11 +42,13 @@ __all__ = [
     "LoadReport",
     "PlanReport",
     "ShardloadError",
+    "Tokenizer",
     "abstract",
     "callbacks",
     "convert",
     "data",
     "errors",
+    "generate",
     "initialise",
     "inspect",
     "layout_rule",
@@ -51,14 +57,17 @@ __all__ = [
     "plan",
     "report",
     "restore",
+    "tokenizer",
 ]
 
 _HOMES = {
     "ConvertReport": "converting",
     "LoadReport": "reports",
     "PlanReport": "reports",
+    "Tokenizer": "text.tokenizer",
     "abstract": "keras_bridge.abstraction",
     "convert": "converting",
+    "generate": "text.generation",
     "initialise": "keras_bridge.abstraction",
     "inspect": "loading",
     "layout_rule": "parallel.layer_rules",
@@ -67,6 +76,7 @@ _HOMES = {
     "plan": "loading",
     "report": "loading",
     "restore": "restoring",
+    "tokenizer": "text.sources",
 }
 
 _MODULES = ("callbacks", "data")

@@ -18,6 +18,7 @@ from shardload.pipeline.request import LoadRequest
 from shardload.progress import Progress
 from shardload.resolve.opening import open_source
 from shardload.text.preprocessor import attach
+from shardload.text.sources import remember
 from shardload.typing import DTypeLike, LayoutLike, MeshLike, PathLike
 
 if TYPE_CHECKING:
@@ -113,6 +114,7 @@ def run(request: LoadRequest, *, preprocessor: bool = True) -> Loaded:
     """
     with joint_load(request) as call:
         loaded = pipeline.load(request.checked(), call)
+    remember(loaded.model, loaded.manifest)
     return _with_preprocessor(loaded) if preprocessor and request.builds else loaded
 
 

@@ -59,20 +59,16 @@ def inspect(source: str, *, format: str | None = None) -> Manifest:
 
 def check_tokenizer(source: str, *, format: str | None = None) -> None:
     """Raise before the load, not after minutes of it, if ``source`` has no tokenizer for a prompt."""
-    from shardload.loaders import folder_of
-    from shardload.text.tokenizer import tokenizer_of
+    from shardload.text.sources import tokenizer
 
-    manifest = inspect(source, format=format)
-    if (folder := folder_of(manifest.location)) is not None:
-        manifest = inspect(str(folder))
-    tokenizer_of(manifest)
+    tokenizer(source, format=format)
 
 
 def generate(loaded: Any, prompt: str, *, max_new_tokens: int) -> Iterable[str]:
     """Continue ``prompt``; yield pieces of the new text (one piece, for now)."""
-    from shardload.text import generate_text
+    from shardload.text.generation import generate as continue_text
 
-    return [generate_text(loaded.model, loaded.manifest, prompt, max_new_tokens)]
+    return [continue_text(loaded.model, prompt, max_new_tokens=max_new_tokens)]
 
 
 def synth(name: str, *, progress: Progress, scale: float, dtype: str, **options: Any) -> str:

@@ -28,7 +28,7 @@ from shardload.stores.local import located
 from shardload.text.gguf_files import files_of
 from shardload.text.gguf_tokenizer import check_supported, of_metadata
 
-INSTEAD = "Use shardload.text.generate_text"
+INSTEAD = "Use shardload.generate(model, prompts)"
 PROBE = "It's 2 o'clock:\n\n  x = [12345, 0.5]\ttabs, naïve 日本語 \U0001f600"
 """Where tokenizers differ: contractions, spaces, digits, other scripts."""
 

@@ -37,7 +37,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids, without control tokens."""
+        """Return the text of token ids; control tokens, and ids that the vocabulary lacks, have none."""
         ...
 
 
@@ -95,7 +95,8 @@ class SentencePiece:
 
     def decode(self, ids: Sequence[int]) -> str:
         """See `Tokenizer.decode`."""
-        return str(self.processor.decode([int(i) for i in ids if int(i) not in self.control_ids]))
+        size = self.processor.vocab_size()  # a model's vocabulary may be larger
+        return str(self.processor.decode([int(i) for i in ids if int(i) < size and int(i) not in self.control_ids]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +132,8 @@ class KerasHub:
 
     def decode(self, ids: Sequence[int]) -> str:
         """See `Tokenizer.decode`."""
-        dropped = {*self.stop_ids, *self.prefix}
-        return str(self.layer.detokenize([int(i) for i in ids if int(i) not in dropped]))
+        dropped, size = {*self.stop_ids, *self.prefix}, self.layer.vocabulary_size()
+        return str(self.layer.detokenize([int(i) for i in ids if int(i) < size and int(i) not in dropped]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 
 import shardload
-from shardload.loaders import open_manifest
-from shardload.resolve import resolve
-from shardload.text import generate_ids, generate_text
+from shardload.text.generation import generate_ids
 
 # Keras 3.15 converts its variables with an old signature of __array__ that NumPy 2.4 warns about.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -24,8 +22,7 @@ PROMPTS = np.random.default_rng(7).integers(1, 256, size=(8, 5)).tolist()
 @pytest.mark.slow
 def test_real_gemma_3_continues_the_prompt_in_float32():
     model = shardload.load("gemma3_270m", mesh="1x8", dtype="float32")
-    manifest = open_manifest(resolve("gemma3_270m").path)
-    text = generate_text(model, manifest, "The capital of France is", max_new_tokens=13)
+    text = shardload.generate(model, "The capital of France is", max_new_tokens=13)
     assert text.startswith(" the capital of the country of France. It is the")
 
 

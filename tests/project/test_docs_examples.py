@@ -97,6 +97,14 @@ def test_index(gemma, here, capsys):
 
 
 @pytest.mark.slow
+def test_generate_text(gemma, here, capsys):
+    shutil.copytree(gemma["preset"], here / "gemma3_270m")
+    found = run("docs/how-to/generate-text.md")
+    assert found["ids"] == found["tokenizer"].encode("The capital of France is")
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+@pytest.mark.slow
 def test_tutorial(here, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["train.py", "1x8", "run"])
     shorter = [("save_freq=50", "save_freq=5"), ("steps_per_epoch=100", "steps_per_epoch=10")]

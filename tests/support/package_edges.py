@@ -21,7 +21,6 @@ EDGES = {
     "parallel": {"errors", "keras_bridge", "sharding", "typing"},
     "mapping": {"errors", "hub", "keras_bridge", "loaders", "manifest", "stores", "transfer"},
     "resolve": {"errors", "hub", "loaders", "manifest", "steps", "stores", "units"},
-    "text": {"errors", "hub", "keras_bridge", "loaders", "manifest", "stores"},
     "comparing": {"loaders", "manifest", "resolve", "transfer"},
     "pipeline": {
         "distributed",
@@ -42,6 +41,7 @@ EDGES = {
         "units",
     },
     "synth": {"errors", "hub", "keras_bridge", "manifest", "resolve", "stores", "units", "writers"},
+    "text": {"errors", "hub", "keras_bridge", "loaders", "manifest", "resolve", "stores", "typing"},
     "verifying": {"errors", "loaders", "manifest", "resolve", "steps", "stores", "transfer"},
     "converting": {
         "errors",

@@ -15,6 +15,7 @@ from sentencepiece import sentencepiece_model_pb2
 from tokenizers import models as tokenizer_models
 from tokenizers import pre_tokenizers
 
+import shardload
 from shardload import parallel
 from shardload.errors import SourceError, UnsupportedError
 from shardload.keras_bridge.abstraction import abstract
@@ -23,7 +24,8 @@ from shardload.loaders.gguf import TokenizerMetadata
 from shardload.manifest import Manifest
 from shardload.sharding.mesh import MeshSpec
 from shardload.stores.local import located
-from shardload.text import generate_ids, generate_text, gguf_tokenizer, tokenizer
+from shardload.text import gguf_tokenizer, sources, tokenizer
+from shardload.text.generation import generate_ids
 
 # Keras 3.15 converts its variables with an old signature of __array__ that NumPy 2.4 warns about.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -259,19 +261,24 @@ def test_a_stop_token_ends_the_text(gemma3):
 def test_text_in_text_out(gemma3, trained, tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(trained)
     one = sentencepiece.SentencePieceProcessor(model_proto=trained)
-    small = Manifest(located(tmp_path), "hf-safetensors", {}, {}, {})
+    own = tokenizer.tokenizer_of(manifest(tmp_path))
     prompt = "\n"  # its ids must lie within the small model's vocabulary
     assert max(one.encode(prompt)) < 256
-    text = generate_text(gemma3, small, prompt, 4)
+    text = shardload.generate(gemma3, prompt, max_new_tokens=4, tokenizer=own)
     assert isinstance(text, str)
-    assert generate_text(gemma3, small, [prompt, prompt], 4) == [text, text]
+    assert shardload.generate(gemma3, [prompt, prompt], max_new_tokens=4, tokenizer=own) == [text, text]
 
 
-def test_a_backbone_does_not_generate(tmp_path):
-    with pytest.raises(UnsupportedError, match="BertBackbone, expected a CausalLM"):
-        with abstract():
-            bert = models.build("bert")
-        generate_text(bert, manifest(tmp_path), "x")
+def test_a_backbone_does_not_generate():
+    with abstract():
+        bert = models.build("bert")
+    with pytest.raises(UnsupportedError, match="is a BertBackbone, expected a CausalLM"):
+        shardload.generate(bert, "x")
+
+
+def test_a_model_from_elsewhere_needs_a_tokenizer(gemma3):
+    with pytest.raises(UnsupportedError, match=r"no source that has one\. Pass one: tokenizer=shardload\."):
+        shardload.generate(gemma3, "x")
 
 
 def test_empty_prompts_and_too_long_ones_are_refused(gemma3):
@@ -285,10 +292,12 @@ def test_empty_prompts_and_too_long_ones_are_refused(gemma3):
 
 
 @pytest.mark.parametrize("config", [{"max_position_embeddings": 16}, {"text_config": {"max_position_embeddings": 16}}])
-def test_a_prompt_beyond_the_context_is_refused_before_attention_takes_memory(config, gemma3, tmp_path):
-    synthetic = manifest(tmp_path, vocab_size=64, shardload={"synthetic": True}, **config)
+def test_a_prompt_beyond_the_context_is_refused_before_attention_takes_memory(config, tmp_path):
+    with abstract():
+        model = models.causal_lm("gemma3")
+    sources.remember(model, manifest(tmp_path, vocab_size=64, shardload={"synthetic": True}, **config))
     with pytest.raises(UnsupportedError, match=r"has 16\. Shorten"):
-        generate_text(gemma3, synthetic, "x" * 9, max_new_tokens=8)
+        shardload.generate(model, "x" * 9, max_new_tokens=8)
 
 
 @pytest.mark.slow

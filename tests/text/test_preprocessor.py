@@ -10,8 +10,6 @@ import pytest
 from gguf_tokenizers import add_byte_pairs, add_pieces, byte_pairs, gguf_with_tokenizer
 
 import shardload
-from shardload.text import generate_text
-from shardload.text.tokenizer import tokenizer_of
 
 pytestmark = [
     # Keras 3.15 converts its variables with an old signature of __array__ that NumPy 2.4 warns about.
@@ -33,7 +31,7 @@ def test_the_preprocessor_is_keras_hubs_and_makes_the_files_tokens(gemma2):
     model = shardload.load(gemma2)
     assert type(model.preprocessor) is keras_hub.models.GemmaCausalLMPreprocessor
     assert model.preprocessor is model.preprocessor
-    own = tokenizer_of(shardload.inspect(gemma2))
+    own = shardload.tokenizer(gemma2)
     for text in (*PROMPTS, "  two  spaces\n", "naïve 日本語", ""):
         found = model.preprocessor.generate_preprocess([text], sequence_length=64)
         assert found["token_ids"][0][found["padding_mask"][0]].tolist() == own.encode(text)
@@ -44,9 +42,9 @@ def test_the_preprocessor_is_keras_hubs_and_makes_the_files_tokens(gemma2):
 def test_text_in_text_out_as_on_the_command_line(gemma2):
     model = shardload.load(gemma2, mesh="1x8")
     model.compile(sampler="greedy")
-    lengths = [len(tokenizer_of(shardload.inspect(gemma2)).encode(text)) for text in PROMPTS]
+    lengths = [len(shardload.tokenizer(gemma2).encode(text)) for text in PROMPTS]
     for text, length in zip(PROMPTS, lengths, strict=True):
-        added = generate_text(model, shardload.inspect(gemma2), text, 4)
+        added = shardload.generate(model, text, max_new_tokens=4)
         assert model.generate(text, max_length=length + 4) == text + added
 
 
@@ -109,7 +107,7 @@ def test_other_tokens_than_the_files_are_a_warning(tmp_path, monkeypatch):
 def test_byte_pairs_of_llama_3(tmp_path, monkeypatch):
     file = gguf_with_tokenizer(tmp_path, monkeypatch, "llama", add_byte_pairs)
     found = shardload.load(file).preprocessor.generate_preprocess(PROMPTS[:1], sequence_length=64)
-    own = tokenizer_of(shardload.inspect(file)).encode(PROMPTS[0])
+    own = shardload.tokenizer(file).encode(PROMPTS[0])
     assert found["token_ids"][0][found["padding_mask"][0]].tolist() == own
 
 
@@ -129,12 +127,12 @@ def add_bert(writer):
         (
             "llama",
             add_pieces,
-            "is SentencePiece, which KerasHub's Llama3CausalLMPreprocessor cannot read. Use",
+            "is SentencePiece, which KerasHub's Llama3CausalLMPreprocessor cannot read. Use shardload.generate(",
         ),
         (
             "gemma3_text",
             add_pieces,
-            "Gemma3CausalLMPreprocessor requires TensorFlow, which was not found. Use",
+            "Gemma3CausalLMPreprocessor requires TensorFlow, which was not found. Use shardload.generate(",
         ),
     ],
 )
@@ -152,10 +150,9 @@ def test_a_backbone_has_none_and_no_note(gemma2):
 
 GENERATES = """
 import sys, shardload
-from shardload.text import generate_text
 model = shardload.load(sys.argv[1])
 model.compile(sampler="greedy")
-added = generate_text(model, shardload.inspect(sys.argv[1]), "the quick", 4)
+added = shardload.generate(model, "the quick", max_new_tokens=4)
 print(type(model.preprocessor).__name__, model.generate("the quick", max_length=7).startswith("the quick" + added[:1]))
 print(model.preprocessor.generate_preprocess("the quick", sequence_length=16)["token_ids"].tolist())
 """
@@ -167,6 +164,6 @@ def test_gemma_3_where_there_is_tensorflow(tmp_path, monkeypatch):
     done = subprocess.run([sys.executable, "-c", GENERATES, str(file)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     kind, ids = done.stdout.splitlines()
-    own = tokenizer_of(shardload.inspect(file)).encode("the quick")
+    own = shardload.tokenizer(file).encode("the quick")
     assert kind == "Gemma3CausalLMPreprocessor True"
     assert ids == str([*own, *[0] * (16 - len(own))])

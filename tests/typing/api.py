@@ -31,6 +31,14 @@ shardload.restore(model, "run", step="newest")  # type: ignore[arg-type]
 converted: shardload.ConvertReport = shardload.convert("gemma2_9b", "gemma2-hf", to="safetensors", dtype="float32")
 shardload.convert("gemma2_9b", "gemma2.onnx", to="onnx")  # type: ignore[arg-type]
 
+tokenizer: shardload.Tokenizer = shardload.tokenizer("gemma3_270m", format="gguf")
+ids: list[int] = tokenizer.encode("The capital of France is")
+text: str = tokenizer.decode(ids)
+one: str = shardload.generate(model, "The capital of France is", max_new_tokens=12)
+several: list[str] = shardload.generate(model, ["One,", "Two,"], tokenizer=tokenizer)
+shardload.generate(model, "One,", tokenizer=Path("gemma2-hf"))
+shardload.generate(model, 1)  # type: ignore[call-overload]
+
 
 @shardload.layout_rule(keras.layers.Dense)
 def split(layer: keras.layers.Dense) -> dict[str, tuple[int, ...]]:

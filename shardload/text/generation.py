@@ -1,0 +1,220 @@
+"""Generate text from a prompt, greedily, on the model's own mesh.
+
+    prompts ─► token ids ─► padded to one length and to the batch axis ─► CausalLM's compiled loop ─► cut ─► text
+
+KerasHub's ``generate()`` needs a preprocessor, and some of those need TensorFlow; its compiled inner loop, which runs
+here, needs only token ids. One prompt on a 2x4 mesh is padded to two rows, and one result is discarded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardload.errors import UnsupportedError
+from shardload.text import sources
+from shardload.text.tokenizer import Tokenizer
+from shardload.typing import PathLike
+
+LENGTH_STEP = 32
+"""Sequences are padded to a multiple of this, so that prompts of similar length share one compiled loop."""
+
+DEFAULT_CONTEXT = 8192
+"""Context length if the checkpoint has none: that of Gemma 1 and 2. Attention takes memory quadratic in it, so an
+unlimited prompt could exhaust the machine's memory."""
+
+_CACHE = "_shardload_greedy"
+_SHORTER = "Shorten the prompt, or generate fewer tokens: max_new_tokens (--max-new-tokens)"
+
+
+@overload
+def generate(
+    model: Any, prompts: str, *, max_new_tokens: int = ..., tokenizer: Tokenizer | PathLike | None = ...
+) -> str: ...
+@overload
+def generate(
+    model: Any, prompts: Sequence[str], *, max_new_tokens: int = ..., tokenizer: Tokenizer | PathLike | None = ...
+) -> list[str]: ...
+def generate(
+    model: Any,
+    prompts: str | Sequence[str],
+    *,
+    max_new_tokens: int = 32,
+    tokenizer: Tokenizer | PathLike | None = None,
+) -> str | list[str]:
+    """Continue one prompt or several, greedily; return only the continuations.
+
+    ``model.generate`` needs KerasHub's preprocessor, which some tokenizers have none of, and some need TensorFlow for;
+    this needs neither.
+
+    Args:
+        model: A KerasHub ``CausalLM``, as `shardload.load` returns it; on any mesh.
+        prompts: One prompt, or several that run as one batch.
+        max_new_tokens: Most tokens to add; an end-of-text or end-of-turn token ends a continuation sooner.
+        tokenizer: From `shardload.tokenizer`, or a source that has one; that of the source the model was loaded from by
+            default.
+
+    Returns:
+        The continuation of one prompt, or a list of several.
+
+    Raises:
+        UnsupportedError: When the model does not generate, there is no tokenizer, or prompt and new tokens exceed the
+            model's context.
+        SourceError: When the tokenizer is damaged.
+        TransferError: When it is in a GGUF file that changed since the model was loaded.
+        MissingExtraError: When a package for it is not installed.
+    """
+    _require_causal_lm(model)
+    found = sources.tokenizer_for(model) if tokenizer is None else _opened(tokenizer)
+    texts = [prompts] if isinstance(prompts, str) else list(prompts)
+    encoded = [found.encode(text) for text in texts]
+    _check_context(model, max(map(len, encoded), default=0), max_new_tokens)
+    added = generate_ids(model, encoded, max_new_tokens=max_new_tokens, stop_ids=found.stop_ids)
+    continued = [_continuation(found, ids, new) for ids, new in zip(encoded, added, strict=True)]
+    return continued[0] if isinstance(prompts, str) else continued
+
+
+def generate_ids(
+    model: Any, prompts: Sequence[Sequence[int]], *, max_new_tokens: int = 32, stop_ids: tuple[int, ...] = ()
+) -> list[list[int]]:
+    """Continue prompts of token ids greedily; return the ids added to each, without the stop id.
+
+    Raises:
+        UnsupportedError: When the model does not generate, a prompt is empty, or the text exceeds the context.
+    """
+    _require_causal_lm(model)
+    if not all(len(ids) for ids in prompts):
+        raise UnsupportedError("Cannot continue an empty prompt. Give it some text")
+    if not prompts:
+        return []
+    inputs = _padded(model, prompts, max_new_tokens)
+    with _greedy(model) as generate, _on_mesh(model) as place:
+        placed = {name: place(value) for name, value in inputs.items()}
+        outputs = generate(placed, stop_token_ids=stop_ids or None)
+        rows = np.asarray(outputs["token_ids"])
+    return [_new_ids(row, len(ids), max_new_tokens, stop_ids) for row, ids in zip(rows, prompts, strict=False)]
+
+
+def _opened(tokenizer: Tokenizer | PathLike) -> Tokenizer:
+    return sources.tokenizer(tokenizer) if isinstance(tokenizer, str | os.PathLike) else tokenizer
+
+
+def _check_context(model: Any, prompt_tokens: int, max_new_tokens: int) -> None:
+    manifest = sources.manifest_of(model)
+    config = {} if manifest is None else manifest.config.get("text_config") or manifest.config
+    context = config.get("max_position_embeddings") or DEFAULT_CONTEXT
+    if prompt_tokens + max_new_tokens > context:
+        raise UnsupportedError(
+            f"Cannot generate {max_new_tokens} tokens after a prompt of {prompt_tokens}: the context of "
+            f"{model.name} has {context}. {_SHORTER}"
+        )
+
+
+def _require_causal_lm(model: Any) -> None:
+    if not callable(getattr(model, "make_generate_function", None)):
+        raise UnsupportedError(
+            f"Cannot generate text with {getattr(model, 'name', model)!r}: it is a {type(model).__name__}, expected a "
+            "CausalLM. Load a checkpoint that has one"
+        )
+
+
+def _padded(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> dict[str, NDArray[Any]]:
+    """Return token ids and mask of one length, with rows repeated up to a multiple of the mesh's batch axis."""
+    longest = max(len(ids) for ids in prompts) + max_new_tokens
+    limit = getattr(getattr(model, "backbone", None), "max_sequence_length", None)
+    if limit is not None and longest > limit:
+        raise UnsupportedError(
+            f"Cannot generate {max_new_tokens} tokens: with the prompt they are {longest}, but the model has {limit} "
+            f"positions. {_SHORTER}"
+        )
+    length = -(-longest // LENGTH_STEP) * LENGTH_STEP  # rounded up
+    length = min(length, limit) if limit is not None else length
+    rows = -(-len(prompts) // _batch_parts(model)) * _batch_parts(model)
+    tokens = np.zeros((rows, length), np.int32)
+    mask = np.zeros((rows, length), np.bool_)
+    for row in range(rows):
+        ids = prompts[min(row, len(prompts) - 1)]
+        tokens[row, : len(ids)] = ids
+        mask[row, : len(ids)] = True
+    return {"token_ids": tokens, "padding_mask": mask}
+
+
+def _batch_parts(model: Any) -> int:
+    from shardload.keras_bridge.binding import binding_of
+
+    binding = binding_of(model)
+    return 1 if binding is None else binding.mesh.axis_size(binding.mesh.batch_axis)
+
+
+@contextlib.contextmanager
+def _on_mesh(model: Any) -> Iterator[Any]:
+    """Enter the model's own mesh and yield a function that places a batch on it; plain models run where they are."""
+    import keras
+
+    from shardload.keras_bridge.binding import binding_of
+
+    binding = binding_of(model)
+    if binding is None:
+        yield keras.ops.convert_to_tensor
+        return
+
+    def place(value: NDArray[Any]) -> Any:
+        layout = binding.distribution.get_data_layout(value.shape)
+        return keras.distribution.distribute_tensor(keras.ops.convert_to_tensor(value), layout)
+
+    with binding.scope():
+        yield place
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    """A model's greedy loop, cached between calls: compiling it takes longer than running it."""
+
+    binding: Any
+    sampler: Any
+    function: Callable[..., Any]
+
+
+@contextlib.contextmanager
+def _greedy(model: Any) -> Iterator[Callable[..., Any]]:
+    """Yield the model's generate function with greedy sampling.
+
+    ``compile(sampler=…)`` would discard the model's optimizer and its compiled steps.
+    """
+    from shardload.hub import kerashub
+    from shardload.keras_bridge.binding import binding_of
+
+    cached: _Compiled | None = vars(model).get(_CACHE)
+    if cached is None or cached.binding is not binding_of(model):
+        cached = None
+    before = getattr(model, "sampler", None), getattr(model, "generate_function", None)
+    model.sampler = cached.sampler if cached else kerashub.greedy_sampler()
+    model.generate_function = cached.function if cached else None
+    try:
+        function = model.make_generate_function()
+        # Bypass Keras' attribute tracking: the cache is not part of the model.
+        vars(model)[_CACHE] = _Compiled(binding_of(model), model.sampler, function)
+        yield function
+    finally:
+        model.sampler, model.generate_function = before
+
+
+def _new_ids(row: NDArray[Any], prompt_length: int, max_new_tokens: int, stop_ids: tuple[int, ...]) -> list[int]:
+    added: list[int] = []
+    for token in row[prompt_length : prompt_length + max_new_tokens].tolist():
+        if token in stop_ids:
+            break
+        added.append(token)
+    return added
+
+
+def _continuation(tokenizer: Tokenizer, ids: Sequence[int], new: Sequence[int]) -> str:
+    """Return the text of the new ids; decode with the prompt, because pieces at a start lose their leading space."""
+    before, whole = tokenizer.decode(ids), tokenizer.decode([*ids, *new])
+    return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(new)

@@ -1,0 +1,80 @@
+"""Tokenizers by the source they are in, and by the model that was loaded from it."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+from shardload.errors import UnsupportedError
+from shardload.loaders import spec_of
+from shardload.manifest import Manifest
+from shardload.resolve.opening import open_source
+from shardload.stores.fingerprint import Fingerprint
+from shardload.text.tokenizer import Tokenizer, tokenizer_of
+from shardload.typing import PathLike
+
+
+@dataclass(slots=True)
+class _Loaded:
+    """The source of a model's weights."""
+
+    manifest: Manifest
+    header: Fingerprint
+    """Of the file whose header has the tokenizer, if one has."""
+    tokenizer: Tokenizer | None = None
+    """Once it was used: rebuilding one from a header takes longer than a short text."""
+
+
+_loaded: weakref.WeakKeyDictionary[Any, _Loaded] = weakref.WeakKeyDictionary()
+
+
+def tokenizer(source: PathLike, *, format: str | None = None) -> Tokenizer:
+    """Return the tokenizer of a checkpoint: of a GGUF header, a Hugging Face folder or a KerasHub preset.
+
+    Args:
+        source: As for `shardload.load`. Only headers and tokenizer files are read.
+        format: As for `shardload.load`.
+
+    Returns:
+        An object with ``encode(text) -> list[int]``, which adds the tokens that the model expects before a prompt,
+        ``decode(ids) -> str`` and ``stop_ids``.
+
+    Raises:
+        SourceNotFoundError: When the name resolves to nothing.
+        UnsupportedError: When the source has no tokenizer, or one of an unsupported type.
+        SourceError: When its tokenizer is damaged.
+        MissingExtraError: When a package for it is not installed.
+    """
+    return tokenizer_of(open_source(source, format, described=True, verify=False).manifest)
+
+
+def remember(model: Any, manifest: Manifest) -> None:
+    """Store the source that `tokenizer_for` uses for a model, if it may have a tokenizer."""
+    form = spec_of(manifest).tokenizer
+    if form is not None:
+        _loaded[model] = _Loaded(manifest, Fingerprint.of(manifest.files if form == "header" else ()))
+
+
+def manifest_of(model: Any) -> Manifest | None:
+    """Return the source of a model's tokenizer, if `remember` stored one."""
+    return _loaded[model].manifest if model in _loaded else None
+
+
+def tokenizer_for(model: Any) -> Tokenizer:
+    """Return the tokenizer of the source that a model was loaded from.
+
+    Raises:
+        UnsupportedError: When it was loaded from none that has one.
+        TransferError: When the file with the tokenizer changed since.
+    """
+    if model not in _loaded:
+        raise UnsupportedError(
+            f"Cannot find the tokenizer of {model.name!r}: shardload loaded it from no source that has one. Pass one: "
+            "tokenizer=shardload.tokenizer(source)"
+        )
+    found = _loaded[model]
+    if found.tokenizer is None:
+        found.header.check()
+        found.tokenizer = tokenizer_of(found.manifest)
+    return found.tokenizer
