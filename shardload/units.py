@@ -21,21 +21,36 @@ _PREFIXES = ("", "k", "m", "g", "t", "p")
 _QUANTITY = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([kmgtp]?)(i?b?)", re.IGNORECASE)
 
 
-def parse_bytes(text: str | int) -> int:
-    """Parse ``"16GiB"``, ``"1.5 GB"``, ``"512M"`` or ``"4096"`` to bytes; an int passes through.
+UNIT_NEEDED = 1 << 20
+"""Below it, a number without a unit is more likely meant in GiB than in bytes."""
+
+
+def parse_bytes(text: str | int, *, least: int = 0) -> int:
+    """Parse ``"16GiB"``, ``"1.5 GB"``, ``"512M"`` or ``"17179869184"`` to bytes; an int passes through.
+
+    Args:
+        text: A quantity; as text, a number below 1 MiB needs a unit.
+        least: Smallest int that is accepted.
 
     Raises:
         ValueError: When the text is not a positive quantity of bytes.
     """
     if isinstance(text, int) and not isinstance(text, bool):
-        return _positive(text, str(text))
+        return _with_unit(_positive(text, str(text)), str(text), least=least)
     if not isinstance(text, str):
         raise ValueError(f"A number of bytes is an int, or text like 16GiB, got {text!r}")
     match = _QUANTITY.fullmatch(text.strip())
     if match is None or ("i" in match[3].lower() and not match[2]):
         raise ValueError(f"Cannot read {text!r} as a number of bytes. Write it like 16GiB, 512MiB or 2GB")
     base = 1000 if match[3].lower() == "b" else 1024
-    return _positive(int(Decimal(match[1]) * base ** _PREFIXES.index(match[2].lower())), text)
+    n = _positive(int(Decimal(match[1]) * base ** _PREFIXES.index(match[2].lower())), text)
+    return n if match[2] or match[3] else _with_unit(n, match[1], least=UNIT_NEEDED)
+
+
+def _with_unit(n: int, text: str, *, least: int) -> int:
+    if n < least:
+        raise ValueError(f"{text} bytes? Write {text}GiB, or {text}B if so few are meant")
+    return n
 
 
 def _positive(n: int, text: str) -> int:

@@ -61,6 +61,12 @@ def size(text: str) -> int:
         raise typer.BadParameter(str(error)) from None
 
 
+def size_as_typed(text: str) -> str:
+    """Check a number of bytes that a user typed, and keep its unit: a small number is accepted only with one."""
+    size(text)
+    return text
+
+
 def mesh_spec(mesh: str | None, axes: str | None) -> MeshSpec | None:
     """Return the mesh from ``--mesh`` and ``--axes``.
 
@@ -171,11 +177,11 @@ MaxNewTokens = Annotated[
     int, typer.Option("--max-new-tokens", metavar="N", min=1, help="Tokens to generate for --prompt.")
 ]
 DeviceMemory = Annotated[
-    int | None,
+    str | None,
     typer.Option(
         "--device-memory",
         metavar="SIZE",
-        parser=size,
+        parser=size_as_typed,
         help="Memory of one device: 16GiB. Says whether the weights fit, and on which smallest mesh they do.",
     ),
 ]

@@ -57,13 +57,13 @@ def float_dtype(wanted: DTypeLike | None) -> Any:
     return name
 
 
-def byte_count(argument: str, wanted: int | str | None) -> int | None:
-    """Parse the value of ``argument`` as a number of bytes; ``None`` stays ``None``.
+def byte_count(argument: str, wanted: int | str | None, *, least: int = 0) -> int | None:
+    """Parse the value of ``argument`` as a number of bytes, as an int at least ``least``; ``None`` stays ``None``.
 
     Raises:
         UsageError: When it is not a number of bytes.
     """
     try:
-        return None if wanted is None else parse_bytes(wanted)
+        return None if wanted is None else parse_bytes(wanted, least=least)
     except ValueError as error:
         raise UsageError(f"{argument}: {error}") from error

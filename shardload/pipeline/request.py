@@ -13,6 +13,7 @@ from shardload.mapping import Items
 from shardload.pipeline import arguments
 from shardload.progress import Progress
 from shardload.typing import DTypeLike, LayoutLike, MeshLike, PathLike
+from shardload.units import UNIT_NEEDED
 
 OnFailure = Literal["raise", "tell", "restore"]
 """``raise``: only the error, as the caller has no model yet; ``tell``: add the state of the model to the error;
@@ -98,6 +99,7 @@ class LoadRequest:
             raise UsageError(f"Cannot use fallback={self.fallback!r}. Supported: None, 'previous'")
         dtype = arguments.float_dtype(self.dtype)
         host_memory_bytes = self.budget
+        device_memory_bytes = arguments.byte_count("device_memory_bytes", self.device_memory_bytes, least=UNIT_NEEDED)
         if self.builds:
             arguments.check_backend()
         else:
@@ -113,7 +115,7 @@ class LoadRequest:
             layout=layout,
             dtype=dtype,
             host_memory_bytes=host_memory_bytes,
-            device_memory_bytes=self.device_memory,
+            device_memory_bytes=device_memory_bytes,
             ignore=arguments.patterns(self.ignore),
             ignore_config=fidelity.check_names(self.ignore_config),
         )

@@ -100,6 +100,8 @@ def test_without_a_command_the_help_is_on_stderr_and_the_code_is_usage(cli):
         (("load", "x", "--prompt", ""), "--prompt: The prompt is empty"),
         (("load", "x", "--max-new-tokens", "0"), "greater than or equal to 1"),
         (("plan", "x", "--device-memory", "0"), "must be positive"),
+        (("plan", "x", "--device-memory", "16"), "16 bytes? Write 16GiB, or 16B if so few are meant"),
+        (("load", "x", "--host-memory", "2"), "2 bytes? Write 2GiB"),
         (("synth", "x", "--scale", "2"), "'--scale': 2 is not in the range from 0 (excluded) to 1"),
         (("synth", "x", "--scale", "0"), "'--scale': 0 is not in the range from 0 (excluded) to 1"),
         (("synth", "x", "--scale", "-1"), "'--scale': -1 is not"),

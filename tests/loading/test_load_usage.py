@@ -42,6 +42,12 @@ def test_a_device_without_memory_is_refused_first():
         shardload.plan(NOWHERE, device_memory_bytes=0)
 
 
+@pytest.mark.parametrize("memory", [16, "16"])
+def test_a_device_memory_without_a_unit_is_refused_first(memory):
+    with pytest.raises(UsageError, match=r"device_memory_bytes: 16 bytes\? Write 16GiB"):
+        shardload.plan(NOWHERE, device_memory_bytes=memory)
+
+
 @pytest.mark.parametrize("model", [None, "model.keras"])
 def test_what_is_no_model_is_refused_first(model):
     with pytest.raises(UsageError, match="The first argument is the Keras model to fill; got "):

@@ -10,7 +10,8 @@ from shardload.units import format_bytes, format_count, format_rate, format_seco
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("4096", 4096),
+        ("4096B", 4096),
+        ("1048576", 1 << 20),
         ("512B", 512),
         ("16GiB", 16 << 30),
         ("16 GiB", 16 << 30),
@@ -37,6 +38,19 @@ def test_what_is_no_size_says_how_to_write_one(text):
 def test_sizes_out_of_range(text):
     with pytest.raises(ValueError, match="must be positive and below 8 EiB"):
         parse_bytes(text)
+
+
+@pytest.mark.parametrize("text", ["16", "1.5", "1048575"])
+def test_a_small_number_as_text_needs_a_unit(text):
+    with pytest.raises(ValueError, match=f"{text} bytes. Write {text}GiB, or {text}B if so few are meant"):
+        parse_bytes(text)
+
+
+def test_a_small_int_is_bytes_unless_a_least_one_is_given():
+    assert parse_bytes(16) == 16
+    assert parse_bytes("16B", least=1 << 20) == 16
+    with pytest.raises(ValueError, match=r"16 bytes\? Write 16GiB"):
+        parse_bytes(16, least=1 << 20)
 
 
 @given(st.integers(1, 1 << 50))
