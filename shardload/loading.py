@@ -183,10 +183,12 @@ def plan(
     format: str | None = None,
     ignore_config: Sequence[str] = (),
 ) -> PlanReport:
-    """Plan a load from headers alone: which bytes are read and where they go; needs no devices.
+    """Plan a load from headers alone: which bytes are read and where they go; needs neither devices nor weights.
 
     Args:
-        source: As for `load`.
+        source: As for `load`. Where there are no weights, the name of an architecture that ``shardload synth`` knows,
+            a folder with a model's configuration files, or the path of its ``config.json``; of a KerasHub preset, only
+            the configuration is downloaded. The report's notes say so.
         mesh: As for `load`; need not exist. By default that of the distribution set in Keras, else ``"1x1"``.
         axes: As for `load`.
         layout: As for `load`.

@@ -161,7 +161,8 @@ def plan(
 ) -> None:
     """Say what a load would do, without reading tensor data.
 
-    It needs none of the devices: the mesh may be larger than this machine.
+    It needs none of the devices: the mesh may be larger than this machine. It needs no weights either: the name of an
+    architecture (see `shardload sources`) or a config.json is enough.
 
     With --device-memory the exit code is 1 when the weights do not fit.
 
@@ -176,7 +177,7 @@ def plan(
         jax_setup.prepare(note=streams.note)
         jax_setup.stay_off_accelerators()
         with raise_interrupt_safely():
-            lazy_api.find(source)
+            lazy_api.find(source, weights=False)
         with exit_at_once(lambda: out.interrupted(as_json=json)):
             report = lazy_api.plan(
                 source,

@@ -18,13 +18,16 @@ if TYPE_CHECKING:
     from shardload.sharding.mesh import MeshSpec
 
 
-def find(source: str) -> None:
-    """Make ``source`` available locally (assemble or download it), or raise if it does not exist."""
+def find(source: str, *, weights: bool = True) -> None:
+    """Make ``source`` available locally (assemble or download it), or raise if it does not exist.
+
+    Without ``weights``, an architecture or a configuration is enough.
+    """
     from shardload.resolve import resolve
     from shardload.stores.remote import is_url
 
     if not is_url(source):  # remote stores are read in place
-        resolve(source)
+        resolve(source, weights=weights)
 
 
 def load(source: str, **options: Any) -> Loaded:

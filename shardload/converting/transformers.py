@@ -14,15 +14,12 @@ from typing import Any
 import numpy as np
 
 from shardload.errors import UnsupportedError
-from shardload.hub import kerashub
+from shardload.hub import described, kerashub
 from shardload.keras_bridge import abstraction
 from shardload.keras_bridge.variables import stored_dtype
-from shardload.loaders.hf_folder import SPEC as HUGGING_FACE
-from shardload.manifest import Extent, Manifest, Tensor, View
+from shardload.manifest import Manifest, Tensor, View
 from shardload.mapping import map_hub
-from shardload.stores.local import LOCAL
-from shardload.stores.location import Location
-from shardload.synth.tensors import transformers_tensors
+from shardload.stores.nowhere import nowhere
 from shardload.transfer.planning import Binding
 from shardload.writers import Wanted
 
@@ -73,15 +70,12 @@ def is_written(backbone: Any) -> bool:
 
 def stand_in(config: Mapping[str, Any]) -> Manifest:
     """Return the manifest that a checkpoint of this configuration would have; no bytes exist."""
-    stored = np.dtype(np.float16)  # as Mistral's converter rounds: without a cast, hooks only view
+    stored = np.float16  # as Mistral's converter rounds: without a cast, hooks only view
     try:
-        specs = transformers_tensors(dict(config))
+        return described.hugging_face(config, nowhere(str(config["model_type"])), stored=stored)
     except UnsupportedError as error:
         kind = config["model_type"]
         raise UnsupportedError(f"Cannot write model_type {kind!r} for Hugging Face. {_ALTERNATIVES}") from error
-    nowhere = Location(LOCAL, "")
-    tensors = {s.name: Tensor(s.name, s.shape, stored, Extent(nowhere, 0)) for s in specs}
-    return Manifest(nowhere, HUGGING_FACE.name, tensors, {}, dict(config))
 
 
 def views_of(backbone: Any, config: Mapping[str, Any]) -> tuple[Binding, ...]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardload.errors import MissingExtraError, SourceError, UninitialisedError, UnsupportedError
+from shardload.hub.tensors import MAX_LAYERS
 from shardload.loaders import spec_of
 from shardload.manifest import Manifest
 
@@ -28,9 +29,10 @@ def check_layer_count(manifest: Manifest) -> None:
     """Refuse a configuration with more layers than the checkpoint has tensors: building it would never end.
 
     Raises:
-        SourceError: When there are more layers than tensors.
+        SourceError: When there are more layers than tensors, or than `MAX_LAYERS` if there are no files with tensors.
     """
-    n_tensors = len(manifest.tensors)
+    n_tensors = len(manifest.tensors) if manifest.files else MAX_LAYERS
+    found = f"it has only {n_tensors} tensors" if manifest.files else f"expected at most {MAX_LAYERS}"
     parts = [manifest.config.get(key) for key in _PARTS]
     for config in (manifest.config, *(part for part in parts if isinstance(part, Mapping))):
         for key in _LAYER_KEYS:
@@ -41,7 +43,7 @@ def check_layer_count(manifest: Manifest) -> None:
             ):
                 raise SourceError(
                     f"Cannot build the model of {manifest.source}: its configuration sets {key}={_shortened(value)}, "
-                    f"but it has only {n_tensors} tensors. Correct the configuration"
+                    f"but {found}. Correct the configuration"
                 )
 
 

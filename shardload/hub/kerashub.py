@@ -42,6 +42,7 @@ from shardload.hub.config_forms import (
     read_config,
     ties_embeddings,
 )
+from shardload.hub.preset_path import preset_path
 from shardload.hub.sidecar import config_beside
 from shardload.keras_bridge.dtype_policies import with_dtype
 from shardload.keras_bridge.patches import Patches
@@ -191,7 +192,7 @@ def preprocessor(task_or_class: Any, manifest: Manifest, *, usable: bool = True)
     If it is omitted, the log has the reason. Arguments are those of `make_preprocessor`.
     """
     cls = getattr(task_or_class, "preprocessor_cls", None)
-    if not Path(manifest.source).is_dir() or cls is None:
+    if not Path(preset_path(manifest)).is_dir() or cls is None:
         return None
     try:
         return make_preprocessor(cls, manifest, usable=usable)
@@ -374,7 +375,7 @@ def _transformers_loader(manifest: Manifest) -> Any:
         from keras_hub.src.utils.transformers.preset_loader import TransformersPresetLoader
     config = for_converter(read_config(manifest))
     try:
-        return TransformersPresetLoader(manifest.source, config)
+        return TransformersPresetLoader(preset_path(manifest), config)
     except (KeyError, ValueError) as error:
         # KerasHub has no list: its model types are the string constants of the constructor's if-chain.
         known = sorted(set(re.findall(r'"([a-z][\w\-]*)"', inspect.getsource(TransformersPresetLoader.__init__))))

@@ -38,11 +38,21 @@ def open_folder(folder: Location) -> Manifest:
         UnsafeSourceError: When the index or a symbolic link points outside the folder.
         UnsupportedError: When the folder has weights, but not as safetensors.
     """
+    described = describe_folder(folder)
+    return open_bare(folder, format=described.format, config=described.config)
+
+
+def describe_folder(folder: Location) -> Manifest:
+    """Return the manifest of a folder's ``config.json``, without tensors.
+
+    Raises:
+        SourceError: When it is damaged, or names no architecture.
+    """
     config_path = member(folder, CONFIG, named_by=str(folder))
     config = read_object(config_path)
     if not isinstance(config.get("model_type"), str):
         raise SourceError(f"{config_path} should name the architecture as 'model_type', but does not")
-    return open_bare(folder, format="hf-safetensors", config=config)
+    return Manifest(folder, "hf-safetensors", {}, {}, config)
 
 
 def open_bare(folder: Location, *, format: str = "safetensors", config: Mapping[str, Any] | None = None) -> Manifest:
@@ -156,6 +166,7 @@ SPEC = FormatSpec(
     description="a Hugging Face folder with config.json and safetensors",
     is_folder=lambda content: "model_type" in content.config and not is_preset(content),
     open_folder=open_folder,
+    describe_folder=describe_folder,
     folder_of=folder_of,
     described_by="hugging-face",
     tensor_names="hugging-face",

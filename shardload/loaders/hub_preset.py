@@ -40,16 +40,25 @@ def open_folder(folder: Location) -> Manifest:
         SourceError: When config or weights are damaged or contradict each other.
         SourceNotFoundError: When the folder has a config, but no weights.
     """
-    names = folder.names()
-    config = _read(folder, CONFIG)
-    if not any(isinstance(config.get(key), str) for key in ("registered_name", "class_name")):
-        raise SourceError(f"{folder / CONFIG} should name a Keras class as 'registered_name', but does not")
+    names, described = folder.names(), describe_folder(folder)
     parts = [_backbone(folder, names)]
     if TASK_WEIGHTS in names:
         parts.append(_task(folder))
     files = {path: size for part in parts for path, size in part.files.items()}
     tensors = collect([tensor for part in parts for tensor in part.tensors.values()], files=files)
-    return Manifest(folder, "keras-hub-preset", tensors, files, config, _metadata(folder, names))
+    return replace(described, tensors=tensors, files=files)
+
+
+def describe_folder(folder: Location) -> Manifest:
+    """Return the manifest of a preset's configuration files, without tensors.
+
+    Raises:
+        SourceError: When a configuration file is damaged.
+    """
+    config = _read(folder, CONFIG)
+    if not any(isinstance(config.get(key), str) for key in ("registered_name", "class_name")):
+        raise SourceError(f"{folder / CONFIG} should name a Keras class as 'registered_name', but does not")
+    return Manifest(folder, "keras-hub-preset", {}, {}, config, _metadata(folder, folder.names()))
 
 
 def _backbone(folder: Location, names: list[str]) -> Manifest:
@@ -88,6 +97,7 @@ SPEC = FormatSpec(
     description="a KerasHub preset folder",
     is_folder=is_preset,
     open_folder=open_folder,
+    describe_folder=describe_folder,
     described_by="keras-hub",
     tensor_names="keras",
     tokenizer="keras-hub",

@@ -14,6 +14,9 @@ from shardload.stores.json_files import read_object
 from shardload.stores.local import located
 from shardload.stores.location import Location
 
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+"""Endings of weights in formats that are not supported."""
+
 
 def open_manifest(path: str | os.PathLike[str] | Location, *, format: str | None = None) -> Manifest:
     """Read the headers of a checkpoint.
@@ -55,6 +58,28 @@ def folder_of(path: str | os.PathLike[str] | Location, *, format: str | None = N
     where = located(path)
     asked = (spec.folder_of for spec in specs() if spec.folder_of is not None and format in (None, spec.name))
     return next((folder for find in asked if (folder := find(where)) is not None), None)
+
+
+def describe_folder(path: str | os.PathLike[str] | Location) -> Manifest | None:
+    """Return the description of a model in a folder without weights, without tensors.
+
+    ``None`` if it is no folder, has weights in any format, or describes no model.
+
+    Raises:
+        SourceError: When its configuration is damaged.
+        UnsupportedError: When its configuration is of an unknown kind.
+    """
+    folder = located(path)
+    names = folder.names() if folder.is_folder() else []
+    if CONFIG not in names or any(map(_is_weights, names)):
+        return None
+    describe = _recognise_folder(folder).describe_folder
+    return None if describe is None else describe(folder)
+
+
+def _is_weights(name: str) -> bool:
+    endings = (*_PICKLES, *(ending for spec in specs() for ending in spec.endings))
+    return name.lower().endswith(endings) and not name.endswith(".json")  # an index alone has none
 
 
 def _open_file(path: Location, format: str | None) -> Manifest:

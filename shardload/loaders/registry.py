@@ -61,6 +61,8 @@ class FormatSpec:
     """Reads the headers of a file, or of the files that it lists."""
     open_folder: Callable[[Location], Manifest] | None = None
     """Reads the headers of a folder. Without it, a folder is opened by its only file with one of `endings`."""
+    describe_folder: Callable[[Location], Manifest] | None = None
+    """Reads the model's description from a folder that may lack its weights: a manifest without tensors."""
     part_format: str | None = None
     """Format of the files that an index of this format lists."""
     folder_of: Callable[[Location], Location | None] | None = None

@@ -10,6 +10,7 @@ from typing import Any
 
 from shardload.errors import MismatchError, ShardloadError, UnsupportedError
 from shardload.hub.config_forms import read_config
+from shardload.hub.preset_path import preset_path
 from shardload.keras_bridge.keras_types import Variable
 from shardload.keras_bridge.recording import is_tracing_error, without_computing
 from shardload.keras_bridge.saving import assignments_to
@@ -44,7 +45,7 @@ class Loader(contextlib.ExitStack):
     def __init__(self, run: Run) -> None:
         super().__init__()
         self.tensors = run.manifest.tensors
-        self.preset = run.manifest.source
+        self.preset = preset_path(run.manifest)
         self._names = HubNames(run.manifest, run.prefix)
         self.fname = None
         self.safetensor_files: dict[str, Any] = {}

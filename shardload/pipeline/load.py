@@ -46,8 +46,9 @@ class Loaded:
 
 
 def open_requested(request: LoadRequest) -> OpenedSource:
-    """Open the source of a request, or the folder that describes the model to build."""
-    return open_source(request.source, request.format, described=request.builds, verify=request.function != "plan")
+    """Open the source of a request, or the folder that describes the model to build; a plan needs no weights."""
+    reads = request.function != "plan"
+    return open_source(request.source, request.format, described=request.builds, verify=reads, weights=reads)
 
 
 def load(

@@ -10,6 +10,9 @@ The forms are tried in this order; the first that exists wins::
     gemma2_7b               an alias of one of these
     gemma2_9b_en            a KerasHub preset: its local cache, else a download
 
+A plan needs no weights, so for it an architecture of `shardload.resolve.architectures` comes before a download, and
+only configurations are downloaded.
+
 Neither Keras nor JAX is imported; KerasHub only if a name matches nothing local. ``Resolved.note`` says when a source
 differs from what its name suggests (an alias, random weights).
 """
@@ -47,6 +50,8 @@ class Resolved:
     """Absolute path."""
     note: str | None = None
     """One line for people, if the source found differs from the source requested."""
+    architecture: str | None = None
+    """Name of the architecture, if only that is known; ``path`` is where its weights would be."""
 
 
 def root() -> Path:
@@ -64,11 +69,13 @@ def root() -> Path:
     return (Path(cache) if cache else Path.home() / ".cache").expanduser().absolute() / "shardload"
 
 
-def resolve(source: str | os.PathLike[str]) -> Resolved:
+def resolve(source: str | os.PathLike[str], *, weights: bool = True) -> Resolved:
     """Find the checkpoint that a source refers to.
 
     Args:
         source: A path, a name, a preset or a handle.
+        weights: Whether its weights are needed. Otherwise an architecture or a configuration is enough, and no weights
+            are downloaded.
 
     Raises:
         UsageError: When ``source`` is neither text nor a path.
@@ -82,13 +89,13 @@ def resolve(source: str | os.PathLike[str]) -> Resolved:
             "pathlib.Path"
         )
     if "://" in text:
-        return _handle(text)
+        return _handle(text, weights=weights)
     path = expanded(text)
     if text and _exists(path):
         return Resolved(str(path.absolute()), _synthetic_note(path))
     if not re.fullmatch(_NAME, text) or (text.endswith(endings()) and not _in_root(text)):
         raise SourceNotFoundError(_no_such_path(text, path))
-    return _name(text)
+    return _name(text, weights=weights)
 
 
 def endings() -> tuple[str, ...]:
@@ -109,7 +116,7 @@ def candidates() -> list[str]:
     return sorted({*_root_names(), *ALIASES, PIP_NAME})
 
 
-def _name(name: str) -> Resolved:
+def _name(name: str, *, weights: bool) -> Resolved:
     from shardload.resolve.architectures import ALIASES
 
     tried = [f"a path (no {name!r} in this folder)"]
@@ -121,7 +128,7 @@ def _name(name: str) -> Resolved:
     tried.append(f"the checkpoint root {root()} ({_root_content()})")
     if name == PIP_NAME:
         tried.append(f"the package {PIP_PACKAGE} (not installed)")
-    if found := _preset(name, ALIASES.get(name, name), tried):
+    if found := _preset(name, ALIASES.get(name, name), tried, weights=weights):
         return found
     raise SourceNotFoundError(_nothing(name, tried))
 
@@ -213,10 +220,10 @@ def _assemble(target: Path) -> None:
 # ---- hubs ---------------------------------------------------------------------------------------
 
 
-def _handle(text: str) -> Resolved:
+def _handle(text: str, *, weights: bool) -> Resolved:
     scheme, rest = text.split("://", 1)
     if scheme == "file":
-        return resolve(rest)
+        return resolve(rest, weights=weights)
     if scheme not in ("kaggle", "hf"):
         raise UnsupportedError(
             f"Cannot read {text} here, expected a path, a name, kaggle:// or hf://. Copy it to a local folder first. "
@@ -224,29 +231,52 @@ def _handle(text: str) -> Resolved:
         )
     from shardload.resolve import hubs
 
-    return Resolved(str(hubs.fetch(text)))
+    return Resolved(str(hubs.fetch(text, weights=weights)))
 
 
-def _preset(name: str, found: str, tried: list[str]) -> Resolved | None:
+def _preset(name: str, found: str, tried: list[str], *, weights: bool) -> Resolved | None:
     """Resolve a KerasHub preset by name, with or without ``_en``; add the reason to ``tried`` if there is none."""
-    from shardload.hub import kerashub
     from shardload.resolve import hubs
+
+    preset, handle = _handle_of(found, tried)
+    cached = hubs.cached(handle) if handle else None
+    if cached is None and not weights and (architecture := _architecture(name)):
+        return architecture
+    if handle is None:
+        return None
+    try:
+        path = cached or hubs.fetch(handle, weights=weights)
+    except SourceNotFoundError as error:
+        tried.append(f"KerasHub's preset {preset} ({error})")
+        return None
+    return Resolved(str(path), _alias_note(name, preset))
+
+
+def _handle_of(found: str, tried: list[str]) -> tuple[str, str | None]:
+    """Return the name and the handle of a preset; no handle if there is none, and the reason in ``tried``."""
+    from shardload.hub import kerashub
 
     try:
         handles = kerashub.preset_handles()
     except MissingExtraError:
         tried.append("KerasHub's presets (not installed: pip install 'shardload[hub]')")
-        return None
+        return found, None
     preset = next((p for p in (found, f"{found}_en") if p in handles), None)
     if preset is None:
         tried.append(f"KerasHub's {len(handles)} presets (none has this name)")
-        return None
+        return found, None
+    return preset, handles[preset]
+
+
+def _architecture(name: str) -> Resolved | None:
+    """Return the architecture of this name, if it is a known one."""
+    from shardload.resolve.architectures import lookup
+
     try:
-        path = hubs.fetch(handles[preset])
-    except SourceNotFoundError as error:
-        tried.append(f"KerasHub's preset {preset} ({error})")
+        found, _ = lookup(name)
+    except SourceNotFoundError:
         return None
-    return Resolved(str(path), _alias_note(name, preset))
+    return Resolved(str(root() / found), _alias_note(name, found), found)
 
 
 # ---- errors for sources that do not exist --------------------------------------------------------

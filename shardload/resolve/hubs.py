@@ -19,20 +19,34 @@ CONNECT_S = 4.0
 """Long enough for a satellite link, short enough not to look like a hang."""
 _KAGGLE_URL = "https://api.kaggle.com"
 """The server that kagglehub queries."""
+CONFIG = "config.json"
+_OPTIONAL_FILES = ("task.json", "metadata.json")
+_ABSENT = ("404 Client Error", "is not present in the model files")
+"""Parts of kagglehub's errors for files that a model lacks, as KerasHub tests for them."""
 _WEIGHT_FILES = ("model.weights.h5", "model.weights.json", "model.safetensors", "model.safetensors.index.json")
 _HF_PATTERNS = ["*.json", "*.safetensors", "*.weights.h5", "*.model", "*.txt", "*.spm", "*.jinja"]
 """Files to download: without copies of the weights in PyTorch's, TensorFlow's and GGUF's formats."""
 
 
-def fetch(handle: str) -> Path:
+def fetch(handle: str, *, weights: bool = True) -> Path:
     """Return the local folder of a handle, downloading it if it is not in the hub's cache.
+
+    Args:
+        handle: ``kaggle://…`` or ``hf://…``.
+        weights: Whether its weights are needed. Otherwise only the configuration of a Kaggle model is downloaded.
 
     Raises:
         SourceNotFoundError: When the handle is malformed or unknown, access is refused, or there is no network.
         MissingExtraError: When the hub's package is not installed.
     """
     scheme, name = handle.split("://", 1)
-    return _from_kaggle(name) if scheme == "kaggle" else _from_hugging_face(name)
+    return _from_kaggle(name, weights=weights) if scheme == "kaggle" else _from_hugging_face(name)
+
+
+def cached(handle: str) -> Path | None:
+    """Return the folder of a Kaggle handle in kagglehub's cache, if its weights are there."""
+    folder = _kaggle_folder(handle.removeprefix("kaggle://"))
+    return folder if _is_complete(folder) else None
 
 
 def reachable(url: str) -> bool:
@@ -46,22 +60,40 @@ def reachable(url: str) -> bool:
     return True
 
 
-def _from_kaggle(name: str) -> Path:
+def _kaggle_folder(name: str) -> Path:
     if not re.fullmatch(r"[\w.\-]+(/[\w.\-]+){3}(/\d+)?", name) or ".." in name:
         raise SourceNotFoundError(f"Cannot read kaggle://{name}, expected kaggle://ORG/MODEL/keras/VARIANT[/VERSION]")
     try:
-        import kagglehub  # type: ignore[import-untyped]
         from kagglehub.config import get_cache_folder  # type: ignore[import-untyped]
     except ImportError as error:
         raise MissingExtraError("kagglehub", extra="hub", needed_for=f"kaggle://{name}") from error
-    cached = Path(get_cache_folder()) / "models" / name
-    if _is_complete(cached):
-        return cached
+    return Path(get_cache_folder()) / "models" / name
+
+
+def _from_kaggle(name: str, *, weights: bool) -> Path:
+    folder = _kaggle_folder(name)
+    if _is_complete(folder) or (not weights and (folder / CONFIG).exists()):
+        return folder
     _require_network(_KAGGLE_URL, f"kaggle://{name}")
+    import kagglehub  # type: ignore[import-untyped]
+
     try:
-        return Path(kagglehub.model_download(name))
+        return Path(kagglehub.model_download(name)) if weights else _kaggle_configuration(name)
     except Exception as error:  # kagglehub raises a dozen kinds, its own and those of requests
         raise SourceNotFoundError(_refused(f"kaggle://{name}", error)) from error
+
+
+def _kaggle_configuration(name: str) -> Path:
+    """Download the files that describe a model; ``config.json`` comes last, so that with it the others are there."""
+    import kagglehub
+
+    for optional in _OPTIONAL_FILES:
+        try:
+            kagglehub.model_download(name, optional)
+        except Exception as error:
+            if not any(sign in str(error) for sign in _ABSENT):
+                raise
+    return Path(kagglehub.model_download(name, CONFIG)).parent
 
 
 def _from_hugging_face(name: str) -> Path:
@@ -86,7 +118,7 @@ def _from_hugging_face(name: str) -> Path:
 
 def _is_complete(folder: Path) -> bool:
     """Whether a cached folder has a configuration and weights; the loader reports missing shards."""
-    return (folder / "config.json").exists() and any((folder / name).exists() for name in _WEIGHT_FILES)
+    return (folder / CONFIG).exists() and any((folder / name).exists() for name in _WEIGHT_FILES)
 
 
 def _require_network(url: str, handle: str) -> None:

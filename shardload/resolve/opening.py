@@ -7,16 +7,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardload.errors import SourceError, UsageError
-from shardload.loaders import folder_of, open_manifest, spec_of
+from shardload.loaders import describe_folder, folder_of, open_manifest, spec_of
+from shardload.loaders.contents import CONFIG
 from shardload.loaders.registry import names as format_names
 from shardload.manifest import Manifest
 from shardload.resolve import Resolved, resolve
+from shardload.resolve.architectures import ARCHITECTURES
 from shardload.resolve.stores import location_of, open_remote
 from shardload.steps.digests import Checker
 from shardload.steps.listing import is_ours, latest_of_ours
 from shardload.stores.location import Location
+from shardload.stores.nowhere import nowhere
 from shardload.stores.remote import is_url
 
+HUGGING_FACE = "hf-safetensors"
+"""Format of an architecture's checkpoints."""
 _UNVERIFIED = "not saved by shardload: unverified, as it has no digests"
 
 
@@ -31,7 +36,12 @@ class OpenedSource:
 
 
 def open_source(
-    source: str | os.PathLike[str] | Location, format: str | None, *, described: bool = False, verify: bool = True
+    source: str | os.PathLike[str] | Location,
+    format: str | None,
+    *,
+    described: bool = False,
+    verify: bool = True,
+    weights: bool = True,
 ) -> OpenedSource:
     """Find and open a source.
 
@@ -40,6 +50,7 @@ def open_source(
         format: Name of a format, to require it.
         described: Open a file's folder instead, if the folder describes the file's model.
         verify: Whether its tensors are about to be read.
+        weights: Whether its weights are needed; otherwise an architecture or a configuration is enough.
 
     Raises:
         UsageError: When the format is unknown.
@@ -55,7 +66,9 @@ def open_source(
     if is_url(source):
         found, manifest = open_remote(str(source), format=format)
         return _noted(found, manifest, Checker.of_step(manifest.location) if verify else None, verify=verify)
-    found = _resolve(source, format, described=described)
+    found = _resolve(source, format, described=described, weights=weights)
+    if not weights and (without := _without_weights(found, format)) is not None:
+        return without
     try:
         manifest = open_manifest(found.path, format=format)
     except SourceError:
@@ -69,13 +82,39 @@ def open_source(
     return _noted(found, open_manifest(manifest.location, format=format), checker, verify=verify)
 
 
-def _resolve(source: str | os.PathLike[str], format: str | None, *, described: bool) -> Resolved:
+def _resolve(source: str | os.PathLike[str], format: str | None, *, described: bool, weights: bool) -> Resolved:
     """Resolve the source; if ``described``, to the folder that also describes its model."""
-    found = resolve(source)
-    if not described or (folder := folder_of(found.path, format=format)) is None:
+    found = resolve(source, weights=weights)
+    if found.architecture is not None:
         return found
-    note = f"config.json in {folder} describes the model of {Path(found.path).name}: loaded the folder"
+    path = Path(found.path)
+    if not weights and path.name == CONFIG and path.is_file():
+        return replace(found, path=str(path.parent))
+    if not described or (folder := folder_of(path, format=format)) is None:
+        return found
+    note = f"config.json in {folder} describes the model of {path.name}: loaded the folder"
     return replace(found, path=str(folder), note="; ".join(filter(None, (found.note, note))))
+
+
+def _without_weights(found: Resolved, format: str | None) -> OpenedSource | None:
+    """Describe a source that has no weights; ``None`` if it has some, or no configuration."""
+    from shardload.hub.described import with_tensors
+
+    if found.architecture is not None:
+        config = {**ARCHITECTURES[found.architecture], "torch_dtype": "bfloat16"}
+        manifest = Manifest(nowhere(found.architecture), HUGGING_FACE, {}, {}, config)
+        note = f"planned from the architecture: no weights of {found.architecture} are on this machine"
+    else:
+        described = describe_folder(found.path)
+        if described is None:
+            return None
+        manifest, note = described, f"planned from its configuration: no weights are in {found.path}"
+    if format not in (None, manifest.format):
+        raise SourceError(
+            f"Cannot plan {manifest.source} as {format}: it has no weights, and its configuration is that of "
+            f"{spec_of(manifest).description}. Leave out format (--format)"
+        )
+    return OpenedSource(with_tensors(manifest), None, tuple(filter(None, (found.note, note))))
 
 
 def _noted(found: Resolved, manifest: Manifest, checker: Checker | None, *, verify: bool) -> OpenedSource:

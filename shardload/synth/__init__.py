@@ -29,13 +29,12 @@ import ml_dtypes
 import numpy as np
 
 from shardload.errors import UnsupportedError, UsageError, WriteError
-from shardload.manifest import Extent, Manifest, Tensor
+from shardload.hub.tensors import Spec, transformers_tensors
 from shardload.resolve import root
 from shardload.resolve.architectures import ALIASES, ARCHITECTURES, Config, lookup, scaled
 from shardload.stores.json_files import read_optional
-from shardload.stores.local import located
+from shardload.stores.nowhere import nowhere
 from shardload.synth import noise
-from shardload.synth.tensors import Spec, transformers_tensors
 from shardload.units import dtype_name, format_bytes
 from shardload.writers import Wanted, safetensors
 
@@ -201,13 +200,14 @@ def _stream(file: Any, spec: Spec, job: _Job, *, number: int, progress: Progress
 
 def _write_keras(job: _Job, work: Path, filename: str, *, progress: Progress) -> None:
     """Write configuration and weights as KerasHub and Keras do."""
-    from shardload.hub import kerashub
+    from shardload.hub import described, kerashub
     from shardload.keras_bridge.abstraction import abstract
     from shardload.keras_bridge.saving import saved_layout
     from shardload.writers import h5
 
     with abstract():
-        model = kerashub.build_model(_describe(job.config, job.dtype, work))
+        config = {**job.config, "torch_dtype": job.dtype}
+        model = kerashub.build_model(described.hugging_face(config, nowhere(job.name), stored=_stored(job.dtype)))
     kerashub.save_description(model, work, extra={"shardload": job.label}, task=job.format == "preset")
     backbone = getattr(model, "backbone", model)
     layout = saved_layout(backbone)
@@ -224,14 +224,6 @@ def _write_keras(job: _Job, work: Path, filename: str, *, progress: Progress) ->
 
 def _stored(dtype: str) -> np.dtype[Any]:
     return np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
-
-
-def _describe(config: Config, dtype: str, work: Path) -> Manifest:
-    """Return the manifest that a Hugging Face folder with this configuration would have."""
-    stored = np.dtype(np.float32)
-    folder = located(work)
-    tensors = {s.name: Tensor(s.name, s.shape, stored, Extent(folder, 0)) for s in transformers_tensors(config)}
-    return Manifest(folder, "hf-safetensors", tensors, {}, {**config, "torch_dtype": dtype})
 
 
 @contextlib.contextmanager

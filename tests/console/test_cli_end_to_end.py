@@ -82,6 +82,13 @@ def test_the_plan_says_whether_it_fits(memory, code, cli):
     assert (done.code, done.json["fits"]["fits"]) == (code, code == 0)
 
 
+def test_a_plan_needs_no_weights(cli):
+    done = cli("plan", "gemma2_27b", "--mesh", "4x8", "--device-memory", "16GiB", "--json")
+    assert (done.code, done.stderr) == (0, "")
+    assert (done.json["parameters"], len(done.json["devices"]), done.json["fits"]["fits"]) == (27_227_128_320, 32, True)
+    assert done.json["notes"][0] == "planned from the architecture: no weights of gemma2_27b are on this machine"
+
+
 def test_the_table_of_a_real_load(cli):
     done = cli("load", NAME, "--mesh", "2x4", "--platform", "cpu", "--dtype", "float32")
     assert done.code == 0, done.stderr

@@ -13,8 +13,8 @@ from safetensors.numpy import save_file
 
 import shardload
 from shardload.errors import UnsupportedError
+from shardload.hub.tensors import transformers_tensors
 from shardload.stores.local import located
-from shardload.synth.tensors import transformers_tensors
 
 LAYER = "model.layers.0.self_attn.q_proj"
 FLOAT8 = ml_dtypes.float8_e4m3fn

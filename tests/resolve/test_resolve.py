@@ -93,6 +93,26 @@ def test_a_cached_preset_needs_no_network(tmp_path):
     assert resolve("kaggle://keras/gemma2/keras/gemma2_9b_en/2").path == str(cached)
 
 
+def test_without_weights_an_architecture_is_enough_but_what_is_here_comes_first(home, tmp_path):
+    found = resolve("gemma2_7b", weights=False)
+    assert (found.path, found.architecture) == (str(home / "gemma2_9b"), "gemma2_9b")
+    assert found.note == "Gemma 2 was never released at 7B: using gemma2_9b"
+    cached = folder(tmp_path / "kaggle/models/keras/gemma2/keras/gemma2_9b_en/2")
+    assert resolve("gemma2_9b", weights=False).architecture == "gemma2_9b"  # a configuration says no more
+    (cached / "model.weights.h5").write_text("")
+    assert resolve("gemma2_9b", weights=False).path == str(cached)
+    mine = folder(home / "gemma2_9b")
+    assert resolve("gemma2_9b", weights=False).path == str(mine)
+
+
+def test_without_kerashub_an_architecture_is_found(monkeypatch):
+    def missing():
+        raise MissingExtraError("keras-hub", extra="hub", needed_for="presets")
+
+    monkeypatch.setattr(kerashub, "preset_handles", missing)
+    assert resolve("llama3_8b_en", weights=False).architecture == "llama3_8b"
+
+
 def test_a_name_nobody_has_says_what_was_tried_and_what_to_type(home):
     folder(home / "my_gemma")
     with pytest.raises(SourceNotFoundError) as caught:

@@ -36,7 +36,7 @@ def loads(source: str, **options: Any) -> Any:
 
 
 FAKES = {
-    "find": lambda source: None,
+    "find": lambda source, *, weights=True: None,
     "check_tokenizer": lambda source, *, format: None,
     "load": loads,
     "plan": lambda source, **options: report(PlanReport),

@@ -40,7 +40,7 @@ EDGES = {
         "typing",
         "units",
     },
-    "synth": {"errors", "hub", "keras_bridge", "manifest", "resolve", "stores", "units", "writers"},
+    "synth": {"errors", "hub", "keras_bridge", "resolve", "stores", "units", "writers"},
     "text": {"errors", "hub", "keras_bridge", "loaders", "manifest", "resolve", "stores", "typing"},
     "verifying": {"errors", "loaders", "manifest", "resolve", "steps", "stores", "transfer"},
     "converting": {
@@ -54,7 +54,6 @@ EDGES = {
         "resolve",
         "steps",
         "stores",
-        "synth",
         "text",
         "transfer",
         "typing",

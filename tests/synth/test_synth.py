@@ -16,10 +16,10 @@ from keras_hub.src.utils.transformers.safetensor_utils import SafetensorLoader
 from safetensors import safe_open
 
 from shardload.errors import SourceNotFoundError, UnsupportedError, UsageError, WriteError
+from shardload.hub.tensors import transformers_tensors
 from shardload.keras_bridge.abstraction import abstract
 from shardload.resolve.architectures import ARCHITECTURES, scaled
 from shardload.synth import names, noise, synth
-from shardload.synth.tensors import transformers_tensors
 
 # Keras 3.15 converts its variables with an old signature of __array__ that NumPy 2.4 warns about.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")

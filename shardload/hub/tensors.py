@@ -1,15 +1,27 @@
 """Hugging Face names and shapes of an architecture's tensors, from its configuration alone.
 
-Shapes are stored shapes: a ``Linear`` is ``(out, in)``, GPT-2's ``Conv1D`` is ``(in, out)``.
+Shapes are stored shapes: a ``Linear`` is ``(out, in)``, GPT-2's ``Conv1D`` is ``(in, out)``. A field that the
+configuration omits has transformers' default. What a class adds to its base model is listed for language models only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardload.errors import UnsupportedError
+from shardload.errors import SourceError, UnsupportedError
+from shardload.hub.config_defaults import completed
+from shardload.hub.config_forms import GENERATORS, architecture_of
+
+Config = Mapping[str, Any]
+MAX_LAYERS, MAX_SIZE = 1000, 1 << 24
+"""More than any model has: the list for a damaged configuration would take all memory."""
+_LAYERS = ("num_hidden_layers", "n_layer")
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_DECODER_SIZES = ("vocab_size", *_SIZES, "num_key_value_heads")
+_BERT_SIZES = ("vocab_size", *_SIZES, "max_position_embeddings", "type_vocab_size")
+_GPT2_SIZES = ("vocab_size", "n_embd", "n_layer", "n_head", "n_positions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,23 +34,42 @@ class Spec:
     """Whether its values are around one (the scale of a norm), not around zero."""
 
 
-def transformers_tensors(config: dict[str, Any]) -> list[Spec]:
+def transformers_tensors(config: Config) -> list[Spec]:
     """Return all tensors of a Hugging Face checkpoint with this configuration, in file order.
 
     Raises:
-        UnsupportedError: When ``model_type`` is not supported.
+        UnsupportedError: When the tensors of its ``model_type`` are not known.
+        SourceError: When a size is not a positive number.
     """
-    match config["model_type"]:
-        case "gemma" | "gemma2" | "gemma3_text" | "llama" | "mistral" | "qwen2" | "qwen3":
-            return list(_decoder(config))
-        case "gpt2":
-            return list(_gpt2(config))
-        case "bert":
-            return list(_bert(config))
-    raise UnsupportedError(f"Cannot write Hugging Face tensors for model_type {config['model_type']!r}")
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in _FAMILIES:
+        raise UnsupportedError(
+            f"Cannot list the tensors of model_type {kind!r:.60} from a configuration alone, only those of "
+            f"{', '.join(sorted(_FAMILIES))}"
+        )
+    family, sizes = _FAMILIES[kind]
+    config = completed(config)
+    _check(config, sizes)
+    return list(family(config))
 
 
-def _decoder(config: dict[str, Any]) -> Iterator[Spec]:
+def _check(config: Config, sizes: tuple[str, ...]) -> None:
+    optional = [key for key in ("head_dim", "n_inner") if config.get(key) is not None]
+    for key in (*sizes, *optional):
+        size, most = config.get(key), MAX_LAYERS if key in _LAYERS else MAX_SIZE
+        if type(size) is not int or not 0 < size <= most:
+            raise SourceError(
+                f"Cannot list the tensors of a configuration with {key}={size!r:.60}: expected a whole number from 1 "
+                f"to {most}. Correct the configuration"
+            )
+    if config.get("add_cross_attention"):
+        raise UnsupportedError(
+            "Cannot list the tensors of a configuration with add_cross_attention: expected a model without "
+            "cross-attention"
+        )
+
+
+def _decoder(config: Config) -> Iterator[Spec]:
     kind, vocab, hidden = config["model_type"], config["vocab_size"], config["hidden_size"]
     one = not kind.startswith("gemma")  # Gemma's norms store their scale minus one
     yield Spec("model.embed_tokens.weight", (vocab, hidden))
@@ -52,33 +83,39 @@ def _decoder(config: dict[str, Any]) -> Iterator[Spec]:
             yield Spec(f"{at}.pre_feedforward_layernorm.weight", (hidden,), one)
             yield Spec(f"{at}.post_feedforward_layernorm.weight", (hidden,), one)
     yield Spec("model.norm.weight", (hidden,), one)
-    if not config["tie_word_embeddings"]:
+    architecture = architecture_of(config)
+    if not config.get("tie_word_embeddings", True) and (not architecture or architecture.endswith(GENERATORS)):
         yield Spec("lm_head.weight", (vocab, hidden))
 
 
-def _attention(config: dict[str, Any], at: str, *, one: bool) -> Iterator[Spec]:
+def _attention(config: Config, at: str, *, one: bool) -> Iterator[Spec]:
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or hidden // heads
     queries, keys = heads * head_dim, config["num_key_value_heads"] * head_dim
+    biased = config["model_type"] != "mistral" and bool(config.get("attention_bias"))  # Mistral ignores the field
     for letter, out in (("q", queries), ("k", keys), ("v", keys)):
         yield Spec(f"{at}.{letter}_proj.weight", (out, hidden))
-        if config["model_type"] == "qwen2":
+        if biased or config["model_type"] == "qwen2":
             yield Spec(f"{at}.{letter}_proj.bias", (out,))
     yield Spec(f"{at}.o_proj.weight", (hidden, queries))
+    if biased:
+        yield Spec(f"{at}.o_proj.bias", (hidden,))
     if config["model_type"] in ("gemma3_text", "qwen3"):
         yield Spec(f"{at}.q_norm.weight", (head_dim,), one)
         yield Spec(f"{at}.k_norm.weight", (head_dim,), one)
 
 
-def _gated_mlp(config: dict[str, Any], at: str) -> Iterator[Spec]:
+def _gated_mlp(config: Config, at: str) -> Iterator[Spec]:
     hidden, inner = config["hidden_size"], config["intermediate_size"]
-    yield Spec(f"{at}.gate_proj.weight", (inner, hidden))
-    yield Spec(f"{at}.up_proj.weight", (inner, hidden))
-    yield Spec(f"{at}.down_proj.weight", (hidden, inner))
+    biased = config["model_type"] == "llama" and bool(config.get("mlp_bias"))
+    for name, shape in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
+        yield Spec(f"{at}.{name}_proj.weight", shape)
+        if biased:
+            yield Spec(f"{at}.{name}_proj.bias", shape[:1])
 
 
-def _gpt2(config: dict[str, Any]) -> Iterator[Spec]:
-    hidden = config["n_embd"]
+def _gpt2(config: Config) -> Iterator[Spec]:
+    hidden, inner = config["n_embd"], config.get("n_inner") or 4 * config["n_embd"]
     yield Spec("wte.weight", (config["vocab_size"], hidden))
     yield Spec("wpe.weight", (config["n_positions"], hidden))
     for i in range(config["n_layer"]):
@@ -86,12 +123,12 @@ def _gpt2(config: dict[str, Any]) -> Iterator[Spec]:
         yield from _affine(f"h.{i}.attn.c_attn", (hidden, 3 * hidden), out=3 * hidden)
         yield from _affine(f"h.{i}.attn.c_proj", (hidden, hidden), out=hidden)
         yield from _norm(f"h.{i}.ln_2", hidden)
-        yield from _affine(f"h.{i}.mlp.c_fc", (hidden, 4 * hidden), out=4 * hidden)
-        yield from _affine(f"h.{i}.mlp.c_proj", (4 * hidden, hidden), out=hidden)
+        yield from _affine(f"h.{i}.mlp.c_fc", (hidden, inner), out=inner)
+        yield from _affine(f"h.{i}.mlp.c_proj", (inner, hidden), out=hidden)
     yield from _norm("ln_f", hidden)
 
 
-def _bert(config: dict[str, Any]) -> Iterator[Spec]:
+def _bert(config: Config) -> Iterator[Spec]:
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     sizes = {"word": "vocab_size", "position": "max_position_embeddings", "token_type": "type_vocab_size"}
     for table, size in sizes.items():
@@ -117,3 +154,12 @@ def _affine(at: str, shape: tuple[int, int], *, out: int) -> Iterator[Spec]:
 def _norm(at: str, hidden: int) -> Iterator[Spec]:
     yield Spec(f"{at}.weight", (hidden,), near_one=True)
     yield Spec(f"{at}.bias", (hidden,))
+
+
+_DECODERS = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3")
+_FAMILIES: Mapping[str, tuple[Callable[[Config], Iterator[Spec]], tuple[str, ...]]] = {
+    **dict.fromkeys(_DECODERS, (_decoder, _DECODER_SIZES)),
+    "gpt2": (_gpt2, _GPT2_SIZES),
+    "bert": (_bert, _BERT_SIZES),
+}
+"""``model_type`` → its tensors, and the sizes they depend on."""

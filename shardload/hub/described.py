@@ -1,0 +1,110 @@
+"""The tensors of a checkpoint whose weights are not here, from its configuration alone.
+
+    Hugging Face   config.json              ─► the tensors that transformers saves for its model_type
+    KerasHub       config.json, task.json   ─► the variables of the model, built without allocating, as Keras saves them
+
+They are in no file, so ``Manifest.files`` is empty: such a checkpoint can be planned, but not loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from shardload.errors import SourceError, UnsupportedError
+from shardload.hub import kerashub
+from shardload.hub.build_errors import describe_failure
+from shardload.hub.tensors import transformers_tensors
+from shardload.keras_bridge.abstraction import abstract
+from shardload.keras_bridge.model_state import optimizer_variables_of, own_layers
+from shardload.keras_bridge.saving import saved_layout
+from shardload.keras_bridge.variables import stored_dtype
+from shardload.loaders import spec_of
+from shardload.loaders.hf_folder import SPEC as HUGGING_FACE
+from shardload.loaders.hub_preset import TASK_PREFIX
+from shardload.manifest import Extent, Manifest, Tensor
+from shardload.stores.location import Location
+
+MAX_BYTES = 16 << 40
+"""More than any model has: a plan for a damaged configuration would take all memory."""
+
+
+def hugging_face(config: Mapping[str, Any], where: Location, *, stored: Any) -> Manifest:
+    """Return the manifest that a Hugging Face folder with this configuration has.
+
+    Args:
+        config: ``config.json``.
+        where: The folder, which need not exist.
+        stored: Dtype of the tensors.
+
+    Raises:
+        UnsupportedError: When the tensors of its ``model_type`` are not known.
+        SourceError: When a size is not a positive number.
+    """
+    dtype = np.dtype(stored)
+    specs = [(spec.name, spec.shape, dtype) for spec in transformers_tensors(config)]
+    return Manifest(where, HUGGING_FACE.name, _placed(specs, where), {}, config)
+
+
+def with_tensors(described: Manifest) -> Manifest:
+    """Return the manifest of a description with the tensors that the checkpoint has.
+
+    Args:
+        described: A manifest without tensors, from ``FormatSpec.describe_folder``.
+
+    Raises:
+        UnsupportedError: When the configuration does not tell the tensors.
+        SourceError: When it contradicts itself.
+        MissingExtraError: When it needs KerasHub, which is not installed.
+    """
+    with describe_failure(described):
+        if spec_of(described).is_hugging_face:
+            found = _of_hugging_face(described)
+        else:
+            found = replace(described, tensors=_placed(_saved(described), described.location))
+    if found.nbytes > MAX_BYTES:
+        raise SourceError(
+            f"Cannot plan {described.source}: its configuration describes {found.nbytes >> 40:,} TiB of weights, "
+            f"expected at most {MAX_BYTES >> 40} TiB. Correct the configuration"
+        )
+    return found
+
+
+def _of_hugging_face(described: Manifest) -> Manifest:
+    name = kerashub.checkpoint_dtype(described)
+    try:
+        return hugging_face(described.config, described.location, stored=getattr(ml_dtypes, name, name))
+    except UnsupportedError as error:
+        raise UnsupportedError(
+            f"Cannot plan {described.source}, which has no weights: {error}. Download its weights into it"
+        ) from error
+    except SourceError as error:
+        raise SourceError(f"Cannot plan {described.source}, which has no weights: {error}") from error
+
+
+def _saved(described: Manifest) -> Iterator[tuple[str, tuple[int, ...], np.dtype[Any]]]:
+    """Yield the tensors that KerasHub saves for a preset: the backbone's, and the task's outside its backbone."""
+    with abstract():
+        model = kerashub.build_model(described)
+        backbone = getattr(model, "backbone", model)
+        found = dict(saved_layout(backbone).variables)
+        head = {} if backbone is model else saved_layout(model, skip=own_layers(backbone)).variables
+        if head:  # KerasHub compiles every new task, and saves the optimizer with it
+            slots = {f"optimizer/vars/{i}": variable for i, variable in enumerate(optimizer_variables_of(model))}
+            found |= {TASK_PREFIX + name: variable for name, variable in {**head, **slots}.items()}
+        for name, variable in found.items():
+            yield name, tuple(variable.shape), stored_dtype(variable)
+
+
+def _placed(specs: Iterable[tuple[str, tuple[int, ...], np.dtype[Any]]], where: Location) -> dict[str, Tensor]:
+    """Return the tensors one after the other, as in one file."""
+    found: dict[str, Tensor] = {}
+    offset = 0
+    for name, shape, dtype in specs:
+        found[name] = Tensor(name, shape, dtype, Extent(where, offset))
+        offset += found[name].nbytes
+    return found

@@ -1,0 +1,340 @@
+"""A plan from a configuration alone is that of the checkpoint itself; only a plan needs no weights."""
+
+import json
+import shutil
+import socket
+
+import pytest
+import small_folders
+
+import shardload
+from shardload.errors import ShardloadError, SourceError, SourceNotFoundError, UnsupportedError
+from shardload.hub import kerashub
+from shardload.loaders import open_manifest
+from shardload.resolve import hubs
+from shardload.resolve.architectures import ARCHITECTURES, scaled
+from shardload.synth import synth
+from shardload.verifying import verify
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+FAMILIES = [
+    "gemma_2b",
+    "gemma2_9b",
+    "gemma3_1b",
+    "llama3_8b",
+    "llama3.2_1b",
+    "mistral_7b",
+    "qwen2.5_0.5b",
+    "qwen3_0.6b",
+]
+FAMILIES += ["gpt2_base", "bert_base"]
+MESHES = ["4x8", "data=4,model=8", "data=2,fsdp=2,model=2", "64x16", "1x3"]
+TINY = 0.02
+
+
+@pytest.fixture(autouse=True)
+def offline(tmp_path, monkeypatch):
+    """An empty root, empty caches, and sockets that fail the test."""
+
+    def refuse(*args, **options):
+        raise AssertionError("a plan from a configuration opened a connection")
+
+    monkeypatch.setenv("SHARDLOAD_HOME", str(tmp_path / "root"))
+    monkeypatch.setenv("KAGGLEHUB_CACHE", str(tmp_path / "kaggle"))
+    monkeypatch.setattr("shardload.resolve.PIP_PACKAGE", "no_such_package")
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """The name of a small architecture."""
+    monkeypatch.setitem(ARCHITECTURES, "tiny", scaled(ARCHITECTURES["gemma2_9b"], TINY))
+    return "tiny"
+
+
+def facts(report, *, without=("seconds", "notes")):
+    return {key: value for key, value in report.to_json().items() if key not in without}
+
+
+def without_weights(folder):
+    """The same folder, with its configuration files only."""
+    bare = folder.with_name(f"{folder.name}-bare")
+    shutil.copytree(folder, bare, ignore=lambda _, names: [name for name in names if not name.endswith(".json")])
+    return bare
+
+
+def config_folder(path, config):
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def assert_same(whole, bare, **options):
+    plans = [shardload.plan(folder, **options) for folder in (whole, bare)]
+    expected, found = (facts(plan, without=("seconds", "notes", "source")) for plan in plans)
+    assert found == expected
+    assert plans[1].notes == (
+        *plans[0].notes[:1],
+        f"planned from its configuration: no weights are in {bare}",
+        *plans[0].notes[1:],
+    )
+
+
+@pytest.mark.parametrize("number", range(len(FAMILIES)))
+def test_a_hugging_face_configuration_plans_as_its_checkpoint(number, tmp_path):
+    whole = synth(FAMILIES[number], format="safetensors", scale=TINY, directory=tmp_path)
+    options = {"mesh": MESHES[number % len(MESHES)], "dtype": (None, "float32")[number % 2]}
+    assert_same(whole, without_weights(whole), device_memory_bytes="64KiB", **options)
+
+
+@pytest.mark.parametrize("name", ["gemma2_9b", "llama3.2_1b", "bert_base"])
+def test_the_configuration_of_a_kerashub_preset_plans_as_the_preset(name, tmp_path):
+    whole = synth(name, scale=TINY, directory=tmp_path)
+    assert_same(whole, without_weights(whole), mesh="2x4", dtype="float32")
+
+
+def test_the_weights_of_a_task_outside_its_backbone_are_planned(tmp_path):
+    from keras_hub.models import BertBackbone, BertTextClassifier
+
+    backbone = BertBackbone(48, 2, 4, 32, 56, max_sequence_length=64)
+    BertTextClassifier(backbone=backbone, num_classes=3).save_to_preset(str(tmp_path / "preset"))
+    whole = tmp_path / "preset"
+    bare = without_weights(whole)
+    expected, found = (shardload.plan(folder, mesh="2x4") for folder in (whole, bare))
+    assert found.variables == expected.variables > len(backbone.weights)
+    assert facts(found, without=("seconds", "notes", "source")) == facts(
+        expected, without=("seconds", "notes", "source")
+    )
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_the_name_of_an_architecture_plans_as_its_checkpoint_on_any_mesh(mesh, tiny, tmp_path):
+    planned = shardload.plan(tiny, mesh=mesh)
+    assert planned.notes == ("planned from the architecture: no weights of tiny are on this machine",)
+    assert planned.source == "tiny"
+    whole = synth(tiny, format="safetensors", directory=tmp_path)
+    assert facts(shardload.plan(whole, mesh=mesh)) == {**facts(planned), "source": str(whole)}
+
+
+def test_a_local_checkpoint_wins_over_the_architecture(tiny):
+    path = synth(tiny)
+    found = shardload.plan(tiny)
+    assert (found.source, found.format) == (str(path), "keras-hub-preset")
+    assert found.notes == ("its weights are random (made by shardload synth)",)
+
+
+def test_an_alias_says_what_is_planned():
+    found = shardload.plan("gemma2_7b", mesh="4x8", device_memory_bytes="16GiB")
+    assert found.notes[:2] == (
+        "Gemma 2 was never released at 7B: using gemma2_9b",
+        "planned from the architecture: no weights of gemma2_9b are on this machine",
+    )
+    assert (found.parameters, len(found.devices), found.fits.fits) == (9_241_705_984, 32, True)
+
+
+def test_a_name_that_kerashub_has_too_is_not_looked_up_there():
+    assert shardload.plan("gemma3_1b").source == "gemma3_1b"  # its converter asks KerasHub for more files
+
+
+def test_the_path_of_a_configuration_is_enough(tmp_path):
+    folder = config_folder(tmp_path / "config", scaled(ARCHITECTURES["gemma2_9b"], TINY))
+    assert facts(shardload.plan(folder / "config.json")) == facts(shardload.plan(folder))
+
+
+def test_with_weights_beside_it_the_path_of_a_configuration_means_the_checkpoint(tmp_path):
+    whole = synth("gpt2", format="safetensors", scale=TINY, directory=tmp_path)
+    assert facts(shardload.plan(whole / "config.json")) == facts(shardload.plan(whole))
+
+
+def test_an_index_whose_shards_are_not_there_is_no_obstacle(tmp_path):
+    whole = synth("gpt2", format="safetensors", scale=TINY, directory=tmp_path, shard_bytes=100_000)
+    bare = without_weights(whole)
+    assert (bare / "model.safetensors.index.json").exists()
+    assert shardload.plan(bare).parameters == shardload.plan(whole).parameters
+    shutil.copy(next(whole.glob("*00001-of*")), bare)
+    with pytest.raises(SourceNotFoundError, match=r"shards, but \d+ are missing"):
+        shardload.plan(bare)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "defaults"),
+    [
+        ("gemma", {"tie_word_embeddings": True, "head_dim": 256}),
+        ("gemma2", {"tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 4}),
+        ("llama", {"tie_word_embeddings": False, "num_key_value_heads": 4, "head_dim": None}),
+        ("qwen3", {"tie_word_embeddings": False, "head_dim": 128}),
+        ("gpt2", {"n_inner": 128}),
+        ("bert", {"type_vocab_size": 2}),
+    ],
+)
+def test_omitted_fields_have_the_defaults_of_transformers(model_type, defaults, tmp_path):
+    config = small_folders.config_of(model_type, architectures=[""], **dict.fromkeys(defaults, ...))
+    expected = shardload.plan(config_folder(tmp_path / "explicit", config | defaults))
+    found = shardload.plan(config_folder(tmp_path / "omitted", config))
+    assert found.parameters == expected.parameters
+    assert found.missing == found.unused == found.mismatched == ()
+
+
+def test_biases_that_the_model_cannot_use_are_listed(tmp_path):
+    config = small_folders.config_of("llama", architectures=["LlamaForCausalLM"], attention_bias=True, mlp_bias=True)
+    unused = shardload.plan(config_folder(tmp_path / "llama", config)).unused
+    assert {name.split(".", 3)[3] for name in unused} == {
+        *(f"self_attn.{letter}_proj.bias" for letter in "qkvo"),
+        *(f"mlp.{part}_proj.bias" for part in ("gate", "up", "down")),
+    }
+
+
+def test_a_model_type_whose_tensors_are_not_known_says_which_are(tmp_path):
+    folder = config_folder(tmp_path / "mixtral", {"model_type": "mixtral"})
+    with pytest.raises(
+        UnsupportedError,
+        match=r"Cannot plan .*mixtral, which has no weights: .* model_type 'mixtral' .* only those of bert, gemma, "
+        r"gemma2, gemma3_text, gpt2, llama, mistral, qwen2, qwen3\. Download its weights into it",
+    ):
+        shardload.plan(folder)
+
+
+def test_a_configuration_of_nothing_known_is_refused_as_with_weights(tmp_path):
+    folder = config_folder(tmp_path / "x", {"name": "x"})
+    with pytest.raises(SourceError, match=r"should describe a model by 'registered_name' .* or 'model_type'"):
+        shardload.plan(folder / "config.json")
+
+
+HUGE = {"hidden_size": 1 << 20, "intermediate_size": 1 << 24, "head_dim": 1 << 18}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000: expected a whole number from 1 to 1000"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers=-1: expected"),
+        ({"hidden_size": 10**30}, "expected a whole number from 1 to 16777216"),
+        ({"hidden_size": "32"}, "hidden_size='32': expected"),
+        ({"vocab_size": None}, "vocab_size=None: expected"),
+        ({"vocab_size": 2.5}, "vocab_size=2.5: expected"),
+        ({"head_dim": [8]}, r"head_dim=\[8\]: expected"),
+        ({"intermediate_size": True}, "intermediate_size=True: expected"),
+        (HUGE, "describes 408 TiB of weights, expected at most 16 TiB"),
+        ({"architectures": 5}, "Cannot build the model of .*hostile"),
+        ({"add_cross_attention": True}, "expected a model without cross-attention"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "sets gptq quantisation"),
+        ({"model_type": ["llama"]}, "should describe a model|names? the architecture"),
+    ],
+    ids=str,
+)
+def test_a_hostile_configuration_is_refused(changes, said, tmp_path):
+    folder = config_folder(tmp_path / "hostile", small_folders.config_of("llama") | changes)
+    with pytest.raises(ShardloadError, match=said):
+        shardload.plan(folder)
+
+
+def test_a_preset_of_more_layers_than_any_model_is_refused(tmp_path):
+    bare = without_weights(synth("gpt2", scale=TINY, directory=tmp_path))
+    config = json.loads((bare / "config.json").read_text())
+    config["config"]["num_layers"] = 10**9
+    (bare / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SourceError, match=r"sets num_layers=1000000000, but expected at most 1000"):
+        shardload.plan(bare)
+
+
+def test_a_format_that_needs_other_files_is_refused(tiny):
+    assert shardload.plan(tiny, format="hf-safetensors").source == "tiny"
+    with pytest.raises(SourceError, match=r"Cannot plan tiny as gguf: it has no weights.* Leave out format"):
+        shardload.plan(tiny, format="gguf")
+
+
+@pytest.fixture(params=["name", "hugging-face", "preset"])
+def weightless(request, tmp_path, monkeypatch):
+    """A source that can be planned only."""
+    monkeypatch.setattr(hubs, "reachable", lambda url: False)
+    if request.param == "name":
+        return "gemma2_27b"
+    format = "preset" if request.param == "preset" else "safetensors"
+    return str(without_weights(synth("gpt2", format=format, scale=TINY, directory=tmp_path)))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        shardload.load,
+        shardload.inspect,
+        lambda source: shardload.convert(source, "out", to="orbax"),
+        lambda source: shardload.load_weights(small_model(), source),
+    ],
+    ids=["load", "inspect", "convert", "load_weights"],
+)
+def test_only_a_plan_needs_no_weights(call, weightless, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert shardload.plan(weightless).parameters
+    with pytest.raises(SourceNotFoundError, match=r"Cannot find 'gemma2_27b'|contains neither|without weights"):
+        call(weightless)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_without_weights_is_no_readable_checkpoint(tmp_path):
+    bare = without_weights(synth("gpt2", format="safetensors", scale=TINY, directory=tmp_path))
+    (verdict,) = verify(bare)
+    assert verdict.verdict == "damaged" and "contains neither model.safetensors nor" in verdict.problems[0]
+
+
+def small_model():
+    import keras
+
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)])
+
+
+HANDLE = "kaggle://keras/some/keras/some_model_en/2"
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A hub with one preset, and the names of the files that were downloaded from it."""
+    source = synth("gpt2", scale=TINY, directory=tmp_path / "remote")
+    (source / "metadata.json").unlink()
+    cache = tmp_path / "kaggle" / "models" / HANDLE.removeprefix("kaggle://")
+    asked = []
+
+    def download(name, path=None):
+        asked.append(path)
+        if path is None:
+            shutil.copytree(source, cache, dirs_exist_ok=True)
+            return str(cache)
+        if not (source / path).exists():
+            raise OSError(f"404 Client Error. Resource not found at URL: {name}/{path}")
+        cache.mkdir(parents=True, exist_ok=True)
+        return str(shutil.copy(source / path, cache))
+
+    monkeypatch.setattr(kerashub, "preset_handles", lambda: {"some_model_en": HANDLE})
+    monkeypatch.setattr(hubs, "reachable", lambda url: True)
+    monkeypatch.setattr("kagglehub.model_download", download)
+    return source, cache, asked
+
+
+@pytest.mark.parametrize("name", ["some_model_en", "some_model", HANDLE])
+def test_of_a_preset_only_the_configuration_is_downloaded(name, hub):
+    source, cache, asked = hub
+    planned = shardload.plan(name, mesh="4x8")
+    assert asked == ["task.json", "metadata.json", "config.json"]
+    assert planned.notes[-1] == f"planned from its configuration: no weights are in {cache}"
+    asked.clear()
+    again = shardload.plan(name, mesh="4x8")
+    assert (asked, facts(again)) == ([], facts(planned))
+    expected = facts(shardload.plan(source, mesh="4x8"))
+    assert facts(planned) == {**expected, "source": str(cache)}
+
+
+def test_a_load_then_downloads_the_weights(hub):
+    _, cache, asked = hub
+    shardload.plan("some_model")
+    shardload.load("some_model", mesh="1x2")
+    assert asked[-1] is None
+    assert open_manifest(cache).files
+    assert "no weights" not in str(shardload.plan("some_model").notes)
+
+
+def test_a_configuration_that_cannot_be_downloaded_is_the_hubs_error(hub, monkeypatch):
+    monkeypatch.setattr(hubs, "reachable", lambda url: False)
+    with pytest.raises(SourceNotFoundError, match="cannot be reached"):
+        shardload.plan("some_model")
