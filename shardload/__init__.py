@@ -25,6 +25,7 @@ from shardload.errors import ShardloadError
 
 if TYPE_CHECKING:
     from shardload import callbacks, data
+    from shardload.callbacks.checkpointer import Checkpointer, save
     from shardload.converting import ConvertReport, convert
     from shardload.keras_bridge.abstraction import abstract, initialise
     from shardload.loading import inspect, load, load_weights, plan, report
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "Checkpointer",
     "ConvertReport",
     "LoadReport",
     "PlanReport",
@@ -57,10 +59,12 @@ __all__ = [
     "plan",
     "report",
     "restore",
+    "save",
     "tokenizer",
 ]
 
 _HOMES = {
+    "Checkpointer": "callbacks.checkpointer",
     "ConvertReport": "converting",
     "LoadReport": "reports",
     "PlanReport": "reports",
@@ -76,6 +80,7 @@ _HOMES = {
     "plan": "loading",
     "report": "loading",
     "restore": "restoring",
+    "save": "callbacks.checkpointer",
     "tokenizer": "text.sources",
 }
 

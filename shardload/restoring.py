@@ -18,6 +18,7 @@ from typing import Any, Literal
 from numpy.typing import NDArray
 
 from shardload.errors import DamagedError, SourceError
+from shardload.keras_bridge.model_state import with_optimizer
 from shardload.loaders.orbax import open_orbax
 from shardload.manifest import Manifest
 from shardload.mapping import Items, map_state
@@ -48,6 +49,7 @@ def restore(
     axes: str | None = None,
     layout: LayoutLike | None = None,
     devices: Sequence[Any] | None = None,
+    optimizer: Any = None,
     rename: Mapping[str, str] | None = None,
     names: Mapping[str, str] | None = None,
     strict: bool = True,
@@ -69,6 +71,8 @@ def restore(
         axes: As for `load_weights`.
         layout: As for `load_weights`.
         devices: As for `load_weights`.
+        optimizer: An optimizer of a training loop of your own, for a model that is not compiled: its state is restored
+            too, and laid out along the weights.
         rename: Stored structural key prefix → the model's, for layers that moved: ``{"layers/dense": "layers/head"}``.
         names: Tensor name → variable path, for steps not saved by shardload.
         strict: Raise if the step lacks a requested item or contains more than the model; otherwise report it.
@@ -141,7 +145,8 @@ def _restore(
         checker = Checker.of_step(ready.location) if ready.ours else None  # before the headers, which it verifies
         return OpenedSource(_opened(ready), checker, (*skipped, _title(ready, best=best)))
 
-    report = pipeline.load(request, call, opener=opener).report
+    with with_optimizer(request.model, request.optimizer):
+        report = pipeline.load(request, call, opener=opener).report
     if request.items == "all" and info.url is None:  # runs continue in their own local folder
         _restored[request.model] = info
     return report

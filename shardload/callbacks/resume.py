@@ -301,6 +301,18 @@ def _warn(message: str) -> None:
     warnings.warn(message, stacklevel=7)
 
 
+def restore_iterator(source: Any, info: StepInfo) -> None:
+    """Set the position of a data source to the one that a step stores; warn if it stores none for this process.
+
+    Raises:
+        UsageError: If the source has no ``set_state``.
+        DamagedError: If the stored position is damaged.
+    """
+    records = data_records(info)
+    if not _give_back(source, records, info) and not any("state" in one for one in records):
+        _warn(f"Step {info.step} stores no position of a data iterator, so this one stays where it is.")
+
+
 def _set_state(source: Any, state: Any) -> None:
     if hasattr(source, "set_state"):
         source.set_state(state)

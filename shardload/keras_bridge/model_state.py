@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -10,9 +11,12 @@ from typing import Any
 import keras
 from keras.src.backend.jax.core import JaxVariable
 
+from shardload.errors import UsageError
 from shardload.keras_bridge.keras_types import Model, Variable
 from shardload.keras_bridge.saving import saved_objects
 from shardload.keras_bridge.variables import has_value, numbered, unique
+
+_MISSING = object()
 
 
 def variables_of(model: Model) -> list[Variable]:
@@ -53,6 +57,32 @@ def state_of(model: Model) -> list[Variable]:
         for optimizer in _attribute_optimizers(model):
             found.extend(optimizer.variables)
     return unique(found)
+
+
+@contextmanager
+def with_optimizer(model: Model, optimizer: Any) -> Iterator[None]:
+    """Give a model an optimizer inside the block, as if it was compiled with it; ``None`` changes nothing.
+
+    Raises:
+        UsageError: If the model is compiled with another one.
+    """
+    own = getattr(model, "optimizer", None)
+    if optimizer is None or optimizer is own:
+        yield
+        return
+    if own is not None:
+        raise UsageError(
+            f"Cannot use optimizer={optimizer.name!r}: the model {model.name!r} is compiled with {own.name!r}. Leave "
+            "out optimizer=, or use a model that is not compiled"
+        )
+    before = model.__dict__.pop("optimizer", _MISSING)
+    model.__dict__["optimizer"] = optimizer  # not setattr: Keras would track it
+    try:
+        yield
+    finally:
+        model.__dict__.pop("optimizer", None)
+        if before is not _MISSING:
+            model.__dict__["optimizer"] = before
 
 
 def other_optimizers(model: Model) -> list[tuple[str, Any]]:

@@ -55,6 +55,7 @@ class LoadRequest:
     progress: Progress | None = None
     step: int | str = "latest"
     items: Items = "all"
+    optimizer: Any = None
     rename: Mapping[str, str] | None = None
     fallback: str | None = None
 

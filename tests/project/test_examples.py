@@ -66,6 +66,15 @@ def test_restore_on_new_mesh(tmp_path):
 
 
 @pytest.mark.slow
+def test_own_loop(tmp_path):
+    parts = [run("own_loop.py", "run", mesh, last, cwd=tmp_path) for mesh, last in (("1x8", "2"), ("2x4", "4"))]
+    whole = run("own_loop.py", "whole", "1x8", "4", cwd=tmp_path)
+    losses = [[line.partition(",")[0] for line in said.splitlines()] for said in ("".join(parts), whole)]
+    assert losses[0] == losses[1] and len(losses[0]) == 4
+    assert parts[1].count("Mesh('batch': 2, 'model': 4") == 2
+
+
+@pytest.mark.slow
 def test_plan_and_lay_out(tmp_path):
     said = run("plan_and_lay_out.py", cwd=tmp_path)
     assert "Smallest mesh that fits: 1x4" in said

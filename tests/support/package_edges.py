@@ -63,6 +63,7 @@ EDGES = {
     "loading": {"manifest", "pipeline", "progress", "reports", "resolve", "text", "typing"},
     "restoring": {
         "errors",
+        "keras_bridge",
         "loaders",
         "manifest",
         "mapping",
@@ -87,6 +88,7 @@ EDGES = {
         "restoring",
         "steps",
         "stores",
+        "typing",
     },
     "console": {
         "comparing",

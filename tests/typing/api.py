@@ -28,6 +28,14 @@ plan.to_json()
 restored: shardload.LoadReport = shardload.restore(model, Path("run"), step="best", mesh="2x4", fallback="previous")
 shardload.restore(model, "run", step="newest")  # type: ignore[arg-type]
 
+with shardload.Checkpointer("run", max_to_keep=3, keep_best=1) as checkpointer:
+    last = checkpointer.restore(model, optimizer=keras.optimizers.Adam(), mesh={"data": 2, "model": 4})
+    number: int = last.step if last is not None else 0
+    checkpointer.save(number + 1, model, metrics={"loss": 0.5}, metadata={"note": "mine"})
+folder: Path = shardload.save(model, Path("run"), step=1, compression="zstd")
+shardload.save(model, "run")  # type: ignore[call-arg]
+shardload.load("gemma3_270m", layout={"dense/kernel": (None, "model")}, mesh={"data": 2.5})  # type: ignore[dict-item]
+
 converted: shardload.ConvertReport = shardload.convert("gemma2_9b", "gemma2-hf", to="safetensors", dtype="float32")
 shardload.convert("gemma2_9b", "gemma2.onnx", to="onnx")  # type: ignore[arg-type]
 

@@ -1,0 +1,312 @@
+"""`Checkpointer`: save and restore steps in a training loop of your own, like `OrbaxCheckpoint` in ``fit``.
+
+checkpointer = shardload.Checkpointer("runs/7", max_to_keep=3)
+last = checkpointer.restore(model, optimizer=optimizer, iterator=iterator)     # None: nothing was saved yet
+for step in range(last.step + 1 if last else 1, 1001):
+...
+if step % 100 == 0:
+checkpointer.save(step, model, optimizer=optimizer, iterator=iterator, metrics={"loss": loss})
+checkpointer.wait()
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from shardload import restoring
+from shardload.callbacks import step_records
+from shardload.callbacks.best import Best
+from shardload.callbacks.contents import Contents
+from shardload.callbacks.monitor import Monitor, plain_logs
+from shardload.callbacks.resume import joined, restore_iterator
+from shardload.callbacks.retention import Retention, remover
+from shardload.callbacks.writer import SaveJob, Writer, finish_others
+from shardload.keras_bridge.model_state import with_optimizer
+from shardload.pipeline import arguments
+from shardload.steps import orbax_writer
+from shardload.steps.alternatives import Which
+from shardload.steps.listing import StepInfo, list_steps
+from shardload.steps.publish import Root, remove_stale
+from shardload.steps.record import StepRecord
+from shardload.typing import LayoutLike, MeshLike, PathLike
+
+_log = logging.getLogger("shardload")
+
+
+class Checkpointer:
+    """Save steps to a folder in the background, and restore them: for training loops without ``fit``.
+
+    The steps are those of `shardload.callbacks.OrbaxCheckpoint`, which describes the arguments with the same names:
+    either may continue what the other has saved. Also a context manager, which waits for the last save.
+
+    Args:
+        directory: The folder of the steps, created if missing.
+        max_to_keep: The number of latest steps to keep; ``None`` keeps all.
+        monitor: The metric that ranks steps, among the ``metrics`` of `save`.
+        mode: ``min``, ``max``, or ``auto``: the direction of the model's metric of that name.
+        keep_best: The number of best steps to keep as well.
+        keep_every_steps: Also keep the first step at or after each multiple of this number.
+        keep_every_hours: Also keep one step per this many hours.
+        save_on_background: Whether training continues while a step is written. Saves do not overlap.
+        compression: ``"zstd"`` makes smaller files that take longer to write and read.
+        async_timeout_s: The time limit of a save in seconds.
+
+    Raises:
+        UsageError: If an argument is invalid.
+        SaveError: If the folder cannot be created or is not writable.
+    """
+
+    def __init__(
+        self,
+        directory: PathLike,
+        *,
+        max_to_keep: int | None = None,
+        monitor: str = "loss",
+        mode: str = "auto",
+        keep_best: int | None = None,
+        keep_every_steps: int | None = None,
+        keep_every_hours: float | None = None,
+        save_on_background: bool = True,
+        compression: Literal["none", "zstd"] = "none",
+        async_timeout_s: float | None = None,
+    ) -> None:
+        step_records.check_directory(directory)
+        step_records.check_choices(compression=compression, best_of="folder")
+        self._retention = Retention(max_to_keep, keep_best, keep_every_steps, keep_every_hours)
+        self._monitor = Monitor(monitor, mode=mode)
+        self._best = Best(self._monitor, of="folder", rule="keep_best" if keep_best else None)
+        self._background, self._compression, self._timeout_s = save_on_background, compression, async_timeout_s
+        self._root = Root(directory, create=True)
+        self._writer = Writer(self._root)
+        self._contents = Contents(weights_only=False, warn=warnings.warn)
+        self._has_begun = False
+
+    @property
+    def directory(self) -> Path:
+        """The folder of the steps, as an absolute path."""
+        return self._root.path
+
+    def save(
+        self,
+        step: int,
+        model: Any,
+        *,
+        optimizer: Any = None,
+        metrics: Mapping[str, Any] | None = None,
+        epoch: int | None = None,
+        metadata: Any = None,
+        iterator: Any = None,
+        checkpointables: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Save the values that the variables have now; training may continue at once.
+
+        A loop that keeps values outside the variables, as with ``stateless_call``, assigns them first.
+
+        Args:
+            step: The number of the step, larger than those in the folder.
+            model: A built Keras model.
+            optimizer: The optimizer of the loop, if the model is not compiled with it.
+            metrics: Scalars by name, which rank the step and are listed with it.
+            epoch: The epoch that this step completes, counted from 0; ``fit`` continues after it.
+            metadata: A JSON value.
+            iterator: The data source whose position is stored: an object with ``get_state``, a function, or JSON.
+            checkpointables: Further named items (pytrees, or objects with an Orbax handler) stored in the same step.
+
+        Raises:
+            UsageError: If an argument is invalid.
+            StepExistsError: If the step exists already.
+            SaveError: If the last save failed, or this one failed to start; without ``save_on_background``, if it
+                failed.
+        """
+        arguments.check_model(model)
+        self._writer.wait()
+        if not self._has_begun:
+            self._begin(model)
+        with with_optimizer(model, optimizer):
+            job = self._job(
+                step,
+                model,
+                logs=plain_logs(metrics),
+                epoch=epoch,
+                metadata=step_records.checked_metadata(metadata),
+                iterator=iterator,
+                checkpointables=checkpointables,
+            )
+            self._writer.start(job)
+        if not self._background:
+            self._writer.wait()
+
+    def _begin(self, model: Any) -> None:
+        finish_others(self._root, but=self._writer)
+        self._writer.witness.begin()
+        orbax_writer.prepare()
+        step_records.prepare_serialising()
+        self._writer.channel.first(self._clear_up)
+        for line in self._best.begin(model, self.steps(), self.directory, None, channel=self._writer.channel):
+            _log.info("%s", line)
+        self._has_begun = True
+
+    def _clear_up(self) -> None:
+        self._root.check()
+        remove_stale(self.directory)
+
+    def _job(
+        self,
+        step: int,
+        model: Any,
+        *,
+        logs: dict[str, float],
+        epoch: int | None,
+        metadata: Any,
+        iterator: Any,
+        checkpointables: Mapping[str, Any] | None,
+    ) -> SaveJob:
+        state = self._contents.state_of(model)
+        if self._retention.best and self._monitor.name not in logs:
+            warnings.warn(
+                f"Step {step} cannot be ranked by {self._monitor.name!r}: metrics has {sorted(logs)}", stacklevel=3
+            )
+        if self._best.comparison.mode is not None:
+            self._monitor.note(self._monitor.value_in(logs), model)
+        record = StepRecord(
+            step=step,
+            epoch=epoch,
+            epoch_done=epoch is not None,
+            logs=logs,
+            keep_best=self._retention.best,
+            metadata=metadata,
+            versions=step_records.versions(),
+            saved_unix_s=time.time(),
+            **self._best.record(),
+            **step_records.placement(state),
+        )
+        records = {"step.json": record.to_json(), "structure.json": state.to_json()}
+        position = {} if iterator is None else step_records.iterator_record(iterator)
+        if found := joined(self._writer.channel.together(lambda: position)):
+            records["iterator.json"] = found
+        return SaveJob(
+            step=step,
+            items=self._contents.items(state, checkpointables),
+            records=records,
+            compression=self._compression,
+            timeout_s=self._timeout_s,
+            after=(remover(self._retention, self.directory, by=self._best.comparison),),
+        )
+
+    def wait(self) -> None:
+        """Return when no save is running.
+
+        Raises:
+            SaveError: If the last save failed.
+        """
+        self._writer.settle()
+
+    def restore(
+        self,
+        model: Any,
+        *,
+        step: Which = "latest",
+        optimizer: Any = None,
+        iterator: Any = None,
+        mesh: MeshLike | None = None,
+        layout: LayoutLike | None = None,
+        devices: Sequence[Any] | None = None,
+        fallback: Literal["previous"] | None = None,
+    ) -> StepInfo | None:
+        """Restore a step: model, optimizer and the position of the data; see `shardload.restore`.
+
+        Args:
+            model: A built Keras model.
+            step: The step's number, ``"latest"`` or ``"best"``.
+            optimizer: The optimizer of the loop, if the model is not compiled with it.
+            iterator: The data source to set to the stored position: an object with ``set_state``.
+            mesh: As for `shardload.restore`.
+            layout: As for `shardload.restore`.
+            devices: As for `shardload.restore`.
+            fallback: As for `shardload.restore`.
+
+        Returns:
+            The step, with its ``step`` (number), ``metrics`` and ``recorded.metadata``; ``None`` if the latest one is
+            requested and there is none. `shardload.report` has the report.
+
+        Raises:
+            ShardloadError: As `shardload.restore`.
+        """
+        self.wait()
+        if step == "latest" and self.latest() is None:
+            return None
+        options: dict[str, Any] = {"mesh": mesh, "layout": layout, "devices": devices, "fallback": fallback}
+        restoring.restore(model, self.directory, step=step, optimizer=optimizer, **options)
+        info = restoring.take_restored(model)
+        assert info is not None
+        if iterator is not None:
+            restore_iterator(iterator, info)
+        return info
+
+    def steps(self) -> list[StepInfo]:
+        """Return the steps in the folder, in ascending order."""
+        return list_steps(self.directory)
+
+    def latest(self) -> StepInfo | None:
+        """Return the newest step, ``None`` without one."""
+        return next(reversed(self.steps()), None)
+
+    def best(self) -> StepInfo | None:
+        """Return the best step by the metric that ranks steps, ``None`` without one."""
+        return next((info for info in self.steps() if info.best), None)
+
+    def __enter__(self) -> Checkpointer:
+        """Return itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Wait for the last save; raise its failure."""
+        self.wait()
+
+
+def save(
+    model: Any,
+    directory: PathLike,
+    *,
+    step: int,
+    optimizer: Any = None,
+    metrics: Mapping[str, Any] | None = None,
+    epoch: int | None = None,
+    metadata: Any = None,
+    iterator: Any = None,
+    compression: Literal["none", "zstd"] = "none",
+) -> Path:
+    """Save one step and wait for it; `shardload.restore` and ``fit`` with `OrbaxCheckpoint` continue from it.
+
+    Args:
+        model: A built Keras model.
+        directory: The folder of the steps, created if missing; steps that are there stay.
+        step: As for `Checkpointer.save`, like the arguments below.
+        optimizer: As for `Checkpointer.save`.
+        metrics: As for `Checkpointer.save`.
+        epoch: As for `Checkpointer.save`.
+        metadata: As for `Checkpointer.save`.
+        iterator: As for `Checkpointer.save`.
+        compression: ``"zstd"`` makes smaller files that take longer to write and read.
+
+    Returns:
+        The folder of the step.
+
+    Raises:
+        UsageError: If an argument is invalid.
+        StepExistsError: If the step exists already.
+        SaveError: If the step could not be saved; earlier steps are untouched.
+    """
+    with Checkpointer(directory, compression=compression) as checkpointer:
+        checkpointer.save(
+            step, model, optimizer=optimizer, metrics=metrics, epoch=epoch, metadata=metadata, iterator=iterator
+        )
+    return checkpointer.directory / str(step)
+
+
+__all__ = ["Checkpointer", "save"]

@@ -1,0 +1,191 @@
+"""Steps of training loops without `fit`: an optimizer outside `compile`, another mesh, and `fit` that takes over."""
+
+import json
+import subprocess
+import sys
+
+import grain
+import jax
+import keras
+import numpy as np
+import pytest
+
+import shardload
+from shardload.callbacks import OrbaxCheckpoint
+from shardload.errors import SaveError, SourceNotFoundError, StepExistsError, UsageError
+from shardload.keras_bridge.variables import current_value
+
+X, Y = np.random.default_rng(0).random((64, 16), "float32"), np.random.default_rng(1).random((64, 8), "float32")
+
+
+def build():
+    return keras.Sequential([keras.Input((16,)), keras.layers.Dense(512, "relu"), keras.layers.Dense(8)])
+
+
+def adam():
+    return keras.optimizers.Adam(0.01)
+
+
+def train(model, optimizer, batches):
+    """A loop in JAX: no `compile`, no `fit`."""
+    weights, fixed, slots = (
+        [v.value for v in found]
+        for found in (model.trainable_variables, model.non_trainable_variables, optimizer.variables)
+    )
+
+    def loss(weights, x, y):
+        return ((model.stateless_call(weights, fixed, x)[0] - y) ** 2).mean()
+
+    for x, y in batches:
+        value, gradients = jax.value_and_grad(loss)(weights, x, y)
+        weights, slots = optimizer.stateless_apply(slots, gradients, weights)
+    for variable, new in zip([*model.trainable_variables, *optimizer.variables], [*weights, *slots], strict=True):
+        variable.assign(new)
+    return float(value)
+
+
+@pytest.fixture
+def trained():
+    keras.utils.set_random_seed(1)
+    model, optimizer = build(), adam()
+    optimizer.build(model.trainable_variables)
+    train(model, optimizer, [(X, Y)] * 3)
+    return model, optimizer
+
+
+def content(model, optimizer):
+    return [np.asarray(current_value(v)) for v in (*model.variables, *optimizer.variables)]
+
+
+def assert_equal(one, other):
+    assert len(content(*one)) == len(content(*other))
+    for a, b in zip(content(*one), content(*other), strict=True):
+        assert a.dtype == b.dtype and a.tobytes() == b.tobytes()
+
+
+@pytest.mark.parametrize("mesh", [None, "1x8", "2x4"])
+def test_a_loop_continues_as_if_it_had_not_stopped(tmp_path, trained, mesh):
+    folder = shardload.save(trained[0], tmp_path, step=3, optimizer=trained[1], metrics={"loss": 0.5}, metadata=[1])
+    assert folder == tmp_path / "3"
+    model, optimizer = build(), adam()  # without slots yet
+    info = shardload.Checkpointer(tmp_path).restore(model, optimizer=optimizer, mesh=mesh)
+    assert (info.step, info.metrics, info.recorded.metadata) == (3, {"loss": 0.5}, [1])
+    assert_equal((model, optimizer), trained)
+    assert int(optimizer.iterations) == 3
+    if mesh:
+        kernel = model.trainable_variables[0]
+        moments = [v for v in optimizer.variables if v.shape == kernel.shape]
+        assert len(moments) == 2 and all(v.value.sharding == kernel.value.sharding for v in moments)
+        assert not kernel.value.sharding.is_fully_replicated
+        assert shardload.report(model).mesh == ("batch=1,model=8" if mesh == "1x8" else "batch=2,model=4")
+    on, whole = train(model, optimizer, [(X, Y)] * 2), train(*trained, [(X, Y)] * 2)
+    assert on == pytest.approx(whole, rel=1e-5)
+    assert getattr(model, "optimizer", None) is None
+
+
+def test_the_variables_may_change_while_a_step_is_written(tmp_path, trained):
+    before = content(*trained)
+    with shardload.Checkpointer(tmp_path, max_to_keep=2) as checkpointer:
+        for step in (3, 4, 5):
+            checkpointer.save(step, trained[0], optimizer=trained[1])
+            if step == 3:
+                assert checkpointer.restore(trained[0], optimizer=trained[1]).step == 3
+            train(*trained, [(X, Y)])
+    assert [info.step for info in checkpointer.steps()] == [4, 5]
+    assert all(a.tobytes() != b.tobytes() for a, b in zip(before[:2], content(*trained)[:2], strict=True))
+    model, optimizer = build(), adam()
+    checkpointer.restore(model, optimizer=optimizer, step=4)
+    assert int(optimizer.iterations) == 4
+
+
+def test_the_best_and_the_latest_are_kept_and_found(tmp_path, trained):
+    checkpointer = shardload.Checkpointer(tmp_path, max_to_keep=1, keep_best=1, monitor="accuracy", mode="max")
+    assert checkpointer.restore(trained[0]) is checkpointer.latest() is checkpointer.best() is None
+    for step, accuracy in enumerate([0.1, 0.9, 0.5, 0.4]):
+        checkpointer.save(step, trained[0], metrics={"accuracy": np.float32(accuracy)})
+    with pytest.warns(UserWarning, match="Step 4 cannot be ranked by 'accuracy': metrics has \\['loss'\\]"):
+        checkpointer.save(4, trained[0], metrics={"loss": 1})
+    checkpointer.wait()
+    assert [info.step for info in checkpointer.steps()] == [1, 4]
+    assert (checkpointer.best().step, checkpointer.latest().step) == (1, 4)
+    assert checkpointer.restore(build(), step="best").step == 1
+
+
+def test_an_iterator_continues_where_it_stood(tmp_path, trained):
+    data = grain.MapDataset.range(100).to_iter_dataset()
+    iterator, again = iter(data), iter(data)
+    read = [next(iterator) for _ in range(7)]
+    shardload.save(trained[0], tmp_path, step=7, iterator=iterator)
+    shardload.Checkpointer(tmp_path).restore(build(), iterator=again)
+    assert next(again) == len(read) == 7
+    shardload.save(trained[0], tmp_path, step=8)
+    with pytest.warns(UserWarning, match="Step 8 stores no position of a data iterator"):
+        shardload.Checkpointer(tmp_path).restore(build(), iterator=again)
+
+
+def test_fit_continues_after_a_loop_and_a_loop_after_fit(tmp_path, trained):
+    shardload.save(trained[0], tmp_path, step=3, optimizer=trained[1], epoch=1)
+    model = build()
+    model.compile(adam(), "mse")
+    shown = []
+    log = keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: shown.append(epoch))
+    model.fit(X, Y, epochs=4, verbose=0, callbacks=[log, OrbaxCheckpoint(tmp_path, resume=True, max_to_keep=None)])
+    assert shown == [2, 3]
+    other, optimizer = build(), adam()
+    info = shardload.Checkpointer(tmp_path).restore(other, optimizer=optimizer)
+    assert (info.step, info.epoch) == (7, 3)
+    assert_equal((other, optimizer), (model, model.optimizer))
+
+
+def test_a_compiled_model_needs_no_optimizer(tmp_path):
+    model = build()
+    model.compile(adam(), "mse")
+    model.fit(X, Y, verbose=0)
+    shardload.save(model, tmp_path, step=2)
+    other = build()
+    other.compile(adam(), "mse")
+    shardload.Checkpointer(tmp_path).restore(other)
+    assert_equal((other, other.optimizer), (model, model.optimizer))
+    with pytest.raises(UsageError, match=r"the model 'sequential.*' is compiled with 'adam.*'. Leave out optimizer="):
+        shardload.restore(other, tmp_path, optimizer=adam())
+    shardload.restore(other, tmp_path, optimizer=other.optimizer)
+
+
+def test_what_cannot_be_saved_is_refused_and_leaves_nothing(tmp_path, trained):
+    checkpointer = shardload.Checkpointer(tmp_path)
+    checkpointer.save(1, trained[0])
+    with pytest.raises(StepExistsError):
+        checkpointer.save(1, trained[0])
+    for arguments, message in [
+        ({"metadata": object()}, "metadata must be JSON"),
+        ({"iterator": object()}, "The state of data_iterator must be bytes or JSON"),
+        ({"step": -1}, "expected a non-negative integer"),
+        ({"model": None}, "The first argument is the Keras model"),
+        ({"checkpointables": {"pytree": {}}}, "cannot be named 'pytree'"),
+    ]:
+        with pytest.raises(UsageError, match=message):
+            checkpointer.save(**{"step": 2, "model": trained[0]} | arguments)
+    checkpointer.wait()
+    assert [info.step for info in checkpointer.steps()] == [1]
+    assert list((tmp_path / ".staging").iterdir()) == []
+    with pytest.raises(SourceNotFoundError):
+        checkpointer.restore(trained[0], step=9)
+    with pytest.raises(UsageError, match="max_to_keep should be a positive integer"):
+        shardload.Checkpointer(tmp_path, max_to_keep=0)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SaveError):
+        shardload.Checkpointer(tmp_path / "file")
+
+
+@pytest.mark.slow
+def test_the_command_lists_and_verifies_the_steps(tmp_path, trained):
+    shardload.save(trained[0], tmp_path, step=3, optimizer=trained[1], metrics={"loss": 0.5})
+    for command in ("steps", "verify"):
+        done = subprocess.run(
+            [sys.executable, "-m", "shardload", command, tmp_path, "--json"], capture_output=True, text=True, check=True
+        )
+        assert json.loads(done.stdout)
+    done = subprocess.run(
+        [sys.executable, "-m", "shardload", "steps", tmp_path], capture_output=True, text=True, check=True
+    )
+    assert "None" not in done.stdout and "loss" in done.stdout
