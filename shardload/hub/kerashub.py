@@ -35,13 +35,7 @@ from shardload.errors import MissingExtraError, UnsupportedError
 from shardload.hub import fidelity, quantised
 from shardload.hub.arguments import for_converter
 from shardload.hub.build_errors import check_layer_count, describe_failure, not_compiled, refuse_code
-from shardload.hub.config_forms import (
-    GENERATORS,
-    architecture_of,
-    check_representable,
-    read_config,
-    ties_embeddings,
-)
+from shardload.hub.config_forms import GENERATORS, architecture_of, check_representable, read_config, ties_embeddings
 from shardload.hub.preset_path import preset_path
 from shardload.hub.sidecar import config_beside
 from shardload.keras_bridge.dtype_policies import with_dtype
@@ -184,6 +178,14 @@ def preset_handles() -> dict[str, str]:
     from keras_hub.src.utils.preset_utils import BUILTIN_PRESETS
 
     return {name: str(entry["kaggle_handle"]) for name, entry in BUILTIN_PRESETS.items()}
+
+
+def preset_parameters(preset: str) -> int:
+    """Return the number of parameters that KerasHub states for a built-in preset. Imports KerasHub."""
+    keras_hub()
+    from keras_hub.src.utils.preset_utils import BUILTIN_PRESETS
+
+    return int(BUILTIN_PRESETS[preset]["metadata"]["params"])
 
 
 def preprocessor(task_or_class: Any, manifest: Manifest, *, usable: bool = True) -> Any:

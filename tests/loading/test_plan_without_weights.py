@@ -134,6 +134,13 @@ def test_an_alias_says_what_is_planned():
     assert (found.parameters, len(found.devices), found.fits.fits) == (9_241_705_984, 32, True)
 
 
+def test_a_preset_that_is_another_model_than_the_architecture_is_noted():
+    assert shardload.plan("bert_base_en").notes[0] == (
+        "bert_base_en is another name: using bert_base; KerasHub's preset bert_base_en is another model with 108.3 M "
+        "parameters, the architecture has 109.5 M"
+    )
+
+
 def test_a_name_that_kerashub_has_too_is_not_looked_up_there():
     assert shardload.plan("gemma3_1b").source == "gemma3_1b"  # its converter asks KerasHub for more files
 
@@ -196,6 +203,13 @@ def test_a_model_type_whose_tensors_are_not_known_says_which_are(tmp_path):
         shardload.plan(folder)
 
 
+def test_weights_in_an_unsupported_format_are_not_overlooked(tmp_path):
+    folder = config_folder(tmp_path / "pickled", small_folders.config_of("llama"))
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x02")
+    with pytest.raises(UnsupportedError, match="contains only PyTorch pickles"):
+        shardload.plan(folder)
+
+
 def test_a_configuration_of_nothing_known_is_refused_as_with_weights(tmp_path):
     folder = config_folder(tmp_path / "x", {"name": "x"})
     with pytest.raises(SourceError, match=r"should describe a model by 'registered_name' .* or 'model_type'"):
@@ -208,14 +222,14 @@ HUGE = {"hidden_size": 1 << 20, "intermediate_size": 1 << 24, "head_dim": 1 << 1
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000: expected a whole number from 1 to 1000"),
-        ({"num_hidden_layers": -1}, "num_hidden_layers=-1: expected"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000, expected a whole number from 1 to 1000"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers=-1, expected"),
         ({"hidden_size": 10**30}, "expected a whole number from 1 to 16777216"),
-        ({"hidden_size": "32"}, "hidden_size='32': expected"),
-        ({"vocab_size": None}, "vocab_size=None: expected"),
-        ({"vocab_size": 2.5}, "vocab_size=2.5: expected"),
-        ({"head_dim": [8]}, r"head_dim=\[8\]: expected"),
-        ({"intermediate_size": True}, "intermediate_size=True: expected"),
+        ({"hidden_size": "32"}, "hidden_size='32', expected"),
+        ({"vocab_size": None}, "vocab_size=None, expected"),
+        ({"vocab_size": 2.5}, "vocab_size=2.5, expected"),
+        ({"head_dim": [8]}, r"head_dim=\[8\], expected"),
+        ({"intermediate_size": True}, "intermediate_size=True, expected"),
         (HUGE, "describes 408 TiB of weights, expected at most 16 TiB"),
         ({"architectures": 5}, "Cannot build the model of .*hostile"),
         ({"add_cross_attention": True}, "expected a model without cross-attention"),
