@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from shardload.converting import sidecar_files
+from shardload.converting import preprocessing, sidecar_files
 from shardload.converting.plans import Copy, Plan, whole
 from shardload.converting.sidecar_files import STATE, TRANSFORMERS
 from shardload.converting.source import Source, made_now
@@ -31,13 +29,11 @@ from shardload.hub import kerashub
 from shardload.keras_bridge.dtype_policies import with_dtype
 from shardload.keras_bridge.model_state import optimizer_variables_of, own_layers
 from shardload.keras_bridge.saving import saved_layout, serialised_model
-from shardload.loaders import spec_of
 from shardload.loaders.hub_preset import SHARDED_WEIGHTS, TASK_PREFIX, TASK_WEIGHTS, WEIGHTS
 from shardload.loaders.hub_preset import SPEC as PRESET
 from shardload.loaders.keras_h5 import SPEC as KERAS_H5
 from shardload.loaders.keras_sharded import SPEC as KERAS_SHARDED
 from shardload.mapping.state_keys import roles_of
-from shardload.stores.local import located
 from shardload.writers import TensorPlace, Wanted
 
 _log = logging.getLogger(__name__)
@@ -143,7 +139,7 @@ def preset(source: Source, dtypes: Mapping[int, Any], dtype: str | None, shard_b
         places = _backbone_files(folder, parts[0], shard_bytes)
         return places + tuple(place for part in parts[1:] for place in _file_in(folder, TASK_WEIGHTS, part))
 
-    notes = tuple(note for part in parts[1:] for note in _left_out(part.left))
+    notes = (*(note for part in parts[1:] for note in _left_out(part.left)), *source.preprocessing.notes)
     return Plan(PRESET.name, tuple(copy for part in parts for copy in part.copies), make, {}, notes)
 
 
@@ -174,77 +170,13 @@ def keras_family(source: Source, folder: Path, dtype: str | None) -> None:
     folder.mkdir(exist_ok=True)
     kept = {name: path for name, path in source.companions.keras.items() if name != STATE}
     if "config.json" not in kept:
-        _attach_preprocessor(source)
-        kerashub.save_description(source.model, folder, extra={})
-        if not _save_preprocessor(source.model, folder):
-            _save_tokenizer(source, folder)
+        preprocessing.write(source.model, source.preprocessing, folder)
     sidecar_files.copy(kept, folder)
     if dtype is not None:
         for name in ("config.json", "task.json"):
             if (path := folder / name).is_file():
                 found = json.loads(path.read_text(encoding="utf-8"))
                 path.write_text(json.dumps(with_dtype(found, dtype), indent=4), encoding="utf-8")
-
-
-def _attach_preprocessor(source: Source) -> None:
-    """Attach the preprocessor of a task's files if it was omitted without TensorFlow (Gemma 3's needs it).
-
-    KerasHub cannot generate from a preset without a preprocessor.
-    """
-    model = source.model
-    if getattr(type(model), "preprocessor_cls", None) is None or model.preprocessor is not None:
-        return
-    if spec_of(source.manifest).is_hugging_face:
-        with tempfile.TemporaryDirectory() as files:
-            sidecar_files.copy(source.companions.transformers, Path(files))
-            described = replace(source.manifest, location=located(files))
-            model.preprocessor = kerashub.preprocessor(type(model), described, usable=False)
-
-
-def _save_preprocessor(model: Any, folder: Path) -> bool:
-    """Write a task's tokenizer and other preprocessing files, as ``save_to_preset`` does.
-
-    ``task.json`` may name the preprocessor only if all its files exist: KerasHub would look for the vocabulary. A
-    model from a training step has a tokenizer without one.
-    """
-    description = folder / "task.json"
-    if getattr(model, "preprocessor", None) is None or not description.is_file():
-        return False
-    if _save_to_preset(model.preprocessor, folder):
-        return True
-    found = json.loads(description.read_text(encoding="utf-8"))
-    found["config"]["preprocessor"] = None
-    description.write_text(json.dumps(found, indent=4), encoding="utf-8")
-    return False
-
-
-def _save_tokenizer(source: Source, folder: Path) -> None:
-    """Write only the tokenizer, if KerasHub cannot make the preprocessor here."""
-    cls = getattr(getattr(type(source.model), "preprocessor_cls", None), "tokenizer_cls", None)
-    if cls is None or not spec_of(source.manifest).is_hugging_face:
-        return
-    with tempfile.TemporaryDirectory() as files:
-        sidecar_files.copy(source.companions.transformers, Path(files))
-        described = replace(source.manifest, location=located(files))
-        try:
-            tokenizer = kerashub.preset_tokenizer(described, cls)
-        except Exception as error:  # damaged or missing files may cause any error
-            _log.info("No tokenizer for %s: %s", source.manifest.source, error)
-            return
-        _save_to_preset(tokenizer, folder)
-
-
-def _save_to_preset(layer: Any, folder: Path) -> bool:
-    """Write all of a preprocessing layer's files, or none."""
-    # Apart, then copied, because an error half-way would leave some of the files.
-    with tempfile.TemporaryDirectory(dir=folder) as made:
-        try:
-            layer.save_to_preset(made)
-        except Exception as error:  # of any kind: NumPy's, SentencePiece's, KerasHub's
-            _log.info("%s is not saved: %s", type(layer).__name__, error)
-            return False
-        shutil.copytree(made, folder, dirs_exist_ok=True)
-    return True
 
 
 def model_config(model: Any) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from shardload.converting.computing import StoredValue, computed_by
+from shardload.converting.preprocessing import Preprocessing, preprocessing_of
 from shardload.converting.sidecar_files import KERAS, STATE, Companions, companions_of
 from shardload.errors import MismatchError, SourceError
 from shardload.hub import fidelity, kerashub, quantised
@@ -46,6 +47,8 @@ class Source:
     values: dict[int, StoredValue]
     """``id`` of the variable → its value; for every weight and seed of the model."""
     companions: Companions
+    preprocessing: Preprocessing
+    """KerasHub's preprocessor for the companions, for presets."""
     notes: tuple[str, ...]
 
     @property
@@ -96,7 +99,7 @@ def open_source(path: str, *, dtype: str | None = None, ignore_config: Sequence[
         *_computed(mapping),
         *_fresh(made),
     )
-    return Source(manifest, model, values, companions, notes)
+    return Source(manifest, model, values, companions, preprocessing_of(model, manifest, companions), notes)
 
 
 def _build(manifest: Manifest, companions: Companions, dtype: str | None, ignore_config: Sequence[str]) -> Any:

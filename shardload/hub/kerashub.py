@@ -189,10 +189,7 @@ def preset_parameters(preset: str) -> int:
 
 
 def preprocessor(task_or_class: Any, manifest: Manifest, *, usable: bool = True) -> Any:
-    """Return a task's preprocessor, if the checkpoint has its files and it runs in this environment; else ``None``.
-
-    If it is omitted, the log has the reason. Arguments are those of `make_preprocessor`.
-    """
+    """Like `make_preprocessor`, for a task or its class; where it fails, return ``None`` and log the reason."""
     cls = getattr(task_or_class, "preprocessor_cls", None)
     if not Path(preset_path(manifest)).is_dir() or cls is None:
         return None
@@ -229,6 +226,13 @@ def _as_with_tensorflow(cls: type) -> contextlib.AbstractContextManager[None]:
 def preset_tokenizer(manifest: Manifest, cls: Any = None) -> Any:
     """Return the tokenizer layer of a KerasHub preset, or of a Hugging Face folder as ``cls``, with its vocabulary."""
     return _preset_loader(manifest).load_tokenizer(cls)
+
+
+def classes_for(backbone_cls: type, base: Any) -> list[Any]:
+    """Return KerasHub's subclasses of ``base`` (a task, a tokenizer) for a backbone's class."""
+    from keras_hub.src.utils.preset_utils import list_subclasses
+
+    return [cls for cls in list_subclasses(base) if cls.backbone_cls is backbone_cls]
 
 
 def greedy_sampler() -> Any:
@@ -292,9 +296,7 @@ def _task_class(manifest: Manifest, convert: ModuleType, backbone_cls: type) -> 
         base = models.CausalLM
     else:
         return None
-    from keras_hub.src.utils.preset_utils import list_subclasses
-
-    found = [cls for cls in list_subclasses(base) if cls.backbone_cls is backbone_cls]
+    found = classes_for(backbone_cls, base)
     exact = architecture.replace("For", "", 1)  # an assistant shares its backbone's class with the model it assists
     return min(found, key=lambda cls: (cls.__name__ != exact, len(cls.__name__), cls.__name__), default=None)
 

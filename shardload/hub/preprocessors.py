@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from shardload.hub.kerashub import keras_hub
+from shardload.hub.kerashub import classes_for, keras_hub
 
 _ATTRIBUTE = "_preprocessor"
 
@@ -27,6 +27,25 @@ def defer_preprocessor(task: Any, make: Callable[[], Any]) -> None:
         setattr(cls, _ATTRIBUTE, deferred)
     deferred.makers[task] = make
     vars(task).pop(_ATTRIBUTE, None)
+
+
+def text_classes(model: Any) -> tuple[Any, Any]:
+    """Return KerasHub's classes of preprocessor and tokenizer for a task, or for the generating task of a backbone.
+
+    Either is ``None`` if KerasHub has none.
+    """
+    preprocessor = getattr(type(model), "preprocessor_cls", None)
+    backbone_cls = type(getattr(model, "backbone", model))
+    if preprocessor is None:
+        tasks = classes_for(backbone_cls, keras_hub().models.CausalLM)
+        preprocessor = _shortest([cls.preprocessor_cls for cls in tasks if cls.preprocessor_cls is not None])
+    tokenizer = getattr(preprocessor, "tokenizer_cls", None)
+    return preprocessor, tokenizer or _shortest(classes_for(backbone_cls, keras_hub().tokenizers.Tokenizer))
+
+
+def _shortest(classes: list[Any]) -> Any:
+    """Return the class with the shortest name: variants have longer ones."""
+    return min(classes, key=lambda cls: (len(cls.__name__), cls.__name__), default=None)
 
 
 def lacks_tensorflow(cls: type) -> bool:

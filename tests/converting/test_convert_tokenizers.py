@@ -86,18 +86,67 @@ def test_the_tokenizer_works_where_the_preprocessor_needs_tensorflow(via, folder
 
 GENERATES = """
 import sys, keras_hub
-model = keras_hub.models.Gemma3CausalLM.from_preset(sys.argv[1])
-model.preprocessor.generate_postprocess = lambda made: list(made["token_ids"].shape)  # random ids have no words
-print(*model.generate(["the quick"], max_length=12))
+for folder in sys.argv[1:]:
+    model = keras_hub.models.CausalLM.from_preset(folder)
+    model.preprocessor.generate_postprocess = lambda made: list(made["token_ids"].shape)  # random ids have no words
+    print(type(model.preprocessor).__name__, *model.generate(["the quick"], max_length=12))
 """
 
 
-def test_keras_hub_generates_from_a_preset_that_was_made_without_tensorflow(folders, tmp_path):
-    shardload.convert(folders["gemma3_1b"], tmp_path / "out", to="h5")
-    command = [sys.executable, "-c", GENERATES, str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def test_keras_hub_generates_from_presets_that_were_made_without_tensorflow(folders, tmp_path, monkeypatch):
+    """Of a Hugging Face folder, of a backbone's folder, and of a GGUF file."""
+    backbone = shutil.copytree(folders["gemma3_1b"], tmp_path / "backbone")
+    config = json.loads((backbone / "config.json").read_text())
+    (backbone / "config.json").write_text(json.dumps({**config, "architectures": ["Gemma3TextModel"]}))
+    file = gguf_with_tokenizer(tmp_path, monkeypatch, "gemma3_text", add_pieces, vocab_size=320)
+    made = [tmp_path / name for name in ("of-folder", "of-backbone", "of-file")]
+    for source, target in zip((folders["gemma3_1b"], backbone, file), made, strict=True):
+        shardload.convert(source, target, to="h5")
+    assert [(path / "task.json").exists() for path in made] == [True, False, True]
+    done = subprocess.run([sys.executable, "-c", GENERATES, *made], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["1", "12"]
+    assert done.stdout.splitlines() == ["Gemma3CausalLMPreprocessor 1 12"] * 3
+
+
+def test_a_backbone_brings_its_tokenizer(tmp_path):
+    source = synth("bert_base", scale=0.02, directory=tmp_path, format="safetensors")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "quick"]
+    (source / "vocab.txt").write_text("\n".join(words))
+    (source / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": True}))
+    shardload.convert(source, tmp_path / "out", to="h5")
+    found = keras_hub.tokenizers.Tokenizer.from_preset(str(tmp_path / "out"))
+    assert (type(found), found.get_vocabulary()) == (keras_hub.models.BertTokenizer, words)
+    assert found(["The quick"]) == [[5, 6]]
+
+
+@pytest.mark.parametrize("kind", ["BPE", "WordPiece"])
+def test_a_tokenizer_in_one_file_is_enough(kind, tmp_path):
+    """Newer versions of transformers write ``tokenizer.json`` only; KerasHub reads the files of older ones."""
+    name = {"BPE": "gpt2_base", "WordPiece": "bert_base"}[kind]
+    source = synth(name, scale=0.02, directory=tmp_path, format="safetensors")
+    described = byte_pairs()
+    if kind == "WordPiece":
+        described["model"] = {"type": kind, "vocab": {"the": 5, "quick": 6}}
+        special = enumerate(("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"))
+        described["added_tokens"] = [{"content": word, "id": number} for number, word in special]
+    (source / "tokenizer.json").write_text(json.dumps(described))
+    (source / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": True}))
+    report = shardload.convert(source, tmp_path / "out", to="h5")
+    assert not any("tokenizer" in note for note in report.notes)
+    found = keras_hub.tokenizers.Tokenizer.from_preset(str(tmp_path / "out"))
+    expected = tokenizer_of(shardload.inspect(source)).encode("the") if kind == "BPE" else [5]
+    assert [int(i) for i in found("the")] == expected
+    assert not (tmp_path / "out" / "transformers" / "vocab.txt").exists()
+
+
+def test_a_tokenizer_that_keras_hub_cannot_read_is_told(folders, tmp_path):
+    source = shutil.copytree(folders["llama3.2_1b"], tmp_path / "source")
+    (source / "tokenizer.json").write_text(json.dumps({**byte_pairs(), "model": {"type": "Unigram", "vocab": []}}))
+    report = shardload.convert(source, tmp_path / "out", to="h5")
+    [note] = [note for note in report.notes if "tokenizer" in note]
+    assert note.startswith("a preset has no tokenizer, only its files in transformers/: KerasHub cannot read it: ")
+    assert (tmp_path / "out" / "transformers" / "tokenizer.json").exists()
+    assert not (tmp_path / "out" / "tokenizer.json").exists()
 
 
 def test_a_model_whose_tokenizer_has_no_words_is_a_preset_without_it(folders, tmp_path):
