@@ -15,7 +15,7 @@ from shardload.pipeline import reporting
 from shardload.pipeline.load import Loaded
 from shardload.pipeline.load_distributed import joint_load
 from shardload.pipeline.request import LoadRequest
-from shardload.progress import Progress
+from shardload.progress import ProgressLike
 from shardload.resolve.opening import open_source
 from shardload.text.preprocessor import attach
 from shardload.text.sources import remember
@@ -44,7 +44,7 @@ def load(
     compile: bool = True,
     atomic: bool = False,
     format: str | None = None,
-    progress: Progress | None = None,
+    progress: ProgressLike = None,
     ignore_config: Sequence[str] = (),
 ) -> Any:
     """Build the model a checkpoint describes and load it straight into its layout.
@@ -78,7 +78,7 @@ def load(
         atomic: No effect here, as a new model is returned complete or not at all; see `load_weights`.
         format: Name of a format, to override a contradicting file ending, or to choose one of several in a
             folder.
-        progress: Called with the number of bytes read.
+        progress: ``True`` for a bar on stderr, or an object as `shardload.progress.Progress`.
         ignore_config: Fields of a Hugging Face ``config.json`` (or of a GGUF header, under the same names) that the
             model may differ from, such as ``("rope_scaling",)``. Otherwise a field that changes what the model
             computes, and that KerasHub's class cannot express, is refused. The report lists what was ignored.
@@ -139,7 +139,7 @@ def load_weights(
     devices: Sequence[Any] | None = None,
     atomic: bool = False,
     format: str | None = None,
-    progress: Progress | None = None,
+    progress: ProgressLike = None,
     ignore_config: Sequence[str] = (),
 ) -> LoadReport:
     """Load weights into an existing model, live or built inside `shardload.abstract`.

@@ -165,7 +165,7 @@ class Tensor:
                 return sum(e.n_bytes + len(e.kept) if isinstance(e, Packed) else raw for e in extents.values())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Manifest:
     """The parsed headers of a checkpoint."""
 
@@ -181,6 +181,12 @@ class Manifest:
     """The checkpoint's own description of the model (``config.json`` content); empty if it has none."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Further header entries: safetensors ``__metadata__``, GGUF key-values, Keras versions."""
+
+    def __repr__(self) -> str:
+        return (
+            f"<Manifest {self.source} ({self.format}): {len(self.tensors)} tensors, {self.parameters:,} parameters, "
+            f"{self.nbytes:,} bytes>"
+        )
 
     @property
     def source(self) -> str:

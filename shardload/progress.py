@@ -5,7 +5,7 @@ also when it fails. Calls come from one thread. `TerminalProgress` draws a bar o
 
     Loading gemma3_270m ━━━━━━━━━━━━━━━━━━━━╸━━━━━━━━━━━  291.5/511.4 MB  1.1 GB/s  0:00:01
 
-`on_stderr` uses it only if stderr is a terminal; otherwise progress is `Silent`.
+`on_stderr` uses it only if stderr is a terminal; otherwise progress is `Silent`. In Python, ``progress=True`` draws it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+
+from shardload.errors import UsageError
 
 if TYPE_CHECKING:
     import rich.progress
@@ -33,6 +35,10 @@ class Progress(Protocol):
     def stop(self) -> None:
         """End the load, successful or not; may be called twice, or without ``start``."""
         ...
+
+
+ProgressLike: TypeAlias = Progress | bool | Literal["bar"] | None
+"""What callers may pass: ``True`` or ``"bar"`` for a bar on stderr, or an object of their own."""
 
 
 class Silent:
@@ -79,17 +85,37 @@ def _bar() -> rich.progress.Progress:
     from rich import progress
     from rich.console import Console
 
+    console = Console(stderr=True)
     return progress.Progress(
         progress.TextColumn("{task.description}"),
         progress.BarColumn(bar_width=None),
         progress.DownloadColumn(),
         progress.TransferSpeedColumn(),
         progress.TimeRemainingColumn(),
-        console=Console(stderr=True),
+        console=console,
+        disable=not (console.is_interactive or console.is_jupyter),  # a log would get blank lines
         refresh_per_second=5,  # drawing competes with the loading threads for the interpreter
         transient=True,
         redirect_stdout=False,
         redirect_stderr=False,
+    )
+
+
+def as_progress(wanted: ProgressLike) -> Progress:
+    """Return the progress that a caller wants.
+
+    Raises:
+        UsageError: If it is none of `ProgressLike`.
+    """
+    if wanted is None or wanted is False:
+        return Silent()
+    if wanted is True or wanted == "bar":
+        return TerminalProgress()
+    if not isinstance(wanted, str) and all(callable(getattr(wanted, m, None)) for m in ("start", "advance", "stop")):
+        return wanted
+    raise UsageError(
+        f"Cannot use progress={wanted!r:.60}. Supported: True or 'bar' for a bar on stderr, or an object with the "
+        "methods start(total_bytes, description), advance(n_bytes) and stop()"
     )
 
 

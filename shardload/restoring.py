@@ -25,7 +25,7 @@ from shardload.mapping import Items, map_state
 from shardload.pipeline import load as pipeline
 from shardload.pipeline.load_distributed import JointLoad, joint_load
 from shardload.pipeline.request import LoadRequest
-from shardload.progress import Progress
+from shardload.progress import ProgressLike
 from shardload.reports import LoadReport
 from shardload.resolve.opening import OpenedSource
 from shardload.steps.alternatives import Alternative, Which, alternative
@@ -56,7 +56,7 @@ def restore(
     atomic: bool = False,
     fallback: Literal["previous"] | None = None,
     host_memory_bytes: int | str | None = None,
-    progress: Progress | None = None,
+    progress: ProgressLike = None,
 ) -> LoadReport:
     """Fill a model with a step of a training run.
 

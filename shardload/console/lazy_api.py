@@ -53,6 +53,13 @@ def plan(source: str, *, mesh: MeshSpec | None, **options: Any) -> PlanReport:
     return loading.plan(source, mesh="1x1" if mesh is None else str(mesh), **options)
 
 
+def why_no_steps(directory: str) -> str:
+    """Return a sentence about a folder without steps, if there is one to say."""
+    from shardload.steps.listing import why_no_steps
+
+    return why_no_steps(directory)
+
+
 def inspect(source: str, *, format: str | None = None) -> Manifest:
     """Open ``source`` and read its headers."""
     from shardload.resolve.opening import open_source

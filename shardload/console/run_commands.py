@@ -40,7 +40,10 @@ def steps(
         if json:
             out.json({"directory": directory, "steps": [_facts(info) for info in found], "failures": failures})
         elif not found:
-            out.text(f"{printable(directory)} contains no steps\n")
+            out.text(
+                f"{printable(directory)} contains no steps: they are folders named 0, 1, 2, …"
+                f"{printable(lazy_api.why_no_steps(directory))}\n"
+            )
         else:
             head = ("step", "epoch", "metrics", "size", "age", "best", "state")
             out.text(listing.aligned([head, *map(_row, found)]))

@@ -33,7 +33,7 @@ from shardload.keras_bridge import abstraction
 from shardload.loaders import open_manifest, spec_of
 from shardload.loaders.registry import spec_named
 from shardload.mapping import map_weights
-from shardload.progress import Progress, Silent
+from shardload.progress import Progress, ProgressLike, as_progress
 from shardload.resolve import resolve
 from shardload.steps import digests
 from shardload.steps.listing import is_ours
@@ -80,7 +80,7 @@ def convert(
     host_memory_bytes: int | str = DEFAULT_HOST_MEMORY,
     max_shard_bytes: int | str | None = None,
     overwrite: bool = False,
-    progress: Progress | None = None,
+    progress: ProgressLike = None,
     ignore_config: Sequence[str] = (),
 ) -> ConvertReport:
     """Write a checkpoint in another format, tensor by tensor.
@@ -100,7 +100,7 @@ def convert(
         max_shard_bytes: Most bytes of tensors in one file, or text like ``"2GiB"``; a larger tensor has a file of its
             own. 5 GB by default for safetensors, 5 GiB for ``.weights.json``; a preset is cut only if this is given.
         overwrite: Replace an existing checkpoint at ``dst``.
-        progress: Called with the number of bytes written.
+        progress: As for `shardload.load`.
         ignore_config: As for `shardload.load`.
 
     Raises:
@@ -126,17 +126,17 @@ def convert(
     files = Fingerprint.of(source.manifest.files)
     plan = plan_for(source, target, kind, dtype=name, shard_bytes=shard_bytes)
     _check_others(plan, target, overwrite=overwrite)
-    progress = progress or Silent()
-    _check_digests(source, progress)
+    shown = as_progress(progress)
+    _check_digests(source, shown)
     with staged(target, folder=not is_file_name(target), overwrite=overwrite) as staging:
         try:
-            resumed = write_all(source, plan, staging, block_bytes=block_bytes, progress=progress)
+            resumed = write_all(source, plan, staging, block_bytes=block_bytes, progress=shown)
             files.check()  # a source that changed meanwhile gives a mixture
             _finish(source, plan, staging, overwrite=overwrite)
         except BaseException as error:
             raise _explained(error, staging) from error
         finally:
-            progress.stop()
+            shown.stop()
     notes = (*((found.note,) if found.note else ()), *source.notes, *plan.notes)
     seconds = time.monotonic() - began
     return ConvertReport(

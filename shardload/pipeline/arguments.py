@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -40,6 +40,24 @@ def check_backend() -> None:
     """Raise if Keras was imported with another backend, which cannot be changed afterwards."""
     if (found := keras.config.backend()) != "jax":
         raise BackendError(found)
+
+
+def check_kind(argument: str, value: Any, kind: Any, expected: str) -> None:
+    """Raise if an argument is of another kind."""
+    if not isinstance(value, kind):
+        raise UsageError(f"Cannot use {argument}={value!r:.60}: expected {expected}")
+
+
+def device_list(devices: Any) -> tuple[jax.Device, ...] | None:
+    """Return JAX's devices as a tuple; ``None`` stays ``None``.
+
+    Raises:
+        UsageError: When it is something else.
+    """
+    found = tuple(devices) if isinstance(devices, Iterable) else ()
+    if devices is None or (found and all(isinstance(device, jax.Device) for device in found)):
+        return found or None
+    raise UsageError(f"Cannot use devices={devices!r:.60}: expected a list of devices such as jax.devices()[:4]")
 
 
 def patterns(ignore: Sequence[str]) -> tuple[str, ...]:

@@ -33,7 +33,7 @@ from shardload.pipeline import consistency, filling
 from shardload.pipeline.preparing import PreparedLoad
 from shardload.pipeline.reporting import Clock
 from shardload.pipeline.request import LoadRequest
-from shardload.progress import Progress, Silent
+from shardload.progress import Progress, as_progress
 from shardload.reports import ByteCounts, HostBytes, LoadReport
 from shardload.sharding import devices as placement
 from shardload.sharding.devices import MeshDevices
@@ -111,7 +111,7 @@ class JointLoad:
         """
         if self._joint is not None:
             consistency.require(self._joint, consistency.topics(prepared))
-        shown = prepared.request.progress or Silent()
+        shown = as_progress(prepared.request.progress)
         progress = shown if self._joint is None else _Watched(shown, self._joint)
         return filling.fill(prepared, clock, files, progress=progress, on_filled=self._filled)
 

@@ -11,7 +11,7 @@ from shardload.hub import fidelity
 from shardload.keras_bridge.distributions import is_distribution
 from shardload.mapping import Items
 from shardload.pipeline import arguments
-from shardload.progress import Progress
+from shardload.progress import ProgressLike, as_progress
 from shardload.typing import DTypeLike, LayoutLike, MeshLike, PathLike
 from shardload.units import UNIT_NEEDED
 
@@ -52,7 +52,7 @@ class LoadRequest:
     compile: bool = True
     atomic: bool = False
     format: str | None = None
-    progress: Progress | None = None
+    progress: ProgressLike = None
     step: int | str = "latest"
     items: Items = "all"
     optimizer: Any = None
@@ -86,6 +86,14 @@ class LoadRequest:
         """Bytes of one device, if given."""
         return arguments.byte_count("device_memory_bytes", self.device_memory_bytes)
 
+    def _check_kinds(self) -> None:
+        """Refuse values that would fail later, or count as true."""
+        for name in ("strict", "task", "compile", "safe_mode", "atomic"):
+            arguments.check_kind(name, getattr(self, name), bool, "True or False")
+        for name in ("names", "custom_objects"):
+            arguments.check_kind(name, getattr(self, name), Mapping | None, "a mapping")
+        arguments.check_kind("axes", self.axes, str | None, "text such as 'data,model'")
+
     def checked(self) -> LoadRequest:
         """Return the request with its arguments in one form each: sizes as bytes, dtypes by name.
 
@@ -98,6 +106,7 @@ class LoadRequest:
         """
         if self.fallback not in (None, "previous"):
             raise UsageError(f"Cannot use fallback={self.fallback!r}. Supported: None, 'previous'")
+        self._check_kinds()
         dtype = arguments.float_dtype(self.dtype)
         host_memory_bytes = self.budget
         device_memory_bytes = arguments.byte_count("device_memory_bytes", self.device_memory_bytes, least=UNIT_NEEDED)
@@ -117,6 +126,8 @@ class LoadRequest:
             dtype=dtype,
             host_memory_bytes=host_memory_bytes,
             device_memory_bytes=device_memory_bytes,
+            devices=arguments.device_list(self.devices),
+            progress=as_progress(self.progress),
             ignore=arguments.patterns(self.ignore),
             ignore_config=fidelity.check_names(self.ignore_config),
         )

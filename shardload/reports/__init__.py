@@ -150,7 +150,7 @@ class Fit:
     """The smallest mesh on which the weights fit, as text; ``None`` if none was found."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Report:
     """The fields that a load and a plan have in common; never instantiated, see `LoadReport` and `PlanReport`."""
 
@@ -210,6 +210,22 @@ class Report:
 
         yield from sections(self, ascii_only=options.ascii_only)
 
+    def __repr__(self) -> str:
+        counts = {"missing": self.missing, "unused": self.unused, "mismatched": self.mismatched, "notes": self.notes}
+        more = "".join(f", {len(found)} {name}" for name, found in counts.items() if found)
+        return (
+            f"<{type(self).__name__} {self.source} ({self.format}) on {self.mesh}: {self.variables} variables, "
+            f"{self.weight_bytes:,} bytes{more}; print it for the table>"
+        )
+
+    def _repr_html_(self) -> str:
+        """The table, for notebooks."""
+        from rich.console import Console
+
+        console = Console(file=io.StringIO(), width=TEXT_WIDTH, record=True, force_jupyter=False)
+        console.print(self)
+        return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+
     def __str__(self) -> str:
         from rich.console import Console
 
@@ -218,12 +234,12 @@ class Report:
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class LoadReport(Report):
     """The report of a load that ran."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class PlanReport(Report):
     """The report of a load that was only planned: sizes are exact, ``seconds.transfer`` is ``None``."""
 

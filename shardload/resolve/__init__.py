@@ -118,10 +118,11 @@ def candidates() -> list[str]:
     return sorted({*_root_names(), *ALIASES, PIP_NAME})
 
 
-def _name(name: str, *, weights: bool) -> Resolved:
+def _name(asked: str, *, weights: bool) -> Resolved:
     from shardload.resolve.architectures import ALIASES
 
-    tried = [f"a path (no {name!r} in this folder)"]
+    name = _spelling(asked)
+    tried = [f"a path (no {asked!r} in this folder)"]
     if name == PIP_NAME and (found := _installed()):
         return found
     for candidate in dict.fromkeys((name, ALIASES.get(name, name))):
@@ -132,7 +133,14 @@ def _name(name: str, *, weights: bool) -> Resolved:
         tried.append(f"the package {PIP_PACKAGE} (not installed)")
     if found := _preset(name, ALIASES.get(name, name), tried, weights=weights):
         return found
-    raise SourceNotFoundError(_nothing(name, tried))
+    raise SourceNotFoundError(_nothing(name, asked, tried))
+
+
+def _spelling(name: str) -> str:
+    """Return a name as it is spelt: in the root without regard to case, elsewhere in lower case."""
+    if _in_root(name):
+        return name
+    return {own.lower(): own for own in _root_names()}.get(name.lower(), name.lower())
 
 
 # ---- names in the root --------------------------------------------------------------------------
@@ -325,7 +333,7 @@ def _on_hub(text: str) -> str:
     return f" For a model of the Hugging Face Hub, write hf://{text}" if is_name else ""
 
 
-def _nothing(name: str, tried: list[str]) -> str:
+def _nothing(name: str, asked: str, tried: list[str]) -> str:
     from shardload.resolve.architectures import ALIASES, ARCHITECTURES
 
     known = [*_root_names(), *ARCHITECTURES, *ALIASES, PIP_NAME]
@@ -340,4 +348,4 @@ def _nothing(name: str, tried: list[str]) -> str:
         following = f"shardload load {close[0]}"
     else:
         following = f"shardload synth {close[0] if close else 'gemma3_270m'}, or shardload load PATH"
-    return f"Cannot find {name!r}. Tried {'; '.join(tried)}.{hint} Next: {following}"
+    return f"Cannot find {asked!r}. Tried {'; '.join(tried)}.{hint} Next: {following}"

@@ -173,7 +173,7 @@ def find_step(root: str | os.PathLike[str], step: Literal["latest", "best"] | in
         steps = list_steps(root)
     if not steps:
         raise SourceNotFoundError(
-            f"{root} contains no steps. Check the path: steps are folders named 0, 1, 2, …{_nested(root)}"
+            f"{root} contains no steps. Check the path: steps are folders named 0, 1, 2, …{why_no_steps(root)}"
         )
     if step == "latest":
         return steps[-1]
@@ -319,8 +319,8 @@ def _existing(steps: Sequence[StepInfo]) -> str:
     return f"It has {len(steps)} step{'s' if len(steps) > 1 else ''}: {'…, ' if len(steps) > 10 else ''}{shown}"
 
 
-def _nested(root: str | os.PathLike[str]) -> str:
-    """Return advice for the case that ``root`` is itself a step."""
+def why_no_steps(root: str | os.PathLike[str]) -> str:
+    """Return a sentence for the case that ``root`` is itself a step or another checkpoint of Orbax, else nothing."""
     if is_url(root):
         return ""
     path = expanded(root).absolute()

@@ -44,6 +44,11 @@ def test_steps_are_listed_with_the_best(root):
     assert "best" in lines[2] and "val_loss=0.25" in lines[2]
 
 
+def test_a_step_or_another_folder_says_what_it_is(root, tmp_path):
+    assert f"It looks like a step itself: give its folder {root} and step=3" in run("steps", root / "3").stdout
+    assert run("steps", tmp_path).stdout == f"{tmp_path} contains no steps: they are folders named 0, 1, 2, …\n"
+
+
 def test_no_such_folder_is_one_paragraph(tmp_path):
     done = run("steps", tmp_path / "nothing")
     assert done.returncode == 1 and "there is no such folder" in done.stderr and "Traceback" not in done.stderr

@@ -54,6 +54,53 @@ def test_what_is_no_model_is_refused_first(model):
         shardload.load_weights(model, NOWHERE)
 
 
+@pytest.mark.parametrize(
+    ("argument", "value", "message"),
+    [
+        ("progress", "loud", "Supported: True or 'bar' for a bar on stderr, or an object with the methods start"),
+        ("progress", print, "Supported: True or 'bar'"),
+        ("strict", "no", "expected True or False"),
+        ("task", None, "expected True or False"),
+        ("devices", 8, r"expected a list of devices such as jax.devices\(\)\[:4\]"),
+        ("devices", ["cpu:0"], "expected a list of devices"),
+        ("devices", [], "expected a list of devices"),
+        ("custom_objects", [], "expected a mapping"),
+        ("axes", 3, "expected text such as 'data,model'"),
+    ],
+)
+def test_an_argument_of_another_kind_is_refused_first(argument, value, message):
+    with pytest.raises(UsageError, match=message) as caught:
+        shardload.load(NOWHERE, **{argument: value})
+    assert str(caught.value).startswith(f"Cannot use {argument}=")
+
+
+def test_a_bar_is_drawn_where_it_is_wanted(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)]).save(tmp_path / "model.keras")
+    for wanted in (True, "bar"):
+        shardload.load(tmp_path / "model.keras", progress=wanted)
+        assert "Loading" in capsys.readouterr().err
+    for silent in (None, False):
+        shardload.load(tmp_path / "model.keras", progress=silent)
+        assert capsys.readouterr().err == ""
+    monkeypatch.delenv("FORCE_COLOR")
+    shardload.load(tmp_path / "model.keras", progress=True)
+    assert capsys.readouterr().err == ""  # nothing to draw on
+
+
+def test_what_a_notebook_shows_is_short_or_the_table(tmp_path):
+    keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)]).save(tmp_path / "model.keras")
+    model = shardload.load(tmp_path / "model.keras")
+    for report in (shardload.report(model), shardload.plan(tmp_path / "model.keras")):
+        assert repr(report).endswith(
+            "(keras-archive) on " + report.mesh + ": 2 variables, 80 bytes; print it for the table>"
+        )
+        html = report._repr_html_()
+        assert html.startswith("<pre>") and "keras-archive" in html and str(tmp_path) in html
+    manifest = shardload.inspect(tmp_path / "model.keras")
+    assert repr(manifest) == f"<Manifest {tmp_path}/model.keras (keras-archive): 2 tensors, 20 parameters, 80 bytes>"
+
+
 def test_a_spelling_of_a_dtype_is_as_good_as_its_name(tmp_path):
     keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)]).save(tmp_path / "model.keras")
     assert shardload.load(tmp_path / "model.keras", dtype="bf16").weights[0].dtype == "bfloat16"

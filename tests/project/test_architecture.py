@@ -20,6 +20,7 @@ PRIVATE_OF_OTHERS = {
     "_getframe": "sys: who asks for a garbage collection",
     "_path": "Keras: gives two variables one path",
     "_replace": "named tuples",
+    "_repr_html_": "IPython: what a notebook shows",
     "_serialize_model_as_json": "Keras: what its own callback saves",
     "_tokenizer": "tokenizers: the trained vocabulary",
 }

@@ -49,6 +49,17 @@ def test_names_in_the_root_need_no_ending(home, ending):
     assert resolve(f"mine{ending}").path == str(home / f"mine{ending}")
 
 
+def test_names_match_without_regard_to_case(home):
+    folder(home / "MyModel")
+    assert resolve("mymodel").path == resolve("MYMODEL").path == str(home / "MyModel")
+    folder(home / "gemma2_9b")
+    assert resolve("Gemma2_7B").path == str(home / "gemma2_9b")
+    folder(home / "mymodel")  # both exist: each has its own spelling
+    assert (resolve("mymodel").path, resolve("MyModel").path) == (str(home / "mymodel"), str(home / "MyModel"))
+    with pytest.raises(SourceNotFoundError, match=r"Cannot find 'Nothing'\. Tried a path"):
+        resolve("Nothing")
+
+
 def test_root_follows_the_environment(monkeypatch, tmp_path):
     monkeypatch.delenv("SHARDLOAD_HOME")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

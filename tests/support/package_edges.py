@@ -3,9 +3,9 @@
 EDGES = {
     "errors": set(),
     "interrupts": set(),
-    "progress": set(),
     "typing": set(),
     "distributed": {"errors"},
+    "progress": {"errors"},
     "sharding": {"errors", "typing"},
     "stores": {"errors"},
     "units": {"errors"},
