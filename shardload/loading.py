@@ -110,7 +110,7 @@ def run(request: LoadRequest, *, preprocessor: bool = True) -> Loaded:
 
     Args:
         request: The arguments of `load`, by the same names.
-        preprocessor: Give a task from a GGUF file its preprocessor, or say in the report why it has none.
+        preprocessor: Give a task from a GGUF file its preprocessor, and say in the report why a task has none.
     """
     with joint_load(request) as call:
         loaded = pipeline.load(request.checked(), call)

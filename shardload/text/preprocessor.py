@@ -1,9 +1,11 @@
-"""KerasHub's preprocessor for a model from a GGUF file: ``model.generate("text")`` works as after ``from_preset``.
+"""KerasHub's preprocessor for a model: ``model.generate("text")`` works as after ``from_preset``.
+
+A model from a folder gets it while it is built (`shardload.hub.kerashub`); from a GGUF file it is made later:
 
     load ─► attach: looks at names and types only ─► first use ─► header ─► Hugging Face's files ─► KerasHub
 
-It is made when it is first used (`shardload.hub.preprocessors`). Then the tokens of a text are compared with those of
-the file's own tokenizer, because KerasHub splits some texts differently (byte pairs of models other than Llama 3).
+On first use (`shardload.hub.preprocessors`) the tokens of a text are compared with those of the file's own tokenizer,
+because KerasHub splits some texts differently (byte pairs of models other than Llama 3).
 """
 
 from __future__ import annotations
@@ -29,20 +31,41 @@ from shardload.text.gguf_files import files_of
 from shardload.text.gguf_tokenizer import check_supported, of_metadata
 
 INSTEAD = "Use shardload.generate(model, prompts)"
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+"""Files in a folder with a tokenizer, of which one is enough."""
 PROBE = "It's 2 o'clock:\n\n  x = [12345, 0.5]\ttabs, naïve 日本語 \U0001f600"
 """Where tokenizers differ: contractions, spaces, digits, other scripts."""
 
 
 def attach(model: Any, manifest: Manifest) -> str | None:
-    """Give a task from a GGUF file its preprocessor on first use; return why it has none, for the report."""
+    """Give a task from a GGUF file its preprocessor on first use; return why it cannot generate, for the report."""
     cls = getattr(type(model), "preprocessor_cls", None)
-    if cls is None or spec_of(manifest).tokenizer != "header":
+    if cls is None or model.preprocessor is not None or not hasattr(model, "generate"):
         return None
-    if (why := _why_none(cls, manifest)) is not None:
+    in_header = spec_of(manifest).tokenizer == "header"
+    if (why := (_why_none if in_header else _why_none_of_folder)(cls, manifest)) is not None:
         return f"model.preprocessor is None: {why}"
-    files = Fingerprint.of(manifest.files)
-    defer_preprocessor(model, lambda: _made(cls, manifest, files))
+    if in_header:
+        files = Fingerprint.of(manifest.files)
+        defer_preprocessor(model, lambda: _made(cls, manifest, files))
     return None
+
+
+def _why_none_of_folder(cls: Any, manifest: Manifest) -> str | None:
+    """Return why KerasHub could not make the preprocessor of a folder, if the folder has a tokenizer."""
+    if not any((Path(manifest.source) / name).is_file() for name in VOCABULARIES):
+        return None
+    if lacks_tensorflow(cls):
+        return _lacks_tensorflow(cls)
+    try:
+        kerashub.make_preprocessor(cls, manifest)
+    except Exception as error:  # of any kind: its files may be damaged, or missing
+        return f"KerasHub's {cls.__name__} cannot read the tokenizer: {str(error).rstrip('.')}. {INSTEAD}"
+    return None
+
+
+def _lacks_tensorflow(cls: Any) -> str:
+    return f"KerasHub's {cls.__name__} requires TensorFlow, which was not found. {INSTEAD}"
 
 
 def _why_none(cls: Any, manifest: Manifest) -> str | None:
@@ -59,7 +82,7 @@ def _why_none(cls: Any, manifest: Manifest) -> str | None:
         form = "SentencePiece" if kind == "llama" else "byte pairs"
         return f"the tokenizer in {source} is {form}, which KerasHub's {cls.__name__} cannot read. {INSTEAD}"
     if lacks_tensorflow(cls):
-        return f"KerasHub's {cls.__name__} requires TensorFlow, which was not found. {INSTEAD}"
+        return _lacks_tensorflow(cls)
     return None
 
 

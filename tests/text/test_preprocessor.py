@@ -7,9 +7,10 @@ import sys
 import keras_hub
 import models
 import pytest
-from gguf_tokenizers import add_byte_pairs, add_pieces, byte_pairs, gguf_with_tokenizer
+from gguf_tokenizers import add_byte_pairs, add_pieces, byte_pairs, gguf_with_tokenizer, sentence_pieces
 
 import shardload
+from shardload.synth import synth
 
 pytestmark = [
     # Keras 3.15 converts its variables with an old signature of __array__ that NumPy 2.4 warns about.
@@ -141,6 +142,29 @@ def test_the_report_says_why_there_is_none(model_type, add, why, tmp_path, monke
     assert model.preprocessor is None
     [note] = [note for note in shardload.report(model).notes if note.startswith("model.preprocessor is None: ")]
     assert why in note
+
+
+@pytest.mark.parametrize("form", ["safetensors", "h5"])
+def test_a_folder_s_report_says_so_too(form, tmp_path):
+    source = synth("gemma3_1b", scale=0.02, directory=tmp_path, format="safetensors")
+    (source / "tokenizer.model").write_bytes(sentence_pieces())
+    if form == "h5":
+        shardload.convert(source, tmp_path / "preset", to="h5")
+        source = tmp_path / "preset"
+    model = shardload.load(source)
+    assert model.preprocessor is None
+    wanted = (
+        "model.preprocessor is None: KerasHub's Gemma3CausalLMPreprocessor requires TensorFlow, which was not found."
+    )
+    assert any(note.startswith(wanted) for note in shardload.report(model).notes)
+
+
+def test_a_folder_s_tokenizer_that_keras_hub_cannot_read(tmp_path):
+    source = synth("gemma2_2b", scale=0.02, directory=tmp_path, format="safetensors")
+    assert not any("preprocessor" in note for note in shardload.report(shardload.load(source)).notes)
+    (source / "tokenizer.json").write_text("{}")
+    [note] = [note for note in shardload.report(shardload.load(source)).notes if "preprocessor" in note]
+    assert "KerasHub's GemmaCausalLMPreprocessor cannot read the tokenizer: `tokenizer.model` doesn't exist" in note
 
 
 def test_a_backbone_has_none_and_no_note(gemma2):
