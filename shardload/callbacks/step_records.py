@@ -6,9 +6,11 @@ import base64
 import functools
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from importlib import metadata as distributions
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -142,6 +144,12 @@ def check_directory(directory: str | os.PathLike[str]) -> None:
         raise UsageError('directory is the folder of the steps; it cannot be "". The current folder is "."')
     if "://" in os.fspath(directory):
         raise UsageError(f"Cannot save steps to {directory!r}: directory must be a folder on this machine")
+    path = Path(directory)
+    if re.search(r"\{[^}]*\}", path.name) or path.name.endswith((".keras", ".h5")):
+        raise UsageError(
+            f"Cannot save steps to {str(path)!r}: steps are folders named by their numbers, not files. Pass the folder "
+            f"for them, such as {str(path.parent if path.parent.name else Path('checkpoints'))!r}"
+        )
 
 
 def check_choices(*, compression: str, best_of: str) -> None:

@@ -47,7 +47,7 @@ from shardload.steps import orbax_writer
 from shardload.steps.digests import OWN_FOLDER, Digests
 from shardload.steps.file_tree import sync_files
 from shardload.steps.listing import TREE_FILE
-from shardload.steps.publish import Root, Staging
+from shardload.steps.publish import Root, Staging, remove_staging
 from shardload.steps.save_errors import describe, save_error
 from shardload.stores.local import located
 
@@ -175,6 +175,8 @@ class Writer:
             self._later.wait()
             self._later = None
         self.wait()
+        if processes.is_first():
+            remove_staging(self.root.path)
 
     def raise_failure(self) -> None:
         """Raise the failure of the last save, once."""

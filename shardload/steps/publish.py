@@ -218,6 +218,12 @@ def remove_stale(root: str | os.PathLike[str]) -> list[Path]:
     return [lock.home for lock in stale if not lock.home.exists()]
 
 
+def remove_staging(root: str | os.PathLike[str]) -> None:
+    """Remove the staging folder, if no step is being written or was left there."""
+    with suppress(OSError):
+        (Path(root) / STAGING).rmdir()
+
+
 def remove_step(root: str | os.PathLike[str], step: int) -> None:
     """Remove a step: from the list first, then from disk. If killed in between, `remove_stale` completes the removal.
 
@@ -268,13 +274,13 @@ def _remove_moved(home: Path, step: int, base: Path) -> None:
 
 
 def _locked_folder(staging: Path, step: int) -> FolderLock:
-    """Create a folder in ``staging`` and lock it; create another one if `remove_stale` removed it before the lock."""
-    with suppress(FileExistsError):
-        staging.mkdir()
+    """Create a folder in ``staging`` and lock it; create another one if it was removed before the lock."""
     while True:
+        with suppress(FileExistsError):
+            staging.mkdir()
         home = staging / f"{step}-{secrets.token_hex(4)}"
-        home.mkdir()
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):  # removed by `remove_stale`, or all of it by `remove_staging`
+            home.mkdir()
             lock = FolderLock.take(home, wait=True)  # `remove_stale` may try it at this moment
             if lock.is_in_place:
                 return lock

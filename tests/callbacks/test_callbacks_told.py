@@ -176,7 +176,7 @@ def test_ctrl_c_while_a_step_is_handed_over_does_not_cost_it(tmp_path, monkeypat
     with pytest.raises(KeyboardInterrupt):
         fit(model, callback)
     callback.wait_until_finished()
-    assert steps_in(tmp_path) == [2] and list((tmp_path / ".staging").iterdir()) == []
+    assert steps_in(tmp_path) == [2] and list((tmp_path / ".staging").glob("*")) == []
     assert_holds(tmp_path / "2", model)
 
 

@@ -91,7 +91,7 @@ def test_the_variables_may_change_while_a_step_is_written(tmp_path, trained):
             if step == 3:
                 assert checkpointer.restore(trained[0], optimizer=trained[1]).step == 3
             train(*trained, [(X, Y)])
-    assert [info.step for info in checkpointer.steps()] == [4, 5]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["4", "5"]
     assert all(a.tobytes() != b.tobytes() for a, b in zip(before[:2], content(*trained)[:2], strict=True))
     model, optimizer = build(), adam()
     checkpointer.restore(model, optimizer=optimizer, step=4)
@@ -167,7 +167,7 @@ def test_what_cannot_be_saved_is_refused_and_leaves_nothing(tmp_path, trained):
             checkpointer.save(**{"step": 2, "model": trained[0]} | arguments)
     checkpointer.wait()
     assert [info.step for info in checkpointer.steps()] == [1]
-    assert list((tmp_path / ".staging").iterdir()) == []
+    assert list((tmp_path / ".staging").glob("*")) == []
     with pytest.raises(SourceNotFoundError):
         checkpointer.restore(trained[0], step=9)
     with pytest.raises(UsageError, match="max_to_keep should be a positive integer"):

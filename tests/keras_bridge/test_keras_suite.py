@@ -39,10 +39,6 @@ DIFFERENT = {
         "the wheel lacks the file the test reads, so it fails with Keras as well",
         "fixture missing",
     ),
-    "OrbaxCheckpointTest::test_save_freq_epoch": (
-        "the folder of the steps also has .staging, where steps are written before they are published",
-        "'.staging'",
-    ),
 }
 """Tests that fail, why they may, and what their error must contain."""
 OTHER_WORDS = {
