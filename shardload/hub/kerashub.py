@@ -25,7 +25,6 @@ import inspect
 import json
 import logging
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -38,8 +37,8 @@ from shardload.hub.build_errors import check_layer_count, describe_failure, not_
 from shardload.hub.config_forms import GENERATORS, architecture_of, check_representable, read_config, ties_embeddings
 from shardload.hub.preset_path import preset_path
 from shardload.hub.sidecar import config_beside
+from shardload.hub.tensorflow import as_with_tensorflow, omit_preprocessor
 from shardload.keras_bridge.dtype_policies import with_dtype
-from shardload.keras_bridge.patches import Patches
 from shardload.loaders import spec_of
 from shardload.manifest import Manifest
 
@@ -211,16 +210,10 @@ def make_preprocessor(cls: Any, manifest: Manifest, *, usable: bool = True) -> A
         manifest: The manifest of a folder with the preprocessor's files.
         usable: Require that it runs here; a preprocessor that is only written needs no TensorFlow.
     """
-    with contextlib.nullcontext() if usable else _as_with_tensorflow(cls):
+    with contextlib.nullcontext() if usable else as_with_tensorflow(cls):
         made = _preset_loader(manifest).load_preprocessor(cls)
     made.tokenizer(["a"])
     return made
-
-
-def _as_with_tensorflow(cls: type) -> contextlib.AbstractContextManager[None]:
-    """Let the constructor of Gemma 3's preprocessor run without TensorFlow, which only its calls use."""
-    module, name = sys.modules[cls.__module__], "assert_tf_installed"
-    return Patches(lambda: [(module, name, lambda _: lambda symbol: None)] if hasattr(module, name) else []).applied()
 
 
 def preset_tokenizer(manifest: Manifest, cls: Any = None) -> Any:
@@ -354,6 +347,7 @@ def _uncompiled(config: Mapping[str, Any], manifest: Manifest, scope: Mapping[st
 
     # Keras modifies the configuration while it reads it.
     rest = copy.deepcopy({key: value for key, value in config.items() if key != "compile_config"})
+    omit_preprocessor(rest)
     model = keras.saving.deserialize_keras_object(rest, **scope)
     if not isinstance(model, keras.Model):
         raise UnsupportedError(

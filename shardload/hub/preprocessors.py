@@ -7,7 +7,6 @@ no such attribute, Python asks its class, where `_Deferred` makes it. Tasks that
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -46,12 +45,6 @@ def text_classes(model: Any) -> tuple[Any, Any]:
 def _shortest(classes: list[Any]) -> Any:
     """Return the class with the shortest name: variants have longer ones."""
     return min(classes, key=lambda cls: (len(cls.__name__), cls.__name__), default=None)
-
-
-def lacks_tensorflow(cls: type) -> bool:
-    """Whether a preprocessor's class needs TensorFlow, and KerasHub found none when it was imported."""
-    module = sys.modules[cls.__module__]
-    return hasattr(module, "assert_tf_installed") and getattr(module, "tf", None) is None
 
 
 def reads_tokenizer(cls: Any, *, sentencepiece: bool) -> bool:

@@ -21,7 +21,8 @@ import numpy as np
 
 from shardload.errors import UnsupportedError
 from shardload.hub import kerashub
-from shardload.hub.preprocessors import defer_preprocessor, lacks_tensorflow, reads_tokenizer
+from shardload.hub.preprocessors import defer_preprocessor, reads_tokenizer
+from shardload.hub.tensorflow import lacks_tensorflow
 from shardload.loaders import spec_of
 from shardload.loaders.gguf import tokenizer_metadata
 from shardload.manifest import Manifest
@@ -43,7 +44,7 @@ def attach(model: Any, manifest: Manifest) -> str | None:
     if cls is None or model.preprocessor is not None or not hasattr(model, "generate"):
         return None
     in_header = spec_of(manifest).tokenizer == "header"
-    if (why := (_why_none if in_header else _why_none_of_folder)(cls, manifest)) is not None:
+    if (why := (_why_none if in_header else _why_none_built)(cls, manifest)) is not None:
         return f"model.preprocessor is None: {why}"
     if in_header:
         files = Fingerprint.of(manifest.files)
@@ -51,12 +52,14 @@ def attach(model: Any, manifest: Manifest) -> str | None:
     return None
 
 
-def _why_none_of_folder(cls: Any, manifest: Manifest) -> str | None:
-    """Return why KerasHub could not make the preprocessor of a folder, if the folder has a tokenizer."""
-    if not any((Path(manifest.source) / name).is_file() for name in VOCABULARIES):
-        return None
-    if lacks_tensorflow(cls):
+def _why_none_built(cls: Any, manifest: Manifest) -> str | None:
+    """Return why KerasHub could not make the preprocessor of a source that has a tokenizer."""
+    has_vocabulary = any((Path(manifest.source) / name).is_file() for name in VOCABULARIES)
+    was_saved = (manifest.config.get("config") or {}).get("preprocessor") is not None
+    if (has_vocabulary or was_saved) and lacks_tensorflow(cls):
         return _lacks_tensorflow(cls)
+    if not has_vocabulary:
+        return None
     try:
         kerashub.make_preprocessor(cls, manifest)
     except Exception as error:  # of any kind: its files may be damaged, or missing
