@@ -105,6 +105,19 @@ def test_generate_text(gemma, here, capsys):
 
 
 @pytest.mark.slow
+def test_first_model_tutorial(gemma, here, capsys):
+    shutil.copytree(gemma["preset"], here / "gemma3_270m")
+    found = run("docs/tutorials/load-your-first-model.md")
+    said = capsys.readouterr().out
+    assert "batch=1,model=8 (8 planned devices)" in said and "batch=1,model=8 (8 cpu devices)" in said
+    assert "token_embedding/embeddings (" in said and "P('model', None)\n" in said
+    assert "4 () ()\nP(None, 'model')\nbatch=2,model=4\n(1280, 48)\n" in said
+    loaded, again = (found[name].get_weights() for name in ("model", "again"))
+    assert all(np.array_equal(a, b) for a, b in zip(loaded, again, strict=True))
+    assert Path("own.keras").exists()
+
+
+@pytest.mark.slow
 def test_tutorial(here, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["train.py", "1x8", "run"])
     shorter = [("save_freq=50", "save_freq=5"), ("steps_per_epoch=100", "steps_per_epoch=10")]
