@@ -28,9 +28,11 @@ if TYPE_CHECKING:
     from shardload.callbacks.checkpointer import Checkpointer, save
     from shardload.converting import ConvertReport, convert
     from shardload.keras_bridge.abstraction import abstract, initialise
-    from shardload.loading import inspect, load, load_weights, plan, report
+    from shardload.loading import load, load_weights, plan, report
     from shardload.parallel.layer_rules import layout_rule
+    from shardload.pipeline.arrays import load_arrays
     from shardload.reports import LoadReport, PlanReport
+    from shardload.resolve.opening import inspect
     from shardload.restoring import restore
     from shardload.text.generation import generate
     from shardload.text.sources import tokenizer
@@ -55,6 +57,7 @@ __all__ = [
     "inspect",
     "layout_rule",
     "load",
+    "load_arrays",
     "load_weights",
     "plan",
     "report",
@@ -73,9 +76,10 @@ _HOMES = {
     "convert": "converting",
     "generate": "text.generation",
     "initialise": "keras_bridge.abstraction",
-    "inspect": "loading",
+    "inspect": "resolve.opening",
     "layout_rule": "parallel.layer_rules",
     "load": "loading",
+    "load_arrays": "pipeline.arrays",
     "load_weights": "loading",
     "plan": "loading",
     "report": "loading",

@@ -9,14 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from shardload.manifest import Manifest
 from shardload.pipeline import load as pipeline
 from shardload.pipeline import reporting
 from shardload.pipeline.load import Loaded
 from shardload.pipeline.load_distributed import joint_load
 from shardload.pipeline.request import LoadRequest
 from shardload.progress import ProgressLike
-from shardload.resolve.opening import open_source
 from shardload.text.preprocessor import attach
 from shardload.text.sources import remember
 from shardload.typing import DTypeLike, LayoutLike, MeshLike, PathLike
@@ -24,7 +22,7 @@ from shardload.typing import DTypeLike, LayoutLike, MeshLike, PathLike
 if TYPE_CHECKING:
     from shardload.reports import LoadReport, PlanReport
 
-__all__ = ["LoadRequest", "Loaded", "inspect", "load", "load_weights", "plan", "report", "run"]
+__all__ = ["LoadRequest", "Loaded", "load", "load_weights", "plan", "report", "run"]
 
 
 def load(
@@ -201,20 +199,6 @@ def plan(
         ignore_config: As for `load`.
     """
     return pipeline.plan(LoadRequest(function="plan", **locals()).checked())
-
-
-def inspect(source: PathLike, *, format: str | None = None) -> Manifest:
-    """Read the headers of a checkpoint and return its tensors.
-
-    Args:
-        source: As for `load`; also bare safetensors and h5 files.
-        format: As for `load`.
-
-    Raises:
-        SourceNotFoundError: When the name resolves to nothing.
-        SourceError: When the checkpoint contradicts itself.
-    """
-    return open_source(source, format, verify=False).manifest
 
 
 def report(model: Any) -> LoadReport:

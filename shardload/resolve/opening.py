@@ -121,3 +121,17 @@ def _noted(found: Resolved, manifest: Manifest, checker: Checker | None, *, veri
     unverified = verify and spec_of(manifest).is_step and checker is None
     notes = (found.note, _UNVERIFIED if unverified else "")
     return OpenedSource(manifest, checker, tuple(note for note in notes if note))
+
+
+def inspect(source: str | os.PathLike[str], *, format: str | None = None) -> Manifest:
+    """Read the headers of a checkpoint and return its tensors.
+
+    Args:
+        source: As for `load`; also bare safetensors and h5 files.
+        format: As for `load`.
+
+    Raises:
+        SourceNotFoundError: When the name resolves to nothing.
+        SourceError: When the checkpoint contradicts itself.
+    """
+    return open_source(source, format, verify=False).manifest

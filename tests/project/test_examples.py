@@ -75,6 +75,12 @@ def test_own_loop(tmp_path):
 
 
 @pytest.mark.slow
+def test_plain_jax(tmp_path):
+    said = run("plain_jax.py", "gemma3_270m", cwd=tmp_path).splitlines()
+    assert said == ["236 arrays, 511 MiB", "bfloat16 (262144, 640) P('model', None)", "(2, 640)"]
+
+
+@pytest.mark.slow
 def test_plan_and_lay_out(tmp_path):
     said = run("plan_and_lay_out.py", cwd=tmp_path)
     assert "Smallest mesh that fits: 1x4" in said

@@ -60,7 +60,7 @@ EDGES = {
         "units",
         "writers",
     },
-    "loading": {"manifest", "pipeline", "progress", "reports", "resolve", "text", "typing"},
+    "loading": {"pipeline", "progress", "reports", "text", "typing"},
     "restoring": {
         "errors",
         "keras_bridge",
@@ -115,4 +115,3 @@ EDGES = {
     "cli": {"console", "interrupts"},
     "__main__": {"cli"},
 }
-"""What each package or top-level module imports, ``if TYPE_CHECKING`` included; lower ones first."""

@@ -36,6 +36,11 @@ folder: Path = shardload.save(model, Path("run"), step=1, compression="zstd")
 shardload.save(model, "run")  # type: ignore[call-arg]
 shardload.load("gemma3_270m", layout={"dense/kernel": (None, "model")}, mesh={"data": 2.5})  # type: ignore[dict-item]
 
+mesh = jax.make_mesh((8,), ("model",))
+spec = jax.sharding.PartitionSpec("model")
+arrays = shardload.load_arrays("gemma3_270m", lambda name, shape, dtype: spec, mesh=mesh, names={"a": "b"})
+shardload.load_arrays("gemma3_270m", {"a": spec}, names=3)  # type: ignore[arg-type]
+
 converted: shardload.ConvertReport = shardload.convert("gemma2_9b", "gemma2-hf", to="safetensors", dtype="float32")
 shardload.convert("gemma2_9b", "gemma2.onnx", to="onnx")  # type: ignore[arg-type]
 

@@ -1,0 +1,290 @@
+"""Load tensors as sharded `jax.Array`s, without Keras and without a model.
+
+targets (name → sharding) ─► layouts, grouped by mesh ─► plan ─► transfer ─► arrays with just these shardings
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from shardload.errors import LayoutError, MismatchError, UnsupportedError, UsageError
+from shardload.manifest import Manifest, Tensor, View
+from shardload.progress import ProgressLike, as_progress
+from shardload.resolve.opening import OpenedSource, open_source
+from shardload.sharding.devices import MeshDevices, local_positions
+from shardload.sharding.layout import Layout, Spec
+from shardload.sharding.mesh import DEFAULT_AXES, MeshSpec
+from shardload.stores.fingerprint import Fingerprint
+from shardload.transfer import execution
+from shardload.transfer.binding import Binding
+from shardload.transfer.planning import make_plan
+from shardload.typing import PathLike
+from shardload.units import dtype_name, parse_bytes
+
+Target: TypeAlias = "jax.ShapeDtypeStruct | Sharding | PartitionSpec"
+"""Where an array goes; a `jax.ShapeDtypeStruct` also says its shape and dtype."""
+_KINDS = (jax.ShapeDtypeStruct, Sharding, PartitionSpec)
+SHOWN = 8
+"""Names that an error lists before it counts the rest."""
+_ONE = MeshSpec(DEFAULT_AXES, (1, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """One array to load."""
+
+    name: str
+    """Name of the target."""
+    view: View
+    dtype: np.dtype[Any]
+    sharding: NamedSharding | SingleDeviceSharding
+
+
+def load_arrays(
+    source: PathLike,
+    targets: Any,
+    *,
+    mesh: jax.sharding.Mesh | None = None,
+    names: Mapping[str, str] | Callable[[str], str] | None = None,
+    transpose: Mapping[str, Sequence[int]] | Callable[[str, tuple[int, ...]], Sequence[int] | None] | None = None,
+    dtype: Any = None,
+    strict: bool = True,
+    format: str | None = None,
+    host_memory_bytes: int | str | None = None,
+    progress: ProgressLike = None,
+) -> Any:
+    """Load a checkpoint of any format straight into sharded `jax.Array`s.
+
+    A target is a `jax.ShapeDtypeStruct` with a sharding, a `NamedSharding`, a `SingleDeviceSharding`, or a
+    `PartitionSpec` on ``mesh``. Each process reads what its own devices need.
+
+    Args:
+        source: As for `shardload.load`; its tensors have the names that `shardload.inspect` lists.
+        targets: A dict, or another pytree (the state of Flax NNX or Linen), of targets, where the name of a leaf is its
+            path joined by dots; a function of name, shape and dtype that returns a target, or ``None`` to leave the
+            tensor out; or one target for every tensor.
+        mesh: The mesh of each `PartitionSpec`.
+        names: Tensor names by target names, as a mapping of those that differ or a function.
+        transpose: The order of the tensor's dims in an array, by target name; or a function of name and shape of the
+            tensor that returns it, or ``None``. Transposed tensors are read like others.
+        dtype: Dtype of floating-point arrays whose target states none; the tensor's own by default.
+        strict: Refuse a checkpoint with tensors that no target names.
+        format: Name of a format, to require it.
+        host_memory_bytes: Most bytes staged in host memory, as for `shardload.load`.
+        progress: As for `shardload.load`.
+
+    Returns:
+        The arrays in the structure of ``targets``; for a function or a single target, a dict by tensor name.
+
+    Raises:
+        UsageError: When an argument is of the wrong kind.
+        SourceNotFoundError: When the name resolves to nothing.
+        SourceError: When the checkpoint contradicts itself.
+        MismatchError: When a target has no tensor, or one of another shape; under ``strict``, when a tensor is unused.
+        LayoutError: When a sharding does not divide its array.
+        TransferError: When reading fails half-way.
+        DamagedError: When the bytes of a training step differ from the saved ones.
+    """
+    shown = as_progress(progress)
+    budget = None if host_memory_bytes is None else parse_bytes(host_memory_bytes)
+    opened = open_source(source, format)
+    files = Fingerprint.of(opened.manifest.files)
+    leaves, rebuild = _leaves(targets, opened.manifest)
+    reader = _Reader(opened.manifest, mesh=mesh, names=names, transpose=transpose, dtype=dtype_name(dtype))
+    wanted = reader.wanted(leaves)
+    if strict and not _is_rule(targets):
+        _check_unused(opened.manifest, wanted)
+    files.check()
+    found = _transfer(opened, wanted, budget=budget, shown=shown)
+    files.check()
+    return rebuild(found)
+
+
+def _is_rule(targets: Any) -> bool:
+    return callable(targets) or isinstance(targets, _KINDS)
+
+
+def _leaves(targets: Any, manifest: Manifest) -> tuple[dict[str, Any], Callable[[dict[str, Any]], Any]]:
+    """Return the targets by name, and what puts the arrays into their structure."""
+    if _is_rule(targets):
+        every = manifest.tensors.values()
+        found = {t.name: targets(t.name, t.shape, t.dtype) if callable(targets) else targets for t in every}
+        return {name: target for name, target in found.items() if target is not None}, dict
+    paths, structure = jax.tree_util.tree_flatten_with_path(targets, is_leaf=lambda leaf: isinstance(leaf, _KINDS))
+    leaves = {".".join(map(_key, path)): target for path, target in paths}
+    if len(leaves) != len(paths):
+        raise UsageError("Cannot name the targets by their paths: two leaves have the same. Rename a key")
+    return leaves, lambda arrays: jax.tree_util.tree_unflatten(structure, [arrays[name] for name in leaves])
+
+
+def _key(entry: Any) -> str:
+    return str(next(getattr(entry, name) for name in ("key", "idx", "name") if hasattr(entry, name)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """What the caller states about names, order of dims and dtypes."""
+
+    manifest: Manifest
+    mesh: jax.sharding.Mesh | None
+    names: Mapping[str, str] | Callable[[str], str] | None
+    transpose: Any
+    dtype: str | None
+
+    def wanted(self, leaves: Mapping[str, Any]) -> list[_Wanted]:
+        tensors = {name: self._tensor_name(name) for name in leaves}
+        if missing := [name for name, tensor in tensors.items() if tensor not in self.manifest.tensors]:
+            raise MismatchError(
+                f"Cannot load from {self.manifest.source}: it has no tensor for {len(missing)} targets:\n  "
+                + "\n  ".join(
+                    _shown(f"{name} ({tensors[name]})" if tensors[name] != name else name for name in missing)
+                )
+                + "\nPass names= to say how the tensors are called; shardload.inspect lists them."
+            )
+        return [self._one(name, target, self.manifest.tensors[tensors[name]]) for name, target in leaves.items()]
+
+    def _tensor_name(self, name: str) -> str:
+        if callable(self.names):
+            return self.names(name)
+        return name if self.names is None else self.names.get(name, name)
+
+    def _one(self, name: str, target: Any, tensor: Tensor) -> _Wanted:
+        view, dtype = self._view(name, tensor), tensor.dtype
+        if self.dtype is not None and jax.numpy.issubdtype(dtype, jax.numpy.floating):
+            dtype = jax.numpy.dtype(self.dtype)
+        sharding = target
+        if isinstance(target, jax.ShapeDtypeStruct):
+            if tuple(target.shape) != view.shape:
+                raise MismatchError(
+                    f"Cannot load {name!r}: its target has shape {tuple(target.shape)}, but tensor {tensor.name!r} has "
+                    f"{view.shape}. Pass transpose= if only the order of its dims differs"
+                )
+            dtype, sharding = np.dtype(target.dtype), target.sharding
+        return _Wanted(name, view, dtype, self._sharding(name, sharding))
+
+    def _view(self, name: str, tensor: Tensor) -> View:
+        view = View.whole(tensor)
+        if callable(self.transpose):
+            order = self.transpose(tensor.name, tensor.shape)
+        else:
+            order = None if self.transpose is None else self.transpose.get(name)
+        if order is None:
+            return view
+        if sorted(order) != list(range(len(view.shape))):
+            raise UsageError(f"Cannot transpose {name!r} of shape {view.shape} to {order}: expected each dim once")
+        return replace(view, shape=tuple(view.shape[d] for d in order), strides=tuple(view.strides[d] for d in order))
+
+    def _sharding(self, name: str, found: Any) -> NamedSharding | SingleDeviceSharding:
+        if found is None:
+            return SingleDeviceSharding(jax.devices()[0])
+        if isinstance(found, PartitionSpec):
+            if self.mesh is None:
+                raise UsageError(f"Cannot place {name!r} by {found}: a PartitionSpec needs a mesh. Pass mesh=")
+            return NamedSharding(self.mesh, found)
+        if isinstance(found, NamedSharding) and isinstance(found.mesh, jax.sharding.Mesh):
+            return found
+        if isinstance(found, SingleDeviceSharding):
+            return found
+        raise UnsupportedError(
+            f"Cannot place {name!r} by {found!r:.80}: expected a ShapeDtypeStruct, NamedSharding, SingleDeviceSharding "
+            "or PartitionSpec"
+        )
+
+
+def _check_unused(manifest: Manifest, wanted: Iterable[_Wanted]) -> None:
+    used = {one.view.tensor for one in wanted}
+    if unused := [name for name in manifest.tensors if name not in used]:
+        raise MismatchError(
+            f"Cannot load from {manifest.source}: no target names {len(unused)} of its tensors:\n  "
+            + "\n  ".join(_shown(unused))
+            + "\nPass strict=False to leave them out."
+        )
+
+
+def _shown(names: Iterable[str]) -> list[str]:
+    found = list(names)
+    return found[:SHOWN] + ([f"… and {len(found) - SHOWN} more"] if len(found) > SHOWN else [])
+
+
+def _transfer(opened: OpenedSource, wanted: Sequence[_Wanted], *, budget: int | None, shown: Any) -> dict[str, Any]:
+    arrays: dict[str, Any] = {}
+    by_mesh: dict[MeshDevices, list[_Wanted]] = {}
+    for one in wanted:
+        by_mesh.setdefault(_devices(one.sharding), []).append(one)
+    try:
+        for devices, group in by_mesh.items():
+            targets = {one.name: one for one in group}
+            plan = make_plan(
+                opened.manifest,
+                [Binding(one.name, one.view, one.dtype, _layout(one, devices.mesh)) for one in group],
+                host_memory_bytes=budget,
+                positions=local_positions(devices),
+                scatter=opened.checker is None,
+                uploads=any(device.platform != "cpu" for device in devices.devices),
+            )
+
+            def ready(name: str, array: Any, targets: Mapping[str, _Wanted] = targets) -> None:
+                arrays[name] = _as_asked(array, targets[name].sharding)
+
+            shown.start(plan.read_bytes, "Loading")
+            execution.execute(
+                plan,
+                opened.manifest,
+                devices=devices.devices,
+                on_ready=ready,
+                progress=shown.advance,
+                check=opened.checker,
+            )
+    finally:
+        shown.stop()
+    return arrays
+
+
+def _devices(sharding: NamedSharding | SingleDeviceSharding) -> MeshDevices:
+    if isinstance(sharding, SingleDeviceSharding):
+        return MeshDevices(_ONE, tuple(sharding.device_set))
+    mesh = sharding.mesh
+    return MeshDevices(MeshSpec(tuple(map(str, mesh.axis_names)), tuple(mesh.devices.shape)), tuple(mesh.devices.flat))
+
+
+def _layout(one: _Wanted, mesh: MeshSpec) -> Layout:
+    rank, spec = len(one.view.shape), getattr(one.sharding, "spec", PartitionSpec())
+    if len(spec) > rank:
+        raise LayoutError(
+            f"Cannot place {one.name!r} of shape {one.view.shape} by {spec}: it has more entries than dims"
+        )
+    axes: Spec = tuple(_axes(entry, one) for entry in (*spec, *(None,) * (rank - len(spec))))
+    layout = Layout(mesh, axes)
+    if not layout.divides(one.view.shape):
+        raise LayoutError(
+            f"Cannot place {one.name!r} by {spec} on the mesh {mesh}: its shape {one.view.shape} does not divide into "
+            f"{layout.parts} parts. Split another dim, or use None"
+        )
+    return layout
+
+
+def _axes(entry: Any, one: _Wanted) -> tuple[str, ...]:
+    if entry is None:
+        return ()
+    if entry is PartitionSpec.UNCONSTRAINED:
+        raise LayoutError(
+            f"Cannot place {one.name!r}: its PartitionSpec leaves a dim unconstrained. State an axis or None"
+        )
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _as_asked(array: Any, sharding: NamedSharding | SingleDeviceSharding) -> Any:
+    """Return the array with the caller's own sharding object, without a copy if it is in the right memory."""
+    if sharding.memory_kind != array.sharding.memory_kind:
+        return jax.device_put(array, sharding)
+    shards = [shard.data for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
+
+
+__all__ = ["Target", "load_arrays"]

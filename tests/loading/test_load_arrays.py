@@ -1,0 +1,166 @@
+"""Tensors as plain sharded arrays, without Keras."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+from safetensors.numpy import save_file
+from saved_steps import save_step
+
+import shardload
+from shardload.errors import LayoutError, MismatchError, SourceNotFoundError, UnsupportedError, UsageError
+
+VALUES = {
+    "embed.weight": np.arange(32 * 16, dtype=np.float32).reshape(32, 16),
+    "layers.0.proj": np.arange(64 * 8, dtype=np.float16).reshape(64, 8),
+    "layers.1.proj": np.arange(64 * 8, dtype=np.float16).reshape(64, 8) + 1,
+    "scale": np.array(3, np.float32),
+    "ids": np.arange(8, dtype=np.int32),
+}
+
+
+@pytest.fixture
+def path(tmp_path):
+    save_file(VALUES, tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jax.make_mesh((2, 4), ("data", "model"))
+
+
+def assert_holds(array, value, sharding):
+    assert isinstance(array, jax.Array) and array.sharding == sharding
+    assert array.dtype == value.dtype and np.asarray(array).tobytes() == value.tobytes()
+    for shard in array.addressable_shards:
+        assert np.asarray(shard.data).tobytes() == value[shard.index].tobytes()
+
+
+def test_every_tensor_by_a_function(path, mesh):
+    def rule(name, shape, dtype):
+        return None if name == "ids" else NamedSharding(mesh, P(("data", "model")) if len(shape) == 2 else P())
+
+    found = shardload.load_arrays(path, rule)
+    assert list(found) == [name for name in VALUES if name != "ids"] or found.keys() == VALUES.keys() - {"ids"}
+    for name, array in found.items():
+        spec = P(("data", "model")) if VALUES[name].ndim == 2 else P()
+        assert_holds(array, VALUES[name], NamedSharding(mesh, spec))
+
+
+def test_a_tree_with_shapes_dtypes_and_several_meshes(path, mesh):
+    other, device = jax.make_mesh((8,), ("x",)), SingleDeviceSharding(jax.devices()[3])
+    targets = {
+        "embed": {
+            "weight": jax.ShapeDtypeStruct((32, 16), jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "model")))
+        },
+        "layers": [{"proj": P("data", "model")}, {"proj": NamedSharding(other, P("x"))}],
+        "scale": device,
+        "ids": jax.ShapeDtypeStruct((8,), jnp.int32),
+    }
+    found = shardload.load_arrays(path, targets, mesh=mesh)
+    assert jax.tree.structure(found) == jax.tree.structure(
+        {**targets, "embed": {"weight": 0}, "layers": [{"proj": 0}] * 2, "scale": 0, "ids": 0}
+    )
+    assert_holds(
+        found["embed"]["weight"], VALUES["embed.weight"].astype(jnp.bfloat16), targets["embed"]["weight"].sharding
+    )
+    assert_holds(found["layers"][0]["proj"], VALUES["layers.0.proj"], NamedSharding(mesh, P("data", "model")))
+    assert_holds(found["layers"][1]["proj"], VALUES["layers.1.proj"], NamedSharding(other, P("x")))
+    assert_holds(found["scale"], VALUES["scale"], device)
+    assert_holds(found["ids"], VALUES["ids"], SingleDeviceSharding(jax.devices()[0]))
+
+
+@pytest.mark.parametrize("as_functions", [False, True])
+def test_names_and_orders_of_dims_of_the_callers(path, mesh, as_functions):
+    names = {"table": "embed.weight", "kernel": "layers.0.proj"}
+    orders = {"kernel": (1, 0)}
+    if as_functions:
+        names, orders = names.__getitem__, lambda name, shape: (1, 0) if name == "layers.0.proj" else None
+    targets = {"table": P("data"), "kernel": P(None, ("model", "data"))}
+    found = shardload.load_arrays(
+        path, targets, mesh=mesh, names=names, transpose=orders, strict=False, dtype="float32"
+    )
+    assert_holds(found["table"], VALUES["embed.weight"], NamedSharding(mesh, P("data")))
+    kernel = np.ascontiguousarray(VALUES["layers.0.proj"].T).astype(np.float32)
+    assert_holds(found["kernel"], kernel, NamedSharding(mesh, P(None, ("model", "data"))))
+
+
+def test_explicit_axes_and_one_target_for_all(path):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    found = shardload.load_arrays(path, NamedSharding(mesh, P()))
+    assert found.keys() == VALUES.keys()
+    assert all(array.sharding.mesh == mesh for array in found.values())
+
+
+def test_every_format_and_a_step(tmp_path, mesh):
+    model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(64)])
+    model.compile("adam", "mse")
+    model.fit(np.ones((4, 16)), np.ones((4, 64)), verbose=0)
+    model.save_weights(tmp_path / "model.weights.h5")
+    save_step(model, tmp_path / "run", 3)
+    for source in (tmp_path / "model.weights.h5", tmp_path / "run"):
+        found = shardload.load_arrays(
+            source, lambda n, shape, d: P("model") if shape and not shape[-1] % 8 else P(), mesh=mesh
+        )
+        expected = [np.asarray(v) for v in model.trainable_variables]
+        assert all(any(np.array_equal(a, e) for a in found.values()) for e in expected)
+
+
+@pytest.mark.parametrize(
+    ("targets", "options", "error", "message"),
+    [
+        ({"nothing": P()}, {}, MismatchError, "it has no tensor for 1 targets:\n  nothing\nPass names="),
+        ({"ids": P()}, {"names": {"ids": "x"}}, MismatchError, r"ids \(x\)"),
+        ({"ids": P()}, {}, MismatchError, "no target names 4 of its tensors:\n  embed.weight"),
+        ({"ids": P("data")}, {"mesh": None, "strict": False}, UsageError, "a PartitionSpec needs a mesh"),
+        ({"ids": P(("data", "model"), None)}, {"strict": False}, LayoutError, "it has more entries than dims"),
+        ({"scale": P("data")}, {"strict": False}, LayoutError, "it has more entries than dims"),
+        (
+            {"ids": jax.ShapeDtypeStruct((4,), jnp.int32)},
+            {"strict": False},
+            MismatchError,
+            r"has shape \(4,\), but tensor",
+        ),
+        ({"scale": jax.ShapeDtypeStruct((), jnp.int32)}, {"strict": False}, MismatchError, "float32"),
+        ({"ids": P("rows")}, {"strict": False}, (LayoutError, ValueError), "rows"),
+        ({"ids": 3}, {"strict": False}, UnsupportedError, "expected a ShapeDtypeStruct, NamedSharding"),
+        ({"ids": P()}, {"strict": False, "transpose": {"ids": (1,)}}, UsageError, "expected each dim once"),
+        (
+            {"layers": {"0.proj": P()}, "layers.0": {"proj": P()}},
+            {"strict": False},
+            UsageError,
+            "two leaves have the same",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(path, targets, options, error, message):
+    mesh = jax.make_mesh((2, 4), ("data", "model"))
+    with pytest.raises(error, match=message):
+        shardload.load_arrays(path, targets, **{"mesh": mesh} | options)
+
+
+def test_a_shape_that_does_not_divide_is_refused(path):
+    three = jax.sharding.Mesh(jax.devices()[:3], ("x",))
+    with pytest.raises(LayoutError, match=r"its shape \(8,\) does not divide into \(3,\) parts. Split another dim"):
+        shardload.load_arrays(path, {"ids": P("x")}, mesh=three, strict=False)
+    with pytest.raises(SourceNotFoundError):
+        shardload.load_arrays(path.with_name("nothing.safetensors"), {})
+
+
+@pytest.mark.slow
+def test_keras_is_not_imported(path):
+    code = f"""
+import sys, jax, shardload
+mesh = jax.make_mesh((1,), ("x",))
+assert len(shardload.inspect({str(path)!r}).tensors) == 5
+assert len(shardload.load_arrays({str(path)!r}, jax.sharding.PartitionSpec(), mesh=mesh)) == 5
+assert "keras" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
