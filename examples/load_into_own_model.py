@@ -34,4 +34,4 @@ with tempfile.TemporaryDirectory() as folder:
 
 print(report)
 print(model.layers[0].kernel.value.sharding)
-np.testing.assert_allclose(model.predict(x, verbose=0), trained.predict(x, verbose=0), rtol=1e-5)
+np.testing.assert_allclose(model.predict(x, verbose=0), trained.predict(x, verbose=0), atol=1e-6)
