@@ -87,8 +87,8 @@ def load(
         ``model.preprocessor = None`` to pass token ids. That of a GGUF file is made on first use; if KerasHub cannot
         make it, the report says why.
 
-        A copy of the model (`clone_model`, `deepcopy`, `pickle`, a saved file that Keras loads) is a plain model: whole,
-        on one device.
+        A copy of the model (`clone_model`, `deepcopy`, `pickle`, a saved file that Keras loads) is a plain model:
+        whole, on one device.
 
     Raises:
         UsageError: When an argument is of the wrong kind or out of range.
