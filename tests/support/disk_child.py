@@ -192,8 +192,8 @@ def denied_in_between(base):
     become_ordinary(base)
     found = {}
     for name, path in (("root", base / "root"), ("staging", base / "staging" / ".staging")):
-        found[name] = spoilt(base / name, f"chmod 555 {path}")
-        somebody.does(f"chmod 755 {path}")
+        found[name] = spoilt(base / name, f"mkdir -p {path}; chmod 555 {path}")  # none is left between two saves
+        somebody.does(f"chmod 777 {path}")
         found[f"{name} again"] = attempt(base / name, compiled(), resume=True)
     return found
 
