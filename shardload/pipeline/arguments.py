@@ -22,7 +22,7 @@ def check_model(model: Any) -> None:
         UnsupportedError: When it is not built, or has no weights.
     """
     if not hasattr(model, "weights"):
-        raise UsageError(f"The first argument is the Keras model to fill; got {type(model).__name__}")
+        raise UsageError(f"Cannot use {model!r:.60} as model: expected a Keras model, got {type(model).__name__}")
     check_backend()
     if not getattr(model, "built", True):
         raise UnsupportedError(

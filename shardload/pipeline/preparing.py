@@ -112,7 +112,8 @@ class PreparedLoad:
                 f"(--ignore {self.mapping.unused[0]}). strict=False (--no-strict) also accepts missing weights."
             )
         if spec_of(self.manifest).tensor_names == "own" and self.mapping.missing and self.mapping.unused:
-            fix += " Where only the names differ, pass names={tensor: variable path}."
+            function = "call shardload.load_weights(model, source, names=…)" if self.request.builds else "pass names="
+            fix += f" Where only the names differ, {function} with {{tensor: variable path}}."
         return fix
 
 

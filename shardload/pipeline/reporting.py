@@ -27,6 +27,7 @@ from shardload.reports import (
     PlanReport,
     Stages,
 )
+from shardload.reports.names import fold
 from shardload.units import format_bytes
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ def _notes(prepared: PreparedLoad) -> tuple[str, ...]:
         *_skipped_notes(prepared),
         *prepared.layouts.idle_notes,
         *prepared.layouts.guess_notes,
-        *(f"replicated though large: {path}" for path in prepared.layouts.replicated_large),
+        *(f"replicated though large: {paths}" for paths in fold(prepared.layouts.replicated_large)),
         *_raised_budget(prepared),
     )
 

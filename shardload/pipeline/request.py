@@ -8,7 +8,6 @@ from typing import Any, Literal, cast
 
 from shardload.errors import UsageError
 from shardload.hub import fidelity
-from shardload.keras_bridge.distributions import is_distribution
 from shardload.mapping import Items
 from shardload.pipeline import arguments
 from shardload.progress import ProgressLike, as_progress
@@ -97,7 +96,7 @@ class LoadRequest:
     def checked(self) -> LoadRequest:
         """Return the request with its arguments in one form each: sizes as bytes, dtypes by name.
 
-        A distribution given as mesh is the layout too, and a layout with a mesh of its own is the mesh.
+        A distribution or layout map given as mesh is the layout too, and a layout with a mesh of its own is the mesh.
 
         Raises:
             UsageError: When an argument is of the wrong kind or out of range.
@@ -115,7 +114,7 @@ class LoadRequest:
         else:
             arguments.check_model(self.model)
         mesh, layout = self.mesh, self.layout
-        if layout is None and is_distribution(mesh):
+        if layout is None and hasattr(mesh, "device_mesh"):
             layout = cast("LayoutLike", mesh)
         elif mesh is None and self.devices is None and getattr(layout, "device_mesh", None) is not None:
             mesh = cast("MeshLike", layout)

@@ -74,6 +74,13 @@ def test_the_distribution_that_is_set_is_used(source, make):
     assert shardload.report(model).notes == ()
 
 
+def test_a_layout_map_given_as_mesh_is_the_layout_too(source):
+    found = layout_map()
+    del found["nothing/kernel"]
+    model = shardload.load(source, mesh=found)
+    assert shardings(model)["hidden/kernel"].spec == jax.sharding.PartitionSpec("rows", "columns")
+
+
 @pytest.mark.parametrize("argument", ["mesh", "layout"])
 @pytest.mark.parametrize("make", [model_parallel, data_parallel])
 def test_a_distribution_is_a_mesh_and_a_layout(source, make, argument):

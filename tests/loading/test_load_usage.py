@@ -50,7 +50,7 @@ def test_a_device_memory_without_a_unit_is_refused_first(memory):
 
 @pytest.mark.parametrize("model", [None, "model.keras"])
 def test_what_is_no_model_is_refused_first(model):
-    with pytest.raises(UsageError, match="The first argument is the Keras model to fill; got "):
+    with pytest.raises(UsageError, match="as model: expected a Keras model, got "):
         shardload.load_weights(model, NOWHERE)
 
 
