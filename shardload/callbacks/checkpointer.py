@@ -22,10 +22,11 @@ from shardload import restoring
 from shardload.callbacks import step_records
 from shardload.callbacks.best import Best
 from shardload.callbacks.contents import Contents
-from shardload.callbacks.monitor import Monitor, plain_logs
+from shardload.callbacks.monitor import Monitor
 from shardload.callbacks.resume import joined, restore_iterator
 from shardload.callbacks.retention import Retention, remover
 from shardload.callbacks.writer import SaveJob, Writer, finish_others
+from shardload.errors import UsageError
 from shardload.keras_bridge.model_state import with_optimizer
 from shardload.pipeline import arguments
 from shardload.steps import orbax_writer
@@ -76,6 +77,7 @@ class Checkpointer:
         async_timeout_s: float | None = None,
     ) -> None:
         step_records.check_directory(directory)
+        step_records.check_timeout(async_timeout_s)
         step_records.check_choices(compression=compression, best_of="folder")
         self._retention = Retention(max_to_keep, keep_best, keep_every_steps, keep_every_hours)
         self._monitor = Monitor(monitor, mode=mode)
@@ -85,6 +87,7 @@ class Checkpointer:
         self._writer = Writer(self._root)
         self._contents = Contents(weights_only=False, warn=warnings.warn)
         self._has_begun = False
+        self._newest = -1
 
     @property
     def directory(self) -> Path:
@@ -108,7 +111,7 @@ class Checkpointer:
         A loop that keeps values outside the variables, as with ``stateless_call``, assigns them first.
 
         Args:
-            step: The number of the step, larger than those in the folder.
+            step: The number of the step; larger than those in the folder.
             model: A built Keras model.
             optimizer: The optimizer of the loop, if the model is not compiled with it.
             metrics: Scalars by name, which rank the step and are listed with it.
@@ -124,20 +127,28 @@ class Checkpointer:
                 failed.
         """
         arguments.check_model(model)
+        step, epoch = step_records.count("step", step), None if epoch is None else step_records.count("epoch", epoch)
+        logs = step_records.scalars(metrics)
         self._writer.wait()
         if not self._has_begun:
             self._begin(model)
+        if step < self._newest:
+            raise UsageError(
+                f"Cannot save step {step} to {self.directory}: it has later steps, up to {self._newest}, and `restore` "
+                "would take the latest. Continue to count from there, or use another directory"
+            )
         with with_optimizer(model, optimizer):
             job = self._job(
                 step,
                 model,
-                logs=plain_logs(metrics),
+                logs=logs,
                 epoch=epoch,
                 metadata=step_records.checked_metadata(metadata),
                 iterator=iterator,
                 checkpointables=checkpointables,
             )
             self._writer.start(job)
+        self._newest = step
         if not self._background:
             self._writer.wait()
 
@@ -147,8 +158,10 @@ class Checkpointer:
         orbax_writer.prepare()
         step_records.prepare_serialising()
         self._writer.channel.first(self._clear_up)
-        for line in self._best.begin(model, self.steps(), self.directory, None, channel=self._writer.channel):
+        steps = self.steps()
+        for line in self._best.begin(model, steps, self.directory, None, channel=self._writer.channel):
             _log.info("%s", line)
+        self._newest = max((info.step for info in steps), default=-1)
         self._has_begun = True
 
     def _clear_up(self) -> None:
@@ -238,6 +251,11 @@ class Checkpointer:
             ShardloadError: As `shardload.restore`.
         """
         self.wait()
+        if iterator is not None and not hasattr(iterator, "set_state"):
+            raise UsageError(
+                f"Cannot restore the position of iterator: {type(iterator).__name__} has no set_state(state). Pass an "
+                "object that has one"
+            )
         if step == "latest" and self.latest() is None:
             return None
         options: dict[str, Any] = {"mesh": mesh, "layout": layout, "devices": devices, "fallback": fallback}
@@ -306,7 +324,7 @@ def save(
         checkpointer.save(
             step, model, optimizer=optimizer, metrics=metrics, epoch=epoch, metadata=metadata, iterator=iterator
         )
-    return checkpointer.directory / str(step)
+    return checkpointer.directory / str(step_records.count("step", step))
 
 
 __all__ = ["Checkpointer", "save"]

@@ -119,6 +119,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         super().__init__()
         step_records.check_directory(directory)
         step_records.check_frequency(save_freq)
+        step_records.check_timeout(async_timeout_s)
         step_records.check_choices(compression=compression, best_of=best_of)
         step_records.check_initial_epoch(initial_epoch)
         if not (isinstance(resume, int) or resume in ("latest", "best")):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import functools
 import json
+import operator
 import os
 import re
 import sys
@@ -17,6 +18,7 @@ import jax
 import keras
 import numpy as np
 
+from shardload.callbacks.monitor import plain_logs
 from shardload.distributed import processes
 from shardload.errors import UsageError
 from shardload.keras_bridge.variables import current_value
@@ -138,8 +140,45 @@ def _shown(value: Any) -> str:
 Metadata = Mapping[str, Any] | Callable[[int, Mapping[str, float]], Mapping[str, Any]] | None
 
 
+def count(argument: str, value: Any) -> int:
+    """Return a non-negative integer, also one of NumPy or JAX, as a Python int.
+
+    Raises:
+        UsageError: If it is something else.
+    """
+    try:
+        found = -1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        found = -1
+    if found < 0:
+        raise UsageError(f"Cannot use {argument}={value!r:.60}: expected a non-negative integer")
+    return found
+
+
+def scalars(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """Return metrics as Python floats.
+
+    Raises:
+        UsageError: If they are no mapping from names to numbers.
+    """
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise UsageError(f"Cannot use metrics={metrics!r:.60}: expected a mapping from names to numbers")
+    found = plain_logs(metrics)
+    if left := [name for name in metrics or () if str(name) not in found]:
+        raise UsageError(f"Cannot use the metric {left[0]!r}: expected a number")
+    return found
+
+
+def check_timeout(seconds: float | None) -> None:
+    """Raise a `UsageError` unless a time limit is ``None`` or positive."""
+    if seconds is not None and not (isinstance(seconds, int | float) and seconds > 0):
+        raise UsageError(f"Cannot use async_timeout_s={seconds!r:.60}: expected a positive number of seconds, or None")
+
+
 def check_directory(directory: str | os.PathLike[str]) -> None:
     """Raise a `UsageError` unless ``directory`` can be a local folder."""
+    if not isinstance(directory, str | os.PathLike):
+        raise UsageError(f"Cannot save steps to {directory!r:.60}: expected the path of a folder")
     if not os.fspath(directory):
         raise UsageError('directory is the folder of the steps; it cannot be "". The current folder is "."')
     if "://" in os.fspath(directory):

@@ -70,6 +70,8 @@ def with_optimizer(model: Model, optimizer: Any) -> Iterator[None]:
     if optimizer is None or optimizer is own:
         yield
         return
+    if not hasattr(optimizer, "variables"):
+        raise UsageError(f"Cannot use optimizer={optimizer!r:.60}: expected an object such as keras.optimizers.Adam()")
     if own is not None:
         raise UsageError(
             f"Cannot use optimizer={optimizer.name!r}: the model {model.name!r} is compiled with {own.name!r}. Leave "

@@ -25,6 +25,7 @@ from shardload.errors import SaveError, ShardloadError, SourceNotFoundError, Ste
 from shardload.steps.digests import Digests
 from shardload.steps.file_tree import is_empty, sync, sync_all
 from shardload.steps.locks import FolderLock
+from shardload.steps.number import NAME
 from shardload.steps.save_errors import describe, save_error
 from shardload.stores.local import expanded
 
@@ -115,8 +116,8 @@ class Staging:
             StepExistsError: If the root already contains this step.
             SaveError: If the root is missing, was replaced, or is not writable.
         """
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise UsageError(f"Cannot save step {step!r}: expected a non-negative integer")
+        if isinstance(step, bool) or not isinstance(step, int) or not NAME.fullmatch(str(step)):
+            raise UsageError(f"Cannot save step {step!r}: expected a non-negative integer of at most 18 digits")
         root = root if isinstance(root, Root) else Root(root)
         root.check(step)
         refuse_existing(root.path / str(step), step)

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardload.errors import UnsupportedError
+from shardload.errors import UnsupportedError, UsageError
 from shardload.text import sources
 from shardload.text.tokenizer import Tokenizer
 from shardload.typing import PathLike
@@ -64,6 +64,7 @@ def generate(
         The continuation of one prompt, or a list of several.
 
     Raises:
+        UsageError: When the prompts are no text, or ``max_new_tokens`` is no positive integer.
         UnsupportedError: When the model does not generate, there is no tokenizer, or prompt and new tokens exceed the
             model's context.
         SourceError: When the tokenizer is damaged.
@@ -72,7 +73,11 @@ def generate(
     """
     _require_causal_lm(model)
     found = sources.tokenizer_for(model) if tokenizer is None else _opened(tokenizer)
-    texts = [prompts] if isinstance(prompts, str) else list(prompts)
+    texts = [prompts] if isinstance(prompts, str) else list(prompts) if isinstance(prompts, Iterable) else [prompts]
+    if not all(isinstance(text, str) for text in texts):
+        raise UsageError(f"Cannot continue {prompts!r:.60}: expected text, or a list of texts")
+    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise UsageError(f"Cannot use max_new_tokens={max_new_tokens!r:.60}: expected a positive integer")
     encoded = [found.encode(text) for text in texts]
     _check_context(model, max(map(len, encoded), default=0), max_new_tokens)
     added = generate_ids(model, encoded, max_new_tokens=max_new_tokens, stop_ids=found.stop_ids)

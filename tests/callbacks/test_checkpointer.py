@@ -160,7 +160,15 @@ def test_what_cannot_be_saved_is_refused_and_leaves_nothing(tmp_path, trained):
         ({"metadata": object()}, "metadata must be JSON"),
         ({"iterator": object()}, "The state of data_iterator must be bytes or JSON"),
         ({"step": -1}, "expected a non-negative integer"),
-        ({"model": None}, "The first argument is the Keras model"),
+        ({"step": True}, "expected a non-negative integer"),
+        ({"step": 10**18}, "at most 18 digits"),
+        ({"step": 0}, "it has later steps, up to 1, and `restore` would take the latest"),
+        ({"epoch": -1}, "Cannot use epoch=-1: expected a non-negative integer"),
+        ({"epoch": "1"}, "Cannot use epoch='1'"),
+        ({"metrics": [1]}, "expected a mapping from names to numbers"),
+        ({"metrics": {"loss": "low"}}, "Cannot use the metric 'loss': expected a number"),
+        ({"optimizer": "adam"}, "Cannot use optimizer='adam': expected an object"),
+        ({"model": None}, "expected a Keras model, got NoneType"),
         ({"checkpointables": {"pytree": {}}}, "cannot be named 'pytree'"),
     ]:
         with pytest.raises(UsageError, match=message):
@@ -170,11 +178,34 @@ def test_what_cannot_be_saved_is_refused_and_leaves_nothing(tmp_path, trained):
     assert list((tmp_path / ".staging").glob("*")) == []
     with pytest.raises(SourceNotFoundError):
         checkpointer.restore(trained[0], step=9)
+    with pytest.raises(UsageError, match=r"Cannot restore the position of iterator: object has no set_state"):
+        checkpointer.restore(trained[0], iterator=object())
+    for arguments, message in (
+        ({"directory": None}, "expected the path of a folder"),
+        ({"async_timeout_s": -1}, "positive"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            shardload.Checkpointer(**{"directory": tmp_path} | arguments)
     with pytest.raises(UsageError, match="max_to_keep should be a positive integer"):
         shardload.Checkpointer(tmp_path, max_to_keep=0)
     (tmp_path / "file").write_text("")
     with pytest.raises(SaveError):
         shardload.Checkpointer(tmp_path / "file")
+
+
+@pytest.mark.parametrize("number", [np.int64(3), jax.numpy.int32(3)])
+def test_a_number_of_numpy_or_jax_is_a_number(tmp_path, trained, number):
+    assert shardload.save(trained[0], tmp_path, step=number, epoch=number) == tmp_path / "3"
+    info = shardload.Checkpointer(tmp_path).latest()
+    assert (info.step, info.epoch) == (3, 3)
+
+
+def test_a_new_loop_in_a_used_folder_loses_nothing(tmp_path, trained):
+    for step in (100, 200):
+        shardload.save(trained[0], tmp_path, step=step)
+    with pytest.raises(UsageError, match="later steps, up to 200"):
+        shardload.Checkpointer(tmp_path, max_to_keep=2).save(1, trained[0])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["100", "200"]
 
 
 @pytest.mark.slow
