@@ -49,7 +49,7 @@ def parse_bytes(text: str | int, *, least: int = 0) -> int:
 
 def _with_unit(n: int, text: str, *, least: int) -> int:
     if n < least:
-        raise ValueError(f"{text} bytes? Write {text}GiB, or {text}B if so few are meant")
+        raise ValueError(f"{text} means {text} bytes. Write {text}GiB, or {text}B if you mean bytes")
     return n
 
 

@@ -80,7 +80,7 @@ def _is_plain_tree(item: Any) -> bool:
 
 
 def _is_host(array: jax.Array) -> bool:
-    """Whether NumPy can view the memory of an array's devices, and any thread can turn the view into the same array."""
+    """Whether NumPy can view an array's memory, and any thread can rebuild the array from that view."""
     if not array.is_fully_addressable or jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended):
         return False
     if array.dtype in _WIDE:

@@ -214,7 +214,7 @@ def _check_result(plan: Plan, result: Path, *, described: bool) -> None:
     computed = mapping.computed and not spec_of(manifest).is_hugging_face  # fine if KerasHub's converter computes
     if mapping.missing or mapping.mismatched or computed or mapping.unused:
         raise SourceError(
-            f"Cannot read back {result}: the model built from it does not match its tensors: "
+            f"Cannot verify {result}: it was written, but loading it back does not give the same model: "
             f"{[*mapping.missing, *map(str, mapping.mismatched), *mapping.unused][:3]}"
         )
 

@@ -207,7 +207,7 @@ _programs: dict[Any, _Program] = {}
 
 
 def _program(variable: Variable, initializer: Any, sharding: Any) -> tuple[_Program, list[Any]]:
-    """Return the staged program for a variable's initial value, and the seeds to run it with.
+    """Return the compiled program for a variable's initial value, and the seeds to run it with.
 
     Programs of Keras' own initialisers are shared by all similar variables; the seed is an argument.
     """

@@ -67,7 +67,7 @@ class FileRegion:
 
     @classmethod
     def whole(cls, path: Location) -> FileRegion:
-        """Return the region of a file that is entirely HDF5.
+        """Return a region that covers a whole HDF5 file.
 
         Raises:
             SourceError: When the file cannot be opened.

@@ -197,7 +197,8 @@ class _Parser:
             return DTYPES[known]
         if known in SUB_BYTE:
             raise UnsupportedError(
-                f"{self._path}: tensor {name!r} has the dtype {text}, which packs elements into bits"
+                f"{self._path}: tensor {name!r} has the dtype {text}, which packs several elements into a byte and "
+                "is not supported"
             )
         raise self._wrong(f"gives tensor {name!r} the dtype {str(text)[:100]!r}; supported dtypes: {', '.join(DTYPES)}")
 

@@ -99,7 +99,10 @@ class Arrays:
                 continue
             cell = array.cell(key)
             if cell is None:
-                raise SourceError(f"{where} has shape {array.shape} in chunks of {array.chunk_shape}, but also {key!r}")
+                raise SourceError(
+                    f"{where} has shape {array.shape} in chunks of {array.chunk_shape}, but also a chunk {key!r}, "
+                    "which is outside that grid"
+                )
             found[cell] = value
         cells = math.prod(array.grid)
         if self._is_complete and len(found) != cells:

@@ -103,7 +103,11 @@ def _summarise(model: Any, manifest: Manifest, recordings: list[Recording]) -> V
 
 
 def _split(recording: Recording) -> tuple[list[ConverterAssign], list[ConverterAssign]]:
-    """Separate the last views of variables that are only ever viewed from all assignments to other variables."""
+    """Separate variables that are views of tensors from those that the converter computes.
+
+    Returns:
+        The last assignment of each variable that is only ever assigned views; all assignments of the other variables.
+    """
     computed = {id(e.variable) for e in recording.assigned if e.view is None}
     viewed = {id(e.variable): e for e in recording.assigned if id(e.variable) not in computed}
     return list(viewed.values()), [e for e in recording.assigned if id(e.variable) in computed]

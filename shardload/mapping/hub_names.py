@@ -81,9 +81,9 @@ class HubNames:
             found = list(_prefixes(rest, names))
             if len(found) > 1:
                 raise SourceError(
-                    f"Cannot find the tensor {wanted!r} of KerasHub's converter in {self._source}: {len(found)} names "
-                    f"match: {', '.join(repr(prefix + rest) for prefix in found[:4])}. Remove the tensors that are not "
-                    "part of the model"
+                    f"Cannot tell which tensor of {self._source} is the tensor {wanted!r} of KerasHub's converter: "
+                    f"{len(found)} names match: {', '.join(repr(prefix + rest) for prefix in found[:4])}. Remove the "
+                    "tensors that are not part of the model"
                 )
             if not found:
                 return None

@@ -45,7 +45,7 @@ class Entry:
         self._read = read
 
     def keys(self) -> list[str]:
-        """List keys like HDF5: one name per level."""
+        """Return the keys of the outermost level, as an HDF5 group does."""
         return list(dict.fromkeys(key.split("/")[0] for key in self._tensors))
 
     def __len__(self) -> int:

@@ -168,8 +168,8 @@ class RemoteStep(Store):
                 )
         if sum(sizes.values()) > MAX_COPIED_BYTES or len(sizes) > MAX_FILES:
             raise UnsafeSourceError(
-                f"{self._remote.url} lists {len(sizes)} small files of {sum(sizes.values())} bytes together; at most "
-                f"{MAX_FILES} of {MAX_COPIED_BYTES} are fetched. {COPY_FIRST}"
+                f"{self._remote.url} lists {len(sizes)} small files ({sum(sizes.values())} bytes in total); at most "
+                f"{MAX_FILES} files and {MAX_COPIED_BYTES} bytes are fetched. {COPY_FIRST}"
             )
 
     def _write(self, name: str, data: bytes | memoryview) -> None:

@@ -131,5 +131,5 @@ def test_header_beyond_the_cap(tmp_path):
 
 def test_packed_dtypes_are_known_but_not_readable(tmp_path):
     path = write_safetensors(tmp_path / "x.safetensors", {"a": entry(dtype="F4", shape=(8,))}, b"\0" * 4)
-    with pytest.raises(UnsupportedError, match="packs elements"):
+    with pytest.raises(UnsupportedError, match="packs several elements"):
         open_manifest(path)
