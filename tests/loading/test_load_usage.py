@@ -44,7 +44,7 @@ def test_a_device_without_memory_is_refused_first():
 
 @pytest.mark.parametrize("memory", [16, "16"])
 def test_a_device_memory_without_a_unit_is_refused_first(memory):
-    with pytest.raises(UsageError, match=r"device_memory_bytes: 16 bytes\? Write 16GiB"):
+    with pytest.raises(UsageError, match=r"device_memory_bytes: 16 means 16 bytes. Write 16GiB"):
         shardload.plan(NOWHERE, device_memory_bytes=memory)
 
 
