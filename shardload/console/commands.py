@@ -5,6 +5,7 @@ Docstrings of commands are their help texts: a description, then examples to cop
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Annotated, Any
@@ -130,6 +131,8 @@ def _generate(out: streams.Results, loaded: Any, prompt: str | None, *, max_new_
     if prompt is None:
         return ""
     if shown:
+        if sys.stderr is not None and sys.stderr.isatty():
+            streams.note("compiling for this prompt before the first word")
         out.text(f"\n{'─' * 40 if out.unicode else '-' * 40}\n{printable(prompt, keep=_TEXT)}")
     pieces = []
     for piece in lazy_api.generate(loaded, prompt, max_new_tokens=max_new_tokens):

@@ -13,7 +13,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
@@ -155,6 +157,10 @@ def abandon(stream: TextIO) -> None:
 
 
 def note(message: str) -> None:
-    """Print one line for people on stderr."""
+    """Print one paragraph for people on stderr; on a terminal, it is wrapped between words."""
+    text = f"note: {printable(message)}"
     with contextlib.suppress(OSError, ValueError):
-        print(f"note: {printable(message)}", file=sys.stderr, flush=True)  # noqa: T201 - this is where notes go
+        if sys.stderr is not None and sys.stderr.isatty():
+            width = shutil.get_terminal_size().columns
+            text = textwrap.fill(text, max(20, width), break_long_words=False, break_on_hyphens=False)
+        print(text, file=sys.stderr, flush=True)  # noqa: T201 - this is where notes go

@@ -8,7 +8,7 @@ import pytest
 from cli_fakes import run, with_fakes
 
 import shardload.sharding.devices  # noqa: F401 - imported here, so that it never sees a pretended JAX
-from shardload.console import jax_setup
+from shardload.console import jax_setup, streams
 from shardload.console.jax_setup import Platform
 from shardload.errors import MeshError
 from shardload.sharding.mesh import MeshSpec
@@ -48,6 +48,17 @@ def test_another_backend_is_overridden_and_said():
 
 
 @pytest.mark.slow
+def test_a_note_is_wrapped_between_words_on_a_terminal(monkeypatch, capsys):
+    text = "simulating 8 CPU devices for the mesh batch=1,model=8; no accelerator is used."
+    streams.note(text)
+    assert capsys.readouterr().err == f"note: {text}\n"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "40")
+    streams.note(text)
+    lines = capsys.readouterr().err.splitlines()
+    assert " ".join(lines) == f"note: {text}" and max(map(len, lines)) <= 40
+
+
 def test_tensorflow_may_be_kept():
     done = with_fakes(SHOW, "load", "x", "--platform", "cpu", SHARDLOAD_KEEP_TENSORFLOW="1")
     assert '"tensorflow": 0' in done.stderr
