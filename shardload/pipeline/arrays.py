@@ -92,7 +92,8 @@ def load_arrays(
         DamagedError: When the bytes of a training step differ from the saved ones.
     """
     shown = as_progress(progress)
-    budget = None if host_memory_bytes is None else parse_bytes(host_memory_bytes)
+    budget = _budget(host_memory_bytes)
+    _check_kinds(mesh=mesh, names=names, transpose=transpose, strict=strict)
     opened = open_source(source, format)
     files = Fingerprint.of(opened.manifest.files)
     leaves, rebuild = _leaves(targets, opened.manifest)
@@ -104,6 +105,23 @@ def load_arrays(
     found = _transfer(opened, wanted, budget=budget, shown=shown)
     files.check()
     return rebuild(found)
+
+
+def _budget(wanted: int | str | None) -> int | None:
+    try:
+        return None if wanted is None else parse_bytes(wanted)
+    except ValueError as error:
+        raise UsageError(f"host_memory_bytes: {error}") from error
+
+
+def _check_kinds(*, mesh: Any, names: Any, transpose: Any, strict: Any) -> None:
+    if mesh is not None and not isinstance(mesh, jax.sharding.Mesh):
+        raise UsageError(f"Cannot use mesh={mesh!r:.60}: expected a jax.sharding.Mesh, such as jax.make_mesh returns")
+    for argument, value in (("names", names), ("transpose", transpose)):
+        if not (value is None or callable(value) or isinstance(value, Mapping)):
+            raise UsageError(f"Cannot use {argument}={value!r:.60}: expected a mapping or a function")
+    if not isinstance(strict, bool):
+        raise UsageError(f"Cannot use strict={strict!r:.60}: expected True or False")
 
 
 def _is_rule(targets: Any) -> bool:
@@ -217,21 +235,24 @@ def _transfer(opened: OpenedSource, wanted: Sequence[_Wanted], *, budget: int | 
     by_mesh: dict[MeshDevices, list[_Wanted]] = {}
     for one in wanted:
         by_mesh.setdefault(_devices(one.sharding), []).append(one)
+    plans = {  # all of them before the first read: what does not fit is refused at once
+        devices: make_plan(
+            opened.manifest,
+            [Binding(one.name, one.view, one.dtype, _layout(one, devices.mesh)) for one in group],
+            host_memory_bytes=budget,
+            positions=local_positions(devices),
+            scatter=opened.checker is None,
+            uploads=any(device.platform != "cpu" for device in devices.devices),
+        )
+        for devices, group in by_mesh.items()
+    }
+    shardings = {one.name: one.sharding for one in wanted}
+
+    def ready(name: str, array: Any) -> None:
+        arrays[name] = _as_asked(array, shardings[name])
+
     try:
-        for devices, group in by_mesh.items():
-            targets = {one.name: one for one in group}
-            plan = make_plan(
-                opened.manifest,
-                [Binding(one.name, one.view, one.dtype, _layout(one, devices.mesh)) for one in group],
-                host_memory_bytes=budget,
-                positions=local_positions(devices),
-                scatter=opened.checker is None,
-                uploads=any(device.platform != "cpu" for device in devices.devices),
-            )
-
-            def ready(name: str, array: Any, targets: Mapping[str, _Wanted] = targets) -> None:
-                arrays[name] = _as_asked(array, targets[name].sharding)
-
+        for devices, plan in plans.items():
             shown.start(plan.read_bytes, "Loading")
             execution.execute(
                 plan,

@@ -131,6 +131,10 @@ def test_every_format_and_a_step(tmp_path, mesh):
         ({"scale": jax.ShapeDtypeStruct((), jnp.int32)}, {"strict": False}, MismatchError, "float32"),
         ({"ids": P("rows")}, {"strict": False}, (LayoutError, ValueError), "rows"),
         ({"ids": 3}, {"strict": False}, UnsupportedError, "expected a ShapeDtypeStruct, NamedSharding"),
+        ({"ids": P()}, {"host_memory_bytes": "much"}, UsageError, "host_memory_bytes: Cannot read 'much'"),
+        ({"ids": P()}, {"mesh": "1x8"}, UsageError, "expected a jax.sharding.Mesh"),
+        ({"ids": P()}, {"names": 3}, UsageError, "Cannot use names=3: expected a mapping or a function"),
+        ({"ids": P()}, {"strict": "no"}, UsageError, "expected True or False"),
         ({"ids": P()}, {"strict": False, "transpose": {"ids": (1,)}}, UsageError, "expected each dim once"),
         (
             {"layers": {"0.proj": P()}, "layers.0": {"proj": P()}},
