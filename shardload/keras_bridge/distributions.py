@@ -9,6 +9,7 @@ import keras
 
 from shardload.keras_bridge.binding import MeshParallel
 from shardload.keras_bridge.keras_types import Variable
+from shardload.sharding.devices import has_mesh
 
 _OF_KERAS = (keras.distribution.ModelParallel.get_variable_layout, keras.distribution.DataParallel.get_variable_layout)
 
@@ -21,7 +22,7 @@ def current() -> Any:
 
 def is_distribution(found: Any) -> bool:
     """Whether an argument is a distribution, not a layout map, which has a mesh too."""
-    return hasattr(found, "get_variable_layout") and hasattr(found, "device_mesh")
+    return hasattr(found, "get_variable_layout") and has_mesh(found)
 
 
 def variable_axes(distribution: Any, variable: Variable) -> Sequence[Any]:

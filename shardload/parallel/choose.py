@@ -14,7 +14,7 @@ from shardload.parallel import rules as rule_sets
 from shardload.parallel.auto import decide_layouts
 from shardload.parallel.result import LayoutChoice, VariableLayout
 from shardload.parallel.roles import Role, Wants, roles
-from shardload.sharding.devices import mesh_spec
+from shardload.sharding.devices import has_mesh, mesh_spec
 from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
 from shardload.typing import LayoutLike
@@ -71,9 +71,9 @@ def _by_distribution(model: Any, mesh: MeshSpec, distribution: Any) -> LayoutCho
 
 def _rule_set(model: Any, mesh: MeshSpec, layout: Any) -> tuple[str, rule_sets.RuleSet | None]:
     if not isinstance(layout, str | os.PathLike):
-        if isinstance(layout, Mapping) and not hasattr(layout, "device_mesh"):
+        if isinstance(layout, Mapping) and not has_mesh(layout):
             return "rules", rule_sets.from_mapping(layout)
-        if not hasattr(layout, "device_mesh"):
+        if not has_mesh(layout):
             raise LayoutError(f"Cannot use {layout!r:.80} as layout. Supported: {_forms()}")
         return "layout_map", rule_sets.from_layout_map(layout, mesh, origin="the LayoutMap")
     if layout == "keras_hub":

@@ -11,6 +11,7 @@ from shardload.hub import fidelity
 from shardload.mapping import Items
 from shardload.pipeline import arguments
 from shardload.progress import ProgressLike, as_progress
+from shardload.sharding.devices import has_mesh, mesh_of
 from shardload.typing import DTypeLike, LayoutLike, MeshLike, PathLike
 from shardload.units import UNIT_NEEDED
 
@@ -114,9 +115,9 @@ class LoadRequest:
         else:
             arguments.check_model(self.model)
         mesh, layout = self.mesh, self.layout
-        if layout is None and hasattr(mesh, "device_mesh"):
+        if layout is None and has_mesh(mesh):
             layout = cast("LayoutLike", mesh)
-        elif mesh is None and self.devices is None and getattr(layout, "device_mesh", None) is not None:
+        elif mesh is None and self.devices is None and has_mesh(layout) and mesh_of(layout) is not None:
             mesh = cast("MeshLike", layout)
         return replace(
             self,

@@ -73,7 +73,12 @@ def mesh_spec(mesh: MeshLike | MeshSpec | None, *, axes: str | None = None) -> M
 
 def mesh_of(found: Any) -> Any:
     """Return the mesh of a Keras distribution or layout map; anything else is returned unchanged."""
-    return getattr(found, "device_mesh", found)
+    return getattr(found, "device_mesh", found) if has_mesh(found) else found
+
+
+def has_mesh(found: Any) -> bool:
+    """Whether an argument is a Keras distribution or layout map, not the class of one."""
+    return hasattr(found, "device_mesh") and not isinstance(found, type)
 
 
 def resolve_devices(

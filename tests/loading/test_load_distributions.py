@@ -192,6 +192,8 @@ def test_rules_for_outputs_are_applied_as_keras_does(source, where, applies):
         ({"mesh": {"data": 2.5}}, MeshError, "Cannot read the mesh"),
         ({"mesh": {}}, MeshError, "Cannot read the mesh"),
         ({"mesh": {"data": 2, "model": 4}, "axes": "a,b"}, MeshError, "names its axes already"),
+        ({"layout": keras.distribution.ModelParallel}, LayoutError, "Cannot use <class .*ModelParallel'> as layout"),
+        ({"mesh": keras.distribution.ModelParallel}, MeshError, "Cannot read a mesh from <class"),
         ({"mesh": "1x8", "layout": "distribution"}, LayoutError, "on the mesh batch=1,model=8: its own is rows=2"),
         ({"mesh": "1x8", "layout": "map"}, LayoutError, "it was made for rows=2,columns=4"),
     ],
