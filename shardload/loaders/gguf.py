@@ -1,7 +1,8 @@
 """GGUF files presented as Hugging Face checkpoints, with their names, row order and configuration.
 
 Unquantised tensors are extents; quantised ones decode to float32, bit for bit as the gguf package does, one range
-of rows at a time. See `gguf_header` (the bytes), `gguf_models` (names and configuration), `gguf_rows` (decoding).
+of rows at a time. See `gguf_header` (the bytes), `gguf_parts` (split files), `gguf_models` (names and configuration),
+`gguf_rows` (decoding).
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from numpy.typing import NDArray
 
 from shardload.errors import SourceError, UnsupportedError
 from shardload.loaders import gguf_models as models
+from shardload.loaders.contents import CONFIG, FolderContent
 from shardload.loaders.extents import collect
 from shardload.loaders.gguf_header import GgufHeader, LongArray, TensorInfo, read_array, read_header
+from shardload.loaders.gguf_parts import first_part, read_model
 from shardload.loaders.gguf_rows import Undo, require_package, storage
 from shardload.loaders.registry import FormatSpec
 from shardload.manifest import Manifest, Tensor
@@ -48,17 +51,18 @@ class TokenizerMetadata:
 
 
 def open_file(path: Location) -> Manifest:
-    """Return the manifest of one ``.gguf`` file.
+    """Return the manifest of one ``.gguf`` file, or of all parts of the model that it is a part of.
 
     Raises:
-        SourceError: When the header contradicts itself or the file.
+        SourceNotFoundError: When parts are missing.
+        SourceError: When the header contradicts itself, the file or the other parts.
         UnsupportedError: When the architecture, an element type or the GGUF version is not supported.
         MissingExtraError: When tensors are quantised and the gguf package is not installed.
     """
-    name = str(path)
-    header = read_header(path)
+    first, header = read_model(path)
+    name = str(first)
     known = models.architecture(header, name)
-    config = models.config(header, name, rope_factors=_rope_factors(header, path))
+    config = models.config(header, name, rope_factors=_rope_factors(header))
     heads, kv_heads = models.head_counts(header, name)
     require_package(header.tensors, name)
     tensors = []
@@ -68,12 +72,11 @@ def open_file(path: Location) -> Manifest:
         undo = known.undo(info.name)
         count = heads if ".attn_q." in info.name else kv_heads
         _check_heads(info, undo, count, name)
-        where, dtype = storage(info, path, undo=undo, heads=count)
+        where, dtype = storage(info, undo=undo, heads=count)
         tensors.append(Tensor(hf_name, info.shape, dtype, where))
-    files = {path: header.file_bytes}
-    by_name = collect(tensors, files=files)
+    by_name = collect(tensors, files=header.files)
     ordered = {tensor.name: by_name[tensor.name] for tensor in tensors}
-    return Manifest(path, "gguf", ordered, files, config, header.values)
+    return Manifest(first, "gguf", ordered, header.files, config, header.values)
 
 
 def tokenizer_metadata(path: Location) -> TokenizerMetadata:
@@ -139,17 +142,23 @@ def _check_heads(info: TensorInfo, undo: Undo, heads: int, path: str) -> None:
         )
 
 
-def _rope_factors(header: GgufHeader, path: Location) -> tuple[float, ...]:
+def _rope_factors(header: GgufHeader) -> tuple[float, ...]:
     """Read ``rope_freqs.weight``: configuration stored as a tiny tensor, and the only tensor read while opening."""
     info = next((info for info in header.tensors if info.name == "rope_freqs.weight"), None)
     if info is None:
         return ()
     if info.kind.name != "F32" or info.nbytes > MAX_ROPE_BYTES:
         raise SourceError(
-            f"{path}: 'rope_freqs.weight' should be a few F32 numbers, but is {info.shape} {info.kind.name}"
+            f"{info.path}: 'rope_freqs.weight' should be a few F32 numbers, but is {info.shape} {info.kind.name}"
         )
-    raw = path.read_header(info.nbytes, offset=info.offset, what="'rope_freqs.weight'")
+    raw = info.path.read_header(info.nbytes, offset=info.offset, what="'rope_freqs.weight'")
     return tuple(np.frombuffer(raw, "<f4").tolist())
+
+
+def _is_described_otherwise(content: FolderContent) -> bool:
+    """Whether a folder with a ``config.json`` has weights as GGUF only; the header describes the model then."""
+    endings = tuple(name.rpartition(".")[2].lower() for name in content.names)
+    return CONFIG in content.names and "gguf" in endings and not {"safetensors", "h5", "bin"} & set(endings)
 
 
 SPEC = FormatSpec(
@@ -157,7 +166,9 @@ SPEC = FormatSpec(
     description="a .gguf file",
     endings=(".gguf",),
     is_file=lambda content: content.head.startswith(b"GGUF"),
+    is_folder=_is_described_otherwise,
     open_file=open_file,
+    first_part=first_part,
     described_by="hugging-face",
     tensor_names="hugging-face",
     model_dtype="bfloat16",

@@ -15,7 +15,7 @@ import math
 import struct
 from collections.abc import Iterable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -110,6 +110,7 @@ class LongArray:
 class TensorInfo:
     """One tensor with its GGUF name and shape, outermost dim first."""
 
+    path: Location
     name: str
     shape: tuple[int, ...]
     kind: GgmlType
@@ -124,13 +125,14 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """The parsed header of one file."""
+    """The parsed header of one file, or of all parts of a model (`gguf_parts`)."""
 
     values: dict[str, Any]
     """Key-values; arrays as lists, long ones as `LongArray`."""
     tensors: tuple[TensorInfo, ...]
     """In file order."""
-    file_bytes: int
+    files: dict[Location, int]
+    """Size in bytes of each file."""
 
 
 def read_header(path: Location) -> GgufHeader:
@@ -155,8 +157,8 @@ def read_header(path: Location) -> GgufHeader:
             raise SourceError(
                 f"{path}: tensor {info.name!r} starts at {info.offset}, expected a multiple of {alignment}"
             )
-    infos = [TensorInfo(i.name, i.shape, i.kind, start + i.offset) for i in raw]
-    return GgufHeader(values, _in_file_order(infos, path, size), size)
+    infos = [replace(info, offset=start + info.offset) for info in raw]
+    return GgufHeader(values, _in_file_order(infos, path, size), {path: size})
 
 
 def read_array(array: LongArray | list[Any]) -> NDArray[Any] | list[Any]:
@@ -273,7 +275,7 @@ def _tensor_info(cursor: _Cursor) -> TensorInfo:
             f"{cursor.path}: tensor {name!r} has the shape {shape}, but {kind.name} rows are whole blocks "
             f"of {kind.block_elements} elements"
         )
-    return TensorInfo(name, shape, kind, offset)
+    return TensorInfo(cursor.path, name, shape, kind, offset)
 
 
 def _in_file_order(infos: Iterable[TensorInfo], path: Location, size: int) -> tuple[TensorInfo, ...]:

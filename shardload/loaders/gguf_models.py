@@ -134,11 +134,9 @@ def architecture(header: GgufHeader, path: str) -> GgufArchitecture:
     """Return the architecture that a header names.
 
     Raises:
-        UnsupportedError: When it is not in `ARCHITECTURES`, or the model is split over several files.
+        UnsupportedError: When it is not in `ARCHITECTURES`.
     """
     name = header.values.get("general.architecture")
-    if header.values.get("split.count", 1) not in (0, 1):
-        raise UnsupportedError(f"{path} is one of several parts; join them first: llama-gguf-split --merge FIRST OUT")
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise UnsupportedError(
             f"{path} has the architecture {name!r}; GGUF is supported for {', '.join(ARCHITECTURES)}. "

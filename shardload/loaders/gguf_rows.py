@@ -54,7 +54,6 @@ class Undo(Enum):
 class GgufRows:
     """Rows of one tensor in Hugging Face's order, with the dtype from `decoded_dtype`."""
 
-    path: Location
     info: TensorInfo
     undo: Undo
     heads: int = 1
@@ -63,7 +62,7 @@ class GgufRows:
     @property
     def paths(self) -> tuple[Location, ...]:
         """The file."""
-        return (self.path,)
+        return (self.info.path,)
 
     @property
     def stored_bytes(self) -> int:
@@ -99,7 +98,7 @@ class GgufRows:
         unit_bytes = math.prod(shape[1:]) * unit // kind.block_elements * kind.block_bytes
         raw = np.empty((-(-(last - first) // unit), unit_bytes), np.uint8)
         try:
-            with closing(self.path.open()) as file:
+            with closing(self.info.path.open()) as file:
                 file.read_into(raw.reshape(-1).data, self.info.offset + first // unit * unit_bytes)
         except (SourceError, SourceNotFoundError) as error:
             raise TransferError(f"Tensor {self.info.name!r} can no longer be read: {error}") from error
@@ -129,13 +128,13 @@ def require_package(infos: Iterable[TensorInfo], path: str) -> None:
         raise MissingExtraError("gguf", extra="gguf", needed_for=f"Decoding {quantised} tensors of {path}")
 
 
-def storage(info: TensorInfo, path: Location, *, undo: Undo, heads: int = 1) -> tuple[Storage, np.dtype[Any]]:
+def storage(info: TensorInfo, *, undo: Undo, heads: int = 1) -> tuple[Storage, np.dtype[Any]]:
     """Return the storage of a tensor and the dtype that reading it yields."""
     name = info.kind.name
     if name in PLAIN and undo is Undo.NOTHING:
-        return Extent(path, info.offset), PLAIN[name]
+        return Extent(info.path, info.offset), PLAIN[name]
     dtype = PLAIN[name] if name in PLAIN and undo is Undo.UNPERMUTE else np.dtype(np.float32)
-    return Decoded(GgufRows(path, info, undo, heads)), dtype
+    return Decoded(GgufRows(info, undo, heads)), dtype
 
 
 def stored_rows(rows: NDArray[np.int64], head_rows: int) -> NDArray[np.int64]:

@@ -175,11 +175,14 @@ def _unknown_config(content: FolderContent) -> SourceError | UnsupportedError:
 
 def _single(folder: Location, spec: FormatSpec) -> str:
     found = [name for name in folder.names() if name.lower().endswith(spec.endings)]
-    if len(found) == 1:
+    firsts = sorted({spec.first_part(name) for name in found})
+    if len(firsts) == 1:
         return found[0]
     if not found:
         raise SourceNotFoundError(f"{folder} should contain {spec.description}, but contains {listing(folder)}")
-    raise SourceError(f"{folder} contains {len(found)} files of that format ({', '.join(found[:8])}); open one of them")
+    raise SourceError(
+        f"{folder} contains {len(firsts)} checkpoints of that format ({', '.join(firsts[:8])}); open one of them"
+    )
 
 
 def _supported() -> str:

@@ -63,6 +63,8 @@ class FormatSpec:
     """Reads the headers of a folder. Without it, a folder is opened by its only file with one of `endings`."""
     describe_folder: Callable[[Location], Manifest] | None = None
     """Reads the model's description from a folder that may lack its weights: a manifest without tensors."""
+    first_part: Callable[[str], str] = str
+    """From the name of any file of a model that is split over several: the name of the first."""
     part_format: str | None = None
     """Format of the files that an index of this format lists."""
     folder_of: Callable[[Location], Location | None] | None = None

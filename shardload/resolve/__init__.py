@@ -107,8 +107,11 @@ def endings() -> tuple[str, ...]:
 
 
 def stem_of(name: str) -> str:
-    """Return a file's name without its ending, if that is one of `endings`."""
-    return next((name.removesuffix(ending) for ending in endings() if name.endswith(ending)), name)
+    """Return a file's name without its ending, if that is one of `endings`; for a part of a model, the first part's."""
+    for spec in specs():
+        if spec.endings and name.endswith(spec.endings[0]):
+            return spec.first_part(name).removesuffix(spec.endings[0])
+    return name
 
 
 def candidates() -> list[str]:

@@ -264,7 +264,6 @@ def test_malformed_headers(tmp_path, name):
 UNSUPPORTED = {
     "architecture": ({"arch": "mamba"}, {}, "architecture 'mamba'; GGUF is supported for gemma, gemma2"),
     "tensor": ({}, {"blk.0.ffn_gate_exps.weight": np.zeros((2, 2), np.float32)}, "no counterpart"),
-    "parts": ({"extra": lambda w: w.add_uint16("split.count", 3)}, {}, "llama-gguf-split --merge"),
     "per layer": ({"extra": lambda w: w.add_array("llama.rope.freq_base", [1, 2])}, {}, "one number for all layers"),
 }
 

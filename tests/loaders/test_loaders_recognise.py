@@ -103,7 +103,7 @@ def test_folders_hold_one_checkpoint(files):
     (files / "gguf").rename(files / "a.gguf")
     assert open_manifest(files).format == "gguf"
     write_gguf(files / "b.gguf", {})
-    with pytest.raises(SourceError, match=r"contains 2 files of that format \(a.gguf, b.gguf\); open one"):
+    with pytest.raises(SourceError, match=r"contains 2 checkpoints of that format \(a.gguf, b.gguf\); open one"):
         open_manifest(files)
     with h5py.File(files / "c.weights.h5", "w") as file:
         file["x"] = np.ones(3)

@@ -137,10 +137,13 @@ def sharded_folder(folder):
     return folder
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "folder"])
+@pytest.mark.parametrize("kind", ["Q8_0", "folder", "parts"])
 def test_hugging_face_models(kind, tmp_path):
-    file, folder = gguf_pairs.write(tmp_path, "llama", "Q8_0")
-    path = sharded_folder(folder) if kind == "folder" else file
+    parts = {"split_max_tensors": 8} if kind == "parts" else {}
+    file, folder = gguf_pairs.write(tmp_path, "llama", "Q8_0", **parts)
+    path = {"Q8_0": file, "folder": folder, "parts": tmp_path}[kind]
+    if kind == "folder":
+        sharded_folder(folder)
     place = MemoryStore.copy_of(path)
     assert_equal_manifests(open_manifest(path), open_manifest(place))
     expected = shardload.load(path, task=False, mesh="1x2")

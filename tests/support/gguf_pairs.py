@@ -105,11 +105,11 @@ def shapes(config):
     return found if config["tie_word_embeddings"] else {**found, "lm_head.weight": vocabulary}
 
 
-def write(directory, model_type, kind):
+def write(directory, model_type, kind, **options):
     """A pair of ``model.gguf`` and the folder ``hf``, in ``directory``."""
     rng = np.random.default_rng(len(model_type) * 100 + KINDS.index(kind))
     architecture = ARCHITECTURES.get(model_type, model_type)
-    writer = gguf.GGUFWriter(str(directory / "model.gguf"), architecture)
+    writer = gguf.GGUFWriter(str(directory / "model.gguf"), architecture, **options)
     describe(writer, config_of(model_type))
     tensors = {}
     for name, shape in shapes(config_of(model_type)).items():
