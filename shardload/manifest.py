@@ -203,6 +203,14 @@ class Manifest:
         """Number of elements in all tensors."""
         return sum(t.size for t in self.tensors.values())
 
+    @property
+    def n_left_out(self) -> int:
+        """Number of weights of its model that a partial training step does not store."""
+        structure = self.metadata.get("structure")
+        found = structure.get("left_out") if isinstance(structure, Mapping) else None
+        leaves = found if isinstance(found, list) else []
+        return sum(isinstance(leaf, Mapping) and leaf.get("kind") == "weight" for leaf in leaves)
+
 
 def c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of a C-ordered array, in elements."""

@@ -19,6 +19,7 @@ from shardload.manifest import Tensor
 from shardload.resolve import resolve
 from shardload.steps import digests
 from shardload.steps.listing import StepInfo, is_ours, list_steps
+from shardload.steps.record import StepRecord
 from shardload.steps.remote_listing import foreign
 from shardload.stores.remote import is_url
 from shardload.transfer.read_tensor import read_rows, row_ranges
@@ -40,6 +41,8 @@ class Verdict:
     """Number of tensors read; ``None`` if whole files were compared."""
     n_bytes: int
     problems: tuple[str, ...]
+    left_out: int = 0
+    """Number of weights that a partial step does not store."""
 
     @property
     def is_good(self) -> bool:
@@ -85,13 +88,16 @@ def _remote(info: StepInfo, progress: Callable[[int], None] | None) -> Verdict:
         return Verdict(info.where, "damaged", None, info.n_bytes, (str(info.problems),))
     problems = tuple(str(found) for found in digests.verify(info.remote, progress=progress))
     verdict: Literal["verified", "damaged"] = "damaged" if problems else "verified"
-    return Verdict(info.where, verdict, None, info.n_bytes, _shortened(problems))
+    left_out = info.recorded.left_out
+    return Verdict(info.where, verdict, None, info.n_bytes, _shortened(problems), left_out)
 
 
 def _with_digests(path: Path, progress: Callable[[int], None] | None) -> Verdict:
     damage = digests.verify(path, progress=progress)
     problems = tuple(str(found) for found in damage)
-    return Verdict(str(path), "damaged" if problems else "verified", None, _size(path), _shortened(problems))
+    verdict: Literal["verified", "damaged"] = "damaged" if problems else "verified"
+    left_out = 0 if problems else StepRecord.read(path).left_out
+    return Verdict(str(path), verdict, None, _size(path), _shortened(problems), left_out)
 
 
 def _size(path: Path) -> int:

@@ -12,7 +12,6 @@ checkpointer.wait()
 from __future__ import annotations
 
 import logging
-import time
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from shardload.callbacks.contents import Contents
 from shardload.callbacks.monitor import Monitor
 from shardload.callbacks.resume import joined, restore_iterator
 from shardload.callbacks.retention import Retention, remover
+from shardload.callbacks.selection import Selection, Variables
 from shardload.callbacks.writer import SaveJob, Writer, finish_others
 from shardload.errors import UsageError
 from shardload.keras_bridge.model_state import with_optimizer
@@ -56,6 +56,8 @@ class Checkpointer:
         save_on_background: Whether training continues while a step is written. Saves do not overlap.
         compression: ``"zstd"`` makes smaller files that take longer to write and read.
         async_timeout_s: The time limit of a save in seconds.
+        save_trainable_only: Omit the weights that training does not change.
+        variables: The weights to store: patterns of variable paths, or a function of a variable.
 
     Raises:
         UsageError: If an argument is invalid.
@@ -75,6 +77,8 @@ class Checkpointer:
         save_on_background: bool = True,
         compression: Literal["none", "zstd"] = "none",
         async_timeout_s: float | None = None,
+        save_trainable_only: bool = False,
+        variables: Variables = None,
     ) -> None:
         step_records.check_directory(directory)
         step_records.check_timeout(async_timeout_s)
@@ -85,7 +89,8 @@ class Checkpointer:
         self._background, self._compression, self._timeout_s = save_on_background, compression, async_timeout_s
         self._root = Root(directory, create=True)
         self._writer = Writer(self._root)
-        self._contents = Contents(weights_only=False, warn=warnings.warn)
+        selection = Selection(save_trainable_only, variables)
+        self._contents = Contents(weights_only=False, warn=warnings.warn, selection=selection)
         self._has_begun = False
         self._newest = -1
 
@@ -179,7 +184,6 @@ class Checkpointer:
         iterator: Any,
         checkpointables: Mapping[str, Any] | None,
     ) -> SaveJob:
-        state = self._contents.state_of(model)
         if self._retention.best and self._monitor.name not in logs:
             warnings.warn(
                 f"Step {step} cannot be ranked by {self._monitor.name!r}: metrics has {sorted(logs)}", stacklevel=3
@@ -193,19 +197,14 @@ class Checkpointer:
             logs=logs,
             keep_best=self._retention.best,
             metadata=metadata,
-            versions=step_records.versions(),
-            saved_unix_s=time.time(),
             **self._best.record(),
-            **step_records.placement(state),
         )
-        records = {"step.json": record.to_json(), "structure.json": state.to_json()}
         position = {} if iterator is None else step_records.iterator_record(iterator)
-        if found := joined(self._writer.channel.together(lambda: position)):
-            records["iterator.json"] = found
-        return SaveJob(
-            step=step,
-            items=self._contents.items(state, checkpointables),
-            records=records,
+        return self._contents.job(
+            model,
+            record,
+            position=joined(self._writer.channel.together(lambda: position)),
+            checkpointables=checkpointables,
             compression=self._compression,
             timeout_s=self._timeout_s,
             after=(remover(self._retention, self.directory, by=self._best.comparison),),
@@ -298,6 +297,8 @@ def save(
     metadata: Any = None,
     iterator: Any = None,
     compression: Literal["none", "zstd"] = "none",
+    save_trainable_only: bool = False,
+    variables: Variables = None,
 ) -> Path:
     """Save one step and wait for it; `shardload.restore` and ``fit`` with `OrbaxCheckpoint` continue from it.
 
@@ -311,6 +312,8 @@ def save(
         metadata: As for `Checkpointer.save`.
         iterator: As for `Checkpointer.save`.
         compression: ``"zstd"`` makes smaller files that take longer to write and read.
+        save_trainable_only: As for `Checkpointer`.
+        variables: As for `Checkpointer`.
 
     Returns:
         The folder of the step.
@@ -320,7 +323,8 @@ def save(
         StepExistsError: If the step exists already.
         SaveError: If the step could not be saved; earlier steps are untouched.
     """
-    with Checkpointer(directory, compression=compression) as checkpointer:
+    options: dict[str, Any] = {"save_trainable_only": save_trainable_only, "variables": variables}
+    with Checkpointer(directory, compression=compression, **options) as checkpointer:
         checkpointer.save(
             step, model, optimizer=optimizer, metrics=metrics, epoch=epoch, metadata=metadata, iterator=iterator
         )

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from shardload.callbacks import step_records
+from shardload.callbacks.selection import ALL, Selection
+from shardload.callbacks.writer import SaveJob
 from shardload.keras_bridge.saving import assets_of, serialised_model
 from shardload.mapping.state_tree import StateTree, describe
+from shardload.steps.record import StepRecord
 
 
 class Contents:
@@ -16,23 +21,61 @@ class Contents:
     Args:
         weights_only: Omit optimizer, metrics and the model's configuration.
         warn: Called with a message about a part that cannot be saved.
+        selection: The weights to save. A partial step omits the assets, which come with the other weights.
     """
 
-    def __init__(self, *, weights_only: bool, warn: Callable[[str], None]) -> None:
-        self.weights_only, self._warn = weights_only, warn
-        self._state: StateTree | None = None
+    def __init__(self, *, weights_only: bool, warn: Callable[[str], None], selection: Selection = ALL) -> None:
+        self.weights_only, self._warn, self._selection = weights_only, warn, selection
+        self._whole: StateTree | None = None
+        self._state = StateTree(())
         self._items: dict[str, Any] = {}
 
     def forget(self) -> None:
         """Discard the description of the model, so that the next step describes it again."""
-        self._state = None
+        self._whole = None
 
     def state_of(self, model: Any) -> StateTree:
         """Return the model's state; it is described again only if the variables changed."""
-        if self._state is None or not self._state.still_describes(model):
-            self._state = describe(model)
+        if self._whole is None or not self._whole.still_describes(model):
+            self._whole = describe(model)
+            self._state = self._selection.of(self._whole, model)
             self._items = {} if self.weights_only else dict(self._descriptions(model))
         return self._state.weights_only() if self.weights_only else self._state
+
+    def job(
+        self,
+        model: Any,
+        record: StepRecord,
+        *,
+        position: Mapping[str, Any],
+        checkpointables: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None,
+        **how: Any,
+    ) -> SaveJob:
+        """Return everything needed to write one step.
+
+        Args:
+            model: The model to save.
+            record: The step's record; what the step contains and where it was saved is filled in.
+            position: The position of the data; empty if there is none.
+            checkpointables: The user's own items.
+            how: Further arguments of `SaveJob`.
+        """
+        state = self.state_of(model)
+        record = replace(
+            record,
+            save_weights_only=self.weights_only,
+            save_trainable_only=self._selection.trainable_only,
+            variables=self._selection.patterns,
+            left_out=sum(leaf.kind == "weight" for leaf in state.left_out),
+            versions=step_records.versions(),
+            saved_unix_s=time.time(),
+            **step_records.placement(state),
+        )
+        records = {"step.json": record.to_json(), "structure.json": state.to_json()}
+        if position:
+            records["iterator.json"] = dict(position)
+        assert record.step is not None
+        return SaveJob(step=record.step, items=self.items(state, checkpointables), records=records, **how)
 
     def items(
         self, state: StateTree, more: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
@@ -50,5 +93,5 @@ class Contents:
                 f"The model's configuration cannot be saved ({type(error).__name__}: {error}), so "
                 "keras.saving.load_model cannot rebuild it; its state is saved."
             )
-        if (assets := assets_of(model)) is not None:
+        if not self._state.left_out and (assets := assets_of(model)) is not None:
             yield "assets", assets

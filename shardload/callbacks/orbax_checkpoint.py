@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import os
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -28,7 +27,8 @@ from shardload.callbacks.monitor import Monitor, plain_logs
 from shardload.callbacks.preemption import Preemption
 from shardload.callbacks.resume import Resumption, forget_beginning, go_on, iterator_record, joined
 from shardload.callbacks.retention import Retention, remover
-from shardload.callbacks.writer import SaveJob, Writer, finish_others
+from shardload.callbacks.selection import Selection, Variables
+from shardload.callbacks.writer import Writer, finish_others
 from shardload.data import Position, follow, stop_following
 from shardload.distributed import processes
 from shardload.errors import SaveError, UsageError
@@ -58,6 +58,10 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             never removed.
         save_on_background: Whether training continues while a step is written. Saves do not overlap.
         save_weights_only: Omit optimizer, metrics and the model's configuration.
+        save_trainable_only: Omit the weights that training does not change, such as the frozen base of LoRA adapters,
+            and the assets. `shardload.restore` puts such a step into a model that has these weights.
+        variables: The weights to store, instead: patterns of variable paths such as ``["*lora*"]``, or a function of
+            a variable.
         metadata: A JSON value, or a function of step and logs that returns one; stored with each step.
         checkpointables: Further named items (pytrees, or objects with an Orbax handler) stored in the same step, or
             a function that returns them. An item with its own handler keeps plain Orbax from loading the step
@@ -101,6 +105,8 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         save_on_background: bool = True,
         save_weights_only: bool = False,
         *,
+        save_trainable_only: bool = False,
+        variables: Variables = None,
         metadata: step_records.Metadata = None,
         checkpointables: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
         data_iterator: Any = None,
@@ -153,7 +159,8 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self._writer = Writer(self._root)
         self._decisions = processes.Channel()
         """Used by the training thread only; the writer's channel is also used by the writing thread."""
-        self._contents = Contents(weights_only=save_weights_only, warn=self._warn)
+        selection = Selection(save_trainable_only, variables)
+        self._contents = Contents(weights_only=save_weights_only, warn=self._warn, selection=selection)
         self._total = 0
         self._since_save = 0
         self._epoch = 0
@@ -331,7 +338,6 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         """Save now, regardless of ``save_freq``."""
         step, model = self._total, self.model
         self._writer.wait()
-        state = self._contents.state_of(model)
         ranks = self.save_freq != "epoch" or epoch_done  # otherwise the metrics cover only a part of an epoch
         if ranks and self._best.comparison.mode is not None:
             self._monitor.note(self._monitor.value_in(logs), model)
@@ -343,24 +349,18 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             logs=logs,
             ranks=ranks,
             keep_best=self._retention.best,
-            save_weights_only=self.save_weights_only,
             metadata=self._metadata_for(step, logs),
-            versions=step_records.versions(),
-            saved_unix_s=time.time(),
             **self._best.record(),
-            **step_records.placement(state),
         )
         if self.verbose:
             self._say(f"\nStep {step}: saving to {self.directory / str(step)}\n")
-        records = {"step.json": record.to_json(), "structure.json": state.to_json()}
         own = {} if self.data_iterator is None else step_records.iterator_record(self.data_iterator)
         place = iterator_record(self._position, own)
-        if iterator := joined(self._writer.channel.together(lambda: place)):
-            records["iterator.json"] = iterator
-        job = SaveJob(
-            step=step,
-            items=self._contents.items(state, self.checkpointables),
-            records=records,
+        job = self._contents.job(
+            model,
+            record,
+            position=joined(self._writer.channel.together(lambda: place)),
+            checkpointables=self.checkpointables,
             compression=self.compression,
             timeout_s=self.async_timeout_s,
             after=tuple(self._after()),

@@ -146,6 +146,8 @@ def _restored(model: Any, directory: Path, resume: bool | int | Literal["latest"
     try:
         return restoring.restore(model, directory, step="latest" if resume is True else resume)
     except MismatchError as error:
+        if NOT_STRICT not in str(error):
+            raise
         raise MismatchError(
             f"{str(error).replace(NOT_STRICT, '')} To take its weights alone, call shardload.restore(model, "
             f"{str(directory)!r}, items='weights') before fit, and pass resume=False."

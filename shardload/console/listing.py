@@ -33,7 +33,13 @@ def _summary(manifest: Manifest, tensors: Sequence[Tensor]) -> str:
     shown = plural(total, "tensor") if len(tensors) == total else f"{len(tensors):,} of {plural(total, 'tensor')}"
     elements, size = sum(t.size for t in tensors), sum(t.nbytes for t in tensors)
     sizes = f"{format_count(elements)} parameters, {format_bytes(size)}"
-    return f"{printable(manifest.source)} ({manifest.format}): {shown}, {sizes}"
+    left_out = f"; {partial(manifest.n_left_out)}" if manifest.n_left_out else ""
+    return f"{printable(manifest.source)} ({manifest.format}): {shown}, {sizes}{left_out}"
+
+
+def partial(left_out: int) -> str:
+    """Say that a step does not store so many weights of its model."""
+    return f"partial: without {plural(left_out, 'weight')}"
 
 
 def _row(tensor: Tensor) -> tuple[str, ...]:
@@ -80,6 +86,7 @@ def as_json(manifest: Manifest, *, match: str | None = None) -> dict[str, Any]:
         "files": {str(file): size for file, size in manifest.files.items()},
         "parameters": sum(t.size for t in tensors),
         "bytes": sum(t.nbytes for t in tensors),
+        "left_out": manifest.n_left_out,
         "tensors": [_facts(t) for t in tensors],
     }
 

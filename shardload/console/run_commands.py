@@ -147,6 +147,7 @@ def _facts(info: Any) -> dict[str, Any]:
         "bytes": info.n_bytes,
         "saved_unix_s": info.saved_s,
         "best": info.best,
+        "left_out": info.recorded.left_out,
         "digests": info.ours,
         "problems": info.problems,
     }
@@ -154,7 +155,8 @@ def _facts(info: Any) -> dict[str, Any]:
 
 def _row(info: Any) -> tuple[str, ...]:
     metrics = " ".join(f"{name}={value:.4g}" for name, value in info.metrics.items())
-    state = info.problems or ("ok" if info.ours else "unverified: not saved by shardload")
+    partial = f", {listing.partial(info.recorded.left_out)}" if info.recorded.left_out else ""
+    state = f"{info.problems or ('ok' if info.ours else 'unverified: not saved by shardload')}{partial}"
     epoch = "-" if info.epoch is None else str(info.epoch)
     cells = (str(info.step), epoch, metrics or "-", format_bytes(info.n_bytes), _age(info.saved_s))
     return (*cells, "best" if info.best else "-", printable(state))
@@ -170,5 +172,6 @@ def _age(saved_s: float) -> str:
 
 def _verdict(verdict: Any) -> str:
     what = format_bytes(verdict.n_bytes) + ("" if verdict.tensors is None else f", {plural(verdict.tensors, 'tensor')}")
+    what += f", {listing.partial(verdict.left_out)}" if verdict.left_out else ""
     lines = [f"{verdict.verdict:9} {printable(verdict.path)} ({what})"]
     return "\n".join([*lines, *(f"          {printable(p)}" for p in verdict.problems)]) + "\n"

@@ -35,6 +35,18 @@ def weights_of(model: Model) -> list[Variable]:
     return unique([*variables_of(model), *optimizer_variables_of(model)])
 
 
+def trained_variables(model: Model) -> list[Variable]:
+    """Return the weights that training changes: trainable ones, and those that trainable layers update themselves.
+
+    The latter are moving statistics, as of ``BatchNormalization``. Values of quantised layers are constants.
+    """
+    found = list(model.trainable_variables)
+    for layer in model._flatten_layers():
+        if layer.trainable and getattr(layer, "quantization_mode", None) is None:
+            found += [v for v in layer._non_trainable_variables if "float" in str(v.dtype)]
+    return unique(found)
+
+
 _PLAIN = frozenset(map(id, (bool, int, float, str, list, tuple, set, dict, FunctionType, type(None))))
 """Types of most attributes, which contain no variables; by identity, as a metaclass may define equality and hashes."""
 

@@ -51,6 +51,9 @@ def _unbuilt(model: Any, manifest: Manifest) -> Iterator[tuple[Any, list[Any], i
     """Yield the optimizers to build, the weights they train, and the number of variables in the checkpoint for each."""
     optimizer, others = getattr(model, "optimizer", None), _of_others(manifest)
     stored = sum(name.startswith(_STORED) for name in manifest.tensors) - len(others)
+    stored += (
+        sum(role.kind == "slot" and role.optimizer is None for role in _roles(manifest, "left_out")) if stored else 0
+    )
     if stored and optimizer is not None and not optimizer.built and not _other_kind(optimizer, manifest):
         yield optimizer, model.trainable_variables, stored
     waiting = [(path, found) for path, found in other_optimizers(model) if not found.built] if others else []
@@ -66,10 +69,14 @@ def _unbuilt(model: Any, manifest: Manifest) -> Iterator[tuple[Any, list[Any], i
 
 def _of_others(manifest: Manifest) -> list[Role]:
     """Return the stored roles of optimizers other than the compiled one in a training step."""
+    return [role for role in _roles(manifest, "leaves") if role.optimizer is not None]
+
+
+def _roles(manifest: Manifest, listed: str) -> list[Role]:
+    """Return the roles of a training step's ``leaves``, or of what it has ``left_out``."""
     structure = manifest.metadata.get("structure")
-    leaves = structure.get("leaves") if isinstance(structure, Mapping) else None
-    found = map(Stored.of_json, leaves) if isinstance(leaves, list) else ()
-    return [stored.role for stored in found if stored.role.optimizer is not None]
+    leaves = structure.get(listed) if isinstance(structure, Mapping) else None
+    return [Stored.of_json(leaf).role for leaf in leaves] if isinstance(leaves, list) else []
 
 
 def _other_kind(optimizer: Any, manifest: Manifest) -> bool:

@@ -11,8 +11,8 @@ two variables share a path; here the later ones get ``#2``, ``#3``, so such tree
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardload.errors import SourceError, UninitialisedError
@@ -64,6 +64,8 @@ class StateTree:
     leaves: tuple[StateLeaf, ...]
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings that the configuration omits (`layer_settings`)."""
+    left_out: tuple[StateLeaf, ...] = ()
+    """Weights of the model that a partial step does not store, and their slots."""
 
     @property
     def tree(self) -> dict[str, Any]:
@@ -89,16 +91,29 @@ class StateTree:
 
     def weights_only(self) -> StateTree:
         """Return the tree without optimizer and metrics, as ``save_weights_only`` stores it."""
-        return StateTree(tuple(leaf for leaf in self.leaves if leaf.path[0] in WEIGHTS), self.settings)
+        return replace(self, leaves=tuple(leaf for leaf in self.leaves if leaf.path[0] in WEIGHTS))
+
+    def only(self, selected: Callable[[Variable], bool]) -> StateTree:
+        """Return the tree without the weights that are not selected, and without their slots."""
+        out = {leaf.key for leaf in self.leaves if leaf.kind == "weight" and not selected(leaf.variable)}
+        rest = tuple(leaf for leaf in self.leaves if _weight_of(leaf) in out)
+        kept = tuple(leaf for leaf in self.leaves if _weight_of(leaf) not in out)
+        return replace(self, leaves=kept, left_out=rest)
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of ``structure.json``."""
-        return {"version": VERSION, "leaves": [leaf.to_json() for leaf in self.leaves], "form": dict(self.settings)}
+        found = {"version": VERSION, "leaves": [leaf.to_json() for leaf in self.leaves], "form": dict(self.settings)}
+        return found | ({"left_out": [leaf.to_json() for leaf in self.left_out]} if self.left_out else {})
 
     def still_describes(self, model: Any) -> bool:
         """Whether the model still has the same variables in the same groups."""
         now = [id(v) for _, variables in _variables_by_group(model) for v in variables]
         return now == [id(leaf.variable) for leaf in self.leaves]
+
+
+def _weight_of(leaf: StateLeaf) -> str | None:
+    """Return the key of the weight that a leaf is, or that a slot belongs to."""
+    return leaf.key if leaf.kind == "weight" else leaf.role.of
 
 
 def describe(model: Any) -> StateTree:
@@ -207,6 +222,8 @@ class Pairing:
     """Variables of the model without a stored leaf."""
     unexpected: tuple[Stored, ...]
     """Stored leaves without a variable in the model."""
+    left_out: tuple[tuple[Stored, StateLeaf], ...] = ()
+    """Leaves that a partial step lists but does not store, and the variables of the model in these roles."""
 
 
 def find(
@@ -223,15 +240,21 @@ def find(
         SourceError: When ``leaves`` is not valid.
     """
     listed = leaves.get("leaves") if isinstance(leaves, Mapping) else leaves
-    if not isinstance(listed, Iterable):
-        raise SourceError(f"structure.json has no valid list of leaves: {str(listed)[:80]}")
-    stored = {_identity(s.role, rename or {}): s for s in map(Stored.of_json, listed)}
+    stored = _by_identity(listed, rename or {})
+    left_out = _by_identity(leaves.get("left_out", ()) if isinstance(leaves, Mapping) else (), rename or {})
     wanted = {_identity(leaf.role, {}): leaf for leaf in describe(model).leaves}
     return Pairing(
         tuple((stored[i], leaf) for i, leaf in wanted.items() if i in stored),
-        tuple(leaf for i, leaf in wanted.items() if i not in stored),
+        tuple(leaf for i, leaf in wanted.items() if i not in stored and i not in left_out),
         tuple(s for i, s in stored.items() if i not in wanted),
+        tuple((left_out[i], leaf) for i, leaf in wanted.items() if i in left_out and i not in stored),
     )
+
+
+def _by_identity(listed: Any, rename: Mapping[str, str]) -> dict[tuple[str, str, str], Stored]:
+    if not isinstance(listed, Iterable):
+        raise SourceError(f"structure.json has no valid list of leaves: {str(listed)[:80]}")
+    return {_identity(s.role, rename): s for s in map(Stored.of_json, listed)}
 
 
 def _identity(role: Role, rename: Mapping[str, str]) -> tuple[str, str, str]:

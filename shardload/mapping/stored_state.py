@@ -10,6 +10,9 @@ an explicit map; nothing is matched by similarity.
     optimizer     the optimizer's variables          weights, seeds, metrics
     metrics       sums and counts of an epoch        weights, seeds, optimizer
 
+A partial step (``save_trainable_only``) lists the weights that it leaves out; the model's keep their values
+(`partial_steps`).
+
 If a step lacks the state of an optimizer (it has weights alone, or was saved before training), that optimizer stays
 unchanged, with a note. This applies to each optimizer: a GAN has two, besides the compiled one.
 """
@@ -25,6 +28,7 @@ from shardload.keras_bridge.keras_types import Variable
 from shardload.keras_bridge.model_state import other_optimizers, state_of, variables_of
 from shardload.keras_bridge.variables import unique
 from shardload.manifest import Manifest, Tensor, View
+from shardload.mapping.partial_steps import different_base, lora_advice, lora_differences, require_values
 from shardload.mapping.state_keys import Role
 from shardload.mapping.state_tree import StateLeaf, Stored, describe, find
 from shardload.mapping.suggestions import suggestion, unknown_tensor
@@ -62,6 +66,8 @@ class _Paired:
     pairs: tuple[tuple[Tensor, StateLeaf], ...]
     missing: tuple[StateLeaf, ...]
     left: tuple[_Left, ...]
+    left_out: tuple[tuple[Stored, StateLeaf], ...] = ()
+    """Variables that a partial step does not store, as it says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +136,14 @@ def map_state(
         paired = kept
     if items in ("all", "optimizer"):
         paired = _resolve_other_optimizers(paired, manifest, noted)
-    return _summarise(model, paired, items, tuple(noted))
+    if items in ("all", "weights"):
+        require_values(model, manifest, paired.left_out)
+    found = _summarise(model, paired, items, tuple(noted))
+    if structure is None or not {"weight"} & _KINDS[items] or rename:
+        return found
+    lora = lora_differences(model, structure.get("form"))
+    advice = lora_advice(model, structure.get("form")) if lora or found.missing or found.unused else ""
+    return replace(found, mismatched=(*lora, *found.mismatched), advice=advice)
 
 
 def _without(paired: _Paired, optimizer: str | None) -> _Paired:
@@ -204,7 +217,8 @@ def _by_structure(
     known = {tensor.name for tensor in tensors.values()}
     left = [_Left(tensors[id(s)].name, s.role.kind, s.role.optimizer) for s in found.unexpected]
     left += [_Left(name, "weight") for name in manifest.tensors if name not in known]
-    return _Paired(tuple((tensors[id(s)], leaf) for s, leaf in found.pairs), found.missing, tuple(left))
+    pairs = tuple((tensors[id(s)], leaf) for s, leaf in found.pairs)
+    return _Paired(pairs, found.missing, tuple(left), found.left_out)
 
 
 def _tensor_of(stored: Stored, manifest: Manifest) -> Tensor:
@@ -276,7 +290,8 @@ def _summarise(model: Any, paired: _Paired, items: Items, noted: tuple[str, ...]
     wrong = [(tensor, leaf) for tensor, leaf in wanted if tensor.shape != leaf.shape]
     bindings = tuple(bind(leaf.variable, View.whole(tensor), names) for tensor, leaf in fits)
     demanded = [leaf for leaf in paired.missing if requested(leaf.role) and leaf.kind not in _MINOR]
-    covered = {id(v) for v in _variables([*(leaf for _, leaf in wanted), *demanded])}
+    out = [(stored, leaf) for stored, leaf in paired.left_out if requested(leaf.role) and leaf.kind == "weight"]
+    covered = {id(v) for v in _variables([*(leaf for _, leaf in (*wanted, *out)), *demanded])}
     return VariableMap(
         bindings=bindings,
         computed=(),
@@ -288,10 +303,14 @@ def _summarise(model: Any, paired: _Paired, items: Items, noted: tuple[str, ...]
             *(found.tensor for found in paired.left if not requested(found) or found.kind in _MINOR),
             *(tensor.name for tensor, leaf in paired.pairs if not requested(leaf.role)),
         ),
-        mismatched=tuple(Mismatch.of_shapes(leaf.variable, tensor.name, tensor.shape) for tensor, leaf in wrong),
+        mismatched=(
+            *different_base(out),
+            *(Mismatch.of_shapes(leaf.variable, tensor.name, tensor.shape) for tensor, leaf in wrong),
+        ),
         notes=(*_notes(model, items, stored), *noted),
         steps=tuple(map(DirectStep, bindings)),
         refused=tuple((names[id(leaf.variable)], leaf.variable) for _, leaf in wrong),
+        kept=tuple(names.get(id(leaf.variable), leaf.variable.path) for _, leaf in out),
     )
 
 

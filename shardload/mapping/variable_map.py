@@ -137,6 +137,10 @@ class VariableMap:
     """Weights without a value because they, or others of their layer, are mismatched; by name."""
     absent: tuple[str, ...] = ()
     """Names a converter asked for that the checkpoint lacks."""
+    kept: tuple[str, ...] = ()
+    """Weights that a partial step leaves out on purpose: they keep the values that the model has."""
+    advice: str = ""
+    """How to make a mapping with mismatches fit, if that is known."""
 
     @property
     def provided(self) -> tuple[Variable, ...]:

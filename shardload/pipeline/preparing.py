@@ -105,6 +105,8 @@ class PreparedLoad:
         return f"{name} ({self.why_unused[name]})" if name in self.why_unused else name
 
     def _fix(self) -> str:
+        if self.mapping.advice:
+            return self.mapping.advice
         fix = NOT_STRICT
         if self.request.builds and self.mapping.unused:
             fix = (

@@ -152,6 +152,7 @@ def _notes(prepared: PreparedLoad) -> tuple[str, ...]:
         *prepared.notes,
         *fidelity.notes_of(prepared.model, prepared.manifest),
         *prepared.mapping.notes,
+        *_kept_notes(prepared),
         *_skipped_notes(prepared),
         *prepared.layouts.idle_notes,
         *prepared.layouts.guess_notes,
@@ -177,6 +178,13 @@ def _devices(prepared: PreparedLoad) -> tuple[DeviceUse, ...]:
         DeviceUse(position if d is None else d.id, "planned" if d is None else d.platform, device_bytes)
         for position, d in enumerate(prepared.devices.devices)
     )
+
+
+def _kept_notes(prepared: PreparedLoad) -> tuple[str, ...]:
+    if not (kept := prepared.mapping.kept):
+        return ()
+    which = ", ".join(map(str, fold(kept)))
+    return (f"the step is partial: {len(kept)} weights that it leaves out keep the values of the model: {which}",)
 
 
 def _skipped_notes(prepared: PreparedLoad) -> tuple[str, ...]:

@@ -41,6 +41,9 @@ class StepRecord:
     ranks: bool = True
     keep_best: int | None = None
     save_weights_only: bool = False
+    save_trainable_only: bool = False
+    variables: tuple[str, ...] | None = None
+    left_out: int = 0
     metadata: Any = None
     mesh: Mapping[str, Any] | None = None
     devices: int | None = None
@@ -78,6 +81,9 @@ class StepRecord:
             ranks=found.get("ranks") is not False,
             keep_best=_integer(found.get("keep_best")),
             save_weights_only=bool(found.get("save_weights_only")),
+            save_trainable_only=bool(found.get("save_trainable_only")),
+            variables=_texts(found.get("variables")),
+            left_out=_count(found.get("left_out")) or 0,
             metadata=found.get("metadata"),
             mesh=mesh if isinstance(mesh, dict) else None,
             devices=_count(found.get("devices")),
@@ -97,6 +103,10 @@ class StepRecord:
 
 def _text(found: Any) -> str | None:
     return found if isinstance(found, str) else None
+
+
+def _texts(found: Any) -> tuple[str, ...] | None:
+    return tuple(filter(_text, found)) if isinstance(found, list) else None
 
 
 def _integer(found: Any) -> int | None:

@@ -1,0 +1,108 @@
+"""Partial steps: the weights they leave out, and the LoRA adapters that a model needs before they fit.
+
+    step                                   model
+    lora_kernel_a, lora_kernel_b     ─►    replaced
+    left out: kernel, embeddings, …        keeps its own, of the same shapes; must have values
+
+`layer_settings` stores rank and alpha of each layer's adapters with every step, partial or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shardload.errors import MismatchError
+from shardload.keras_bridge.layer_settings import settings_of
+from shardload.keras_bridge.variables import has_value
+from shardload.manifest import Manifest
+from shardload.mapping.state_tree import StateLeaf, Stored
+from shardload.mapping.variable_map import Mismatch
+
+
+def require_values(model: Any, manifest: Manifest, left_out: Sequence[tuple[Stored, StateLeaf]]) -> None:
+    """Raise a `MismatchError` unless the model has values for all weights that a partial step leaves out."""
+    weights = [leaf for _, leaf in left_out if leaf.kind == "weight"]
+    if empty := [leaf for leaf in weights if not has_value(leaf.variable)]:
+        adapters = _adapters(manifest.metadata["structure"].get("form"))
+        lora = f", call {_call(model, adapters)}" if adapters else ""
+        raise MismatchError(
+            f"Cannot load {manifest.source} alone: it is a partial step, without {len(weights)} weights of its model, "
+            f"such as {empty[0].variable.path!r}. Load the base model first{lora}, then "
+            "shardload.restore(model, directory)"
+        )
+
+
+def different_base(left_out: Sequence[tuple[Stored, StateLeaf]]) -> tuple[Mismatch, ...]:
+    """Return the weights that had another shape in the model that the step was saved from."""
+    wrong = [(stored, leaf) for stored, leaf in left_out if stored.shape != leaf.shape]
+    return tuple(
+        Mismatch(
+            leaf.variable.path,
+            "",
+            leaf.shape,
+            stored.shape,
+            f"Variable {leaf.variable.path!r} has shape {leaf.shape}, but {stored.shape} in the model that this "
+            "partial step was saved from: it belongs to another base model",
+        )
+        for stored, leaf in wrong
+    )
+
+
+def lora_differences(model: Any, form: Any) -> tuple[Mismatch, ...]:
+    """Return the layers whose adapters would compute something else than those of the step: other rank or alpha."""
+    own, stored = _adapters(settings_of(model)), _adapters(form)
+    found = []
+    for path in own.keys() & stored.keys():
+        for name in ("rank", "alpha"):
+            has, was = own[path].get(name), stored[path].get(name)
+            if has != was:
+                message = f"LoRA of the layer {path!r} has {name} {has:g}, but {was:g} in the step"
+                found.append(Mismatch(path, "", None, None, message))
+                break
+    return tuple(sorted(found, key=str))
+
+
+def lora_advice(model: Any, form: Any) -> str:
+    """Return how to give a model the adapters of a step; empty if it has them."""
+    own, stored = _adapters(settings_of(model)), _adapters(form)
+    if own == stored:
+        return ""
+    if not stored:
+        return f" The step has no LoRA adapters, the model has some in {_layers(own)}. Restore before enable_lora."
+    has = f" The step has LoRA adapters in {_layers(stored)}"
+    if own.keys() - stored.keys():
+        return f"{has}, the model in {_layers(own)}. Enable the same ones: {_call(model, stored)}."
+    if not own:
+        return f"{has}, the model has none: call {_call(model, stored)} first."
+    again = "LoRA cannot be enabled twice: load the base model again, then call"
+    return f"{has}, the model in {_layers(own)}. {again} {_call(model, stored)}."
+
+
+def _layers(adapters: Mapping[str, Mapping[str, Any]]) -> str:
+    forms = sorted({(found["rank"], found["alpha"]) for found in adapters.values()})
+    texts = [f"rank {rank}" + (f", alpha {alpha:g}" if alpha != rank else "") for rank, alpha in forms]
+    return f"{len(adapters)} layer{'s' if len(adapters) > 1 else ''} ({' and '.join(texts)})"
+
+
+def _call(model: Any, adapters: Mapping[str, Mapping[str, Any]]) -> str:
+    forms = {(found["rank"], found["alpha"]) for found in adapters.values()}
+    if len(forms) == 1:
+        [(rank, alpha)] = forms
+        if alpha == rank:  # a backbone's enable_lora takes no alpha
+            for name, owner in (("model.backbone", getattr(model, "backbone", None)), ("model", model)):
+                if hasattr(owner, "enable_lora"):
+                    return f"{name}.enable_lora(rank={rank})"
+    path, first = next(iter(adapters.items()))
+    more = " and so on for the others" if len(adapters) > 1 else ""
+    return f"enable_lora(rank={first['rank']}, lora_alpha={first['alpha']:g}) of the layer {path!r}{more}"
+
+
+def _adapters(form: Any) -> dict[str, dict[str, Any]]:
+    """Return rank and alpha of each layer's adapters, by the layer's path; ``form`` is untrusted input."""
+    found = {}
+    for path, settings in form.items() if isinstance(form, Mapping) else ():
+        lora = settings.get("lora") if isinstance(settings, Mapping) else None
+        if isinstance(lora, Mapping) and all(isinstance(lora.get(n), (int, float)) for n in ("rank", "alpha")):
+            found[path] = {"rank": lora["rank"], "alpha": float(lora["alpha"])}
+    return found
