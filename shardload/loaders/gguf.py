@@ -17,6 +17,7 @@ from shardload.errors import SourceError, UnsupportedError
 from shardload.loaders import gguf_models as models
 from shardload.loaders.contents import CONFIG, FolderContent
 from shardload.loaders.extents import collect
+from shardload.loaders.gguf_config import head_counts
 from shardload.loaders.gguf_header import GgufHeader, LongArray, TensorInfo, read_array, read_header
 from shardload.loaders.gguf_parts import first_part, read_model
 from shardload.loaders.gguf_rows import Undo, require_package, storage
@@ -63,17 +64,15 @@ def open_file(path: Location) -> Manifest:
     name = str(first)
     known = models.architecture(header, name)
     config = models.config(header, name, rope_factors=_rope_factors(header))
-    heads, kv_heads = models.head_counts(header, name)
+    heads, kv_heads = head_counts(header, name)
     require_package(header.tensors, name)
     tensors = []
-    for info in header.tensors:
-        if (hf_name := known.hf_name(info.name, name)) is None:
-            continue
-        undo = known.undo(info.name)
-        count = heads if ".attn_q." in info.name else kv_heads
-        _check_heads(info, undo, count, name)
-        where, dtype = storage(info, undo=undo, heads=count)
-        tensors.append(Tensor(hf_name, info.shape, dtype, where))
+    for stored in header.tensors:
+        for hf_name, info, undo in known.pieces(stored, name):
+            count = heads if ".attn_q." in info.name else kv_heads
+            _check_shape(info, undo, count)
+            where, dtype = storage(info, undo=undo, heads=count)
+            tensors.append(Tensor(hf_name, info.shape[::-1] if undo is Undo.TRANSPOSE else info.shape, dtype, where))
     by_name = collect(tensors, files=header.files)
     ordered = {tensor.name: by_name[tensor.name] for tensor in tensors}
     return Manifest(first, "gguf", ordered, header.files, config, header.values)
@@ -135,10 +134,12 @@ def _numbers(values: dict[str, Any], key: str, dtype: type) -> NDArray[Any]:
     return np.asarray(read_array(found) if isinstance(found, list | LongArray) else [], dtype)
 
 
-def _check_heads(info: TensorInfo, undo: Undo, heads: int, path: str) -> None:
+def _check_shape(info: TensorInfo, undo: Undo, heads: int) -> None:
+    if undo is Undo.TRANSPOSE and len(info.shape) != 2:
+        raise SourceError(f"{info.path}: tensor {info.name!r} has the shape {info.shape}, expected a matrix")
     if undo is Undo.UNPERMUTE and (info.shape[0] % (2 * heads) or info.kind.block_elements > 1 == len(info.shape)):
         raise SourceError(
-            f"{path}: tensor {info.name!r} has {info.shape[0]} rows, which do not make {heads} heads of even size"
+            f"{info.path}: tensor {info.name!r} has {info.shape[0]} rows, which do not make {heads} heads of even size"
         )
 
 

@@ -4,6 +4,7 @@ A quantised tensor is stored row by row, each row in whole blocks, so any range 
 bits as in the whole tensor. This module undoes the transformations of llama.cpp's converter:
 
     MINUS_ONE   Gemma's norms are stored as w + 1
+    TRANSPOSE   GPT-2's matrices are (out, in), in Hugging Face (in, out)
     UNPERMUTE   Llama's query and key rows are interleaved within each head, for rotary embeddings in pairs::
 
         Hugging Face   a0 a1 a2 … b0 b1 b2 …        (two halves of a head)
@@ -47,6 +48,7 @@ class Undo(Enum):
 
     NOTHING = "nothing"
     MINUS_ONE = "minus one"
+    TRANSPOSE = "transpose"
     UNPERMUTE = "unpermute"
 
 
@@ -71,7 +73,9 @@ class GgufRows:
 
     @property
     def row_alignment(self) -> int:
-        """A head for permuted tensors, a block for quantised vectors, else one row."""
+        """A head for permuted tensors, a block for quantised vectors, all of a transposed matrix, else one row."""
+        if self.undo is Undo.TRANSPOSE:
+            return self.info.shape[1]
         if self.undo is Undo.UNPERMUTE:
             return self.info.shape[0] // self.heads
         return self.info.kind.block_elements if len(self.info.shape) == 1 else 1
@@ -82,6 +86,9 @@ class GgufRows:
         Raises:
             TransferError: When the file became shorter or was removed after its header was read.
         """
+        if self.undo is Undo.TRANSPOSE:
+            whole = self._decode(self._read(0, self.info.shape[0])).reshape(self.info.shape)
+            return np.ascontiguousarray(whole.T[start:stop])
         align = self.row_alignment
         first, last = start // align * align, min(-(-stop // align) * align, self.info.shape[0])
         raw = self._read(first, last)
@@ -133,7 +140,7 @@ def storage(info: TensorInfo, *, undo: Undo, heads: int = 1) -> tuple[Storage, n
     name = info.kind.name
     if name in PLAIN and undo is Undo.NOTHING:
         return Extent(info.path, info.offset), PLAIN[name]
-    dtype = PLAIN[name] if name in PLAIN and undo is Undo.UNPERMUTE else np.dtype(np.float32)
+    dtype = PLAIN[name] if name in PLAIN and undo is not Undo.MINUS_ONE else np.dtype(np.float32)
     return Decoded(GgufRows(info, undo, heads)), dtype
 
 

@@ -18,8 +18,9 @@ from shardload.errors import (
 )
 from shardload.loaders import open_manifest
 from shardload.loaders.gguf import tokenizer_metadata
+from shardload.loaders.gguf_config import llama3_factors
 from shardload.loaders.gguf_header import INLINE_ITEMS, TYPES, read_array, read_header
-from shardload.loaders.gguf_models import ARCHITECTURES, llama3_factors
+from shardload.loaders.gguf_models import ARCHITECTURES
 from shardload.loaders.gguf_rows import PLAIN, minus_one
 from shardload.stores.local import located
 
@@ -46,11 +47,11 @@ def test_our_type_table_is_the_package_s():
 def test_our_names_are_the_package_s(name):
     arch = next(a for a, label in gguf.MODEL_ARCH_NAMES.items() if label == name)
     names = gguf.get_tensor_name_map(arch, 2)
-    for ours in [f"blk.1.{part}" for part in ARCHITECTURES[name].block_names] + ["token_embd", "output_norm"]:
-        hf = ARCHITECTURES[name].hf_name(f"{ours}.weight", "x")
+    for ours in (*(f"blk.1.{part}" for part in ARCHITECTURES[name].block_names), *ARCHITECTURES[name].top_names):
+        hf = ARCHITECTURES[name].hf_name(f"{ours}.weight", "x").replace(".{}", "")
         known = names.get_name(hf, try_suffixes=(".weight",))
         assert known in (f"{ours}.weight", None), hf
-        assert known or ours.endswith(("_q_norm", "_k_norm")), hf
+        assert known or ours.endswith(("_q_norm", "_k_norm", "output", ".ffn_gate", ".ffn_up", ".ffn_down")), hf
 
 
 @pytest.mark.parametrize("kind", [k for k in TYPES.values() if k.name not in PLAIN], ids=lambda k: k.name)
@@ -145,16 +146,6 @@ def test_mistral_is_told_by_what_only_it_has(tmp_path):
     assert open_manifest(write_gguf(tmp_path / "x.gguf", {})).config["model_type"] == "llama"
     path = write_gguf(tmp_path / "x.gguf", {}, extra=lambda w: w.add_sliding_window(4096))
     assert open_manifest(path).config["model_type"] == "mistral"
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_converters_accept_the_configuration(tmp_path, name):
-    from keras_hub.src.utils.transformers.preset_loader import TransformersPresetLoader
-
-    config = open_manifest(write_gguf(tmp_path / "x.gguf", {}, arch=name)).config
-    converted = TransformersPresetLoader("nowhere", config).converter.convert_backbone_config(config)
-    assert converted["num_layers"] == 1
-    assert converted["vocabulary_size"] == 8
 
 
 def test_header_is_small_and_long_arrays_stay_in_the_file(tmp_path):
@@ -263,7 +254,7 @@ def test_malformed_headers(tmp_path, name):
 
 UNSUPPORTED = {
     "architecture": ({"arch": "mamba"}, {}, "architecture 'mamba'; GGUF is supported for gemma, gemma2"),
-    "tensor": ({}, {"blk.0.ffn_gate_exps.weight": np.zeros((2, 2), np.float32)}, "no counterpart"),
+    "tensor": ({}, {"v.patch_embd.weight": np.zeros((2, 2), np.float32)}, "no counterpart"),
     "per layer": ({"extra": lambda w: w.add_array("llama.rope.freq_base", [1, 2])}, {}, "one number for all layers"),
 }
 
@@ -279,6 +270,85 @@ def test_unsupported_models(tmp_path, name):
 def test_heads_that_do_not_divide(tmp_path):
     path = write_gguf(tmp_path / "x.gguf", {"blk.0.attn_q.weight": np.zeros((10, 4), np.float32)}, heads=4)
     with pytest.raises(SourceError, match="do not make 4 heads"):
+        open_manifest(path)
+
+
+STACKS = {"a matrix": (4, 64), "too many": (1025, 4, 32), "empty": (0, 4, 32), "tiny": (8, 1, 1)}
+
+
+@pytest.mark.parametrize("what", STACKS)
+def test_stacks_that_are_no_experts(tmp_path, what):
+    tensors = {"blk.0.ffn_up_exps.weight": np.zeros(STACKS[what], np.float32)}
+    path = write_gguf(tmp_path / "x.gguf", tensors)
+    with pytest.raises(SourceError, match=r"expected \(experts, out, in\) with at most 1024 experts"):
+        open_manifest(path)
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_experts_are_parts_of_their_stack(tmp_path, kind):
+    qtype = gguf.GGMLQuantizationType[kind]
+    stored = gguf.quantize(np.random.default_rng(0).normal(size=(3, 4, 64)).astype(np.float32), qtype)
+    values = gguf.dequantize(stored, qtype)
+    path = write_gguf(
+        tmp_path / "x.gguf", {"blk.0.ffn_up_exps.weight": (stored, qtype)}, arch="qwen3moe", extra=experts
+    )
+    tensors = open_manifest(path).tensors
+    for i, value in enumerate(values):
+        tensor = tensors[f"model.layers.0.mlp.experts.{i}.up_proj.weight"]
+        assert read_tensor(tensor).tobytes() == value.tobytes()
+
+
+def test_experts_in_tensors_of_their_own(tmp_path):
+    """As files of before April 2024 have them."""
+    value = np.arange(2 * 32, dtype=np.float32).reshape(2, 32)
+    path = write_gguf(tmp_path / "x.gguf", {"blk.0.ffn_down.3.weight": value}, extra=experts)
+    np.testing.assert_array_equal(
+        read_tensor(open_manifest(path).tensors["model.layers.0.block_sparse_moe.experts.3.w2.weight"]), value
+    )
+
+
+def experts(writer):
+    writer.add_expert_count(4)
+    writer.add_expert_used_count(2)
+
+
+def test_the_gate_of_shared_experts_has_one_row(tmp_path):
+    path = write_gguf(
+        tmp_path / "x.gguf",
+        {"blk.0.ffn_gate_inp_shexp.weight": np.zeros(32, np.float32)},
+        arch="qwen2moe",
+        extra=lambda w: (experts(w), w.add_context_length(9)),
+    )
+    assert open_manifest(path).tensors["model.layers.0.mlp.shared_expert_gate.weight"].shape == (1, 32)
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q8_0"])
+def test_rows_of_a_transposed_matrix(tmp_path, kind):
+    qtype = gguf.GGMLQuantizationType[kind]
+    stored = gguf.quantize(np.random.default_rng(0).normal(size=(96, 32)).astype(np.float32), qtype)
+
+    def describe(writer):
+        writer.add_layer_norm_eps(1e-5)
+        writer.add_context_length(9)
+
+    path = write_gguf(tmp_path / "x.gguf", {"blk.0.attn_qkv.weight": (stored, qtype)}, arch="gpt2", extra=describe)
+    tensor = open_manifest(path).tensors["transformer.h.0.attn.c_attn.weight"]
+    expected = gguf.dequantize(stored, qtype).T
+    assert tensor.shape == (32, 96)
+    for start, stop in [(0, 32), (3, 4), (7, 25), (31, 32), (5, 5)]:
+        rows = tensor.storage.reader.read_rows(start, stop)
+        assert rows.flags.c_contiguous
+        np.testing.assert_array_equal(rows.astype(np.float32), expected[start:stop])
+
+
+def test_a_vector_cannot_be_transposed(tmp_path):
+    def describe(writer):
+        writer.add_layer_norm_eps(1e-5)
+        writer.add_context_length(9)
+
+    tensors = {"blk.0.attn_qkv.weight": np.zeros(96, np.float32)}
+    path = write_gguf(tmp_path / "x.gguf", tensors, arch="gpt2", extra=describe)
+    with pytest.raises(SourceError, match=r"has the shape \(96,\), expected a matrix"):
         open_manifest(path)
 
 

@@ -199,6 +199,9 @@ def _scalars(family: Family) -> Iterator[Case]:
 def _layers(family: Family) -> Iterator[Case]:
     if family.name == "gemma2":
         yield family.case("odd layer types", {"layer_types": [FULL, SLIDING]})
+    if family.name == "smollm3":
+        turned = {"no_rope_layers": [1, 1, 1, 0], "layer_types": [FULL] * 4}
+        yield family.case("4 layers", {"num_hidden_layers": 4, **turned, **TIED})
     if family.name in ("qwen2_moe", "qwen3_moe"):
         yield family.case("dense layer among experts", {"mlp_only_layers": [0]})
         yield family.case("norm_topk_prob", {"norm_topk_prob": True})

@@ -1,0 +1,241 @@
+"""A Hugging Face ``config.json`` from the key-values of a GGUF header, one function for each architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from shardload.errors import SourceError, UnsupportedError
+from shardload.loaders.gguf_header import GgufHeader
+from shardload.loaders.gguf_values import Config, Values, shortest
+
+
+def head_counts(header: GgufHeader, path: str) -> tuple[int, int]:
+    """Return the numbers of query heads and key-value heads."""
+    values = Values(header, path)
+    heads = values.count("attention.head_count")
+    return heads, values.count("attention.head_count_kv") if values.has("attention.head_count_kv") else heads
+
+
+def _model(values: Values, model_type: str, class_name: str) -> Config:
+    """Return the entries that every configuration has."""
+    vocabulary = values.rows("token_embd.weight")
+    if vocabulary is None:
+        raise SourceError(f"{values.path} should contain the tensor 'token_embd.weight', as every model does")
+    special = {
+        f"{short}_token_id": values.header.values[f"tokenizer.ggml.{long}_token_id"]
+        for short, long in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
+        if f"tokenizer.ggml.{long}_token_id" in values.header.values
+    }
+    return {"model_type": model_type, "architectures": [class_name], "vocab_size": vocabulary, **special}
+
+
+def _base(values: Values, model_type: str, class_name: str) -> Config:
+    """Return the entries of a decoder with rotary positions and RMS norms."""
+    heads, kv_heads = head_counts(values.header, values.path)
+    hidden = values.count("embedding_length")
+    return _model(values, model_type, class_name) | {
+        "hidden_size": hidden,
+        "intermediate_size": values.count("feed_forward_length"),
+        "num_hidden_layers": values.count("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": values.count("attention.key_length") if values.has("attention.key_length") else hidden // heads,
+        "rms_norm_eps": values.number("attention.layer_norm_rms_epsilon"),
+        "rope_theta": values.number("rope.freq_base", 10000.0),
+        "rope_scaling": _rope_scaling(values),
+        "max_position_embeddings": values.number("context_length", None),
+        "tie_word_embeddings": values.rows("output.weight") is None,
+    }
+
+
+def _rope_scaling(values: Values) -> Config | None:
+    kind = values.header.values.get(f"{values.architecture}.rope.scaling.type")
+    if kind in (None, "none"):
+        return None
+    found = {"rope_type": kind, "factor": values.number("rope.scaling.factor", 1.0)}
+    for key, name in _YARN.items():
+        if values.has(f"rope.scaling.{key}"):
+            found[name] = values.number(f"rope.scaling.{key}")
+    return found
+
+
+_YARN = {
+    "original_context_length": "original_max_position_embeddings",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+}
+"""GGUF's names for the parameters of each kind of rotary scaling."""
+
+
+def _gemma(values: Values) -> Config:
+    return _base(values, "gemma", "GemmaForCausalLM") | {"tie_word_embeddings": True}
+
+
+def _gemma2(values: Values) -> Config:
+    base = _base(values, "gemma2", "Gemma2ForCausalLM")
+    return base | {
+        "tie_word_embeddings": True,
+        "query_pre_attn_scalar": _attention_scalar(base, largest_layers=46),
+        "attn_logit_softcapping": values.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": values.number("final_logit_softcapping", 30.0),
+        "sliding_window": values.number("attention.sliding_window", 4096),
+    }
+
+
+def _gemma3(values: Values) -> Config:
+    base = _base(values, "gemma3_text", "Gemma3ForCausalLM")
+    return base | {
+        "tie_word_embeddings": True,
+        "query_pre_attn_scalar": _attention_scalar(base, largest_layers=62),
+        "attn_logit_softcapping": values.number("attn_logit_softcapping", None),
+        "final_logit_softcapping": values.number("final_logit_softcapping", None),
+        "sliding_window": values.number("attention.sliding_window", 1024),
+        "rope_local_base_freq": values.number("rope.freq_base_swa", 10000.0),
+    }
+
+
+def _attention_scalar(base: Config, *, largest_layers: int) -> int:
+    """Return ``query_pre_attn_scalar``, which GGUF lacks; like llama.cpp, detect the 27B exceptions by layer count."""
+    if base["num_hidden_layers"] == largest_layers:
+        return int(base["hidden_size"] // base["num_attention_heads"])
+    return int(base["head_dim"])
+
+
+def _llama(values: Values) -> Config:
+    """Build the configuration of Llama, Mistral or Mixtral; GGUF tells them apart only by keys that one of them has."""
+    base = _base(values, "llama", "LlamaForCausalLM")
+    if values.number("expert_count", 0):
+        return _mixtral(values, base)
+    window = values.number("attention.sliding_window", None)
+    if window is not None or base["head_dim"] * base["num_attention_heads"] != base["hidden_size"]:
+        return base | {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": window}
+    return base | {"rope_scaling": _llama3_scaling(values, base) or base["rope_scaling"]}
+
+
+def _mixtral(values: Values, base: Config) -> Config:
+    return base | {
+        "model_type": "mixtral",
+        "architectures": ["MixtralForCausalLM"],
+        "num_local_experts": values.count("expert_count"),
+        "num_experts_per_tok": values.count("expert_used_count"),
+        "sliding_window": values.number("attention.sliding_window", None),
+    }
+
+
+def _llama3_scaling(values: Values, base: Config) -> Config | None:
+    """Find the scaling rule of Llama 3.1 and later: GGUF stores only the factors that it produces."""
+    if not values.rope_factors:
+        return None
+    scaling = {
+        "rope_type": "llama3",
+        "factor": shortest(max(values.rope_factors)),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    if 2 * len(values.rope_factors) == base["head_dim"]:
+        expected = llama3_factors(scaling, theta=base["rope_theta"], head_dim=base["head_dim"])
+    else:
+        expected = np.empty(0)
+    if len(expected) != len(values.rope_factors) or not np.allclose(expected, values.rope_factors, rtol=1e-4):
+        raise UnsupportedError(
+            f"{values.path}: 'rope_freqs.weight' does not follow Llama 3's rule, and its configuration cannot be "
+            "recovered from GGUF. Load the safetensors of this model instead"
+        )
+    return scaling
+
+
+def llama3_factors(scaling: Mapping[str, Any], *, theta: float, head_dim: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Return the factors by which Llama 3's rule slows each of ``head_dim // 2`` rotary frequencies."""
+    low, high, factor = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["factor"]
+    with np.errstate(all="ignore"):  # a hostile theta gives NaN, which equals nothing
+        wavelengths = 2 * np.pi * np.float64(theta) ** (np.arange(0, head_dim, 2) / head_dim)
+        smooth = np.clip((scaling["original_max_position_embeddings"] / wavelengths - low) / (high - low), 0, 1)
+        factors: np.ndarray[Any, np.dtype[np.float64]] = 1 / ((1 - smooth) / factor + smooth)
+    return factors
+
+
+def _qwen2(values: Values) -> Config:
+    base = _base(values, "qwen2", "Qwen2ForCausalLM")
+    return base | {"use_sliding_window": False, "sliding_window": base["max_position_embeddings"]}
+
+
+def _qwen3(values: Values) -> Config:
+    return _base(values, "qwen3", "Qwen3ForCausalLM") | {"use_sliding_window": False, "sliding_window": None}
+
+
+def _smollm3(values: Values) -> Config:
+    """Build the configuration; that every fourth layer has no rotary positions is known to llama.cpp, not to GGUF."""
+    return _base(values, "smollm3", "SmolLM3ForCausalLM") | {"no_rope_layer_interval": 4, "use_sliding_window": False}
+
+
+def _qwen2_moe(values: Values) -> Config:
+    base = _base(values, "qwen2_moe", "Qwen2MoeForCausalLM") | _experts(values)
+    shared = values.shape("blk.0.ffn_up_shexp.weight") or (0, 0)
+    return base | {
+        "shared_expert_intermediate_size": values.number("expert_shared_feed_forward_length", shared[0]),
+        "norm_topk_prob": False,
+        "use_sliding_window": False,
+        "sliding_window": base["max_position_embeddings"],
+    }
+
+
+def _qwen3_moe(values: Values) -> Config:
+    base = _base(values, "qwen3_moe", "Qwen3MoeForCausalLM") | _experts(values)
+    return base | {"norm_topk_prob": True, "use_sliding_window": False, "sliding_window": None}
+
+
+def _experts(values: Values) -> Config:
+    """Return the entries of a mixture; whether the router's weights are normalised, llama.cpp knows by architecture."""
+    stacked = values.shape("blk.0.ffn_up_exps.weight") or (0, 0)
+    return {
+        "num_experts": values.count("expert_count"),
+        "num_experts_per_tok": values.count("expert_used_count"),
+        "moe_intermediate_size": values.number("expert_feed_forward_length", stacked[1] if len(stacked) > 1 else 0),
+        "decoder_sparse_step": 1,
+    }
+
+
+def _gpt2(values: Values) -> Config:
+    return _model(values, "gpt2", "GPT2LMHeadModel") | {
+        "n_embd": values.count("embedding_length"),
+        "n_inner": values.count("feed_forward_length"),
+        "n_layer": values.count("block_count"),
+        "n_head": values.count("attention.head_count"),
+        "n_positions": values.count("context_length"),
+        "layer_norm_epsilon": values.number("attention.layer_norm_epsilon"),
+        "activation_function": "gelu_new",
+        "tie_word_embeddings": True,
+    }
+
+
+def _bert(values: Values) -> Config:
+    return _model(values, "bert", "BertModel") | {
+        "hidden_size": values.count("embedding_length"),
+        "intermediate_size": values.count("feed_forward_length"),
+        "num_hidden_layers": values.count("block_count"),
+        "num_attention_heads": values.count("attention.head_count"),
+        "max_position_embeddings": values.rows("position_embd.weight") or values.count("context_length"),
+        "type_vocab_size": values.rows("token_types.weight") or 2,
+        "layer_norm_eps": values.number("attention.layer_norm_epsilon"),
+        "hidden_act": "gelu",
+    }
+
+
+CONFIGS: Mapping[str, Callable[[Values], Config]] = {
+    "gemma": _gemma,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "llama": _llama,
+    "smollm3": _smollm3,
+    "qwen2": _qwen2,
+    "qwen2moe": _qwen2_moe,
+    "qwen3": _qwen3,
+    "qwen3moe": _qwen3_moe,
+    "gpt2": _gpt2,
+    "bert": _bert,
+}
+"""By ``general.architecture``."""

@@ -1,0 +1,70 @@
+"""Typed access to the key-values of a GGUF header."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shardload.errors import SourceError, UnsupportedError
+from shardload.loaders.gguf_header import GgufHeader
+
+Config = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """Typed access to the key-values of one header."""
+
+    header: GgufHeader
+    path: str
+    rope_factors: tuple[float, ...] = ()
+    """Content of ``rope_freqs.weight``: the factor by which each rotary frequency is slowed down."""
+
+    @property
+    def architecture(self) -> str:
+        """``general.architecture``; empty if the file has none."""
+        found = self.header.values.get("general.architecture")
+        return found if isinstance(found, str) else ""
+
+    def has(self, key: str) -> bool:
+        """Whether the key exists under the architecture's prefix."""
+        return f"{self.architecture}.{key}" in self.header.values
+
+    def number(self, key: str, default: Any = ...) -> Any:
+        """Return a number under the architecture's prefix; per-layer arrays must be uniform."""
+        full = f"{self.architecture}.{key}"
+        found = self.header.values.get(full, default)
+        if isinstance(found, list) and found and len(set(map(repr, found))) == 1:
+            found = found[0]
+        if found is ...:
+            raise SourceError(f"{self.path} should contain the key {full!r}, as every {self.architecture} model does")
+        if found is not default and (isinstance(found, bool) or not isinstance(found, int | float)):
+            raise UnsupportedError(
+                f"{self.path}: {full!r} should be one number for all layers, but is {str(found)[:80]}"
+            )
+        return shortest(found) if isinstance(found, float) else found
+
+    def count(self, key: str) -> int:
+        """Return a positive integer under the architecture's prefix."""
+        found = self.number(key)
+        if not isinstance(found, int) or not 0 < found < 1 << 31:
+            raise SourceError(
+                f"{self.path}: '{self.architecture}.{key}' should be a positive integer, but is {found!r}"
+            )
+        return found
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Return a tensor's shape; ``None`` if the file does not contain the tensor."""
+        return next((info.shape for info in self.header.tensors if info.name == name), None)
+
+    def rows(self, name: str) -> int | None:
+        """Return the length of a tensor's dim 0; ``None`` if the file does not contain the tensor."""
+        found = self.shape(name)
+        return None if found is None else found[0]
+
+
+def shortest(value: float) -> float:
+    """Return the shortest decimal that is the same float32: 1e-06, not 9.999999974752427e-07."""
+    return float(str(np.float32(value)))

@@ -1,0 +1,75 @@
+"""Each architecture of GGUF: bit for bit what its Hugging Face folder loads as, and PyTorch's own outputs.
+
+The folders and PyTorch's outputs are those of `transformers_cross`; `gguf_from_folder` makes files of them with the
+gguf package.
+"""
+
+import re
+from pathlib import Path
+
+import gguf_from_folder
+import numpy as np
+import pytest
+from transformers_cross import folders, running
+
+import shardload
+from shardload.loaders.gguf_config import CONFIGS
+from shardload.loaders.gguf_models import ARCHITECTURES
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")]
+
+CASES = {
+    "gemma": ["gemma, tied"],
+    "gemma2": ["gemma2, 4 KV heads"],
+    "gemma3": ["gemma3_text, 7 layers"],
+    "llama": ["llama, untied", "mistral, tied", "mixtral, no sliding window"],
+    "smollm3": ["smollm3, 4 layers"],
+    "qwen2": ["qwen2, untied"],
+    "qwen2moe": ["qwen2_moe, untied"],
+    "qwen3": ["qwen3, tied"],
+    "qwen3moe": ["qwen3_moe, norm_topk_prob"],
+    "gpt2": ["gpt2, n_inner"],
+    "bert": ["bert, masked LM"],
+}
+"""By architecture; of each, folders that say nothing that a GGUF file cannot say."""
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "formats.md"
+
+
+def test_every_architecture_is_crossed_and_in_the_documentation():
+    assert set(CASES) == set(ARCHITECTURES) == set(CONFIGS)
+    listed = PAGE.read_text(encoding="utf-8").partition("\n## GGUF\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.+?`) \| (.+?) \|$", listed, re.MULTILINE)
+    assert [name.strip("`") for names, _ in rows[1:] for name in names.split(", ")] == list(ARCHITECTURES)
+
+
+@pytest.mark.parametrize("name", [name for names in CASES.values() for name in names])
+def test_a_file_loads_as_its_folder_and_answers_as_pytorch(name, tmp_path):
+    fixture = folders.read_family(name.partition(", ")[0])[name]
+    folder = folders.build(fixture, tmp_path / "folder")
+    file = gguf_from_folder.write(folder, tmp_path / "model.gguf")
+    model = shardload.load(file, mesh="1x2", dtype="float32")
+    expected = shardload.load(folder, mesh="1x2", dtype="float32")
+    for ours, theirs in zip(model.weights, expected.weights, strict=True):
+        if not ours.path.startswith("pooled_dense"):  # random: neither has it
+            assert np.asarray(ours.value).tobytes() == np.asarray(theirs.value).tobytes(), ours.path
+    found = running.compare(model, fixture)
+    assert found.kind == "equal", found
+
+
+def test_a_file_without_a_pooler_says_so(tmp_path):
+    folder = folders.build(folders.read_family("bert")["bert, base model"], tmp_path / "folder")
+    model = shardload.load(gguf_from_folder.write(folder, tmp_path / "model.gguf"), mesh="1x1")
+    assert "BertModel has no pooler: " in " ".join(shardload.report(model).notes)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe, norm_topk_prob", "qwen2_moe, untied", "gpt2, tied", "llama, untied"])
+def test_quantised_files(name, tmp_path):
+    """Q8_0 decodes to other values: the same as the folder of those values."""
+    fixture = folders.read_family(name.partition(", ")[0])[name]
+    folder = folders.build(fixture, tmp_path / "folder")
+    gguf_from_folder.write(folder, tmp_path / "model.gguf", kind="Q8_0")
+    gguf_from_folder.requantise(folder)
+    model = shardload.load(tmp_path / "model.gguf", mesh="1x2", dtype="float32")
+    expected = shardload.load(folder, mesh="1x2", dtype="float32")
+    for ours, theirs in zip(model.weights, expected.weights, strict=True):
+        assert np.asarray(ours.value).tobytes() == np.asarray(theirs.value).tobytes(), ours.path

@@ -1,0 +1,146 @@
+"""A Hugging Face folder as a GGUF file, as llama.cpp's ``convert_hf_to_gguf.py`` makes it.
+
+Written from that script and not from the loader: names come from the gguf package's own table, key-values from its
+writer, and what the script does to tensors (permutations, transposes, stacks of experts) is done here with NumPy.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+import gguf
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+ARCHITECTURES = {
+    "mistral": "llama",
+    "mixtral": "llama",
+    "gemma3_text": "gemma3",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+}
+"""``model_type`` → ``general.architecture``, where they differ."""
+_LLAMA = ("llama", "mistral", "mixtral", "smollm3")
+
+
+def write(folder, path, *, kind="F16", **options):
+    """Write the model of a folder; matrices as ``kind``, vectors as F32, as the script does."""
+    config = json.loads((folder / "config.json").read_text())
+    architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
+    writer = gguf.GGUFWriter(str(path), architecture, **options)
+    describe(writer, config)
+    names = _name_map(architecture, config.get("num_hidden_layers") or config["n_layer"])
+    for name, value in sorted(modified(config, tensors_of(folder))):
+        found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert found, name
+        stored, qtype = _stored(value, kind)
+        writer.add_tensor(found, stored, raw_dtype=qtype)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def tensors_of(folder):
+    """Every tensor of a folder, in float32."""
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        found |= {name: value.astype(np.float32) for name, value in load_file(path).items()}
+    return found
+
+
+def requantise(folder):
+    """Replace the values of a folder by those that a file of Q8_0 has."""
+    config, found = json.loads((folder / "config.json").read_text()), {}
+    for name, value in tensors_of(folder).items():
+        transposed = _is_transposed(config["model_type"], name)
+        stored, qtype = _stored(value.T if transposed else value, "Q8_0")
+        read = stored.astype(np.float32) if qtype is None else gguf.dequantize(stored, qtype)
+        found[name] = np.ascontiguousarray(read.T if transposed else read)
+    for path in folder.glob("*.safetensors"):
+        path.unlink()
+    save_file(found, folder / "model.safetensors")
+
+
+def _name_map(architecture, layers):
+    return gguf.get_tensor_name_map(next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == architecture), layers)
+
+
+def _stored(value, kind):
+    """As the file has it, and its type where that is raw bytes; rows that do not fill blocks stay in float16."""
+    if value.ndim == 1:
+        return value, None
+    if kind == "F16" or value.shape[-1] % gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]:
+        return value.astype(np.float16), None
+    return gguf.quantize(value, gguf.GGMLQuantizationType[kind]), gguf.GGMLQuantizationType[kind]
+
+
+def describe(writer, config):
+    """The key-values of ``TextModel.set_gguf_parameters`` and of the classes of these architectures."""
+
+    def first(*keys):
+        return next((config[key] for key in keys if config.get(key) is not None), None)
+
+    rope = config.get("rope_parameters") or {}
+    local = rope.get("sliding_attention", {})
+    rope = rope.get("full_attention", rope)
+    hidden = first("hidden_size", "n_embd")
+    values = {
+        "block_count": first("num_hidden_layers", "n_layer"),
+        "context_length": first("max_position_embeddings", "n_positions"),
+        "embedding_length": hidden,
+        "feed_forward_length": first("intermediate_size", "n_inner") or 4 * hidden,
+        "head_count": first("num_attention_heads", "n_head"),
+        "head_count_kv": config.get("num_key_value_heads"),
+        "rope_freq_base": rope.get("rope_theta") or config.get("rope_theta"),
+        "rope_freq_base_swa": local.get("rope_theta"),
+        "layer_norm_rms_eps": config.get("rms_norm_eps"),
+        "layer_norm_eps": first("layer_norm_eps", "layer_norm_epsilon"),
+        "expert_count": first("num_local_experts", "num_experts"),
+        "expert_used_count": config.get("num_experts_per_tok"),
+        "expert_feed_forward_length": config.get("moe_intermediate_size"),
+        "expert_shared_feed_forward_length": config.get("shared_expert_intermediate_size"),
+        "key_length": config.get("head_dim"),
+        "value_length": config.get("head_dim"),
+        "sliding_window": config.get("sliding_window") or None,
+    }
+    for key, value in values.items():
+        if value is not None:
+            getattr(writer, f"add_{key}")(value)
+    if config["model_type"] == "bert":
+        writer.add_causal_attention(False)
+
+
+def modified(config, tensors):
+    """Yield names and values after ``modify_tensors``."""
+    kind, experts = config["model_type"], {}
+    for full, value in tensors.items():
+        name = full.removeprefix("bert.")
+        if kind == "bert" and (name.startswith(("cls.", "pooler.")) or name.endswith("position_ids")):
+            continue
+        if kind == "gpt2" and name.endswith((".attn.bias", ".attn.masked_bias")):
+            continue
+        if found := re.fullmatch(r"(.+\.experts)\.(\d+)\.(\w+\.weight)", name):
+            experts.setdefault(f"{found[1]}.{found[3]}", {})[int(found[2])] = value
+            continue
+        yield name, _changed(kind, config, name, value)
+    for name, parts in experts.items():
+        yield name, np.stack([parts[i] for i in range(len(parts))])
+
+
+def _changed(kind, config, name, value):
+    if kind in _LLAMA and (found := re.search(r"\.([qk])_proj\.", name)):
+        heads = config["num_attention_heads" if found[1] == "q" else "num_key_value_heads"]
+        halves = value.reshape(heads, 2, value.shape[0] // heads // 2, *value.shape[1:])
+        return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(value.shape)
+    if _is_transposed(kind, name):
+        return np.ascontiguousarray(value.T)
+    if kind.startswith("gemma") and name.endswith("norm.weight"):
+        return value + np.float32(1)
+    return value
+
+
+def _is_transposed(kind, name):
+    return kind == "gpt2" and name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight"))
