@@ -15,7 +15,7 @@ from shardload.pipeline.load import Loaded
 from shardload.pipeline.load_distributed import joint_load
 from shardload.pipeline.request import LoadRequest
 from shardload.progress import ProgressLike
-from shardload.text.preprocessor import attach
+from shardload.text.preprocessor import TextInput
 from shardload.text.sources import remember
 from shardload.typing import DTypeLike, LayoutLike, MeshLike, PathLike
 
@@ -84,7 +84,7 @@ def load(
     Returns:
         The Keras task if the checkpoint is one, else the backbone, ready for predict, fit and generate. A task has the
         preprocessor that KerasHub makes from the checkpoint's tokenizer, so ``model.generate("text")`` works; set
-        ``model.preprocessor = None`` to pass token ids. That of a GGUF file is made on first use; if KerasHub cannot
+        ``model.preprocessor = None`` to pass token ids. That of a GGUF file is made on first use. If KerasHub cannot
         make it, the report says why.
 
         A copy of the model (`clone_model`, `deepcopy`, `pickle`, a saved file that Keras loads) is a plain model:
@@ -111,16 +111,20 @@ def run(request: LoadRequest, *, preprocessor: bool = True) -> Loaded:
 
     Args:
         request: The arguments of `load`, by the same names.
-        preprocessor: Give a task from a GGUF file its preprocessor, and say in the report why a task has none.
+        preprocessor: Give a task its preprocessor, and say in the report why it has none.
     """
+    text = TextInput() if preprocessor and request.builds else None
     with joint_load(request) as call:
-        loaded = pipeline.load(request.checked(), call)
+        if text is None:
+            loaded = pipeline.load(request.checked(), call)
+        else:
+            loaded = pipeline.load(request.checked(), call, on_built=text.prepare)
     remember(loaded.model, loaded.manifest)
-    return _with_preprocessor(loaded) if preprocessor and request.builds else loaded
+    return loaded if text is None else _with_preprocessor(loaded, text)
 
 
-def _with_preprocessor(loaded: Loaded) -> Loaded:
-    if (note := attach(loaded.model, loaded.manifest)) is None:
+def _with_preprocessor(loaded: Loaded, text: TextInput) -> Loaded:
+    if (note := text.attach(loaded.model, loaded.manifest)) is None:
         return loaded
     report = replace(loaded.report, notes=(*loaded.report.notes, note))
     reporting.remember(loaded.model, report)

@@ -8,7 +8,7 @@ positions and activations, from calling the layers.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,15 +49,23 @@ def _inner_first(block: Any) -> list[Any]:
     return [*(layer for layer in _own_layers(block) if layer is not block), block]
 
 
-def window_of(block: Any) -> int | None:
-    """Return how many tokens, including itself, a token of this block attends to; ``None`` for all."""
+def windows_of(blocks: Sequence[Any]) -> list[int | None]:
+    """Return how many tokens, including itself, a token of each block attends to; ``None`` for all."""
+    checked: dict[str, bool] = {}  # blocks mostly differ in their weights only
+    return [_window_of(block, checked) for block in blocks]
+
+
+def _window_of(block: Any, checked: dict[str, bool]) -> int | None:
     for layer in _inner_first(block):
         if getattr(layer, "use_sliding_window_attention", None) is False:
             return None
         for name in ("sliding_window_size", "sliding_window"):
             if hasattr(layer, name):
                 size = getattr(layer, name)
-                return int(size) if size and _is_obeyed(layer, name) else None
+                key = f"{type(layer)} {name} {_settings(layer)}"
+                if size and key not in checked:
+                    checked[key] = _is_obeyed(layer, name)
+                return int(size) if size and checked[key] else None
     return None
 
 
@@ -127,8 +135,11 @@ def _plain_angles(layer: Any, head_dim: int) -> NDArray[np.float64] | None:
 def rotary_key(block: Any) -> str:
     """Return a key that is equal for blocks whose rotary layers have equal settings."""
     layer = _rotary_of(block)
-    settings = vars(layer).items() if layer is not None else ()
-    public = ((k, v) for k, v in settings if not k.startswith("_") and k != "name")
+    return _settings(layer) if layer is not None else ""
+
+
+def _settings(layer: Any) -> str:
+    public = ((k, v) for k, v in vars(layer).items() if not k.startswith("_") and k != "name")
     return repr(sorted((k, v) for k, v in public if isinstance(v, int | float | str | None)))
 
 

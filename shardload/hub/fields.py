@@ -246,7 +246,7 @@ def _turns_alike(wanted: rope.Rotation, angles: rope.Angles, scales: rope.Angles
 def _windows(config: Config, family: Family, backbone: Any) -> Iterator[FieldDifference]:
     blocks = built.blocks(backbone)
     wanted = windows_of(config, family, len(blocks))
-    actual = [obeyed(window, config) for window in map(built.window_of, blocks)]
+    actual = [obeyed(window, config) for window in built.windows_of(blocks)]
     wrong = [i for i in range(len(blocks)) if wanted[i] != actual[i]]
     if wrong:
         i = wrong[0]

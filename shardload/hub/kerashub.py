@@ -58,7 +58,7 @@ def build_model(
     compile: bool = True,
     note: Callable[[str], None] | None = None,
 ) -> Any:
-    """Build the model that a checkpoint describes, without its weights.
+    """Build the model that a checkpoint describes, without its weights and without KerasHub's preprocessor.
 
     Args:
         manifest: An opened checkpoint.
@@ -187,18 +187,6 @@ def preset_parameters(preset: str) -> int:
     return int(BUILTIN_PRESETS[preset]["metadata"]["params"])
 
 
-def preprocessor(task_or_class: Any, manifest: Manifest, *, usable: bool = True) -> Any:
-    """Like `make_preprocessor`, for a task or its class; where it fails, return ``None`` and log the reason."""
-    cls = getattr(task_or_class, "preprocessor_cls", None)
-    if not Path(preset_path(manifest)).is_dir() or cls is None:
-        return None
-    try:
-        return make_preprocessor(cls, manifest, usable=usable)
-    except Exception as error:  # broken files, or no TensorFlow: the model works without
-        _log.info("No preprocessor for %s: %s", manifest.source, error)
-        return None
-
-
 def make_preprocessor(cls: Any, manifest: Manifest, *, usable: bool = True) -> Any:
     """Make a preprocessor; raises any error if its files are damaged or missing, or if it cannot run here.
 
@@ -210,7 +198,9 @@ def make_preprocessor(cls: Any, manifest: Manifest, *, usable: bool = True) -> A
         manifest: The manifest of a folder with the preprocessor's files.
         usable: Require that it runs here; a preprocessor that is only written needs no TensorFlow.
     """
-    with contextlib.nullcontext() if usable else as_with_tensorflow(cls):
+    from shardload.keras_bridge.tracking import without_walking_vocabularies  # imports Keras
+
+    with contextlib.nullcontext() if usable else as_with_tensorflow(cls), without_walking_vocabularies():
         made = _preset_loader(manifest).load_preprocessor(cls)
     made.tokenizer(["a"])
     return made
@@ -218,7 +208,10 @@ def make_preprocessor(cls: Any, manifest: Manifest, *, usable: bool = True) -> A
 
 def preset_tokenizer(manifest: Manifest, cls: Any = None) -> Any:
     """Return the tokenizer layer of a KerasHub preset, or of a Hugging Face folder as ``cls``, with its vocabulary."""
-    return _preset_loader(manifest).load_tokenizer(cls)
+    from shardload.keras_bridge.tracking import without_walking_vocabularies
+
+    with without_walking_vocabularies():
+        return _preset_loader(manifest).load_tokenizer(cls)
 
 
 def classes_for(backbone_cls: type, base: Any) -> list[Any]:
@@ -251,7 +244,7 @@ def _from_preset(
     config = {k: v for k, v in described["config"].items() if k not in ("backbone", "preprocessor")}
     if dtype is not None:
         config = with_dtype(config, dtype)
-    return cls.from_config({**config, "backbone": backbone, "preprocessor": preprocessor(cls, manifest)})
+    return cls.from_config({**config, "backbone": backbone, "preprocessor": None})
 
 
 def _preset_dtype(manifest: Manifest, dtype: Any) -> dict[str, Any]:
@@ -276,7 +269,7 @@ def _from_transformers(manifest: Manifest, dtype: Any, task: bool, ignore: Seque
         return backbone
     # num_classes keeps KerasHub from opening the weights for the head: `mapping` maps them like all others.
     labels = {"num_classes": len(loader.config["id2label"])} if "num_classes" in _parameters(cls) else {}
-    return loader.load_task(cls, False, False, backbone=backbone, preprocessor=preprocessor(cls, manifest), **labels)
+    return loader.load_task(cls, False, False, backbone=backbone, preprocessor=None, **labels)
 
 
 def _task_class(manifest: Manifest, convert: ModuleType, backbone_cls: type) -> Any:

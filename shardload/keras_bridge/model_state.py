@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any
 
 import keras
@@ -14,6 +13,7 @@ from keras.src.backend.jax.core import JaxVariable
 from shardload.errors import UsageError
 from shardload.keras_bridge.keras_types import Model, Variable
 from shardload.keras_bridge.saving import saved_objects
+from shardload.keras_bridge.tracking import LEAVES, members_of
 from shardload.keras_bridge.variables import has_value, numbered, unique
 
 _MISSING = object()
@@ -47,7 +47,7 @@ def trained_variables(model: Model) -> list[Variable]:
     return unique(found)
 
 
-_PLAIN = frozenset(map(id, (bool, int, float, str, list, tuple, set, dict, FunctionType, type(None))))
+_PLAIN = frozenset(map(id, (*LEAVES, list, tuple, set, dict)))
 """Types of most attributes, which contain no variables; by identity, as a metaclass may define equality and hashes."""
 
 
@@ -109,8 +109,7 @@ def _attribute_optimizers(model: Model) -> list[Any]:
     """Return candidates for `other_optimizers` without Keras' walk over all objects, which is slow for large models."""
     found: dict[int, Any] = {}
     for layer in model._flatten_layers() if isinstance(model, keras.Layer) else ():
-        for attribute in list(vars(layer).values()):
-            found |= {id(optimizer): optimizer for optimizer in _optimizers_in(attribute)}
+        found |= {id(optimizer): optimizer for optimizer in _optimizers_in(list(vars(layer).values()))}
     for wrapper in (model, *found.values()):  # an optimizer wrapped for loss scaling is saved with its wrapper
         inner = getattr(wrapper, "optimizer" if wrapper is model else "inner_optimizer", None)
         while inner is not None:
@@ -119,16 +118,16 @@ def _attribute_optimizers(model: Model) -> list[Any]:
     return list(found.values())
 
 
-def _optimizers_in(value: Any) -> Iterator[Any]:
-    """Yield the optimizers that an attribute is or contains, as deep as Keras looks."""
-    waiting, seen = [value], set[int]()
+def _optimizers_in(attributes: list[Any]) -> Iterator[Any]:
+    """Yield the optimizers in attributes, and in containers as deep as Keras looks."""
+    waiting, seen = attributes[::-1], set[int]()
     while waiting:
         one = waiting.pop()
         if isinstance(one, keras.optimizers.Optimizer):
             yield one
         elif isinstance(one, (dict, list, tuple)) and id(one) not in seen:  # a list may contain itself
             seen.add(id(one))
-            waiting.extend(one.values() if isinstance(one, dict) else one)
+            waiting.extend(members_of(one))
 
 
 def slots_of(model: Model) -> list[tuple[Variable, Variable]]:

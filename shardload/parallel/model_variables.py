@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from shardload.keras_bridge.model_state import state_of
+from shardload.keras_bridge.tracking import members_of
 
 
 def layers(model: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
@@ -41,10 +42,8 @@ def _children(layer: Any) -> list[Any]:
 
 def _members(attribute: Any) -> Iterable[Any]:
     match attribute:
-        case list() | tuple() | set():
-            return attribute
-        case dict():
-            return attribute.values()
+        case list() | tuple() | set() | dict():
+            return members_of(attribute)
         case _:
             return (attribute,)
 

@@ -52,7 +52,11 @@ def open_requested(request: LoadRequest) -> OpenedSource:
 
 
 def load(
-    request: LoadRequest, call: JointLoad, *, opener: Callable[[LoadRequest], OpenedSource] = open_requested
+    request: LoadRequest,
+    call: JointLoad,
+    *,
+    opener: Callable[[LoadRequest], OpenedSource] = open_requested,
+    on_built: Callable[[Any, Manifest], None] = lambda model, manifest: None,
 ) -> Loaded:
     """Load what was requested: the order of `shardload.load`, `load_weights` and `restore`.
 
@@ -60,6 +64,7 @@ def load(
         request: A checked request.
         call: The call that all processes make.
         opener: Opens the source.
+        on_built: Called with the model that was built, before its weights are read.
     """
     clock = Clock()
     source = opener(request)
@@ -69,6 +74,8 @@ def load(
     call.check_shares(devices)
     with call.seeds() if request.builds else nullcontext():
         model, notes = _build(request, source.manifest, clock) if request.builds else (request.model, ())
+        if request.builds:
+            on_built(model, source.manifest)
         optimizer = request.compile and not notes  # notes say why the model could not be compiled
         with _slots(request, model, source.manifest) if optimizer else nullcontext():
             with clock("plan"):

@@ -1,27 +1,28 @@
 """KerasHub's preprocessor for a model: ``model.generate("text")`` works as after ``from_preset``.
 
-A model from a folder gets it while it is built (`shardload.hub.kerashub`); from a GGUF file it is made later:
+    folder      build ─► files ─► KerasHub, in a thread while the weights are read ─► attach
+    GGUF file   attach: looks at names and types only ─► first use ─► header ─► Hugging Face's files ─► KerasHub
 
-    load ─► attach: looks at names and types only ─► first use ─► header ─► Hugging Face's files ─► KerasHub
-
-On first use (`shardload.hub.preprocessors`) the tokens of a text are compared with those of the file's own tokenizer,
-because KerasHub splits some texts differently (byte pairs of models other than Llama 3).
+On that first use (`shardload.hub.preprocessors`) the tokens of a text are compared with those of the file's own
+tokenizer, because KerasHub splits some texts differently (byte pairs of models other than Llama 3).
 """
 
 from __future__ import annotations
 
+import logging
 import tempfile
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shardload.errors import UnsupportedError
 from shardload.hub import kerashub
 from shardload.hub.preprocessors import defer_preprocessor, reads_tokenizer
+from shardload.hub.preset_path import preset_path
 from shardload.hub.tensorflow import lacks_tensorflow
 from shardload.loaders import spec_of
 from shardload.loaders.gguf import tokenizer_metadata
@@ -31,6 +32,10 @@ from shardload.stores.local import located
 from shardload.text.gguf_files import files_of
 from shardload.text.gguf_tokenizer import check_supported, of_metadata
 
+if TYPE_CHECKING:
+    from shardload.keras_bridge.threads import InThread
+
+_log = logging.getLogger(__name__)
 INSTEAD = "Use shardload.generate(model, prompts)"
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """Files in a folder with a tokenizer, of which one is enough."""
@@ -38,33 +43,57 @@ PROBE = "It's 2 o'clock:\n\n  x = [12345, 0.5]\ttabs, naïve 日本語 \U0001f60
 """Where tokenizers differ: contractions, spaces, digits, other scripts."""
 
 
-def attach(model: Any, manifest: Manifest) -> str | None:
-    """Give a task from a GGUF file its preprocessor on first use; return why it cannot generate, for the report."""
+class TextInput:
+    """Gives a task its preprocessor: that of a folder is made beside the transfer, that of a GGUF file on first use."""
+
+    def __init__(self) -> None:
+        self._making: InThread[Any] | None = None
+
+    def prepare(self, model: Any, manifest: Manifest) -> None:
+        """Begin to make a folder's preprocessor, in a thread, for a model that has just been built."""
+        from shardload.keras_bridge.threads import InThread  # imports Keras
+
+        cls = _wanted(model)
+        if cls is not None and spec_of(manifest).described_by in ("keras-hub", "hugging-face") and _is_folder(manifest):
+            self._making = InThread(lambda: kerashub.make_preprocessor(cls, manifest))
+
+    def attach(self, model: Any, manifest: Manifest) -> str | None:
+        """Set the preprocessor of a loaded model; return why it cannot generate from text, for the report."""
+        cls = _wanted(model)
+        if cls is None:
+            return None
+        in_header = spec_of(manifest).tokenizer == "header"
+        why = _why_none(cls, manifest) if in_header else self._set(model, cls, manifest)
+        if why is not None:
+            return f"model.preprocessor is None: {why}" if hasattr(model, "generate") else None
+        if in_header:
+            files = Fingerprint.of(manifest.files)
+            defer_preprocessor(model, lambda: _made(cls, manifest, files))
+        return None
+
+    def _set(self, model: Any, cls: Any, manifest: Manifest) -> str | None:
+        """Set the preprocessor that was made; return why there is none where the source has a tokenizer."""
+        has_vocabulary = any((Path(manifest.source) / name).is_file() for name in VOCABULARIES)
+        was_saved = (manifest.config.get("config") or {}).get("preprocessor") is not None
+        try:
+            if self._making is not None:
+                model.preprocessor = self._making.result()
+                return None
+        except Exception as error:  # of any kind: its files may be damaged, or missing
+            _log.info("No preprocessor for %s: %s", manifest.source, error)
+            if has_vocabulary and not lacks_tensorflow(cls):
+                return f"KerasHub's {cls.__name__} cannot read the tokenizer: {str(error).rstrip('.')}. {INSTEAD}"
+        return _lacks_tensorflow(cls) if (has_vocabulary or was_saved) and lacks_tensorflow(cls) else None
+
+
+def _wanted(model: Any) -> Any:
+    """Return the class of the preprocessor that a task lacks."""
     cls = getattr(type(model), "preprocessor_cls", None)
-    if cls is None or model.preprocessor is not None or not hasattr(model, "generate"):
-        return None
-    in_header = spec_of(manifest).tokenizer == "header"
-    if (why := (_why_none if in_header else _why_none_built)(cls, manifest)) is not None:
-        return f"model.preprocessor is None: {why}"
-    if in_header:
-        files = Fingerprint.of(manifest.files)
-        defer_preprocessor(model, lambda: _made(cls, manifest, files))
-    return None
+    return cls if cls is not None and model.preprocessor is None else None
 
 
-def _why_none_built(cls: Any, manifest: Manifest) -> str | None:
-    """Return why KerasHub could not make the preprocessor of a source that has a tokenizer."""
-    has_vocabulary = any((Path(manifest.source) / name).is_file() for name in VOCABULARIES)
-    was_saved = (manifest.config.get("config") or {}).get("preprocessor") is not None
-    if (has_vocabulary or was_saved) and lacks_tensorflow(cls):
-        return _lacks_tensorflow(cls)
-    if not has_vocabulary:
-        return None
-    try:
-        kerashub.make_preprocessor(cls, manifest)
-    except Exception as error:  # of any kind: its files may be damaged, or missing
-        return f"KerasHub's {cls.__name__} cannot read the tokenizer: {str(error).rstrip('.')}. {INSTEAD}"
-    return None
+def _is_folder(manifest: Manifest) -> bool:
+    return spec_of(manifest).tokenizer != "header" and Path(preset_path(manifest)).is_dir()
 
 
 def _lacks_tensorflow(cls: Any) -> str:

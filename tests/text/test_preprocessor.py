@@ -167,6 +167,26 @@ def test_a_folder_s_tokenizer_that_keras_hub_cannot_read(tmp_path):
     assert "KerasHub's GemmaCausalLMPreprocessor cannot read the tokenizer: `tokenizer.model` doesn't exist" in note
 
 
+def test_a_folder_s_is_as_keras_hub_makes_it(tmp_path):
+    source = synth("gemma2_2b", scale=0.02, directory=tmp_path, format="safetensors")
+    (source / "tokenizer.model").write_bytes(sentence_pieces())
+    ours, peer = shardload.load(source), keras_hub.models.CausalLM.from_preset(str(source))
+    found, wanted = (task.preprocessor.get_config() for task in (ours, peer))
+    for config in (found, wanted):  # names count on with every object
+        config.pop("name")
+        config["tokenizer"]["config"].pop("name")
+        config["tokenizer"]["config"].pop("proto", None)
+    assert found == wanted
+    assert ours.preprocessor.tokenizer(PROMPTS[0]).tolist() == peer.preprocessor.tokenizer(PROMPTS[0]).tolist()
+
+
+def test_a_plan_makes_none(tmp_path, monkeypatch):
+    source = synth("gemma2_2b", scale=0.02, directory=tmp_path, format="safetensors")
+    (source / "tokenizer.model").write_bytes(sentence_pieces())
+    monkeypatch.setattr(keras_hub.models.GemmaTokenizer, "__init__", lambda *args, **kwargs: pytest.fail("was made"))
+    shardload.plan(source, mesh="1x2")
+
+
 def test_a_backbone_has_none_and_no_note(gemma2):
     model = shardload.load(gemma2, task=False)
     assert not any("preprocessor" in note for note in shardload.report(model).notes)
