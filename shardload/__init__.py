@@ -6,6 +6,7 @@
     with shardload.abstract(): model = build()
     shardload.restore(model, "checkpoints", step="best")
     shardload.convert("gemma2_9b", "gemma2-hf", to="safetensors")
+    shardload.save_as(model, "gemma3-hf", to="safetensors")
     shardload.generate(model, "The capital of France is")
 
 Everything here is imported on first use: ``import shardload`` itself loads neither JAX nor Keras. Keras chooses its
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from shardload import callbacks, data
     from shardload.callbacks.checkpointer import Checkpointer, save
     from shardload.converting import ConvertReport, convert
+    from shardload.converting.live import save_as
     from shardload.keras_bridge.abstraction import abstract, initialise
     from shardload.loading import load, load_weights, plan, report
     from shardload.parallel.layer_rules import layout_rule
@@ -63,6 +65,7 @@ __all__ = [
     "report",
     "restore",
     "save",
+    "save_as",
     "tokenizer",
 ]
 
@@ -85,6 +88,7 @@ _HOMES = {
     "report": "loading",
     "restore": "restoring",
     "save": "callbacks.checkpointer",
+    "save_as": "converting.live",
     "tokenizer": "text.sources",
 }
 

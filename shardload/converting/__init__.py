@@ -27,7 +27,15 @@ from shardload.converting.source import Source, open_source
 from shardload.converting.staging import RESULT, ConversionFolder, home_of, staged
 from shardload.converting.targets import TARGETS, Target, is_file_name, plan_for, shard_bytes_for, target_of
 from shardload.converting.writing import write_all
-from shardload.errors import DamagedError, SaveError, ShardloadError, SourceError, UsageError, WriteError
+from shardload.errors import (
+    DamagedError,
+    ProcessLostError,
+    SaveError,
+    ShardloadError,
+    SourceError,
+    UsageError,
+    WriteError,
+)
 from shardload.hub import kerashub
 from shardload.keras_bridge import abstraction
 from shardload.loaders import open_manifest, spec_of
@@ -117,7 +125,7 @@ def convert(
     target = Path(os.path.abspath(dst))  # noqa: PTH100  resolve() would follow a link that is to be replaced
     kind = target_of(target, to)
     name = None if dtype is None else str(dtype_name(dtype))
-    block_bytes = _block_bytes(host_memory_bytes)
+    block_bytes = block_bytes_of(host_memory_bytes)
     shard_bytes = shard_bytes_for(target, kind, max_shard_bytes)
     check_free(target, folder=not is_file_name(target), overwrite=overwrite)
     found = resolve(src)
@@ -125,16 +133,16 @@ def convert(
     _refuse_itself(Path(source.manifest.source), target)
     files = Fingerprint.of(source.manifest.files)
     plan = plan_for(source, target, kind, dtype=name, shard_bytes=shard_bytes)
-    _check_others(plan, target, overwrite=overwrite)
+    check_others(plan, target, overwrite=overwrite)
     shown = as_progress(progress)
     _check_digests(source, shown)
     with staged(target, folder=not is_file_name(target), overwrite=overwrite) as staging:
         try:
             resumed = write_all(source, plan, staging, block_bytes=block_bytes, progress=shown)
             files.check()  # a source that changed meanwhile gives a mixture
-            _finish(source, plan, staging, overwrite=overwrite)
+            _finish(plan, staging, overwrite=overwrite)
         except BaseException as error:
-            raise _explained(error, staging) from error
+            raise _with_way_on(explained(error, target), staging) from error
         finally:
             shown.stop()
     notes = (*((found.note,) if found.note else ()), *source.notes, *plan.notes)
@@ -144,7 +152,7 @@ def convert(
     )
 
 
-def _block_bytes(host_memory_bytes: int | str) -> int:
+def block_bytes_of(host_memory_bytes: int | str) -> int:
     try:
         found = parse_bytes(host_memory_bytes)
     except ValueError as error:
@@ -164,7 +172,7 @@ def _refuse_itself(source: Path, target: Path) -> None:
         )
 
 
-def _check_others(plan: Plan, target: Path, *, overwrite: bool) -> None:
+def check_others(plan: Plan, target: Path, *, overwrite: bool) -> None:
     """Check the names of files that go next to the target."""
     for name, content in plan.sidecars.items():
         check_description(target.with_name(name), content, overwrite=overwrite)
@@ -181,23 +189,27 @@ def _check_digests(source: Source, progress: Progress) -> None:
             raise DamagedError(f"Cannot convert {path}: it is damaged: {damage[0]}. See: shardload verify {path}")
 
 
-def _finish(source: Source, plan: Plan, staging: ConversionFolder, *, overwrite: bool) -> None:
-    """Compare digests, open the result like any checkpoint, and rename it."""
+def _finish(plan: Plan, staging: ConversionFolder, *, overwrite: bool) -> None:
+    """Write digests, open the result like any checkpoint, and rename it."""
+    if spec_named(plan.format).is_step:
+        digests.Digests.compute(staging.result).write(staging.result)
+    check_result(plan, staging)
+    publish(plan, staging, overwrite=overwrite)
+
+
+def publish(plan: Plan, staging: ConversionFolder, *, overwrite: bool) -> None:
+    """Flush a finished result and the small files next to it, and give them their names."""
     sidecars = {}
     for name, content in plan.sidecars.items():
         made = staging.result.with_name(f"sidecar-{name}")
         made.write_bytes(content)
         sidecars[made] = staging.target.with_name(name)
-    if spec_named(plan.format).is_step:
-        digests.Digests.compute(staging.result).write(staging.result)
-    opened = staging.result / staging.target.name if plan.shards else staging.result
-    _check_result(plan, opened, described=bool(sidecars))
-    publish = staging.publish_index if plan.shards else staging.publish
-    publish(sidecars=sidecars, overwrite=overwrite)
+    (staging.publish_index if plan.shards else staging.publish)(sidecars=sidecars, overwrite=overwrite)
 
 
-def _check_result(plan: Plan, result: Path, *, described: bool) -> None:
+def check_result(plan: Plan, staging: ConversionFolder) -> None:
     """Open the result: check that all tensors are there and match a model built from the result's own description."""
+    result = staging.result / staging.target.name if plan.shards else staging.result
     manifest = open_manifest(result, format=plan.format)
     written = {t.name: (t.shape, t.dtype) for t in manifest.tensors.values()}
     wanted = {c.wanted.name: (c.wanted.shape, c.wanted.dtype) for c in plan.copies}
@@ -206,7 +218,7 @@ def _check_result(plan: Plan, result: Path, *, described: bool) -> None:
         raise SourceError(
             f"Cannot read back {result}: tensor {name!r} is {written.get(name)}, expected {wanted.get(name)}"
         )
-    if described:  # a file alone describes no model
+    if is_file_name(staging.target):  # a file alone describes no model
         return
     with abstraction.abstract():
         model = kerashub.build_model(manifest)
@@ -214,25 +226,31 @@ def _check_result(plan: Plan, result: Path, *, described: bool) -> None:
     computed = mapping.computed and not spec_of(manifest).is_hugging_face  # fine if KerasHub's converter computes
     if mapping.missing or mapping.mismatched or computed or mapping.unused:
         raise SourceError(
-            f"Cannot verify {result}: it was written, but loading it back does not give the same model: "
+            f"Cannot verify {result}: loading it back would not give the same model: "
             f"{[*mapping.missing, *map(str, mapping.mismatched), *mapping.unused][:3]}"
         )
 
 
-def _explained(error: BaseException, staging: ConversionFolder) -> BaseException:
-    """Return the error to raise, with a note on what is left and how to continue."""
-    target = staging.target
+def explained(error: BaseException, target: Path) -> BaseException:
+    """Return the error to raise for one that stopped the writing of a target."""
+    if isinstance(error, ProcessLostError):
+        return error
     number = errno_of(error) if isinstance(error, Exception) else None
     if isinstance(error, SaveError) or not isinstance(error, ShardloadError):
         if number in (errno.ENOSPC, errno.EDQUOT):  # HDF5 mentions it in the text of a RuntimeError
-            error = WriteError(f"Cannot write {target}: the disk is full. Free some space.")
-        elif isinstance(error, OSError):
+            return WriteError(f"Cannot write {target}: the disk is full. Free some space.")
+        if isinstance(error, OSError):
             why = str(error.strerror or error) if number is None else os.strerror(number)
-            error = WriteError(f"Cannot write {target}: {why}.")
+            return WriteError(f"Cannot write {target}: {why}.")
+    return error
+
+
+def _with_way_on(error: BaseException, staging: ConversionFolder) -> BaseException:
+    """Add a note on what is left and how to continue."""
     if staging.kept():
         error.add_note(
-            f"The finished part is in {home_of(target)}. Start the same conversion again to continue, or remove that "
-            "folder."
+            f"The finished part is in {home_of(staging.target)}. Start the same conversion again to continue, or "
+            "remove that folder."
         )
     return error
 

@@ -46,7 +46,7 @@ def computed_by(mapping: VariableMap) -> Iterator[tuple[Computing, Any]]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredValue:
-    """The location of one variable's value: a view of a tensor, an array, or a step that computes it."""
+    """The location of one variable's value: a view of a tensor, an array, devices, or a step that computes it."""
 
     variable: Any
     dtype: np.dtype[Any]
@@ -54,6 +54,8 @@ class StoredValue:
     tensor: Tensor | None = None
     view: View | None = None
     array: Array | None = None
+    live: Callable[[], jax.Array] | None = None
+    """Returns the value of a live model, possibly computed now."""
     step: Computing | None = None
 
 

@@ -78,11 +78,11 @@ def saved(root: Any, source: Source, dtypes: Mapping[int, Any], *, skip: Any = N
     layout = saved_layout(root, skip=skipped)
     copies = tuple(whole(f"{prefix}{name}", source.values[id(v)], dtypes) for name, v in layout.variables.items())
     elsewhere = {id(v) for v in (*layout.variables.values(), *(() if skip is None else skip.variables))}
-    left = [v for v in root.variables if id(v) not in elsewhere]
+    left = [v for v in source.variables_of(root) if id(v) not in elsewhere]
     if weights := [v.path for v in left if is_weight(v)]:
         raise UnsupportedError(
             f"Cannot write an HDF5 file: the layers of {len(weights)} variables ({weights[0]!r}) compute what they "
-            "save. Convert with --to orbax, or load the source with shardload.load and save the model"
+            "save. Choose the format orbax, or call save_weights of the loaded model"
         )
     return Saved(copies, layout.names, tuple(left))
 
@@ -91,7 +91,7 @@ def file(source: Source, dtypes: Mapping[int, Any], target: Path, dtype: str | N
     """Plan one file, or an index with shards, as Keras writes them for the model, or for a backbone without a head."""
     from shardload.writers import h5
 
-    root = source.backbone if source.is_hub and not head_of(source) else source.model
+    root = source.backbone if source.is_hub and not source.is_live and not head_of(source) else source.model
     found = saved(root, source, dtypes)
     stem = target.name.removesuffix(ENDING).removesuffix(INDEX_ENDING)
     described = json.dumps(with_dtype(model_config(root), dtype), indent=2)
@@ -148,7 +148,8 @@ def _with_optimizer(head: Saved, source: Source) -> dict[str, Any]:
 
     KerasHub compiles every new task, and Keras then requires a stored optimizer.
     """
-    variables = optimizer_variables_of(source.model)
+    model = source.model if source.fresh is None else source.fresh
+    variables = optimizer_variables_of(model)
     if not variables:
         return {}
     fresh = {id(v.variable): v for v in made_now([v for v in variables if id(v) not in source.values])}
@@ -156,13 +157,13 @@ def _with_optimizer(head: Saved, source: Source) -> dict[str, Any]:
     dtypes = {id(value.variable): value.dtype for value in values}
     group = "optimizer/vars"
     copies = tuple(whole(f"{TASK_PREFIX}{group}/{i}", value, dtypes) for i, value in enumerate(values))
-    return {"copies": (*head.copies, *copies), "names": {**head.names, group: str(source.model.optimizer.name)}}
+    return {"copies": (*head.copies, *copies), "names": {**head.names, group: str(model.optimizer.name)}}
 
 
 def head_of(source: Source) -> list[Any]:
     """Return the task's weights outside its backbone."""
     own = {id(v) for v in source.backbone.variables}
-    return [v for v in source.model.variables if id(v) not in own and is_weight(v)]
+    return [v for v in source.variables_of(source.model) if id(v) not in own and is_weight(v)]
 
 
 def keras_family(source: Source, folder: Path, dtype: str | None) -> None:
@@ -199,7 +200,7 @@ def state_of(source: Source, variables: Iterable[Any]) -> dict[str, Any]:
         value = source.values[id(variable)]
         if value.step is not None:
             raise UnsupportedError(
-                f"Cannot write {variable.path!r} as state: {value.step.owner} computes it. Convert with --to orbax"
+                f"Cannot write {variable.path!r} as state: {value.step.owner} computes it. Choose the format orbax"
             )
         array = value.array
         if value.tensor is not None:  # small and never rearranged

@@ -64,9 +64,8 @@ def write(model: Any, found: Preprocessing, folder: Path) -> None:
     model from a training step has a tokenizer without one.
     """
     layer = found.layer
-    if hasattr(layer, "tokenizer") and hasattr(type(model), "preprocessor_cls"):
-        model.preprocessor = layer
-    kerashub.save_description(model, folder, extra={})
+    named = layer if hasattr(layer, "tokenizer") and hasattr(type(model), "preprocessor_cls") else None
+    kerashub.save_description(model, folder, extra={}, preprocessor=named)
     if layer is None or _save(layer, folder) or not (description := folder / "task.json").is_file():
         return
     written = json.loads(description.read_text(encoding="utf-8"))

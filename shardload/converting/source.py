@@ -50,11 +50,21 @@ class Source:
     preprocessing: Preprocessing
     """KerasHub's preprocessor for the companions, for presets."""
     notes: tuple[str, ...]
+    is_live: bool = False
+    """Whether the model is the user's own, with its values on devices."""
+    merged: frozenset[int] = frozenset()
+    """``id`` of variables that are written as a part of others: the factors of LoRA."""
+    fresh: Any = None
+    """The same task as KerasHub compiles it, abstract: its optimizer is stored with the task's weights."""
 
     @property
     def backbone(self) -> Any:
         """The part of the model that presets and Hugging Face checkpoints contain."""
         return getattr(self.model, "backbone", self.model)
+
+    def variables_of(self, model: Any) -> list[Any]:
+        """Return the variables of the model, or of a part of it, that have a place of their own in a checkpoint."""
+        return [v for v in model.variables if id(v) not in self.merged]
 
     @property
     def is_hub(self) -> bool:

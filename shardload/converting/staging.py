@@ -66,6 +66,10 @@ class ConversionFolder:
         draft.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
         draft.replace(self._journal)
 
+    def is_of(self, plan: str) -> bool:
+        """Whether the folder belongs to the run with this plan."""
+        return next(self._lines(), {}).get("plan") == plan
+
     def note_places(self, places: tuple[TensorPlace, ...]) -> None:
         """Record that the files exist; from here on, the conversion can be continued."""
         self.places = places
@@ -81,9 +85,13 @@ class ConversionFolder:
         with contextlib.suppress(OSError):  # the caller reports disk errors
             if self.result.exists() and any("places" in line for line in self._lines()):
                 return True
-            if not (self._home / "replaced").exists():  # the checkpoint being replaced
-                shutil.rmtree(self._home)
+            self.discard()
         return False
+
+    def discard(self) -> None:
+        """Remove the folder, unless it has the checkpoint being replaced."""
+        if not (self._home / "replaced").exists():
+            shutil.rmtree(self._home)
 
     def publish(self, *, sidecars: dict[Path, Path], overwrite: bool) -> None:
         """Flush everything to disk and give the result its name.

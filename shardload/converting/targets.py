@@ -48,7 +48,8 @@ def target_of(path: Path, to: str | None) -> Target:
     if path.name.lower().endswith(".keras"):
         stem = path.name[: -len(".keras")] or "model"
         raise UsageError(
-            f"Cannot write {path.name}: .keras files can only be read. Name it {stem}{ENDING}, or a folder with --to"
+            f"Cannot write {path.name}: .keras files can only be read. Name it {stem}{ENDING}, or choose a folder and "
+            "a format"
         )
     if to is None and not is_file:
         raise UsageError(
@@ -134,7 +135,7 @@ def _refuse_head(source: Source) -> None:
     if more := head_of(source):
         raise UnsupportedError(
             f"Cannot write {type(source.model).__name__} for Hugging Face: {len(more)} of its weights "
-            f"({more[0].path!r}) do not belong to its backbone. Convert it with --to h5 or --to orbax"
+            f"({more[0].path!r}) do not belong to its backbone. Choose the format h5 or orbax"
         )
 
 
@@ -147,15 +148,15 @@ def _safetensors(source: Source, dtypes: Mapping[int, Any], dtype: str | None, s
     _refuse_head(source)
     backbone = source.backbone
     config = _transformers_config(source, dtypes, dtype)
-    bindings = transformers.views_of(backbone, config)
+    bindings = transformers.views_of(backbone, config, leave_out=source.merged)
     shapes = transformers.stand_in(config).tensors
     tensors = transformers.wanted(bindings, shapes, dtypes)
     copies = tuple(Copy(tensors[b.view.tensor], source.values[id(b.variable)], b.view) for b in bindings)
     placed = {id(b.variable) for b in bindings}
-    state = [v for v in backbone.variables if id(v) not in placed]
+    state = [v for v in source.variables_of(backbone) if id(v) not in placed]
     if more := [v.path for v in state if transformers.is_weight(v)]:
         raise UnsupportedError(
-            f"Cannot write {more[0]!r} for Hugging Face: it has no tensor for it. Convert with --to orbax or --to h5"
+            f"Cannot write {more[0]!r} for Hugging Face: it has no tensor for it. Choose the format h5 or orbax"
         )
 
     tokenizer, notes = tokenizer_files(source, config["model_type"])
@@ -186,7 +187,7 @@ def _transformers_config(source: Source, dtypes: Mapping[int, Any], dtype: str |
     if not source.is_hub:
         raise UnsupportedError(
             f"Cannot write {type(source.model).__name__} for Hugging Face, which has no names for its tensors: it is "
-            "not a KerasHub model. Convert it with --to orbax or --to h5"
+            "not a KerasHub model. Choose the format h5 or orbax"
         )
     sizes: Counter[str] = Counter()
     for i, value in source.values.items():

@@ -8,7 +8,7 @@ and values) come from separate variables.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from shardload.writers import Wanted
 Config = dict[str, Any]
 _NOT_COMPARED = ("name", "dtype", "trainable", "dropout")
 """Settings that a Hugging Face configuration cannot express and that do not affect weights."""
-_ALTERNATIVES = "Convert it with --to orbax or --to h5"
+_ALTERNATIVES = "Choose the format h5 or orbax"
 
 
 def config_of(backbone: Any, dtype: str) -> Config:
@@ -78,15 +78,21 @@ def stand_in(config: Mapping[str, Any]) -> Manifest:
         raise UnsupportedError(f"Cannot write model_type {kind!r} for Hugging Face. {_ALTERNATIVES}") from error
 
 
-def views_of(backbone: Any, config: Mapping[str, Any]) -> tuple[Binding, ...]:
+def views_of(backbone: Any, config: Mapping[str, Any], *, leave_out: Container[int] = ()) -> tuple[Binding, ...]:
     """Return the elements of Hugging Face tensors that each variable fills; in the tensors' order.
+
+    Args:
+        backbone: A KerasHub backbone, abstract or not.
+        config: The configuration from `config_of`, or of a checkpoint of the same model.
+        leave_out: ``id`` of variables that fill none.
 
     Raises:
         UnsupportedError: When an element has no variable or two, or a weight belongs to no tensor.
     """
     manifest = stand_in(config)
     mapping = map_hub(backbone, manifest)
-    problems = [*map(str, mapping.mismatched), *mapping.missing, *mapping.unused, *(c.owner for c in mapping.computed)]
+    missing = [v.path for v in mapping.missing_variables if id(v) not in leave_out]
+    problems = [*map(str, mapping.mismatched), *missing, *mapping.unused, *(c.owner for c in mapping.computed)]
     by_tensor: dict[str, list[Binding]] = {}
     for binding in mapping.bindings:
         by_tensor.setdefault(binding.view.tensor, []).append(binding)

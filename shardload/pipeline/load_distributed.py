@@ -69,6 +69,29 @@ class JointLoad:
         """Return the result of ``do`` on process 0, converted through JSON; alone, the result of this process."""
         return do() if self._joint is None else self._joint.first(do, what)
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether the call involves only this process."""
+        return self._joint is None
+
+    def meet(self, what: str) -> None:
+        """Wait for all processes; raises on all if one of them failed."""
+        if self._joint is not None:
+            self._joint.together(lambda: None, what)
+
+    def require(self, found: list[consistency.Topic]) -> None:
+        """Check that the processes agree about these topics.
+
+        Raises:
+            DisagreementError: On all processes, when they do not.
+        """
+        if self._joint is not None:
+            consistency.require(self._joint, found)
+
+    def watched(self, progress: Progress) -> Progress:
+        """Return progress that also raises if another process failed."""
+        return progress if self._joint is None else _Watched(progress, self._joint)
+
     @contextmanager
     def attempt(self) -> Iterator[None]:
         """Make an error inside the block fail on all processes, so that each may then try an alternative."""
@@ -111,8 +134,7 @@ class JointLoad:
         """
         if self._joint is not None:
             consistency.require(self._joint, consistency.topics(prepared))
-        shown = as_progress(prepared.request.progress)
-        progress = shown if self._joint is None else _Watched(shown, self._joint)
+        progress = self.watched(as_progress(prepared.request.progress))
         return filling.fill(prepared, clock, files, progress=progress, on_filled=self._filled)
 
     def _filled(self) -> None:
@@ -173,7 +195,7 @@ def joint_load(request: LoadRequest) -> Iterator[JointLoad]:
     if not processes.are_several() or _is_local(request):
         yield JointLoad(None)
     else:
-        with _joint(request.function, request.source, request.compared) as call:
+        with joint(request.function, request.source, request.compared) as call:
             yield call
 
 
@@ -185,24 +207,35 @@ def start() -> None:
     """
     if not processes.are_several():
         return
-    with _joint("load", "its devices", {}) as call:
+    with joint("load", "its devices", {}) as call:
         call.start_jax()
 
 
 @contextmanager
-def _joint(function: str, source: Any, arguments: Mapping[str, Any]) -> Iterator[JointLoad]:
+def joint(function: str, what: Any, arguments: Mapping[str, Any], *, doing: str = "loading") -> Iterator[JointLoad]:
+    """Make a call together with all other processes of this run.
+
+    Args:
+        function: Name of the public function.
+        what: What it loads or saves, for reports of an unexpected exit.
+        arguments: Arguments that must be equal on all processes.
+        doing: What the function does.
+
+    Raises:
+        DisagreementError: On all processes, when their calls differ.
+    """
     recorder = exit_recorder()
     recorder.begin()
-    recorder.note(f"shardload.{function} was loading {str(source)!r}")
-    joint = JointCall(on_end=recorder.rest)
-    call = JointLoad(joint)
+    recorder.note(f"shardload.{function} was {doing} {str(what)!r}")
+    meetings = JointCall(on_end=recorder.rest)
+    call = JointLoad(meetings)
     try:
         with call.attempt():
             with processes.starting_meanwhile(placement.available, OUTSIDE_S):
-                consistency.require(joint, consistency.call_topics(function, arguments))
+                consistency.require(meetings, consistency.call_topics(function, arguments))
             yield call
     finally:
-        joint.close()
+        meetings.close()
         recorder.rest()
 
 

@@ -18,6 +18,7 @@ ABOUT_OTHERS = {"keras_bridge/test_keras_contract.py", "support/keras_suite_plug
 PRIVATE_OF_OTHERS = {
     "_embeddings": "Keras: the kernel of an Embedding under LoRA",
     "_getframe": "sys: who asks for a garbage collection",
+    "_npy_value": "JAX: the copy on the host that an array keeps",
     "_path": "Keras: gives two variables one path",
     "_replace": "named tuples",
     "_repr_html_": "IPython: what a notebook shows",

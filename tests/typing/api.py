@@ -43,6 +43,9 @@ shardload.load_arrays("gemma3_270m", {"a": spec}, names=3)  # type: ignore[arg-t
 
 converted: shardload.ConvertReport = shardload.convert("gemma2_9b", "gemma2-hf", to="safetensors", dtype="float32")
 shardload.convert("gemma2_9b", "gemma2.onnx", to="onnx")  # type: ignore[arg-type]
+saved: shardload.ConvertReport = shardload.save_as(model, Path("tuned"), to="preset", max_shard_bytes="2GiB")
+shardload.save_as(model, "tuned.weights.h5", merge_lora=True, overwrite=True)
+shardload.save_as(model, "tuned", to="orbax")  # type: ignore[arg-type]
 
 tokenizer: shardload.Tokenizer = shardload.tokenizer("gemma3_270m", format="gguf")
 ids: list[int] = tokenizer.encode("The capital of France is")

@@ -1,0 +1,288 @@
+"""Save a live model in another program's format; the entry point for users.
+
+    model ─► source: values on devices, files from its configuration and preprocessor     `live_source.py`
+             plan, as for a conversion                                                     `targets.py`
+             every file of the target without its values; opened like any checkpoint
+             each process writes its own shards of every tensor                            `live_values.py`
+             flush ─► one rename
+
+Of several processes, process 0 makes the folder and publishes it, in a folder that all processes share. No process
+sends values to another.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from shardload import converting
+from shardload.converting import ConvertReport
+from shardload.converting.live_source import live_source
+from shardload.converting.live_values import part_of, reader_of_region, regions_of
+from shardload.converting.plans import Copy, Plan
+from shardload.converting.replace_target import check_free
+from shardload.converting.staging import ConversionFolder, home_of, staged
+from shardload.converting.strided_copy import PieceWriter, Read, copy_view, reader_of_value
+from shardload.converting.targets import is_file_name, plan_for, shard_bytes_for, target_of
+from shardload.converting.writing import check_room
+from shardload.distributed import processes
+from shardload.errors import UnsupportedError, UsageError, WriteError
+from shardload.keras_bridge.lora import hidden, lora_kernels, lora_layers
+from shardload.keras_bridge.recording import seeded
+from shardload.keras_bridge.variables import unique, value_of
+from shardload.manifest import View, c_strides
+from shardload.pipeline import arguments
+from shardload.pipeline.consistency import Topic
+from shardload.pipeline.load_distributed import JointLoad, joint
+from shardload.progress import Progress, ProgressLike, as_progress
+from shardload.sharding.bounds import Bounds
+from shardload.steps.file_tree import sync_all
+from shardload.typing import DTypeLike, PathLike
+from shardload.units import dtype_name
+from shardload.writers import TensorPlace
+
+SaveTarget = Literal["safetensors", "h5", "preset"]
+SAVE_TARGETS: tuple[SaveTarget, ...] = get_args(SaveTarget)
+
+
+def save_as(
+    model: Any,
+    path: PathLike,
+    *,
+    to: SaveTarget | None = None,
+    dtype: DTypeLike | None = None,
+    merge_lora: bool = False,
+    host_memory_bytes: int | str = converting.DEFAULT_HOST_MEMORY,
+    max_shard_bytes: int | str | None = None,
+    overwrite: bool = False,
+    progress: ProgressLike = None,
+) -> ConvertReport:
+    """Write the weights of a model, as they are on its devices now, for Hugging Face, KerasHub or Keras.
+
+    Shards go from the devices to the files a block at a time: the host never has a copy of the model, nor of a large
+    tensor. The target appears under its name only when it is complete and flushed to disk; after an error, Ctrl-C or
+    a full disk, nothing is left.
+
+    In a `jax.distributed` run with a model that is sharded over several processes, all processes make the call, with
+    the same path in a folder that they share. Each writes its own shards. A model that is on devices of one process
+    is saved by this process alone.
+
+    Args:
+        model: A built Keras model. It is not changed; do not train it meanwhile.
+        path: Path of the target: a folder, a file that ends in ``.weights.h5``, or an index that ends in
+            ``.weights.json``, with its shards.
+        to: ``"safetensors"`` (a Hugging Face folder), ``"preset"`` (a KerasHub preset) or ``"h5"`` (Keras' files; a
+            folder is a preset); required unless ``path`` ends like one of Keras' files. Of models that do not come from
+            KerasHub, only Keras' files can be written.
+        dtype: Dtype of the floating-point tensors; by default each keeps its own, and every bit.
+        merge_lora: Merge the factors of LoRA into the kernels, which is arithmetic: in float32, rounded once to the
+            dtype of the kernel. A model with LoRA is refused otherwise, because no target has a place for factors.
+        host_memory_bytes: As for `shardload.convert`.
+        max_shard_bytes: As for `shardload.convert`.
+        overwrite: Replace an existing checkpoint at ``path``.
+        progress: As for `shardload.load`.
+
+    Returns:
+        The report; its ``source`` is the name of the model.
+
+    Raises:
+        UsageError: When an argument is invalid, or ``model`` is not a Keras model.
+        UnsupportedError: When the model is not built, or the target format cannot represent it; with LoRA, without
+            ``merge_lora``.
+        UninitialisedError: When a variable has no value.
+        WriteError: When ``path`` exists already, or cannot be written.
+        DisagreementError: When the processes of a `jax.distributed` run request different saves.
+        ProcessLostError: When another process ended, or does not respond.
+    """
+    began = time.monotonic()
+    request = _checked(
+        path,
+        to=to,
+        dtype=dtype,
+        merge_lora=merge_lora,
+        host_memory_bytes=host_memory_bytes,
+        max_shard_bytes=max_shard_bytes,
+        overwrite=overwrite,
+    )
+    shown = as_progress(progress)
+    arguments.check_model(model)
+    with_lora = lora_layers(model)
+    if with_lora and not merge_lora:
+        raise UnsupportedError(
+            f"Cannot save {model.name!r}: LoRA is enabled in {len(with_lora)} of its layers, and the target has no "
+            "place for the factors. Pass merge_lora=True to write merged weights, or save a step with shardload.save"
+        )
+    kernels = lora_kernels(with_lora)
+    with _together(model, request) as call, tempfile.TemporaryDirectory() as folder, hidden(with_lora):
+        with seeded(0):  # models that are built to describe this one draw no random numbers of the user's
+            source = live_source(model, kernels, Path(folder), files=not is_file_name(request.target))
+            plan = plan_for(source, request.target, request.kind, dtype=request.dtype, shard_bytes=request.shard_bytes)
+        call.require([Topic("the model", lambda: _facts(plan), "Build the same on every process")])
+        _write(plan, request, call, shown)
+    seconds = time.monotonic() - began
+    notes = (*source.notes, *plan.notes)
+    return ConvertReport(
+        str(model.name), str(request.target), plan.format, len(plan.tensors), plan.nbytes, 0, seconds, notes
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """The arguments, checked."""
+
+    target: Path
+    kind: Any
+    """The target format of `shardload.convert`."""
+    dtype: str | None
+    merge_lora: bool
+    block_bytes: int
+    shard_bytes: int | None
+    overwrite: bool
+
+    @property
+    def compared(self) -> dict[str, Any]:
+        """Return what must be equal on all processes; the folder may have another path on another host."""
+        return {
+            "path": self.target.name,
+            "to": self.kind,
+            "dtype": self.dtype,
+            "merge_lora": self.merge_lora,
+            "max_shard_bytes": self.shard_bytes,
+            "overwrite": self.overwrite,
+        }
+
+
+def _checked(
+    path: PathLike,
+    *,
+    to: str | None,
+    dtype: DTypeLike | None,
+    merge_lora: bool,
+    host_memory_bytes: int | str,
+    max_shard_bytes: int | str | None,
+    overwrite: bool,
+) -> _Request:
+    arguments.check_kind("path", path, str | os.PathLike, "a path")
+    arguments.check_kind("merge_lora", merge_lora, bool, "True or False")
+    arguments.check_kind("overwrite", overwrite, bool, "True or False")
+    if not os.fspath(path):
+        raise UsageError("Cannot save to an empty path. Give a folder, or NAME.weights.h5")
+    target = Path(os.path.abspath(os.path.expanduser(path)))  # noqa: PTH100,PTH111  a link is replaced, not followed
+    kind = target_of(target, _format(target, to))
+    name = None if dtype is None else str(dtype_name(dtype))
+    shard_bytes = shard_bytes_for(target, kind, max_shard_bytes)
+    block_bytes = converting.block_bytes_of(host_memory_bytes)
+    return _Request(target, kind, name, merge_lora, block_bytes, shard_bytes, overwrite)
+
+
+def _format(target: Path, to: str | None) -> str | None:
+    """Return the format as `shardload.convert` calls it."""
+    if to == "orbax":
+        raise UsageError("Cannot save with to='orbax': call shardload.save(model, directory, step=0) instead")
+    if to is not None and to not in SAVE_TARGETS:
+        raise UsageError(f"Cannot save with to={to!r}: expected one of {', '.join(SAVE_TARGETS)}")
+    if to == "preset" and is_file_name(target):
+        raise UsageError(
+            f"Cannot save {target.name} with to='preset': a preset is a folder. Remove to= for Keras' files, or choose "
+            "the name of a folder"
+        )
+    return "h5" if to == "preset" else to
+
+
+@contextmanager
+def _together(model: Any, request: _Request) -> Iterator[JointLoad]:
+    """Make the call with the other processes, if they have a part of the model."""
+    values = [value_of(v) for v in unique(model.variables)] if processes.are_several() else []
+    if all(value.is_fully_addressable for value in values):
+        yield JointLoad(None)
+    else:
+        with joint("save_as", request.target, request.compared, doing="saving") as call:
+            yield call
+
+
+def _facts(plan: Plan) -> dict[str, str]:
+    return {
+        copies[0].wanted.name: f"{copies[0].wanted.dtype} {copies[0].wanted.shape}" for copies in plan.tensors.values()
+    }
+
+
+def _write(plan: Plan, request: _Request, call: JointLoad, progress: Progress) -> None:
+    """Make the files, fill in the values, and publish the result."""
+    target = request.target
+    staging = ConversionFolder(home_of(target), target)
+    with ExitStack() as stack:
+        try:
+            made = call.first(lambda: _make(plan, request, staging, stack), "the files")
+            _check_shared(staging, made["run"])
+            places = {place.name: place for place in map(TensorPlace.of_json, made["places"])}
+            shown = call.watched(progress)
+            shown.start(plan.nbytes if call.is_alone else 0, f"Saving {target.name}")
+            for copy in plan.copies:
+                with PieceWriter(staging.result, places[copy.wanted.name], written=shown.advance) as writer:
+                    _copy(copy, writer, block_bytes=request.block_bytes, is_alone=call.is_alone)
+            if not call.is_alone:
+                sync_all(staging.result)
+            call.meet("all values are written")
+            call.first(lambda: converting.publish(plan, staging, overwrite=request.overwrite), "the publishing")
+        except BaseException as error:
+            raise converting.explained(error, target) from error
+        finally:
+            progress.stop()
+
+
+def _make(plan: Plan, request: _Request, staging: ConversionFolder, stack: ExitStack) -> dict[str, Any]:
+    """Make all files of the target without their values, and check that they describe the model."""
+    target, overwrite = request.target, request.overwrite
+    check_free(target, folder=not is_file_name(target), overwrite=overwrite)
+    converting.check_others(plan, target, overwrite=overwrite)
+    stack.enter_context(staged(target, folder=not is_file_name(target), overwrite=overwrite))
+    stack.push(lambda kind, *_: staging.discard() if kind is not None else None)
+    run = uuid.uuid4().hex  # the values of a model have no name: never go on where another run stopped
+    staging.begin(run)
+    check_room(target, plan)
+    places = plan.make(staging.result)
+    staging.note_places(places)
+    with seeded(0):
+        converting.check_result(plan, staging)
+    return {"run": run, "places": [place.to_json() for place in places]}
+
+
+def _check_shared(staging: ConversionFolder, run: str) -> None:
+    if not staging.is_of(run):
+        raise WriteError(
+            f"Cannot write {staging.target}: process {processes.index()} does not see the files that process 0 made "
+            f"in {home_of(staging.target)}. Give a folder that all processes share"
+        )
+
+
+def _copy(copy: Copy, writer: PieceWriter, *, block_bytes: int, is_alone: bool) -> None:
+    """Write this process's part of a tensor."""
+    block = max(1, block_bytes // max(copy.wanted.dtype.itemsize, copy.value.dtype.itemsize))
+    for box, read in _parts(copy, is_alone=is_alone):
+        source = View("", 0, box.shape, c_strides(box.shape))
+        copy_view(read, writer.write, source, part_of(copy.view, box), block_elements=block)
+
+
+def _parts(copy: Copy, *, is_alone: bool) -> Iterator[tuple[Bounds, Read]]:
+    """Yield the boxes of a variable that this process writes, each with a reader of its elements."""
+    value, dtype = copy.value, copy.wanted.dtype
+    array = None if value.live is None else value.live()  # computed on all processes together
+    if not is_alone and not processes.is_first() and (array is None or array.is_fully_addressable):
+        return
+    if array is None:
+        yield Bounds.whole(copy.view.shape), reader_of_value(np.asarray(value.array), dtype)
+        return
+    for region in regions_of(array):
+        yield region.box, reader_of_region(region, dtype)
+
+
+__all__ = ["SAVE_TARGETS", "SaveTarget", "save_as"]

@@ -1,0 +1,115 @@
+"""A live model as the source of a conversion: its values are on devices, and the files around them are made from it.
+
+model ─► value of every variable: an array on devices; of a kernel with LoRA, the merged one
+      ─► KerasHub's configuration, and tokenizer files: of its preprocessor, else of the source it was loaded from
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from shardload.converting import live_values, preprocessing
+from shardload.converting.computing import StoredValue
+from shardload.converting.preprocessing import Preprocessing, preprocessing_of
+from shardload.converting.sidecar_files import Companions, companions_of
+from shardload.converting.source import Source
+from shardload.converting.transformers import is_weight
+from shardload.errors import UninitialisedError
+from shardload.hub import kerashub
+from shardload.keras_bridge import abstraction
+from shardload.keras_bridge.lora import LoraKernel
+from shardload.keras_bridge.variables import has_value, stored_dtype, unique, value_of
+from shardload.loaders.hub_preset import CONFIG, METADATA, TASK, describe_folder
+from shardload.loaders.hub_preset import SPEC as PRESET
+from shardload.manifest import Manifest
+from shardload.stores.local import located
+from shardload.text.sources import manifest_of
+
+_DESCRIPTIONS = (CONFIG, TASK, METADATA)
+
+
+def live_source(model: Any, kernels: Sequence[LoraKernel], folder: Path, *, files: bool) -> Source:
+    """Return a model as a source. Its layers with LoRA must be hidden (`keras_bridge.lora.hidden`) while it is used.
+
+    Args:
+        model: A built Keras model.
+        kernels: The kernels with factors of LoRA to be merged: all that the model has.
+        folder: An empty folder for KerasHub's files of the model, needed as long as the source.
+        files: Whether the target has them.
+
+    Raises:
+        UninitialisedError: When a variable has no value.
+    """
+    merged = {id(found.kernel): found for found in kernels}
+    factors = frozenset(id(v) for found in kernels for v in (found.a, found.b))
+    values = {id(v): _value(v, merged.get(id(v))) for v in unique(model.variables) if id(v) not in factors}
+    found = Source(
+        Manifest(located(folder), PRESET.name, {}, {}),
+        model,
+        values,
+        Companions(),
+        Preprocessing(),
+        (_merging(kernels),) if kernels else (),
+        is_live=True,
+        merged=factors,
+    )
+    return _with_files(found, folder) if files and found.is_hub else found
+
+
+def _value(variable: Any, kernel: LoraKernel | None) -> StoredValue:
+    if not has_value(variable):
+        raise UninitialisedError(
+            f"Cannot save variable {variable.path!r}: it has no value. Load a checkpoint into the model, or call "
+            "shardload.initialise(model), first"
+        )
+    if value_of(variable).is_deleted():
+        raise UninitialisedError(
+            f"Cannot save variable {variable.path!r}: its array was donated to a computation. Assign the current "
+            "values to the model's variables first"
+        )
+    dtype = stored_dtype(variable)
+    if kernel is not None:
+        return StoredValue(variable, dtype, live=kernel.merged)
+    if is_weight(variable) or not _is_readable(value_of(variable)):
+        return StoredValue(variable, dtype, live=partial(value_of, variable))
+    return StoredValue(variable, dtype, array=live_values.host_value(value_of(variable)))
+
+
+def _is_readable(array: Any) -> bool:
+    """Whether this process has all of an array."""
+    return bool(array.is_fully_addressable or array.is_fully_replicated)
+
+
+def _merging(kernels: Sequence[LoraKernel]) -> str:
+    first = kernels[0].kernel.path
+    return (
+        f"LoRA was merged into {len(kernels)} kernels ({first!r} …): computed in float32 and rounded to the dtype of "
+        "each kernel"
+    )
+
+
+def _with_files(source: Source, folder: Path) -> Source:
+    """Write KerasHub's files, and find the tokenizer's."""
+    model, origin = source.model, manifest_of(source.model)
+    kept, notes = Companions(), list(source.notes)
+    layer = Preprocessing(getattr(model, "preprocessor", None))
+    if layer.layer is None and origin is not None and Path(origin.source).exists():
+        kept = companions_of(origin)
+        layer = preprocessing_of(model, origin, kept)
+        notes += [*kept.notes, *layer.notes]
+    preprocessing.write(model, layer, folder)
+    made = companions_of(source.manifest).keras
+    keras = {name: path for name, path in kept.keras.items() if name not in _DESCRIPTIONS}
+    with abstraction.abstract():
+        fresh = kerashub.build_model(describe_folder(located(folder))) if TASK in made else None
+    return replace(
+        source,
+        companions=Companions({**keras, **made}, kept.transformers),
+        preprocessing=layer,
+        notes=tuple(notes),
+        fresh=fresh,
+    )

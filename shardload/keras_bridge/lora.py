@@ -1,0 +1,87 @@
+"""Layers with LoRA: what they store, and their kernels with the factors merged.
+
+    kernel (frozen) + alpha / rank · a @ b   ─►  the kernel that the layer computes with
+
+Keras computes the same in ``save_own_variables``, for the whole model at once and in the dtype of the computation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardload.errors import UnsupportedError
+from shardload.keras_bridge.keras_types import Model, Variable
+from shardload.keras_bridge.variables import stored_dtype, value_of
+
+_KERNELS = (("_kernel", "lora_kernel_a", "lora_kernel_b"), ("_embeddings", "lora_embeddings_a", "lora_embeddings_b"))
+"""Attributes of the layers in Keras that support LoRA: dense and convolution layers, and embeddings."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoraKernel:
+    """A kernel and its factors."""
+
+    layer: Any
+    kernel: Variable
+    a: Variable
+    b: Variable
+
+    def merged(self) -> jax.Array:
+        """Compute the kernel with its factors, in float32, and round it once to the kernel's dtype.
+
+        Returns:
+            An array with the sharding of the kernel.
+        """
+        kernel, scale = value_of(self.kernel), self.layer.lora_alpha / self.layer.lora_rank
+        change = jnp.matmul(value_of(self.a), value_of(self.b), precision="highest")
+        found = jnp.add(kernel, jnp.multiply(scale, change)).astype(stored_dtype(self.kernel))
+        return jax.device_put(found, kernel.sharding)
+
+
+def lora_layers(model: Model) -> list[Any]:
+    """Return the layers of a model that have LoRA enabled."""
+    return [layer for layer in model._flatten_layers() if vars(layer).get("lora_enabled", False)]
+
+
+def lora_kernels(layers: Iterable[Any]) -> list[LoraKernel]:
+    """Return the kernels of layers with LoRA.
+
+    Raises:
+        UnsupportedError: When a layer is quantised, or keeps its factors elsewhere than Keras' own layers.
+    """
+    return [_kernel_of(layer) for layer in layers]
+
+
+def _kernel_of(layer: Any) -> LoraKernel:
+    if getattr(layer, "quantization_mode", None) is not None:
+        raise UnsupportedError(
+            f"Cannot merge LoRA into {layer.path!r}: its kernel is quantised ({layer.quantization_mode}). Merge before "
+            "quantising the model"
+        )
+    for names in _KERNELS:
+        found = [getattr(layer, name, None) for name in names]
+        if all(hasattr(variable, "assign") for variable in found):
+            return LoraKernel(layer, *found)
+    raise UnsupportedError(
+        f"Cannot merge LoRA into {layer.path!r}: {type(layer).__name__} has no LoRA factors that shardload knows. "
+        "Merge them yourself, and set lora_enabled=False"
+    )
+
+
+@contextmanager
+def hidden(layers: Iterable[Any]) -> Iterator[None]:
+    """Let layers look as if LoRA was not enabled, so that whoever asks for a kernel gets the stored one."""
+    changed = list(layers)
+    for layer in changed:
+        vars(layer)["lora_enabled"] = False  # past Keras' tracking
+    try:
+        yield
+    finally:
+        for layer in changed:
+            vars(layer)["lora_enabled"] = True

@@ -1,0 +1,241 @@
+"""A live model in every format: bits compared with what a conversion of its source writes; errors; what stays."""
+
+import os
+import random
+
+import jax
+import keras
+import keras_hub
+import numpy as np
+import pytest
+from conversions import same
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shardload
+from shardload.converting.live_values import boxes_of_run, reader_of_region, regions_of
+from shardload.errors import UninitialisedError, UnsupportedError, UsageError, WriteError
+from shardload.synth import synth
+
+# Keras 3.15 converts its variables with an old signature of __array__ that NumPy 2.4 warns about.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer:UserWarning"),
+]
+
+MESH = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
+
+
+def values(model):
+    return [np.asarray(v.value) for v in model.variables]
+
+
+def equal(one, two):
+    return all(a.dtype == b.dtype and a.tobytes() == b.tobytes() for a, b in zip(one, two, strict=True))
+
+
+@pytest.fixture(scope="module")
+def gemma(presets):
+    return shardload.load(presets["gemma3_1b"], mesh="1x8")
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("gemma3_1b", "2x4"),
+        ("llama3.2_1b", "1x8"),
+        pytest.param("gemma2_9b", "1x8", marks=pytest.mark.slow),
+        pytest.param("gemma_2b", "8x1", marks=pytest.mark.slow),
+    ],
+)
+def test_a_hugging_face_folder_is_what_converting_the_source_gives(name, mesh, presets, made, tmp_path):
+    model = shardload.load(presets[name], mesh=mesh)
+    report = shardload.save_as(model, tmp_path / "out", to="safetensors")
+    assert same(made[name, "safetensors"], tmp_path / "out")
+    assert report.tensors == len(shardload.inspect(tmp_path / "out").tensors)
+    assert (report.source, report.format, report.notes) == (model.name, "hf-safetensors", ())
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (tmp_path / "out/config.json").read_bytes() == (made[name, "safetensors"] / "config.json").read_bytes()
+    assert equal(values(shardload.load(tmp_path / "out", mesh="1x8")), values(model))
+
+
+def test_keras_hub_reads_a_preset(gemma, presets, tmp_path):
+    shardload.save_as(gemma, tmp_path / "out", to="preset", max_shard_bytes="1MiB")
+    assert same(presets["gemma3_1b"], tmp_path / "out")
+    found = keras_hub.models.Backbone.from_preset(str(tmp_path / "out"), dtype="bfloat16")
+    assert equal(values(found), values(gemma.backbone))
+
+
+@pytest.mark.parametrize("name", ["out.weights.h5", "out.weights.json"])
+def test_keras_loads_its_files_into_the_model_that_was_saved(name, presets, gemma, tmp_path):
+    shardload.save_as(gemma, tmp_path / name)
+    other = shardload.load(presets["gemma3_1b"], mesh="1x8")
+    for variable in other.trainable_variables:
+        variable.assign(variable.value * 0)
+    other.load_weights(tmp_path / name)
+    assert equal(values(other), values(gemma))
+    assert equal(values(shardload.load(tmp_path / name)), values(gemma))
+
+
+def test_any_keras_model_goes_to_a_file(tmp_path):
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(5), keras.layers.Dropout(0.5)])
+    model.compile("adam", "mse")
+    model.fit(np.ones((4, 6)), np.ones((4, 5)), verbose=0)
+    report = shardload.save_as(model, tmp_path / "m.weights.h5")
+    assert [note.split(" left out")[0] for note in report.notes] == ["1 states of seed generators were"]
+    assert equal(values(shardload.load(tmp_path / "m.weights.h5"))[:2], values(model)[:2])
+    with pytest.raises(UnsupportedError, match=r"not a KerasHub model. Name the target NAME\.weights\.h5"):
+        shardload.save_as(model, tmp_path / "out", to="preset")
+    with pytest.raises(UnsupportedError, match="Hugging Face, which has no names for its tensors"):
+        shardload.save_as(model, tmp_path / "out", to="safetensors")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m.json", "m.weights.h5"]
+
+
+def test_floats_are_cast_if_asked(gemma, tmp_path):
+    shardload.save_as(gemma, tmp_path / "out", to="safetensors", dtype="float32")
+    found = shardload.inspect(tmp_path / "out")
+    assert {tensor.dtype.name for tensor in found.tensors.values()} == {"float32"}
+    assert equal(values(shardload.load(tmp_path / "out", dtype="bfloat16")), values(gemma))
+
+
+def test_lora_is_merged_only_if_asked(presets, tmp_path):
+    model = shardload.load(presets["gemma2_9b"], mesh="1x8", dtype="float32")
+    model.backbone.enable_lora(4)
+    for variable in model.trainable_variables:
+        variable.assign(keras.random.normal(variable.shape, seed=1))
+    before = values(model)
+    with pytest.raises(UnsupportedError, match=r"LoRA is enabled in 4 of its layers.*merge_lora=True"):
+        shardload.save_as(model, tmp_path / "out", to="safetensors")
+    report = shardload.save_as(model, tmp_path / "out", to="safetensors", merge_lora=True)
+    assert any("LoRA was merged into 4 kernels" in note for note in report.notes)
+    assert equal(values(model), before)
+    model.backbone.save_weights(tmp_path / "keras.weights.h5")  # merges too
+    plain = shardload.load(presets["gemma2_9b"], dtype="float32").backbone
+    plain.load_weights(tmp_path / "keras.weights.h5")
+    for one, two in zip(values(shardload.load(tmp_path / "out").backbone), values(plain), strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-6, atol=1e-6)
+    assert not same(presets["gemma2_9b"], tmp_path / "out")
+
+
+class Stopping:
+    def __init__(self, error):
+        self.error = error
+
+    def start(self, total_bytes, description):
+        self.left = total_bytes // 2
+
+    def advance(self, n_bytes):
+        self.left -= n_bytes
+        if self.left < 0:
+            raise self.error
+
+    def stop(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "match"),
+    [
+        (KeyboardInterrupt(), KeyboardInterrupt, None),
+        (OSError(28, "No space left on device"), WriteError, "the disk is full"),
+        (ValueError("a bug"), ValueError, "a bug"),
+    ],
+)
+def test_nothing_stays_of_a_save_that_failed(error, kind, match, gemma, tmp_path):
+    with pytest.raises(kind, match=match):
+        shardload.save_as(gemma, tmp_path / "out", to="safetensors", progress=Stopping(error))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_is_replaced_only_if_asked(gemma, tmp_path):
+    shardload.save_as(gemma, tmp_path / "out", to="safetensors")
+    with pytest.raises(WriteError, match=r"already exists. Replace it with overwrite=True"):
+        shardload.save_as(gemma, tmp_path / "out", to="preset")
+    with pytest.raises(KeyboardInterrupt):
+        shardload.save_as(gemma, tmp_path / "out", to="preset", overwrite=True, progress=Stopping(KeyboardInterrupt()))
+    assert shardload.inspect(tmp_path / "out").format == "hf-safetensors"
+    shardload.save_as(gemma, tmp_path / "out", to="preset", overwrite=True)
+    assert shardload.inspect(tmp_path / "out").format == "keras-hub-preset"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_nothing_of_the_model_or_the_session_changes(presets, tmp_path):
+    model = shardload.load(presets["llama3.2_1b"], mesh="1x8")
+    before = random.getstate(), np.random.get_state()[1].tolist()
+    shardload.save_as(model, tmp_path / "out", to="safetensors")
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before
+    arrays = [v.value for v in model.variables]
+    cached = [a for array in arrays for a in (array, *(s.data for s in array.addressable_shards))]
+    assert all(array._npy_value is None for array in cached)  # JAX's copy on the host
+
+
+def test_arguments_that_cannot_be(gemma, tmp_path):
+    for arguments, match in (
+        ({"to": "gguf"}, "to='gguf': expected one of safetensors, h5, preset"),
+        ({"to": "orbax"}, r"call shardload\.save\(model"),
+        ({}, "Cannot tell the format of out"),
+        ({"to": "safetensors", "merge_lora": "yes"}, "merge_lora='yes'"),
+        ({"to": "safetensors", "host_memory_bytes": 1}, "at least 256KiB"),
+        ({"to": "safetensors", "max_shard_bytes": "big"}, "max_shard_bytes"),
+        ({"to": "safetensors", "dtype": "float7"}, "float7"),
+    ):
+        with pytest.raises(UsageError, match=match):
+            shardload.save_as(gemma, tmp_path / "out", **arguments)
+    with pytest.raises(UsageError, match="a preset is a folder"):
+        shardload.save_as(gemma, tmp_path / "out.weights.h5", to="preset")
+    with pytest.raises(UsageError, match=r"\.keras files can only be read"):
+        shardload.save_as(gemma, tmp_path / "out.keras")
+    with pytest.raises(UsageError, match="expected a Keras model"):
+        shardload.save_as([1], tmp_path / "out.weights.h5")
+    with pytest.raises(UsageError, match="Cannot use path=None"):
+        shardload.save_as(gemma, None)
+    with pytest.raises(UnsupportedError, match="has not been built"):
+        shardload.save_as(keras.Sequential([keras.layers.Dense(2)]), tmp_path / "out.weights.h5")
+    with shardload.abstract():
+        abstract = keras.Sequential([keras.Input((6,)), keras.layers.Dense(5)])
+    with pytest.raises(UninitialisedError, match=r"it has no value. Load a checkpoint into the model"):
+        shardload.save_as(abstract, tmp_path / "out.weights.h5")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_a_folder_that_is_not_writable(gemma, tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(WriteError, match="Permission denied"):
+        shardload.save_as(gemma, tmp_path / "out", to="safetensors")
+    tmp_path.chmod(0o700)
+
+
+@given(
+    shape=st.lists(st.integers(1, 4), max_size=4),
+    ends=st.tuples(st.integers(0, 256), st.integers(0, 256)),
+)
+def test_boxes_of_a_run_are_its_elements_in_order(shape, ends):
+    numbers = np.arange(int(np.prod(shape))).reshape(shape)
+    start, stop = sorted(min(end, numbers.size) for end in ends)
+    found = [numbers[box.slices].ravel() for box in boxes_of_run(shape, start, stop)]
+    assert np.concatenate([*found, []]).tolist() == list(range(start, stop))
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    spec=st.sampled_from([(), ("a",), ("b", "a"), (None, "b"), (("a", "b"),), (None, None, "a"), ("a", None, "b")]),
+    ends=st.tuples(st.integers(0, 256), st.integers(0, 256)),
+)
+def test_a_region_is_read_as_numpy_reads_it(spec, ends):
+    numbers = np.arange(256, dtype=np.int32).reshape(8, 4, 8)
+    array = jax.device_put(numbers, jax.sharding.NamedSharding(MESH, jax.sharding.PartitionSpec(*spec)))
+    [region] = regions_of(array)
+    start, stop = sorted(ends)
+    assert reader_of_region(region, numbers.dtype)(start, stop).tolist() == list(range(start, stop))
+    assert reader_of_region(region, np.dtype("float32"))(start, stop).view("float32").tolist() == list(
+        range(start, stop)
+    )
+
+
+def test_replaces_the_folder_the_model_came_from(tmp_path):
+    source = synth("gemma3_1b", scale=0.02, directory=tmp_path)
+    model = shardload.load(source)
+    before = values(model)
+    shardload.save_as(model, source, to="preset", overwrite=True)
+    assert equal(values(shardload.load(source)), before)
