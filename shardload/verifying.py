@@ -19,7 +19,7 @@ from shardload.manifest import Tensor
 from shardload.resolve import resolve
 from shardload.steps import digests
 from shardload.steps.listing import StepInfo, is_ours, list_steps
-from shardload.steps.record import StepRecord
+from shardload.steps.record import STEP_FILE, StepRecord
 from shardload.steps.remote_listing import foreign
 from shardload.stores.remote import is_url
 from shardload.transfer.read_tensor import read_rows, row_ranges
@@ -96,7 +96,8 @@ def _with_digests(path: Path, progress: Callable[[int], None] | None) -> Verdict
     damage = digests.verify(path, progress=progress)
     problems = tuple(str(found) for found in damage)
     verdict: Literal["verified", "damaged"] = "damaged" if problems else "verified"
-    left_out = 0 if problems else StepRecord.read(path).left_out
+    has_record = not problems and (path / STEP_FILE).is_file()  # a converted step has none
+    left_out = StepRecord.read(path).left_out if has_record else 0
     return Verdict(str(path), verdict, None, _size(path), _shortened(problems), left_out)
 
 
