@@ -132,6 +132,11 @@ def _plain_angles(layer: Any, head_dim: int) -> NDArray[np.float64] | None:
     return float(layer.max_wavelength) ** -turns / float(layer.scaling_factor)
 
 
+def long_factors_of(block: Any) -> Any:
+    """Return the divisors of the angles in long texts, if the block's rotary layer has any (Phi-3)."""
+    return getattr(_rotary_of(block), "inverese_freq_long_factor", None)
+
+
 def rotary_key(block: Any) -> str:
     """Return a key that is equal for blocks whose rotary layers have equal settings."""
     layer = _rotary_of(block)

@@ -64,6 +64,10 @@ DEFAULTS: Mapping[str, Fields] = {
     "gemma3_text": _decoder(262208, 2304, 9216, 26, 8, kv=4, longest=131072)
     | {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096},
     "siglip_vision_model": _BASE | _SQUARES,
+    "phi3": _ROTARY
+    | _decoder(32064, 3072, 8192, 32, 32, kv=None, longest=4096)
+    | {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096, "sliding_window": None},
+    "bloom": {"vocab_size": 250880, "hidden_size": 64, "n_layer": 2, "n_head": 8, "layer_norm_epsilon": 1e-5},
     "gpt2": {"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "resid_pdrop": 0.1},
     "bert": _BERT,
     "roberta": _BERT | {"vocab_size": 50265},

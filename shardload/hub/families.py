@@ -127,6 +127,8 @@ FAMILIES: Mapping[str, Family] = {
         ("activation_function", "gelu_new"),
         only={"scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False, None)},
     ),
+    "phi3": Family(("rms_norm_eps", 1e-5), _SILU, 1e4, _every),
+    "bloom": Family(("layer_norm_epsilon", 1e-5), only={"apply_residual_connection_post_layernorm": (False, None)}),
     "bert": _BERT,
     **dict.fromkeys(("roberta", "xlm-roberta"), _ROBERTA),
     "albert": Family(("layer_norm_eps", 1e-12), ("hidden_act", "gelu_new"), only=_BERT_ONLY),

@@ -224,7 +224,7 @@ def _rotations(config: Config, family: Family, backbone: Any) -> Iterator[FieldD
         theta = 1e4 if kind == rope.SLIDING else family.theta
         wanted = rope.rotation(config, kind, default_theta=theta, head_dim=head_dim)
         measured = built.turns_of(block, head_dim)
-        if measured is None or _turns_alike(wanted, *measured):
+        if measured is None or _turns_alike(wanted, *measured, long_factors=built.long_factors_of(block)):
             continue
         angles, scales, _ = measured
         slowest = f"{angles[-1]:.3g} radians per token at the slowest, scaled by {scales[0]:.3g}"
@@ -232,8 +232,11 @@ def _rotations(config: Config, family: Family, backbone: Any) -> Iterator[FieldD
         return
 
 
-def _turns_alike(wanted: rope.Rotation, angles: rope.Angles, scales: rope.Angles, error: float) -> bool:
-    if wanted.kind == "longrope" and wanted.parameters.get("long_factor") != wanted.parameters.get("short_factor"):
+def _turns_alike(
+    wanted: rope.Rotation, angles: rope.Angles, scales: rope.Angles, error: float, *, long_factors: Any
+) -> bool:
+    long = wanted.parameters.get("long_factor")
+    if wanted.kind == "longrope" and long != wanted.parameters.get("short_factor") and long != long_factors:
         return False  # short texts agree, long ones do not
     return (
         wanted.angles is not None

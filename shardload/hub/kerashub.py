@@ -36,6 +36,7 @@ from shardload.hub import fidelity, quantised
 from shardload.hub.arguments import for_converter
 from shardload.hub.build_errors import check_layer_count, describe_failure, not_compiled, refuse_code
 from shardload.hub.config_forms import GENERATORS, architecture_of, check_representable, read_config, ties_embeddings
+from shardload.hub.converters import OWN, OwnConverter, converter_of
 from shardload.hub.preset_path import preset_path
 from shardload.hub.sidecar import config_beside
 from shardload.hub.tensorflow import as_with_tensorflow, omit_preprocessor
@@ -97,15 +98,14 @@ def build_model(
     )
 
 
-def converter(manifest: Manifest) -> ModuleType:
-    """Return KerasHub's ``convert_*`` module for a Hugging Face or GGUF checkpoint.
+def converter(manifest: Manifest) -> Any:
+    """Return KerasHub's ``convert_*`` module for a Hugging Face or GGUF checkpoint, or one of `converters`.
 
     Raises:
         UnsupportedError: When KerasHub has none for the checkpoint's ``model_type``.
         MissingExtraError: When KerasHub is not installed.
     """
-    found: ModuleType = _transformers_loader(manifest).converter
-    return found
+    return _transformers_loader(manifest).converter
 
 
 def checkpoint_dtype(manifest: Manifest) -> str:
@@ -286,7 +286,7 @@ def _from_transformers(manifest: Manifest, dtype: Any, task: bool, ignore: Seque
     return loader.load_task(cls, False, False, backbone=backbone, preprocessor=None, **labels)
 
 
-def _task_class(manifest: Manifest, convert: ModuleType, backbone_cls: type) -> Any:
+def _task_class(manifest: Manifest, convert: ModuleType | OwnConverter, backbone_cls: type) -> Any:
     """Return KerasHub's task class for the checkpoint; ``None`` if it has only a backbone's weights."""
     models = keras_hub().models
     architecture = architecture_of(manifest.config)
@@ -379,14 +379,24 @@ def _transformers_loader(manifest: Manifest) -> Any:
     with _hub_extra():
         from keras_hub.src.utils.transformers.preset_loader import TransformersPresetLoader
     config = for_converter(read_config(manifest))
+    if (own := converter_of(config.get("model_type"))) is not None:
+
+        class Loader(TransformersPresetLoader):  # type: ignore[misc]  # KerasHub has no types
+            """KerasHub's loader, whose constructor knows KerasHub's converters only."""
+
+            def __init__(self) -> None:
+                super(TransformersPresetLoader, self).__init__(preset_path(manifest), config)
+                self.converter = own
+
+        return Loader()
     try:
         return TransformersPresetLoader(preset_path(manifest), config)
     except (KeyError, ValueError) as error:
         # KerasHub has no list: its model types are the string constants of the constructor's if-chain.
         known = sorted(set(re.findall(r'"([a-z][\w\-]*)"', inspect.getsource(TransformersPresetLoader.__init__))))
-        known = [name for name in known if name != "model_type"]
+        known = sorted({*known, *OWN} - {"model_type"})
         raise UnsupportedError(
-            f"Cannot build the model of {manifest.source}: KerasHub has no converter for model_type "
+            f"Cannot build the model of {manifest.source}: there is no converter for model_type "
             f"{config.get('model_type')!r}, only for {', '.join(known)}. Build your own model, then call "
             "shardload.load_weights(model, source)"
         ) from error

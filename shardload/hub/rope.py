@@ -61,12 +61,15 @@ def rotation(config: Config, layer_type: str, *, default_theta: float, head_dim:
     """
     parameters = dict(parameters_of(config, layer_type))
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    kind = "longrope" if kind == "su" else kind  # its name in Phi-3's first configurations
     theta = parameters.get("rope_theta") or _theta_beside(config, layer_type) or default_theta
-    parameters.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
-    parameters["max_position_embeddings"] = config.get("max_position_embeddings")
+    longest = config.get("max_position_embeddings")
+    original = config.get("original_max_position_embeddings") or longest  # Phi-3 has it beside the other parameters
+    parameters.setdefault("original_max_position_embeddings", original)
+    parameters["max_position_embeddings"] = longest
     partial = parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    if kind == "default":
-        partial = 1.0  # the only value in the models checked here: transformers 5 ignores others, 4 fails
+    if kind == "default" and config.get("model_type") != "phi3":
+        partial = 1.0  # the only value in the other models checked here: transformers 5 ignores others, 4 fails
     base = _number("rope_theta", theta)
     rule = _RULES.get(str(kind))
     if rule is None or head_dim is None:

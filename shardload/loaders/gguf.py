@@ -26,7 +26,7 @@ from shardload.manifest import Manifest, Tensor
 from shardload.stores.location import Location
 
 MAX_ROPE_BYTES = 1 << 16
-"""Limit for ``rope_freqs.weight``, which has half a head's size: 64 numbers."""
+"""Limit for factors of rotary positions, which are as many as half a head's size: 64 numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def open_file(path: Location) -> Manifest:
     tensors = []
     for stored in header.tensors:
         for hf_name, info, undo in known.pieces(stored, name):
-            count = heads if ".attn_q." in info.name else kv_heads
+            count = kv_heads if ".attn_k." in info.name else heads
             _check_shape(info, undo, count)
             where, dtype = storage(info, undo=undo, heads=count)
             tensors.append(Tensor(hf_name, info.shape[::-1] if undo is Undo.TRANSPOSE else info.shape, dtype, where))
@@ -137,23 +137,27 @@ def _numbers(values: dict[str, Any], key: str, dtype: type) -> NDArray[Any]:
 def _check_shape(info: TensorInfo, undo: Undo, heads: int) -> None:
     if undo is Undo.TRANSPOSE and len(info.shape) != 2:
         raise SourceError(f"{info.path}: tensor {info.name!r} has the shape {info.shape}, expected a matrix")
-    if undo is Undo.UNPERMUTE and (info.shape[0] % (2 * heads) or info.kind.block_elements > 1 == len(info.shape)):
+    parts = {Undo.UNPERMUTE: 2, Undo.UNFUSE: 3}.get(undo, 0) * heads
+    if parts and (info.shape[0] % parts or info.kind.block_elements > 1 == len(info.shape)):
         raise SourceError(
-            f"{info.path}: tensor {info.name!r} has {info.shape[0]} rows, which do not make {heads} heads of even size"
+            f"{info.path}: tensor {info.name!r} has {info.shape[0]} rows, which do not make {heads} heads: expected a "
+            f"multiple of {parts}"
         )
 
 
-def _rope_factors(header: GgufHeader) -> tuple[float, ...]:
-    """Read ``rope_freqs.weight``: configuration stored as a tiny tensor, and the only tensor read while opening."""
-    info = next((info for info in header.tensors if info.name == "rope_freqs.weight"), None)
-    if info is None:
-        return ()
-    if info.kind.name != "F32" or info.nbytes > MAX_ROPE_BYTES:
-        raise SourceError(
-            f"{info.path}: 'rope_freqs.weight' should be a few F32 numbers, but is {info.shape} {info.kind.name}"
-        )
-    raw = info.path.read_header(info.nbytes, offset=info.offset, what="'rope_freqs.weight'")
-    return tuple(np.frombuffer(raw, "<f4").tolist())
+def _rope_factors(header: GgufHeader) -> dict[str, tuple[float, ...]]:
+    """Read the factors of rotary positions: configuration stored as tiny tensors, the only ones read while opening."""
+    found = {}
+    for info in header.tensors:
+        if info.name not in models.ROPE_FACTORS:
+            continue
+        if info.kind.name != "F32" or info.nbytes > MAX_ROPE_BYTES:
+            raise SourceError(
+                f"{info.path}: {info.name!r} should be a few F32 numbers, but is {info.shape} {info.kind.name}"
+            )
+        raw = info.path.read_header(info.nbytes, offset=info.offset, what=repr(info.name))
+        found[info.name.removesuffix(".weight")] = tuple(np.frombuffer(raw, "<f4").tolist())
+    return found
 
 
 def _is_described_otherwise(content: FolderContent) -> bool:

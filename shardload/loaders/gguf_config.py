@@ -127,20 +127,21 @@ def _mixtral(values: Values, base: Config) -> Config:
 
 def _llama3_scaling(values: Values, base: Config) -> Config | None:
     """Find the scaling rule of Llama 3.1 and later: GGUF stores only the factors that it produces."""
-    if not values.rope_factors:
+    factors = values.rope_factors.get("rope_freqs", ())
+    if not factors:
         return None
     scaling = {
         "rope_type": "llama3",
-        "factor": shortest(max(values.rope_factors)),
+        "factor": shortest(max(factors)),
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    if 2 * len(values.rope_factors) == base["head_dim"]:
+    if 2 * len(factors) == base["head_dim"]:
         expected = llama3_factors(scaling, theta=base["rope_theta"], head_dim=base["head_dim"])
     else:
         expected = np.empty(0)
-    if len(expected) != len(values.rope_factors) or not np.allclose(expected, values.rope_factors, rtol=1e-4):
+    if len(expected) != len(factors) or not np.allclose(expected, factors, rtol=1e-4):
         raise UnsupportedError(
             f"{values.path}: 'rope_freqs.weight' does not follow Llama 3's rule, and its configuration cannot be "
             "recovered from GGUF. Load the safetensors of this model instead"
@@ -212,6 +213,33 @@ def _gpt2(values: Values) -> Config:
     }
 
 
+def _phi3(values: Values) -> Config:
+    base = _base(values, "phi3", "Phi3ForCausalLM")
+    original = values.number("rope.scaling.original_context_length", base["max_position_embeddings"])
+    turned = values.number("rope.dimension_count", base["head_dim"])
+    found = base | {
+        "sliding_window": values.number("attention.sliding_window", 0) or None,  # 0 means Phi-4, which has none
+        "original_max_position_embeddings": original,
+        "partial_rotary_factor": turned / base["head_dim"],
+    }
+    if "rope_factors_short" in values.rope_factors:
+        factors = {
+            f"{which}_factor": values.rope_factors.get(f"rope_factors_{which}", ()) for which in ("short", "long")
+        }
+        found["rope_scaling"] = {"rope_type": "longrope"} | {key: list(map(shortest, f)) for key, f in factors.items()}
+    return found
+
+
+def _bloom(values: Values) -> Config:
+    return _model(values, "bloom", "BloomForCausalLM") | {
+        "hidden_size": values.count("embedding_length"),
+        "n_layer": values.count("block_count"),
+        "n_head": values.count("attention.head_count"),
+        "layer_norm_epsilon": values.number("attention.layer_norm_epsilon"),
+        "tie_word_embeddings": True,
+    }
+
+
 def _bert(values: Values) -> Config:
     return _model(values, "bert", "BertModel") | {
         "hidden_size": values.count("embedding_length"),
@@ -236,6 +264,8 @@ CONFIGS: Mapping[str, Callable[[Values], Config]] = {
     "qwen3": _qwen3,
     "qwen3moe": _qwen3_moe,
     "gpt2": _gpt2,
+    "phi3": _phi3,
+    "bloom": _bloom,
     "bert": _bert,
 }
 """By ``general.architecture``."""

@@ -91,8 +91,30 @@ _BERT = {
     "ffn_down": "output.dense",
     "layer_output_norm": "output.LayerNorm",
 }
-_DROPPED = frozenset({"rope_freqs.weight"})
-"""Computed from the configuration, not learnt."""
+_PHI3 = {
+    "attn_norm": "input_layernorm",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_up": "mlp.gate_up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_BLOOM_TOP = {
+    "token_embd": "transformer.word_embeddings",
+    "token_embd_norm": "transformer.word_embeddings_layernorm",
+    "output_norm": "transformer.ln_f",
+    "output": "lm_head",
+}
+_BLOOM = {
+    "attn_norm": "input_layernorm",
+    "attn_qkv": "self_attention.query_key_value",
+    "attn_output": "self_attention.dense",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_up": "mlp.dense_h_to_4h",
+    "ffn_down": "mlp.dense_4h_to_h",
+}
+ROPE_FACTORS = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
+"""Factors of rotary positions: part of the configuration, not learnt."""
 _PERMUTED = {"attn_q": Undo.UNPERMUTE, "attn_k": Undo.UNPERMUTE}
 _CONV1D = dict.fromkeys(("attn_qkv", "attn_output", "ffn_up", "ffn_down"), Undo.TRANSPOSE)
 """GPT-2's ``Conv1D`` stores (in, out); llama.cpp transposes it to that of all other models."""
@@ -118,7 +140,7 @@ class GgufArchitecture:
         Raises:
             UnsupportedError: When the architecture has no such tensor.
         """
-        if name in _DROPPED:
+        if name in ROPE_FACTORS:
             return None
         stem, _, suffix = name.rpartition(".")
         block = re.fullmatch(r"blk\.(\d{1,6})\.(\w+)(?:\.(\d{1,6}))?", stem)
@@ -190,14 +212,14 @@ def architecture(header: GgufHeader, path: str) -> GgufArchitecture:
     return ARCHITECTURES[name]
 
 
-def config(header: GgufHeader, path: str, *, rope_factors: tuple[float, ...] = ()) -> Config:
+def config(header: GgufHeader, path: str, *, rope_factors: Mapping[str, tuple[float, ...]] | None = None) -> Config:
     """Return a Hugging Face ``config.json`` that KerasHub's converters accept.
 
     Raises:
         SourceError: When a key is missing or contradicts the tensors.
         UnsupportedError: When the configuration cannot express the model.
     """
-    values = Values(header, path, rope_factors)
+    values = Values(header, path, rope_factors or {})
     architecture(header, path)
     return CONFIGS[values.architecture](values)
 
@@ -213,5 +235,7 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
     "qwen3": GgufArchitecture(_BLOCK),
     "qwen3moe": GgufArchitecture(_BLOCK | _EXPERTS),
     "gpt2": GgufArchitecture(_GPT2, _GPT2_TOP, "transformer.h", _CONV1D),
+    "phi3": GgufArchitecture(_PHI3),
+    "bloom": GgufArchitecture(_BLOOM, _BLOOM_TOP, "transformer.h", {"attn_qkv": Undo.UNFUSE}),
     "bert": GgufArchitecture(_BERT, _BERT_TOP, "encoder.layer"),
 }

@@ -9,6 +9,11 @@ bits as in the whole tensor. This module undoes the transformations of llama.cpp
 
         Hugging Face   a0 a1 a2 … b0 b1 b2 …        (two halves of a head)
         GGUF           a0 b0 a1 b1 a2 b2 …
+
+    UNFUSE      BLOOM's rows of query, key and value, head_dim rows each, are sorted by head in Hugging Face::
+
+        Hugging Face   q0 k0 v0 q1 k1 v1 …
+        GGUF           q0 q1 … k0 k1 … v0 v1 …
 """
 
 from __future__ import annotations
@@ -50,6 +55,7 @@ class Undo(Enum):
     MINUS_ONE = "minus one"
     TRANSPOSE = "transpose"
     UNPERMUTE = "unpermute"
+    UNFUSE = "unfuse"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +65,7 @@ class GgufRows:
     info: TensorInfo
     undo: Undo
     heads: int = 1
-    """Number of heads in dim 0, for `Undo.UNPERMUTE`."""
+    """Number of heads in dim 0, for `Undo.UNPERMUTE` and `Undo.UNFUSE`."""
 
     @property
     def paths(self) -> tuple[Location, ...]:
@@ -76,7 +82,7 @@ class GgufRows:
         """A head for permuted tensors, a block for quantised vectors, all of a transposed matrix, else one row."""
         if self.undo is Undo.TRANSPOSE:
             return self.info.shape[1]
-        if self.undo is Undo.UNPERMUTE:
+        if self.undo in (Undo.UNPERMUTE, Undo.UNFUSE):
             return self.info.shape[0] // self.heads
         return self.info.kind.block_elements if len(self.info.shape) == 1 else 1
 
@@ -89,6 +95,8 @@ class GgufRows:
         if self.undo is Undo.TRANSPOSE:
             whole = self._decode(self._read(0, self.info.shape[0])).reshape(self.info.shape)
             return np.ascontiguousarray(whole.T[start:stop])
+        if self.undo is Undo.UNFUSE:
+            return self._gather(fused_rows(np.arange(start, stop), self.info.shape[0], self.heads))
         align = self.row_alignment
         first, last = start // align * align, min(-(-stop // align) * align, self.info.shape[0])
         raw = self._read(first, last)
@@ -97,6 +105,12 @@ class GgufRows:
             return self._decode(raw).reshape(stop - start, *self.info.shape[1:])
         values = self._decode(raw).reshape(last - first, *self.info.shape[1:])[start - first : stop - first]
         return minus_one(values) if self.undo is Undo.MINUS_ONE else np.ascontiguousarray(values)
+
+    def _gather(self, rows: NDArray[np.int64]) -> NDArray[Any]:
+        """Read rows in the given order, one run of neighbours at a time."""
+        runs = [run for run in np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1) if run.size]
+        raw = [self._read(int(run[0]), int(run[-1]) + 1) for run in runs]
+        return self._decode(np.concatenate(raw or [self._read(0, 0)])).reshape(len(rows), *self.info.shape[1:])
 
     def _read(self, first: int, last: int) -> NDArray[np.uint8]:
         """Read the stored bytes of rows ``[first, last)``, one line per row (per block, for a quantised vector)."""
@@ -154,6 +168,21 @@ def stored_rows(rows: NDArray[np.int64], head_rows: int) -> NDArray[np.int64]:
     head, within = np.divmod(rows, head_rows)
     half, index = np.divmod(within, head_rows // 2)
     found: NDArray[np.int64] = head * head_rows + index * 2 + half
+    return found
+
+
+def fused_rows(rows: NDArray[np.int64], count: int, heads: int) -> NDArray[np.int64]:
+    """Return the GGUF row indices of the given rows of a Hugging Face matrix of queries, keys and values.
+
+    Args:
+        rows: Row indices in Hugging Face's order.
+        count: Rows of the matrix, a multiple of ``3 * heads``.
+        heads: Number of heads.
+    """
+    width = count // (3 * heads)
+    head, within = np.divmod(rows, 3 * width)
+    part, index = np.divmod(within, width)
+    found: NDArray[np.int64] = part * (count // 3) + head * width + index
     return found
 
 

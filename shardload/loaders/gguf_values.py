@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,8 @@ class Values:
 
     header: GgufHeader
     path: str
-    rope_factors: tuple[float, ...] = ()
-    """Content of ``rope_freqs.weight``: the factor by which each rotary frequency is slowed down."""
+    rope_factors: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """Name of a tensor (``rope_freqs``) → the factor by which each rotary frequency is slowed down."""
 
     @property
     def architecture(self) -> str:

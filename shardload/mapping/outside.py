@@ -227,7 +227,7 @@ _PARTS = (
     ),
     _Part(
         "output layer",
-        ("mistral", "mixtral", "gpt_oss"),
+        ("mistral", "mixtral", "gpt_oss", "phi3"),
         r"lm_head\.weight",
         ("Model", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"),
         "token_embedding(…, reverse=True)",

@@ -49,7 +49,8 @@ def test_our_names_are_the_package_s(name):
     names = gguf.get_tensor_name_map(arch, 2)
     for ours in (*(f"blk.1.{part}" for part in ARCHITECTURES[name].block_names), *ARCHITECTURES[name].top_names):
         hf = ARCHITECTURES[name].hf_name(f"{ours}.weight", "x").replace(".{}", "")
-        known = names.get_name(hf, try_suffixes=(".weight",))
+        spellings = (hf, hf.removeprefix("transformer."))
+        known = next(filter(None, (names.get_name(each, try_suffixes=(".weight",)) for each in spellings)), None)
         assert known in (f"{ours}.weight", None), hf
         assert known or ours.endswith(("_q_norm", "_k_norm", "output", ".ffn_gate", ".ffn_up", ".ffn_down")), hf
 
@@ -339,6 +340,25 @@ def test_rows_of_a_transposed_matrix(tmp_path, kind):
         rows = tensor.storage.reader.read_rows(start, stop)
         assert rows.flags.c_contiguous
         np.testing.assert_array_equal(rows.astype(np.float32), expected[start:stop])
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+@pytest.mark.parametrize("heads", [1, 4])
+def test_rows_of_fused_queries_keys_and_values(tmp_path, heads, kind):
+    qtype = gguf.GGMLQuantizationType[kind]
+    whole = gguf.quantize(np.random.default_rng(0).normal(size=(96, 32)).astype(np.float32), qtype)
+    hf = gguf.dequantize(whole, qtype)
+    split = hf.reshape(heads, 3, 32 // heads, 32)
+    stored = gguf.quantize(np.concatenate([split[:, i].reshape(32, 32) for i in range(3)]), qtype)
+
+    def describe(writer):
+        writer.add_layer_norm_eps(1e-5)
+
+    tensors = {"blk.0.attn_qkv.weight": (stored, qtype), "blk.0.attn_qkv.bias": np.zeros(96, np.float32)}
+    path = write_gguf(tmp_path / "x.gguf", tensors, arch="bloom", heads=heads, extra=describe)
+    reader = open_manifest(path).tensors["transformer.h.0.self_attention.query_key_value.weight"].storage.reader
+    for start, stop in [(0, 96), (3, 4), (7, 61), (95, 96), (5, 5)]:
+        np.testing.assert_array_equal(reader.read_rows(start, stop), hf[start:stop])
 
 
 def test_a_vector_cannot_be_transposed(tmp_path):

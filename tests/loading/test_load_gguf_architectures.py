@@ -29,6 +29,8 @@ CASES = {
     "qwen3": ["qwen3, tied"],
     "qwen3moe": ["qwen3_moe, norm_topk_prob"],
     "gpt2": ["gpt2, n_inner"],
+    "phi3": ["phi3, untied", "phi3, longrope, short text", "phi3, longrope, long text"],
+    "bloom": ["bloom, 6 heads"],
     "bert": ["bert, masked LM"],
 }
 """By architecture; of each, folders that say nothing that a GGUF file cannot say."""

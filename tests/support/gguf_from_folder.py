@@ -30,6 +30,7 @@ def write(folder, path, *, kind="F16", **options):
     architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
     writer = gguf.GGUFWriter(str(path), architecture, **options)
     describe(writer, config)
+    add_extra_tensors(writer, config)
     names = _name_map(architecture, config.get("num_hidden_layers") or config["n_layer"])
     for name, value in sorted(modified(config, tensors_of(folder))):
         found = names.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -109,15 +110,27 @@ def describe(writer, config):
     for key, value in values.items():
         if value is not None:
             getattr(writer, f"add_{key}")(value)
+    if config["model_type"] == "phi3":
+        writer.add_rope_scaling_orig_ctx_len(config["original_max_position_embeddings"])
+        writer.add_rope_dimension_count(int(rope.get("partial_rotary_factor", 1.0) * hidden) // values["head_count"])
+        writer.add_sliding_window(config["sliding_window"] or 0)
     if config["model_type"] == "bert":
         writer.add_causal_attention(False)
+
+
+def add_extra_tensors(writer, config):
+    """What ``Phi3MiniModel.generate_extra_tensors`` adds."""
+    rope = config.get("rope_parameters") or {}
+    for which in ("long", "short"):
+        if f"{which}_factor" in rope:
+            writer.add_tensor(f"rope_factors_{which}.weight", np.array(rope[f"{which}_factor"], np.float32))
 
 
 def modified(config, tensors):
     """Yield names and values after ``modify_tensors``."""
     kind, experts = config["model_type"], {}
     for full, value in tensors.items():
-        name = full.removeprefix("bert.")
+        name = full.removeprefix("transformer." if kind == "bloom" else "bert.")
         if kind == "bert" and (name.startswith(("cls.", "pooler.")) or name.endswith("position_ids")):
             continue
         if kind == "gpt2" and name.endswith((".attn.bias", ".attn.masked_bias")):
@@ -135,6 +148,10 @@ def _changed(kind, config, name, value):
         heads = config["num_attention_heads" if found[1] == "q" else "num_key_value_heads"]
         halves = value.reshape(heads, 2, value.shape[0] // heads // 2, *value.shape[1:])
         return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(value.shape)
+    if kind == "bloom" and ".query_key_value." in name:
+        heads = config["n_head"]
+        split = value.reshape(heads, 3, value.shape[0] // heads // 3, *value.shape[1:])
+        return np.concatenate([split[:, i].reshape(-1, *value.shape[1:]) for i in range(3)])
     if _is_transposed(kind, name):
         return np.ascontiguousarray(value.T)
     if kind.startswith("gemma") and name.endswith("norm.weight"):

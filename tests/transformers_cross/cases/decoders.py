@@ -109,6 +109,43 @@ def cases() -> Iterator[Case]:
         yield from _layers(family)
         yield from _directions(family)
         yield from _quantised(family)
+    yield from _phi3()
+    yield from _bloom()
+
+
+def _phi3() -> Iterator[Case]:
+    family = Family("phi3", "Phi3", {"sliding_window": None})
+    short, long = [1.0, 1.25, 1.5, 1.75], [2.0, 4.0, 8.0, 16.0]
+    stretched = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
+    yield family.case("untied")
+    yield family.case("tied", TIED)
+    yield family.case("bfloat16", dtype="bfloat16")
+    yield family.case("sharded", sharded=True, mesh="2x2")
+    yield family.case("base model", cls="Model")
+    yield family.case("1 KV head", KV_1, mesh="1x8")
+    yield family.case("4 KV heads", KV_4, mesh="2x2")
+    yield family.case("longrope, short text", {"original_max_position_embeddings": 32, **family.rope(**stretched)})
+    yield family.case("longrope, long text", {"original_max_position_embeddings": 8, **family.rope(**stretched)})
+    yield family.case("sliding window", {"sliding_window": 4})
+    yield family.case("partial_rotary_factor", family.rope(rope_type="default", partial_rotary_factor=0.5))
+
+
+def _bloom() -> Iterator[Case]:
+    config = {
+        key: DECODER[key] for key in ("vocab_size", "hidden_size", "bos_token_id", "eos_token_id", "pad_token_id")
+    }
+
+    def case(variant: str, changed: Config | None = None, cls: str = "ForCausalLM", **options: Any) -> Case:
+        sizes = {"n_layer": 2, "n_head": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+        return Case("bloom", variant, f"Bloom{cls}", {**config, **sizes, **(changed or {})}, **options)
+
+    yield case("tied")
+    yield case("bfloat16", dtype="bfloat16")
+    yield case("sharded", sharded=True, mesh="2x2")
+    yield case("base model", cls="Model")
+    yield case("6 heads", {"hidden_size": 48, "n_head": 6})
+    yield case("untied", {"tie_word_embeddings": False})
+    yield case("residual after the norm", {"apply_residual_connection_post_layernorm": True})
 
 
 def _ties(family: Family) -> Iterator[Case]:

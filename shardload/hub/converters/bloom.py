@@ -1,0 +1,71 @@
+"""BLOOM: query, key and value are one matrix in a checkpoint, head by head.
+
+query_key_value   rows (heads, 3, head_dim)
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from shardload.hub.converters import Config, OwnConverter
+
+
+def _arguments(config: Config) -> dict[str, Any]:
+    return {
+        "vocabulary_size": config["vocab_size"],
+        "num_layers": config["n_layer"],
+        "num_heads": config["n_head"],
+        "hidden_dim": config["hidden_size"],
+        "intermediate_dim": 4 * config["hidden_size"],
+        "layer_norm_epsilon": config["layer_norm_epsilon"],
+    }
+
+
+def _port(backbone: Any, loader: Any, config: Config) -> None:
+    loader.port_weight(backbone.token_embedding.embeddings, "transformer.word_embeddings.weight")
+    _port_norm(backbone.embeddings_layer_norm, loader, "transformer.word_embeddings_layernorm")
+    _port_norm(backbone.layer_norm, loader, "transformer.ln_f")
+    for i, block in enumerate(backbone.transformer_layers):
+        _port_block(block, loader, f"transformer.h.{i}")
+
+
+def _port_block(block: Any, loader: Any, at: str) -> None:
+    attention = block._self_attention_layer
+    _port_norm(block._pre_attention_layernorm, loader, f"{at}.input_layernorm")
+    _port_norm(block._post_attention_layernorm, loader, f"{at}.post_attention_layernorm")
+    for i, layer in enumerate((attention._query_dense, attention._key_dense, attention._value_dense)):
+        _port_third(layer, loader, f"{at}.self_attention.query_key_value", i)
+    for layer, name in (
+        (attention._output_dense, "self_attention.dense"),
+        (block._mlp_intermediate_dense, "mlp.dense_h_to_4h"),
+        (block._mlp_output_dense, "mlp.dense_4h_to_h"),
+    ):
+        loader.port_weight(layer.kernel, f"{at}.{name}.weight", lambda value, _: value.T)
+        loader.port_weight(layer.bias, f"{at}.{name}.bias")
+
+
+def _port_third(layer: Any, loader: Any, name: str, which: int) -> None:
+    """Port the query, the key or the value of all heads; the kernel is (hidden, heads, head_dim)."""
+
+    def kernel(value: Any, shape: Any) -> Any:
+        hidden, heads, width = shape
+        return value.reshape(heads, 3, width, hidden)[:, which].transpose(2, 0, 1)
+
+    loader.port_weight(layer.kernel, f"{name}.weight", kernel)
+    loader.port_weight(layer.bias, f"{name}.bias", lambda value, shape: value.reshape(shape[0], 3, shape[1])[:, which])
+
+
+def _port_norm(layer: Any, loader: Any, name: str) -> None:
+    loader.port_weight(layer.gamma, f"{name}.weight")
+    loader.port_weight(layer.beta, f"{name}.bias")
+
+
+def _tokenizer(cls: Any, preset: str, **kwargs: Any) -> Any:
+    described = json.loads((Path(preset) / "tokenizer.json").read_text(encoding="utf-8"))["model"]
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in described["merges"]]
+    return cls(vocabulary=described["vocab"], merges=merges, **kwargs)
+
+
+CONVERTER = OwnConverter("BloomBackbone", _arguments, _port, _tokenizer)
