@@ -1,20 +1,23 @@
 """Find the tensors in which two checkpoints differ, and by how much; a few rows at a time.
 
-Tensors are matched by name. Bits are compared, not values: two NaNs with the same bits are equal, 0.0 and -0.0 are not.
+Tensors are matched by name or, if the formats have no name in common, by the weight of the model that they belong to.
+Bits are compared, not values: two NaNs with the same bits are equal, 0.0 and -0.0 are not.
 """
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardload.errors import MismatchError, MissingExtraError, UnsupportedError
 from shardload.loaders import open_manifest
-from shardload.manifest import Tensor
+from shardload.manifest import Manifest
 from shardload.resolve import resolve
 from shardload.transfer.casts import is_float
 from shardload.transfer.read_tensor import read_rows, row_ranges
@@ -25,7 +28,7 @@ READ_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """One tensor that differs between the two checkpoints."""
+    """One tensor, or weight of the model, that differs between the two checkpoints."""
 
     name: str
     what: Literal["values", "dtype", "shape", "only in the first", "only in the second"]
@@ -48,6 +51,9 @@ class Comparison:
     equal: int
     """Number of tensors that are equal bit for bit."""
     differences: tuple[TensorDifference, ...]
+    matched_by: Literal["tensor", "weight"] = "tensor"
+    """``weight``: the formats name their tensors differently, so names are those of the model's weights."""
+    notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object."""
@@ -72,38 +78,102 @@ def diff(
         TransferError: When one of them cannot be read completely.
     """
     one, two = (open_manifest(resolve(source).path) for source in (first, second))
-    found = []
-    for name, tensor in one.tensors.items():
-        other = two.tensors.get(name)
-        if other is None:
-            found.append(TensorDifference(name, "only in the first", _title(tensor), "", tensor.size, None))
-        elif (difference := _compare(tensor, other, progress or (lambda _: None))) is not None:
+    progress = progress or (lambda _: None)
+    notes: tuple[str, ...] = ()
+    if one.tensors and two.tensors and one.tensors.keys().isdisjoint(two.tensors):
+        from shardload.converting.model_values import of_models  # imports Keras
+
+        try:
+            by_weight = of_models(one.source, two.source)
+        except (UnsupportedError, MismatchError, MissingExtraError) as error:
+            notes = (f"no tensor name is in both, and they cannot be compared by the weights of their models: {error}",)
+        else:
+            return Comparison(one.source, two.source, *_compared(*by_weight, progress), "weight")
+    return Comparison(one.source, two.source, *_compared(_Tensors(one), _Tensors(two), progress), notes=notes)
+
+
+class _Values(Protocol):
+    """What is compared: values by key, equal on both sides."""
+
+    @property
+    def keys(self) -> Iterable[str]: ...
+    def name(self, key: str) -> str: ...
+    def dtype(self, key: str) -> np.dtype[Any]: ...
+    def shape(self, key: str) -> tuple[int, ...]: ...
+    def ranges(self, key: str) -> Iterable[tuple[int, int]]: ...
+    def rows(self, key: str, start: int, stop: int) -> NDArray[Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensors:
+    """The tensors of a manifest, by name."""
+
+    manifest: Manifest
+
+    @property
+    def keys(self) -> Iterable[str]:
+        return self.manifest.tensors
+
+    def name(self, key: str) -> str:
+        return key
+
+    def dtype(self, key: str) -> np.dtype[Any]:
+        return self.manifest.tensors[key].dtype
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        return self.manifest.tensors[key].shape
+
+    def ranges(self, key: str) -> Iterable[tuple[int, int]]:
+        return row_ranges(self.manifest.tensors[key], limit_bytes=READ_BYTES)
+
+    def rows(self, key: str, start: int, stop: int) -> NDArray[Any]:
+        return read_rows(self.manifest.tensors[key], start, stop)
+
+
+def _compared(one: _Values, two: _Values, progress: Callable[[int], None]) -> tuple[int, tuple[TensorDifference, ...]]:
+    """Return how many values are equal, and the differences of the others."""
+    others, equal, found = set(two.keys), 0, []
+    for key in one.keys:
+        if key not in others:
+            found.append(
+                TensorDifference(one.name(key), "only in the first", _title(one, key), "", _size(one, key), None)
+            )
+        elif (difference := _compare(one, two, key, progress)) is not None:
             found.append(difference)
-    for name, tensor in two.tensors.items():
-        if name not in one.tensors:
-            found.append(TensorDifference(name, "only in the second", "", _title(tensor), tensor.size, None))
-    equal = sum(name in two.tensors for name in one.tensors) - sum(not d.what.startswith("only") for d in found)
-    return Comparison(one.source, two.source, equal, tuple(found))
+        else:
+            equal += 1
+    first = set(one.keys)
+    for key in two.keys:
+        if key not in first:
+            found.append(
+                TensorDifference(two.name(key), "only in the second", "", _title(two, key), _size(two, key), None)
+            )
+    return equal, tuple(found)
 
 
-def _title(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {'x'.join(map(str, tensor.shape)) or 'scalar'}"
+def _title(values: _Values, key: str) -> str:
+    return f"{values.dtype(key)} {'x'.join(map(str, values.shape(key))) or 'scalar'}"
 
 
-def _compare(one: Tensor, two: Tensor, progress: Callable[[int], None]) -> TensorDifference | None:
-    if one.shape != two.shape:
-        return TensorDifference(one.name, "shape", _title(one), _title(two), max(one.size, two.size), None)
+def _size(values: _Values, key: str) -> int:
+    return math.prod(values.shape(key))
+
+
+def _compare(one: _Values, two: _Values, key: str, progress: Callable[[int], None]) -> TensorDifference | None:
+    name, titles = one.name(key), (_title(one, key), _title(two, key))
+    if one.shape(key) != two.shape(key):
+        return TensorDifference(name, "shape", *titles, max(_size(one, key), _size(two, key)), None)
     elements, largest = 0, None
-    for start, stop in row_ranges(one, limit_bytes=READ_BYTES):
-        a, b = read_rows(one, start, stop), read_rows(two, start, stop)
+    for start, stop in one.ranges(key):
+        a, b = one.rows(key, start, stop), two.rows(key, start, stop)
         if differing := _differing(a, b):
             elements += differing
             by = _distance(a, b)
             largest = by if largest is None else max(largest, by)
         progress(a.nbytes)
-    if one.dtype != two.dtype:
-        return TensorDifference(one.name, "dtype", _title(one), _title(two), elements, largest)
-    return TensorDifference(one.name, "values", _title(one), _title(two), elements, largest) if elements else None
+    if one.dtype(key) != two.dtype(key):
+        return TensorDifference(name, "dtype", *titles, elements, largest)
+    return TensorDifference(name, "values", *titles, elements, largest) if elements else None
 
 
 def _differing(a: NDArray[Any], b: NDArray[Any]) -> int:

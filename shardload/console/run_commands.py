@@ -92,14 +92,14 @@ def diff(
 ) -> None:
     """Say which tensors two checkpoints differ in, and by how much.
 
-    Tensors are matched by name and compared bit for bit; where dtypes differ, as numbers. The exit code is 1 when
-    anything differs.
+    Tensors are matched by name, or by the model's weights where the formats name them differently. They are compared
+    bit for bit; where dtypes differ, as numbers. The exit code is 1 when anything differs.
 
     [dim]Examples[/dim]
 
     $ shardload diff checkpoints/100 checkpoints/200
 
-    $ shardload diff model.safetensors other.safetensors --json
+    $ shardload diff model.gguf ./gemma-preset --json
     """
     with streams.results() as out, raise_interrupt_safely():
         jax_setup.prepare(note=streams.note)
@@ -108,6 +108,8 @@ def diff(
         if json:
             out.json(_without_nan(found.to_json()))
         else:
+            for note in found.notes:
+                streams.note(note)
             out.text(_differences(found))
     if found.differences:
         raise typer.Exit(1)
@@ -122,7 +124,8 @@ def _without_nan(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _differences(found: Any) -> str:
-    summary = f"{plural(found.equal, 'tensor')} equal, {len(found.differences)} not\n"
+    by_weight = " (weights of the model: the formats name their tensors differently)" * (found.matched_by == "weight")
+    summary = f"{plural(found.equal, found.matched_by)} equal, {len(found.differences)} not{by_weight}\n"
     if not found.differences:
         return summary
     head = ("name", "what", "first", "second", "elements", "largest")

@@ -21,7 +21,6 @@ EDGES = {
     "parallel": {"errors", "keras_bridge", "sharding", "typing"},
     "mapping": {"errors", "hub", "keras_bridge", "loaders", "manifest", "stores", "transfer"},
     "resolve": {"errors", "hub", "loaders", "manifest", "steps", "stores", "units"},
-    "comparing": {"loaders", "manifest", "resolve", "transfer"},
     "pipeline": {
         "distributed",
         "errors",
@@ -93,6 +92,7 @@ EDGES = {
         "stores",
         "typing",
     },
+    "comparing": {"converting", "errors", "loaders", "manifest", "resolve", "transfer"},
     "console": {
         "comparing",
         "converting",
