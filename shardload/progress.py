@@ -3,7 +3,7 @@
 A load calls ``start`` once with all bytes it will read, ``advance`` as they arrive, ``stop`` at the end,
 also when it fails. Calls come from one thread. `TerminalProgress` draws a bar on stderr::
 
-    Loading gemma3_270m ━━━━━━━━━━━━━━━━━━━━╸━━━━━━━━━━━  291.5/511.4 MB  1.1 GB/s  0:00:01
+    Loading gemma3_270m ━━━━━━━━━━━━━━━━━━━━╸━━━━━━━━━━━  291.5/511.4 MiB  1.1 GB/s  0:00:01
 
 `on_stderr` uses it only if stderr is a terminal; otherwise progress is `Silent`. In Python, ``progress=True`` draws it.
 """
@@ -89,7 +89,7 @@ def _bar() -> rich.progress.Progress:
     return progress.Progress(
         progress.TextColumn("{task.description}"),
         progress.BarColumn(bar_width=None),
-        progress.DownloadColumn(),
+        progress.DownloadColumn(binary_units=True),  # as in reports
         progress.TransferSpeedColumn(),
         progress.TimeRemainingColumn(),
         console=console,

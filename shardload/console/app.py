@@ -13,6 +13,7 @@ import typer
 
 from shardload.console import commands, convert_command, run_commands, streams
 
+HELP = ["-h", "--help"]
 app = typer.Typer(
     name="shardload",
     help="""Load any checkpoint straight into a sharded Keras model on JAX.
@@ -31,7 +32,7 @@ app = typer.Typer(
     """,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": HELP},
     no_args_is_help=False,
 )
 
@@ -71,4 +72,10 @@ def root(
 
 def command() -> Any:
     """Return the command tree, ready to run."""
-    return typer.main.get_command(app)
+    tree: Any = typer.main.get_command(app)
+    for each in (tree, *tree.commands.values()):
+        context = typer.Context(each, help_option_names=HELP)  # --help is made and kept when first asked for
+        for parameter in each.get_params(context):
+            if getattr(parameter, "is_flag", False):
+                parameter.metavar = ""  # typer's help would show the type <bool>, as if a flag took a value
+    return tree

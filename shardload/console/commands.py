@@ -41,7 +41,7 @@ def load(
     atomic: options.Atomic = False,
     compile: options.Compile = True,
     prompt: options.Prompt = None,
-    max_new_tokens: options.MaxNewTokens = 32,
+    max_new_tokens: options.MaxNewTokens = None,
     platform: options.PlatformOption = None,
     coordinator_address: options.CoordinatorAddress = None,
     num_processes: options.NumProcesses = None,
@@ -64,7 +64,7 @@ def load(
     """
     spec = options.mesh_spec(mesh, axes)
     processes = options.processes(coordinator_address, num_processes, process_id)
-    _check_together(spec, processes, prompt)
+    _check_together(spec, processes, prompt, max_new_tokens)
     reports = processes is None or processes.is_first
     note = streams.note if reports else _nothing
     with streams.results() as out:
@@ -82,6 +82,7 @@ def load(
             if prompt is not None:
                 lazy_api.check_tokenizer(source, format=format and str(format))
             with on_stderr(enabled=reports and not no_progress) as progress:
+                progress.start(0, f"Preparing {source}")  # importing Keras, reading headers, building the model
                 loaded = lazy_api.load(
                     source,
                     mesh=spec,
@@ -101,7 +102,7 @@ def load(
             if not json:
                 out.table(loaded.report)
                 out.text(listing.of_processes(loaded.shares))
-            text = _generate(out, loaded, prompt, max_new_tokens=max_new_tokens, shown=not json)
+            text = _generate(out, loaded, prompt, max_new_tokens=max_new_tokens or 32, shown=not json)
         if json:
             out.json(_as_json(loaded, prompt, text))
 
@@ -112,8 +113,12 @@ def _as_json(loaded: Any, prompt: str | None, text: str) -> dict[str, Any]:
     return {**loaded.report.to_json(), **processes, **generated}
 
 
-def _check_together(spec: Any, processes: Any, prompt: str | None) -> None:
+def _check_together(spec: Any, processes: Any, prompt: str | None, max_new_tokens: int | None) -> None:
     """Check the options of `load` that exclude or require each other."""
+    if max_new_tokens is not None and prompt is None:
+        raise typer.BadParameter(
+            "It says how far to continue --prompt, which is missing.", param_hint="--max-new-tokens"
+        )
     if prompt == "":
         raise typer.BadParameter("The prompt is empty.", param_hint="--prompt")
     if processes is not None and prompt is not None:

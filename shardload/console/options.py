@@ -174,7 +174,8 @@ Prompt = Annotated[
     str | None, typer.Option("--prompt", metavar="TEXT", help="Text to continue when the model is loaded.")
 ]
 MaxNewTokens = Annotated[
-    int, typer.Option("--max-new-tokens", metavar="N", min=1, help="Tokens to generate for --prompt.")
+    int | None,
+    typer.Option("--max-new-tokens", metavar="N", min=1, help="Tokens to generate for --prompt; 32 by default."),
 ]
 DeviceMemory = Annotated[
     str | None,

@@ -54,7 +54,7 @@ def target_of(path: Path, to: str | None) -> Target:
     if to is None and not is_file:
         raise UsageError(
             f"Cannot tell the format of {path.name}. Pass to='safetensors', 'orbax' or 'h5' (--to), or name it "
-            f"{path.name}{ENDING}"
+            f"{path.stem}{ENDING}"
         )
     if to is not None and to not in TARGETS:
         raise UsageError(f"to={to!r} is not a target format, expected one of {', '.join(TARGETS)}")

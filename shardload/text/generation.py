@@ -76,6 +76,8 @@ def generate(
     texts = [prompts] if isinstance(prompts, str) else list(prompts) if isinstance(prompts, Iterable) else [prompts]
     if not all(isinstance(text, str) for text in texts):
         raise UsageError(f"Cannot continue {prompts!r:.60}: expected text, or a list of texts")
+    for text in texts:
+        _check_characters(text)
     if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
         raise UsageError(f"Cannot use max_new_tokens={max_new_tokens!r:.60}: expected a positive integer")
     encoded = [found.encode(text) for text in texts]
@@ -104,6 +106,16 @@ def generate_ids(
         outputs = generate(placed, stop_token_ids=stop_ids or None)
         rows = np.asarray(outputs["token_ids"])
     return [_new_ids(row, len(ids), max_new_tokens, stop_ids) for row, ids in zip(rows, prompts, strict=False)]
+
+
+def _check_characters(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"Cannot continue a prompt with {text[error.start]!a} at position {error.start}, which is half of a "
+            "character. Decode the text from its bytes again, as UTF-8"
+        ) from error
 
 
 def _opened(tokenizer: Tokenizer | PathLike) -> Tokenizer:

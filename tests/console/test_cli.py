@@ -99,6 +99,7 @@ def test_without_a_command_the_help_is_on_stderr_and_the_code_is_usage(cli):
         (("load", "x", "--host-memory", "lots"), "Write it like 16GiB, 512MiB or 2GB"),
         (("load", "x", "--prompt", ""), "--prompt: The prompt is empty"),
         (("load", "x", "--max-new-tokens", "0"), "greater than or equal to 1"),
+        (("load", "x", "--max-new-tokens", "8"), "says how far to continue --prompt, which is missing"),
         (("plan", "x", "--device-memory", "0"), "must be positive"),
         (("plan", "x", "--device-memory", "16"), "16 means 16 bytes. Write 16GiB, or 16B if you mean bytes"),
         (("load", "x", "--host-memory", "2"), "2 means 2 bytes. Write 2GiB"),
@@ -387,3 +388,11 @@ def test_an_ascii_terminal_gets_an_ascii_table():
     assert done.code == 0
     assert "####" in done.stdout
     assert done.stdout.splitlines()[-2:] == ["-" * 40, "K\\xf6ln Paris."]
+
+
+def test_help_shows_flags_without_a_type(cli):
+    for arguments in (("--help",), ("load", "-h"), ("convert", "--help")):
+        done = cli(*arguments)
+        assert done.code == 0
+        assert "--help" in done.stdout
+        assert "bool" not in done.stdout

@@ -37,7 +37,7 @@ def on_a_terminal(arguments: str = "") -> str:
 def test_a_terminal_sees_bytes_and_the_name_as_it_is():
     drawn = on_a_terminal()
     assert "Loading [a] name" in drawn
-    assert "1.0/1.0 kB" in drawn
+    assert "1,000/1,000 bytes" in drawn
 
 
 def test_the_cursor_comes_back():

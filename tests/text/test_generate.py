@@ -17,7 +17,7 @@ from tokenizers import pre_tokenizers
 
 import shardload
 from shardload import parallel
-from shardload.errors import SourceError, UnsupportedError
+from shardload.errors import SourceError, UnsupportedError, UsageError
 from shardload.keras_bridge.abstraction import abstract
 from shardload.keras_bridge.binding import bind, unbind
 from shardload.loaders.gguf import TokenizerMetadata
@@ -298,6 +298,11 @@ def test_a_prompt_beyond_the_context_is_refused_before_attention_takes_memory(co
     sources.remember(model, manifest(tmp_path, vocab_size=64, shardload={"synthetic": True}, **config))
     with pytest.raises(UnsupportedError, match=r"has 16\. Shorten"):
         shardload.generate(model, "x" * 9, max_new_tokens=8)
+
+
+def test_half_a_character_is_refused(gemma3):
+    with pytest.raises(UsageError, match=r"'\\ud800' at position 1, which is half of a character"):
+        shardload.generate(gemma3, "a\ud800", tokenizer=tokenizer.ByteIds(100))
 
 
 @pytest.mark.slow
