@@ -10,15 +10,17 @@ any other, and no device ever stores more than its own shards.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
 from numpy.typing import NDArray
 
-from shardload.errors import DamagedError, SourceError
+from shardload.errors import DamagedError, MismatchError, SourceError
 from shardload.keras_bridge.model_state import with_optimizer
+from shardload.keras_bridge.variables import value_of
 from shardload.loaders.orbax import open_orbax
 from shardload.manifest import Manifest
 from shardload.mapping import Items, map_state
@@ -167,14 +169,31 @@ def metric_values(model: Any, info: StepInfo) -> list[tuple[Any, NDArray[Any]]]:
 
     Metrics only get variables once ``fit`` has seen data, so `restore` may run too early for them.
     """
+    return list(_verified(model, info, "metrics"))
+
+
+def weight_values(model: Any, info: StepInfo) -> list[NDArray[Any]]:
+    """Return the values for ``model.set_weights`` from a shardload step, verified; of a partial step with the model's.
+
+    Raises:
+        DamagedError: If the step is damaged.
+        MismatchError: If it belongs to another model.
+    """
+    found = {id(variable): value for variable, value in _verified(model, info, "weights")}
+    return [found[id(v)] if id(v) in found else np.asarray(value_of(v)) for v in model.weights]
+
+
+def _verified(model: Any, info: StepInfo, items: Items) -> Iterator[tuple[Any, NDArray[Any]]]:
+    """Yield variables of a model with their verified values."""
     check = Checker.of_step(info.location)
     manifest = _opened(info)
-    found = []
-    for binding in map_state(model, manifest, items="metrics").bindings:
+    mapping = map_state(model, manifest, items=items)
+    if mapping.missing or mapping.mismatched:
+        raise MismatchError(f"Step {info.step} does not fit the model {model.name!r}")
+    for binding in mapping.bindings:
         tensor = manifest.tensors[binding.view.tensor]
         check_tensor(check, tensor)
-        found.append((binding.variable, read_tensor(manifest, tensor.name).astype(binding.dtype)))
-    return found
+        yield binding.variable, read_tensor(manifest, tensor.name).astype(binding.dtype)
 
 
 def _opened(info: StepInfo) -> Manifest:
@@ -199,6 +218,6 @@ def _damage(error: BaseException | None) -> DamagedError | None:
 def _title(info: StepInfo, *, best: bool) -> str:
     if not info.ours:
         return f"step {info.step}, not saved by shardload: unverified, as it has no digests"
-    epoch = f" (epoch {info.epoch})" if info.epoch is not None else ""
+    epoch = f" (epoch {info.epoch + 1})" if info.epoch is not None else ""
     by = f", best {info.best_by}" if best and info.best_by else ""
     return f"step {info.step}{epoch}{by}, verified"

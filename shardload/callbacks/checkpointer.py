@@ -25,14 +25,13 @@ from shardload.callbacks.monitor import Monitor
 from shardload.callbacks.resume import joined, restore_iterator
 from shardload.callbacks.retention import Retention, remover
 from shardload.callbacks.selection import Selection, Variables
-from shardload.callbacks.writer import SaveJob, Writer, finish_others
+from shardload.callbacks.writer import SaveJob, Writer
 from shardload.errors import UsageError
 from shardload.keras_bridge.model_state import with_optimizer
 from shardload.pipeline import arguments
-from shardload.steps import orbax_writer
 from shardload.steps.alternatives import Which
 from shardload.steps.listing import StepInfo, list_steps
-from shardload.steps.publish import Root, remove_stale
+from shardload.steps.publish import Root
 from shardload.steps.record import StepRecord
 from shardload.typing import LayoutLike, MeshLike, PathLike
 
@@ -158,20 +157,12 @@ class Checkpointer:
             self._writer.wait()
 
     def _begin(self, model: Any) -> None:
-        finish_others(self._root, but=self._writer)
-        self._writer.witness.begin()
-        orbax_writer.prepare()
-        step_records.prepare_serialising()
-        self._writer.channel.first(self._clear_up)
+        self._writer.begin()
         steps = self.steps()
         for line in self._best.begin(model, steps, self.directory, None, channel=self._writer.channel):
             _log.info("%s", line)
         self._newest = max((info.step for info in steps), default=-1)
         self._has_begun = True
-
-    def _clear_up(self) -> None:
-        self._root.check()
-        remove_stale(self.directory)
 
     def _job(
         self,

@@ -24,17 +24,17 @@ from shardload.callbacks import step_records
 from shardload.callbacks.best import Best
 from shardload.callbacks.contents import Contents
 from shardload.callbacks.monitor import Monitor, plain_logs
+from shardload.callbacks.other_callbacks import OtherCallbacks
 from shardload.callbacks.preemption import Preemption
 from shardload.callbacks.resume import Resumption, forget_beginning, go_on, iterator_record, joined
 from shardload.callbacks.retention import Retention, remover
 from shardload.callbacks.selection import Selection, Variables
-from shardload.callbacks.writer import Writer, finish_others
+from shardload.callbacks.writer import Writer
 from shardload.data import Position, follow, stop_following
 from shardload.distributed import processes
 from shardload.errors import SaveError, UsageError
-from shardload.steps import orbax_writer
 from shardload.steps.listing import StepInfo, list_steps
-from shardload.steps.publish import Root, remove_stale
+from shardload.steps.publish import Root
 from shardload.steps.record import StepRecord
 
 SaveDecision = Callable[[int, Mapping[str, float]], bool]
@@ -169,6 +169,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self._warned: set[str] = set()
         self._preemption = Preemption()
         self._position = Position()
+        self._others = OtherCallbacks()
         self._first: Resumption | None = None
         self._skipped = 0
 
@@ -200,11 +201,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         """Read the folder and continue after the step to resume from, if any."""
         self._writer.settle()
-        finish_others(self._root, but=self._writer)
-        self._writer.witness.begin()
-        orbax_writer.prepare()
-        step_records.prepare_serialising()
-        self._writer.channel.first(self._clear_up)
+        self._writer.begin()
         model = self.model
         if self._retention.best:
             self._monitor.require_direction(model)
@@ -216,18 +213,17 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self._position = follow(model)
         given = {"data_iterator": self.data_iterator, "initial_epoch": self.initial_epoch}
         self._first = first = go_on(model, self.directory, self.resume, self._position, **given)
-        resumed = None if first is None else first.info
+        resumed, epochs = None if first is None else first.info, (self.params or {}).get("epochs")
+        self._others = OtherCallbacks.of_fit(self)
         if first is None:
             forget_beginning(model)
-        for notice in () if first is None else first.notices(epochs=(self.params or {}).get("epochs"), newest=newest):
+        elif first.is_due and (ended_by := self._others.resume(first.info)) and epochs is not None:
+            first.end(model, epochs, ended_by)
+        for notice in () if first is None else first.notices(epochs=epochs, newest=newest):
             self._say(f"{notice}\n")
         for line in self._best.begin(model, steps, self.directory, resumed, channel=self._decisions):
             self._say(f"{line}\n")
         self._preemption.watch()
-
-    def _clear_up(self) -> None:
-        self._root.check()
-        remove_stale(self.directory)
 
     def _steps(self) -> list[StepInfo]:
         """Return the steps in the folder, after checking that all processes see the same ones."""
@@ -250,6 +246,8 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         if first is not None:
             forget_beginning(self.model)
             first.restore_metrics()
+            for lost in self._others.restore(self.model, first.info):
+                self._warn(lost)
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Save if ``save_freq`` batches have passed; raise the failure of the last save."""
@@ -265,7 +263,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self._since_save += new
         if isinstance(self.save_freq, int) and self._since_save >= self.save_freq:
             self._since_save = 0
-            self._consider(logs, f"batch {batch}", epoch_done=self._at_end)
+            self._consider(logs, f"batch {batch + 1}", epoch_done=self._at_end)
         if self._preemption.is_announced():
             self._end_early(logs)
 
@@ -275,7 +273,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self._writer.look()
         self._position.epoch_ends()
         if self.save_freq == "epoch":
-            self._consider(logs, f"epoch {epoch}", epoch_done=True)
+            self._consider(logs, f"epoch {epoch + 1}", epoch_done=True)
 
     def on_train_end(self, logs: Mapping[str, Any] | None = None) -> None:
         """Wait for the last save; raise its failure."""
@@ -283,6 +281,8 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         stop_following()
         if self._first is not None:  # no epoch has begun
             self._first.give_up(self.model)
+            for line in () if self._first.restored_before else self._others.finish(self.model, self._first.info):
+                self._say(f"{line}\n")
         self._writer.settle()
 
     # ---- ending early -------------------------------------------------------------------------------
@@ -349,6 +349,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             logs=logs,
             ranks=ranks,
             keep_best=self._retention.best,
+            callbacks=self._others.record(),
             metadata=self._metadata_for(step, logs),
             **self._best.record(),
         )

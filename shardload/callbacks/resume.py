@@ -63,6 +63,18 @@ class Resumption:
     """The number of batches the model had trained before the step was restored."""
     undone: int = 0
     """How many of these came after the step and are undone."""
+    ended_by: str | None = None
+    """The callback that had ended training at this step."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether training goes on where it stopped, not with another epoch that the user gave."""
+        return self.epoch == self.complete
+
+    def end(self, model: Any, epochs: int, ended_by: str) -> None:
+        """Train nothing: ``ended_by`` had ended training at this step."""
+        self.ended_by, self.epoch = ended_by, max(epochs, self.epoch)
+        _begun(model, self)
 
     def restore_metrics(self) -> None:
         """Assign the saved values to the metrics, which Keras has just reset."""
@@ -81,16 +93,19 @@ class Resumption:
         if self.undone:
             had = f"this model had trained {self.trained} batches, so its last {self.undone} are undone"
             way_out = "To go on from the model as it is, pass resume=False"
-            yield f"Resumed step {self.info.step} (epoch {self.info.epoch}); {had}. {way_out}"
+            yield f"Resumed step {self.info.step} (epoch {(self.info.epoch or 0) + 1}); {had}. {way_out}"
         if notice := self._notice(epochs=epochs, newest=newest):
             yield notice
 
     def _notice(self, *, epochs: int | None, newest: int) -> str | None:
         which = f"Resumed step {self.info.step} of {self.info.path.parent}"
+        if self.ended_by is not None:
+            ended = f"{self.ended_by} ended training after epoch {self.complete}, so nothing is left to train"
+            return f"{which}: {ended}. To go on, leave it out, or give it a larger patience"
         if epochs is not None and self.epoch >= epochs:
             given = f"fit() was given epochs={epochs}, so nothing is left to train."
             if self.epoch != self.complete:
-                return f"{which}: training begins with epoch {self.epoch}, and {given}"
+                return f"{which}: training begins with epoch {self.epoch + 1}, and {given}"
             done = "1 epoch is" if self.complete == 1 else f"{self.complete} epochs are"
             way_out = "OrbaxCheckpoint(initial_epoch=0) to go on from this step and count epochs from 0."
             return f"{which}: {done} complete, and {given} Pass a larger epochs, or {way_out}"
@@ -133,7 +148,7 @@ def go_on(
     if not info.ours:
         warnings.warn(
             f"The step {info.step} of {directory}, which shardload did not save, tells no epoch: training begins with "
-            "epoch 0, or with the initial_epoch of fit",
+            "epoch 1, or with the initial_epoch of fit",
             stacklevel=4,
         )
         return None
@@ -190,10 +205,11 @@ def resumption(
             if goes_on is not None:
                 _go_on(position, stood, goes_on, skipped=0)
             elif not own_goes_on:
-                _warn(f"{_END[True].format(step=info.step, place=f'epoch {epoch}')} The data begins at its beginning.")
+                place = f"epoch {epoch + 1}"
+                _warn(f"{_END[True].format(step=info.step, place=place)} The data begins at its beginning.")
         return _begun(model, Resumption(info, complete, complete))
     if goes_on is None and not own_goes_on:
-        place = f"{batch} batches of epoch {epoch}"
+        place = f"{batch} batches of epoch {epoch + 1}"
         _warn(f"{_END[stood is not None].format(step=info.step, place=place)} The epoch begins again.{_WAY_OUT}")
         return _begun(model, Resumption(info, complete, complete))
     if stood is not None and goes_on is not None:

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardload.callbacks.snapshot import snapshot
+from shardload.callbacks.step_records import prepare_serialising
 from shardload.distributed import processes
 from shardload.distributed.exit_reasons import ExitRecorder
 from shardload.errors import (
@@ -47,7 +48,7 @@ from shardload.steps import orbax_writer
 from shardload.steps.digests import OWN_FOLDER, Digests
 from shardload.steps.file_tree import sync_files
 from shardload.steps.listing import TREE_FILE
-from shardload.steps.publish import Root, Staging, remove_staging
+from shardload.steps.publish import Root, Staging, remove_staging, remove_stale
 from shardload.steps.save_errors import describe, save_error
 from shardload.stores.local import located
 
@@ -84,6 +85,22 @@ class Writer:
         self._failure: ShardloadError | None = None
         self._later: Worker | None = None
         _WRITERS.add(self)
+
+    def begin(self) -> None:
+        """Prepare the root for the steps of one run: wait for other savers, and remove remains of dead ones.
+
+        Raises:
+            SaveError: If the folder cannot be written to.
+        """
+        finish_others(self.root, but=self)
+        self.witness.begin()
+        orbax_writer.prepare()
+        prepare_serialising()
+        self.channel.first(self._clear_up)
+
+    def _clear_up(self) -> None:
+        self.root.check()
+        remove_stale(self.root.path)
 
     def start(self, job: SaveJob) -> None:
         """Start a save and return as soon as the arrays may change again; wait for the previous save first.

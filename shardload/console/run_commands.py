@@ -160,7 +160,7 @@ def _row(info: Any) -> tuple[str, ...]:
     metrics = " ".join(f"{name}={value:.4g}" for name, value in info.metrics.items())
     partial = f", {listing.partial(info.recorded.left_out)}" if info.recorded.left_out else ""
     state = f"{info.problems or ('ok' if info.ours else 'unverified: not saved by shardload')}{partial}"
-    epoch = "-" if info.epoch is None else str(info.epoch)
+    epoch = "-" if info.epoch is None else str(info.epoch + 1)  # as Keras prints them
     cells = (str(info.step), epoch, metrics or "-", format_bytes(info.n_bytes), _age(info.saved_s))
     return (*cells, "best" if info.best else "-", printable(state))
 

@@ -15,7 +15,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from shardload.errors import UsageError
-from shardload.keras_bridge.training import epoch_iterator_of_caller, epoch_iterator_of_fit, forget_epoch_length
+from shardload.keras_bridge.training import (
+    epoch_iterator_of_caller,
+    epoch_iterator_of_fit,
+    expect_end_of_data,
+    forget_epoch_length,
+    has_unknown_length,
+)
 
 KEPT = 8
 """The number of states kept; Keras reads at most two batches ahead of training."""
@@ -147,6 +153,8 @@ class Position:
         """Record that an epoch begins: training reads the next iterator that is opened."""
         self._expecting = True
         self._before_epoch = self._trained
+        if (epochs := epoch_iterator_of_fit()) is not None:
+            expect_end_of_data(epochs, expected=has_unknown_length(epochs))
 
     def trained(self, batches: int) -> None:
         """Record that ``batches`` batches of this epoch were trained, not counting skipped ones."""
@@ -212,6 +220,7 @@ class Position:
         if self._left is None or self._given < self._left:
             return True
         self._wanted, self._left = self._states[-1][1], None
+        expect_end_of_data(self._epochs, expected=True)
         return False
 
     def ended(self) -> None:

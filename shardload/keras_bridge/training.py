@@ -112,6 +112,21 @@ def initial_epoch_of_fit() -> int:
     return int(_locals_of_fit().get("initial_epoch", 0))
 
 
+def run_after(callback: Any, kinds: tuple[type, ...]) -> list[Any]:
+    """Return the callbacks of some ``kinds`` in the calling ``fit``; from now on ``callback`` runs after them."""
+    container = _locals_of_fit().get("callbacks")
+    if not isinstance(container, keras.callbacks.CallbackList) or callback not in container.callbacks:
+        return []
+    everyone = list(container.callbacks)
+    found = [each for each in everyone if isinstance(each, kinds)]
+    last = max(map(everyone.index, found), default=-1)
+    if everyone.index(callback) < last:
+        rest = [each for each in everyone[: last + 1] if each is not callback]
+        # A new list: Keras is iterating over the old one.
+        container.callbacks = [*rest, callback, *everyone[last + 1 :]]
+    return found
+
+
 def in_fit(frame: FrameType | None) -> bool:
     """Whether a frame belongs to a running `keras.Model.fit`."""
     return any(isinstance(found.f_locals.get("self"), keras.Model) for found in _frames(frame, "fit"))
@@ -133,6 +148,29 @@ def _frames(frame: FrameType | None, name: str | None = None) -> Iterator[FrameT
 def grain_dataset(epochs: Any) -> Any:
     """Return the Grain dataset an ``EpochIterator`` reads; None if it reads something else."""
     return getattr(epochs.data_adapter, "_dataset", None)
+
+
+def expect_end_of_data(epochs: Any, *, expected: bool) -> None:
+    """Set whether the data of an ``EpochIterator`` may end in this epoch; Keras always warns of an interruption.
+
+    Where the length of an epoch is unknown, the end of the data is its end. Keras then takes one batch too many for the
+    length, and would ask for that batch, and warn, in every epoch.
+    """
+    if not expected:
+        vars(epochs).pop("_interrupted_warning", None)
+        return
+
+    def ended() -> None:
+        if epochs._steps_seen <= epochs.steps_per_execution:  # not a single batch: a generator that is used up
+            EpochIterator._interrupted_warning(epochs)
+        epochs._num_batches = None
+
+    epochs._interrupted_warning = ended
+
+
+def has_unknown_length(epochs: Any) -> bool:
+    """Whether an ``EpochIterator`` reads its data to the end to find the length of an epoch."""
+    return epochs.steps_per_epoch is None and epochs._num_batches is None
 
 
 def forget_epoch_length(epochs: Any) -> None:

@@ -44,6 +44,7 @@ class StepRecord:
     save_trainable_only: bool = False
     variables: tuple[str, ...] | None = None
     left_out: int = 0
+    callbacks: tuple[Mapping[str, Any], ...] = ()
     metadata: Any = None
     mesh: Mapping[str, Any] | None = None
     devices: int | None = None
@@ -63,7 +64,7 @@ class StepRecord:
     @classmethod
     def of_json(cls, found: Mapping[str, Any]) -> StepRecord:
         """Build a record from the valid fields of a JSON object."""
-        damaged = found.get("damaged")
+        damaged, callbacks = found.get("damaged"), found.get("callbacks")
         mesh, versions = found.get("mesh"), found.get("versions")
         return cls(
             version=_integer(found.get("version")) or VERSION,
@@ -84,6 +85,7 @@ class StepRecord:
             save_trainable_only=bool(found.get("save_trainable_only")),
             variables=_texts(found.get("variables")),
             left_out=_count(found.get("left_out")) or 0,
+            callbacks=tuple(c for c in callbacks if isinstance(c, dict)) if isinstance(callbacks, list) else (),
             metadata=found.get("metadata"),
             mesh=mesh if isinstance(mesh, dict) else None,
             devices=_count(found.get("devices")),

@@ -122,7 +122,7 @@ def test_a_plain_callback_on_the_folder_leaves_the_best_step_of_another(tmp_path
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
 def test_a_value_that_is_no_number_is_never_the_best_and_said(tmp_path, wrong):
     callback = OrbaxCheckpoint(tmp_path, save_best_only=True)
-    with pytest.warns(UserWarning, match=f"val_loss is {wrong} at epoch 0"):
+    with pytest.warns(UserWarning, match=f"val_loss is {wrong} at epoch 1"):
         fit(compiled(), callback, wrong, 0.5, wrong)
     assert callback.best == 0.5 and steps_in(tmp_path) == [8]
 
@@ -309,4 +309,4 @@ def test_what_best_of_can_be(tmp_path):
 
 def test_with_verbose_it_says_why_it_does_not_save(tmp_path, capsys):
     fit(compiled(), OrbaxCheckpoint(tmp_path, save_best_only=True, verbose=1), 0.1, 0.5)
-    assert lines(capsys) == ["val_loss=0.5 does not beat 0.1 at epoch 1: nothing is saved"]
+    assert lines(capsys) == ["val_loss=0.5 does not beat 0.1 at epoch 2: nothing is saved"]

@@ -8,7 +8,7 @@ import sys
 import keras
 import numpy as np
 import pytest
-from callback_models import X, fit, record, steps_in
+from callback_models import fit, record, steps_in
 from lora_child import content, lora_model
 
 import shardload
@@ -215,4 +215,4 @@ def test_a_killed_run_of_adapters_goes_on(tmp_path):
     shardload.restore(resumed, tmp_path / "run")
     shardload.restore(whole, tmp_path / "whole")
     assert_equal(content(resumed), content(whole))
-    assert len(X) and steps_in(tmp_path / "run")[-1] == 24
+    assert steps_in(tmp_path / "run")[-1] == 24

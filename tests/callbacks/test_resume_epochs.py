@@ -106,7 +106,7 @@ def test_an_explicit_initial_epoch_wins(run, of_fit, of_callback, expected, caps
 def test_an_explicit_initial_epoch_beyond_epochs_is_said_as_well(run, capsys):
     assert epochs_of(restored(run), OrbaxCheckpoint(run), epochs=4, initial_epoch=5) == []
     (told,) = lines(capsys)
-    assert "training begins with epoch 5, and fit() was given epochs=4" in told
+    assert "training begins with epoch 6, and fit() was given epochs=4" in told
 
 
 def test_without_a_step_to_resume_fit_alone_decides(tmp_path):
@@ -137,7 +137,7 @@ def test_a_cell_that_takes_a_trained_model_back_says_so(run, capsys):
     assert lines(capsys) == []
     assert epochs_of(model, OrbaxCheckpoint(run, resume=True), epochs=5) == [4]
     assert lines(capsys) == [
-        "Resumed step 16 (epoch 3); this model had trained 24 batches, so its last 8 are undone. To go on from the "
+        "Resumed step 16 (epoch 4); this model had trained 24 batches, so its last 8 are undone. To go on from the "
         "model as it is, pass resume=False"
     ]
     assert int(model.optimizer.iterations) == 20
@@ -190,3 +190,18 @@ def test_a_step_of_keras_says_no_epoch_and_that_is_said(tmp_path):
     first.fit(X, X, epochs=2, verbose=0, callbacks=[keras.callbacks.OrbaxCheckpoint(tmp_path)])
     with pytest.warns(UserWarning, match=f"step 1 of {tmp_path}, which shardload did not save, tells no epoch"):
         assert epochs_of(first, OrbaxCheckpoint(tmp_path, resume=True), epochs=1) == [0]
+
+
+def test_the_end_of_data_is_an_interruption_only_where_it_is_one(tmp_path):
+    def batches(n):
+        yield from ((X[:4], X[:4]) for _ in range(n))
+
+    fit_batches(batches(3), OrbaxCheckpoint(tmp_path))  # its length is that of the epoch
+    with pytest.raises(UserWarning, match="ran out of data"):
+        fit_batches(batches(3), OrbaxCheckpoint(tmp_path), epochs=2)
+    with pytest.raises(UserWarning, match="ran out of data"):
+        fit_batches(batches(3), OrbaxCheckpoint(tmp_path), steps_per_epoch=4)
+
+
+def fit_batches(source, callback, **options):
+    compiled().fit(source, verbose=0, shuffle=False, callbacks=[callback], **options)

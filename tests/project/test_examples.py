@@ -18,7 +18,7 @@ sys.modules["tensorflow"] = sys.modules["tensorflow_text"] = None  # not needed,
 del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-WARNINGS = ("-W", "error::UserWarning", "-W", "ignore:Your input ran out of data")  # Keras, at the end of Grain data
+WARNINGS = ("-W", "error::UserWarning")
 
 
 def run(name, *arguments, cwd):

@@ -55,7 +55,7 @@ def test_everything_on_any_mesh_bit_for_bit(objects, store, scheme, mesh):
     report = shardload.restore(target, address(store, scheme, "run"), step=1, mesh=mesh)
     assert same(target, objects[1])
     assert report.source == address(store, scheme, "run/1")
-    assert "step 1 (epoch 0), verified" in report.notes
+    assert "step 1 (epoch 1), verified" in report.notes
     assert store.sent_of("process_0/d/") <= report.bytes.read <= 1.1 * report.bytes.needed
     assert report.host_bytes.peak_staging <= 1.1 * report.host_bytes.budget
 
