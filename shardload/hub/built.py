@@ -65,8 +65,23 @@ def _window_of(block: Any, checked: dict[str, bool]) -> int | None:
                 key = f"{type(layer)} {name} {_settings(layer)}"
                 if size and key not in checked:
                     checked[key] = _is_obeyed(layer, name)
-                return int(size) if size and checked[key] else None
+                return int(size) + _beyond(layer) if size and checked[key] else None
     return None
+
+
+def set_window(block: Any, window: int | None) -> None:
+    """Make the tokens of a block attend to ``window`` tokens, including themselves; ``None`` for all.
+
+    Only for attention layers that read ``sliding_window`` when called.
+    """
+    for layer in _inner_first(block):
+        if hasattr(layer, "sliding_window"):
+            layer.sliding_window = None if window is None else window - _beyond(layer)
+
+
+def _beyond(layer: Any) -> int:
+    """How many tokens more than its size the window of a layer has: GPT-OSS' does not count the token itself."""
+    return int(type(layer).__name__ in ("GptOssAttention", "GptOssTransformerDecoder"))
 
 
 def _is_obeyed(layer: Any, name: str) -> bool:

@@ -153,8 +153,6 @@ def _lacking(manifest: Manifest, name: str, arguments: Mapping[str, Any]) -> str
     if kind == "bart" and (pair := next((p for p in _BART_PAIRS if _differ(config, *p)), None)):
         values = " and ".join(f"{key}={config[key]}" for key in pair)
         return f"config.json sets {values}, but {name} has one number for both"
-    if kind == "gpt_oss" and any(n.endswith(".experts.gate_up_proj") for n in manifest.tensors):
-        return "its experts are stored unquantised, but KerasHub's converter reads only MXFP4 (…gate_up_proj_blocks)"
     if kind == "esm" and (positions := config.get("position_embedding_type", "absolute")) != "rotary":
         return (
             f"config.json sets position_embedding_type={positions!r}, but {name} counts absolute positions from 0, "

@@ -379,7 +379,7 @@ def _transformers_loader(manifest: Manifest) -> Any:
     with _hub_extra():
         from keras_hub.src.utils.transformers.preset_loader import TransformersPresetLoader
     config = for_converter(read_config(manifest))
-    if (own := converter_of(config.get("model_type"))) is not None:
+    if (own := converter_of(manifest)) is not None:
 
         class Loader(TransformersPresetLoader):  # type: ignore[misc]  # KerasHub has no types
             """KerasHub's loader, whose constructor knows KerasHub's converters only."""

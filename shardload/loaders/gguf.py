@@ -18,6 +18,7 @@ from shardload.loaders import gguf_models as models
 from shardload.loaders.contents import CONFIG, FolderContent
 from shardload.loaders.extents import collect
 from shardload.loaders.gguf_config import head_counts
+from shardload.loaders.gguf_experts import fused
 from shardload.loaders.gguf_header import GgufHeader, LongArray, TensorInfo, read_array, read_header
 from shardload.loaders.gguf_parts import first_part, read_model
 from shardload.loaders.gguf_rows import Undo, require_package, storage
@@ -73,6 +74,8 @@ def open_file(path: Location) -> Manifest:
             _check_shape(info, undo, count)
             where, dtype = storage(info, undo=undo, heads=count)
             tensors.append(Tensor(hf_name, info.shape[::-1] if undo is Undo.TRANSPOSE else info.shape, dtype, where))
+    if known.fuses_experts:
+        tensors += fused(header)
     by_name = collect(tensors, files=header.files)
     ordered = {tensor.name: by_name[tensor.name] for tensor in tensors}
     return Manifest(first, "gguf", ordered, header.files, config, header.values)

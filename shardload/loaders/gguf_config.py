@@ -200,6 +200,17 @@ def _experts(values: Values) -> Config:
     }
 
 
+def _gpt_oss(values: Values) -> Config:
+    base = _base(values, "gpt_oss", "GptOssForCausalLM")
+    turns = {"beta_fast": 32.0, "beta_slow": 1.0} | (base["rope_scaling"] or {}) | {"truncate": False}
+    return base | {
+        "num_local_experts": values.count("expert_count"),
+        "num_experts_per_tok": values.count("expert_used_count"),
+        "sliding_window": values.count("attention.sliding_window"),
+        "rope_scaling": turns if base["rope_scaling"] else {"rope_type": "default"},
+    }
+
+
 def _gpt2(values: Values) -> Config:
     return _model(values, "gpt2", "GPT2LMHeadModel") | {
         "n_embd": values.count("embedding_length"),
@@ -263,6 +274,7 @@ CONFIGS: Mapping[str, Callable[[Values], Config]] = {
     "qwen2moe": _qwen2_moe,
     "qwen3": _qwen3,
     "qwen3moe": _qwen3_moe,
+    "gpt-oss": _gpt_oss,
     "gpt2": _gpt2,
     "phi3": _phi3,
     "bloom": _bloom,

@@ -113,6 +113,18 @@ _BLOOM = {
     "ffn_up": "mlp.dense_h_to_4h",
     "ffn_down": "mlp.dense_4h_to_h",
 }
+_GPT_OSS = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_sinks": "self_attn.sinks",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_gate_inp": "mlp.router",
+}
+_FUSED = frozenset({"ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"})
+"""GPT-OSS' experts, which `gguf_experts` names."""
 ROPE_FACTORS = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
 """Factors of rotary positions: part of the configuration, not learnt."""
 _PERMUTED = {"attn_q": Undo.UNPERMUTE, "attn_k": Undo.UNPERMUTE}
@@ -133,6 +145,8 @@ class GgufArchitecture:
     undone: Mapping[str, Undo] = field(default_factory=dict)
     """GGUF part of a block → what the converter to GGUF did to it."""
     norms_plus_one: bool = False
+    fuses_experts: bool = False
+    """Whether `gguf_experts` makes the tensors of experts."""
 
     def hf_name(self, name: str, path: str) -> str | None:
         """Return the Hugging Face name of a tensor; ``None`` for one that is not a weight.
@@ -144,13 +158,16 @@ class GgufArchitecture:
             return None
         stem, _, suffix = name.rpartition(".")
         block = re.fullmatch(r"blk\.(\d{1,6})\.(\w+)(?:\.(\d{1,6}))?", stem)
+        if self.fuses_experts and block and block[2] in _FUSED:
+            return None
         part = self.top_names.get(stem) if block is None else self._part(block[2], block[3])
         if part is None or suffix not in {"weight", "bias"}:
             raise UnsupportedError(
                 f"{path}: tensor {name!r} has no counterpart in Hugging Face's layout of this architecture "
                 "(vision tensors and other additions are not supported). Load the safetensors of this model instead"
             )
-        return f"{self.block}.{int(block[1])}.{part}.{suffix}" if block else f"{part}.{suffix}"
+        ending = "" if part == "self_attn.sinks" else f".{suffix}"
+        return f"{self.block}.{int(block[1])}.{part}{ending}" if block else f"{part}{ending}"
 
     def pieces(self, info: TensorInfo, path: str) -> Iterator[tuple[str, TensorInfo, Undo]]:
         """Yield a tensor, or the experts in it, with Hugging Face's names and the transformations to undo.
@@ -234,6 +251,7 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
     "qwen2moe": GgufArchitecture(_BLOCK | _EXPERTS | _SHARED_EXPERT),
     "qwen3": GgufArchitecture(_BLOCK),
     "qwen3moe": GgufArchitecture(_BLOCK | _EXPERTS),
+    "gpt-oss": GgufArchitecture(_GPT_OSS, fuses_experts=True),
     "gpt2": GgufArchitecture(_GPT2, _GPT2_TOP, "transformer.h", _CONV1D),
     "phi3": GgufArchitecture(_PHI3),
     "bloom": GgufArchitecture(_BLOOM, _BLOOM_TOP, "transformer.h", {"attn_qkv": Undo.UNFUSE}),

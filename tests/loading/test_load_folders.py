@@ -343,12 +343,6 @@ def test_the_base_of_esms_rotary_positions_is_set(tmp_path):
     assert shardload.load(folder, mesh="1x2", task=False).max_wavelength == 100
 
 
-def test_unquantised_experts_of_gpt_oss_are_refused_by_name(tmp_path):
-    folder = edited(tmp_path, "gpt_oss", add={"model.layers.0.mlp.experts.gate_up_proj": HEAD})
-    with pytest.raises(UnsupportedError, match="stored unquantised, but KerasHub's converter reads only MXFP4"):
-        shardload.load(folder, mesh="1x2")
-
-
 @pytest.mark.slow
 def test_vision_towers_as_transformers_5_names_them(tmp_path):
     folder = hub_nested.write(tmp_path / "hf", "gemma3 vision")

@@ -28,6 +28,7 @@ CASES = {
     "qwen2moe": ["qwen2_moe, untied"],
     "qwen3": ["qwen3, tied"],
     "qwen3moe": ["qwen3_moe, norm_topk_prob"],
+    "gpt-oss": ["gpt_oss, untied", "gpt_oss, tied"],
     "gpt2": ["gpt2, n_inner"],
     "phi3": ["phi3, untied", "phi3, longrope, short text", "phi3, longrope, long text"],
     "bloom": ["bloom, 6 heads"],
@@ -64,13 +65,19 @@ def test_a_file_without_a_pooler_says_so(tmp_path):
     assert "BertModel has no pooler: " in " ".join(shardload.report(model).notes)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe, norm_topk_prob", "qwen2_moe, untied", "gpt2, tied", "llama, untied"])
+QUANTISED = {
+    **dict.fromkeys(("qwen3_moe, norm_topk_prob", "qwen2_moe, untied", "gpt2, tied", "llama, untied"), "Q8_0"),
+    **{"bloom, tied": "Q8_0", "phi3, untied": "Q4_0", "gpt_oss, untied": "MXFP4"},
+}
+
+
+@pytest.mark.parametrize("name", QUANTISED)
 def test_quantised_files(name, tmp_path):
-    """Q8_0 decodes to other values: the same as the folder of those values."""
+    """What blocks decode to is what the folder of those values has."""
     fixture = folders.read_family(name.partition(", ")[0])[name]
     folder = folders.build(fixture, tmp_path / "folder")
-    gguf_from_folder.write(folder, tmp_path / "model.gguf", kind="Q8_0")
-    gguf_from_folder.requantise(folder)
+    gguf_from_folder.write(folder, tmp_path / "model.gguf", kind=QUANTISED[name])
+    gguf_from_folder.requantise(folder, QUANTISED[name])
     model = shardload.load(tmp_path / "model.gguf", mesh="1x2", dtype="float32")
     expected = shardload.load(folder, mesh="1x2", dtype="float32")
     for ours, theirs in zip(model.weights, expected.weights, strict=True):

@@ -17,6 +17,7 @@ ARCHITECTURES = {
     "mistral": "llama",
     "mixtral": "llama",
     "gemma3_text": "gemma3",
+    "gpt_oss": "gpt-oss",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
 }
@@ -35,7 +36,7 @@ def write(folder, path, *, kind="F16", **options):
     for name, value in sorted(modified(config, tensors_of(folder))):
         found = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert found, name
-        stored, qtype = _stored(value, kind)
+        stored, qtype = (value, None) if name.endswith("bias") else _stored(value, kind)
         writer.add_tensor(found, stored, raw_dtype=qtype)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -52,14 +53,17 @@ def tensors_of(folder):
     return found
 
 
-def requantise(folder):
-    """Replace the values of a folder by those that a file of Q8_0 has."""
+def requantise(folder, kind):
+    """Replace the values of a folder by those that a file of this kind has."""
     config, found = json.loads((folder / "config.json").read_text()), {}
     for name, value in tensors_of(folder).items():
-        transposed = _is_transposed(config["model_type"], name)
-        stored, qtype = _stored(value.T if transposed else value, "Q8_0")
+        turned = _is_transposed(config["model_type"], name) and value.ndim > 1
+        if name.endswith("bias"):
+            found[name] = value
+            continue
+        stored, qtype = _stored(np.ascontiguousarray(value.swapaxes(-1, -2)) if turned else value, kind)
         read = stored.astype(np.float32) if qtype is None else gguf.dequantize(stored, qtype)
-        found[name] = np.ascontiguousarray(read.T if transposed else read)
+        found[name] = np.ascontiguousarray(read.swapaxes(-1, -2) if turned else read)
     for path in folder.glob("*.safetensors"):
         path.unlink()
     save_file(found, folder / "model.safetensors")
@@ -114,6 +118,11 @@ def describe(writer, config):
         writer.add_rope_scaling_orig_ctx_len(config["original_max_position_embeddings"])
         writer.add_rope_dimension_count(int(rope.get("partial_rotary_factor", 1.0) * hidden) // values["head_count"])
         writer.add_sliding_window(config["sliding_window"] or 0)
+    if config["model_type"] == "gpt_oss":
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if config["model_type"] == "bert":
         writer.add_causal_attention(False)
 
@@ -133,6 +142,9 @@ def modified(config, tensors):
         name = full.removeprefix("transformer." if kind == "bloom" else "bert.")
         if kind == "bert" and (name.startswith(("cls.", "pooler.")) or name.endswith("position_ids")):
             continue
+        if kind == "gpt_oss" and re.search(r"\.(experts|sinks)", name):
+            yield from _of_gpt_oss(name, value)
+            continue
         if kind == "gpt2" and name.endswith((".attn.bias", ".attn.masked_bias")):
             continue
         if found := re.fullmatch(r"(.+\.experts)\.(\d+)\.(\w+\.weight)", name):
@@ -141,6 +153,19 @@ def modified(config, tensors):
         yield name, _changed(kind, config, name, value)
     for name, parts in experts.items():
         yield name, np.stack([parts[i] for i in range(len(parts))])
+
+
+def _of_gpt_oss(name, value):
+    if name.endswith("sinks"):
+        yield f"{name}.weight", value
+        return
+    name, suffix = (name.removesuffix("_bias"), "bias") if name.endswith("_bias") else (name, "weight")
+    value = value if suffix == "bias" else value.swapaxes(-1, -2)
+    if name.endswith("down_proj"):
+        yield f"{name}.{suffix}", np.ascontiguousarray(value)
+        return
+    for i, part in enumerate(("gate_proj", "up_proj")):
+        yield f"{name.replace('gate_up_proj', part)}.{suffix}", np.ascontiguousarray(value[:, i::2])
 
 
 def _changed(kind, config, name, value):
@@ -160,4 +185,6 @@ def _changed(kind, config, name, value):
 
 
 def _is_transposed(kind, name):
+    if kind == "gpt_oss":
+        return name.endswith((".experts.gate_up_proj", ".experts.down_proj"))
     return kind == "gpt2" and name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight"))

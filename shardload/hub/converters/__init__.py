@@ -7,13 +7,18 @@ copies, and `shardload.mapping` reads the bytes.
 
 from __future__ import annotations
 
+import json
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from shardload.manifest import Manifest
 
 Config = Mapping[str, Any]
 OWN: Mapping[str, str] = {
+    "gpt_oss": "shardload.hub.converters.gpt_oss:CONVERTER",
     "bloom": "shardload.hub.converters.bloom:CONVERTER",
     "phi3": "shardload.hub.converters.phi3:CONVERTER",
 }
@@ -41,9 +46,26 @@ class OwnConverter:
         return getattr(keras_hub().models, self.backbone)
 
 
-def converter_of(model_type: object) -> OwnConverter | None:
-    """Return the converter of a ``model_type``, or ``None``."""
+def converter_of(manifest: Manifest) -> OwnConverter | None:
+    """Return the converter for a checkpoint, or ``None`` if KerasHub has one."""
+    model_type = manifest.config.get("model_type")
     if not isinstance(model_type, str) or model_type not in OWN:
         return None
+    if model_type == "gpt_oss" and not any(name.endswith(".experts.gate_up_proj") for name in manifest.tensors):
+        return None  # its experts are MXFP4 codes
     found: OwnConverter = pkgutil.resolve_name(OWN[model_type])
     return found
+
+
+def byte_pairs(folder: str, *, with_added: bool = False) -> tuple[dict[str, int], list[str]]:
+    """Return the vocabulary and the merges in the ``tokenizer.json`` of a folder, as KerasHub's tokenizers take them.
+
+    Args:
+        folder: Path of the folder.
+        with_added: Whether to add the tokens that the file lists apart.
+    """
+    described = json.loads((Path(folder) / "tokenizer.json").read_text(encoding="utf-8"))
+    model = described["model"]
+    added = described.get("added_tokens", ()) if with_added else ()
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    return {**model["vocab"], **{token["content"]: token["id"] for token in added}}, merges

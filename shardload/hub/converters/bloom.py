@@ -5,11 +5,9 @@ query_key_value   rows (heads, 3, head_dim)
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
-from shardload.hub.converters import Config, OwnConverter
+from shardload.hub.converters import Config, OwnConverter, byte_pairs
 
 
 def _arguments(config: Config) -> dict[str, Any]:
@@ -63,9 +61,8 @@ def _port_norm(layer: Any, loader: Any, name: str) -> None:
 
 
 def _tokenizer(cls: Any, preset: str, **kwargs: Any) -> Any:
-    described = json.loads((Path(preset) / "tokenizer.json").read_text(encoding="utf-8"))["model"]
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in described["merges"]]
-    return cls(vocabulary=described["vocab"], merges=merges, **kwargs)
+    vocabulary, merges = byte_pairs(preset)
+    return cls(vocabulary=vocabulary, merges=merges, **kwargs)
 
 
 CONVERTER = OwnConverter("BloomBackbone", _arguments, _port, _tokenizer)

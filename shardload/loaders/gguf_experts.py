@@ -1,0 +1,97 @@
+"""GPT-OSS' experts: GGUF has gate, up and down apart, Hugging Face has gate and up by turns, and all transposed.
+
+ffn_gate_exps, ffn_up_exps   (experts, out, in)   ─►   gate_up_proj   (experts, in, g0 u0 g1 u1 …)
+ffn_down_exps                (experts, out, in)   ─►   down_proj      (experts, in, out)
+….bias                       (experts, out)       ─►   …_bias         (experts, out)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardload.errors import SourceError
+from shardload.loaders.gguf_header import GgufHeader, TensorInfo
+from shardload.loaders.gguf_rows import PLAIN, GgufRows, Undo
+from shardload.manifest import Decoded, Tensor
+from shardload.stores.location import Location
+
+_PARTS: Mapping[str, tuple[str, ...]] = {
+    "gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"),
+    "down_proj": ("ffn_down_exps",),
+}
+"""Hugging Face's name → GGUF's parts of a block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Experts whose outputs are those of several tensors, by turns; a row is an expert."""
+
+    parts: tuple[GgufRows, ...]
+
+    @property
+    def paths(self) -> tuple[Location, ...]:
+        """The files."""
+        return tuple(dict.fromkeys(path for part in self.parts for path in part.paths))
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes in the files."""
+        return sum(part.stored_bytes for part in self.parts)
+
+    @property
+    def row_alignment(self) -> int:
+        """One expert."""
+        return 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the tensor that Hugging Face has."""
+        count, out, *rest = self.parts[0].info.shape
+        return (count, *rest, len(self.parts) * out)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The stored dtype if it is one, and the same of all parts; else float32, which blocks decode to."""
+        kinds = {part.info.kind.name for part in self.parts}
+        return PLAIN.get(kinds.pop(), np.dtype(np.float32)) if len(kinds) == 1 else np.dtype(np.float32)
+
+    def read_rows(self, start: int, stop: int) -> NDArray[Any]:
+        """Read experts ``[start, stop)``; see `shardload.manifest.RowReader`."""
+        values = [part.read_rows(start, stop).astype(self.dtype, copy=False) for part in self.parts]
+        by_turns = np.stack(values, axis=2)  # (experts, out, parts) or (experts, out, parts, in)
+        merged = by_turns.reshape(stop - start, self.shape[-1], *by_turns.shape[3:])
+        return np.ascontiguousarray(np.moveaxis(merged, 1, -1))
+
+
+def fused(header: GgufHeader) -> Iterator[Tensor]:
+    """Yield the experts of every block of GPT-OSS under Hugging Face's names.
+
+    Raises:
+        SourceError: When the shapes of gate and up differ, or one of them is missing.
+    """
+    stored = {info.name: info for info in header.tensors}
+    blocks = sorted({int(found[1]) for name in stored if (found := re.match(r"blk\.(\d{1,6})\.ffn_\w+_exps\.", name))})
+    for block in blocks:
+        for name, parts in _PARTS.items():
+            for suffix, ending in (("weight", ""), ("bias", "_bias")):
+                names = [f"blk.{block}.{part}.{suffix}" for part in parts]
+                if any(each in stored for each in names):
+                    reader = Experts(tuple(GgufRows(info, Undo.NOTHING) for info in _alike(names, stored)))
+                    at = f"model.layers.{block}.mlp.experts.{name}{ending}"
+                    yield Tensor(at, reader.shape, reader.dtype, Decoded(reader))
+
+
+def _alike(names: list[str], stored: Mapping[str, TensorInfo]) -> list[TensorInfo]:
+    found = [stored[name] for name in names if name in stored]
+    shapes = {info.shape for info in found}
+    rank = 3 if names[0].endswith(".weight") else 2
+    if len(found) < len(names) or len(shapes) > 1 or len(found[0].shape) != rank:
+        there = ", ".join(f"{info.name} {info.shape}" for info in found)
+        raise SourceError(f"{found[0].path}: {' and '.join(names)} should have one shape of {rank} dims, found {there}")
+    return found
