@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
@@ -21,12 +22,20 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 WARNINGS = ("-W", "error::UserWarning")
 
 
-def run(name, *arguments, cwd):
+def start(name, *arguments, cwd):
     command = [sys.executable, *WARNINGS, "-c", RUN, str(ROOT / "examples" / name), *arguments]
     environment = {k: v for k, v in os.environ.items() if k != "KERAS_BACKEND"} | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True, cwd=cwd, env=environment)
+
+
+def run(name, *arguments, cwd):
+    return said_by(start(name, *arguments, cwd=cwd))
+
+
+def said_by(child):
+    said, errors = child.communicate(timeout=300)
+    assert child.returncode == 0, errors
+    return said
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
@@ -85,3 +94,20 @@ def test_plan_and_lay_out(tmp_path):
     said = run("plan_and_lay_out.py", cwd=tmp_path)
     assert "Smallest mesh that fits: 1x4" in said
     assert said.splitlines()[-1] == "1x4: P('model', None)"
+
+
+@pytest.mark.slow
+def test_model_parallel(tmp_path):
+    said = run("model_parallel.py", "gemma3_270m", cwd=tmp_path).splitlines()
+    assert said[0].split(None, 1) == ["token_embedding/embeddings", "P('model', None)"]
+    assert said[-1].startswith("loss ") and said[-1].endswith("on 4 examples per row of the mesh")
+
+
+@pytest.mark.slow
+def test_two_processes(tmp_path):
+    children = [start("two_processes.py", str(i), "run", cwd=tmp_path) for i in range(2)]
+    said = [said_by(child) for child in children]
+    for i, rows in enumerate(("rows 0 to 131072", "rows 131072 to 262144")):
+        assert f"process {i} read 1" in said[i] and f"MiB, and has {rows} of 262144" in said[i]
+        assert f"process {i} restored step 1" in said[i]
+    assert shardload.inspect(tmp_path / "run").format == "orbax"
