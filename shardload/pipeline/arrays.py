@@ -5,6 +5,7 @@ targets (name → sharding) ─► layouts, grouped by mesh ─► plan ─► t
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -67,8 +68,8 @@ def load_arrays(
     Args:
         source: As for `shardload.load`; its tensors have the names that `shardload.inspect` lists.
         targets: A dict, or another pytree (the state of Flax NNX or Linen), of targets, where the name of a leaf is its
-            path joined by dots; a function of name, shape and dtype that returns a target, or ``None`` to leave the
-            tensor out; or one target for every tensor.
+            path joined by dots; a function of name and shape (and dtype, if it takes three) that returns a target, or
+            ``None`` to leave the tensor out; or one target for every tensor.
         mesh: The mesh of each `PartitionSpec`.
         names: Tensor names by target names, as a mapping of those that differ or a function.
         transpose: The order of the tensor's dims in an array, by target name; or a function of name and shape of the
@@ -132,13 +133,25 @@ def _leaves(targets: Any, manifest: Manifest) -> tuple[dict[str, Any], Callable[
     """Return the targets by name, and what puts the arrays into their structure."""
     if _is_rule(targets):
         every = manifest.tensors.values()
-        found = {t.name: targets(t.name, t.shape, t.dtype) if callable(targets) else targets for t in every}
+        rule = _rule(targets) if callable(targets) else lambda tensor: targets
+        found = {tensor.name: rule(tensor) for tensor in every}
         return {name: target for name, target in found.items() if target is not None}, dict
     paths, structure = jax.tree_util.tree_flatten_with_path(targets, is_leaf=lambda leaf: isinstance(leaf, _KINDS))
     leaves = {".".join(map(_key, path)): target for path, target in paths}
     if len(leaves) != len(paths):
         raise UsageError("Cannot name the targets by their paths: two leaves have the same. Rename a key")
     return leaves, lambda arrays: jax.tree_util.tree_unflatten(structure, [arrays[name] for name in leaves])
+
+
+def _rule(targets: Callable[..., Any]) -> Callable[[Tensor], Any]:
+    """Return a function of a tensor that calls ``targets`` with the arguments that it takes."""
+    try:
+        inspect.signature(targets).bind("name", (), np.dtype(np.float32))
+    except TypeError:
+        return lambda tensor: targets(tensor.name, tensor.shape)
+    except ValueError:  # a builtin without a signature
+        pass
+    return lambda tensor: targets(tensor.name, tensor.shape, tensor.dtype)
 
 
 def _key(entry: Any) -> str:

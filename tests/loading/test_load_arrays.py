@@ -54,6 +54,11 @@ def test_every_tensor_by_a_function(path, mesh):
         assert_holds(array, VALUES[name], NamedSharding(mesh, spec))
 
 
+def test_a_function_of_name_and_shape_only(path, mesh):
+    found = shardload.load_arrays(path, lambda name, shape: P("model") if len(shape) == 2 else P(), mesh=mesh)
+    assert found["embed.weight"].sharding.spec == P("model") and found["ids"].sharding.spec == P()
+
+
 def test_a_tree_with_shapes_dtypes_and_several_meshes(path, mesh):
     other, device = jax.make_mesh((8,), ("x",)), SingleDeviceSharding(jax.devices()[3])
     targets = {
