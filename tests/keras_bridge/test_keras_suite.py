@@ -4,17 +4,9 @@ The modules are copied, so that their classes are not taken for Keras' own, and 
 `keras_suite_plugin`. Every test passes but those listed here; docs/reference/checkpoints.md has the list for users.
 """
 
-import json
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
-
-import keras
 import pytest
+from keras_suite import SRC, run
 
-SRC = Path(keras.__file__).parent / "src"
 MODULES = {
     "saving/saving_lib_test.py": 70,
     "saving/saving_api_test.py": 40,
@@ -56,7 +48,7 @@ HANDED_OVER = {"legacy .h5", "file object", "objects_to_skip", "by_name", "bad_k
 @pytest.mark.slow
 @pytest.mark.parametrize("module", MODULES)
 def test_a_module_of_keras_passes_but_for_what_is_listed(module, tmp_path):
-    results = run(module, tmp_path)
+    results = run(module, tmp_path, plugin="keras_suite_plugin")
     failed = {name: found["why"] for name, found in results.items() if found["outcome"] == "failed"}
     assert failed.keys() == DIFFERENT.keys() & results.keys()
     assert {name: why for name, why in failed.items() if DIFFERENT[name][1] not in why} == {}
@@ -68,27 +60,3 @@ def test_a_module_of_keras_passes_but_for_what_is_listed(module, tmp_path):
 def test_what_is_listed_exists():
     written = "".join((SRC / module).read_text() for module in MODULES)
     assert all(f"def {name.rpartition('::')[2]}(" in written for name in {*DIFFERENT, *OTHER_WORDS})
-
-
-def run(module: str, folder: Path) -> dict[str, dict]:
-    """What became of each test."""
-    copy = shutil.copy(SRC / module, folder)
-    (folder / "pytest.ini").write_text("[pytest]\n")
-    told = {"KERAS_SUITE_RESULTS": str(folder / "results.json")}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-W",
-        "ignore",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "keras_suite_plugin",
-    ]
-    done = subprocess.run(
-        [*command, copy], cwd=folder, env=os.environ | told, capture_output=True, text=True, check=False
-    )
-    assert (folder / "results.json").is_file(), done.stdout + done.stderr
-    return json.loads((folder / "results.json").read_text())

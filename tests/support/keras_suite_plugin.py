@@ -9,7 +9,6 @@ What became of each test is written as JSON to the file that KERAS_SUITE_RESULTS
 import io
 import json
 import os
-import sys
 import unittest
 from pathlib import Path
 from unittest import mock
@@ -20,9 +19,9 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import jax
 import keras
-from keras.src.applications import efficientnet
 from keras.src.callbacks import orbax_checkpoint
 from keras.src.saving import saving_api, saving_lib
+from keras_modules import make_efficientnet_quick, put_in_place
 
 import shardload
 from shardload.callbacks import OrbaxCheckpoint
@@ -88,15 +87,6 @@ def their_load_weights(original):
     return load_weights
 
 
-def put_in_place(module, name, make):
-    """Exchange a function of Keras wherever Keras holds it."""
-    theirs = getattr(module, name)
-    ours = make(theirs)
-    for other in [m for m in sys.modules.values() if getattr(m, "__name__", "").split(".")[0] == "keras"]:
-        for attribute in [a for a, held in vars(other).items() if held is theirs]:
-            setattr(other, attribute, ours)
-
-
 put_in_place(saving_api, "load_model", their_load_model)
 put_in_place(saving_lib, "load_model", their_load_model)
 put_in_place(saving_api, "load_weights", their_load_weights)
@@ -104,18 +94,7 @@ put_in_place(saving_lib, "load_weights_only", their_load_weights)
 put_in_place(orbax_checkpoint, "OrbaxCheckpoint", lambda _: TheirPrivateNames)
 
 
-def quick_efficientnet(_):
-    """Its tests cut weights into shards of 10 MB; XLA takes a minute to compile it. This makes three, too."""
-
-    def model(weights, input_shape):
-        sizes = [keras.layers.Dense(1500) for _ in range(4)]
-        pooled = [keras.layers.AveragePooling2D(32), keras.layers.Flatten()]
-        return keras.Sequential([keras.Input(input_shape), *pooled, *sizes])
-
-    return model
-
-
-put_in_place(efficientnet, "EfficientNetB0", quick_efficientnet)
+make_efficientnet_quick()
 
 _exit = unittest.case._AssertRaisesContext.__exit__
 
