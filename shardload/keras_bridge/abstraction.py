@@ -16,12 +16,12 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
-import importlib.abc
 import inspect
 import json
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -31,6 +31,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from shardload.distributed.same_values import require_agreement
 from shardload.errors import UninitialisedError, UnsupportedError
+from shardload.keras_bridge.hub_imports import HUB, hub_patched
 from shardload.keras_bridge.keras_types import Model, Variable
 from shardload.keras_bridge.model_state import refresh_derived, state_of
 from shardload.keras_bridge.patches import Patch, Patches
@@ -54,7 +55,7 @@ __all__ = ["abstract", "check_initialised", "initialise", "is_abstract", "uninit
 
 
 @contextmanager
-def abstract() -> Iterator[None]:
+def abstract() -> Iterator[list[weakref.ref[Variable]]]:
     """Build any Keras object inside this block without allocating buffers, running initialisers or compiling.
 
     Constructors, ``build``, ``compile`` and ``from_preset`` (which reads configuration and assets, never
@@ -63,13 +64,16 @@ def abstract() -> Iterator[None]:
     can be loaded or initialised; reading it raises `UninitialisedError`. ``quantize()`` needs values: load
     first, or build with a quantized dtype policy such as ``"int8_from_float32"``.
 
+    Yields:
+        Weak references to the variables created so far.
+
     Raises:
         UnsupportedError: Under Keras' NNX mode, whose variables cannot exist without a buffer.
     """
     if keras.config.backend() != "jax" or keras.config.is_nnx_enabled():
         raise UnsupportedError("shardload.abstract() needs Keras' JAX backend with NNX off: set KERAS_BACKEND=jax")
-    with record_variables(), _presets_read_configuration_only():
-        yield
+    with record_variables() as created, hub_patched(_HUB_PATCHES):
+        yield created
 
 
 def initialise(
@@ -319,46 +323,12 @@ def _bound(eqn: Any) -> Callable[..., list[Any]]:
 
 # ---- from_preset inside the block ----------------------------------------------------------------
 
-_HUB = "keras_hub"
-
-
-@contextmanager
-def _presets_read_configuration_only() -> Iterator[None]:
-    """Make KerasHub's ``from_preset`` build without reading weights, even if KerasHub is first imported inside."""
-    with ExitStack() as stack:
-        watcher = _HubWatcher(stack)
-        if not watcher.patched():
-            sys.meta_path.insert(0, watcher)
-            stack.callback(sys.meta_path.remove, watcher)
-        yield
-
-
-class _HubWatcher(importlib.abc.MetaPathFinder):
-    """An import hook that finds no module; on each import it checks whether KerasHub can be patched."""
-
-    def __init__(self, stack: ExitStack) -> None:
-        self._stack = stack
-        self._done = False
-
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
-        """Return None: other finders do the import."""
-        if fullname.startswith(f"{_HUB}.") and not self._done:
-            self.patched()
-
-    def patched(self) -> bool:
-        """Patch KerasHub if it is loaded; return whether it was."""
-        modules = [sys.modules.get(f"{_HUB}.src.models.{name}") for name in ("backbone", "task")]
-        if all(hasattr(module, cls) for module, cls in zip(modules, ("Backbone", "Task"), strict=True)):
-            self._done = True
-            self._stack.enter_context(_HUB_PATCHES.applied())
-        return self._done
-
 
 def _hub_patches() -> list[Patch]:
-    loader = importlib.import_module(f"{_HUB}.src.utils.transformers.safetensor_utils").SafetensorLoader
+    loader = importlib.import_module(f"{HUB}.src.utils.transformers.safetensor_utils").SafetensorLoader
     return [
-        (sys.modules[f"{_HUB}.src.models.backbone"].Backbone, "from_preset", _without_weights),
-        (sys.modules[f"{_HUB}.src.models.task"].Task, "from_preset", _without_weights),
+        (sys.modules[f"{HUB}.src.models.backbone"].Backbone, "from_preset", _without_weights),
+        (sys.modules[f"{HUB}.src.models.task"].Task, "from_preset", _without_weights),
         (loader, "port_weight", _nothing_ported),  # converters' heads ignore load_weights=False
     ]
 

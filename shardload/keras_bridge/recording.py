@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -34,6 +36,8 @@ from shardload.keras_bridge.variables import is_abstract
 GLOBAL_SEED, GLOBAL_GENERATOR = "global_random_seed", "global_seed_generator"
 """Where Keras stores the seed passed to `keras.utils.set_random_seed`, and the generator seeded by it."""
 
+
+_created: ContextVar[list[weakref.ref[Variable]] | None] = ContextVar("shardload_created", default=None)
 
 UNINITIALISED = "uninitialized_variables"
 """Keras' thread-local list of variables created in a ``StatelessScope``."""
@@ -72,14 +76,21 @@ def registered() -> list[Variable]:
 
 
 @contextmanager
-def record_variables() -> Iterator[None]:
-    """Inside the block, variables created by this thread or task record their initialiser and get no buffer."""
+def record_variables() -> Iterator[list[weakref.ref[Variable]]]:
+    """Inside the block, variables created by this thread or task record their initialiser and get no buffer.
+
+    Yields:
+        The variables created so far.
+    """
     before = len(registered())
     token = recording_flag.set(True)
+    created: list[weakref.ref[Variable]] = []
+    listed = _created.set(created)
     try:
         with _RECORDING_PATCHES.applied():
-            yield
+            yield created
     finally:
+        _created.reset(listed)
         recording_flag.reset(token)
         for variable in unregistered(before):
             _record(variable, variable._initializer)
@@ -90,6 +101,8 @@ def _record(variable: Variable, initializer: Any) -> None:
     variable._value = None
     if not isinstance(initializer, PendingValue):
         variable._initializer = PendingValue(initializer, variable.path)
+    if (created := _created.get()) is not None:
+        created.append(weakref.ref(variable))
 
 
 def _host_array(value: Any, dtype: Any) -> NDArray[Any]:

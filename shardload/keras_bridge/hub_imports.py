@@ -1,0 +1,46 @@
+"""Patch KerasHub inside a block, even if it is first imported there."""
+
+from __future__ import annotations
+
+import importlib.abc
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from shardload.keras_bridge.patches import Patches
+
+HUB = "keras_hub"
+
+
+@contextmanager
+def hub_patched(patches: Patches) -> Iterator[None]:
+    """Apply ``patches`` of KerasHub inside the block: at once, or as soon as it is imported."""
+    with ExitStack() as stack:
+        watcher = _HubWatcher(stack, patches)
+        if not watcher.patched():
+            sys.meta_path.insert(0, watcher)
+            stack.callback(sys.meta_path.remove, watcher)
+        yield
+
+
+class _HubWatcher(importlib.abc.MetaPathFinder):
+    """An import hook that finds no module; on each import it checks whether KerasHub can be patched."""
+
+    def __init__(self, stack: ExitStack, patches: Patches) -> None:
+        self._stack = stack
+        self._patches = patches
+        self._done = False
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
+        """Return None: other finders do the import."""
+        if fullname.startswith(f"{HUB}.") and not self._done:
+            self.patched()
+
+    def patched(self) -> bool:
+        """Patch KerasHub if it is loaded; return whether it was."""
+        modules = [sys.modules.get(f"{HUB}.src.models.{name}") for name in ("backbone", "task")]
+        if all(hasattr(module, cls) for module, cls in zip(modules, ("Backbone", "Task"), strict=True)):
+            self._done = True
+            self._stack.enter_context(self._patches.applied())
+        return self._done
