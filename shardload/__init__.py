@@ -3,6 +3,7 @@
     model  = shardload.load("gemma3_270m", mesh="1x8", dtype="bfloat16")
     report = shardload.load_weights(model, "model.weights.h5")
     plan   = shardload.plan("gemma2_9b", mesh="4x8")
+    with shardload.fast(): model = keras_hub.models.CausalLM.from_preset("gemma2_9b_en")
     with shardload.abstract(): model = build()
     shardload.restore(model, "checkpoints", step="best")
     shardload.convert("gemma2_9b", "gemma2-hf", to="safetensors")
@@ -26,6 +27,7 @@ from shardload.errors import ShardloadError
 
 if TYPE_CHECKING:
     from shardload import callbacks, data
+    from shardload.accelerating import fast
     from shardload.callbacks.checkpointer import Checkpointer, save
     from shardload.converting import ConvertReport, convert
     from shardload.converting.live import save_as
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from shardload.parallel.layer_rules import layout_rule
     from shardload.pipeline.arrays import load_arrays
     from shardload.reports import LoadReport, PlanReport
+    from shardload.reports.calls import FastReport
     from shardload.resolve.opening import inspect
     from shardload.restoring import restore
     from shardload.text.generation import generate
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Checkpointer",
     "ConvertReport",
+    "FastReport",
     "LoadReport",
     "PlanReport",
     "ShardloadError",
@@ -54,6 +58,7 @@ __all__ = [
     "convert",
     "data",
     "errors",
+    "fast",
     "generate",
     "initialise",
     "inspect",
@@ -72,11 +77,13 @@ __all__ = [
 _HOMES = {
     "Checkpointer": "callbacks.checkpointer",
     "ConvertReport": "converting",
+    "FastReport": "reports.calls",
     "LoadReport": "reports",
     "PlanReport": "reports",
     "Tokenizer": "text.tokenizer",
     "abstract": "keras_bridge.abstraction",
     "convert": "converting",
+    "fast": "accelerating",
     "generate": "text.generation",
     "initialise": "keras_bridge.abstraction",
     "inspect": "resolve.opening",

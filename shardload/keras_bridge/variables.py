@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src.array import ArrayImpl
 
 from shardload.distributed.same_values import require_agreement
 from shardload.errors import MismatchError
@@ -112,6 +113,24 @@ def relocate(variable: Variable, sharding: Any) -> None:
         variable._value = jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
     else:
         variable._value = jax.device_put(value, sharding)
+
+
+def release_from_mesh(variable: Variable, *, committed: bool) -> bool:
+    """Make a value on a mesh of one device an ordinary array with the same buffer, as Keras has it without a layout.
+
+    Args:
+        variable: Any variable; one with a layout, or elsewhere, stays as it is.
+        committed: Whether JAX refuses to combine the array with arrays on other devices.
+
+    Returns:
+        Whether there was anything to do.
+    """
+    value = variable._value
+    if variable._layout is not None or not isinstance(getattr(value, "sharding", None), jax.sharding.NamedSharding):
+        return False
+    (shard,) = value.addressable_shards
+    variable._value = ArrayImpl(shard.data.aval, shard.data.sharding, [shard.data], committed=committed)
+    return True
 
 
 def unique(found: Iterable[Variable]) -> list[Variable]:

@@ -77,7 +77,8 @@ def load(
         if request.builds:
             on_built(model, source.manifest)
         optimizer = request.compile and not notes  # notes say why the model could not be compiled
-        with _slots(request, model, source.manifest) if optimizer else nullcontext():
+        builds_slots = optimizer and not request.as_keras
+        with _slots(request, model, source.manifest) if builds_slots else nullcontext():
             with clock("plan"):
                 notes = (*notes, *_unused_distribution(request))
                 prepared = preparing.prepare(

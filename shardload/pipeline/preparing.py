@@ -75,7 +75,9 @@ class PreparedLoad:
         problems = [f"does not match: {m}" for m in self.mapping.mismatched]
         problems += [f"does not match: {text}" for text in self._integers_for_floats()]
         problems += [f"missing from the checkpoint: {name}" for name in self.mapping.missing]
-        problems += [f"not used by the model: {self._with_reason(name)}" for name in self.mapping.unused]
+        unused, absent = ((), self.mapping.absent) if self.request.as_keras else (self.mapping.unused, ())
+        problems += [f"missing from the checkpoint: tensor {name}" for name in absent]
+        problems += [f"not used by the model: {self._with_reason(name)}" for name in unused]
         if not problems:
             return self
         rest = f"\n  … and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
@@ -83,7 +85,7 @@ class PreparedLoad:
             f"{self.manifest.source} does not fit the model {self.model.name!r} ({type(self.model).__name__}):\n  "
             + "\n  ".join(problems[:SHOWN])
             + rest
-            + f"\nThe model is unchanged.{self._fix()}"
+            + ("" if self.request.as_keras else f"\nThe model is unchanged.{self._fix()}")
         )
 
     def _integers_for_floats(self) -> Iterator[str]:

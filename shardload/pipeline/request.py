@@ -58,6 +58,8 @@ class LoadRequest:
     optimizer: Any = None
     rename: Mapping[str, str] | None = None
     fallback: str | None = None
+    as_keras: bool = False
+    """Follow Keras' rules: accept tensors that the model does not use, and build no slots that Keras would not."""
 
     @property
     def builds(self) -> bool:

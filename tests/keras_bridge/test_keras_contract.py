@@ -14,7 +14,8 @@ import pytest
 from keras.src.backend.common import global_state, variables
 from keras.src.backend.jax import trainer
 from keras.src.backend.jax.core import JaxVariable
-from keras.src.saving import saving_lib, serialization_lib
+from keras.src.legacy.saving import legacy_h5_format
+from keras.src.saving import saving_api, saving_lib, serialization_lib
 from keras.src.saving.keras_saveable import KerasSaveable
 from keras.src.trainers.epoch_iterator import EpochIterator
 
@@ -40,7 +41,7 @@ from shardload.keras_bridge.training import (
     initial_epoch_of_fit,
     set_initial_epoch,
 )
-from shardload.keras_bridge.variables import direct_assign, set_layout, sharding_of
+from shardload.keras_bridge.variables import direct_assign, release_from_mesh, set_layout, sharding_of
 from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
 
@@ -357,3 +358,48 @@ def test_seeds_are_kept_where_set_random_seed_puts_them():
     with seeded(6):
         assert global_state.get_global_attribute(GLOBAL_SEED) == 6
     assert global_state.get_global_attribute(GLOBAL_GENERATOR) is generator
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "arguments"),
+    [
+        (saving_lib, "load_model", ["filepath", "custom_objects", "compile", "safe_mode"]),
+        (saving_api, "_load_model_from_orbax_checkpoint", ["filepath", "custom_objects", "compile", "safe_mode"]),
+        (saving_lib, "load_weights_only", ["model", "filepath", "skip_mismatch", "objects_to_skip"]),
+        (saving_api, "load_weights", ["model", "filepath", "skip_mismatch", "kwargs"]),
+        (legacy_h5_format, "load_model_from_hdf5", ["filepath", "custom_objects", "compile", "safe_mode"]),
+        (legacy_h5_format, "load_weights_from_hdf5_group", ["group", "model", "skip_mismatch"]),
+        (legacy_h5_format, "load_weights_from_hdf5_group_by_name", ["group", "model", "skip_mismatch"]),
+    ],
+)
+def test_what_loads_has_these_arguments(module, name, arguments):
+    assert list(inspect.signature(getattr(module, name)).parameters) == arguments
+
+
+def test_public_functions_call_them_by_their_names_in_a_module():
+    called = {
+        saving_api.load_model: (
+            "saving_lib.load_model(",
+            "_load_model_from_orbax_checkpoint(",
+            "load_model_from_hdf5(",
+        ),
+        saving_api.load_weights: ("saving_lib.load_weights_only(", "legacy_h5_format.load_weights_from_hdf5_group("),
+        keras.Model.load_weights: ("saving_api.load_weights(",),
+    }
+    for function, names in called.items():
+        assert [name for name in names if name not in inspect.getsource(inspect.unwrap(function))] == []
+
+
+def test_names_of_layers_are_counted_in_a_global_attribute():
+    keras.layers.Dense(3)
+    assert global_state.get_global_attribute("object_name_uids")["dense"] >= 1
+
+
+def test_an_array_may_be_uncommitted_with_the_buffer_of_another():
+    variable = keras.Variable(np.ones(3, "float32"))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("model",))
+    direct_assign(variable, jax.device_put(np.ones(3, "float32"), jax.NamedSharding(mesh, jax.P())))
+    pointer = variable.value.unsafe_buffer_pointer()
+    assert release_from_mesh(variable, committed=False) and not release_from_mesh(variable, committed=False)
+    assert variable.value.sharding == jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    assert not variable.value.committed and variable.value.unsafe_buffer_pointer() == pointer

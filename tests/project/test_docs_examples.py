@@ -84,7 +84,8 @@ def test_readme(gemma, here):
     build_model().save_weights("model.weights.h5")
     x, y = numbers()
     data = grain.MapDataset.source(list(zip(x, y, strict=True))).batch(25)  # ten batches: 100 in ten epochs
-    found = run("README.md", {"build_my_model": build_model, "grain_dataset": data})
+    names = {"build_my_model": build_model, "grain_dataset": data}
+    found = run("README.md", names, replace=[('("./gemma2_9b")', '("./gemma2_9b", preprocessor=None)')])
     assert found["plan"].devices[-1].id == 31
     assert found["report"].missing == ()
     assert "step 100" in shardload.report(found["model"]).notes[0]
@@ -94,6 +95,18 @@ def test_index(gemma, here, capsys):
     shutil.copytree(gemma["preset"], here / "gemma3_270m")
     run("docs/index.md")
     assert "batch=1,model=8 (8 cpu devices)" in capsys.readouterr().out
+
+
+def test_existing_programs(gemma, here, capsys):
+    shutil.copytree(gemma["preset"], here / "gemma2")
+    try:
+        found = run("docs/how-to/existing-programs.md")
+    finally:
+        keras.distribution.set_distribution(None)
+    assert {call.by for call in found["report"]} == {"shardload"}
+    shardings = [v.value.sharding for v in found["backbone"].weights]
+    assert {len(s.device_set) for s in shardings} == {8} and any(s.spec[:1] == ("model",) for s in shardings)
+    assert "CausalLM.load_weights('tuned.weights.h5'): shardload, " in capsys.readouterr().out
 
 
 @pytest.mark.slow

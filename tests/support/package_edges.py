@@ -77,6 +77,17 @@ EDGES = {
         "transfer",
         "typing",
     },
+    "accelerating": {
+        "errors",
+        "keras_bridge",
+        "loading",
+        "mapping",
+        "parallel",
+        "pipeline",
+        "reports",
+        "resolve",
+        "sharding",
+    },
     "callbacks": {
         "data",
         "distributed",

@@ -22,6 +22,13 @@ report: shardload.LoadReport = shardload.load_weights(model, "model.weights.h5",
 n_bytes: int = report.bytes.read
 shardload.load_weights(model, b"model.weights.h5")  # type: ignore[arg-type]
 
+with shardload.fast() as fast_report:
+    model.load_weights("model.weights.h5")
+why: str | None = fast_report.calls[0].why
+fast_total: float = sum(call.seconds for call in fast_report)
+with shardload.fast(strict=False):  # type: ignore[call-arg]
+    pass
+
 plan: shardload.PlanReport = shardload.plan("gemma2_27b", mesh="4x8", device_memory_bytes="16GiB")
 plan.to_json()
 

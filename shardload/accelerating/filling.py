@@ -1,0 +1,79 @@
+"""Fill a model that Keras' own code built without values, and leave it as Keras would."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from shardload.keras_bridge import abstraction
+from shardload.keras_bridge.model_state import refresh_derived, state_of
+from shardload.keras_bridge.variables import is_abstract, release_from_mesh
+from shardload.loading import Loaded, LoadRequest, run
+from shardload.parallel.current_layout import current_devices, remember
+from shardload.pipeline import reporting
+from shardload.reports import LoadReport
+from shardload.sharding.devices import MeshDevices
+from shardload.sharding.mesh import DEFAULT_AXES, MeshSpec
+
+
+class NotSupported(Exception):  # noqa: N818 - not an error: Keras makes the call
+    """Why Keras is to make a call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """A call that shardload made."""
+
+    result: Any
+    """What Keras would return."""
+    report: LoadReport
+
+
+def local_path(path: Any) -> Path:
+    """Return a path of this machine as an absolute one.
+
+    Raises:
+        NotSupported: When it is a file object, an address, or does not exist.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise NotSupported(f"its source is a {type(path).__name__}, expected a path")
+    text = os.fspath(path)
+    if "://" in text:
+        raise NotSupported("its source is not on this machine")
+    if not (found := Path(text)).exists():
+        raise NotSupported("its source does not exist")
+    return found.absolute()
+
+
+def fill(model: Any, path: Path) -> Loaded:
+    """Load weights into a model, where Keras would put them: in its layouts, or on the default device."""
+    if current_devices(model) is None:
+        remember(model, MeshDevices(MeshSpec(DEFAULT_AXES, (1, 1)), (_default_device(),)))
+    return run(LoadRequest(function="load_weights", model=model, source=path, as_keras=True))
+
+
+def finish(model: Any, report: LoadReport, *, created: Sequence[Any] = (), committed: bool = False) -> None:
+    """Give all remaining variables their initial values, and take those without a layout off the mesh.
+
+    Args:
+        model: What the call returns.
+        report: The report of its load.
+        created: References to the variables that its construction created.
+        committed: Whether JAX refuses to combine the values with arrays on other devices, as those that Orbax reads.
+    """
+    abstraction.initialise(model)
+    left = [variable for ref in created if (variable := ref()) is not None and is_abstract(variable)]
+    abstraction.initialise(left)
+    released = [release_from_mesh(variable, committed=committed) for variable in state_of(model)]
+    if any(released):
+        refresh_derived(model)
+    reporting.remember(model, report)
+
+
+def _default_device() -> Any:
+    return next(iter(jax.numpy.zeros(()).devices()))

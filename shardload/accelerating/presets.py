@@ -1,0 +1,76 @@
+"""``from_preset`` of KerasHub's backbones and tasks.
+
+KerasHub's own code runs without values, up to the calls that would load weights. These are collected, which tells
+what to load and whether the head of a task is part of it; then all of it is loaded at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardload.accelerating.filling import Filled, NotSupported, fill, finish, local_path
+from shardload.keras_bridge.entry_points import EntryCall, calls_to, conversions_to
+from shardload.keras_bridge.recording import record_variables
+
+HEAD, BACKBONE = "head", "backbone"
+
+
+@dataclass(slots=True)
+class _Collected:
+    """What KerasHub would have loaded."""
+
+    loader: Any
+    parts: dict[str, tuple[Any, Path]] = field(default_factory=dict)
+    """By part: the object to fill, and the path of its weights."""
+
+    def call(self, call: EntryCall) -> Any:
+        """Collect a call that loads weights; make all others."""
+        if call.kind != "weights":
+            return call.original()
+        found = call.arguments
+        self._add(HEAD if found.get("objects_to_skip") else BACKBONE, found["model"], local_path(found["filepath"]))
+        return None
+
+    def convert(self, part: str, target: Any) -> None:
+        """Collect a conversion of Hugging Face weights."""
+        self._add(part, target, local_path(self.loader.preset))
+
+    def _add(self, part: str, target: Any, path: Path) -> None:
+        if part in self.parts:
+            raise NotSupported("it loads several parts")
+        self.parts[part] = (target, path)
+
+    def target(self, made: Any) -> tuple[Any, Path]:
+        """Return the object to fill and the path of its weights.
+
+        Raises:
+            NotSupported: When it is not the whole model, nor its backbone.
+        """
+        if BACKBONE not in self.parts:
+            raise NotSupported("it loads no weights of a backbone")
+        backbone, path = self.parts[BACKBONE]
+        if backbone is not getattr(made, "backbone", made):
+            raise NotSupported("its weights are not those of its backbone")
+        if HEAD not in self.parts:
+            return backbone, path
+        task, weights = self.parts[HEAD]
+        folder = path if path.is_dir() else path.parent
+        if task is not made or folder not in (weights, weights.parent):
+            raise NotSupported("its weights are in several folders")
+        return made, folder
+
+
+def from_preset(call: EntryCall) -> Filled:
+    """Build a backbone or task of KerasHub as KerasHub does, and load the weights that it would load."""
+    if not call.arguments["load_weights"]:
+        raise NotSupported("load_weights=False: there is nothing to load")
+    loader = call.arguments["loader"]
+    collected = _Collected(loader)
+    with record_variables() as created, calls_to(collected.call), conversions_to(loader, collected.convert):
+        made = call.original()
+    target, path = collected.target(made)
+    report = fill(target, path).report
+    finish(made, report, created=created)
+    return Filled(made, report)

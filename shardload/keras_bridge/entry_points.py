@@ -1,0 +1,295 @@
+"""Where Keras and KerasHub load: intercepted in contexts that ask for it, unchanged in all others.
+
+    keras.saving.load_model ──► saving_lib.load_model, …          ─┐
+    model.load_weights ───────► saving_lib.load_weights_only, …    ├─► inside `calls_to(handler)`: handler(call)
+    CausalLM.from_preset ─────► loader.load_task, load_backbone   ─┘   elsewhere: the original
+
+The public functions stay Keras' own: they check their arguments and raise their errors, also where a program imported
+one of them by name. What they call to load is looked up in a module at each call, so that is what is replaced.
+A `ContextVar` tells who is inside; the attributes are restored when nobody is.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import os
+import random
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import keras
+import numpy as np
+from keras.src.backend.common import global_state
+from keras.src.legacy.saving import legacy_h5_format
+from keras.src.saving import saving_api, saving_lib
+
+from shardload.keras_bridge.hub_imports import HUB, hub_patched
+from shardload.keras_bridge.patches import Patch, Patches
+from shardload.keras_bridge.recording import GLOBAL_GENERATOR, GLOBAL_SEED
+from shardload.keras_bridge.variables import current_value, restore_value
+
+Kind = Literal["model", "weights", "preset", "layer", "legacy"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EntryCall:
+    """One call of a loading function of Keras or KerasHub."""
+
+    kind: Kind
+    """``model``, ``weights`` and ``preset`` load weights; ``layer`` has none, ``legacy`` is HDF5 of Keras 2."""
+    text: str
+    """As in a program: ``GemmaCausalLM.from_preset('./gemma')``."""
+    original: Callable[[], Any] = field(repr=False)
+    """Makes the call as Keras would."""
+    arguments: dict[str, Any] = field(repr=False)
+    """By name, with defaults. Of ``preset`` also ``loader``, KerasHub's."""
+
+
+Handler = Callable[[EntryCall], Any]
+"""Makes a call; returns what the original would return."""
+
+
+class Interception:
+    """A block in which calls go to a handler."""
+
+    def __init__(self, handler: Handler) -> None:
+        self.handler = handler
+        self.is_open = True
+
+
+_open: ContextVar[tuple[Interception, ...]] = ContextVar("shardload_entry_points", default=())
+"""The blocks around the current code, outermost first. A task or thread may copy them and outlive them."""
+
+
+@contextmanager
+def calls_to(handler: Handler) -> Iterator[None]:
+    """Inside the block, loading functions called in this context call ``handler``; the innermost block counts."""
+    block = Interception(handler)
+    _open.set((*_open.get(), block))
+    try:
+        with _KERAS_PATCHES.applied(), hub_patched(_HUB_PATCHES):
+            yield
+    finally:
+        block.is_open = False  # everywhere, as a copy of the context may still list it
+        _open.set(tuple(found for found in _open.get() if found is not block))
+
+
+@contextmanager
+def plain_keras() -> Iterator[None]:
+    """Inside the block, this context sees Keras as if no block was around it."""
+    before = _open.get()
+    _open.set(())
+    try:
+        yield
+    finally:
+        _open.set(before)
+
+
+def handlers() -> list[Handler]:
+    """Return the handlers of the blocks around the current code, innermost first."""
+    return [block.handler for block in reversed(_open.get()) if block.is_open]
+
+
+def _handler() -> Handler | None:
+    return next(iter(handlers()), None)
+
+
+# ---- Keras ---------------------------------------------------------------------------------------
+
+
+def _through(kind: Kind, text: Callable[[dict[str, Any]], str]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a wrapper that makes an `EntryCall` of each call in a context with a handler."""
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            handler = _handler()
+            if handler is None:
+                return original(*args, **kwargs)
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            found = dict(bound.arguments)
+            return handler(EntryCall(kind, text(found), lambda: original(*args, **kwargs), found))
+
+        return call
+
+    return wrap
+
+
+def _weights_of_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Intercept ``load_weights`` for Orbax only, where it has no function of its own."""
+    intercepted = _through("weights", _weights_text)(original)
+
+    @functools.wraps(original)
+    def load_weights(model: Any, filepath: Any, skip_mismatch: bool = False, **kwargs: Any) -> Any:
+        has_own = str(filepath).endswith((".keras", ".weights.json", ".h5", ".hdf5"))
+        function = original if has_own or kwargs or not saving_api.is_orbax_checkpoint(filepath) else intercepted
+        return function(model, filepath, skip_mismatch=skip_mismatch, **kwargs)
+
+    return load_weights
+
+
+def _model_text(arguments: dict[str, Any]) -> str:
+    return f"keras.saving.load_model({_path_text(arguments['filepath'])})"
+
+
+def _weights_text(arguments: dict[str, Any]) -> str:
+    return f"{type(arguments['model']).__name__}.load_weights({_path_text(arguments['filepath'])})"
+
+
+def _legacy_text(arguments: dict[str, Any]) -> str:
+    return f"{type(arguments['model']).__name__}.load_weights({getattr(arguments['group'].file, 'filename', '')!r})"
+
+
+def _path_text(path: Any) -> str:
+    return repr(os.fspath(path)) if isinstance(path, str | os.PathLike) else f"<{type(path).__name__}>"
+
+
+_KERAS_PATCHES = Patches(
+    lambda: [
+        (saving_lib, "load_model", _through("model", _model_text)),
+        (saving_api, "_load_model_from_orbax_checkpoint", _through("model", _model_text)),
+        (saving_lib, "load_weights_only", _through("weights", _weights_text)),
+        (saving_api, "load_weights", _weights_of_step),
+        (legacy_h5_format, "load_model_from_hdf5", _through("legacy", _model_text)),
+        (legacy_h5_format, "load_weights_from_hdf5_group", _through("legacy", _legacy_text)),
+        (legacy_h5_format, "load_weights_from_hdf5_group_by_name", _through("legacy", _legacy_text)),
+    ]
+)
+
+
+def model_from_config(config_json: str, arguments: dict[str, Any]) -> Any:
+    """Build a model as ``load_model`` does, from the JSON text of its configuration and the arguments of the call."""
+    options = {name: arguments[name] for name in ("custom_objects", "compile", "safe_mode")}
+    return saving_lib._model_from_config(config_json, **options)
+
+
+def saved_config(path: Path) -> str | None:
+    """Return the JSON text of the model's configuration in an archive or a folder; ``None`` for Orbax checkpoints."""
+    name = saving_lib._CONFIG_FILENAME
+    if path.is_dir():
+        return (path / name).read_text(encoding="utf-8") if (path / name).is_file() else None
+    with zipfile.ZipFile(path) as archive:
+        saving_lib._reject_zip_extract_bomb(archive)
+        return str(saving_lib._safe_zip_read(archive, name), "utf-8")
+
+
+def step_of(path: Path) -> Path | None:
+    """Return the folder of the step that Keras loads from an Orbax checkpoint, ``None`` for anything else."""
+    if not path.is_dir() or not saving_api.is_orbax_checkpoint(path):
+        return None
+    has_steps = any(entry.name.isdigit() and entry.is_dir() for entry in path.iterdir())
+    return Path(saving_api.find_latest_orbax_checkpoint(path)) if has_steps else path
+
+
+# ---- KerasHub ------------------------------------------------------------------------------------
+
+
+_TASKS = ("models.backbone", "models.task")
+_LAYERS = ("models.preprocessor", "tokenizers.tokenizer")
+_CONVERTERS = tuple(f"layers.preprocessing.{kind}_converter" for kind in ("image", "audio", "video"))
+_LOADS: dict[str, Kind] = {"load_task": "preset", "load_backbone": "preset"}
+_LOADS |= dict.fromkeys(("load_preprocessor", "load_tokenizer"), "layer")
+_LOADS |= dict.fromkeys(("load_image_converter", "load_audio_converter", "load_video_converter"), "layer")
+
+
+def _hub_patches() -> list[Patch]:
+    modules = (sys.modules.get(f"{HUB}.src.{name}") for name in (*_TASKS, *_LAYERS, *_CONVERTERS))
+    return [(m, "get_preset_loader", _loaders) for m in modules if hasattr(m, "get_preset_loader")]
+
+
+_HUB_PATCHES = Patches(_hub_patches)
+
+
+def _loaders(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def get_preset_loader(preset: Any) -> Any:
+        loader = original(preset)
+        if _handler() is not None:
+            for name, kind in _LOADS.items():
+                setattr(loader, name, _of_preset(loader, kind, getattr(loader, name)))
+        return loader
+
+    return get_preset_loader
+
+
+def _of_preset(loader: Any, kind: Kind, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def load(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        handler = _handler()
+        if handler is None:
+            return method(cls, *args, **kwargs)
+        text = f"{cls.__name__}.from_preset({loader.preset!r})"
+        found = {"loader": loader, "cls": cls, "load_weights": True, "kwargs": kwargs}
+        if kind == "preset":
+            found["load_weights"] = kwargs.get("load_weights", args[0] if args else True)
+        return handler(EntryCall(kind, text, lambda: method(cls, *args, **kwargs), found))
+
+    return load
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Converter:
+    """A ``convert_*`` module of KerasHub that collects what it is to fill instead of filling it."""
+
+    module: Any
+    collect: Callable[[str, Any], None]
+
+    def convert_weights(self, backbone: Any, loader: Any, config: Any) -> None:
+        """Collect a backbone."""
+        self.collect("backbone", backbone)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.module, name)
+        return (lambda task, loader, config: self.collect("head", task)) if name == "convert_head" else found
+
+
+@contextmanager
+def conversions_to(loader: Any, collect: Callable[[str, Any], None]) -> Iterator[None]:
+    """Inside the block, a preset loader that converts weights calls ``collect`` with the part and its object."""
+    before = getattr(loader, "converter", None)
+    if before is not None:
+        loader.converter = _Converter(before, collect)
+    try:
+        yield
+    finally:
+        if before is not None:
+            loader.converter = before
+
+
+# ---- what a failed attempt leaves behind ---------------------------------------------------------
+
+
+@contextmanager
+def rewound_on_error() -> Iterator[None]:
+    """If the block fails, forget the names it gave to layers and the seeds it drew, so that it can be done again."""
+    names = copy.copy(global_state.get_global_attribute("object_name_uids"))
+    seed, generator = map(global_state.get_global_attribute, (GLOBAL_SEED, GLOBAL_GENERATOR))
+    drawn = None if generator is None else current_value(generator.state)
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    except BaseException:
+        global_state.set_global_attribute("object_name_uids", names)
+        global_state.set_global_attribute(GLOBAL_SEED, seed)
+        global_state.set_global_attribute(GLOBAL_GENERATOR, generator)
+        if generator is not None:
+            restore_value(generator.state, drawn, None)
+        random.setstate(python)
+        np.random.set_state(numpy)
+        raise
+
+
+def is_nnx() -> bool:
+    """Whether Keras uses Flax NNX's variables."""
+    return bool(keras.config.is_nnx_enabled())

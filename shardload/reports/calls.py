@@ -1,0 +1,82 @@
+"""The report of `shardload.fast`: one entry for each call that loaded something."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from shardload.reports.names import printable
+from shardload.units import format_bytes, format_seconds, plural
+
+if TYPE_CHECKING:
+    from shardload.reports import LoadReport
+
+
+@dataclass(frozen=True, slots=True)
+class CallReport:
+    """One call of ``from_preset``, ``load_model`` or ``load_weights``."""
+
+    call: str
+    """As in a program: ``GemmaCausalLM.from_preset('./gemma')``."""
+    by: Literal["shardload", "keras"]
+    """Who loaded the weights."""
+    why: str | None
+    """Why Keras did it; ``None`` if shardload did."""
+    seconds: float
+    """Wall-clock seconds of the whole call."""
+    read_bytes: int | None
+    """Bytes that shardload read; ``None`` if Keras did, which does not count them."""
+    error: str | None = None
+    """The error that the call raised."""
+    load: LoadReport | None = field(default=None, repr=False)
+    """What shardload loaded, in detail."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return an object for `json.dumps`; ``load`` is that of the report of a load."""
+        names = ("call", "by", "why", "seconds", "read_bytes", "error")
+        load = None if self.load is None else self.load.to_json()
+        return {name: getattr(self, name) for name in names} | {"seconds": round(self.seconds, 6), "load": load}
+
+    def __str__(self) -> str:
+        size = "" if self.read_bytes is None else f", {format_bytes(self.read_bytes)}"
+        lines = [f"{self.call}: {self.by}{size}, {format_seconds(self.seconds)}"]
+        lines += [f"  because {self.why}"] if self.why else []
+        lines += [f"  raised {self.error}"] if self.error else []
+        return printable("\n".join(lines), keep="\n")
+
+
+class FastReport:
+    """What `shardload.fast` did so far; it grows with each call."""
+
+    def __init__(self) -> None:
+        self._calls: list[CallReport] = []
+
+    @property
+    def calls(self) -> tuple[CallReport, ...]:
+        """The calls that ended, in that order."""
+        return tuple(self._calls)
+
+    def add(self, call: CallReport) -> None:
+        """Add a call that ended."""
+        self._calls.append(call)
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Return a list for `json.dumps`, one object for each call."""
+        return [call.to_json() for call in self.calls]
+
+    def __iter__(self) -> Iterator[CallReport]:
+        return iter(self.calls)
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.calls)) or "Nothing was loaded."
+
+    def __repr__(self) -> str:
+        ours = sum(call.by == "shardload" for call in self.calls)
+        return f"<FastReport: {plural(len(self), 'call')}, {ours} by shardload; print it for all>"

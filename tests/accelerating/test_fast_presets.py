@@ -1,0 +1,152 @@
+"""`from_preset` gives the same model inside `shardload.fast` and outside, for every family of KerasHub's converters."""
+
+from unittest import mock
+
+import hub_folders
+import hub_nested
+import keras
+import keras_hub
+import pytest
+from same_models import differences
+
+import shardload
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*mask attached to it:UserWarning"),  # KerasHub's Swin
+]
+
+QUICK = {"gemma2", "gpt2", "bert", "vit"}
+FAMILIES = [
+    pytest.param(module, name, marks=[] if name in QUICK else pytest.mark.slow, id=name)
+    for module in (hub_folders, hub_nested)
+    for name in module.CONFIGS
+]
+
+
+BY_KERAS = {"blip-2 t5"}
+"""Families that shardload cannot fill: their converters build layers while they convert."""
+
+
+def outcome(function):
+    """What a call returns, or the error it raises; from the same seeds and names each time."""
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(7)
+    try:
+        return function(), None
+    except Exception as error:
+        return None, error
+
+
+def compare(function):
+    outside, expected = outcome(function)
+    with shardload.fast() as report:
+        inside, raised = outcome(function)
+    assert (type(raised), str(raised)) == (type(expected), str(expected))
+    if expected is None:
+        assert differences(inside, outside) == []
+    return report
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    made = {}
+
+    def folder(module, name):
+        if (module, name) not in made:
+            path = tmp_path_factory.mktemp(name)
+            made[module, name] = str(write(path, module, name))
+        return made[module, name]
+
+    return folder
+
+
+def write(path, module, name):
+    if module is hub_nested:
+        return hub_nested.write(path, name, files=2 if name == "gemma3n" else 1)
+    return hub_folders.write(path, name, hub_folders.build(path, name, abstract=name == "swin"))
+
+
+@pytest.mark.parametrize(("module", "name"), FAMILIES)
+def test_a_backbone(module, name, folder_of, monkeypatch):
+    if name == "gemma3n":
+        hub_nested.shrink_mobilenet(monkeypatch)
+    path = folder_of(module, name)
+    report = compare(lambda: keras_hub.models.Backbone.from_preset(path))
+    assert [call.why for call in report] == ([None] if name not in BY_KERAS else [mock.ANY])
+
+
+TASKS = dict.fromkeys(("gemma2", "llama", "gpt2"), "CausalLM") | dict.fromkeys(("vit", "deit"), "ImageClassifier")
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_task(name, folder_of):
+    path, cls = folder_of(hub_folders, name), getattr(keras_hub.models, TASKS[name])
+    report = compare(lambda: cls.from_preset(path, preprocessor=None, dtype="bfloat16"))
+    assert [call.why for call in report] == [None]
+
+
+@pytest.mark.parametrize("name", ["gemma2", "bert"])
+def test_a_backbone_under_model_parallel(name, folder_of):
+    mesh = keras.distribution.DeviceMesh((2, 4), ["batch", "model"])
+    layouts = keras.distribution.LayoutMap(mesh)
+    layouts[".*(token_embedding|feedforward|ffw).*(embeddings|kernel)"] = ("model", None)
+    path = folder_of(hub_folders, name)
+
+    def load():
+        with keras.distribution.ModelParallel(layout_map=layouts, batch_dim_name="batch").scope():
+            return keras_hub.models.Backbone.from_preset(path)
+
+    (call,) = compare(load)
+    assert call.by == "shardload" and call.load.layout.sharded > 1
+
+
+def test_a_task_whose_head_is_asked_for_anew(folder_of):
+    path = folder_of(hub_folders, "vit")
+    report = compare(lambda: keras_hub.models.ImageClassifier.from_preset(path, num_classes=7, preprocessor=None))
+    assert [call.by for call in report] == ["shardload"]
+
+
+@pytest.fixture(scope="module")
+def preset(tmp_path_factory, folder_of):
+    """A classifier as KerasHub saves it: the weights of its head are in a file of their own."""
+    path = tmp_path_factory.mktemp("preset")
+    backbone = keras_hub.models.Backbone.from_preset(folder_of(hub_folders, "bert"))
+    keras_hub.models.BertTextClassifier(backbone, num_classes=3, preprocessor=None).save_to_preset(str(path))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_classes": 5}, {"dtype": "bfloat16"}, {"dropout": 0.3}, {"load_weights": False}], ids=str
+)
+def test_a_preset_with_a_head(preset, options):
+    report = compare(lambda: keras_hub.models.TextClassifier.from_preset(preset, **options))
+    assert [call.by for call in report] == ["keras" if "load_weights" in options else "shardload"]
+
+
+@pytest.mark.parametrize("cls", ["Backbone", "MaskedLM", "BertBackbone"])
+def test_a_preset_as_something_else(preset, cls):
+    options = {"preprocessor": None} if cls == "MaskedLM" else {}
+    report = compare(lambda: getattr(keras_hub.models, cls).from_preset(preset, **options))
+    assert [call.by for call in report] == ["shardload"]
+
+
+def test_a_backbone_of_the_caller(preset):
+    own = keras_hub.models.Backbone.from_preset(preset)
+    report = compare(lambda: keras_hub.models.TextClassifier.from_preset(preset, backbone=own, num_classes=2))
+    assert [call.by for call in report] == ["shardload"]
+
+
+@pytest.mark.parametrize("source", ["nowhere", "gemma_99b_en", 3])
+def test_what_is_no_preset_raises_as_in_keras_hub(source):
+    compare(lambda: keras_hub.models.CausalLM.from_preset(source))
+
+
+def test_a_wrong_class_raises_as_in_keras_hub(preset):
+    compare(lambda: keras_hub.models.GemmaBackbone.from_preset(preset))
+    compare(lambda: keras_hub.models.CausalLM.from_preset(preset))
+
+
+def test_a_tokenizer_has_no_weights(preset):
+    report = compare(lambda: keras_hub.models.BertTokenizer.from_preset(preset))
+    assert [call.why for call in report] == ["it has no weights"]
