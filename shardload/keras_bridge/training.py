@@ -17,6 +17,9 @@ from keras.src.trainers.epoch_iterator import EpochIterator
 from shardload.keras_bridge.keras_types import Model
 from shardload.keras_bridge.patches import Patches
 
+_LONGEST = "_shardload_longest_epoch"
+"""Attribute of an ``EpochIterator``: the number of batches of its longest epoch."""
+
 
 def _distributed_iterator(original: Callable[..., Any]) -> Callable[..., Any]:
     """Keras shards every batch like the first; a smaller last batch may not be divisible."""
@@ -161,8 +164,10 @@ def expect_end_of_data(epochs: Any, *, expected: bool) -> None:
         return
 
     def ended() -> None:
-        if epochs._steps_seen <= epochs.steps_per_execution:  # not a single batch: a generator that is used up
+        batches, longest = epochs._steps_seen - epochs.steps_per_execution, vars(epochs).get(_LONGEST, 1)
+        if batches < longest:  # a generator that is used up: Keras has only the batches left that it looked at
             EpochIterator._interrupted_warning(epochs)
+        vars(epochs)[_LONGEST] = max(batches, longest)
         epochs._num_batches = None
 
     epochs._interrupted_warning = ended
