@@ -16,7 +16,7 @@
     ├── TransferError (OSError)             reading failed half-way: a file shrank, vanished, or could not be read
     ├── LoadInterruptedError                a load ended half-way; describes the model's current values
     ├── DisagreementError (ValueError)      processes that load together were given different things
-    ├── ProcessFailedError (RuntimeError)   a load failed on another process, with an error that is not from shardload
+    ├── ProcessFailedError (RuntimeError)   a call failed on another process, with an error that is not from shardload
     ├── UninitialisedError (ValueError)     a variable was read that has no value yet
     ├── WriteError (OSError)                a file cannot be written: no space, no permission, something in the way
     ├── SaveError (OSError)                 a step could not be saved: step, location and cause
@@ -125,11 +125,11 @@ class LoadInterruptedError(ShardloadError):
 
 
 class DisagreementError(ShardloadError, ValueError):
-    """Processes that load together were given different sources, meshes, layouts or options; nothing was read."""
+    """Processes that load or save together were given different things; nothing was read or written."""
 
 
 class ProcessFailedError(ShardloadError, RuntimeError):
-    """A load failed on another process, with an error that is not from shardload; names the process and the error."""
+    """A call failed on another process, with an error that is not from shardload; names the process and the error."""
 
 
 class UninitialisedError(ShardloadError, ValueError):

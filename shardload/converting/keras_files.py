@@ -93,11 +93,24 @@ def file(source: Source, dtypes: Mapping[int, Any], target: Path, dtype: str | N
 
     root = source.backbone if source.is_hub and not source.is_live and not head_of(source) else source.model
     found = saved(root, source, dtypes)
+    notes: tuple[str, ...] = ()
+    optimizer = getattr(root, "optimizer", None) if source.is_live else None
+    if getattr(optimizer, "built", False):
+        notes = ("the state of the optimizer was left out: only weights are saved, so Keras warns when it loads them",)
+    elif optimizer is not None:  # Keras requires the few variables of an optimizer that was not built
+        found = _with_optimizer(found, root, source)
     stem = target.name.removesuffix(ENDING).removesuffix(INDEX_ENDING)
-    described = json.dumps(with_dtype(model_config(root), dtype), indent=2)
-    sidecars = {f"{stem}.json": described.encode()}
+    sidecars = {}
+    try:
+        described = json.dumps(with_dtype(model_config(root), dtype), indent=2)
+        sidecars[f"{stem}.json"] = described.encode()
+    except Exception as error:  # of any kind: a live model's own get_config, or none
+        if not source.is_live:
+            raise
+        why = str(error).strip().partition("\n")[0] or type(error).__name__
+        notes += (f"{stem}.json was not written, because Keras cannot describe this model: {why}",)
     others = [*source.companions.keras, *source.companions.transformers]
-    notes: tuple[str, ...] = (f"{len(others)} other files were left out: {others[0]} …",) if others else ()
+    notes += (f"{len(others)} other files were left out: {others[0]} …",) if others else ()
     notes += _left_out(found.left)
     if target.name.endswith(ENDING):
         return Plan(
@@ -127,7 +140,8 @@ def preset(source: Source, dtypes: Mapping[int, Any], dtype: str | None, shard_b
     parts = [saved(source.backbone, source, dtypes)]
     if head_of(source):
         head = saved(source.model, source, dtypes, skip=source.backbone, prefix=TASK_PREFIX)
-        parts.append(replace(head, **_with_optimizer(head, source)))
+        compiled = source.model if source.fresh is None else source.fresh
+        parts.append(_with_optimizer(head, compiled, source, prefix=TASK_PREFIX))
     state = state_of(source, parts[0].left)
 
     def make(folder: Path) -> tuple[TensorPlace, ...]:
@@ -143,21 +157,20 @@ def preset(source: Source, dtypes: Mapping[int, Any], dtype: str | None, shard_b
     return Plan(PRESET.name, tuple(copy for part in parts for copy in part.copies), make, {}, notes)
 
 
-def _with_optimizer(head: Saved, source: Source) -> dict[str, Any]:
-    """Return the fields of ``head`` that change when the optimizer's variables are saved too.
+def _with_optimizer(found: Saved, model: Any, source: Source, *, prefix: str = "") -> Saved:
+    """Return what is saved together with the variables of the model's optimizer.
 
     KerasHub compiles every new task, and Keras then requires a stored optimizer.
     """
-    model = source.model if source.fresh is None else source.fresh
     variables = optimizer_variables_of(model)
     if not variables:
-        return {}
+        return found
     fresh = {id(v.variable): v for v in made_now([v for v in variables if id(v) not in source.values])}
     values = [source.values.get(id(v)) or fresh[id(v)] for v in variables]
     dtypes = {id(value.variable): value.dtype for value in values}
     group = "optimizer/vars"
-    copies = tuple(whole(f"{TASK_PREFIX}{group}/{i}", value, dtypes) for i, value in enumerate(values))
-    return {"copies": (*head.copies, *copies), "names": {**head.names, group: str(model.optimizer.name)}}
+    copies = tuple(whole(f"{prefix}{group}/{i}", value, dtypes) for i, value in enumerate(values))
+    return replace(found, copies=(*found.copies, *copies), names={**found.names, group: str(model.optimizer.name)})
 
 
 def head_of(source: Source) -> list[Any]:

@@ -45,7 +45,6 @@ from shardload.pipeline.consistency import Topic
 from shardload.pipeline.load_distributed import JointLoad, joint
 from shardload.progress import Progress, ProgressLike, as_progress
 from shardload.sharding.bounds import Bounds
-from shardload.steps.file_tree import sync_all
 from shardload.typing import DTypeLike, PathLike
 from shardload.units import dtype_name
 from shardload.writers import TensorPlace
@@ -190,6 +189,11 @@ def _format(target: Path, to: str | None) -> str | None:
         raise UsageError("Cannot save with to='orbax': call shardload.save(model, directory, step=0) instead")
     if to is not None and to not in SAVE_TARGETS:
         raise UsageError(f"Cannot save with to={to!r}: expected one of {', '.join(SAVE_TARGETS)}")
+    if to is None and not is_file_name(target) and not target.name.lower().endswith(".keras"):
+        raise UsageError(
+            f"Cannot tell the format of {target.name}. Pass to='safetensors' or to='preset', or name it "
+            f"{target.name}.weights.h5"
+        )
     if to == "preset" and is_file_name(target):
         raise UsageError(
             f"Cannot save {target.name} with to='preset': a preset is a folder. Remove to= for Keras' files, or choose "
@@ -230,7 +234,7 @@ def _write(plan: Plan, request: _Request, call: JointLoad, progress: Progress) -
                 with PieceWriter(staging.result, places[copy.wanted.name], written=shown.advance) as writer:
                     _copy(copy, writer, block_bytes=request.block_bytes, is_alone=call.is_alone)
             if not call.is_alone:
-                sync_all(staging.result)
+                staging.flush()
             call.meet("all values are written")
             call.first(lambda: converting.publish(plan, staging, overwrite=request.overwrite), "the publishing")
         except BaseException as error:

@@ -93,6 +93,10 @@ class ConversionFolder:
         if not (self._home / "replaced").exists():
             shutil.rmtree(self._home)
 
+    def flush(self) -> None:
+        """Flush the result to disk."""
+        sync_all(self.result) if self.result.is_dir() else sync(self.result)
+
     def publish(self, *, sidecars: dict[Path, Path], overwrite: bool) -> None:
         """Flush everything to disk and give the result its name.
 
@@ -101,7 +105,7 @@ class ConversionFolder:
             overwrite: Replace an existing checkpoint.
         """
         folder = self.result.is_dir()
-        sync_all(self.result) if folder else sync(self.result)
+        self.flush()
         check_free(self.target, folder=folder, overwrite=overwrite)
         _place(sidecars)  # first, so that a target never lacks its description
         if os.path.lexists(self.target) and not (folder and is_empty(self.target)):
@@ -124,7 +128,7 @@ class ConversionFolder:
             sidecars: As for `publish`.
             overwrite: Replace an existing index and shards.
         """
-        sync_all(self.result)
+        self.flush()
         check_free(self.target, folder=False, overwrite=overwrite)
         index = self.result / self.target.name
         shards = sorted(path for path in self.result.iterdir() if path != index)

@@ -151,6 +151,11 @@ def _safetensors(source: Source, dtypes: Mapping[int, Any], dtype: str | None, s
     bindings = transformers.views_of(backbone, config, leave_out=source.merged)
     shapes = transformers.stand_in(config).tensors
     tensors = transformers.wanted(bindings, shapes, dtypes)
+    if whole_numbers := [t for t in tensors.values() if not is_float(t.dtype)]:
+        raise UnsupportedError(
+            f"Cannot write {whole_numbers[0].name!r} for Hugging Face: it is quantised ({whole_numbers[0].dtype}). "
+            "Write the model before it is quantised, or choose the format h5 or orbax"
+        )
     copies = tuple(Copy(tensors[b.view.tensor], source.values[id(b.variable)], b.view) for b in bindings)
     placed = {id(b.variable) for b in bindings}
     state = [v for v in source.variables_of(backbone) if id(v) not in placed]

@@ -197,8 +197,8 @@ class JointCall:
 def _apart(said: dict[int, Word]) -> DisagreementError:
     where = ", ".join(f"process {i} at {heard.get('at')!r}" for i, heard in said.items())
     return DisagreementError(
-        f"Cannot load together: the processes have come to different points of the call, {where:.400}. Run the same "
-        "versions of shardload and of your code on every process"
+        f"Cannot make this call together: the processes have come to different points of the call, {where:.400}. Run "
+        "the same versions of shardload and of your code on every process"
     )
 
 

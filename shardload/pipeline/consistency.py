@@ -107,8 +107,8 @@ def _disagreement(joint: JointCall, topic: Topic, mine: Facts) -> DisagreementEr
     key, wanted, _ = next(one for one in differences if one is not None)
     others = [f"process {i} has {one[2]}" for i, one in enumerate(differences) if one is not None and one[0] == key]
     return DisagreementError(
-        f"Cannot load together: the processes disagree about {topic.what}. {titles.get(key, key)}: process 0 has "
-        f"{wanted}, {', '.join(others[:8])}{' …' if len(others) > 8 else ''}. {topic.fix}"
+        f"Cannot make this call together: the processes disagree about {topic.what}. {titles.get(key, key)}: process "
+        f"0 has {wanted}, {', '.join(others[:8])}{' …' if len(others) > 8 else ''}. {topic.fix}"
     )
 
 

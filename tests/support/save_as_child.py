@@ -1,0 +1,88 @@
+"""One of several processes that save a model which is sharded over them; prints one JSON object a line.
+
+python -m save_as_child COUNT INDEX PORT DEVICES MESH DO SOURCE FOLDER
+
+DO is ``all`` (every format, LoRA too), or what goes wrong: ``raise`` or ``kill`` (on process 1, half-way), ``disagree``
+(about an argument), ``apart`` (folders that are not shared).
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import jax
+import keras
+
+import shardload
+
+sys.modules.setdefault("tensorflow", None)  # Keras and KerasHub import it where it is; it is not needed
+
+
+def tell(**what):
+    sys.stdout.write(json.dumps({"at": time.time(), **what}) + "\n")
+    sys.stdout.flush()
+
+
+class Burning:
+    """Progress at which a process goes wrong half-way."""
+
+    def __init__(self, kind):
+        self.kind, self.calls = kind, 0
+
+    def start(self, total_bytes, description):
+        pass
+
+    def advance(self, n_bytes):
+        self.calls += 1
+        if self.calls == 5:
+            tell(wrong=self.kind)
+            if self.kind == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError("the cable was cut")
+
+    def stop(self):
+        pass
+
+
+def save_all(model, folder, mesh):
+    reports = [shardload.save_as(model, folder / to, to=to) for to in ("safetensors", "preset")]
+    reports.append(shardload.save_as(model, folder / "one.weights.h5"))
+    keras.utils.set_random_seed(1)  # the same factors on all processes
+    model.backbone.enable_lora(2)
+    for variable in model.trainable_variables:
+        variable.assign(variable.value + 0.01)
+    reports.append(shardload.save_as(model, folder / "lora", to="safetensors", merge_lora=True))
+    alone = shardload.load(folder / "preset", devices=jax.local_devices())
+    if not jax.process_index():
+        shardload.save_as(alone, folder / "alone", to="preset")  # concerns this process only
+    tell(tensors=[report.tensors for report in reports], notes=[report.notes for report in reports])
+
+
+def main(*arguments):
+    count, index, port, devices, mesh, do, source, folder = arguments
+    index, folder = int(index), Path(folder)
+    jax.config.update("jax_num_cpu_devices", int(devices))
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{port}", int(count), index)
+    model = shardload.load(source, mesh=mesh)
+    tell(spread=sum(not v.value.is_fully_addressable for v in model.variables))
+    if do == "all":
+        save_all(model, folder, mesh)
+        return
+    if do == "apart":
+        folder = folder / f"host-{index}"
+        folder.mkdir()
+    options = {"dtype": ["float32", "float16"][index]} if do == "disagree" else {}
+    progress = Burning(do) if do in ("raise", "kill") and index else None
+    try:
+        shardload.save_as(model, folder / "out", to="preset", progress=progress, **options)
+    except Exception as error:
+        tell(error=f"{type(error).__name__}: {error}")
+        raise
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
