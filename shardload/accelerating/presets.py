@@ -13,6 +13,7 @@ from typing import Any
 from shardload.accelerating.filling import Filled, NotSupported, fill, finish, local_path
 from shardload.keras_bridge.entry_points import EntryCall, calls_to, conversions_to
 from shardload.keras_bridge.recording import record_variables
+from shardload.resolve import hubs
 
 HEAD, BACKBONE = "head", "backbone"
 
@@ -35,7 +36,8 @@ class _Collected:
 
     def convert(self, part: str, target: Any) -> None:
         """Collect a conversion of Hugging Face weights."""
-        self._add(part, target, local_path(self.loader.preset))
+        preset = str(self.loader.preset)  # KerasHub would fetch each file of a handle when it is read
+        self._add(part, target, hubs.fetch(preset) if preset.startswith("hf://") else local_path(preset))
 
     def _add(self, part: str, target: Any, path: Path) -> None:
         if part in self.parts:

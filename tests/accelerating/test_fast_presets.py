@@ -1,5 +1,9 @@
 """`from_preset` gives the same model inside `shardload.fast` and outside, for every family of KerasHub's converters."""
 
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from unittest import mock
 
 import hub_folders
@@ -7,6 +11,7 @@ import hub_nested
 import keras
 import keras_hub
 import pytest
+from gguf_tokenizers import add_pieces, gguf_with_tokenizer
 from same_models import differences
 
 import shardload
@@ -150,3 +155,64 @@ def test_a_wrong_class_raises_as_in_keras_hub(preset):
 def test_a_tokenizer_has_no_weights(preset):
     report = compare(lambda: keras_hub.models.BertTokenizer.from_preset(preset))
     assert [call.why for call in report] == ["it has no weights"]
+
+
+@pytest.fixture
+def generating(tmp_path, monkeypatch):
+    """A preset that takes text."""
+    path = gguf_with_tokenizer(tmp_path, monkeypatch, "gemma2", add_pieces, vocab_size=320)
+    shardload.load(path).save_to_preset(str(tmp_path / "preset"))
+    return str(tmp_path / "preset")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # KerasHub leaves vocabularies open
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+def test_the_preprocessor_and_what_it_generates(generating):
+    made = []
+
+    def load():
+        made.append(keras_hub.models.CausalLM.from_preset(generating))
+        return made[-1]
+
+    report = compare(load)
+    assert [call.by for call in report] == ["shardload"]
+    assert {type(model.preprocessor) for model in made} == {keras_hub.models.GemmaCausalLMPreprocessor}
+    outside, inside = (model.generate("the quick brown fox", max_length=12) for model in made)
+    assert inside == outside and len(inside) > len("the quick brown fox")
+
+
+def test_a_handle_of_the_hugging_face_hub(folder_of, tmp_path, monkeypatch):
+    cached = tmp_path / "models--someone--tiny"
+    shutil.copytree(folder_of(hub_folders, "gemma2"), cached / "snapshots" / ("0" * 40))
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    report = compare(lambda: keras_hub.models.Backbone.from_preset("hf://someone/tiny"))
+    assert [call.why for call in report] == [None]
+    assert str(report.calls[0]).startswith("GemmaBackbone.from_preset('hf://someone/tiny'): shardload, ")
+
+
+def test_a_handle_of_kaggle(preset, monkeypatch):
+    def download(handle, path):
+        if not (found := Path(preset) / path).exists():
+            raise ValueError(f"{path} is not present in the model files")
+        return str(found)
+
+    monkeypatch.setattr("kagglehub.model_download", download)
+    report = compare(lambda: keras_hub.models.TextClassifier.from_preset("kaggle://someone/bert/keras/tiny"))
+    assert [call.why for call in report] == [None]
+
+
+@pytest.mark.slow
+def test_keras_hub_may_be_imported_inside(preset):
+    code = f"""
+import shardload
+with shardload.fast() as report:
+    import keras_hub
+    keras_hub.models.TextClassifier.from_preset({preset!r})
+keras_hub.models.TextClassifier.from_preset({preset!r})
+print([call.by for call in report])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "['shardload']", done.stderr
