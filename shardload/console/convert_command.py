@@ -40,6 +40,11 @@ MaxShardSize = Annotated[
         help="Most bytes of tensors in one file, where there are several: 2GiB. 5 GB by default.",
     ),
 ]
+MergeLora = Annotated[bool, typer.Option("--merge-lora", help="Merge LoRA adapters into their kernels.")]
+Base = Annotated[
+    str | None,
+    typer.Option("--base", metavar="SOURCE", help="What has the other weights, for a step with some weights only."),
+]
 
 
 def convert(
@@ -52,6 +57,8 @@ def convert(
     max_shard_size: MaxShardSize = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint of the name TARGET.")] = False,
     ignore_config: options.IgnoreConfig = None,
+    merge_lora: MergeLora = False,
+    base: Base = None,
     json: options.Json = False,
     no_progress: options.NoProgress = False,
 ) -> None:
@@ -67,6 +74,8 @@ def convert(
     $ shardload convert checkpoints/400 trained.weights.h5
 
     $ shardload convert model.gguf gemma3.weights.json --max-shard-size 2GiB
+
+    $ shardload convert checkpoints/400 tuned --to safetensors --merge-lora --base model.gguf
     """
     with streams.results() as out, raise_interrupt_safely():
         jax_setup.prepare(note=streams.note)
@@ -81,6 +90,8 @@ def convert(
                 max_shard_bytes=max_shard_size,
                 overwrite=overwrite,
                 ignore_config=tuple(ignore_config or ()),
+                merge_lora=merge_lora,
+                base=base,
                 progress=progress,
                 **memory,
             )

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from shardload.converting import adapters
 from shardload.converting.plans import Plan
 from shardload.converting.replace_target import check_description, check_free, check_shard
 from shardload.converting.source import Source, open_source
@@ -38,6 +39,7 @@ from shardload.errors import (
 )
 from shardload.hub import kerashub
 from shardload.keras_bridge import abstraction
+from shardload.keras_bridge.lora import hidden, lora_layers
 from shardload.loaders import open_manifest, spec_of
 from shardload.loaders.registry import spec_named
 from shardload.mapping import map_weights
@@ -90,6 +92,8 @@ def convert(
     overwrite: bool = False,
     progress: ProgressLike = None,
     ignore_config: Sequence[str] = (),
+    merge_lora: bool = False,
+    base: PathLike | None = None,
 ) -> ConvertReport:
     """Write a checkpoint in another format, tensor by tensor.
 
@@ -110,6 +114,9 @@ def convert(
         overwrite: Replace an existing checkpoint at ``dst``.
         progress: As for `shardload.load`.
         ignore_config: As for `shardload.load`.
+        merge_lora: Merge the factors of LoRA into the kernels, which is arithmetic: in float32, rounded once to the
+            dtype of the kernel. A source with LoRA is refused otherwise, unless ``to`` is ``"orbax"``.
+        base: For a partial step (``save_trainable_only``): the checkpoint that has the other weights of its model.
 
     Raises:
         UsageError: When an argument is invalid.
@@ -129,13 +136,45 @@ def convert(
     shard_bytes = shard_bytes_for(target, kind, max_shard_bytes)
     check_free(target, folder=not is_file_name(target), overwrite=overwrite)
     found = resolve(src)
-    source = open_source(found.path, dtype=name, ignore_config=ignore_config)
-    _refuse_itself(Path(source.manifest.source), target)
-    files = Fingerprint.of(source.manifest.files)
-    plan = plan_for(source, target, kind, dtype=name, shard_bytes=shard_bytes)
-    check_others(plan, target, overwrite=overwrite)
+    source = _open(found.path, base, dtype=name, ignore_config=ignore_config)
+    for manifest in source.manifests:
+        _refuse_itself(Path(manifest.source), target)
+    files = Fingerprint.of(source.files)
+    with_lora = lora_layers(source.model)
+    adapters.refuse_adapters(source, with_lora, kind, merge_lora=merge_lora)
+    source = adapters.merged(source, with_lora) if merge_lora else source
     shown = as_progress(progress)
-    _check_digests(source, shown)
+    with hidden(with_lora if merge_lora else ()):
+        plan = plan_for(source, target, kind, dtype=name, shard_bytes=shard_bytes)
+        check_others(plan, target, overwrite=overwrite)
+        _check_digests(source, shown)
+        resumed = _write(source, plan, target, files, overwrite=overwrite, block_bytes=block_bytes, shown=shown)
+    notes = (*((found.note,) if found.note else ()), *source.notes, *plan.notes)
+    seconds = time.monotonic() - began
+    return ConvertReport(
+        source.manifest.source, str(target), plan.format, len(plan.tensors), plan.nbytes, resumed, seconds, notes
+    )
+
+
+def _open(path: str, base: PathLike | None, *, dtype: str | None, ignore_config: Sequence[str]) -> Source:
+    """Open the source; a partial step on top of its base."""
+    adapters.check_base(open_manifest(path), base)
+    if base is None:
+        return open_source(path, dtype=dtype, ignore_config=ignore_config)
+    return adapters.on_base(open_source(resolve(base).path, dtype=dtype, ignore_config=ignore_config), path)
+
+
+def _write(
+    source: Source,
+    plan: Plan,
+    target: Path,
+    files: Fingerprint,
+    *,
+    overwrite: bool,
+    block_bytes: int,
+    shown: Progress,
+) -> int:
+    """Write and publish the target; return how many tensors an earlier run had finished."""
     with staged(target, folder=not is_file_name(target), overwrite=overwrite) as staging:
         try:
             resumed = write_all(source, plan, staging, block_bytes=block_bytes, progress=shown)
@@ -145,11 +184,7 @@ def convert(
             raise _with_way_on(explained(error, target), staging) from error
         finally:
             shown.stop()
-    notes = (*((found.note,) if found.note else ()), *source.notes, *plan.notes)
-    seconds = time.monotonic() - began
-    return ConvertReport(
-        source.manifest.source, str(target), plan.format, len(plan.tensors), plan.nbytes, resumed, seconds, notes
-    )
+    return resumed
 
 
 def block_bytes_of(host_memory_bytes: int | str) -> int:
@@ -182,11 +217,12 @@ def check_others(plan: Plan, target: Path, *, overwrite: bool) -> None:
 
 def _check_digests(source: Source, progress: Progress) -> None:
     """Verify a step that has digests before the copy, so that no flipped bit is copied."""
-    path = Path(source.manifest.source)
-    if spec_of(source.manifest).is_step and is_ours(path):
-        progress.start(sum(source.manifest.files.values()), "Verifying")
-        if damage := digests.verify(path, progress=progress.advance):
-            raise DamagedError(f"Cannot convert {path}: it is damaged: {damage[0]}. See: shardload verify {path}")
+    for manifest in source.manifests:
+        path = Path(manifest.source)
+        if spec_of(manifest).is_step and is_ours(path):
+            progress.start(sum(manifest.files.values()), "Verifying")
+            if damage := digests.verify(path, progress=progress.advance):
+                raise DamagedError(f"Cannot convert {path}: it is damaged: {damage[0]}. See: shardload verify {path}")
 
 
 def _finish(plan: Plan, staging: ConversionFolder, *, overwrite: bool) -> None:

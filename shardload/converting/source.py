@@ -30,6 +30,7 @@ from shardload.loaders.hub_preset import SPEC as PRESET
 from shardload.manifest import Manifest
 from shardload.mapping import Binding, OutsideTensor, VariableMap, map_weights, sort_unused
 from shardload.mapping.state_keys import roles_of
+from shardload.stores.location import Location
 from shardload.transfer.casts import is_float
 
 SHOWN = 5
@@ -56,6 +57,18 @@ class Source:
     """``id`` of variables that are written as a part of others: the factors of LoRA."""
     fresh: Any = None
     """The same task as KerasHub compiles it, abstract: its optimizer is stored with the task's weights."""
+    adapters: Manifest | None = None
+    """The partial step with adapters, if ``manifest`` is the base that it belongs to."""
+
+    @property
+    def manifests(self) -> tuple[Manifest, ...]:
+        """All checkpoints that values are read from."""
+        return (self.manifest,) if self.adapters is None else (self.manifest, self.adapters)
+
+    @property
+    def files(self) -> dict[Location, int]:
+        """Each file with values → its size in bytes when the headers were read."""
+        return {path: size for manifest in self.manifests for path, size in manifest.files.items()}
 
     @property
     def backbone(self) -> Any:
@@ -92,7 +105,7 @@ def open_source(path: str, *, dtype: str | None = None, ignore_config: Sequence[
     model = _build(manifest, companions, dtype, ignore_config)
     mapping = map_weights(model, manifest)
     lost = _check(mapping, manifest, model)
-    values = {id(b.variable): _viewed(b, manifest) for b in mapping.bindings}
+    values = {id(b.variable): viewed(b, manifest) for b in mapping.bindings}
     used = {name for computed in mapping.computed for name in computed.tensors}
     partial = _partial(values.values(), manifest, used=used)
     values |= {id(v): StoredValue(v, stored_dtype(v), step=step) for step, v in computed_by(mapping)}
@@ -153,7 +166,7 @@ def _left_out(outside: Sequence[OutsideTensor]) -> list[str]:
     return [f"{_some(names)} left out: {reason}" for reason, names in reasons.items()]
 
 
-def _viewed(binding: Binding, manifest: Manifest) -> StoredValue:
+def viewed(binding: Binding, manifest: Manifest) -> StoredValue:
     """Return a view's value; quantised blocks, which decode to more bits than they carry, get the dtype of loading."""
     tensor = manifest.tensors[binding.view.tensor]
     decoded = spec_of(manifest).model_dtype is not None and is_float(tensor.dtype)

@@ -106,7 +106,7 @@ class _Work:
         """Copy a view of a stored tensor, or an array."""
         value, dtype = copy.value, copy.wanted.dtype
         if value.tensor is None or value.view is None:
-            self.put(copy, np.asarray(value.array))
+            self.put(copy, np.asarray(value.array if value.live is None else value.live()))
             return
         item_bytes = max(dtype.itemsize, value.tensor.dtype.itemsize)
         for tensor, source, target in parts_of(value.tensor, value.view, copy.view):
@@ -131,14 +131,14 @@ def identity(source: Source, plan: Plan, target: Path) -> str:
     # A file replaced by one of the same size and time of change differs in its inode or ctime.
     files = [
         (str(path), s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino)
-        for path in source.manifest.files
+        for path in source.files
         for s in [path.local_path().stat()]
     ]
     copies = [
         (c.wanted.name, c.wanted.shape, c.wanted.dtype.name, str(c.view), c.value.view and str(c.value.view))
         for c in plan.copies
     ]
-    versions = [_version(name) for name in _COMPUTING] if any(c.value.step for c in plan.copies) else []
+    versions = [_version(name) for name in _COMPUTING] if any(c.value.step or c.value.live for c in plan.copies) else []
     text = json.dumps([2, source.manifest.source, files, str(target), plan.format, plan.shard_bytes, copies, versions])
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -133,6 +133,18 @@ def apply_settings(model: Any, saved: Any, *, any_policy: bool = False) -> None:
                 variable.trainable = wanted
 
 
+def enable_saved_lora(model: Any, saved: Any) -> None:
+    """Enable LoRA as saved settings have it, and apply no other setting; the model is inside `shardload.abstract`.
+
+    Raises:
+        SourceError: When ``saved`` is not valid.
+    """
+    known = {path: _validated(path, settings) for path, settings in _mapping("", saved).items()}
+    for path, layer in saved_objects(model):
+        if lora := known.get(path, {}).get("lora"):
+            _enable_lora(path, layer, lora)
+
+
 def _quantise(path: str, layer: Any, mode: str | None) -> None:
     has = _quantization_of(layer)
     if mode == _INT8 and _quantizes(layer):

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from shardload.errors import UnsupportedError
 from shardload.keras_bridge.keras_types import Model, Variable
-from shardload.keras_bridge.variables import stored_dtype, value_of
+from shardload.keras_bridge.variables import value_of
 
 _KERNELS = (("_kernel", "lora_kernel_a", "lora_kernel_b"), ("_embeddings", "lora_embeddings_a", "lora_embeddings_b"))
 """Attributes of the layers in Keras that support LoRA: dense and convolution layers, and embeddings."""
@@ -38,10 +38,31 @@ class LoraKernel:
         Returns:
             An array with the sharding of the kernel.
         """
-        kernel, scale = value_of(self.kernel), self.layer.lora_alpha / self.layer.lora_rank
-        change = jnp.matmul(value_of(self.a), value_of(self.b), precision="highest")
-        found = jnp.add(kernel, jnp.multiply(scale, change)).astype(stored_dtype(self.kernel))
+        kernel = value_of(self.kernel)
+        found = merge(kernel, value_of(self.a), value_of(self.b), scale=self.scale)
         return jax.device_put(found, kernel.sharding)
+
+    @property
+    def scale(self) -> float:
+        """The factor of the change: alpha over rank."""
+        return float(self.layer.lora_alpha / self.layer.lora_rank)
+
+
+def merge(kernel: Any, a: Any, b: Any, *, scale: float) -> jax.Array:
+    """Return ``kernel + scale * a @ b``, computed in float32 (float64 for such a kernel) and rounded once.
+
+    Args:
+        kernel: The stored kernel, of shape ``(…, n)``.
+        a: Its first factor, of shape ``(…, rank)``.
+        b: Its second factor, of shape ``(rank, n)``.
+        scale: Alpha over rank.
+
+    Returns:
+        An array of the kernel's dtype.
+    """
+    wide = jnp.promote_types(kernel.dtype, jnp.float32)
+    change = jnp.matmul(jnp.asarray(a, wide), jnp.asarray(b, wide), precision="highest")
+    return jnp.add(jnp.asarray(kernel, wide), jnp.multiply(scale, change)).astype(kernel.dtype)
 
 
 def lora_layers(model: Model) -> list[Any]:

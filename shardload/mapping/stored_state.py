@@ -99,6 +99,7 @@ def map_state(
     items: Items = "all",
     rename: Mapping[str, str] | None = None,
     names: Mapping[str, str] | None = None,
+    has_base: bool = False,
 ) -> VariableMap:
     """Map the leaves of a step to variables.
 
@@ -108,6 +109,7 @@ def map_state(
         items: ``"all"``, ``"weights"``, ``"optimizer"`` or ``"metrics"``.
         rename: Stored structural key prefix → the model's (`state_tree.find`).
         names: Tensor name → variable path, for trees without roles.
+        has_base: The weights that a partial step leaves out come from elsewhere: the model needs no values.
 
     Raises:
         UsageError: When ``items`` is invalid, or requires a compiled model.
@@ -136,7 +138,7 @@ def map_state(
         paired = kept
     if items in ("all", "optimizer"):
         paired = _resolve_other_optimizers(paired, manifest, noted)
-    if items in ("all", "weights"):
+    if items in ("all", "weights") and not has_base:
         require_values(model, manifest, paired.left_out)
     found = _summarise(model, paired, items, tuple(noted))
     if structure is None or not {"weight"} & _KINDS[items] or rename:

@@ -1,0 +1,122 @@
+"""LoRA in a conversion: adapters of a partial step on top of their base, and kernels with their adapters merged.
+
+base ─► source ─┐
+├─► source with adapters ─► merged: kernel + alpha / rank · a @ b
+step ─► leaves ─┘   the step's weights replace those of the base
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+from numpy.typing import NDArray
+
+from shardload.converting.computing import StoredValue
+from shardload.converting.model_values import ModelValues
+from shardload.converting.source import Source, viewed
+from shardload.errors import MismatchError, UnsupportedError, UsageError
+from shardload.keras_bridge import abstraction
+from shardload.keras_bridge.layer_settings import enable_saved_lora
+from shardload.keras_bridge.lora import LoraKernel, lora_kernels, merge
+from shardload.loaders import open_manifest
+from shardload.manifest import Manifest
+from shardload.mapping import map_state
+
+
+def check_base(manifest: Manifest, base: Any) -> None:
+    """Raise a `UsageError` unless ``base`` is given exactly for a partial step."""
+    left_out = manifest.n_left_out
+    if left_out and base is None:
+        raise UsageError(
+            f"Cannot convert {manifest.source} alone: it is a partial step, without {left_out} weights of its model. "
+            "Pass the checkpoint that has them: base=SOURCE (--base SOURCE)"
+        )
+    if base is not None and not left_out:
+        raise UsageError(f"Cannot use base={str(base)!r}: {manifest.source} has all weights. Leave base out")
+
+
+def on_base(base: Source, path: str) -> Source:
+    """Return a base with the weights of a partial step, its LoRA adapters among them.
+
+    Raises:
+        MismatchError: When the step belongs to another model.
+    """
+    step = open_manifest(path)
+    structure = step.metadata["structure"]
+    with abstraction.abstract():
+        enable_saved_lora(base.model, structure.get("form", {}))
+    mapping = map_state(base.model, step, items="weights", has_base=True)
+    problems = [str(found) for found in mapping.mismatched]
+    problems += [f"the step has no tensor for {name!r}" for name in mapping.missing]
+    problems += [f"the model has no variable for {name!r}" for name in mapping.unused]
+    if problems:
+        raise MismatchError(
+            f"Cannot convert {path} with {base.manifest.source} as its base: {problems[0]}. Give the checkpoint that "
+            "its model was loaded from"
+        )
+    values = base.values | {id(b.variable): viewed(b, step) for b in mapping.bindings}
+    note = f"{len(mapping.bindings)} weights are those of {path}, the others those of {base.manifest.source}"
+    return replace(base, values=values, adapters=step, notes=(*base.notes, note))
+
+
+def refuse_adapters(source: Source, layers: Sequence[Any], to: str, *, merge_lora: bool) -> None:
+    """Raise unless the target has a place for the source's LoRA factors, or they are to be merged."""
+    name = str((source.adapters or source.manifest).source)
+    if merge_lora and not layers:
+        raise UsageError(f"Cannot merge LoRA (merge_lora, --merge-lora): {name} has no LoRA adapters")
+    if merge_lora and to == "orbax":
+        raise UnsupportedError(
+            f"Cannot merge LoRA into an Orbax checkpoint: it describes {name} with its adapters. Convert with --to h5 "
+            "or --to safetensors, or leave out --merge-lora"
+        )
+    if layers and not merge_lora and to != "orbax":
+        factor = next(v for v in layers[0].variables if "lora_" in v.name)
+        raise UnsupportedError(
+            f"Cannot convert {name} to {to}: LoRA is enabled in {len(layers)} of its layers ({factor.path!r} …), and "
+            "the target has no place for the factors. Pass merge_lora=True (--merge-lora) to write merged weights, or "
+            "convert to the format orbax (--to orbax)"
+        )
+
+
+def merged(source: Source, layers: Sequence[Any]) -> Source:
+    """Return a source whose kernels have the LoRA factors of ``layers`` merged, one kernel in memory at a time.
+
+    The layers must be hidden (`keras_bridge.lora.hidden`) while it is used.
+
+    Raises:
+        UnsupportedError: When a layer is quantised, or keeps its factors elsewhere than Keras' own layers.
+    """
+    kernels = lora_kernels(layers)
+    values = dict(source.values)
+    for found in kernels:
+        stored = values[id(found.kernel)]
+        values[id(found.kernel)] = StoredValue(stored.variable, stored.dtype, live=_merging(source, found))
+    factors = frozenset(id(v) for found in kernels for v in (found.a, found.b))
+    for factor in factors:
+        del values[factor]
+    note = (
+        f"LoRA was merged into {len(kernels)} kernels ({kernels[0].kernel.path!r} …): computed in float32 and rounded "
+        "once to the dtype of each kernel"
+    )
+    return replace(source, values=values, merged=factors, notes=(*source.notes, note))
+
+
+def _merging(source: Source, found: LoraKernel) -> Any:
+    def live() -> jax.Array:
+        kernel, a, b = (_whole(source, variable) for variable in (found.kernel, found.a, found.b))
+        return merge(kernel, a, b, scale=found.scale)
+
+    return live
+
+
+def _whole(source: Source, variable: Any) -> NDArray[Any]:
+    value = source.values[id(variable)]
+    if value.array is not None:
+        return value.array
+    return ModelValues(source, {"": value}).rows("", 0, int(variable.shape[0]))
+
+
+__all__ = ["check_base", "merged", "on_base", "refuse_adapters"]
