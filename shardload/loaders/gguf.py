@@ -21,7 +21,7 @@ from shardload.loaders.gguf_config import head_counts
 from shardload.loaders.gguf_experts import fused
 from shardload.loaders.gguf_header import GgufHeader, LongArray, TensorInfo, read_array, read_header
 from shardload.loaders.gguf_parts import first_part, read_model
-from shardload.loaders.gguf_rows import Undo, require_package, storage
+from shardload.loaders.gguf_rows import Undo, original_shape, require_package, storage
 from shardload.loaders.registry import FormatSpec
 from shardload.manifest import Manifest, Tensor
 from shardload.stores.location import Location
@@ -35,7 +35,7 @@ class TokenizerMetadata:
     """The tokenizer in a GGUF file."""
 
     model: str
-    """``llama`` for SentencePiece, ``gpt2`` for byte-pair encoding."""
+    """``llama`` for SentencePiece, ``gpt2`` for byte-pair encoding, ``bert`` for WordPiece, ``t5`` for unigrams."""
     pre: str
     """Name of the pre-tokenizer; ``default`` if the file names none."""
     tokens: tuple[str, ...]
@@ -50,6 +50,8 @@ class TokenizerMetadata:
     flags: dict[str, bool]
     """``add_bos_token``, ``add_space_prefix``, …, as stored in the file."""
     chat_template: str | None
+    charsmap: bytes = b""
+    """SentencePiece's compiled normalisation; empty if the file has none."""
 
 
 def open_file(path: Location) -> Manifest:
@@ -73,7 +75,7 @@ def open_file(path: Location) -> Manifest:
             count = kv_heads if ".attn_k." in info.name else heads
             _check_shape(info, undo, count)
             where, dtype = storage(info, undo=undo, heads=count)
-            tensors.append(Tensor(hf_name, info.shape[::-1] if undo is Undo.TRANSPOSE else info.shape, dtype, where))
+            tensors.append(Tensor(hf_name, original_shape(info, undo), dtype, where))
     if known.fuses_experts:
         tensors += fused(header)
     by_name = collect(tensors, files=header.files)
@@ -106,6 +108,7 @@ def tokenizer_metadata(path: Location) -> TokenizerMetadata:
         special_ids={key: value for key, value in ids.items() if isinstance(value, int) and value < len(tokens)},
         flags={key[5:]: value for key, value in values.items() if key.startswith("ggml.") and isinstance(value, bool)},
         chat_template=_template(values.get("chat_template"), name),
+        charsmap=_numbers(values, "ggml.precompiled_charsmap", np.uint8).tobytes(),
     )
     for what, items in (("scores", found.scores), ("token types", found.token_types)):
         if len(items) not in (0, len(tokens)):
@@ -134,11 +137,12 @@ def _template(found: object, path: str) -> str | None:
 
 def _numbers(values: dict[str, Any], key: str, dtype: type) -> NDArray[Any]:
     found = values.get(key, [])
-    return np.asarray(read_array(found) if isinstance(found, list | LongArray) else [], dtype)
+    items = read_array(found) if isinstance(found, list | LongArray) else []
+    return np.asarray(items).astype(dtype) if len(items) else np.empty(0, dtype)
 
 
 def _check_shape(info: TensorInfo, undo: Undo, heads: int) -> None:
-    if undo is Undo.TRANSPOSE and len(info.shape) != 2:
+    if undo in (Undo.TRANSPOSE, Undo.DROP_TWO) and len(info.shape) != 2:
         raise SourceError(f"{info.path}: tensor {info.name!r} has the shape {info.shape}, expected a matrix")
     parts = {Undo.UNPERMUTE: 2, Undo.UNFUSE: 3}.get(undo, 0) * heads
     if parts and (info.shape[0] % parts or info.kind.block_elements > 1 == len(info.shape)):

@@ -251,15 +251,40 @@ def _bloom(values: Values) -> Config:
     }
 
 
+def _gemma_embedding(values: Values) -> Config:
+    return _gemma3(values) | {"architectures": ["Gemma3TextModel"], "use_bidirectional_attention": True}
+
+
+def bert_kind(values: Values) -> str:
+    """Return the ``model_type`` of a file of the architecture ``bert``: the tokenizer and the tensors tell."""
+    tokenizer = values.header.values.get("tokenizer.ggml.model")
+    if tokenizer in ("t5", "gpt2"):
+        return "xlm-roberta" if tokenizer == "t5" else "roberta"
+    return "bert" if values.rows("token_types.weight") is not None else "distilbert"
+
+
 def _bert(values: Values) -> Config:
-    return _model(values, "bert", "BertModel") | {
-        "hidden_size": values.count("embedding_length"),
-        "intermediate_size": values.count("feed_forward_length"),
-        "num_hidden_layers": values.count("block_count"),
-        "num_attention_heads": values.count("attention.head_count"),
-        "max_position_embeddings": values.rows("position_embd.weight") or values.count("context_length"),
-        "type_vocab_size": values.rows("token_types.weight") or 2,
-        "layer_norm_eps": values.number("attention.layer_norm_epsilon"),
+    kind = bert_kind(values)
+    epsilon = values.number("attention.layer_norm_epsilon")
+    layers, heads = values.count("block_count"), values.count("attention.head_count")
+    hidden, inner = values.count("embedding_length"), values.count("feed_forward_length")
+    positions = values.rows("position_embd.weight") or values.count("context_length")
+    if kind == "distilbert":
+        if epsilon != 1e-12:
+            raise UnsupportedError(
+                f"{values.path}: DistilBERT's layer_norm_epsilon is 1e-12, and this file's {epsilon}"
+            )
+        sizes = {"dim": hidden, "hidden_dim": inner, "n_layers": layers, "n_heads": heads, "activation": "gelu"}
+        return _model(values, kind, "DistilBertModel") | sizes | {"max_position_embeddings": positions}
+    classes = {"bert": "BertModel", "roberta": "RobertaModel", "xlm-roberta": "XLMRobertaModel"}
+    return _model(values, kind, classes[kind]) | {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "max_position_embeddings": positions + (0 if kind == "bert" else 2),  # rows that GGUF leaves out
+        "type_vocab_size": values.rows("token_types.weight") or 1,
+        "layer_norm_eps": epsilon,
         "hidden_act": "gelu",
     }
 
@@ -278,6 +303,7 @@ CONFIGS: Mapping[str, Callable[[Values], Config]] = {
     "gpt2": _gpt2,
     "phi3": _phi3,
     "bloom": _bloom,
+    "gemma-embedding": _gemma_embedding,
     "bert": _bert,
 }
 """By ``general.architecture``."""

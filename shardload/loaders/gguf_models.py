@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from shardload.errors import SourceError, UnsupportedError
-from shardload.loaders.gguf_config import CONFIGS
+from shardload.loaders.gguf_config import CONFIGS, bert_kind
 from shardload.loaders.gguf_header import GgufHeader, TensorInfo
 from shardload.loaders.gguf_rows import Undo
 from shardload.loaders.gguf_values import Config, Values
@@ -127,6 +127,17 @@ _FUSED = frozenset({"ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"})
 """GPT-OSS' experts, which `gguf_experts` names."""
 ROPE_FACTORS = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
 """Factors of rotary positions: part of the configuration, not learnt."""
+_DISTILBERT_TOP = {name: hf for name, hf in _BERT_TOP.items() if name != "token_types"}
+_DISTILBERT = {
+    "attn_q": "attention.q_lin",
+    "attn_k": "attention.k_lin",
+    "attn_v": "attention.v_lin",
+    "attn_output": "attention.out_lin",
+    "attn_output_norm": "sa_layer_norm",
+    "ffn_up": "ffn.lin1",
+    "ffn_down": "ffn.lin2",
+    "layer_output_norm": "output_layer_norm",
+}
 _PERMUTED = {"attn_q": Undo.UNPERMUTE, "attn_k": Undo.UNPERMUTE}
 _CONV1D = dict.fromkeys(("attn_qkv", "attn_output", "ffn_up", "ffn_down"), Undo.TRANSPOSE)
 """GPT-2's ``Conv1D`` stores (in, out); llama.cpp transposes it to that of all other models."""
@@ -222,11 +233,12 @@ def architecture(header: GgufHeader, path: str) -> GgufArchitecture:
     """
     name = header.values.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:
+        reason = f" ({_REASONS[str(name)]})" if name in _REASONS else ""
         raise UnsupportedError(
-            f"{path} has the architecture {name!r}; GGUF is supported for {', '.join(ARCHITECTURES)}. "
-            "Load the safetensors of this model instead"
+            f"{path} has the architecture {name!r}, which is not supported{reason}. GGUF is supported for "
+            f"{', '.join(ARCHITECTURES)}. Load the safetensors of this model instead"
         )
-    return ARCHITECTURES[name]
+    return _BERTS[bert_kind(Values(header, path))] if name == "bert" else ARCHITECTURES[name]
 
 
 def config(header: GgufHeader, path: str, *, rope_factors: Mapping[str, tuple[float, ...]] | None = None) -> Config:
@@ -255,5 +267,20 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
     "gpt2": GgufArchitecture(_GPT2, _GPT2_TOP, "transformer.h", _CONV1D),
     "phi3": GgufArchitecture(_PHI3),
     "bloom": GgufArchitecture(_BLOOM, _BLOOM_TOP, "transformer.h", {"attn_qkv": Undo.UNFUSE}),
+    "gemma-embedding": GgufArchitecture(_SANDWICH, norms_plus_one=True),
     "bert": GgufArchitecture(_BERT, _BERT_TOP, "encoder.layer"),
 }
+_ROBERTA = replace(ARCHITECTURES["bert"], undone={"position_embd": Undo.DROP_TWO})
+_BERTS: Mapping[str, GgufArchitecture] = {
+    "bert": ARCHITECTURES["bert"],
+    "distilbert": GgufArchitecture(_DISTILBERT, _DISTILBERT_TOP, "transformer.layer"),
+    "roberta": _ROBERTA,
+    "xlm-roberta": _ROBERTA,
+}
+"""``model_type`` → what the architecture ``bert`` means for it."""
+_REASONS: Mapping[str, str] = {
+    "clip": "it is the vision part of another file: load the model itself, without mmproj",
+    "falcon": "KerasHub's Falcon has ALiBi and biases, as only Falcon-RW has, and llama.cpp's has neither",
+    "gptneox": "KerasHub's GPTNeoX uses the embedding as output layer, and these models have one of their own",
+}
+"""Why an architecture that KerasHub seems to have is not supported."""

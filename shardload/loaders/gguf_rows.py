@@ -4,6 +4,7 @@ A quantised tensor is stored row by row, each row in whole blocks, so any range 
 bits as in the whole tensor. This module undoes the transformations of llama.cpp's converter:
 
     MINUS_ONE   Gemma's norms are stored as w + 1
+    DROP_TWO    RoBERTa's first two positions, which stand for padding, are left out; they read as zeros
     TRANSPOSE   GPT-2's matrices are (out, in), in Hugging Face (in, out)
     UNPERMUTE   Llama's query and key rows are interleaved within each head, for rotary embeddings in pairs::
 
@@ -22,7 +23,7 @@ import importlib.util
 import math
 from collections.abc import Iterable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -53,6 +54,7 @@ class Undo(Enum):
 
     NOTHING = "nothing"
     MINUS_ONE = "minus one"
+    DROP_TWO = "drop two"
     TRANSPOSE = "transpose"
     UNPERMUTE = "unpermute"
     UNFUSE = "unfuse"
@@ -95,6 +97,9 @@ class GgufRows:
         if self.undo is Undo.TRANSPOSE:
             whole = self._decode(self._read(0, self.info.shape[0])).reshape(self.info.shape)
             return np.ascontiguousarray(whole.T[start:stop])
+        if self.undo is Undo.DROP_TWO:
+            stored = replace(self, undo=Undo.NOTHING).read_rows(max(start - 2, 0), max(stop - 2, 0))
+            return np.concatenate([np.zeros((stop - start - len(stored), *stored.shape[1:]), stored.dtype), stored])
         if self.undo is Undo.UNFUSE:
             return self._gather(fused_rows(np.arange(start, stop), self.info.shape[0], self.heads))
         align = self.row_alignment
@@ -156,6 +161,16 @@ def storage(info: TensorInfo, *, undo: Undo, heads: int = 1) -> tuple[Storage, n
         return Extent(info.path, info.offset), PLAIN[name]
     dtype = PLAIN[name] if name in PLAIN and undo is not Undo.MINUS_ONE else np.dtype(np.float32)
     return Decoded(GgufRows(info, undo, heads)), dtype
+
+
+def original_shape(info: TensorInfo, undo: Undo) -> tuple[int, ...]:
+    """Return the shape that a tensor has in Hugging Face's checkpoint."""
+    match undo:
+        case Undo.TRANSPOSE:
+            return info.shape[::-1]
+        case Undo.DROP_TWO:
+            return (info.shape[0] + 2, *info.shape[1:])
+    return info.shape
 
 
 def stored_rows(rows: NDArray[np.int64], head_rows: int) -> NDArray[np.int64]:

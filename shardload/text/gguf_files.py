@@ -2,7 +2,9 @@
 
     llama   SentencePiece      tokenizer.model
     gpt2    byte-level BPE     tokenizer.json
-            both               tokenizer_config.json: special tokens, chat template
+    bert    WordPiece          tokenizer.json, vocab.txt
+    t5      unigrams           tokenizer.json
+            all                tokenizer_config.json: special tokens, chat template
 
 A rebuilt tokenizer gives the same tokens for any text (`shardload.text.gguf_tokenizer`), but its files differ.
 """
@@ -14,6 +16,7 @@ from typing import Any
 
 from shardload.loaders.gguf import TokenizerMetadata, tokenizer_metadata
 from shardload.manifest import Manifest
+from shardload.text.encoder_tokenizers import encoder_tokenizer, is_lower_case, vocabulary
 from shardload.text.gguf_tokenizer import byte_level, check_supported, sentencepiece_proto
 
 _CLASSES = {"gemma": "GemmaTokenizer", "gemma2": "GemmaTokenizer", "gemma3_text": "GemmaTokenizer"}
@@ -45,7 +48,13 @@ def files_of(found: TokenizerMetadata, source: str, model_type: str) -> dict[str
     if "add_bos_token" in found.flags:
         described["add_bos_token"] = found.flags["add_bos_token"]
     check_supported(found.model, found.pre, source)
-    if found.model == "gpt2":
+    if found.model in ("bert", "t5"):
+        files = {"tokenizer.json": encoder_tokenizer(found).to_str(pretty=True).encode()}
+        described["tokenizer_class"] = "XLMRobertaTokenizer"
+        if found.model == "bert":
+            files["vocab.txt"] = "".join(f"{word}\n" for word in vocabulary(found)).encode()
+            described |= {"tokenizer_class": "BertTokenizer", "do_lower_case": is_lower_case(found)}
+    elif found.model == "gpt2":
         described["tokenizer_class"] = "PreTrainedTokenizerFast"
         files = {"tokenizer.json": byte_level(found).inner.to_str(pretty=True).encode()}
     else:

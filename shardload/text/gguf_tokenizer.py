@@ -1,12 +1,14 @@
 """Rebuild the tokenizer in a GGUF file's header exactly.
 
-Two kinds exist. ``llama`` is SentencePiece: the header has pieces, scores and types, but not the settings, which
+Four kinds exist. ``llama`` is SentencePiece: the header has pieces, scores and types, but not the settings, which
 decide everything beyond plain words. All models stored this way use the same settings: byte-pair merging by
 score, bytes for text that no piece covers, no Unicode normalisation, no collapsing of spaces, and a space before
 the text only if the header says so.
 
 ``gpt2`` is byte-level BPE: the header has vocabulary and merges, and names the regular expression that first splits
 text into words (``tokenizer.ggml.pre``); this module defines these expressions.
+
+``bert`` (WordPiece) and ``t5`` (XLM-RoBERTa's unigrams) are in `encoder_tokenizers`.
 """
 
 from __future__ import annotations
@@ -16,18 +18,30 @@ from typing import Any
 from shardload.errors import UnsupportedError
 from shardload.loaders.gguf import TokenizerMetadata, tokenizer_metadata
 from shardload.stores.location import Location
+from shardload.text.encoder_tokenizers import encoder_tokenizer, surround
 from shardload.text.tokenizer import TURN_ENDS, HuggingFace, SentencePiece, Tokenizer
 
+KINDS = ("llama", "gpt2", "bert", "t5")
+"""Supported values of ``tokenizer.ggml.model``."""
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """``tokenizer.ggml.token_type``; SentencePiece's own numbers."""
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED = "|".join(
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}{upper}{_LOWER}{lower}{_CONTRACTIONS}?"
+    for upper, lower in (("*", "+"), ("+", "*"))
+)
 PATTERNS = {
     "gpt-2": None,
     "default": None,
+    "bloom": r" ?[^(\s|.,!?…。，、।۔،)]+",  # noqa: RUF001 - sentence ends of several scripts
+    "dbrx": _CONTRACTIONS + _WORDS % "{1,3}",
+    "gpt-4o": _CASED + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     "llama-bpe": _CONTRACTIONS + _WORDS % "{1,3}",
     "smaug-bpe": _CONTRACTIONS + _WORDS % "{1,3}",
+    "roberta-bpe": None,
     "qwen2": _CONTRACTIONS + _WORDS % "",
 }
 """Pre-tokenizer → expression that splits text into words; ``None``: GPT-2's, which is built into tokenizers."""
@@ -51,7 +65,12 @@ def of_metadata(found: TokenizerMetadata, path: str) -> Tokenizer:
         SourceError: When its parts contradict each other.
     """
     check_supported(found.model, found.pre, path)
-    return _sentencepiece(found) if found.model == "llama" else byte_level(found)
+    match found.model:
+        case "llama":
+            return _sentencepiece(found)
+        case "gpt2":
+            return byte_level(found)
+    return HuggingFace(encoder_tokenizer(found), ())
 
 
 def check_supported(model: str, pre: str, path: str) -> None:
@@ -65,9 +84,9 @@ def check_supported(model: str, pre: str, path: str) -> None:
     Raises:
         UnsupportedError: When the type is not supported.
     """
-    if model not in ("llama", "gpt2"):
+    if model not in KINDS:
         raise UnsupportedError(
-            f"Cannot rebuild the tokenizer of {path}: its type is {model!r}, expected 'llama' or 'gpt2'. "
+            f"Cannot rebuild the tokenizer of {path}: its type is {model!r}, expected one of {', '.join(KINDS)}. "
             "Load without a prompt, and pass token ids to the model"
         )
     if model == "gpt2" and pre not in PATTERNS:
@@ -140,6 +159,9 @@ def byte_level(found: TokenizerMetadata) -> HuggingFace:
         [tokenizers.AddedToken(t, special=True, normalized=False) for t, k in special if k == CONTROL]
     )
     inner.add_tokens([tokenizers.AddedToken(t, normalized=False) for t, k in special if k == USER_DEFINED])
+    if found.pre == "roberta-bpe":
+        surround(inner, found)
+        return HuggingFace(inner, _stop_ids(found))
     bos = found.special_ids.get("bos")
     # Llama 3 needs its start token; GPT-2 and Qwen define one that they never use.
     prefix = (bos,) if bos is not None and found.flags.get("add_bos_token", found.pre == "llama-bpe") else ()

@@ -254,7 +254,14 @@ def test_malformed_headers(tmp_path, name):
 
 
 UNSUPPORTED = {
-    "architecture": ({"arch": "mamba"}, {}, "architecture 'mamba'; GGUF is supported for gemma, gemma2"),
+    "architecture": (
+        {"arch": "mamba"},
+        {},
+        "architecture 'mamba', which is not supported. GGUF is supported for gemma, gemma2",
+    ),
+    "falcon": ({"arch": "falcon"}, {}, r"not supported \(KerasHub's Falcon has ALiBi and biases"),
+    "gptneox": ({"arch": "gptneox"}, {}, r"not supported \(KerasHub's GPTNeoX uses the embedding as output layer"),
+    "vision": ({"arch": "clip"}, {}, r"not supported \(it is the vision part of another file"),
     "tensor": ({}, {"v.patch_embd.weight": np.zeros((2, 2), np.float32)}, "no counterpart"),
     "per layer": ({"extra": lambda w: w.add_array("llama.rope.freq_base", [1, 2])}, {}, "one number for all layers"),
 }

@@ -32,7 +32,11 @@ CASES = {
     "gpt2": ["gpt2, n_inner"],
     "phi3": ["phi3, untied", "phi3, longrope, short text", "phi3, longrope, long text"],
     "bloom": ["bloom, 6 heads"],
-    "bert": ["bert, masked LM"],
+    "gemma-embedding": ["gemma3_text, both directions"],
+    "bert": [
+        *("bert, masked LM", "distilbert, masked LM", "xlm-roberta, base model"),
+        *("roberta, token types of zeros, masked LM", "xlm-roberta, 2 token types"),
+    ],
 }
 """By architecture; of each, folders that say nothing that a GGUF file cannot say."""
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "formats.md"

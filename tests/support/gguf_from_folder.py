@@ -17,11 +17,15 @@ ARCHITECTURES = {
     "mistral": "llama",
     "mixtral": "llama",
     "gemma3_text": "gemma3",
+    "roberta": "bert",
+    "xlm-roberta": "bert",
+    "distilbert": "bert",
     "gpt_oss": "gpt-oss",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
 }
 """``model_type`` → ``general.architecture``, where they differ."""
+_BERTS = ("bert", "roberta", "xlm-roberta", "distilbert")
 _LLAMA = ("llama", "mistral", "mixtral", "smollm3")
 
 
@@ -29,10 +33,14 @@ def write(folder, path, *, kind="F16", **options):
     """Write the model of a folder; matrices as ``kind``, vectors as F32, as the script does."""
     config = json.loads((folder / "config.json").read_text())
     architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
+    if config.get("use_bidirectional_attention"):
+        architecture = "gemma-embedding"
     writer = gguf.GGUFWriter(str(path), architecture, **options)
     describe(writer, config)
     add_extra_tensors(writer, config)
-    names = _name_map(architecture, config.get("num_hidden_layers") or config["n_layer"])
+    names = _name_map(
+        architecture, next(config[key] for key in ("num_hidden_layers", "n_layer", "n_layers") if key in config)
+    )
     for name, value in sorted(modified(config, tensors_of(folder))):
         found = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert found, name
@@ -91,18 +99,18 @@ def describe(writer, config):
     rope = config.get("rope_parameters") or {}
     local = rope.get("sliding_attention", {})
     rope = rope.get("full_attention", rope)
-    hidden = first("hidden_size", "n_embd")
+    hidden = first("hidden_size", "n_embd", "dim")
     values = {
-        "block_count": first("num_hidden_layers", "n_layer"),
+        "block_count": first("num_hidden_layers", "n_layer", "n_layers"),
         "context_length": first("max_position_embeddings", "n_positions"),
         "embedding_length": hidden,
-        "feed_forward_length": first("intermediate_size", "n_inner") or 4 * hidden,
-        "head_count": first("num_attention_heads", "n_head"),
+        "feed_forward_length": first("intermediate_size", "n_inner", "hidden_dim") or 4 * hidden,
+        "head_count": first("num_attention_heads", "n_head", "n_heads"),
         "head_count_kv": config.get("num_key_value_heads"),
         "rope_freq_base": rope.get("rope_theta") or config.get("rope_theta"),
         "rope_freq_base_swa": local.get("rope_theta"),
         "layer_norm_rms_eps": config.get("rms_norm_eps"),
-        "layer_norm_eps": first("layer_norm_eps", "layer_norm_epsilon"),
+        "layer_norm_eps": first("layer_norm_eps", "layer_norm_epsilon") or (1e-12 if "dim" in config else None),
         "expert_count": first("num_local_experts", "num_experts"),
         "expert_used_count": config.get("num_experts_per_tok"),
         "expert_feed_forward_length": config.get("moe_intermediate_size"),
@@ -123,8 +131,9 @@ def describe(writer, config):
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-    if config["model_type"] == "bert":
+    if config["model_type"] in _BERTS:
         writer.add_causal_attention(False)
+        writer.add_tokenizer_model({"roberta": "gpt2", "xlm-roberta": "t5"}.get(config["model_type"], "bert"))
 
 
 def add_extra_tensors(writer, config):
@@ -135,12 +144,17 @@ def add_extra_tensors(writer, config):
             writer.add_tensor(f"rope_factors_{which}.weight", np.array(rope[f"{which}_factor"], np.float32))
 
 
+_PREFIXES = {"bloom": "transformer", "xlm-roberta": "roberta"}
+"""First part of names that the script removes, where it is not the model's type."""
+_DROPPED = ("cls.", "lm_head.", "pooler.", "vocab_", "classifier.")
+
+
 def modified(config, tensors):
     """Yield names and values after ``modify_tensors``."""
     kind, experts = config["model_type"], {}
     for full, value in tensors.items():
-        name = full.removeprefix("transformer." if kind == "bloom" else "bert.")
-        if kind == "bert" and (name.startswith(("cls.", "pooler.")) or name.endswith("position_ids")):
+        name = re.sub(rf"^{_PREFIXES.get(kind, kind)}\.", "", full)
+        if kind in _BERTS and (name.startswith(_DROPPED) or name.endswith("position_ids")):
             continue
         if kind == "gpt_oss" and re.search(r"\.(experts|sinks)", name):
             yield from _of_gpt_oss(name, value)
@@ -177,6 +191,8 @@ def _changed(kind, config, name, value):
         heads = config["n_head"]
         split = value.reshape(heads, 3, value.shape[0] // heads // 3, *value.shape[1:])
         return np.concatenate([split[:, i].reshape(-1, *value.shape[1:]) for i in range(3)])
+    if kind.endswith("roberta") and name.endswith("position_embeddings.weight"):
+        return value[2:]
     if _is_transposed(kind, name):
         return np.ascontiguousarray(value.T)
     if kind.startswith("gemma") and name.endswith("norm.weight"):

@@ -125,7 +125,23 @@ def byte_level():
     return inner
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "qwen2"])
+def test_roberta_s_byte_pairs_are_put_between_two_tokens(monkeypatch):
+    inner = tokenizers.ByteLevelBPETokenizer()
+    inner.train_from_iterator(TEXT, vocab_size=400, special_tokens=["<s>", "</s>"], show_progress=False)
+    described = json.loads(inner._tokenizer.to_str())["model"]
+    tokens = sorted(described["vocab"], key=described["vocab"].get)
+    merges = tuple(" ".join(m) if isinstance(m, list) else m for m in described["merges"])
+    none = np.array([], np.float32)
+    kinds = np.array([3, 3, *[1] * (len(tokens) - 2)], np.int32)
+    ids = {"bos": 0, "eos": 1, "seperator": 1}
+    found = TokenizerMetadata("gpt2", "roberta-bpe", tuple(tokens), none, kinds, merges, ids, {}, None)
+    monkeypatch.setattr(gguf_tokenizer, "tokenizer_metadata", lambda path: found)
+    rebuilt = gguf_tokenizer.rebuild("x.gguf")
+    for text in HARD:
+        assert rebuilt.encode(text) == [0, *inner.encode(text).ids, 1]
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "qwen2", "gpt-4o", "bloom", "dbrx"])
 def test_rebuilt_byte_level_tokenizer_equals_the_original(pre, monkeypatch):
     inner = byte_level()
     described = json.loads(inner._tokenizer.to_str())["model"]
@@ -152,7 +168,10 @@ def test_rebuilt_byte_level_tokenizer_equals_the_original(pre, monkeypatch):
             assert ids == inner.encode(text).ids
 
 
-@pytest.mark.parametrize(("kind", "pre", "message"), [("bert", "default", "'bert'"), ("gpt2", "tekken", "'tekken'")])
+@pytest.mark.parametrize(
+    ("kind", "pre", "message"),
+    [("rwkv", "default", "'rwkv', expected one of llama, gpt2, bert, t5"), ("gpt2", "tekken", "'tekken'")],
+)
 def test_unknown_gguf_tokenizers_are_named(kind, pre, message, monkeypatch):
     empty = np.array([], np.int32)
     found = TokenizerMetadata(kind, pre, ("a",), empty.astype(np.float32), empty, (), {}, {}, None)

@@ -124,7 +124,7 @@ def add_bert(writer):
     ("model_type", "add", "why"),
     [
         ("gemma2", lambda writer: None, "contains no tokenizer. Pass token ids to the model"),
-        ("gemma2", add_bert, "its type is 'bert', expected 'llama' or 'gpt2'"),
+        ("gemma2", add_bert, "is WordPiece, which KerasHub's GemmaCausalLMPreprocessor cannot read"),
         (
             "llama",
             add_pieces,
