@@ -67,7 +67,7 @@ def open_file(path: Location) -> Manifest:
     name = str(first)
     known = models.architecture(header, name)
     config = models.config(header, name, rope_factors=_rope_factors(header))
-    heads, kv_heads = head_counts(header, name)
+    heads, kv_heads = head_counts(header, name) if known.undone else (1, 1)
     require_package(header.tensors, name)
     tensors = []
     for stored in header.tensors:

@@ -97,6 +97,48 @@ def _gemma3(values: Values) -> Config:
     }
 
 
+def _gemma4(values: Values) -> Config:
+    """Build the text model's configuration; sliding and full attention differ in heads, their size, and rotation."""
+    layers = values.count("block_count")
+    slides = values.each("attention.sliding_window_pattern", layers)
+    inner = values.each("feed_forward_length", layers)
+    shared = values.each("attention.head_count_kv", layers)
+    full = next((i for i, one in enumerate(slides) if not one), layers - 1)
+    sliding = next((i for i, one in enumerate(slides) if one), 0)
+    width, factors = values.count("attention.key_length"), values.rope_factors.get("rope_freqs", ())
+    turned = {"rope_type": "proportional", "rope_theta": values.number("rope.freq_base", 1e6)}
+    turned |= {"partial_rotary_factor": 2 * sum(one == 1 for one in factors) / width if factors else 1.0}
+    local = {"rope_type": "default", "rope_theta": values.number("rope.freq_base_swa", 1e4)}
+    experts = values.number("expert_count", 0)
+    return _model(values, "gemma4_text", "Gemma4ForCausalLM") | {
+        "hidden_size": values.count("embedding_length"),
+        "intermediate_size": inner[0],
+        "use_double_wide_mlp": inner[-1] != inner[0],
+        "num_hidden_layers": layers,
+        "num_attention_heads": values.count("attention.head_count"),
+        "num_key_value_heads": shared[sliding],
+        "num_global_key_value_heads": None if shared[full] == shared[sliding] else shared[full],
+        "attention_k_eq_v": values.rows(f"blk.{full}.attn_v.weight") is None,
+        "num_kv_shared_layers": values.number("attention.shared_kv_layers", 0),
+        "head_dim": values.number("attention.key_length_swa", width),
+        "global_head_dim": width,
+        "layer_types": ["sliding_attention" if one else "full_attention" for one in slides],
+        "sliding_window": values.number("attention.sliding_window", 512),
+        "rope_parameters": {"full_attention": turned, "sliding_attention": local},
+        "rms_norm_eps": values.number("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": values.number("context_length", None),
+        "hidden_size_per_layer_input": values.number("embedding_length_per_layer_input", 0),
+        "vocab_size_per_layer_input": values.rows("per_layer_token_embd.weight") or 0,
+        "final_logit_softcapping": values.number("final_logit_softcapping", None),
+        "hidden_activation": "gelu_pytorch_tanh",
+        "enable_moe_block": bool(experts),
+        "num_experts": experts or None,
+        "top_k_experts": values.number("expert_used_count", None),
+        "moe_intermediate_size": values.number("expert_feed_forward_length", None),
+        "tie_word_embeddings": True,
+    }
+
+
 def _attention_scalar(base: Config, *, largest_layers: int) -> int:
     """Return ``query_pre_attn_scalar``, which GGUF lacks; like llama.cpp, detect the 27B exceptions by layer count."""
     if base["num_hidden_layers"] == largest_layers:
@@ -293,6 +335,7 @@ CONFIGS: Mapping[str, Callable[[Values], Config]] = {
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "gemma4": _gemma4,
     "llama": _llama,
     "smollm3": _smollm3,
     "qwen2": _qwen2,

@@ -43,6 +43,32 @@ _SANDWICH = _BLOCK | {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 """Gemma 2 and 3 have a norm before and after each half of a block."""
+_GEMMA4_TOP = _TOP | {
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
+_GEMMA4 = _SANDWICH | {
+    "layer_output_scale": "layer_scalar",
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    "ffn_gate_inp": "router.proj",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_gate_up_exps": "experts.gate_up_proj",
+    "ffn_down_exps": "experts.down_proj",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+}
+_BARE = frozenset(
+    {
+        *("self_attn.sinks", "layer_scalar", "router.scale", "router.per_expert_scale"),
+        *("experts.gate_up_proj", "experts.down_proj"),
+    }
+)
+"""Hugging Face's parameters whose names do not end in ``.weight``."""
 _MIXTRAL = {
     "ffn_gate_inp": "block_sparse_moe.gate",
     "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
@@ -172,12 +198,16 @@ class GgufArchitecture:
         if self.fuses_experts and block and block[2] in _FUSED:
             return None
         part = self.top_names.get(stem) if block is None else self._part(block[2], block[3])
-        if part is None or suffix not in {"weight", "bias"}:
+        if block and f"{block[2]}.{suffix}" in self.block_names:
+            part = self.block_names[f"{block[2]}.{suffix}"]
+        elif suffix not in {"weight", "bias"}:
+            part = None
+        if part is None:
             raise UnsupportedError(
                 f"{path}: tensor {name!r} has no counterpart in Hugging Face's layout of this architecture "
                 "(vision tensors and other additions are not supported). Load the safetensors of this model instead"
             )
-        ending = "" if part == "self_attn.sinks" else f".{suffix}"
+        ending = "" if part in _BARE else f".{suffix}"
         return f"{self.block}.{int(block[1])}.{part}{ending}" if block else f"{part}{ending}"
 
     def pieces(self, info: TensorInfo, path: str) -> Iterator[tuple[str, TensorInfo, Undo]]:
@@ -257,6 +287,7 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
     "gemma": GgufArchitecture(_BLOCK, norms_plus_one=True),
     "gemma2": GgufArchitecture(_SANDWICH, norms_plus_one=True),
     "gemma3": GgufArchitecture(_SANDWICH, norms_plus_one=True),
+    "gemma4": GgufArchitecture(_GEMMA4, _GEMMA4_TOP),
     "llama": GgufArchitecture(_BLOCK | _MIXTRAL, undone=_PERMUTED),
     "smollm3": GgufArchitecture(_BLOCK, undone=_PERMUTED),
     "qwen2": GgufArchitecture(_BLOCK),

@@ -56,6 +56,18 @@ class Values:
             )
         return found
 
+    def each(self, key: str, layers: int) -> list[int]:
+        """Return a setting of every layer: a list in the header, or one number for all."""
+        found = self.header.values.get(f"{self.architecture}.{key}")
+        if not isinstance(found, list):
+            return [self.count(key)] * layers
+        if len(found) != layers or not all(isinstance(one, int) and 0 <= one < 1 << 31 for one in found):
+            raise SourceError(
+                f"{self.path}: '{self.architecture}.{key}' should have one integer for each of {layers} layers, but is "
+                f"{str(found)[:80]}"
+            )
+        return [int(one) for one in found]
+
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Return a tensor's shape; ``None`` if the file does not contain the tensor."""
         return next((info.shape for info in self.header.tensors if info.name == name), None)

@@ -17,7 +17,7 @@ from typing import Any
 from shardload.loaders.gguf import TokenizerMetadata, tokenizer_metadata
 from shardload.manifest import Manifest
 from shardload.text.encoder_tokenizers import encoder_tokenizer, is_lower_case, vocabulary
-from shardload.text.gguf_tokenizer import byte_level, check_supported, sentencepiece_proto
+from shardload.text.gguf_tokenizer import byte_level, check_supported, sentencepiece_proto, spaced_pairs
 
 _CLASSES = {"gemma": "GemmaTokenizer", "gemma2": "GemmaTokenizer", "gemma3_text": "GemmaTokenizer"}
 _SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
@@ -54,9 +54,13 @@ def files_of(found: TokenizerMetadata, source: str, model_type: str) -> dict[str
         if found.model == "bert":
             files["vocab.txt"] = "".join(f"{word}\n" for word in vocabulary(found)).encode()
             described |= {"tokenizer_class": "BertTokenizer", "do_lower_case": is_lower_case(found)}
-    elif found.model == "gpt2":
+    elif found.model in ("gpt2", "gemma4"):
         described["tokenizer_class"] = "PreTrainedTokenizerFast"
-        files = {"tokenizer.json": byte_level(found).inner.to_str(pretty=True).encode()}
+        files = {
+            "tokenizer.json": (byte_level if found.model == "gpt2" else spaced_pairs)(found)
+            .inner.to_str(pretty=True)
+            .encode()
+        }
     else:
         described["tokenizer_class"] = _CLASSES.get(model_type, "LlamaTokenizer")
         files = {"tokenizer.model": _with_special(found)}

@@ -1,12 +1,14 @@
 """Rebuild the tokenizer in a GGUF file's header exactly.
 
-Four kinds exist. ``llama`` is SentencePiece: the header has pieces, scores and types, but not the settings, which
+Five kinds exist. ``llama`` is SentencePiece: the header has pieces, scores and types, but not the settings, which
 decide everything beyond plain words. All models stored this way use the same settings: byte-pair merging by
 score, bytes for text that no piece covers, no Unicode normalisation, no collapsing of spaces, and a space before
 the text only if the header says so.
 
 ``gpt2`` is byte-level BPE: the header has vocabulary and merges, and names the regular expression that first splits
 text into words (``tokenizer.ggml.pre``); this module defines these expressions.
+
+``gemma4`` is both: pieces as in SentencePiece, and merges.
 
 ``bert`` (WordPiece) and ``t5`` (XLM-RoBERTa's unigrams) are in `encoder_tokenizers`.
 """
@@ -21,7 +23,7 @@ from shardload.stores.location import Location
 from shardload.text.encoder_tokenizers import encoder_tokenizer, surround
 from shardload.text.tokenizer import TURN_ENDS, HuggingFace, SentencePiece, Tokenizer
 
-KINDS = ("llama", "gpt2", "bert", "t5")
+KINDS = ("llama", "gpt2", "gemma4", "bert", "t5")
 """Supported values of ``tokenizer.ggml.model``."""
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """``tokenizer.ggml.token_type``; SentencePiece's own numbers."""
@@ -70,6 +72,8 @@ def of_metadata(found: TokenizerMetadata, path: str) -> Tokenizer:
             return _sentencepiece(found)
         case "gpt2":
             return byte_level(found)
+        case "gemma4":
+            return spaced_pairs(found)
     return HuggingFace(encoder_tokenizer(found), ())
 
 
@@ -153,12 +157,7 @@ def byte_level(found: TokenizerMetadata) -> HuggingFace:
         [*split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)]
     )
     inner.decoder = decoders.ByteLevel()
-    kinds = zip(found.tokens, found.token_types.tolist(), strict=False)
-    special = [(token, kind) for token, kind in kinds if kind in (CONTROL, USER_DEFINED)]
-    inner.add_special_tokens(
-        [tokenizers.AddedToken(t, special=True, normalized=False) for t, k in special if k == CONTROL]
-    )
-    inner.add_tokens([tokenizers.AddedToken(t, normalized=False) for t, k in special if k == USER_DEFINED])
+    _add_tokens(inner, found)
     if found.pre == "roberta-bpe":
         surround(inner, found)
         return HuggingFace(inner, _stop_ids(found))
@@ -166,6 +165,35 @@ def byte_level(found: TokenizerMetadata) -> HuggingFace:
     # Llama 3 needs its start token; GPT-2 and Qwen define one that they never use.
     prefix = (bos,) if bos is not None and found.flags.get("add_bos_token", found.pre == "llama-bpe") else ()
     return HuggingFace(inner, _stop_ids(found), prefix)
+
+
+def spaced_pairs(found: TokenizerMetadata) -> HuggingFace:
+    """Rebuild Gemma 4's tokenizer: byte pairs over text whose spaces are ``▁``, and bytes for what no piece covers."""
+    import tokenizers
+    from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+    vocabulary = {token: i for i, token in enumerate(found.tokens)}
+    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in found.merges)]
+    unknown = found.tokens[found.special_ids.get("unknown", 0)]
+    inner: Any = tokenizers.Tokenizer(
+        models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
+    inner.normalizer = normalizers.Replace(" ", "\u2581")
+    inner.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    inner.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    _add_tokens(inner, found)
+    bos = found.special_ids.get("bos")
+    prefix = (bos,) if bos is not None and found.flags.get("add_bos_token", True) else ()
+    return HuggingFace(inner, _stop_ids(found), prefix)
+
+
+def _add_tokens(inner: Any, found: TokenizerMetadata) -> None:
+    """Mark tokens that a text contains as a whole: control tokens, which have no text, and user-defined ones."""
+    from tokenizers import AddedToken
+
+    kinds = list(zip(found.tokens, found.token_types.tolist(), strict=False))
+    inner.add_special_tokens([AddedToken(t, special=True, normalized=False) for t, k in kinds if k == CONTROL])
+    inner.add_tokens([AddedToken(t, normalized=False) for t, k in kinds if k == USER_DEFINED])
 
 
 def _stop_ids(found: TokenizerMetadata) -> tuple[int, ...]:

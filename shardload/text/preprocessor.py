@@ -110,8 +110,8 @@ def _why_none(cls: Any, manifest: Manifest) -> str | None:
         check_supported(kind, str(values.get("tokenizer.ggml.pre", "default")), source)
     except UnsupportedError as error:
         return str(error)
-    form = {"llama": "SentencePiece", "gpt2": "byte pairs", "bert": "WordPiece", "t5": "unigrams"}[kind]
-    if kind in ("bert", "t5") or not reads_tokenizer(cls, sentencepiece=kind == "llama"):
+    form = {"llama": "SentencePiece", "gpt2": "byte pairs", "bert": "WordPiece", "t5": "unigrams"}.get(kind, kind)
+    if kind in ("gemma4", "bert", "t5") or not reads_tokenizer(cls, sentencepiece=kind == "llama"):
         return f"the tokenizer in {source} is {form}, which KerasHub's {cls.__name__} cannot read. {INSTEAD}"
     if lacks_tensorflow(cls):
         return _lacks_tensorflow(cls)

@@ -22,6 +22,7 @@ CASES = {
     "gemma": ["gemma, tied"],
     "gemma2": ["gemma2, 4 KV heads"],
     "gemma3": ["gemma3_text, 7 layers"],
+    "gemma4": ["gemma4_text, two head_dims", "gemma4_text, per layer inputs", "gemma4_text, experts"],
     "llama": ["llama, untied", "mistral, tied", "mixtral, no sliding window"],
     "smollm3": ["smollm3, 4 layers"],
     "qwen2": ["qwen2, untied"],

@@ -20,6 +20,7 @@ ARCHITECTURES = {
     "roberta": "bert",
     "xlm-roberta": "bert",
     "distilbert": "bert",
+    "gemma4_text": "gemma4",
     "gpt_oss": "gpt-oss",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
@@ -42,7 +43,7 @@ def write(folder, path, *, kind="F16", **options):
         architecture, next(config[key] for key in ("num_hidden_layers", "n_layer", "n_layers") if key in config)
     )
     for name, value in sorted(modified(config, tensors_of(folder))):
-        found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        found = name if name.startswith("blk.") else names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert found, name
         stored, qtype = (value, None) if name.endswith("bias") else _stored(value, kind)
         writer.add_tensor(found, stored, raw_dtype=qtype)
@@ -119,6 +120,8 @@ def describe(writer, config):
         "value_length": config.get("head_dim"),
         "sliding_window": config.get("sliding_window") or None,
     }
+    if config["model_type"] == "gemma4_text":
+        values |= of_gemma4(writer, config)
     for key, value in values.items():
         if value is not None:
             getattr(writer, f"add_{key}")(value)
@@ -136,9 +139,36 @@ def describe(writer, config):
         writer.add_tokenizer_model({"roberta": "gpt2", "xlm-roberta": "t5"}.get(config["model_type"], "bert"))
 
 
+def of_gemma4(writer, config):
+    """What ``Gemma4Model.set_gguf_parameters`` sets otherwise."""
+    full = _full_width(config)
+    slides = [kind == "sliding_attention" for kind in config["layer_types"]]
+    writer.add_shared_kv_layers(config["num_kv_shared_layers"])
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"] or 0)
+    writer.add_sliding_window_pattern(slides)
+    writer.add_key_length_swa(config["head_dim"])
+    writer.add_value_length_swa(config["head_dim"])
+    found = {"key_length": full, "value_length": full, "expert_used_count": config["top_k_experts"]}
+    if (heads := config.get("num_global_key_value_heads")) is not None:
+        found["head_count_kv"] = [config["num_key_value_heads"] if one else heads for one in slides]
+    return found
+
+
+def _full_width(config):
+    """``head_dim`` of full attention, as transformers 5 or 4 writes it."""
+    return config["global_head_dim"] if "global_head_dim" in config else config["per_layer_config"]["1"]["head_dim"]
+
+
 def add_extra_tensors(writer, config):
     """What ``Phi3MiniModel.generate_extra_tensors`` adds."""
     rope = config.get("rope_parameters") or {}
+    if config["model_type"] == "gemma4_text":
+        width = (
+            config["per_layer_config"]["1"]["head_dim"] if "per_layer_config" in config else config["global_head_dim"]
+        )
+        turned = int(width * rope["full_attention"]["partial_rotary_factor"] / 2)
+        factors = [1.0] * turned + [1e30] * (width // 2 - turned)
+        writer.add_tensor("rope_freqs.weight", np.array(factors, np.float32))
     for which in ("long", "short"):
         if f"{which}_factor" in rope:
             writer.add_tensor(f"rope_factors_{which}.weight", np.array(rope[f"{which}_factor"], np.float32))
@@ -159,6 +189,9 @@ def modified(config, tensors):
         if kind == "gpt_oss" and re.search(r"\.(experts|sinks)", name):
             yield from _of_gpt_oss(name, value)
             continue
+        if kind == "gemma4_text" and (scaled := _of_gemma4(name)):
+            yield scaled, value
+            continue
         if kind == "gpt2" and name.endswith((".attn.bias", ".attn.masked_bias")):
             continue
         if found := re.fullmatch(r"(.+\.experts)\.(\d+)\.(\w+\.weight)", name):
@@ -167,6 +200,15 @@ def modified(config, tensors):
         yield name, _changed(kind, config, name, value)
     for name, parts in experts.items():
         yield name, np.stack([parts[i] for i in range(len(parts))])
+
+
+def _of_gemma4(name):
+    block = name.split(".")[2] if ".layers." in name else ""
+    if name.endswith("router.scale"):
+        return f"blk.{block}.ffn_gate_inp.scale"
+    if name.endswith("per_expert_scale"):
+        return f"blk.{block}.ffn_down_exps.scale"
+    return f"{name}.weight" if name.endswith(("layer_scalar", "experts.gate_up_proj", "experts.down_proj")) else ""
 
 
 def _of_gpt_oss(name, value):
@@ -195,7 +237,7 @@ def _changed(kind, config, name, value):
         return value[2:]
     if _is_transposed(kind, name):
         return np.ascontiguousarray(value.T)
-    if kind.startswith("gemma") and name.endswith("norm.weight"):
+    if kind.startswith("gemma") and kind != "gemma4_text" and name.endswith("norm.weight"):
         return value + np.float32(1)
     return value
 

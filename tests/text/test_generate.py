@@ -125,6 +125,39 @@ def byte_level():
     return inner
 
 
+def test_gemma_4_s_pairs_equal_the_original(monkeypatch):
+    from tokenizers import decoders, normalizers, pre_tokenizers, trainers
+
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    original = tokenizers.Tokenizer(tokenizer_models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    original.normalizer = normalizers.Replace(" ", "▁")
+    original.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    original.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special[:4], show_progress=False)
+    trainer.initial_alphabet = []
+    original.train_from_iterator(TEXT, trainer)
+    described = json.loads(original.to_str())
+    words = sorted(described["model"]["vocab"], key=described["model"]["vocab"].get) + special[4:]
+    described["model"]["vocab"] = {word: i for i, word in enumerate(words)}
+    original = tokenizers.Tokenizer.from_str(json.dumps(described))
+    found = TokenizerMetadata(
+        model="gemma4",
+        pre="default",
+        tokens=tuple(words),
+        scores=np.array([], np.float32),
+        token_types=np.array([3 if w in special[:4] else 6 if w in special else 1 for w in words], np.int32),
+        merges=tuple(" ".join(merge) for merge in described["model"]["merges"]),
+        special_ids={"padding": 0, "eos": 1, "bos": 2, "unknown": 3},
+        flags={"add_bos_token": True, "add_space_prefix": False},
+        chat_template=None,
+    )
+    monkeypatch.setattr(gguf_tokenizer, "tokenizer_metadata", lambda path: found)
+    rebuilt = gguf_tokenizer.rebuild("x.gguf")
+    for text in HARD:
+        assert rebuilt.encode(text) == [2, *original.encode(text).ids]
+        assert rebuilt.decode(rebuilt.encode(text)) == text
+
+
 def test_roberta_s_byte_pairs_are_put_between_two_tokens(monkeypatch):
     inner = tokenizers.ByteLevelBPETokenizer()
     inner.train_from_iterator(TEXT, vocab_size=400, special_tokens=["<s>", "</s>"], show_progress=False)
@@ -170,7 +203,7 @@ def test_rebuilt_byte_level_tokenizer_equals_the_original(pre, monkeypatch):
 
 @pytest.mark.parametrize(
     ("kind", "pre", "message"),
-    [("rwkv", "default", "'rwkv', expected one of llama, gpt2, bert, t5"), ("gpt2", "tekken", "'tekken'")],
+    [("rwkv", "default", "'rwkv', expected one of llama, gpt2, gemma4, bert, t5"), ("gpt2", "tekken", "'tekken'")],
 )
 def test_unknown_gguf_tokenizers_are_named(kind, pre, message, monkeypatch):
     empty = np.array([], np.int32)
