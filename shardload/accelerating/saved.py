@@ -50,6 +50,8 @@ def load_weights(call: EntryCall) -> Filled:
     model: Any = call.arguments["model"]
     if call.arguments.get("objects_to_skip") is not None:
         raise NotSupported("objects_to_skip is given")
+    if not model.built:
+        raise NotSupported("the model has not been built")
     path = local_path(call.arguments["filepath"])
     step = step_of(path)
     report = fill(model, step or path).report

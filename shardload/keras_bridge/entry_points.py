@@ -160,7 +160,8 @@ _KERAS_PATCHES = Patches(
         (saving_lib, "load_model", _through("model", _model_text)),
         (saving_api, "_load_model_from_orbax_checkpoint", _through("model", _model_text)),
         (saving_lib, "load_weights_only", _through("weights", _weights_text)),
-        (saving_api, "load_weights", _weights_of_step),
+        (saving_api, "load_weights", _weights_of_step),  # what `keras.Model.load_weights` calls
+        (keras.saving, "load_weights", _weights_of_step),
         (legacy_h5_format, "load_model_from_hdf5", _through("legacy", _model_text)),
         (legacy_h5_format, "load_weights_from_hdf5_group", _through("legacy", _legacy_text)),
         (legacy_h5_format, "load_weights_from_hdf5_group_by_name", _through("legacy", _legacy_text)),
@@ -217,7 +218,7 @@ def _loaders(original: Callable[..., Any]) -> Callable[..., Any]:
         loader = original(preset)
         if _handler() is not None:
             for name, kind in _LOADS.items():
-                setattr(loader, name, _of_preset(loader, kind, getattr(loader, name)))
+                setattr(loader, name, _of_preset(loader, kind, getattr(loader, name)))  # on the instance only
         return loader
 
     return get_preset_loader

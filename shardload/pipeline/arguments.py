@@ -13,8 +13,12 @@ from shardload.typing import DTypeLike
 from shardload.units import dtype_name, parse_bytes
 
 
-def check_model(model: Any) -> None:
+def check_model(model: Any, *, built: bool = True) -> None:
     """Check that ``model`` is a Keras model that can be filled.
+
+    Args:
+        model: Any object.
+        built: Require that it is built. Otherwise some of its layers may be, as those of a `Sequential` without input.
 
     Raises:
         UsageError: When it is not a Keras model.
@@ -24,7 +28,7 @@ def check_model(model: Any) -> None:
     if not hasattr(model, "weights"):
         raise UsageError(f"Cannot use {model!r:.60} as model: expected a Keras model, got {type(model).__name__}")
     check_backend()
-    if not getattr(model, "built", True):
+    if built and not getattr(model, "built", True):
         raise UnsupportedError(
             f"The model {model.name!r} has not been built. Call it on a batch of inputs, or model.build(input_shape), "
             "first"

@@ -115,7 +115,7 @@ class LoadRequest:
         if self.builds:
             arguments.check_backend()
         else:
-            arguments.check_model(self.model)
+            arguments.check_model(self.model, built=not self.as_keras)
         mesh, layout = self.mesh, self.layout
         if layout is None and has_mesh(mesh):
             layout = cast("LayoutLike", mesh)
