@@ -19,6 +19,7 @@ from shardload.pipeline import reporting
 from shardload.reports import LoadReport
 from shardload.sharding.devices import MeshDevices
 from shardload.sharding.mesh import DEFAULT_AXES, MeshSpec
+from shardload.text.sources import remember as remember_source
 
 
 class NotSupported(Exception):  # noqa: N818 - not an error: Keras makes the call
@@ -57,12 +58,12 @@ def fill(model: Any, path: Path) -> Loaded:
     return run(LoadRequest(function="load_weights", model=model, source=path, as_keras=True))
 
 
-def finish(model: Any, report: LoadReport, *, created: Sequence[Any] = (), committed: bool = False) -> None:
+def finish(model: Any, loaded: Loaded, *, created: Sequence[Any] = (), committed: bool = False) -> None:
     """Give all remaining variables their initial values, and take those without a layout off the mesh.
 
     Args:
         model: What the call returns.
-        report: The report of its load.
+        loaded: What was loaded into it, or into its backbone.
         created: References to the variables that its construction created.
         committed: Whether JAX refuses to combine the values with arrays on other devices, as those that Orbax reads.
     """
@@ -72,7 +73,8 @@ def finish(model: Any, report: LoadReport, *, created: Sequence[Any] = (), commi
     released = [release_from_mesh(variable, committed=committed) for variable in state_of(model)]
     if any(released):
         refresh_derived(model)
-    reporting.remember(model, report)
+    reporting.remember(model, loaded.report)
+    remember_source(model, loaded.manifest)
 
 
 def _default_device() -> Any:

@@ -24,7 +24,7 @@ class _Collected:
 
     loader: Any
     parts: dict[str, tuple[Any, Path]] = field(default_factory=dict)
-    """By part: the object to fill, and the path of its weights."""
+    """By part: the object to fill, and the folder of its weights."""
 
     def call(self, call: EntryCall) -> Any:
         """Collect a call that loads weights; make all others."""
@@ -42,24 +42,22 @@ class _Collected:
     def _add(self, part: str, target: Any, path: Path) -> None:
         if part in self.parts:
             raise NotSupported("it loads several parts")
-        self.parts[part] = (target, path)
+        self.parts[part] = (target, path if path.is_dir() else path.parent)
 
     def target(self, made: Any) -> tuple[Any, Path]:
-        """Return the object to fill and the path of its weights.
+        """Return the object to fill and the folder of its weights.
 
         Raises:
             NotSupported: When it is not the whole model, nor its backbone.
         """
         if BACKBONE not in self.parts:
             raise NotSupported("it loads no weights of a backbone")
-        backbone, path = self.parts[BACKBONE]
+        backbone, folder = self.parts[BACKBONE]
         if backbone is not getattr(made, "backbone", made):
             raise NotSupported("its weights are not those of its backbone")
         if HEAD not in self.parts:
-            return backbone, path
-        task, weights = self.parts[HEAD]
-        folder = path if path.is_dir() else path.parent
-        if task is not made or folder not in (weights, weights.parent):
+            return backbone, folder
+        if self.parts[HEAD] != (made, folder):
             raise NotSupported("its weights are in several folders")
         return made, folder
 
@@ -72,7 +70,6 @@ def from_preset(call: EntryCall) -> Filled:
     collected = _Collected(loader)
     with record_variables() as created, calls_to(collected.call), conversions_to(loader, collected.convert):
         made = call.original()
-    target, path = collected.target(made)
-    report = fill(target, path).report
-    finish(made, report, created=created)
-    return Filled(made, report)
+    loaded = fill(*collected.target(made))
+    finish(made, loaded, created=created)
+    return Filled(made, loaded.report)

@@ -35,7 +35,7 @@ def load_model(call: EntryCall) -> Filled:
         _load_folder(model, path / "assets")
     else:
         load_assets(model, loaded.manifest, check=checker)
-    finish(model, loaded.report, created=created, committed=is_step)
+    finish(model, loaded, created=created, committed=is_step)
     return Filled(model, loaded.report)
 
 
@@ -54,6 +54,6 @@ def load_weights(call: EntryCall) -> Filled:
         raise NotSupported("the model has not been built")
     path = local_path(call.arguments["filepath"])
     step = step_of(path)
-    report = fill(model, step or path).report
-    finish(model, report, committed=step is not None)
-    return Filled(None, report)
+    loaded = fill(model, step or path)
+    finish(model, loaded, committed=step is not None)
+    return Filled(None, loaded.report)

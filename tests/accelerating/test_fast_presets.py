@@ -179,6 +179,7 @@ def test_the_preprocessor_and_what_it_generates(generating):
     assert {type(model.preprocessor) for model in made} == {keras_hub.models.GemmaCausalLMPreprocessor}
     outside, inside = (model.generate("the quick brown fox", max_length=12) for model in made)
     assert inside == outside and len(inside) > len("the quick brown fox")
+    assert shardload.generate(made[1], "the quick brown fox", max_new_tokens=3)
 
 
 def test_a_handle_of_the_hugging_face_hub(folder_of, tmp_path, monkeypatch):

@@ -87,6 +87,7 @@ EDGES = {
         "reports",
         "resolve",
         "sharding",
+        "text",
     },
     "callbacks": {
         "data",
