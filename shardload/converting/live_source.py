@@ -6,23 +6,24 @@ model ─► value of every variable: an array on devices; of a kernel with LoRA
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shardload.converting import live_values, preprocessing
+from shardload.converting import live_values, preprocessing, transformers
 from shardload.converting.computing import StoredValue
 from shardload.converting.preprocessing import Preprocessing, preprocessing_of
 from shardload.converting.sidecar_files import Companions, companions_of
-from shardload.converting.source import Source
-from shardload.converting.transformers import is_weight
-from shardload.errors import UninitialisedError
+from shardload.converting.source import SHOWN, Source
+from shardload.errors import ShardloadError, UninitialisedError
 from shardload.hub import kerashub
+from shardload.hub.preprocessors import text_classes
 from shardload.keras_bridge import abstraction
 from shardload.keras_bridge.lora import LoraKernel
 from shardload.keras_bridge.variables import has_value, stored_dtype, unique, value_of
+from shardload.loaders.hf_folder import SPEC as HUGGING_FACE
 from shardload.loaders.hub_preset import CONFIG, METADATA, TASK, describe_folder
 from shardload.loaders.hub_preset import SPEC as PRESET
 from shardload.manifest import Manifest
@@ -74,7 +75,7 @@ def _value(variable: Any, kernel: LoraKernel | None) -> StoredValue:
     dtype = stored_dtype(variable)
     if kernel is not None:
         return StoredValue(variable, dtype, live=kernel.merged)
-    if is_weight(variable) or not _is_readable(value_of(variable)):
+    if transformers.is_weight(variable) or not _is_readable(value_of(variable)):
         return StoredValue(variable, dtype, live=partial(value_of, variable))
     return StoredValue(variable, dtype, array=live_values.host_value(value_of(variable)))
 
@@ -94,22 +95,47 @@ def _merging(kernels: Sequence[LoraKernel]) -> str:
 
 def _with_files(source: Source, folder: Path) -> Source:
     """Write KerasHub's files, and find the tokenizer's."""
-    model, origin = source.model, manifest_of(source.model)
+    model, loaded = source.model, manifest_of(source.model)
     kept, notes = Companions(), list(source.notes)
+    origin = loaded if loaded is not None and _describes(loaded, source.backbone) else None
     layer = Preprocessing(getattr(model, "preprocessor", None))
-    if layer.layer is None and origin is not None and Path(origin.source).exists():
-        kept = companions_of(origin)
-        layer = preprocessing_of(model, origin, kept)
+    if loaded is not None and Path(loaded.source).exists() and (origin is not None or layer.layer is None):
+        kept = companions_of(loaded)
+        layer = preprocessing_of(model, loaded, kept)
         notes += [*kept.notes, *layer.notes]
+    if origin is not None and kept.transformers:
+        notes.append(f"{', '.join(_shown(kept.transformers))} of Hugging Face are those of {origin.source}")
+    elif layer.layer is None and not kept.transformers and text_classes(model)[1] is not None:
+        notes.append("no tokenizer was written: the model has no preprocessor, and was not loaded with a tokenizer")
     preprocessing.write(model, layer, folder)
     made = companions_of(source.manifest).keras
+    others = {name: found for name, found in kept.transformers.items() if origin is not None or name != CONFIG}
     keras = {name: path for name, path in kept.keras.items() if name not in _DESCRIPTIONS}
     with abstraction.abstract():
         fresh = kerashub.build_model(describe_folder(located(folder))) if TASK in made else None
     return replace(
         source,
-        companions=Companions({**keras, **made}, kept.transformers),
+        companions=Companions({**keras, **made}, others),
         preprocessing=layer,
         notes=tuple(notes),
+        origin=origin,
         fresh=fresh,
     )
+
+
+def _shown(names: Iterable[str]) -> list[str]:
+    """Return a few file names, the configuration first."""
+    found = sorted(names, key=lambda name: (name != CONFIG, name))
+    return found if len(found) < SHOWN else [*found[: SHOWN - 1], f"{len(found) - SHOWN + 1} other files"]
+
+
+def _describes(loaded: Manifest, backbone: Any) -> bool:
+    """Whether KerasHub builds this backbone from the configuration of a Hugging Face folder."""
+    if loaded.format != HUGGING_FACE.name or "quantization_config" in str(loaded.config):
+        return False
+    try:
+        with abstraction.abstract():
+            again = kerashub.build_model(loaded, task=False)
+    except ShardloadError:  # loaded with ignore_config, or into a model of the user's
+        return False
+    return type(again) is type(backbone) and transformers.differing(backbone, again) is None

@@ -55,6 +55,8 @@ class Source:
     """Whether the model is the user's own, with its values on devices."""
     merged: frozenset[int] = frozenset()
     """``id`` of variables that are written as a part of others: the factors of LoRA."""
+    origin: Manifest | None = None
+    """The Hugging Face folder that a live model was loaded from, if its configuration describes the model."""
     fresh: Any = None
     """The same task as KerasHub compiles it, abstract: its optimizer is stored with the task's weights."""
     adapters: Manifest | None = None

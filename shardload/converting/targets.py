@@ -27,8 +27,10 @@ from shardload.loaders import spec_of
 from shardload.loaders.hf_folder import SPEC as HUGGING_FACE
 from shardload.loaders.orbax import SPEC as ORBAX
 from shardload.loaders.registry import specs
+from shardload.manifest import Tensor
 from shardload.mapping.state_tree import WEIGHTS, describe
 from shardload.transfer.casts import is_float
+from shardload.transfer.planning import Binding
 from shardload.units import parse_bytes
 from shardload.writers import TensorPlace
 
@@ -145,11 +147,8 @@ def _refuse_head(source: Source) -> None:
 def _safetensors(source: Source, dtypes: Mapping[int, Any], dtype: str | None, shard_bytes: int | None) -> Plan:
     from shardload.writers import safetensors
 
-    _refuse_head(source)
     backbone = source.backbone
-    config = _transformers_config(source, dtypes, dtype)
-    bindings = transformers.views_of(backbone, config, leave_out=source.merged)
-    shapes = transformers.stand_in(config).tensors
+    config, shapes, bindings = _layout(source, dtypes, dtype)
     tensors = transformers.wanted(bindings, shapes, dtypes)
     if whole_numbers := [t for t in tensors.values() if not is_float(t.dtype)]:
         raise UnsupportedError(
@@ -182,10 +181,46 @@ def _safetensors(source: Source, dtypes: Mapping[int, Any], dtype: str | None, s
     return Plan(HUGGING_FACE.name, copies, make, {}, (*notes, note) if rounded else notes)
 
 
+def _layout(
+    source: Source, dtypes: Mapping[int, Any], dtype: str | None
+) -> tuple[dict[str, Any], Mapping[str, Tensor], tuple[Binding, ...]]:
+    """Return the configuration, the tensors by name, and the elements of them that each variable fills."""
+    if source.origin is not None:
+        try:
+            bindings = transformers.views_of(source.model, source.origin, leave_out=source.merged)
+            return in_dtype(source.origin.config, _most(source, dtypes)), source.origin.tensors, bindings
+        except UnsupportedError:
+            if not transformers.is_written(source.backbone):
+                raise
+    _refuse_head(source)
+    config = _transformers_config(source, dtypes, dtype)
+    manifest = transformers.stand_in(config)
+    return config, manifest.tensors, transformers.views_of(source.backbone, manifest, leave_out=source.merged)
+
+
+def in_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """Return a configuration of Hugging Face that states another dtype, wherever it states one."""
+    found = {key: in_dtype(value, dtype) if key == "text_config" else value for key, value in config.items()}
+    names = {"torch_dtype", "dtype"} & found.keys()  # transformers 4 writes torch_dtype, 5 writes dtype
+    return {**found, **dict.fromkeys(names, dtype)}
+
+
+def _most(source: Source, dtypes: Mapping[int, Any]) -> str:
+    """Return the dtype of most floating-point elements."""
+    sizes: Counter[str] = Counter()
+    for i, value in source.values.items():
+        if is_float(dtypes[i]):
+            sizes[dtypes[i].name] += math.prod(value.variable.shape)
+    [(most, _)] = sizes.most_common(1)
+    return most
+
+
 def _transformers_config(source: Source, dtypes: Mapping[int, Any], dtype: str | None) -> dict[str, Any]:
     """Return the original configuration if the source has it, else one made from the backbone."""
     original = source.companions.config(TRANSFORMERS)
     if original is not None and original.get("model_type"):
+        if source.is_live:  # it may have another dtype now
+            return in_dtype(original, _most(source, dtypes))
         # transformers 4 writes torch_dtype, 5 writes dtype.
         names = [] if dtype is None else ["torch_dtype", *({"dtype"} & original.keys())]
         return {**original, **dict.fromkeys(names, dtype)}
@@ -194,11 +229,7 @@ def _transformers_config(source: Source, dtypes: Mapping[int, Any], dtype: str |
             f"Cannot write {type(source.model).__name__} for Hugging Face, which has no names for its tensors: it is "
             "not a KerasHub model. Choose the format h5 or orbax"
         )
-    sizes: Counter[str] = Counter()
-    for i, value in source.values.items():
-        if is_float(dtypes[i]):
-            sizes[dtypes[i].name] += math.prod(value.variable.shape)
-    [(most, _)] = sizes.most_common(1)
+    most = _most(source, dtypes)
     if spec_of(source.manifest).is_hugging_face and not transformers.is_written(source.backbone):
         return {**source.manifest.config, "torch_dtype": most}  # made from the GGUF header, in Hugging Face's form
     return transformers.config_of(source.backbone, most)

@@ -18,7 +18,7 @@ from shardload.hub import described, kerashub
 from shardload.keras_bridge import abstraction
 from shardload.keras_bridge.variables import stored_dtype
 from shardload.manifest import Manifest, Tensor, View
-from shardload.mapping import map_hub
+from shardload.mapping import VariableMap, map_hub, sort_unused
 from shardload.stores.nowhere import nowhere
 from shardload.transfer.planning import Binding
 from shardload.writers import Wanted
@@ -52,15 +52,29 @@ def config_of(backbone: Any, dtype: str) -> Config:
         raise UnsupportedError(
             f"Cannot describe {kind} in a Hugging Face configuration: {error}. {_ALTERNATIVES}"
         ) from error
-    wanted, found = backbone.get_config(), again.get_config()
-    differing = [k for k in wanted if k not in _NOT_COMPARED and wanted[k] != found.get(k)]
-    if differing:
-        key = differing[0]
+    if (key := differing(backbone, again)) is not None:
+        wanted, found = backbone.get_config()[key], again.get_config().get(key)
         raise UnsupportedError(
-            f"Cannot describe {kind} with {key}={wanted[key]!r} in a Hugging Face configuration: KerasHub would read "
-            f"{key}={found.get(key)!r}. {_ALTERNATIVES}"
+            f"Cannot describe {kind} with {key}={wanted!r} in a Hugging Face configuration: KerasHub would read "
+            f"{key}={found!r}. {_ALTERNATIVES}"
         )
     return config
+
+
+def differing(backbone: Any, other: Any) -> str | None:
+    """Return a setting in which another backbone differs from this one; ``None`` if they are the same."""
+    unused = {"image_size"} if getattr(backbone, "vision_encoder", None) is None else set()
+    wanted, found = _compared(backbone.get_config()), _compared(other.get_config())
+    return next((key for key in wanted if key not in unused and wanted[key] != found.get(key)), None)
+
+
+def _compared(config: Mapping[str, Any]) -> Config:
+    """Return the settings that affect weights, also of the layers that a model is made of."""
+    return {
+        key: _compared(value) if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if key not in _NOT_COMPARED
+    }
 
 
 def is_written(backbone: Any) -> bool:
@@ -78,32 +92,40 @@ def stand_in(config: Mapping[str, Any]) -> Manifest:
         raise UnsupportedError(f"Cannot write model_type {kind!r} for Hugging Face. {_ALTERNATIVES}") from error
 
 
-def views_of(backbone: Any, config: Mapping[str, Any], *, leave_out: Container[int] = ()) -> tuple[Binding, ...]:
+def views_of(model: Any, manifest: Manifest, *, leave_out: Container[int] = ()) -> tuple[Binding, ...]:
     """Return the elements of Hugging Face tensors that each variable fills; in the tensors' order.
 
     Args:
-        backbone: A KerasHub backbone, abstract or not.
-        config: The configuration from `config_of`, or of a checkpoint of the same model.
+        model: A KerasHub backbone or task, abstract or not.
+        manifest: From `stand_in`, or of a checkpoint of the same model, which may have tensors outside of the model.
         leave_out: ``id`` of variables that fill none.
 
     Raises:
         UnsupportedError: When an element has no variable or two, or a weight belongs to no tensor.
     """
-    manifest = stand_in(config)
-    mapping = map_hub(backbone, manifest)
+    mapping = map_hub(model, manifest)
     missing = [v.path for v in mapping.missing_variables if id(v) not in leave_out]
-    problems = [*map(str, mapping.mismatched), *missing, *mapping.unused, *(c.owner for c in mapping.computed)]
+    outside = _outside(mapping, manifest, model) if manifest.files else set()
+    unused = [name for name in mapping.unused if name not in outside]
+    problems = [*map(str, mapping.mismatched), *missing, *unused, *(c.owner for c in mapping.computed)]
     by_tensor: dict[str, list[Binding]] = {}
     for binding in mapping.bindings:
         by_tensor.setdefault(binding.view.tensor, []).append(binding)
-    problems += [name for name, tensor in manifest.tensors.items() if not covers(by_tensor.get(name, ()), tensor)]
+    stored = {name: tensor for name, tensor in manifest.tensors.items() if name not in outside}
+    problems += [name for name, tensor in stored.items() if not covers(by_tensor.get(name, ()), tensor)]
     if problems:
-        kind = type(backbone).__name__
+        kind = type(getattr(model, "backbone", model)).__name__
         raise UnsupportedError(
             f"Cannot match the variables of {kind} one to one with the Hugging Face tensors of model_type "
-            f"{config['model_type']!r}: {problems[0]}. {_ALTERNATIVES}"
+            f"{manifest.config['model_type']!r}: {problems[0]}. {_ALTERNATIVES}"
         )
-    return tuple(binding for name in manifest.tensors for binding in by_tensor[name])
+    return tuple(binding for name in stored for binding in by_tensor[name])
+
+
+def _outside(mapping: VariableMap, manifest: Manifest, model: Any) -> set[str]:
+    """Return tensors that a checkpoint of this model may lack: buffers, and copies of the embedding."""
+    found = sort_unused(mapping, manifest, model, compare=False)  # the load compared values
+    return {each.tensor for each in found.outside if not each.is_weight}
 
 
 def wanted(bindings: Iterable[Binding], shapes: Mapping[str, Tensor], dtypes: Mapping[int, Any]) -> dict[str, Wanted]:

@@ -1,8 +1,10 @@
 """A live model in every format: bits compared with what a conversion of its source writes; errors; what stays."""
 
+import json
 import os
 import random
 
+import hub_folders
 import jax
 import keras
 import keras_hub
@@ -13,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardload
+from shardload.comparing import diff
 from shardload.converting.live_values import boxes_of_run, reader_of_region, regions_of
 from shardload.errors import UninitialisedError, UnsupportedError, UsageError, WriteError
 from shardload.synth import synth
@@ -52,7 +55,8 @@ def test_a_hugging_face_folder_is_what_converting_the_source_gives(name, mesh, p
     report = shardload.save_as(model, tmp_path / "out", to="safetensors")
     assert same(made[name, "safetensors"], tmp_path / "out")
     assert report.tensors == len(shardload.inspect(tmp_path / "out").tensors)
-    assert (report.source, report.format, report.notes) == (model.name, "hf-safetensors", ())
+    assert (report.source, report.format) == (model.name, "hf-safetensors")
+    assert [note.partition(":")[0] for note in report.notes] == ["no tokenizer was written"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert (tmp_path / "out/config.json").read_bytes() == (made[name, "safetensors"] / "config.json").read_bytes()
     assert equal(values(shardload.load(tmp_path / "out", mesh="1x8")), values(model))
@@ -91,6 +95,57 @@ def test_any_keras_model_goes_to_a_file(tmp_path):
     with pytest.raises(UnsupportedError, match="Hugging Face, which has no names for its tensors"):
         shardload.save_as(model, tmp_path / "out", to="safetensors")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.json", "m.weights.h5"]
+
+
+FAMILIES = ("smollm3", "distilbert", "vit")
+
+
+@pytest.mark.parametrize("model_type", [FAMILIES[0], *(pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES[1:])])
+def test_other_families_go_back_to_the_folder_they_came_from(model_type, tmp_path):
+    source = tmp_path / "hf"
+    source.mkdir()
+    hub_folders.write(source, model_type, hub_folders.build(source, model_type), unwanted=False)
+    (source / "generation_config.json").write_text('{"top_k": 3}')
+    model = shardload.load(source, dtype="float32", mesh="1x2")
+    kernel = model.trainable_variables[1]
+    kernel.assign(kernel.value + 1)
+    report = shardload.save_as(model, tmp_path / "out", to="safetensors")
+    assert (
+        f"config.json, generation_config.json, tokenizer_config.json of Hugging Face are those of {source}"
+        == report.notes[0]
+    )
+    differing = diff(source, tmp_path / "out").differences
+    assert [found.what for found in differing] == ["values"]
+    assert equal(values(shardload.load(tmp_path / "out")), values(model))
+    assert (tmp_path / "out" / "generation_config.json").read_bytes() == b'{"top_k": 3}'
+    config = json.loads((source / "config.json").read_text())
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == config
+
+
+def test_what_no_view_inverts_is_refused(tmp_path):
+    hub_folders.write(tmp_path, "qwen2_moe", hub_folders.build(tmp_path, "qwen2_moe"), unwanted=False)
+    model = shardload.load(tmp_path)
+    with pytest.raises(UnsupportedError, match=r"one to one with the Hugging Face tensors of model_type 'qwen2_moe'"):
+        shardload.save_as(model, tmp_path / "out", to="safetensors")
+
+
+def test_the_configuration_states_the_dtype_that_was_written(tmp_path):
+    source = synth("qwen3_0.6b", scale=0.02, directory=tmp_path, format="safetensors")
+    model = shardload.load(source, dtype="float32")
+    shardload.save_as(model, tmp_path / "out", to="safetensors")
+    assert json.loads((source / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "float32"
+    assert equal(values(shardload.load(tmp_path / "out")), values(model))
+
+
+def test_a_folder_that_says_other_than_the_model_is_no_template(tmp_path):
+    source = synth("qwen3_0.6b", scale=0.02, directory=tmp_path, format="safetensors")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"hidden_act": "relu"}))
+    model = shardload.load(source, ignore_config=("hidden_act",))
+    report = shardload.save_as(model, tmp_path / "out", to="safetensors")
+    assert not any("are those of" in note for note in report.notes)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["hidden_act"] == "silu"
 
 
 class Own(keras.Model):
