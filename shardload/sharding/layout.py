@@ -16,6 +16,8 @@ import functools
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from shardload.errors import LayoutError
 from shardload.sharding.bounds import Bounds
 from shardload.sharding.mesh import MeshSpec
@@ -82,16 +84,6 @@ class Layout:
         """
         return _bounds(self, tuple(shape))
 
-    def _bounds_at(self, position: int, shard: tuple[int, ...]) -> Bounds:
-        where = self.mesh.coordinates(position)
-        start = []
-        for axes, length in zip(self.spec, shard, strict=True):
-            index = 0
-            for axis in axes:
-                index = index * self.mesh.axis_size(axis) + where[axis]
-            start.append(index * length)
-        return Bounds(tuple(start), tuple(a + n for a, n in zip(start, shard, strict=True)))
-
     def __str__(self) -> str:
         return "(" + ", ".join("+".join(axes) or "-" for axes in self.spec) + ")"
 
@@ -105,9 +97,21 @@ def _shard_shape(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def _bounds(layout: Layout, shape: tuple[int, ...]) -> tuple[Bounds, ...]:
-    """Cached: requested several times per variable, while a model has few different shapes."""
-    shard = layout.shard_shape(shape)
-    return tuple(layout._bounds_at(position, shard) for position in range(layout.mesh.size))
+    """Cached: requested several times per variable, while a model has few different shapes.
+
+    Positions with the same box share one object, of which a mesh of thousands of devices has few.
+    """
+    shard, mesh = layout.shard_shape(shape), layout.mesh
+    where = dict(zip(mesh.axes, np.indices(mesh.sizes).reshape(len(mesh.axes), mesh.size), strict=True))
+    starts = []  # per dim, of every position
+    for axes, length in zip(layout.spec, shard, strict=True):
+        index = np.zeros(mesh.size, np.int64)
+        for axis in axes:
+            index = index * mesh.axis_size(axis) + where[axis]
+        starts.append((index * length).tolist())
+    every = list(zip(*starts, strict=True)) if starts else [()] * mesh.size
+    made = {start: Bounds(start, tuple(a + n for a, n in zip(start, shard, strict=True))) for start in set(every)}
+    return tuple(map(made.__getitem__, every))
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,7 +103,7 @@ def local_bounds(binding: Binding, positions: Iterable[int]) -> tuple[Bounds, ..
 @functools.lru_cache(maxsize=1024)
 def _local_bounds(layout: Layout, shape: tuple[int, ...], positions: tuple[int, ...]) -> tuple[Bounds, ...]:
     everywhere = layout.bounds(shape)
-    return tuple(dict.fromkeys(everywhere[p] for p in positions))
+    return tuple({id(box): box for box in map(everywhere.__getitem__, positions)}.values())
 
 
 @dataclass(frozen=True, slots=True)
