@@ -87,8 +87,8 @@ def load(
         ``model.preprocessor = None`` to pass token ids. That of a GGUF file is made on first use. If KerasHub cannot
         make it, the report says why.
 
-        A copy of the model (`clone_model`, `deepcopy`, `pickle`, a saved file that Keras loads) is a plain model:
-        whole, on one device.
+        `copy.deepcopy` copies the model on its mesh. Other copies (`clone_model`, `pickle`, a saved file that Keras
+        loads) are plain models: whole, on one device.
 
     Raises:
         UsageError: When an argument is of the wrong kind or out of range.

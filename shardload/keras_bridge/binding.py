@@ -9,7 +9,8 @@ Keras keeps one distribution per thread, for all code that runs next. Instead, a
 
 The methods are wrapped on the instance, not on a class: there is no global state, other models are
 unaffected, and Keras saves, pickles or clones a plain model, because it never looks at instance
-attributes. Sub-models (a task's backbone) are bound with it.
+attributes. `copy.deepcopy` asks the instance, so a deep copy is bound too. Sub-models (a task's
+backbone) are bound with the model.
 
 A batch that is not divisible by the mesh's batch axis is replicated instead of split: same numbers, no error.
 """
@@ -76,7 +77,7 @@ class MeshParallel(keras.distribution.ModelParallel):  # type: ignore[misc]
     ) -> None:
         device_mesh = keras.distribution.DeviceMesh(mesh.sizes, list(mesh.axes), devices=np.array(devices))
         super().__init__(layout_map=keras.distribution.LayoutMap(device_mesh), batch_dim_name=batch_axis)
-        self._mesh, self._devices, self._by_path, self._activations = mesh, tuple(devices), by_path, activations
+        self._mesh, self._devices, self._by_path, self.activations = mesh, tuple(devices), by_path, activations
 
     def get_variable_layout(self, variable: Variable) -> Any:
         """Return the variable's own layout; for a new variable, that of its namesake, else replicated."""
@@ -95,7 +96,7 @@ class MeshParallel(keras.distribution.ModelParallel):  # type: ignore[misc]
 
     def get_tensor_layout(self, path: str) -> Any:
         """Return the layout that the user gave to a layer's output; by default None, and XLA places activations."""
-        found = None if self._activations is None else self._activations(path)
+        found = None if self.activations is None else self.activations(path)
         return found and keras.distribution.TensorLayout(found.axes, self.device_mesh)
 
     def replicated(self, rank: int) -> jax.sharding.NamedSharding:
@@ -171,7 +172,7 @@ def unbind(model: Model) -> None:
     """Remove a model's binding; its variables stay where they are. Does nothing for a plain model."""
     for part in models_in(model):
         if _ATTRIBUTE in vars(part):
-            for name in (*METHODS, _ATTRIBUTE):
+            for name in (*METHODS, "__deepcopy__", _ATTRIBUTE):
                 part.__dict__.pop(name, None)
             _forget_compiled(part)
 
@@ -247,6 +248,7 @@ def _install(model: Model, binding: ModelBinding) -> None:
         method = getattr(model, name, None)
         if callable(method):  # not setattr: Keras tracks attributes that are set
             model.__dict__[name] = _scoped(model, binding, method)
+    model.__dict__["__deepcopy__"] = _deepcopy(model, binding)
     model.__dict__[_ATTRIBUTE] = binding
     _forget_compiled(model)
 
@@ -268,6 +270,31 @@ def _scoped(model: Model, binding: ModelBinding, method: Callable[..., Any]) -> 
             return method(*args, **kwargs)
 
     return run
+
+
+def _deepcopy(model: Model, binding: ModelBinding) -> Callable[[dict[int, Any]], Model]:
+    """Return what `copy.deepcopy` calls: Keras' copy, by way of a saved file, on the same mesh in the same layouts."""
+
+    def deepcopy(memo: dict[int, Any]) -> Model:
+        layouts = []
+        for variable in variables_of(model):
+            rank, sharding = len(variable.shape), sharding_of(variable)
+            layouts.append(Layout.of_spec(binding.mesh, () if sharding is None else sharding.spec, rank))
+        make, arguments = model.__reduce__()
+        with binding.scope():
+            copied = memo[id(model)] = make(*arguments)
+        distribution = binding.distribution
+        bind(
+            copied,
+            mesh=binding.mesh,
+            devices=binding.devices,
+            layouts=layouts,
+            batch_axis=distribution.batch_dim_name,
+            activations=distribution.activations,
+        )
+        return copied
+
+    return deepcopy
 
 
 def _adopt(model: Model, binding: ModelBinding) -> None:

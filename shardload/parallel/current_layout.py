@@ -73,5 +73,4 @@ def _layout(variable: Any, mesh: MeshSpec) -> Layout:
     rank, sharding = len(variable.shape), _sharding(variable)
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return Layout.replicated(mesh, rank)
-    spec = (*sharding.spec, *(None,) * (rank - len(sharding.spec)))
-    return Layout(mesh, tuple(() if a is None else (a,) if isinstance(a, str) else tuple(a) for a in spec))
+    return Layout.of_spec(mesh, sharding.spec, rank)

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -53,6 +55,12 @@ class Layout:
     def split(cls, mesh: MeshSpec, rank: int, *, dim: int, axis: str) -> Layout:
         """Return a layout that splits one dim over one axis."""
         return cls(mesh, tuple((axis,) if d == dim else () for d in range(rank)))
+
+    @classmethod
+    def of_spec(cls, mesh: MeshSpec, spec: Iterable[Any], rank: int) -> Layout:
+        """Return the layout that a `jax.sharding.PartitionSpec` states for a variable of ``rank`` dims."""
+        axes = [() if a is None else (a,) if isinstance(a, str) else tuple(a) for a in spec]
+        return cls(mesh, (*axes, *((),) * (rank - len(axes))))
 
     @property
     def parts(self) -> tuple[int, ...]:
