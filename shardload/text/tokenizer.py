@@ -205,7 +205,7 @@ def _keras_hub(manifest: Manifest) -> Tokenizer | None:
     layer = kerashub.preset_tokenizer(manifest)
     known = (getattr(layer, name, None) for name in ("end_token_id", "end_token2_id"))
     vocabulary = layer.get_vocabulary()
-    ends = (vocabulary.index(token) for token in TURN_ENDS if token in vocabulary)
+    ends = (layer.token_to_id(token) for token in TURN_ENDS if token in vocabulary)
     start = getattr(layer, "start_token_id", None)
     stops = {int(i) for i in (*known, *ends) if i is not None}
     return KerasHub(layer, tuple(sorted(stops)), () if start is None else (int(start),))
