@@ -64,6 +64,7 @@ class ConvertReport:
     """The report of one conversion."""
 
     source: str
+    """The source; of `shardload.save_as`, the name of the model."""
     target: str
     format: str
     """Format of the target, as in `shardload.inspect`."""

@@ -129,11 +129,16 @@ def _fill(out: NDArray[Any], box: Bounds, region: Region) -> None:
             out[overlap.relative_to(wanted.start).slices] = part.view(out.dtype)
 
 
+def is_on_host(data: jax.Array) -> bool:
+    """Whether NumPy can view an array's memory, so that no part of it must be copied off its device first."""
+    return all(device.platform == "cpu" for device in data.devices())
+
+
 def _host_part(data: jax.Array, box: Bounds) -> NDArray[Any]:
     """Return a box of one device's array: a view of it on a CPU, else a copy of the box alone."""
     if box.shape == data.shape:
         return _uncached(data)
-    if all(device.platform == "cpu" for device in data.devices()):
+    if is_on_host(data):
         return _uncached(data)[box.slices]
     return np.asarray(jax.lax.dynamic_slice(data, box.start, box.shape))
 

@@ -295,3 +295,20 @@ def test_the_real_gguf_tokenizer(gemma3_gguf, tmp_path):  # noqa: F811
     for text in (*TEXT, "  def f(x):\n\treturn x ** 2", "na\u00efve \u65e5\u672c\u8a9e \U0001f680"):
         assert found.encode(text) == wanted.encode(text)
         assert [*wanted.prefix, *(int(i) for i in preset(text))] == wanted.encode(text)
+
+
+@pytest.mark.parametrize("name", ["gemma2_9b", "llama3.2_1b"])
+def test_a_live_model_keeps_its_tokenizer(name, folders, tmp_path):
+    def ids(source):
+        return shardload.tokenizer(source).encode(TEXT[0])
+
+    wanted = ids(folders[name])
+    model = shardload.load(folders[name], mesh="1x8")
+    for to in ("preset", "safetensors"):
+        shardload.save_as(model, tmp_path / to, to=to)
+        assert ids(tmp_path / to)[-len(wanted) :] == wanted  # Llama 3 begins with a token only in KerasHub
+    from_preset = shardload.load(tmp_path / "preset")  # knows of no folder of Hugging Face
+    shardload.save_as(from_preset, tmp_path / "back", to="safetensors")
+    assert ids(tmp_path / "back")[-len(wanted) :] == wanted
+    shardload.save_as(model.backbone, tmp_path / "backbone", to="preset")
+    assert not list((tmp_path / "backbone").glob("*tokenizer*"))

@@ -10,12 +10,13 @@ import keras
 import keras_hub
 import numpy as np
 import pytest
-from conversions import same
+from conversions import held, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardload
 from shardload.comparing import diff
+from shardload.converting import live_values
 from shardload.converting.live_values import boxes_of_run, reader_of_region, regions_of
 from shardload.errors import UninitialisedError, UnsupportedError, UsageError, WriteError
 from shardload.synth import synth
@@ -341,6 +342,42 @@ def test_a_region_is_read_as_numpy_reads_it(spec, ends):
     assert reader_of_region(region, np.dtype("float32"))(start, stop).view("float32").tolist() == list(
         range(start, stop)
     )
+
+
+def test_devices_with_memory_of_their_own_are_read_in_slices(gemma, made, tmp_path, monkeypatch):
+    monkeypatch.setattr(live_values, "is_on_host", lambda data: False)
+    shardload.save_as(gemma, tmp_path / "out", to="safetensors", host_memory_bytes="256KiB")
+    assert same(made["gemma3_1b", "safetensors"], tmp_path / "out")
+
+
+def test_what_a_killed_save_left_is_removed(gemma, tmp_path):
+    left = tmp_path / ".out.converting"
+    (left / "result").mkdir(parents=True)
+    (left / "journal.jsonl").write_text('{"plan": "another"}\n{"places": []}\n')
+    shardload.save_as(gemma, tmp_path / "out", to="safetensors")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_values_that_were_donated_to_a_computation(tmp_path):
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(5)])
+    model.variables[0].value.delete()
+    with pytest.raises(UninitialisedError, match="its array was donated"):
+        shardload.save_as(model, tmp_path / "m.weights.h5")
+
+
+def test_states_of_a_backbone_s_seed_generators_are_in_its_folders(tmp_path):
+    model = keras_hub.models.BertBackbone(
+        vocabulary_size=64, num_layers=2, num_heads=2, hidden_dim=8, intermediate_dim=16, max_sequence_length=16
+    )
+    ids = np.ones((1, 8), int)
+    model({"token_ids": ids, "segment_ids": ids * 0, "padding_mask": ids}, training=True)
+    for to in ("preset", "safetensors"):
+        shardload.save_as(model, tmp_path / to, to=to)
+        shardload.convert(tmp_path / to, tmp_path / f"{to}-step", to="orbax")
+        seeds = [t for name, t in held(tmp_path / f"{to}-step").items() if "seed" in name]
+        assert sorted(seed.tolist() for seed in seeds) == sorted(
+            np.asarray(v.value).tolist() for v in model.variables if "seed" in v.path
+        )
 
 
 def test_replaces_the_folder_the_model_came_from(tmp_path):
