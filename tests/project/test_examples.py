@@ -9,6 +9,7 @@ from subprocess import PIPE
 import pytest
 
 import shardload
+from shardload.steps.listing import list_steps
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -72,6 +73,20 @@ def test_restore_on_new_mesh(tmp_path):
     said = run("restore_on_new_mesh.py", "run", cwd=tmp_path)
     assert said in PAGE
     assert shardload.inspect(tmp_path / "run").format == "orbax"
+
+
+@pytest.mark.slow
+def test_lora_from_gguf_to_safetensors(tmp_path):
+    first, second = (
+        run("lora_from_gguf_to_safetensors.py", "gemma3_270m", "run", "out", n, cwd=tmp_path) for n in "46"
+    )
+    assert "Epoch 4/4" in first and second.startswith("Epoch 5/6")
+    assert "LoRA was merged into 36 kernels" in second
+    [step] = list_steps(tmp_path / "run")
+    assert (step.step, step.recorded.left_out) == (6, 236) and step.n_bytes < 5 << 20
+    command = ["convert", "run/6", "merged", "--to", "safetensors", "--merge-lora", "--base", "gemma3_270m"]
+    for arguments in (command, ["diff", "out", "merged"]):
+        subprocess.run([sys.executable, "-m", "shardload", *arguments], cwd=tmp_path, check=True, timeout=300)
 
 
 @pytest.mark.slow
