@@ -93,7 +93,15 @@ def limits(config: Config) -> Iterator[str]:
         return
     if rope.is_gemma_3(config) and (cap := text.get("attn_logit_softcapping")) is not None:
         yield f"attn_logit_softcapping: {cap} is left out, because transformers does not apply it to Gemma 3"
-    if rope.rotation(text, rope.FULL, default_theta=family.theta, head_dim=None).kind == "dynamic":
+    rotation = rope.rotation(text, rope.FULL, default_theta=family.theta, head_dim=None)
+    parameters = rotation.parameters
+    if rotation.kind == "longrope" and parameters.get("long_factor") != parameters.get("short_factor"):
+        longest = parameters["original_max_position_embeddings"]
+        yield (
+            f"{rope.field_of(text)}: longer texts than {longest} tokens have other rotary factors; where prompt and "
+            "answer together come near that, generate() chooses them otherwise than transformers, and results differ"
+        )
+    if rotation.kind == "dynamic":
         longest = text.get("max_position_embeddings")
         yield (
             f"{rope.field_of(text)}: transformers scales positions dynamically after {longest} tokens, KerasHub does "
