@@ -25,6 +25,8 @@ class _Collected:
     loader: Any
     parts: dict[str, tuple[Any, Path]] = field(default_factory=dict)
     """By part: the object to fill, and the folder of its weights."""
+    n_weights: int = 0
+    """Number of weights that the backbone had when KerasHub would have loaded them."""
 
     def call(self, call: EntryCall) -> Any:
         """Collect a call that loads weights; make all others."""
@@ -43,6 +45,8 @@ class _Collected:
         if part in self.parts:
             raise NotSupported("it loads several parts")
         self.parts[part] = (target, path if path.is_dir() else path.parent)
+        if part == BACKBONE:
+            self.n_weights = len(target.weights)
 
     def target(self, made: Any) -> tuple[Any, Path]:
         """Return the object to fill and the folder of its weights.
@@ -55,6 +59,8 @@ class _Collected:
         backbone, folder = self.parts[BACKBONE]
         if backbone is not getattr(made, "backbone", made):
             raise NotSupported("its weights are not those of its backbone")
+        if self.n_weights != len(backbone.weights):
+            raise NotSupported("its backbone was not built when KerasHub loads it")
         if HEAD not in self.parts:
             return backbone, folder
         if self.parts[HEAD] != (made, folder):

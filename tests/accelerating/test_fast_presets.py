@@ -53,6 +53,13 @@ def compare(function):
     return report
 
 
+def tasks_of(backbone):
+    """KerasHub's own tasks that have a class of backbone."""
+    found = [vars(keras_hub.models)[name] for name in sorted(vars(keras_hub.models))]
+    tasks = [cls for cls in found if isinstance(cls, type) and issubclass(cls, keras_hub.models.Task)]
+    return [cls for cls in tasks if cls.backbone_cls is backbone]
+
+
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory):
     made = {}
@@ -217,3 +224,16 @@ print([call.by for call in report])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "['shardload']", done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("module", "name"), [pytest.param(*p.values, id=p.id) for p in FAMILIES])
+def test_every_task_of_a_family(module, name, folder_of, monkeypatch):
+    if name == "gemma3n":
+        hub_nested.shrink_mobilenet(monkeypatch)
+    path = folder_of(module, name)
+    backbone = type(keras_hub.models.Backbone.from_preset(path, load_weights=False))
+    for cls in tasks_of(backbone):
+        report = compare(lambda: cls.from_preset(path, preprocessor=None, dtype="bfloat16"))  # noqa: B023  # called here
+        unable = name in BY_KERAS or cls is keras_hub.models.Gemma3nCausalLM  # needs the values of its embedding
+        assert all(call.by == "shardload" or call.error or unable for call in report), str(report)
