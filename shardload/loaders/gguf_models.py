@@ -312,6 +312,7 @@ _BERTS: Mapping[str, GgufArchitecture] = {
 _REASONS: Mapping[str, str] = {
     "clip": "it is the vision part of another file: load the model itself, without mmproj",
     "falcon": "KerasHub's Falcon has ALiBi and biases, as only Falcon-RW has, and llama.cpp's has neither",
+    **dict.fromkeys(("qwen35", "qwen35moe"), "it stores -exp(A_log), from which A_log does not come back bit for bit"),
     "gptneox": "KerasHub's GPTNeoX uses the embedding as output layer, and these models have one of their own",
 }
 """Why an architecture that KerasHub seems to have is not supported."""

@@ -262,6 +262,7 @@ UNSUPPORTED = {
     ),
     "falcon": ({"arch": "falcon"}, {}, r"not supported \(KerasHub's Falcon has ALiBi and biases"),
     "gptneox": ({"arch": "gptneox"}, {}, r"not supported \(KerasHub's GPTNeoX uses the embedding as output layer"),
+    "qwen35": ({"arch": "qwen35"}, {}, r"not supported \(it stores -exp\(A_log\)"),
     "vision": ({"arch": "clip"}, {}, r"not supported \(it is the vision part of another file"),
     "tensor": ({}, {"v.patch_embd.weight": np.zeros((2, 2), np.float32)}, "no counterpart"),
     "per layer": ({"extra": lambda w: w.add_array("llama.rope.freq_base", [1, 2])}, {}, "one number for all layers"),
