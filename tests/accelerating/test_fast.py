@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from keras.models import load_model  # by name, as programs do before the block
 from keras.src.saving import saving_api, saving_lib
-from same_models import differences
+from same_models import differences, variable_differences
 
 import shardload
 from shardload.callbacks import OrbaxCheckpoint
-from shardload.errors import BackendError, DamagedError
+from shardload.errors import BackendError, DamagedError, UninitialisedError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")  # Orbax, asked by Keras
 
@@ -292,6 +292,36 @@ def test_damage_is_not_handed_to_keras(tmp_path):
     assert call.error is not None and call.by == "shardload"
 
 
+class Picky(keras.layers.Dense):
+    """A layer that takes zeros only, which shardload finds out when the layer before it has new values."""
+
+    def load_own_variables(self, store):
+        if np.asarray(store["0"]).any():
+            raise ValueError("expected zeros")
+        super().load_own_variables(store)
+
+
+def test_a_failure_half_way_is_that_of_keras(tmp_path):
+    def model():
+        keras.utils.set_random_seed(1)
+        return keras.Sequential([keras.Input((4,)), keras.layers.Dense(5, name="a"), Picky(3, name="b")], name="m")
+
+    saved = model()
+    saved.layers[0].kernel.assign(saved.layers[0].kernel * 2)
+    saved.save_weights(tmp_path / "m.weights.h5")
+    outside, inside = model(), model()
+    with pytest.raises(ValueError, match="expected zeros"):
+        outside.load_weights(tmp_path / "m.weights.h5")
+    with shardload.fast() as report, pytest.raises(ValueError, match="expected zeros"):
+        inside.load_weights(tmp_path / "m.weights.h5")
+    (call,) = report
+    assert call.by == "keras" and "variables have new values" in call.why
+    for a, b in zip(inside.layers[0].weights, outside.layers[0].weights, strict=True):
+        assert variable_differences(a, b) == []
+    with pytest.raises(UninitialisedError, match="m/b/bias"):  # shardload had let go of it; Keras leaves the old value
+        _ = inside.layers[1].bias.value
+
+
 class Interrupts(keras.layers.Dense):
     """Ctrl-C while its weights are loaded."""
 
@@ -312,6 +342,7 @@ def test_ctrl_c_ends_the_call(tmp_path):
 
 def test_nothing_is_left_behind(saved):
     names = [(saving_lib, "load_model"), (saving_lib, "load_weights_only"), (saving_api, "load_weights")]
+    names += [(keras.saving, "load_weights")]
     before = [getattr(module, name) for module, name in names]
     with pytest.raises(ZeroDivisionError), shardload.fast():
         assert [getattr(module, name) for module, name in names] != before
