@@ -114,6 +114,8 @@ def save_as(
     )
     shown = as_progress(progress)
     arguments.check_model(model)
+    if hasattr(model, "jax_state_sync"):
+        model.jax_state_sync()  # during fit, variables have no values until Keras gives them back
     with_lora = lora_layers(model)
     if with_lora and not merge_lora:
         raise UnsupportedError(

@@ -65,7 +65,7 @@ def _value(variable: Any, kernel: LoraKernel | None) -> StoredValue:
     if not has_value(variable):
         raise UninitialisedError(
             f"Cannot save variable {variable.path!r}: it has no value. Load a checkpoint into the model, or call "
-            "shardload.initialise(model), first"
+            "shardload.initialise(model), first; in a callback of fit, save self.model, not a part of it"
         )
     if value_of(variable).is_deleted():
         raise UninitialisedError(

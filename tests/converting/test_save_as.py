@@ -183,6 +183,22 @@ def test_quantised_kernels_are_no_weights_of_hugging_face(presets, tmp_path):
         shardload.save_as(model, tmp_path / "lora", to="preset", merge_lora=True)
 
 
+def test_a_model_is_saved_while_it_trains(tmp_path):
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(5)])
+    model.compile("sgd", "mse")
+    saved = []
+
+    def save(batch, logs):
+        shardload.save_as(model, tmp_path / f"{batch}.weights.h5")
+        saved.append(values(model))
+
+    callback = keras.callbacks.LambdaCallback(on_train_batch_end=save)
+    model.fit(np.ones((6, 6)), np.ones((6, 5)), batch_size=2, verbose=0, callbacks=[callback])
+    for batch, weights in enumerate(saved):
+        assert equal(values(shardload.load(tmp_path / f"{batch}.weights.h5")), weights)
+    assert len({weights[0].tobytes() for weights in saved}) == 3
+
+
 def test_a_classifier_that_was_trained(tmp_path):
     backbone = keras_hub.models.BertBackbone(
         vocabulary_size=64, num_layers=2, num_heads=2, hidden_dim=8, intermediate_dim=16, max_sequence_length=16
