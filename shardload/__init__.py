@@ -66,6 +66,7 @@ __all__ = [
     "load",
     "load_arrays",
     "load_weights",
+    "parallel",
     "plan",
     "report",
     "restore",
@@ -99,7 +100,7 @@ _HOMES = {
     "tokenizer": "text.sources",
 }
 
-_MODULES = ("callbacks", "data")
+_MODULES = ("callbacks", "data", "parallel")
 
 if "keras" not in sys.modules:
     os.environ.setdefault("KERAS_BACKEND", "jax")

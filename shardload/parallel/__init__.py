@@ -8,7 +8,23 @@ fallbacks to report where it cannot.
 from __future__ import annotations
 
 from shardload.parallel.choose import choose
+from shardload.parallel.collectives import all_gather, all_reduce, reduce_scatter, split_tensor_for_parallelism
+from shardload.parallel.device_ids import devices_of, get_best_devices, list_devices
 from shardload.parallel.memory_fit import MeshFit, fit, smallest_mesh
 from shardload.parallel.result import LayoutChoice, VariableLayout
 
-__all__ = ["LayoutChoice", "MeshFit", "VariableLayout", "choose", "fit", "smallest_mesh"]
+__all__ = [
+    "LayoutChoice",
+    "MeshFit",
+    "VariableLayout",
+    "all_gather",
+    "all_reduce",
+    "choose",
+    "devices_of",
+    "fit",
+    "get_best_devices",
+    "list_devices",
+    "reduce_scatter",
+    "smallest_mesh",
+    "split_tensor_for_parallelism",
+]

@@ -1,0 +1,296 @@
+"""Collectives on sharded arrays and inside `jax.shard_map`, and splitting by hand.
+
+    array with a NamedSharding   ─► shard_map over its own mesh ─► an array that keeps its split on other axes
+    inside an enclosing shard_map ─► the plain primitive of `jax.lax`
+
+Each is defined by what every device has: its shard goes in, and its shard of the result comes out. An array that is
+replicated over an axis has equal shards there: its sum over the axis is the array times the size of the axis.
+
+Never `pmap`. After `keras` pull request 21792, which proposed these names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal, TypeAlias
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardload.errors import LayoutError, MeshError, UnsupportedError, UsageError
+
+Op: TypeAlias = Literal["sum", "mean", "max", "min"]
+Axes: TypeAlias = str | Sequence[str]
+_Spec: TypeAlias = tuple[tuple[str, ...], ...]
+"""Mesh axes per dim."""
+_REDUCE: dict[str, Callable[..., Any]] = {
+    "sum": jax.lax.psum,
+    "mean": jax.lax.pmean,
+    "max": jax.lax.pmax,
+    "min": jax.lax.pmin,
+}
+
+
+def all_reduce(
+    x: Any, op: Op = "sum", axis_name: Axes = "model", mesh: Mesh | None = None, *, spec: PartitionSpec | None = None
+) -> Any:
+    """Combine the shards along mesh axes, element by element; all devices along them get the result.
+
+    Args:
+        x: An array of any shape. Its dims that are split over ``axis_name`` become as short as one shard. An array that
+            is replicated over ``axis_name`` is multiplied by the size of the axes by ``"sum"``, and stays as it is
+            otherwise.
+        op: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``. The last two have no derivative.
+        axis_name: One mesh axis, or several, over which to combine.
+        mesh: The mesh of an array that is not on one yet, which counts as replicated.
+        spec: Inside `jax.jit`, where shardings are not known: how ``x`` is split over ``mesh``.
+
+    Returns:
+        The combined array, replicated over ``axis_name``, split over other axes as before. Inside an enclosing
+        `jax.shard_map` with these axes, the result of the primitive.
+
+    Raises:
+        UsageError: When ``op`` is unknown, or the mesh or the sharding of ``x`` is not.
+        MeshError: When the mesh has no such axis.
+        UnsupportedError: When a derivative of ``"max"`` or ``"min"`` is needed.
+    """
+    if op not in _REDUCE:
+        raise UsageError(f"Cannot reduce by op={op!r:.60}. Choose {', '.join(_REDUCE)}")
+    axes = _names(axis_name)
+    local = partial(_REDUCE[op], axis_name=axes)
+    if _is_manual(axes):
+        return local(x)
+    return _on_mesh(
+        x,
+        local,
+        lambda split: _without(split, axes),
+        axes=axes,
+        mesh=mesh,
+        spec=spec,
+        derivative=None if op in ("sum", "mean") else f"all_reduce(op={op!r})",
+    )
+
+
+def all_gather(
+    x: Any, axis: int, axis_name: Axes = "model", mesh: Mesh | None = None, *, spec: PartitionSpec | None = None
+) -> Any:
+    """Concatenate the shards along mesh axes; all devices along them get the result.
+
+    Args:
+        x: An array. If dim ``axis`` is split over ``axis_name`` only, its values stay as they are and it becomes
+            replicated. If ``x`` is replicated over ``axis_name``, the result contains it once per device.
+        axis: The dim along which shards are concatenated; negative ones count from the end.
+        axis_name: As for `all_reduce`.
+        mesh: As for `all_reduce`.
+        spec: As for `all_reduce`.
+
+    Raises:
+        UsageError: When there is no such dim, or mesh or sharding are unknown.
+        MeshError: When the mesh has no such axis.
+    """
+    axes, dim = _names(axis_name), _dim(x, axis)
+    local = partial(jax.lax.all_gather, axis_name=axes, axis=dim, tiled=True)
+    if _is_manual(axes):
+        return local(x)
+    return _on_mesh(x, local, lambda split: _without(split, axes), axes=axes, mesh=mesh, spec=spec)
+
+
+def reduce_scatter(
+    x: Any,
+    axis: int,
+    axis_name: Axes = "model",
+    mesh: Mesh | None = None,
+    *,
+    op: Literal["sum", "mean"] = "sum",
+    spec: PartitionSpec | None = None,
+) -> Any:
+    """Add the shards along mesh axes; every device along them gets one part of the result.
+
+    Args:
+        x: An array; the length of dim ``axis`` of a shard is divisible by the size of the axes.
+        axis: The dim along which the sum is divided; negative ones count from the end.
+        axis_name: As for `all_reduce`.
+        mesh: As for `all_reduce`.
+        op: ``"sum"`` or ``"mean"``.
+        spec: As for `all_reduce`.
+
+    Returns:
+        The array that `all_reduce` returns, but split over ``axis_name`` along dim ``axis``.
+
+    Raises:
+        UsageError: When ``op`` is unknown, there is no such dim, or mesh or sharding are unknown.
+        MeshError: When the mesh has no such axis.
+        LayoutError: When the dim is not divisible.
+    """
+    if op not in ("sum", "mean"):
+        raise UsageError(f"Cannot reduce_scatter by op={op!r:.60}. Choose sum or mean")
+    axes, dim = _names(axis_name), _dim(x, axis)
+
+    def local(shard: Any) -> Any:
+        parts = math.prod(jax.lax.axis_size(name) for name in axes)
+        if shard.shape[dim] % parts:
+            raise LayoutError(
+                f"Cannot divide dim {dim} of shards of shape {tuple(shard.shape)} into {parts} parts, one for each "
+                f"device along {', '.join(axes)}"
+            )
+        found = jax.lax.psum_scatter(shard, axes, scatter_dimension=dim, tiled=True)
+        return found / parts if op == "mean" else found
+
+    if _is_manual(axes):
+        return local(x)
+
+    def out(split: _Spec) -> _Spec:
+        rest = _without(split, axes)
+        return (*rest[:dim], rest[dim] + axes, *rest[dim + 1 :])
+
+    return _on_mesh(x, local, out, axes=axes, mesh=mesh, spec=spec)
+
+
+def split_tensor_for_parallelism(tensor: Any, index: int, device_count: int, dim: int) -> Any:
+    """Return one of ``device_count`` parts of an array along a dim, as `numpy.array_split` cuts them.
+
+    Args:
+        tensor: A NumPy or JAX array.
+        index: Which part, from 0.
+        device_count: How many parts. If they do not divide the dim, the first ones have one element more.
+        dim: The dim to cut; negative ones count from the end.
+
+    Raises:
+        UsageError: When there is no such dim or part.
+    """
+    dim = _dim(tensor, dim)
+    for name, value, least in (("device_count", device_count, 1), ("index", index, 0)):
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+            raise UsageError(
+                f"Cannot split a tensor with {name}={value!r:.60}: expected an integer of at least {least}"
+            )
+    if index >= device_count:
+        raise UsageError(f"Cannot return part {index} of {device_count}: parts are counted from 0")
+    size, more = divmod(int(tensor.shape[dim]), int(device_count))
+    start = index * size + min(index, more)
+    return tensor[(slice(None),) * dim + (slice(start, start + size + (index < more)),)]
+
+
+# ---- what they share -----------------------------------------------------------------------------
+
+
+def _names(axis_name: Axes) -> tuple[str, ...]:
+    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    if not names or len(set(names)) < len(names) or not all(isinstance(name, str) for name in names):
+        raise UsageError(
+            f"Cannot use axis_name={axis_name!r:.60}: expected the name of a mesh axis, or different names"
+        )
+    return names
+
+
+def _dim(x: Any, axis: int) -> int:
+    rank = np.ndim(x)
+    if isinstance(axis, bool) or not isinstance(axis, int | np.integer) or not -rank <= axis < rank:
+        raise UsageError(f"Cannot use dim {axis!r:.60} of an array of shape {tuple(np.shape(x))}")
+    return int(axis) % rank
+
+
+def _is_manual(axes: tuple[str, ...]) -> bool:
+    """Whether an enclosing `jax.shard_map` runs this code once per device along these axes."""
+    manual = set(jax.sharding.get_abstract_mesh().manual_axes)
+    if manual & set(axes) and not set(axes) <= manual:
+        raise MeshError(
+            f"Cannot run over {', '.join(axes)}: the enclosing shard_map has {', '.join(sorted(manual))} only"
+        )
+    return set(axes) <= manual
+
+
+def _without(split: _Spec, axes: tuple[str, ...]) -> _Spec:
+    return tuple(tuple(name for name in names if name not in axes) for names in split)
+
+
+def _on_mesh(
+    x: Any,
+    local: Callable[[Any], Any],
+    out: Callable[[_Spec], _Spec],
+    *,
+    axes: tuple[str, ...],
+    mesh: Mesh | None,
+    spec: PartitionSpec | None,
+    derivative: str | None = None,
+) -> Any:
+    """Run ``local`` on every device's shard of ``x``.
+
+    Args:
+        x: An array on a mesh, or any array with ``mesh``.
+        local: From a shard to a shard.
+        out: From the split of ``x`` to that of the result.
+        axes: The axes that ``local`` uses.
+        mesh: As the caller gave it.
+        spec: As the caller gave it.
+        derivative: What has no derivative; ``None`` if it has one.
+    """
+
+    def mapped(x: Any) -> Callable[[Any], Any]:
+        on, split = _placed(x, mesh, spec)
+        if unknown := [name for name in axes if name not in on.axis_names]:
+            raise MeshError(
+                f"Cannot run over {unknown[0]!r}: the mesh has the axes {', '.join(map(str, on.axis_names))}"
+            )
+        specs = {"in_specs": _as_spec(split), "out_specs": _as_spec(out(split))}
+        # Without the check of replication, which does not know that all_gather returns the same everywhere.
+        found: Callable[[Any], Any] = jax.shard_map(local, mesh=on, check_vma=False, **specs)
+        return found
+
+    # A derivative is taken of an array whose sharding is known only here: to functions that JAX differentiates, it is
+    # hidden. So forward and backward are given together.
+    run: Any = jax.custom_vjp(lambda x: mapped(x)(x))
+
+    def forward(x: Any) -> tuple[Any, Any]:
+        if derivative is not None:
+            raise UnsupportedError(
+                f"Cannot differentiate {derivative}: it has no derivative. Gather, then reduce with jnp"
+            )
+        found: tuple[Any, Any] = jax.vjp(mapped(x), x)
+        return found
+
+    run.defvjp(forward, lambda pull_back, cotangent: pull_back(cotangent))
+    return run(_onto(x, mesh, spec))
+
+
+def _onto(x: Any, mesh: Mesh | None, spec: PartitionSpec | None) -> Any:
+    """Put an array that is on no mesh onto the caller's."""
+    if isinstance(x, jax.core.Tracer) or (isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding)):
+        return x
+    if mesh is None:
+        raise UsageError(
+            f"Cannot find the mesh of an array of shape {tuple(np.shape(x))}: it has no NamedSharding. Pass mesh=, or "
+            "place it with jax.device_put first"
+        )
+    return jax.device_put(x, NamedSharding(mesh, spec or PartitionSpec()))
+
+
+def _placed(x: Any, mesh: Mesh | None, spec: PartitionSpec | None) -> tuple[Mesh, _Spec]:
+    """Return the mesh of an array and how it is split there."""
+    if isinstance(x, jax.core.Tracer):
+        sharding = jax.typeof(x).sharding
+        if any(kind == jax.sharding.AxisType.Explicit for kind in sharding.mesh.axis_types):
+            return sharding.mesh, _split(sharding.spec, np.ndim(x))
+        if mesh is None or spec is None:
+            raise UsageError(
+                "Cannot find the sharding of an array inside jax.jit. Pass mesh= and spec=, or call this in a "
+                "jax.shard_map or outside jax.jit"
+            )
+        return mesh, _split(spec, np.ndim(x))
+    if mesh is not None and mesh != x.sharding.mesh:
+        raise UsageError(
+            f"Cannot use mesh={mesh}: the array is on {x.sharding.mesh}. Leave mesh out, or move the array"
+        )
+    return x.sharding.mesh, _split(x.sharding.spec, x.ndim)
+
+
+def _split(spec: PartitionSpec, rank: int) -> _Spec:
+    found = [() if a is None else (a,) if isinstance(a, str) else tuple(a) for a in spec]
+    return (*found, *((),) * (rank - len(found)))
+
+
+def _as_spec(split: _Spec) -> PartitionSpec:
+    return PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in split))

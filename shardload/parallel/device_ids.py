@@ -1,0 +1,64 @@
+"""Devices by id, ``"gpu:0"``, as in `keras.distribution` and in proposals for tensor parallelism in Keras."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import jax
+
+from shardload.errors import MeshError
+
+
+def list_devices(device_type: str | None = None) -> list[str]:
+    """Return the ids of all devices, those of other processes included.
+
+    Args:
+        device_type: ``"cpu"``, ``"gpu"`` or ``"tpu"``; JAX's default platform otherwise.
+
+    Raises:
+        MeshError: When there is no such platform here.
+    """
+    return [device_id(device) for device in _devices(device_type)]
+
+
+def get_best_devices(count: int = 1, device_type: str | None = None) -> list[str]:
+    """Return the ids of the devices to use for ``count`` parts: the first ones, which JAX lists by locality.
+
+    Warns and returns all of them if there are fewer; returns none for a count below one.
+
+    Raises:
+        MeshError: As in `list_devices`.
+    """
+    found = list_devices(device_type)
+    if count > len(found):
+        warnings.warn(f"{count} devices were requested, but there are only {len(found)}", stacklevel=2)
+    return found[: max(0, count)]
+
+
+def devices_of(ids: list[str]) -> list[Any]:
+    """Return the `jax.Device`s of ids.
+
+    Raises:
+        MeshError: When there is no device with one of the ids.
+    """
+    found = []
+    for wanted in ids:
+        platform, _, number = wanted.lower().partition(":")
+        every = {device_id(device): device for device in _devices(platform)}
+        if (key := f"{platform}:{number}") not in every:
+            raise MeshError(f"Cannot find the device {wanted!r}. There are {', '.join(every)}")
+        found.append(every[key])
+    return found
+
+
+def device_id(device: Any) -> str:
+    """Return the id of a `jax.Device`."""
+    return f"{device.platform}:{device.id}"
+
+
+def _devices(device_type: str | None) -> list[Any]:
+    try:
+        return list(jax.devices(device_type and device_type.lower()))
+    except RuntimeError as error:
+        raise MeshError(f"Cannot list devices of type {device_type!r}: {error}") from error
