@@ -6,7 +6,6 @@ As in Keras' callbacks, except that NaN and infinities are never an improvement:
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -27,8 +26,7 @@ class Monitor:
 
     def __init__(self, name: str, *, mode: str = "auto", threshold: float | None = None) -> None:
         if mode not in ("auto", "min", "max"):
-            warnings.warn(f"OrbaxCheckpoint mode {mode!r} is unknown, fallback to auto mode.", stacklevel=3)
-            mode = "auto"
+            raise UsageError(f"Cannot use mode={mode!r:.60}: expected 'auto', 'min' or 'max'")
         self.name = name
         self.mode = mode
         self.best = self._threshold = threshold

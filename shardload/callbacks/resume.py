@@ -24,6 +24,7 @@ from shardload.errors import DamagedError, MismatchError, SourceError, SourceNot
 from shardload.keras_bridge.training import initial_epoch_of_fit, set_initial_epoch
 from shardload.mapping.stored_state import leaves_optimizer_alone
 from shardload.pipeline.preparing import NOT_STRICT
+from shardload.pipeline.reporting import AVERAGED, IN_TRAINING
 from shardload.reports import LoadReport
 from shardload.steps.digests import OWN_FOLDER
 from shardload.steps.listing import StepInfo, list_steps
@@ -65,6 +66,8 @@ class Resumption:
     """How many of these came after the step and are undone."""
     ended_by: str | None = None
     """The callback that had ended training at this step."""
+    averages: str | None = None
+    """Whether the model has moving averages, of an optimizer with ``use_ema``."""
 
     @property
     def is_due(self) -> bool:
@@ -94,6 +97,8 @@ class Resumption:
             had = f"this model had trained {self.trained} batches, so its last {self.undone} are undone"
             way_out = "To go on from the model as it is, pass resume=False"
             yield f"Resumed step {self.info.step} (epoch {(self.info.epoch or 0) + 1}); {had}. {way_out}"
+        if self.averages is not None:
+            yield f"Resumed step {self.info.step}: {self.averages}"
         if notice := self._notice(epochs=epochs, newest=newest):
             yield notice
 
@@ -133,6 +138,7 @@ def go_on(
     info = restoring.take_restored(model)
     before = info is not None and _lies_in(directory, info)
     trained = undone = 0
+    averages = None
     if resume is not False and not before:
         if resume is True and not list_steps(directory):
             return None
@@ -140,6 +146,7 @@ def go_on(
         report = _restored(model, directory, resume)
         if lacking := "; ".join(filter(leaves_optimizer_alone, report.notes)):
             warnings.warn(f"Going on in {directory}: {lacking}", stacklevel=4)
+        averages = next((note for note in report.notes if note in (AVERAGED, IN_TRAINING)), None)
         info = restoring.take_restored(model)
         # A weights-only step does not change the optimizer's count.
         undone = 0 if info is None else max(0, trained - min(iterations(model), info.step))
@@ -153,7 +160,7 @@ def go_on(
         )
         return None
     found = resumption(model, info, position, data_iterator=data_iterator, initial_epoch=initial_epoch)
-    found.restored_before, found.trained, found.undone = before, trained, undone
+    found.restored_before, found.trained, found.undone, found.averages = before, trained, undone, averages
     return found
 
 

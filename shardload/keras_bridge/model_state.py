@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 import keras
 from keras.src.backend.jax.core import JaxVariable
 
@@ -14,7 +15,7 @@ from shardload.errors import UsageError
 from shardload.keras_bridge.keras_types import Model, Variable
 from shardload.keras_bridge.saving import saved_objects
 from shardload.keras_bridge.tracking import LEAVES, members_of
-from shardload.keras_bridge.variables import has_value, numbered, unique
+from shardload.keras_bridge.variables import has_value, numbered, unique, value_of
 
 _MISSING = object()
 
@@ -198,6 +199,21 @@ def seeds_of(saveable: Any) -> list[Variable]:
 def weights_optimized(optimizer: Any) -> list[Variable]:
     """Return the weights an optimizer was built for, in the order of its slots; empty before it was built."""
     return list(getattr(optimizer, "_trainable_variables", ()))
+
+
+def are_averages(model: Model) -> bool | None:
+    """Whether the weights are the moving averages that the optimizer keeps (``use_ema``).
+
+    Returns:
+        ``None`` if it keeps none, or has not trained.
+    """
+    optimizer = getattr(model, "optimizer", None)
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    if optimizer is None or not getattr(optimizer, "use_ema", False) or not int(optimizer.iterations):
+        return None
+    pairs = zip(weights_optimized(optimizer), optimizer._model_variables_moving_average, strict=True)
+    known = [(weight, average) for weight, average in pairs if average is not None]
+    return all(bool(jnp.array_equal(value_of(weight), value_of(average))) for weight, average in known)
 
 
 def own_layers(model: Model) -> list[Any]:

@@ -51,9 +51,8 @@ def _unbuilt(model: Any, manifest: Manifest) -> Iterator[tuple[Any, list[Any], i
     """Yield the optimizers to build, the weights they train, and the number of variables in the checkpoint for each."""
     optimizer, others = getattr(model, "optimizer", None), _of_others(manifest)
     stored = sum(name.startswith(_STORED) for name in manifest.tensors) - len(others)
-    stored += (
-        sum(role.kind == "slot" and role.optimizer is None for role in _roles(manifest, "left_out")) if stored else 0
-    )
+    if stored:  # slots that a partial step leaves out are built as well
+        stored += sum(role.kind == "slot" and role.optimizer is None for role in _roles(manifest, "left_out"))
     if stored and optimizer is not None and not optimizer.built and not _other_kind(optimizer, manifest):
         yield optimizer, model.trainable_variables, stored
     waiting = [(path, found) for path, found in other_optimizers(model) if not found.built] if others else []

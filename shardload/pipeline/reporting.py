@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardload.errors import UnsupportedError
 from shardload.hub import fidelity
-from shardload.keras_bridge.model_state import variables_of
+from shardload.keras_bridge.model_state import are_averages, variables_of
 from shardload.keras_bridge.variables import stored_dtype
 from shardload.parallel import fit, smallest_mesh
 from shardload.reports import (
@@ -33,6 +33,13 @@ from shardload.units import format_bytes
 if TYPE_CHECKING:
     from shardload.pipeline.preparing import PreparedLoad
     from shardload.transfer.execution import TransferStats
+
+AVERAGED = "the model has the moving averages of its weights (use_ema), not the weights in training"
+IN_TRAINING = (
+    "the model has the weights in training; their moving averages (use_ema) are in the optimizer, and "
+    "model.optimizer.finalize_variable_values(model.trainable_variables) puts them into the model"
+)
+"""Notes on the weights of a step, for an optimizer with ``use_ema``."""
 
 _reports: weakref.WeakKeyDictionary[Any, LoadReport] = weakref.WeakKeyDictionary()
 """The report of the last load into each model."""
@@ -81,11 +88,19 @@ def load_report(
 ) -> LoadReport:
     """Report a load that ran."""
     own = {v.path for v in variables_of(prepared.model)}
+    facts = _facts(prepared, clock, read_bytes=stats.read_bytes, peak_staging_bytes=stats.peak_staging_bytes)
     return LoadReport(
-        **_facts(prepared, clock, read_bytes=stats.read_bytes, peak_staging_bytes=stats.peak_staging_bytes),
+        **{**facts, "notes": (*facts["notes"], *_average_notes(prepared))},
         # An optimizer or a metric that starts from scratch is expected, so only the model's own are listed.
         initialised=tuple(path for path in initialised if path in own),
     )
+
+
+def _average_notes(prepared: PreparedLoad) -> tuple[str, ...]:
+    """Say which weights a training step had, where the optimizer keeps moving averages of them."""
+    request = prepared.request
+    averages = are_averages(prepared.model) if request.function == "restore" and request.items == "all" else None
+    return () if averages is None else (AVERAGED if averages else IN_TRAINING,)
 
 
 def plan_report(prepared: PreparedLoad, clock: Clock) -> PlanReport:
