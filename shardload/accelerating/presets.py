@@ -13,6 +13,7 @@ from typing import Any
 from shardload.accelerating.filling import Filled, NotSupported, fill, finish, local_path
 from shardload.keras_bridge.entry_points import EntryCall, calls_to, conversions_to
 from shardload.keras_bridge.recording import record_variables
+from shardload.keras_bridge.tracking import without_walking_vocabularies
 from shardload.resolve import hubs
 
 HEAD, BACKBONE = "head", "backbone"
@@ -74,7 +75,8 @@ def from_preset(call: EntryCall) -> Filled:
         raise NotSupported("load_weights=False: there is nothing to load")
     loader = call.arguments["loader"]
     collected = _Collected(loader)
-    with record_variables() as created, calls_to(collected.call), conversions_to(loader, collected.convert):
+    intercepted = calls_to(collected.call), conversions_to(loader, collected.convert)
+    with record_variables() as created, intercepted[0], intercepted[1], without_walking_vocabularies():
         made = call.original()
     loaded = fill(*collected.target(made))
     finish(made, loaded, created=created)

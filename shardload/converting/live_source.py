@@ -23,7 +23,7 @@ from shardload.hub.preprocessors import text_classes
 from shardload.keras_bridge import abstraction
 from shardload.keras_bridge.lora import LoraKernel
 from shardload.keras_bridge.variables import has_value, stored_dtype, unique, value_of
-from shardload.loaders.hf_folder import SPEC as HUGGING_FACE
+from shardload.loaders import spec_of
 from shardload.loaders.hub_preset import CONFIG, METADATA, TASK, describe_folder
 from shardload.loaders.hub_preset import SPEC as PRESET
 from shardload.manifest import Manifest
@@ -131,7 +131,8 @@ def _shown(names: Iterable[str]) -> list[str]:
 
 def _describes(loaded: Manifest, backbone: Any) -> bool:
     """Whether KerasHub builds this backbone from the configuration of a Hugging Face folder."""
-    if loaded.format != HUGGING_FACE.name or "quantization_config" in str(loaded.config):
+    has_folder = spec_of(loaded).tokenizer == "hugging-face"  # a GGUF file has its tokenizer in the header
+    if not has_folder or "quantization_config" in str(loaded.config):
         return False
     try:
         with abstraction.abstract():
