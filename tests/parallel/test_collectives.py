@@ -161,6 +161,7 @@ def placed_like(mesh, spec, x):
     ids=["sum", "mean", "gather", "scatter"],
 )
 @pytest.mark.parametrize(("name", "spec", "axes"), [c for c in CASES if c[0] != "1-D"][::3] + CASES[:3])
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_mesh_shape")
 def test_gradients(name, spec, axes, collective):
     x = placed(name, spec)
