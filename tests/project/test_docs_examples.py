@@ -76,6 +76,11 @@ def test_every_page_with_python_runs():
     assert all((ROOT / test).exists() for test in TESTED_ELSEWHERE.values())
 
 
+def test_collectives(here):
+    names = run("docs/how-to/collectives.md")
+    assert names["parts"].sharding.spec == names["x"].sharding.spec
+
+
 @pytest.mark.slow
 def test_readme(gemma, here):
     for name in ("gemma3_270m", "gemma2_9b"):
