@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardload.errors import MismatchError, MissingExtraError, UnsupportedError
-from shardload.loaders import open_manifest
+from shardload.loaders import open_manifest, spec_of
 from shardload.manifest import Manifest
 from shardload.resolve import resolve
 from shardload.transfer.casts import is_float
@@ -89,7 +89,17 @@ def diff(
             notes = (f"no tensor name is in both, and they cannot be compared by the weights of their models: {error}",)
         else:
             return Comparison(one.source, two.source, *_compared(*by_weight, progress), "weight")
-    return Comparison(one.source, two.source, *_compared(_Tensors(one), _Tensors(two), progress), notes=notes)
+    decoded = [spec_of(side).model_dtype is not None for side in (one, two)]
+    sides = (
+        _Tensors(one, two if decoded == [True, False] else None),
+        _Tensors(two, one if decoded == [False, True] else None),
+    )
+    notes += tuple(
+        f"the values of {side.manifest.source} are quantised: compared as decoded and loaded in the other's dtype"
+        for side in sides
+        if side.like is not None
+    )
+    return Comparison(one.source, two.source, *_compared(*sides, progress), notes=notes)
 
 
 class _Values(Protocol):
@@ -109,6 +119,8 @@ class _Tensors:
     """The tensors of a manifest, by name."""
 
     manifest: Manifest
+    like: Manifest | None
+    """Whose dtypes decoded floating-point values are rounded to, as when they are loaded; ``None``: they are not."""
 
     @property
     def keys(self) -> Iterable[str]:
@@ -118,7 +130,9 @@ class _Tensors:
         return key
 
     def dtype(self, key: str) -> np.dtype[Any]:
-        return self.manifest.tensors[key].dtype
+        own = self.manifest.tensors[key].dtype
+        other = None if self.like is None else self.like.tensors.get(key)
+        return own if other is None or not (is_float(own) and is_float(other.dtype)) else other.dtype
 
     def shape(self, key: str) -> tuple[int, ...]:
         return self.manifest.tensors[key].shape
@@ -127,7 +141,7 @@ class _Tensors:
         return row_ranges(self.manifest.tensors[key], limit_bytes=READ_BYTES)
 
     def rows(self, key: str, start: int, stop: int) -> NDArray[Any]:
-        return read_rows(self.manifest.tensors[key], start, stop)
+        return read_rows(self.manifest.tensors[key], start, stop).astype(self.dtype(key), copy=False)
 
 
 def _compared(one: _Values, two: _Values, progress: Callable[[int], None]) -> tuple[int, tuple[TensorDifference, ...]]:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from shardload.keras_bridge.model_state import learning_rate_of
 from shardload.pipeline import load as pipeline
 from shardload.pipeline import reporting
 from shardload.pipeline.load import Loaded
@@ -124,8 +125,11 @@ def run(request: LoadRequest, *, preprocessor: bool = True) -> Loaded:
 
 
 def _with_preprocessor(loaded: Loaded, text: TextInput) -> Loaded:
-    if (note := text.attach(loaded.model, loaded.manifest)) is None:
-        return loaded
+    note = text.attach(loaded.model, loaded.manifest)
+    return loaded if note is None else _with_note(loaded, note)
+
+
+def _with_note(loaded: Loaded, note: str) -> Loaded:
     report = replace(loaded.report, notes=(*loaded.report.notes, note))
     reporting.remember(loaded.model, report)
     return replace(loaded, report=report)
@@ -146,6 +150,7 @@ def load_weights(
     format: str | None = None,
     progress: ProgressLike = None,
     ignore_config: Sequence[str] = (),
+    items: Literal["all", "weights"] = "all",
 ) -> LoadReport:
     """Load weights into an existing model, live or built inside `shardload.abstract`.
 
@@ -166,12 +171,23 @@ def load_weights(
         progress: As for `load`.
         ignore_config: As for `load`. Of a model you built yourself, only ``quantization_config`` is checked; other
             fields in which it differs are listed in the report.
+        items: ``"weights"`` leaves the optimizer as it is; ``"all"`` also loads its state where the checkpoint has it,
+            the learning rate included, and the report says so.
 
     Raises:
         LoadInterruptedError: When the load failed after it began to replace values; describes the current values.
         DisagreementError: As in `load`, like all other errors.
     """
-    return run(LoadRequest(function="load_weights", **locals())).report
+    request = LoadRequest(function="load_weights", **locals())
+    rate = learning_rate_of(model)
+    loaded = run(request)
+    if rate != (now := learning_rate_of(model)) and rate is not None:
+        loaded = _with_note(
+            loaded,
+            f"the state of the optimizer was loaded too: its learning rate was {rate:g}, and is {now:g}. To keep the "
+            "optimizer as it is, pass items='weights'",
+        )
+    return loaded.report
 
 
 def plan(

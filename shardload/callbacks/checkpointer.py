@@ -240,6 +240,7 @@ class Checkpointer:
         Raises:
             ShardloadError: As `shardload.restore`.
         """
+        arguments.check_model(model)
         self.wait()
         if iterator is not None and not hasattr(iterator, "set_state"):
             raise UsageError(

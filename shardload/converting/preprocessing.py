@@ -119,5 +119,7 @@ def _save(layer: Any, folder: Path) -> bool:
         except Exception as error:  # of any kind: NumPy's, SentencePiece's, KerasHub's
             _log.info("%s is not saved: %s", type(layer).__name__, error)
             return False
-        shutil.copytree(made, folder, dirs_exist_ok=True)
+        for each in Path(made).iterdir():  # not the folder itself, whose mode is private
+            target = folder / each.name
+            shutil.copytree(each, target, dirs_exist_ok=True) if each.is_dir() else shutil.copy2(each, target)
     return True

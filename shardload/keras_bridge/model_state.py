@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import keras
 from keras.src.backend.jax.core import JaxVariable
 
-from shardload.errors import UsageError
+from shardload.errors import UninitialisedError, UsageError
 from shardload.keras_bridge.keras_types import Model, Variable
 from shardload.keras_bridge.saving import saved_objects
 from shardload.keras_bridge.tracking import LEAVES, members_of
@@ -70,6 +70,14 @@ def state_of(model: Model) -> list[Variable]:
         for optimizer in _attribute_optimizers(model):
             found.extend(optimizer.variables)
     return unique(found)
+
+
+def learning_rate_of(model: Model) -> float | None:
+    """Return the learning rate of the compiled optimizer now; ``None`` without one, or if it has no value."""
+    try:
+        return float(model.optimizer.learning_rate)
+    except (AttributeError, TypeError, ValueError, UninitialisedError):
+        return None
 
 
 @contextmanager

@@ -68,7 +68,9 @@ def map_keras(model: Any, manifest: Manifest, *, optimizer: bool = True) -> Vari
         warnings.simplefilter("always")
         for walk in walks:
             without_computing(walk.record)
-    return _summarise(model, manifest, walks, tuple(dict.fromkeys(str(w.message) for w in caught)))
+    # Not what Python says of files that other code, also in other threads, has left open.
+    said = [str(w.message) for w in caught if not issubclass(w.category, ResourceWarning)]
+    return _summarise(model, manifest, walks, tuple(dict.fromkeys(said)))
 
 
 @dataclass(slots=True, eq=False)

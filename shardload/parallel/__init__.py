@@ -7,11 +7,16 @@ fallbacks to report where it cannot.
 
 from __future__ import annotations
 
-from shardload.parallel.choose import choose
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from shardload.parallel.collectives import all_gather, all_reduce, reduce_scatter, split_tensor_for_parallelism
 from shardload.parallel.device_ids import devices_of, get_best_devices, list_devices
-from shardload.parallel.memory_fit import MeshFit, fit, smallest_mesh
-from shardload.parallel.result import LayoutChoice, VariableLayout
+
+if TYPE_CHECKING:
+    from shardload.parallel.choosing import choose
+    from shardload.parallel.memory_fit import MeshFit, fit, smallest_mesh
+    from shardload.parallel.result import LayoutChoice, VariableLayout
 
 __all__ = [
     "LayoutChoice",
@@ -28,3 +33,20 @@ __all__ = [
     "smallest_mesh",
     "split_tensor_for_parallelism",
 ]
+_OF_MODELS = {
+    "LayoutChoice": "result",
+    "MeshFit": "memory_fit",
+    "VariableLayout": "result",
+    "choose": "choosing",
+    "fit": "memory_fit",
+    "smallest_mesh": "memory_fit",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is about models, and so imports Keras, on first use: collectives need JAX only."""
+    if name not in _OF_MODELS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_OF_MODELS[name]}"), name)
+    globals()[name] = value
+    return value

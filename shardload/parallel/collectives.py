@@ -284,11 +284,18 @@ def _placed(x: Any, mesh: Mesh | None, spec: PartitionSpec | None) -> tuple[Mesh
         raise UsageError(
             f"Cannot use mesh={mesh}: the array is on {x.sharding.mesh}. Leave mesh out, or move the array"
         )
-    return x.sharding.mesh, _split(x.sharding.spec, x.ndim)
+    own = _split(x.sharding.spec, x.ndim)
+    if spec is not None and _split(spec, x.ndim) != own:
+        raise UsageError(
+            f"Cannot use spec={spec}: the array is split by {x.sharding.spec}. Leave spec out, or move the array"
+        )
+    return x.sharding.mesh, own
 
 
 def _split(spec: PartitionSpec, rank: int) -> _Spec:
     found = [() if a is None else (a,) if isinstance(a, str) else tuple(a) for a in spec]
+    if len(found) > rank:
+        raise UsageError(f"Cannot split an array of {rank} dims by {spec}")
     return (*found, *((),) * (rank - len(found)))
 
 

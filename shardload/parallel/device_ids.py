@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -36,14 +37,14 @@ def get_best_devices(count: int = 1, device_type: str | None = None) -> list[str
     return found[: max(0, count)]
 
 
-def devices_of(ids: list[str]) -> list[Any]:
-    """Return the `jax.Device`s of ids.
+def devices_of(ids: str | Sequence[str]) -> list[Any]:
+    """Return the `jax.Device`s of ids, or of one id.
 
     Raises:
         MeshError: When there is no device with one of the ids.
     """
     found = []
-    for wanted in ids:
+    for wanted in [ids] if isinstance(ids, str) else ids:
         platform, _, number = wanted.lower().partition(":")
         every = {device_id(device): device for device in _devices(platform)}
         if (key := f"{platform}:{number}") not in every:

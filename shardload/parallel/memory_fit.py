@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from shardload.parallel.choose import choose
+from shardload.parallel.choosing import choose
 from shardload.sharding.mesh import DEFAULT_AXES, MeshSpec
 
 MARGIN = 0.1

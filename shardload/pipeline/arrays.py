@@ -69,11 +69,12 @@ def load_arrays(
         source: As for `shardload.load`; its tensors have the names that `shardload.inspect` lists.
         targets: A dict, or another pytree (the state of Flax NNX or Linen), of targets, where the name of a leaf is its
             path joined by dots; a function of name and shape (and dtype, if it takes three) that returns a target, or
-            ``None`` to leave the tensor out; or one target for every tensor.
+            ``None`` to leave the tensor out; or one target for every tensor. Where names of tensors have slashes, as in
+            Orbax' and Keras' files, paths joined by slashes are found too.
         mesh: The mesh of each `PartitionSpec`.
         names: Tensor names by target names, as a mapping of those that differ or a function.
-        transpose: The order of the tensor's dims in an array, by target name; or a function of name and shape of the
-            tensor that returns it, or ``None``. Transposed tensors are read like others.
+        transpose: The order of the tensor's dims in an array, by target name; or a function of the target's name and
+            the tensor's shape that returns it, or ``None``. Transposed tensors are read like others.
         dtype: Dtype of floating-point arrays whose target states none; the tensor's own by default.
         strict: Refuse a checkpoint with tensors that no target names.
         format: Name of a format, to require it.
@@ -98,6 +99,7 @@ def load_arrays(
     opened = open_source(source, format)
     files = Fingerprint.of(opened.manifest.files)
     leaves, rebuild = _leaves(targets, opened.manifest)
+    _check_keys(leaves, names=names, transpose=transpose)
     reader = _Reader(opened.manifest, mesh=mesh, names=names, transpose=transpose, dtype=dtype_name(dtype))
     wanted = reader.wanted(leaves)
     if strict and not _is_rule(targets):
@@ -125,6 +127,16 @@ def _check_kinds(*, mesh: Any, names: Any, transpose: Any, strict: Any) -> None:
         raise UsageError(f"Cannot use strict={strict!r:.60}: expected True or False")
 
 
+def _check_keys(leaves: Iterable[str], **stated: Any) -> None:
+    """Refuse names that say nothing: a misspelt one would load another tensor, or the wrong order of dims."""
+    known = set(leaves)
+    for argument, value in stated.items():
+        if unknown := sorted(set(value) - known) if isinstance(value, Mapping) else []:
+            raise UsageError(
+                f"Cannot use {argument}: no target is called {unknown[0]!r}. Its keys are names of targets"
+            )
+
+
 def _is_rule(targets: Any) -> bool:
     return callable(targets) or isinstance(targets, _KINDS)
 
@@ -137,10 +149,16 @@ def _leaves(targets: Any, manifest: Manifest) -> tuple[dict[str, Any], Callable[
         found = {tensor.name: rule(tensor) for tensor in every}
         return {name: target for name, target in found.items() if target is not None}, dict
     paths, structure = jax.tree_util.tree_flatten_with_path(targets, is_leaf=lambda leaf: isinstance(leaf, _KINDS))
-    leaves = {".".join(map(_key, path)): target for path, target in paths}
+    leaves = {_leaf_name([_key(entry) for entry in path], manifest): target for path, target in paths}
     if len(leaves) != len(paths):
         raise UsageError("Cannot name the targets by their paths: two leaves have the same. Rename a key")
     return leaves, lambda arrays: jax.tree_util.tree_unflatten(structure, [arrays[name] for name in leaves])
+
+
+def _leaf_name(path: Sequence[str], manifest: Manifest) -> str:
+    """Return a leaf's name: its path joined by dots or, where the tensors are called so (Orbax, Keras), by slashes."""
+    dotted, slashed = ".".join(path), "/".join(path)
+    return slashed if slashed in manifest.tensors and dotted not in manifest.tensors else dotted
 
 
 def _rule(targets: Callable[..., Any]) -> Callable[[Tensor], Any]:
@@ -197,17 +215,23 @@ class _Reader:
                     f"{view.shape}. Pass transpose= if only the order of its dims differs"
                 )
             dtype, sharding = np.dtype(target.dtype), target.sharding
+            if sharding is None and jax.device_count() > 1:  # else the whole array would go to device 0
+                raise UsageError(
+                    f"Cannot place {name!r}: its ShapeDtypeStruct has no sharding. Pass sharding= to it; for one "
+                    "device, jax.sharding.SingleDeviceSharding(device)"
+                )
+        _check_width(name, dtype)
         return _Wanted(name, view, dtype, self._sharding(name, sharding))
 
     def _view(self, name: str, tensor: Tensor) -> View:
         view = View.whole(tensor)
         if callable(self.transpose):
-            order = self.transpose(tensor.name, tensor.shape)
+            order = self.transpose(name, tensor.shape)
         else:
             order = None if self.transpose is None else self.transpose.get(name)
         if order is None:
             return view
-        if sorted(order) != list(range(len(view.shape))):
+        if not isinstance(order, Sequence) or sorted(order) != list(range(len(view.shape))):
             raise UsageError(f"Cannot transpose {name!r} of shape {view.shape} to {order}: expected each dim once")
         return replace(view, shape=tuple(view.shape[d] for d in order), strides=tuple(view.strides[d] for d in order))
 
@@ -217,6 +241,12 @@ class _Reader:
         if isinstance(found, PartitionSpec):
             if self.mesh is None:
                 raise UsageError(f"Cannot place {name!r} by {found}: a PartitionSpec needs a mesh. Pass mesh=")
+            stated = {axis for entry in found for axis in ((entry,) if isinstance(entry, str) else entry or ())}
+            if unknown := sorted(stated - set(self.mesh.axis_names)):
+                raise LayoutError(
+                    f"Cannot place {name!r} by {found}: the mesh has no axis {unknown[0]!r}, only "
+                    f"{', '.join(self.mesh.axis_names)}"
+                )
             return NamedSharding(self.mesh, found)
         if isinstance(found, NamedSharding) and isinstance(found.mesh, jax.sharding.Mesh):
             return found
@@ -225,6 +255,14 @@ class _Reader:
         raise UnsupportedError(
             f"Cannot place {name!r} by {found!r:.80}: expected a ShapeDtypeStruct, NamedSharding, SingleDeviceSharding "
             "or PartitionSpec"
+        )
+
+
+def _check_width(name: str, dtype: np.dtype[Any]) -> None:
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise UsageError(
+            f"Cannot load {name!r} as {dtype}: JAX has 64-bit types only after jax.config.update('jax_enable_x64', "
+            "True). Call that first, or leave the tensor out"
         )
 
 

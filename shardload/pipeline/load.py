@@ -77,6 +77,8 @@ def load(
         if request.builds:
             on_built(model, source.manifest)
         optimizer = request.compile and not notes  # notes say why the model could not be compiled
+        if request.function == "load_weights" and request.items == "weights":
+            optimizer = False
         builds_slots = optimizer and not request.as_keras
         with _slots(request, model, source.manifest) if builds_slots else nullcontext():
             with clock("plan"):
@@ -130,7 +132,7 @@ def _mesh_and_layout(request: LoadRequest) -> tuple[MeshLike | None, LayoutLike]
 
 
 def _unused_distribution(request: LoadRequest) -> tuple[str, ...]:
-    found = distributions.current() if request.builds else None
+    found = distributions.current() if request.function in ("load", "load_weights") else None
     if found is None or found in (request.mesh, request.layout) or (request.mesh is None and request.devices is None):
         return ()
     given = "devices" if request.mesh is None else "mesh"

@@ -227,6 +227,8 @@ def _fit(prepared: PreparedLoad, device_memory_bytes: int | None) -> Fit | None:
     found = fit(model, prepared.devices.mesh, device_memory_bytes, layout=layout)
     has_mesh = hasattr(layout, "device_mesh")  # a layout map or a distribution of Keras fits no other mesh
     smallest = None if has_mesh else smallest_mesh(model, device_memory_bytes, layout=layout)
+    if smallest is not None and found.fits and found.mesh.size < smallest.mesh.size:
+        smallest = found  # of a size that is no power of two
     return Fit(
         device_memory=device_memory_bytes,
         per_device_max=found.device_bytes,

@@ -108,6 +108,8 @@ class LoadRequest:
         """
         if self.fallback not in (None, "previous"):
             raise UsageError(f"Cannot use fallback={self.fallback!r}. Supported: None, 'previous'")
+        if self.function == "load_weights" and self.items not in ("all", "weights"):
+            raise UsageError(f"Cannot use items={self.items!r:.60}. Supported: 'all', 'weights'")
         self._check_kinds()
         dtype = arguments.float_dtype(self.dtype)
         host_memory_bytes = self.budget

@@ -1,5 +1,6 @@
 """`diff` of formats that name their tensors differently: by the weights of the model."""
 
+import gguf_pairs
 import hub_folders
 import numpy as np
 import pytest
@@ -61,3 +62,13 @@ def test_files_without_a_model_are_listed_with_the_reason(preset, tmp_path):
     assert found.matched_by == "tensor"
     assert {d.what for d in found.differences} == {"only in the first", "only in the second"}
     assert "cannot be compared by the weights of their models" in found.notes[0]
+
+
+def test_quantised_values_are_compared_as_loaded(tmp_path):
+    source, _ = gguf_pairs.write(tmp_path, "gemma2", "Q8_0")
+    shardload.convert(source, tmp_path / "out", to="safetensors")
+    for pair in ((source, tmp_path / "out"), (tmp_path / "out", source)):
+        found = diff(*pair)
+        assert (found.matched_by, found.differences) == ("tensor", ())
+        assert f"the values of {source} are quantised: compared as decoded and loaded" in found.notes[0]
+    assert diff(source, source).notes == ()

@@ -70,6 +70,16 @@ def test_a_preset_has_the_tokenizer_that_keras_hub_would_write(name, via, folder
         np.testing.assert_array_equal(one, two)
 
 
+def test_a_preset_with_a_tokenizer_can_be_read_by_others(tmp_path, monkeypatch):
+    """KerasHub's files are made in a private folder first."""
+    source = gguf_with_tokenizer(tmp_path, monkeypatch, "gemma2", add_pieces, vocab_size=320)
+    (tmp_path / "plain").mkdir()
+    shardload.convert(source, tmp_path / "preset", to="h5")
+    made = [tmp_path / "preset", *(path for path in (tmp_path / "preset").rglob("*") if path.is_dir())]
+    assert len(made) > 1
+    assert {path.stat().st_mode for path in made} == {(tmp_path / "plain").stat().st_mode}
+
+
 @pytest.mark.parametrize("via", [None, "orbax"])
 def test_the_tokenizer_works_where_the_preprocessor_needs_tensorflow(via, folders, tmp_path):
     source = folders["gemma3_1b"]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
+from orbax.checkpoint import v1 as ocp
 from safetensors.numpy import save_file
 from saved_steps import save_step
 
@@ -67,7 +68,7 @@ def test_a_tree_with_shapes_dtypes_and_several_meshes(path, mesh):
         },
         "layers": [{"proj": P("data", "model")}, {"proj": NamedSharding(other, P("x"))}],
         "scale": device,
-        "ids": jax.ShapeDtypeStruct((8,), jnp.int32),
+        "ids": jax.ShapeDtypeStruct((8,), jnp.int32, sharding=device),
     }
     found = shardload.load_arrays(path, targets, mesh=mesh)
     assert jax.tree.structure(found) == jax.tree.structure(
@@ -79,7 +80,7 @@ def test_a_tree_with_shapes_dtypes_and_several_meshes(path, mesh):
     assert_holds(found["layers"][0]["proj"], VALUES["layers.0.proj"], NamedSharding(mesh, P("data", "model")))
     assert_holds(found["layers"][1]["proj"], VALUES["layers.1.proj"], NamedSharding(other, P("x")))
     assert_holds(found["scale"], VALUES["scale"], device)
-    assert_holds(found["ids"], VALUES["ids"], SingleDeviceSharding(jax.devices()[0]))
+    assert_holds(found["ids"], VALUES["ids"], device)
 
 
 @pytest.mark.parametrize("as_functions", [False, True])
@@ -87,7 +88,7 @@ def test_names_and_orders_of_dims_of_the_callers(path, mesh, as_functions):
     names = {"table": "embed.weight", "kernel": "layers.0.proj"}
     orders = {"kernel": (1, 0)}
     if as_functions:
-        names, orders = names.__getitem__, lambda name, shape: (1, 0) if name == "layers.0.proj" else None
+        names, orders = names.__getitem__, lambda name, shape: (1, 0) if (name, shape) == ("kernel", (64, 8)) else None
     targets = {"table": P("data"), "kernel": P(None, ("model", "data"))}
     found = shardload.load_arrays(
         path, targets, mesh=mesh, names=names, transpose=orders, strict=False, dtype="float32"
@@ -118,6 +119,13 @@ def test_every_format_and_a_step(tmp_path, mesh):
         assert all(any(np.array_equal(a, e) for a in found.values()) for e in expected)
 
 
+def test_paths_joined_by_slashes_are_found_too(tmp_path, mesh):
+    ocp.save(tmp_path / "run", {"params": {"dense": {"kernel": jnp.ones((8, 4))}}, "step": jnp.zeros(())})
+    targets = {"params": {"dense": {"kernel": P("model")}}, "step": P()}
+    found = shardload.load_arrays(tmp_path / "run", targets, mesh=mesh)
+    assert_holds(found["params"]["dense"]["kernel"], np.ones((8, 4), np.float32), NamedSharding(mesh, P("model")))
+
+
 @pytest.mark.parametrize(
     ("targets", "options", "error", "message"),
     [
@@ -133,8 +141,33 @@ def test_every_format_and_a_step(tmp_path, mesh):
             MismatchError,
             r"has shape \(4,\), but tensor",
         ),
-        ({"scale": jax.ShapeDtypeStruct((), jnp.int32)}, {"strict": False}, MismatchError, "float32"),
-        ({"ids": P("rows")}, {"strict": False}, (LayoutError, ValueError), "rows"),
+        (
+            {"scale": jax.ShapeDtypeStruct((), jnp.int32, sharding=SingleDeviceSharding(jax.devices()[0]))},
+            {"strict": False},
+            MismatchError,
+            "float32",
+        ),
+        (
+            {"scale": jax.ShapeDtypeStruct((), jnp.float32)},
+            {"strict": False},
+            UsageError,
+            "'scale': its .* no sharding",
+        ),
+        ({"ids": P("rows")}, {"strict": False}, LayoutError, r"'ids' by .*: the mesh has no axis 'rows', only data"),
+        (
+            {"scale": jax.ShapeDtypeStruct((), np.float64, sharding=SingleDeviceSharding(jax.devices()[0]))},
+            {"strict": False},
+            UsageError,
+            "'scale' as float64: JAX has 64-bit types only after",
+        ),
+        (
+            {"ids": P()},
+            {"strict": False, "transpose": {"idz": (0,)}},
+            UsageError,
+            "Cannot use transpose: no target is called 'idz'",
+        ),
+        ({"ids": P()}, {"names": {"ID": "ids"}}, UsageError, "Cannot use names: no target is called 'ID'"),
+        ({"ids": P()}, {"strict": False, "transpose": {"ids": True}}, UsageError, "expected each dim once"),
         ({"ids": 3}, {"strict": False}, UnsupportedError, "expected a ShapeDtypeStruct, NamedSharding"),
         ({"ids": P()}, {"host_memory_bytes": "much"}, UsageError, "host_memory_bytes: Cannot read 'much'"),
         ({"ids": P()}, {"mesh": "1x8"}, UsageError, "expected a jax.sharding.Mesh"),

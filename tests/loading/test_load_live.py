@@ -8,6 +8,7 @@ import pytest
 from classifiers import assert_equal, classifier, data, optimizer_state, train, values
 
 import shardload
+from shardload.errors import UsageError
 from shardload.keras_bridge.binding import binding_of
 from shardload.keras_bridge.model_state import slots_of, state_of
 from shardload.keras_bridge.variables import sharding_of, value_of
@@ -320,3 +321,27 @@ def test_the_report_is_of_the_last_load_and_only_for_loaded_models(checkpoint):
     assert report.bytes.read == report.bytes.needed == report.weight_bytes
     held = sum(v.addressable_shards[0].data.nbytes for v in map(value_of, state_of(model)))
     assert report.devices[0].bytes <= held
+
+
+@pytest.mark.parametrize("items", ["all", "weights"])
+def test_the_report_says_that_the_optimizer_s_state_came_too(checkpoint, items):
+    path, original = checkpoint
+    model = classifier(seed=2)
+    model.optimizer.learning_rate = 0.5
+    report = shardload.load_weights(model, path, items=items)
+    assert all(np.array_equal(a, b) for a, b in zip(model.get_weights(), original.get_weights(), strict=True))
+    told = [note for note in report.notes if note.startswith("the state of the optimizer was loaded too")]
+    if items == "all":
+        rate = float(original.optimizer.learning_rate)
+        assert (
+            f"its learning rate was 0.5, and is {rate:g}. To keep the optimizer as it is, pass items='weights'"
+            in told[0]
+        )
+        assert shardload.report(model).notes == report.notes
+    else:
+        assert told == [] and float(model.optimizer.learning_rate) == 0.5 and int(model.optimizer.iterations) == 0
+
+
+def test_other_items_are_refused(checkpoint):
+    with pytest.raises(UsageError, match=r"Cannot use items='optimizer'. Supported: 'all', 'weights'"):
+        shardload.load_weights(classifier(seed=2), checkpoint[0], items="optimizer")

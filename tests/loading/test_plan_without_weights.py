@@ -352,3 +352,13 @@ def test_a_configuration_that_cannot_be_downloaded_is_the_hubs_error(hub, monkey
     monkeypatch.setattr(hubs, "reachable", lambda url: False)
     with pytest.raises(SourceNotFoundError, match="cannot be reached"):
         shardload.plan("some_model")
+
+
+def test_float16_has_no_angles_below_its_smallest_number():
+    """Llama 3.1 turns its slowest features by 3e-7 radians per token."""
+    assert facts(shardload.plan("llama3.2_1b", dtype="float16"))
+
+
+def test_the_smallest_mesh_is_not_larger_than_one_that_fits():
+    planned = shardload.plan("gemma2_2b", mesh="1x3", dtype="bfloat16", device_memory_bytes="2600MiB")
+    assert planned.fits.fits and planned.fits.smallest_mesh == "1x3"

@@ -62,7 +62,7 @@ EDGES = {
         "units",
         "writers",
     },
-    "loading": {"pipeline", "progress", "reports", "text", "typing"},
+    "loading": {"keras_bridge", "pipeline", "progress", "reports", "text", "typing"},
     "restoring": {
         "errors",
         "keras_bridge",
