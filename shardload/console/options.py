@@ -22,6 +22,7 @@ Format: Any = StrEnum("Format", {name: name for name in format_names()})  # type
 class ConvertFormat(StrEnum):
     """Values of ``shardload convert --to``."""
 
+    PRESET = "preset"
     H5 = "h5"
     SAFETENSORS = "safetensors"
     ORBAX = "orbax"

@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from shardload.converting import adapters
 from shardload.converting.plans import Plan
@@ -86,7 +86,7 @@ def convert(
     src: PathLike,
     dst: PathLike,
     *,
-    to: Target | None = None,
+    to: Target | Literal["preset"] | None = None,
     dtype: DTypeLike | None = None,
     host_memory_bytes: int | str = DEFAULT_HOST_MEMORY,
     max_shard_bytes: int | str | None = None,
@@ -105,8 +105,9 @@ def convert(
         src: Any source that `shardload.load` takes and that describes its model.
         dst: Path of the target: a folder, a file that ends in ``.weights.h5``, or an index that ends in
             ``.weights.json``, with its shards.
-        to: ``"h5"`` (a KerasHub preset, or Keras' files), ``"safetensors"`` (a Hugging Face folder) or ``"orbax"``;
-            required unless ``dst`` ends like one of Keras' files.
+        to: ``"preset"`` (a KerasHub preset), ``"h5"`` (the same, or Keras' files if ``dst`` ends like one),
+            ``"safetensors"`` (a Hugging Face folder) or ``"orbax"``; required unless ``dst`` ends like one of Keras'
+            files.
         dtype: Dtype of the floating-point tensors; by default each keeps its own, and decoded (GGUF) or computed
             tensors have the dtype that `shardload.load` gives them.
         host_memory_bytes: Bytes of tensors in memory at once, or text like ``"512MiB"``.

@@ -47,6 +47,8 @@ def target_of(path: Path, to: str | None) -> Target:
         UsageError: When neither determines it, or they contradict each other.
     """
     is_file = is_file_name(path)
+    if to == "preset" and not is_file:  # as `save_as` calls it
+        return "h5"
     if path.name.lower().endswith(".keras"):
         stem = path.name[: -len(".keras")] or "model"
         raise UsageError(
@@ -59,7 +61,7 @@ def target_of(path: Path, to: str | None) -> Target:
             f"{path.stem}{ENDING}"
         )
     if to is not None and to not in TARGETS:
-        raise UsageError(f"to={to!r} is not a target format, expected one of {', '.join(TARGETS)}")
+        raise UsageError(f"Cannot convert with to={to!r}: expected one of preset, {', '.join(TARGETS)}")
     if is_file and to not in (None, "h5"):
         raise UsageError(
             f"Cannot write {path.name} with to={to!r}: the name is that of a Keras file. Choose another name"

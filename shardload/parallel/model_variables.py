@@ -24,9 +24,9 @@ def layers(model: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
         queue.extend(children)
 
 
-def own_variables(layer: Any) -> list[Any]:
-    """Return a layer's own variables, without its sub-layers', in order of creation."""
-    inherited = {id(v) for child in _children(layer) for v in child.weights}
+def own_variables(layer: Any, children: Iterable[Any] | None = None) -> list[Any]:
+    """Return a layer's own variables, without its sub-layers' (those of `layers`), in order of creation."""
+    inherited = {id(v) for child in (_children(layer) if children is None else children) for v in child.weights}
     return [v for v in layer.weights if id(v) not in inherited]
 
 

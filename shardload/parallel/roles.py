@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,12 +96,18 @@ def roles(model: Any, *, by_user: bool = True) -> dict[int, Role]:
     that users registered.
     """
     every = list(model_variables.layers(model))
+    own = {id(layer): model_variables.own_variables(layer, children) for layer, children in every}
+    kernels = {id(layer): _kernels(layer, own[id(layer)]) for layer, _ in every}
     found: dict[int, Role] = {}
     # Users' rules first: a block pairs the kernels of its sub-layers before they are asked themselves.
     for layer, _ in every if by_user else ():
         found |= _by_layer_rule(layer)
     for layer, children in every:
-        for role_of in (_own_roles(layer), _pair(itertools.chain.from_iterable(map(_kernels, children)))):
+        below = (kernels[id(child)] for child in children)
+        for role_of in (
+            _own_roles(layer, own[id(layer)], kernels[id(layer)]),
+            _pair(itertools.chain.from_iterable(below)),
+        ):
             for key, role in role_of.items():
                 found.setdefault(key, role)
     for variable in model_variables.all_variables(model).values():
@@ -141,10 +147,9 @@ def _is_kind(layer: Any, *names: str) -> bool:
     return any(c.__name__ in names and c.__module__.startswith("keras") for c in type(layer).__mro__)
 
 
-def _own_roles(layer: Any) -> dict[int, Role]:
+def _own_roles(layer: Any, variables: Sequence[Any], kernels: Sequence[_Kernel]) -> dict[int, Role]:
     """Return the roles of a layer's own variables."""
-    own = {v.name: v for v in model_variables.own_variables(layer)}
-    kernels = _kernels(layer)
+    own = {v.name: v for v in variables}
     if kernels and kernels[0].variable.name == "kernel":
         return _pair(kernels) | _followers(layer, kernels[0], own)
     if _is_kind(layer, "Embedding"):
@@ -160,9 +165,8 @@ def _own_roles(layer: Any) -> dict[int, Role]:
 # --- kernels -------------------------------------------------------------------------------------------
 
 
-def _kernels(layer: Any) -> list[_Kernel]:
+def _kernels(layer: Any, own: Sequence[Any]) -> list[_Kernel]:
     """Return a layer's own kernels: that of a Dense or EinsumDense, or stacked matrices of experts."""
-    own = model_variables.own_variables(layer)
     named = {v.name: v for v in own}
     if equation := _equation(layer):
         kernel = named.get("kernel")

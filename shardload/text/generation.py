@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from shardload.errors import UnsupportedError, UsageError
 from shardload.text import sources
-from shardload.text.tokenizer import Tokenizer
+from shardload.text.tokenizer import Tokenizer, from_keras_hub
 from shardload.typing import PathLike
 
 LENGTH_STEP = 32
@@ -119,7 +119,13 @@ def _check_characters(text: str) -> None:
 
 
 def _opened(tokenizer: Tokenizer | PathLike) -> Tokenizer:
-    return sources.tokenizer(tokenizer) if isinstance(tokenizer, str | os.PathLike) else tokenizer
+    if isinstance(tokenizer, str | os.PathLike):
+        return sources.tokenizer(tokenizer)
+    if hasattr(tokenizer, "detokenize"):  # a layer of KerasHub's
+        return from_keras_hub(tokenizer)
+    if not (hasattr(tokenizer, "encode") and hasattr(tokenizer, "decode")):
+        raise UsageError(f"Cannot use tokenizer={tokenizer!r:.60}: expected shardload.tokenizer(source), or a source")
+    return tokenizer
 
 
 def _check_context(model: Any, prompt_tokens: int, max_new_tokens: int) -> None:

@@ -11,7 +11,7 @@ from shardload.loaders import spec_of
 from shardload.manifest import Manifest
 from shardload.resolve.opening import open_source
 from shardload.stores.fingerprint import Fingerprint
-from shardload.text.tokenizer import Tokenizer, tokenizer_of
+from shardload.text.tokenizer import Tokenizer, from_keras_hub, tokenizer_of
 from shardload.typing import PathLike
 
 
@@ -62,16 +62,18 @@ def manifest_of(model: Any) -> Manifest | None:
 
 
 def tokenizer_for(model: Any) -> Tokenizer:
-    """Return the tokenizer of the source that a model was loaded from.
+    """Return the tokenizer of the source that shardload loaded a model from, else that of its own preprocessor.
 
     Raises:
         UnsupportedError: When it was loaded from none that has one.
         TransferError: When the file with the tokenizer changed since.
     """
     if model not in _loaded:
+        if (layer := getattr(getattr(model, "preprocessor", None), "tokenizer", None)) is not None:
+            return from_keras_hub(layer)  # loaded by KerasHub
         raise UnsupportedError(
-            f"Cannot find the tokenizer of {model.name!r}: shardload loaded it from no source that has one. Pass one: "
-            "tokenizer=shardload.tokenizer(source)"
+            f"Cannot find the tokenizer of {model.name!r}: it has no preprocessor, and shardload loaded it from no "
+            "source that has a tokenizer. Pass one: tokenizer=shardload.tokenizer(source)"
         )
     found = _loaded[model]
     if found.tokenizer is None:

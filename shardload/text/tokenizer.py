@@ -86,7 +86,7 @@ class SentencePiece:
     stop_ids: tuple[int, ...]
     prefix: tuple[int, ...]
     """Ids before every prompt."""
-    control_ids: frozenset[int] = frozenset()
+    control_ids: frozenset[int] = field(default=frozenset(), repr=False)
     """Ids without text, in addition to those that SentencePiece marks."""
 
     def encode(self, text: str) -> list[int]:
@@ -202,7 +202,11 @@ def _keras_hub(manifest: Manifest) -> Tokenizer | None:
         return None
     from shardload.hub import kerashub
 
-    layer = kerashub.preset_tokenizer(manifest)
+    return from_keras_hub(kerashub.preset_tokenizer(manifest))
+
+
+def from_keras_hub(layer: Any) -> KerasHub:
+    """Wrap a KerasHub tokenizer layer."""
     known = (getattr(layer, name, None) for name in ("end_token_id", "end_token2_id"))
     vocabulary = layer.get_vocabulary()
     ends = (layer.token_to_id(token) for token in TURN_ENDS if token in vocabulary)

@@ -251,7 +251,7 @@ def test_arguments_that_cannot_be(presets, tmp_path):
     preset = presets["gemma2_9b"]
     with pytest.raises(UsageError, match="Cannot tell the format of out"):
         shardload.convert(preset, tmp_path / "out")
-    with pytest.raises(UsageError, match="to='gguf' is not a target format"):
+    with pytest.raises(UsageError, match="Cannot convert with to='gguf': expected one of preset, h5"):
         shardload.convert(preset, tmp_path / "out", to="gguf")
     with pytest.raises(UsageError, match="the name is that of a Keras file"):
         shardload.convert(preset, tmp_path / "out.weights.h5", to="orbax")

@@ -329,7 +329,7 @@ def test_a_backbone_does_not_generate():
 
 
 def test_a_model_from_elsewhere_needs_a_tokenizer(gemma3):
-    with pytest.raises(UnsupportedError, match=r"no source that has one\. Pass one: tokenizer=shardload\."):
+    with pytest.raises(UnsupportedError, match=r"no source that has a tokenizer\. Pass one: tokenizer=shardload\."):
         shardload.generate(gemma3, "x")
 
 

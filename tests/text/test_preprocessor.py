@@ -10,6 +10,7 @@ import pytest
 from gguf_tokenizers import add_byte_pairs, add_pieces, byte_pairs, gguf_with_tokenizer, sentence_pieces
 
 import shardload
+from shardload.errors import UsageError
 from shardload.synth import synth
 
 pytestmark = [
@@ -178,6 +179,19 @@ def test_a_folder_s_is_as_keras_hub_makes_it(tmp_path):
         config["tokenizer"]["config"].pop("proto", None)
     assert found == wanted
     assert ours.preprocessor.tokenizer(PROMPTS[0]).tolist() == peer.preprocessor.tokenizer(PROMPTS[0]).tolist()
+
+
+def test_a_model_that_keras_hub_loaded_has_a_tokenizer_of_its_own(tmp_path):
+    source = synth("gemma2_2b", scale=0.02, directory=tmp_path, format="safetensors")
+    (source / "tokenizer.model").write_bytes(sentence_pieces())
+    ours, peer = shardload.load(source), keras_hub.models.CausalLM.from_preset(str(source), dtype="bfloat16")
+    wanted = shardload.generate(ours, PROMPTS, max_new_tokens=3)
+    assert shardload.generate(peer, PROMPTS, max_new_tokens=3) == wanted
+    layer = peer.preprocessor.tokenizer
+    peer.preprocessor = None
+    assert shardload.generate(peer, PROMPTS, max_new_tokens=3, tokenizer=layer) == wanted
+    with pytest.raises(UsageError, match=r"Cannot use tokenizer=3: expected shardload\.tokenizer"):
+        shardload.generate(peer, PROMPTS, tokenizer=3)
 
 
 def test_a_plan_makes_none(tmp_path, monkeypatch):
