@@ -67,8 +67,8 @@ docs: $(VENV)/.docs  ## the documentation site, in build/docs; broken links are 
 wheel:  ## build sdist and wheel into dist/, and try the wheel in an empty environment
 	PYTHON=$(PYTHON) .ci/try-wheel
 
-bench: $(STAMP)  ## interleaved with the peers; see docs/performance.md
-	$(BIN)/python -m benchmarks
+bench: $(STAMP)  ## interleaved with the peers; see docs/performance.md (ARGUMENTS="--out results.json")
+	$(BIN)/python -m benchmarks $(ARGUMENTS)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -1,31 +1,71 @@
 """Every benchmark behind docs/performance.md, one after the other: ``python -m benchmarks`` (``make bench``).
 
-Takes about an hour; nothing else should run on the machine meanwhile.
+Takes about an hour; nothing else should run on the machine meanwhile. ``--out`` writes one JSON object with the facts
+of the machine and all measurements. ``--long`` adds agreement with the unsharded model and the conversion of 18.5 GB,
+which take hours, 24 GiB of memory and 60 GB of disk.
 """
 
 from __future__ import annotations
 
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
 import subprocess
 import sys
+import time
+from pathlib import Path
+from typing import Any
 
 COMMANDS = (
     ("models", "--pairs", "7"),
-    ("transfer_orbax", "--pairs", "7"),
+    ("load_peers", "--pairs", "7"),
     ("transfer_floor", "--pairs", "15"),
     ("restore_orbax", "--pairs", "7"),
     ("save_orbax", "--pairs", "7"),
     ("keras_callback",),
 )
 """Each in a process of its own: they set up different numbers of devices and warm memory."""
+LONG = (("agreement",), ("convert", "--scale", "1"))
+PACKAGES = ("jax", "jaxlib", "keras", "keras-hub", "orbax-checkpoint", "tensorstore", "safetensors", "numpy", "h5py")
 
 
-def main() -> int:
+def machine() -> dict[str, Any]:
+    """What the numbers depend on."""
+    described = Path("/proc/cpuinfo").read_text().splitlines()
+    models = {line.partition(":")[2].strip() for line in described if line.startswith("model name")}
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "system": platform.platform(),
+        "cpu": sorted(models),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "load": os.getloadavg(),
+        "python": platform.python_version(),
+        "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
     """Run them all; the exit code of the first that fails."""
-    for module, *arguments in COMMANDS:
-        print(f"\n== python -m benchmarks.{' '.join([module, *arguments])}", flush=True)
-        done = subprocess.run([sys.executable, "-m", f"benchmarks.{module}", *arguments], check=False)
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n", 1)[0])
+    parser.add_argument("--out", type=Path, help="write a JSON file instead of tables")
+    parser.add_argument("--long", action="store_true", help="also what takes hours")
+    parser.add_argument("--only", default="", help="only the benchmarks whose name contains this")
+    options = parser.parse_args(argv)
+    found: dict[str, Any] = {"machine": machine()}
+    for module, *arguments in COMMANDS + LONG if options.long else COMMANDS:
+        if options.only not in module:
+            continue
+        command = [sys.executable, "-m", f"benchmarks.{module}", *arguments, *(["--json"] if options.out else [])]
+        print(f"\n== {' '.join(command[1:])}", file=sys.stderr, flush=True)
+        done = subprocess.run(command, check=False, text=True, stdout=subprocess.PIPE if options.out else None)
         if done.returncode:
             return done.returncode
+        if options.out:
+            found[module] = [json.loads(line) for line in done.stdout.splitlines() if line[:1] in ("[", "{")]
+            options.out.write_text(json.dumps(found, indent=1))
     return 0
 
 

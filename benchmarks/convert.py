@@ -51,23 +51,27 @@ def anonymous_bytes(pid: int) -> int:
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:")), 0)
 
 
-def run(source: Path, folder: Path, host_memory: str) -> None:
+def run(source: Path, folder: Path, host_memory: str, *, as_json: bool) -> None:
     """Go round once, printing a line per conversion."""
+
+    def show(line: str, said: dict[str, Any]) -> None:
+        print(json.dumps(said) if as_json else line, flush=True)
+
     previous = source
     for to in CHAIN:
         target = folder / f"converted-{to}"
         said = watched(["convert", str(previous), str(target), "--to", to, "--host-memory", host_memory])
         rate = said["n_bytes"] / 1e9 / said["seconds"]
-        print(
+        show(
             f"{said['format']:16} {said['n_bytes'] / 1e9:6.2f} GB {said['wall_s']:7.1f} s {rate:5.2f} GB/s "
             f"peak RssAnon {said['peak_anon_bytes'] / (1 << 30):.2f} GiB",
-            flush=True,
+            said,
         )
         if previous != source:
             shutil.rmtree(previous)
         previous = target
     compared = watched(["diff", str(source), str(previous)])
-    print(f"against the first: {compared['equal']} tensors equal, {len(compared['differences'])} not", flush=True)
+    show(f"against the first: {compared['equal']} tensors equal, {len(compared['differences'])} not", compared)
     shutil.rmtree(previous)
 
 
@@ -78,10 +82,11 @@ def main() -> None:
     parser.add_argument("--folder", default=None, help="where to work; a temporary folder by default")
     parser.add_argument("--host-memory", default="512MiB")
     parser.add_argument("--scale", type=float, default=0.1, help="of the synthetic checkpoint; 1 is 18.5 GB")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=chosen.folder) as work:
         source = Path(chosen.source) if chosen.source else _synthetic(Path(work), chosen.scale)
-        run(source, Path(work), chosen.host_memory)
+        run(source, Path(work), chosen.host_memory, as_json=chosen.json)
 
 
 def _synthetic(folder: Path, scale: float) -> Path:

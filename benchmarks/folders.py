@@ -55,6 +55,25 @@ def gemma3_folder(folder: Path) -> Path:
     return folder
 
 
+def gemma3_with_text(folder: Path) -> Path:
+    """The same with its tokenizer, as a user has it."""
+    gemma3_folder(folder)
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from shardload.loaders import open_manifest\n"
+        "from shardload.loaders.gguf import tokenizer_metadata\n"
+        "from shardload.resolve import resolve\n"
+        "from shardload.text.gguf_files import files_of\n"
+        "found = open_manifest(resolve('gemma3_270m').path)\n"
+        "made = files_of(tokenizer_metadata(found.location), found.source, found.config['model_type'])\n"
+        "for name, content in made.items():\n"
+        "    (Path(sys.argv[1]) / name).write_bytes(content)\n"
+    )
+    _python(code, str(folder))
+    return folder
+
+
 def _python(code: str, *args: str) -> None:
     prefix = "import sys\nsys.modules['tensorflow'] = sys.modules['tensorflow_text'] = None\n"
     env = {**os.environ, "KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"}

@@ -1,4 +1,8 @@
-"""One build + load in this process: ``python -m benchmarks.model_child peer|ours SOURCE DTYPE``.
+"""One build + load in this process: ``python -m benchmarks.model_child peer|ours SOURCE DTYPE [OPTIONS]``.
+
+    --defaults     give only the source, load the task, and turn a prompt into token ids; one device, with TensorFlow
+    --cache=FOLDER use JAX's compilation cache
+    --cold         remove the source's files from the page cache first
 
 Prints one JSON object: wall seconds, CPU-seconds and the peak resident bytes above what the imports took.
 Both sides spread the model over the same eight CPU devices in the same layout, which is worked out beforehand,
@@ -15,12 +19,20 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+SIDE, SOURCE, DTYPE, *FLAGS = sys.argv[1:]
+DEFAULTS = "--defaults" in FLAGS
 os.environ["KERAS_BACKEND"] = "jax"
-sys.modules["tensorflow"] = sys.modules["tensorflow_text"] = None  # type: ignore[assignment]
+if not DEFAULTS:  # a backbone needs none of it
+    sys.modules["tensorflow"] = sys.modules["tensorflow_text"] = None  # type: ignore[assignment]
 
 import jax  # noqa: E402
 
-jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_num_cpu_devices", 1 if DEFAULTS else 8)
+for flag in FLAGS:
+    if flag.startswith("--cache="):
+        jax.config.update("jax_compilation_cache_dir", flag.partition("=")[2])
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 import keras  # noqa: E402
 import keras_hub  # noqa: E402
@@ -72,16 +84,39 @@ def ours(source: str, dtype: str) -> Callable[[], object]:
     return lambda: load(source, mesh="1x8", dtype=dtype)
 
 
+def ready(load: Callable[[str], object]) -> Callable[[], object]:
+    """The task as it comes, and one prompt as token ids."""
+
+    def run() -> object:
+        task = load(SOURCE)
+        found = task.preprocessor.generate_preprocess(["The capital of France is"])  # type: ignore[attr-defined]
+        assert found["token_ids"][0][0] == 2
+        return task
+
+    return run
+
+
+def read(path: Path) -> None:
+    """Read a file into the page cache, without a large allocation of our own; or drop it from there."""
+    with path.open("rb") as file:
+        if "--cold" in FLAGS:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            return
+        while file.read(1 << 22):
+            pass
+
+
 def main() -> None:
     """Time one side."""
-    side, source, dtype = sys.argv[1:]
-    run = {"peer": peer, "ours": ours}[side](source, dtype)
+    if DEFAULTS:
+        run = ready({"peer": keras_hub.models.CausalLM.from_preset, "ours": shardload.load}[SIDE])
+    else:
+        run = {"peer": peer, "ours": ours}[SIDE](SOURCE, DTYPE)
     jax.device_put(0, jax.devices()[0]).block_until_ready()
-    for path in Path(source).rglob("*"):
+    os.sync()  # only clean pages can be dropped
+    for path in Path(SOURCE).rglob("*"):
         if path.is_file():
-            with path.open("rb") as file:  # into the page cache, without a large allocation of our own
-                while file.read(1 << 22):
-                    pass
+            read(path)
     gc.collect()
     warm_memory(WARM_BYTES)
     reset_peak_memory()  # the kernel hands the peak of the parent process down to its children

@@ -3,9 +3,14 @@
     gemma2-h5      a Gemma-2-shaped `.weights.h5` of 1.2+ GB bfloat16   Keras: build under ModelParallel + load_weights
     gemma3-hf      real Gemma 3 270M as a Hugging Face folder           KerasHub: Gemma3Backbone.from_preset
                    (bfloat16 and float32)
+    ready          the same folder with its tokenizer, until a prompt   KerasHub: CausalLM.from_preset
+                   is token ids: only the source is given, on either side, and there is one device
+    ready, cached  the same, where JAX finds all that it compiled in its compilation cache
+    gemma3-hf cold the folder is not in the page cache
 
-Both sides get the same files, dtype, mesh (1x8 CPU devices) and the same layout; imports are not timed. A process
-of its own per run gives both sides memory of the same freshness and no compiled code left over from the run before.
+Both sides get the same files. The backbones also get the same dtype, mesh (1x8 CPU devices) and layout. Imports are not
+timed. A process of its own per run gives both sides memory of the same freshness and no compiled code left over from
+the run before.
 """
 
 from __future__ import annotations
@@ -17,23 +22,38 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.folders import gemma2_preset, gemma3_folder
+from benchmarks.folders import gemma2_preset, gemma3_folder, gemma3_with_text
 from benchmarks.measure import Comparison, Run, table, warm_memory
 
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is loaded, and how."""
+
+    maker: Callable[[Path], Path]
+    dtype: str = "bfloat16"
+    flags: tuple[str, ...] = ()
+    """Of `model_child`."""
+
+
 CASES = {
-    "gemma2-h5 bfloat16": ("preset", "bfloat16"),
-    "gemma3-hf bfloat16": ("hf", "bfloat16"),
-    "gemma3-hf float32": ("hf", "float32"),
+    "gemma2-h5 bfloat16": Case(gemma2_preset),
+    "gemma3-hf bfloat16": Case(gemma3_folder),
+    "gemma3-hf float32": Case(gemma3_folder, "float32"),
+    "gemma3-hf cold": Case(gemma3_folder, flags=("--cold",)),
+    "ready": Case(gemma3_with_text, flags=("--defaults",)),
+    "ready, cached": Case(gemma3_with_text, flags=("--defaults", "--cache")),
 }
-"""Name → source and dtype."""
-MAKERS = {"preset": gemma2_preset, "hf": gemma3_folder}
 
 
-def child(side: str, source: str, dtype: str) -> dict[str, float]:
+def child(side: str, source: str, case: Case, cache: str) -> dict[str, float]:
     """One build + load in a fresh process; seconds, CPU-seconds and peak resident bytes."""
-    code = [sys.executable, "-m", "benchmarks.model_child", side, source, dtype]
+    flags = [f"{flag}={cache}-{side}" if flag == "--cache" else flag for flag in case.flags]
+    code = [sys.executable, "-m", "benchmarks.model_child", side, source, case.dtype, *flags]
     done = subprocess.run(code, capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"}, check=False)
     if done.returncode:
         raise SystemExit(f"{side} failed:\n{done.stderr[-3000:]}")
@@ -41,12 +61,12 @@ def child(side: str, source: str, dtype: str) -> dict[str, float]:
     return found
 
 
-def compare(name: str, source: Path, dtype: str, pairs: int) -> tuple[Comparison, dict[str, float]]:
+def compare(name: str, source: Path, case: Case, pairs: int) -> tuple[Comparison, dict[str, float]]:
     """Alternate the two sides ``pairs`` times, after one warm-up of each; and the peak memory of each."""
     runs: dict[str, list[dict[str, float]]] = {"ours": [], "peer": []}
     for index in range(pairs + 1):
         for side in ("peer", "ours") if index % 2 else ("ours", "peer"):
-            result = child(side, str(source), dtype)
+            result = child(side, str(source), case, f"{source}-cache")
             if index:
                 runs[side].append(result)
     ours, peer = (tuple(Run(r["wall_s"], r["cpu_s"]) for r in runs[side]) for side in ("ours", "peer"))
@@ -64,14 +84,14 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     found: list[tuple[Comparison, dict[str, float]]] = []
     with tempfile.TemporaryDirectory() as folder:
-        made: dict[str, Path] = {}
+        made: dict[Callable[[Path], Path], Path] = {}
         warm_memory(8 << 30)
-        for name, (kind, dtype) in CASES.items():
+        for name, case in CASES.items():
             if options.only not in name:
                 continue
-            if kind not in made:
-                made[kind] = MAKERS[kind](Path(folder) / kind)
-            found.append(compare(name, made[kind], dtype, options.pairs))
+            if case.maker not in made:
+                made[case.maker] = case.maker(Path(folder) / case.maker.__name__)
+            found.append(compare(name, made[case.maker], case, options.pairs))
     if options.json:
         print(json.dumps([c.summary() | memory | c.runs() for c, memory in found]))
         return 0

@@ -10,10 +10,10 @@ that compressed step, which has no digests.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,36 +53,29 @@ def save(folder: Path, tree: dict[str, Any]) -> tuple[Path, Path]:
     return staging.publish(), folder / "theirs"
 
 
-def wanted(step: Path, mesh: str, dim: int) -> tuple[Any, list[Any]]:
-    """Manifest and targets: every array split along ``dim`` over the mesh's longer axis."""
+def wanted(step: Path, mesh: str, dim: int) -> dict[str, Any]:
+    """Every matrix of a step, by name, split along ``dim`` over the mesh's longer axis."""
+    import jax
+
     from shardload.loaders import open_manifest
-    from shardload.manifest import View
     from shardload.sharding.layout import Layout
     from shardload.sharding.mesh import MeshSpec
-    from shardload.transfer.planning import Binding
+    from shardload.transfer.execution import named_sharding
 
-    manifest, spec = open_manifest(str(step)), MeshSpec.parse(mesh)
-    axis = spec.axes[dim] if mesh == "8x1" else "model"
-    arrays = [t for t in manifest.tensors.values() if len(t.shape) == 2]
-    return manifest, [
-        Binding(t.name, View.whole(t), t.dtype, Layout.split(spec, 2, dim=dim, axis=axis)) for t in arrays
-    ]
+    spec = MeshSpec.parse(mesh)
+    layout = Layout.split(spec, 2, dim=dim, axis=spec.axes[dim] if mesh == "8x1" else "model")
+    spread = named_sharding(layout, jax.devices()[:8])
+    every = open_manifest(str(step)).tensors.values()
+    return {t.name: jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=spread) for t in every if len(t.shape) == 2}
 
 
-def ours(step: Path, mesh: str, dim: int) -> dict[str, Any]:
+def ours(step: Path, targets: dict[str, Any]) -> dict[str, Any]:
     """Open, check and load a step; one without digests is only opened and loaded."""
     import jax
 
-    from shardload.steps.digests import DIGESTS_FILE, Checker
-    from shardload.transfer.execution import execute
-    from shardload.transfer.planning import make_plan
+    import shardload
 
-    with contextlib.ExitStack() as stack:
-        checker = stack.enter_context(Checker.of_step(step)) if (step / DIGESTS_FILE).exists() else None
-        manifest, targets = wanted(step, mesh, dim)
-        plan = make_plan(manifest, targets, host_memory_bytes=256 << 20, scatter=checker is None)
-        arrays: dict[str, Any] = {}
-        execute(plan, manifest, devices=jax.devices()[:8], on_ready=arrays.__setitem__, check=checker)
+    arrays: dict[str, Any] = jax.block_until_ready(shardload.load_arrays(step, targets))
     return arrays
 
 
@@ -96,22 +89,6 @@ def theirs(folder: Path, shardings: dict[str, Any]) -> dict[str, Any]:
     return arrays
 
 
-def abstract(step: Path, mesh: str, dim: int) -> dict[str, Any]:
-    """What Orbax is asked for."""
-    import jax
-
-    from shardload.transfer.execution import named_sharding
-
-    _, targets = wanted(step, mesh, dim)
-    made = {t.name.split("/")[0]: t for t in targets}
-    return {
-        name: {
-            "kernel": jax.ShapeDtypeStruct(t.view.shape, t.dtype, sharding=named_sharding(t.layout, jax.devices()[:8]))
-        }
-        for name, t in made.items()
-    }
-
-
 def measure(folder: Path, n_bytes: int, *, pairs: int) -> list[Comparison]:
     """Three comparisons per mesh: with the peer's best setting, with its default, and of that default's step."""
     import numpy as np
@@ -120,15 +97,16 @@ def measure(folder: Path, n_bytes: int, *, pairs: int) -> list[Comparison]:
     warm_files([p for p in folder.rglob("*") if p.is_file()])
     found = []
     for title, (mesh, dim) in MESHES.items():
-        shardings = abstract(step, mesh, dim)
-        check, peer = ours(step, mesh, dim), theirs(step, shardings)
+        targets = wanted(step, mesh, dim)
+        shardings = {name.split("/")[0]: {"kernel": target} for name, target in targets.items()}
+        check, peer = ours(step, targets), theirs(step, shardings)
         for name, array in check.items():
             if not np.array_equal(np.asarray(array), np.asarray(peer[name.split("/")[0]]["kernel"])):
                 raise AssertionError(f"{name} differs between the loaders")
         size = sum(a.nbytes for a in check.values())
         del check, peer
         for kind, mine, place in (("best", step, step), ("default", step, default), ("zstd", default, default)):
-            one, two = (lambda at=(mine, mesh, dim): ours(*at)), (lambda at=(place, shardings): theirs(*at))
+            one, two = partial(ours, mine, targets), partial(theirs, place, shardings)
             found.append(compare(f"{title}, {kind}", one, two, n_bytes=size, pairs=pairs, warm_bytes=3 * size))
     return found
 
