@@ -2,7 +2,7 @@
 
     call in a program ─► Keras' own function ─► interception ─► build as Keras, without values ─► fill ─► return
                          checks, errors         keras_bridge     Keras' and KerasHub's own code   pipeline
-                                                                       │ whatever fails or is unsupported
+                                                                       │ what fails or is unsupported
                                                                        └─► Keras makes the call, the report says why
 
 So the model, its names, seeds, and the errors are Keras' own. Only reading and placing the weights is not.

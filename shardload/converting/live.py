@@ -27,7 +27,7 @@ import numpy as np
 from shardload import converting
 from shardload.converting import ConvertReport
 from shardload.converting.live_source import live_source
-from shardload.converting.live_values import part_of, reader_of_region, regions_of
+from shardload.converting.live_values import local_boxes_of, part_of, reader_of_box
 from shardload.converting.plans import Copy, Plan
 from shardload.converting.replace_target import check_free
 from shardload.converting.staging import ConversionFolder, home_of, staged
@@ -287,8 +287,8 @@ def _parts(copy: Copy, *, is_alone: bool) -> Iterator[tuple[Bounds, Read]]:
     if array is None:
         yield Bounds.whole(copy.view.shape), reader_of_value(np.asarray(value.array), dtype)
         return
-    for region in regions_of(array):
-        yield region.box, reader_of_region(region, dtype)
+    for region in local_boxes_of(array):
+        yield region.box, reader_of_box(region, dtype)
 
 
 __all__ = ["SAVE_TARGETS", "SaveTarget", "save_as"]

@@ -37,14 +37,14 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Region:
+class LocalBox:
     """A box of an array, and the shards that make it up."""
 
     box: Bounds
     shards: tuple[Shard, ...]
 
 
-def regions_of(array: jax.Array) -> tuple[Region, ...]:
+def local_boxes_of(array: jax.Array) -> tuple[LocalBox, ...]:
     """Return the part of an array that this process writes: of each replicated shard, one process writes its first."""
     shards = tuple(
         Shard(_box(shard.index, array.shape), shard.data) for shard in array.addressable_shards if not shard.replica_id
@@ -55,8 +55,8 @@ def regions_of(array: jax.Array) -> tuple[Region, ...]:
     stop = tuple(map(max, zip(*(s.box.stop for s in shards), strict=True)))
     whole = Bounds(start, stop)
     if whole.size == sum(s.box.size for s in shards):
-        return (Region(whole, shards),)
-    return tuple(Region(s.box, (s,)) for s in shards)
+        return (LocalBox(whole, shards),)
+    return tuple(LocalBox(s.box, (s,)) for s in shards)
 
 
 def host_value(array: jax.Array) -> NDArray[Any]:
@@ -71,7 +71,7 @@ def part_of(view: View, box: Bounds) -> View:
     return View(view.tensor, address(view, box.start), box.shape, view.strides)
 
 
-def reader_of_region(region: Region, dtype: np.dtype[Any]) -> Read:
+def reader_of_box(region: LocalBox, dtype: np.dtype[Any]) -> Read:
     """Return a reader of a region's elements, cast to ``dtype``; it returns bits as unsigned integers."""
     stored = np.dtype(region.shards[0].data.dtype)
     raw = np.dtype(f"u{stored.itemsize}") if stored.itemsize in (1, 2, 4, 8) else stored
@@ -119,7 +119,7 @@ def _box(index: Sequence[slice], shape: Sequence[int]) -> Bounds:
     return Bounds(tuple(a for a, _, _ in found), tuple(b for _, b, _ in found))
 
 
-def _fill(out: NDArray[Any], box: Bounds, region: Region) -> None:
+def _fill(out: NDArray[Any], box: Bounds, region: LocalBox) -> None:
     """Copy a box, relative to the region, from the shards that it overlaps."""
     origin = region.box.start
     wanted = Bounds(*(tuple(a + o for a, o in zip(at, origin, strict=True)) for at in (box.start, box.stop)))

@@ -201,7 +201,7 @@ def _layout(
 
 
 def in_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """Return a configuration of Hugging Face that states another dtype, wherever it states one."""
+    """Return a configuration of Hugging Face with another dtype in every place that states one."""
     found = {key: in_dtype(value, dtype) if key == "text_config" else value for key, value in config.items()}
     names = {"torch_dtype", "dtype"} & found.keys()  # transformers 4 writes torch_dtype, 5 writes dtype
     return {**found, **dict.fromkeys(names, dtype)}

@@ -381,14 +381,14 @@ def _transformers_loader(manifest: Manifest) -> Any:
     config = for_converter(read_config(manifest))
     if (own := converter_of(manifest)) is not None:
 
-        class Loader(TransformersPresetLoader):  # type: ignore[misc]  # KerasHub has no types
+        class OwnLoader(TransformersPresetLoader):  # type: ignore[misc]  # KerasHub has no types
             """KerasHub's loader, whose constructor knows KerasHub's converters only."""
 
             def __init__(self) -> None:
                 super(TransformersPresetLoader, self).__init__(preset_path(manifest), config)
                 self.converter = own
 
-        return Loader()
+        return OwnLoader()
     try:
         return TransformersPresetLoader(preset_path(manifest), config)
     except (KeyError, ValueError) as error:

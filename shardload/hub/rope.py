@@ -64,7 +64,7 @@ def rotation(config: Config, layer_type: str, *, default_theta: float, head_dim:
     kind = "longrope" if kind == "su" else kind  # its name in Phi-3's first configurations
     theta = parameters.get("rope_theta") or _theta_beside(config, layer_type) or default_theta
     longest = config.get("max_position_embeddings")
-    original = config.get("original_max_position_embeddings") or longest  # Phi-3 has it beside the other parameters
+    original = config.get("original_max_position_embeddings") or longest  # Phi-3 has it outside rope_scaling
     parameters.setdefault("original_max_position_embeddings", original)
     parameters["max_position_embeddings"] = longest
     partial = parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0

@@ -6,7 +6,7 @@
 
 The public functions stay Keras' own: they check their arguments and raise their errors, also where a program imported
 one of them by name. What they call to load is looked up in a module at each call, so that is what is replaced.
-A `ContextVar` tells who is inside; the attributes are restored when nobody is.
+A `ContextVar` tells who is inside; the attributes are restored when the last block ends.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ GGUF has one name table for all models (``blk.0.attn_q.weight``); KerasHub's con
 and configuration (`gguf_config`). shardload has small tables of its own, because the gguf package maps in the other
 direction and to several names for each tensor; a test compares them with it.
 
-A mixture's experts are one tensor in GGUF, and one tensor each in Hugging Face; ``{}`` stands for their numbers::
+A mixture's experts are one tensor in GGUF, and one tensor each in Hugging Face; ``{}`` is their number::
 
     blk.0.ffn_up_exps.weight   (experts, out, in)   ─►   model.layers.0.mlp.experts.{}.up_proj.weight   (out, in)
 """

@@ -132,9 +132,7 @@ def _check_keys(leaves: Iterable[str], **stated: Any) -> None:
     known = set(leaves)
     for argument, value in stated.items():
         if unknown := sorted(set(value) - known) if isinstance(value, Mapping) else []:
-            raise UsageError(
-                f"Cannot use {argument}: no target is called {unknown[0]!r}. Its keys are names of targets"
-            )
+            raise UsageError(f"Cannot use {argument}: no target is called {unknown[0]!r}. Use names of targets as keys")
 
 
 def _is_rule(targets: Any) -> bool:

@@ -44,7 +44,7 @@ PROBE = "It's 2 o'clock:\n\n  x = [12345, 0.5]\ttabs, naïve 日本語 \U0001f60
 
 
 class TextInput:
-    """Gives a task its preprocessor: that of a folder is made beside the transfer, that of a GGUF file on first use."""
+    """Gives a task its preprocessor: a folder's is made during the transfer, a GGUF file's on first use."""
 
     def __init__(self) -> None:
         self._making: InThread[Any] | None = None

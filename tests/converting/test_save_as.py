@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import shardload
 from shardload.comparing import diff
 from shardload.converting import live_values
-from shardload.converting.live_values import boxes_of_run, reader_of_region, regions_of
+from shardload.converting.live_values import boxes_of_run, local_boxes_of, reader_of_box
 from shardload.errors import UninitialisedError, UnsupportedError, UsageError, WriteError
 from shardload.synth import synth
 
@@ -352,12 +352,10 @@ def test_boxes_of_a_run_are_its_elements_in_order(shape, ends):
 def test_a_region_is_read_as_numpy_reads_it(spec, ends):
     numbers = np.arange(256, dtype=np.int32).reshape(8, 4, 8)
     array = jax.device_put(numbers, jax.sharding.NamedSharding(MESH, jax.sharding.PartitionSpec(*spec)))
-    [region] = regions_of(array)
+    [region] = local_boxes_of(array)
     start, stop = sorted(ends)
-    assert reader_of_region(region, numbers.dtype)(start, stop).tolist() == list(range(start, stop))
-    assert reader_of_region(region, np.dtype("float32"))(start, stop).view("float32").tolist() == list(
-        range(start, stop)
-    )
+    assert reader_of_box(region, numbers.dtype)(start, stop).tolist() == list(range(start, stop))
+    assert reader_of_box(region, np.dtype("float32"))(start, stop).view("float32").tolist() == list(range(start, stop))
 
 
 def test_devices_with_memory_of_their_own_are_read_in_slices(gemma, made, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Run a module of Keras' own tests, from the installed wheel, in a process of its own with a plugin of ours."""
+"""Run a module of Keras' own tests, from the installed wheel, in a process of its own, with one of our plugins."""
 
 import json
 import os
