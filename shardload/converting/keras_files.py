@@ -25,7 +25,7 @@ from shardload.converting.sidecar_files import STATE, TRANSFORMERS
 from shardload.converting.source import Source, made_now
 from shardload.converting.transformers import is_weight
 from shardload.errors import UnsupportedError
-from shardload.hub import kerashub
+from shardload.hub import preset_files
 from shardload.keras_bridge.dtype_policies import with_dtype
 from shardload.keras_bridge.model_state import optimizer_variables_of, own_layers
 from shardload.keras_bridge.saving import saved_layout, serialised_model
@@ -199,7 +199,7 @@ def model_config(model: Any) -> dict[str, Any]:
     found.pop("compile_config", None)
     backbone = getattr(model, "backbone", model)
     inner = found["config"] if backbone is model else found["config"]["backbone"]["config"]
-    kerashub.add_tied_embeddings(inner, backbone)
+    preset_files.add_tied_embeddings(inner, backbone)
     return found
 
 

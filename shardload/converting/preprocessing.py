@@ -17,7 +17,7 @@ from typing import Any
 
 from shardload.converting.sidecar_files import TRANSFORMERS, Companions, copy
 from shardload.errors import UnsupportedError
-from shardload.hub import kerashub
+from shardload.hub import kerashub, preset_files
 from shardload.hub.preprocessors import text_classes
 from shardload.loaders import spec_of
 from shardload.manifest import Manifest
@@ -65,7 +65,7 @@ def write(model: Any, found: Preprocessing, folder: Path) -> None:
     """
     layer = found.layer
     named = layer if hasattr(layer, "tokenizer") and hasattr(type(model), "preprocessor_cls") else None
-    kerashub.save_description(model, folder, extra={}, preprocessor=named)
+    preset_files.save_description(model, folder, extra={}, preprocessor=named)
     if layer is None or _save(layer, folder) or not (description := folder / "task.json").is_file():
         return
     written = json.loads(description.read_text(encoding="utf-8"))

@@ -25,7 +25,6 @@ import inspect
 import json
 import logging
 import re
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -127,51 +126,12 @@ def checkpoint_dtype(manifest: Manifest) -> str:
     return next((name for name, _ in stored.most_common() if name in FLOATS), "float32")
 
 
-def save_description(
-    model: Any, folder: Path, *, extra: Mapping[str, Any], task: bool = True, preprocessor: Any = None
-) -> None:
-    """Write KerasHub's files other than weights: ``config.json``, ``metadata.json``, and ``task.json`` for a task.
+def preset_saver(folder: Path) -> Any:
+    """Return what writes KerasHub's configuration files to a folder."""
+    keras_hub()
+    from keras_hub.src.utils.preset_utils import KerasPresetSaver
 
-    Args:
-        model: A task or a backbone; needs no weights.
-        folder: Where to write.
-        extra: Additional top-level entries for ``config.json``, which KerasHub keeps and ignores.
-        task: Write ``task.json``; without it, the checkpoint is a backbone's.
-        preprocessor: The preprocessor that ``task.json`` names, if the task has none.
-    """
-    from keras_hub.src.utils.preset_utils import CONFIG_FILE, TASK_CONFIG_FILE, KerasPresetSaver
-
-    saver = KerasPresetSaver(str(folder))
-    backbone = getattr(model, "backbone", model)
-    saver._save_metadata(backbone)
-    for name, described in ((CONFIG_FILE, backbone), (TASK_CONFIG_FILE, model)):
-        if name == TASK_CONFIG_FILE and (described is backbone or not task):
-            continue
-        saver._save_serialized_object(described, config_file=name)
-        written = json.loads((folder / name).read_text(encoding="utf-8"))
-        inner = written["config"] if described is backbone else written["config"]["backbone"]["config"]
-        add_tied_embeddings(inner, backbone)
-        if described is not backbone and preprocessor is not None:
-            written["config"]["preprocessor"] = _described(saver, preprocessor)
-        entries = extra if described is backbone else {}
-        (folder / name).write_text(json.dumps({**written, **entries}, indent=4), encoding="utf-8")
-
-
-def _described(saver: Any, layer: Any) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "layer.json"
-        saver._save_serialized_object(layer, config_file=str(path))
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
-
-
-def add_tied_embeddings(config: dict[str, Any], backbone: Any) -> None:
-    """Add ``tie_word_embeddings`` to a backbone's serialised configuration, in place.
-
-    KerasHub's Llama does not serialise this field, and would build an output layer without weights.
-    """
-    if (tied := getattr(backbone, "tie_word_embeddings", None)) is not None:
-        config.setdefault("tie_word_embeddings", tied)
+    return KerasPresetSaver(str(folder))
 
 
 def keras_hub() -> Any:

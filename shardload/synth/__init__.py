@@ -200,7 +200,7 @@ def _stream(file: Any, spec: Spec, job: _Job, *, number: int, progress: Progress
 
 def _write_keras(job: _Job, work: Path, filename: str, *, progress: Progress) -> None:
     """Write configuration and weights as KerasHub and Keras do."""
-    from shardload.hub import described, kerashub
+    from shardload.hub import described, kerashub, preset_files
     from shardload.keras_bridge.abstraction import abstract
     from shardload.keras_bridge.saving import saved_layout
     from shardload.writers import h5
@@ -208,7 +208,7 @@ def _write_keras(job: _Job, work: Path, filename: str, *, progress: Progress) ->
     with abstract():
         config = {**job.config, "torch_dtype": job.dtype}
         model = kerashub.build_model(described.hugging_face(config, nowhere(job.name), stored=_stored(job.dtype)))
-    kerashub.save_description(model, work, extra={"shardload": job.label}, task=job.format == "preset")
+    preset_files.save_description(model, work, extra={"shardload": job.label}, task=job.format == "preset")
     backbone = getattr(model, "backbone", model)
     layout = saved_layout(backbone)
     tensors = [Wanted(name, tuple(v.shape), _stored(str(v.dtype))) for name, v in layout.variables.items()]

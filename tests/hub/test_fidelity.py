@@ -17,7 +17,7 @@ import shardload
 from shardload.converting import transformers as written
 from shardload.errors import MismatchError, SourceError, UnsupportedError, UsageError
 from shardload.hub import built as built_layers
-from shardload.hub import families, fidelity, fields, kerashub, rope
+from shardload.hub import families, fidelity, fields, kerashub, preset_files, rope
 from shardload.hub.config_defaults import completed
 from shardload.hub.config_forms import read_config
 from shardload.loaders import gguf_models
@@ -133,7 +133,7 @@ def test_what_an_argument_takes_needs_no_note(tmp_path):
 def test_a_gemma_of_kerashubs_own_scales_as_it_says(tmp_path):
     model = built("gemma2", **PER_HEAD)
     model.query_head_dim_normalize = False
-    kerashub.save_description(model, tmp_path, extra={})
+    preset_files.save_description(model, tmp_path, extra={})
     config = json.loads((tmp_path / "config.json").read_text())
     manifest = with_layers(Manifest(located(tmp_path), "keras-hub-preset", {}, {}, config))
     with shardload.abstract():

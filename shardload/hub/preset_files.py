@@ -1,0 +1,57 @@
+"""Write the files of a KerasHub preset that describe a model: all but weights and tokenizers."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardload.hub import kerashub
+from shardload.loaders.hub_preset import CONFIG, TASK
+
+
+def save_description(
+    model: Any, folder: Path, *, extra: Mapping[str, Any], task: bool = True, preprocessor: Any = None
+) -> None:
+    """Write KerasHub's files other than weights: ``config.json``, ``metadata.json``, and ``task.json`` for a task.
+
+    Args:
+        model: A task or a backbone; needs no weights.
+        folder: Where to write.
+        extra: Additional top-level entries for ``config.json``, which KerasHub keeps and ignores.
+        task: Write ``task.json``; without it, the checkpoint is a backbone's.
+        preprocessor: The preprocessor that ``task.json`` names, if the task has none.
+    """
+    saver = kerashub.preset_saver(folder)
+    backbone = getattr(model, "backbone", model)
+    saver._save_metadata(backbone)
+    for name, described in ((CONFIG, backbone), (TASK, model)):
+        if name == TASK and (described is backbone or not task):
+            continue
+        saver._save_serialized_object(described, config_file=name)
+        written = json.loads((folder / name).read_text(encoding="utf-8"))
+        inner = written["config"] if described is backbone else written["config"]["backbone"]["config"]
+        add_tied_embeddings(inner, backbone)
+        if described is not backbone and preprocessor is not None:
+            written["config"]["preprocessor"] = _described(saver, preprocessor)
+        entries = extra if described is backbone else {}
+        (folder / name).write_text(json.dumps({**written, **entries}, indent=4), encoding="utf-8")
+
+
+def _described(saver: Any, layer: Any) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "layer.json"
+        saver._save_serialized_object(layer, config_file=str(path))
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def add_tied_embeddings(config: dict[str, Any], backbone: Any) -> None:
+    """Add ``tie_word_embeddings`` to a backbone's serialised configuration, in place.
+
+    KerasHub's Llama does not serialise this field, and would build an output layer without weights.
+    """
+    if (tied := getattr(backbone, "tie_word_embeddings", None)) is not None:
+        config.setdefault("tie_word_embeddings", tied)
