@@ -9,6 +9,7 @@
     shardload.convert("gemma2_9b", "gemma2-hf", to="safetensors")
     shardload.save_as(model, "gemma3-hf", to="safetensors")
     shardload.generate(model, "The capital of France is")
+    shardload.shard_optimizer(model)
 
 Everything here is imported on first use: ``import shardload`` itself loads neither JAX nor Keras. Keras chooses its
 backend when it is imported; if that comes later and ``KERAS_BACKEND`` is not set, it gets JAX.
@@ -26,13 +27,14 @@ from shardload import errors
 from shardload.errors import ShardloadError
 
 if TYPE_CHECKING:
-    from shardload import callbacks, data
+    from shardload import callbacks, data, optimizers
     from shardload.accelerating import fast
     from shardload.callbacks.checkpointer import Checkpointer, save
     from shardload.converting import ConvertReport, convert
     from shardload.converting.live import save_as
     from shardload.keras_bridge.abstraction import abstract, initialise
     from shardload.loading import load, load_weights, plan, report
+    from shardload.optimizers.sharding import shard_optimizer
     from shardload.parallel.layer_rules import layout_rule
     from shardload.pipeline.arrays import load_arrays
     from shardload.reports import LoadReport, PlanReport
@@ -66,12 +68,14 @@ __all__ = [
     "load",
     "load_arrays",
     "load_weights",
+    "optimizers",
     "parallel",
     "plan",
     "report",
     "restore",
     "save",
     "save_as",
+    "shard_optimizer",
     "tokenizer",
 ]
 
@@ -97,10 +101,11 @@ _HOMES = {
     "restore": "restoring",
     "save": "callbacks.checkpointer",
     "save_as": "converting.live",
+    "shard_optimizer": "optimizers.sharding",
     "tokenizer": "text.sources",
 }
 
-_MODULES = ("callbacks", "data", "parallel")
+_MODULES = ("callbacks", "data", "optimizers", "parallel")
 
 if "keras" not in sys.modules:
     os.environ.setdefault("KERAS_BACKEND", "jax")

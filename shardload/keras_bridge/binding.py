@@ -30,7 +30,15 @@ import numpy as np
 from shardload.errors import LayoutError, MeshError
 from shardload.keras_bridge import abstraction
 from shardload.keras_bridge.keras_types import Model, Variable
-from shardload.keras_bridge.model_state import models_in, refresh_derived, slots_of, state_of, variables_of
+from shardload.keras_bridge.model_state import (
+    models_in,
+    refresh_derived,
+    slots_of,
+    spread_slots,
+    state_of,
+    variables_of,
+)
+from shardload.keras_bridge.optimizer_slots import layout_of
 from shardload.keras_bridge.pending import pending_of
 from shardload.keras_bridge.training import batches_laid_out_singly
 from shardload.keras_bridge.variables import has_value, is_abstract, relocate, set_sharding, sharding_of, value_of
@@ -154,7 +162,7 @@ def bind(
     """
     if len(devices) != mesh.size or len(set(devices)) != len(devices):
         raise MeshError(f"Cannot bind the model to {mesh}: expected {mesh.size} different devices, got {list(devices)}")
-    shardings = _shardings(model, mesh, devices, layouts)
+    shardings = _shardings(model, mesh, devices, layouts, batch_axis=batch_axis)
     unbind(model)  # only after the checks above, so that an error leaves the old binding
     distribution = MeshParallel(
         mesh, devices, _by_path(shardings), batch_axis=batch_axis or mesh.batch_axis, activations=activations
@@ -174,7 +182,7 @@ def unbind(model: Model) -> None:
         if _ATTRIBUTE in vars(part):
             for name in (*METHODS, "__deepcopy__", _ATTRIBUTE):
                 part.__dict__.pop(name, None)
-            _forget_compiled(part)
+            forget_compiled(part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,10 +215,12 @@ def binding_of(model: Model) -> ModelBinding | None:
 
 
 def _shardings(
-    model: Model, mesh: MeshSpec, devices: Sequence[jax.Device], layouts: Layouts
+    model: Model, mesh: MeshSpec, devices: Sequence[jax.Device], layouts: Layouts, *, batch_axis: str | None
 ) -> list[tuple[Variable, jax.sharding.NamedSharding]]:
-    chosen = layouts if isinstance(layouts, Mapping) else _aligned(model, layouts)
+    given = layouts if isinstance(layouts, Mapping) else _aligned(model, layouts)
     weight_of = {id(slot): weight for slot, weight in slots_of(model)}
+    spread = spread_slots(model, lambda v: given.get(id(v)), batch_axis=batch_axis or mesh.batch_axis)
+    chosen = {**spread, **given}
     found = []
     for variable in state_of(model):
         owner = weight_of.get(id(variable), variable)
@@ -250,10 +260,11 @@ def _install(model: Model, binding: ModelBinding) -> None:
             model.__dict__[name] = _scoped(model, binding, method)
     model.__dict__["__deepcopy__"] = _deepcopy(model, binding)
     model.__dict__[_ATTRIBUTE] = binding
-    _forget_compiled(model)
+    forget_compiled(model)
 
 
-def _forget_compiled(model: Model) -> None:
+def forget_compiled(model: Model) -> None:
+    """Drop compiled steps, which refer to the shardings that variables had."""
     for name in COMPILED:
         if getattr(model, name, None) is not None:
             setattr(model, name, None)
@@ -300,8 +311,11 @@ def _deepcopy(model: Model, binding: ModelBinding) -> Callable[[dict[int, Any]],
 def _adopt(model: Model, binding: ModelBinding) -> None:
     """Move variables created since binding onto the mesh: a new optimizer, LoRA kernels, seeds."""
     slots = {id(slot): weight for slot, weight in slots_of(model)}
+    spread = spread_slots(model, layout_of, batch_axis=binding.distribution.batch_dim_name)
     for variable in state_of(model):
         sharding = sharding_of(variable)
+        if sharding is None and id(variable) in spread:
+            sharding = named_sharding(spread[id(variable)], binding.devices)
         if sharding is None:
             weight = slots.get(id(variable))  # a slot follows its weight
             sharding = sharding_of(weight) if weight is not None else _sharding_on_mesh(variable, binding)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +13,11 @@ from keras.src.backend.jax.core import JaxVariable
 
 from shardload.errors import UninitialisedError, UsageError
 from shardload.keras_bridge.keras_types import Model, Variable
+from shardload.keras_bridge.optimizer_slots import optimizers_in, slots_in, spread_of
 from shardload.keras_bridge.saving import saved_objects
 from shardload.keras_bridge.tracking import LEAVES, members_of
 from shardload.keras_bridge.variables import has_value, numbered, unique, value_of
+from shardload.sharding.layout import Layout
 
 _MISSING = object()
 
@@ -119,12 +121,10 @@ def _attribute_optimizers(model: Model) -> list[Any]:
     found: dict[int, Any] = {}
     for layer in model._flatten_layers() if isinstance(model, keras.Layer) else ():
         found |= {id(optimizer): optimizer for optimizer in _optimizers_in(list(vars(layer).values()))}
-    for wrapper in (model, *found.values()):  # an optimizer wrapped for loss scaling is saved with its wrapper
-        inner = getattr(wrapper, "optimizer" if wrapper is model else "inner_optimizer", None)
-        while inner is not None:
-            found = {i: optimizer for i, optimizer in found.items() if optimizer is not inner}
-            inner = getattr(inner, "inner_optimizer", None)
-    return list(found.values())
+    own = optimizers_in(getattr(model, "optimizer", None))
+    # An optimizer that another one wraps, for loss scaling, is saved with its wrapper.
+    wrapped = {id(part) for one in found.values() for part in optimizers_in(one) if part is not one}
+    return [one for i, one in found.items() if i not in wrapped.union(map(id, own))]
 
 
 def _optimizers_in(attributes: list[Any]) -> Iterator[Any]:
@@ -141,22 +141,31 @@ def _optimizers_in(attributes: list[Any]) -> Iterator[Any]:
 
 def slots_of(model: Model) -> list[tuple[Variable, Variable]]:
     """Return optimizer variables that mirror a weight in shape, each with its weight."""
-    found: list[tuple[Variable, Variable]] = []
-    waiting = [getattr(model, "optimizer", None), *_attribute_optimizers(model)]
-    while waiting:
-        if (optimizer := waiting.pop()) is not None:
-            found.extend(_slots_in(optimizer))
-            waiting.append(getattr(optimizer, "inner_optimizer", None))
+    return [pair for optimizer in _optimizers_of(model) for pair in slots_in(optimizer)]
+
+
+def spread_slots(
+    model: Model, layout_of: Callable[[Variable], Layout | None], *, batch_axis: str | None = None
+) -> dict[int, Layout]:
+    """Return the layouts of slots that their optimizer spreads further than their weight, by ``id(slot)``.
+
+    Args:
+        model: Compiled or not.
+        layout_of: The layout of a weight, ``None`` if it has none.
+        batch_axis: The axis that splits the batch, if it is not the mesh's own.
+    """
+    found = {}
+    for optimizer in _optimizers_of(model):
+        chosen = spread_of(optimizer)
+        for slot, weight in slots_in(optimizer) if chosen is not None else ():
+            if chosen is not None and (layout := layout_of(weight)) is not None:
+                found[id(slot)] = chosen.applied(layout, tuple(slot.shape), batch_axis)
     return found
 
 
-def _slots_in(optimizer: Any) -> Iterator[tuple[Variable, Variable]]:
-    weights = getattr(optimizer, "_trainable_variables", [])
-    # Keras has no registry of slots: they are attributes with one entry per weight (Adam's ``_momentums``).
-    for value in vars(optimizer).values():
-        if isinstance(value, list) and value is not weights and len(value) == len(weights):
-            pairs = zip(value, weights, strict=True)
-            yield from ((s, w) for s, w in pairs if isinstance(s, JaxVariable) and s.shape == w.shape)
+def _optimizers_of(model: Model) -> list[Any]:
+    own = getattr(model, "optimizer", None)
+    return [*([] if own is None else [own]), *_attribute_optimizers(model)]
 
 
 def models_in(model: Model) -> list[Model]:
@@ -216,7 +225,8 @@ def are_averages(model: Model) -> bool | None:
         ``None`` if it keeps none, or has not trained.
     """
     optimizer = getattr(model, "optimizer", None)
-    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    while (inner := getattr(optimizer, "inner_optimizer", None)) is not None:
+        optimizer = inner
     if optimizer is None or not getattr(optimizer, "use_ema", False) or not int(optimizer.iterations):
         return None
     pairs = zip(weights_optimized(optimizer), optimizer._model_variables_moving_average, strict=True)
@@ -240,12 +250,11 @@ class OptimizerState:
     def of(cls, optimizer: Any) -> OptimizerState:
         """Record the state of an optimizer."""
         parts = []
-        while optimizer is not None:
-            tracker = optimizer._tracker
-            for target, value in ((optimizer, vars(optimizer)), (tracker, tracker.stored_ids)):
+        for part in optimizers_in(optimizer):
+            tracker = part._tracker
+            for target, value in ((part, vars(part)), (tracker, tracker.stored_ids)):
                 containers = (v for v in value.values() if isinstance(v, (list, dict, set)))
                 parts.append((target, dict(vars(target)), tuple((c, _as_plain(c)) for c in containers)))
-            optimizer = getattr(optimizer, "inner_optimizer", None)
         return cls(tuple(parts))
 
     def restore(self) -> None:

@@ -82,13 +82,24 @@ def _other_kind(optimizer: Any, manifest: Manifest) -> bool:
     """Whether an archive's optimizer is of another class: SGD's momentum would fit RMSprop's velocity."""
     compiled = manifest.config.get("compile_config")
     saved = compiled.get("optimizer") if isinstance(compiled, Mapping) else None
-    name, inner = _class_name(saved), getattr(optimizer, "inner_optimizer", optimizer)
-    if name == "LossScaleOptimizer":  # `compile` wraps optimizers in it for half precision; the archive omits it
-        config = saved.get("config") if isinstance(saved, Mapping) else None
-        name = _class_name(config.get("inner_optimizer") if isinstance(config, Mapping) else None)
+    # `compile` wraps optimizers in a LossScaleOptimizer for half precision; the archive omits it.
+    *_, inner = _with_inner(optimizer)
+    name = _class_name(saved)
     return name is not None and name != type(inner).__name__
 
 
+def _with_inner(optimizer: Any) -> Iterator[Any]:
+    while optimizer is not None:
+        yield optimizer
+        optimizer = getattr(optimizer, "inner_optimizer", None)
+
+
 def _class_name(described: object) -> str | None:
-    name = described.get("class_name") if isinstance(described, Mapping) else None
+    """Return the class of an optimizer's configuration, or of the one that it wraps."""
+    if not isinstance(described, Mapping):
+        return None
+    config, name = described.get("config"), described.get("class_name")
+    for wrapped in ("inner_optimizer", "base_optimizer"):
+        if isinstance(config, Mapping) and wrapped in config:
+            return _class_name(config[wrapped])
     return name if isinstance(name, str) else None

@@ -87,7 +87,8 @@ def _optimizer(optimizer: Any, weights: dict[int, str], prefix: str = "") -> dic
     for attribute, value in vars(optimizer).items():
         name = attribute.lstrip("_")
         if hasattr(value, "apply_gradients"):  # LossScaleOptimizer wraps another one
-            roles |= _optimizer(value, weights, f"{prefix}{name}/")
+            adds_own = own != {id(v) for v in value.variables}
+            roles |= _optimizer(value, weights, f"{prefix}{name}/" if adds_own else prefix)
         elif attribute not in _NOT_SLOTS:
             for variable, role in _attribute_roles(optimizer, value, f"{prefix}{_SHORT.get(name, name)}", weights):
                 if id(variable) in own:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from shardload.errors import LayoutError
 from shardload.keras_bridge import distributions
+from shardload.keras_bridge.model_state import spread_slots
 from shardload.parallel import model_variables
 from shardload.parallel import rules as rule_sets
 from shardload.parallel.auto import decide_layouts
@@ -48,7 +50,7 @@ def choose(model: Any, mesh: MeshSpec, layout: LayoutLike = "auto") -> LayoutCho
         fixed = rule_sets.apply(rule_set, model.variables, mesh=mesh, found=found)
         if rule_set.default == "replicated":
             fixed |= _replicate(_unmatched(variables, found, fixed), mesh, rule="default")
-    placed = decide_layouts(variables, found, mesh, fixed=fixed)
+    placed = _with_spread_slots(model, decide_layouts(variables, found, mesh, fixed=fixed), mesh.batch_axis)
     activations = distributions.activation_layouts(layout) if mode == "layout_map" else None
     return LayoutChoice(mesh, mode, {key: placed[key] for key in variables}, activations=activations)
 
@@ -60,6 +62,7 @@ def _by_distribution(model: Any, mesh: MeshSpec, distribution: Any) -> LayoutCho
     variables, found = model_variables.all_variables(model), roles(model, by_user=False)
     fixed = rule_sets.by_distribution(distribution, model.variables, mesh=mesh, found=found)
     placed = decide_layouts(variables, found, mesh, fixed=fixed)
+    placed = _with_spread_slots(model, placed, distribution.batch_dim_name)
     return LayoutChoice(
         mesh,
         "distribution",
@@ -67,6 +70,20 @@ def _by_distribution(model: Any, mesh: MeshSpec, distribution: Any) -> LayoutCho
         batch_axis=distribution.batch_dim_name,
         activations=distribution.get_tensor_layout,
     )
+
+
+def _with_spread_slots(model: Any, placed: dict[int, VariableLayout], batch_axis: str) -> dict[int, VariableLayout]:
+    """Give slots that their optimizer spreads over further axes those layouts."""
+
+    def layout_of(variable: Any) -> Layout | None:
+        return placed[id(variable)].layout if id(variable) in placed else None
+
+    spread = spread_slots(model, layout_of, batch_axis=batch_axis)
+    return placed | {
+        key: replace(placed[key], layout=layout, rule=f"{placed[key].rule}, spread")
+        for key, layout in spread.items()
+        if key in placed and layout != placed[key].layout
+    }
 
 
 def _rule_set(model: Any, mesh: MeshSpec, layout: Any) -> tuple[str, rule_sets.RuleSet | None]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from shardload.keras_bridge.model_state import state_of
+from shardload.keras_bridge.model_state import slots_of, state_of
 from shardload.keras_bridge.tracking import members_of
 
 
@@ -56,16 +56,6 @@ def all_variables(model: Any) -> dict[int, Any]:
 def slots(model: Any) -> Iterator[tuple[Any, Any]]:
     """Yield pairs of an optimizer slot and its variable, where their shapes agree.
 
-    An optimizer keeps each kind of slot in a list parallel to its trainable variables.
+    Not Adafactor's averages of rows and columns, which have other shapes.
     """
-    trainable = list(model.trainable_variables)
-    optimizer = getattr(model, "optimizer", None)
-    while optimizer is not None:
-        known = {id(v) for v in getattr(optimizer, "variables", ())}
-        for held in vars(optimizer).values():
-            if isinstance(held, list | tuple) and len(held) == len(trainable):
-                for slot, variable in zip(held, trainable, strict=True):
-                    # Adafactor's row and column averages have other shapes than their variable.
-                    if id(slot) in known and slot.shape == variable.shape:
-                        yield slot, variable
-        optimizer = getattr(optimizer, "inner_optimizer", None)
+    yield from slots_of(model)

@@ -4,6 +4,7 @@ Pinned against Keras 3.15.1 on JAX 0.10.2. Each test names one seam; where it fa
 source before touching anything else.
 """
 
+import copy
 import inspect
 
 import grain
@@ -149,6 +150,18 @@ def test_optimizers_take_a_layout_from_the_reference_variable():
     optimizer.build([variable])
     assert optimizer._trainable_variables == [variable]
     assert all(slot._layout is variable._layout for slot in optimizer._momentums + optimizer._velocities)
+
+
+def test_optimizers_look_up_what_creates_a_slot_on_themselves_and_read_a_layout_of_the_reference():
+    weight = keras.Variable(np.zeros((8, 4), "float32"))
+    set_layout(weight, Layout(MESH, (("model",), ())), jax.devices())
+    stand_in = copy.copy(weight)
+    set_layout(stand_in, Layout(MESH, (("model",), ("batch",))), jax.devices())
+    optimizer, create = keras.optimizers.Adam(), keras.optimizers.Adam.add_variable_from_reference
+    optimizer.__dict__["add_variable_from_reference"] = lambda v, **options: create(optimizer, stand_in, **options)
+    optimizer.build([weight])
+    assert [slot._layout for slot in optimizer._momentums + optimizer._velocities] == [stand_in._layout] * 2
+    assert weight._layout != stand_in._layout and "momentum" in optimizer._momentums[0].path
 
 
 @pytest.mark.parametrize("name", ["Adam", "SGD", "AdamW", "Lion", "RMSprop", "Adagrad", "Nadam", "Ftrl", "Adafactor"])

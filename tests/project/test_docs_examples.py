@@ -81,6 +81,13 @@ def test_collectives(here):
     assert names["parts"].sharding.spec == names["x"].sharding.spec
 
 
+def test_optimizer_state(here, capsys):
+    names = run("docs/how-to/optimizer-state.md")
+    printed, said = capsys.readouterr().out, PAGES["docs/how-to/optimizer-state.md"]
+    assert re.sub(r"^adam(_\d+)?", "# adam", printed) in said
+    assert names["report"].not_spread == ()
+
+
 @pytest.mark.slow
 def test_readme(gemma, here):
     for name in ("gemma3_270m", "gemma2_9b"):

@@ -18,6 +18,7 @@ EDGES = {
     "writers": {"errors", "loaders", "steps"},
     "data": {"errors", "keras_bridge"},
     "hub": {"errors", "keras_bridge", "loaders", "manifest", "stores", "transfer"},
+    "optimizers": {"errors", "keras_bridge", "sharding", "units"},
     "parallel": {"errors", "keras_bridge", "sharding", "typing"},
     "mapping": {"errors", "hub", "keras_bridge", "loaders", "manifest", "stores", "transfer"},
     "resolve": {"errors", "hub", "loaders", "manifest", "steps", "stores", "units"},

@@ -73,6 +73,8 @@ with shardload.abstract():
 names: list[str] = shardload.initialise(model)
 found: shardload.LoadReport | None = shardload.report(model)
 
+sharded: shardload.optimizers.SlotReport = shardload.shard_optimizer(model, axis=("model", "batch"))
+shardload.shard_optimizer(model, axis=3)  # type: ignore[arg-type]
 callback = OrbaxCheckpoint("run", save_best_only=True, monitor="val_loss", resume=True)
 model.fit(shardload.data.resumable(None), callbacks=[callback])
 for tensor in shardload.inspect("model.keras").tensors.values():

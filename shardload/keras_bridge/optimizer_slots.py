@@ -1,0 +1,126 @@
+"""Slots of optimizers: which weight each belongs to, and layouts of their own.
+
+Keras creates a slot (a momentum, an average, an accumulated gradient) by ``add_variable_from_reference``, with the
+layout of its weight. For slots that are spread further, an optimizer instance gets a function of that name which passes
+a stand-in for the weight with another layout. No class is changed, and a copy or a saved optimizer is a plain one.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import keras
+from keras.src.backend.jax.core import JaxVariable
+
+from shardload.keras_bridge.keras_types import Variable
+from shardload.keras_bridge.variables import relocate, sharding_of
+from shardload.sharding.devices import mesh_spec
+from shardload.sharding.layout import Layout
+from shardload.sharding.mesh import MeshSpec
+from shardload.sharding.spread import spread
+from shardload.transfer.placement import named_sharding
+
+_METHOD = "add_variable_from_reference"
+
+
+@dataclass(frozen=True, slots=True)
+class SlotSpread:
+    """The axes over which an optimizer's slots are spread."""
+
+    axes: tuple[str, ...] | Literal["batch", "every"]
+    """Names; or the axis that splits the batch, or all axes of the mesh with that one last."""
+
+    def on(self, mesh: MeshSpec, batch_axis: str | None = None) -> tuple[str, ...]:
+        """Return the axes of a mesh; ``batch_axis`` if it is not the mesh's own."""
+        batch = batch_axis or _batch_axis(mesh)
+        match self.axes:
+            case "batch":
+                return (batch,)
+            case "every":
+                return (*(axis for axis in mesh.axes if axis != batch), batch)
+            case names:
+                return names
+
+    def applied(self, layout: Layout, shape: tuple[int, ...], batch_axis: str | None = None) -> Layout:
+        """Return the layout of a slot whose weight has ``layout``."""
+        return spread(layout, shape, self.on(layout.mesh, batch_axis))
+
+
+def _batch_axis(mesh: MeshSpec) -> str:
+    own = getattr(keras.distribution.distribution(), "batch_dim_name", None)
+    return own if own in mesh.axes else mesh.batch_axis
+
+
+def optimizers_in(optimizer: Any) -> Iterator[Any]:
+    """Yield an optimizer and those that it wraps: for loss scaling, or one for each group of weights."""
+    waiting = [optimizer]
+    while waiting:
+        if (found := waiting.pop()) is not None:
+            yield found
+            waiting.append(getattr(found, "inner_optimizer", None))
+            waiting += [one for one in getattr(found, "optimizers", ()) if hasattr(one, "apply_gradients")]
+
+
+def slots_in(optimizer: Any) -> Iterator[tuple[Variable, Variable]]:
+    """Yield the slots of an optimizer and of those it wraps that mirror a weight in shape, each with its weight."""
+    for part in optimizers_in(optimizer):
+        weights = getattr(part, "_trainable_variables", [])
+        # Keras has no registry of slots: they are attributes with one entry per weight (Adam's ``_momentums``).
+        for value in vars(part).values():
+            if isinstance(value, list) and value is not weights and len(value) == len(weights):
+                pairs = zip(value, weights, strict=True)
+                yield from ((s, w) for s, w in pairs if isinstance(s, JaxVariable) and s.shape == w.shape)
+
+
+def spread_of(optimizer: Any) -> SlotSpread | None:
+    """Return how an optimizer spreads its slots; ``None`` if they follow their weights."""
+    return next((found for part in optimizers_in(optimizer) if (found := _own(part)) is not None), None)
+
+
+def set_spread(optimizer: Any, chosen: SlotSpread | None) -> None:
+    """Spread slots that an optimizer creates from now on; ``None`` makes them follow their weights, as in Keras."""
+    for part in optimizers_in(optimizer):
+        part.__dict__.pop(_METHOD, None)  # not setattr: Keras tracks attributes that are set
+        if chosen is not None:
+            part.__dict__[_METHOD] = _SpreadingMethod(getattr(part, _METHOD), chosen)
+
+
+class _SpreadingMethod:
+    """``add_variable_from_reference`` of one optimizer."""
+
+    def __init__(self, original: Callable[..., Variable], chosen: SlotSpread) -> None:
+        self.chosen, self._original = chosen, original
+        functools.update_wrapper(self, original)
+
+    def __call__(self, reference_variable: Variable, *args: Any, **kwargs: Any) -> Variable:
+        """Create a slot, laid out as chosen if its weight is on a mesh."""
+        layout = layout_of(reference_variable)
+        if layout is not None:
+            weight, reference_variable = reference_variable, copy.copy(reference_variable)
+            spread_layout = self.chosen.applied(layout, tuple(weight.shape))
+            devices = tuple(sharding_of(weight).mesh.devices.flat)
+            reference_variable._layout = named_sharding(spread_layout, devices)
+        return self._original(reference_variable, *args, **kwargs)
+
+
+def place_slot(slot: Variable, weight: Variable, layout: Layout) -> None:
+    """Move a slot to a layout on the mesh of its weight."""
+    relocate(slot, named_sharding(layout, tuple(sharding_of(weight).mesh.devices.flat)))
+
+
+def _own(optimizer: Any) -> SlotSpread | None:
+    method = vars(optimizer).get(_METHOD)
+    return method.chosen if isinstance(method, _SpreadingMethod) else None
+
+
+def layout_of(variable: Variable) -> Layout | None:
+    """Return the layout of a variable on its mesh; ``None`` if it has none."""
+    sharding = sharding_of(variable)
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return None
+    return Layout.of_spec(mesh_spec(sharding.mesh), sharding.spec, len(variable.shape))

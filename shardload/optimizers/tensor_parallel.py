@@ -1,0 +1,167 @@
+"""The coordinated optimizer of tensor parallelism, which is the plain optimizer under a distribution.
+
+Keras pull request 21792 proposed an optimizer that keeps a shard of its state for each device, and copies each into
+the optimizer of one shard of the model. With arrays that are sharded over a mesh nothing is to coordinate: there is one
+model, one gradient for each weight, and XLA reduces gradients where a mesh axis splits the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+
+from shardload.errors import MeshError, UsageError
+from shardload.keras_bridge.optimizer_slots import SlotSpread, layout_of, set_spread
+from shardload.optimizers.sharding import spread_slots
+from shardload.optimizers.slot_report import SlotReport
+
+
+@keras.saving.register_keras_serializable(package="shardload")
+class TensorParallelOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
+    """Train with another optimizer whose state is split over the devices of the model's mesh.
+
+    Its updates, its variables and what it saves are those of ``base_optimizer``: the interface is that of Keras pull
+    request 21792, for programs that were written for it. `shardload.shard_optimizer` does the same without a wrapper.
+
+    Args:
+        base_optimizer: An optimizer of Keras, its name, or its configuration.
+        device_count: Number of devices that split the state: those of the mesh, or of its axes that split weights.
+            By default whatever the mesh has.
+        shard_optimizer_states: Whether slots are split over every axis of the mesh that divides them, that of the batch
+            too (ZeRO-1). Otherwise they follow their weights.
+        tensor_parallel_config: Not used: the layouts of weights say how they are split. Kept for callers that pass it.
+        name: By default the name of ``base_optimizer``.
+
+    Raises:
+        UsageError: If ``base_optimizer`` is none.
+        MeshError: When built, if the mesh has not ``device_count`` devices.
+    """
+
+    def __init__(
+        self,
+        base_optimizer: Any,
+        device_count: int | None = None,
+        shard_optimizer_states: bool = True,
+        tensor_parallel_config: Any = None,
+        name: str | None = None,
+    ) -> None:
+        base = _optimizer(base_optimizer)
+        super().__init__(learning_rate=0.0, name=name or base.name)
+        self.inner_optimizer = base  # the name that Keras gives an optimizer that another one wraps
+        self.device_count = device_count
+        self.shard_optimizer_states = shard_optimizer_states
+        self.tensor_parallel_config = tensor_parallel_config
+        self.slot_report: SlotReport | None = None
+        if shard_optimizer_states:
+            set_spread(base, SlotSpread("every"))
+
+    @property
+    def base_optimizer(self) -> Any:
+        """The optimizer that computes the updates."""
+        return self.inner_optimizer
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Create the slots, split as the weights are and over further axes."""
+        if self.built:
+            return
+        self._check_device_count(variables)
+        self.inner_optimizer.build(variables)
+        super().build(variables)
+        if self.shard_optimizer_states and any(layout_of(v) is not None for v in variables):
+            self.slot_report = spread_slots(self.inner_optimizer, SlotSpread("every"))
+
+    def _check_device_count(self, variables: Sequence[Any]) -> None:
+        mesh = next((layout.mesh for v in variables if (layout := layout_of(v)) is not None), None)
+        split = 1 if mesh is None else mesh.size // mesh.axis_size(mesh.batch_axis)
+        counts = {1 if mesh is None else mesh.size, split}
+        if self.device_count is not None and self.device_count not in counts:
+            where = "no mesh" if mesh is None else f"the mesh {mesh}"
+            expected = " or ".join(map(str, sorted(counts)))
+            raise MeshError(
+                f"Cannot split the state of {self.name!r} over {self.device_count} devices: its weights are on "
+                f"{where}, expected device_count={expected}. Leave out device_count, or use another mesh"
+            )
+
+    @property
+    def variables(self) -> list[Any]:
+        """The variables of the base optimizer."""
+        return list(self.inner_optimizer.variables)
+
+    @property
+    def iterations(self) -> Any:
+        """The number of updates of the base optimizer."""
+        return self.inner_optimizer.iterations
+
+    @property
+    def learning_rate(self) -> Any:
+        """The learning rate of the base optimizer."""
+        return self.inner_optimizer.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: Any) -> None:
+        self.inner_optimizer.learning_rate = value
+
+    def apply_gradients(self, grads_and_vars: Sequence[Any], **kwargs: Any) -> Any:
+        """Update weights from pairs of a gradient and its weight.
+
+        Raises:
+            UsageError: If there is a list of pairs for each shard of a model, as in the pull request.
+        """
+        pairs = list(grads_and_vars)
+        if kwargs or (pairs and isinstance(pairs[0], list)):
+            raise UsageError(
+                "Cannot apply a list of gradients for each shard: there is one model on the mesh, expected one "
+                "gradient for each weight. Call apply_gradients(zip(gradients, model.trainable_variables))"
+            )
+        return super().apply_gradients(pairs)
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Update weights, as the base optimizer does; the first call builds it."""
+        if trainable_variables is not None and not self.built:
+            self.build(list(trainable_variables))
+        self.inner_optimizer.apply(grads, trainable_variables)
+
+    def stateless_apply(self, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
+        """Return updated weights and state, as the base optimizer does."""
+        return self.inner_optimizer.stateless_apply(optimizer_variables, grads, trainable_variables)
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> Any:
+        """Update one weight, as the base optimizer does."""
+        return self.inner_optimizer.update_step(gradient, variable, learning_rate)
+
+    def scale_loss(self, loss: Any) -> Any:
+        """Scale the loss, as the base optimizer does."""
+        return self.inner_optimizer.scale_loss(loss)
+
+    def finalize_variable_values(self, var_list: Any) -> None:
+        """Put the averages of the base optimizer, if it keeps any, into the weights."""
+        self.inner_optimizer.finalize_variable_values(var_list)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments; ``tensor_parallel_config`` is not among them."""
+        return {
+            "base_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
+            "device_count": self.device_count,
+            "shard_optimizer_states": self.shard_optimizer_states,
+            "name": self.name,
+        }
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], custom_objects: Mapping[str, Any] | None = None
+    ) -> TensorParallelOptimizer:
+        """Return the optimizer of a configuration."""
+        base = keras.saving.deserialize_keras_object(dict(config["base_optimizer"]), custom_objects=custom_objects)
+        return cls(**{**config, "base_optimizer": base})
+
+
+def _optimizer(found: Any) -> Any:
+    if isinstance(found, (str, dict)):
+        found = keras.optimizers.get(found)
+    if not isinstance(found, keras.optimizers.Optimizer):
+        raise UsageError(
+            f"Cannot use base_optimizer={found!r:.60}: expected an optimizer of Keras, its name or its configuration"
+        )
+    return found
