@@ -15,16 +15,23 @@ from shardload.parallel.device_ids import devices_of, get_best_devices, list_dev
 
 if TYPE_CHECKING:
     from shardload.parallel.choosing import choose
+    from shardload.parallel.compiled import compile_step
+    from shardload.parallel.compiled_step import CompiledStep
+    from shardload.parallel.hlo_collectives import Collective, collectives_in
     from shardload.parallel.memory_fit import MeshFit, fit, smallest_mesh
     from shardload.parallel.result import LayoutChoice, VariableLayout
 
 __all__ = [
+    "Collective",
+    "CompiledStep",
     "LayoutChoice",
     "MeshFit",
     "VariableLayout",
     "all_gather",
     "all_reduce",
     "choose",
+    "collectives_in",
+    "compile_step",
     "devices_of",
     "fit",
     "get_best_devices",
@@ -34,10 +41,14 @@ __all__ = [
     "split_tensor_for_parallelism",
 ]
 _OF_MODELS = {
+    "Collective": "hlo_collectives",
+    "CompiledStep": "compiled_step",
     "LayoutChoice": "result",
     "MeshFit": "memory_fit",
     "VariableLayout": "result",
     "choose": "choosing",
+    "collectives_in": "hlo_collectives",
+    "compile_step": "compiled",
     "fit": "memory_fit",
     "smallest_mesh": "memory_fit",
 }

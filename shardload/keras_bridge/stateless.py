@@ -1,0 +1,80 @@
+"""Run a Keras model as a pure function of its variables' values, on a mesh of choice.
+
+Three things of Keras stand in the way, and `stateless` removes them inside its block: a distribution that is set for
+the thread or that the model is bound to, and the variables on Keras' list of uninitialised ones, whose initialisers the
+first ``stateless_call`` would run as a part of the traced program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import keras
+from keras.src.backend.common import global_state
+
+from shardload.keras_bridge.binding import BindingSnapshot, MeshParallel, unbind
+from shardload.keras_bridge.keras_types import Model
+from shardload.keras_bridge.recording import UNINITIALISED, unregistered
+from shardload.sharding.mesh import MeshSpec
+
+
+@contextmanager
+def stateless(model: Model, distribution: MeshParallel | None = None) -> Iterator[None]:
+    """Inside the block, the model can be traced by ``stateless_call`` under ``distribution`` and no other.
+
+    Its variables keep values and layouts, and a bound model is bound again afterwards.
+    """
+    before, bound = keras.distribution.distribution(), BindingSnapshot.of(model)
+    waiting = unregistered()
+    try:
+        if bound.binding is not None:
+            unbind(model)
+        keras.distribution.set_distribution(distribution)
+        yield
+    finally:
+        keras.distribution.set_distribution(before)
+        if bound.binding is not None:
+            bound.restore()
+        unregistered()
+        global_state.get_global_attribute(UNINITIALISED, [], set_to_default=True).extend(waiting)
+
+
+def mesh_distribution(
+    mesh: MeshSpec,
+    devices: Sequence[jax.Device],
+    *,
+    batch_axis: str | None = None,
+    activations: Callable[[str], Any] | None = None,
+) -> MeshParallel:
+    """Return the distribution that a model bound to this mesh would have, to lay out activations in a trace."""
+    return MeshParallel(mesh, devices, {}, batch_axis=batch_axis or mesh.batch_axis, activations=activations)
+
+
+def run_forward(model: Model, state: Any, inputs: Any, *, training: bool, **kwargs: Any) -> tuple[Any, list[Any], Any]:
+    """Run ``model`` on the values in ``state``.
+
+    Args:
+        model: A built model.
+        state: Arrays under ``trainable`` and ``non_trainable``, in Keras' order.
+        inputs: The first argument of its ``call``.
+        training: Passed on if ``call`` takes it.
+        kwargs: Further arguments of ``call``.
+
+    Returns:
+        The outputs, the non-trainable values afterwards, and the losses that layers added.
+    """
+    if model._call_has_training_arg:
+        kwargs["training"] = training
+    found: tuple[Any, list[Any], Any] = model.stateless_call(
+        state["trainable"], state["non_trainable"], inputs, return_losses=True, **kwargs
+    )
+    return found
+
+
+def scaled_loss(optimizer: Any, values: Sequence[Any], loss: Any) -> Any:
+    """Return the loss as the optimizer wants it differentiated: ``LossScaleOptimizer`` multiplies it."""
+    with keras.StatelessScope(state_mapping=list(zip(optimizer.variables, values, strict=True))):
+        return optimizer.scale_loss(loss)

@@ -1,0 +1,178 @@
+"""Compile a planned step without weights, and read its memory and its collectives from the compiled program.
+
+    model + LayoutChoice + shapes of a batch ─► lower, compile (no values) ─► CompiledStep
+                                                                              bytes per device, every collective
+
+The batch is split over the batch axis, activations are laid out as in a bound model, and everything else is XLA's own
+decision: this is the program that training on that mesh runs.
+
+On CPU, XLA computes 16-bit floats in 32 bits: copies of all weights appear among the temporaries, and collectives have
+twice their bytes. Compile the model in float32 and ask for `CompiledStep.scaled`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardload.errors import MeshError
+from shardload.parallel.compiled_step import CompiledStep
+from shardload.parallel.hlo_collectives import collectives_in
+from shardload.parallel.programs import Kind, Program, program_of
+from shardload.parallel.result import LayoutChoice
+from shardload.sharding.layout import Layout
+from shardload.sharding.mesh import MeshSpec
+from shardload.transfer.placement import named_sharding
+
+
+def compile_step(
+    model: Any,
+    choice: LayoutChoice,
+    inputs: Any,
+    *,
+    target: Any = None,
+    training: Any = None,
+    loss: Any = None,
+    kwargs: Mapping[str, Any] | None = None,
+    devices: Sequence[Any] | None = None,
+) -> CompiledStep:
+    """Compile a model's step under a choice of layouts, from shapes alone.
+
+    Neither values nor layouts of the model change, and no weight is allocated.
+
+    Args:
+        model: A built model, with values or from `shardload.abstract`.
+        choice: Layouts of its variables, such as `choose` returns.
+        inputs: The first argument of its ``call``: one, or a nested structure of, arrays or
+            ``jax.ShapeDtypeStruct``s. Each is split along its first dim over the batch axis, if it divides.
+        target: What the loss compares the outputs with, likewise.
+        training: ``None`` compiles inference; ``"gradients"`` forward and backward pass; an optimizer or its name
+            (``"sgd"``) the whole training step, which donates the old state.
+        loss: As for ``compile``; by default the model's own. Without any loss or target, the mean of the squared
+            outputs stands in.
+        kwargs: Further arguments of ``call``; arrays and shapes are split like ``inputs``.
+        devices: One per mesh position; by default the first of ``jax.devices()``. Those of
+            ``jax.experimental.topologies`` compile for machines that are not there.
+
+    Raises:
+        MeshError: When there are too few devices.
+        UninitialisedError: When the model is not built.
+    """
+    devices = devices_for(choice.mesh, devices)
+    arrays, static = split_keywords(kwargs)
+    target = None if training is None else target  # inference needs none
+    batch = batch_specs({"inputs": inputs, "kwargs": arrays, "target": target}, choice, devices)
+    started = time.perf_counter()
+    with program_of(model, choice, training=training, loss=loss, static=static, devices=devices) as program:
+        compiled, arguments, outputs = _compiled(program, batch, devices)
+    step = _read(compiled, choice.mesh, program.kind, devices[0].platform, arguments=arguments, outputs=outputs)
+    return replace(step, compile_s=time.perf_counter() - started, notes=_notes(step, arguments, choice))
+
+
+def devices_for(mesh: MeshSpec, devices: Sequence[Any] | None) -> tuple[Any, ...]:
+    """Return one device per mesh position.
+
+    Raises:
+        MeshError: When there are too few, or their number is not that of the positions.
+    """
+    found = tuple(jax.devices()[: mesh.size] if devices is None else np.ravel(np.array(devices, dtype=object)))
+    if len(found) != mesh.size:
+        raise MeshError(
+            f"Cannot compile for the mesh {mesh}: found {len(found)} devices, expected {mesh.size}. Simulate them on "
+            f"CPU with jax.config.update('jax_num_cpu_devices', {mesh.size}) before JAX starts, or pass devices="
+        )
+    return found
+
+
+def batch_specs(batch: Any, choice: LayoutChoice, devices: Sequence[Any]) -> Any:
+    """Return shapes with shardings for a batch: each array split over the batch axis if it divides, else replicated."""
+    axis = choice.batch_axis or choice.mesh.batch_axis
+    parts = choice.mesh.axis_size(axis)
+
+    def spec(leaf: Any) -> jax.ShapeDtypeStruct:
+        shape, rank = tuple(np.shape(leaf)), np.ndim(leaf)
+        dtype = jax.dtypes.canonicalize_dtype(getattr(leaf, "dtype", None) or np.asarray(leaf).dtype)
+        splits = rank > 0 and shape[0] % parts == 0
+        layout = Layout.of_spec(choice.mesh, (axis,) if splits else (), rank)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=named_sharding(layout, devices))
+
+    return jax.tree.map(spec, batch)
+
+
+def split_keywords(kwargs: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return keyword arguments that are (structures of) arrays, and the others, which a program has built in."""
+    found = dict(kwargs or {})
+    arrays = {
+        name for name, value in found.items() if (leaves := jax.tree.leaves(value)) and all(map(_is_array, leaves))
+    }
+    return {n: v for n, v in found.items() if n in arrays}, {n: v for n, v in found.items() if n not in arrays}
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def _compiled(program: Program, batch: Any, devices: Sequence[Any]) -> tuple[Any, Any, Any]:
+    """Return the compiled program, and the shapes with shardings of its arguments and its results."""
+    state = program.specs(devices)
+    # Variables that the step does not use stay on the devices: they are arguments too.
+    step = jax.jit(
+        program.function,
+        out_shardings=program.out_shardings(devices),
+        donate_argnums=0 if program.kind == "training" else (),
+        keep_unused=True,
+    )
+    lowered = step.lower(state, batch)
+    compiled = lowered.compile()
+    outputs = jax.tree.map(
+        lambda info, sharding: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding),
+        lowered.out_info,
+        compiled.output_shardings,
+    )
+    return compiled, (state, batch), outputs
+
+
+def _read(compiled: Any, mesh: MeshSpec, kind: Kind, platform: str, *, arguments: Any, outputs: Any) -> CompiledStep:
+    memory = compiled.memory_analysis()
+    return CompiledStep(
+        mesh,
+        kind,
+        platform,
+        argument_bytes=memory.argument_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        alias_bytes=memory.alias_size_in_bytes,
+        temporary_bytes=memory.temp_size_in_bytes,
+        float32_argument_bytes=_float32_bytes(arguments),
+        float32_output_bytes=_float32_bytes(outputs),
+        collectives=collectives_in(compiled.as_text(), mesh),
+        compile_s=0.0,
+    )
+
+
+def _float32_bytes(specs: Any) -> int:
+    """Bytes on one device of the arrays in float32."""
+    leaves = [leaf for leaf in jax.tree.leaves(specs) if leaf.dtype == np.float32]
+    return sum(4 * math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves)
+
+
+def _notes(step: CompiledStep, arguments: Any, choice: LayoutChoice) -> tuple[str, ...]:
+    state, batch = arguments
+    axis = choice.batch_axis or choice.mesh.batch_axis
+    found = []
+    whole = [leaf.shape for leaf in jax.tree.leaves(batch) if leaf.shape and leaf.sharding.is_fully_replicated]
+    if whole and choice.mesh.axis_size(axis) > 1:
+        found.append(f"a batch of shape {whole[0]} does not divide over axis {axis!r}: it is replicated")
+    if step.platform == "cpu" and any(leaf.dtype.itemsize == 2 for leaf in jax.tree.leaves(state)):
+        found.append(
+            "XLA computes 16-bit floats in 32 bits on CPU, so temporaries and collectives are too large: compile the "
+            "model in float32 and call scaled()"
+        )
+    if any(collective.inside == "loop" for collective in step.collectives):
+        found.append("collectives in a loop of unknown length are counted once")
+    return tuple(found)

@@ -1,0 +1,117 @@
+"""Memory and collectives of a compiled step: the report that `shardload.parallel.compile_step` returns."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from shardload.parallel.hlo_collectives import Collective, as_json
+from shardload.parallel.programs import Kind
+from shardload.sharding.mesh import MeshSpec
+from shardload.units import format_bytes
+
+_WORDS = {"forward": "forward pass", "gradients": "forward and backward pass", "training": "training step"}
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledStep:
+    """Memory and collectives of a compiled program; bytes are those of one device."""
+
+    mesh: MeshSpec
+    kind: Kind
+    platform: str
+    """The platform it was compiled for, such as ``cpu``."""
+    argument_bytes: int
+    """Weights, optimizer slots and the batch."""
+    output_bytes: int
+    """Results: outputs, gradients, or the new state."""
+    alias_bytes: int
+    """Results that reuse the memory of arguments."""
+    temporary_bytes: int
+    """Activations and everything else that the program allocates while it runs."""
+    float32_argument_bytes: int
+    """Those of ``argument_bytes`` that are float32."""
+    float32_output_bytes: int
+    """Those of ``output_bytes`` that are float32."""
+    collectives: tuple[Collective, ...]
+    """Every collective instruction."""
+    compile_s: float
+    notes: tuple[str, ...] = ()
+    """What to know when reading these numbers."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes on each device while the step runs."""
+        return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temporary_bytes
+
+    @property
+    def collective_bytes(self) -> int:
+        """Summed result bytes of all collectives in one step."""
+        return sum(found.total_bytes for found in self.collectives)
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Instructions of each kind: ``{"all-reduce": 4}``."""
+        return dict(Counter(found.kind for found in self.collectives))
+
+    def fits(self, device_bytes: int) -> bool:
+        """Whether the step needs at most so many bytes on each device."""
+        return self.total_bytes <= device_bytes
+
+    def scaled(self, dtype: str = "bfloat16") -> CompiledStep:
+        """Return the numbers that a step compiled in float32 would have in a 16-bit dtype.
+
+        Arguments, outputs and collectives are exact if all floats change their dtype. Temporaries are scaled
+        likewise, although some of them (sums, integers) may stay in 32 bits.
+        """
+        ratio: float = jax.numpy.dtype(dtype).itemsize / 4
+
+        def less(nbytes: int) -> int:
+            return round(nbytes * (1 - ratio))
+
+        return replace(
+            self,
+            argument_bytes=self.argument_bytes - less(self.float32_argument_bytes),
+            output_bytes=self.output_bytes - less(self.float32_output_bytes),
+            alias_bytes=self.alias_bytes - less(self.alias_bytes),
+            temporary_bytes=self.temporary_bytes - less(self.temporary_bytes),
+            float32_argument_bytes=0,
+            float32_output_bytes=0,
+            collectives=tuple(
+                replace(c, nbytes=c.nbytes - less(c.nbytes), dtype=dtype) if c.dtype == "f32" else c
+                for c in self.collectives
+            ),
+            notes=(*self.notes, f"scaled from float32 to {dtype}"),
+        )
+
+    def summary(self) -> str:
+        """Return a few lines for people."""
+        lines = [
+            f"{_WORDS[self.kind]} on {self.mesh}, compiled for {self.platform} in {self.compile_s:.1f} s",
+            f"each device: {format_bytes(self.total_bytes)} (arguments {format_bytes(self.argument_bytes)}, outputs "
+            f"{format_bytes(self.output_bytes - self.alias_bytes)}, temporaries {format_bytes(self.temporary_bytes)})",
+            f"collectives: {len(self.collectives)} instructions, {format_bytes(self.collective_bytes)}",
+        ]
+        same = Counter(replace(found, source="", count=1) for found in self.collectives)
+        runs = Counter[Collective]()
+        for found in self.collectives:
+            runs[replace(found, source="", count=1)] += found.count
+        largest = sorted(same, key=lambda found: -found.nbytes * runs[found])
+        lines += [f"  {replace(found, count=runs[found])}" for found in largest]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return an object for programs; bytes per device."""
+        skipped = ("mesh", "collectives", "notes")
+        return {
+            "mesh": dict(zip(self.mesh.axes, self.mesh.sizes, strict=True)),
+            **{name: getattr(self, name) for name in self.__slots__ if name not in skipped},
+            "total_bytes": self.total_bytes,
+            "collective_bytes": self.collective_bytes,
+            "collectives": [as_json(found) for found in self.collectives],
+            "notes": list(self.notes),
+        }
