@@ -1,4 +1,8 @@
-"""Optimizers for sharded models, and where their state lies."""
+"""Optimizers for sharded models, and where their state lies.
+
+`REKLS` is second-order: `rekls_math` is the arithmetic for one matrix, `joint_update` one step for many, `matrices`
+decides on shapes and `dealing` on who decomposes what.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +10,32 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardload.optimizers.matrices import state_bytes
+    from shardload.optimizers.rekls import REKLS, Counts, TpRekls
     from shardload.optimizers.sharding import shard_optimizer
     from shardload.optimizers.slot_report import SlotLayout, SlotReport
     from shardload.optimizers.tensor_parallel import TensorParallelOptimizer
 
 __all__ = [
+    "REKLS",
+    "Counts",
     "SlotLayout",
     "SlotReport",
     "TensorParallelOptimizer",
+    "TpRekls",
     "shard_optimizer",
+    "state_bytes",
 ]
 
 _HOMES = {
+    "REKLS": "rekls",
+    "Counts": "rekls",
     "SlotLayout": "slot_report",
     "SlotReport": "slot_report",
     "TensorParallelOptimizer": "tensor_parallel",
+    "TpRekls": "rekls",
     "shard_optimizer": "sharding",
+    "state_bytes": "matrices",
 }
 
 

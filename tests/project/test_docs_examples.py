@@ -212,3 +212,8 @@ def test_layout_rules(gemma, here, capsys):
 
 def test_several_processes():
     assert callable(run("docs/reference/several-processes.md")["serve"])
+
+
+def test_second_order_optimizer(here):
+    found = run("docs/how-to/second-order-optimizer.md")
+    assert found["model"].optimizer.counts().steps == 8

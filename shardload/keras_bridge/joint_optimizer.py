@@ -1,0 +1,90 @@
+"""A base for optimizers that update all variables in one call, and the parts of Keras' optimizers it needs.
+
+Keras calls `update_step` once per variable. What works on several variables together (batched or dealt-out
+decompositions) needs all gradients at once, and a say in whether a step counts: with gradient accumulation, Keras on
+JAX computes an update for every batch and throws most of them away.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import keras
+from jax.sharding import NamedSharding
+
+from shardload.keras_bridge.keras_types import Variable
+from shardload.keras_bridge.variables import current_value, sharding_of
+
+
+class JointOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
+    """An optimizer that updates all its variables together. Weight decay is its own business.
+
+    Subclasses implement `update_all`, and create their state in `build` with `add_state`.
+    """
+
+    @abstractmethod
+    def update_all(self, gradients: Sequence[Any], variables: Sequence[Variable], learning_rate: Any) -> None:
+        """Assign new values to variables and state.
+
+        Args:
+            gradients: Unscaled, averaged over accumulation steps, and clipped.
+            variables: Those that have gradients, in the same order.
+            learning_rate: Of this step, a scalar.
+        """
+
+    def is_due(self) -> Any:
+        """Whether this call updates variables, and does not only accumulate gradients: `True`, or a traced bool."""
+        steps = self.gradient_accumulation_steps
+        return (self._iterations.value + 1) % steps == 0 if steps else True
+
+    def position(self, variable: Variable) -> int:
+        """Return the position of a variable among those that the optimizer was built with."""
+        return int(self._get_variable_index(variable))
+
+    def is_decayed(self, variable: Variable) -> bool:
+        """Whether weight decay applies, after `exclude_from_weight_decay`."""
+        return bool(self.weight_decay) and bool(self._use_weight_decay(variable))
+
+    def add_state(
+        self,
+        variable: Variable,
+        name: str,
+        *,
+        shape: Sequence[int],
+        dtype: str,
+        initializer: Any = "zeros",
+        sharding: NamedSharding | None,
+    ) -> Variable:
+        """Add state that belongs to a variable; without a sharding, Keras chooses its layout."""
+        return self.add_variable(
+            tuple(shape),
+            initializer=initializer,
+            dtype=dtype,
+            layout=sharding,
+            name=f"{variable.path.replace('/', '_')}_{name}",
+        )
+
+    def _backend_update_step(self, grads: Any, trainable_variables: Any, learning_rate: Any) -> None:
+        self.update_all(grads, trainable_variables, learning_rate)
+
+    def _apply_weight_decay(self, variables: Sequence[Variable]) -> None:
+        """Leave decay to `update_all`, which may use the learning rate in another way, or skip the step."""
+
+
+def placement(variable: Variable) -> NamedSharding | None:
+    """Return how a variable is spread over a mesh: by its layout, else by its value; `None` on a single device."""
+    found = sharding_of(variable)
+    if found is None:
+        found = getattr(current_value(variable), "sharding", None)
+    return found if isinstance(found, NamedSharding) else None
+
+
+def in_place_of(gradient: Any, variable: Variable) -> Any:
+    """Return a gradient on the devices of its variable; one that is being traced stays as it is."""
+    sharding = placement(variable)
+    if sharding is None or isinstance(gradient, jax.core.Tracer):
+        return gradient
+    return jax.device_put(gradient, sharding)

@@ -1,0 +1,222 @@
+"""One step of REKLS for many matrices together, each array spread over a mesh in its own way.
+
+    shard of G, M, V, Q, λ ─► all-gather ─► the arithmetic of `rekls_math`, on whole arrays, on every device alike
+    shard of L, W          ─► element by element, with the device's slice of what the arithmetic gives
+    whole L, R             ─► dealt out: each device decomposes its share ─► all-gather of the eigenpairs
+
+The gathers are written out in a `jax.shard_map`: a partitioner left to itself splits the inner products, and rounding
+differs from layout to layout. So results are the same bits for every way to split W on one mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from shardload.optimizers import rekls_math
+from shardload.optimizers.dealing import decompose_dealt, decompose_repeated
+from shardload.optimizers.matrices import MatrixView
+from shardload.optimizers.rekls_math import Array, Moments, Pair, Settings, Sides
+from shardload.optimizers.shards import gather, shard
+
+
+class MatrixState(NamedTuple):
+    """A matrix and its state; with specs in place of arrays, how each is split."""
+
+    weight: Any
+    """W, of the variable's own shape and dtype."""
+    moments: Moments
+    """In the shape of W, float32."""
+    factors: Sides
+    """L and R, in the dtype in which they are stored."""
+    pairs: Sides
+    """`Pair`s, float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """What is known of a matrix before it is updated."""
+
+    view: MatrixView
+    specs: MatrixState
+    """A `PartitionSpec` for every array; empty ones without a mesh."""
+    decays: bool
+    """Whether weight decay applies."""
+
+
+@dataclass(frozen=True, slots=True)
+class JointPlan:
+    """Everything about an update but the arrays."""
+
+    matrices: tuple[Matrix, ...]
+    settings: Settings
+    mesh: Mesh | None
+    """`None` on one device."""
+    frequency: int = 1
+    """A decomposition in steps 1, 1 + frequency, and so on."""
+    decomposition: str = "eigh"
+    """``eigh``, or ``qr``: one step of QR iteration after a first ``eigh``."""
+    dealt: bool = True
+    """Whether decompositions are dealt out over the devices of the mesh."""
+
+
+class Step(NamedTuple):
+    """Numbers of one step, traced."""
+
+    rate: Array
+    """Learning rate, float32."""
+    number: Array
+    """From 1, float32."""
+
+
+def update(
+    plan: JointPlan, states: Sequence[MatrixState], gradients: Sequence[Array], step: Step
+) -> tuple[list[MatrixState], Array]:
+    """Return the states after the step, and how many factors kept their old eigenpairs.
+
+    Args:
+        plan: The static part.
+        states: Whole (global) arrays, in the order of the plan.
+        gradients: In the shapes of the weights, finite.
+        step: Numbers.
+    """
+    if not plan.matrices:
+        return [], jnp.int32(0)
+    local = partial(_local, plan)
+    if plan.mesh is None:
+        return local(list(states), list(gradients), step)
+    specs = [matrix.specs for matrix in plan.matrices]
+    run = jax.shard_map(
+        local,
+        mesh=plan.mesh,
+        in_specs=(specs, [each.weight for each in specs], PartitionSpec()),
+        out_specs=(specs, PartitionSpec()),
+        # Without the check of replication, which does not know that all_gather returns the same everywhere.
+        check_vma=False,
+    )
+    found: tuple[list[MatrixState], Array] = run(list(states), list(gradients), step)
+    return found
+
+
+def _local(
+    plan: JointPlan, states: list[MatrixState], gradients: list[Array], step: Step
+) -> tuple[list[MatrixState], Array]:
+    """Update this device's shards."""
+    inputs = zip(plan.matrices, states, gradients, strict=True)
+    ones = [_OneMatrix(matrix, plan.settings, state, gradient, step) for matrix, state, gradient in inputs]
+    olds = [one.old_pairs() for one in ones]
+    factors, failed = zip(*(one.new_factors(old) for one, old in zip(ones, olds, strict=True)), strict=True)
+    news, kept = _decomposed(plan, factors, olds, step)
+    together = zip(ones, factors, olds, news, strict=True)
+    return [one.moved(found, old, new) for one, found, old, new in together], sum(failed) + kept
+
+
+@dataclass(frozen=True, slots=True)
+class _OneMatrix:
+    """This device's shards of one matrix."""
+
+    matrix: Matrix
+    settings: Settings
+    state: MatrixState
+    gradient: Array
+    step: Step
+
+    def old_pairs(self) -> Sides:
+        """Return the eigenpairs before the step, whole."""
+        found: Sides = gather(self.state.pairs, self.matrix.specs.pairs)
+        return found
+
+    def whole_gradient(self, *, when: Sequence[str]) -> Array:
+        """Return the gradient as a matrix, with those of the l2 methods that come before its use."""
+        own = self.gradient.astype(jnp.float32)
+        for method in when:
+            own = rekls_math.l2_gradient(own, self.state.weight, self.settings, when=method, decays=self.matrix.decays)
+        found: Array = self.matrix.view.matrix(gather(own, self.matrix.specs.weight))
+        return found
+
+    def new_factors(self, old: Sides) -> tuple[Sides, Array]:
+        """Return the shards of L and R, and how many stay as they were because what to add is not finite."""
+        whole = self.whole_gradient(when=("l2_before_factors",))
+        added = rekls_math.contributions(whole, old, self.settings.epsilon)
+        failed = jnp.int32(0)
+        found: list[Array | None] = []
+        for factor, addition, spec in zip(self.state.factors, added, self.matrix.specs.factors, strict=True):
+            if factor is None:
+                found.append(None)
+                continue
+            own, finite = factor.astype(jnp.float32), jnp.isfinite(addition).all()
+            new = rekls_math.blended(own, shard(addition, spec), self.step.number, self.settings.factor_beta)
+            found.append(jnp.where(finite, new.astype(factor.dtype), factor))
+            failed += ~finite
+        return Sides(*found), failed
+
+    def moved(self, factors: Sides, old: Sides, new: Sides) -> MatrixState:
+        """Return the shards of everything after the step."""
+        state, specs, view = self.state, self.matrix.specs, self.matrix.view
+        count = self.step.number - self.settings.skip_first_update
+        moments, direction = rekls_math.moments_and_direction(
+            Moments(*map(view.matrix, gather(state.moments, specs.moments))),
+            self.whole_gradient(when=("l2_before_factors", "l2")),
+            (old, new),
+            step=jnp.maximum(count, 1),
+            settings=self.settings,
+        )
+        weight = rekls_math.moved(
+            state.weight.astype(jnp.float32),
+            shard(view.array(direction), specs.weight),
+            self.step.rate,
+            self.settings,
+            decays=self.matrix.decays,
+        ).astype(state.weight.dtype)
+        own = shard(Moments(*map(view.array, moments)), specs.moments)
+        weight, own = _choose(count >= 1, (weight, own), (state.weight, state.moments))
+        return MatrixState(weight, own, factors, shard(new, specs.pairs))
+
+
+def _decomposed(
+    plan: JointPlan, factors: Sequence[Sides], olds: Sequence[Sides], step: Step
+) -> tuple[list[Sides], Array]:
+    """Return the new eigenpairs of all factors, whole, or the old ones between decompositions."""
+    is_pair = lambda x: isinstance(x, Pair)  # noqa: E731
+    old, structure = jax.tree.flatten(list(olds), is_leaf=is_pair)
+    shards = jax.tree.leaves(list(factors))
+    specs = jax.tree.leaves([matrix.specs.factors for matrix in plan.matrices])
+
+    def run() -> tuple[list[Pair], Array]:
+        whole = [x.astype(jnp.float32) for x in gather(shards, specs)]
+        found = _decompose(plan, whole, old, step)
+        finite = [rekls_math.is_finite(pair) for pair in found]
+        chosen = [_choose(*each) for each in zip(finite, found, old, strict=True)]
+        return chosen, jnp.sum(~jnp.array(finite), dtype=jnp.int32)
+
+    if plan.frequency == 1:
+        found, kept = run()
+    else:
+        is_due = (step.number - 1) % plan.frequency == 0
+        found, kept = jax.lax.cond(is_due, run, lambda: (old, jnp.int32(0)))
+    pairs: list[Sides] = jax.tree.unflatten(structure, found)
+    return pairs, kept
+
+
+def _decompose(plan: JointPlan, factors: list[Array], old: list[Pair], step: Step) -> list[Pair]:
+    def decompose(stack: Array, pairs: Pair) -> Pair:
+        if plan.decomposition == "eigh":
+            return rekls_math.eigenpairs(stack)
+        found: Pair = jax.lax.cond(
+            step.number <= 1, lambda s, _: rekls_math.eigenpairs(s), rekls_math.power_iteration, stack, pairs
+        )
+        return found
+
+    if plan.mesh is None or not plan.dealt:
+        return decompose_repeated(factors, old, decompose)
+    return decompose_dealt(factors, old, decompose, axes=tuple(plan.mesh.axis_names), devices=plan.mesh.size)
+
+
+def _choose(which: Array, new: Any, old: Any) -> Any:
+    return jax.tree.map(lambda a, b: jnp.where(which, a, b), new, old)

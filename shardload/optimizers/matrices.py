@@ -1,0 +1,146 @@
+"""Which variables REKLS treats as matrices, how, and the bytes of their state: arithmetic on shapes.
+
+    Dense            (D, F)              D × F
+    query            (D, H, K)           D × H·K          the largest of three dims forms one side by itself
+    query of Gemma   (H, D, K)           D × H·K
+    attention output (H, K, D)           H·K × D
+    Conv2D           (h, w, in, out)     h·w·in × out
+
+The view follows from the shape alone, never from a layout, so state that was saved on one mesh fits any other.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardload.errors import UsageError
+
+MAX_DIMENSION = 10_000
+"""As SOAP has it: the decomposition of a larger factor takes minutes."""
+EMBEDDINGS = ("embedding",)
+"""As `keras.optimizers.Muon` has it: few rows of an embedding have a gradient in each step."""
+_FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixView:
+    """An array of two or more dims as a matrix."""
+
+    shape: tuple[int, ...]
+    """Of the array."""
+    rows: tuple[int, ...]
+    """The dims that form the rows, slowest first."""
+    has_left: bool = True
+    """Whether the rows have a factor; otherwise their side is the identity."""
+    has_right: bool = True
+    """Whether the columns have one."""
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        """The dims that form the columns."""
+        return tuple(dim for dim in range(len(self.shape)) if dim not in self.rows)
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Numbers of rows and columns."""
+        return math.prod(self.shape[d] for d in self.rows), math.prod(self.shape[d] for d in self.columns)
+
+    @property
+    def factor_sides(self) -> tuple[int | None, int | None]:
+        """Length of each factor, (left, right); `None` for a side that is the identity."""
+        rows, columns = self.sides
+        return rows if self.has_left else None, columns if self.has_right else None
+
+    def matrix(self, array: Any) -> Any:
+        """Return the array as a matrix."""
+        return array.transpose(self.rows + self.columns).reshape(self.sides)
+
+    def array(self, matrix: Any) -> Any:
+        """Return what `matrix` was made of."""
+        order = self.rows + self.columns
+        back = tuple(order.index(dim) for dim in range(len(order)))
+        return matrix.reshape([self.shape[dim] for dim in order]).transpose(back)
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which variables are matrices."""
+
+    max_dimension: int = MAX_DIMENSION
+    """A longer side is the identity; with two of them, the variable is not a matrix."""
+    adamw_for: tuple[str, ...] = EMBEDDINGS
+    """Regular expressions; a variable whose path contains one is not a matrix."""
+    row_dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Regular expressions for paths, and the dims that form the rows there."""
+
+    def view(self, path: str, shape: tuple[int, ...]) -> MatrixView | None:
+        """Return how a variable is a matrix, `None` for AdamW.
+
+        Raises:
+            UsageError: When `row_dims` names dims that the variable does not have.
+        """
+        if any(re.search(pattern, path.lower()) for pattern in self.adamw_for):
+            return None
+        given = next((dims for pattern, dims in self.row_dims.items() if re.search(pattern, path)), None)
+        if given is not None:
+            _check_row_dims(path, shape, given)
+        if len(shape) < 2:
+            return None
+        plain = MatrixView(tuple(shape), _rows(shape) if given is None else tuple(given))
+        sides = plain.sides
+        if min(sides) < 2 or min(sides) > self.max_dimension:
+            return None
+        return MatrixView(plain.shape, plain.rows, *(side <= self.max_dimension for side in sides))
+
+
+def _rows(shape: Sequence[int]) -> tuple[int, ...]:
+    if len(shape) != 3:
+        return tuple(range(len(shape) - 1))
+    return {0: (0,), 1: (1,), 2: (0, 1)}[list(shape).index(max(shape))]
+
+
+def _check_row_dims(path: str, shape: Sequence[int], dims: Sequence[int]) -> None:
+    known = set(range(len(shape)))
+    if not dims or len(set(dims)) < len(dims) or not set(dims) < known:
+        raise UsageError(
+            f"Cannot form rows of {path!r} of shape {tuple(shape)} from the dims {tuple(dims)}: expected some of its "
+            f"dims {sorted(known)}, but not all. Change row_dims"
+        )
+
+
+def state_bytes(
+    shape: Sequence[int],
+    parts: Sequence[int] | None = None,
+    *,
+    path: str = "",
+    max_dimension: int = MAX_DIMENSION,
+    factor_bytes: int = _FLOAT32_BYTES,
+    selection: Selection | None = None,
+) -> int:
+    """Return the bytes of REKLS' state per device for one variable: (8mn + 8m² + 8n² + 4m + 4n) / k in float32.
+
+    Args:
+        shape: Of the variable.
+        parts: Into how many parts its layout splits each dim, as `Layout.parts`; k is their product. By default 1.
+        path: Of the variable: embeddings get AdamW.
+        max_dimension: As for `REKLS`.
+        factor_bytes: Bytes per element of the factors L and R: 4, or 2 with ``factor_dtype="bfloat16"``.
+        selection: Replaces ``max_dimension`` and the default choice of embeddings.
+
+    Returns:
+        Bytes of both moments, factors, eigenvectors and eigenvalues. A factor whose length is not divisible by k counts
+        whole, as ``uneven="replicate"`` stores it.
+    """
+    shape = tuple(shape)
+    devices = math.prod(parts or ())
+    view = (selection or Selection(max_dimension)).view(path, shape)
+    total = 2 * _FLOAT32_BYTES * math.prod(shape) // devices
+    for side in view.factor_sides if view else ():
+        if side is not None:
+            whole = (factor_bytes + _FLOAT32_BYTES) * side * side + _FLOAT32_BYTES * side
+            total += whole // devices if side % devices == 0 else whole
+    return total

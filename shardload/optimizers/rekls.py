@@ -1,0 +1,236 @@
+"""The Keras optimizer: state in Keras variables, one traced function per step, and what to refuse before it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+from jax.sharding import PartitionSpec
+
+from shardload.errors import UsageError
+from shardload.keras_bridge.joint_optimizer import JointOptimizer, in_place_of
+from shardload.keras_bridge.keras_types import Variable
+from shardload.optimizers.joint_update import JointPlan, Matrix, MatrixState
+from shardload.optimizers.matrices import EMBEDDINGS, MAX_DIMENSION, MatrixView
+from shardload.optimizers.options import AdamwFor, Options
+from shardload.optimizers.rekls_math import Moments, Pair, Sides
+from shardload.optimizers.state import SLOTS, check_variable, common_mesh, new_slots, spec_of
+from shardload.optimizers.whole_step import AdamwState, Counters, Gradients, WholePlan, WholeState, whole_step
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What did not go as planned, since the optimizer was built."""
+
+    steps: int
+    """Updates of the weights."""
+    skipped_steps: int
+    """Steps whose gradients were not finite: they changed nothing."""
+    kept_eigenpairs: int
+    """Factors that kept their old eigenpairs, because a decomposition or the factor itself was not finite."""
+
+
+@keras.saving.register_keras_serializable("shardload")
+class REKLS(JointOptimizer):
+    """Adam in the eigenbasis of Kronecker factors, with state that is sharded like the model.
+
+    A SOAP variant with the factors of KL-Shampoo and a decomposition in every step; after NVIDIA
+    Emerging-Optimizers, pull request 175. Variables of two or more dims are matrices; the others, embeddings and those
+    that are too large on both sides get AdamW. State is float32 and split over the mesh axes that split its variable.
+
+    Args:
+        learning_rate: A float, a `keras.optimizers.schedules.LearningRateSchedule`, or a callable.
+        beta_1: Decay rate of the first moment.
+        beta_2: Decay rate of the second moment.
+        factor_beta: Decay rate of the factors L and R.
+        epsilon: Added to the root of the second moment, and the least eigenvalue.
+        weight_decay: How much; ``None`` or 0 for none.
+        weight_decay_method: ``"decoupled"`` (lr · wd · W), ``"independent"`` (wd · W), ``"palm"`` (lr² · wd · W), or
+            added to the gradient: ``"l2"`` after the factors got it, ``"l2_before_factors"`` before, as the
+            tensor-parallel original does.
+        precondition_frequency: Decompose in every step, or in every so many.
+        decomposition: ``"eigh"``, or ``"qr"``: one step of QR iteration from the eigenvectors of the step before.
+        decompositions: ``"dealt"`` out over the devices of the mesh, or ``"repeated"`` on all of them.
+        max_dimension: A side that is longer has no factor: the identity takes its place.
+        factor_dtype: ``"float32"`` or ``"bfloat16"``, in which L and R are stored.
+        skip_first_update: Use the first step to find the eigenbases only. In exact arithmetic, the first gradient is
+            diagonal in its own eigenbasis, and all else there is rounding noise, which Adam scales to full steps.
+        init_factor: Eigenvalues before the first step. 0 stands for ``epsilon``.
+        adamw_for: Regular expressions for paths, or a function of a variable: who gets AdamW regardless of shape.
+        adamw_ratio: Factor of the learning rate of those with AdamW.
+        row_dims: Regular expressions for paths and the dims that form the rows of such variables, if the shape tells
+            it wrongly (see `shardload.optimizers.matrices`).
+        uneven: What to do with a factor whose length the devices do not divide: ``"error"``, or ``"replicate"`` it.
+        **options: As for every Keras optimizer: ``clipnorm``, ``global_clipnorm``, ``use_ema``, ``name`` and so on.
+
+    Raises:
+        UsageError: When an argument is not one of its choices, or out of range.
+    """
+
+    def __init__(
+        self,
+        learning_rate: Any = 1e-3,
+        *,
+        beta_1: float = 0.9,
+        beta_2: float = 0.95,
+        factor_beta: float = 0.95,
+        epsilon: float = 1e-8,
+        weight_decay: float | None = 0.01,
+        weight_decay_method: str = "decoupled",
+        precondition_frequency: int = 1,
+        decomposition: str = "eigh",
+        decompositions: str = "dealt",
+        max_dimension: int = MAX_DIMENSION,
+        factor_dtype: str = "float32",
+        skip_first_update: bool = True,
+        init_factor: float = 0.0,
+        adamw_for: AdamwFor = EMBEDDINGS,
+        adamw_ratio: float = 1.0,
+        row_dims: Mapping[str, Sequence[int]] | None = None,
+        uneven: str = "error",
+        **options: Any,
+    ) -> None:
+        super().__init__(learning_rate=learning_rate, weight_decay=weight_decay, **options)
+        self.options = Options(
+            beta_1=beta_1,
+            beta_2=beta_2,
+            factor_beta=factor_beta,
+            epsilon=epsilon,
+            weight_decay_method=weight_decay_method,
+            precondition_frequency=precondition_frequency,
+            decomposition=decomposition,
+            decompositions=decompositions,
+            max_dimension=max_dimension,
+            factor_dtype=factor_dtype,
+            skip_first_update=skip_first_update,
+            init_factor=init_factor,
+            adamw_for=adamw_for,
+            adamw_ratio=adamw_ratio,
+            row_dims=row_dims or {},
+            uneven=uneven,
+        )
+
+    def build(self, variables: Sequence[Variable]) -> None:
+        """Create the state of all variables, spread over their meshes.
+
+        Raises:
+            UsageError: When a variable is not of real floating-point numbers, or has no elements.
+            LayoutError: When devices do not divide the length of a factor.
+        """
+        if self.built:
+            return
+        variables = list(variables)
+        views = tuple(self._view(variable) for variable in variables)
+        planned = [list(new_slots(v, view, self.options)) for v, view in zip(variables, views, strict=True)]
+        super().build(variables)
+        self.views = views
+        found: dict[str, list[Variable | None]] = {slot: [None] * len(variables) for slot in SLOTS}
+        for place, (variable, slots) in enumerate(zip(variables, planned, strict=True)):
+            for new in slots:
+                found[new.slot][place] = self.add_state(
+                    variable,
+                    new.slot[:-1],
+                    shape=new.shape,
+                    dtype=new.dtype,
+                    initializer=new.initializer,
+                    sharding=new.sharding,
+                )
+        for slot, held in found.items():
+            setattr(self, slot, held)
+        for name in ("steps", "skipped_steps", "kept_eigenpairs"):
+            setattr(self, name, self.add_variable((), dtype="int32", name=name))
+
+    def _view(self, variable: Variable) -> MatrixView | None:
+        check_variable(variable)
+        chosen = self.options.adamw_for
+        if callable(chosen) and chosen(variable):
+            return None
+        return self.options.selection.view(variable.path, tuple(variable.shape))
+
+    def update_all(self, gradients: Sequence[Any], variables: Sequence[Variable], learning_rate: Any) -> None:
+        """Update all variables that have gradients, or none if a gradient is not finite.
+
+        Raises:
+            LayoutError: When variables and their state are on different meshes; nothing has changed then.
+        """
+        found = [(g, v, self.views[self.position(v)]) for g, v in zip(gradients, variables, strict=True)]
+        matrices = [(g, v, view) for g, v, view in found if view is not None]
+        others = [(g, v) for g, v, view in found if view is None]
+        held = WholeState(
+            [self._matrix_state(v) for _, v, _ in matrices],
+            [AdamwState(v, self._moments(v)) for _, v in others],
+            Counters(self.steps, self.skipped_steps, self.kept_eigenpairs),
+        )
+        plan = self._plan(held, [view for *_, view in matrices])
+        given = Gradients([in_place_of(g, v) for g, v, _ in matrices], [in_place_of(g, v) for g, v in others])
+        before = jax.tree.map(lambda variable: variable.value, held)
+        after = whole_step(plan, before, given, jnp.asarray(learning_rate), jnp.asarray(self.is_due()))
+        jax.tree.map(lambda variable, value: variable.assign(value), held, after)
+
+    def _matrix_state(self, variable: Variable) -> MatrixState:
+        place = self.position(variable)
+        state = {slot: getattr(self, slot)[place] for slot in SLOTS}
+        pairs = [
+            None if state[f"{side}_values"] is None else Pair(state[f"{side}_values"], state[f"{side}_vectors"])
+            for side in ("left", "right")
+        ]
+        factors = Sides(state["left_factors"], state["right_factors"])
+        return MatrixState(variable, self._moments(variable), factors, Sides(*pairs))
+
+    def _moments(self, variable: Variable) -> Moments:
+        place = self.position(variable)
+        return Moments(self.momentums[place], self.velocities[place])
+
+    def _plan(self, held: WholeState, views: Sequence[MatrixView]) -> WholePlan:
+        mesh = common_mesh(self, jax.tree.leaves((held.matrices, held.others)))
+        matrices = []
+        for state, view in zip(held.matrices, views, strict=True):
+            specs = jax.tree.map(lambda variable: PartitionSpec() if mesh is None else spec_of(variable), state)
+            matrices.append(Matrix(view, specs, self.is_decayed(state.weight)))
+        joint = JointPlan(
+            tuple(matrices),
+            self.options.settings(self.weight_decay),
+            mesh,
+            frequency=self.options.precondition_frequency,
+            decomposition=self.options.decomposition,
+            dealt=self.options.decompositions == "dealt",
+        )
+        decays = tuple(self.is_decayed(state.weight) for state in held.others)
+        return WholePlan(joint, decays, self.options.adamw_ratio)
+
+    def counts(self) -> Counts:
+        """Return how many steps changed the weights, and what did not go as planned.
+
+        Raises:
+            UsageError: Before the optimizer is built, which the first step does.
+        """
+        if not self.built:
+            raise UsageError(f"Cannot count the steps of {self.name!r}: it is not built. Train first, or call build()")
+        return Counts(int(self.steps.value), int(self.skipped_steps.value), int(self.kept_eigenpairs.value))
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments, for `from_config` and for saved models."""
+        config: dict[str, Any] = super().get_config()
+        config |= {field.name: getattr(self.options, field.name) for field in fields(self.options)}
+        if callable(self.options.adamw_for):
+            config["adamw_for"] = keras.saving.serialize_keras_object(self.options.adamw_for)
+        return config
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> REKLS:
+        """Create an optimizer from what `get_config` returned; a function in ``adamw_for`` must be registered."""
+        config = dict(config)
+        if isinstance(config.get("adamw_for"), dict):
+            config["adamw_for"] = keras.saving.deserialize_keras_object(
+                config["adamw_for"], custom_objects=custom_objects
+            )
+        found: REKLS = super().from_config(config, custom_objects)
+        return found
+
+
+TpRekls = REKLS
+"""The name of the tensor-parallel original: `REKLS` is that wherever variables are sharded."""

@@ -1,0 +1,186 @@
+"""The arithmetic of REKLS for one matrix W (m x n): pure functions of whole arrays, on one device.
+
+    G ─► factors      L ← β̂L + (1-β̂)/n · G inv(R) Gᵀ      R ← β̂R + (1-β̂)/m · Gᵀ inv(L) G     from the old eigenpairs
+      ─► eigenpairs   L = Q_L diag(λ_L) Q_Lᵀ               R = Q_R diag(λ_R) Q_Rᵀ              descending
+      ─► moments      Adam's, of Q_Lᵀ G Q_R: the gradient in coordinates of both eigenbases
+      ─► step         W ← W - lr · Q_L U Q_Rᵀ               U = M̂ / (√V̂ + ε)
+
+SOAP (https://arxiv.org/abs/2409.11321) with the factors of KL-Shampoo (https://arxiv.org/abs/2509.03378), after
+NVIDIA Emerging-Optimizers, pull request 175. A side without a factor has the identity as its eigenbasis and ones as
+eigenvalues; its factor and pair are `None`. Matrix products run at the highest precision.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+Array: TypeAlias = Any
+"""A `jax.Array` or a tracer."""
+DECAYS = ("decoupled", "independent", "palm", "l2", "l2_before_factors")
+DECOMPOSITIONS = ("eigh", "qr")
+
+
+class Pair(NamedTuple):
+    """Eigenpairs of a symmetric factor."""
+
+    values: Array
+    """(n,), descending, but for QR iteration, which keeps their order."""
+    vectors: Array
+    """(n, n), one eigenvector per column."""
+
+
+class Sides(NamedTuple):
+    """What belongs to the rows and to the columns of a matrix; `None` for a side that is the identity."""
+
+    left: Any
+    right: Any
+
+
+class Moments(NamedTuple):
+    """Adam's moments, (m, n) each, in coordinates of the eigenbases."""
+
+    first: Array
+    second: Array
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Constants of the algorithm; see `shardload.optimizers.REKLS`."""
+
+    beta_1: float = 0.9
+    beta_2: float = 0.95
+    factor_beta: float = 0.95
+    epsilon: float = 1e-8
+    weight_decay: float = 0.01
+    decay: str = "decoupled"
+    skip_first_update: bool = True
+
+
+def product(*factors: Array) -> Array:
+    """Multiply matrices from left to right at the highest precision."""
+    found = factors[0]
+    for factor in factors[1:]:
+        found = jnp.matmul(found, factor, precision=jax.lax.Precision.HIGHEST)
+    return found
+
+
+def kept_share(step: Array, beta: float) -> Array:
+    """Return β̂, the share of a factor that an update keeps: 0 in step 1, towards ``beta`` later."""
+    return 1 - (1 - beta) / (1 - beta**step)
+
+
+def contributions(gradient: Array, pairs: Sides, epsilon: float) -> Sides:
+    """Return what a gradient (m, n) adds to L and R: each weighted by the other side's old eigenpairs.
+
+    Both are computed; a side without a factor has no use for its own.
+    """
+
+    def one(towards: Array, other: Pair | None) -> Array:
+        if other is not None:
+            towards = product(towards, other.vectors) / jnp.sqrt(jnp.maximum(other.values, epsilon))
+        return product(towards, towards.T) / towards.shape[1]
+
+    return Sides(one(gradient, pairs.right), one(gradient.T, pairs.left))
+
+
+def blended(factor: Array, contribution: Array, step: Array, beta: float) -> Array:
+    """Return a factor (or a shard of it) after one step, element by element."""
+    keep = kept_share(step, beta)
+    return keep * factor + (1 - keep) * contribution
+
+
+def eigenpairs(factors: Array) -> Pair:
+    """Decompose symmetric matrices (..., n, n), largest eigenvalue first. NaN where that fails."""
+    values, vectors = jnp.linalg.eigh(factors)
+    return Pair(values[..., ::-1], vectors[..., ::-1])
+
+
+def power_iteration(factors: Array, old: Pair) -> Pair:
+    """Approximate `eigenpairs` of (..., n, n) by one step of QR iteration from the old ones: a fraction of the work.
+
+    The order of eigenpairs is kept: the second moment, which is not rotated, belongs to it.
+    """
+    vectors, _ = jnp.linalg.qr(product(factors, old.vectors))
+    return Pair(_quotients(factors, vectors), vectors)
+
+
+def _quotients(factors: Array, vectors: Array) -> Array:
+    """Return the Rayleigh quotient of each column of ``vectors``."""
+    return jnp.sum(vectors * product(factors, vectors), axis=-2)
+
+
+def is_finite(pair: Pair) -> Array:
+    """Whether each of a stack of eigenpairs is finite."""
+    return jnp.isfinite(pair.values).all(-1) & jnp.isfinite(pair.vectors).all((-2, -1))
+
+
+def into_basis(matrix: Array, pairs: Sides) -> Array:
+    """Return Q_Lᵀ X Q_R."""
+    rows = matrix if pairs.left is None else product(pairs.left.vectors.T, matrix)
+    return rows if pairs.right is None else product(rows, pairs.right.vectors)
+
+
+def out_of_basis(matrix: Array, pairs: Sides) -> Array:
+    """Return Q_L X Q_Rᵀ."""
+    rows = matrix if pairs.left is None else product(pairs.left.vectors, matrix)
+    return rows if pairs.right is None else product(rows, pairs.right.vectors.T)
+
+
+def rotated(first: Array, old: Sides, new: Sides) -> Array:
+    """Return the first moment in coordinates of the new eigenbases. The second moment is not rotated."""
+    return into_basis(out_of_basis(first, old), new)
+
+
+def decayed(weight: Array, rate: Array, settings: Settings, *, decays: bool) -> Array:
+    """Return W after weight decay, for the methods that change W and not the gradient."""
+    if not decays:
+        return weight
+    match settings.decay:
+        case "decoupled":
+            return weight - rate * settings.weight_decay * weight
+        case "independent":
+            return weight - settings.weight_decay * weight
+        case "palm":
+            return weight - rate * rate * settings.weight_decay * weight
+        case _:
+            return weight
+
+
+def l2_gradient(gradient: Array, weight: Array, settings: Settings, *, when: str, decays: bool) -> Array:
+    """Add the weight to its gradient, if ``when`` is the chosen method of decay."""
+    return gradient + settings.weight_decay * weight if decays and settings.decay == when else gradient
+
+
+def adam(moments: Moments, gradient: Array, step: Array, settings: Settings) -> tuple[Moments, Array]:
+    """Return the new moments and the direction U, element by element; ``step`` counts from 1."""
+    first = settings.beta_1 * moments.first + (1 - settings.beta_1) * gradient
+    second = settings.beta_2 * moments.second + (1 - settings.beta_2) * gradient * gradient
+    unbiased = first / (1 - settings.beta_1**step), second / (1 - settings.beta_2**step)
+    return Moments(first, second), unbiased[0] / (jnp.sqrt(unbiased[1]) + settings.epsilon)
+
+
+def moments_and_direction(
+    moments: Moments, gradient: Array, pairs: tuple[Sides, Sides], *, step: Array, settings: Settings
+) -> tuple[Moments, Array]:
+    """Return the new moments and the direction Q_L U Q_Rᵀ, in which W moves.
+
+    Args:
+        moments: In coordinates of the old eigenbases.
+        gradient: (m, n).
+        pairs: The eigenpairs of both sides before and after the decomposition.
+        step: From 1; of the moments, which start one step later if the first update is skipped.
+        settings: Constants.
+    """
+    old, new = pairs
+    moved = Moments(rotated(moments.first, old, new), moments.second)
+    found, direction = adam(moved, into_basis(gradient, new), step, settings)
+    return found, out_of_basis(direction, new)
+
+
+def moved(weight: Array, direction: Array, rate: Array, settings: Settings, *, decays: bool) -> Array:
+    """Return W after weight decay and the step, element by element."""
+    return decayed(weight, rate, settings, decays=decays) - rate * direction

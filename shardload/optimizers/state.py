@@ -1,0 +1,129 @@
+"""The state of one variable: which Keras variables it has, and how they are spread over the mesh of their variable."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardload.errors import LayoutError, UsageError
+from shardload.keras_bridge.joint_optimizer import JointOptimizer, placement
+from shardload.keras_bridge.keras_types import Variable
+from shardload.optimizers.matrices import MatrixView
+from shardload.optimizers.options import Options
+
+SLOTS = (
+    "momentums",
+    "velocities",
+    "left_factors",
+    "right_factors",
+    "left_values",
+    "right_values",
+    "left_vectors",
+    "right_vectors",
+)
+"""Attributes of the optimizer: lists with an entry for every variable, `None` where there is no such state."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewSlot:
+    """State to create."""
+
+    slot: str
+    """Of `SLOTS`."""
+    shape: tuple[int, ...]
+    dtype: str
+    initializer: Any
+    sharding: NamedSharding | None
+
+
+def check_variable(variable: Variable) -> None:
+    """Check that a variable can be optimized.
+
+    Raises:
+        UsageError: When it is not of real floating-point numbers, or has no elements.
+    """
+    dtype = str(variable.dtype)
+    if "float" not in dtype:
+        raise UsageError(
+            f"Cannot optimize {variable.path!r} of dtype {dtype}: expected a floating-point dtype. Set trainable=False "
+            "on its layer, or give it another optimizer with keras.optimizers.MultiOptimizer"
+        )
+    if 0 in variable.shape:
+        raise UsageError(
+            f"Cannot optimize {variable.path!r} of shape {tuple(variable.shape)}: expected dims of at least 1. Set "
+            "trainable=False on its layer"
+        )
+
+
+def new_slots(variable: Variable, view: MatrixView | None, options: Options) -> Iterator[NewSlot]:
+    """Yield the state of a variable: moments like itself, and for each factor its eigenpairs, split along dim 0.
+
+    Raises:
+        LayoutError: When its devices do not divide the length of a factor, and it is not to be replicated.
+    """
+    own = placement(variable)
+    for slot in ("momentums", "velocities"):
+        yield NewSlot(slot, tuple(variable.shape), "float32", "zeros", own)
+    for name, side in zip(("left", "right"), view.factor_sides if view else (), strict=False):
+        if side is not None:
+            split = _along_first(variable, own, side, options)
+            square = (side, side)
+            start = keras.initializers.Constant(options.init_factor)
+            yield NewSlot(f"{name}_factors", square, options.factor_dtype, "zeros", split)
+            yield NewSlot(f"{name}_values", (side,), "float32", start, split)
+            yield NewSlot(f"{name}_vectors", square, "float32", keras.initializers.Identity(), split)
+
+
+def _along_first(variable: Variable, own: NamedSharding | None, side: int, options: Options) -> NamedSharding | None:
+    """Return the sharding that splits dim 0 over all axes that split the variable."""
+    if own is None:
+        return None
+    named = [(a,) if isinstance(a, str) else tuple(a) for a in own.spec if a is not None]
+    axes = tuple(axis for group in named for axis in group)
+    parts = math.prod(own.mesh.shape[axis] for axis in axes)
+    if side % parts == 0 and axes:
+        return NamedSharding(own.mesh, PartitionSpec(axes))
+    if parts > 1 and options.uneven == "error":
+        raise LayoutError(
+            f"Cannot shard the factors of {variable.path!r} of shape {tuple(variable.shape)}: a factor of length "
+            f"{side} does not divide into {parts} parts, as {own.spec} splits the variable. Replicate such factors "
+            "with uneven='replicate', leave the variable to AdamW with adamw_for=, or choose another layout"
+        )
+    return NamedSharding(own.mesh, PartitionSpec())
+
+
+def spec_of(variable: Variable) -> PartitionSpec:
+    """Return how a variable is split over its mesh; one on no mesh counts as replicated."""
+    found = placement(variable)
+    return PartitionSpec() if found is None else found.spec
+
+
+def common_mesh(optimizer: JointOptimizer, variables: Sequence[Variable]) -> Mesh | None:
+    """Return the mesh that variables and their state are on; `None` on one device.
+
+    Raises:
+        LayoutError: When they are on different meshes.
+    """
+    meshes: dict[Mesh, str] = {}
+    for variable in variables:
+        if (found := placement(variable)) is not None:
+            meshes.setdefault(found.mesh, variable.path)
+    if len(meshes) > 1:
+        (one, first), (other, second), *_ = meshes.items()
+        raise LayoutError(
+            f"Cannot update with {optimizer.name!r}: {first!r} is on the mesh {_shown(one)}, but {second!r} on "
+            f"{_shown(other)}. Restore a step with shardload.restore(model, ..., mesh=...), which moves both, or "
+            "compile the model with a new optimizer"
+        )
+    mesh = next(iter(meshes), None)
+    return None if mesh is None or mesh.size == 1 else mesh
+
+
+def _shown(mesh: Mesh) -> str:
+    sizes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
+    return f"{sizes} of devices {mesh.devices.flat[0].id} to {mesh.devices.flat[-1].id}"

@@ -1,0 +1,310 @@
+"""`REKLS` as a Keras optimizer: its state, what Keras puts around it, and what it refuses."""
+
+import itertools
+import json
+
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+from rekls_by_hand import DECAYS, ByHand
+from rekls_runs import gradients, mesh_of, same, trained, values, weight
+
+from shardload.errors import LayoutError, UsageError
+from shardload.keras_bridge.variables import relocate
+from shardload.optimizers import REKLS, TpRekls
+from shardload.optimizers.state import SLOTS
+
+X = np.random.default_rng(0).normal(size=(64, 8)).astype("float32")
+Y = np.tanh(X @ np.random.default_rng(1).normal(size=(8, 4)).astype("float32"))
+
+
+def build(optimizer=None, *, dtype="float32", **options):
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Dense(16, "relu", dtype=dtype), keras.layers.Dense(4, dtype=dtype)]
+    model = keras.Sequential([keras.Input((8,)), *layers])
+    model.compile(optimizer or REKLS(1e-2), "mse", **options)
+    return model
+
+
+def fit(model, epochs=1):
+    return model.fit(X, Y, batch_size=16, epochs=epochs, shuffle=False, verbose=0).history["loss"]
+
+
+# ---- the step ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_a_matrix_follows_the_reference(decay):
+    variable = weight((12, 12))
+    by_hand = ByHand(np.asarray(variable.value, "float64"), eps=0.125, weight_decay=1 / 16, decay=decay)
+    optimizer = REKLS(
+        1e-2, epsilon=0.125, weight_decay=1 / 16, weight_decay_method=decay, skip_first_update=False, adamw_for=[]
+    )
+    optimizer.build([variable])
+    for gradient in gradients((12, 12)):
+        by_hand.step(gradient.astype("float64"))
+        optimizer.apply([gradient], [variable])
+    assert np.abs(np.asarray(variable.value, "float64") - by_hand.w).max() <= 2e-4 * 1e-2
+
+
+def test_other_variables_follow_adamw():
+    bias, twin = weight((6,)), weight((6,))
+    theirs = keras.optimizers.AdamW(1e-2, weight_decay=0.5, beta_2=0.95, epsilon=1e-8)
+    trained([bias], weight_decay=0.5)
+    for gradient in gradients((6,)):
+        theirs.apply([gradient], [twin])
+    np.testing.assert_allclose(bias.value, twin.value, rtol=1e-4)
+
+
+def test_the_first_update_finds_the_eigenbases_only():
+    first = weight((4, 6))
+    optimizer = trained([first], steps=1)
+    np.testing.assert_array_equal(first.value, weight((4, 6)).value)
+    assert not np.any(optimizer.momentums[0].value) and np.any(optimizer.left_factors[0].value)
+    assert not np.array_equal(trained([first], steps=2) and first.value, weight((4, 6)).value)
+
+
+def test_decompositions_every_so_many_steps():
+    variables = [weight((6, 8))]
+    seen = []
+    optimizer = trained(variables, steps=0, precondition_frequency=3)
+    for step in range(7):
+        optimizer.apply([gradients((6, 8))[step % 5]], variables)
+        seen.append(np.asarray(optimizer.left_vectors[0].value).tobytes())
+    assert [a == b for a, b in itertools.pairwise(seen)] == [True, True, False, True, True, False]
+
+
+def test_qr_iteration_starts_from_a_decomposition_and_lowers_the_loss():
+    exact, iterated = [trained([weight((6, 8))], steps=1, decomposition=kind) for kind in ("eigh", "qr")]
+    assert same(values(exact, []), values(iterated, []))
+    model = build(REKLS(1e-2, decomposition="qr"))
+    losses = fit(model, epochs=5)
+    assert losses[-1] < 0.5 * losses[0]
+    vectors = np.asarray(model.optimizer.left_vectors[0].value)
+    np.testing.assert_allclose(vectors.T @ vectors, np.eye(8), atol=1e-5)
+
+
+def test_a_long_side_is_the_identity():
+    variables = [weight((4, 12)), weight((12, 12), seed=1)]
+    optimizer = trained(variables, max_dimension=8)
+    assert optimizer.right_factors[0] is None and optimizer.left_factors[0].shape == (4, 4)
+    assert optimizer.left_factors[1] is None  # AdamW
+    assert all(np.isfinite(v.value).all() for v in variables)
+
+
+def test_factors_in_bfloat16():
+    stored, exact = [
+        trained([weight((6, 8))], steps=2, epsilon=0.125, factor_dtype=dtype) for dtype in ("bfloat16", "float32")
+    ]
+    factor, expected = stored.left_factors[0].value, exact.left_factors[0].value
+    assert factor.dtype == jnp.bfloat16 and stored.left_vectors[0].value.dtype == jnp.float32
+    np.testing.assert_allclose(factor.astype("float32"), expected, atol=2**-6 * np.abs(expected).max())
+
+
+def test_weights_in_bfloat16_have_state_in_float32():
+    variables = [weight((6, 8), dtype="bfloat16"), weight((8,), dtype="bfloat16")]
+    optimizer = trained(variables)
+    assert {v.value.dtype for v in variables} == {jnp.dtype("bfloat16")}
+    assert {str(getattr(optimizer, s)[0].dtype) for s in SLOTS} == {"float32"} == {optimizer.momentums[1].dtype}
+
+
+# ---- who is a matrix -----------------------------------------------------------------------------
+
+
+def test_who_gets_adamw():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Embedding(10, 8), keras.layers.Dense(4)])
+    for option, matrices in (
+        ({}, [False, True, False]),
+        ({"adamw_for": []}, [True, True, False]),
+        ({"adamw_for": ["dense"]}, [True, False, False]),
+        ({"adamw_for": lambda v: v.shape[-1] == 4}, [True, False, False]),
+    ):
+        optimizer = REKLS(**option)
+        optimizer.build(model.trainable_variables)
+        assert [factor is not None for factor in optimizer.left_factors] == matrices
+
+
+def test_row_dims_by_path():
+    optimizer = REKLS(row_dims={"kernel": [1, 2]})
+    optimizer.build([weight((8, 2, 3))])
+    assert optimizer.left_factors[0].shape == (6, 6) and optimizer.right_factors[0].shape == (8, 8)
+
+
+# ---- what Keras puts around it -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"clipnorm": 0.1},
+        {"global_clipnorm": 0.1},
+        {"clipvalue": 0.01},
+        {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 3},
+        {"loss_scale_factor": 128.0},
+        {"gradient_accumulation_steps": 2},
+        {"precondition_frequency": 10},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_options_of_keras_lower_the_loss(options):
+    model = build(REKLS(1e-2, **options))
+    losses = fit(model, epochs=8)
+    assert losses[-1] < 0.8 * losses[0] and model.optimizer.counts().skipped_steps == 0
+
+
+def test_a_schedule_and_no_compilation():
+    schedule = keras.optimizers.schedules.ExponentialDecay(1e-2, 10, 0.9)
+    eager, compiled = build(REKLS(schedule), jit_compile=False, run_eagerly=True), build(REKLS(schedule))
+    np.testing.assert_allclose(fit(eager), fit(compiled), rtol=1e-3)
+
+
+def test_accumulated_gradients_are_one_step():
+    halves, whole = [weight((6, 8))], [weight((6, 8))]
+    accumulating, plain = REKLS(1e-2, gradient_accumulation_steps=2), REKLS(1e-2)
+    given = gradients((6, 8), 8)
+    for gradient in given:
+        accumulating.apply([gradient], halves)
+    for one, other in zip(given[::2], given[1::2], strict=True):
+        plain.apply([(one + other) / 2], whole)
+    assert accumulating.counts().steps == plain.counts().steps == 4
+    np.testing.assert_allclose(halves[0].value, whole[0].value, atol=1e-5)
+
+
+def test_loss_scaling_and_mixed_precision():
+    optimizer = keras.optimizers.LossScaleOptimizer(REKLS(1e-2), initial_scale=2.0**10)
+    losses = fit(build(optimizer, dtype="mixed_float16"), epochs=5)
+    assert losses[-1] < losses[0] and optimizer.inner_optimizer.counts().steps > 0
+
+
+def test_as_one_of_several_optimizers():
+    choices = {True: REKLS(1e-2), False: keras.optimizers.SGD(1e-2)}
+    model = build(keras.optimizers.MultiOptimizer(lambda variable: choices[variable.name == "kernel"]))
+    losses = fit(model, epochs=5)
+    assert losses[-1] < losses[0]
+    assert choices[True].counts().steps == 20 and len(choices[True].views) == 2
+
+
+def test_weight_decay_leaves_out_what_is_excluded():
+    decayed, spared = weight((6, 8)), weight((6, 8), name="spared")
+    optimizer = REKLS(1e-2, weight_decay=0.5, weight_decay_method="independent")
+    optimizer.exclude_from_weight_decay(var_names=["spared"])
+    for gradient in gradients((6, 8), 3):
+        optimizer.apply([gradient, gradient], [decayed, spared])
+    assert np.abs(spared.value).sum() > 3 * np.abs(decayed.value).sum()
+
+
+# ---- configuration -------------------------------------------------------------------------------
+
+
+@keras.saving.register_keras_serializable("tests")
+def is_small(variable):
+    return len(variable.shape) < 2
+
+
+@pytest.mark.parametrize("options", [{}, {"adamw_for": is_small, "uneven": "replicate", "row_dims": {"a": (1,)}}])
+def test_configuration_makes_a_round_trip(options):
+    optimizer = REKLS(keras.optimizers.schedules.CosineDecay(1e-2, 10), clipnorm=1.0, decomposition="qr", **options)
+    config = json.loads(json.dumps(keras.saving.serialize_keras_object(optimizer)))
+    again = keras.saving.deserialize_keras_object(config)
+    assert type(again) is REKLS is TpRekls
+    assert json.dumps(again.get_config(), sort_keys=True) == json.dumps(optimizer.get_config(), sort_keys=True)
+    assert again.options.adamw_for == optimizer.options.adamw_for or list(again.options.adamw_for) == ["embedding"]
+
+
+def test_a_saved_model_goes_on_as_if_nothing_had_happened(tmp_path):
+    model = build()
+    fit(model)
+    model.save(tmp_path / "model.keras")
+    again = keras.saving.load_model(tmp_path / "model.keras")
+    assert fit(model) == fit(again)
+    assert same(values(model.optimizer, model.weights), values(again.optimizer, again.weights))
+
+
+# ---- bad input -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weight_decay_method": "none"}, "weight_decay_method='none': expected one of decoupled, independent"),
+        ({"decomposition": "svd"}, "decomposition='svd': expected one of eigh, qr"),
+        ({"beta_1": 1.0}, "beta_1=1.0: expected at least 0 and below 1"),
+        ({"precondition_frequency": 0}, "precondition_frequency=0: expected an integer of at least 1"),
+        ({"epsilon": 0.0}, "epsilon=0.0: expected a number above 0"),
+        ({"adamw_for": "dense"}, "adamw_for='dense': expected a list of regular expressions"),
+        ({"factor_dtype": "float16"}, "factor_dtype='float16': expected one of float32, bfloat16"),
+    ],
+)
+def test_bad_arguments(options, message):
+    with pytest.raises(ValueError, match=f"Cannot create REKLS with {message}"):
+        REKLS(**options)
+
+
+@pytest.mark.parametrize(
+    ("variable", "message"),
+    [
+        (lambda: keras.Variable(np.ones((4, 4)), dtype="complex64"), "of dtype complex64: expected a floating-point"),
+        (lambda: keras.Variable(np.ones((4, 4)), dtype="int32"), "of dtype int32: expected a floating-point"),
+        (lambda: keras.Variable(np.ones((4, 0))), r"of shape \(4, 0\): expected dims of at least 1"),
+    ],
+)
+def test_variables_that_cannot_be_optimized(variable, message):
+    optimizer = REKLS()
+    with pytest.raises(UsageError, match=message):
+        optimizer.build([weight((4, 4)), variable()])
+    assert not optimizer.built and len(optimizer.variables) == 2
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_gradient_that_is_not_finite_changes_nothing(bad):
+    variables = [weight((6, 8)), weight((6, 4), seed=1), weight((3,))]
+    optimizer = trained(variables)
+    before, counts = values(optimizer, variables), optimizer.counts()
+    given = [np.ones(v.shape, "float32") for v in variables]
+    given[1][2, 3] = bad
+    optimizer.apply(given, variables)
+    assert optimizer.counts().skipped_steps == counts.skipped_steps + 1 and optimizer.counts().steps == counts.steps
+    changed = [
+        v.name
+        for v, old in zip((*variables, *optimizer.variables), before, strict=True)
+        if np.asarray(v.value).tobytes() != old.tobytes()
+    ]
+    assert changed == ["iteration", "skipped_steps"]
+
+
+def test_a_factor_that_overflows_keeps_its_eigenpairs():
+    variables = [weight((6, 8))]
+    optimizer = trained(variables)
+    before = np.asarray(optimizer.left_vectors[0].value)
+    optimizer.apply([np.full((6, 8), 1e30, "float32")], variables)
+    assert optimizer.counts().kept_eigenpairs == 2
+    assert np.isfinite(optimizer.left_factors[0].value).all() and np.isfinite(variables[0].value).all()
+    np.testing.assert_allclose(np.abs(before.T @ np.asarray(optimizer.left_vectors[0].value)), np.eye(6), atol=1e-3)
+
+
+def test_a_factor_that_does_not_divide():
+    variable = weight((16, 12), mesh=mesh_of(8), spec=("model", None))
+    message = r"Cannot shard the factors of 'kernel' of shape \(16, 12\): a factor of length 12 does not divide into 8"
+    with pytest.raises(LayoutError, match=message):
+        REKLS().build([variable])
+    optimizer = trained([variable], uneven="replicate")
+    assert optimizer.right_factors[0].value.sharding.is_fully_replicated
+    assert not optimizer.left_factors[0].value.sharding.is_fully_replicated
+
+
+def test_a_mesh_that_changes_under_it():
+    variables = [weight((16, 32), mesh=mesh_of(8), spec=("model", None))]
+    optimizer = trained(variables)
+    moved = weight((16, 32), mesh=mesh_of(2, 4), spec=("data", "model"))
+    relocate(variables[0], moved.value.sharding)
+    before = values(optimizer, variables)
+    message = "'kernel' is on the mesh data=2, model=4 of devices 0 to 7, but '.*momentum' on model=8"
+    with pytest.raises(LayoutError, match=f"Cannot update with 'rekls.*{message}"):
+        optimizer.apply([gradients((16, 32))[0]], variables)
+    assert same(before, values(optimizer, variables))
+
+
+def test_counts_before_the_first_step():
+    with pytest.raises(UsageError, match=r"Cannot count the steps of 'rekls.*': it is not built"):
+        REKLS().counts()

@@ -1,0 +1,78 @@
+"""State of REKLS saved in mid-training and restored on other meshes."""
+
+import jax
+import keras
+import numpy as np
+import pytest
+from rekls_runs import gradients, same, values
+
+import shardload
+from shardload.callbacks import OrbaxCheckpoint
+from shardload.keras_bridge.binding import bind
+from shardload.optimizers import REKLS
+from shardload.parallel import choose
+from shardload.sharding.mesh import MeshSpec
+
+X = np.random.default_rng(0).random((48, 32)).astype("float32")
+
+
+def build(seed=0, **options):
+    keras.utils.set_random_seed(seed)
+    model = keras.Sequential([keras.Input((32,)), keras.layers.Dense(64, "relu"), keras.layers.Dense(16)])
+    model.compile(REKLS(1e-2, **options), "mse")
+    return model
+
+
+def on(model, mesh):
+    spec = MeshSpec.parse(mesh)
+    bind(model, mesh=spec, devices=jax.devices()[: spec.size], layouts=choose(model, spec).layouts)
+    return model
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A model trained on 1x8, and the folder of a step in the middle of its epoch."""
+    model, root = on(build(), "1x8"), tmp_path_factory.mktemp("steps")
+    stop = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: setattr(model, "stop_training", batch == 2)
+    )
+    model.fit(X, X[:, :16], batch_size=8, verbose=0, callbacks=[OrbaxCheckpoint(root, save_freq=3), stop])
+    return model, root
+
+
+def next_step(model):
+    """Take a step with gradients that do not depend on the mesh, as a model's own do."""
+    weights = model.trainable_variables
+    model.optimizer.apply([gradients(tuple(v.shape))[0] for v in weights], weights)
+    return values(model.optimizer, []), [np.asarray(v.value) for v in weights]
+
+
+@pytest.fixture(scope="module")
+def after(saved):
+    """What the next step makes of the state and the weights on 1x8."""
+    again = build(seed=7)
+    shardload.restore(again, saved[1], step=3, mesh="1x8")
+    return next_step(again)
+
+
+@pytest.mark.parametrize("mesh", ["2x4", "1x1"])
+def test_saved_on_1x8_and_restored(saved, mesh):
+    model, root = saved
+    again = build(seed=5)
+    shardload.restore(again, root, step=3, mesh=mesh)
+    assert again.optimizer.counts().steps == 3
+    assert same(values(model.optimizer, model.weights), values(again.optimizer, again.weights))
+    spread = {len(v.value.sharding.device_set) for v in again.optimizer.variables}
+    assert spread == {8 if mesh == "2x4" else 1}
+
+
+@pytest.mark.parametrize("mesh", ["2x4", "1x1"])
+def test_the_next_step_is_that_of_the_mesh_it_was_saved_on(saved, after, mesh):
+    """The same bits on any mesh of eight; on one device, another program rounds the last addition to W, by one ulp."""
+    again = build(seed=5)
+    shardload.restore(again, saved[1], step=3, mesh=mesh)
+    state, weights = next_step(again)
+    assert same(state, after[0])
+    for one, other in zip(weights, after[1], strict=True):
+        ulp = np.spacing(np.abs(other).max())
+        np.testing.assert_allclose(one, other, rtol=0, atol=0 if mesh == "2x4" else ulp)

@@ -1,0 +1,44 @@
+"""Variables on meshes, and steps of REKLS on them."""
+
+import jax
+import keras
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardload.keras_bridge.variables import relocate
+from shardload.optimizers import REKLS
+
+
+def mesh_of(*sizes, axes=("data", "model")):
+    devices = np.array(jax.devices()[: int(np.prod(sizes))]).reshape(sizes)
+    return Mesh(devices, axes[-len(sizes) :])
+
+
+def weight(shape, *, mesh=None, spec=(), seed=0, dtype="float32", name="kernel"):
+    value = np.random.default_rng(seed).normal(size=shape)
+    variable = keras.Variable(value, dtype=dtype, name=name)
+    if mesh is not None:
+        relocate(variable, NamedSharding(mesh, PartitionSpec(*spec)))
+    return variable
+
+
+def gradients(shape, count=5):
+    return np.random.default_rng(7).normal(size=(count, *shape)).astype("float32")
+
+
+def trained(variables, *, steps=5, **options):
+    """Take steps with gradients that depend on the shapes alone; return the optimizer."""
+    optimizer = REKLS(1e-2, **options)
+    optimizer.build(variables)
+    for step in range(steps):
+        optimizer.apply([gradients(tuple(v.shape))[step % 5] for v in variables], variables)
+    return optimizer
+
+
+def values(optimizer, variables):
+    """Return the bits of all variables and state."""
+    return [np.asarray(v.value) for v in (*variables, *optimizer.variables)]
+
+
+def same(one, other):
+    return len(one) == len(other) and all(a.tobytes() == b.tobytes() for a, b in zip(one, other, strict=True))
