@@ -18,13 +18,18 @@ if TYPE_CHECKING:
     from shardload.parallel.compiled import compile_step
     from shardload.parallel.compiled_step import CompiledStep
     from shardload.parallel.hlo_collectives import Collective, collectives_in
+    from shardload.parallel.layout_search.hardware import Hardware
+    from shardload.parallel.layout_search.layout_plan import LayoutPlan
+    from shardload.parallel.layout_search.searching import search
     from shardload.parallel.memory_fit import MeshFit, fit, smallest_mesh
     from shardload.parallel.result import LayoutChoice, VariableLayout
 
 __all__ = [
     "Collective",
     "CompiledStep",
+    "Hardware",
     "LayoutChoice",
+    "LayoutPlan",
     "MeshFit",
     "VariableLayout",
     "all_gather",
@@ -37,19 +42,23 @@ __all__ = [
     "get_best_devices",
     "list_devices",
     "reduce_scatter",
+    "search",
     "smallest_mesh",
     "split_tensor_for_parallelism",
 ]
 _OF_MODELS = {
     "Collective": "hlo_collectives",
     "CompiledStep": "compiled_step",
+    "Hardware": "layout_search.hardware",
     "LayoutChoice": "result",
+    "LayoutPlan": "layout_search.layout_plan",
     "MeshFit": "memory_fit",
     "VariableLayout": "result",
     "choose": "choosing",
     "collectives_in": "hlo_collectives",
     "compile_step": "compiled",
     "fit": "memory_fit",
+    "search": "layout_search.searching",
     "smallest_mesh": "memory_fit",
 }
 

@@ -14,6 +14,8 @@ from shardload.keras_bridge.model_state import spread_slots
 from shardload.parallel import model_variables
 from shardload.parallel import rules as rule_sets
 from shardload.parallel.auto import decide_layouts
+from shardload.parallel.layout_search.layout_plan import LayoutPlan
+from shardload.parallel.layout_search.searching import search
 from shardload.parallel.result import LayoutChoice, VariableLayout
 from shardload.parallel.roles import Role, Wants, roles
 from shardload.sharding.devices import has_mesh, mesh_spec
@@ -21,7 +23,7 @@ from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
 from shardload.typing import LayoutLike
 
-MODES = ("auto", "keras_hub", "replicated")
+MODES = ("auto", "keras_hub", "replicated", "search")
 
 
 def choose(model: Any, mesh: MeshSpec, layout: LayoutLike = "auto") -> LayoutChoice:
@@ -32,9 +34,10 @@ def choose(model: Any, mesh: MeshSpec, layout: LayoutLike = "auto") -> LayoutCho
     Args:
         model: A built Keras model.
         mesh: The mesh; what its axes split follows from their names (`shardload.sharding.mesh`).
-        layout: ``auto``, ``keras_hub`` (the backbone class' own ``get_layout_map``), ``replicated``, a
-            mapping of rules, a ``LayoutMap`` or a distribution of ``keras.distribution``, or the path of a rules file
-            (see `shardload.parallel.rules`).
+        layout: ``auto``, ``keras_hub`` (the backbone class' own ``get_layout_map``), ``replicated``, ``search`` (see
+            `shardload.parallel.search`), a plan of that search or the path of its JSON file, a mapping of rules, a
+            ``LayoutMap`` or a distribution of ``keras.distribution``, or the path of a rules file (see
+            `shardload.parallel.rules`).
 
     Raises:
         LayoutError: When the mode is unknown, the class has no map, or a rule cannot be applied.
@@ -42,6 +45,8 @@ def choose(model: Any, mesh: MeshSpec, layout: LayoutLike = "auto") -> LayoutCho
     variables = model_variables.all_variables(model)
     if distributions.is_distribution(layout):
         return _by_distribution(model, mesh, layout)
+    if (plan := _plan(model, mesh, layout)) is not None:
+        return _by_plan(model, mesh, plan)
     mode, rule_set = _rule_set(model, mesh, layout)
     found = roles(model, by_user=mode != "replicated")
     if rule_set is None:
@@ -86,6 +91,36 @@ def _with_spread_slots(model: Any, placed: dict[int, VariableLayout], batch_axis
     }
 
 
+def _plan(model: Any, mesh: MeshSpec, layout: Any) -> LayoutPlan | None:
+    """Return the plan that a layout is, names, or asks for."""
+    if isinstance(layout, LayoutPlan):
+        return layout
+    if layout == "search":
+        return search(model, mesh)
+    if isinstance(layout, str | os.PathLike) and Path(layout).suffix == ".json" and Path(layout).exists():
+        return LayoutPlan.load(layout)
+    return None
+
+
+def _by_plan(model: Any, mesh: MeshSpec, plan: LayoutPlan) -> LayoutChoice:
+    if plan.mesh != mesh:
+        raise LayoutError(f"Cannot use the plan for {plan.mesh} on the mesh {mesh}. Plan again for this mesh")
+    planned = {v.path: v for v in plan.variables}
+    fixed = {}
+    for variable in model.variables:
+        found = planned.get(variable.path)
+        if found is None or found.shape != tuple(variable.shape):
+            raise LayoutError(
+                f"Cannot use the plan of {plan.model!r} for {model.name!r}: {variable.path!r} "
+                + ("is not in the plan" if found is None else f"has shape {tuple(variable.shape)}, not {found.shape}")
+                + ". Plan this model with shardload.parallel.search"
+            )
+        fixed[id(variable)] = VariableLayout.of(variable, Layout(mesh, found.spec), f"search: {found.reason}")
+    variables, known = model_variables.all_variables(model), roles(model, by_user=False)
+    placed = _with_spread_slots(model, decide_layouts(variables, known, mesh, fixed=fixed), plan.batch_axis)
+    return LayoutChoice(mesh, "search", {key: placed[key] for key in variables}, batch_axis=plan.batch_axis)
+
+
 def _rule_set(model: Any, mesh: MeshSpec, layout: Any) -> tuple[str, rule_sets.RuleSet | None]:
     if not isinstance(layout, str | os.PathLike):
         if isinstance(layout, Mapping) and not has_mesh(layout):
@@ -105,8 +140,8 @@ def _rule_set(model: Any, mesh: MeshSpec, layout: Any) -> tuple[str, rule_sets.R
 
 def _forms() -> str:
     return (
-        "'auto', 'keras_hub', 'replicated', {'dense/kernel': (None, 'model')}, a LayoutMap, ModelParallel or "
-        "DataParallel of keras.distribution, or the path of a rules file (TOML)"
+        "'auto', 'keras_hub', 'replicated', 'search', a LayoutPlan, {'dense/kernel': (None, 'model')}, a LayoutMap, "
+        "ModelParallel or DataParallel of keras.distribution, or the path of a rules file (TOML) or a plan (JSON)"
     )
 
 

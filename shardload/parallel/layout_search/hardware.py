@@ -1,0 +1,63 @@
+"""What computing and communicating cost: the constants of a plan, stated in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shardload.errors import LayoutError
+from shardload.parallel.layout_search.program import Collective
+from shardload.sharding.mesh import MeshSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """Rates of one device and of the links of each mesh axis.
+
+    The defaults are those of a TPU v5e at about half of its peak rates: 197 TFLOP/s in bfloat16, 819 GB/s of memory
+    bandwidth, and 45 GB/s per link and direction (https://cloud.google.com/tpu/docs/v5e).
+
+    Raises:
+        LayoutError: When a rate is not positive.
+    """
+
+    flops_per_s: float = 1e14
+    memory_bytes_per_s: float = 6e11
+    link_bytes_per_s: float = 4.5e10
+    """Bandwidth of an axis without an entry in ``axis_bytes_per_s``."""
+    latency_s: float = 1e-6
+    """Time that a collective takes at least, per step of a ring."""
+    axis_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        rates = (self.flops_per_s, self.memory_bytes_per_s, self.link_bytes_per_s, *self.axis_bytes_per_s.values())
+        if min(rates) <= 0 or self.latency_s < 0:
+            raise LayoutError(f"Cannot plan with {self}: rates must be positive and the latency not negative")
+
+    def check(self, mesh: MeshSpec) -> None:
+        """Check that every axis with a bandwidth of its own is one of the mesh.
+
+        Raises:
+            LayoutError: Naming the others.
+        """
+        if unknown := sorted(set(self.axis_bytes_per_s) - set(mesh.axes)):
+            raise LayoutError(f"Cannot plan on {mesh}: the hardware has a bandwidth for {unknown}, not an axis of it")
+
+    def exchange_s(self, kind: Collective, nbytes: float, *, axis: str, size: int) -> float:
+        """Return the seconds of a collective over one axis.
+
+        Args:
+            kind: An all-reduce moves 2(k-1)/k of the result, an all-gather (k-1)/k.
+            nbytes: Bytes of the result on each device.
+            axis: The mesh axis.
+            size: Number of devices along it, k.
+        """
+        if size == 1:
+            return 0.0
+        passes = 2 if kind == "all-reduce" else 1
+        rate = self.axis_bytes_per_s.get(axis, self.link_bytes_per_s)
+        return passes * (size - 1) * (nbytes / size / rate + self.latency_s)
+
+    def compute_s(self, flops: float, nbytes: float) -> float:
+        """Return the seconds of work on one device: arithmetic and memory traffic one after the other."""
+        return flops / self.flops_per_s + nbytes / self.memory_bytes_per_s

@@ -1,0 +1,234 @@
+"""The result of a search: a layout for every variable with its reason, what a step costs, and what it needs.
+
+A `LayoutPlan` is a plain value. It can be printed, compared with another plan, saved as JSON and read back on another
+machine, applied to a model (``layout=plan``), and exported for programs that do not use shardload.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardload.errors import LayoutError
+from shardload.sharding.layout import Layout, Spec
+from shardload.sharding.mesh import MeshSpec
+
+FORMAT = "shardload layout plan, version 1"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedVariable:
+    """The layout of one variable."""
+
+    path: str
+    shape: tuple[int, ...]
+    nbytes: int
+    """Bytes of the whole value."""
+    spec: Spec
+    stored: tuple[str, ...]
+    """Axes that split only its storage: devices gather it for use, as in fully sharded data parallelism."""
+    trainable: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Whether an axis splits a group of dims, and what the opposite would cost."""
+
+    axis: str
+    split: bool
+    length: int
+    """What the number of devices must divide: the greatest common divisor of the dims."""
+    dims: tuple[str, ...]
+    """Some of the variables in the group, with the dim: ``dense/kernel[1]``."""
+    opposite_s: float | None
+    """Seconds that a step takes longer with the opposite decision; ``None`` where that does not fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedExchange:
+    """Collectives of one kind over one axis in a step."""
+
+    kind: str
+    axis: str
+    count: int
+    nbytes: int
+    """Bytes of their results on each device."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBytes:
+    """What one device holds at the peak of a step, in bytes."""
+
+    weights: int
+    gradients: int
+    slots: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of everything."""
+        return self.weights + self.gradients + self.slots + self.activations
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutPlan:
+    """Layouts of all variables of a model on a mesh, found by search."""
+
+    model: str
+    """Name of the model."""
+    mesh: MeshSpec
+    batch_axis: str
+    """The axis that splits the batch."""
+    training: bool
+    inputs: str
+    """Shapes and dtypes of the inputs."""
+    variables: tuple[PlannedVariable, ...]
+    """In the order of ``model.variables``."""
+    device: DeviceBytes
+    device_memory_bytes: int | None
+    """The limit that the plan keeps, ``None`` where the search chose the best product of time and memory."""
+    step_s: float
+    """Estimated seconds of a step."""
+    exchanges: tuple[PlannedExchange, ...]
+    decisions: tuple[Decision, ...]
+    constants: Mapping[str, Any]
+    """The cost constants, see `Hardware`."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def exchanged_bytes(self) -> int:
+        """Bytes of the results of all collectives on each device."""
+        return sum(e.nbytes for e in self.exchanges)
+
+    def layouts(self) -> Iterator[tuple[PlannedVariable, Layout]]:
+        """Yield every variable with its layout."""
+        return ((v, Layout(self.mesh, v.spec)) for v in self.variables)
+
+    def why(self, path: str) -> str:
+        """Explain the layout of a variable: its reason, and the decisions about its dims.
+
+        Raises:
+            LayoutError: When the plan has no such variable.
+        """
+        found = next((v for v in self.variables if v.path == path), None)
+        if found is None:
+            raise LayoutError(f"Cannot explain {path!r}: the plan of {self.model!r} has no variable of that path")
+        lines = [f"{path} {found.shape}: {Layout(self.mesh, found.spec)}, {found.reason}"]
+        lines += [f"  {_decision(d)}" for d in self.decisions if any(x.startswith(f"{path}[") for x in d.dims)]
+        return "\n".join(lines)
+
+    def summary(self) -> str:
+        """Return the plan for people: memory, collectives, and each different layout."""
+        from shardload.parallel.layout_search.picture import plan_text
+
+        return plan_text(self)
+
+    def __str__(self) -> str:
+        return self.summary()
+
+    # ---- comparing, saving, exporting ------------------------------------------------------------
+
+    def diff(self, other: LayoutPlan) -> tuple[str, ...]:
+        """Return a line for each variable whose layout differs from another plan's, or that only one plan has."""
+        mine = {v.path: layout for v, layout in self.layouts()}
+        theirs = {v.path: layout for v, layout in other.layouts()}
+        lines = []
+        for path in dict.fromkeys((*mine, *theirs)):
+            a, b = mine.get(path), theirs.get(path)
+            if a is None or b is None or a.spec != b.spec or a.mesh != b.mesh:
+                lines.append(f"{path}: {a or 'absent'} -> {b or 'absent'}")
+        return tuple(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as JSON-compatible data."""
+        return {"format": FORMAT, **dataclasses.asdict(self), "constants": dict(self.constants)}
+
+    @classmethod
+    def from_json(cls, data: Any) -> LayoutPlan:
+        """Return the plan that `to_json` wrote.
+
+        Raises:
+            LayoutError: When ``data`` is something else.
+        """
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise LayoutError(f"Cannot read the plan: its format is not {FORMAT!r}")
+        try:
+            known = {**data, "mesh": MeshSpec(tuple(data["mesh"]["axes"]), tuple(data["mesh"]["sizes"]))}
+            known["variables"] = tuple(_variable(v) for v in data["variables"])
+            known["device"] = DeviceBytes(**data["device"])
+            known["exchanges"] = tuple(PlannedExchange(**e) for e in data["exchanges"])
+            known["decisions"] = tuple(Decision(**{**d, "dims": tuple(d["dims"])}) for d in data["decisions"])
+            known["notes"] = tuple(data["notes"])
+            known.pop("format")
+            return cls(**known)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise LayoutError(f"Cannot read the plan: {type(error).__name__}: {error}") from error
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as JSON."""
+        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> LayoutPlan:
+        """Read a plan that `save` wrote.
+
+        Raises:
+            LayoutError: When the file is no plan.
+        """
+        try:
+            data = json.loads(Path(path).read_text())
+        except ValueError as error:
+            raise LayoutError(f"Cannot read the plan {os.fspath(path)!r}: it is not JSON ({error})") from error
+        return cls.from_json(data)
+
+    def to_layout_map(self, device_mesh: Any) -> Any:
+        """Return a ``keras.distribution.LayoutMap``, with one anchored key for each variable that is split.
+
+        Args:
+            device_mesh: A ``keras.distribution.DeviceMesh`` with the plan's axes.
+
+        Raises:
+            LayoutError: When the mesh is another one.
+        """
+        from keras.distribution import LayoutMap
+
+        own = MeshSpec(tuple(device_mesh.axis_names), tuple(device_mesh.shape))
+        if own != self.mesh:
+            raise LayoutError(f"Cannot export the plan for {self.mesh} to a LayoutMap on {own}: the meshes differ")
+        found = LayoutMap(device_mesh)
+        for variable, layout in self.layouts():
+            if not layout.is_replicated:
+                found[f"^{re.escape(variable.path)}$"] = tuple(_entry(axes) for axes in variable.spec)
+        return found
+
+    def partition_specs(self) -> dict[str, Any]:
+        """Return a ``jax.sharding.PartitionSpec`` for every variable, by path."""
+        from jax.sharding import PartitionSpec
+
+        return {v.path: PartitionSpec(*map(_entry, v.spec)) for v in self.variables}
+
+
+def _entry(axes: tuple[str, ...]) -> Any:
+    return axes if len(axes) > 1 else axes[0] if axes else None
+
+
+def _variable(data: dict[str, Any]) -> PlannedVariable:
+    spec = tuple(tuple(axes) for axes in data["spec"])
+    return PlannedVariable(**{**data, "shape": tuple(data["shape"]), "spec": spec, "stored": tuple(data["stored"])})
+
+
+def _decision(decision: Decision) -> str:
+    done = "splits" if decision.split else "does not split"
+    if decision.opposite_s is None:
+        otherwise = "the opposite is not possible within the limits"
+    else:
+        otherwise = f"the opposite takes {decision.opposite_s * 1e3:+.3f} ms per step"
+    return f"axis {decision.axis!r} {done} the {decision.length} of {', '.join(decision.dims[:3])}: {otherwise}"

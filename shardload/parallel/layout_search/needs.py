@@ -1,0 +1,71 @@
+"""What a solution needs on each device: weights, gradients, slots, and activations at the peak of a step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from shardload.parallel.layout_search.layout_plan import DeviceBytes
+from shardload.parallel.layout_search.problem import Assignment, Problem, WeightKind, stored_values
+from shardload.parallel.layout_search.program import UNSPLIT
+from shardload.parallel.layout_search.solving import Demand, Moment, Solution, WeightOption
+from shardload.sharding.layout import Layout
+
+
+def weight_bytes(problem: Problem, solution: Solution) -> float:
+    """Return the bytes of weights on each device."""
+    return sum(_local(problem, w.nbytes, o) * len(w.members) for w, o in chosen(problem, solution))
+
+
+def chosen(problem: Problem, solution: Solution) -> Iterator[tuple[WeightKind, WeightOption]]:
+    """Yield each kind of weights with its layout."""
+    return zip(problem.weights, solution.options, strict=True)
+
+
+def _local(problem: Problem, nbytes: int, option: WeightOption) -> float:
+    return nbytes / float(np.prod(Layout(problem.mesh, option.spec).parts, initial=1))
+
+
+def state_of(problem: Problem, demand: Demand, solution: Solution) -> DeviceBytes:
+    """Return the bytes of weights, gradients and slots on each device."""
+    weights = gradients = 0.0
+    for weight, option in chosen(problem, solution):
+        local = _local(problem, weight.nbytes, option) * len(weight.members)
+        weights += local
+        gradients += local if weight.trainable and problem.traced.training else 0
+    return DeviceBytes(round(weights), round(gradients), round(gradients * demand.slots), 0)
+
+
+def peak(problem: Problem, solution: Solution) -> tuple[int, Moment]:
+    """Return the most bytes of stored values at one moment, and what is stored then by kinds of dims."""
+    program = problem.traced.program
+    values = stored_values(problem.traced)
+    if not values:
+        return 0, ()
+    kinds = [_kinds_of(problem, v.dims) for v in values]
+    parts = {k: problem.parts(k, assignment_of(problem, solution, k)) for k in set(kinds)}
+    local = np.array([v.nbytes / parts[k] for v, k in zip(values, kinds, strict=True)])
+    births = np.array([v.born for v in values])
+    change = np.zeros(program.clock + 2)
+    np.add.at(change, births, local)
+    np.add.at(change, np.array([v.last_use for v in values]) + 1, -local)
+    live = np.cumsum(change)
+    at = int(np.argmax(live))
+    stored: dict[tuple[int, ...], float] = defaultdict(float)
+    for value, of_kinds in zip(values, kinds, strict=True):
+        if value.born <= at <= value.last_use:
+            stored[of_kinds] += value.nbytes
+    return int(live[at]), tuple(sorted(stored.items()))
+
+
+def _kinds_of(problem: Problem, dims: Sequence[int]) -> tuple[int, ...]:
+    program, relevant = problem.traced.program, {k for k, _ in problem.candidates} | set(problem.pinned.values())
+    found = {problem.kind_of.get(program.group(n), UNSPLIT) for n in dims if n != UNSPLIT}
+    return tuple(sorted(found & relevant))
+
+
+def assignment_of(problem: Problem, solution: Solution, kinds: Sequence[int]) -> Assignment:
+    """Return which of some kinds each axis splits."""
+    return tuple(next((k for k in kinds if (k, axis) in solution.split), None) for axis in problem.mesh.axes)

@@ -1,0 +1,195 @@
+"""What a traced program says of dims: which must be split alike, and what a split makes its devices exchange.
+
+Dims of values that an operation maps onto each other form one *group*: splitting one over a mesh axis splits them all.
+The hidden dim of a feed-forward layer is one group, with a dim of two kernels, a bias and an activation:
+
+    x [batch, features] · up [features, hidden] ─► h [batch, hidden] · down [hidden, features] ─► y [batch, features]
+                                     └────────────────────┴──────────────────┘ one group
+
+`Program` collects groups (a union-find over dims), operations with their work, and the communication that a split of a
+group would cause: contracting a split dim needs an all-reduce of the result, an operation that needs a dim whole an
+all-gather of its operand. Dims of length 1 belong to no group. Nothing here knows a mesh except by the sizes of its
+axes, which decide whether a dim can follow another through a reshape.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+UNSPLIT = -1
+"""The group of dims that nothing splits: those of length 1."""
+Collective = Literal["all-reduce", "all-gather"]
+
+
+@dataclass(slots=True, eq=False)
+class Value:
+    """One array of the program."""
+
+    shape: tuple[int, ...]
+    itemsize: int
+    dims: tuple[int, ...]
+    """A node of the union-find for each dim, `UNSPLIT` where its length is 1."""
+    view_of: Value | None = None
+    """The value whose buffer this one shares, after reshapes and transposes."""
+    born: int = 0
+    last_use: int = 0
+    stored: bool = False
+    """Whether the value needs a buffer, so it is not only an intermediate of a fused operation."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole value."""
+        return math.prod(self.shape) * self.itemsize
+
+    @property
+    def root(self) -> Value:
+        """The value that owns the buffer."""
+        return self if self.view_of is None else self.view_of.root
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A collective that one device group performs when ``group`` is split."""
+
+    kind: Collective
+    group: int
+    nbytes: int
+    """Bytes of the result over all devices: other axes may split it further, by ``dims``."""
+    dims: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """Work of one kind on the same dims."""
+
+    name: str
+    dims: tuple[int, ...]
+    """Nodes of every dim that divides the work."""
+    flops: float
+    nbytes: float
+    """Bytes written to memory over all devices."""
+    exchanges: tuple[Exchange, ...] = ()
+
+
+@dataclass(slots=True)
+class Program:
+    """The groups, operations and values of one traced program."""
+
+    divisors: tuple[int, ...]
+    """Sizes of the mesh axes."""
+    operations: list[Operation] = field(default_factory=list)
+    values: list[Value] = field(default_factory=list)
+    tensors: set[tuple[int, ...]] = field(default_factory=set)
+    """Dims of every value with several: a mesh axis can split one of them."""
+    unknown: Counter[str] = field(default_factory=Counter)
+    """Primitives without a rule, with how often each occurs."""
+    clock: int = 0
+    _parent: list[int] = field(default_factory=list)
+    _length: list[int] = field(default_factory=list)
+    _repeat: int = 1
+
+    def group(self, node: int) -> int:
+        """Return the representative of a node's group."""
+        if node == UNSPLIT:
+            return UNSPLIT
+        parent = self._parent
+        while parent[node] != node:
+            parent[node] = parent[parent[node]]
+            node = parent[node]
+        return node
+
+    def length(self, node: int) -> int:
+        """Return the greatest common divisor of the lengths of a group's dims: what a split must divide."""
+        return self._length[self.group(node)]
+
+    def unite(self, first: int, second: int) -> int:
+        """Merge two groups and return the result; a dim of length 1 leaves the other as it is."""
+        if UNSPLIT in (first, second):
+            return max(first, second)
+        a, b = self.group(first), self.group(second)
+        if a != b:
+            self._parent[b] = a
+            self._length[a] = math.gcd(self._length[a], self._length[b])
+        return a
+
+    def unite_dims(self, first: Value, second: Value) -> None:
+        """Merge the groups of two values of one shape, dim by dim."""
+        for a, b in zip(first.dims, second.dims, strict=True):
+            self.unite(a, b)
+
+    def node(self, length: int) -> int:
+        """Return a new dim's node."""
+        if length == 1:
+            return UNSPLIT
+        self._parent.append(len(self._parent))
+        self._length.append(length)
+        return len(self._parent) - 1
+
+    def any_length(self) -> int:
+        """Return the node of a dim that can be split as whatever it is combined with: broadcasts and constants."""
+        self._parent.append(len(self._parent))
+        self._length.append(0)
+        return len(self._parent) - 1
+
+    def value(
+        self,
+        shape: Sequence[int],
+        itemsize: int,
+        dims: Sequence[int | None] | None = None,
+        *,
+        view_of: Value | None = None,
+    ) -> Value:
+        """Return a new value; ``None`` among ``dims`` stands for a dim that follows no other."""
+        shape = tuple(int(n) for n in shape)
+        known = [None] * len(shape) if dims is None else dims
+        nodes = tuple(
+            UNSPLIT if n == 1 else self.node(n) if d is None or d == UNSPLIT else d
+            for n, d in zip(shape, known, strict=True)
+        )
+        made = Value(shape, itemsize, nodes, view_of, self.clock, self.clock)
+        self.values.append(made)
+        if len(nodes) > 1:
+            self.tensors.add(nodes)
+        return made
+
+    def store(self, *values: Value) -> None:
+        """Note that values need buffers."""
+        for value in values:
+            value.root.stored = True
+
+    def use(self, *values: Value) -> None:
+        """Note that an operation reads values now."""
+        for value in values:
+            value.root.last_use = self.clock
+
+    def work(
+        self, name: str, dims: Sequence[int], *, flops: float = 0, nbytes: float = 0, exchanges: Sequence[Exchange] = ()
+    ) -> None:
+        """Record an operation, as often as the enclosing loops repeat it."""
+        n = self._repeat
+        grown = tuple(Exchange(e.kind, e.group, e.nbytes * n, e.dims) for e in exchanges if e.group != UNSPLIT)
+        self.operations.append(Operation(name, tuple(dims), flops * n, nbytes * n, grown))
+
+    def need_whole(self, value: Value, dim: int, *, why: str) -> None:
+        """Record that an operation needs a dim of ``value`` whole: it is gathered first where it is split."""
+        if value.dims[dim] != UNSPLIT:
+            gather = Exchange("all-gather", value.dims[dim], value.nbytes, value.dims)
+            self.work(why, value.dims, exchanges=(gather,))
+
+    @contextmanager
+    def repeated(self, times: int) -> Iterator[None]:
+        """Record what follows as the body of a loop."""
+        before, self._repeat = self._repeat, self._repeat * max(times, 1)
+        try:
+            yield
+        finally:
+            self._repeat = before
+
+    def can_follow(self, outer: int, inner: int) -> bool:
+        """Whether a dim of length ``outer`` can be split wherever it should be if it must follow one of ``inner``."""
+        return all(inner % k == 0 for k in self.divisors if k > 1 and outer % k == 0)

@@ -1,0 +1,157 @@
+"""Search the layouts of a model on a mesh: the entry point of this package."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from shardload.errors import LayoutError
+from shardload.parallel import rules as rule_sets
+from shardload.parallel.layout_search.hardware import Hardware
+from shardload.parallel.layout_search.layout_plan import LayoutPlan
+from shardload.parallel.layout_search.needs import peak, state_of, weight_bytes
+from shardload.parallel.layout_search.optimizer_slots import slot_ratio
+from shardload.parallel.layout_search.problem import Problem, make_problem
+from shardload.parallel.layout_search.solving import Demand, Moment, Solution, solve
+from shardload.parallel.layout_search.stating import make_plan
+from shardload.parallel.layout_search.tracing import input_specs, trace
+from shardload.parallel.roles import roles
+from shardload.sharding.layout import Spec
+from shardload.sharding.mesh import MeshSpec
+from shardload.units import format_bytes
+
+BATCH_PER_POSITION = 8
+"""Rows of the default batch for each position of the batch axis."""
+TRADE_OFFS = (1.02, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 8.0, 16.0)
+"""Multiples of the least memory for weights that are tried where no device memory is given."""
+MOMENTS = 4
+"""How often the search adds the peak of its last answer to the moments that must fit."""
+
+
+def search(
+    model: Any,
+    mesh: MeshSpec,
+    *,
+    inputs: Any = None,
+    arguments: Mapping[str, Any] | None = None,
+    batch: int | None = None,
+    sequence: int | None = None,
+    optimizer: Any = None,
+    device_memory_bytes: int | None = None,
+    pins: Mapping[str, Any] | None = None,
+    hardware: Hardware | None = None,
+    batch_axis: str | None = None,
+) -> LayoutPlan:
+    """Find the layouts that make a step fastest within a memory limit, for any Keras model.
+
+    Traces the model on shapes, finds which dims must be split alike, and lets a mixed-integer linear program choose
+    for all axes and weights together. No value is read and nothing is compiled; variables may have no values.
+
+    Without ``device_memory_bytes`` no limit is known, and replicating everything would often be fastest: the search
+    then returns the plan with the least product of step time and bytes of weights on each device.
+
+    Args:
+        model: A built Keras model.
+        mesh: The mesh. An axis of kind ``batch`` splits the first dim of the inputs; with a memory limit it may also
+            split the storage of weights, which are then gathered for use.
+        inputs: The first argument of a call, as arrays or ``jax.ShapeDtypeStruct``; by default what a functional model
+            declares, with ``batch`` rows and ``sequence`` for every other open dim (512).
+        arguments: Other arguments of a call, by name.
+        batch: Rows of the default inputs, over all devices.
+        sequence: Length of open dims of the default inputs.
+        optimizer: Plan a training step with this optimizer, a name or an instance; by default, plan inference.
+        device_memory_bytes: Hard limit for weights, gradients, slots and activations of each device.
+        pins: Layouts that are fixed, as rules: ``{"embedding/embeddings": ("model", None)}``.
+        hardware: Rates of devices and links.
+        batch_axis: The axis that splits the batch; by default the mesh's.
+
+    Raises:
+        LayoutError: When the model cannot be traced, a pin is impossible or matches nothing, or no layout fits; the
+            message then says which limit would do.
+    """
+    if not getattr(model, "built", True):
+        raise LayoutError(f"Cannot plan {model.name!r}: it has no variables yet. Call it on a batch once to build it")
+    hardware = hardware or Hardware()
+    hardware.check(mesh)
+    axis = mesh.batch_axis if batch_axis is None else batch_axis
+    if inputs is None:
+        rows = batch or BATCH_PER_POSITION * mesh.axis_size(axis)
+        inputs = input_specs(model, batch=rows, sequence=sequence)
+    traced = trace(model, inputs, divisors=mesh.sizes, training=optimizer is not None, arguments=arguments)
+    problem = make_problem(traced, mesh, hardware, batch_axis=axis, pins=_pins(model, mesh, pins))
+    demand = Demand(slots=slot_ratio(optimizer), storage_axes=tuple(_storage_axes(mesh, device_memory_bytes)))
+    if device_memory_bytes is None:
+        demand, solution = _best_product(problem, demand)
+    else:
+        demand, solution = _within(problem, demand, device_memory_bytes)
+    return make_plan(model, problem, demand, solution, inputs=inputs, batch_axis=axis, limit=device_memory_bytes)
+
+
+def _pins(model: Any, mesh: MeshSpec, pins: Mapping[str, Any] | None) -> dict[str, Spec]:
+    if not pins:
+        return {}
+    found = roles(model, by_user=True)
+    placed = rule_sets.apply(rule_sets.from_mapping(pins), model.variables, mesh=mesh, found=found)
+    return {v.path: v.layout.spec for v in placed.values()}
+
+
+def _storage_axes(mesh: MeshSpec, limit: int | None) -> Sequence[str]:
+    return [a for a in mesh.axes if mesh.axis_size(a) > 1 and (limit is not None or mesh.axis_kind(a) == "fsdp")]
+
+
+# ---- which optimum -----------------------------------------------------------------------------------
+
+
+def _best_product(problem: Problem, demand: Demand) -> tuple[Demand, Solution]:
+    """Return the solution with the least product of step time and weight bytes per device."""
+    least = _solved(problem, replace(demand, minimise="memory"))
+    fewest = weight_bytes(problem, least)
+    best: tuple[float, Demand, Solution] | None = None
+    whole = sum(w.nbytes * len(w.members) for w in problem.weights)
+    for factor in TRADE_OFFS:
+        tried = replace(demand, state_limit_bytes=fewest * factor)
+        found = _solved(problem, tried)
+        product = found.seconds * weight_bytes(problem, found)
+        if best is None or product < best[0] * (1 - 1e-6):
+            best = product, tried, found
+        if fewest * factor >= whole:
+            break
+    assert best is not None
+    return best[1], best[2]
+
+
+def _solved(problem: Problem, demand: Demand) -> Solution:
+    found = solve(problem, demand)
+    if found is None:
+        raise LayoutError(f"Cannot plan on {problem.mesh}: the pinned layouts contradict each other. Remove some")
+    return found
+
+
+def _within(problem: Problem, demand: Demand, limit: int) -> tuple[Demand, Solution]:
+    """Return the fastest solution whose peak fits, adding moments of the program until it does."""
+    demand = replace(demand, limit_bytes=float(limit))
+    moments: list[Moment] = []
+    for _ in range(MOMENTS):
+        found = solve(problem, demand)
+        if found is None:
+            break
+        activations, moment = peak(problem, found)
+        if state_of(problem, demand, found).total + activations <= limit or moment in moments:
+            return demand, found
+        moments.append(moment)
+        demand = replace(demand, buffers=tuple(moments))
+    found = solve(problem, demand)
+    if found is not None and state_of(problem, demand, found).total + peak(problem, found)[0] <= limit:
+        return demand, found
+    raise LayoutError(_does_not_fit(problem, demand, limit))
+
+
+def _does_not_fit(problem: Problem, demand: Demand, limit: int) -> str:
+    least = _solved(problem, replace(demand, minimise="memory", limit_bytes=None))
+    state, activations = state_of(problem, demand, least), peak(problem, least)[0]
+    return (
+        f"No layout on {problem.mesh} needs at most {format_bytes(limit)} per device. The least is "
+        f"{format_bytes(state.total + activations)}: {format_bytes(state.total)} of weights, gradients and slots, and "
+        f"{format_bytes(activations)} of activations. Use a larger mesh, a smaller batch, or a limit of that size"
+    )

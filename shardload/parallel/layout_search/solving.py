@@ -1,0 +1,301 @@
+"""Solve the planning problem as a mixed-integer linear program, with SciPy's HiGHS.
+
+Binary variables say which axis splits which kind of group, and where a weight is only stored split. For every
+combination of kinds that some operation, weight or buffer has, a share variable per assignment of axes to kinds makes
+the costs, which are products of those decisions, linear: the shares of one combination add up to one, and their
+marginals are the binaries. So all mesh axes are chosen together, and the optimum is exact for the cost model.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_array
+
+from shardload.errors import LayoutError
+from shardload.parallel.layout_search.problem import Assignment, Problem, WeightKind
+from shardload.parallel.layout_search.program import UNSPLIT
+from shardload.sharding.layout import Layout, Spec
+
+SMALL_BYTES = 1 << 16
+"""A variable of fewer bytes is not stored split where its use needs it whole: the gather costs more than it saves."""
+TIME_LIMIT_S = 60.0
+TIE_BREAK = 1e-4
+"""Weight of time where memory is minimised: of equal memory, the faster wins."""
+
+
+Moment = tuple[tuple[tuple[int, ...], float], ...]
+"""What is stored at one moment of the program: kinds of dims, and bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightOption:
+    """One layout of a kind of weights."""
+
+    spec: Spec
+    assignment: Assignment
+    """The axes that the operations which read the weight are split by, too."""
+    stored: tuple[tuple[str, int], ...]
+    """Axes that only split the storage, with the dim: the weight is gathered for use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a plan must achieve, and what it may use."""
+
+    minimise: Literal["time", "memory"] = "time"
+    limit_bytes: float | None = None
+    """Per device, for weights, gradients, slots and ``buffers``."""
+    state_limit_bytes: float | None = None
+    """Per device, for weights alone."""
+    storage_axes: tuple[str, ...] = ()
+    """Axes that may split the storage of any large weight."""
+    slots: float = 0
+    """Bytes of optimizer slots per byte of a trainable weight."""
+    buffers: tuple[Moment, ...] = ()
+    """Moments at which everything must fit."""
+    forced: tuple[tuple[int, str, bool], ...] = ()
+    """Decisions taken beforehand: kind, axis and whether it is split."""
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """The decisions of an optimum."""
+
+    split: frozenset[tuple[int, str]]
+    """Kinds and axes that split them."""
+    options: tuple[WeightOption, ...]
+    """The layout of each kind of weights."""
+    seconds: float
+
+
+def state_bytes(problem: Problem, weight: WeightKind, option: WeightOption, *, slots: float) -> float:
+    """Return bytes on each device of one weight, and in training of its gradient and slots."""
+    local = weight.nbytes / np.prod(Layout(problem.mesh, option.spec).parts, initial=1)
+    return float(local * (2 + slots if problem.traced.training and weight.trainable else 1))
+
+
+def weight_options(problem: Problem, weight: WeightKind, demand: Demand) -> Iterator[WeightOption]:
+    """Yield the layouts that a kind of weights can have."""
+    for assignment in problem.assignments(weight.kinds):
+        base: list[tuple[str, ...]] = [()] * len(weight.shape)
+        for axis, kind in zip(problem.mesh.axes, assignment, strict=True):
+            if kind is not None and problem.sizes[axis] > 1:
+                base[weight.kinds.index(kind)] += (axis,)
+        free = [a for a, k in zip(problem.mesh.axes, assignment, strict=True) if k is None and problem.sizes[a] > 1]
+        for stored in _storage(problem, weight, free, demand):
+            spec = list(base)
+            for axis, dim in stored:
+                spec[dim] += (axis,)
+            layout = Layout(problem.mesh, tuple(spec))
+            fits = layout.divides(weight.shape) and (weight.pin is None or _same(layout.spec, weight.pin))
+            if fits:
+                yield WeightOption(layout.spec, assignment, stored)
+
+
+def _same(spec: Spec, pin: Spec) -> bool:
+    return [set(axes) for axes in spec] == [set(axes) for axes in pin]
+
+
+def _storage(
+    problem: Problem, weight: WeightKind, free: Sequence[str], demand: Demand
+) -> Iterator[tuple[tuple[str, int], ...]]:
+    """Yield the ways to store a weight split over axes that do not split its use."""
+    found: list[tuple[tuple[str, int], ...]] = [()]
+    for axis in free:
+        if weight.pin is None and not _may_store(problem, weight, axis, demand):
+            continue
+        dims = [d for d, n in enumerate(weight.shape) if n % problem.sizes[axis] == 0]
+        found += [(*before, (axis, d)) for before in found for d in dims]
+    yield from found
+
+
+def _may_store(problem: Problem, weight: WeightKind, axis: str, demand: Demand) -> bool:
+    if weight.nbytes < SMALL_BYTES:
+        return False
+    if axis in demand.storage_axes:
+        return True
+    splits_weights = problem.mesh.axis_kind(axis) != "batch"
+    return splits_weights and not any((k, axis) in problem.candidates for k in weight.kinds)
+
+
+def gather_s(problem: Problem, weight: WeightKind, option: WeightOption) -> float:
+    """Return the seconds to gather one weight for use, forward and backward."""
+    local = weight.nbytes / problem.parts(weight.kinds, option.assignment)
+    once = sum(
+        problem.hardware.exchange_s("all-gather", local, axis=a, size=problem.sizes[a]) for a, _ in option.stored
+    )
+    return once * (2 if problem.traced.training else 1)
+
+
+def solve(problem: Problem, demand: Demand) -> Solution | None:
+    """Return the best decisions, or ``None`` where no decision meets the limits.
+
+    Raises:
+        LayoutError: When a pinned layout is impossible, or the solver gives up.
+    """
+    model = _Model(problem, demand)
+    result = model.run()
+    if result is None:
+        return None
+    split = frozenset(key for key, column in model.binaries.items() if result[column] > 0.5)
+    chosen = []
+    for columns in model.options:
+        chosen.append(max(columns, key=lambda pair: result[pair[1]])[0])
+    return Solution(split | set(_pinned(problem)), tuple(chosen), model.seconds(result))
+
+
+def _pinned(problem: Problem) -> Iterator[tuple[int, str]]:
+    return ((kind, axis) for axis, kind in problem.pinned.items())
+
+
+@dataclass(slots=True)
+class _Model:
+    """The columns and rows of the linear program."""
+
+    problem: Problem
+    demand: Demand
+    binaries: dict[tuple[int, str], int] = field(default_factory=dict)
+    options: list[list[tuple[WeightOption, int]]] = field(default_factory=list)
+    _integral: list[int] = field(default_factory=list)
+    _time: list[float] = field(default_factory=list)
+    _rows: list[tuple[dict[int, float], float, float]] = field(default_factory=list)
+    _shares: dict[tuple[int, ...], list[tuple[Assignment, int]]] = field(default_factory=dict)
+    _memory: list[dict[int, float]] = field(default_factory=list)
+    _constant_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for key in self.problem.candidates:
+            self.binaries[key] = self._column(integral=True)
+        for kind, axis, value in self.demand.forced:
+            if (kind, axis) in self.binaries:
+                self._rows.append(({self.binaries[kind, axis]: 1.0}, float(value), float(value)))
+        self._exclusive()
+        for work in self.problem.work:
+            for assignment, column in self._share(work.kinds):
+                self._time[column] += work.count * self.problem.work_s(work, assignment)
+        state = self._weights()
+        self._memory = [state]
+        for moment in self.demand.buffers:
+            self._memory.append(self._with_buffers(state, moment))
+        self._limit()
+
+    def _column(self, *, integral: bool = False) -> int:
+        self._integral.append(int(integral))
+        self._time.append(0.0)
+        return len(self._time) - 1
+
+    def _exclusive(self) -> None:
+        """An axis splits one dim of a tensor at most, and a dim is split no finer than its length divides."""
+        for (kind, axis), column in self.binaries.items():
+            for (other, again), second in self.binaries.items():
+                if column >= second:
+                    continue
+                clash = axis == again and frozenset((kind, other)) in self.problem.conflicts
+                both = self.problem.sizes[axis] * self.problem.sizes[again]
+                if clash or (kind == other and self.problem.length[kind] % both):
+                    self._rows.append(({column: 1.0, second: 1.0}, 0.0, 1.0))
+        for taken, batch in self.problem.pinned.items():
+            for (kind, axis), column in self.binaries.items():
+                if axis == taken and frozenset((kind, batch)) in self.problem.conflicts:
+                    self._rows.append(({column: 1.0}, 0.0, 0.0))
+
+    def _share(self, kinds: tuple[int, ...]) -> list[tuple[Assignment, int]]:
+        """Return the share columns of a combination of kinds."""
+        kinds = tuple(sorted(set(kinds) - {UNSPLIT}))
+        if kinds in self._shares:
+            return self._shares[kinds]
+        made = [(assignment, self._column()) for assignment in self.problem.assignments(kinds)]
+        self._shares[kinds] = made
+        self._rows.append((dict.fromkeys((c for _, c in made), 1.0), 1.0, 1.0))
+        self._marginals(made, kinds)
+        return made
+
+    def _marginals(self, made: Sequence[tuple[Assignment, int]], kinds: tuple[int, ...]) -> None:
+        for i, axis in enumerate(self.problem.mesh.axes):
+            for kind in kinds:
+                if (kind, axis) in self.binaries:
+                    row = {column: 1.0 for assignment, column in made if assignment[i] == kind}
+                    self._rows.append(({**row, self.binaries[kind, axis]: -1.0}, 0.0, 0.0))
+
+    def _weights(self) -> dict[int, float]:
+        """Add the options of every kind of weights, and return the memory they take."""
+        memory: dict[int, float] = {}
+        only: dict[int, float] = {}
+        for weight in self.problem.weights:
+            found = [
+                (o, self._column(integral=bool(o.stored))) for o in weight_options(self.problem, weight, self.demand)
+            ]
+            if not found:
+                path = self.problem.traced.weights[weight.members[0]][0].path
+                raise LayoutError(
+                    f"Cannot give {path!r} the layout {weight.pin}: its shape is {weight.shape} on the mesh "
+                    f"{self.problem.mesh}. Change or remove the pin"
+                )
+            self.options.append(found)
+            self._rows.append((dict.fromkeys((c for _, c in found), 1.0), 1.0, 1.0))
+            self._marginals([(o.assignment, c) for o, c in found], tuple(sorted(set(weight.kinds) - {UNSPLIT})))
+            count = len(weight.members)
+            for option, column in found:
+                memory[column] = count * state_bytes(self.problem, weight, option, slots=self.demand.slots)
+                only[column] = count * weight.nbytes / np.prod(Layout(self.problem.mesh, option.spec).parts, initial=1)
+                self._time[column] += count * gather_s(self.problem, weight, option)
+        if self.demand.state_limit_bytes is not None:
+            self._rows.append((only, 0.0, self.demand.state_limit_bytes))
+        return memory
+
+    def _with_buffers(
+        self, state: dict[int, float], moment: Sequence[tuple[tuple[int, ...], float]]
+    ) -> dict[int, float]:
+        total: dict[int, float] = defaultdict(float, state)
+        for kinds, nbytes in moment:
+            for assignment, column in self._share(kinds):
+                total[column] += nbytes / self.problem.parts(kinds, assignment)
+        return dict(total)
+
+    def _limit(self) -> None:
+        if self.demand.minimise == "memory":
+            whole = max(sum(self._memory[0].values()), 1.0)
+            worst = sum(self._time) or 1.0
+            self._time = [TIE_BREAK * t / worst for t in self._time]
+            peak = self._column()
+            self._time[peak] = 1.0
+            self._rows += [({**memory, peak: -whole}, -np.inf, 0.0) for memory in self._memory]
+        elif self.demand.limit_bytes is not None:
+            self._rows += [(memory, 0.0, self.demand.limit_bytes) for memory in self._memory]
+
+    def run(self) -> np.ndarray | None:
+        """Solve, and return the value of every column."""
+        count = len(self._time)
+        data, rows, columns, low, high = [], [], [], [], []
+        for i, (row, lower, upper) in enumerate(self._rows):
+            scale = max((abs(v) for v in row.values()), default=1.0) or 1.0
+            rows += [i] * len(row)
+            columns += list(row)
+            data += [v / scale for v in row.values()]
+            low.append(lower / scale)
+            high.append(upper / scale)
+        matrix = csr_array((data, (rows, columns)), shape=(len(self._rows), count))
+        upper_bounds = np.ones(count)
+        if self.demand.minimise == "memory":
+            upper_bounds[-1] = np.inf
+        scale = max(*map(abs, self._time), 1e-30)
+        found = milp(
+            np.array(self._time) / scale,
+            constraints=LinearConstraint(matrix, low, high),
+            integrality=np.array(self._integral),
+            bounds=Bounds(np.zeros(count), upper_bounds),
+            options={"time_limit": TIME_LIMIT_S, "mip_rel_gap": 1e-6},
+        )
+        if found.x is None and found.status != 2:
+            raise LayoutError(f"Cannot plan: the solver stopped with {found.message!r}")
+        return None if found.x is None else np.asarray(found.x)
+
+    def seconds(self, result: np.ndarray) -> float:
+        """Return the time of a step under the decisions."""
+        return float(np.dot(self._time, result))

@@ -1,0 +1,133 @@
+"""State a solution as a plan: the layout of each variable and why, exchanges, and what the opposite would cost."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, defaultdict
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from shardload.parallel.layout_search.layout_plan import Decision, LayoutPlan, PlannedExchange, PlannedVariable
+from shardload.parallel.layout_search.needs import assignment_of, chosen, peak, state_of
+from shardload.parallel.layout_search.problem import Problem, WeightKind
+from shardload.parallel.layout_search.solving import Demand, Solution, WeightOption, gather_s, solve
+from shardload.parallel.layout_search.tracing import as_specs
+
+
+def make_plan(
+    model: Any, problem: Problem, demand: Demand, solution: Solution, *, inputs: Any, batch_axis: str, limit: int | None
+) -> LayoutPlan:
+    """Return the plan for a solution.
+
+    Args:
+        model: The model.
+        problem: What was solved.
+        demand: What the solution had to achieve.
+        solution: The solution.
+        inputs: The inputs that were traced.
+        batch_axis: The axis that splits the batch.
+        limit: The device memory that the caller gave.
+    """
+    activations, _ = peak(problem, solution)
+    decisions = tuple(_decisions(problem, demand, solution))
+    return LayoutPlan(
+        model=model.name,
+        mesh=problem.mesh,
+        batch_axis=batch_axis,
+        training=problem.traced.training,
+        inputs=_described(inputs),
+        variables=tuple(_variables(model, problem, solution)),
+        device=replace(state_of(problem, demand, solution), activations=activations),
+        device_memory_bytes=limit,
+        step_s=solution.seconds,
+        exchanges=tuple(_exchanges(problem, solution)),
+        decisions=decisions,
+        constants=dataclasses.asdict(problem.hardware),
+        notes=tuple(_notes(problem)),
+    )
+
+
+def _described(inputs: Any) -> str:
+    leaves = jax.tree.leaves(as_specs(inputs))
+    return ", ".join(f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "shape") else str(leaf) for leaf in leaves)
+
+
+def _notes(problem: Problem) -> list[str]:
+    return [
+        f"no rule for {name} (x{count}): its operands count as gathered, its results as replicated"
+        if not name.startswith("while")
+        else f"{name} (x{count})"
+        for name, count in sorted(problem.traced.program.unknown.items())
+    ]
+
+
+def _exchanges(problem: Problem, solution: Solution) -> list[PlannedExchange]:
+    found: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
+    for work in problem.work:
+        for exchange in work.exchanges:
+            kinds = tuple({*work.kinds, exchange.group, *exchange.dims})
+            assignment = assignment_of(problem, solution, kinds)
+            seconds, nbytes = problem.exchange_s(exchange, assignment)
+            for axis, kind in zip(problem.mesh.axes, assignment, strict=True):
+                if kind == exchange.group and nbytes and problem.sizes[axis] > 1:
+                    entry = found[exchange.kind, axis]
+                    entry[0] += work.count
+                    entry[1] += work.count * nbytes
+                    entry[2] += work.count * seconds
+    for weight, option in chosen(problem, solution):
+        for axis, _ in option.stored:
+            entry, count = found["all-gather", axis], len(weight.members)
+            entry[0] += count * (2 if problem.traced.training else 1)
+            entry[1] += count * weight.nbytes / problem.parts(weight.kinds, option.assignment)
+            entry[2] += count * gather_s(problem, weight, option)
+    return [PlannedExchange(kind, axis, int(n), round(b), s) for (kind, axis), (n, b, s) in sorted(found.items())]
+
+
+def _decisions(problem: Problem, demand: Demand, solution: Solution) -> list[Decision]:
+    made = []
+    for kind, axis in problem.candidates:
+        done = (kind, axis) in solution.split
+        other = solve(problem, replace(demand, forced=((kind, axis, not done),)))
+        longer = None if other is None else other.seconds - solution.seconds
+        made.append(Decision(axis, done, problem.length[kind], tuple(_members(problem, kind)), longer))
+    return made
+
+
+def _members(problem: Problem, kind: int) -> list[str]:
+    found = []
+    for weight in problem.weights:
+        for dim, of_dim in enumerate(weight.kinds):
+            if of_dim == kind:
+                found += [f"{problem.traced.weights[i][0].path}[{dim}]" for i in weight.members]
+    return found
+
+
+def _variables(model: Any, problem: Problem, solution: Solution) -> list[PlannedVariable]:
+    made: dict[int, PlannedVariable] = {}
+    for weight, option in chosen(problem, solution):
+        reason = _reason(problem, weight, option)
+        for i in weight.members:
+            variable = problem.traced.weights[i][0]
+            stored = tuple(axis for axis, _ in option.stored)
+            made[id(variable)] = PlannedVariable(
+                variable.path, weight.shape, weight.nbytes, option.spec, stored, weight.trainable, reason
+            )
+    order = {id(variable): at for at, variable in enumerate(model.variables)}
+    return [made[key] for key in sorted(made, key=lambda key: order.get(key, len(order)))]
+
+
+def _reason(problem: Problem, weight: WeightKind, option: WeightOption) -> str:
+    if weight.pin is not None:
+        return "pinned"
+    split = Counter(axis for axes in option.spec for axis in axes)
+    if split:
+        how = [
+            f"{weight.shape[d]} of dim {d} split over {'+'.join(axes)}" for d, axes in enumerate(option.spec) if axes
+        ]
+        return ", ".join(how)
+    candidates = [(k, axis) for k, axis in problem.candidates if k in weight.kinds]
+    if candidates:
+        return "replicated: splitting one of its dims would take longer than it saves"
+    return f"replicated: no dim of {weight.shape} can be split over {problem.mesh} without moving what it is used with"

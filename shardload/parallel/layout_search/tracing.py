@@ -1,0 +1,140 @@
+"""Trace a Keras model on shapes alone: no value is read, no buffer is allocated."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardload.errors import LayoutError
+from shardload.parallel.layout_search.program import Program, Value
+from shardload.parallel.layout_search.reading import arguments_of, read
+
+DEFAULT_SEQUENCE = 512
+"""Length of dims that a model leaves open, where the caller does not give inputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A model's program, with what its arguments are."""
+
+    program: Program
+    weights: tuple[tuple[Any, Value], ...]
+    """Every variable of the model with its value in the program."""
+    batch: tuple[int, ...]
+    """Nodes of the first dims of the inputs."""
+    training: bool
+
+
+def input_specs(model: Any, *, batch: int, sequence: int | None = None) -> Any:
+    """Return a shape and dtype for each input of a functional model, or of a task's backbone.
+
+    Args:
+        model: A Keras model.
+        batch: Length of the first dim.
+        sequence: Length of every other dim that the model leaves open; `DEFAULT_SEQUENCE` by default.
+
+    Raises:
+        LayoutError: When the model does not say what it takes, as a subclassed model does not.
+    """
+    inputs = _declared(model)
+    if inputs is None:
+        raise LayoutError(
+            f"Cannot trace {model.name!r}: a {type(model).__name__} does not say what inputs it takes. Pass inputs=, a "
+            "batch or jax.ShapeDtypeStruct of the same structure"
+        )
+
+    def spec(tensor: Any) -> jax.ShapeDtypeStruct:
+        rest = [sequence or DEFAULT_SEQUENCE if n is None else n for n in tensor.shape[1:]]
+        return jax.ShapeDtypeStruct((batch, *rest), tensor.dtype)
+
+    return jax.tree.map(spec, inputs, is_leaf=lambda leaf: hasattr(leaf, "shape"))
+
+
+def _declared(model: Any) -> Any:
+    try:
+        return model.input
+    except AttributeError:
+        backbone = getattr(model, "backbone", None)
+        return None if backbone is None or backbone is model else _declared(backbone)
+
+
+def as_specs(inputs: Any) -> Any:
+    """Return inputs with shapes and dtypes in the place of arrays."""
+
+    def spec(leaf: Any) -> Any:
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            return leaf
+        return jax.ShapeDtypeStruct(tuple(leaf.shape), jax.dtypes.canonicalize_dtype(leaf.dtype))
+
+    return jax.tree.map(spec, inputs)
+
+
+def trace(
+    model: Any, inputs: Any, *, divisors: tuple[int, ...], training: bool, arguments: Mapping[str, Any] | None = None
+) -> Traced:
+    """Trace a model's forward pass, and for training its gradients with respect to the trainable variables.
+
+    The loss is the mean square of all floating-point outputs: what it does with the last activation differs from the
+    model's own, what the weights see does not.
+
+    Args:
+        model: A built Keras model; its variables may have no values.
+        inputs: The first argument of a call: arrays or ``jax.ShapeDtypeStruct`` in the model's structure.
+        divisors: Sizes of the mesh axes.
+        training: Whether to trace gradients.
+        arguments: Other arguments of a call, by name.
+
+    Raises:
+        LayoutError: When the model cannot be traced.
+    """
+    trainable, other = list(model.trainable_variables), list(model.non_trainable_variables)
+    state = tuple([jax.ShapeDtypeStruct(tuple(v.shape), v.dtype) for v in group] for group in (trainable, other))
+    specs = as_specs((inputs, dict(arguments or {})))
+    leaves, structure = jax.tree.flatten(specs)
+    arrays = [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
+    step = _step(model, leaves, structure, training=training)
+    try:
+        closed = jax.make_jaxpr(jax.value_and_grad(step) if training and trainable else step)(*state, arrays)
+    except Exception as error:
+        raise LayoutError(
+            f"Cannot trace {model.name!r} on inputs {jax.tree.map(str, specs[0])}: {type(error).__name__}: "
+            f"{str(error).splitlines()[0] if str(error) else ''}. Pass inputs= that the model accepts"
+        ) from error
+    program = Program(divisors)
+    values = arguments_of(program, closed)
+    weights = tuple(zip([*trainable, *other], values, strict=False))
+    program.store(*values)
+    results = read(program, closed, values)
+    program.use(*results)
+    if training and trainable:
+        for value, gradient in zip(values, results[-len(trainable) :], strict=False):
+            program.unite_dims(value, gradient)  # a gradient is kept as its variable is
+    batch = tuple(v.dims[0] for v in values[len(weights) :] if v.dims)
+    for node in batch[1:]:
+        program.unite(batch[0], node)
+    return Traced(program, weights, batch, training)
+
+
+def _step(model: Any, leaves: list[Any], structure: Any, *, training: bool) -> Any:
+    takes_training = "training" in inspect.signature(model.call).parameters
+
+    def step(trainable: list[Any], other: list[Any], arrays: list[Any]) -> Any:
+        given = iter(arrays)
+        filled = [next(given) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf for leaf in leaves]
+        inputs, arguments = jax.tree.unflatten(structure, filled)
+        if takes_training:
+            arguments = {"training": training, **arguments}
+        outputs, _ = model.stateless_call(trainable, other, inputs, **arguments)
+        return _loss(outputs) if training else outputs
+
+    return step
+
+
+def _loss(outputs: Any) -> Any:
+    floating = [y for y in jax.tree.leaves(outputs) if jnp.issubdtype(y.dtype, jnp.inexact)]
+    return sum(jnp.mean(jnp.square(y.astype("float32"))) for y in floating) / max(len(floating), 1)

@@ -1,0 +1,228 @@
+"""Plans found by search: what is split, what it costs and needs, limits, pins, and plans as files."""
+
+import json
+
+import jax
+import keras
+import numpy as np
+import pytest
+from layout_models import LAYOUT_MODELS
+
+import shardload
+from shardload.errors import LayoutError
+from shardload.parallel import Hardware, LayoutPlan, choose, search
+from shardload.sharding.mesh import MeshSpec
+
+MIB = 2**20
+MESH = MeshSpec(("batch", "model"), (2, 4))
+
+
+@pytest.fixture(scope="module")
+def block():
+    keras.utils.clear_session()  # names of layers count from the start
+    return LAYOUT_MODELS["block"]()
+
+
+@pytest.fixture(scope="module")
+def trained(block):
+    return search(block.model, MESH, inputs=block.inputs, optimizer="adamw")
+
+
+def layouts(plan):
+    return {v.path: str(layout) for v, layout in plan.layouts()}
+
+
+def gemma(**changes):
+    import keras_hub
+
+    sizes = {"num_layers": 4, "num_query_heads": 8, "num_key_value_heads": 4, "hidden_dim": 256, "head_dim": 64}
+    with shardload.abstract():
+        return keras_hub.models.GemmaBackbone(2048, intermediate_dim=2048, **{**sizes, **changes})
+
+
+def test_a_transformer_block_is_split_as_megatron_does_without_looking_at_names(trained):
+    found = layouts(trained)
+    assert found["multi_head_attention/query/kernel"] == "(-, model, -)"
+    assert found["multi_head_attention/attention_output/kernel"] == "(model, -, -)"
+    assert found["dense_1/kernel"] == "(-, model)" and found["dense/kernel"] == "(model, -)"
+    assert found["multi_head_attention/attention_output/bias"] == found["layer_normalization/gamma"] == "(-)"
+
+
+def test_a_block_needs_a_quarter_of_its_weights_and_ten_mebibytes_of_collectives(block, trained):
+    assert trained.device.weights <= 1.6 * MIB
+    assert trained.exchanged_bytes <= 10.6 * MIB
+    forward = search(block.model, MESH, inputs=block.inputs)
+    assert forward.device.weights <= 1.6 * MIB and forward.exchanged_bytes == 4 * MIB
+
+
+def test_gradients_and_slots_count_where_training_is_planned(trained):
+    assert trained.device.gradients == trained.device.weights
+    assert trained.device.slots == 2 * trained.device.gradients
+    assert trained.device.total == sum((*(trained.device.weights,) * 4, trained.device.activations))
+
+
+def test_the_optimizer_says_how_large_slots_are(block):
+    sgd = search(block.model, MESH, inputs=block.inputs, optimizer="sgd")
+    momentum = search(block.model, MESH, inputs=block.inputs, optimizer=keras.optimizers.SGD(0.1, momentum=0.9))
+    assert (sgd.device.slots, momentum.device.slots) == (0, momentum.device.weights)
+    with pytest.raises(LayoutError, match="optimizer 'adamz': Keras has none of that name"):
+        search(block.model, MESH, inputs=block.inputs, optimizer="adamz")
+
+
+def test_where_memory_is_plenty_and_links_are_slow_everything_is_replicated(block):
+    slow = Hardware(link_bytes_per_s=1e6)
+    plan = search(block.model, MESH, inputs=block.inputs, device_memory_bytes=2**34, hardware=slow)
+    assert plan.exchanged_bytes == 0 and set("".join(layouts(plan).values())) <= set("(-, )")
+
+
+def test_a_memory_limit_is_kept_by_splitting_what_costs_least(block):
+    loose = search(block.model, MESH, inputs=block.inputs, optimizer="adamw", device_memory_bytes=2**30)
+    tight = search(block.model, MESH, inputs=block.inputs, optimizer="adamw", device_memory_bytes=23 * MIB)
+    assert tight.device.total <= 23 * MIB < loose.device.total
+    assert tight.step_s >= loose.step_s
+
+
+def test_a_limit_that_no_layout_keeps_says_what_would_do(block):
+    with pytest.raises(
+        LayoutError, match=r"at most 1\.0 MiB per device\. The least is [\d.]+ MiB: .* weights"
+    ) as error:
+        search(block.model, MESH, inputs=block.inputs, optimizer="adamw", device_memory_bytes=MIB)
+    least = float(str(error.value).split("The least is ")[1].split(" MiB")[0])
+    plan = search(
+        block.model, MESH, inputs=block.inputs, optimizer="adamw", device_memory_bytes=int((least + 0.1) * MIB)
+    )
+    assert plan.device.total <= (least + 0.1) * MIB
+
+
+def test_under_a_tight_limit_weights_are_stored_split_over_the_batch_axis_too():
+    model = gemma(num_layers=2)
+    inputs = {k: jax.ShapeDtypeStruct((8, 16), "int32") for k in ("token_ids", "padding_mask")}
+    free = search(model, MESH, inputs=inputs, optimizer="adamw", device_memory_bytes=2**32)
+    least = sum(v.nbytes for v in free.variables) * 4 // 8 + 6 * MIB
+    tight = search(model, MESH, inputs=inputs, optimizer="adamw", device_memory_bytes=least)
+    stored = [v for v in tight.variables if v.stored]
+    assert stored and all(v.stored == ("batch",) for v in stored)
+    assert tight.device.total <= least
+
+
+@pytest.mark.parametrize(("mesh", "heads", "groups"), [("1x4", True, True), ("1x8", True, False), ("1x2", True, True)])
+def test_grouped_heads_are_split_together_where_groups_do_not_divide(mesh, heads, groups):
+    found = layouts(search(gemma(), MeshSpec.parse(mesh), batch=16, sequence=256))
+    assert (found["decoder_block_0/attention/query/kernel"] == "(model, -, -)") is heads
+    assert (found["decoder_block_0/attention/key/kernel"] == "(model, -, -)") is groups
+    assert found["decoder_block_0/attention/attention_output/kernel"] == "(model, -, -)"
+
+
+def test_blocks_that_repeat_are_decided_once():
+    plans = [search(gemma(num_layers=n), MeshSpec.parse("1x4"), batch=4, sequence=64) for n in (2, 6)]
+    assert len(plans[0].decisions) == len(plans[1].decisions)
+    assert layouts(plans[0]).items() <= layouts(plans[1]).items()
+
+
+def test_a_pin_is_kept_and_the_rest_follows(block):
+    pins = {"dense_1/kernel": ("model", None)}
+    plan = search(block.model, MESH, inputs=block.inputs, optimizer="adamw", pins=pins)
+    assert layouts(plan)["dense_1/kernel"] == "(model, -)"
+    assert next(v.reason for v in plan.variables if v.path == "dense_1/kernel") == "pinned"
+    assert plan.why("dense_1/kernel").startswith("dense_1/kernel (256, 1024): (model, -), pinned")
+    with pytest.raises(LayoutError, match="no_such"):
+        search(block.model, MESH, inputs=block.inputs, pins={"no_such/kernel": ("model", None)})
+
+
+def test_a_plan_explains_each_decision_by_what_the_opposite_costs(trained):
+    text = trained.why("dense_1/kernel")
+    assert "axis 'model' splits the 1024 of" in text and "ms per step" in text
+    assert all(d.opposite_s is None or d.opposite_s > -1e-9 or d.split for d in trained.decisions)
+    with pytest.raises(LayoutError, match="no variable of that path"):
+        trained.why("dense_9/kernel")
+
+
+def test_the_same_search_gives_the_same_plan(block, trained):
+    assert search(block.model, MESH, inputs=block.inputs, optimizer="adamw") == trained
+
+
+def test_a_plan_is_saved_read_back_and_compared(trained, tmp_path):
+    trained.save(tmp_path / "plan.json")
+    again = LayoutPlan.load(tmp_path / "plan.json")
+    assert again == trained and again.diff(trained) == ()
+    other = search(LAYOUT_MODELS["block"](layers=1).model, MESH, batch=16)
+    assert any(line.endswith("-> absent") for line in trained.diff(other))
+    (tmp_path / "bad.json").write_text(json.dumps({"format": "other"}))
+    with pytest.raises(LayoutError, match="its format is not"):
+        LayoutPlan.load(tmp_path / "bad.json")
+    (tmp_path / "cut.json").write_text('{"format": ')
+    with pytest.raises(LayoutError, match="it is not JSON"):
+        LayoutPlan.load(tmp_path / "cut.json")
+
+
+def test_a_plan_chooses_the_layouts_of_its_model_and_of_no_other(block, trained, tmp_path):
+    trained.save(tmp_path / "plan.json")
+    for layout in (trained, tmp_path / "plan.json"):
+        choice = choose(block.model, MESH, layout)
+        assert {v.path: str(v.layout) for v in choice.variables} == layouts(trained)
+    with pytest.raises(LayoutError, match="Cannot use the plan for batch=2,model=4 on the mesh batch=1,model=8"):
+        choose(block.model, MeshSpec.parse("1x8"), trained)
+    with pytest.raises(LayoutError, match=r"Cannot use the plan of .*is not in the plan|has shape"):
+        choose(LAYOUT_MODELS["resnet"]().model, MESH, trained)
+
+
+def test_a_plan_becomes_a_layout_map_and_partition_specs(block, trained):
+    devices = keras.distribution.DeviceMesh((2, 4), ["batch", "model"], devices=[f"cpu:{i}" for i in range(8)])
+    layout_map = trained.to_layout_map(devices)
+    for variable, layout in trained.layouts():
+        found = layout_map[variable.path]
+        assert (found is None) == layout.is_replicated
+        assert found is None or tuple(found.axes) == tuple(axes[0] if axes else None for axes in variable.spec)
+    specs = trained.partition_specs()
+    assert specs["dense_1/kernel"] == jax.sharding.PartitionSpec(None, "model")
+    with pytest.raises(LayoutError, match="the meshes differ"):
+        trained.to_layout_map(keras.distribution.DeviceMesh((8,), ["model"], devices=[f"cpu:{i}" for i in range(8)]))
+
+
+def test_a_model_that_does_not_say_its_inputs_asks_for_them():
+    class Doubled(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(128)
+
+        def call(self, x):
+            return 2 * self.dense(x)
+
+    model = Doubled()
+    model(np.zeros((8, 64), "float32"))
+    with pytest.raises(LayoutError, match=r"does not say what inputs it takes\. Pass inputs="):
+        search(model, MESH)
+    assert search(model, MESH, inputs=np.zeros((8, 64), "float32"), optimizer="adam").training
+
+
+def test_a_model_without_variables_and_inputs_that_do_not_fit_are_refused(block):
+    with pytest.raises(LayoutError, match="Call it on a batch once"):
+        search(keras.Sequential([keras.layers.Dense(3)]), MESH, batch=8)
+    with pytest.raises(LayoutError, match=r"Cannot trace .*Pass inputs= that the model accepts"):
+        search(block.model, MESH, inputs=jax.ShapeDtypeStruct((8, 128, 255), "float32"))
+
+
+def test_constants_are_checked_and_stated(block, trained):
+    assert "cost constants: flops_per_s 1e+14" in str(trained)
+    with pytest.raises(LayoutError, match="rates must be positive"):
+        Hardware(flops_per_s=0)
+    with pytest.raises(LayoutError, match=r"bandwidth for \['modle'\]"):
+        search(block.model, MESH, inputs=block.inputs, hardware=Hardware(axis_bytes_per_s={"modle": 1e9}))
+
+
+@pytest.mark.parametrize("name", LAYOUT_MODELS)
+@pytest.mark.parametrize("mesh", ["2x4", "1x3"])
+def test_every_model_is_planned_for_training_with_layouts_that_divide(name, mesh):
+    found = LAYOUT_MODELS[name]()
+    plan = search(found.model, MeshSpec.parse(mesh), inputs=found.inputs, optimizer="adam")
+    assert [v.path for v in plan.variables] == [v.path for v in found.model.variables]
+    assert all(layout.divides(v.shape) for v, layout in plan.layouts())
+    assert plan.device.weights == sum(v.nbytes // _parts(layout) for v, layout in plan.layouts())
+    assert plan.notes == ()
+
+
+def _parts(layout):
+    total = 1
+    for n in layout.parts:
+        total *= n
+    return total
