@@ -26,6 +26,7 @@ from typing import Any, Literal
 import jax
 import keras
 import numpy as np
+from keras.src.utils.jax_utils import is_in_jax_tracing_scope
 
 from shardload.errors import LayoutError, MeshError
 from shardload.keras_bridge import abstraction
@@ -103,13 +104,19 @@ class MeshParallel(keras.distribution.ModelParallel):  # type: ignore[misc]
         return keras.distribution.TensorLayout(axes, self.device_mesh)
 
     def get_tensor_layout(self, path: str) -> Any:
-        """Return the layout that the user gave to a layer's output; by default None, and XLA places activations."""
+        """Return the layout of a layer's output, if a rule has one; by default None, and XLA places activations."""
         found = None if self.activations is None else self.activations(path)
+        if isinstance(found, jax.sharding.PartitionSpec):  # leaves dims to XLA: in compiled code only
+            return jax.sharding.NamedSharding(self.replicated(0).mesh, found) if is_in_jax_tracing_scope() else None
         return found and keras.distribution.TensorLayout(found.axes, self.device_mesh)
 
     def replicated(self, rank: int) -> jax.sharding.NamedSharding:
         """Return the sharding that stores the whole array on every device of the mesh."""
-        return named_sharding(Layout.replicated(self._mesh, rank), self._devices)
+        return self.sharding(Layout.replicated(self._mesh, rank))
+
+    def sharding(self, layout: Layout) -> jax.sharding.NamedSharding:
+        """Return the sharding for a layout on this mesh."""
+        return named_sharding(layout, self._devices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +161,8 @@ def bind(
         values: ``move`` existing values to their new layouts now, or ``keep`` them where they are,
             for a load that is about to replace them.
         batch_axis: The axis that splits batches; by default `MeshSpec.batch_axis`.
-        activations: From the path of a layer's output to its ``TensorLayout``, or ``None`` to leave it to XLA.
+        activations: From the path of a layer's output to its ``TensorLayout`` or `jax.sharding.PartitionSpec`, or
+            ``None`` to leave it to XLA.
 
     Raises:
         MeshError: When devices and mesh differ in number, or a device repeats.
@@ -183,6 +191,19 @@ def unbind(model: Model) -> None:
             for name in (*METHODS, "__deepcopy__", _ATTRIBUTE):
                 part.__dict__.pop(name, None)
             forget_compiled(part)
+
+
+@contextmanager
+def unscoped(model: Model) -> Iterator[None]:
+    """Inside the block, calls of a bound model do not open its scope; its variables and compiled steps stay."""
+    parts = [part for part in models_in(model) if _ATTRIBUTE in vars(part)]
+    calls = [part.__dict__.pop("call", None) for part in parts]
+    try:
+        yield
+    finally:
+        for part, call in zip(parts, calls, strict=True):
+            if call is not None:
+                part.__dict__["call"] = call
 
 
 @dataclass(frozen=True, slots=True)

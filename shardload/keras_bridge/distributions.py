@@ -25,6 +25,11 @@ def is_distribution(found: Any) -> bool:
     return hasattr(found, "get_variable_layout") and has_mesh(found)
 
 
+def layout_of_models(distribution: Any) -> Any:
+    """Return how a distribution chooses the layouts of whole models; ``None`` if it knows single variables only."""
+    return getattr(distribution, "layout_of_models", None)
+
+
 def variable_axes(distribution: Any, variable: Variable) -> Sequence[Any]:
     """Return the mesh axis, a tuple of axes, or ``None`` for each dim of a variable."""
     rank = len(variable.shape)

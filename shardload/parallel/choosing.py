@@ -14,6 +14,7 @@ from shardload.keras_bridge.model_state import spread_slots
 from shardload.parallel import model_variables
 from shardload.parallel import rules as rule_sets
 from shardload.parallel.auto import decide_layouts
+from shardload.parallel.gathering import gathered_outputs
 from shardload.parallel.layout_search.layout_plan import LayoutPlan
 from shardload.parallel.layout_search.searching import search
 from shardload.parallel.result import LayoutChoice, VariableLayout
@@ -56,14 +57,16 @@ def choose(model: Any, mesh: MeshSpec, layout: LayoutLike = "auto") -> LayoutCho
         if rule_set.default == "replicated":
             fixed |= _replicate(_unmatched(variables, found, fixed), mesh, rule="default")
     placed = _with_spread_slots(model, decide_layouts(variables, found, mesh, fixed=fixed), mesh.batch_axis)
-    activations = distributions.activation_layouts(layout) if mode == "layout_map" else None
-    return LayoutChoice(mesh, mode, {key: placed[key] for key in variables}, activations=activations)
+    own = distributions.activation_layouts(layout) if mode == "layout_map" else gathered_outputs(model, placed)
+    return LayoutChoice(mesh, mode, {key: placed[key] for key in variables}, activations=own)
 
 
 def _by_distribution(model: Any, mesh: MeshSpec, distribution: Any) -> LayoutChoice:
     own = mesh_spec(distribution.device_mesh)
     if own != mesh:
         raise LayoutError(f"Cannot use this {type(distribution).__name__} on the mesh {mesh}: its own is {own}")
+    if (layout := distributions.layout_of_models(distribution)) is not None:
+        return choose(model, mesh, layout)
     variables, found = model_variables.all_variables(model), roles(model, by_user=False)
     fixed = rule_sets.by_distribution(distribution, model.variables, mesh=mesh, found=found)
     placed = decide_layouts(variables, found, mesh, fixed=fixed)

@@ -54,7 +54,8 @@ class LayoutChoice:
     batch_axis: str | None = None
     """The axis that splits the batch; ``None`` for `MeshSpec.batch_axis`."""
     activations: Callable[[str], Any] | None = field(default=None, repr=False, compare=False)
-    """From the path of a layer's output to its ``TensorLayout`` or ``None``, as the user's own map has it."""
+    """From the path of a layer's output to its ``TensorLayout``, as the user's own map has it, to a
+    `jax.sharding.PartitionSpec`, or to ``None``."""
 
     def of(self, variable: Any) -> Layout:
         """Return the layout of a variable."""

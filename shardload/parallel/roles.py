@@ -141,7 +141,7 @@ def by_shape(variable: Any) -> Wants:
     return Wants("shape", tuple(Dim(d, f"elements of dim {d}") for d in order), exact=False)
 
 
-def _is_kind(layer: Any, *names: str) -> bool:
+def is_kind(layer: Any, *names: str) -> bool:
     """Whether a layer is one of Keras' or KerasHub's classes with these names, or a subclass."""
     # By name: importing KerasHub to compare classes takes seconds, and many models do without it.
     return any(c.__name__ in names and c.__module__.startswith("keras") for c in type(layer).__mro__)
@@ -152,12 +152,13 @@ def _own_roles(layer: Any, variables: Sequence[Any], kernels: Sequence[_Kernel])
     own = {v.name: v for v in variables}
     if kernels and kernels[0].variable.name == "kernel":
         return _pair(kernels) | _followers(layer, kernels[0], own)
-    if _is_kind(layer, "Embedding"):
+    if is_kind(layer, "Embedding"):
         return _embedding_roles(own)
-    if _is_kind(layer, "PositionEmbedding") and len(own) == 1:
+    if is_kind(layer, "PositionEmbedding") and len(own) == 1:
         (table,) = own.values()
-        return {id(table): Wants("positions", (Dim(1, "features"), Dim(0, "positions")))}
-    if _is_kind(layer, "BaseConv", "BaseConvTranspose", "BaseDepthwiseConv") and "kernel" in own:
+        # Replicated: split features would spread from here through the sums and norms of every block.
+        return {id(table): Wants("positions", ())}
+    if is_kind(layer, "BaseConv", "BaseConvTranspose", "BaseDepthwiseConv") and "kernel" in own:
         return _conv_roles(layer, own)
     return _pair(kernels)
 
@@ -179,11 +180,11 @@ def _kernels(layer: Any, own: Sequence[Any]) -> list[_Kernel]:
 
 def _equation(layer: Any) -> tuple[str, str, str] | None:
     """Return the labels of input, kernel and output of a layer that is one einsum, without a leading ellipsis."""
-    if _is_kind(layer, "EinsumDense"):
+    if is_kind(layer, "EinsumDense"):
         left, _, output = re.sub(r"[\s.]", "", layer.equation).partition("->")
         data, _, kernel = left.partition(",")
         return data, kernel, output
-    if _is_kind(layer, "Dense"):
+    if is_kind(layer, "Dense"):
         return "i", "io", "o"
     return None
 
@@ -312,8 +313,8 @@ def _conv_roles(layer: Any, own: dict[str, Any]) -> dict[int, Role]:
     """Split a convolution by its output channels, else by its input channels; its bias follows."""
     kernel = own["kernel"]
     last = len(kernel.shape) - 1
-    first, second = ("output channels", "input channels") if _is_kind(layer, "BaseConv") else ("channels",) * 2
-    order = (last, last - 1) if _is_kind(layer, "BaseConv") else (last - 1, last)
+    first, second = ("output channels", "input channels") if is_kind(layer, "BaseConv") else ("channels",) * 2
+    order = (last, last - 1) if is_kind(layer, "BaseConv") else (last - 1, last)
     found: dict[int, Role] = {
         id(kernel): Wants("channels", (Dim(order[0], first), Dim(order[1], second))),
     }

@@ -85,7 +85,9 @@ def test_every_layout_divides_and_every_variable_has_one(name, mesh):
 @pytest.mark.parametrize("mesh", ["1x8", "2x4"])
 def test_devices_hold_their_share(name, mesh):
     found = choice(name, mesh)
-    assert found.device_bytes * found.mesh.sizes[-1] < 1.07 * found.nbytes  # norms and seeds of tiny models
+    positions = sum(v.nbytes for v in found.variables if v.rule == "positions")  # replicated on purpose
+    share = (found.device_bytes - positions) * found.mesh.sizes[-1]
+    assert share < 1.07 * (found.nbytes - positions)  # norms and seeds of tiny models
 
 
 def test_a_mesh_without_an_axis_for_weights_splits_nothing_and_says_so():
