@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from shardload.keras_bridge.abstraction import abstract, initialise
     from shardload.loading import load, load_weights, plan, report
     from shardload.optimizers.sharding import shard_optimizer
+    from shardload.parallel.distribution import AutoShardDistribution
     from shardload.parallel.layer_rules import layout_rule
     from shardload.pipeline.arrays import load_arrays
     from shardload.reports import LoadReport, PlanReport
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "AutoShardDistribution",
     "Checkpointer",
     "ConvertReport",
     "FastReport",
@@ -80,6 +82,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AutoShardDistribution": "parallel.distribution",
     "Checkpointer": "callbacks.checkpointer",
     "ConvertReport": "converting",
     "FastReport": "reports.calls",

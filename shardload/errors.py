@@ -99,6 +99,17 @@ class BackendError(UnsupportedError):
             "restart Python"
         )
 
+    @classmethod
+    def of_tensor_parallelism(cls, asked: str) -> BackendError:
+        """Return the error for a ``distributed_backend`` of tensor parallelism that does not run on JAX."""
+        error = cls.__new__(cls)
+        super(BackendError, error).__init__(
+            f"Cannot use distributed_backend={asked!r}: shardload runs on JAX only, where XLA moves data between "
+            "devices (over NCCL on GPUs). Use distributed_backend='auto', with KERAS_BACKEND=jax set before anything "
+            "imports Keras"
+        )
+        return error
+
 
 class MismatchError(ShardloadError, ValueError):
     """Checkpoint and model disagree: missing, unused, shape or dtype."""

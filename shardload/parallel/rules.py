@@ -168,6 +168,23 @@ def apply(
     return placed
 
 
+def check_output_rules(layout_map: Any, paths: Sequence[str] | None) -> None:
+    """Check that each rule of a layout map for the outputs of layers matches one of ``paths``.
+
+    Args:
+        layout_map: A ``keras.distribution.LayoutMap``.
+        paths: The paths of the outputs of a model's layers (``model/dense/output``); ``None`` if they are unknown.
+
+    Raises:
+        LayoutError: When a rule matches nothing.
+    """
+    rules = [Rule(key, ()) for key in layout_map]
+    for rule in rules if paths is not None else ():
+        pattern = _compiled(rule, "the LayoutMap")
+        if rule.is_of_outputs and not any(rule.pattern == p or pattern.fullmatch(p) for p in paths or ()):
+            raise LayoutError(_matches_nothing(rule, list(paths or ()), "the LayoutMap", of="outputs"))
+
+
 def _match(rules: RuleSet, path: str) -> Rule | None:
     """Return the rule for ``path``: the exact path takes precedence over expressions, as in Keras."""
     for rule in rules.rules:
@@ -209,12 +226,13 @@ def _placed(variable: Any, wanted: Layout, *, role: Role, rule: str) -> Variable
     return next_best(variable, role, wanted, rule=rule)
 
 
-def _matches_nothing(rule: Rule, paths: Sequence[str], origin: str) -> str:
+def _matches_nothing(rule: Rule, paths: Sequence[str], origin: str, *, of: str = "variables") -> str:
     partly = [p for p in paths if re.search(rule.pattern, p)]
     close = partly[:3] or difflib.get_close_matches(rule.pattern, paths, n=3, cutoff=0.3)
     hint = "it matches only a part of" if partly else "the nearest are"
     near = f"; {hint} {', '.join(close)}" if close else ""
     return (
-        f"The rule {rule.pattern!r} of {origin} matches none of the model's {len(paths)} variables{near}. "
-        f"A rule must match the whole path of a variable. Correct it or remove it"
+        f"The rule {rule.pattern!r} of {origin} matches none of the model's {len(paths)} {of}{near}. "
+        f"A rule must match the whole path of {'a variable' if of == 'variables' else 'an output'}. "
+        "Correct it or remove it"
     )

@@ -1,0 +1,212 @@
+"""A ``keras.distribution.Distribution`` that chooses the layouts of whole models.
+
+Keras asks a distribution for the layout of each variable while the variable is created, before its model is known::
+
+    with dist.scope(): model = build()      provisional layouts, by shape (or by a LayoutMap's rules)
+    dist.shard(model)                       layouts of the whole model; existing values and slots move there
+    model = dist.build(build)               both at once: no value exists before its layout is known
+
+`AutoShardDistribution.shard` binds the model to the mesh (`shardload.keras_bridge.binding`), so that its methods run
+there with or without an open scope.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import keras
+
+from shardload.errors import UsageError
+from shardload.keras_bridge import abstraction, distributions
+from shardload.keras_bridge.binding import MeshParallel, bind
+from shardload.keras_bridge.entry_points import EntryCall, calls_to
+from shardload.keras_bridge.keras_types import Model, Variable
+from shardload.keras_bridge.sample_calls import build_by_calling, output_paths
+from shardload.keras_bridge.training import batches_laid_out_singly
+from shardload.keras_bridge.variables import sharding_of
+from shardload.parallel.auto import place
+from shardload.parallel.choosing import choose
+from shardload.parallel.result import LayoutChoice
+from shardload.parallel.roles import by_shape
+from shardload.parallel.rules import check_output_rules
+from shardload.sharding.devices import has_mesh, resolve_devices
+from shardload.sharding.mesh import MeshSpec
+from shardload.typing import LayoutLike, MeshLike
+
+
+class AutoShardDistribution(keras.distribution.ModelParallel):  # type: ignore[misc]
+    """A distribution that chooses the layouts of any Keras model, without a hand-written map.
+
+    Inside `scope`, a new variable gets a provisional layout: that of a LayoutMap's rule, else the largest dim that
+    divides is split. Keras computes the initial value of a variable below about 250 MiB / devices whole on the default
+    device before it spreads it, one variable at a time; larger ones are computed in their layout. `shard` then moves
+    the values to the layouts chosen for the model. `build` avoids both steps.
+
+    Under its scope, `shardload.load` and `shardload.load_weights` load into layouts chosen in the same way, and
+    KerasHub's ``from_preset`` works as under every distribution (inside `shardload.fast`, without the detour).
+    """
+
+    def __init__(
+        self,
+        mesh: MeshLike | MeshSpec | None = None,
+        layout: LayoutLike = "auto",
+        *,
+        axes: str | None = None,
+        devices: Sequence[Any] | None = None,
+        auto_shard_dataset: bool = True,
+    ) -> None:
+        """Describe the mesh and how to choose layouts on it.
+
+        Args:
+            mesh: ``"2x4"``, ``"data=2,model=4"``, sizes, a `MeshSpec`, a `keras.distribution.DeviceMesh` or a
+                `jax.sharding.Mesh`. By default that of the layout if it has one, else all devices along ``model``.
+            layout: As in `shardload.parallel.choose`: ``"auto"``, ``"search"``, ``"keras_hub"``, rules, a LayoutMap
+                (whose rules for activations, ``dense/output``, count too) or the path of a rules file.
+            axes: Names for a mesh given as sizes, joined by commas.
+            devices: `jax.Device`s in mesh order; by default the mesh's own, else JAX's first ones.
+            auto_shard_dataset: As in `keras.distribution.Distribution`.
+
+        Raises:
+            MeshError: When the mesh cannot be made.
+        """
+        if mesh is None and has_mesh(layout):
+            mesh = cast("MeshLike", layout)
+        placed = resolve_devices(mesh, axes=axes, devices=devices)
+        spec, found = placed.mesh, placed.devices
+        rules = distributions.activation_layouts(layout) if _is_layout_map(layout) else None
+        self._on_mesh = MeshParallel(spec, found, {}, batch_axis=spec.batch_axis, activations=rules)
+        device_mesh = self._on_mesh.device_mesh
+        self._rules: Any = layout if _is_layout_map(layout) else keras.distribution.LayoutMap(device_mesh)
+        super().__init__(
+            layout_map=keras.distribution.LayoutMap(device_mesh),
+            batch_dim_name=spec.batch_axis,
+            auto_shard_dataset=auto_shard_dataset,
+        )
+        self.mesh = spec
+        """The mesh, as axis names and sizes."""
+        self.devices: tuple[Any, ...] = found
+        """`jax.Device`s in mesh order."""
+        self.layout_of_models = layout
+        """How layouts are chosen, for `shardload.parallel.choose`."""
+        self._choices: weakref.WeakKeyDictionary[Model, LayoutChoice] = weakref.WeakKeyDictionary()
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Make this the distribution of the code in the block; a batch that is not divisible is replicated."""
+        with batches_laid_out_singly(), super().scope():
+            yield
+
+    def get_data_layout(self, data_shape: Sequence[int]) -> Any:
+        """Split the first dim over the batch axis of the mesh if it is divisible, else replicate."""
+        return self._on_mesh.get_data_layout(data_shape)
+
+    def get_variable_layout(self, variable: Variable) -> Any:
+        """Return the `jax.sharding.NamedSharding` of a variable: its own, else a provisional one."""
+        own = sharding_of(variable)
+        if own is not None:
+            return own
+        by_rule = self._rules[variable.path]
+        if by_rule is not None:
+            return keras.distribution.TensorLayout(by_rule.axes, self.device_mesh).backend_layout
+        if self.layout_of_models == "replicated" or _is_layout_map(self.layout_of_models):
+            return self._on_mesh.replicated(len(variable.shape))
+        return self._on_mesh.sharding(place(variable, by_shape(variable), self.mesh).layout)
+
+    def get_tensor_layout(self, path: str) -> Any:
+        """Return the layout that a LayoutMap gives to the output of a layer; ``None`` leaves it to XLA."""
+        return self._on_mesh.get_tensor_layout(path)
+
+    def shard(self, model: Model, *args: Any, **kwargs: Any) -> Model:
+        """Choose layouts for a model and move its values there; optimizer slots follow their variable.
+
+        Afterwards the model's own methods (fit, predict, evaluate, generate, …) run on the mesh.
+
+        Args:
+            model: Any Keras model. A variable without a value (`shardload.abstract`) stays without one.
+            *args: Sample inputs, needed for a model that is not built: it is built without computing anything, and
+                initialised in its layouts. Only shapes and dtypes count.
+            **kwargs: Sample inputs by name.
+
+        Returns:
+            The same model.
+
+        Raises:
+            UsageError: When the model is not built and there are no sample inputs.
+            LayoutError: When a rule of the layout cannot be applied, or matches nothing.
+        """
+        new = self._built(model, args, kwargs)
+        choice = choose(model, self.mesh, self.layout_of_models)
+        if _is_layout_map(self.layout_of_models):
+            check_output_rules(self.layout_of_models, output_paths(model, args, kwargs))
+        bind(
+            model,
+            mesh=self.mesh,
+            devices=self.devices,
+            layouts=choice.layouts,
+            batch_axis=choice.batch_axis,
+            activations=choice.activations,
+        )
+        abstraction.initialise(new)
+        self._choices[model] = choice
+        return model
+
+    def build(self, make: Callable[[], Model], *args: Any, **kwargs: Any) -> Model:
+        """Build a model without values, choose its layouts, and initialise it there, each shard on its device.
+
+        Initial values equal those of an ordinary model, bit for bit.
+
+        Args:
+            make: Returns the model; may compile it. It must not load weights.
+            *args: As in `shard`.
+            **kwargs: As in `shard`.
+
+        Raises:
+            UsageError: When ``make`` loads weights, or the model is not built and there are no sample inputs.
+            LayoutError: As in `shard`.
+        """
+        with abstraction.abstract(), calls_to(_refuse_weights):
+            model = make()
+        self.shard(model, *args, **kwargs)
+        abstraction.initialise(model)
+        return model
+
+    def choice(self, model: Model) -> LayoutChoice:
+        """Return the layouts that `shard` chose for a model, with their reasons.
+
+        Raises:
+            UsageError: When this distribution has not sharded it.
+        """
+        if model not in self._choices:
+            raise UsageError(
+                f"Cannot show the layouts of {model.name!r}: this distribution has not sharded it. Call shard(model)"
+            )
+        return self._choices[model]
+
+    def _built(self, model: Model, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Variable]:
+        """Build a model that is not built; return the variables created."""
+        if not isinstance(model, keras.Model):
+            raise UsageError(f"Cannot shard {model!r:.80}: expected a keras.Model")
+        if model.built and model.variables:
+            return []
+        if not args and not kwargs:
+            raise UsageError(
+                f"Cannot shard the model {model.name!r}: it is not built, so it has no variables yet. Pass sample "
+                "inputs, shard(model, x), or call model.build(input_shape) first"
+            )
+        return build_by_calling(model, args, kwargs)
+
+
+def _is_layout_map(layout: Any) -> bool:
+    return isinstance(layout, keras.distribution.LayoutMap)
+
+
+def _refuse_weights(call: EntryCall) -> Any:
+    if call.kind == "layer" or call.arguments.get("load_weights") is False:
+        return call.original()
+    raise UsageError(
+        f"Cannot run {call.text} inside build(): it loads weights, and the model has no values yet. "
+        "Use shardload.load(source, mesh=distribution), or call it under distribution.scope(), then shard(model)"
+    )
