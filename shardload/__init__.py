@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from shardload.optimizers.sharding import shard_optimizer
     from shardload.parallel.distribution import AutoShardDistribution
     from shardload.parallel.layer_rules import layout_rule
+    from shardload.parallel.tensor_parallel import TensorParallelKeras
     from shardload.pipeline.arrays import load_arrays
     from shardload.reports import LoadReport, PlanReport
     from shardload.reports.calls import FastReport
@@ -56,6 +57,7 @@ __all__ = [
     "LoadReport",
     "PlanReport",
     "ShardloadError",
+    "TensorParallelKeras",
     "Tokenizer",
     "abstract",
     "callbacks",
@@ -88,6 +90,7 @@ _HOMES = {
     "FastReport": "reports.calls",
     "LoadReport": "reports",
     "PlanReport": "reports",
+    "TensorParallelKeras": "parallel.tensor_parallel",
     "Tokenizer": "text.tokenizer",
     "abstract": "keras_bridge.abstraction",
     "convert": "converting",

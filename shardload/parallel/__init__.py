@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from shardload.parallel.layout_search.layout_plan import LayoutPlan
     from shardload.parallel.layout_search.searching import search
     from shardload.parallel.memory_fit import MeshFit, fit, smallest_mesh
+    from shardload.parallel.one_axis import autoconfig
     from shardload.parallel.result import LayoutChoice, VariableLayout
+    from shardload.parallel.setup_check import SetupReport
+    from shardload.parallel.tensor_parallel import ParallelismInfo
 
 __all__ = [
     "Collective",
@@ -31,9 +34,12 @@ __all__ = [
     "LayoutChoice",
     "LayoutPlan",
     "MeshFit",
+    "ParallelismInfo",
+    "SetupReport",
     "VariableLayout",
     "all_gather",
     "all_reduce",
+    "autoconfig",
     "choose",
     "collectives_in",
     "compile_step",
@@ -53,7 +59,10 @@ _OF_MODELS = {
     "LayoutChoice": "result",
     "LayoutPlan": "layout_search.layout_plan",
     "MeshFit": "memory_fit",
+    "ParallelismInfo": "tensor_parallel",
+    "SetupReport": "setup_check",
     "VariableLayout": "result",
+    "autoconfig": "one_axis",
     "choose": "choosing",
     "collectives_in": "hlo_collectives",
     "compile_step": "compiled",

@@ -76,6 +76,12 @@ def test_every_page_with_python_runs():
     assert all((ROOT / test).exists() for test in TESTED_ELSEWHERE.values())
 
 
+def test_tensor_parallel(here, capsys):
+    names = run("docs/how-to/tensor-parallel.md")
+    assert {len(v.value.sharding.device_set) for v in names["model"].variables} == {8}
+    assert "(-, model) column" in capsys.readouterr().out
+
+
 def test_collectives(here):
     names = run("docs/how-to/collectives.md")
     assert names["parts"].sharding.spec == names["x"].sharding.spec

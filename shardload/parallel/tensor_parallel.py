@@ -1,0 +1,317 @@
+"""A Keras model, tensor parallel on one axis, with the interface of the TensorParallelKeras proposals for Keras.
+
+    tp = TensorParallelKeras(model, device_count=4)
+    tp.compile(…) ─► model.compile(…)      every method is the wrapped model's own,
+    tp.fit(…)     ─► model.fit(…)          which `AutoShardDistribution.shard` has bound to a mesh of 1 x 4
+    tp(x)         ─► model(x)
+
+There is one model and one value of each variable, spread over the devices: no copy per device, no gathering of
+outputs, no second optimizer.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, TypedDict
+
+import jax
+import keras
+
+from shardload.errors import BackendError, MeshError, UnsupportedError, UsageError
+from shardload.keras_bridge.binding import binding_of
+from shardload.keras_bridge.keras_types import Model
+from shardload.parallel.device_ids import device_id, devices_of, list_devices
+from shardload.parallel.distribution import AutoShardDistribution
+from shardload.parallel.one_axis import tensor_parallel_mesh
+from shardload.parallel.result import LayoutChoice
+from shardload.parallel.setup_check import SetupReport, bytes_by_device, check_setup
+from shardload.typing import LayoutLike
+
+OTHER_BACKENDS = ("torch", "pytorch", "tensorflow", "horovod", "nccl")
+"""Values of ``distributed_backend`` in the proposals that do not run on JAX."""
+OF_THE_MODEL = (
+    "compile",
+    "fit",
+    "evaluate",
+    "predict",
+    "train_on_batch",
+    "test_on_batch",
+    "predict_on_batch",
+    "compute_loss",
+    "compute_metrics",
+    "get_metrics_result",
+    "reset_metrics",
+    "summary",
+    "get_layer",
+    "quantize",
+    "export",
+    "save_weights",
+    "load_weights",
+)
+"""Methods that are the wrapped model's own: its ``train_step``, ``compile`` and inputs may differ from Keras'."""
+
+
+class ParallelismInfo(TypedDict):
+    """What `TensorParallelKeras.get_parallelism_info` returns."""
+
+    world_size: int
+    """Number of devices."""
+    device_ids: list[str]
+    """Their ids, in the order of the shards."""
+    distributed_backend: str
+    """``jax``."""
+    mesh: str
+    sharding_strategy: str
+    """How layouts were chosen: ``auto``, ``search``, ``rules``, …"""
+    split_weights: int
+    replicated_weights: int
+    weight_bytes: int
+    """Bytes of all weights, each counted once."""
+    weight_bytes_per_device: int
+    """Bytes of weights on the fullest device, counted there."""
+    other_bytes_per_device: int
+    """Bytes of optimizer slots and metrics on the fullest device."""
+    fallbacks: list[str]
+    """Variables that did not get their rule's layout, and why."""
+
+
+def _of_model(name: str) -> Callable[..., Any]:
+    @functools.wraps(getattr(keras.Model, name))
+    def method(self: TensorParallelKeras, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.model, name)(*args, **kwargs)
+
+    return method
+
+
+@keras.saving.register_keras_serializable(package="shardload")
+class TensorParallelKeras(keras.Model):  # type: ignore[misc]
+    """A model whose weights are split over devices along one axis, as Megatron splits them.
+
+    Use it as the model itself: ``compile``, ``fit``, ``evaluate``, ``predict``, ``save``, and ``generate`` if the model
+    has it, are the model's own and run on all devices. Attributes that it does not have itself are the model's.
+    ``save_weights`` writes the files of the plain model. The plain model, on the same devices, is the attribute
+    ``model``.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        device_count: int | None = None,
+        device_ids: Sequence[Any] | None = None,
+        distributed_backend: str = "auto",
+        *,
+        world_size: int | None = None,
+        layout: LayoutLike = "auto",
+        **kwargs: Any,
+    ) -> None:
+        """Split a built model over devices; its values move there.
+
+        Args:
+            model: A built Keras model, compiled or not.
+            device_count: Number of devices; all by default.
+            device_ids: Ids of the devices (``"gpu:0"``, 0), or `jax.Device`s, in the order of the shards.
+            distributed_backend: ``"auto"`` or ``"jax"``; nothing else runs.
+            world_size: Another name of ``device_count``.
+            layout: As in `shardload.parallel.choose`.
+            **kwargs: ``name`` and ``trainable``, as for every `keras.Model`.
+
+        Raises:
+            BackendError: When ``distributed_backend`` is one that does not run on JAX.
+            UsageError: When the model is not built, or the arguments contradict each other.
+            MeshError: When there are fewer devices.
+        """
+        _check_backend(distributed_backend)
+        if not isinstance(model, keras.Model):
+            raise UsageError(f"Cannot wrap {model!r:.80}: expected a keras.Model")
+        count = _one_count(device_count, world_size)
+        devices = _devices(count, device_ids)
+        super().__init__(name=kwargs.pop("name", None) or f"tensor_parallel_{model.name}", autocast=False, **kwargs)
+        self.distributed_backend = "jax"
+        """What moves data between devices."""
+        self._given: dict[str, Any] = {
+            "device_count": _one_count(device_count, world_size),
+            "device_ids": device_ids,
+            "layout": layout,
+        }
+        self._spread(model, devices)
+        self.model = model
+        """The plain model, on the same devices."""
+        self.built = True
+
+    def _spread(self, model: Model, devices: Sequence[Any]) -> None:
+        layout = self._given["layout"]
+        distribution = AutoShardDistribution(tensor_parallel_mesh(len(devices)), layout, devices=devices)
+        distribution.shard(model)
+        self.distribution = distribution
+        """The `AutoShardDistribution` that the model is sharded by."""
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the model returns."""
+        return self.model(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the model: ``optimizer``, ``generate``, ``backbone``, ``inputs``."""
+        model = vars(self).get("model")
+        if model is None or name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(model, name)
+
+    @property
+    def world_size(self) -> int:
+        """Number of devices."""
+        return len(self.distribution.devices)
+
+    @property
+    def device_ids(self) -> list[str]:
+        """Ids of the devices, in the order of the shards."""
+        return [device_id(device) for device in self.distribution.devices]
+
+    @property
+    def layouts(self) -> LayoutChoice:
+        """The layout of each variable, with its reason."""
+        return self.distribution.choice(self.model)
+
+    def get_parallelism_info(self) -> ParallelismInfo:
+        """Return devices, layouts and bytes, as they are now."""
+        choice, weights = self.layouts, self.model.variables
+        every = bytes_by_device(self.model).values()
+        on_device = max(bytes_by_device(self.model, weights).values(), default=0)
+        return ParallelismInfo(
+            world_size=self.world_size,
+            device_ids=self.device_ids,
+            distributed_backend=self.distributed_backend,
+            mesh=str(choice.mesh),
+            sharding_strategy=choice.mode,
+            split_weights=sum(not choice.of(v).is_replicated for v in weights),
+            replicated_weights=sum(choice.of(v).is_replicated for v in weights),
+            weight_bytes=sum(choice.by_id[id(v)].nbytes for v in weights),
+            weight_bytes_per_device=on_device,
+            other_bytes_per_device=max(every, default=0) - on_device,
+            fallbacks=[f"{found.variable}: {found.why}" for found in choice.fallbacks],
+        )
+
+    def auto_detect_parallelism(self) -> bool:
+        """Spread the model over all devices of the platform that it is on.
+
+        Returns:
+            Whether anything changed.
+        """
+        devices = tuple(devices_of(list_devices(self.distribution.devices[0].platform)))
+        if devices == self.distribution.devices:
+            return False
+        self._given |= {"device_count": None, "device_ids": None}
+        self._spread(self.model, devices)
+        return True
+
+    def validate_tensor_parallelism_setup(self, *args: Any, **kwargs: Any) -> SetupReport:
+        """Check layouts and bytes on the devices, and the outputs against those of the replicated model.
+
+        For the comparison, each device needs memory for the whole model.
+
+        Args:
+            *args: Sample inputs of the model; by default made from the inputs of a functional model.
+            **kwargs: Sample inputs by name.
+
+        Returns:
+            The report, which is true if every check passed.
+        """
+        binding = binding_of(self.model)
+        if binding is None:  # removed by another distribution, or by the user
+            raise UsageError(
+                f"Cannot check the model {self.model.name!r}: it is no longer bound to a mesh. Wrap it again"
+            )
+        return check_setup(self.model, self.layouts, binding, args, kwargs)
+
+    # ---- Keras' saving -------------------------------------------------------------------------------
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the model is compiled."""
+        model = vars(self).get("model")
+        return model is not None and bool(model.compiled)
+
+    @compiled.setter
+    def compiled(self, _: bool) -> None:
+        """Ignored: the model knows."""
+
+    @property
+    def metrics(self) -> list[Any]:
+        """The metrics of the model."""
+        return list(self.model.metrics)
+
+    def get_compile_config(self) -> dict[str, Any]:
+        """Return nothing: the configuration of the model includes how it was compiled."""
+        return {}
+
+    def get_build_config(self) -> None:
+        """Return nothing: the configuration of the model includes how it was built."""
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the configuration of the model, and the arguments as given.
+
+        Raises:
+            UnsupportedError: When the layout has no configuration, like a LayoutMap.
+        """
+        given = dict(self._given)
+        try:
+            json.dumps(given)
+        except TypeError as error:
+            raise UnsupportedError(
+                f"Cannot save {self.name!r}: its layout or its devices have no configuration "
+                f"({type(given['layout']).__name__}). Save the plain model instead: wrapper.model.save(path)"
+            ) from error
+        return {"model": keras.saving.serialize_keras_object(self.model), "name": self.name, **given}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> TensorParallelKeras:
+        """Build the model and wrap it; on all devices, with a warning, if there are fewer than it was saved with."""
+        config = dict(config)
+        model = keras.saving.deserialize_keras_object(config.pop("model"), custom_objects=custom_objects)
+        wanted = max(config["device_count"] or 0, len(config["device_ids"] or ()))
+        if wanted > (here := len(jax.devices())):
+            warnings.warn(f"{config['name']!r} was saved on {wanted} devices, and is loaded on {here}", stacklevel=2)
+            config |= {"device_count": None, "device_ids": None}
+        return cls(model, **config)
+
+
+for _name in OF_THE_MODEL:
+    setattr(TensorParallelKeras, _name, _of_model(_name))
+
+
+def _check_backend(name: str) -> None:
+    if name in ("auto", "jax"):
+        return
+    if str(name).lower() in OTHER_BACKENDS:
+        raise BackendError.of_tensor_parallelism(name)
+    raise UsageError(f"Cannot use distributed_backend={name!r:.60}. Supported: 'auto', 'jax'")
+
+
+def _one_count(device_count: int | None, world_size: int | None) -> int | None:
+    if None not in (device_count, world_size) and device_count != world_size:
+        raise UsageError(f"Cannot use device_count={device_count} and world_size={world_size}: give one of them")
+    return world_size if device_count is None else device_count
+
+
+def _devices(count: int | None, ids: Sequence[Any] | None) -> list[Any]:
+    """Return the devices for the arguments, in the order of the shards."""
+    if ids is None:
+        every = devices_of(list_devices())
+        count = len(every) if count is None else tensor_parallel_mesh(count).size
+        if count > len(every):
+            raise MeshError(f"Cannot use device_count={count}: there are {len(every)} devices. Use fewer")
+        return every[:count]
+    found = [_device(given) for given in ids]
+    if count not in (None, len(found)) or not found:
+        raise UsageError(f"Cannot use device_count={count} with device_ids={ids!r:.80}: give as many ids, or no count")
+    return found
+
+
+def _device(given: Any) -> Any:
+    if isinstance(given, str):
+        return devices_of(given)[0]
+    if isinstance(given, int):
+        return devices_of(f"{jax.devices()[0].platform}:{given}")[0]
+    return given
