@@ -15,7 +15,7 @@
     ├── BudgetError (ValueError)            the host-memory budget is too small for one block
     ├── TransferError (OSError)             reading failed half-way: a file shrank, vanished, or could not be read
     ├── LoadInterruptedError                a load ended half-way; describes the model's current values
-    ├── DisagreementError (ValueError)      processes that load together were given different things
+    ├── DisagreementError (ValueError)      processes were given different things, or a sharded model computes otherwise
     ├── ProcessFailedError (RuntimeError)   a call failed on another process, with an error that is not from shardload
     ├── UninitialisedError (ValueError)     a variable was read that has no value yet
     ├── WriteError (OSError)                a file cannot be written: no space, no permission, something in the way
@@ -136,7 +136,11 @@ class LoadInterruptedError(ShardloadError):
 
 
 class DisagreementError(ShardloadError, ValueError):
-    """Processes that load or save together were given different things; nothing was read or written."""
+    """Two that should be equal are not.
+
+    Processes that load or save together were given different things, and nothing was read or written; or a sharded
+    model computes something else than the same model on one device.
+    """
 
 
 class ProcessFailedError(ShardloadError, RuntimeError):

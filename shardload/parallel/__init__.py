@@ -14,6 +14,7 @@ from shardload.parallel.collectives import all_gather, all_reduce, reduce_scatte
 from shardload.parallel.device_ids import devices_of, get_best_devices, list_devices
 
 if TYPE_CHECKING:
+    from shardload.parallel.agreement import check_numbers
     from shardload.parallel.choosing import choose
     from shardload.parallel.compiled import compile_step
     from shardload.parallel.compiled_step import CompiledStep
@@ -22,24 +23,31 @@ if TYPE_CHECKING:
     from shardload.parallel.layout_search.layout_plan import LayoutPlan
     from shardload.parallel.layout_search.searching import search
     from shardload.parallel.memory_fit import MeshFit, fit, smallest_mesh
+    from shardload.parallel.numbers_check import Comparison, Misplaced, NumbersCheck
     from shardload.parallel.one_axis import autoconfig
+    from shardload.parallel.placement_check import check_placement
     from shardload.parallel.result import LayoutChoice, VariableLayout
     from shardload.parallel.setup_check import SetupReport
     from shardload.parallel.tensor_parallel import ParallelismInfo
 
 __all__ = [
     "Collective",
+    "Comparison",
     "CompiledStep",
     "Hardware",
     "LayoutChoice",
     "LayoutPlan",
     "MeshFit",
+    "Misplaced",
+    "NumbersCheck",
     "ParallelismInfo",
     "SetupReport",
     "VariableLayout",
     "all_gather",
     "all_reduce",
     "autoconfig",
+    "check_numbers",
+    "check_placement",
     "choose",
     "collectives_in",
     "compile_step",
@@ -54,15 +62,20 @@ __all__ = [
 ]
 _OF_MODELS = {
     "Collective": "hlo_collectives",
+    "Comparison": "numbers_check",
     "CompiledStep": "compiled_step",
     "Hardware": "layout_search.hardware",
     "LayoutChoice": "result",
     "LayoutPlan": "layout_search.layout_plan",
     "MeshFit": "memory_fit",
+    "Misplaced": "numbers_check",
+    "NumbersCheck": "numbers_check",
     "ParallelismInfo": "tensor_parallel",
     "SetupReport": "setup_check",
     "VariableLayout": "result",
     "autoconfig": "one_axis",
+    "check_numbers": "agreement",
+    "check_placement": "placement_check",
     "choose": "choosing",
     "collectives_in": "hlo_collectives",
     "compile_step": "compiled",

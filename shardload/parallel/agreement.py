@@ -1,0 +1,203 @@
+"""Check a layout by numbers: does the sharded model compute what it computes on one device?
+
+    the same values ─► one device ───────────────────► outputs, loss, gradients, weights after some steps ─┐
+                    ─► one device, weights rounded ──► how far rounding alone moves each of them ──────────┼─► compare
+                    ─► sharded as planned ───────────► the same, and where every shard is ─────────────────┘
+
+What rounding explains, see `rounding`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+
+from shardload.keras_bridge.abstraction import check_initialised, initialise
+from shardload.keras_bridge.binding import binding_of
+from shardload.keras_bridge.variables import is_abstract, numbered, value_of
+from shardload.parallel.compiled import batch_specs, devices_for, split_keywords
+from shardload.parallel.numbers_check import Comparison, NumbersCheck
+from shardload.parallel.placement_check import bytes_by_device, check_placement, misplaced
+from shardload.parallel.programs import Program, State, program_of
+from shardload.parallel.result import LayoutChoice
+from shardload.parallel.rounding import coarsest_eps, compare, nudged
+from shardload.sharding.layout import Layout
+from shardload.units import plural
+
+
+def check_numbers(
+    model: Any,
+    choice: LayoutChoice | Callable[[Any], LayoutChoice],
+    inputs: Any,
+    *,
+    target: Any = None,
+    loss: Any = None,
+    training: Any = "gradients",
+    steps: int = 1,
+    kwargs: Mapping[str, Any] | None = None,
+    devices: Sequence[Any] | None = None,
+) -> NumbersCheck:
+    """Run a model sharded and on one device, and compare everything.
+
+    The values and layouts of ``model`` stay as they are; the first device needs memory for the whole model. Outputs are
+    those of inference; loss, gradients and updated state those of training, with the same random masks.
+
+    Args:
+        model: A model with values, or a function that builds one.
+        choice: Layouts of its variables, or a function from the model to them, such as
+            ``lambda model: choose(model, mesh)``.
+        inputs: A sample batch, the first argument of the model's ``call``: (a nested structure of) arrays.
+        target: What the loss compares the outputs with.
+        loss: As for `compile_step`.
+        training: ``None`` compares outputs only; ``"gradients"`` loss and gradients too; an optimizer or its name the
+            loss and the variables after ``steps`` steps instead of the gradients.
+        steps: Training steps on the same batch.
+        kwargs: Further arguments of ``call``.
+        devices: One per mesh position; by default the first of ``jax.devices()``.
+
+    Returns:
+        A report. Call `NumbersCheck.raise_if_wrong` to turn a wrong one into an error.
+
+    Raises:
+        UninitialisedError: When the model is not built, or variables have no value.
+        MeshError: When there are too few devices.
+    """
+    model = model if hasattr(model, "trainable_variables") else model()
+    choice = choice if isinstance(choice, LayoutChoice) else choice(model)
+    devices = devices_for(choice.mesh, devices)
+    if training not in (None, "gradients"):
+        training = keras.optimizers.get(training)  # once, so that its slots have the same names in every run
+    arrays, static = split_keywords(kwargs)
+    batch = jax.tree.map(np.asarray, {"inputs": inputs, "kwargs": arrays, "target": target})
+    trial = _Trial(model, choice, devices, batch, {"loss": loss, "static": static, "devices": devices})
+    outcomes = [trial.run(None, steps=1)]
+    if training is not None:
+        terms = max(found.elements for found in outcomes[0].comparisons)
+        outcomes.append(trial.run(training, steps=steps, terms=terms))
+    bound = binding_of(model)
+    live = check_placement(model, choice, devices=bound.devices) if bound and bound.mesh == choice.mesh else ()
+    placed = outcomes[-1].placed
+    return NumbersCheck(
+        choice.mesh,
+        tuple(comparison for outcome in outcomes for comparison in outcome.comparisons),
+        tuple(found for each in placed if (found := misplaced(each.path, each.array, each.layout, devices))) + live,
+        variables=len(placed),
+        device_bytes=sum(each.device_bytes for each in placed),
+        found_device_bytes=bytes_by_device(each.array for each in placed),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A variable's array in the sharded run."""
+
+    path: str
+    array: Any
+    layout: Layout
+
+    @property
+    def device_bytes(self) -> int:
+        return self.layout.bounds(tuple(self.array.shape))[0].size * int(self.array.dtype.itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    comparisons: list[Comparison]
+    placed: list[_Placed]
+
+
+@dataclass(frozen=True, slots=True)
+class _Results:
+    arrays: dict[str, Any]
+    state: State
+    """After the steps."""
+    losses: tuple[str, ...] = ()
+    """Which of the arrays are losses."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """One model, one plan and one batch, to run in several kinds of step."""
+
+    model: Any
+    choice: LayoutChoice
+    devices: tuple[Any, ...]
+    batch: Any
+    options: Mapping[str, Any]
+
+    def run(self, training: Any, *, steps: int, terms: int = 1) -> _Outcome:
+        """Run the step on one device twice and sharded once; ``terms`` is how many elements the loss is a sum of."""
+        eps = coarsest_eps(self.model)
+        with program_of(self.model, self.choice, training=training, on_mesh=False, **self.options) as program:
+            values = _values(program, self.choice)
+            expected, moved = self._on_one_device(program, values, eps, steps=steps)
+        with program_of(self.model, self.choice, training=training, **self.options) as program:
+            found = self._sharded(program, values, steps=steps)
+        comparisons = [
+            compare(
+                name, found.arrays[name], moved.arrays[name], value, eps=eps, terms=terms if name in found.losses else 1
+            )
+            for name, value in expected.arrays.items()
+        ]
+        return _Outcome(comparisons, _placed(program, found.state))
+
+    def _on_one_device(self, program: Program, values: State, eps: float, *, steps: int) -> tuple[_Results, _Results]:
+        """Return the results for these values, and for values that are rounded once more."""
+        step, there = jax.jit(program.function), jax.sharding.SingleDeviceSharding(self.devices[0])
+        moved = nudged({"state": values, "inputs": self.batch["inputs"]}, eps)
+        cases = (values, self.batch), (moved["state"], {**self.batch, "inputs": moved["inputs"]})
+        expected, rounded = (_run(program, step, *jax.device_put(case, there), steps=steps) for case in cases)
+        return expected, rounded
+
+    def _sharded(self, program: Program, values: State, *, steps: int) -> _Results:
+        step = jax.jit(program.function, out_shardings=program.out_shardings(self.devices))
+        specs = program.specs(self.devices), batch_specs(self.batch, self.choice, self.devices)
+        placed = jax.tree.map(lambda value, spec: jax.device_put(value, spec.sharding), (values, self.batch), specs)
+        return _run(program, step, *placed, steps=steps)
+
+
+def _run(program: Program, step: Callable[..., Any], state: State, batch: Any, *, steps: int) -> _Results:
+    """Run a step, and name everything that it returns."""
+    paths = {name: numbered(v.path for v in found) for name, found in program.variables.items()}
+    if program.kind == "forward":
+        leaves = jax.tree_util.tree_leaves_with_path(step(state, batch)[0])
+        return _Results({"/".join(["output", *map(_key, path)]): leaf for path, leaf in leaves}, state)
+    if program.kind == "gradients":
+        loss, gradients, rest = step(state, batch)
+        named = {f"gradient of {path}": g for path, g in zip(paths["trainable"], gradients, strict=True)}
+        after = {f"{path} after a step": value for path, value in zip(paths["non_trainable"], rest, strict=True)}
+        return _Results({"loss": loss, **named, **after}, {**state, "non_trainable": rest}, ("loss",))
+    arrays = {}
+    for number in range(1, steps + 1):
+        arrays[f"loss of step {number}"], state = step(state, batch)
+    losses = tuple(arrays)
+    for name, found in paths.items():
+        arrays |= {
+            f"{path} after {plural(steps, 'step')}": value for path, value in zip(found, state[name], strict=True)
+        }
+    return _Results(arrays, state, losses)
+
+
+def _key(key: Any) -> str:
+    return str(jax.tree_util.keystr((key,), simple=True))
+
+
+def _values(program: Program, choice: LayoutChoice) -> State:
+    """Return the values of all variables on the host; the slots of an optimizer that was built for this, as new."""
+    own = [v for v in program.variables.get("optimizer", ()) if is_abstract(v) and id(v) not in choice.by_id]
+    initialise(own)
+    check_initialised([v for found in program.variables.values() for v in found])
+    return {name: [np.asarray(value_of(v)) for v in found] for name, found in program.variables.items()}
+
+
+def _placed(program: Program, state: State) -> list[_Placed]:
+    return [
+        _Placed(variable.path, array, layout)
+        for name, found in program.variables.items()
+        for variable, array, layout in zip(found, state[name], program.layouts[name], strict=True)
+    ]

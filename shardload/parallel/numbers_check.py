@@ -1,0 +1,143 @@
+"""What `shardload.parallel.check_numbers` found: comparisons with one device, and variables that are not as planned."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shardload.errors import DisagreementError
+from shardload.sharding.mesh import MeshSpec
+from shardload.units import format_bytes
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One array of the sharded model beside that of the model on one device."""
+
+    name: str
+    """``output``, ``loss``, ``gradient of dense/kernel``, ``dense/kernel after 5 steps`` …"""
+    dtype: str
+    elements: int
+    largest: float
+    """Largest absolute value on one device."""
+    max_abs: float
+    """Largest absolute difference; infinite if one of the two is not finite where the other is."""
+    allowed: float
+    """Largest absolute difference that rounding explains."""
+
+    @property
+    def max_rel(self) -> float:
+        """The largest difference, relative to the largest value."""
+        return self.max_abs / self.largest if self.largest else (math.inf if self.max_abs else 0.0)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether rounding explains the difference."""
+        return self.max_abs <= self.allowed
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name} ({self.dtype}): differs by {self.max_abs:.2e} of {self.largest:.2e}, allowed "
+            f"{self.allowed:.2e}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Misplaced:
+    """A variable whose shards are not the planned ones."""
+
+    path: str
+    planned: str
+    """The planned layout, as text."""
+    found: str
+    """The actual sharding, as text."""
+    planned_bytes: int
+    """Bytes on each device."""
+    found_bytes: int
+    """Bytes on the device with most."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path}: planned {self.planned} with {self.planned_bytes:,} bytes per device, found {self.found} "
+            f"with {self.found_bytes:,}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class NumbersCheck:
+    """Whether a sharded model computes what it computes on one device, and lies where it was planned."""
+
+    mesh: MeshSpec
+    comparisons: tuple[Comparison, ...]
+    misplaced: tuple[Misplaced, ...]
+    variables: int
+    """Variables whose shards were compared with the plan."""
+    device_bytes: int
+    """Bytes of these variables on each device, as planned."""
+    found_device_bytes: Mapping[int, int]
+    """Bytes that their shards take, by the id of the device."""
+
+    @property
+    def wrong(self) -> tuple[Comparison, ...]:
+        """Comparisons whose difference rounding does not explain, the largest first."""
+        found = [c for c in self.comparisons if not c.agrees]
+        return tuple(sorted(found, key=lambda c: -c.max_rel))
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything agrees."""
+        return not self.wrong and not self.misplaced
+
+    def raise_if_wrong(self) -> NumbersCheck:
+        """Return this check if everything agrees.
+
+        Raises:
+            DisagreementError: Otherwise, with the largest differences and the misplaced variables.
+        """
+        if self.ok:
+            return self
+        lines = [str(found) for found in (*self.wrong, *self.misplaced)]
+        more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+        raise DisagreementError(
+            f"Cannot rely on this layout on {self.mesh}: {len(self.wrong)} of {len(self.comparisons)} results differ "
+            f"from one device by more than rounding, {len(self.misplaced)} of {self.variables} variables are not where "
+            "they were planned:\n  " + "\n  ".join(lines[:_SHOWN]) + more
+        )
+
+    def summary(self) -> str:
+        """Return a few lines for people."""
+        lines = [
+            f"{'equal to' if not self.wrong else 'DIFFERENT from'} one device on {self.mesh}: {len(self.comparisons)} "
+            f"results compared, {len(self.wrong)} wrong",
+            f"{self.variables} variables where planned, {format_bytes(self.device_bytes)} on each device"
+            if not self.misplaced
+            else f"{len(self.misplaced)} of {self.variables} variables NOT where planned",
+        ]
+        kinds = {c.name.partition(" of ")[0].partition("/")[0]: c for c in sorted(self.comparisons, key=_share)}
+        shown = self.wrong[:_SHOWN] or tuple(kinds.values())
+        return "\n".join([*lines, *(f"  {found}" for found in (*shown, *self.misplaced[:_SHOWN]))])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return an object for programs."""
+        return {
+            "mesh": dict(zip(self.mesh.axes, self.mesh.sizes, strict=True)),
+            "ok": self.ok,
+            "comparisons": [
+                {n: v if not isinstance(v, float) or math.isfinite(v) else None for n, v in asdict(c).items()}
+                | {"agrees": c.agrees}
+                for c in self.comparisons
+            ],
+            "misplaced": [asdict(found) for found in self.misplaced],
+            "variables": self.variables,
+            "device_bytes": self.device_bytes,
+            "found_device_bytes": {str(device): n for device, n in self.found_device_bytes.items()},
+        }
+
+
+def _share(found: Comparison) -> float:
+    """How much of what is allowed a difference takes."""
+    return found.max_abs / found.allowed if found.allowed else found.max_abs

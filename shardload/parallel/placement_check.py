@@ -1,0 +1,62 @@
+"""Compare where live arrays really are with where they were planned, shard by shard."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from shardload.keras_bridge.variables import has_value, value_of
+from shardload.parallel.model_variables import all_variables
+from shardload.parallel.numbers_check import Misplaced
+from shardload.parallel.result import LayoutChoice
+from shardload.sharding.bounds import Bounds
+from shardload.sharding.layout import Layout
+
+
+def check_placement(model: Any, choice: LayoutChoice, *, devices: Sequence[Any] | None = None) -> tuple[Misplaced, ...]:
+    """Return the variables of a live model whose shards are not those of the plan: none if all are right.
+
+    Reads ``addressable_shards``: the part of the array on each device, and its bytes. Variables without a value are
+    left out.
+
+    Args:
+        model: A model whose values are on the mesh, such as one that `shardload.load` returned.
+        choice: The plan.
+        devices: One per mesh position; by default the first of ``jax.devices()``.
+    """
+    devices = tuple(jax.devices()[: choice.mesh.size]) if devices is None else tuple(devices)
+    found = (
+        misplaced(v.path, value_of(v), choice.of(v), devices)
+        for key, v in all_variables(model).items()
+        if key in choice.by_id and has_value(v)
+    )
+    return tuple(one for one in found if one is not None)
+
+
+def misplaced(path: str, array: Any, layout: Layout, devices: Sequence[Any]) -> Misplaced | None:
+    """Return how an array differs from its layout, ``None`` if every device has the planned part of it."""
+    shape, shards = tuple(array.shape), array.addressable_shards
+    nbytes = layout.bounds(shape)[0].size * array.dtype.itemsize
+    here = {device for device in devices if device.process_index == jax.process_index()}
+    planned = {d: (box, nbytes) for d, box in zip(devices, layout.bounds(shape), strict=True) if d in here}
+    if planned == {shard.device: (_bounds(shard.index, shape), shard.data.nbytes) for shard in shards}:
+        return None
+    sharding = getattr(array.sharding, "spec", array.sharding)
+    return Misplaced(path, str(layout), str(sharding), nbytes, max(shard.data.nbytes for shard in shards))
+
+
+def bytes_by_device(arrays: Iterable[Any]) -> Mapping[int, int]:
+    """Return the bytes that arrays take on each device, by its id."""
+    total: Counter[int] = Counter()
+    for array in arrays:
+        for shard in array.addressable_shards:
+            total[shard.device.id] += shard.data.nbytes
+    return dict(sorted(total.items()))
+
+
+def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> Bounds:
+    ranges = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
+    return Bounds(tuple(start for start, _ in ranges), tuple(stop for _, stop in ranges))

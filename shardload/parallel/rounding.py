@@ -1,0 +1,81 @@
+"""Which differences rounding explains.
+
+The tolerance follows from the arithmetic. A split sum runs in another order, so partial results are rounded
+otherwise. What this does to a result depends on the model: depth, cancellation, gradients that are zero in exact
+arithmetic. So it is measured: every weight is moved by one unit in the last place of the model's coarsest dtype, up or
+down by a seeded coin, and the model runs again on one device. A difference of up to 8 times the movement of the same
+array is allowed, and never less than 8 units in the last place of its largest value: 8 = √64 is how far 64 independent
+roundings add up. The loss is one sum over all n elements of the output, whose order alone moves it by √n roundings of
+float32; these are allowed, too.
+
+A missing reduction, a bias added on every device, or a wrong shard changes results by as much as they are: some 10⁵
+times the tolerance in float32, and 10 times in bfloat16.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardload.keras_bridge.model_state import own_layers
+from shardload.parallel.numbers_check import Comparison
+
+MARGIN = 8
+"""Independent roundings add like a random walk: this many times one of them after 64 operations."""
+
+
+def coarsest_eps(model: Any) -> float:
+    """Return the distance from 1 to the next number in the coarsest dtype that a model stores or computes in."""
+    dtypes = {str(v.dtype) for v in model.variables} | {str(layer.compute_dtype) for layer in own_layers(model)}
+    return max([float(jnp.finfo(dtype).eps) for dtype in dtypes if "float" in dtype], default=0.0)
+
+
+def nudged(values: Any, eps: float) -> Any:
+    """Return a tree of host arrays with every float moved by about one unit in the last place, up or down."""
+    coin = np.random.default_rng(0)
+
+    def move(value: Any) -> Any:
+        if not jnp.issubdtype(value.dtype, jnp.floating):
+            return value
+        signs = coin.integers(0, 2, value.shape) * 2 - 1
+        return np.asarray(value.astype(np.float64) * (1 + eps * signs)).astype(value.dtype)
+
+    return jax.tree.map(move, values)
+
+
+def compare(name: str, found: Any, moved: Any, expected: Any, *, eps: float, terms: int = 1) -> Comparison:
+    """Compare a result with that of one device.
+
+    Args:
+        name: What it is.
+        found: The sharded model's.
+        moved: That of one device from values that are `nudged`.
+        expected: That of one device.
+        eps: See `coarsest_eps`.
+        terms: Number of float32 terms that it is a plain sum of.
+    """
+    elements, dtype = math.prod(expected.shape), str(expected.dtype)
+    if not jnp.issubdtype(expected.dtype, jnp.floating):
+        return Comparison(name, dtype, elements, 1.0, float(not np.array_equal(found, expected)), 0.0)
+    finite = _doubles(expected)
+    largest = float(np.abs(finite[np.isfinite(finite)]).max(initial=0.0))
+    order = math.sqrt(terms) * float(np.finfo("float32").eps) / 2 * largest if terms > 1 else 0.0
+    allowed = max(MARGIN * _difference(moved, expected), MARGIN * eps * largest, order)
+    return Comparison(name, dtype, elements, largest, _difference(found, expected), allowed)
+
+
+def _difference(found: Any, expected: Any) -> float:
+    """Return the largest absolute difference; infinite if a value is not finite in one of the two only."""
+    a, b = _doubles(found), _doubles(expected)
+    finite = np.isfinite(a) & np.isfinite(b)
+    if not np.array_equal(a[~finite], b[~finite], equal_nan=True):
+        return math.inf
+    return float(np.abs(a[finite] - b[finite]).max(initial=0.0))
+
+
+def _doubles(array: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
+    return np.asarray(array).astype(np.float64)
