@@ -40,6 +40,8 @@ class Value:
     last_use: int = 0
     stored: bool = False
     """Whether the value needs a buffer, so it is not only an intermediate of a fused operation."""
+    recomputed: bool = False
+    """Whether it is a constant or a broadcast, which XLA makes again wherever it is read."""
 
     @property
     def nbytes(self) -> int:
@@ -162,6 +164,12 @@ class Program:
         for value in values:
             value.root.stored = True
 
+    def keep_for_later(self, boundary: int) -> None:
+        """Note that values from before a moment that are read after it need buffers: what the backward pass uses."""
+        for value in self.values:
+            if value.view_of is None and not value.recomputed and value.born <= boundary < value.last_use:
+                value.stored = True
+
     def use(self, *values: Value) -> None:
         """Note that an operation reads values now."""
         for value in values:
@@ -175,10 +183,10 @@ class Program:
         grown = tuple(Exchange(e.kind, e.group, e.nbytes * n, e.dims) for e in exchanges if e.group != UNSPLIT)
         self.operations.append(Operation(name, tuple(dims), flops * n, nbytes * n, grown))
 
-    def need_whole(self, value: Value, dim: int, *, why: str) -> None:
-        """Record that an operation needs a dim of ``value`` whole: it is gathered first where it is split."""
+    def need_whole(self, value: Value, dim: int, *, why: str, times: int = 1) -> None:
+        """Record that an operation needs a dim whole: where split, the value is gathered first, ``times`` over."""
         if value.dims[dim] != UNSPLIT:
-            gather = Exchange("all-gather", value.dims[dim], value.nbytes, value.dims)
+            gather = Exchange("all-gather", value.dims[dim], value.nbytes * times, value.dims)
             self.work(why, value.dims, exchanges=(gather,))
 
     @contextmanager

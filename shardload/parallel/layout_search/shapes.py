@@ -64,7 +64,10 @@ def elementwise(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
 
 def source(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
     """Make results that depend on no dim of an operand."""
-    return [fresh(program, var, [program.any_length() for _ in var.aval.shape]) for var in eqn.outvars]
+    made = [fresh(program, var, [program.any_length() for _ in var.aval.shape]) for var in eqn.outvars]
+    for value in made:
+        value.recomputed = True
+    return made
 
 
 def broadcast_in_dim(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
@@ -74,7 +77,9 @@ def broadcast_in_dim(program: Program, eqn: Any, operands: Sequence[Value]) -> l
     for d, at in enumerate(eqn.params["broadcast_dimensions"]):
         if value.shape[d] == shape[at]:
             dims[at] = value.dims[d]
-    return [fresh(program, eqn.outvars[0], dims)]
+    made = fresh(program, eqn.outvars[0], dims)
+    made.recomputed = True
+    return [made]
 
 
 def transpose(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
@@ -167,6 +172,11 @@ def _blocks(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int],
     return blocks
 
 
+PARTS_TIMES = 3
+"""What XLA moves where an operation takes parts of a split dim, as a multiple of the operand: neighbours exchange
+edges, and pieces are dealt out again. Measured on compiled programs: rotary embeddings, gates, skip connections."""
+
+
 # ---- parts of dims ---------------------------------------------------------------------------------
 
 
@@ -174,7 +184,7 @@ def _keeping(program: Program, eqn: Any, value: Value, kept: Callable[[int], boo
     """Make results whose dims follow those of ``value`` that are ``kept``; it needs the others whole."""
     for d in range(len(value.dims)):
         if not kept(d):
-            program.need_whole(value, d, why=eqn.primitive.name)
+            program.need_whole(value, d, why=eqn.primitive.name, times=PARTS_TIMES)
     return [fresh(program, var, [n if kept(d) else None for d, n in enumerate(value.dims)]) for var in eqn.outvars]
 
 
@@ -197,7 +207,7 @@ def select_and_scatter_add(program: Program, eqn: Any, operands: Sequence[Value]
         if window[d] == 1:
             program.unite(n, value.dims[d])
         else:
-            program.need_whole(src, d, why="select_and_scatter_add")
+            program.need_whole(src, d, why="select_and_scatter_add", times=PARTS_TIMES)
     return _keeping(program, eqn, value, lambda d: window[d] == 1)
 
 
@@ -225,7 +235,7 @@ def concatenate(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
     along = eqn.params["dimension"]
     first = operands[0]
     for other in operands:
-        program.need_whole(other, along, why="concatenate")
+        program.need_whole(other, along, why="concatenate", times=PARTS_TIMES)
         for d, n in enumerate(other.dims):
             if d != along:
                 program.unite(first.dims[d], n)
@@ -246,7 +256,7 @@ def stack(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
 def unstack(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
     """Carry every dim but the one that is taken apart."""
     axis, value = eqn.params["axis"], operands[0]
-    program.need_whole(value, axis, why="unstack")
+    program.need_whole(value, axis, why="unstack", times=PARTS_TIMES)
     dims = [n for d, n in enumerate(value.dims) if d != axis]
     return [fresh(program, var, dims) for var in eqn.outvars]
 
@@ -258,5 +268,5 @@ def dynamic_update_slice(program: Program, eqn: Any, operands: Sequence[Value]) 
         if update.shape[d] == value.shape[d]:
             program.unite(value.dims[d], n)
         else:
-            program.need_whole(update, d, why="dynamic_update_slice")
+            program.need_whole(update, d, why="dynamic_update_slice", times=PARTS_TIMES)
     return _keeping(program, eqn, value, lambda d: update.shape[d] == value.shape[d])

@@ -112,6 +112,7 @@ def trace(
     results = read(program, closed, values)
     program.use(*results)
     if training and trainable:
+        program.keep_for_later(results[0].born)
         for value, gradient in zip(values, results[-len(trainable) :], strict=False):
             program.unite_dims(value, gradient)  # a gradient is kept as its variable is
     batch = tuple(v.dims[0] for v in values[len(weights) :] if v.dims)
