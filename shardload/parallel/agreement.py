@@ -25,7 +25,7 @@ from shardload.parallel.numbers_check import Comparison, NumbersCheck
 from shardload.parallel.placement_check import bytes_by_device, check_placement, misplaced
 from shardload.parallel.programs import Program, State, program_of
 from shardload.parallel.result import LayoutChoice
-from shardload.parallel.rounding import coarsest_eps, compare, nudged
+from shardload.parallel.rounding import SAMPLES, coarsest_eps, compare, nudged
 from shardload.sharding.layout import Layout
 from shardload.units import plural
 
@@ -131,28 +131,34 @@ class _Trial:
     options: Mapping[str, Any]
 
     def run(self, training: Any, *, steps: int, terms: int = 1) -> _Outcome:
-        """Run the step on one device twice and sharded once; ``terms`` is how many elements the loss is a sum of."""
+        """Run the step on one device and sharded; ``terms`` is how many elements the loss is a sum of."""
         eps = coarsest_eps(self.model)
         with program_of(self.model, self.choice, training=training, on_mesh=False, **self.options) as program:
             values = _values(program, self.choice)
-            expected, moved = self._on_one_device(program, values, eps, steps=steps)
+            expected, *moved = self._on_one_device(program, values, eps, steps=steps)
         with program_of(self.model, self.choice, training=training, **self.options) as program:
             found = self._sharded(program, values, steps=steps)
         comparisons = [
             compare(
-                name, found.arrays[name], moved.arrays[name], value, eps=eps, terms=terms if name in found.losses else 1
+                name,
+                found.arrays[name],
+                [each.arrays[name] for each in moved],
+                value,
+                eps=eps,
+                terms=terms if name in found.losses else 1,
             )
             for name, value in expected.arrays.items()
         ]
         return _Outcome(comparisons, _placed(program, found.state))
 
-    def _on_one_device(self, program: Program, values: State, eps: float, *, steps: int) -> tuple[_Results, _Results]:
-        """Return the results for these values, and for values that are rounded once more."""
+    def _on_one_device(self, program: Program, values: State, eps: float, *, steps: int) -> list[_Results]:
+        """Return the results for these values, and for values that are rounded once more, in several ways."""
         step, there = jax.jit(program.function), jax.sharding.SingleDeviceSharding(self.devices[0])
-        moved = nudged({"state": values, "inputs": self.batch["inputs"]}, eps)
-        cases = (values, self.batch), (moved["state"], {**self.batch, "inputs": moved["inputs"]})
-        expected, rounded = (_run(program, step, *jax.device_put(case, there), steps=steps) for case in cases)
-        return expected, rounded
+        cases = [(values, self.batch)]
+        for seed in range(SAMPLES):
+            moved = nudged({"state": values, "inputs": self.batch["inputs"]}, eps, seed=seed)
+            cases.append((moved["state"], {**self.batch, "inputs": moved["inputs"]}))
+        return [_run(program, step, *jax.device_put(case, there), steps=steps) for case in cases]
 
     def _sharded(self, program: Program, values: State, *, steps: int) -> _Results:
         step = jax.jit(program.function, out_shardings=program.out_shardings(self.devices))

@@ -22,19 +22,20 @@ from shardload.parallel.roles import Role, Wants, roles
 from shardload.sharding.devices import has_mesh, mesh_spec
 from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
-from shardload.typing import LayoutLike
+from shardload.typing import LayoutLike, MeshLike
 
 MODES = ("auto", "keras_hub", "replicated", "search")
 
 
-def choose(model: Any, mesh: MeshSpec, layout: LayoutLike = "auto") -> LayoutChoice:
+def choose(model: Any, mesh: MeshLike | MeshSpec, layout: LayoutLike = "auto") -> LayoutChoice:
     """Choose a layout for every variable of a built model.
 
     Reads layer objects, shapes and dtypes only, so the variables may have no values yet.
 
     Args:
         model: A built Keras model.
-        mesh: The mesh; what its axes split follows from their names (`shardload.sharding.mesh`).
+        mesh: The mesh, such as ``"data=2,model=4"``; what its axes split follows from their names
+            (`shardload.sharding.mesh`).
         layout: ``auto``, ``keras_hub`` (the backbone class' own ``get_layout_map``), ``replicated``, ``search`` (see
             `shardload.parallel.search`), a plan of that search or the path of its JSON file, a mapping of rules, a
             ``LayoutMap`` or a distribution of ``keras.distribution``, or the path of a rules file (see
@@ -43,7 +44,7 @@ def choose(model: Any, mesh: MeshSpec, layout: LayoutLike = "auto") -> LayoutCho
     Raises:
         LayoutError: When the mode is unknown, the class has no map, or a rule cannot be applied.
     """
-    variables = model_variables.all_variables(model)
+    mesh, variables = mesh_spec(mesh), model_variables.all_variables(model)
     if distributions.is_distribution(layout):
         return _by_distribution(model, mesh, layout)
     if (plan := _plan(model, mesh, layout)) is not None:

@@ -82,6 +82,12 @@ def test_tensor_parallel(here, capsys):
     assert "(-, model) column" in capsys.readouterr().out
 
 
+def test_check_a_layout(here):
+    names = run("docs/how-to/check-a-layout.md")
+    assert names["step"].collective_bytes > names["forward"].collective_bytes
+    assert names["trained"].variables == 3 * 4 + 2
+
+
 def test_collectives(here):
     names = run("docs/how-to/collectives.md")
     assert names["parts"].sharding.spec == names["x"].sharding.spec
