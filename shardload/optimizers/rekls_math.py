@@ -12,6 +12,7 @@ eigenvalues; its factor and pair are `None`. Matrix products run at the highest 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -94,18 +95,39 @@ def blended(factor: Array, contribution: Array, step: Array, beta: float) -> Arr
 
 
 def eigenpairs(factors: Array) -> Pair:
-    """Decompose symmetric matrices (..., n, n), largest eigenvalue first. NaN where that fails."""
-    values, vectors = jnp.linalg.eigh(factors)
-    return Pair(values[..., ::-1], vectors[..., ::-1])
+    """Decompose symmetric matrices (n, n) or (b, n, n), largest eigenvalue first. NaN where that fails."""
+
+    def together(stack: Array) -> Pair:
+        values, vectors = jnp.linalg.eigh(stack)
+        return Pair(values[..., ::-1], vectors[..., ::-1])
+
+    return _singly_on_cpu(together, factors)
 
 
 def power_iteration(factors: Array, old: Pair) -> Pair:
-    """Approximate `eigenpairs` of (..., n, n) by one step of QR iteration from the old ones: a fraction of the work.
+    """Approximate `eigenpairs` by one step of QR iteration from the old ones: a fraction of the work.
 
     The order of eigenpairs is kept: the second moment, which is not rotated, belongs to it.
     """
-    vectors, _ = jnp.linalg.qr(product(factors, old.vectors))
-    return Pair(_quotients(factors, vectors), vectors)
+
+    def together(stack: Array, start: Pair) -> Pair:
+        vectors, _ = jnp.linalg.qr(product(stack, start.vectors))
+        return Pair(_quotients(stack, vectors), vectors)
+
+    return _singly_on_cpu(together, factors, old)
+
+
+def _singly_on_cpu(decompose: Callable[..., Pair], *stacks: Any) -> Pair:
+    """Decompose a stack (b, n, n) together, but one after the other on CPU.
+
+    There, jaxlib 0.10 spreads the batch over the threads in which simulated devices wait for each other, and hangs.
+    """
+    if stacks[0].ndim == 2:
+        return decompose(*stacks)
+    found: Pair = jax.lax.platform_dependent(
+        *stacks, cpu=lambda *all_stacks: jax.lax.map(lambda each: decompose(*each), all_stacks), default=decompose
+    )
+    return found
 
 
 def _quotients(factors: Array, vectors: Array) -> Array:

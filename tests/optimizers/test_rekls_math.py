@@ -141,6 +141,16 @@ def test_qr_iteration_converges_to_the_eigenpairs():
     np.testing.assert_allclose(whole(pair), factor, atol=1e-6)
 
 
+@pytest.mark.parametrize(("routine", "of"), [("syevd", "eigenpairs"), ("geqrf", "power_iteration")])
+def test_no_batch_of_matrices_goes_to_lapack(routine, of):
+    """A batch hangs where as many simulated devices decompose as there are threads."""
+    stack = jnp.stack([jnp.eye(6)] * 4)
+    given = (stack,) if of == "eigenpairs" else (stack, Pair(jnp.ones((4, 6)), stack))
+    text = jax.jit(getattr(rekls_math, of)).lower(*given).compile().as_text()
+    calls = [line for line in text.splitlines() if f"lapack_s{routine}" in line]
+    assert calls and not [line for line in calls if "f32[4," in line]
+
+
 def test_what_is_not_finite_is_found():
     factors = jnp.stack([jnp.eye(3), jnp.full((3, 3), jnp.nan)])
     assert rekls_math.is_finite(jax.jit(rekls_math.eigenpairs)(factors)).tolist() == [True, False]
