@@ -25,9 +25,10 @@ COMMANDS = (
     ("restore_orbax", "--pairs", "7"),
     ("save_orbax", "--pairs", "7"),
     ("keras_callback",),
+    ("rekls_steps",),
 )
 """Each in a process of its own: they set up different numbers of devices and warm memory."""
-LONG = (("agreement",), ("convert", "--scale", "1"))
+LONG = (("agreement",), ("convert", "--scale", "1"), ("rekls_training",))
 PACKAGES = ("jax", "jaxlib", "keras", "keras-hub", "orbax-checkpoint", "tensorstore", "safetensors", "numpy", "h5py")
 
 
