@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardload.parallel.result import VariableLayout
-from shardload.parallel.roles import MATRICES, Dim, Follows, Role, Wants, by_shape, nbytes
+from shardload.parallel.role import MATRICES, Dim, Follows, Role, Wants
+from shardload.parallel.roles import by_shape, nbytes
 from shardload.sharding.layout import Fallback, Layout, Spec
 from shardload.sharding.mesh import MeshSpec
 

@@ -18,7 +18,8 @@ from shardload.parallel.gathering import gathered_outputs
 from shardload.parallel.layout_search.layout_plan import LayoutPlan
 from shardload.parallel.layout_search.searching import search
 from shardload.parallel.result import LayoutChoice, VariableLayout
-from shardload.parallel.roles import Role, Wants, roles
+from shardload.parallel.role import Role, Wants
+from shardload.parallel.roles import roles
 from shardload.sharding.devices import has_mesh, mesh_spec
 from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec

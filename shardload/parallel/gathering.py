@@ -16,8 +16,8 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from shardload.parallel import model_variables
+from shardload.parallel.model_variables import is_kind
 from shardload.parallel.result import VariableLayout
-from shardload.parallel.roles import is_kind
 
 GATHERED = PartitionSpec(PartitionSpec.UNCONSTRAINED)
 """The batch as XLA has it, all other dims whole."""

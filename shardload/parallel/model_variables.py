@@ -59,3 +59,9 @@ def slots(model: Any) -> Iterator[tuple[Any, Any]]:
     Not Adafactor's averages of rows and columns, which have other shapes.
     """
     yield from slots_of(model)
+
+
+def is_kind(layer: Any, *names: str) -> bool:
+    """Whether a layer is one of Keras' or KerasHub's classes with these names, or a subclass."""
+    # By name: importing KerasHub to compare classes takes seconds, and many models do without it.
+    return any(c.__name__ in names and c.__module__.startswith("keras") for c in type(layer).__mro__)

@@ -24,48 +24,14 @@ from typing import Any
 
 from shardload.keras_bridge.variables import stored_dtype
 from shardload.parallel import model_variables
+from shardload.parallel.chains import pairs
+from shardload.parallel.channels import conv_roles, recurrent_roles, separable_roles
 from shardload.parallel.layer_rules import dims_by_rule
+from shardload.parallel.model_variables import is_kind
+from shardload.parallel.role import MATRICES, Dim, Follows, Role, Wants
 
-MATRICES = "matrices"
-"""Noun for a dim that stacks matrices, one for each expert."""
 LARGE_BYTES = 1 << 20
 """Smallest vector worth splitting, and smallest replicated variable worth reporting."""
-
-
-@dataclass(frozen=True, slots=True)
-class Dim:
-    """A dim that may be split, with the plural noun for its elements in reports (``heads``)."""
-
-    index: int
-    what: str
-
-
-@dataclass(frozen=True, slots=True)
-class Wants:
-    """A variable placed by its own dims."""
-
-    rule: str
-    """The rule's name, for reports."""
-    dims: tuple[Dim, ...]
-    """Dims to split, best first; none for variables that stay replicated on purpose."""
-    exact: bool = True
-    """Whether any choice but the first dim is a fallback to report; ``False`` for the shape rule."""
-    even_small: bool = False
-    """Whether to split it however small it is, because a user asked for it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Follows:
-    """A variable placed like its leader."""
-
-    rule: str
-    leader: Any
-    """The variable to follow."""
-    dims: tuple[int | None, ...]
-    """For each own dim the matching dim of the leader, or ``None``."""
-
-
-Role = Wants | Follows
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +64,11 @@ def roles(model: Any, *, by_user: bool = True) -> dict[int, Role]:
     every = list(model_variables.layers(model))
     own = {id(layer): model_variables.own_variables(layer, children) for layer, children in every}
     kernels = {id(layer): _kernels(layer, own[id(layer)]) for layer, _ in every}
-    found: dict[int, Role] = {}
-    # Users' rules first: a block pairs the kernels of its sub-layers before they are asked themselves.
+    by_rule: dict[int, Role] = {}
     for layer, _ in every if by_user else ():
-        found |= _by_layer_rule(layer)
+        by_rule |= _by_layer_rule(layer)
+    # Users' rules first: a block pairs the kernels of its sub-layers before they are asked themselves.
+    found = dict(by_rule)
     for layer, children in every:
         below = (kernels[id(child)] for child in children)
         for role_of in (
@@ -110,6 +77,10 @@ def roles(model: Any, *, by_user: bool = True) -> dict[int, Role]:
         ):
             for key, role in role_of.items():
                 found.setdefault(key, role)
+    on_last_dim = {id(layer): found_there for layer, _ in every if (found_there := _on_last_dim(layer, own[id(layer)]))}
+    on_last_dim = {key: one for key, one in on_last_dim.items() if id(one.kernel) not in by_rule}
+    for layer, _ in every:
+        found |= _chained(layer, on_last_dim, found, by_rule)
     for variable in model_variables.all_variables(model).values():
         found.setdefault(id(variable), by_shape(variable))
     # Last, and overwriting: to the shape rule above, a slot is a variable like any other.
@@ -141,12 +112,6 @@ def by_shape(variable: Any) -> Wants:
     return Wants("shape", tuple(Dim(d, f"elements of dim {d}") for d in order), exact=False)
 
 
-def is_kind(layer: Any, *names: str) -> bool:
-    """Whether a layer is one of Keras' or KerasHub's classes with these names, or a subclass."""
-    # By name: importing KerasHub to compare classes takes seconds, and many models do without it.
-    return any(c.__name__ in names and c.__module__.startswith("keras") for c in type(layer).__mro__)
-
-
 def _own_roles(layer: Any, variables: Sequence[Any], kernels: Sequence[_Kernel]) -> dict[int, Role]:
     """Return the roles of a layer's own variables."""
     own = {v.name: v for v in variables}
@@ -159,7 +124,14 @@ def _own_roles(layer: Any, variables: Sequence[Any], kernels: Sequence[_Kernel])
         # Replicated: split features would spread from here through the sums and norms of every block.
         return {id(table): Wants("positions", ())}
     if is_kind(layer, "BaseConv", "BaseConvTranspose", "BaseDepthwiseConv") and "kernel" in own:
-        return _conv_roles(layer, own)
+        return conv_roles(layer, own)
+    if is_kind(layer, "BaseSeparableConv") and "pointwise_kernel" in own:
+        return separable_roles(own)
+    if is_kind(layer, "LSTMCell", "GRUCell", "ConvLSTMCell"):
+        # Replicated: the gates lie side by side, so each device would have one of them and not its part of all.
+        return {id(v): Wants("gates", ()) for v in variables}
+    if is_kind(layer, "SimpleRNNCell"):
+        return recurrent_roles(own)
     return _pair(kernels)
 
 
@@ -256,6 +228,58 @@ def _projection(kernel: _Kernel) -> Wants:
     return Wants(rule, tuple(dims))
 
 
+# --- pairs in the graph of a functional model ------------------------------------------------------------
+
+
+def _chained(
+    model: Any, on_last_dim: dict[int, _LastDim], found: dict[int, Role], by_rule: dict[int, Role]
+) -> dict[int, Role]:
+    """Return the roles of kernels that follow each other in a model's graph, and of what is between them."""
+    changed: dict[int, Role] = {}
+    # What ends a pair by its shape ends one that the graph does not show: a gate, a block of layers.
+    ends = {key for key, one in on_last_dim.items() if getattr(found.get(id(one.kernel)), "rule", "") == "row"}
+    for pair in pairs(model, on_last_dim, never_first=ends):
+        first, second = on_last_dim[id(pair.first)], on_last_dim[id(pair.second)]
+        changed[id(first.kernel)] = Wants("column", (first.outputs, first.inputs))
+        changed[id(second.kernel)] = Wants("row", (second.inputs, second.outputs))
+        for layer in pair.between:
+            for v in model_variables.own_variables(layer):
+                features = len(v.shape) - (2 if len(v.shape) > 1 else 1)  # of a depthwise kernel, and of vectors
+                dims = tuple(first.outputs.index if d == features else None for d in range(len(v.shape)))
+                changed[id(v)] = Follows("features", first.kernel, dims)
+    return {key: role for key, role in changed.items() if key not in by_rule}
+
+
+@dataclass(frozen=True, slots=True)
+class _LastDim:
+    """A kernel from the last dim of its layer's input to the last dim of its output."""
+
+    kernel: Any
+    inputs: Dim
+    outputs: Dim
+
+
+def _on_last_dim(layer: Any, own: Sequence[Any]) -> _LastDim | None:
+    """Return the kernel of a layer that maps the last dim of its input to the last dim of its output, if it has one."""
+    kernel = next((v for v in own if v.name in ("kernel", "pointwise_kernel")), None)
+    if kernel is None:
+        return None
+    rank = len(kernel.shape)
+    if is_kind(layer, "BaseConv", "BaseConvTranspose", "BaseSeparableConv"):
+        if layer.data_format != "channels_last" or getattr(layer, "groups", 1) != 1:
+            return None
+        inputs, outputs = (rank - 1, rank - 2) if is_kind(layer, "BaseConvTranspose") else (rank - 2, rank - 1)
+        return _LastDim(kernel, Dim(inputs, "input channels"), Dim(outputs, "output channels"))
+    equation = _equation(layer)
+    if equation is None or rank != len(equation[1]):
+        return None
+    data, labels, output = equation
+    found = _einsum_kernel(kernel, data, labels, output)
+    if not found.is_matrix or data[-1] != labels[found.inputs[0]] or output[-1] != labels[found.outputs[0]]:
+        return None
+    return _LastDim(kernel, Dim(found.inputs[0], "input features"), Dim(found.outputs[0], "output features"))
+
+
 # --- variables that belong to a kernel, and tables -----------------------------------------------------
 
 
@@ -306,18 +330,4 @@ def _embedding_roles(own: dict[str, Any]) -> dict[int, Role]:
             rank = len(variable.shape)
             part = spelt[-rank:] if spelt.endswith("v") else spelt[:rank]
             found[id(variable)] = _along(name, variable, part, leader=leader, labels=labels)
-    return found
-
-
-def _conv_roles(layer: Any, own: dict[str, Any]) -> dict[int, Role]:
-    """Split a convolution by its output channels, else by its input channels; its bias follows."""
-    kernel = own["kernel"]
-    last = len(kernel.shape) - 1
-    first, second = ("output channels", "input channels") if is_kind(layer, "BaseConv") else ("channels",) * 2
-    order = (last, last - 1) if is_kind(layer, "BaseConv") else (last - 1, last)
-    found: dict[int, Role] = {
-        id(kernel): Wants("channels", (Dim(order[0], first), Dim(order[1], second))),
-    }
-    if (bias := own.get("bias")) is not None and bias.shape[0] == kernel.shape[order[0]]:
-        found[id(bias)] = Follows("bias", kernel, (order[0],))
     return found

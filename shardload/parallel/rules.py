@@ -27,7 +27,7 @@ from shardload.errors import LayoutError
 from shardload.keras_bridge.distributions import variable_axes
 from shardload.parallel.auto import next_best
 from shardload.parallel.result import VariableLayout
-from shardload.parallel.roles import Role
+from shardload.parallel.role import Role
 from shardload.sharding.layout import Layout, Spec
 from shardload.sharding.mesh import MeshSpec
 

@@ -70,8 +70,20 @@ def test_a_matrix_that_takes_the_heads_back_is_a_row(fused):
     assert (found["heads/kernel"], found["out/kernel"]) == ("(-, model, -)", "(model, -)")
 
 
-def test_square_kernels_are_columns():
-    found = layouts(keras.Sequential([keras.Input((64,)), keras.layers.Dense(64), keras.layers.Dense(64)]))
+def test_square_kernels_are_columns_unless_a_graph_tells_which_one_feeds_the_other():
+    parts = [keras.layers.Dense(64), keras.layers.Dense(64)]
+    found = layouts(keras.Sequential([keras.Input((64,)), *parts]))
+    assert [s for p, s in found.items() if p.endswith("kernel")] == ["(-, model)", "(model, -)"]
+
+    class Block(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.parts = parts
+
+        def build(self, shape):
+            pass
+
+    found = layouts(built(Block(), None, 64))
     assert [s for p, s in found.items() if p.endswith("kernel")] == ["(-, model)"] * 2
 
 

@@ -1,0 +1,35 @@
+"""Which layer feeds which in functional and sequential models: the graph that Keras keeps, without a trace."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+
+from shardload.keras_bridge.keras_types import Model
+
+
+def sole_consumers(model: Model) -> Iterator[tuple[Any, Any]]:
+    """Yield pairs of layers of a model's own graph: a layer, and the only one that reads its output.
+
+    A layer that is called more than once, has several outputs, or whose output is one of the model's, is in no pair as
+    the first. Pairs are in the order of the calls. A model that is not functional has none.
+    """
+    graph = getattr(model, "_functional", None) or model  # what a Sequential model keeps
+    if not isinstance(graph, keras.Model) or not hasattr(graph, "_nodes_by_depth"):
+        return
+    nodes = [node for depth in sorted(graph._nodes_by_depth, reverse=True) for node in graph._nodes_by_depth[depth]]
+    calls = Counter(id(node.operation) for node in nodes)
+    read_by: dict[int, list[Any]] = {}
+    for node in nodes:
+        for tensor in () if node.is_input else node.input_tensors:
+            read_by.setdefault(id(tensor), []).append(node.operation)
+    returned = {id(tensor) for tensor in graph.outputs}
+    for node in nodes:
+        if node.is_input or calls[id(node.operation)] > 1 or len(node.outputs) != 1:
+            continue
+        readers = read_by.get(id(node.outputs[0]), [])
+        if len(readers) == 1 and id(node.outputs[0]) not in returned and calls[id(readers[0])] == 1:
+            yield node.operation, readers[0]
