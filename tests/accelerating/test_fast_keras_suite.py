@@ -39,10 +39,16 @@ BY_KERAS = (
 """Why calls go to Keras in these tests; docs/reference/fast.md says more."""
 
 
+@pytest.fixture(scope="module")
+def results_of(tmp_path_factory):
+    """Results by module: one process for all of them, as the imports take longer than most tests."""
+    return run(MODULES, tmp_path_factory.mktemp("suite"), plugin="fast_suite_plugin")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("module", MODULES)
-def test_a_module_of_keras_passes_but_for_what_is_listed(module, tmp_path):
-    results = run(module, tmp_path, plugin="fast_suite_plugin")
+def test_a_module_of_keras_passes_but_for_what_is_listed(module, results_of):
+    results = results_of[module]
     failed = {name: found["why"] for name, found in results.items() if found["outcome"] == "failed"}
     assert failed.keys() == DIFFERENT.keys() & results.keys()
     assert {name: why for name, why in failed.items() if DIFFERENT[name][1] not in why} == {}

@@ -1,6 +1,6 @@
 """Keras' own tests of saving, from the installed wheel, with ours put in where Keras loads and saves steps.
 
-The modules are copied, so that their classes are not taken for Keras' own, and run in a process each with
+The modules are copied, so that their classes are not taken for Keras' own, and run in one process with
 `keras_suite_plugin`. Every test passes but those listed here; docs/reference/checkpoints.md has the list for users.
 """
 
@@ -45,10 +45,16 @@ HANDED_OVER = {"legacy .h5", "file object", "objects_to_skip", "by_name", "bad_k
 """What shardload has no format or argument for: Keras answers those calls itself."""
 
 
+@pytest.fixture(scope="module")
+def results_of(tmp_path_factory):
+    """Results by module: one process for all of them, as the imports take longer than most tests."""
+    return run(MODULES, tmp_path_factory.mktemp("suite"), plugin="keras_suite_plugin")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("module", MODULES)
-def test_a_module_of_keras_passes_but_for_what_is_listed(module, tmp_path):
-    results = run(module, tmp_path, plugin="keras_suite_plugin")
+def test_a_module_of_keras_passes_but_for_what_is_listed(module, results_of):
+    results = results_of[module]
     failed = {name: found["why"] for name, found in results.items() if found["outcome"] == "failed"}
     assert failed.keys() == DIFFERENT.keys() & results.keys()
     assert {name: why for name, why in failed.items() if DIFFERENT[name][1] not in why} == {}

@@ -21,7 +21,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 make_efficientnet_quick()
 
-results: dict[str, dict] = {}
+results: dict[str, dict[str, dict]] = {}
 calls: dict[str, list] = {}
 
 
@@ -37,7 +37,8 @@ def pytest_runtest_call(item):
 def pytest_runtest_logreport(report):
     if report.when == "call" or report.outcome != "passed":
         crash = getattr(report.longrepr, "reprcrash", None)
-        results[report.nodeid.split("::", 1)[-1]] = {
+        file, _, name = report.nodeid.partition("::")
+        results.setdefault(file, {})[name] = {
             "outcome": report.outcome,
             "why": str(getattr(crash, "message", "")),
             "calls": calls.get(report.nodeid, []),

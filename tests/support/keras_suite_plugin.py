@@ -30,7 +30,7 @@ from shardload.loaders import keras_archive
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-results: dict[str, dict] = {}
+results: dict[str, dict[str, dict]] = {}
 told = {"ours": 0, "handed_over": set(), "words": False}
 
 
@@ -116,7 +116,8 @@ def pytest_runtest_setup(item):
 def pytest_runtest_logreport(report):
     if report.when == "call" or report.outcome != "passed":
         crash = getattr(report.longrepr, "reprcrash", None)
-        results[report.nodeid.split("::", 1)[-1]] = {
+        file, _, name = report.nodeid.partition("::")
+        results.setdefault(file, {})[name] = {
             "outcome": report.outcome,
             "why": str(getattr(crash, "message", "")),
             **told,
