@@ -14,6 +14,8 @@ from callback_models import X
 from shardload.callbacks import OrbaxCheckpoint
 from shardload.keras_bridge.variables import current_value
 
+sys.modules.setdefault("tensorflow", None)  # Keras and KerasHub import it where it is; it is not needed
+
 
 def lora_model(rank=2, alpha=None, width=8):
     """A frozen layer with adapters, and two that train: the same initial values in every process."""

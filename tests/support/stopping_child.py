@@ -12,6 +12,8 @@ from callback_models import X
 
 from shardload.callbacks import OrbaxCheckpoint
 
+sys.modules.setdefault("tensorflow", None)  # Keras and KerasHub import it where it is; it is not needed
+
 LOSSES = [5, 4, 3, 3.5, 3.6, 3.7, 3.8, 3.9, 4.0, 4.1, 4.2, 4.3, 4.4, 4.5, 4.6, 4.7, 4.8, 4.9, 5.0, 5.1]
 
 
