@@ -30,6 +30,7 @@ from keras.src.utils.jax_utils import is_in_jax_tracing_scope
 
 from shardload.errors import LayoutError, MeshError
 from shardload.keras_bridge import abstraction
+from shardload.keras_bridge.gathered_use import Use, gathering
 from shardload.keras_bridge.keras_types import Model, Variable
 from shardload.keras_bridge.model_state import (
     models_in,
@@ -127,6 +128,8 @@ class ModelBinding:
     devices: tuple[jax.Device, ...]
     """In mesh-position order."""
     distribution: MeshParallel = field(repr=False)
+    uses: Mapping[int, Use] = field(default_factory=dict, repr=False)
+    """Variables that are gathered for use, by ``id(variable)``."""
 
     @contextmanager
     def scope(self) -> Iterator[None]:
@@ -149,6 +152,7 @@ def bind(
     values: Literal["move", "keep"] = "move",
     batch_axis: str | None = None,
     activations: Callable[[str], Any] | None = None,
+    uses: Mapping[int, Layout] | None = None,
 ) -> ModelBinding:
     """Bind a model to a mesh, so that all its methods run there. Binding again replaces the mesh.
 
@@ -163,6 +167,7 @@ def bind(
         batch_axis: The axis that splits batches; by default `MeshSpec.batch_axis`.
         activations: From the path of a layer's output to its ``TensorLayout`` or `jax.sharding.PartitionSpec`, or
             ``None`` to leave it to XLA.
+        uses: ``id(variable)`` → the layout that a variable is gathered to for use (`gathered_use`).
 
     Raises:
         MeshError: When devices and mesh differ in number, or a device repeats.
@@ -175,7 +180,9 @@ def bind(
     distribution = MeshParallel(
         mesh, devices, _by_path(shardings), batch_axis=batch_axis or mesh.batch_axis, activations=activations
     )
-    binding = ModelBinding(mesh, tuple(devices), distribution)
+    found = {id(variable): sharding for variable, sharding in shardings}
+    used = {key: Use(named_sharding(layout, devices), found[key]) for key, layout in (uses or {}).items()}
+    binding = ModelBinding(mesh, tuple(devices), distribution, used)
     for variable, sharding in shardings:
         (relocate if values == "move" else set_sharding)(variable, sharding)
     refresh_derived(model)
@@ -188,7 +195,7 @@ def unbind(model: Model) -> None:
     """Remove a model's binding; its variables stay where they are. Does nothing for a plain model."""
     for part in models_in(model):
         if _ATTRIBUTE in vars(part):
-            for name in (*METHODS, "__deepcopy__", _ATTRIBUTE):
+            for name in (*METHODS, "stateless_call", "__deepcopy__", _ATTRIBUTE):
                 part.__dict__.pop(name, None)
             forget_compiled(part)
 
@@ -279,6 +286,8 @@ def _install(model: Model, binding: ModelBinding) -> None:
         method = getattr(model, name, None)
         if callable(method):  # not setattr: Keras tracks attributes that are set
             model.__dict__[name] = _scoped(model, binding, method)
+    if binding.uses:
+        model.__dict__["stateless_call"] = gathering(model, binding.uses, model.stateless_call)
     model.__dict__["__deepcopy__"] = _deepcopy(model, binding)
     model.__dict__[_ATTRIBUTE] = binding
     forget_compiled(model)
@@ -304,14 +313,18 @@ def _scoped(model: Model, binding: ModelBinding, method: Callable[..., Any]) -> 
     return run
 
 
+def _layout_of(variable: Variable, sharding: Any, mesh: MeshSpec) -> Layout:
+    return Layout.of_spec(mesh, () if sharding is None else sharding.spec, len(variable.shape))
+
+
 def _deepcopy(model: Model, binding: ModelBinding) -> Callable[[dict[int, Any]], Model]:
     """Return what `copy.deepcopy` calls: Keras' copy, by way of a saved file, on the same mesh in the same layouts."""
 
     def deepcopy(memo: dict[int, Any]) -> Model:
-        layouts = []
-        for variable in variables_of(model):
-            rank, sharding = len(variable.shape), sharding_of(variable)
-            layouts.append(Layout.of_spec(binding.mesh, () if sharding is None else sharding.spec, rank))
+        variables = variables_of(model)
+        layouts = [_layout_of(v, sharding_of(v), binding.mesh) for v in variables]
+        used = {i: binding.uses[id(v)].used for i, v in enumerate(variables) if id(v) in binding.uses}
+        uses = {i: _layout_of(variables[i], sharding, binding.mesh) for i, sharding in used.items()}
         make, arguments = model.__reduce__()
         with binding.scope():
             copied = memo[id(model)] = make(*arguments)
@@ -323,6 +336,7 @@ def _deepcopy(model: Model, binding: ModelBinding) -> Callable[[dict[int, Any]],
             layouts=layouts,
             batch_axis=distribution.batch_dim_name,
             activations=distribution.activations,
+            uses={id(v): uses[i] for i, v in enumerate(variables_of(copied)) if i in uses},
         )
         return copied
 

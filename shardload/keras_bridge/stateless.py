@@ -7,7 +7,7 @@ first ``stateless_call`` would run as a part of the traced program.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ import keras
 from keras.src.backend.common import global_state
 
 from shardload.keras_bridge.binding import BindingSnapshot, MeshParallel, unbind
+from shardload.keras_bridge.gathered_use import Use, gathering
 from shardload.keras_bridge.keras_types import Model
 from shardload.keras_bridge.recording import UNINITIALISED, unregistered
 from shardload.sharding.mesh import MeshSpec
@@ -53,7 +54,9 @@ def mesh_distribution(
     return MeshParallel(mesh, devices, {}, batch_axis=batch_axis or mesh.batch_axis, activations=activations)
 
 
-def run_forward(model: Model, state: Any, inputs: Any, *, training: bool, **kwargs: Any) -> tuple[Any, list[Any], Any]:
+def run_forward(
+    model: Model, state: Any, inputs: Any, *, training: bool, uses: Mapping[int, Use] | None = None, **kwargs: Any
+) -> tuple[Any, list[Any], Any]:
     """Run ``model`` on the values in ``state``.
 
     Args:
@@ -61,6 +64,7 @@ def run_forward(model: Model, state: Any, inputs: Any, *, training: bool, **kwar
         state: Arrays under ``trainable`` and ``non_trainable``, in Keras' order.
         inputs: The first argument of its ``call``.
         training: Passed on if ``call`` takes it.
+        uses: Variables that are gathered for use.
         kwargs: Further arguments of ``call``.
 
     Returns:
@@ -68,7 +72,8 @@ def run_forward(model: Model, state: Any, inputs: Any, *, training: bool, **kwar
     """
     if model._call_has_training_arg:
         kwargs["training"] = training
-    found: tuple[Any, list[Any], Any] = model.stateless_call(
+    call = gathering(model, uses, model.stateless_call) if uses else model.stateless_call
+    found: tuple[Any, list[Any], Any] = call(
         state["trainable"], state["non_trainable"], inputs, return_losses=True, **kwargs
     )
     return found

@@ -111,7 +111,7 @@ def _by_plan(model: Any, mesh: MeshSpec, plan: LayoutPlan) -> LayoutChoice:
     if plan.mesh != mesh:
         raise LayoutError(f"Cannot use the plan for {plan.mesh} on the mesh {mesh}. Plan again for this mesh")
     planned = {v.path: v for v in plan.variables}
-    fixed = {}
+    fixed, uses = {}, {}
     for variable in model.variables:
         found = planned.get(variable.path)
         if found is None or found.shape != tuple(variable.shape):
@@ -121,9 +121,12 @@ def _by_plan(model: Any, mesh: MeshSpec, plan: LayoutPlan) -> LayoutChoice:
                 + ". Plan this model with shardload.parallel.search"
             )
         fixed[id(variable)] = VariableLayout.of(variable, Layout(mesh, found.spec), f"search: {found.reason}")
+        if found.stored:
+            uses[id(variable)] = Layout(mesh, found.used)
     variables, known = model_variables.all_variables(model), roles(model, by_user=False)
     placed = _with_spread_slots(model, decide_layouts(variables, known, mesh, fixed=fixed), plan.batch_axis)
-    return LayoutChoice(mesh, "search", {key: placed[key] for key in variables}, batch_axis=plan.batch_axis)
+    by_id = {key: placed[key] for key in variables}
+    return LayoutChoice(mesh, "search", by_id, batch_axis=plan.batch_axis, uses=uses)
 
 
 def _rule_set(model: Any, mesh: MeshSpec, layout: Any) -> tuple[str, rule_sets.RuleSet | None]:

@@ -148,6 +148,7 @@ class AutoShardDistribution(keras.distribution.ModelParallel):  # type: ignore[m
             layouts=choice.layouts,
             batch_axis=choice.batch_axis,
             activations=choice.activations,
+            uses=choice.uses,
         )
         abstraction.initialise(new)
         self._choices[model] = choice

@@ -23,6 +23,7 @@ import keras
 
 from shardload.errors import UninitialisedError, UsageError
 from shardload.keras_bridge.abstraction import abstract
+from shardload.keras_bridge.gathered_use import Use
 from shardload.keras_bridge.model_state import OptimizerState
 from shardload.keras_bridge.stateless import mesh_distribution, run_forward, scaled_loss, stateless
 from shardload.keras_bridge.variables import set_sharding, sharding_of, stored_dtype
@@ -96,7 +97,8 @@ def program_of(
             f"Cannot trace {model.name!r}: it is not built, so it has no variables yet. Call it on keras.Input first"
         )
     variables = {"trainable": list(model.trainable_variables), "non_trainable": list(model.non_trainable_variables)}
-    run, losses = partial(run_forward, model, **static), loss_of(model, loss)
+    uses = _uses(choice, devices) if on_mesh else {}
+    run, losses = partial(run_forward, model, uses=uses, **static), loss_of(model, loss)
     distribution = mesh_distribution(choice.mesh, devices, batch_axis=choice.batch_axis, activations=choice.activations)
     with ExitStack() as stack:
         stack.enter_context(stateless(model, distribution if on_mesh else None))
@@ -221,6 +223,13 @@ def _built(optimizer: Any, weights: Sequence[Any], choice: LayoutChoice, devices
         unbuilt.restore()
         for variable, sharding in zip(weights, before, strict=True):
             set_sharding(variable, sharding)
+
+
+def _uses(choice: LayoutChoice, devices: Sequence[Any]) -> dict[int, Use]:
+    return {
+        key: Use(named_sharding(layout, devices), named_sharding(choice.by_id[key].layout, devices))
+        for key, layout in choice.uses.items()
+    }
 
 
 def _slot_layout(choice: LayoutChoice, variable: Any) -> Layout:

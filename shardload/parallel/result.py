@@ -53,6 +53,8 @@ class LayoutChoice:
     """By ``id(variable)``, in the order of ``model.variables``, followed by compiled metrics and optimizer slots."""
     batch_axis: str | None = None
     """The axis that splits the batch; ``None`` for `MeshSpec.batch_axis`."""
+    uses: Mapping[int, Layout] = field(default_factory=dict)
+    """By ``id(variable)``: the layout of a variable while it is used, where it is stored split over more axes."""
     activations: Callable[[str], Any] | None = field(default=None, repr=False, compare=False)
     """From the path of a layer's output to its ``TensorLayout``, as the user's own map has it, to a
     `jax.sharding.PartitionSpec`, or to ``None``."""

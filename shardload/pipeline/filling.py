@@ -118,6 +118,7 @@ def _bind(prepared: PreparedLoad) -> None:
             values="keep",
             batch_axis=prepared.layouts.batch_axis,
             activations=prepared.layouts.activations,
+            uses=prepared.layouts.uses,
         )
 
 

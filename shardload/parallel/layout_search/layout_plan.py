@@ -36,6 +36,11 @@ class PlannedVariable:
     trainable: bool
     reason: str
 
+    @property
+    def used(self) -> Spec:
+        """The layout while it is used: ``spec`` without the axes in ``stored``."""
+        return tuple(tuple(axis for axis in axes if axis not in self.stored) for axes in self.spec)
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:

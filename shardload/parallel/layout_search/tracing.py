@@ -115,6 +115,7 @@ def trace(
         program.keep_for_later(results[0].born)
         for value, gradient in zip(values, results[-len(trainable) :], strict=False):
             program.unite_dims(value, gradient)  # a gradient is kept as its variable is
+            gradient.root.stored = False  # and counted with the variable
     batch = tuple(v.dims[0] for v in values[len(weights) :] if v.dims)
     for node in batch[1:]:
         program.unite(batch[0], node)

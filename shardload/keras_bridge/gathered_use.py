@@ -1,0 +1,81 @@
+"""Gather weights for use that are stored split, as fully sharded data parallelism does.
+
+Left to itself, XLA often moves the activations instead, and far more bytes. So a model whose weights are stored split
+over axes that do not split their use runs its ``stateless_call`` on gathered values::
+
+    value, split as stored ─► gathered for use ─► the model            forward; gathered again for the backward pass
+    gradient, split as stored ◄─────────────────── its gradient
+
+Gathered weights are not kept for the backward pass: they are rematerialised, everything else is saved as usual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from keras.src import backend
+
+from shardload.keras_bridge.keras_types import Model, Variable
+
+GATHERED = "gathered weight"
+"""The name of gathered values in traced programs."""
+
+
+class Use(NamedTuple):
+    """Where a variable is for use, and where it is stored."""
+
+    used: jax.sharding.NamedSharding
+    stored: jax.sharding.NamedSharding
+
+
+def gathering(model: Model, uses: Mapping[int, Use], call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``model.stateless_call`` with the weights in ``uses``, by ``id(variable)``, gathered for use."""
+
+    def stateless_call(trainable: Sequence[Any], other: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        arrays = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")}
+
+        def run(trainable: list[Any], other: list[Any], arrays: dict[int, Any]) -> Any:
+            filled = [arrays.get(i, leaf) for i, leaf in enumerate(leaves)]
+            args, kwargs = jax.tree.unflatten(structure, filled)
+            trainable = _gathered(model.trainable_variables, trainable, uses)
+            other = _gathered(model.non_trainable_variables, other, uses)
+            found = call(trainable, other, *args, **kwargs)
+            return found, jax.tree.map(backend.get_keras_mask, found[0])
+
+        policy = jax.checkpoint_policies.save_anything_except_these_names(GATHERED)
+        found, masks = jax.checkpoint(run, policy=policy)(list(trainable), list(other), arrays)
+        return _masked(found[0], masks), *found[1:]
+
+    return stateless_call
+
+
+def _masked(outputs: Any, masks: Any) -> Any:
+    """Attach masks to outputs again: what is traced apart loses attributes of its arrays."""
+    found = jax.tree.leaves(masks, is_leaf=lambda leaf: leaf is None)
+    for output, mask in zip(jax.tree.leaves(outputs), found, strict=True):
+        if mask is not None:
+            backend.set_keras_mask(output, mask)
+    return outputs
+
+
+def _gathered(variables: Sequence[Variable], values: Sequence[Any], uses: Mapping[int, Use]) -> list[Any]:
+    return [
+        checkpoint_name(_gather(value, uses[id(variable)]), GATHERED) if id(variable) in uses else value
+        for variable, value in zip(variables, values, strict=True)
+    ]
+
+
+def _gather(value: Any, use: Use) -> Any:
+    def forward(value: Any) -> tuple[Any, None]:
+        return jax.lax.with_sharding_constraint(value, use.used), None
+
+    def backward(_: None, gradient: Any) -> tuple[Any]:
+        return (jax.lax.with_sharding_constraint(gradient, use.stored),)
+
+    gather = jax.custom_vjp(lambda value: forward(value)[0])
+    gather.defvjp(forward, backward)
+    return gather(value)
