@@ -54,10 +54,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="write a JSON file instead of tables")
     parser.add_argument("--long", action="store_true", help="also what takes hours")
     parser.add_argument("--only", default="", help="only the benchmarks whose name contains this")
+    parser.add_argument("name", nargs="?", help="run this one only, also if it takes long")
     options = parser.parse_args(argv)
     found: dict[str, Any] = {"machine": machine()}
-    for module, *arguments in COMMANDS + LONG if options.long else COMMANDS:
-        if options.only not in module:
+    for module, *arguments in COMMANDS + LONG if options.long or options.name else COMMANDS:
+        if options.only not in module or options.name not in (None, module):
             continue
         command = [sys.executable, "-m", f"benchmarks.{module}", *arguments, *(["--json"] if options.out else [])]
         print(f"\n== {' '.join(command[1:])}", file=sys.stderr, flush=True)

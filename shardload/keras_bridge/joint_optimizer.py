@@ -8,7 +8,7 @@ JAX computes an update for every batch and throws most of them away.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 
 from shardload.keras_bridge.keras_types import Variable
 from shardload.keras_bridge.variables import current_value, sharding_of
+from shardload.sharding.layout import Layout
 
 
 class JointOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
@@ -35,10 +36,23 @@ class JointOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             learning_rate: Of this step, a scalar.
         """
 
+    def state_layouts(self, layout_of: Callable[[Variable], Layout | None]) -> dict[int, Layout]:
+        """Return layouts of state that has another shape than its variable, by ``id``.
+
+        Args:
+            layout_of: The layout of a variable; ``None`` if it has none.
+        """
+        return {}
+
     def is_due(self) -> Any:
         """Whether this call updates variables, and does not only accumulate gradients: `True`, or a traced bool."""
         steps = self.gradient_accumulation_steps
         return (self._iterations.value + 1) % steps == 0 if steps else True
+
+    @property
+    def trained(self) -> list[Variable]:
+        """The variables that the optimizer was built with, in order; empty before."""
+        return list(self._trainable_variables)
 
     def position(self, variable: Variable) -> int:
         """Return the position of a variable among those that the optimizer was built with."""

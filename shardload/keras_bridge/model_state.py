@@ -147,7 +147,9 @@ def slots_of(model: Model) -> list[tuple[Variable, Variable]]:
 def spread_slots(
     model: Model, layout_of: Callable[[Variable], Layout | None], *, batch_axis: str | None = None
 ) -> dict[int, Layout]:
-    """Return the layouts of slots that their optimizer spreads further than their weight, by ``id(slot)``.
+    """Return the layouts of slots that do not follow their weight, by ``id(slot)``.
+
+    They are spread further, or belong to an optimizer that knows the layouts of its state (`JointOptimizer`).
 
     Args:
         model: Compiled or not.
@@ -160,6 +162,9 @@ def spread_slots(
         for slot, weight in slots_in(optimizer) if chosen is not None else ():
             if chosen is not None and (layout := layout_of(weight)) is not None:
                 found[id(slot)] = chosen.applied(layout, tuple(slot.shape), batch_axis)
+        for part in optimizers_in(optimizer):
+            if (state_layouts := getattr(part, "state_layouts", None)) is not None:
+                found |= state_layouts(layout_of)
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -18,8 +18,9 @@ from shardload.optimizers.joint_update import JointPlan, Matrix, MatrixState
 from shardload.optimizers.matrices import EMBEDDINGS, MAX_DIMENSION, MatrixView
 from shardload.optimizers.options import AdamwFor, Options
 from shardload.optimizers.rekls_math import Moments, Pair, Sides
-from shardload.optimizers.state import SLOTS, check_variable, common_mesh, new_slots, spec_of
+from shardload.optimizers.state import FACTOR_SLOTS, SLOTS, along_first, check_variable, common_mesh, new_slots, spec_of
 from shardload.optimizers.whole_step import AdamwState, Counters, Gradients, WholePlan, WholeState, whole_step
+from shardload.sharding.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +171,15 @@ class REKLS(JointOptimizer):
         before = jax.tree.map(lambda variable: variable.value, held)
         after = whole_step(plan, before, given, jnp.asarray(learning_rate), jnp.asarray(self.is_due()))
         jax.tree.map(lambda variable, value: variable.assign(value), held, after)
+
+    def state_layouts(self, layout_of: Callable[[Variable], Layout | None]) -> dict[int, Layout]:
+        """Return the layouts of factors and eigenpairs for layouts of the variables, by ``id``."""
+        found: dict[int, Layout] = {}
+        for place, variable in enumerate(self.trained):
+            if (layout := layout_of(variable)) is not None:
+                state = [getattr(self, slot)[place] for slot in FACTOR_SLOTS]
+                found |= {id(v): along_first(layout, tuple(v.shape)) for v in state if v is not None}
+        return found
 
     def _matrix_state(self, variable: Variable) -> MatrixState:
         place = self.position(variable)

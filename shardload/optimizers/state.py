@@ -15,10 +15,10 @@ from shardload.keras_bridge.joint_optimizer import JointOptimizer, placement
 from shardload.keras_bridge.keras_types import Variable
 from shardload.optimizers.matrices import MatrixView
 from shardload.optimizers.options import Options
+from shardload.sharding.devices import mesh_spec
+from shardload.sharding.layout import Layout
 
-SLOTS = (
-    "momentums",
-    "velocities",
+FACTOR_SLOTS = (
     "left_factors",
     "right_factors",
     "left_values",
@@ -26,6 +26,7 @@ SLOTS = (
     "left_vectors",
     "right_vectors",
 )
+SLOTS = ("momentums", "velocities", *FACTOR_SLOTS)
 """Attributes of the optimizer: lists with an entry for every variable, `None` where there is no such state."""
 
 
@@ -71,7 +72,7 @@ def new_slots(variable: Variable, view: MatrixView | None, options: Options) -> 
         yield NewSlot(slot, tuple(variable.shape), "float32", "zeros", own)
     for name, side in zip(("left", "right"), view.factor_sides if view else (), strict=False):
         if side is not None:
-            split = _along_first(variable, own, side, options)
+            split = _split_state(variable, own, side, options)
             square = (side, side)
             start = keras.initializers.Constant(options.init_factor)
             yield NewSlot(f"{name}_factors", square, options.factor_dtype, "zeros", split)
@@ -79,22 +80,30 @@ def new_slots(variable: Variable, view: MatrixView | None, options: Options) -> 
             yield NewSlot(f"{name}_vectors", square, "float32", keras.initializers.Identity(), split)
 
 
-def _along_first(variable: Variable, own: NamedSharding | None, side: int, options: Options) -> NamedSharding | None:
-    """Return the sharding that splits dim 0 over all axes that split the variable."""
+def _split_state(variable: Variable, own: NamedSharding | None, side: int, options: Options) -> NamedSharding | None:
+    """Return the sharding of a factor: `along_first`, or an error where that replicates it."""
     if own is None:
         return None
-    named = [(a,) if isinstance(a, str) else tuple(a) for a in own.spec if a is not None]
-    axes = tuple(axis for group in named for axis in group)
-    parts = math.prod(own.mesh.shape[axis] for axis in axes)
-    if side % parts == 0 and axes:
-        return NamedSharding(own.mesh, PartitionSpec(axes))
-    if parts > 1 and options.uneven == "error":
+    layout = Layout.of_spec(mesh_spec(own.mesh), own.spec, len(variable.shape))
+    parts = math.prod(layout.parts)
+    if side % parts and options.uneven == "error":
         raise LayoutError(
             f"Cannot shard the factors of {variable.path!r} of shape {tuple(variable.shape)}: a factor of length "
             f"{side} does not divide into {parts} parts, as {own.spec} splits the variable. Replicate such factors "
             "with uneven='replicate', leave the variable to AdamW with adamw_for=, or choose another layout"
         )
-    return NamedSharding(own.mesh, PartitionSpec())
+    axes = along_first(layout, (side,)).spec[0]
+    return NamedSharding(own.mesh, PartitionSpec(axes) if axes else PartitionSpec())
+
+
+def along_first(layout: Layout, shape: tuple[int, ...]) -> Layout:
+    """Return the layout of a factor or its eigenpairs: dim 0 split over all axes that split the variable.
+
+    Replicated where they do not divide it.
+    """
+    axes = tuple(axis for split in layout.spec for axis in split)
+    found = Layout(layout.mesh, (axes, *((),) * (len(shape) - 1)))
+    return found if found.divides(shape) else Layout.replicated(layout.mesh, len(shape))
 
 
 def spec_of(variable: Variable) -> PartitionSpec:

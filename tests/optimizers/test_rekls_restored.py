@@ -9,11 +9,17 @@ from rekls_runs import gradients, same, values
 import shardload
 from shardload.callbacks import OrbaxCheckpoint
 from shardload.keras_bridge.binding import bind
-from shardload.optimizers import REKLS
+from shardload.optimizers import REKLS, state_bytes
+from shardload.optimizers.state import SLOTS
 from shardload.parallel import choose
 from shardload.sharding.mesh import MeshSpec
 
 X = np.random.default_rng(0).random((48, 32)).astype("float32")
+
+
+def parts_of(variable):
+    whole, shard = variable.shape, variable.value.addressable_shards[0].data.shape
+    return [a // b for a, b in zip(whole, shard, strict=True)]
 
 
 def build(seed=0, **options):
@@ -64,6 +70,9 @@ def test_saved_on_1x8_and_restored(saved, mesh):
     assert same(values(model.optimizer, model.weights), values(again.optimizer, again.weights))
     spread = {len(v.value.sharding.device_set) for v in again.optimizer.variables}
     assert spread == {8 if mesh == "2x4" else 1}
+    for variable, *state in zip(again.trainable_variables, *(getattr(again.optimizer, s) for s in SLOTS), strict=True):
+        held = sum(v.value.addressable_shards[0].data.nbytes for v in state if v is not None)
+        assert held == state_bytes(variable.shape, parts_of(variable))
 
 
 @pytest.mark.parametrize("mesh", ["2x4", "1x1"])
