@@ -12,6 +12,7 @@
     ├── MismatchError (ValueError)          checkpoint and model disagree: names, shapes, dtypes
     ├── MeshError (ValueError)              the mesh cannot be made: syntax, too few devices
     ├── LayoutError (ValueError)            a layout rule matches nothing, twice, or does not divide
+    │   └── DoesNotFitError                 no layout on the mesh keeps the limit on device memory
     ├── BudgetError (ValueError)            the host-memory budget is too small for one block
     ├── TransferError (OSError)             reading failed half-way: a file shrank, vanished, or could not be read
     ├── LoadInterruptedError                a load ended half-way; describes the model's current values
@@ -35,6 +36,7 @@ __all__ = [
     "BudgetError",
     "DamagedError",
     "DisagreementError",
+    "DoesNotFitError",
     "LayoutError",
     "LoadInterruptedError",
     "MeshError",
@@ -121,6 +123,15 @@ class MeshError(ShardloadError, ValueError):
 
 class LayoutError(ShardloadError, ValueError):
     """A layout cannot be applied to a variable, or a rule matches nothing."""
+
+
+class DoesNotFitError(LayoutError):
+    """No layout of a model on a mesh keeps the limit on device memory."""
+
+    def __init__(self, message: str, *, least_bytes: int) -> None:
+        super().__init__(message)
+        self.least_bytes = least_bytes
+        """Bytes on each device of the layout that needs least."""
 
 
 class BudgetError(ShardloadError, ValueError):

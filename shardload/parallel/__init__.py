@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from shardload.parallel.layout_search.hardware import Hardware
     from shardload.parallel.layout_search.layout_plan import LayoutPlan
     from shardload.parallel.layout_search.searching import search
+    from shardload.parallel.layout_search.smallest import search_smallest_mesh
     from shardload.parallel.memory_fit import MeshFit, fit, smallest_mesh
     from shardload.parallel.numbers_check import Comparison, Misplaced, NumbersCheck
     from shardload.parallel.one_axis import autoconfig
@@ -57,6 +58,7 @@ __all__ = [
     "list_devices",
     "reduce_scatter",
     "search",
+    "search_smallest_mesh",
     "smallest_mesh",
     "split_tensor_for_parallelism",
 ]
@@ -81,6 +83,7 @@ _OF_MODELS = {
     "compile_step": "compiled",
     "fit": "memory_fit",
     "search": "layout_search.searching",
+    "search_smallest_mesh": "layout_search.smallest",
     "smallest_mesh": "memory_fit",
 }
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shardload.errors import LayoutError
+from shardload.errors import DoesNotFitError, LayoutError
 from shardload.parallel import rules as rule_sets
 from shardload.parallel.layout_search.hardware import Hardware
 from shardload.parallel.layout_search.layout_plan import LayoutPlan
@@ -15,7 +15,7 @@ from shardload.parallel.layout_search.optimizer_slots import slot_ratio
 from shardload.parallel.layout_search.problem import Problem, make_problem
 from shardload.parallel.layout_search.solving import Demand, Moment, Solution, solve
 from shardload.parallel.layout_search.stating import make_plan
-from shardload.parallel.layout_search.tracing import input_specs, trace
+from shardload.parallel.layout_search.tracing import input_specs, record, trace
 from shardload.parallel.roles import roles
 from shardload.sharding.layout import Spec
 from shardload.sharding.mesh import MeshSpec
@@ -67,25 +67,57 @@ def search(
         batch_axis: The axis that splits the batch; by default the mesh's.
 
     Raises:
-        LayoutError: When the model cannot be traced, a pin is impossible or matches nothing, or no layout fits; the
-            message then says which limit would do.
+        DoesNotFitError: When no layout keeps the limit; the message says which limit would do.
+        LayoutError: When the model cannot be traced, or a pin is impossible or matches nothing.
     """
-    if not getattr(model, "built", True):
-        raise LayoutError(f"Cannot plan {model.name!r}: it has no variables yet. Call it on a batch once to build it")
+    check_built(model)
     hardware = hardware or Hardware()
     hardware.check(mesh)
     axis = mesh.batch_axis if batch_axis is None else batch_axis
     if inputs is None:
         rows = batch or BATCH_PER_POSITION * mesh.axis_size(axis)
         inputs = input_specs(model, batch=rows, sequence=sequence)
-    traced = trace(model, inputs, divisors=mesh.sizes, training=optimizer is not None, arguments=arguments)
+    recorded = record(model, inputs, training=optimizer is not None, arguments=arguments)
+    traced = trace(recorded, divisors=mesh.sizes)
     problem = make_problem(traced, mesh, hardware, batch_axis=axis, pins=_pins(model, mesh, pins))
-    demand = Demand(slots=slot_ratio(optimizer), storage_axes=tuple(_storage_axes(mesh, device_memory_bytes)))
-    if device_memory_bytes is None:
+    return plan_problem(
+        model, problem, inputs=inputs, batch_axis=axis, slots=slot_ratio(optimizer), limit=device_memory_bytes
+    )
+
+
+def check_built(model: Any) -> None:
+    """Check that a model has variables to plan.
+
+    Raises:
+        LayoutError: When it is not built.
+    """
+    if not getattr(model, "built", True):
+        raise LayoutError(f"Cannot plan {model.name!r}: it has no variables yet. Call it on a batch once to build it")
+
+
+def plan_problem(
+    model: Any, problem: Problem, *, inputs: Any, batch_axis: str, slots: float, limit: int | None
+) -> LayoutPlan:
+    """Solve the problem of a model on one mesh.
+
+    Args:
+        model: The model.
+        problem: Its problem.
+        inputs: The inputs that were traced.
+        batch_axis: The axis that splits the batch.
+        slots: Bytes of optimizer slots per byte of a trainable weight.
+        limit: Bytes of each device, if there is a limit.
+
+    Raises:
+        DoesNotFitError: When no layout keeps the limit.
+        LayoutError: When pins contradict each other.
+    """
+    demand = Demand(slots=slots, storage_axes=tuple(_storage_axes(problem.mesh, limit)))
+    if limit is None:
         demand, solution = _best_product(problem, demand)
     else:
-        demand, solution = _within(problem, demand, device_memory_bytes)
-    return make_plan(model, problem, demand, solution, inputs=inputs, batch_axis=axis, limit=device_memory_bytes)
+        demand, solution = _within(problem, demand, limit)
+    return make_plan(model, problem, demand, solution, inputs=inputs, batch_axis=batch_axis, limit=limit)
 
 
 def _pins(model: Any, mesh: MeshSpec, pins: Mapping[str, Any] | None) -> dict[str, Spec]:
@@ -144,14 +176,15 @@ def _within(problem: Problem, demand: Demand, limit: int) -> tuple[Demand, Solut
     found = solve(problem, demand)
     if found is not None and state_of(problem, demand, found).total + peak(problem, found)[0] <= limit:
         return demand, found
-    raise LayoutError(_does_not_fit(problem, demand, limit))
+    raise _does_not_fit(problem, demand, limit)
 
 
-def _does_not_fit(problem: Problem, demand: Demand, limit: int) -> str:
+def _does_not_fit(problem: Problem, demand: Demand, limit: int) -> DoesNotFitError:
     least = _solved(problem, replace(demand, minimise="memory", limit_bytes=None))
     state, activations = state_of(problem, demand, least), peak(problem, least)[0]
-    return (
+    return DoesNotFitError(
         f"No layout on {problem.mesh} needs at most {format_bytes(limit)} per device. The least is "
         f"{format_bytes(state.total + activations)}: {format_bytes(state.total)} of weights, gradients and slots, and "
-        f"{format_bytes(activations)} of activations. Use a larger mesh, a smaller batch, or a limit of that size"
+        f"{format_bytes(activations)} of activations. Use a larger mesh, a smaller batch, or a limit of that size",
+        least_bytes=state.total + activations,
     )

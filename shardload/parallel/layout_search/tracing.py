@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
 
 from shardload.errors import LayoutError
 from shardload.parallel.layout_search.program import Program, Value
@@ -74,10 +75,20 @@ def as_specs(inputs: Any) -> Any:
     return jax.tree.map(spec, inputs)
 
 
-def trace(
-    model: Any, inputs: Any, *, divisors: tuple[int, ...], training: bool, arguments: Mapping[str, Any] | None = None
-) -> Traced:
-    """Trace a model's forward pass, and for training its gradients with respect to the trainable variables.
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A model's program as JAX records it; it depends on no mesh."""
+
+    variables: tuple[Any, ...]
+    """Trainable variables, then the others: the first arguments of the program."""
+    trainable: int
+    """How many are trainable."""
+    closed: ClosedJaxpr
+    training: bool
+
+
+def record(model: Any, inputs: Any, *, training: bool, arguments: Mapping[str, Any] | None = None) -> Recorded:
+    """Record a model's forward pass, and for training its gradients with respect to the trainable variables.
 
     The loss is the mean square of all floating-point outputs: what it does with the last activation differs from the
     model's own, what the weights see does not.
@@ -85,8 +96,7 @@ def trace(
     Args:
         model: A built Keras model; its variables may have no values.
         inputs: The first argument of a call: arrays or ``jax.ShapeDtypeStruct`` in the model's structure.
-        divisors: Sizes of the mesh axes.
-        training: Whether to trace gradients.
+        training: Whether to record gradients.
         arguments: Other arguments of a call, by name.
 
     Raises:
@@ -105,21 +115,31 @@ def trace(
             f"Cannot trace {model.name!r} on inputs {jax.tree.map(str, specs[0])}: {type(error).__name__}: "
             f"{str(error).splitlines()[0] if str(error) else ''}. Pass inputs= that the model accepts"
         ) from error
+    return Recorded((*trainable, *other), len(trainable), closed, training)
+
+
+def trace(recorded: Recorded, *, divisors: tuple[int, ...]) -> Traced:
+    """Read a recorded program into groups of dims and operations.
+
+    Args:
+        recorded: The program.
+        divisors: Sizes of the mesh axes.
+    """
     program = Program(divisors)
-    values = arguments_of(program, closed)
-    weights = tuple(zip([*trainable, *other], values, strict=False))
+    values = arguments_of(program, recorded.closed)
+    weights = tuple(zip(recorded.variables, values, strict=False))
     program.store(*values)
-    results = read(program, closed, values)
+    results = read(program, recorded.closed, values)
     program.use(*results)
-    if training and trainable:
+    if recorded.training and recorded.trainable:
         program.keep_for_later(results[0].born)
-        for value, gradient in zip(values, results[-len(trainable) :], strict=False):
+        for value, gradient in zip(values, results[-recorded.trainable :], strict=False):
             program.unite_dims(value, gradient)  # a gradient is kept as its variable is
             gradient.root.stored = False  # and counted with the variable
     batch = tuple(v.dims[0] for v in values[len(weights) :] if v.dims)
     for node in batch[1:]:
         program.unite(batch[0], node)
-    return Traced(program, weights, batch, training)
+    return Traced(program, weights, batch, recorded.training)
 
 
 def _step(model: Any, leaves: list[Any], structure: Any, *, training: bool) -> Any:

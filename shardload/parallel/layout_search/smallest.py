@@ -1,0 +1,125 @@
+"""Find the smallest mesh on which a model fits with searched layouts: the model is traced once for all meshes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+
+from shardload.errors import DoesNotFitError
+from shardload.parallel.layout_search.hardware import Hardware
+from shardload.parallel.layout_search.layout_plan import LayoutPlan
+from shardload.parallel.layout_search.optimizer_slots import slot_ratio
+from shardload.parallel.layout_search.problem import make_problem
+from shardload.parallel.layout_search.searching import BATCH_PER_POSITION, check_built, plan_problem
+from shardload.parallel.layout_search.tracing import Recorded, Traced, input_specs, record, trace
+from shardload.parallel.memory_fit import MAX_DEVICES
+from shardload.parallel.roles import nbytes
+from shardload.sharding.mesh import DEFAULT_AXES, MeshSpec
+
+
+def search_smallest_mesh(
+    model: Any,
+    device_memory_bytes: int,
+    *,
+    inputs: Any = None,
+    arguments: Mapping[str, Any] | None = None,
+    batch: int | None = None,
+    sequence: int | None = None,
+    optimizer: Any = None,
+    hardware: Hardware | None = None,
+    max_devices: int = MAX_DEVICES,
+) -> LayoutPlan | None:
+    """Find the smallest mesh on which a step fits, with the layouts that make it fastest there.
+
+    Tries 1, 2, 4, … devices as ``batch`` times ``model``; of several shapes that fit, the fastest is taken. The batch
+    is the same on all of them, so every device of a larger ``batch`` axis has fewer rows of it.
+
+    Args:
+        model: A built Keras model.
+        device_memory_bytes: As in `search`.
+        inputs: As in `search`; with ``batch`` rows (8) by default.
+        arguments: As in `search`.
+        batch: As in `search`.
+        sequence: As in `search`.
+        optimizer: As in `search`.
+        hardware: As in `search`.
+        max_devices: The largest number of devices to try.
+
+    Returns:
+        The plan on that mesh, or ``None`` where none of them has enough memory.
+
+    Raises:
+        LayoutError: When the model cannot be traced.
+    """
+    check_built(model)
+    if inputs is None:
+        inputs = input_specs(model, batch=batch or BATCH_PER_POSITION, sequence=sequence)
+    recorded = record(model, inputs, training=optimizer is not None, arguments=arguments)
+    slots, hardware = slot_ratio(optimizer), hardware or Hardware()
+    traces: dict[frozenset[int], Traced] = {}
+    least: float = float("inf")
+    for devices in _powers(max_devices, start=_fewest(recorded, slots, device_memory_bytes)):
+        found, needed = [], float("inf")
+        for mesh in _shapes(devices, rows=_rows(inputs)):
+            traced = _traced(recorded, mesh, traces)
+            problem = make_problem(traced, mesh, hardware, batch_axis=mesh.batch_axis)
+            try:
+                found.append(
+                    plan_problem(
+                        model,
+                        problem,
+                        inputs=inputs,
+                        batch_axis=mesh.batch_axis,
+                        slots=slots,
+                        limit=device_memory_bytes,
+                    )
+                )
+            except DoesNotFitError as error:
+                needed = min(needed, error.least_bytes)
+        if found:
+            return min(found, key=lambda plan: plan.step_s)
+        if needed >= least:
+            return None  # more devices split nothing further
+        least = needed
+    return None
+
+
+def _traced(recorded: Recorded, mesh: MeshSpec, known: dict[frozenset[int], Traced]) -> Traced:
+    """Return the program for the sizes of a mesh: 2x4 and 4x2 share one."""
+    key = frozenset(mesh.sizes)
+    if key not in known:
+        known[key] = trace(recorded, divisors=mesh.sizes)
+    return known[key]
+
+
+def _fewest(recorded: Recorded, slots: float, device_memory_bytes: int) -> int:
+    """Return a number of devices that no plan can do with less than: all state, split evenly."""
+    total = 0.0
+    for at, variable in enumerate(recorded.variables):
+        copies = 2 + slots if recorded.training and at < recorded.trainable else 1
+        total += nbytes(variable) * copies
+    return int(total // max(device_memory_bytes, 1))
+
+
+def _powers(most: int, *, start: int) -> Iterator[int]:
+    devices = 1
+    while devices <= most:
+        if devices >= start:
+            yield devices
+        devices *= 2
+
+
+def _shapes(devices: int, *, rows: int) -> Iterator[MeshSpec]:
+    """Yield every mesh of so many devices whose batch axis divides the rows."""
+    batch = 1
+    while batch <= devices:
+        if rows % batch == 0:
+            yield MeshSpec(DEFAULT_AXES, (batch, devices // batch))
+        batch *= 2
+
+
+def _rows(inputs: Any) -> int:
+    shapes = [leaf.shape for leaf in jax.tree.leaves(inputs) if getattr(leaf, "shape", ())]
+    return int(shapes[0][0]) if shapes else 1

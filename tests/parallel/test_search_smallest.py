@@ -1,0 +1,65 @@
+"""The smallest mesh that fits, with searched layouts: one trace, meshes of every shape."""
+
+import pytest
+from layout_models import LAYOUT_MODELS
+
+from shardload.errors import DoesNotFitError, LayoutError
+from shardload.parallel import search, search_smallest_mesh
+from shardload.sharding.mesh import MeshSpec
+
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def block():
+    return LAYOUT_MODELS["block"]()
+
+
+def trained(block, mesh, limit):
+    return search(block.model, MeshSpec.parse(mesh), inputs=block.inputs, optimizer="adamw", device_memory_bytes=limit)
+
+
+def test_no_mesh_of_fewer_devices_fits(block):
+    limit = 40 * MIB
+    plan = search_smallest_mesh(block.model, limit, inputs=block.inputs, optimizer="adamw")
+    assert plan.device.total <= limit and plan.device_memory_bytes == limit
+    assert plan.mesh.size > 1
+    fewer = plan.mesh.size // 2
+    for batch in (b for b in (1, 2, 4, 8) if b <= fewer):
+        with pytest.raises(DoesNotFitError):
+            trained(block, f"{batch}x{fewer // batch}", limit)
+
+
+def test_the_plan_is_that_of_a_search_on_its_mesh_and_the_fastest_of_its_size(block):
+    limit = 40 * MIB
+    plan = search_smallest_mesh(block.model, limit, inputs=block.inputs, optimizer="adamw")
+    assert plan == trained(block, "x".join(map(str, plan.mesh.sizes)), limit)
+    others = [f"{b}x{plan.mesh.size // b}" for b in (1, 2, 4, 8) if plan.mesh.size % b == 0]
+    for mesh in others:
+        try:
+            assert trained(block, mesh, limit).step_s >= plan.step_s
+        except DoesNotFitError as error:
+            assert error.least_bytes > limit
+
+
+def test_a_model_that_fits_on_one_device_gets_one(block):
+    plan = search_smallest_mesh(block.model, 2**34, inputs=block.inputs)
+    assert plan.mesh == MeshSpec.parse("1x1") and plan.exchanges == ()
+
+
+def test_where_more_devices_split_nothing_further_no_mesh_is_found(block):
+    assert search_smallest_mesh(block.model, 64 * 2**10, inputs=block.inputs, optimizer="adamw") is None
+    assert search_smallest_mesh(block.model, 40 * MIB, inputs=block.inputs, optimizer="adamw", max_devices=1) is None
+
+
+def test_a_batch_that_no_axis_divides_is_not_split():
+    model = LAYOUT_MODELS["block"](layers=1).model
+    plan = search_smallest_mesh(model, 8 * MIB, batch=3, optimizer="adamw")
+    assert plan.mesh.size > 1 and plan.mesh.sizes[0] == 1
+
+
+def test_a_model_that_is_not_built_is_refused():
+    import keras
+
+    with pytest.raises(LayoutError, match="Call it on a batch once"):
+        search_smallest_mesh(keras.Sequential([keras.layers.Dense(3)]), 2**30)
