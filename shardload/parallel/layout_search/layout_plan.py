@@ -130,11 +130,20 @@ class LayoutPlan:
         lines += [f"  {_decision(d)}" for d in self.decisions if any(x.startswith(f"{path}[") for x in d.dims)]
         return "\n".join(lines)
 
-    def summary(self) -> str:
-        """Return the plan for people: memory, collectives, and each different layout."""
+    def summary(self, *, ascii_only: bool = False) -> str:
+        """Return the plan for people: memory against the limit, collectives, and each different layout."""
         from shardload.parallel.layout_search.picture import plan_text
 
-        return plan_text(self)
+        return plan_text(self, ascii_only=ascii_only)
+
+    def to_svg(self) -> str:
+        """Return a picture of memory per device against the limit, and of what is split where, as SVG.
+
+        It has no dependencies and follows the reader's light or dark theme.
+        """
+        from shardload.parallel.layout_search.svg_chart import plan_svg
+
+        return plan_svg(self)
 
     def __str__(self) -> str:
         return self.summary()

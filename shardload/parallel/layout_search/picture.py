@@ -1,61 +1,107 @@
-"""A plan for people: bars of per-device memory, collectives, and the layouts, in the terminal."""
+"""A plan for people, in the terminal: memory per device against the limit, collectives, and what is split where."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardload.sharding.layout import Layout
+from shardload.sharding.layout import Layout, Spec
 from shardload.units import format_bytes, plural
 
 if TYPE_CHECKING:
-    from shardload.parallel.layout_search.layout_plan import LayoutPlan
+    from shardload.parallel.layout_search.layout_plan import LayoutPlan, PlannedVariable
 
 WIDTH = 40
 """Characters of a full bar."""
+NAME_WIDTH = 56
+"""Longer names of variables move the columns behind them."""
+PARTS = ("weights", "gradients", "slots", "activations")
+"""Parts of the memory of a device, as fields of `DeviceBytes`."""
 
 
-def plan_text(plan: LayoutPlan) -> str:
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Variables of one layout, whose paths differ only in numbers."""
+
+    name: str
+    """Their path, with ``*`` in the place of numbers."""
+    count: int
+    shape: tuple[int, ...]
+    layout: Layout
+    stored: tuple[str, ...]
+    """Axes that split only their storage."""
+    device_bytes: int
+    """Bytes of all of them on each device."""
+
+
+def groups(plan: LayoutPlan) -> list[Group]:
+    """Return the variables of a plan, repeated blocks merged, in the order of the model."""
+    found: dict[tuple[str, tuple[int, ...], Spec, tuple[str, ...]], list[PlannedVariable]] = defaultdict(list)
+    for variable in plan.variables:
+        name = re.sub(r"\d+", "*", variable.path)
+        found[name, variable.shape, variable.spec, variable.stored].append(variable)
+    made = []
+    for (name, shape, spec, stored), members in found.items():
+        layout = Layout(plan.mesh, spec)
+        device_bytes = sum(v.nbytes for v in members) // math.prod(layout.parts)
+        shown = members[0].path if len(members) == 1 else name
+        made.append(Group(shown, len(members), shape, layout, stored, device_bytes))
+    return made
+
+
+def plan_text(plan: LayoutPlan, *, ascii_only: bool = False) -> str:
     """Return the plan as lines of text."""
     kind = "training" if plan.training else "inference"
-    lines = [f"{plan.model} on {plan.mesh}, {kind}, inputs {plan.inputs}", *_memory(plan), *_exchanges(plan)]
-    lines += _layouts(plan)
+    lines = [f"{plan.model} on {plan.mesh}, {kind}, inputs {plan.inputs}", *_memory(plan, "#" if ascii_only else "█")]
+    lines += [*_exchanges(plan), *_layouts(plan)]
     rates = ", ".join(f"{name} {value:g}" for name, value in plan.constants.items() if isinstance(value, float | int))
     return "\n".join([*lines, f"cost constants: {rates}", *plan.notes])
 
 
-def _memory(plan: LayoutPlan) -> list[str]:
-    device = plan.device
-    full = max(plan.device_memory_bytes or 0, device.total, 1)
-    limit = f" of {format_bytes(plan.device_memory_bytes)}" if plan.device_memory_bytes else ""
-    lines = [f"per device: {format_bytes(device.total)}{limit}"]
-    for name in ("weights", "gradients", "slots", "activations"):
-        nbytes = getattr(device, name)
-        if nbytes:
-            lines.append(f"  {name:<12}{'█' * round(WIDTH * nbytes / full):<{WIDTH}} {format_bytes(nbytes)}")
-    return lines
+def _memory(plan: LayoutPlan, block: str) -> Iterator[str]:
+    """One bar below the other, each beginning where the last one ends; the limit is the right border."""
+    device, limit = plan.device, plan.device_memory_bytes
+    full = max(limit or 0, device.total, 1)
+    share = f" of {format_bytes(limit)} ({100 * device.total / limit:.0f} %)" if limit else ""
+    yield f"per device: {format_bytes(device.total)}{share}"
+    rows = [(name, getattr(device, name), block) for name in PARTS]
+    rows.append(("free", max((limit or 0) - device.total, 0), "."))
+    begun = 0
+    for name, nbytes, mark in rows:
+        if not nbytes:
+            continue
+        first, last = (round(WIDTH * n / full) for n in (begun, begun + nbytes))
+        bar = " " * min(first, WIDTH - 1) + mark * max(last - first, 1)
+        yield f"  {name:<12}{bar[:WIDTH]:<{WIDTH}}| {format_bytes(nbytes)}"
+        begun += nbytes
 
 
-def _exchanges(plan: LayoutPlan) -> list[str]:
-    lines = [f"a step: about {plan.step_s * 1e3:.3f} ms, {format_bytes(plan.exchanged_bytes)} of collective results"]
+def _exchanges(plan: LayoutPlan) -> Iterator[str]:
+    yield f"a step: about {plan.step_s * 1e3:.3f} ms, {format_bytes(plan.exchanged_bytes)} of collective results"
     for e in plan.exchanges:
-        lines.append(f"  {plural(e.count, e.kind)} over {e.axis}: {format_bytes(e.nbytes)}, {e.seconds * 1e3:.3f} ms")
-    return lines
+        yield f"  {plural(e.count, e.kind)} over {e.axis}: {format_bytes(e.nbytes)}, {e.seconds * 1e3:.3f} ms"
 
 
-def _layouts(plan: LayoutPlan) -> list[str]:
-    """One line for each different layout, with the names of repeated blocks merged."""
-    groups: dict[tuple[str, str, str], list[int]] = defaultdict(list)
-    for variable, layout in plan.layouts():
-        name = re.sub(r"\d+", "*", variable.path)
-        groups[name, f"{variable.shape}", _with_storage(layout, variable.stored)].append(variable.nbytes)
-    lines = ["layouts:"]
-    for (name, shape, how), sizes in groups.items():
-        times = f" x{len(sizes)}" if len(sizes) > 1 else ""
-        lines.append(f"  {name}{times} {shape}: {how}")
-    return lines
+def _layouts(plan: LayoutPlan) -> Iterator[str]:
+    """One line for each different layout: name, dims with the axes that split them, bytes on each device."""
+    found = groups(plan)
+    names = [f"{g.name} x{g.count}" if g.count > 1 else g.name for g in found]
+    dims = [_dims(g) for g in found]
+    wide = min(max(map(len, names), default=0), NAME_WIDTH)
+    wider = max(map(len, dims), default=0)
+    yield "layouts (dim/axes that split it), and bytes on each device:"
+    for name, shape, group in zip(names, dims, found, strict=True):
+        stored = f"  gathered over {'+'.join(group.stored)} for use" if group.stored else ""
+        yield f"  {name:<{wide}}  {shape:<{wider}}  {format_bytes(group.device_bytes):>9}{stored}"
 
 
-def _with_storage(layout: Layout, stored: tuple[str, ...]) -> str:
-    return f"{layout}" + (f", gathered over {'+'.join(stored)} for use" if stored else "")
+def _dims(group: Group) -> str:
+    """Write a shape with the axes that split each dim: ``(4608, 36864/model)``."""
+    cells = [
+        f"{n}/{'+'.join(axes)}" if axes else f"{n}" for n, axes in zip(group.shape, group.layout.spec, strict=True)
+    ]
+    return f"({', '.join(cells)})"
