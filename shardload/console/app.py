@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shardload.console import commands, convert_command, run_commands, streams
+from shardload.console import commands, convert_command, plan_command, run_commands, streams
 
 HELP = ["-h", "--help"]
 app = typer.Typer(
@@ -37,7 +37,7 @@ app = typer.Typer(
 )
 
 app.command("load")(commands.load)
-app.command("plan")(commands.plan)
+app.command("plan")(plan_command.plan)
 app.command("inspect")(commands.inspect)
 app.command("synth")(commands.synth)
 app.command("sources")(commands.sources)

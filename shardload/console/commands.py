@@ -153,59 +153,6 @@ _TEXT = "\n\t"
 """Control characters generated text may contain; the others could drive the terminal."""
 
 
-def plan(
-    source: options.Source,
-    *,
-    mesh: options.Mesh = None,
-    axes: options.Axes = None,
-    layout: options.Layout = "auto",
-    dtype: options.DtypeOption = None,
-    host_memory: options.HostMemory = None,
-    device_memory: options.DeviceMemory = None,
-    ignore: options.Ignore = None,
-    format: options.FormatOption = None,
-    ignore_config: options.IgnoreConfig = None,
-    json: options.Json = False,
-) -> None:
-    """Say what a load would do, without reading tensor data.
-
-    It needs none of the devices: the mesh may be larger than this machine. It needs no weights either: the name of an
-    architecture (see `shardload sources`) or a config.json is enough.
-
-    With --device-memory the exit code is 1 when the weights do not fit.
-
-    [dim]Examples[/dim]
-
-    $ shardload plan gemma2_27b --mesh 4x8 --device-memory 16GiB
-
-    $ shardload plan gemma3_270m --mesh 1x8 --json
-    """
-    spec = options.mesh_spec(mesh, axes)
-    with streams.results() as out:
-        jax_setup.prepare(note=streams.note)
-        jax_setup.stay_off_accelerators()
-        with raise_interrupt_safely():
-            lazy_api.find(source, weights=False)
-        with exit_at_once(lambda: out.interrupted(as_json=json)):
-            report = lazy_api.plan(
-                source,
-                mesh=spec,
-                layout=layout,
-                dtype=dtype,
-                host_memory_bytes=host_memory,
-                device_memory_bytes=device_memory,
-                ignore=ignore or (),
-                format=format and str(format),
-                ignore_config=tuple(ignore_config or ()),
-            )
-        if json:
-            out.json(report.to_json())
-        else:
-            out.table(report)
-    if report.fits is not None and not report.fits.fits:
-        raise typer.Exit(1)
-
-
 def inspect(
     source: options.Source,
     *,

@@ -12,7 +12,9 @@ _LAYOUTS = (
     ("auto", "rules for the model's own layers"),
     ("replicated", "every device holds everything"),
     ("keras_hub", "KerasHub's layout map"),
+    ("search", "what makes a step fastest, by search"),
 )
+_OPTIMIZERS = ("adam", "adamw", "adafactor", "lion", "muon", "rmsprop", "sgd")
 
 
 def meshes(incomplete: str) -> list[tuple[str, str]]:
@@ -24,6 +26,11 @@ def meshes(incomplete: str) -> list[tuple[str, str]]:
 def layouts(incomplete: str) -> list[tuple[str, str]]:
     """Return the names of layouts."""
     return [(name, text) for name, text in _LAYOUTS if name.startswith(incomplete)]
+
+
+def optimizers(incomplete: str) -> list[str]:
+    """Return names of optimizers; any that Keras knows can be given."""
+    return [name for name in _OPTIMIZERS if name.startswith(incomplete)]
 
 
 def dtypes(incomplete: str) -> list[str]:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from shardload.loading import Loaded
     from shardload.manifest import Manifest
+    from shardload.pipeline.layout_planning import LayoutReport
     from shardload.progress import Progress
     from shardload.reports import PlanReport
     from shardload.sharding.mesh import MeshSpec
@@ -52,6 +53,24 @@ def plan(source: str, *, mesh: MeshSpec | None, **options: Any) -> PlanReport:
     from shardload import loading
 
     return loading.plan(source, mesh="1x1" if mesh is None else str(mesh), **options)
+
+
+def plan_layouts(
+    source: str,
+    *,
+    mesh: MeshSpec | None,
+    train: str | None,
+    batch: int | None,
+    sequence: int | None,
+    compile: bool,
+    **options: Any,
+) -> LayoutReport:
+    """Search layouts for the model of ``source``; onto one device if ``mesh`` is ``None``."""
+    from shardload.pipeline.layout_planning import StepSpec, plan_layouts
+    from shardload.pipeline.request import LoadRequest
+
+    request = LoadRequest(function="plan", source=source, mesh="1x1" if mesh is None else str(mesh), **options)
+    return plan_layouts(request, StepSpec(train, batch, sequence, compile))
 
 
 def why_no_steps(directory: str) -> str:

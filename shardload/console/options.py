@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -66,6 +67,20 @@ def size_as_typed(text: str) -> str:
     """Check a number of bytes that a user typed, and keep its unit: a small number is accepted only with one."""
     size(text)
     return text
+
+
+def new_file(path: Path | None) -> Path | None:
+    """Check that a file can be written in its folder, before any work is done."""
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise typer.BadParameter(f"{str(path)!r} is not a file in an existing folder")
+    return path
+
+
+def plan_file(path: Path | None) -> Path | None:
+    """Check the file of a plan: `--layout` recognises one by its ending."""
+    if path is not None and path.suffix != ".json":
+        raise typer.BadParameter(f"{str(path)!r} does not end in .json")
+    return new_file(path)
 
 
 def mesh_spec(mesh: str | None, axes: str | None) -> MeshSpec | None:
@@ -137,8 +152,54 @@ Layout = Annotated[
     typer.Option(
         "--layout",
         metavar="LAYOUT",
-        help="How variables are split: auto, replicated, keras_hub (its layout map), or a file of rules.",
+        help="How variables are split: auto, replicated, keras_hub (its layout map), search, or a file of rules or "
+        "a plan.",
         autocompletion=completion.layouts,
+    ),
+]
+PlanLayout = Annotated[
+    str | None,
+    typer.Option(
+        "--layout",
+        metavar="LAYOUT",
+        help="As for load; auto by default, search if a step is planned.",
+        autocompletion=completion.layouts,
+    ),
+]
+Train = Annotated[
+    str | None,
+    typer.Option(
+        "--train",
+        metavar="OPTIMIZER",
+        help="Plan a training step with this optimizer: adamw. Inference by default.",
+        autocompletion=completion.optimizers,
+    ),
+]
+Batch = Annotated[
+    int | None,
+    typer.Option("--batch", metavar="N", min=1, help="Rows of a step, over all devices; 8 per batch position."),
+]
+Sequence = Annotated[
+    int | None,
+    typer.Option("--sequence", metavar="N", min=1, help="Tokens per row, for models that leave it open; 512."),
+]
+CompileStep = Annotated[
+    bool,
+    typer.Option("--compile", help="Compile the planned step, without weights, to check memory and collectives."),
+]
+SavePlan = Annotated[
+    Path | None,
+    typer.Option(
+        "--save-plan",
+        metavar="FILE.json",
+        callback=plan_file,
+        help="Write the plan, for `shardload load --layout FILE.json`.",
+    ),
+]
+Svg = Annotated[
+    Path | None,
+    typer.Option(
+        "--svg", metavar="FILE", callback=new_file, help="Draw memory per device, and what is split where, as SVG."
     ),
 ]
 DtypeOption = Annotated[
@@ -184,7 +245,8 @@ DeviceMemory = Annotated[
         "--device-memory",
         metavar="SIZE",
         parser=size_as_typed,
-        help="Memory of one device: 16GiB. Says whether the weights fit, and on which smallest mesh they do.",
+        help="Memory of one device: 16GiB. Says whether the weights fit, and on which smallest mesh they do; with a "
+        "search, no more is used.",
     ),
 ]
 PlatformOption = Annotated[

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from shardload.parallel.choosing import choose
+from shardload.parallel.layout_search.layout_plan import LayoutPlan
 from shardload.sharding.mesh import DEFAULT_AXES, MeshSpec
 
 MARGIN = 0.1
@@ -27,6 +30,13 @@ class MeshFit:
     def fits(self) -> bool:
         """Whether the weights fit."""
         return self.device_bytes <= self.usable_bytes
+
+
+def belongs_to_a_mesh(layout: Any) -> bool:
+    """Whether a layout is for one mesh only: a LayoutMap or a distribution of Keras, a `LayoutPlan` or its file."""
+    if isinstance(layout, str | os.PathLike):
+        return Path(layout).suffix == ".json"
+    return hasattr(layout, "device_mesh") or isinstance(layout, LayoutPlan)
 
 
 def fit(model: Any, mesh: MeshSpec, device_memory_bytes: int, *, layout: Any = "auto") -> MeshFit:

@@ -14,6 +14,7 @@ from shardload.hub import fidelity
 from shardload.keras_bridge.model_state import are_averages, variables_of
 from shardload.keras_bridge.variables import stored_dtype
 from shardload.parallel import fit, smallest_mesh
+from shardload.parallel.memory_fit import belongs_to_a_mesh
 from shardload.reports import (
     ByteCounts,
     Cast,
@@ -225,8 +226,7 @@ def _fit(prepared: PreparedLoad, device_memory_bytes: int | None) -> Fit | None:
         return None
     model, layout = prepared.model, prepared.request.layout
     found = fit(model, prepared.devices.mesh, device_memory_bytes, layout=layout)
-    has_mesh = hasattr(layout, "device_mesh")  # a layout map or a distribution of Keras fits no other mesh
-    smallest = None if has_mesh else smallest_mesh(model, device_memory_bytes, layout=layout)
+    smallest = None if belongs_to_a_mesh(layout) else smallest_mesh(model, device_memory_bytes, layout=layout)
     if smallest is not None and found.fits and found.mesh.size < smallest.mesh.size:
         smallest = found  # of a size that is no power of two
     return Fit(

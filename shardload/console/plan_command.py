@@ -1,0 +1,119 @@
+"""`shardload plan`: what a load would do, and layouts by search for a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from shardload.console import jax_setup, lazy_api, options, streams
+from shardload.errors import WriteError
+from shardload.interrupts import exit_at_once, raise_interrupt_safely
+from shardload.progress import on_stderr
+
+
+def plan(
+    source: options.Source,
+    *,
+    mesh: options.Mesh = None,
+    axes: options.Axes = None,
+    layout: options.PlanLayout = None,
+    dtype: options.DtypeOption = None,
+    host_memory: options.HostMemory = None,
+    device_memory: options.DeviceMemory = None,
+    train: options.Train = None,
+    batch: options.Batch = None,
+    sequence: options.Sequence = None,
+    compile: options.CompileStep = False,
+    save_plan: options.SavePlan = None,
+    svg: options.Svg = None,
+    ignore: options.Ignore = None,
+    format: options.FormatOption = None,
+    ignore_config: options.IgnoreConfig = None,
+    json: options.Json = False,
+    no_progress: options.NoProgress = False,
+) -> None:
+    """Say what a load would do, or plan layouts for a step, without reading tensor data.
+
+    It needs none of the devices: the mesh may be larger than this machine. It needs no weights either: the name of an
+    architecture (see `shardload sources`) or a config.json is enough.
+
+    With --layout search, or any of --train, --batch, --sequence, --compile, --save-plan and --svg, layouts are searched
+    that make a step fastest, within --device-memory if that is given.
+
+    With --device-memory the exit code is 1 when the weights, or the step, do not fit.
+
+    [dim]Examples[/dim]
+
+    $ shardload plan gemma2_27b --mesh 4x8 --device-memory 16GiB
+
+    $ shardload plan gemma2_2b --mesh 2x4 --train adamw --batch 8 --sequence 512 --device-memory 16GiB
+    """
+    spec = options.mesh_spec(mesh, axes)
+    step: dict[str, Any] = {"train": train, "batch": batch, "sequence": sequence, "compile": compile}
+    searched = _searched(layout, {**step, "save-plan": save_plan, "svg": svg})
+    facts: dict[str, Any] = {
+        "dtype": dtype,
+        "device_memory_bytes": device_memory,
+        "format": format and str(format),
+        "ignore_config": tuple(ignore_config or ()),
+    }
+    if not searched:
+        facts |= {"layout": layout or "auto", "host_memory_bytes": host_memory, "ignore": ignore or ()}
+    with streams.results() as out:
+        jax_setup.prepare(note=streams.note)
+        if compile:
+            jax_setup.provide_devices(spec, platform=jax_setup.Platform.CPU, note=streams.note)
+        jax_setup.stay_off_accelerators()
+        with raise_interrupt_safely():
+            lazy_api.find(source, weights=False)
+        with exit_at_once(lambda: out.interrupted(as_json=json)), on_stderr(enabled=not no_progress) as progress:
+            if searched:
+                found: Any = lazy_api.plan_layouts(source, mesh=spec, **step, **facts, progress=progress)
+            else:
+                found = lazy_api.plan(source, mesh=spec, **facts)
+        if searched:
+            _write(found.plan, save_plan, svg)
+        _show(out, found, searched=searched, as_json=json)
+    if not _fits(found, searched=searched):
+        raise typer.Exit(1)
+
+
+def _searched(layout: str | None, asked: dict[str, Any]) -> bool:
+    """Return whether layouts are searched.
+
+    Raises:
+        typer.BadParameter: When another layout is given with an option that is about a search.
+    """
+    given = [f"--{name}" for name, value in asked.items() if value]
+    if given and layout not in (None, "search"):
+        raise typer.BadParameter(f"{given[0]} searches layouts; leave out --layout {layout}.", param_hint="--layout")
+    return bool(given) or layout == "search"
+
+
+def _write(plan: Any, save_plan: Path | None, svg: Path | None) -> None:
+    for path, write in ((save_plan, plan.save), (svg, lambda path: path.write_text(plan.to_svg()))):
+        if path is None:
+            continue
+        try:
+            write(path)
+        except OSError as error:
+            raise WriteError(f"Cannot write {str(path)!r}: {error.strerror or error}.") from error
+        streams.note(f"wrote {path}")
+
+
+def _show(out: streams.Results, found: Any, *, searched: bool, as_json: bool) -> None:
+    if as_json:
+        out.json(found.to_json())
+    elif searched:
+        out.text(found.summary(ascii_only=not out.unicode) + "\n")
+    else:
+        out.table(found)
+
+
+def _fits(found: Any, *, searched: bool) -> bool:
+    if searched:
+        limit = found.plan.device_memory_bytes
+        return limit is None or found.compiled is None or bool(found.compiled.fits(limit))
+    return found.fits is None or bool(found.fits.fits)

@@ -1,0 +1,107 @@
+"""Layouts planned from an architecture alone: search, the smallest mesh, and a compiled step that is over the limit."""
+
+from dataclasses import replace
+
+import pytest
+
+import shardload
+from shardload.errors import DoesNotFitError
+from shardload.parallel import LayoutPlan
+from shardload.pipeline import layout_planning
+from shardload.pipeline.layout_planning import StepSpec, plan_layouts
+from shardload.pipeline.request import LoadRequest
+from shardload.resolve.architectures import ARCHITECTURES, scaled
+
+MIB = 2**20
+TRAINED = StepSpec("adamw", batch=8, sequence=32)
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch, tmp_path):
+    """A small architecture that has no weights."""
+    monkeypatch.setenv("SHARDLOAD_HOME", str(tmp_path))
+    monkeypatch.setitem(ARCHITECTURES, "tiny", scaled(ARCHITECTURES["gemma2_2b"], 0.02))
+
+
+def request(limit=None, mesh="2x4"):
+    return LoadRequest(function="plan", source="tiny", mesh=mesh, device_memory_bytes=limit)
+
+
+@pytest.fixture
+def compiled_to(monkeypatch):
+    """Let every compiled step need so many times the memory that was planned for it; return the plans compiled."""
+    plans = []
+
+    def set_ratio(ratio):
+        monkeypatch.setattr(layout_planning, "choose", lambda model, mesh, plan: plans.append(plan) or plan)
+        monkeypatch.setattr(layout_planning, "compile_step", lambda model, plan, *rest, **options: step(plan, ratio))
+        return plans
+
+    return set_ratio
+
+
+class Step:
+    """A compiled step of a size."""
+
+    collectives, collective_bytes, notes = (), 0, ()
+
+    def __init__(self, total_bytes):
+        self.total_bytes = total_bytes
+
+    def fits(self, limit):
+        return self.total_bytes <= limit
+
+    def scaled(self, dtype):
+        assert dtype == "bfloat16"
+        return self
+
+
+def step(plan, ratio):
+    return Step(int(plan.device.total * ratio))
+
+
+def test_no_weights_are_needed_and_the_notes_say_so():
+    found = plan_layouts(request(), TRAINED)
+    assert found.smallest is None and found.compiled is None
+    assert found.plan.training and found.plan.device.slots > 0
+    assert any(note.startswith("planned from the architecture") for note in found.notes)
+    assert LayoutPlan.from_json(found.to_json()["plan"]) == found.plan
+
+
+def test_a_step_that_compiles_within_the_limit_is_taken_at_once(compiled_to):
+    plans = compiled_to(0.9)
+    found = plan_layouts(request(16 * MIB), replace(TRAINED, compile=True))
+    assert len(plans) == 1 and found.compiled.fits(16 * MIB)
+    assert found.smallest.mesh.size <= found.plan.mesh.size
+
+
+def test_a_step_over_the_limit_is_searched_again_with_less(compiled_to):
+    limit = int(plan_layouts(request(16 * MIB), TRAINED).plan.device.total)
+    plans = compiled_to(1.25)
+    found = plan_layouts(request(limit), replace(TRAINED, compile=True))
+    assert len(plans) > 1 and found.compiled.fits(limit)
+    assert plans[-1].device.total <= limit / 1.25 < plans[0].device.total
+    assert found.plan.device_memory_bytes == limit
+    assert any("searched again for" in note for note in found.notes)
+
+
+def test_a_step_that_never_fits_is_returned_with_a_note(compiled_to):
+    compiled_to(100)
+    found = plan_layouts(request(16 * MIB), replace(TRAINED, compile=True))
+    assert not found.compiled.fits(16 * MIB)
+    assert "no plan that needs less was found" in found.notes[-1]
+
+
+def test_a_plan_that_does_not_fit_names_the_smallest_mesh_that_does():
+    with pytest.raises(DoesNotFitError, match=r"on batch=1,model=1 needs at most .* It fits on \d+x\d+") as raised:
+        plan_layouts(request(4 * MIB, mesh="1x1"), TRAINED)
+    mesh = str(raised.value).rsplit(" ", 1)[1]
+    assert plan_layouts(request(4 * MIB, mesh=mesh), TRAINED).plan.device.total <= 4 * MIB < raised.value.least_bytes
+
+
+def test_a_plan_of_layouts_belongs_to_its_mesh_in_a_report(tmp_path):
+    plan = plan_layouts(request(), StepSpec()).plan
+    plan.save(tmp_path / "plan.json")
+    for layout in (plan, tmp_path / "plan.json"):
+        fits = shardload.plan("tiny", mesh="2x4", layout=layout, device_memory_bytes="2MiB").fits
+        assert (fits.fits, fits.smallest_mesh) == (True, None)
