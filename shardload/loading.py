@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardload.keras_bridge.model_state import learning_rate_of
+from shardload.keras_bridge.model_state import learning_rate_of, plain_model
 from shardload.pipeline import load as pipeline
 from shardload.pipeline import reporting
 from shardload.pipeline.load import Loaded
@@ -178,6 +178,7 @@ def load_weights(
         LoadInterruptedError: When the load failed after it began to replace values; describes the current values.
         DisagreementError: As in `load`, like all other errors.
     """
+    model = plain_model(model)
     request = LoadRequest(function="load_weights", **locals())
     rate = learning_rate_of(model)
     loaded = run(request)
@@ -230,4 +231,4 @@ def report(model: Any) -> LoadReport:
     Raises:
         UnsupportedError: When shardload loaded nothing into it in this process.
     """
-    return reporting.remembered(model)
+    return reporting.remembered(plain_model(model))

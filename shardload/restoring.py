@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardload.errors import DamagedError, MismatchError, SourceError
-from shardload.keras_bridge.model_state import with_optimizer
+from shardload.keras_bridge.model_state import plain_model, with_optimizer
 from shardload.keras_bridge.variables import value_of
 from shardload.loaders.orbax import open_orbax
 from shardload.manifest import Manifest
@@ -97,6 +97,7 @@ def restore(
         LoadInterruptedError: If reading failed after values had been replaced.
         DisagreementError: As in `load`, like all other errors about processes.
     """
+    model = plain_model(model)
     arguments = locals()
     request = LoadRequest(function="restore", source=arguments.pop("directory"), **arguments)
     with joint_load(request) as call:

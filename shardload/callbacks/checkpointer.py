@@ -27,7 +27,7 @@ from shardload.callbacks.retention import Retention, remover
 from shardload.callbacks.selection import Selection, Variables
 from shardload.callbacks.writer import SaveJob, Writer
 from shardload.errors import UsageError
-from shardload.keras_bridge.model_state import with_optimizer
+from shardload.keras_bridge.model_state import plain_model, with_optimizer
 from shardload.pipeline import arguments
 from shardload.steps.alternatives import Which
 from shardload.steps.listing import StepInfo, list_steps
@@ -130,6 +130,7 @@ class Checkpointer:
             SaveError: If the last save failed, or this one failed to start; without ``save_on_background``, if it
                 failed.
         """
+        model = plain_model(model)
         arguments.check_model(model)
         step, epoch = step_records.count("step", step), None if epoch is None else step_records.count("epoch", epoch)
         logs = step_records.scalars(metrics)
@@ -240,6 +241,7 @@ class Checkpointer:
         Raises:
             ShardloadError: As `shardload.restore`.
         """
+        model = plain_model(model)
         arguments.check_model(model)
         self.wait()
         if iterator is not None and not hasattr(iterator, "set_state"):

@@ -37,6 +37,7 @@ from shardload.converting.writing import check_room
 from shardload.distributed import processes
 from shardload.errors import UnsupportedError, UsageError, WriteError
 from shardload.keras_bridge.lora import hidden, lora_kernels, lora_layers
+from shardload.keras_bridge.model_state import plain_model
 from shardload.keras_bridge.recording import seeded
 from shardload.keras_bridge.variables import unique, value_of
 from shardload.manifest import View, c_strides
@@ -102,7 +103,7 @@ def save_as(
         DisagreementError: When the processes of a `jax.distributed` run request different saves.
         ProcessLostError: When another process ended, or does not respond.
     """
-    began = time.monotonic()
+    began, model = time.monotonic(), plain_model(model)
     request = _checked(
         path,
         to=to,

@@ -22,6 +22,13 @@ from shardload.sharding.layout import Layout
 _MISSING = object()
 
 
+def plain_model(model: Model) -> Model:
+    """Return the model that a wrapper is for as a whole (``TensorParallelKeras``); any other model unchanged."""
+    while getattr(type(model), "is_its_model", False):
+        model = model.model
+    return model
+
+
 def variables_of(model: Model) -> list[Variable]:
     """Return the model's own variables once each, in Keras' order: weights and seed generators' states."""
     return unique(model.variables)

@@ -96,6 +96,9 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
     ``model``.
     """
 
+    is_its_model = True
+    """Tells functions of this package, such as `shardload.restore`, to work on the plain model."""
+
     def __init__(
         self,
         model: Model,

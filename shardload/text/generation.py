@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardload.errors import UnsupportedError, UsageError
+from shardload.keras_bridge.model_state import plain_model
 from shardload.text import sources
 from shardload.text.tokenizer import Tokenizer, from_keras_hub
 from shardload.typing import PathLike
@@ -71,6 +72,7 @@ def generate(
         TransferError: When it is in a GGUF file that changed since the model was loaded.
         MissingExtraError: When a package for it is not installed.
     """
+    model = plain_model(model)
     _require_causal_lm(model)
     found = sources.tokenizer_for(model) if tokenizer is None else _opened(tokenizer)
     texts = [prompts] if isinstance(prompts, str) else list(prompts) if isinstance(prompts, Iterable) else [prompts]

@@ -89,6 +89,23 @@ def test_its_weights_are_files_of_the_plain_model(tmp_path):
     shardload.load_weights(nested(3, compiled=False), tmp_path / "w.weights.h5")
 
 
+def test_functions_of_this_package_take_it_as_the_model(tmp_path):
+    wrapped, other = shardload.TensorParallelKeras(nested(), 4), shardload.TensorParallelKeras(nested(1), 8)
+    x, y = batch()
+    wrapped.fit(x, y, verbose=0, callbacks=[shardload.callbacks.OrbaxCheckpoint(tmp_path / "fit")])
+    shardload.save(wrapped, tmp_path / "loop", step=1)
+    for folder in ("fit", "loop"):
+        shardload.restore(other, tmp_path / folder)
+        assert_equal(other.predict(x, verbose=0), wrapped.predict(x, verbose=0))
+    assert int(other.optimizer.iterations) == 1 and other.validate_tensor_parallelism_setup()
+    shardload.save_as(wrapped, tmp_path / "m.weights.h5")
+    plain = nested(2, compiled=False)
+    shardload.load_weights(plain, tmp_path / "m.weights.h5")
+    shardload.load_weights(other, tmp_path / "m.weights.h5", items="weights")
+    assert shardload.report(other).missing == ()
+    assert_equal(plain.predict(x, verbose=0), other.predict(x, verbose=0))
+
+
 def test_a_file_from_more_devices_is_loaded_on_those_that_exist(tmp_path):
     config = shardload.TensorParallelKeras(nested(compiled=False), 4).get_config()
     with pytest.warns(UserWarning, match="was saved on 16 devices, and is loaded on 8"):

@@ -84,3 +84,12 @@ try:
     shardload.load("nothing")
 except shardload.errors.SourceNotFoundError as error:
     message: str = str(error)
+
+distribution = shardload.AutoShardDistribution("data=2,model=4", layout="search")
+built: keras.Model = distribution.build(lambda: model)
+choice: shardload.parallel.LayoutChoice = distribution.choice(built)
+shardload.AutoShardDistribution(1.5)  # type: ignore[arg-type]
+wrapped = shardload.TensorParallelKeras(model, 8, device_ids=["gpu:0"], distributed_backend="jax")
+world_size: int = wrapped.get_parallelism_info()["world_size"]
+difference: float = wrapped.validate_tensor_parallelism_setup().max_difference
+why_split: str = shardload.parallel.autoconfig(model, 8).variables[0].rule
