@@ -26,6 +26,7 @@ COMMANDS = (
     ("save_orbax", "--pairs", "7"),
     ("keras_callback",),
     ("rekls_steps",),
+    ("parallel_training", "--rounds", "9"),
 )
 """Each in a process of its own: they set up different numbers of devices and warm memory."""
 LONG = (("agreement",), ("convert", "--scale", "1"), ("rekls_training",))
