@@ -25,6 +25,7 @@ COMMANDS = (
     ("restore_orbax", "--pairs", "7"),
     ("save_orbax", "--pairs", "7"),
     ("keras_callback",),
+    ("layouts",),
     ("rekls_steps",),
     ("parallel_training", "--rounds", "9"),
 )

@@ -60,13 +60,36 @@ class DTypePolicy(Protocol):
         ...
 
 
+class Plan(Protocol):
+    """A `shardload.parallel.LayoutPlan`."""
+
+    @property
+    def mesh(self) -> Any:
+        """The mesh it is for."""
+        ...
+
+    def partition_specs(self) -> dict[str, Any]:
+        """Return a ``jax.sharding.PartitionSpec`` for every variable."""
+        ...
+
+
 PathLike: TypeAlias = str | os.PathLike[str]
 MeshLike: TypeAlias = str | int | Sequence[int] | Mapping[str, int] | Mesh | Distribution
 """``"1x8"``, ``"data=2,model=4"``, sizes, sizes by name, a mesh of JAX or Keras, or a distribution of Keras."""
-LayoutLike: TypeAlias = str | os.PathLike[str] | Mapping[str, Sequence[str | None]] | LayoutMap | Distribution
-"""``"auto"``, ``"keras_hub"``, ``"replicated"``, the path of a rules file, rules as a mapping, or a layout map or a
-distribution of Keras."""
+LayoutLike: TypeAlias = str | os.PathLike[str] | Mapping[str, Sequence[str | None]] | LayoutMap | Distribution | Plan
+"""``"auto"``, ``"search"``, ``"keras_hub"``, ``"replicated"``, the path of a rules file or of a plan, rules as a
+mapping, a plan, or a layout map or a distribution of Keras."""
 DTypeLike: TypeAlias = "str | type[Any] | np.dtype[Any] | DTypePolicy"
 """A name such as ``"bf16"``, a dtype of NumPy or JAX, or a dtype policy of Keras."""
 
-__all__ = ["DTypeLike", "DTypePolicy", "Distribution", "LayoutLike", "LayoutMap", "Mesh", "MeshLike", "PathLike"]
+__all__ = [
+    "DTypeLike",
+    "DTypePolicy",
+    "Distribution",
+    "LayoutLike",
+    "LayoutMap",
+    "Mesh",
+    "MeshLike",
+    "PathLike",
+    "Plan",
+]

@@ -1,0 +1,238 @@
+"""Layouts found by search against maps by hand: bytes per device, and what compiled programs exchange.
+
+Every layout of every model is compiled, forward and backward, for simulated devices and without weights; counted are
+the summed result bytes of collective instructions in the compiled program. Nothing is timed but the search.
+
+    hand     the ``get_layout_map`` of a KerasHub backbone where it has one, else rules by name as Megatron has them
+    auto     the rules of shardload by layer type
+    largest  the largest dim that divides, of every variable ("fsdp" over the model axis)
+    search   shardload.parallel.search, with a limit of the weights that ``hand`` (or ``auto``) has on each device
+
+    python -m benchmarks.layouts [--mesh 2x4] [--only gemma] [--numbers] [--json]
+
+``--numbers`` also runs each searched layout and compares outputs, loss and gradients with one device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+MIB = 1 << 20
+MEGATRON = {
+    r".*(query|key|value)_?(dense|layer|proj)?/kernel": 1,
+    r".*attention_?output(_dense|_layer)?/kernel": 0,
+    r".*(intermediate|gate|gating|ffw_gating)\w*/kernel": 1,
+    r".*(feedforward_output|ffw_linear|output_dense|feedforward_down)\w*/kernel": 0,
+    r".*token_embedding/embeddings": 0,
+}
+"""Which dim of a 2-D or 3-D kernel the model axis splits, by name; for 3-D kernels of heads see `by_name`."""
+
+
+def decoders() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Families with a map by hand, two layers of their real widths."""
+    import keras_hub
+
+    hub = keras_hub.models
+    gemma2 = {
+        "query_head_dim_normalize": True,
+        "use_post_ffw_norm": True,
+        "use_post_attention_norm": True,
+        "final_logit_soft_cap": 30,
+        "attention_logit_soft_cap": 50,
+        "sliding_window_size": 4096,
+        "use_sliding_window_attention": True,
+    }
+    yield "gemma_2b", lambda: hub.GemmaBackbone(256000, 2, 8, 1, 2048, 32768, 256)
+    yield "gemma_7b", lambda: hub.GemmaBackbone(256000, 2, 16, 16, 3072, 49152, 256)
+    yield "gemma2_2b", lambda: hub.GemmaBackbone(256000, 2, 8, 4, 2304, 18432, 256, **gemma2)
+    yield "gemma2_27b", lambda: hub.GemmaBackbone(256000, 2, 32, 16, 4608, 73728, 128, **gemma2)
+    yield "llama3_8b", lambda: hub.Llama3Backbone(128256, 2, 32, 4096, 14336, 8)
+    yield "qwen2.5_7b", lambda: hub.QwenBackbone(152064, 2, 28, 4, 3584, 18944)
+    yield "qwen1.5_moe", lambda: hub.QwenMoeBackbone(151936, 2, 16, 16, 2048, 5632, 1408, 5632, 16, 4)
+    yield "qwen3_moe", lambda: hub.Qwen3MoeBackbone(151936, 2, 32, 4, 128, 2048, 6144, 768, 16, 8)
+
+
+def others() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Families without a map by hand, two layers of a middling width."""
+    import keras_hub
+
+    hub = keras_hub.models
+    image = (64, 64, 3)
+    sizes = {"vocabulary_size": 8192, "num_layers": 2, "num_heads": 8, "hidden_dim": 512, "intermediate_dim": 2048}
+    grouped = {
+        "vocabulary_size": 8192,
+        "num_layers": 2,
+        "num_query_heads": 8,
+        "num_key_value_heads": 4,
+        "hidden_dim": 512,
+        "intermediate_dim": 2048,
+    }
+
+    def uniform(name: str) -> Callable[[], Any]:
+        return lambda: getattr(hub, f"{name}Backbone")(**sizes)
+
+    for name in ("Bert", "Roberta", "XLMRoberta", "DistilBert", "DebertaV3", "XLNet", "T5", "Bart", "GPT2", "GPTNeoX"):
+        yield name.lower(), uniform(name)
+    yield "opt", lambda: hub.OPTBackbone(**sizes)
+    yield "bloom", lambda: hub.BloomBackbone(**sizes)
+    yield "albert", lambda: hub.AlbertBackbone(**sizes, embedding_dim=128)
+    yield "electra", lambda: hub.ElectraBackbone(8192, 2, 8, 512, 256, 2048)
+    yield "fnet", lambda: hub.FNetBackbone(8192, 2, 512, 2048)
+    yield "falcon", lambda: hub.FalconBackbone(8192, 2, 8, 512, 2048)
+    yield "mistral", lambda: hub.MistralBackbone(**grouped)
+    yield "phi3", lambda: hub.Phi3Backbone(**grouped)
+    yield "qwen3", lambda: hub.Qwen3Backbone(**grouped, head_dim=64)
+    yield "gemma3", lambda: hub.Gemma3Backbone(**grouped, image_size=16, head_dim=64, vision_encoder=None)
+    yield "gpt_oss", lambda: hub.GptOssBackbone(**grouped, num_experts=8, head_dim=64, sliding_window=16)
+    yield "vit", lambda: hub.ViTBackbone(image, 8, 2, 8, 512, 2048)
+    yield "dinov2", lambda: hub.DINOV2Backbone(8, 2, 512, 8, 2048, image_shape=image, position_embedding_shape=image)
+    yield (
+        "resnet",
+        lambda: hub.ResNetBackbone(
+            [64], [7], [256, 512], [2, 2], [2, 2], "bottleneck_block", image_shape=image, use_pre_activation=False
+        ),
+    )
+    yield "vgg", lambda: hub.VGGBackbone([2, 2, 2], [128, 256, 512], image_shape=image)
+    yield "densenet", lambda: hub.DenseNetBackbone([4, 4, 4], image_shape=image, growth_rate=64)
+
+
+def by_name(model: Any, mesh: Any) -> dict[str, Any]:
+    """Rules as Megatron has them: heads, hidden units and the vocabulary, where they divide."""
+    import re
+
+    axis, rules = mesh.axes[-1], {}
+    for variable in model.variables:
+        shape = tuple(variable.shape)
+        for pattern, dim in MEGATRON.items():
+            if re.fullmatch(pattern, variable.path):
+                heads = len(shape) == 3 and shape[0] < shape[1] and dim == 1  # Gemma's (heads, width, size)
+                at = 0 if heads else dim
+                if shape[at] % mesh.axis_size(axis) == 0:
+                    rules[variable.path] = tuple(axis if d == at else None for d in range(len(shape)))
+    return rules
+
+
+def largest(model: Any, mesh: Any) -> dict[str, Any]:
+    """Split the largest dim that divides, of every variable."""
+    axis, rules = mesh.axes[-1], {}
+    for variable in model.variables:
+        dims = [d for d, n in enumerate(variable.shape) if n % mesh.axis_size(axis) == 0 and n > 1]
+        if dims:
+            at = max(dims, key=lambda d: variable.shape[d])
+            rules[variable.path] = tuple(axis if d == at else None for d in range(len(variable.shape)))
+    return rules
+
+
+def measured(name: str, make: Callable[[], Any], mesh: Any, *, batch: int, sequence: int, numbers: bool) -> Any:
+    """Compile every layout of one model."""
+    import jax
+
+    import shardload
+    from shardload.parallel import LayoutPlan, check_numbers, choose, compile_step, search
+    from shardload.parallel.layout_search.tracing import input_specs
+
+    with shardload.abstract():
+        model = make()
+    inputs = input_specs(model, batch=batch, sequence=sequence)
+    row: dict[str, Any] = {"model": name, "mesh": str(mesh)}
+
+    def add(label: str, layout: Any) -> None:
+        try:
+            choice = choose(model, mesh, layout() if callable(layout) else layout)
+            step = compile_step(model, choice, inputs, training="gradients")
+        except Exception as error:
+            row[label] = {"error": f"{type(error).__name__}: {str(error)[:120]}"}
+            return
+        row[label] = {
+            "weights_bytes": choice.device_bytes,
+            "exchanged_bytes": step.collective_bytes,
+            "collectives": dict(step.counts),
+            "fallbacks": len(choice.fallbacks),
+        }
+
+    add("hand", "keras_hub" if hasattr(type(model), "get_layout_map") else lambda: by_name(model, mesh))
+    add("auto", "auto")
+    add("largest", lambda: largest(model, mesh))
+    began = time.perf_counter()
+    plan: LayoutPlan = search(model, mesh, inputs=inputs, optimizer="adamw")
+    row["search_s"] = time.perf_counter() - began
+    add("search", plan)
+    row["planned_bytes"] = plan.exchanged_bytes
+    if numbers:
+        values = jax.tree.map(_sample, inputs)
+        with_values = make()
+        found = search(with_values, mesh, inputs=values, optimizer="adamw")
+        check = check_numbers(with_values, choose(with_values, mesh, found), values)
+        try:
+            check.raise_if_wrong()
+            row["numbers"] = "equal"
+        except Exception as error:
+            row["numbers"] = str(error)[:300]
+    return row
+
+
+def _sample(spec: Any) -> Any:
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    if np.issubdtype(np.dtype(spec.dtype), np.floating):
+        return rng.normal(size=spec.shape).astype(spec.dtype)
+    return np.minimum(rng.integers(0, 64, spec.shape), 1).astype(spec.dtype)
+
+
+def line(row: dict[str, Any]) -> str:
+    """One line of the table."""
+    cells = [f"{row['model']:<12}{row['mesh'].replace('batch=', '').replace(',model=', 'x'):<5}"]
+    for label in ("hand", "auto", "largest", "search"):
+        found = row[label]
+        if "error" in found:
+            cells.append(f"{'-':>24}")
+        else:
+            weights, exchanged = found["weights_bytes"] / MIB, found["exchanged_bytes"] / MIB
+            cells.append(f"{weights:9.1f}{exchanged:9.1f} ({sum(found['collectives'].values()):>3})")
+    return " ".join([*cells, f"{row['planned_bytes'] / MIB:9.1f}", f"{row['search_s']:5.1f}", row.get("numbers", "")])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the table, or a JSON list."""
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n", 1)[0])
+    parser.add_argument("--mesh", default="2x4")
+    parser.add_argument("--only", default="")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--sequence", type=int, default=0, help="tokens; 2048 with a map by hand, else 128")
+    parser.add_argument("--numbers", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(argv)
+    os.environ.setdefault("KERAS_BACKEND", "jax")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+    import jax
+
+    from shardload.sharding.mesh import MeshSpec
+
+    mesh = MeshSpec.parse(options.mesh)
+    jax.config.update("jax_num_cpu_devices", mesh.size)
+    rows = []
+    if not options.json:
+        head = f"{'model':<12}{'mesh':<5}" + "".join(f"{label:>25}" for label in ("hand", "auto", "largest", "search"))
+        print(head + "   planned  s   (each: MiB of weights, MiB exchanged, collectives)", flush=True)
+    for families, sequence in ((decoders(), 2048), (others(), 128)):
+        for name, make in families:
+            if options.only in name:
+                sizes = {"batch": options.batch, "sequence": options.sequence or sequence}
+                rows.append(measured(name, make, mesh, **sizes, numbers=options.numbers and sequence == 128))
+                if not options.json:
+                    print(line(rows[-1]), flush=True)
+    if options.json:
+        print(json.dumps(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+"""Searched layouts train as one device does: outputs, loss and five steps, on every mesh, with planned bytes."""
+
+import pytest
+from layout_models import LAYOUT_MODELS, MESHES, loss_for
+
+from shardload.parallel import Hardware, check_numbers, choose, search
+from shardload.sharding.mesh import MeshSpec
+
+FAST_LINKS = Hardware(latency_s=1e-9, link_bytes_per_s=2e11)
+"""Of models this small, latency would decide everything."""
+ALWAYS = {("gemma2", "1x8"), ("lstm", "1x3")} | {
+    (name, "2x4") for name in ("gpt2", "gemma2", "mixtral", "resnet", "unet", "vit")
+}
+"""What every run tries; `make test-full` tries all models on all meshes."""
+
+
+def cases():
+    for name in LAYOUT_MODELS:
+        for mesh in MESHES:
+            mark = pytest.mark.slow if (name, mesh) in ALWAYS else pytest.mark.full
+            yield pytest.param(name, mesh, marks=mark, id=f"{name}-{mesh}")
+
+
+@pytest.mark.parametrize(("name", "mesh"), [*cases()])
+def test_five_training_steps_equal_those_of_one_device(name, mesh):
+    found = LAYOUT_MODELS[name]()
+    plan = search(found.model, MeshSpec.parse(mesh), inputs=found.inputs, optimizer="adam", hardware=FAST_LINKS)
+    choice = choose(found.model, MeshSpec.parse(mesh), plan)
+    check = check_numbers(
+        found.model, choice, found.inputs, target=found.target, loss=loss_for(found.target), training="adam", steps=5
+    )
+    check.raise_if_wrong()
+    assert set(check.found_device_bytes.values()) == {check.device_bytes}
+    planned = {v.path: layout for v, layout in plan.layouts()}
+    weights = [v for v in choice.variables if v.path in planned]
+    assert sum(v.device_bytes for v in weights) == plan.device.weights
