@@ -129,6 +129,20 @@ def test_a_pin_is_kept_and_the_rest_follows(block):
         search(block.model, MESH, inputs=block.inputs, pins={"no_such/kernel": ("model", None)})
 
 
+def test_a_rule_for_a_layer_class_is_kept():
+    class Mixing(keras.layers.Dense):
+        pass
+
+    @shardload.layout_rule(Mixing)
+    def rows(layer):
+        return {"kernel": (0,), "bias": ()}
+
+    inputs = keras.Input((512,))
+    model = keras.Model(inputs, Mixing(1024, name="mixing")(inputs))
+    found = layouts(search(model, MESH, batch=8))
+    assert found["mixing/kernel"] == "(model, -)" and found["mixing/bias"] == "(-)"
+
+
 def test_a_plan_explains_each_decision_by_what_the_opposite_costs(trained):
     text = trained.why("dense_1/kernel")
     assert "axis 'model' splits the 1024 of" in text and "ms per step" in text

@@ -8,6 +8,7 @@ from typing import Any
 
 from shardload.errors import DoesNotFitError, LayoutError
 from shardload.parallel import rules as rule_sets
+from shardload.parallel.auto import place
 from shardload.parallel.layout_search.hardware import Hardware
 from shardload.parallel.layout_search.layout_plan import LayoutPlan
 from shardload.parallel.layout_search.needs import peak, state_of, weight_bytes
@@ -16,7 +17,7 @@ from shardload.parallel.layout_search.problem import Problem, make_problem
 from shardload.parallel.layout_search.solving import Demand, Moment, Solution, solve
 from shardload.parallel.layout_search.stating import make_plan
 from shardload.parallel.layout_search.tracing import input_specs, record, trace
-from shardload.parallel.roles import roles
+from shardload.parallel.roles import by_layer_rules, roles
 from shardload.sharding.layout import Spec
 from shardload.sharding.mesh import MeshSpec
 from shardload.units import format_bytes
@@ -62,7 +63,8 @@ def search(
         sequence: Length of open dims of the default inputs.
         optimizer: Plan a training step with this optimizer, a name or an instance; by default, plan inference.
         device_memory_bytes: Hard limit for weights, gradients, slots and activations of each device.
-        pins: Layouts that are fixed, as rules: ``{"embedding/embeddings": ("model", None)}``.
+        pins: Layouts that are fixed, as rules: ``{"embedding/embeddings": ("model", None)}``. What
+            `shardload.layout_rule` says of a layer class is fixed too.
         hardware: Rates of devices and links.
         batch_axis: The axis that splits the batch; by default the mesh's.
 
@@ -121,11 +123,13 @@ def plan_problem(
 
 
 def _pins(model: Any, mesh: MeshSpec, pins: Mapping[str, Any] | None) -> dict[str, Spec]:
-    if not pins:
-        return {}
-    found = roles(model, by_user=True)
-    placed = rule_sets.apply(rule_sets.from_mapping(pins), model.variables, mesh=mesh, found=found)
-    return {v.path: v.layout.spec for v in placed.values()}
+    """Return the layouts that are fixed, by path: those of users' layer rules, then those of ``pins``."""
+    ruled = by_layer_rules(model)
+    fixed = [place(v, ruled[id(v)], mesh) for v in model.variables if id(v) in ruled]
+    if pins:
+        found = roles(model, by_user=True)
+        fixed += rule_sets.apply(rule_sets.from_mapping(pins), model.variables, mesh=mesh, found=found).values()
+    return {v.path: v.layout.spec for v in fixed}
 
 
 def _storage_axes(mesh: MeshSpec, limit: int | None) -> Sequence[str]:
