@@ -25,7 +25,9 @@ WARNINGS = ("-W", "error::UserWarning")
 
 def start(name, *arguments, cwd):
     command = [sys.executable, *WARNINGS, "-c", RUN, str(ROOT / "examples" / name), *arguments]
-    environment = {k: v for k, v in os.environ.items() if k != "KERAS_BACKEND"} | {"PYTHONPATH": str(ROOT)}
+    # The real Gemma computes longer than XLA compiles: there the flags of the other tests cost more than they save.
+    left_out = {"KERAS_BACKEND", "XLA_FLAGS"} if "gemma3_270m" in arguments else {"KERAS_BACKEND"}
+    environment = {k: v for k, v in os.environ.items() if k not in left_out} | {"PYTHONPATH": str(ROOT)}
     return subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True, cwd=cwd, env=environment)
 
 
@@ -78,13 +80,13 @@ def test_restore_on_new_mesh(tmp_path):
 @pytest.mark.slow
 def test_lora_from_gguf_to_safetensors(tmp_path):
     first, second = (
-        run("lora_from_gguf_to_safetensors.py", "gemma3_270m", "run", "out", n, cwd=tmp_path) for n in "46"
+        run("lora_from_gguf_to_safetensors.py", "gemma3_270m", "run", "out", n, cwd=tmp_path) for n in "23"
     )
-    assert "Epoch 4/4" in first and second.startswith("Epoch 5/6")
+    assert "Epoch 2/2" in first and second.startswith("Epoch 3/3")
     assert "LoRA was merged into 36 kernels" in second
     [step] = list_steps(tmp_path / "run")
-    assert (step.step, step.recorded.left_out) == (6, 236) and step.n_bytes < 5 << 20
-    command = ["convert", "run/6", "merged", "--to", "safetensors", "--merge-lora", "--base", "gemma3_270m"]
+    assert (step.step, step.recorded.left_out) == (3, 236) and step.n_bytes < 5 << 20
+    command = ["convert", "run/3", "merged", "--to", "safetensors", "--merge-lora", "--base", "gemma3_270m"]
     for arguments in (command, ["diff", "out", "merged"]):
         subprocess.run([sys.executable, "-m", "shardload", *arguments], cwd=tmp_path, check=True, timeout=300)
 
