@@ -54,7 +54,7 @@ class Collective:
     operands: int
     """Number of arrays that the instruction combines."""
     group_size: int
-    """Devices that take part, in each group."""
+    """Devices that take part, in each group; 0 where the program does not say, as those for TPU."""
     axes: tuple[str, ...]
     """Mesh axes along which the devices of a group differ: all of an axis, or a part of it (see ``group_size``)."""
     count: int = 1
@@ -71,7 +71,7 @@ class Collective:
 
     def __str__(self) -> str:
         times = f"{self.count} x " if self.count > 1 else ""
-        over = f"over {','.join(self.axes)}" if self.axes else "on one device"
+        over = f"over {','.join(self.axes)}" if self.axes else "on one device" if self.group_size else "over some axes"
         note = {"": "", "loop": ", in a loop of unknown length", "branch": ", in a branch"}[self.inside]
         return f"{times}{self.kind} {over}: {format_bytes(self.nbytes)} {self.dtype}{note}"
 
@@ -137,14 +137,14 @@ def _collective(one: _Instruction, mesh: MeshSpec) -> Collective:
     if kind not in (one.opcode, "all-reduce") and result.startswith("("):
         result = _members(result)[1]  # (operands, results, …): all but all-reduce-start return both
     arrays = _ARRAY.findall(result)
-    groups = replica_groups(one.attributes, mesh.size)
+    groups = replica_groups(one.attributes)
     source = _SOURCE.search(one.attributes)
     return Collective(
         kind,
         shape_bytes(result),
         "+".join(sorted({dtype for dtype, _ in arrays})),
         len(arrays),
-        max(map(len, groups)),
+        max(map(len, groups), default=0),
         group_axes(groups, mesh),
         source=source[1] if source else "",
     )

@@ -29,12 +29,13 @@ _AXIS = re.compile(r"'([^']+)'=(\d+)")
 _CHOSEN = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 
 
-def replica_groups(attributes: str, devices: int) -> Groups:
-    """Return the groups that an instruction's attributes state.
+def replica_groups(attributes: str) -> Groups:
+    """Return the groups that an instruction's attributes state, none if it states none.
+
+    XLA for TPU leaves them out of the text (``{}``) once it has chosen how to run the collective.
 
     Args:
         attributes: The text after the operands of a collective instruction.
-        devices: Number of devices that the program runs on: one group of all if none are stated.
     """
     if "source_target_pairs={" in attributes:
         return _connected(_listed(attributes.partition("source_target_pairs=")[2]))
@@ -43,7 +44,7 @@ def replica_groups(attributes: str, devices: int) -> Groups:
         return _of_mesh(text)
     if text.startswith("["):
         return _rows(_iota(text))
-    return _listed(text) or (tuple(range(devices)),)
+    return _listed(text)
 
 
 def group_axes(groups: Groups, mesh: MeshSpec) -> tuple[str, ...]:

@@ -28,14 +28,14 @@ def program(*lines, others=""):
         ("replica_groups=mesh['a'=2,'b'=4] {'a','b'}", (tuple(range(8)),)),
         ("replica_groups=mesh['a'=8] {'a':(2)4}", OVER_MODEL),
         ("replica_groups=mesh['a'=8] {'a':(1)2}", OVER_DATA),
-        ("replica_groups={}", (tuple(range(8)),)),
-        ("channel_id=3", (tuple(range(8)),)),
+        ("replica_groups={}, use_global_device_ids=true", ()),
+        ("channel_id=3", ()),
         ("source_target_pairs={{0,4},{4,0}}", ((0, 4),)),
         ("source_target_pairs={{0,1},{2,3},{1,2}}", ((0, 1, 2, 3),)),
     ],
 )
 def test_groups_in_every_form(text, groups):
-    assert replica_groups(text, 8) == groups
+    assert replica_groups(text) == groups
 
 
 def test_axes_of_groups():
@@ -105,6 +105,12 @@ BODY = """%inner (p: (f32[8])) -> (f32[8]) {
   ROOT %w = (f32[8]{0}) while(%p), condition=%c, body=%inner, backend_config={"known_trip_count":{"n":"5"}}
 }
 """
+
+
+def test_a_program_for_tpu_states_no_groups():
+    text = program("ROOT %ar = f32[8]{0:T(256)S(1)} all-reduce(%x), channel_id=1, replica_groups={}, to_apply=%add")
+    (found,) = collectives_in(text, MESH)
+    assert (found.nbytes, found.group_size, found.axes) == (32, 0, ()) and "over some axes" in str(found)
 
 
 def test_loops_multiply_and_nest():
