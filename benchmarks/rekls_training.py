@@ -2,8 +2,8 @@
 
 The text is the documentation of NumPy, from its docstrings, as bytes. Each optimizer gets a sweep of learning rates
 with one seed; the best by its loss at the end gets further seeds. The schedule is the same for all: a linear warm-up
-over a tenth of the steps, then a cosine to a tenth of the rate. The loss is the mean of the last steps' training
-losses, each of a batch drawn at random.
+(over a tenth of the steps by default), then a cosine to a tenth of the rate. The loss is the mean of the last steps'
+training losses, each of a batch drawn at random.
 
     python -m benchmarks.rekls_training [--steps 300] [--svg docs/rekls-training.svg] [--json]
 """
@@ -131,21 +131,23 @@ class Trainer:
         weights, state = self.optimizer.stateless_apply(state, gradients, weights)
         return weights, state, loss
 
-    def run(self, corpus: np.ndarray, *, rate: float, seed: int, steps: int, size: int, length: int) -> Run:
+    def run(
+        self, corpus: np.ndarray, *, rate: float, seed: int, steps: int, size: int, length: int, warm_up: float
+    ) -> Run:
         keras.utils.set_random_seed(seed)
         weights = [v.value for v in gemma(self.width).trainable_variables]
         state: Any = [jax.numpy.asarray(x) for x in self.fresh]
         losses, began = [], time.perf_counter()
         for at, tokens in enumerate(batches(corpus, steps=steps, size=size, length=length, seed=seed)):
-            now = np.float32(rate * schedule(at, steps))
+            now = np.float32(rate * schedule(at, steps, warm_up))
             weights, state, loss = self.step(weights, state, tokens, now)
             losses.append(loss)
         found = tuple(map(float, losses))
         return Run(self.name, rate, seed, found, time.perf_counter() - began)
 
 
-def schedule(at: int, steps: int) -> float:
-    warm = max(1, steps // 10)
+def schedule(at: int, steps: int, warm_up: float) -> float:
+    warm = max(1, int(steps * warm_up))
     if at < warm:
         return (at + 1) / warm
     return float(0.1 + 0.45 * (1 + np.cos(np.pi * (at - warm) / (steps - warm))))
@@ -154,8 +156,10 @@ def schedule(at: int, steps: int) -> float:
 def compare(options: argparse.Namespace) -> list[Run]:
     """Sweep, then repeat the best rate of each optimizer with further seeds."""
     corpus, found = text(), []
-    given = {"steps": options.steps, "size": options.batch, "length": options.length}
+    given = {"steps": options.steps, "size": options.batch, "length": options.length, "warm_up": options.warm_up}
     for name, rates in RATES.items():
+        if options.only not in name:
+            continue
         trainer = Trainer(name, options.width)
         sweep = [trainer.run(corpus, rate=rate, seed=0, **given) for rate in rates]
         best = min(sweep, key=lambda run: run.final).rate
@@ -169,7 +173,8 @@ def compare(options: argparse.Namespace) -> list[Run]:
 
 def best_of(runs: list[Run]) -> dict[str, list[Run]]:
     """Return for each optimizer the runs of its best rate, one per seed."""
-    best = {name: min((r for r in runs if r.optimizer == name), key=lambda r: r.final).rate for name in RATES}
+    trained = [name for name in RATES if any(run.optimizer == name for run in runs)]
+    best = {name: min((r for r in runs if r.optimizer == name), key=lambda r: r.final).rate for name in trained}
     swept = {name: [r for r in runs if (r.optimizer, r.rate) == (name, rate)] for name, rate in best.items()}
     return {name: sorted(found, key=lambda r: r.seed) for name, found in swept.items()}
 
@@ -177,7 +182,7 @@ def best_of(runs: list[Run]) -> dict[str, list[Run]]:
 def table(runs: list[Run]) -> str:
     """A table for people: final loss, steps to the final loss of AdamW, per seed."""
     best = best_of(runs)
-    target = float(np.mean([run.final for run in best["AdamW"]]))
+    target = float(np.mean([run.final for run in best.get("AdamW", next(iter(best.values())))]))
     lines = [f"{'':<26}{'rate':>8}{'final loss (seeds)':>28}{f'steps to {target:.3f}':>24}{'s per run':>11}"]
     for name, found in best.items():
         finals = " ".join(f"{run.final:.3f}" for run in found)
@@ -232,6 +237,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=64)
+    parser.add_argument("--warm-up", type=float, default=0.1, help="share of the steps")
+    parser.add_argument("--only", default="", help="only the optimizers whose name contains this")
     parser.add_argument("--svg", type=Path)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,11 +58,18 @@ def decompose_dealt(
     for group in deal([factor.shape[0] for factor in factors], devices):
         stack = jnp.stack([factors[i] for i in group.factors])
         stacked_old = stacked([old[i] for i in group.factors])
-        hands = _own_share(group, stack, stacked_old, decompose, axes)
-        everyone = jax.tree.map(lambda x: jax.lax.all_gather(x, axes), hands)
-        for device, hand in enumerate(group.hands):
-            for slot, place in enumerate(hand):
-                found[group.factors[place]] = jax.tree.map(lambda x, d=device, s=slot: x[d, s], everyone)
+        share = min(map(len, group.hands))
+        rest = [hand[share] for hand in group.hands if len(hand) > share]
+        if share:
+            mine = _picked(group, slice(share), axes)
+            hands = decompose(*_at(mine, stack, stacked_old))
+            everyone = jax.tree.map(lambda x: jax.lax.all_gather(x, axes), hands)
+            for device, hand in enumerate(group.hands):
+                for slot, place in enumerate(hand[:share]):
+                    found[group.factors[place]] = jax.tree.map(lambda x, d=device, s=slot: x[d, s], everyone)
+        if rest:
+            pairs = _rest(group, share, stack, stacked_old, decompose, axes=axes)
+            found |= {group.factors[p]: jax.tree.map(lambda x, s=slot: x[s], pairs) for slot, p in enumerate(rest)}
     return [found[i] for i in range(len(factors))]
 
 
@@ -82,21 +88,37 @@ def stacked(pairs: Sequence[Pair]) -> Pair:
     return found
 
 
-def _own_share(group: Deal, stack: Array, old: Pair, decompose: Decompose, axes: tuple[str, ...]) -> Pair:
-    """Decompose this device's hand. The last card of a longer hand is the only one that some do not have."""
-    share = min(map(len, group.hands))
-    longest = max(map(len, group.hands))
-    table = np.array([(*hand, *(-1,) * (longest - len(hand))) for hand in group.hands], np.int32)
-    mine = jnp.asarray(table)[jax.lax.axis_index(axes)]
+def _picked(group: Deal, cards: slice, axes: tuple[str, ...]) -> Array:
+    """Return which of these cards this device has: positions in the group, -1 for none."""
+    hands = [hand[cards] for hand in group.hands]
+    longest = max(map(len, hands))
+    table = np.array([(*hand, *(-1,) * (longest - len(hand))) for hand in hands], np.int32)
+    return jnp.asarray(table)[jax.lax.axis_index(axes)]
 
-    def picked(places: Array) -> tuple[Array, Pair]:
-        pick: Any = lambda x: jnp.take(x, places, axis=0)  # noqa: E731
-        return pick(stack), jax.tree.map(pick, old)
 
-    parts = [decompose(*picked(mine[:share]))] if share else []
-    if longest > share:
-        last = mine[share:]
-        one, one_old = picked(jnp.maximum(last, 0))
-        parts.append(jax.lax.cond(last[0] >= 0, decompose, lambda _, unchanged: unchanged, one, one_old))
-    found: Pair = jax.tree.map(lambda *each: jnp.concatenate(each), *parts)
+def _at(places: Array, stack: Array, old: Pair) -> tuple[Array, Pair]:
+    found: tuple[Array, Pair] = jax.tree.map(lambda x: jnp.take(x, places, axis=0), (stack, old))
+    return found
+
+
+def _rest(group: Deal, share: int, stack: Array, old: Pair, decompose: Decompose, *, axes: tuple[str, ...]) -> Pair:
+    """Decompose what some devices have beyond their share, one each; return the pairs in the order of devices.
+
+    An all-gather would give room to the devices that have nothing. So bits are added, as integers, to zeros elsewhere.
+    """
+    mine = _picked(group, slice(share, share + 1), axes)
+    has = mine[0] >= 0
+    one, one_old = _at(jnp.maximum(mine, 0), stack, old)
+    pair = jax.lax.cond(has, decompose, lambda _, unchanged: unchanged, one, one_old)
+    order = np.cumsum([len(hand) > share for hand in group.hands]) - 1
+    slot = jnp.asarray(order.astype(np.int32))[jax.lax.axis_index(axes)]
+
+    def everywhere(own: Array) -> Array:
+        bits = jax.lax.bitcast_convert_type(own, jnp.uint32)
+        room = jnp.zeros((int(order[-1]) + 1, *own.shape[1:]), jnp.uint32)
+        placed = jax.lax.dynamic_update_slice_in_dim(room, jnp.where(has, bits, 0), jnp.maximum(slot, 0), 0)
+        placed = jnp.where(has, placed, room)
+        return jax.lax.bitcast_convert_type(jax.lax.psum(placed, axes), own.dtype)
+
+    found: Pair = jax.tree.map(everywhere, pair)
     return found

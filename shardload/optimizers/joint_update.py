@@ -2,7 +2,7 @@
 
     shard of G, M, V, Q, λ ─► all-gather ─► the arithmetic of `rekls_math`, on whole arrays, on every device alike
     shard of L, W          ─► element by element, with the device's slice of what the arithmetic gives
-    whole L, R             ─► dealt out: each device decomposes its share ─► all-gather of the eigenpairs
+    whole L, R             ─► dealt out: each device decomposes its share ─► eigenpairs to all devices
 
 The gathers are written out in a `jax.shard_map`: a partitioner left to itself splits the inner products, and rounding
 differs from layout to layout. So results are the same bits for every way to split W on one mesh.
