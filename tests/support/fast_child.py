@@ -1,4 +1,5 @@
-"""One of several processes that call `from_preset` under one distribution; prints one JSON object.
+"""One of several processes that call `from_preset` under one distribution; prints one JSON object, with what each
+of the places in DO (`inside`, `outside`) gave.
 
 python -m fast_child COUNT INDEX PORT DEVICES MESH DO FOLDER
 """
@@ -23,12 +24,15 @@ def main(arguments):
     import keras
     import keras_hub
 
-    distribute(keras, tuple(map(int, mesh.split("x"))))
-    keras.utils.set_random_seed(1)
-    with shardload.fast() if do == "inside" else contextlib.nullcontext([]) as report:
-        model = keras_hub.models.Backbone.from_preset(folder)
-    facts = {"digest": digest(model), "why": [call.why for call in report]}
-    sys.stdout.write(json.dumps(facts) + "\n")
+    told = {}
+    for where in do.split(","):
+        keras.backend.clear_session(free_memory=False)  # names count from the start; it forgets the distribution too
+        distribute(keras, tuple(map(int, mesh.split("x"))))
+        keras.utils.set_random_seed(1)
+        with shardload.fast() if where == "inside" else contextlib.nullcontext([]) as report:
+            model = keras_hub.models.Backbone.from_preset(folder)
+        told[where] = {"digest": digest(model), "why": [call.why for call in report]}
+    sys.stdout.write(json.dumps(told) + "\n")
 
 
 def distribute(keras, sizes):
