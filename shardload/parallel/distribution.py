@@ -13,7 +13,7 @@ there with or without an open scope.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -29,6 +29,7 @@ from shardload.keras_bridge.training import batches_laid_out_singly
 from shardload.keras_bridge.variables import sharding_of
 from shardload.parallel.auto import place
 from shardload.parallel.choosing import choose
+from shardload.parallel.layout_search.searching import search
 from shardload.parallel.result import LayoutChoice
 from shardload.parallel.roles import by_shape
 from shardload.parallel.rules import check_output_rules
@@ -57,6 +58,7 @@ class AutoShardDistribution(keras.distribution.ModelParallel):  # type: ignore[m
         axes: str | None = None,
         devices: Sequence[Any] | None = None,
         auto_shard_dataset: bool = True,
+        device_memory_bytes: int | None = None,
     ) -> None:
         """Describe the mesh and how to choose layouts on it.
 
@@ -68,6 +70,8 @@ class AutoShardDistribution(keras.distribution.ModelParallel):  # type: ignore[m
             axes: Names for a mesh given as sizes, joined by commas.
             devices: `jax.Device`s in mesh order; by default the mesh's own, else JAX's first ones.
             auto_shard_dataset: As in `keras.distribution.Distribution`.
+            device_memory_bytes: With ``layout="search"``, the limit that plans keep on each device; see
+                `shardload.parallel.search`.
 
         Raises:
             MeshError: When the mesh cannot be made.
@@ -89,6 +93,8 @@ class AutoShardDistribution(keras.distribution.ModelParallel):  # type: ignore[m
         """The mesh, as axis names and sizes."""
         self.devices: tuple[Any, ...] = found
         """`jax.Device`s in mesh order."""
+        self.device_memory_bytes = device_memory_bytes
+        """The limit that plans keep."""
         self.layout_of_models = layout
         """How layouts are chosen, for `shardload.parallel.choose`."""
         self._choices: weakref.WeakKeyDictionary[Model, LayoutChoice] = weakref.WeakKeyDictionary()
@@ -138,7 +144,7 @@ class AutoShardDistribution(keras.distribution.ModelParallel):  # type: ignore[m
             LayoutError: When a rule of the layout cannot be applied, or matches nothing.
         """
         new = self._built(model, args, kwargs)
-        choice = choose(model, self.mesh, self.layout_of_models)
+        choice = choose(model, self.mesh, self._layout_for(model, args, kwargs))
         if _is_layout_map(self.layout_of_models):
             check_output_rules(self.layout_of_models, output_paths(model, args, kwargs))
         bind(
@@ -153,6 +159,19 @@ class AutoShardDistribution(keras.distribution.ModelParallel):  # type: ignore[m
         abstraction.initialise(new)
         self._choices[model] = choice
         return model
+
+    def _layout_for(self, model: Model, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LayoutLike:
+        """Return the layout to choose by: a plan for what the model is compiled for and the inputs it is shown."""
+        if self.layout_of_models != "search":
+            return self.layout_of_models
+        return search(
+            model,
+            self.mesh,
+            inputs=args[0] if args else None,
+            arguments=kwargs,
+            optimizer=getattr(model, "optimizer", None),
+            device_memory_bytes=self.device_memory_bytes,
+        )
 
     def build(self, make: Callable[[], Model], *args: Any, **kwargs: Any) -> Model:
         """Build a model without values, choose its layouts, and initialise it there, each shard on its device.

@@ -180,6 +180,13 @@ def test_a_plan_chooses_the_layouts_of_its_model_and_of_no_other(block, trained,
         choose(LAYOUT_MODELS["resnet"]().model, MESH, trained)
 
 
+def test_a_plan_is_for_a_model_that_is_built_again_too(trained):
+    again = LAYOUT_MODELS["block"]().model  # Keras numbers its layers anew
+    assert [v.path for v in again.variables] != [v.path for v in trained.variables]
+    choice = choose(again, MESH, trained)
+    assert [str(v.layout) for v in choice.variables] == list(layouts(trained).values())
+
+
 def test_a_plan_becomes_a_layout_map_and_partition_specs(block, trained):
     devices = keras.distribution.DeviceMesh((2, 4), ["batch", "model"], devices=[f"cpu:{i}" for i in range(8)])
     layout_map = trained.to_layout_map(devices)

@@ -88,6 +88,11 @@ def test_check_a_layout(here):
     assert names["trained"].variables == 3 * 4 + 2
 
 
+def test_search_layouts(here, capsys):
+    run("docs/how-to/search-layouts.md")
+    assert "all-reduces over model" in capsys.readouterr().out
+
+
 def test_collectives(here):
     names = run("docs/how-to/collectives.md")
     assert names["parts"].sharding.spec == names["x"].sharding.spec

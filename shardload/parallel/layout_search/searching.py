@@ -18,8 +18,10 @@ from shardload.parallel.layout_search.solving import Demand, Moment, Solution, s
 from shardload.parallel.layout_search.stating import make_plan
 from shardload.parallel.layout_search.tracing import input_specs, record, trace
 from shardload.parallel.roles import by_layer_rules, roles
+from shardload.sharding.devices import mesh_spec
 from shardload.sharding.layout import Spec
 from shardload.sharding.mesh import MeshSpec
+from shardload.typing import MeshLike
 from shardload.units import format_bytes
 
 BATCH_PER_POSITION = 8
@@ -32,7 +34,7 @@ MOMENTS = 4
 
 def search(
     model: Any,
-    mesh: MeshSpec,
+    mesh: MeshLike | MeshSpec,
     *,
     inputs: Any = None,
     arguments: Mapping[str, Any] | None = None,
@@ -54,8 +56,8 @@ def search(
 
     Args:
         model: A built Keras model.
-        mesh: The mesh. An axis of kind ``batch`` splits the first dim of the inputs; with a memory limit it may also
-            split the storage of weights, which are then gathered for use.
+        mesh: The mesh, such as ``"data=2,model=4"``. An axis of kind ``batch`` splits the first dim of the inputs; with
+            a memory limit it may also split the storage of weights, which are then gathered for use.
         inputs: The first argument of a call, as arrays or ``jax.ShapeDtypeStruct``; by default what a functional model
             declares, with ``batch`` rows and ``sequence`` for every other open dim (512).
         arguments: Other arguments of a call, by name.
@@ -73,6 +75,7 @@ def search(
         LayoutError: When the model cannot be traced, or a pin is impossible or matches nothing.
     """
     check_built(model)
+    mesh = mesh_spec(mesh)
     hardware = hardware or Hardware()
     hardware.check(mesh)
     axis = mesh.batch_axis if batch_axis is None else batch_axis
