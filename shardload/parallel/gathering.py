@@ -10,7 +10,7 @@ compiles, on 1x4, to 15 all-reduces and 5 all-gathers, instead of 4 and 2 with t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -32,24 +32,47 @@ def gathered_outputs(model: Any, placed: Mapping[int, VariableLayout]) -> Callab
         model: A built model.
         placed: The layout of each variable, by ``id(variable)``.
     """
-    if not any(found.fallback is not None and not found.layout.is_replicated for found in placed.values()):
-        return None
-    paths = {f"{layer.path}/output" for layer in _between_blocks(model, placed) if getattr(layer, "path", None)}
-    return lambda path: GATHERED if path in paths else None
+    splits = any(found.fallback is not None and not found.layout.is_replicated for found in placed.values())
+    norms = _norms(model)
+    gathered = _sources(model, placed) if norms else []
+    if splits or gathered:
+        gathered += norms
+    if splits:
+        gathered += _recurrences(model)
+    paths = {f"{layer.path}/output" for layer in gathered if getattr(layer, "path", None)}
+    return (lambda path: GATHERED if path in paths else None) if paths else None
 
 
-def _between_blocks(model: Any, placed: Mapping[int, VariableLayout]) -> Iterator[Any]:
-    """Yield tables split by their features, and norms of the model's width."""
+def _sources(model: Any, placed: Mapping[int, VariableLayout]) -> list[Any]:
+    """Return the layers that begin a stream of split features: tables split by features, convolutions in no pair."""
+    found = []
+    for layer, children in model_variables.layers(model):
+        own = {v.name: placed[id(v)] for v in model_variables.own_variables(layer, children) if id(v) in placed}
+        if is_kind(layer, "Embedding"):
+            split = "embeddings" in own and own["embeddings"].layout.parts[-1] > 1
+        else:
+            split = "kernel" in own and own["kernel"].rule == "channels" and own["kernel"].layout.parts[-1] > 1
+        if split:
+            found.append(layer)
+    return found
+
+
+def _recurrences(model: Any) -> list[Any]:
+    """Return recurrent layers with one output: a head that reads split features would split their every step."""
+    every = (layer for layer, _ in model_variables.layers(model))
+    return [layer for layer in every if is_kind(layer, "RNN") and not layer.return_state]
+
+
+def _norms(model: Any) -> list[Any]:
+    """Return the norms of the model's width."""
+    found: list[Any] = []
     in_attention: set[int] = set()  # norms of queries and keys there are of single heads
     for layer, children in model_variables.layers(model):
         if id(layer) in in_attention or "Attention" in type(layer).__name__:
             in_attention |= set(map(id, children))
-        own = {v.name: v for v in model_variables.own_variables(layer, children)}
-        if is_kind(layer, "Embedding"):
-            if "embeddings" in own and placed[id(own["embeddings"])].layout.parts[-1] > 1:
-                yield layer
-        elif _is_norm(layer) and id(layer) not in in_attention and all(len(v.shape) == 1 for v in own.values()):
-            yield layer
+        elif _is_norm(layer) and all(len(v.shape) == 1 for v in model_variables.own_variables(layer, children)):
+            found.append(layer)
+    return found
 
 
 def _is_norm(layer: Any) -> bool:
