@@ -26,6 +26,7 @@ COMMANDS = (
     ("save_orbax", "--pairs", "7"),
     ("keras_callback",),
     ("layouts",),
+    ("planning",),
     ("rekls_steps",),
     ("parallel_training", "--rounds", "9"),
 )
