@@ -183,6 +183,18 @@ def test_tutorial(here, monkeypatch, capsys):
     assert shardload.restore(build_tutorial_model(), "run").notes[0].startswith("step 30")
 
 
+@pytest.mark.slow
+def test_planning_tutorial(here, capsys):
+    fewer = [("(512, 1)", "(64, 1)"), ("epochs=3", "epochs=1")]
+    found = run("docs/tutorials/plan-a-training-run.md", replace=fewer)
+    said = capsys.readouterr().out
+    assert "per device: 76.3 MiB\n" in said and "per device: 71.8 MiB of 72.0 MiB (100 %)" in said
+    assert "The least is 69.3 MiB: 7.1 MiB of weights" in said and "\nbatch=4,model=2\n" in said
+    assert found["compiled"].collective_bytes == found["plan"].exchanged_bytes
+    assert Path("plan.svg").read_text().startswith("<svg")
+    assert len(found["history"].history["loss"]) == 1
+
+
 def build_tutorial_model():
     model = keras.Sequential(
         [keras.Input((64,)), keras.layers.Dense(512, "relu"), keras.layers.Dropout(0.1), keras.layers.Dense(8)]
