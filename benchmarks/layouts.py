@@ -200,7 +200,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the table, or a JSON list."""
+    """Print the table, or one JSON object per line."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", 1)[0])
     parser.add_argument("--mesh", default="2x4")
     parser.add_argument("--only", default="")
@@ -218,7 +218,6 @@ def main(argv: list[str] | None = None) -> int:
 
     mesh = MeshSpec.parse(options.mesh)
     jax.config.update("jax_num_cpu_devices", mesh.size)
-    rows = []
     if not options.json:
         head = f"{'model':<12}{'mesh':<5}" + "".join(f"{label:>25}" for label in ("hand", "auto", "largest", "search"))
         print(head + "   planned  s   (each: MiB of weights, MiB exchanged, collectives)", flush=True)
@@ -226,11 +225,8 @@ def main(argv: list[str] | None = None) -> int:
         for name, make in families:
             if options.only in name:
                 sizes = {"batch": options.batch, "sequence": options.sequence or sequence}
-                rows.append(measured(name, make, mesh, **sizes, numbers=options.numbers and sequence == 128))
-                if not options.json:
-                    print(line(rows[-1]), flush=True)
-    if options.json:
-        print(json.dumps(rows))
+                row = measured(name, make, mesh, **sizes, numbers=options.numbers and sequence == 128)
+                print(json.dumps(row) if options.json else line(row), flush=True)
     return 0
 
 
