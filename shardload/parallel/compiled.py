@@ -30,6 +30,9 @@ from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
 from shardload.transfer.placement import named_sharding
 
+CPU_OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+"""The machine code is never run. Partitioning and buffers are decided before it is generated."""
+
 
 def compile_step(
     model: Any,
@@ -129,7 +132,7 @@ def _compiled(program: Program, batch: Any, devices: Sequence[Any]) -> tuple[Any
         keep_unused=True,
     )
     lowered = step.lower(state, batch)
-    compiled = lowered.compile()
+    compiled = lowered.compile(compiler_options=CPU_OPTIONS if devices[0].platform == "cpu" else None)
     outputs = jax.tree.map(
         lambda info, sharding: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding),
         lowered.out_info,
