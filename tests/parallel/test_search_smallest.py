@@ -1,8 +1,10 @@
 """The smallest mesh that fits, with searched layouts: one trace, meshes of every shape."""
 
+import keras
 import pytest
 from layout_models import LAYOUT_MODELS
 
+import shardload
 from shardload.errors import DoesNotFitError, LayoutError
 from shardload.parallel import search, search_smallest_mesh
 from shardload.sharding.mesh import MeshSpec
@@ -59,7 +61,20 @@ def test_a_batch_that_no_axis_divides_is_not_split():
 
 
 def test_a_model_that_is_not_built_is_refused():
-    import keras
-
     with pytest.raises(LayoutError, match="Call it on a batch once"):
         search_smallest_mesh(keras.Sequential([keras.layers.Dense(3)]), 2**30)
+
+
+def test_rules_for_layers_are_kept_on_every_mesh():
+    class Mixing(keras.layers.Dense):
+        pass
+
+    @shardload.layout_rule(Mixing)
+    def rows(layer):
+        return {"kernel": (0,), "bias": ()}
+
+    inputs = keras.Input((512,))
+    model = keras.Model(inputs, Mixing(1024, name="mixing")(inputs))
+    plan = search_smallest_mesh(model, 5 * MIB // 4, batch=1)
+    assert plan.mesh == MeshSpec.parse("1x2")
+    assert {v.path: v.spec for v in plan.variables} == {"mixing/kernel": (("model",), ()), "mixing/bias": ((),)}

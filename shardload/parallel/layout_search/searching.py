@@ -84,7 +84,7 @@ def search(
         inputs = input_specs(model, batch=rows, sequence=sequence)
     recorded = record(model, inputs, training=optimizer is not None, arguments=arguments)
     traced = trace(recorded, divisors=mesh.sizes)
-    problem = make_problem(traced, mesh, hardware, batch_axis=axis, pins=_pins(model, mesh, pins))
+    problem = make_problem(traced, mesh, hardware, batch_axis=axis, pins=fixed_specs(model, mesh, pins))
     return plan_problem(
         model, problem, inputs=inputs, batch_axis=axis, slots=slot_ratio(optimizer), limit=device_memory_bytes
     )
@@ -125,7 +125,7 @@ def plan_problem(
     return make_plan(model, problem, demand, solution, inputs=inputs, batch_axis=batch_axis, limit=limit)
 
 
-def _pins(model: Any, mesh: MeshSpec, pins: Mapping[str, Any] | None) -> dict[str, Spec]:
+def fixed_specs(model: Any, mesh: MeshSpec, pins: Mapping[str, Any] | None) -> dict[str, Spec]:
     """Return the layouts that are fixed, by path: those of users' layer rules, then those of ``pins``."""
     ruled = by_layer_rules(model)
     fixed = [place(v, ruled[id(v)], mesh) for v in model.variables if id(v) in ruled]

@@ -12,7 +12,7 @@ from shardload.parallel.layout_search.hardware import Hardware
 from shardload.parallel.layout_search.layout_plan import LayoutPlan
 from shardload.parallel.layout_search.optimizer_slots import slot_ratio
 from shardload.parallel.layout_search.problem import make_problem
-from shardload.parallel.layout_search.searching import BATCH_PER_POSITION, check_built, plan_problem
+from shardload.parallel.layout_search.searching import BATCH_PER_POSITION, check_built, fixed_specs, plan_problem
 from shardload.parallel.layout_search.tracing import Recorded, Traced, input_specs, record, trace
 from shardload.parallel.memory_fit import MAX_DEVICES
 from shardload.parallel.roles import nbytes
@@ -64,7 +64,8 @@ def search_smallest_mesh(
         found, needed = [], float("inf")
         for mesh in _shapes(devices, rows=_rows(inputs)):
             traced = _traced(recorded, mesh, traces)
-            problem = make_problem(traced, mesh, hardware, batch_axis=mesh.batch_axis)
+            fixed = fixed_specs(model, mesh, None)  # users' rules for their layers
+            problem = make_problem(traced, mesh, hardware, batch_axis=mesh.batch_axis, pins=fixed)
             try:
                 found.append(
                     plan_problem(
