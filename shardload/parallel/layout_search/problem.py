@@ -19,6 +19,8 @@ from shardload.parallel.layout_search.tracing import Traced
 from shardload.sharding.layout import Spec
 from shardload.sharding.mesh import MeshSpec
 
+SMALL_BYTES = 1 << 10
+"""Dims that only smaller variables have are not split: seeds, scalars of layers."""
 ROUNDS = 3
 """How many steps away groups and operations are compared before two groups count as the same kind."""
 Assignment = tuple[int | None, ...]
@@ -153,7 +155,8 @@ def _kind(program: Program, kinds: Mapping[int, int], node: int) -> int:
 
 
 def _candidates(problem: Problem, *, exclude: set[int]) -> Iterator[tuple[int, str]]:
-    of_weights = sorted({k for w in problem.weights for k in w.kinds if k != UNSPLIT} - exclude)
+    large = [w for w in problem.weights if w.nbytes >= SMALL_BYTES]
+    of_weights = sorted({k for w in large for k in w.kinds if k != UNSPLIT} - exclude)
     for axis in problem.mesh.axes:
         size, taken = problem.sizes[axis], problem.pinned.get(axis)
         if size == 1 or taken is not None or problem.mesh.axis_kind(axis) == "batch":

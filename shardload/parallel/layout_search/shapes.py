@@ -172,6 +172,9 @@ def _blocks(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int],
     return blocks
 
 
+SLICE_TIMES = 32
+"""Likewise for one slice of a split dim: XLA carries the split on into all that the slice is combined with. For BERT's
+table of positions that is the residual stream, and half as many bytes again as everything else."""
 PARTS_TIMES = 3
 """What XLA moves where an operation takes parts of a split dim, as a multiple of the operand: neighbours exchange
 edges, and pieces are dealt out again. Measured on compiled programs: rotary embeddings, gates, skip connections."""
@@ -180,18 +183,20 @@ edges, and pieces are dealt out again. Measured on compiled programs: rotary emb
 # ---- parts of dims ---------------------------------------------------------------------------------
 
 
-def _keeping(program: Program, eqn: Any, value: Value, kept: Callable[[int], bool]) -> list[Value]:
+def _keeping(
+    program: Program, eqn: Any, value: Value, kept: Callable[[int], bool], *, times: int = PARTS_TIMES
+) -> list[Value]:
     """Make results whose dims follow those of ``value`` that are ``kept``; it needs the others whole."""
     for d in range(len(value.dims)):
         if not kept(d):
-            program.need_whole(value, d, why=eqn.primitive.name, times=PARTS_TIMES)
+            program.need_whole(value, d, why=eqn.primitive.name, times=times)
     return [fresh(program, var, [n if kept(d) else None for d, n in enumerate(value.dims)]) for var in eqn.outvars]
 
 
 def same_length(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Carry the dims that keep their length (slice, pad, reduce_window)."""
-    shape = eqn.outvars[0].aval.shape
-    return _keeping(program, eqn, operands[0], lambda d: operands[0].shape[d] == shape[d])
+    """Carry the dims that keep their length (slice, pad)."""
+    shape, value = eqn.outvars[0].aval.shape, operands[0]
+    return _keeping(program, eqn, value, lambda d: value.shape[d] == shape[d], times=SLICE_TIMES)
 
 
 def windowed(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
