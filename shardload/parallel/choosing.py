@@ -111,9 +111,10 @@ def _planned(model: Any, plan: LayoutPlan) -> list[tuple[Any, PlannedVariable]]:
     """Pair the variables of a model with those of a plan: by path, or in order where Keras numbered layers anew."""
     by_path = {v.path: v for v in plan.variables}
     variables = list(model.variables)
+    same_order = [v.path for v in variables] == [v.path for v in plan.variables]
     renamed = not all(v.path in by_path for v in variables)
-    if renamed and [tuple(v.shape) for v in variables] == [v.shape for v in plan.variables]:
-        return list(zip(variables, plan.variables, strict=True))
+    if (same_order or renamed) and [tuple(v.shape) for v in variables] == [v.shape for v in plan.variables]:
+        return list(zip(variables, plan.variables, strict=True))  # several variables may have one path
     for variable in variables:
         found = by_path.get(variable.path)
         if found is None or found.shape != tuple(variable.shape):

@@ -129,6 +129,39 @@ def test_a_pin_is_kept_and_the_rest_follows(block):
         search(block.model, MESH, inputs=block.inputs, pins={"no_such/kernel": ("model", None)})
 
 
+def test_a_pin_is_kept_axis_by_axis_or_refused(block):
+    pins = {"dense_1/kernel": jax.sharding.PartitionSpec(("model", "batch"), None)}
+    plan = search(block.model, MESH, inputs=block.inputs, optimizer="adamw", pins=pins)
+    assert layouts(plan)["dense_1/kernel"] == "(model+batch, -)"
+    mesh = MeshSpec(("batch", "model"), (1, 3))
+    with pytest.raises(LayoutError, match=r"Cannot pin 'dense_1/kernel' to .*does not divide by 3"):
+        search(block.model, mesh, inputs=block.inputs, pins={"dense_1/kernel": (None, "model")})
+    with pytest.raises(LayoutError, match="Cannot split the batch over 'nope'"):
+        search(block.model, MESH, inputs=block.inputs, batch_axis="nope")
+
+
+def test_a_sequential_model_says_its_inputs():
+    layers = [keras.Input((64,)), keras.layers.Dense(256), keras.layers.Dense(64)]
+    assert search(keras.Sequential(layers), MESH, batch=8).inputs == "float32[8, 64]"
+
+
+def test_variables_with_one_path_get_their_own_layouts():
+    class Pair(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = keras.layers.Dense(512, name="d"), keras.layers.Dense(64, name="d")
+
+        def call(self, x):
+            return self.down(self.up(x))
+
+    inputs = keras.Input((64,))
+    model = keras.Model(inputs, Pair()(inputs))
+    plan = search(model, MESH, batch=64, optimizer="adam", hardware=Hardware(latency_s=0))
+    choice = choose(model, MESH, plan)
+    assert [str(choice.of(v)) for v in model.variables] == [str(layout) for _, layout in plan.layouts()]
+    assert len({str(choice.of(v)) for v in model.variables if len(v.shape) == 2}) == 2
+
+
 def test_a_rule_for_a_layer_class_is_kept():
     class Mixing(keras.layers.Dense):
         pass

@@ -79,6 +79,8 @@ def search(
     hardware = hardware or Hardware()
     hardware.check(mesh)
     axis = mesh.batch_axis if batch_axis is None else batch_axis
+    if axis not in mesh.axes:
+        raise LayoutError(f"Cannot split the batch over {axis!r}: the mesh {mesh} has no such axis")
     if inputs is None:
         rows = batch or BATCH_PER_POSITION * mesh.axis_size(axis)
         inputs = input_specs(model, batch=rows, sequence=sequence)
@@ -130,8 +132,13 @@ def fixed_specs(model: Any, mesh: MeshSpec, pins: Mapping[str, Any] | None) -> d
     ruled = by_layer_rules(model)
     fixed = [place(v, ruled[id(v)], mesh) for v in model.variables if id(v) in ruled]
     if pins:
-        found = roles(model, by_user=True)
-        fixed += rule_sets.apply(rule_sets.from_mapping(pins), model.variables, mesh=mesh, found=found).values()
+        found, rules = roles(model, by_user=True), rule_sets.from_mapping({k: tuple(v) for k, v in pins.items()})
+        pinned = rule_sets.apply(rules, model.variables, mesh=mesh, found=found).values()
+        for refused in (v.fallback for v in pinned if v.fallback is not None):
+            raise LayoutError(
+                f"Cannot pin {refused.variable!r} to {refused.wanted}: {refused.why}. Change or remove the pin"
+            )
+        fixed += pinned
     return {v.path: v.layout.spec for v in fixed}
 
 

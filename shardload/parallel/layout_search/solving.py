@@ -95,7 +95,7 @@ def weight_options(problem: Problem, weight: WeightKind, demand: Demand) -> Iter
             layout = Layout(problem.mesh, tuple(spec))
             fits = layout.divides(weight.shape) and (weight.pin is None or _same(layout.spec, weight.pin))
             if fits:
-                yield WeightOption(layout.spec, assignment, stored)
+                yield WeightOption(weight.pin or layout.spec, assignment, stored)
 
 
 def _same(spec: Spec, pin: Spec) -> bool:

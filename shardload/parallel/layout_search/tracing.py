@@ -59,7 +59,10 @@ def input_specs(model: Any, *, batch: int, sequence: int | None = None) -> Any:
 def _declared(model: Any) -> Any:
     try:
         return model.input
-    except AttributeError:
+    except (AttributeError, ValueError):
+        declared = getattr(model, "inputs", None)  # what a Sequential has
+        if declared:
+            return declared[0] if len(declared) == 1 else declared
         backbone = getattr(model, "backbone", None)
         return None if backbone is None or backbone is model else _declared(backbone)
 
