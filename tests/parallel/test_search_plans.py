@@ -256,6 +256,15 @@ def test_a_model_without_variables_and_inputs_that_do_not_fit_are_refused(block)
         search(block.model, MESH, inputs=jax.ShapeDtypeStruct((8, 128, 255), "float32"))
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"batch": 0}, {"sequence": -1}, {"device_memory_bytes": "16GiB"}, {"device_memory_bytes": 0}]
+)
+def test_numbers_that_are_none_are_refused(block, wrong):
+    (name, value), *_ = wrong.items()
+    with pytest.raises(LayoutError, match=f"Cannot plan with {name}={value!r}: expected a positive integer"):
+        search(block.model, MESH, **wrong)
+
+
 def test_constants_are_checked_and_stated(block, trained):
     assert "cost constants: flops_per_s 1e+14" in str(trained)
     with pytest.raises(LayoutError, match="rates must be positive"):

@@ -28,7 +28,7 @@ def slot_ratio(optimizer: Any) -> float:
         return 0.0
     try:
         made = keras.optimizers.get(optimizer)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise LayoutError(f"Cannot plan for the optimizer {optimizer!r}: Keras has none of that name") from error
     with abstract():
         own = type(made).from_config(made.get_config())

@@ -75,6 +75,9 @@ def search(
         LayoutError: When the model cannot be traced, or a pin is impossible or matches nothing.
     """
     check_built(model)
+    for name, number in (("batch", batch), ("sequence", sequence), ("device_memory_bytes", device_memory_bytes)):
+        if number is not None and (not isinstance(number, int) or number < 1):
+            raise LayoutError(f"Cannot plan with {name}={number!r}: expected a positive integer")
     mesh = mesh_spec(mesh)
     hardware = hardware or Hardware()
     hardware.check(mesh)
