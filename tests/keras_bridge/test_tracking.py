@@ -71,16 +71,16 @@ def test_members_of_containers():
 
 
 def test_a_thread_counts_names_on_and_shares_settings():
-    class Counted(keras.layers.Layer):
+    class NumberedOn(keras.layers.Layer):
         pass
 
-    first, policy = Counted().name, keras.config.dtype_policy()
+    first, policy = NumberedOn().name, keras.config.dtype_policy()
     keras.config.set_dtype_policy("bfloat16")
     try:
-        other = InThread(lambda: (Counted().name, keras.config.dtype_policy().name)).result()
+        other = InThread(lambda: (NumberedOn().name, keras.config.dtype_policy().name)).result()
     finally:
         keras.config.set_dtype_policy(policy)
-    assert (first, other, Counted().name) == ("counted", ("counted_1", "bfloat16"), "counted_2")
+    assert (first, other, NumberedOn().name) == ("numbered_on", ("numbered_on_1", "bfloat16"), "numbered_on_2")
 
 
 def test_its_error_is_raised_by_result():

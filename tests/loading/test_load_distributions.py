@@ -119,7 +119,8 @@ def test_a_mesh_that_is_given_wins_and_the_report_says_so(source):
         chosen = shardload.load(source, layout="auto")
         assert shardload.report(chosen).mesh == "rows=2,columns=4"
     assert shardload.report(model).mesh == "batch=1,model=8"
-    assert shardings(chosen)["out/kernel"].spec == jax.sharding.PartitionSpec(None, "columns")
+    assert shardings(chosen)["hidden/kernel"].spec == jax.sharding.PartitionSpec(None, "columns")
+    assert shardings(chosen)["out/kernel"].spec == jax.sharding.PartitionSpec("columns", None)  # paired
 
 
 def test_a_plan_uses_the_distribution_that_is_set(source):
@@ -155,7 +156,7 @@ def test_sizes_and_rules_by_name(source):
     report, found = shardload.report(model), shardings(model)
     assert report.mesh == "data=2,model=4"
     assert found["hidden/kernel"].spec == jax.sharding.PartitionSpec("model", None)
-    assert found["out/kernel"].spec == jax.sharding.PartitionSpec(None, "model")  # the rest is left to auto
+    assert found["out/kernel"].spec == jax.sharding.PartitionSpec("model", None)  # the rest is left to auto
     both = shardload.load(source, mesh={"data": 2, "model": 4}, layout={"hidden/kernel": (None, ("data", "model"))})
     assert shardings(both)["hidden/kernel"].spec == jax.sharding.PartitionSpec(None, ("data", "model"))
 
