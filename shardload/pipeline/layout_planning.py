@@ -199,11 +199,8 @@ class _Planning:
         return replace(found, device_memory_bytes=limit)
 
     def _compiled(self, model: Any, plan: LayoutPlan) -> CompiledStep:
-        named = tuple(replace(v, path=own.path) for v, own in zip(plan.variables, model.variables, strict=True))
         inputs = input_specs(model, batch=self.rows, sequence=self.step.sequence)
-        layout: Any = replace(plan, variables=named)  # a model that is built again may have other names
-        choice = choose(model, plan.mesh, layout)
-        return compile_step(model, choice, inputs, training=self.step.train)
+        return compile_step(model, choose(model, plan.mesh, plan), inputs, training=self.step.train)
 
 
 def _sizes(mesh: MeshSpec) -> str:
