@@ -60,7 +60,8 @@ class REKLS(JointOptimizer):
         factor_dtype: ``"float32"`` or ``"bfloat16"``, in which L and R are stored.
         skip_first_update: Use the first step to find the eigenbases only. In exact arithmetic, the first gradient is
             diagonal in its own eigenbasis, and all else there is rounding noise, which Adam scales to full steps.
-        init_factor: Eigenvalues before the first step. 0 stands for ``epsilon``.
+        init_factor: Eigenvalues before the first step. 0 means ``epsilon``; then the
+            first gradient dominates the eigenvectors for 100 steps and more, see ``docs/rekls.md``.
         adamw_for: Regular expressions for paths, or a function of a variable: who gets AdamW regardless of shape.
         adamw_ratio: Factor of the learning rate of those with AdamW.
         row_dims: Regular expressions for paths and the dims that form the rows of such variables, if the shape tells
@@ -243,4 +244,4 @@ class REKLS(JointOptimizer):
 
 
 TpRekls = REKLS
-"""The name of the tensor-parallel original: `REKLS` is that wherever variables are sharded."""
+"""The name of the tensor-parallel original: `REKLS` where variables are sharded."""

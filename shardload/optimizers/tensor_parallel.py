@@ -28,7 +28,7 @@ class TensorParallelOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
     Args:
         base_optimizer: An optimizer of Keras, its name, or its configuration.
         device_count: Number of devices that split the state: those of the mesh, or of its axes that split weights.
-            By default whatever the mesh has.
+            By default, as many as the mesh has.
         shard_optimizer_states: Whether slots are split over every axis of the mesh that divides them, that of the batch
             too (ZeRO-1). Otherwise they follow their weights.
         tensor_parallel_config: Not used: the layouts of weights say how they are split. Kept for callers that pass it.

@@ -108,7 +108,7 @@ def _plan(model: Any, mesh: MeshSpec, layout: Any) -> LayoutPlan | None:
 
 
 def _planned(model: Any, plan: LayoutPlan) -> list[tuple[Any, PlannedVariable]]:
-    """Pair the variables of a model with those of a plan: by path, or in order where Keras numbered layers anew."""
+    """Pair the variables of a model with those of a plan: by path, or in order where layers have new numbers."""
     by_path = {v.path: v for v in plan.variables}
     variables = list(model.variables)
     same_order = [v.path for v in variables] == [v.path for v in plan.variables]

@@ -133,7 +133,7 @@ class Program:
         return len(self._parent) - 1
 
     def any_length(self) -> int:
-        """Return the node of a dim that can be split as whatever it is combined with: broadcasts and constants."""
+        """Return the node of a dim of a broadcast or a constant, which any length divides."""
         self._parent.append(len(self._parent))
         self._length.append(0)
         return len(self._parent) - 1
