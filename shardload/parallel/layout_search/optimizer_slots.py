@@ -29,7 +29,10 @@ def slot_ratio(optimizer: Any) -> float:
     try:
         made = keras.optimizers.get(optimizer)
     except (TypeError, ValueError) as error:
-        raise LayoutError(f"Cannot plan for the optimizer {optimizer!r}: Keras has none of that name") from error
+        raise LayoutError(
+            f"Cannot plan for the optimizer {optimizer!r}: Keras has none of that name. Use a name such as adamw, or "
+            "in Python pass an optimizer to shardload.parallel.search"
+        ) from error
     with abstract():
         own = type(made).from_config(made.get_config())
         matrix = keras.Variable(shape=(_SIDE, _SIDE), initializer="zeros", dtype="float32")
