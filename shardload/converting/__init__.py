@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardload.converting import adapters
-from shardload.converting.plans import Plan
+from shardload.converting.plans import ConversionPlan
 from shardload.converting.replace_target import check_description, check_free, check_shard
 from shardload.converting.source import Source, open_source
 from shardload.converting.staging import RESULT, ConversionFolder, home_of, staged
@@ -168,7 +168,7 @@ def _open(path: str, base: PathLike | None, *, dtype: str | None, ignore_config:
 
 def _write(
     source: Source,
-    plan: Plan,
+    plan: ConversionPlan,
     target: Path,
     files: Fingerprint,
     *,
@@ -209,7 +209,7 @@ def _refuse_itself(source: Path, target: Path) -> None:
         )
 
 
-def check_others(plan: Plan, target: Path, *, overwrite: bool) -> None:
+def check_others(plan: ConversionPlan, target: Path, *, overwrite: bool) -> None:
     """Check the names of files that go next to the target."""
     for name, content in plan.sidecars.items():
         check_description(target.with_name(name), content, overwrite=overwrite)
@@ -227,7 +227,7 @@ def _check_digests(source: Source, progress: Progress) -> None:
                 raise DamagedError(f"Cannot convert {path}: it is damaged: {damage[0]}. See: shardload verify {path}")
 
 
-def _finish(plan: Plan, staging: ConversionFolder, *, overwrite: bool) -> None:
+def _finish(plan: ConversionPlan, staging: ConversionFolder, *, overwrite: bool) -> None:
     """Write digests, open the result like any checkpoint, and rename it."""
     if spec_named(plan.format).is_step:
         digests.Digests.compute(staging.result).write(staging.result)
@@ -235,7 +235,7 @@ def _finish(plan: Plan, staging: ConversionFolder, *, overwrite: bool) -> None:
     publish(plan, staging, overwrite=overwrite)
 
 
-def publish(plan: Plan, staging: ConversionFolder, *, overwrite: bool) -> None:
+def publish(plan: ConversionPlan, staging: ConversionFolder, *, overwrite: bool) -> None:
     """Flush a finished result and the small files next to it, and give them their names."""
     sidecars = {}
     for name, content in plan.sidecars.items():
@@ -245,7 +245,7 @@ def publish(plan: Plan, staging: ConversionFolder, *, overwrite: bool) -> None:
     (staging.publish_index if plan.shards else staging.publish)(sidecars=sidecars, overwrite=overwrite)
 
 
-def check_result(plan: Plan, staging: ConversionFolder) -> None:
+def check_result(plan: ConversionPlan, staging: ConversionFolder) -> None:
     """Open the result: check that all tensors are there and match a model built from the result's own description."""
     result = staging.result / staging.target.name if plan.shards else staging.result
     manifest = open_manifest(result, format=plan.format)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from shardload.converting import preprocessing, sidecar_files
-from shardload.converting.plans import Copy, Plan, whole
+from shardload.converting.plans import ConversionPlan, Copy, whole
 from shardload.converting.sidecar_files import STATE, TRANSFORMERS
 from shardload.converting.source import Source, made_now
 from shardload.converting.transformers import is_weight
@@ -87,7 +87,9 @@ def saved(root: Any, source: Source, dtypes: Mapping[int, Any], *, skip: Any = N
     return Saved(copies, layout.names, tuple(left))
 
 
-def file(source: Source, dtypes: Mapping[int, Any], target: Path, dtype: str | None, shard_bytes: int | None) -> Plan:
+def file(
+    source: Source, dtypes: Mapping[int, Any], target: Path, dtype: str | None, shard_bytes: int | None
+) -> ConversionPlan:
     """Plan one file, or an index with shards, as Keras writes them for the model, or for a backbone without a head."""
     from shardload.writers import h5
 
@@ -113,7 +115,7 @@ def file(source: Source, dtypes: Mapping[int, Any], target: Path, dtype: str | N
     notes += (f"{len(others)} other files were left out: {others[0]} …",) if others else ()
     notes += _left_out(found.left)
     if target.name.endswith(ENDING):
-        return Plan(
+        return ConversionPlan(
             KERAS_H5.name,
             found.copies,
             lambda path: h5.write_skeleton(path, found.tensors, names=found.names),
@@ -127,10 +129,10 @@ def file(source: Source, dtypes: Mapping[int, Any], target: Path, dtype: str | N
         return h5.write_shards(folder / target.name, found.tensors, names=found.names, shard_bytes=limit)
 
     shards = h5.shard_names(target.name, found.tensors, shard_bytes=limit)
-    return Plan(KERAS_SHARDED.name, found.copies, make, sidecars, notes, shards)
+    return ConversionPlan(KERAS_SHARDED.name, found.copies, make, sidecars, notes, shards)
 
 
-def preset(source: Source, dtypes: Mapping[int, Any], dtype: str | None, shard_bytes: int | None) -> Plan:
+def preset(source: Source, dtypes: Mapping[int, Any], dtype: str | None, shard_bytes: int | None) -> ConversionPlan:
     """Plan a KerasHub preset: weights of the backbone and of the task, as ``save_to_preset`` writes them."""
     if not source.is_hub:
         raise UnsupportedError(
@@ -154,7 +156,7 @@ def preset(source: Source, dtypes: Mapping[int, Any], dtype: str | None, shard_b
         return places + tuple(place for part in parts[1:] for place in _file_in(folder, TASK_WEIGHTS, part))
 
     notes = (*(note for part in parts[1:] for note in _left_out(part.left)), *source.preprocessing.notes)
-    return Plan(PRESET.name, tuple(copy for part in parts for copy in part.copies), make, {}, notes)
+    return ConversionPlan(PRESET.name, tuple(copy for part in parts for copy in part.copies), make, {}, notes)
 
 
 def _with_optimizer(found: Saved, model: Any, source: Source, *, prefix: str = "") -> Saved:

@@ -28,7 +28,7 @@ from shardload import converting
 from shardload.converting import ConvertReport
 from shardload.converting.live_source import live_source
 from shardload.converting.live_values import local_boxes_of, part_of, reader_of_box
-from shardload.converting.plans import Copy, Plan
+from shardload.converting.plans import ConversionPlan, Copy
 from shardload.converting.replace_target import check_free
 from shardload.converting.staging import ConversionFolder, home_of, staged
 from shardload.converting.strided_copy import PieceWriter, Read, copy_view, reader_of_value
@@ -216,13 +216,13 @@ def _together(model: Any, request: _Request) -> Iterator[JointLoad]:
             yield call
 
 
-def _facts(plan: Plan) -> dict[str, str]:
+def _facts(plan: ConversionPlan) -> dict[str, str]:
     return {
         copies[0].wanted.name: f"{copies[0].wanted.dtype} {copies[0].wanted.shape}" for copies in plan.tensors.values()
     }
 
 
-def _write(plan: Plan, request: _Request, call: JointLoad, progress: Progress) -> None:
+def _write(plan: ConversionPlan, request: _Request, call: JointLoad, progress: Progress) -> None:
     """Make the files, fill in the values, and publish the result."""
     target = request.target
     staging = ConversionFolder(home_of(target), target)
@@ -246,7 +246,7 @@ def _write(plan: Plan, request: _Request, call: JointLoad, progress: Progress) -
             progress.stop()
 
 
-def _make(plan: Plan, request: _Request, staging: ConversionFolder, stack: ExitStack) -> dict[str, Any]:
+def _make(plan: ConversionPlan, request: _Request, staging: ConversionFolder, stack: ExitStack) -> dict[str, Any]:
     """Make all files of the target without their values, and check that they describe the model."""
     target, overwrite = request.target, request.overwrite
     check_free(target, folder=not is_file_name(target), overwrite=overwrite)

@@ -23,7 +23,7 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Plan:
+class ConversionPlan:
     """Everything that a conversion writes."""
 
     format: str

@@ -1,6 +1,6 @@
 """Plans for each target format: its tensors, the sources of their values, and the files next to them.
 
-`plan_for` decides everything from headers; `Plan.make` then writes every file without the values.
+`plan_for` decides everything from headers; `ConversionPlan.make` then writes every file without the values.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from shardload.converting import keras_files, sidecar_files, transformers
 from shardload.converting.hub_tokenizers import tokenizer_files
 from shardload.converting.keras_files import ENDING, INDEX_ENDING, head_of, keras_family, model_config, state_of
-from shardload.converting.plans import Copy, Plan, whole
+from shardload.converting.plans import ConversionPlan, Copy, whole
 from shardload.converting.sidecar_files import KERAS, STATE, TRANSFORMERS
 from shardload.converting.source import Source
 from shardload.errors import UnsupportedError, UsageError
@@ -100,7 +100,7 @@ def shard_bytes_for(path: Path, to: Target, wanted: int | str | None) -> int | N
         raise UsageError(f"max_shard_bytes: {error}") from error
 
 
-def plan_for(source: Source, target: Path, to: Target, *, dtype: str | None, shard_bytes: int | None) -> Plan:
+def plan_for(source: Source, target: Path, to: Target, *, dtype: str | None, shard_bytes: int | None) -> ConversionPlan:
     """Decide what to write.
 
     Args:
@@ -146,7 +146,9 @@ def _refuse_head(source: Source) -> None:
 # ---- Hugging Face -------------------------------------------------------------------------------
 
 
-def _safetensors(source: Source, dtypes: Mapping[int, Any], dtype: str | None, shard_bytes: int | None) -> Plan:
+def _safetensors(
+    source: Source, dtypes: Mapping[int, Any], dtype: str | None, shard_bytes: int | None
+) -> ConversionPlan:
     from shardload.writers import safetensors
 
     backbone = source.backbone
@@ -180,7 +182,7 @@ def _safetensors(source: Source, dtypes: Mapping[int, Any], dtype: str | None, s
 
     rounded = transformers.ROUNDED.get(config["model_type"])
     note = f"KerasHub rounds these tensors to {rounded} when it reads them; they were written unrounded"
-    return Plan(HUGGING_FACE.name, copies, make, {}, (*notes, note) if rounded else notes)
+    return ConversionPlan(HUGGING_FACE.name, copies, make, {}, (*notes, note) if rounded else notes)
 
 
 def _layout(
@@ -240,7 +242,7 @@ def _transformers_config(source: Source, dtypes: Mapping[int, Any], dtype: str |
 # ---- Orbax --------------------------------------------------------------------------------------
 
 
-def _orbax(source: Source, dtypes: Mapping[int, Any], dtype: str | None) -> Plan:
+def _orbax(source: Source, dtypes: Mapping[int, Any], dtype: str | None) -> ConversionPlan:
     from shardload.writers import orbax
 
     tree = describe(source.model).weights_only()
@@ -260,4 +262,4 @@ def _orbax(source: Source, dtypes: Mapping[int, Any], dtype: str | None) -> Plan
         sidecar_files.copy(source.companions.transformers, own / TRANSFORMERS)
         return places
 
-    return Plan(ORBAX.name, copies, make, {})
+    return ConversionPlan(ORBAX.name, copies, make, {})

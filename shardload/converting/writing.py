@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardload.converting.computing import compute
-from shardload.converting.plans import Copy, Plan
+from shardload.converting.plans import ConversionPlan, Copy
 from shardload.converting.source import Source
 from shardload.converting.staging import ConversionFolder, digest
 from shardload.converting.strided_copy import PieceWriter, Read, copy_view, parts_of, reader_of, reader_of_value
@@ -32,7 +32,9 @@ _COMPUTING = ("keras", "keras-hub", "numpy")
 """Packages whose versions affect computed values."""
 
 
-def write_all(source: Source, plan: Plan, staging: ConversionFolder, *, block_bytes: int, progress: Progress) -> int:
+def write_all(
+    source: Source, plan: ConversionPlan, staging: ConversionFolder, *, block_bytes: int, progress: Progress
+) -> int:
     """Make the files and fill in the missing tensors; return how many tensors an earlier run had finished."""
     staging.begin(identity(source, plan, staging.target))
     if staging.places is None:
@@ -126,7 +128,7 @@ class _Work:
         return digest(self.staging.result, self.places[copy.wanted.name], copy.wanted.dtype.itemsize)
 
 
-def identity(source: Source, plan: Plan, target: Path) -> str:
+def identity(source: Source, plan: ConversionPlan, target: Path) -> str:
     """Return a digest of everything that determines the output."""
     # A file replaced by one of the same size and time of change differs in its inode or ctime.
     files = [
@@ -150,7 +152,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def check_room(target: Path, plan: Plan) -> None:
+def check_room(target: Path, plan: ConversionPlan) -> None:
     """Refuse a plan that the disk has no room for."""
     free = shutil.disk_usage(target.parent).free
     if free < plan.nbytes + _SPARE_BYTES:

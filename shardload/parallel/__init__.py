@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from shardload.parallel.layout_search.searching import search
     from shardload.parallel.layout_search.smallest import search_smallest_mesh
     from shardload.parallel.memory_fit import MeshFit, fit, smallest_mesh
-    from shardload.parallel.numbers_check import Comparison, Misplaced, NumbersCheck
+    from shardload.parallel.numbers_check import ComparedArray, Misplaced, NumbersCheck
     from shardload.parallel.one_axis import autoconfig
     from shardload.parallel.placement_check import check_placement
     from shardload.parallel.result import LayoutChoice, VariableLayout
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Collective",
-    "Comparison",
+    "ComparedArray",
     "CompiledStep",
     "Hardware",
     "LayoutChoice",
@@ -64,7 +64,7 @@ __all__ = [
 ]
 _OF_MODELS = {
     "Collective": "hlo_collectives",
-    "Comparison": "numbers_check",
+    "ComparedArray": "numbers_check",
     "CompiledStep": "compiled_step",
     "Hardware": "layout_search.hardware",
     "LayoutChoice": "result",

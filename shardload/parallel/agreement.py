@@ -21,9 +21,9 @@ from shardload.keras_bridge.abstraction import check_initialised, initialise
 from shardload.keras_bridge.binding import binding_of
 from shardload.keras_bridge.variables import is_abstract, numbered, value_of
 from shardload.parallel.compiled import batch_specs, devices_for, split_keywords
-from shardload.parallel.numbers_check import Comparison, NumbersCheck
+from shardload.parallel.numbers_check import ComparedArray, NumbersCheck
 from shardload.parallel.placement_check import bytes_by_device, check_placement, misplaced
-from shardload.parallel.programs import Program, State, program_of
+from shardload.parallel.programs import State, StepProgram, program_of
 from shardload.parallel.result import LayoutChoice
 from shardload.parallel.rounding import SAMPLES, coarsest_eps, compare, nudged
 from shardload.sharding.layout import Layout
@@ -107,7 +107,7 @@ class _Placed:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    comparisons: list[Comparison]
+    comparisons: list[ComparedArray]
     placed: list[_Placed]
 
 
@@ -151,7 +151,7 @@ class _Trial:
         ]
         return _Outcome(comparisons, _placed(program, found.state))
 
-    def _on_one_device(self, program: Program, values: State, eps: float, *, steps: int) -> list[_Results]:
+    def _on_one_device(self, program: StepProgram, values: State, eps: float, *, steps: int) -> list[_Results]:
         """Return the results for these values, and for values that are rounded once more, in several ways."""
         step, there = jax.jit(program.function), jax.sharding.SingleDeviceSharding(self.devices[0])
         cases = [(values, self.batch)]
@@ -160,14 +160,14 @@ class _Trial:
             cases.append((moved["state"], {**self.batch, "inputs": moved["inputs"]}))
         return [_run(program, step, *jax.device_put(case, there), steps=steps) for case in cases]
 
-    def _sharded(self, program: Program, values: State, *, steps: int) -> _Results:
+    def _sharded(self, program: StepProgram, values: State, *, steps: int) -> _Results:
         step = jax.jit(program.function, out_shardings=program.out_shardings(self.devices))
         specs = program.specs(self.devices), batch_specs(self.batch, self.choice, self.devices)
         placed = jax.tree.map(lambda value, spec: jax.device_put(value, spec.sharding), (values, self.batch), specs)
         return _run(program, step, *placed, steps=steps)
 
 
-def _run(program: Program, step: Callable[..., Any], state: State, batch: Any, *, steps: int) -> _Results:
+def _run(program: StepProgram, step: Callable[..., Any], state: State, batch: Any, *, steps: int) -> _Results:
     """Run a step, and name everything that it returns."""
     paths = {name: numbered(v.path for v in found) for name, found in program.variables.items()}
     if program.kind == "forward":
@@ -193,7 +193,7 @@ def _key(key: Any) -> str:
     return str(jax.tree_util.keystr((key,), simple=True))
 
 
-def _values(program: Program, choice: LayoutChoice) -> State:
+def _values(program: StepProgram, choice: LayoutChoice) -> State:
     """Return the values of all variables on the host; the slots of an optimizer that was built for this, as new."""
     own = [v for v in program.variables.get("optimizer", ()) if is_abstract(v) and id(v) not in choice.by_id]
     initialise(own)
@@ -201,7 +201,7 @@ def _values(program: Program, choice: LayoutChoice) -> State:
     return {name: [np.asarray(value_of(v)) for v in found] for name, found in program.variables.items()}
 
 
-def _placed(program: Program, state: State) -> list[_Placed]:
+def _placed(program: StepProgram, state: State) -> list[_Placed]:
     return [
         _Placed(variable.path, array, layout)
         for name, found in program.variables.items()

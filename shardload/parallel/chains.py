@@ -46,7 +46,7 @@ _OVER_FEATURES = ("softmax", "log_softmax", "sparsemax", "glu")
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class KernelPair:
     """Two layers with kernels, and the layers between them."""
 
     first: Any
@@ -54,7 +54,7 @@ class Pair:
     second: Any
 
 
-def pairs(model: Any, kernels: Mapping[int, Any], *, never_first: Collection[int] = ()) -> Iterator[Pair]:
+def pairs(model: Any, kernels: Mapping[int, Any], *, never_first: Collection[int] = ()) -> Iterator[KernelPair]:
     """Yield the pairs of a model's own graph, each layer in one of them.
 
     Args:
@@ -75,7 +75,7 @@ def pairs(model: Any, kernels: Mapping[int, Any], *, never_first: Collection[int
             following = reader[id(following)]
         if id(following) in kernels:
             seconds.add(id(following))
-            yield Pair(first, tuple(between), following)
+            yield KernelPair(first, tuple(between), following)
 
 
 def _passes(layer: Any) -> bool:

@@ -24,7 +24,7 @@ import numpy as np
 from shardload.errors import MeshError
 from shardload.parallel.compiled_step import CompiledStep
 from shardload.parallel.hlo_collectives import collectives_in
-from shardload.parallel.programs import Kind, Program, program_of
+from shardload.parallel.programs import Kind, StepProgram, program_of
 from shardload.parallel.result import LayoutChoice
 from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
@@ -121,7 +121,7 @@ def _is_array(leaf: Any) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
-def _compiled(program: Program, batch: Any, devices: Sequence[Any]) -> tuple[Any, Any, Any]:
+def _compiled(program: StepProgram, batch: Any, devices: Sequence[Any]) -> tuple[Any, Any, Any]:
     """Return the compiled program, and the shapes with shardings of its arguments and its results."""
     state = program.specs(devices)
     # Variables that the step does not use stay on the devices: they are arguments too.

@@ -15,7 +15,7 @@ _SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class ComparedArray:
     """One array of the sharded model beside that of the model on one device."""
 
     name: str
@@ -72,7 +72,7 @@ class NumbersCheck:
     """Whether a sharded model computes what it computes on one device, and lies where it was planned."""
 
     mesh: MeshSpec
-    comparisons: tuple[Comparison, ...]
+    comparisons: tuple[ComparedArray, ...]
     misplaced: tuple[Misplaced, ...]
     variables: int
     """Variables whose shards were compared with the plan."""
@@ -82,7 +82,7 @@ class NumbersCheck:
     """Bytes that their shards take, by the id of the device."""
 
     @property
-    def wrong(self) -> tuple[Comparison, ...]:
+    def wrong(self) -> tuple[ComparedArray, ...]:
         """Comparisons whose difference rounding does not explain, the largest first."""
         found = [c for c in self.comparisons if not c.agrees]
         return tuple(sorted(found, key=lambda c: -c.max_rel))
@@ -138,6 +138,6 @@ class NumbersCheck:
         }
 
 
-def _share(found: Comparison) -> float:
+def _share(found: ComparedArray) -> float:
     """How much of what is allowed a difference takes."""
     return found.max_abs / found.allowed if found.allowed else found.max_abs

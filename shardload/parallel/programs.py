@@ -38,7 +38,7 @@ _Run = Callable[..., tuple[Any, list[Any], Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class StepProgram:
     """A function of values and a batch, and where the values belong."""
 
     kind: Kind
@@ -79,7 +79,7 @@ def program_of(
     static: Mapping[str, Any],
     devices: Sequence[Any],
     on_mesh: bool = True,
-) -> Iterator[Program]:
+) -> Iterator[StepProgram]:
     """Make a program of a built model; it can be traced inside the block only.
 
     Args:
@@ -113,12 +113,12 @@ def program_of(
 
 def _program(
     kind: Kind, function: Callable[..., Any], variables: Mapping[str, Sequence[Any]], choice: LayoutChoice
-) -> Program:
+) -> StepProgram:
     layouts = {
         name: [(_slot_layout if name == "optimizer" else _layout)(choice, v) for v in found]
         for name, found in variables.items()
     }
-    return Program(kind, function, variables, layouts)
+    return StepProgram(kind, function, variables, layouts)
 
 
 def loss_of(model: Any, loss: Any = None) -> Callable[[Any, Any], Any]:

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardload.keras_bridge.model_state import own_layers
-from shardload.parallel.numbers_check import Comparison
+from shardload.parallel.numbers_check import ComparedArray
 
 MARGIN = 8
 """Independent roundings add like a random walk: this many times one of them after 64 operations."""
@@ -51,7 +51,7 @@ def nudged(values: Any, eps: float, *, seed: int) -> Any:
     return jax.tree.map(move, values)
 
 
-def compare(name: str, found: Any, moved: Sequence[Any], expected: Any, *, eps: float, terms: int = 1) -> Comparison:
+def compare(name: str, found: Any, moved: Sequence[Any], expected: Any, *, eps: float, terms: int = 1) -> ComparedArray:
     """Compare a result with that of one device.
 
     Args:
@@ -64,13 +64,13 @@ def compare(name: str, found: Any, moved: Sequence[Any], expected: Any, *, eps: 
     """
     elements, dtype = math.prod(expected.shape), str(expected.dtype)
     if not jnp.issubdtype(expected.dtype, jnp.floating):
-        return Comparison(name, dtype, elements, 1.0, float(not np.array_equal(found, expected)), 0.0)
+        return ComparedArray(name, dtype, elements, 1.0, float(not np.array_equal(found, expected)), 0.0)
     finite = _doubles(expected)
     largest = float(np.abs(finite[np.isfinite(finite)]).max(initial=0.0))
     order = math.sqrt(terms) * float(np.finfo("float32").eps) / 2 * largest if terms > 1 else 0.0
     movement = max(_difference(each, expected) for each in moved)
     allowed = max(MARGIN * movement, MARGIN * eps * largest, order)
-    return Comparison(name, dtype, elements, largest, _difference(found, expected), allowed)
+    return ComparedArray(name, dtype, elements, largest, _difference(found, expected), allowed)
 
 
 def _difference(found: Any, expected: Any) -> float:
