@@ -206,12 +206,14 @@ def _built(optimizer: Any, weights: Sequence[Any], choice: LayoutChoice, devices
     Slots that it creates take the weights' planned layouts, or those that it spreads them to. One that was built
     without being part of the choice is built again from its configuration.
     """
-    optimizer = keras.optimizers.get(optimizer)
+    with abstract():  # also its counters: the devices may be those of another machine, which store nothing
+        optimizer = keras.optimizers.get(optimizer)
     if optimizer.built and all(id(v) in choice.by_id for v in optimizer.variables):
         yield optimizer
         return
     if optimizer.built:
-        optimizer = type(optimizer).from_config(optimizer.get_config())
+        with abstract():
+            optimizer = type(optimizer).from_config(optimizer.get_config())
     unbuilt, before = OptimizerState.of(optimizer), [sharding_of(v) for v in weights]
     try:
         for variable in weights:

@@ -71,6 +71,15 @@ def test_nothing_is_allocated_and_an_optimizer_is_left_as_it_was():
     assert not optimizer.built
 
 
+def test_nothing_is_put_on_devices_which_may_be_those_of_another_machine(monkeypatch):
+    def refused(*arguments, **options):
+        raise AssertionError("a value was put on a device")
+
+    monkeypatch.setattr(jax, "device_put", refused)
+    model, choice, inputs, _ = planned()
+    assert compile_step(model, choice, inputs, training="adamw").kind == "training"
+
+
 def test_a_bound_model_stays_bound_and_a_distribution_stays_set():
     model, inputs, _ = LAYOUT_MODELS["subclassed"]()
     other = MeshSpec.parse("8x1", axes="data,model")
