@@ -76,7 +76,7 @@ def plan(
         if searched:
             _write(found.plan, save_plan, svg)
         _show(out, found, searched=searched, as_json=json)
-    if not _fits(found, searched=searched):
+    if not searched and found.fits is not None and not found.fits.fits:
         raise typer.Exit(1)
 
 
@@ -110,10 +110,3 @@ def _show(out: streams.Results, found: Any, *, searched: bool, as_json: bool) ->
         out.text(found.summary(ascii_only=not out.unicode) + "\n")
     else:
         out.table(found)
-
-
-def _fits(found: Any, *, searched: bool) -> bool:
-    if searched:
-        limit = found.plan.device_memory_bytes
-        return limit is None or found.compiled is None or bool(found.compiled.fits(limit))
-    return found.fits is None or bool(found.fits.fits)

@@ -15,6 +15,7 @@ from shardload.parallel.device_ids import devices_of, get_best_devices, list_dev
 
 if TYPE_CHECKING:
     from shardload.parallel.agreement import check_numbers
+    from shardload.parallel.checked_search import search_compiled
     from shardload.parallel.choosing import choose
     from shardload.parallel.compiled import compile_step
     from shardload.parallel.compiled_step import CompiledStep
@@ -58,6 +59,7 @@ __all__ = [
     "list_devices",
     "reduce_scatter",
     "search",
+    "search_compiled",
     "search_smallest_mesh",
     "smallest_mesh",
     "split_tensor_for_parallelism",
@@ -83,6 +85,7 @@ _OF_MODELS = {
     "compile_step": "compiled",
     "fit": "memory_fit",
     "search": "layout_search.searching",
+    "search_compiled": "checked_search",
     "search_smallest_mesh": "layout_search.smallest",
     "smallest_mesh": "memory_fit",
 }

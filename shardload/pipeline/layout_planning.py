@@ -8,13 +8,14 @@ source ─► model without values ─► search ─► LayoutPlan ─► compil
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from shardload.errors import DoesNotFitError
 from shardload.keras_bridge.variables import stored_dtype
 from shardload.manifest import Manifest
 from shardload.parallel import CompiledStep, LayoutPlan, choose, compile_step, search, search_smallest_mesh
+from shardload.parallel.checked_search import CheckedPlan, first_that_fits
 from shardload.parallel.layout_search.searching import BATCH_PER_POSITION
 from shardload.parallel.layout_search.tracing import input_specs
 from shardload.parallel.memory_fit import MAX_DEVICES
@@ -25,11 +26,6 @@ from shardload.progress import as_progress
 from shardload.sharding.devices import available, mesh_spec
 from shardload.sharding.mesh import MeshSpec
 from shardload.units import format_bytes
-
-ATTEMPTS = 4
-"""How often a plan is searched and compiled before the limit is given up."""
-HEADROOM = 0.99
-"""What a limit is lowered to, on top of the ratio, so that rounding does not cost one more attempt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +86,8 @@ def plan_layouts(request: LoadRequest, step: StepSpec) -> LayoutReport:
         step: The step to plan for.
 
     Raises:
-        DoesNotFitError: When no layout on the mesh keeps the device memory; the message names the smallest mesh.
+        DoesNotFitError: When no layout on the mesh keeps the device memory, by the estimate or, if it is to be
+            compiled, by the compiled step; the message names the smallest mesh.
         MeshError: When a plan is to be compiled, and there are too few devices.
         LayoutError: When the model cannot be traced.
     """
@@ -114,10 +111,8 @@ class _Planning:
         with self._stage("build", f"Building {manifest.source}"):
             model = self._build(manifest, self.request.dtype)
         self._check_batch()
-        plan = self._search(model, self.request.device_memory)
-        smallest, compiled = self._smallest(model, plan), None
-        if self.step.compile:
-            plan, compiled = self._compile(model, manifest, plan)
+        plan, compiled = self._planned(model, manifest)
+        smallest = self._smallest(model, plan)
         notes = (*source.notes, *self.notes)
         return LayoutReport(manifest.source, plan, smallest, compiled, dict(self.clock.stages), notes)
 
@@ -139,18 +134,28 @@ class _Planning:
     def _options(self) -> dict[str, Any]:
         return {"batch": self.rows, "sequence": self.step.sequence, "optimizer": self.step.train}
 
-    def _search(self, model: Any, limit: int | None) -> LayoutPlan:
+    def _planned(self, model: Any, manifest: Manifest) -> tuple[LayoutPlan, CompiledStep | None]:
+        """Return the plan, compiled if that is asked for."""
         try:
-            with self._stage("search", f"Searching layouts on {self.mesh}"):
-                return search(model, self.mesh, device_memory_bytes=limit, **self._options())
+            if self.step.compile:
+                checked = self._compile(model, manifest)
+                return checked.plan, checked.step
+            return self._searched(model, self.request.device_memory), None
         except DoesNotFitError as error:
-            smallest = self._smallest(model, None)
-            where = (
-                f"It fits on no mesh of up to {MAX_DEVICES} devices"
-                if smallest is None
-                else f"It fits on {_sizes(smallest.mesh)}"
-            )
-            raise DoesNotFitError(f"{error}. {where}", least_bytes=error.least_bytes) from error
+            raise DoesNotFitError(f"{error}.{self._where(model)}", least_bytes=error.least_bytes) from error
+
+    def _where(self, model: Any) -> str:
+        """Return a sentence about the mesh that the step fits on; none where only compiling said that it does not."""
+        smallest = self._smallest(model, None)
+        if smallest is None:
+            return f" It fits on no mesh of up to {MAX_DEVICES} devices"
+        if smallest.mesh.size <= self.mesh.size and self.step.compile:
+            return ""
+        return f" {'By the estimate, it' if self.step.compile else 'It'} fits on {_sizes(smallest.mesh)}"
+
+    def _searched(self, model: Any, limit: int | None) -> LayoutPlan:
+        with self._stage("search", f"Searching layouts on {self.mesh}"):
+            return search(model, self.mesh, device_memory_bytes=limit, **self._options())
 
     def _smallest(self, model: Any, plan: LayoutPlan | None) -> LayoutPlan | None:
         """Return the plan on the smallest mesh, which is ``plan`` itself where its mesh has no more devices."""
@@ -161,42 +166,18 @@ class _Planning:
             most = MAX_DEVICES if plan is None else plan.mesh.size - 1
             return search_smallest_mesh(model, limit, max_devices=most, **self._options()) or plan
 
-    def _compile(self, model: Any, manifest: Manifest, plan: LayoutPlan) -> tuple[LayoutPlan, CompiledStep]:
-        """Compile a plan; as long as it needs more than the limit, take the next one."""
-        limit = self.request.device_memory
+    def _compile(self, model: Any, manifest: Manifest) -> CheckedPlan:
+        """Search and compile; as long as the compiled step needs more than the limit, take the next plan."""
         halved = next((d for d in map(stored_dtype, model.variables) if d.itemsize == 2), None)
         with self.clock("build"):  # on CPU, XLA computes 16-bit floats in 32 bits: compile those, and scale
             compilable = model if halved is None else self._build(manifest, "float32")
-        for _ in range(ATTEMPTS):
-            with self._stage("compile", f"Compiling for {plan.mesh}"):
-                compiled = self._compiled(compilable, plan)
-            compiled = compiled if halved is None else compiled.scaled(str(halved))
-            if limit is None or compiled.fits(limit):
-                return plan, compiled
-            following = self._next(model, plan, compiled, limit)
-            if following is None:
-                break
-            plan = following
-        self.notes.append(
-            f"compiled, the plan needs {format_bytes(compiled.total_bytes)}, more than {format_bytes(limit or 0)}, and "
-            "no plan that needs less was found. Use a larger mesh or a smaller batch"
-        )
-        return plan, compiled
 
-    def _next(self, model: Any, plan: LayoutPlan, compiled: CompiledStep, limit: int) -> LayoutPlan | None:
-        """Search with the limit lowered by the ratio of what was estimated to what was compiled."""
-        allowed = int(plan.device.total * limit / compiled.total_bytes * HEADROOM)
-        self.notes.append(
-            f"the plan for {format_bytes(plan.device.total)} per device compiled to "
-            f"{format_bytes(compiled.total_bytes)}, more than {format_bytes(limit)}: searched again for "
-            f"{format_bytes(allowed)}"
-        )
-        try:
-            with self._stage("search", f"Searching layouts on {plan.mesh} again"):
-                found = search(model, self.mesh, device_memory_bytes=allowed, **self._options())
-        except DoesNotFitError:
-            return None
-        return replace(found, device_memory_bytes=limit)
+        def compiled(plan: LayoutPlan) -> CompiledStep:
+            with self._stage("compile", f"Compiling for {plan.mesh}"):
+                found = self._compiled(compilable, plan)
+            return found if halved is None else found.scaled(str(halved))
+
+        return first_that_fits(lambda limit: self._searched(model, limit), compiled, self.request.device_memory)
 
     def _compiled(self, model: Any, plan: LayoutPlan) -> CompiledStep:
         inputs = input_specs(model, batch=self.rows, sequence=self.step.sequence)

@@ -100,7 +100,7 @@ def test_a_plan_for_inference_is_printed_with_its_bars(cli):
 def test_a_limit_that_nothing_keeps_is_an_error_that_says_what_would_do(cli):
     done = cli("plan", NAME, "--mesh", "1x2", *STEP, "--device-memory", "1MiB")
     assert done.code == 1 and done.stdout == ""
-    assert "No layout on batch=1,model=2 needs at most 1.0 MiB per device. The least is" in done.stderr
+    assert "No layout on batch=1,model=2 needs at most 1.0 MiB per device. The least found is" in done.stderr
     assert "It fits on" in done.stderr
 
 

@@ -6,7 +6,7 @@ import pytest
 
 import shardload
 from shardload.errors import DoesNotFitError
-from shardload.parallel import LayoutPlan
+from shardload.parallel import CompiledStep, LayoutPlan
 from shardload.pipeline import layout_planning
 from shardload.pipeline.layout_planning import StepSpec, plan_layouts
 from shardload.pipeline.request import LoadRequest
@@ -40,24 +40,9 @@ def compiled_to(monkeypatch):
     return set_ratio
 
 
-class Step:
-    """A compiled step of a size."""
-
-    collectives, collective_bytes, notes = (), 0, ()
-
-    def __init__(self, total_bytes):
-        self.total_bytes = total_bytes
-
-    def fits(self, limit):
-        return self.total_bytes <= limit
-
-    def scaled(self, dtype):
-        assert dtype == "bfloat16"
-        return self
-
-
 def step(plan, ratio):
-    return Step(int(plan.device.total * ratio))
+    total = int(plan.device.total * ratio)
+    return CompiledStep(plan.mesh, "training", "cpu", total, 0, 0, 0, 0, 0, (), 0.0)
 
 
 def test_no_weights_are_needed_and_the_notes_say_so():
@@ -82,14 +67,15 @@ def test_a_step_over_the_limit_is_searched_again_with_less(compiled_to):
     assert len(plans) > 1 and found.compiled.fits(limit)
     assert plans[-1].device.total <= limit / 1.25 < plans[0].device.total
     assert found.plan.device_memory_bytes == limit
-    assert any("searched again for" in note for note in found.notes)
+    assert [a.planned_bytes for a in found.plan.compiled.attempts] == [p.device.total for p in plans[:-1]]
+    assert f"before it, {found.plan.compiled.attempts[0]}" in found.summary()
 
 
-def test_a_step_that_never_fits_is_returned_with_a_note(compiled_to):
-    compiled_to(100)
-    found = plan_layouts(request(16 * MIB), replace(TRAINED, compile=True))
-    assert not found.compiled.fits(16 * MIB)
-    assert "no plan that needs less was found" in found.notes[-1]
+def test_a_step_that_never_fits_says_what_was_compiled(compiled_to):
+    plans = compiled_to(100)
+    with pytest.raises(DoesNotFitError, match=r"For cpu, a plan for .* compiled to .* too much"):
+        plan_layouts(request(16 * MIB), replace(TRAINED, compile=True))
+    assert 1 < len(plans) <= 4
 
 
 def test_a_plan_that_does_not_fit_names_the_smallest_mesh_that_does():

@@ -13,11 +13,16 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardload.errors import LayoutError
+from shardload.parallel.layout_search.plan_checks import ComparedNumbers, CompiledCheck
 from shardload.sharding.layout import Layout, Spec
 from shardload.sharding.mesh import MeshSpec
+
+if TYPE_CHECKING:
+    from shardload.parallel.compiled_step import CompiledStep
+    from shardload.parallel.numbers_check import NumbersCheck
 
 FORMAT = "shardload layout plan, version 1"
 
@@ -107,11 +112,34 @@ class LayoutPlan:
     constants: Mapping[str, Any]
     """The cost constants, see `Hardware`."""
     notes: tuple[str, ...] = ()
+    compiled: CompiledCheck | None = None
+    """What XLA made of it, once it was compiled."""
+    numbers: ComparedNumbers | None = None
+    """What a sample batch gave, once it was compared with one device."""
 
     @property
     def exchanged_bytes(self) -> int:
         """Bytes of the results of all collectives on each device."""
         return sum(e.nbytes for e in self.exchanges)
+
+    def with_checks(self, *, compiled: CompiledStep | None = None, numbers: NumbersCheck | None = None) -> LayoutPlan:
+        """Return the plan with the results of checks, which `summary` and `to_json` then have.
+
+        Args:
+            compiled: What `shardload.parallel.compile_step` returned for this plan.
+            numbers: What `shardload.parallel.check_numbers` returned for it.
+
+        Raises:
+            LayoutError: When a check is about another mesh.
+        """
+        for check in (compiled, numbers):
+            if check is not None and check.mesh != self.mesh:
+                raise LayoutError(f"Cannot add a check on {check.mesh} to a plan for {self.mesh}")
+        return dataclasses.replace(
+            self,
+            compiled=self.compiled if compiled is None else CompiledCheck.of(compiled),
+            numbers=self.numbers if numbers is None else ComparedNumbers.of(numbers),
+        )
 
     def layouts(self) -> Iterator[tuple[PlannedVariable, Layout]]:
         """Yield every variable with its layout."""
@@ -181,6 +209,8 @@ class LayoutPlan:
             known["exchanges"] = tuple(PlannedExchange(**e) for e in data["exchanges"])
             known["decisions"] = tuple(Decision(**{**d, "dims": tuple(d["dims"])}) for d in data["decisions"])
             known["notes"] = tuple(data["notes"])
+            for name, kind in (("compiled", CompiledCheck), ("numbers", ComparedNumbers)):
+                known[name] = kind.from_json(found) if (found := data.get(name)) is not None else None
             known.pop("format")
             return cls(**known)
         except (KeyError, TypeError, AttributeError) as error:

@@ -59,7 +59,15 @@ def plan_text(plan: LayoutPlan, *, ascii_only: bool = False) -> str:
     lines = [f"{plan.model} on {plan.mesh}, {kind}, inputs {plan.inputs}", *_memory(plan, "#" if ascii_only else "█")]
     lines += [*_exchanges(plan), *_layouts(plan)]
     rates = ", ".join(f"{name} {value:g}" for name, value in plan.constants.items() if isinstance(value, float | int))
-    return "\n".join([*lines, f"cost constants: {rates}", *plan.notes])
+    return "\n".join([*lines, f"cost constants: {rates}", *plan.notes, *_checks(plan)])
+
+
+def _checks(plan: LayoutPlan) -> Iterator[str]:
+    """What is known beyond estimates."""
+    if plan.compiled is not None:
+        yield plan.compiled.line(plan.device_memory_bytes)
+    if plan.numbers is not None:
+        yield plan.numbers.line()
 
 
 def _memory(plan: LayoutPlan, block: str) -> Iterator[str]:

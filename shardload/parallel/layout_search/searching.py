@@ -10,7 +10,7 @@ from shardload.errors import DoesNotFitError, LayoutError
 from shardload.parallel import rules as rule_sets
 from shardload.parallel.auto import place
 from shardload.parallel.layout_search.hardware import Hardware
-from shardload.parallel.layout_search.layout_plan import LayoutPlan
+from shardload.parallel.layout_search.layout_plan import DeviceBytes, LayoutPlan
 from shardload.parallel.layout_search.needs import peak, state_of, weight_bytes
 from shardload.parallel.layout_search.optimizer_slots import slot_ratio
 from shardload.parallel.layout_search.problem import Problem, make_problem
@@ -85,14 +85,32 @@ def search(
     if axis not in mesh.axes:
         raise LayoutError(f"Cannot split the batch over {axis!r}: the mesh {mesh} has no such axis")
     if inputs is None:
-        rows = batch or BATCH_PER_POSITION * mesh.axis_size(axis)
-        inputs = input_specs(model, batch=rows, sequence=sequence)
+        inputs = default_inputs(model, mesh, batch=batch, sequence=sequence, batch_axis=axis)
     recorded = record(model, inputs, training=optimizer is not None, arguments=arguments)
     traced = trace(recorded, divisors=mesh.sizes)
     problem = make_problem(traced, mesh, hardware, batch_axis=axis, pins=fixed_specs(model, mesh, pins))
     return plan_problem(
         model, problem, inputs=inputs, batch_axis=axis, slots=slot_ratio(optimizer), limit=device_memory_bytes
     )
+
+
+def default_inputs(
+    model: Any, mesh: MeshSpec, *, batch: int | None, sequence: int | None, batch_axis: str | None = None
+) -> Any:
+    """Return the inputs that are planned for where none are given: what a functional model declares.
+
+    Args:
+        model: The model.
+        mesh: The mesh.
+        batch: Rows; by default `BATCH_PER_POSITION` for each position of the batch axis.
+        sequence: Length of open dims.
+        batch_axis: The axis that splits the batch; by default the mesh's.
+
+    Raises:
+        LayoutError: When the model does not say what it takes.
+    """
+    rows = batch or BATCH_PER_POSITION * mesh.axis_size(mesh.batch_axis if batch_axis is None else batch_axis)
+    return input_specs(model, batch=rows, sequence=sequence)
 
 
 def check_built(model: Any) -> None:
@@ -193,15 +211,35 @@ def _within(problem: Problem, demand: Demand, limit: int) -> tuple[Demand, Solut
     found = solve(problem, demand)
     if found is not None and state_of(problem, demand, found).total + peak(problem, found)[0] <= limit:
         return demand, found
-    raise _does_not_fit(problem, demand, limit)
+    found, least = _least(problem, demand)
+    if least.total <= limit:
+        return demand, found
+    raise _does_not_fit(problem, least, limit)
 
 
-def _does_not_fit(problem: Problem, demand: Demand, limit: int) -> DoesNotFitError:
-    least = _solved(problem, replace(demand, minimise="memory", limit_bytes=None))
-    state, activations = state_of(problem, demand, least), peak(problem, least)[0]
+def _least(problem: Problem, demand: Demand) -> tuple[Solution, DeviceBytes]:
+    """Return the solution that needs least of those found while moments of the program are added, with its needs."""
+    demand = replace(demand, minimise="memory", limit_bytes=None)
+    best: tuple[Solution, DeviceBytes] | None = None
+    for _ in range(MOMENTS):
+        found = _solved(problem, demand)
+        activations, moment = peak(problem, found)
+        needs = replace(state_of(problem, demand, found), activations=activations)
+        if best is None or needs.total < best[1].total:
+            best = found, needs
+        if moment in demand.buffers:
+            break
+        demand = replace(demand, buffers=(*demand.buffers, moment))
+    assert best is not None
+    return best
+
+
+def _does_not_fit(problem: Problem, least: DeviceBytes, limit: int) -> DoesNotFitError:
+    state = least.total - least.activations
     return DoesNotFitError(
-        f"No layout on {problem.mesh} needs at most {format_bytes(limit)} per device. The least is "
-        f"{format_bytes(state.total + activations)}: {format_bytes(state.total)} of weights, gradients and slots, and "
-        f"{format_bytes(activations)} of activations. Use a larger mesh, a smaller batch, or a limit of that size",
-        least_bytes=state.total + activations,
+        f"No layout on {problem.mesh} needs at most {format_bytes(limit)} per device. The least found is "
+        f"{format_bytes(least.total)}: {format_bytes(state)} of weights, gradients and slots, and "
+        f"{format_bytes(least.activations)} of activations. Use a larger mesh, a smaller batch, or a limit of that "
+        "size",
+        least_bytes=least.total,
     )

@@ -1,0 +1,175 @@
+"""Search layouts, compile the planned step without weights, and search again as long as it is over the limit.
+
+    limit ─► search ─► plan ─► compile ─► fits: the plan, with what was compiled
+               ▲                  │ over the limit: a lower limit for the estimate, at most `ATTEMPTS` times
+               └──────────────────┘
+
+An estimate may also be too high: where no layout fits by the estimate, the one that needs least is compiled too, if its
+weights and slots alone fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardload.errors import DoesNotFitError
+from shardload.parallel.choosing import choose
+from shardload.parallel.compiled import compile_step
+from shardload.parallel.compiled_step import CompiledStep
+from shardload.parallel.layout_search.layout_plan import LayoutPlan
+from shardload.parallel.layout_search.plan_checks import Attempt, CompiledCheck
+from shardload.parallel.layout_search.searching import default_inputs, search
+from shardload.sharding.devices import mesh_spec
+from shardload.sharding.mesh import MeshSpec
+from shardload.typing import MeshLike
+from shardload.units import format_bytes
+
+ATTEMPTS = 4
+"""How many plans are compiled before the limit is given up."""
+HEADROOM = 0.99
+"""What a limit is lowered to, on top of the ratio, so that rounding does not cost one more attempt."""
+ROUNDING = 1.005
+"""What the least memory is multiplied by to find its plan again, within the tolerance of the solver."""
+
+WHOLE_GRADIENTS = (
+    "XLA for CPU adds up whole gradients of weights that are stored split, and those for accelerators do not: in "
+    "Python, search_compiled(devices=...) compiles for others"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedPlan:
+    """A plan, with its compiled step."""
+
+    plan: LayoutPlan
+    step: CompiledStep
+
+
+def search_compiled(
+    model: Any,
+    mesh: MeshLike | MeshSpec,
+    *,
+    inputs: Any = None,
+    arguments: Mapping[str, Any] | None = None,
+    batch: int | None = None,
+    sequence: int | None = None,
+    optimizer: Any = None,
+    device_memory_bytes: int | None = None,
+    target: Any = None,
+    loss: Any = None,
+    devices: Sequence[Any] | None = None,
+    **options: Any,
+) -> LayoutPlan:
+    """Search layouts, and check them by compiling the step; over the limit, take the next plan.
+
+    The estimate of a search decides which layouts are tried, the compiled program decides which one is returned.
+    Nothing is allocated, and the model may have no values.
+
+    Args:
+        model: As for `search`.
+        mesh: As for `search`.
+        inputs: As for `search`.
+        arguments: As for `search`.
+        batch: As for `search`.
+        sequence: As for `search`.
+        optimizer: As for `search`; ``None`` compiles inference.
+        device_memory_bytes: The limit that the compiled step keeps; without it, the first plan is compiled.
+        target: As for `compile_step`.
+        loss: As for `compile_step`.
+        devices: As for `compile_step`: those of ``jax.experimental.topologies`` compile for a machine that is not here.
+        **options: Further arguments of `search`: ``pins``, ``hardware``, ``batch_axis``.
+
+    Returns:
+        The plan, with its compiled step and the attempts before it in `LayoutPlan.compiled`.
+
+    Raises:
+        DoesNotFitError: When no plan that was tried compiles to a step within the limit.
+        LayoutError: As `search` does.
+        MeshError: As `compile_step` does.
+    """
+    mesh = mesh_spec(mesh)
+    if inputs is None:
+        inputs = default_inputs(model, mesh, batch=batch, sequence=sequence, batch_axis=options.get("batch_axis"))
+
+    def searched(limit: int | None) -> LayoutPlan:
+        wanted = {"inputs": inputs, "arguments": arguments, "optimizer": optimizer}
+        return search(model, mesh, device_memory_bytes=limit, **wanted, **options)
+
+    def compiled(plan: LayoutPlan) -> CompiledStep:
+        about = {"target": target, "loss": loss, "kwargs": arguments, "devices": devices}
+        return compile_step(model, choose(model, mesh, plan), inputs, training=optimizer, **about)
+
+    return first_that_fits(searched, compiled, device_memory_bytes).plan
+
+
+def first_that_fits(
+    searched: Callable[[int | None], LayoutPlan],
+    compiled: Callable[[LayoutPlan], CompiledStep],
+    limit: int | None,
+) -> CheckedPlan:
+    """Search and compile until a compiled step keeps the limit.
+
+    Args:
+        searched: Returns the plan for a limit of the estimate.
+        compiled: Compiles the step of a plan.
+        limit: Bytes of each device, if there is a limit.
+
+    Raises:
+        DoesNotFitError: When no plan that was tried keeps it.
+    """
+    plan, attempts = _first(searched, limit), list[Attempt]()
+    while True:
+        step = compiled(plan)
+        if limit is None or step.fits(limit):
+            checked = replace(plan, compiled=CompiledCheck.of(step, tuple(attempts)), device_memory_bytes=limit)
+            return CheckedPlan(checked, step)
+        attempts.append(Attempt(plan.device.total, step.total_bytes))
+        following = _next(searched, plan, step, limit) if len(attempts) < ATTEMPTS else None
+        if following is None:
+            raise _does_not_fit(plan, step, attempts, limit)
+        plan = following
+
+
+def _first(searched: Callable[[int | None], LayoutPlan], limit: int | None) -> LayoutPlan:
+    """Return the plan for a limit; where the estimate says that none fits, the one that needs least."""
+    try:
+        return searched(limit)
+    except DoesNotFitError as error:
+        plan = _least(searched, error)
+        if limit is None or plan is None or plan.device.weights + plan.device.slots > limit:
+            raise
+        return plan
+
+
+def _next(
+    searched: Callable[[int | None], LayoutPlan], plan: LayoutPlan, step: CompiledStep, limit: int
+) -> LayoutPlan | None:
+    """Search with the limit lowered by the ratio of what was estimated to what was compiled."""
+    found: LayoutPlan | None
+    try:
+        found = searched(int(plan.device.total * limit / step.total_bytes * HEADROOM))
+    except DoesNotFitError as error:
+        found = _least(searched, error)
+    return found if found is not None and found.device.total < plan.device.total else None
+
+
+def _least(searched: Callable[[int | None], LayoutPlan], error: DoesNotFitError) -> LayoutPlan | None:
+    """Return the plan that needs least, as an error says that one exists."""
+    try:
+        return searched(int(error.least_bytes * ROUNDING))
+    except DoesNotFitError:
+        return None
+
+
+def _does_not_fit(plan: LayoutPlan, step: CompiledStep, attempts: Sequence[Attempt], limit: int) -> DoesNotFitError:
+    least = min(attempt.compiled_bytes for attempt in attempts)
+    stored = plan.training and any(v.stored for v in plan.variables)
+    return DoesNotFitError(
+        f"No layout on {plan.mesh} was found whose compiled step needs at most {format_bytes(limit)} per device. For "
+        f"{step.platform}, {', '.join(map(str, attempts))}: at least {format_bytes(least - limit)} too much. Use a "
+        f"larger mesh, a smaller batch, or a limit of {format_bytes(least)}"
+        + (f". {WHOLE_GRADIENTS}" if step.platform == "cpu" and stored else ""),
+        least_bytes=least,
+    )

@@ -1,0 +1,130 @@
+"""What checked a plan: its compiled step, and its numbers beside those of one device. Both are a part of the plan."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from shardload.units import format_bytes, plural
+
+if TYPE_CHECKING:
+    from shardload.parallel.compiled_step import CompiledStep
+    from shardload.parallel.numbers_check import NumbersCheck
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A plan whose compiled step was over the limit; bytes are those of one device."""
+
+    planned_bytes: int
+    compiled_bytes: int
+
+    def __str__(self) -> str:
+        return f"a plan for {format_bytes(self.planned_bytes)} compiled to {format_bytes(self.compiled_bytes)}"
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledCheck:
+    """Memory and collectives of the compiled step of a plan; bytes are those of one device."""
+
+    kind: str
+    """``forward``, ``gradients`` or ``training``."""
+    platform: str
+    """What it was compiled for, such as ``cpu``."""
+    total_bytes: int
+    argument_bytes: int
+    temporary_bytes: int
+    collectives: Mapping[str, tuple[int, int]]
+    """For each kind, how many run in a step, and the bytes of their results."""
+    notes: tuple[str, ...] = ()
+    attempts: tuple[Attempt, ...] = field(default=())
+    """Plans that were compiled before this one, and needed more than the limit."""
+
+    @classmethod
+    def of(cls, step: CompiledStep, attempts: tuple[Attempt, ...] = ()) -> CompiledCheck:
+        """Return what a plan keeps of a compiled step."""
+        found: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
+        for one in step.collectives:
+            count, nbytes = found[one.kind]
+            found[one.kind] = (count + one.count, nbytes + one.total_bytes)
+        return cls(
+            step.kind,
+            step.platform,
+            step.total_bytes,
+            step.argument_bytes,
+            step.temporary_bytes,
+            dict(sorted(found.items())),
+            step.notes,
+            attempts,
+        )
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> CompiledCheck:
+        """Return the check that a saved plan has."""
+        collectives = {kind: (int(count), int(nbytes)) for kind, (count, nbytes) in data["collectives"].items()}
+        attempts = tuple(Attempt(**one) for one in data["attempts"])
+        return cls(**{**data, "collectives": collectives, "notes": tuple(data["notes"]), "attempts": attempts})
+
+    def line(self, limit: int | None) -> str:
+        """Return the check for people: memory against the limit, and collectives."""
+        of = f" of {format_bytes(limit)}" if limit is not None else ""
+        done = ", ".join(f"{plural(n, kind)} of {format_bytes(b)}" for kind, (n, b) in self.collectives.items())
+        tried = f"; before it, {', '.join(map(str, self.attempts))}" if self.attempts else ""
+        return f"compiled for {self.platform}: {format_bytes(self.total_bytes)}{of}; {done or 'no collectives'}{tried}"
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedNumbers:
+    """What a sample batch gave under a plan, beside one device."""
+
+    results: int
+    """Outputs, losses, gradients and variables that were compared."""
+    wrong: tuple[str, ...]
+    """Those that differ by more than rounding, by name."""
+    largest_share: float
+    """The largest difference, as a share of what rounding explains."""
+    variables: int
+    """Variables whose shards were compared with the plan."""
+    misplaced: tuple[str, ...]
+    """Paths of those that are not where they were planned."""
+    device_bytes: int
+    """Bytes of these variables on each device."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything agrees."""
+        return not self.wrong and not self.misplaced
+
+    @classmethod
+    def of(cls, check: NumbersCheck) -> ComparedNumbers:
+        """Return what a plan keeps of a comparison."""
+        shares = [c.max_abs / c.allowed if c.allowed else (math.inf if c.max_abs else 0.0) for c in check.comparisons]
+        return cls(
+            len(check.comparisons),
+            tuple(c.name for c in check.wrong),
+            max((share for share in shares if math.isfinite(share)), default=0.0),
+            check.variables,
+            tuple(m.path for m in check.misplaced),
+            check.device_bytes,
+        )
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ComparedNumbers:
+        """Return the comparison that a saved plan has."""
+        return cls(**{**data, "wrong": tuple(data["wrong"]), "misplaced": tuple(data["misplaced"])})
+
+    def line(self) -> str:
+        """Return the comparison for people."""
+        placed = f"{plural(self.variables, 'variable')} where planned, {format_bytes(self.device_bytes)} on each device"
+        if self.ok:
+            return (
+                f"numbers: {plural(self.results, 'result')} equal to one device, within {self.largest_share:.2f} of "
+                f"what rounding explains; {placed}"
+            )
+        return (
+            f"numbers: {len(self.wrong)} of {plural(self.results, 'result')} DIFFER from one device "
+            f"({', '.join(self.wrong[:3])}), {len(self.misplaced)} of {plural(self.variables, 'variable')} misplaced"
+        )
