@@ -14,7 +14,7 @@ _LAYOUTS = (
     ("keras_hub", "KerasHub's layout map"),
     ("search", "what makes a step fastest, by search"),
 )
-_OPTIMIZERS = ("adam", "adamw", "adafactor", "lion", "muon", "rmsprop", "sgd")
+_OPTIMIZERS = ("adam", "adamw", "adafactor", "lion", "muon", "rekls", "rmsprop", "sgd")
 
 
 def meshes(incomplete: str) -> list[tuple[str, str]]:
@@ -29,7 +29,7 @@ def layouts(incomplete: str) -> list[tuple[str, str]]:
 
 
 def optimizers(incomplete: str) -> list[str]:
-    """Return names of optimizers; any that Keras knows can be given."""
+    """Return names of optimizers; any that Keras knows can be given, and ``rekls``."""
     return [name for name in _OPTIMIZERS if name.startswith(incomplete)]
 
 

@@ -171,7 +171,7 @@ Train = Annotated[
     typer.Option(
         "--train",
         metavar="OPTIMIZER",
-        help="Plan a training step with this optimizer: adamw. Inference by default.",
+        help="Plan a training step with this optimizer: adamw, or rekls. Inference by default.",
         autocompletion=completion.optimizers,
     ),
 ]

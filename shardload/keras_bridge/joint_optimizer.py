@@ -36,6 +36,11 @@ class JointOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             learning_rate: Of this step, a scalar.
         """
 
+    @property
+    def needs_even_state(self) -> bool:
+        """Whether layouts whose devices do not divide the state of their variable are refused."""
+        return False
+
     def state_layouts(self, layout_of: Callable[[Variable], Layout | None]) -> dict[int, Layout]:
         """Return layouts of state that has another shape than its variable, by ``id``.
 

@@ -77,6 +77,23 @@ def slots_in(optimizer: Any) -> Iterator[tuple[Variable, Variable]]:
                 yield from ((s, w) for s, w in pairs if isinstance(s, JaxVariable) and s.shape == w.shape)
 
 
+def state_in(optimizer: Any) -> Iterator[tuple[Variable, Variable | None]]:
+    """Yield the arrays in an optimizer's state, of any shape, each with its weight; ``None`` where Keras does not say.
+
+    Scalars (counters, the learning rate) are left out.
+    """
+    seen = set[int]()
+    for part in optimizers_in(optimizer):
+        weights, own = getattr(part, "_trainable_variables", []), getattr(part, "_variables", None)
+        for value in vars(part).values():
+            if isinstance(value, list) and value is not weights and value is not own and len(value) == len(weights):
+                for slot, weight in zip(value, weights, strict=True):
+                    if isinstance(slot, JaxVariable) and len(slot.shape) and id(slot) not in seen:
+                        seen.add(id(slot))
+                        yield slot, weight
+    yield from ((v, None) for v in optimizer.variables if len(v.shape) and id(v) not in seen)
+
+
 def spread_of(optimizer: Any) -> SlotSpread | None:
     """Return how an optimizer spreads its slots; ``None`` if they follow their weights."""
     return next((found for part in optimizers_in(optimizer) if (found := _own(part)) is not None), None)

@@ -173,6 +173,11 @@ class REKLS(JointOptimizer):
         after = whole_step(plan, before, given, jnp.asarray(learning_rate), jnp.asarray(self.is_due()))
         jax.tree.map(lambda variable, value: variable.assign(value), held, after)
 
+    @property
+    def needs_even_state(self) -> bool:
+        """Whether factors that the devices do not divide are refused, rather than replicated."""
+        return self.options.uneven == "error"
+
     def state_layouts(self, layout_of: Callable[[Variable], Layout | None]) -> dict[int, Layout]:
         """Return the layouts of factors and eigenpairs for layouts of the variables, by ``id``."""
         found: dict[int, Layout] = {}

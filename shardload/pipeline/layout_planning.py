@@ -27,13 +27,16 @@ from shardload.sharding.devices import available, mesh_spec
 from shardload.sharding.mesh import MeshSpec
 from shardload.units import format_bytes
 
+OWN_OPTIMIZERS = ("rekls", "tprekls")
+"""Names of optimizers that are not Keras' own."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepSpec:
     """The step to plan for."""
 
     train: str | None = None
-    """Name of an optimizer; ``None`` plans inference."""
+    """Name of an optimizer of Keras, or ``rekls``; ``None`` plans inference."""
     batch: int | None = None
     """Rows of the inputs over all devices; 8 for each position of the batch axis by default."""
     sequence: int | None = None
@@ -94,6 +97,15 @@ def plan_layouts(request: LoadRequest, step: StepSpec) -> LayoutReport:
     return _Planning(request.checked(), step).run()
 
 
+def optimizer_of(name: str | None) -> Any:
+    """Return what plans for an optimizer take: one of shardload's own, or a name that Keras knows."""
+    if name is None or name.lower() not in OWN_OPTIMIZERS:
+        return name
+    from shardload.optimizers import REKLS
+
+    return REKLS()
+
+
 class _Planning:
     """One call of `plan_layouts`."""
 
@@ -102,6 +114,7 @@ class _Planning:
         self.request, self.step = request, step
         self.mesh = mesh_spec("1x1" if request.mesh is None else request.mesh, axes=request.axes)
         self.rows = step.batch or BATCH_PER_POSITION * self.mesh.axis_size(self.mesh.batch_axis)
+        self.optimizer = optimizer_of(step.train)
         self.clock, self.progress = Clock(), as_progress(request.progress)
         self.notes: list[str] = []
 
@@ -132,7 +145,7 @@ class _Planning:
             )
 
     def _options(self) -> dict[str, Any]:
-        return {"batch": self.rows, "sequence": self.step.sequence, "optimizer": self.step.train}
+        return {"batch": self.rows, "sequence": self.step.sequence, "optimizer": self.optimizer}
 
     def _planned(self, model: Any, manifest: Manifest) -> tuple[LayoutPlan, CompiledStep | None]:
         """Return the plan, compiled if that is asked for."""
@@ -181,7 +194,7 @@ class _Planning:
 
     def _compiled(self, model: Any, plan: LayoutPlan) -> CompiledStep:
         inputs = input_specs(model, batch=self.rows, sequence=self.step.sequence)
-        return compile_step(model, choose(model, plan.mesh, plan), inputs, training=self.step.train)
+        return compile_step(model, choose(model, plan.mesh, plan), inputs, training=self.optimizer)
 
 
 def _sizes(mesh: MeshSpec) -> str:

@@ -91,3 +91,8 @@ def test_a_plan_of_layouts_belongs_to_its_mesh_in_a_report(tmp_path):
     for layout in (plan, tmp_path / "plan.json"):
         fits = shardload.plan("tiny", mesh="2x4", layout=layout, device_memory_bytes="2MiB").fits
         assert (fits.fits, fits.smallest_mesh) == (True, None)
+
+
+def test_the_optimizers_of_this_package_have_names_too():
+    counted = plan_layouts(request(), replace(TRAINED, train="rekls")).plan
+    assert counted.training and counted.device.slots > 3 * counted.device.weights

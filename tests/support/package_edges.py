@@ -30,6 +30,7 @@ EDGES = {
         "loaders",
         "manifest",
         "mapping",
+        "optimizers",
         "parallel",
         "progress",
         "reports",

@@ -10,7 +10,7 @@ import numpy as np
 from shardload.parallel.layout_search.layout_plan import DeviceBytes
 from shardload.parallel.layout_search.problem import Assignment, Problem, WeightKind, stored_values
 from shardload.parallel.layout_search.program import UNSPLIT
-from shardload.parallel.layout_search.solving import Demand, Moment, Solution, WeightOption
+from shardload.parallel.layout_search.solving import Moment, Solution, WeightOption
 from shardload.sharding.layout import Layout
 
 
@@ -28,14 +28,16 @@ def _local(problem: Problem, nbytes: int, option: WeightOption) -> float:
     return nbytes / float(np.prod(Layout(problem.mesh, option.spec).parts, initial=1))
 
 
-def state_of(problem: Problem, demand: Demand, solution: Solution) -> DeviceBytes:
+def state_of(problem: Problem, solution: Solution) -> DeviceBytes:
     """Return the bytes of weights, gradients and slots on each device."""
-    weights = gradients = 0.0
+    weights = gradients = slots = 0.0
     for weight, option in chosen(problem, solution):
         local = _local(problem, weight.nbytes, option) * len(weight.members)
         weights += local
-        gradients += local if weight.trainable and problem.traced.training else 0
-    return DeviceBytes(round(weights), round(gradients), round(gradients * demand.slots), 0)
+        if weight.trainable and problem.traced.training:
+            gradients += local
+            slots += weight.slot_bytes(Layout(problem.mesh, option.spec)) * len(weight.members)
+    return DeviceBytes(round(weights), round(gradients), round(slots), 0)
 
 
 def peak(problem: Problem, solution: Solution) -> tuple[int, Moment]:

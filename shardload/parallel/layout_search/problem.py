@@ -10,13 +10,14 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardload.parallel.layout_search.hardware import Hardware
+from shardload.parallel.layout_search.optimizer_slots import Slot
 from shardload.parallel.layout_search.program import UNSPLIT, Exchange, Program, Value
 from shardload.parallel.layout_search.tracing import Traced
-from shardload.sharding.layout import Spec
+from shardload.sharding.layout import Layout, Spec
 from shardload.sharding.mesh import MeshSpec
 
 SMALL_BYTES = 1 << 10
@@ -29,7 +30,7 @@ Assignment = tuple[int | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class WeightKind:
-    """Variables with the same shape, dtype and kinds of dims."""
+    """Variables with the same shape, dtype, slots and kinds of dims."""
 
     shape: tuple[int, ...]
     nbytes: int
@@ -37,8 +38,18 @@ class WeightKind:
     trainable: bool
     pin: Spec | None
     """The layout that the user has fixed."""
+    slots: tuple[Slot, ...]
+    """The state of the optimizer for each of them."""
     members: tuple[int, ...]
     """Positions of the variables in `Traced.weights`."""
+
+    def allows(self, layout: Layout) -> bool:
+        """Whether the optimizer can split its state for this layout."""
+        return layout.divides(self.shape) and all(slot.allows(layout) for slot in self.slots)
+
+    def slot_bytes(self, layout: Layout) -> float:
+        """Return the bytes of the slots of one of them on each device."""
+        return sum(slot.device_bytes(layout) for slot in self.slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +131,7 @@ def make_problem(
     *,
     batch_axis: str | None,
     pins: Mapping[str, Spec] | None = None,
+    slots: Mapping[int, tuple[Slot, ...]] | None = None,
 ) -> Problem:
     """Reduce a traced program to the kinds that a plan decides about.
 
@@ -129,6 +141,7 @@ def make_problem(
         hardware: The costs.
         batch_axis: The axis that splits the first dim of every input, where it divides.
         pins: Layouts that are fixed, by path of the variable.
+        slots: The state of the optimizer, by ``id(variable)``.
     """
     program = traced.program
     kinds = _kinds(traced)
@@ -143,7 +156,7 @@ def make_problem(
     conflicts = frozenset(
         frozenset(pair) for dims in tuples for pair in itertools.combinations(sorted(set(dims) - {UNSPLIT}), 2)
     )
-    weights = _weights(traced, kinds, pins or {})
+    weights = _weights(traced, kinds, pins or {}, slots or {})
     problem = Problem(mesh, hardware, traced, kinds, length, weights, (), conflicts, pinned, sizes=sizes)
     problem.candidates = tuple(_candidates(problem, exclude=twice | batch))
     problem.work = _work(program, kinds, {k for k, _ in problem.candidates} | set(pinned.values()))
@@ -232,16 +245,17 @@ def _apart(program: Program, kinds: dict[int, int]) -> dict[int, int]:
     return {g: next(following) if k in clash else k for g, k in kinds.items()}
 
 
-def _weights(traced: Traced, kinds: Mapping[int, int], pins: Mapping[str, Spec]) -> tuple[WeightKind, ...]:
+def _weights(
+    traced: Traced, kinds: Mapping[int, int], pins: Mapping[str, Spec], slots: Mapping[int, tuple[Slot, ...]]
+) -> tuple[WeightKind, ...]:
     program = traced.program
-    members: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+    kinds_of: dict[WeightKind, list[int]] = defaultdict(list)
     for i, (variable, value) in enumerate(traced.weights):
         dims = tuple(_kind(program, kinds, n) for n in value.dims)
-        members[value.shape, value.nbytes, dims, bool(variable.trainable), pins.get(variable.path)].append(i)
-    return tuple(
-        WeightKind(shape, nbytes, dims, trainable, pin, tuple(found))
-        for (shape, nbytes, dims, trainable, pin), found in members.items()
-    )
+        pin, own = pins.get(variable.path), slots.get(id(variable), ())
+        alike = WeightKind(value.shape, value.nbytes, dims, bool(variable.trainable), pin, own, members=())
+        kinds_of[alike].append(i)
+    return tuple(replace(kind, members=tuple(members)) for kind, members in kinds_of.items())
 
 
 def _work(program: Program, kinds: Mapping[int, int], relevant: set[int]) -> tuple[WorkKind, ...]:

@@ -12,7 +12,7 @@ from shardload.parallel.auto import place
 from shardload.parallel.layout_search.hardware import Hardware
 from shardload.parallel.layout_search.layout_plan import DeviceBytes, LayoutPlan
 from shardload.parallel.layout_search.needs import peak, state_of, weight_bytes
-from shardload.parallel.layout_search.optimizer_slots import slot_ratio
+from shardload.parallel.layout_search.optimizer_slots import checked_optimizer, slots_of_weights
 from shardload.parallel.layout_search.problem import Problem, make_problem
 from shardload.parallel.layout_search.solving import Demand, Moment, Solution, solve
 from shardload.parallel.layout_search.stating import make_plan
@@ -79,6 +79,7 @@ def search(
         if number is not None and (not isinstance(number, int) or number < 1):
             raise LayoutError(f"Cannot plan with {name}={number!r}: expected a positive integer")
     mesh = mesh_spec(mesh)
+    optimizer = None if optimizer is None else checked_optimizer(optimizer)
     hardware = hardware or Hardware()
     hardware.check(mesh)
     axis = mesh.batch_axis if batch_axis is None else batch_axis
@@ -88,10 +89,9 @@ def search(
         inputs = default_inputs(model, mesh, batch=batch, sequence=sequence, batch_axis=axis)
     recorded = record(model, inputs, training=optimizer is not None, arguments=arguments)
     traced = trace(recorded, divisors=mesh.sizes)
-    problem = make_problem(traced, mesh, hardware, batch_axis=axis, pins=fixed_specs(model, mesh, pins))
-    return plan_problem(
-        model, problem, inputs=inputs, batch_axis=axis, slots=slot_ratio(optimizer), limit=device_memory_bytes
-    )
+    fixed, slots = fixed_specs(model, mesh, pins), slots_of_weights(optimizer, model.trainable_variables)
+    problem = make_problem(traced, mesh, hardware, batch_axis=axis, pins=fixed, slots=slots)
+    return plan_problem(model, problem, inputs=inputs, batch_axis=axis, limit=device_memory_bytes)
 
 
 def default_inputs(
@@ -123,9 +123,7 @@ def check_built(model: Any) -> None:
         raise LayoutError(f"Cannot plan {model.name!r}: it has no variables yet. Call it on a batch once to build it")
 
 
-def plan_problem(
-    model: Any, problem: Problem, *, inputs: Any, batch_axis: str, slots: float, limit: int | None
-) -> LayoutPlan:
+def plan_problem(model: Any, problem: Problem, *, inputs: Any, batch_axis: str, limit: int | None) -> LayoutPlan:
     """Solve the problem of a model on one mesh.
 
     Args:
@@ -133,14 +131,13 @@ def plan_problem(
         problem: Its problem.
         inputs: The inputs that were traced.
         batch_axis: The axis that splits the batch.
-        slots: Bytes of optimizer slots per byte of a trainable weight.
         limit: Bytes of each device, if there is a limit.
 
     Raises:
         DoesNotFitError: When no layout keeps the limit.
         LayoutError: When pins contradict each other.
     """
-    demand = Demand(slots=slots, storage_axes=tuple(_storage_axes(problem.mesh, limit)))
+    demand = Demand(storage_axes=tuple(_storage_axes(problem.mesh, limit)))
     if limit is None:
         demand, solution = _best_product(problem, demand)
     else:
@@ -204,12 +201,12 @@ def _within(problem: Problem, demand: Demand, limit: int) -> tuple[Demand, Solut
         if found is None:
             break
         activations, moment = peak(problem, found)
-        if state_of(problem, demand, found).total + activations <= limit or moment in moments:
+        if state_of(problem, found).total + activations <= limit or moment in moments:
             return demand, found
         moments.append(moment)
         demand = replace(demand, buffers=tuple(moments))
     found = solve(problem, demand)
-    if found is not None and state_of(problem, demand, found).total + peak(problem, found)[0] <= limit:
+    if found is not None and state_of(problem, found).total + peak(problem, found)[0] <= limit:
         return demand, found
     found, least = _least(problem, demand)
     if least.total <= limit:
@@ -224,7 +221,7 @@ def _least(problem: Problem, demand: Demand) -> tuple[Solution, DeviceBytes]:
     for _ in range(MOMENTS):
         found = _solved(problem, demand)
         activations, moment = peak(problem, found)
-        needs = replace(state_of(problem, demand, found), activations=activations)
+        needs = replace(state_of(problem, found), activations=activations)
         if best is None or needs.total < best[1].total:
             best = found, needs
         if moment in demand.buffers:

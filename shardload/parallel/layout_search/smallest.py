@@ -10,7 +10,7 @@ import jax
 from shardload.errors import DoesNotFitError
 from shardload.parallel.layout_search.hardware import Hardware
 from shardload.parallel.layout_search.layout_plan import LayoutPlan
-from shardload.parallel.layout_search.optimizer_slots import slot_ratio
+from shardload.parallel.layout_search.optimizer_slots import Slot, slots_of_weights
 from shardload.parallel.layout_search.problem import make_problem
 from shardload.parallel.layout_search.searching import BATCH_PER_POSITION, check_built, fixed_specs, plan_problem
 from shardload.parallel.layout_search.tracing import Recorded, Traced, input_specs, record, trace
@@ -57,7 +57,7 @@ def search_smallest_mesh(
     if inputs is None:
         inputs = input_specs(model, batch=batch or BATCH_PER_POSITION, sequence=sequence)
     recorded = record(model, inputs, training=optimizer is not None, arguments=arguments)
-    slots, hardware = slot_ratio(optimizer), hardware or Hardware()
+    slots, hardware = slots_of_weights(optimizer, model.trainable_variables), hardware or Hardware()
     traces: dict[frozenset[int], Traced] = {}
     least: float = float("inf")
     for devices in _powers(max_devices, start=_fewest(recorded, slots, device_memory_bytes)):
@@ -65,7 +65,7 @@ def search_smallest_mesh(
         for mesh in _shapes(devices, rows=_rows(inputs)):
             traced = _traced(recorded, mesh, traces)
             fixed = fixed_specs(model, mesh, None)  # users' rules for their layers
-            problem = make_problem(traced, mesh, hardware, batch_axis=mesh.batch_axis, pins=fixed)
+            problem = make_problem(traced, mesh, hardware, batch_axis=mesh.batch_axis, pins=fixed, slots=slots)
             try:
                 found.append(
                     plan_problem(
@@ -73,7 +73,6 @@ def search_smallest_mesh(
                         problem,
                         inputs=inputs,
                         batch_axis=mesh.batch_axis,
-                        slots=slots,
                         limit=device_memory_bytes,
                     )
                 )
@@ -95,12 +94,13 @@ def _traced(recorded: Recorded, mesh: MeshSpec, known: dict[frozenset[int], Trac
     return known[key]
 
 
-def _fewest(recorded: Recorded, slots: float, device_memory_bytes: int) -> int:
+def _fewest(recorded: Recorded, slots: Mapping[int, tuple[Slot, ...]], device_memory_bytes: int) -> int:
     """Return a number of devices that no plan can do with less than: all state, split evenly."""
     total = 0.0
     for at, variable in enumerate(recorded.variables):
-        copies = 2 + slots if recorded.training and at < recorded.trainable else 1
-        total += nbytes(variable) * copies
+        trained = recorded.training and at < recorded.trainable
+        total += nbytes(variable) * (2 if trained else 1)
+        total += sum(s.nbytes for s in slots.get(id(variable), ()) if s.follows != "nothing")
     return int(total // max(device_memory_bytes, 1))
 
 

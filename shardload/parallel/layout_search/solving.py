@@ -8,6 +8,7 @@ marginals are the binaries. So all mesh axes are chosen together, and the optimu
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -55,8 +56,6 @@ class Demand:
     """Per device, for weights alone."""
     storage_axes: tuple[str, ...] = ()
     """Axes that may split the storage of any large weight."""
-    slots: float = 0
-    """Bytes of optimizer slots per byte of a trainable weight."""
     buffers: tuple[Moment, ...] = ()
     """Moments at which everything must fit."""
     forced: tuple[tuple[int, str, bool], ...] = ()
@@ -74,10 +73,11 @@ class Solution:
     seconds: float
 
 
-def state_bytes(problem: Problem, weight: WeightKind, option: WeightOption, *, slots: float) -> float:
+def state_bytes(problem: Problem, weight: WeightKind, option: WeightOption) -> float:
     """Return bytes on each device of one weight, and in training of its gradient and slots."""
-    local = weight.nbytes / np.prod(Layout(problem.mesh, option.spec).parts, initial=1)
-    return float(local * (2 + slots if problem.traced.training and weight.trainable else 1))
+    layout = Layout(problem.mesh, option.spec)
+    local = weight.nbytes / math.prod(layout.parts)
+    return 2 * local + weight.slot_bytes(layout) if problem.traced.training and weight.trainable else local
 
 
 def weight_options(problem: Problem, weight: WeightKind, demand: Demand) -> Iterator[WeightOption]:
@@ -93,7 +93,7 @@ def weight_options(problem: Problem, weight: WeightKind, demand: Demand) -> Iter
             for axis, dim in stored:
                 spec[dim] += (axis,)
             layout = Layout(problem.mesh, tuple(spec))
-            fits = layout.divides(weight.shape) and (weight.pin is None or _same(layout.spec, weight.pin))
+            fits = weight.allows(layout) and (weight.pin is None or _same(layout.spec, weight.pin))
             if fits:
                 yield WeightOption(weight.pin or layout.spec, assignment, stored)
 
@@ -242,7 +242,7 @@ class _Model:
             self._marginals([(o.assignment, c) for o, c in found], tuple(sorted(set(weight.kinds) - {UNSPLIT})))
             count = len(weight.members)
             for option, column in found:
-                memory[column] = count * state_bytes(self.problem, weight, option, slots=self.demand.slots)
+                memory[column] = count * state_bytes(self.problem, weight, option)
                 only[column] = count * weight.nbytes / np.prod(Layout(self.problem.mesh, option.spec).parts, initial=1)
                 self._time[column] += count * gather_s(self.problem, weight, option)
         if self.demand.state_limit_bytes is not None:

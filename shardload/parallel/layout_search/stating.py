@@ -39,7 +39,7 @@ def make_plan(
         training=problem.traced.training,
         inputs=_described(inputs),
         variables=tuple(_variables(model, problem, solution)),
-        device=replace(state_of(problem, demand, solution), activations=activations),
+        device=replace(state_of(problem, solution), activations=activations),
         device_memory_bytes=limit,
         step_s=solution.seconds,
         exchanges=tuple(_exchanges(problem, solution)),
