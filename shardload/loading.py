@@ -114,12 +114,12 @@ def run(request: LoadRequest, *, preprocessor: bool = True) -> Loaded:
         request: The arguments of `load`, by the same names.
         preprocessor: Give a task its preprocessor, and say in the report why it has none.
     """
-    text = TextInput() if preprocessor and request.builds else None
+    text = TextInput(task=request.task) if preprocessor and request.builds else None
     with joint_load(request) as call:
         if text is None:
             loaded = pipeline.load(request.checked(), call)
         else:
-            loaded = pipeline.load(request.checked(), call, on_built=text.prepare)
+            loaded = pipeline.load(request.checked(), call, on_opened=text.begin, on_built=text.prepare)
     remember(loaded.model, loaded.manifest)
     return loaded if text is None else _with_preprocessor(loaded, text)
 

@@ -97,6 +97,26 @@ def build_model(
     )
 
 
+def task_class(manifest: Manifest) -> Any:
+    """Return the class of the task that `build_model` builds for a checkpoint of KerasHub or Hugging Face.
+
+    Returns:
+        ``None`` if it builds something else.
+
+    Raises:
+        UnsupportedError: When KerasHub has no such model.
+        MissingExtraError: When KerasHub is not installed.
+    """
+    match spec_of(manifest).described_by:
+        case "keras-hub":
+            keras_hub()
+            return _registered(manifest.metadata.get("task") or {}, None)
+        case "hugging-face":
+            loader = _transformers_loader(manifest)
+            return _task_class(manifest, loader.converter, loader.check_backbone_class())
+    return None
+
+
 def converter(manifest: Manifest) -> Any:
     """Return KerasHub's ``convert_*`` module for a Hugging Face or GGUF checkpoint, or one of `converters`.
 
@@ -207,9 +227,7 @@ def _from_preset(
     described = manifest.metadata.get("task")
     if not task or not described:
         return backbone
-    import keras
-
-    cls = keras.saving.get_registered_object(described.get("registered_name"), custom_objects)
+    cls = _registered(described, custom_objects)
     if cls is None:
         raise UnsupportedError(
             f"Cannot build the task of {manifest.source}: task.json names the unknown class "
@@ -219,6 +237,12 @@ def _from_preset(
     if dtype is not None:
         config = with_dtype(config, dtype)
     return cls.from_config({**config, "backbone": backbone, "preprocessor": None})
+
+
+def _registered(described: Mapping[str, Any], custom_objects: Mapping[str, Any] | None) -> Any:
+    import keras
+
+    return keras.saving.get_registered_object(described.get("registered_name"), custom_objects)
 
 
 def _preset_dtype(manifest: Manifest, dtype: Any) -> dict[str, Any]:

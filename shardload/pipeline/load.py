@@ -56,6 +56,7 @@ def load(
     call: JointLoad,
     *,
     opener: Callable[[LoadRequest], OpenedSource] = open_requested,
+    on_opened: Callable[[Manifest], None] = lambda manifest: None,
     on_built: Callable[[Any, Manifest], None] = lambda model, manifest: None,
 ) -> Loaded:
     """Load what was requested: the order of `shardload.load`, `load_weights` and `restore`.
@@ -64,6 +65,7 @@ def load(
         request: A checked request.
         call: The call that all processes make.
         opener: Opens the source.
+        on_opened: Called before the model is built.
         on_built: Called with the model that was built, before its weights are read.
     """
     clock = Clock()
@@ -72,6 +74,7 @@ def load(
     call.start_jax()
     devices, layout = place(request)
     call.check_shares(devices)
+    on_opened(source.manifest)
     with call.seeds() if request.builds else nullcontext():
         model, notes = _build(request, source.manifest, clock) if request.builds else (request.model, ())
         if request.builds:

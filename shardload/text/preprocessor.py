@@ -1,6 +1,6 @@
 """KerasHub's preprocessor for a model: ``model.generate("text")`` works as after ``from_preset``.
 
-    folder      build ─► files ─► KerasHub, in a thread while the weights are read ─► attach
+    folder      files ─► KerasHub, in a thread while the model is built and its weights are read ─► attach
     GGUF file   attach: looks at names and types only ─► first use ─► header ─► Hugging Face's files ─► KerasHub
 
 On that first use (`shardload.hub.preprocessors`) the tokens of a text are compared with those of the file's own
@@ -44,18 +44,37 @@ PROBE = "It's 2 o'clock:\n\n  x = [12345, 0.5]\ttabs, naïve 日本語 \U0001f60
 
 
 class TextInput:
-    """Gives a task its preprocessor: a folder's is made during the transfer, a GGUF file's on first use."""
+    """Gives a task its preprocessor: a folder's is made during the load, a GGUF file's on first use."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, task: bool = True) -> None:
+        """Give none to a model that is built without its task."""
+        self._task = task
+        self._cls: Any = None
         self._making: InThread[Any] | None = None
 
+    def begin(self, manifest: Manifest) -> None:
+        """Begin to make the preprocessor of a folder that generates text, in a thread, before the model is built.
+
+        Making others may draw seeds, which would then differ from run to run.
+        """
+        if not self._task or not _is_folder(manifest):
+            return
+        try:
+            task = kerashub.task_class(manifest)
+        except Exception:  # of any kind, for a damaged configuration; the build raises it again, and says what it means
+            return
+        if task is not None and issubclass(task, kerashub.keras_hub().models.CausalLM):
+            self._make(task.preprocessor_cls, manifest)
+
     def prepare(self, model: Any, manifest: Manifest) -> None:
-        """Begin to make a folder's preprocessor, in a thread, for a model that has just been built."""
+        """Begin it now, for a model that has just been built, unless it was begun before."""
+        if (cls := _wanted(model)) is not self._cls and cls is not None and _is_folder(manifest):
+            self._make(cls, manifest)
+
+    def _make(self, cls: Any, manifest: Manifest) -> None:
         from shardload.keras_bridge.threads import InThread  # imports Keras
 
-        cls = _wanted(model)
-        if cls is not None and spec_of(manifest).described_by in ("keras-hub", "hugging-face") and _is_folder(manifest):
-            self._making = InThread(lambda: kerashub.make_preprocessor(cls, manifest))
+        self._cls, self._making = cls, InThread(lambda: kerashub.make_preprocessor(cls, manifest))
 
     def attach(self, model: Any, manifest: Manifest) -> str | None:
         """Set the preprocessor of a loaded model; return why it cannot generate from text, for the report."""
@@ -93,7 +112,10 @@ def _wanted(model: Any) -> Any:
 
 
 def _is_folder(manifest: Manifest) -> bool:
-    return spec_of(manifest).tokenizer != "header" and Path(preset_path(manifest)).is_dir()
+    spec = spec_of(manifest)
+    if spec.tokenizer == "header" or spec.described_by not in ("keras-hub", "hugging-face"):
+        return False
+    return Path(preset_path(manifest)).is_dir()
 
 
 def _lacks_tensorflow(cls: Any) -> str:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 
 import keras_hub
 import models
@@ -11,6 +12,7 @@ from gguf_tokenizers import add_byte_pairs, add_pieces, byte_pairs, gguf_with_to
 
 import shardload
 from shardload.errors import UsageError
+from shardload.hub import kerashub
 from shardload.synth import synth
 
 pytestmark = [
@@ -192,6 +194,26 @@ def test_a_model_that_keras_hub_loaded_has_a_tokenizer_of_its_own(tmp_path):
     assert shardload.generate(peer, PROMPTS, max_new_tokens=3, tokenizer=layer) == wanted
     with pytest.raises(UsageError, match=r"Cannot use tokenizer=3: expected shardload\.tokenizer"):
         shardload.generate(peer, PROMPTS, tokenizer=3)
+
+
+def test_it_is_begun_before_the_model_is_built(tmp_path, monkeypatch):
+    source = synth("gemma2_2b", scale=0.02, directory=tmp_path, format="safetensors")
+    begun = threading.Event()
+    monkeypatch.setattr(kerashub, "make_preprocessor", lambda cls, manifest: begun.set())
+
+    def build(*args, **kwargs):
+        assert begun.wait(60)
+        raise UsageError("enough")
+
+    monkeypatch.setattr(kerashub, "build_model", build)
+    with pytest.raises(UsageError, match="enough"):
+        shardload.load(source)
+
+
+def test_a_backbone_alone_begins_none(tmp_path, monkeypatch):
+    source = synth("gemma2_2b", scale=0.02, directory=tmp_path, format="safetensors")
+    monkeypatch.setattr(kerashub, "make_preprocessor", lambda cls, manifest: pytest.fail("was made"))
+    assert isinstance(shardload.load(source, task=False), keras_hub.models.GemmaBackbone)
 
 
 def test_a_plan_makes_none(tmp_path, monkeypatch):
