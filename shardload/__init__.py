@@ -128,7 +128,7 @@ def __getattr__(name: str) -> Any:
     try:
         module = importlib.import_module(f"{__name__}.{_HOMES[name]}")
     except ImportError as error:
-        if (better := _about_keras(error)) is error:
+        if (better := errors.BackendError.explaining(error)) is error:
             raise
         raise better from error
     value = getattr(module, name)
@@ -142,12 +142,6 @@ def _leave() -> None:
     jax = sys.modules.get("jax")
     if jax is not None and jax.distributed.is_initialized():
         importlib.import_module(f"{__name__}.distributed.processes").leave_unheard()
-
-
-def _about_keras(error: ImportError) -> Exception:
-    """Return a clearer error for a missing backend: Keras defaults to TensorFlow and does not name the cause."""
-    missing = (error.name or "").split(".")[0]
-    return errors.BackendError(missing) if missing in ("tensorflow", "torch", "openvino") else error
 
 
 def _installed_version() -> str:

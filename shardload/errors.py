@@ -102,6 +102,15 @@ class BackendError(UnsupportedError):
         )
 
     @classmethod
+    def explaining(cls, error: ImportError) -> Exception:
+        """Return a clearer error for a backend that is not installed; any other error as it is.
+
+        Keras defaults to TensorFlow, and its error does not name the cause.
+        """
+        missing = (error.name or "").split(".")[0]
+        return cls(missing) if missing in ("tensorflow", "torch", "openvino") else error
+
+    @classmethod
     def of_tensor_parallelism(cls, asked: str) -> BackendError:
         """Return the error for a ``distributed_backend`` of tensor parallelism that does not run on JAX."""
         error = cls.__new__(cls)

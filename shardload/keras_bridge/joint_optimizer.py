@@ -13,8 +13,10 @@ from typing import Any
 
 import jax
 import keras
+import numpy as np
 from jax.sharding import NamedSharding
 
+from shardload.errors import BackendError, MismatchError
 from shardload.keras_bridge.keras_types import Variable
 from shardload.keras_bridge.variables import current_value, sharding_of
 from shardload.sharding.layout import Layout
@@ -25,6 +27,16 @@ class JointOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
 
     Subclasses implement `update_all`, and create their state in `build` with `add_state`.
     """
+
+    def __init__(self, learning_rate: Any, **options: Any) -> None:
+        """Create an optimizer without state.
+
+        Raises:
+            BackendError: When Keras does not run on JAX.
+        """
+        if (found := keras.config.backend()) != "jax":
+            raise BackendError(found)
+        super().__init__(learning_rate, **options)
 
     @abstractmethod
     def update_all(self, gradients: Sequence[Any], variables: Sequence[Variable], learning_rate: Any) -> None:
@@ -48,6 +60,22 @@ class JointOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             layout_of: The layout of a variable; ``None`` if it has none.
         """
         return {}
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Variable] | None = None) -> None:
+        """Update variables, after a check of their gradients.
+
+        Raises:
+            MismatchError: When a gradient has another shape than its variable; nothing has changed then.
+        """
+        variables = self.trained if trainable_variables is None else list(trainable_variables)
+        for gradient, variable in zip(grads, variables, strict=False):  # Keras checks their numbers
+            if gradient is not None and np.shape(gradient) != tuple(variable.shape):
+                raise MismatchError(
+                    f"Cannot update {variable.path!r} of shape {tuple(variable.shape)} with {self.name!r}: its "
+                    f"gradient has shape {np.shape(gradient)}, expected the same. Pass gradients in the order of the "
+                    "variables, not transposed"
+                )
+        super().apply(grads, None if trainable_variables is None else variables)
 
     def is_due(self) -> Any:
         """Whether this call updates variables, and does not only accumulate gradients: `True`, or a traced bool."""

@@ -9,12 +9,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from shardload.errors import BackendError
+
 if TYPE_CHECKING:
     from shardload.optimizers.matrices import state_bytes
-    from shardload.optimizers.rekls import REKLS, Counts, TpRekls
+    from shardload.optimizers.rekls import REKLS, TpRekls
     from shardload.optimizers.sharding import shard_optimizer
     from shardload.optimizers.slot_report import SlotLayout, SlotReport
     from shardload.optimizers.tensor_parallel import TensorParallelOptimizer
+    from shardload.optimizers.whole_step import Counts
 
 __all__ = [
     "REKLS",
@@ -29,7 +32,7 @@ __all__ = [
 
 _HOMES = {
     "REKLS": "rekls",
-    "Counts": "rekls",
+    "Counts": "whole_step",
     "SlotLayout": "slot_report",
     "SlotReport": "slot_report",
     "TensorParallelOptimizer": "tensor_parallel",
@@ -43,6 +46,11 @@ def __getattr__(name: str) -> Any:
     """Import a name on first use: ``import shardload`` loads neither JAX nor Keras."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    try:
+        value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    except ImportError as error:
+        if (better := BackendError.explaining(error)) is error:
+            raise
+        raise better from error
     globals()[name] = value
     return value

@@ -18,12 +18,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardload.errors import UsageError
+from shardload.units import plural
 
 MAX_DIMENSION = 10_000
 """As SOAP has it: the decomposition of a larger factor takes minutes."""
 EMBEDDINGS = ("embedding",)
 """As `keras.optimizers.Muon` has it: few rows of an embedding have a gradient in each step."""
 _FLOAT32_BYTES = 4
+_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ class Selection:
     max_dimension: int = MAX_DIMENSION
     """A longer side is the identity; with two of them, the variable is not a matrix."""
     adamw_for: tuple[str, ...] = EMBEDDINGS
-    """Regular expressions; a variable whose path contains one is not a matrix."""
+    """Regular expressions, without regard to case; a variable whose path contains one is not a matrix."""
     row_dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Regular expressions for paths, and the dims that form the rows there."""
 
@@ -83,9 +85,9 @@ class Selection:
         Raises:
             UsageError: When `row_dims` names dims that the variable does not have.
         """
-        if any(re.search(pattern, path.lower()) for pattern in self.adamw_for):
+        if any(_matches(pattern, path) for pattern in self.adamw_for):
             return None
-        given = next((dims for pattern, dims in self.row_dims.items() if re.search(pattern, path)), None)
+        given = next((dims for pattern, dims in self.row_dims.items() if _matches(pattern, path)), None)
         if given is not None:
             _check_row_dims(path, shape, given)
         if len(shape) < 2:
@@ -95,6 +97,25 @@ class Selection:
         if min(sides) < 2 or min(sides) > self.max_dimension:
             return None
         return MatrixView(plain.shape, plain.rows, *(side <= self.max_dimension for side in sides))
+
+    def check_patterns(self, paths: Sequence[str]) -> None:
+        """Check that every pattern is of use for variables of these paths; the default ones need not be.
+
+        Raises:
+            UsageError: When one matches no path.
+        """
+        own = [("adamw_for", pattern) for pattern in self.adamw_for if pattern not in EMBEDDINGS]
+        for argument, pattern in own + [("row_dims", pattern) for pattern in self.row_dims]:
+            if not any(_matches(pattern, path) for path in paths):
+                raise UsageError(
+                    f"Cannot build REKLS with {argument}: the pattern {pattern!r} matches none of "
+                    f"{plural(len(paths), 'variable')}, expected at least one. Remove it, or correct it. Paths: "
+                    f"{', '.join(paths[:_SHOWN])}{', …' if len(paths) > _SHOWN else ''}"
+                )
+
+
+def _matches(pattern: str, path: str) -> bool:
+    return re.search(pattern, path, re.IGNORECASE) is not None
 
 
 def _rows(shape: Sequence[int]) -> tuple[int, ...]:

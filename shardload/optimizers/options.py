@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import numbers
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,15 +15,16 @@ from shardload.optimizers.rekls_math import DECAYS, DECOMPOSITIONS, Settings
 
 AdamwFor = Sequence[str] | Callable[[Any], bool]
 """Regular expressions for paths, or a function of a variable."""
-_CHOICES: dict[str, tuple[str, ...]] = {
+_CHOICES: dict[str, tuple[Any, ...]] = {
     "weight_decay_method": DECAYS,
     "decomposition": DECOMPOSITIONS,
     "decompositions": ("dealt", "repeated"),
     "factor_dtype": ("float32", "bfloat16"),
     "uneven": ("error", "replicate"),
+    "skip_first_update": (True, False),
 }
-_RANGES: dict[str, tuple[float, float]] = {"beta_1": (0, 1), "beta_2": (0, 1), "factor_beta": (0, 1)}
-"""From the first to below the second."""
+_LIMITS = {"beta_1": 1.0, "beta_2": 1.0, "factor_beta": 1.0, "adamw_ratio": math.inf}
+"""These are numbers from 0 to below the limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +32,7 @@ class Options:
     """Arguments of `shardload.optimizers.REKLS`, which documents them.
 
     Raises:
-        UsageError: When one is not among its choices, or out of range.
+        UsageError: When one is not among its choices, out of range, or of another type.
     """
 
     beta_1: float
@@ -51,18 +55,18 @@ class Options:
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
-                _refuse(name, getattr(self, name), f"one of {', '.join(choices)}")
-        for name, (low, high) in _RANGES.items():
-            if not low <= getattr(self, name) < high:
-                _refuse(name, getattr(self, name), f"at least {low} and below {high}")
+                _refuse(name, getattr(self, name), f"one of {', '.join(map(str, choices))}")
+        for name, limit in _LIMITS.items():
+            check_number(name, getattr(self, name), below=limit)
         for name in ("precondition_frequency", "max_dimension"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 _refuse(name, value, "an integer of at least 1")
-        if not self.epsilon > 0:
+        check_number("epsilon", self.epsilon)
+        if not self.epsilon:
             _refuse("epsilon", self.epsilon, "a number above 0")
-        if isinstance(self.adamw_for, str):
-            _refuse("adamw_for", self.adamw_for, "a list of regular expressions, or a function of a variable")
+        check_number("init_factor", self.init_factor)
+        _check_patterns(self.adamw_for, self.row_dims)
 
     def settings(self, weight_decay: float | None) -> Settings:
         """Return the constants of the arithmetic."""
@@ -82,6 +86,53 @@ class Options:
         patterns = () if callable(self.adamw_for) else tuple(self.adamw_for)
         dims = {pattern: tuple(found) for pattern, found in self.row_dims.items()}
         return Selection(self.max_dimension, patterns, dims)
+
+
+def check_number(name: str, value: Any, *, below: float = math.inf, otherwise: str = "") -> None:
+    """Check that an argument is a real number from 0 to below a limit.
+
+    Raises:
+        UsageError: When it is not; ``otherwise`` says what else it may be.
+    """
+    is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_real or not 0 <= float(value) < below:
+        limit = "a finite number of at least 0" if below == math.inf else f"a number of at least 0 and below {below:g}"
+        _refuse(name, value, limit + otherwise)
+
+
+def check_rate(learning_rate: Any) -> Any:
+    """Return a learning rate as Keras takes it: numbers as ``float``, schedules and functions as they are.
+
+    Raises:
+        UsageError: When it is something else, or a negative number.
+    """
+    if callable(learning_rate):
+        return learning_rate
+    check_number("learning_rate", learning_rate, otherwise=", a LearningRateSchedule, or a function")
+    return float(learning_rate)
+
+
+def _check_patterns(adamw_for: Any, row_dims: Any) -> None:
+    if not callable(adamw_for) and not (_is_sequence(adamw_for) and all(map(_is_pattern, adamw_for))):
+        _refuse("adamw_for", adamw_for, "a list of regular expressions, or a function of a variable")
+    known = isinstance(row_dims, Mapping) and all(map(_is_pattern, row_dims))
+    if not known or not all(_is_sequence(dims) and all(map(_is_dim, dims)) for dims in row_dims.values()):
+        _refuse("row_dims", row_dims, "a dict of regular expressions and lists of dims, such as {'query/kernel': (0,)}")
+
+
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _is_dim(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_pattern(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and bool(re.compile(value))
+    except re.error:
+        return False
 
 
 def _refuse(name: str, value: Any, expected: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 import jax
@@ -16,23 +16,11 @@ from shardload.keras_bridge.joint_optimizer import JointOptimizer, in_place_of
 from shardload.keras_bridge.keras_types import Variable
 from shardload.optimizers.joint_update import JointPlan, Matrix, MatrixState
 from shardload.optimizers.matrices import EMBEDDINGS, MAX_DIMENSION, MatrixView
-from shardload.optimizers.options import AdamwFor, Options
+from shardload.optimizers.options import AdamwFor, Options, check_number, check_rate
 from shardload.optimizers.rekls_math import Moments, Pair, Sides
 from shardload.optimizers.state import FACTOR_SLOTS, SLOTS, along_first, check_variable, common_mesh, new_slots, spec_of
-from shardload.optimizers.whole_step import AdamwState, Counters, Gradients, WholePlan, WholeState, whole_step
+from shardload.optimizers.whole_step import AdamwState, Counters, Counts, Gradients, WholePlan, WholeState, whole_step
 from shardload.sharding.layout import Layout
-
-
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """What did not go as planned, since the optimizer was built."""
-
-    steps: int
-    """Updates of the weights."""
-    skipped_steps: int
-    """Steps whose gradients were not finite: they changed nothing."""
-    kept_eigenpairs: int
-    """Factors that kept their old eigenpairs, because a decomposition or the factor itself was not finite."""
 
 
 @keras.saving.register_keras_serializable("shardload")
@@ -96,7 +84,8 @@ class REKLS(JointOptimizer):
         uneven: str = "error",
         **options: Any,
     ) -> None:
-        super().__init__(learning_rate=learning_rate, weight_decay=weight_decay, **options)
+        check_number("weight_decay", 0 if weight_decay is None else weight_decay)
+        super().__init__(learning_rate=check_rate(learning_rate), weight_decay=weight_decay, **options)
         self.options = Options(
             beta_1=beta_1,
             beta_2=beta_2,
@@ -112,7 +101,7 @@ class REKLS(JointOptimizer):
             init_factor=init_factor,
             adamw_for=adamw_for,
             adamw_ratio=adamw_ratio,
-            row_dims=row_dims or {},
+            row_dims={} if row_dims is None else row_dims,
             uneven=uneven,
         )
 
@@ -120,12 +109,14 @@ class REKLS(JointOptimizer):
         """Create the state of all variables, spread over their meshes.
 
         Raises:
-            UsageError: When a variable is not of real floating-point numbers, or has no elements.
+            UsageError: When a variable is not of real floating-point numbers, or has no elements; or when a pattern in
+                ``adamw_for`` or ``row_dims`` matches none of them.
             LayoutError: When devices do not divide the length of a factor.
         """
         if self.built:
             return
         variables = list(variables)
+        self.options.selection.check_patterns([variable.path for variable in variables])
         views = tuple(self._view(variable) for variable in variables)
         planned = [list(new_slots(v, view, self.options)) for v, view in zip(variables, views, strict=True)]
         super().build(variables)
@@ -135,7 +126,7 @@ class REKLS(JointOptimizer):
             for new in slots:
                 found[new.slot][place] = self.add_state(
                     variable,
-                    new.slot[:-1],
+                    SLOTS[new.slot],
                     shape=new.shape,
                     dtype=new.dtype,
                     initializer=new.initializer,

@@ -18,16 +18,17 @@ from shardload.optimizers.options import Options
 from shardload.sharding.devices import mesh_spec
 from shardload.sharding.layout import Layout
 
-FACTOR_SLOTS = (
-    "left_factors",
-    "right_factors",
-    "left_values",
-    "right_values",
-    "left_vectors",
-    "right_vectors",
-)
-SLOTS = ("momentums", "velocities", *FACTOR_SLOTS)
-"""Attributes of the optimizer: lists with an entry for every variable, `None` where there is no such state."""
+FACTOR_SLOTS = {
+    "left_factors": "left_factor",
+    "right_factors": "right_factor",
+    "left_values": "left_eigenvalues",
+    "right_values": "right_eigenvalues",
+    "left_vectors": "left_eigenvectors",
+    "right_vectors": "right_eigenvectors",
+}
+SLOTS = {"momentums": "momentum", "velocities": "velocity", **FACTOR_SLOTS}
+"""Attributes of the optimizer: lists with an entry for every variable, `None` where there is no such state. And what
+its Keras variables are called."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,18 @@ class Counters(NamedTuple):
     kept: Array
 
 
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What did not go as planned, since the optimizer was built."""
+
+    steps: int
+    """Updates of the weights. Keras' ``iterations`` also counts those that are skipped."""
+    skipped_steps: int
+    """Steps whose gradients were not finite: they changed nothing."""
+    kept_eigenpairs: int
+    """Factors that kept their old eigenpairs, because a decomposition or the factor itself was not finite."""
+
+
 class WholeState(NamedTuple):
     """Everything that a step changes."""
 
