@@ -31,7 +31,7 @@ COMMANDS = (
     ("parallel_training", "--rounds", "9"),
 )
 """Each in a process of its own: they set up different numbers of devices and warm memory."""
-LONG = (("agreement",), ("convert", "--scale", "1"), ("rekls_training",))
+LONG = (("agreement",), ("convert", "--scale", "1"), ("rekls_training",), ("rekls_start",))
 PACKAGES = ("jax", "jaxlib", "keras", "keras-hub", "orbax-checkpoint", "tensorstore", "safetensors", "numpy", "h5py")
 
 

@@ -16,8 +16,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,9 @@ import numpy as np
 
 from shardload.optimizers import REKLS
 
-RATES = {
-    "REKLS": (1e-3, 3e-3, 1e-2, 3e-2),
-    "REKLS, first update too": (1e-3, 3e-3, 1e-2, 3e-2),
-    "AdamW": (1e-3, 3e-3, 1e-2, 3e-2),
-    "Muon": (1e-3, 3e-3, 1e-2, 3e-2),
-}
+RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 COLORS = {"REKLS": "#c0392b", "REKLS, first update too": "#e59866", "AdamW": "#2874a6", "Muon": "#229954"}
+VOCABULARY = 128
 SMOOTHED = 20
 """Losses are means over so many steps."""
 
@@ -89,7 +86,7 @@ def gemma(width: int) -> Any:
     import keras_hub
 
     return keras_hub.models.GemmaBackbone(
-        vocabulary_size=128,
+        vocabulary_size=VOCABULARY,
         num_layers=2,
         num_query_heads=4,
         num_key_value_heads=1,
@@ -97,6 +94,13 @@ def gemma(width: int) -> Any:
         intermediate_dim=4 * width,
         head_dim=width // 4,
     )
+
+
+def next_bytes(model: Any, weights: Any, tokens: Any) -> tuple[Any, Any]:
+    """Return the logits of a Gemma for every byte but the first, and those bytes."""
+    inputs = {"token_ids": tokens[:, :-1], "padding_mask": np.ones((1, 1), "int32") + 0 * tokens[:, :-1]}
+    hidden, _ = model.stateless_call(weights, [], inputs)
+    return hidden @ weights[0].T, tokens[:, 1:]  # weights[0]: the embedding, which Gemma ties to its output
 
 
 def optimizer_of(name: str) -> Any:
@@ -108,23 +112,22 @@ def optimizer_of(name: str) -> Any:
 
 
 class Trainer:
-    """One model and one compiled step per optimizer; runs differ in rate and seed only."""
+    """One model and one compiled step for an optimizer; runs differ in rate and seed only."""
 
-    def __init__(self, name: str, width: int) -> None:
-        self.name, self.width = name, width
-        self.model, self.optimizer = gemma(width), optimizer_of(name)
-        self.optimizer.build(self.model.trainable_variables)
-        self.fresh = [np.asarray(v.value) for v in self.optimizer.variables]
-        self.rate_at = next(i for i, v in enumerate(self.optimizer.variables) if v.name == "learning_rate")
+    def __init__(
+        self, name: str, optimizer: Any, build: Callable[[], Any], predict: Callable[..., Any] = next_bytes
+    ) -> None:
+        self.name, self.optimizer, self.build, self.predict = name, optimizer, build, predict
+        self.model = build()
+        optimizer.build(self.model.trainable_variables)
+        self.fresh = [np.asarray(v.value) for v in optimizer.variables]
+        self.rate_at = next(i for i, v in enumerate(optimizer.variables) if v.name == "learning_rate")
         self.step = jax.jit(self._step)
 
     def _step(self, weights: Any, state: Any, tokens: Any, rate: Any) -> Any:
         def loss_of(trainable: Any) -> Any:
-            inputs = {"token_ids": tokens[:, :-1], "padding_mask": np.ones((1, 1), "int32") + 0 * tokens[:, :-1]}
-            hidden, _ = self.model.stateless_call(trainable, [], inputs)
-            table = trainable[0]  # the embedding, which Gemma ties to its output
-            logits = hidden @ table.T
-            return keras.ops.mean(keras.losses.sparse_categorical_crossentropy(tokens[:, 1:], logits, from_logits=True))
+            logits, targets = self.predict(self.model, trainable, tokens)
+            return keras.ops.mean(keras.losses.sparse_categorical_crossentropy(targets, logits, from_logits=True))
 
         loss, gradients = jax.value_and_grad(loss_of)(weights)
         state = [rate if i == self.rate_at else each for i, each in enumerate(state)]
@@ -132,16 +135,27 @@ class Trainer:
         return weights, state, loss
 
     def run(
-        self, corpus: np.ndarray, *, rate: float, seed: int, steps: int, size: int, length: int, warm_up: float
+        self,
+        corpus: np.ndarray,
+        *,
+        rate: float,
+        seed: int,
+        steps: int,
+        size: int,
+        length: int,
+        warm_up: float,
+        watch: Callable[[float, Any, Any], None] = lambda rate, weights, state: None,
     ) -> Run:
+        """Train from the start. ``watch`` gets the rate, weights and state of each step."""
         keras.utils.set_random_seed(seed)
-        weights = [v.value for v in gemma(self.width).trainable_variables]
+        weights = [v.value for v in self.build().trainable_variables]
         state: Any = [jax.numpy.asarray(x) for x in self.fresh]
         losses, began = [], time.perf_counter()
         for at, tokens in enumerate(batches(corpus, steps=steps, size=size, length=length, seed=seed)):
             now = np.float32(rate * schedule(at, steps, warm_up))
             weights, state, loss = self.step(weights, state, tokens, now)
             losses.append(loss)
+            watch(now, weights, state)
         found = tuple(map(float, losses))
         return Run(self.name, rate, seed, found, time.perf_counter() - began)
 
@@ -157,14 +171,14 @@ def compare(options: argparse.Namespace) -> list[Run]:
     """Sweep, then repeat the best rate of each optimizer with further seeds."""
     corpus, found = text(), []
     given = {"steps": options.steps, "size": options.batch, "length": options.length, "warm_up": options.warm_up}
-    for name, rates in RATES.items():
+    for name in COLORS:
         if options.only not in name:
             continue
-        trainer = Trainer(name, options.width)
-        sweep = [trainer.run(corpus, rate=rate, seed=0, **given) for rate in rates]
+        trainer = Trainer(name, optimizer_of(name), partial(gemma, options.width))
+        sweep = [trainer.run(corpus, rate=rate, seed=0, **given) for rate in RATES]
         best = min(sweep, key=lambda run: run.final).rate
         found += sweep + [trainer.run(corpus, rate=best, seed=seed, **given) for seed in range(1, options.seeds)]
-        for run in found[-len(rates) - options.seeds + 1 :]:
+        for run in found[-len(RATES) - options.seeds + 1 :]:
             print(
                 f"{name} {run.rate:g} seed {run.seed}: {run.final:.4f} {run.seconds:.0f} s", file=sys.stderr, flush=True
             )
@@ -173,22 +187,24 @@ def compare(options: argparse.Namespace) -> list[Run]:
 
 def best_of(runs: list[Run]) -> dict[str, list[Run]]:
     """Return for each optimizer the runs of its best rate, one per seed."""
-    trained = [name for name in RATES if any(run.optimizer == name for run in runs)]
+    trained = [name for name in COLORS if any(run.optimizer == name for run in runs)]
     best = {name: min((r for r in runs if r.optimizer == name), key=lambda r: r.final).rate for name in trained}
     swept = {name: [r for r in runs if (r.optimizer, r.rate) == (name, rate)] for name, rate in best.items()}
     return {name: sorted(found, key=lambda r: r.seed) for name, found in swept.items()}
 
 
 def table(runs: list[Run]) -> str:
-    """A table for people: final loss, steps to the final loss of AdamW, per seed."""
+    """A table for people: final loss, steps to the final loss of AdamW with the same seed."""
     best = best_of(runs)
-    target = float(np.mean([run.final for run in best.get("AdamW", next(iter(best.values())))]))
-    lines = [f"{'':<26}{'rate':>8}{'final loss (seeds)':>28}{f'steps to {target:.3f}':>24}{'s per run':>11}"]
+    peers = best.get("AdamW", next(iter(best.values())))
+    lines = [
+        f"{'':<26}{'rate':>8}{'final loss (seeds)':>28}{f'steps to that of {peers[0].optimizer}':>28}{'s per run':>11}"
+    ]
     for name, found in best.items():
         finals = " ".join(f"{run.final:.3f}" for run in found)
-        steps = " ".join(str(run.steps_to(target) or "-") for run in found)
+        steps = " ".join(str(run.steps_to(peer.final) or "-") for run, peer in zip(found, peers, strict=True))
         seconds = float(np.median([run.seconds for run in found]))
-        lines.append(f"{name:<26}{found[0].rate:>8g}{finals:>28}{steps:>24}{seconds:>11.0f}")
+        lines.append(f"{name:<26}{found[0].rate:>8g}{finals:>28}{steps:>28}{seconds:>11.0f}")
     return "\n".join(lines)
 
 

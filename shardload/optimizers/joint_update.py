@@ -143,7 +143,7 @@ class _OneMatrix:
     def new_factors(self, old: Sides) -> tuple[Sides, Array]:
         """Return the shards of L and R, and how many stay as they were because what to add is not finite."""
         whole = self.whole_gradient(when=("l2_before_factors",))
-        added = rekls_math.contributions(whole, old, self.settings.epsilon)
+        added = rekls_math.contributions(whole, old, self.settings)
         failed = jnp.int32(0)
         found: list[Array | None] = []
         for factor, addition, spec in zip(self.state.factors, added, self.matrix.specs.factors, strict=True):

@@ -15,6 +15,8 @@ from shardload.optimizers.rekls_math import DECAYS, DECOMPOSITIONS, Settings
 
 AdamwFor = Sequence[str] | Callable[[Any], bool]
 """Regular expressions for paths, or a function of a variable."""
+RMS = "rms"
+"""An ``init_factor``: the root mean square of each matrix's first gradient."""
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "weight_decay_method": DECAYS,
     "decomposition": DECOMPOSITIONS,
@@ -22,8 +24,9 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "factor_dtype": ("float32", "bfloat16"),
     "uneven": ("error", "replicate"),
     "skip_first_update": (True, False),
+    "limit_updates": (True, False),
 }
-_LIMITS = {"beta_1": 1.0, "beta_2": 1.0, "factor_beta": 1.0, "adamw_ratio": math.inf}
+_LIMITS = {"beta_1": 1.0, "beta_2": 1.0, "factor_beta": 1.0, "relative_epsilon": 1.0, "adamw_ratio": math.inf}
 """These are numbers from 0 to below the limit."""
 
 
@@ -46,7 +49,9 @@ class Options:
     max_dimension: int
     factor_dtype: str
     skip_first_update: bool
-    init_factor: float
+    init_factor: float | str
+    relative_epsilon: float
+    limit_updates: bool
     adamw_for: AdamwFor
     adamw_ratio: float
     row_dims: Mapping[str, Sequence[int]]
@@ -65,7 +70,8 @@ class Options:
         check_number("epsilon", self.epsilon)
         if not self.epsilon:
             _refuse("epsilon", self.epsilon, "a number above 0")
-        check_number("init_factor", self.init_factor)
+        if not self.starts_at_rms:
+            check_number("init_factor", self.init_factor, otherwise=f", or {RMS!r}")
         _check_patterns(self.adamw_for, self.row_dims)
 
     def settings(self, weight_decay: float | None) -> Settings:
@@ -78,7 +84,15 @@ class Options:
             weight_decay=weight_decay or 0.0,
             decay=self.weight_decay_method,
             skip_first_update=self.skip_first_update,
+            starts_at_rms=self.starts_at_rms,
+            relative_epsilon=self.relative_epsilon,
+            limits_updates=self.limit_updates,
         )
+
+    @property
+    def starts_at_rms(self) -> bool:
+        """Whether eigenvalues come from each matrix's first gradient."""
+        return isinstance(self.init_factor, str) and self.init_factor == RMS
 
     @property
     def selection(self) -> Selection:

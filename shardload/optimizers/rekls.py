@@ -16,7 +16,7 @@ from shardload.keras_bridge.joint_optimizer import JointOptimizer, in_place_of
 from shardload.keras_bridge.keras_types import Variable
 from shardload.optimizers.joint_update import JointPlan, Matrix, MatrixState
 from shardload.optimizers.matrices import EMBEDDINGS, MAX_DIMENSION, MatrixView
-from shardload.optimizers.options import AdamwFor, Options, check_number, check_rate
+from shardload.optimizers.options import RMS, AdamwFor, Options, check_number, check_rate
 from shardload.optimizers.rekls_math import Moments, Pair, Sides
 from shardload.optimizers.state import FACTOR_SLOTS, SLOTS, along_first, check_variable, common_mesh, new_slots, spec_of
 from shardload.optimizers.whole_step import AdamwState, Counters, Counts, Gradients, WholePlan, WholeState, whole_step
@@ -36,7 +36,7 @@ class REKLS(JointOptimizer):
         beta_1: Decay rate of the first moment.
         beta_2: Decay rate of the second moment.
         factor_beta: Decay rate of the factors L and R.
-        epsilon: Added to the root of the second moment, and the least eigenvalue.
+        epsilon: Added to the root of the second moment, and the least eigenvalue that divides.
         weight_decay: How much; ``None`` or 0 for none.
         weight_decay_method: ``"decoupled"`` (lr · wd · W), ``"independent"`` (wd · W), ``"palm"`` (lr² · wd · W), or
             added to the gradient: ``"l2"`` after the factors got it, ``"l2_before_factors"`` before, as the
@@ -48,8 +48,13 @@ class REKLS(JointOptimizer):
         factor_dtype: ``"float32"`` or ``"bfloat16"``, in which L and R are stored.
         skip_first_update: Use the first step to find the eigenbases only. In exact arithmetic, the first gradient is
             diagonal in its own eigenbasis, and all else there is rounding noise, which Adam scales to full steps.
-        init_factor: Eigenvalues before the first step. 0 means ``epsilon``; then the
-            first gradient dominates the eigenvectors for 100 steps and more, see ``docs/rekls.md``.
+        init_factor: Eigenvalues before the first step. ``"rms"`` is the root mean square of the gradient, for each
+            matrix in its first step with one that is not 0. With 0, as in the original, the first gradient is divided
+            by ``epsilon`` and dominates the eigenvectors for 100 steps and more, see ``docs/rekls.md``.
+        relative_epsilon: Least eigenvalue that divides a gradient, as a share of the mean of all eigenvalues of its
+            factor. The original has 0.
+        limit_updates: Clip U to what Adam's could be with these betas, 1.165 by default. The second moment is not
+            rotated with the eigenbases, so without this, steps can be hundreds of learning rates long.
         adamw_for: Regular expressions for paths, or a function of a variable: who gets AdamW regardless of shape.
         adamw_ratio: Factor of the learning rate of those with AdamW.
         row_dims: Regular expressions for paths and the dims that form the rows of such variables, if the shape tells
@@ -77,7 +82,9 @@ class REKLS(JointOptimizer):
         max_dimension: int = MAX_DIMENSION,
         factor_dtype: str = "float32",
         skip_first_update: bool = True,
-        init_factor: float = 0.0,
+        init_factor: float | str = RMS,
+        relative_epsilon: float = 0.01,
+        limit_updates: bool = True,
         adamw_for: AdamwFor = EMBEDDINGS,
         adamw_ratio: float = 1.0,
         row_dims: Mapping[str, Sequence[int]] | None = None,
@@ -99,6 +106,8 @@ class REKLS(JointOptimizer):
             factor_dtype=factor_dtype,
             skip_first_update=skip_first_update,
             init_factor=init_factor,
+            relative_epsilon=relative_epsilon,
+            limit_updates=limit_updates,
             adamw_for=adamw_for,
             adamw_ratio=adamw_ratio,
             row_dims={} if row_dims is None else row_dims,

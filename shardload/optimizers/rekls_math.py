@@ -12,6 +12,7 @@ eigenvalues; its factor and pair are `None`. Matrix products run at the highest 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -59,6 +60,18 @@ class Settings:
     weight_decay: float = 0.01
     decay: str = "decoupled"
     skip_first_update: bool = True
+    starts_at_rms: bool = False
+    """Whether eigenvalues that are all 0, as before the first step, count as the root mean square of the gradient."""
+    relative_epsilon: float = 0.0
+    """Least eigenvalue that divides, as a share of their mean."""
+    limits_updates: bool = False
+    """Whether elements of U are clipped to `largest_update`."""
+
+    @property
+    def largest_update(self) -> float:
+        """The bound of Adam's U, by Cauchy and Schwarz, if all gradients were in the same coordinates."""
+        ratio = self.beta_1**2 / self.beta_2 if self.beta_2 else math.inf
+        return (1 - self.beta_1) / math.sqrt((1 - self.beta_2) * (1 - ratio)) if ratio < 1 else math.inf
 
 
 def product(*factors: Array) -> Array:
@@ -74,7 +87,7 @@ def kept_share(step: Array, beta: float) -> Array:
     return 1 - (1 - beta) / (1 - beta**step)
 
 
-def contributions(gradient: Array, pairs: Sides, epsilon: float) -> Sides:
+def contributions(gradient: Array, pairs: Sides, settings: Settings) -> Sides:
     """Return what a gradient (m, n) adds to L and R: each weighted by the other side's old eigenpairs.
 
     Both are computed; a side without a factor has no use for its own.
@@ -82,10 +95,27 @@ def contributions(gradient: Array, pairs: Sides, epsilon: float) -> Sides:
 
     def one(towards: Array, other: Pair | None) -> Array:
         if other is not None:
-            towards = product(towards, other.vectors) / jnp.sqrt(jnp.maximum(other.values, epsilon))
+            towards = product(towards, other.vectors) / jnp.sqrt(divisors(other.values, gradient, settings))
         return product(towards, towards.T) / towards.shape[1]
 
     return Sides(one(gradient, pairs.right), one(gradient.T, pairs.left))
+
+
+def divisors(values: Array, gradient: Array, settings: Settings) -> Array:
+    """Return by what eigenvalues divide: themselves, or the least that the settings allow.
+
+    With L and R both of the scale of G's root mean square, the next contributions are of that scale too.
+    """
+    if settings.starts_at_rms:
+        values = jnp.where(jnp.any(values > 0), values, root_mean_square(gradient))
+    values = jnp.maximum(values, settings.epsilon)
+    return jnp.maximum(values, settings.relative_epsilon * jnp.mean(values)) if settings.relative_epsilon else values
+
+
+def root_mean_square(array: Array) -> Array:
+    """Return sqrt(mean(x²)), also where x² is beyond float32."""
+    largest = jnp.max(jnp.abs(array))
+    return largest * jnp.sqrt(jnp.mean(jnp.square(array / jnp.where(largest > 0, largest, 1))))
 
 
 def blended(factor: Array, contribution: Array, step: Array, beta: float) -> Array:
@@ -200,6 +230,8 @@ def moments_and_direction(
     old, new = pairs
     moved = Moments(rotated(moments.first, old, new), moments.second)
     found, direction = adam(moved, into_basis(gradient, new), step, settings)
+    if settings.limits_updates:  # V is not rotated: where it is too small for the new coordinates, U is too large
+        direction = jnp.clip(direction, -settings.largest_update, settings.largest_update)
     return found, out_of_basis(direction, new)
 
 

@@ -75,7 +75,7 @@ def new_slots(variable: Variable, view: MatrixView | None, options: Options) -> 
         if side is not None:
             split = _split_state(variable, own, side, options)
             square = (side, side)
-            start = keras.initializers.Constant(options.init_factor)
+            start = keras.initializers.Constant(0.0 if options.starts_at_rms else options.init_factor)
             yield NewSlot(f"{name}_factors", square, options.factor_dtype, "zeros", split)
             yield NewSlot(f"{name}_values", (side,), "float32", start, split)
             yield NewSlot(f"{name}_vectors", square, "float32", keras.initializers.Identity(), split)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
-from rekls_by_hand import DECAYS, ByHand
+from rekls_by_hand import DECAYS, LIMIT, ByHand
 from rekls_runs import gradients, same, trained, values, weight
 
 from shardload.optimizers import REKLS, TpRekls
@@ -32,18 +32,25 @@ def fit(model, epochs=1):
 # ---- the step ------------------------------------------------------------------------------------
 
 
+AS_THE_ORIGINAL = {"skip_first_update": False, "init_factor": 0, "relative_epsilon": 0, "limit_updates": False}
+
+
+@pytest.mark.parametrize(
+    ("options", "by_hand"),
+    [(AS_THE_ORIGINAL, {}), ({}, {"skip": True, "start": "rms", "relative": 0.01, "limit": LIMIT})],
+    ids=["original", "default"],
+)
 @pytest.mark.parametrize("decay", DECAYS)
-def test_a_matrix_follows_the_reference(decay):
+def test_a_matrix_follows_the_reference(decay, options, by_hand):
     variable = weight((12, 12))
-    by_hand = ByHand(np.asarray(variable.value, "float64"), eps=0.125, weight_decay=1 / 16, decay=decay)
-    optimizer = REKLS(
-        1e-2, epsilon=0.125, weight_decay=1 / 16, weight_decay_method=decay, skip_first_update=False, adamw_for=[]
-    )
+    start = np.asarray(variable.value, "float64")
+    reference = ByHand(start, eps=0.125, weight_decay=1 / 16, decay=decay, **by_hand)
+    optimizer = REKLS(1e-2, epsilon=0.125, weight_decay=1 / 16, weight_decay_method=decay, **options)
     optimizer.build([variable])
     for gradient in gradients((12, 12)):
-        by_hand.step(gradient.astype("float64"))
+        reference.step(gradient.astype("float64"))
         optimizer.apply([gradient], [variable])
-    assert np.abs(np.asarray(variable.value, "float64") - by_hand.w).max() <= 2e-4 * 1e-2
+    assert np.abs(np.asarray(variable.value, "float64") - reference.w).max() <= 2e-4 * 1e-2
 
 
 def test_other_variables_follow_adamw():
@@ -61,6 +68,50 @@ def test_the_first_update_finds_the_eigenbases_only():
     np.testing.assert_array_equal(first.value, weight((4, 6)).value)
     assert not np.any(optimizer.momentums[0].value) and np.any(optimizer.left_factors[0].value)
     assert not np.array_equal(trained([first], steps=2) and first.value, weight((4, 6)).value)
+
+
+def test_factors_have_the_scale_of_the_gradients():
+    small, large = weight((6, 8)), weight((6, 8))
+    one, other = REKLS(), REKLS()
+    for gradient in gradients((6, 8)):
+        one.apply([gradient], [small])
+        other.apply([1024 * gradient], [large])
+    for slot in ("left_factors", "right_factors", "left_values"):
+        factor, scaled = getattr(one, slot)[0].value, getattr(other, slot)[0].value
+        np.testing.assert_allclose(scaled, 1024 * factor, rtol=1e-4, atol=1e-4 * np.abs(scaled).max())
+
+
+@pytest.mark.parametrize(("frequency", "steps"), [(1, 2), (3, 3)])
+def test_a_matrix_whose_first_gradient_is_zero(frequency, steps):
+    """Until it is decomposed, both factors get contributions whose mean eigenvalue is the root mean square."""
+    variables = [weight((6, 8)), weight((6, 8))]
+    optimizer = REKLS(1e-2, precondition_frequency=frequency)
+    optimizer.build(variables)
+    expected = 0.0
+    for number, gradient in enumerate(gradients((6, 8), steps), 1):
+        own = gradient if number > 1 else 0 * gradient
+        optimizer.apply([gradient, own], variables)
+        share = 0.05 / (1 - 0.95**number)
+        expected = (1 - share) * expected + share * np.sqrt(np.mean(own**2))
+    for slot in ("left_factors", "right_factors"):
+        factor = np.asarray(getattr(optimizer, slot)[1].value)
+        np.testing.assert_allclose(np.trace(factor) / len(factor), expected, rtol=1e-4)
+
+
+def test_steps_have_a_limit():
+    """With gradients of rank 2, most of the second moment is noise, and the eigenbases turn."""
+    rng, longest = np.random.default_rng(0), {}
+    given = [rng.normal(size=(24, 2)) @ rng.normal(size=(2, 16)) for _ in range(12)]
+    for limit in (True, False):
+        variables = [weight((24, 16))]
+        optimizer = REKLS(1.0, limit_updates=limit, weight_decay=None)
+        lengths = []
+        for gradient in given:
+            before = np.asarray(variables[0].value)
+            optimizer.apply([gradient.astype("float32")], variables)
+            lengths.append(np.sqrt(np.mean((np.asarray(variables[0].value) - before) ** 2)))
+        longest[limit] = max(lengths)
+    assert longest[True] <= LIMIT < 10 < longest[False]
 
 
 def test_decompositions_every_so_many_steps():
