@@ -11,6 +11,7 @@ mix with the results; the real stdout is saved and written once, at the end::
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import shutil
@@ -112,7 +113,14 @@ def _fd1_is_stderr(kept: int) -> Iterator[None]:
     finally:
         with contextlib.suppress(OSError):
             sys.stdout.flush()
+            flush_libraries()
         os.dup2(kept, fd)
+
+
+def flush_libraries() -> None:
+    """Write what compiled libraries have printed to C's stdout, which keeps it until it is full or the process ends."""
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # where C's library has another name
+        ctypes.CDLL(None).fflush(None)
 
 
 @contextlib.contextmanager

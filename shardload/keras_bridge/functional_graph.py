@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +10,21 @@ from typing import Any
 import keras
 
 from shardload.keras_bridge.keras_types import Model
+
+
+def arguments_of_call(model: Model) -> frozenset[str] | None:
+    """Return the names of arguments that a model's call uses; ``None`` if it takes any name.
+
+    A functional or sequential model takes any, and uses those that it or its layers declare as context.
+    """
+    taken = inspect.signature(model.call).parameters
+    names = {name for name, p in taken.items() if p.kind is not p.VAR_KEYWORD}
+    if len(names) < len(taken):
+        if not model.call.__module__.startswith("keras.src.models"):
+            return None
+        for layer in model._flatten_layers():
+            names |= set(getattr(layer, "_call_context_args", ()))
+    return frozenset(names)
 
 
 def sole_consumers(model: Model) -> Iterator[tuple[Any, Any]]:

@@ -60,10 +60,10 @@ def folder_of(path: str | os.PathLike[str] | Location, *, format: str | None = N
     return next((folder for find in asked if (folder := find(where)) is not None), None)
 
 
-def describe_folder(path: str | os.PathLike[str] | Location) -> Manifest | None:
+def describe_folder(path: str | os.PathLike[str] | Location, *, with_weights: bool = False) -> Manifest | None:
     """Return the description of a model in a folder without weights, without tensors.
 
-    ``None`` if it is no folder, has weights in any format, or describes no model.
+    ``None`` if it is no folder, describes no model, or has weights in any format and not ``with_weights``.
 
     Raises:
         SourceError: When its configuration is damaged.
@@ -71,7 +71,7 @@ def describe_folder(path: str | os.PathLike[str] | Location) -> Manifest | None:
     """
     folder = located(path)
     names = folder.names() if folder.is_folder() else []
-    if CONFIG not in names or any(map(_is_weights, names)):
+    if CONFIG not in names or (not with_weights and any(map(_is_weights, names))):
         return None
     describe = _recognise_folder(folder).describe_folder
     return None if describe is None else describe(folder)

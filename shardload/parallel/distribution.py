@@ -75,7 +75,13 @@ class AutoShardDistribution(keras.distribution.ModelParallel):  # type: ignore[m
 
         Raises:
             MeshError: When the mesh cannot be made.
+            UsageError: When there is a limit on device memory and no search that could keep it.
         """
+        if device_memory_bytes is not None and layout != "search":
+            raise UsageError(
+                f"Cannot keep device_memory_bytes={device_memory_bytes!r} with layout={layout!r:.60}: only a search "
+                'keeps a limit. Pass layout="search", or leave it out'
+            )
         if mesh is None and has_mesh(layout):
             mesh = cast("MeshLike", layout)
         placed = resolve_devices(mesh, axes=axes, devices=devices)

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardload.errors import SourceError, UsageError
+from shardload.errors import SourceError, SourceNotFoundError, UsageError
 from shardload.loaders import describe_folder, folder_of, open_manifest, spec_of
 from shardload.loaders.contents import CONFIG
 from shardload.loaders.registry import names as format_names
@@ -71,6 +71,12 @@ def open_source(
         return without
     try:
         manifest = open_manifest(found.path, format=format)
+    except SourceNotFoundError:
+        named = not weights and Path(source).name == CONFIG  # other files in its folder do not matter
+        without = _without_weights(found, format, with_weights=True) if named else None
+        if without is None:
+            raise
+        return without
     except SourceError:
         if verify and (step := latest_of_ours(found.path)) is not None:
             Checker.of_step(step)  # raises a clearer error if damage is the cause
@@ -96,8 +102,8 @@ def _resolve(source: str | os.PathLike[str], format: str | None, *, described: b
     return replace(found, path=str(folder), note="; ".join(filter(None, (found.note, note))))
 
 
-def _without_weights(found: Resolved, format: str | None) -> OpenedSource | None:
-    """Describe a source that has no weights; ``None`` if it has some, or no configuration."""
+def _without_weights(found: Resolved, format: str | None, *, with_weights: bool = False) -> OpenedSource | None:
+    """Describe a source that has no weights; ``None`` if it has some and not ``with_weights``, or no configuration."""
     from shardload.hub.described import with_tensors
 
     if found.architecture is not None:
@@ -105,10 +111,13 @@ def _without_weights(found: Resolved, format: str | None) -> OpenedSource | None
         manifest = Manifest(nowhere(found.architecture), HUGGING_FACE, {}, {}, config)
         note = f"planned from the architecture: no weights of {found.architecture} are on this machine"
     else:
-        described = describe_folder(found.path)
+        described = describe_folder(found.path, with_weights=with_weights)
         if described is None:
             return None
-        manifest, note = described, f"planned from its configuration: no weights are in {found.path}"
+        manifest, note = (
+            described,
+            f"planned from its configuration: no weights {'of it ' if with_weights else ''}are in {found.path}",
+        )
     if format not in (None, manifest.format):
         raise SourceError(
             f"Cannot plan {manifest.source} as {format}: it has no weights, and its configuration is that of "

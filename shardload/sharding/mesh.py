@@ -79,7 +79,7 @@ class MeshSpec:
         if axes is not None:
             return cls(tuple(a.strip() for a in axes.split(",")), sizes)
         if len(sizes) > len(DEFAULT_AXES):
-            raise MeshError(f"The mesh {text!r} has {len(sizes)} axes; name them, for example --axes data,fsdp,model")
+            raise MeshError(f"The mesh {text!r} has {len(sizes)} axes; name them, for example data=2,fsdp=2,model=2")
         return cls(DEFAULT_AXES, (1,) * (len(DEFAULT_AXES) - len(sizes)) + sizes)
 
     @classmethod

@@ -90,7 +90,7 @@ def test_without_a_command_the_help_is_on_stderr_and_the_code_is_usage(cli):
         (("load",), "Missing argument 'SOURCE'. Try: shardload load --help"),
         (("load", "x", "--bogus"), "No such option: --bogus. Try: shardload load --help"),
         (("load", "x", "--mesh", "1y8"), "--mesh: Cannot read the mesh '1y8'. Write sizes like 1x8"),
-        (("load", "x", "--mesh", "2x2x2"), "has 3 axes; name them, for example --axes data,fsdp,model"),
+        (("load", "x", "--mesh", "2x2x2"), "has 3 axes; name them, for example data=2,fsdp=2,model=2"),
         (("load", "x", "--axes", "a,b"), "--axes names the axes of --mesh, which is missing"),
         (
             ("load", "x", "--dtype", "int9"),

@@ -1,5 +1,7 @@
 """What the command settles before Keras and JAX are imported."""
 
+import json
+import subprocess
 import sys
 import warnings
 from types import SimpleNamespace
@@ -168,3 +170,14 @@ def test_warnings_are_kept_from_people_who_did_not_ask(monkeypatch):
         jax_setup.prepare(note=lambda message: None)
         warnings.warn("noise", stacklevel=1)
     assert caught == []
+
+
+def test_what_a_library_prints_to_stdout_does_not_mix_with_the_result():
+    code = (
+        "import ctypes; from shardload.console import streams\n"
+        "with streams.results() as out:\n"
+        "    ctypes.CDLL(None).printf(b'Solving LP')\n"
+        "    out.json({'a': 1})\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == {"a": 1} and done.stderr.endswith("Solving LP")

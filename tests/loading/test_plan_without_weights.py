@@ -155,6 +155,15 @@ def test_with_weights_beside_it_the_path_of_a_configuration_means_the_checkpoint
     assert facts(shardload.plan(whole / "config.json")) == facts(shardload.plan(whole))
 
 
+def test_files_of_other_models_beside_a_configuration_are_no_obstacle(tmp_path):
+    folder = config_folder(tmp_path / "config", scaled(ARCHITECTURES["gemma2_9b"], TINY))
+    alone = shardload.plan(folder / "config.json")
+    (folder / "other.h5").write_bytes(b"")
+    found = shardload.plan(folder / "config.json")
+    assert facts(found, without=("seconds", "notes")) == facts(alone, without=("seconds", "notes"))
+    assert f"planned from its configuration: no weights of it are in {folder}" in found.notes
+
+
 def test_an_index_whose_shards_are_not_there_is_no_obstacle(tmp_path):
     whole = synth("gpt2", format="safetensors", scale=TINY, directory=tmp_path, shard_bytes=100_000)
     bare = without_weights(whole)

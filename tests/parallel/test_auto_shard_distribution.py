@@ -214,6 +214,12 @@ def test_too_few_devices_are_refused():
         shardload.AutoShardDistribution("2x8")
 
 
+def test_a_limit_that_nothing_would_keep_is_refused():
+    with pytest.raises(UsageError, match="Cannot keep device_memory_bytes=1024 with layout='auto': only a search"):
+        shardload.AutoShardDistribution("2x4", device_memory_bytes=1024)
+    assert shardload.AutoShardDistribution("2x4", "search", device_memory_bytes=1024).device_memory_bytes == 1024
+
+
 def test_load_uses_the_distribution(tmp_path):
     source, (x, _) = pair(5, compiled=False), batch()
     source.save(tmp_path / "m.keras")

@@ -1,9 +1,11 @@
 """Plans found by search: what is split, what it costs and needs, limits, pins, and plans as files."""
 
 import json
+from dataclasses import replace
 
 import jax
 import keras
+import models
 import numpy as np
 import pytest
 from layout_models import LAYOUT_MODELS
@@ -200,6 +202,40 @@ def test_a_plan_is_saved_read_back_and_compared(trained, tmp_path):
     (tmp_path / "cut.json").write_text('{"format": ')
     with pytest.raises(LayoutError, match="it is not JSON"):
         LayoutPlan.load(tmp_path / "cut.json")
+
+
+def test_plans_on_two_meshes_are_compared_with_the_meshes_named(block, trained, tmp_path):
+    trained.save(tmp_path / "plan.json")
+    other = search(block.model, MeshSpec.parse("1x8"), inputs=block.inputs, optimizer="adamw")
+    mesh, *lines = other.diff(tmp_path / "plan.json")
+    assert mesh == "mesh: batch=1,model=8 -> batch=2,model=4"
+    ours = {v.path: v.spec for v in trained.variables}
+    differ = [v.path for v in other.variables if v.spec != ours[v.path]]
+    assert [line.partition(":")[0] for line in lines] == differ
+    with pytest.raises(LayoutError, match=r"no_such\.json': there is no such file"):
+        trained.diff(tmp_path / "no_such.json")
+
+
+@pytest.mark.parametrize(("limit", "said"), [(None, "is worth"), (2**30, "does not keep the memory limit")])
+def test_why_does_not_speak_of_a_limit_that_was_not_given(trained, limit, said):
+    decisions = tuple(replace(d, opposite_s=None) for d in trained.decisions)
+    plan = replace(trained, decisions=decisions, device_memory_bytes=limit)
+    assert said in plan.why("dense_1/kernel") and ("memory limit" in plan.why("dense_1/kernel")) == (limit is not None)
+
+
+def test_sequences_are_no_longer_than_the_positions_of_a_model():
+    with shardload.abstract():
+        model = models.build("bert")
+    assert search(model, MESH, batch=8).inputs.startswith("int32[8, 64]")
+    assert search(gemma(num_layers=1), MESH, batch=8).inputs.startswith("int32[8, 512]")
+    with pytest.raises(LayoutError, match=r"on inputs int32\[8, 4096\].*as sequence= \(--sequence\)"):
+        search(model, MESH, batch=8, sequence=4096)
+
+
+def test_arguments_that_a_functional_model_would_ignore_are_refused(block):
+    with pytest.raises(LayoutError, match=r"Cannot trace .* with arguments \['attention_mask'\]"):
+        search(block.model, MESH, inputs=block.inputs, arguments={"attention_mask": np.ones((16, 128))})
+    assert search(block.model, MESH, inputs=block.inputs, arguments={"training": False})
 
 
 def test_a_plan_chooses_the_layouts_of_its_model_and_of_no_other(block, trained, tmp_path):

@@ -60,6 +60,13 @@ def test_a_batch_that_no_axis_divides_is_not_split():
     assert plan.mesh.size > 1 and plan.mesh.sizes[0] == 1
 
 
+def test_what_no_plan_can_be_made_with_is_refused(block):
+    with pytest.raises(LayoutError, match="device_memory_bytes='16GiB': expected a positive integer"):
+        search_smallest_mesh(block.model, "16GiB", inputs=block.inputs)
+    with pytest.raises(LayoutError, match="Cannot plan for the class SGD"):
+        search_smallest_mesh(block.model, 2**30, inputs=block.inputs, optimizer=keras.optimizers.SGD)
+
+
 def test_a_model_that_is_not_built_is_refused():
     with pytest.raises(LayoutError, match="Call it on a batch once"):
         search_smallest_mesh(keras.Sequential([keras.layers.Dense(3)]), 2**30)

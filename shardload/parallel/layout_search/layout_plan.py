@@ -155,7 +155,11 @@ class LayoutPlan:
         if found is None:
             raise LayoutError(f"Cannot explain {path!r}: the plan of {self.model!r} has no variable of that path")
         lines = [f"{path} {found.shape}: {Layout(self.mesh, found.spec)}, {found.reason}"]
-        lines += [f"  {_decision(d)}" for d in self.decisions if any(x.startswith(f"{path}[") for x in d.dims)]
+        lines += [
+            f"  {_decision(d, limited=self.device_memory_bytes is not None)}"
+            for d in self.decisions
+            if any(x.startswith(f"{path}[") for x in d.dims)
+        ]
         return "\n".join(lines)
 
     def summary(self, *, ascii_only: bool = False) -> str:
@@ -178,14 +182,25 @@ class LayoutPlan:
 
     # ---- comparing, saving, exporting ------------------------------------------------------------
 
-    def diff(self, other: LayoutPlan) -> tuple[str, ...]:
-        """Return a line for each variable whose layout differs from another plan's, or that only one plan has."""
+    def diff(self, other: LayoutPlan | str | os.PathLike[str]) -> tuple[str, ...]:
+        """Return a line for each variable whose layout differs from another plan's, or that only one plan has.
+
+        The first line has the meshes, if they differ.
+
+        Args:
+            other: A plan, or the path of one that was saved.
+
+        Raises:
+            LayoutError: When the file is no plan.
+        """
+        if not isinstance(other, LayoutPlan):
+            other = LayoutPlan.load(other)
+        lines = [] if self.mesh == other.mesh else [f"mesh: {self.mesh} -> {other.mesh}"]
         mine = {v.path: layout for v, layout in self.layouts()}
         theirs = {v.path: layout for v, layout in other.layouts()}
-        lines = []
         for path in dict.fromkeys((*mine, *theirs)):
             a, b = mine.get(path), theirs.get(path)
-            if a is None or b is None or a.spec != b.spec or a.mesh != b.mesh:
+            if a is None or b is None or a.spec != b.spec:
                 lines.append(f"{path}: {a or 'absent'} -> {b or 'absent'}")
         return tuple(lines)
 
@@ -229,6 +244,8 @@ class LayoutPlan:
         """
         try:
             data = json.loads(Path(path).read_text())
+        except FileNotFoundError as error:
+            raise LayoutError(f"Cannot read the plan {os.fspath(path)!r}: there is no such file") from error
         except ValueError as error:
             raise LayoutError(f"Cannot read the plan {os.fspath(path)!r}: it is not JSON ({error})") from error
         return cls.from_json(data)
@@ -269,10 +286,15 @@ def _variable(data: dict[str, Any]) -> PlannedVariable:
     return PlannedVariable(**{**data, "shape": tuple(data["shape"]), "spec": spec, "stored": tuple(data["stored"])})
 
 
-def _decision(decision: Decision) -> str:
+def _decision(decision: Decision, *, limited: bool) -> str:
     done = "splits" if decision.split else "does not split"
-    if decision.opposite_s is None:
-        otherwise = "the opposite is not possible within the limits"
+    if decision.opposite_s is None and limited:
+        otherwise = "the opposite does not keep the memory limit, or contradicts other decisions"
+    elif decision.opposite_s is None:
+        otherwise = (
+            "the opposite takes more memory for weights than this plan's product of time and memory is worth, or "
+            "contradicts other decisions"
+        )
     else:
         otherwise = f"the opposite takes {decision.opposite_s * 1e3:+.3f} ms per step"
     return f"axis {decision.axis!r} {done} the {decision.length} of {', '.join(decision.dims[:3])}: {otherwise}"

@@ -75,9 +75,7 @@ def search(
         LayoutError: When the model cannot be traced, or a pin is impossible or matches nothing.
     """
     check_built(model)
-    for name, number in (("batch", batch), ("sequence", sequence), ("device_memory_bytes", device_memory_bytes)):
-        if number is not None and (not isinstance(number, int) or number < 1):
-            raise LayoutError(f"Cannot plan with {name}={number!r}: expected a positive integer")
+    check_positive(batch=batch, sequence=sequence, device_memory_bytes=device_memory_bytes)
     mesh = mesh_spec(mesh)
     optimizer = None if optimizer is None else checked_optimizer(optimizer)
     hardware = hardware or Hardware()
@@ -111,6 +109,17 @@ def default_inputs(
     """
     rows = batch or BATCH_PER_POSITION * mesh.axis_size(mesh.batch_axis if batch_axis is None else batch_axis)
     return input_specs(model, batch=rows, sequence=sequence)
+
+
+def check_positive(**numbers: Any) -> None:
+    """Check arguments that are positive integers, or ``None``.
+
+    Raises:
+        LayoutError: Naming the first that is neither.
+    """
+    for name, number in numbers.items():
+        if number is not None and (not isinstance(number, int) or number < 1):
+            raise LayoutError(f"Cannot plan with {name}={number!r}: expected a positive integer")
 
 
 def check_built(model: Any) -> None:

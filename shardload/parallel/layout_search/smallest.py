@@ -10,9 +10,15 @@ import jax
 from shardload.errors import DoesNotFitError
 from shardload.parallel.layout_search.hardware import Hardware
 from shardload.parallel.layout_search.layout_plan import LayoutPlan
-from shardload.parallel.layout_search.optimizer_slots import Slot, slots_of_weights
+from shardload.parallel.layout_search.optimizer_slots import Slot, checked_optimizer, slots_of_weights
 from shardload.parallel.layout_search.problem import make_problem
-from shardload.parallel.layout_search.searching import BATCH_PER_POSITION, check_built, fixed_specs, plan_problem
+from shardload.parallel.layout_search.searching import (
+    BATCH_PER_POSITION,
+    check_built,
+    check_positive,
+    fixed_specs,
+    plan_problem,
+)
 from shardload.parallel.layout_search.tracing import Recorded, Traced, input_specs, record, trace
 from shardload.parallel.memory_fit import MAX_DEVICES
 from shardload.parallel.roles import nbytes
@@ -54,6 +60,8 @@ def search_smallest_mesh(
         LayoutError: When the model cannot be traced.
     """
     check_built(model)
+    check_positive(batch=batch, sequence=sequence, device_memory_bytes=device_memory_bytes, max_devices=max_devices)
+    optimizer = None if optimizer is None else checked_optimizer(optimizer)
     if inputs is None:
         inputs = input_specs(model, batch=batch or BATCH_PER_POSITION, sequence=sequence)
     recorded = record(model, inputs, training=optimizer is not None, arguments=arguments)

@@ -7,13 +7,11 @@ from collections import Counter, defaultdict
 from dataclasses import replace
 from typing import Any
 
-import jax
-
 from shardload.parallel.layout_search.layout_plan import Decision, LayoutPlan, PlannedExchange, PlannedVariable
 from shardload.parallel.layout_search.needs import assignment_of, chosen, peak, state_of
 from shardload.parallel.layout_search.problem import Problem, WeightKind
 from shardload.parallel.layout_search.solving import Demand, Solution, WeightOption, gather_s, solve
-from shardload.parallel.layout_search.tracing import as_specs
+from shardload.parallel.layout_search.tracing import described
 
 
 def make_plan(
@@ -37,7 +35,7 @@ def make_plan(
         mesh=problem.mesh,
         batch_axis=batch_axis,
         training=problem.traced.training,
-        inputs=_described(inputs),
+        inputs=described(inputs),
         variables=tuple(_variables(model, problem, solution)),
         device=replace(state_of(problem, solution), activations=activations),
         device_memory_bytes=limit,
@@ -47,11 +45,6 @@ def make_plan(
         constants=dataclasses.asdict(problem.hardware),
         notes=tuple(_notes(problem)),
     )
-
-
-def _described(inputs: Any) -> str:
-    leaves = jax.tree.leaves(as_specs(inputs))
-    return ", ".join(f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "shape") else str(leaf) for leaf in leaves)
 
 
 def _notes(problem: Problem) -> list[str]:

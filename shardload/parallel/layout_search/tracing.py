@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from shardload.errors import LayoutError
+from shardload.keras_bridge.functional_graph import arguments_of_call
 from shardload.parallel.layout_search.program import Program, Value
 from shardload.parallel.layout_search.reading import arguments_of, read
 
@@ -37,7 +39,8 @@ def input_specs(model: Any, *, batch: int, sequence: int | None = None) -> Any:
     Args:
         model: A Keras model.
         batch: Length of the first dim.
-        sequence: Length of every other dim that the model leaves open; `DEFAULT_SEQUENCE` by default.
+        sequence: Length of every other dim that the model leaves open; `DEFAULT_SEQUENCE` by default, or the number
+            of positions that the model has if that is smaller.
 
     Raises:
         LayoutError: When the model does not say what it takes, as a subclassed model does not.
@@ -49,11 +52,34 @@ def input_specs(model: Any, *, batch: int, sequence: int | None = None) -> Any:
             "batch or jax.ShapeDtypeStruct of the same structure"
         )
 
+    length = sequence or min([DEFAULT_SEQUENCE, *positions_of(model)])
+
     def spec(tensor: Any) -> jax.ShapeDtypeStruct:
-        rest = [sequence or DEFAULT_SEQUENCE if n is None else n for n in tensor.shape[1:]]
+        rest = [length if n is None else n for n in tensor.shape[1:]]
         return jax.ShapeDtypeStruct((batch, *rest), tensor.dtype)
 
     return jax.tree.map(spec, inputs, is_leaf=lambda leaf: hasattr(leaf, "shape"))
+
+
+def positions_of(model: Any) -> list[int]:
+    """Return for how many positions each embedding of positions in a model, or in its backbone, has a row.
+
+    Such a layer says it as ``sequence_length``, and some backbones as ``max_sequence_length``.
+    """
+    backbone = getattr(model, "backbone", None) or model
+    own = [getattr(backbone, "max_sequence_length", None)]
+    own += [
+        getattr(layer, "sequence_length", None) for layer in _layers(backbone) if hasattr(layer, "position_embeddings")
+    ]
+    return [n for n in own if isinstance(n, int) and n > 0]
+
+
+def _layers(model: Any) -> Iterator[Any]:
+    """Yield the layers of a model, and the layers in those."""
+    for layer in getattr(model, "layers", ()) or ():
+        yield layer
+        yield from _layers(layer)
+        yield from (found for found in vars(layer).values() if hasattr(found, "position_embeddings"))
 
 
 def _declared(model: Any) -> Any:
@@ -109,16 +135,31 @@ def record(model: Any, inputs: Any, *, training: bool, arguments: Mapping[str, A
     state = tuple([jax.ShapeDtypeStruct(tuple(v.shape), v.dtype) for v in group] for group in (trainable, other))
     specs = as_specs((inputs, dict(arguments or {})))
     leaves, structure = jax.tree.flatten(specs)
+    _check_arguments(model, arguments or {})
     arrays = [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
     step = _step(model, leaves, structure, training=training)
     try:
         closed = jax.make_jaxpr(jax.value_and_grad(step) if training and trainable else step)(*state, arrays)
     except Exception as error:
         raise LayoutError(
-            f"Cannot trace {model.name!r} on inputs {jax.tree.map(str, specs[0])}: {type(error).__name__}: "
-            f"{str(error).splitlines()[0] if str(error) else ''}. Pass inputs= that the model accepts"
+            f"Cannot trace {model.name!r} on inputs {described(specs[0])}: {type(error).__name__}: {_reason(error)}. "
+            "Pass inputs= that the model accepts, or another length of its open dims as sequence= (--sequence)"
         ) from error
     return Recorded((*trainable, *other), len(trainable), closed, training)
+
+
+def described(inputs: Any) -> str:
+    """Return the shapes and dtypes of inputs for people: ``int32[8, 512], int32[8, 512]``."""
+    leaves = jax.tree.leaves(as_specs(inputs))
+    return ", ".join(f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "shape") else str(leaf) for leaf in leaves)
+
+
+def _reason(error: Exception) -> str:
+    """Return the line of an error that says the cause: Keras puts where it happened before it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if lines and lines[0].startswith("Exception encountered when calling") and len(lines) > 1:
+        del lines[0]
+    return re.sub(r"\x1b\[[\d;]*m", "", lines[0]).rstrip(".") if lines else ""
 
 
 def trace(recorded: Recorded, *, divisors: tuple[int, ...]) -> Traced:
@@ -143,6 +184,20 @@ def trace(recorded: Recorded, *, divisors: tuple[int, ...]) -> Traced:
     for node in batch[1:]:
         program.unite(batch[0], node)
     return Traced(program, weights, batch, recorded.training)
+
+
+def _check_arguments(model: Any, arguments: Mapping[str, Any]) -> None:
+    """Check names that a functional model would ignore.
+
+    Raises:
+        LayoutError: Naming those that its ``call`` does not take.
+    """
+    taken = arguments_of_call(model)
+    if taken is not None and (unknown := sorted(set(arguments) - taken)):
+        raise LayoutError(
+            f"Cannot trace {model.name!r} with arguments {unknown}: its call does not use them. Inputs of a "
+            "functional model belong in inputs="
+        )
 
 
 def _step(model: Any, leaves: list[Any], structure: Any, *, training: bool) -> Any:
