@@ -36,8 +36,8 @@ from benchmarks.measure import Row, interleave, rows_table
 from shardload.keras_bridge.variables import relocate
 from shardload.optimizers import REKLS
 from shardload.optimizers.dealing import deal, decompose_repeated
-from shardload.optimizers.matrices import Selection
-from shardload.optimizers.rekls_math import Pair, eigenpairs
+from shardload.optimizers.matrices import MatrixRules
+from shardload.optimizers.rekls_math import Eigenpairs, eigenpairs
 from shardload.optimizers.shards import gather, shard
 from shardload.optimizers.state import spec_of
 
@@ -71,11 +71,11 @@ class TwiceOnEveryDevice(REKLS):
         values = [v for v in (*self.left_values, *self.right_values) if v is not None]
         vectors = [v for v in (*self.left_vectors, *self.right_vectors) if v is not None]
         factor_specs = [spec_of(v) for v in factors]
-        pair_specs = [Pair(spec_of(a), spec_of(b)) for a, b in zip(values, vectors, strict=True)]
+        pair_specs = [Eigenpairs(spec_of(a), spec_of(b)) for a, b in zip(values, vectors, strict=True)]
 
         def local(shards: list[Any]) -> Any:
             whole = gather(shards, factor_specs)
-            old = [Pair(x[0], x) for x in whole]  # not used
+            old = [Eigenpairs(x[0], x) for x in whole]  # not used
             return shard(decompose_repeated(whole, old, lambda stack, _: eigenpairs(stack)), pair_specs)
 
         run = jax.shard_map(local, mesh=mesh(), in_specs=(factor_specs,), out_specs=pair_specs, check_vma=False)
@@ -119,7 +119,7 @@ def twice(width: int, rounds: int) -> list[Row]:
 
 
 def hands(width: int, rounds: int) -> list[Row]:
-    views = [Selection().view("", shape) for shape, _ in block(width).values()]
+    views = [MatrixRules().view("", shape) for shape, _ in block(width).values()]
     sizes = [side for view in views if view for side in view.factor_sides if side]
     rng = np.random.default_rng(0)
     factors = []

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardload.optimizers.rekls_math import Array, Pair
+from shardload.optimizers.rekls_math import Array, Eigenpairs
 
-Decompose = Callable[[Array, Pair], Pair]
+Decompose = Callable[[Array, Eigenpairs], Eigenpairs]
 """From a stack of factors (b, n, n) and the old eigenpairs to the new ones."""
 
 
@@ -51,10 +51,10 @@ def deal(sizes: Sequence[int], devices: int) -> tuple[Deal, ...]:
 
 
 def decompose_dealt(
-    factors: Sequence[Array], old: Sequence[Pair], decompose: Decompose, *, axes: tuple[str, ...], devices: int
-) -> list[Pair]:
+    factors: Sequence[Array], old: Sequence[Eigenpairs], decompose: Decompose, *, axes: tuple[str, ...], devices: int
+) -> list[Eigenpairs]:
     """Inside `jax.shard_map`, decompose whole factors that every device has; every device gets all eigenpairs."""
-    found: dict[int, Pair] = {}
+    found: dict[int, Eigenpairs] = {}
     for group in deal([factor.shape[0] for factor in factors], devices):
         stack = jnp.stack([factors[i] for i in group.factors])
         stacked_old = stacked([old[i] for i in group.factors])
@@ -73,18 +73,18 @@ def decompose_dealt(
     return [found[i] for i in range(len(factors))]
 
 
-def decompose_repeated(factors: Sequence[Array], old: Sequence[Pair], decompose: Decompose) -> list[Pair]:
+def decompose_repeated(factors: Sequence[Array], old: Sequence[Eigenpairs], decompose: Decompose) -> list[Eigenpairs]:
     """Decompose all factors on every device, those of one size together."""
-    found: dict[int, Pair] = {}
+    found: dict[int, Eigenpairs] = {}
     for group in deal([factor.shape[0] for factor in factors], 1):
         pairs = decompose(jnp.stack([factors[i] for i in group.factors]), stacked([old[i] for i in group.factors]))
         found |= {i: jax.tree.map(lambda x, p=place: x[p], pairs) for place, i in enumerate(group.factors)}
     return [found[i] for i in range(len(factors))]
 
 
-def stacked(pairs: Sequence[Pair]) -> Pair:
+def stacked(pairs: Sequence[Eigenpairs]) -> Eigenpairs:
     """Stack eigenpairs of one size."""
-    found: Pair = jax.tree.map(lambda *each: jnp.stack(each), *pairs)
+    found: Eigenpairs = jax.tree.map(lambda *each: jnp.stack(each), *pairs)
     return found
 
 
@@ -96,12 +96,14 @@ def _picked(group: Deal, cards: slice, axes: tuple[str, ...]) -> Array:
     return jnp.asarray(table)[jax.lax.axis_index(axes)]
 
 
-def _at(places: Array, stack: Array, old: Pair) -> tuple[Array, Pair]:
-    found: tuple[Array, Pair] = jax.tree.map(lambda x: jnp.take(x, places, axis=0), (stack, old))
+def _at(places: Array, stack: Array, old: Eigenpairs) -> tuple[Array, Eigenpairs]:
+    found: tuple[Array, Eigenpairs] = jax.tree.map(lambda x: jnp.take(x, places, axis=0), (stack, old))
     return found
 
 
-def _rest(group: Deal, share: int, stack: Array, old: Pair, decompose: Decompose, *, axes: tuple[str, ...]) -> Pair:
+def _rest(
+    group: Deal, share: int, stack: Array, old: Eigenpairs, decompose: Decompose, *, axes: tuple[str, ...]
+) -> Eigenpairs:
     """Decompose what some devices have beyond their share, one each; return the pairs in the order of devices.
 
     An all-gather would give room to the devices that have nothing. So bits are added, as integers, to zeros elsewhere.
@@ -120,5 +122,5 @@ def _rest(group: Deal, share: int, stack: Array, old: Pair, decompose: Decompose
         placed = jnp.where(has, placed, room)
         return jax.lax.bitcast_convert_type(jax.lax.psum(placed, axes), own.dtype)
 
-    found: Pair = jax.tree.map(everywhere, pair)
+    found: Eigenpairs = jax.tree.map(everywhere, pair)
     return found

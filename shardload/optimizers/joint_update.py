@@ -22,7 +22,7 @@ from jax.sharding import Mesh, PartitionSpec
 from shardload.optimizers import rekls_math
 from shardload.optimizers.dealing import decompose_dealt, decompose_repeated
 from shardload.optimizers.matrices import MatrixView
-from shardload.optimizers.rekls_math import Array, Moments, Pair, Settings, Sides
+from shardload.optimizers.rekls_math import Array, Eigenpairs, Moments, Settings, Sides
 from shardload.optimizers.shards import gather, shard
 
 
@@ -36,7 +36,7 @@ class MatrixState(NamedTuple):
     factors: Sides
     """L and R, in the dtype in which they are stored."""
     pairs: Sides
-    """`Pair`s, float32."""
+    """`Eigenpairs`s, float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class JointPlan:
     """Whether decompositions are dealt out over the devices of the mesh."""
 
 
-class Step(NamedTuple):
+class StepNumbers(NamedTuple):
     """Numbers of one step, traced."""
 
     rate: Array
@@ -76,7 +76,7 @@ class Step(NamedTuple):
 
 
 def update(
-    plan: JointPlan, states: Sequence[MatrixState], gradients: Sequence[Array], step: Step
+    plan: JointPlan, states: Sequence[MatrixState], gradients: Sequence[Array], step: StepNumbers
 ) -> tuple[list[MatrixState], Array]:
     """Return the states after the step, and how many factors kept their old eigenpairs.
 
@@ -105,7 +105,7 @@ def update(
 
 
 def _local(
-    plan: JointPlan, states: list[MatrixState], gradients: list[Array], step: Step
+    plan: JointPlan, states: list[MatrixState], gradients: list[Array], step: StepNumbers
 ) -> tuple[list[MatrixState], Array]:
     """Update this device's shards."""
     inputs = zip(plan.matrices, states, gradients, strict=True)
@@ -125,7 +125,7 @@ class _OneMatrix:
     settings: Settings
     state: MatrixState
     gradient: Array
-    step: Step
+    step: StepNumbers
 
     def old_pairs(self) -> Sides:
         """Return the eigenpairs before the step, whole."""
@@ -180,15 +180,15 @@ class _OneMatrix:
 
 
 def _decomposed(
-    plan: JointPlan, factors: Sequence[Sides], olds: Sequence[Sides], step: Step
+    plan: JointPlan, factors: Sequence[Sides], olds: Sequence[Sides], step: StepNumbers
 ) -> tuple[list[Sides], Array]:
     """Return the new eigenpairs of all factors, whole, or the old ones between decompositions."""
-    is_pair = lambda x: isinstance(x, Pair)  # noqa: E731
+    is_pair = lambda x: isinstance(x, Eigenpairs)  # noqa: E731
     old, structure = jax.tree.flatten(list(olds), is_leaf=is_pair)
     shards = jax.tree.leaves(list(factors))
     specs = jax.tree.leaves([matrix.specs.factors for matrix in plan.matrices])
 
-    def run() -> tuple[list[Pair], Array]:
+    def run() -> tuple[list[Eigenpairs], Array]:
         whole = [x.astype(jnp.float32) for x in gather(shards, specs)]
         found = _decompose(plan, whole, old, step)
         finite = [rekls_math.is_finite(pair) for pair in found]
@@ -204,11 +204,11 @@ def _decomposed(
     return pairs, kept
 
 
-def _decompose(plan: JointPlan, factors: list[Array], old: list[Pair], step: Step) -> list[Pair]:
-    def decompose(stack: Array, pairs: Pair) -> Pair:
+def _decompose(plan: JointPlan, factors: list[Array], old: list[Eigenpairs], step: StepNumbers) -> list[Eigenpairs]:
+    def decompose(stack: Array, pairs: Eigenpairs) -> Eigenpairs:
         if plan.decomposition == "eigh":
             return rekls_math.eigenpairs(stack)
-        found: Pair = jax.lax.cond(
+        found: Eigenpairs = jax.lax.cond(
             step.number <= 1, lambda s, _: rekls_math.eigenpairs(s), rekls_math.power_iteration, stack, pairs
         )
         return found

@@ -69,7 +69,7 @@ class MatrixView:
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class MatrixRules:
     """Which variables are matrices."""
 
     max_dimension: int = MAX_DIMENSION
@@ -140,7 +140,7 @@ def state_bytes(
     path: str = "",
     max_dimension: int = MAX_DIMENSION,
     factor_bytes: int = _FLOAT32_BYTES,
-    selection: Selection | None = None,
+    rules: MatrixRules | None = None,
 ) -> int:
     """Return the bytes of REKLS' state per device for one variable: (8mn + 8m² + 8n² + 4m + 4n) / k in float32.
 
@@ -150,7 +150,7 @@ def state_bytes(
         path: Of the variable: embeddings get AdamW.
         max_dimension: As for `REKLS`.
         factor_bytes: Bytes per element of the factors L and R: 4, or 2 with ``factor_dtype="bfloat16"``.
-        selection: Replaces ``max_dimension`` and the default choice of embeddings.
+        rules: Replaces ``max_dimension`` and the default choice of embeddings.
 
     Returns:
         Bytes of both moments, factors, eigenvectors and eigenvalues. A factor whose length is not divisible by k counts
@@ -158,7 +158,7 @@ def state_bytes(
     """
     shape = tuple(shape)
     devices = math.prod(parts or ())
-    view = (selection or Selection(max_dimension)).view(path, shape)
+    view = (rules or MatrixRules(max_dimension)).view(path, shape)
     total = 2 * _FLOAT32_BYTES * math.prod(shape) // devices
     for side in view.factor_sides if view else ():
         if side is not None:

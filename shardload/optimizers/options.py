@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardload.errors import UsageError
-from shardload.optimizers.matrices import Selection
+from shardload.optimizers.matrices import MatrixRules
 from shardload.optimizers.rekls_math import DECAYS, DECOMPOSITIONS, Settings
 
 AdamwFor = Sequence[str] | Callable[[Any], bool]
@@ -95,11 +95,11 @@ class Options:
         return isinstance(self.init_factor, str) and self.init_factor == RMS
 
     @property
-    def selection(self) -> Selection:
+    def rules(self) -> MatrixRules:
         """Which variables are matrices, by path and shape; a function in ``adamw_for`` comes first."""
         patterns = () if callable(self.adamw_for) else tuple(self.adamw_for)
         dims = {pattern: tuple(found) for pattern, found in self.row_dims.items()}
-        return Selection(self.max_dimension, patterns, dims)
+        return MatrixRules(self.max_dimension, patterns, dims)
 
 
 def check_number(name: str, value: Any, *, below: float = math.inf, otherwise: str = "") -> None:

@@ -17,7 +17,7 @@ from shardload.keras_bridge.keras_types import Variable
 from shardload.optimizers.joint_update import JointPlan, Matrix, MatrixState
 from shardload.optimizers.matrices import EMBEDDINGS, MAX_DIMENSION, MatrixView
 from shardload.optimizers.options import RMS, AdamwFor, Options, check_number, check_rate
-from shardload.optimizers.rekls_math import Moments, Pair, Sides
+from shardload.optimizers.rekls_math import Eigenpairs, Moments, Sides
 from shardload.optimizers.state import FACTOR_SLOTS, SLOTS, along_first, check_variable, common_mesh, new_slots, spec_of
 from shardload.optimizers.whole_step import AdamwState, Counters, Counts, Gradients, WholePlan, WholeState, whole_step
 from shardload.sharding.layout import Layout
@@ -125,7 +125,7 @@ class REKLS(JointOptimizer):
         if self.built:
             return
         variables = list(variables)
-        self.options.selection.check_patterns([variable.path for variable in variables])
+        self.options.rules.check_patterns([variable.path for variable in variables])
         views = tuple(self._view(variable) for variable in variables)
         planned = [list(new_slots(v, view, self.options)) for v, view in zip(variables, views, strict=True)]
         super().build(variables)
@@ -151,7 +151,7 @@ class REKLS(JointOptimizer):
         chosen = self.options.adamw_for
         if callable(chosen) and chosen(variable):
             return None
-        return self.options.selection.view(variable.path, tuple(variable.shape))
+        return self.options.rules.view(variable.path, tuple(variable.shape))
 
     def update_all(self, gradients: Sequence[Any], variables: Sequence[Variable], learning_rate: Any) -> None:
         """Update all variables that have gradients, or none if a gradient is not finite.
@@ -191,7 +191,7 @@ class REKLS(JointOptimizer):
         place = self.position(variable)
         state = {slot: getattr(self, slot)[place] for slot in SLOTS}
         pairs = [
-            None if state[f"{side}_values"] is None else Pair(state[f"{side}_values"], state[f"{side}_vectors"])
+            None if state[f"{side}_values"] is None else Eigenpairs(state[f"{side}_values"], state[f"{side}_vectors"])
             for side in ("left", "right")
         ]
         factors = Sides(state["left_factors"], state["right_factors"])

@@ -26,7 +26,7 @@ DECAYS = ("decoupled", "independent", "palm", "l2", "l2_before_factors")
 DECOMPOSITIONS = ("eigh", "qr")
 
 
-class Pair(NamedTuple):
+class Eigenpairs(NamedTuple):
     """Eigenpairs of a symmetric factor."""
 
     values: Array
@@ -93,7 +93,7 @@ def contributions(gradient: Array, pairs: Sides, settings: Settings) -> Sides:
     Both are computed; a side without a factor has no use for its own.
     """
 
-    def one(towards: Array, other: Pair | None) -> Array:
+    def one(towards: Array, other: Eigenpairs | None) -> Array:
         if other is not None:
             towards = product(towards, other.vectors) / jnp.sqrt(divisors(other.values, gradient, settings))
         return product(towards, towards.T) / towards.shape[1]
@@ -124,37 +124,37 @@ def blended(factor: Array, contribution: Array, step: Array, beta: float) -> Arr
     return keep * factor + (1 - keep) * contribution
 
 
-def eigenpairs(factors: Array) -> Pair:
+def eigenpairs(factors: Array) -> Eigenpairs:
     """Decompose symmetric matrices (n, n) or (b, n, n), largest eigenvalue first. NaN where that fails."""
 
-    def together(stack: Array) -> Pair:
+    def together(stack: Array) -> Eigenpairs:
         values, vectors = jnp.linalg.eigh(stack)
-        return Pair(values[..., ::-1], vectors[..., ::-1])
+        return Eigenpairs(values[..., ::-1], vectors[..., ::-1])
 
     return _singly_on_cpu(together, factors)
 
 
-def power_iteration(factors: Array, old: Pair) -> Pair:
+def power_iteration(factors: Array, old: Eigenpairs) -> Eigenpairs:
     """Approximate `eigenpairs` by one step of QR iteration from the old ones: a fraction of the work.
 
     The order of eigenpairs is kept: the second moment, which is not rotated, belongs to it.
     """
 
-    def together(stack: Array, start: Pair) -> Pair:
+    def together(stack: Array, start: Eigenpairs) -> Eigenpairs:
         vectors, _ = jnp.linalg.qr(product(stack, start.vectors))
-        return Pair(_quotients(stack, vectors), vectors)
+        return Eigenpairs(_quotients(stack, vectors), vectors)
 
     return _singly_on_cpu(together, factors, old)
 
 
-def _singly_on_cpu(decompose: Callable[..., Pair], *stacks: Any) -> Pair:
+def _singly_on_cpu(decompose: Callable[..., Eigenpairs], *stacks: Any) -> Eigenpairs:
     """Decompose a stack (b, n, n) together, but one after the other on CPU.
 
     There, jaxlib 0.10 spreads the batch over the threads in which simulated devices wait for each other, and hangs.
     """
     if stacks[0].ndim == 2:
         return decompose(*stacks)
-    found: Pair = jax.lax.platform_dependent(
+    found: Eigenpairs = jax.lax.platform_dependent(
         *stacks, cpu=lambda *all_stacks: jax.lax.map(lambda each: decompose(*each), all_stacks), default=decompose
     )
     return found
@@ -165,7 +165,7 @@ def _quotients(factors: Array, vectors: Array) -> Array:
     return jnp.sum(vectors * product(factors, vectors), axis=-2)
 
 
-def is_finite(pair: Pair) -> Array:
+def is_finite(pair: Eigenpairs) -> Array:
     """Whether each of a stack of eigenpairs is finite."""
     return jnp.isfinite(pair.values).all(-1) & jnp.isfinite(pair.vectors).all((-2, -1))
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from shardload.optimizers import rekls_math
-from shardload.optimizers.joint_update import JointPlan, MatrixState, Step, update
+from shardload.optimizers.joint_update import JointPlan, MatrixState, StepNumbers, update
 from shardload.optimizers.rekls_math import Array, Moments, Settings
 
 
@@ -88,7 +88,7 @@ def whole_step(plan: WholePlan, state: WholeState, gradients: Gradients, rate: A
     finite = jnp.array([jnp.isfinite(g).all() for g in (*gradients.matrices, *gradients.others)]).all()
     rate = jnp.asarray(rate, jnp.float32)
     steps, skipped, kept = state.counters
-    step = Step(rate, (steps + 1).astype(jnp.float32))
+    step = StepNumbers(rate, (steps + 1).astype(jnp.float32))
 
     def run() -> WholeState:
         matrices, failed = update(plan.joint, state.matrices, gradients.matrices, step)
@@ -102,7 +102,9 @@ def whole_step(plan: WholePlan, state: WholeState, gradients: Gradients, rate: A
     return found
 
 
-def _adamw(plan: WholePlan, states: Sequence[AdamwState], gradients: Sequence[Array], step: Step) -> list[AdamwState]:
+def _adamw(
+    plan: WholePlan, states: Sequence[AdamwState], gradients: Sequence[Array], step: StepNumbers
+) -> list[AdamwState]:
     rate = plan.adamw_ratio * step.rate
     return [
         _adamw_of_one(state, gradient, rate, step.number, plan.joint.settings, decays=decays)

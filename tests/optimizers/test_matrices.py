@@ -9,7 +9,7 @@ import pytest
 from shardload.errors import UsageError
 from shardload.optimizers import state_bytes
 from shardload.optimizers.dealing import deal
-from shardload.optimizers.matrices import Selection
+from shardload.optimizers.matrices import MatrixRules
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ from shardload.optimizers.matrices import Selection
     ],
 )
 def test_an_array_as_a_matrix_and_back(shape, rows, sides):
-    view = Selection().view("kernel", shape)
+    view = MatrixRules().view("kernel", shape)
     array = np.arange(np.prod(shape)).reshape(shape)
     matrix = view.matrix(array)
     assert (view.rows, view.sides, matrix.shape) == (rows, sides, sides)
@@ -34,19 +34,19 @@ def test_an_array_as_a_matrix_and_back(shape, rows, sides):
 
 @pytest.mark.parametrize("shape", [(), (8,), (1, 8), (8, 1), (20_000, 30_000)])
 def test_shapes_that_are_no_matrix(shape):
-    assert Selection().view("kernel", shape) is None
+    assert MatrixRules().view("kernel", shape) is None
 
 
 def test_one_long_side_and_paths():
-    assert Selection().view("head/kernel", (64, 20_000)).factor_sides == (64, None)
-    assert Selection().view("Token_Embedding/embeddings", (64, 64)) is None
-    assert Selection(row_dims={"qkv": (0, 2)}).view("qkv/kernel", (2, 64, 4)).sides == (8, 64)
+    assert MatrixRules().view("head/kernel", (64, 20_000)).factor_sides == (64, None)
+    assert MatrixRules().view("Token_Embedding/embeddings", (64, 64)) is None
+    assert MatrixRules(row_dims={"qkv": (0, 2)}).view("qkv/kernel", (2, 64, 4)).sides == (8, 64)
 
 
 @pytest.mark.parametrize("dims", [(), (0, 1), (2,), (0, 0)])
 def test_row_dims_that_are_wrong(dims):
     with pytest.raises(UsageError, match=r"Cannot form rows of 'kernel' of shape \(4, 6\) from the dims"):
-        Selection(row_dims={"kernel": dims}).view("kernel", (4, 6))
+        MatrixRules(row_dims={"kernel": dims}).view("kernel", (4, 6))
 
 
 def test_state_bytes():

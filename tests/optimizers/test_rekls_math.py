@@ -14,7 +14,7 @@ import pytest
 from rekls_by_hand import DECAYS, LIMIT, ByHand, original
 
 from shardload.optimizers import rekls_math
-from shardload.optimizers.rekls_math import Moments, Pair, Settings, Sides
+from shardload.optimizers.rekls_math import Eigenpairs, Moments, Settings, Sides
 
 OF_ORIGINAL = {"beta_1": 0.5, "beta_2": 0.25, "factor_beta": 0.25, "epsilon": 0.125, "weight_decay": 1 / 16}
 
@@ -34,7 +34,7 @@ def is_unique(decay, shape):
 def start(weight, value, dtype):
     m, n = weight.shape
     factors = Sides(jnp.zeros((m, m), dtype), jnp.zeros((n, n), dtype))
-    pairs = Sides(*(Pair(jnp.full(size, value, dtype), jnp.eye(size, dtype=dtype)) for size in (m, n)))
+    pairs = Sides(*(Eigenpairs(jnp.full(size, value, dtype), jnp.eye(size, dtype=dtype)) for size in (m, n)))
     return jnp.asarray(weight, dtype), factors, pairs, Moments(jnp.zeros((m, n), dtype), jnp.zeros((m, n), dtype))
 
 
@@ -191,7 +191,7 @@ def test_least_divisors():
 
 def test_a_side_without_a_factor_is_the_identity():
     gradient = jnp.asarray(np.random.default_rng(0).normal(size=(3, 5)), "float32")
-    eye, right = Pair(jnp.ones(3), jnp.eye(3)), Pair(jnp.arange(5.0, 0, -1), jnp.eye(5)[::-1])
+    eye, right = Eigenpairs(jnp.ones(3), jnp.eye(3)), Eigenpairs(jnp.arange(5.0, 0, -1), jnp.eye(5)[::-1])
     one = rekls_math.contributions(gradient, Sides(None, right), Settings())
     both = rekls_math.contributions(gradient, Sides(eye, right), Settings())
     np.testing.assert_allclose(one.right, both.right, rtol=1e-6)
@@ -204,7 +204,7 @@ def test_qr_iteration_converges_to_the_eigenpairs():
     rng = np.random.default_rng(0)
     basis, _ = np.linalg.qr(rng.normal(size=(6, 6)))
     factor = jnp.asarray(basis * 4.0 ** -np.arange(6) @ basis.T, "float32")
-    pair = Pair(jnp.zeros(6), jnp.eye(6))
+    pair = Eigenpairs(jnp.zeros(6), jnp.eye(6))
     for _ in range(30):
         pair = rekls_math.power_iteration(factor, pair)
     np.testing.assert_allclose(pair.values, rekls_math.eigenpairs(factor).values, rtol=1e-4, atol=1e-7)
@@ -215,7 +215,7 @@ def test_qr_iteration_converges_to_the_eigenpairs():
 def test_no_batch_of_matrices_goes_to_lapack(routine, of):
     """A batch hangs where as many simulated devices decompose as there are threads."""
     stack = jnp.stack([jnp.eye(6)] * 4)
-    given = (stack,) if of == "eigenpairs" else (stack, Pair(jnp.ones((4, 6)), stack))
+    given = (stack,) if of == "eigenpairs" else (stack, Eigenpairs(jnp.ones((4, 6)), stack))
     text = jax.jit(getattr(rekls_math, of)).lower(*given).compile().as_text()
     calls = [line for line in text.splitlines() if f"lapack_s{routine}" in line]
     assert calls and not [line for line in calls if "f32[4," in line]

@@ -4,6 +4,7 @@ import ast
 import graphlib
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -125,6 +126,16 @@ def test_loaders_open_files_through_their_store_only(name):
     assert found <= ({"os", "shardload.stores.local.located"} if name == FRONT_DOOR else set())
     called = [node.func for node in ast.walk(ast.parse(modules()[name].read_text())) if isinstance(node, ast.Call)]
     assert not [call for call in called if isinstance(call, ast.Name) and call.id == "open"]
+
+
+def test_no_two_classes_have_one_name():
+    found = Counter(
+        node.name
+        for path in modules().values()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert not [name for name, n in found.items() if n > 1]
 
 
 def test_few_modules_at_the_top():
