@@ -1,6 +1,7 @@
 """Weights stored split over the batch axis and gathered for use: same numbers, less memory."""
 
 import copy
+from types import SimpleNamespace
 
 import jax
 import keras
@@ -9,6 +10,7 @@ import pytest
 from layout_models import LAYOUT_MODELS, loss_for
 
 from shardload import AutoShardDistribution
+from shardload.keras_bridge.gathered_use import Use, gathering
 from shardload.parallel import check_numbers, choose, compile_step, search
 from shardload.sharding.mesh import MeshSpec
 
@@ -76,6 +78,17 @@ def test_fit_and_predict_of_a_sharded_model_give_the_numbers_of_one_device(block
         if variable.path in stored:
             shard = variable.value.addressable_shards[0].data
             assert shard.size * 8 == variable.value.size
+
+
+@pytest.mark.parametrize(("platform", "barrier"), [("cpu", True), ("gpu", True), ("tpu", False)])
+def test_on_tpu_no_barrier_keeps_xla_from_fusing(platform, barrier):
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)])
+    devices = np.array([SimpleNamespace(platform=platform)], object)
+    elsewhere = Use(SimpleNamespace(mesh=SimpleNamespace(devices=devices)), None)
+    state = [[v.value for v in model.trainable_variables], []]
+    call = gathering(model, {0: elsewhere}, model.stateless_call)
+    (equation,) = jax.make_jaxpr(lambda *a: call(*a)[0])(*state, np.ones((2, 4), "float32")).eqns
+    assert equation.params["prevent_cse"] is barrier
 
 
 def test_masks_of_outputs_reach_the_loss():

@@ -246,6 +246,6 @@ def _does_not_fit(problem: Problem, least: DeviceBytes, limit: int) -> DoesNotFi
         f"No layout on {problem.mesh} needs at most {format_bytes(limit)} per device. The least found is "
         f"{format_bytes(least.total)}: {format_bytes(state)} of weights, gradients and slots, and "
         f"{format_bytes(least.activations)} of activations. Use a larger mesh, a smaller batch, or a limit of that "
-        "size",
+        "size; search_compiled (plan --compile) finds out whether the compiled step needs less",
         least_bytes=least.total,
     )
