@@ -97,6 +97,16 @@ def load_report(
     )
 
 
+def _search_notes(prepared: PreparedLoad) -> tuple[str, ...]:
+    request = prepared.request
+    if request.layout != "search" or request.device_memory is None:
+        return ()
+    return (
+        "device memory and the smallest mesh are about weights alone, as for every load: shardload.parallel.search and "
+        "search_smallest_mesh plan a whole step within a limit",
+    )
+
+
 def _average_notes(prepared: PreparedLoad) -> tuple[str, ...]:
     """Say which weights a training step had, where the optimizer keeps moving averages of them."""
     request = prepared.request
@@ -107,8 +117,9 @@ def _average_notes(prepared: PreparedLoad) -> tuple[str, ...]:
 def plan_report(prepared: PreparedLoad, clock: Clock) -> PlanReport:
     """Report a load that was only planned."""
     plan = prepared.plan
+    facts = _facts(prepared, clock, read_bytes=plan.read_bytes, peak_staging_bytes=plan.peak_staging_bytes)
     return PlanReport(
-        **_facts(prepared, clock, read_bytes=plan.read_bytes, peak_staging_bytes=plan.peak_staging_bytes),
+        **{**facts, "notes": (*facts["notes"], *_search_notes(prepared))},
         fits=_fit(prepared, prepared.request.device_memory),
     )
 

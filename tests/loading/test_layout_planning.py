@@ -96,3 +96,10 @@ def test_a_plan_of_layouts_belongs_to_its_mesh_in_a_report(tmp_path):
 def test_the_optimizers_of_this_package_have_names_too():
     counted = plan_layouts(request(), replace(TRAINED, train="rekls")).plan
     assert counted.training and counted.device.slots > 3 * counted.device.weights
+
+
+def test_a_plan_of_a_load_says_that_it_compares_weights_alone():
+    found = shardload.plan("tiny", mesh="1x2", layout="search", device_memory_bytes="2MiB")
+    assert found.fits.per_device_max < 2 * MIB
+    assert any(note.startswith("device memory and the smallest mesh are about weights alone") for note in found.notes)
+    assert not any("weights alone" in note for note in shardload.plan("tiny", mesh="1x2", layout="search").notes)
