@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -145,12 +146,16 @@ def _weights(prepared: PreparedLoad) -> dict[str, Any]:
     variables = prepared.mapping.provided
     layouts = [prepared.layouts.of(v) for v in variables]
     replicated = sum(layout.is_replicated for layout in layouts)
+    sizes: Counter[str] = Counter()
+    for v in variables:
+        sizes[str(stored_dtype(v))] += math.prod(v.shape) * stored_dtype(v).itemsize
     return {
         "mesh": str(prepared.devices.mesh),
         "devices": _devices(prepared),
         "variables": len(variables),
         "parameters": sum(math.prod(v.shape) for v in variables),
-        "weight_bytes": sum(math.prod(v.shape) * stored_dtype(v).itemsize for v in variables),
+        "weight_bytes": sizes.total(),
+        "dtypes": tuple(name for name, _ in sizes.most_common()),
         "layout": LayoutSummary(len(layouts) - replicated, replicated, prepared.layouts.fallbacks),
     }
 

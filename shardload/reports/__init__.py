@@ -7,7 +7,7 @@ same fields. ``str(report)`` is a table for people, ``report.to_json()`` an obje
     seconds{build, plan, transfer, total}, throughput_gb_s, host_bytes{budget, peak_staging},
     layout{sharded, replicated, fallbacks[{variable, wanted, got, why}]}, missing, unused,
     cast[{variable, stored, loaded}], mismatched[{variable, tensor, expected, found}], computed, initialised,
-    outside[{tensor, reason}], notes
+    outside[{tensor, reason}], dtypes, notes
     fits{device_memory, per_device_max, fits, smallest_mesh}                                            plans only
 
 Missing measurements are ``null``, never ``NaN``, so that every JSON parser reads them.
@@ -185,6 +185,8 @@ class Report:
     """Variables that got their initial value because the checkpoint lacks them (seeds, metrics, heads)."""
     outside: tuple[Outside, ...] = ()
     """Tensors that do not belong to the model that was built: buffers, heads, poolers, copies of the embedding."""
+    dtypes: tuple[str, ...] = ()
+    """Dtypes of the variables, the one of most bytes first."""
     notes: tuple[str, ...] = ()
     """Anything else a person should know, one line each: ``gemma2_7b is not a released size; loaded gemma2_9b``."""
 

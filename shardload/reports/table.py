@@ -2,7 +2,7 @@
 
     Source     /models/gemma3_270m.gguf (gguf)
     Mesh       batch=1,model=2 (2 cpu devices)
-    Weights    268.1 M parameters in 236 variables, 511.4 MiB
+    Weights    268.1 M parameters in 236 variables, 511.4 MiB, bfloat16
     Devices    cpu 0  255.7 MiB  ████████████████████████
                cpu 1  255.7 MiB  ████████████████████████
     Time       build   120 ms  ███████
@@ -73,7 +73,7 @@ def _kinds(devices: Sequence[DeviceUse]) -> str:
 def _weights(report: Report) -> str:
     return (
         f"{format_count(report.parameters)} parameters in {plural(report.variables, 'variable')}, "
-        f"{format_bytes(report.weight_bytes)}"
+        f"{', '.join((format_bytes(report.weight_bytes), *report.dtypes))}"
     )
 
 

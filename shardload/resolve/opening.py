@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from shardload.errors import SourceError, SourceNotFoundError, UsageError
 from shardload.loaders import describe_folder, folder_of, open_manifest, spec_of
@@ -114,16 +116,21 @@ def _without_weights(found: Resolved, format: str | None, *, with_weights: bool 
         described = describe_folder(found.path, with_weights=with_weights)
         if described is None:
             return None
-        manifest, note = (
-            described,
-            f"planned from its configuration: no weights {'of it ' if with_weights else ''}are in {found.path}",
-        )
+        manifest = described
+        note = f"planned from its configuration: no weights {'of it ' if with_weights else ''}are in {found.path}"
+        if not _states_dtype(manifest.config):
+            note += ". It states no dtype: sizes are those of float32, unless dtype (--dtype) is given"
     if format not in (None, manifest.format):
         raise SourceError(
             f"Cannot plan {manifest.source} as {format}: it has no weights, and its configuration is that of "
             f"{spec_of(manifest).description}. Leave out format (--format)"
         )
     return OpenedSource(with_tensors(manifest), None, tuple(filter(None, (found.note, note))))
+
+
+def _states_dtype(config: Mapping[str, Any]) -> bool:
+    parts = (config, *(inner for key in ("config", "text_config") if isinstance(inner := config.get(key), Mapping)))
+    return any(part.get(key) is not None for part in parts for key in ("dtype", "torch_dtype"))
 
 
 def _noted(found: Resolved, manifest: Manifest, checker: Checker | None, *, verify: bool) -> OpenedSource:

@@ -161,7 +161,10 @@ def test_files_of_other_models_beside_a_configuration_are_no_obstacle(tmp_path):
     (folder / "other.h5").write_bytes(b"")
     found = shardload.plan(folder / "config.json")
     assert facts(found, without=("seconds", "notes")) == facts(alone, without=("seconds", "notes"))
-    assert f"planned from its configuration: no weights of it are in {folder}" in found.notes
+    [note] = found.notes
+    assert note.startswith(f"planned from its configuration: no weights of it are in {folder}. It states no dtype")
+    assert found.dtypes == ("float32",)
+    assert shardload.plan(folder / "config.json", dtype="bfloat16").dtypes == ("bfloat16",)
 
 
 def test_an_index_whose_shards_are_not_there_is_no_obstacle(tmp_path):

@@ -50,6 +50,7 @@ def test_json_has_the_promised_keys_in_order():
         "computed",
         "initialised",
         "outside",
+        "dtypes",
         "notes",
     ]
 

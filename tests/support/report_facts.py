@@ -20,6 +20,7 @@ def facts(**changes):
         "variables": 236,
         "parameters": 268_098_176,
         "weight_bytes": 536_196_352,
+        "dtypes": ("bfloat16",),
         "bytes": ByteCounts(needed=238_000_000, read=240_000_000),
         "seconds": Stages(build=0.12, plan=0.07, transfer=0.5, total=0.7),
         "host_bytes": HostBytes(budget=2 << 30, peak_staging=123 << 20),
