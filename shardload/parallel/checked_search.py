@@ -20,7 +20,7 @@ from shardload.parallel.compiled import compile_step
 from shardload.parallel.compiled_step import CompiledStep
 from shardload.parallel.layout_search.layout_plan import LayoutPlan
 from shardload.parallel.layout_search.plan_checks import Attempt, CompiledCheck
-from shardload.parallel.layout_search.searching import default_inputs, search
+from shardload.parallel.layout_search.searching import COMPILE_HINT, check_positive, default_inputs, search
 from shardload.sharding.devices import mesh_spec
 from shardload.sharding.mesh import MeshSpec
 from shardload.typing import MeshLike
@@ -90,6 +90,7 @@ def search_compiled(
         MeshError: As `compile_step` does.
     """
     mesh = mesh_spec(mesh)
+    check_positive(batch=batch, sequence=sequence)
     if inputs is None:
         inputs = default_inputs(model, mesh, batch=batch, sequence=sequence, batch_axis=options.get("batch_axis"))
 
@@ -138,9 +139,12 @@ def _first(searched: Callable[[int | None], LayoutPlan], limit: int | None) -> L
         return searched(limit)
     except DoesNotFitError as error:
         plan = _least(searched, error)
-        if limit is None or plan is None or plan.device.weights + plan.device.slots > limit:
+        if limit is None or plan is None:
             raise
-        return plan
+        if plan.device.weights + plan.device.slots <= limit:
+            return plan
+        said = str(error).removesuffix(COMPILE_HINT)
+        raise DoesNotFitError(f"{said}. Weights and slots alone are too large", least_bytes=error.least_bytes) from None
 
 
 def _next(

@@ -56,8 +56,17 @@ def test_where_nothing_fits_the_error_says_by_how_much_and_the_way_out(model):
     with pytest.raises(DoesNotFitError, match=said) as error:
         search_compiled(model, MESH, device_memory_bytes=limit, **STEP)
     assert error.value.least_bytes > limit and "search_compiled(devices=...)" in str(error.value)
-    with pytest.raises(DoesNotFitError, match=r"No layout on data=8 needs at most 512\.0 KiB per device"):
+    with pytest.raises(
+        DoesNotFitError, match=r"at most 512\.0 KiB per .* size\. Weights and slots alone are too large$"
+    ):
         search_compiled(model, MESH, device_memory_bytes=MIB // 2, **STEP)
+
+
+def test_numbers_that_are_none_are_refused(model):
+    with pytest.raises(LayoutError, match="Cannot plan with batch=0: expected a positive integer"):
+        search_compiled(model, MESH, batch=0)
+    with pytest.raises(LayoutError, match="Cannot plan with device_memory_bytes=True"):
+        search_compiled(model, MESH, batch=8, device_memory_bytes=True)
 
 
 def test_an_estimate_over_the_limit_is_compiled_where_weights_and_slots_fit(model):

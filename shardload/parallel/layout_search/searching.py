@@ -28,6 +28,8 @@ BATCH_PER_POSITION = 8
 """Rows of the default batch for each position of the batch axis."""
 TRADE_OFFS = (1.02, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 8.0, 16.0)
 """Multiples of the least memory for weights that are tried where no device memory is given."""
+COMPILE_HINT = "; search_compiled (plan --compile) finds out whether the compiled step needs less"
+"""The end of an error that rests on an estimate."""
 MOMENTS = 4
 """How often the search adds the peak of its last answer to the moments that must fit."""
 
@@ -118,7 +120,7 @@ def check_positive(**numbers: Any) -> None:
         LayoutError: Naming the first that is neither.
     """
     for name, number in numbers.items():
-        if number is not None and (not isinstance(number, int) or number < 1):
+        if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
             raise LayoutError(f"Cannot plan with {name}={number!r}: expected a positive integer")
 
 
@@ -246,6 +248,6 @@ def _does_not_fit(problem: Problem, least: DeviceBytes, limit: int) -> DoesNotFi
         f"No layout on {problem.mesh} needs at most {format_bytes(limit)} per device. The least found is "
         f"{format_bytes(least.total)}: {format_bytes(state)} of weights, gradients and slots, and "
         f"{format_bytes(least.activations)} of activations. Use a larger mesh, a smaller batch, or a limit of that "
-        "size; search_compiled (plan --compile) finds out whether the compiled step needs less",
+        f"size{COMPILE_HINT}",
         least_bytes=least.total,
     )
