@@ -80,6 +80,8 @@ class NumbersCheck:
     """Bytes of these variables on each device, as planned."""
     found_device_bytes: Mapping[int, int]
     """Bytes that their shards take, by the id of the device."""
+    movements: int = 3
+    """How often rounding was measured: more often where the first movements did not explain a difference."""
 
     @property
     def wrong(self) -> tuple[ComparedArray, ...]:
@@ -134,6 +136,7 @@ class NumbersCheck:
             "misplaced": [asdict(found) for found in self.misplaced],
             "variables": self.variables,
             "device_bytes": self.device_bytes,
+            "movements": self.movements,
             "found_device_bytes": {str(device): n for device, n in self.found_device_bytes.items()},
         }
 
