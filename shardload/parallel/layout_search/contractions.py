@@ -124,7 +124,8 @@ def scatter(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value
     for d, at in zip(batching, numbers.scatter_indices_batching_dims, strict=True):
         program.unite(value.dims[d], indices.dims[at])
     made = fresh(program, eqn.outvars[0], value.dims)
-    summed = [updates.dims[at] for at in rest if updates.dims[at] not in made.dims]
+    own = {program.group(n) for n in made.dims}
+    summed = [updates.dims[at] for at in rest if program.group(updates.dims[at]) not in own]
     exchanges = [Exchange("all-reduce", n, made.nbytes, made.dims) for n in summed]
     program.store(made)
     program.work("scatter", made.dims, nbytes=updates.nbytes, exchanges=exchanges)

@@ -47,15 +47,17 @@ class Hardware:
         """Return the seconds of a collective over one axis.
 
         Args:
-            kind: An all-reduce moves 2(k-1)/k of the result, an all-gather (k-1)/k.
+            kind: An all-reduce moves 2(k-1)/k of the result, an all-gather (k-1)/k, a collective-permute all of it.
             nbytes: Bytes of the result on each device.
             axis: The mesh axis.
             size: Number of devices along it, k.
         """
         if size == 1:
             return 0.0
-        passes = 2 if kind == "all-reduce" else 1
         rate = self.axis_bytes_per_s.get(axis, self.link_bytes_per_s)
+        if kind == "collective-permute":
+            return nbytes / rate + self.latency_s
+        passes = 2 if kind == "all-reduce" else 1
         return passes * (size - 1) * (nbytes / size / rate + self.latency_s)
 
     def compute_s(self, flops: float, nbytes: float) -> float:

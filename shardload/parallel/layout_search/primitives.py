@@ -35,7 +35,7 @@ RULES: dict[str, Rule] = {
         shapes.windowed,
     ),
     **dict.fromkeys(
-        ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "rev", "sort", "top_k", "approx_top_k", "split"),
+        ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "approx_top_k", "split"),
         shapes.along_one_dim,
     ),
     **dict.fromkeys(
@@ -55,10 +55,12 @@ RULES: dict[str, Rule] = {
     "expand_dims": shapes.expand_dims,
     "gather": contractions.gather,
     "reshape": shapes.reshape,
+    "rev": shapes.rev,
     "select_and_scatter_add": shapes.select_and_scatter_add,
     "squeeze": shapes.squeeze,
     "stack": shapes.stack,
     "tile": shapes.tile,
+    "top_k": shapes.top_k,
     "transpose": shapes.transpose,
     "unstack": shapes.unstack,
 }  # fmt: skip

@@ -113,6 +113,8 @@ class Problem:
                 continue
             others = tuple(None if j == i else kind for j, kind in enumerate(assignment))
             local = exchange.nbytes / self.parts(exchange.dims, others)
+            if exchange.kind == "collective-permute":
+                local /= self.sizes[axis]
             seconds += self.hardware.exchange_s(exchange.kind, local, axis=axis, size=self.sizes[axis])
             moved += local
         return seconds, moved

@@ -23,7 +23,7 @@ from typing import Literal
 
 UNSPLIT = -1
 """The group of dims that nothing splits: those of length 1."""
-Collective = Literal["all-reduce", "all-gather"]
+Collective = Literal["all-reduce", "all-gather", "collective-permute"]
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +61,8 @@ class Exchange:
     kind: Collective
     group: int
     nbytes: int
-    """Bytes of the result over all devices: other axes may split it further, by ``dims``."""
+    """Bytes of the result over all devices: other axes may split it further, by ``dims``. Of a collective-permute,
+    those of all shards."""
     dims: tuple[int, ...]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shardload.parallel.layout_search.program import UNSPLIT, Program, Value
+from shardload.parallel.layout_search.program import UNSPLIT, Exchange, Program, Value
 
 Rule = Callable[[Program, Any, Sequence[Value]], list[Value]]
 """A rule takes the program, the equation and the values of its operands, and returns those of its results."""
@@ -235,6 +235,15 @@ def along_one_dim(program: Program, eqn: Any, operands: Sequence[Value]) -> list
     return _keeping(program, eqn, operands[0], lambda d: d not in dims)
 
 
+def rev(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
+    """Carry every dim: where one that is reversed is split, each device swaps its shard with another."""
+    value = operands[0]
+    reversed_dims = [value.dims[d] for d in eqn.params["dimensions"]]
+    exchanges = [Exchange("collective-permute", n, value.nbytes, value.dims) for n in reversed_dims]
+    program.work("rev", value.dims, nbytes=value.nbytes, exchanges=exchanges)
+    return [fresh(program, eqn.outvars[0], value.dims)]
+
+
 def concatenate(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
     """Unite every dim but the one that grows."""
     along = eqn.params["dimension"]
@@ -245,6 +254,14 @@ def concatenate(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
             if d != along:
                 program.unite(first.dims[d], n)
     return [fresh(program, eqn.outvars[0], [None if d == along else n for d, n in enumerate(first.dims)])]
+
+
+def top_k(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
+    """Carry every dim but the last; XLA does not divide this work: it gathers the operand on every device."""
+    value = operands[0]
+    for d in range(len(value.dims)):
+        program.need_whole(value, d, why="top_k")
+    return [fresh(program, var, [*value.dims[:-1], None]) for var in eqn.outvars]
 
 
 def stack(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
