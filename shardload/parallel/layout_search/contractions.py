@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from shardload.parallel.layout_search.program import Exchange, Program, Value
+from shardload.parallel.layout_search.program import Exchange, Lookup, Program, Value
 from shardload.parallel.layout_search.shapes import fresh
 
 
@@ -102,6 +102,9 @@ def gather(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]
         program.unite(table.dims[d], indices.dims[at])
     made = fresh(program, eqn.outvars[0], dims)
     exchanges = [Exchange("all-reduce", table.dims[d], made.nbytes, made.dims) for d in looked_up]
+    whole = all(sizes[d] == table.shape[d] for d in window)
+    if len(looked_up) == 1 and whole and not batching:
+        program.lookups.append(Lookup(table, looked_up[0], indices, made))
     program.store(made)
     program.work("gather", made.dims, nbytes=made.nbytes, exchanges=exchanges)
     return [made]

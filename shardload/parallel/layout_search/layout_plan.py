@@ -67,6 +67,7 @@ class PlannedExchange:
 
     kind: str
     axis: str
+    """Several are joined: ``batch+model``."""
     count: int
     nbytes: int
     """Bytes of their results on each device."""

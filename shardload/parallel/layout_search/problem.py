@@ -16,6 +16,7 @@ from typing import Any
 from shardload.parallel.layout_search.hardware import Hardware
 from shardload.parallel.layout_search.optimizer_slots import Slot
 from shardload.parallel.layout_search.program import UNSPLIT, Exchange, Program, Value
+from shardload.parallel.layout_search.tables import Table, table_of
 from shardload.parallel.layout_search.tracing import Traced
 from shardload.sharding.layout import Layout, Spec
 from shardload.sharding.mesh import MeshSpec
@@ -42,6 +43,8 @@ class WeightKind:
     """The state of the optimizer for each of them."""
     members: tuple[int, ...]
     """Positions of the variables in `Traced.weights`."""
+    table: Table | None = None
+    """How it is looked up in, if that is all that a step does with it."""
 
     def allows(self, layout: Layout) -> bool:
         """Whether the optimizer can split its state for this layout."""
@@ -255,7 +258,9 @@ def _weights(
     for i, (variable, value) in enumerate(traced.weights):
         dims = tuple(_kind(program, kinds, n) for n in value.dims)
         pin, own = pins.get(variable.path), slots.get(id(variable), ())
-        alike = WeightKind(value.shape, value.nbytes, dims, bool(variable.trainable), pin, own, members=())
+        alike = WeightKind(
+            value.shape, value.nbytes, dims, bool(variable.trainable), pin, own, (), table_of(program, value)
+        )
         kinds_of[alike].append(i)
     return tuple(replace(kind, members=tuple(members)) for kind, members in kinds_of.items())
 

@@ -42,11 +42,19 @@ class Value:
     """Whether the value needs a buffer, so it is not only an intermediate of a fused operation."""
     recomputed: bool = False
     """Whether it is a constant or a broadcast, which XLA makes again wherever it is read."""
+    cast_of: Value | None = None
+    """The value that this one has in another dtype."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of the whole value."""
         return math.prod(self.shape) * self.itemsize
+
+    @property
+    def origin(self) -> Value:
+        """The value that this one is, before casts and views that keep its shape."""
+        before = self.view_of if self.cast_of is None else self.cast_of
+        return self if before is None or before.shape != self.shape else before.origin
 
     @property
     def root(self) -> Value:
@@ -79,6 +87,17 @@ class Operation:
     exchanges: tuple[Exchange, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """Rows that are looked up in a table."""
+
+    table: Value
+    dim: int
+    """The dim of the table that indices count along."""
+    indices: Value
+    found: Value
+
+
 @dataclass(slots=True)
 class Program:
     """The groups, operations and values of one traced program."""
@@ -89,6 +108,7 @@ class Program:
     values: list[Value] = field(default_factory=list)
     tensors: set[tuple[int, ...]] = field(default_factory=set)
     """Dims of every value with several: a mesh axis can split one of them."""
+    lookups: list[Lookup] = field(default_factory=list)
     unknown: Counter[str] = field(default_factory=Counter)
     """Primitives without a rule, with how often each occurs."""
     clock: int = 0

@@ -57,6 +57,8 @@ def elementwise(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
                     dims[d] = n if known is None else program.unite(known, n)
         view = same[0] if eqn.primitive.name in VIEWS and same else None
         results.append(fresh(program, var, dims, view_of=view))
+        if eqn.primitive.name == "convert_element_type":
+            results[-1].cast_of = operands[0]
     if results and eqn.primitive.name not in VIEWS:
         program.work("elementwise", results[0].dims, nbytes=results[0].nbytes)
     return results

@@ -21,6 +21,7 @@ from scipy.sparse import csr_array
 from shardload.errors import LayoutError
 from shardload.parallel.layout_search.problem import Assignment, Problem, WeightKind
 from shardload.parallel.layout_search.program import UNSPLIT
+from shardload.parallel.layout_search.tables import differences, moves_batch
 from shardload.sharding.layout import Layout, Spec
 
 SMALL_BYTES = 1 << 16
@@ -43,6 +44,8 @@ class WeightOption:
     """The axes that the operations which read the weight are split by, too."""
     stored: tuple[tuple[str, int], ...]
     """Axes that only split the storage, with the dim: the weight is gathered for use."""
+    moved: str = ""
+    """The batch axis where it splits the rows of a table, too: the batch is moved to them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,19 +90,24 @@ def weight_options(problem: Problem, weight: WeightKind, demand: Demand) -> Iter
         for axis, kind in zip(problem.mesh.axes, assignment, strict=True):
             if kind is not None and problem.sizes[axis] > 1:
                 base[weight.kinds.index(kind)] += (axis,)
+        moved = moves_batch(problem, weight, assignment)
+        if moved is not None and weight.table is not None:
+            spec = list(base)
+            spec[weight.table.dim] += (moved,)
+            if weight.allows(Layout(problem.mesh, tuple(spec))) and _may_have(weight, tuple(spec)):
+                yield WeightOption(weight.pin or tuple(spec), assignment, (), moved)
         free = [a for a, k in zip(problem.mesh.axes, assignment, strict=True) if k is None and problem.sizes[a] > 1]
         for stored in _storage(problem, weight, free, demand):
             spec = list(base)
             for axis, dim in stored:
                 spec[dim] += (axis,)
             layout = Layout(problem.mesh, tuple(spec))
-            fits = weight.allows(layout) and (weight.pin is None or _same(layout.spec, weight.pin))
-            if fits:
+            if weight.allows(layout) and _may_have(weight, layout.spec):
                 yield WeightOption(weight.pin or layout.spec, assignment, stored)
 
 
-def _same(spec: Spec, pin: Spec) -> bool:
-    return [set(axes) for axes in spec] == [set(axes) for axes in pin]
+def _may_have(weight: WeightKind, spec: Spec) -> bool:
+    return weight.pin is None or [set(axes) for axes in spec] == [set(axes) for axes in weight.pin]
 
 
 def _storage(
@@ -125,7 +133,9 @@ def _may_store(problem: Problem, weight: WeightKind, axis: str, demand: Demand) 
 
 
 def gather_s(problem: Problem, weight: WeightKind, option: WeightOption) -> float:
-    """Return the seconds to gather one weight for use, forward and backward."""
+    """Return the seconds to gather one weight for use, forward and backward, or saved by moving the batch to it."""
+    if option.moved:
+        return sum(d.seconds for d in differences(problem, weight, option.assignment, option.moved))
     local = weight.nbytes / problem.parts(weight.kinds, option.assignment)
     once = sum(
         problem.hardware.exchange_s("all-gather", local, axis=a, size=problem.sizes[a]) for a, _ in option.stored
@@ -229,7 +239,8 @@ class _Model:
         only: dict[int, float] = {}
         for weight in self.problem.weights:
             found = [
-                (o, self._column(integral=bool(o.stored))) for o in weight_options(self.problem, weight, self.demand)
+                (o, self._column(integral=bool(o.stored or o.moved)))
+                for o in weight_options(self.problem, weight, self.demand)
             ]
             if not found:
                 path = self.problem.traced.weights[weight.members[0]][0].path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter, defaultdict
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ from shardload.parallel.layout_search.layout_plan import Decision, LayoutPlan, P
 from shardload.parallel.layout_search.needs import assignment_of, chosen, peak, state_of
 from shardload.parallel.layout_search.problem import Problem, WeightKind
 from shardload.parallel.layout_search.solving import Demand, Solution, WeightOption, gather_s, solve
+from shardload.parallel.layout_search.tables import differences
 from shardload.parallel.layout_search.tracing import described
 
 
@@ -75,6 +77,12 @@ def _exchanges(problem: Problem, solution: Solution) -> list[PlannedExchange]:
             entry[0] += count * (2 if problem.traced.training else 1)
             entry[1] += count * weight.nbytes / problem.parts(weight.kinds, option.assignment)
             entry[2] += count * gather_s(problem, weight, option)
+        if option.moved:
+            for change in differences(problem, weight, option.assignment, option.moved):
+                entry, count = found[change.kind, "+".join(change.axes)], len(weight.members)
+                entry[0] += math.copysign(count, change.nbytes)
+                entry[1] += count * change.nbytes
+                entry[2] += count * change.seconds
     return [PlannedExchange(kind, axis, int(n), round(b), s) for (kind, axis), (n, b, s) in sorted(found.items())]
 
 
@@ -119,7 +127,7 @@ def _reason(problem: Problem, weight: WeightKind, option: WeightOption) -> str:
         how = [
             f"{weight.shape[d]} of dim {d} split over {'+'.join(axes)}" for d, axes in enumerate(option.spec) if axes
         ]
-        return ", ".join(how)
+        return ", ".join(how) + (f"; the batch is moved to its rows over {option.moved}" if option.moved else "")
     candidates = [(k, axis) for k, axis in problem.candidates if k in weight.kinds]
     if candidates:
         return "replicated: splitting one of its dims would take longer than it saves"
