@@ -25,14 +25,26 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 MIB = 1 << 20
+HEADS = r".*(query|key|value)(_dense|_layer|_proj|_projector)?"
+INTO_HIDDEN = r".*(intermediate|gate|gating|input_projector|mlp/dense_1|mlp/fc1|weights_in|dense_h_to_4h)\w*"
+OUT_OF_HIDDEN = r".*(feedforward_output|ffw_linear|output_dense|_down|output_projector|mlp/dense_2|mlp/fc2|4h_to_h)\w*"
 MEGATRON = {
-    r".*(query|key|value)_?(dense|layer|proj)?/kernel": 1,
-    r".*attention_?output(_dense|_layer)?/kernel": 0,
-    r".*(intermediate|gate|gating|ffw_gating)\w*/kernel": 1,
-    r".*(feedforward_output|ffw_linear|output_dense|feedforward_down)\w*/kernel": 0,
-    r".*token_embedding/embeddings": 0,
+    rf"{HEADS}/kernel": 1,
+    rf"{HEADS}/bias": 0,
+    r".*(attention_?output(_dense|_layer)?|attention/(output_projector|out_proj|output_dense))/kernel": 0,
+    rf"{INTO_HIDDEN}/kernel": 1,
+    rf"{INTO_HIDDEN}/bias": 0,
+    rf"{OUT_OF_HIDDEN}/kernel": 0,
+    r".*experts/\w+": 0,
+    r".*(token|word)_embedding/embeddings": 0,
+    r".*reverse_embeddings": 1,
+    r".*(_1_conv|_conv1)/kernel": 3,
+    r".*(_conv1/bias|_1_bn/\w+)": 0,
+    r".*(_2_conv|_conv2)/kernel": 2,
 }
-"""Which dim of a 2-D or 3-D kernel the model axis splits, by name; for 3-D kernels of heads see `by_name`."""
+"""Which dim of a variable the model axis splits, by name; the first that matches counts. For kernels of heads whose
+heads lead, as Gemma's (heads, width, size), see `by_name`. Of convolutions in a row, the first is split by its output
+channels and the second by its input channels."""
 XLA_FLAGS = (
     "--xla_cpu_collective_call_terminate_timeout_seconds=3600 --xla_backend_optimization_level=0 "
     "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
@@ -102,7 +114,7 @@ def others() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield (
         "resnet",
         lambda: hub.ResNetBackbone(
-            [64], [7], [256, 512], [2, 2], [2, 2], "bottleneck_block", image_shape=image, use_pre_activation=False
+            [64], [7], [64, 128], [2, 2], [1, 2], "bottleneck_block", image_shape=image, use_pre_activation=False
         ),
     )
     yield "vgg", lambda: hub.VGGBackbone([2, 2, 2], [128, 256, 512], image_shape=image)
@@ -110,16 +122,15 @@ def others() -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def by_name(model: Any, mesh: Any) -> dict[str, Any]:
-    """Rules as Megatron has them: heads, hidden units and the vocabulary, where they divide."""
+    """Rules as Megatron has them: heads, hidden units, experts and the vocabulary, where they divide; nothing else."""
     axis, rules = mesh.axes[-1], {}
     for variable in model.variables:
         shape = tuple(variable.shape)
-        for pattern, dim in MEGATRON.items():
-            if re.fullmatch(pattern, variable.path):
-                heads = len(shape) == 3 and shape[0] < shape[1] and dim == 1  # Gemma's (heads, width, size)
-                at = 0 if heads else dim
-                if shape[at] % mesh.axis_size(axis) == 0:
-                    rules[variable.path] = tuple(axis if d == at else None for d in range(len(shape)))
+        dim = next((dim for pattern, dim in MEGATRON.items() if re.fullmatch(pattern, variable.path)), None)
+        if dim is not None:
+            dim = 0 if len(shape) == 3 and shape[0] < shape[1] and dim == 1 else dim
+            dim = dim if shape[dim] % mesh.axis_size(axis) == 0 else None
+        rules[variable.path] = tuple(axis if d == dim else None for d in range(len(shape)))
     return rules
 
 
