@@ -18,6 +18,7 @@ from shardload.errors import DoesNotFitError
 from shardload.parallel.choosing import choose
 from shardload.parallel.compiled import compile_step
 from shardload.parallel.compiled_step import CompiledStep
+from shardload.parallel.layout_search.hardware import Hardware
 from shardload.parallel.layout_search.layout_plan import LayoutPlan
 from shardload.parallel.layout_search.plan_checks import Attempt, CompiledCheck
 from shardload.parallel.layout_search.searching import COMPILE_HINT, check_positive, default_inputs, search
@@ -60,7 +61,9 @@ def search_compiled(
     target: Any = None,
     loss: Any = None,
     devices: Sequence[Any] | None = None,
-    **options: Any,
+    pins: Mapping[str, Any] | None = None,
+    hardware: Hardware | None = None,
+    batch_axis: str | None = None,
 ) -> LayoutPlan:
     """Search layouts, and check them by compiling the step; over the limit, take the next plan.
 
@@ -79,7 +82,9 @@ def search_compiled(
         target: As for `compile_step`.
         loss: As for `compile_step`.
         devices: As for `compile_step`: those of ``jax.experimental.topologies`` compile for a machine that is not here.
-        **options: Further arguments of `search`: ``pins``, ``hardware``, ``batch_axis``.
+        pins: As for `search`.
+        hardware: As for `search`.
+        batch_axis: As for `search`.
 
     Returns:
         The plan, with its compiled step and the attempts before it in `LayoutPlan.compiled`.
@@ -92,15 +97,32 @@ def search_compiled(
     mesh = mesh_spec(mesh)
     check_positive(batch=batch, sequence=sequence)
     if inputs is None:
-        inputs = default_inputs(model, mesh, batch=batch, sequence=sequence, batch_axis=options.get("batch_axis"))
+        inputs = default_inputs(model, mesh, batch=batch, sequence=sequence, batch_axis=batch_axis)
 
     def searched(limit: int | None) -> LayoutPlan:
-        wanted = {"inputs": inputs, "arguments": arguments, "optimizer": optimizer}
-        return search(model, mesh, device_memory_bytes=limit, **wanted, **options)
+        return search(
+            model,
+            mesh,
+            inputs=inputs,
+            arguments=arguments,
+            optimizer=optimizer,
+            device_memory_bytes=limit,
+            pins=pins,
+            hardware=hardware,
+            batch_axis=batch_axis,
+        )
 
     def compiled(plan: LayoutPlan) -> CompiledStep:
-        about = {"target": target, "loss": loss, "kwargs": arguments, "devices": devices}
-        return compile_step(model, choose(model, mesh, plan), inputs, training=optimizer, **about)
+        return compile_step(
+            model,
+            choose(model, mesh, plan),
+            inputs,
+            training=optimizer,
+            target=target,
+            loss=loss,
+            kwargs=arguments,
+            devices=devices,
+        )
 
     return first_that_fits(searched, compiled, device_memory_bytes).plan
 
