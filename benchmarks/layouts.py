@@ -6,7 +6,7 @@ the summed result bytes of collective instructions in the compiled program. Noth
     hand     the ``get_layout_map`` of a KerasHub backbone where it has one, else rules by name as Megatron has them
     auto     the rules of shardload by layer type
     largest  the largest dim that divides, of every variable ("fsdp" over the model axis)
-    search   shardload.parallel.search, with a limit of the weights that ``hand`` (or ``auto``) has on each device
+    search   shardload.parallel.search, without a memory limit
 
     python -m benchmarks.layouts [--mesh 2x4] [--only gemma] [--numbers] [--json]
 
