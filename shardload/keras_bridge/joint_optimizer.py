@@ -53,6 +53,11 @@ class JointOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         """Whether layouts whose devices do not divide the state of their variable are refused."""
         return False
 
+    @property
+    def update_bytes(self) -> int:
+        """Bytes that each device needs during an update, beside gradients and state, whatever the layouts are."""
+        return 0
+
     def state_layouts(self, layout_of: Callable[[Variable], Layout | None]) -> dict[int, Layout]:
         """Return layouts of state that has another shape than its variable, by ``id``.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec
 from shardload.errors import UsageError
 from shardload.keras_bridge.joint_optimizer import JointOptimizer, in_place_of
 from shardload.keras_bridge.keras_types import Variable
+from shardload.keras_bridge.variables import stored_dtype
 from shardload.optimizers.joint_update import JointPlan, Matrix, MatrixState
 from shardload.optimizers.matrices import EMBEDDINGS, MAX_DIMENSION, MatrixView
 from shardload.optimizers.options import RMS, AdamwFor, Options, check_number, check_rate
@@ -177,6 +179,14 @@ class REKLS(JointOptimizer):
     def needs_even_state(self) -> bool:
         """Whether factors that the devices do not divide are refused, rather than replicated."""
         return self.options.uneven == "error"
+
+    @property
+    def update_bytes(self) -> int:
+        """Bytes that each device needs during an update: twice the whole state of the matrices, as measured on CPU."""
+        of_matrices = [place for place, view in enumerate(self.views) if view is not None]
+        state = (getattr(self, slot)[place] for slot in SLOTS for place in of_matrices)
+        sizes: list[int] = [math.prod(v.shape) * stored_dtype(v).itemsize for v in state if v is not None]
+        return 2 * sum(sizes)
 
     def state_layouts(self, layout_of: Callable[[Variable], Layout | None]) -> dict[int, Layout]:
         """Return the layouts of factors and eigenpairs for layouts of the variables, by ``id``."""

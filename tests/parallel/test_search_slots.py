@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 import shardload
-from shardload.errors import LayoutError
+from shardload.errors import DoesNotFitError, LayoutError
 from shardload.optimizers import REKLS, shard_optimizer, state_bytes
-from shardload.parallel import choose, compile_step, search
+from shardload.parallel import choose, compile_step, search, search_smallest_mesh
 from shardload.sharding.mesh import MeshSpec
 
 MESH = MeshSpec(("data", "model"), (2, 4))
@@ -50,10 +50,28 @@ def test_slots_of_rekls_are_what_its_formula_says(model):
     assert plan.device.slots == expected > 2 * plan.device.weights
 
 
+def test_the_update_of_rekls_counts_on_every_device(model):
+    whole = sum(state_bytes(v.shape, path=v.path) for v in model.trainable_variables if "kernel" in v.path)
+    plan = search(model, MESH, batch=8, optimizer=REKLS())
+    assert plan.device.activations == 2 * whole
+    assert "whatever the layout" in plan.notes[0]
+    with pytest.raises(DoesNotFitError, match="of memory for the optimizer's update"):
+        search(model, MESH, batch=8, optimizer=REKLS(), device_memory_bytes=2 * whole)
+    assert search_smallest_mesh(model, 2 * whole, batch=8, optimizer=REKLS()) is None
+
+
+def test_the_compiled_update_of_rekls_needs_about_as_much():
+    inputs = keras.Input((512,))
+    model = keras.Model(inputs, keras.layers.Dense(512, use_bias=False)(inputs))
+    plan = search(model, "1x8", batch=8, optimizer=REKLS())
+    step = compile_step(model, choose(model, "1x8", plan), np.zeros((8, 512), "float32"), training=REKLS())
+    assert 0.8 < plan.device.activations / step.temporary_bytes < 1.5
+
+
 def test_a_layout_that_an_optimizer_refuses_is_not_planned():
     inputs = keras.Input((100,))
     model = keras.Model(inputs, keras.layers.Dense(512, use_bias=False)(inputs))
-    kept = {"device_memory_bytes": 2 << 20, "batch": 8, "pins": {".*kernel": (None, ("data", "model"))}}
+    kept = {"device_memory_bytes": 8 << 20, "batch": 8, "pins": {".*kernel": (None, ("data", "model"))}}
     assert search(model, MESH, optimizer=REKLS(uneven="replicate"), **kept).device.slots > 0
     with pytest.raises(LayoutError, match=r"Cannot give 'dense.*/kernel' the layout"):
         search(model, MESH, optimizer=REKLS(), **kept)

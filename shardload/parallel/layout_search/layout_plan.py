@@ -82,6 +82,7 @@ class DeviceBytes:
     gradients: int
     slots: int
     activations: int
+    """Or what the update of the optimizer needs beside its state, if that is more."""
 
     @property
     def total(self) -> int:

@@ -41,11 +41,15 @@ def state_of(problem: Problem, solution: Solution) -> DeviceBytes:
 
 
 def peak(problem: Problem, solution: Solution) -> tuple[int, Moment]:
-    """Return the most bytes of stored values at one moment, and what is stored then by kinds of dims."""
+    """Return the most bytes of stored values at one moment, and what is stored then by kinds of dims.
+
+    The update of an optimizer is such a moment: activations are gone then.
+    """
+    update: tuple[int, Moment] = problem.update_bytes, (((), float(problem.update_bytes)),)
     program = problem.traced.program
     values = stored_values(problem.traced)
     if not values:
-        return 0, ()
+        return update if problem.update_bytes else (0, ())
     kinds = [_kinds_of(problem, v.dims) for v in values]
     parts = {k: problem.parts(k, assignment_of(problem, solution, k)) for k in set(kinds)}
     local = np.array([v.nbytes / parts[k] for v, k in zip(values, kinds, strict=True)])
@@ -55,6 +59,8 @@ def peak(problem: Problem, solution: Solution) -> tuple[int, Moment]:
     np.add.at(change, np.array([v.last_use for v in values]) + 1, -local)
     live = np.cumsum(change)
     at = int(np.argmax(live))
+    if live[at] < problem.update_bytes:
+        return update
     stored: dict[tuple[int, ...], float] = defaultdict(float)
     for value, of_kinds in zip(values, kinds, strict=True):
         if value.born <= at <= value.last_use:

@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import keras
@@ -61,8 +61,18 @@ class Slot:
                 return self.nbytes
 
 
-def slots_of_weights(optimizer: Any, weights: Sequence[Any]) -> Mapping[int, tuple[Slot, ...]]:
-    """Return the slots of each weight, by ``id(weight)``.
+@dataclass(frozen=True, slots=True)
+class OptimizerNeeds:
+    """The state of an optimizer for each weight, and what its update needs beside it."""
+
+    slots: Mapping[int, tuple[Slot, ...]] = field(default_factory=dict)
+    """By ``id(weight)``."""
+    update_bytes: int = 0
+    """Bytes that every device needs during the update, whatever the layout; 0 where nothing is gathered for it."""
+
+
+def needs_of(optimizer: Any, weights: Sequence[Any]) -> OptimizerNeeds:
+    """Return what an optimizer needs for these weights.
 
     An optimizer that is not built is built without values, and taken apart again.
 
@@ -74,13 +84,14 @@ def slots_of_weights(optimizer: Any, weights: Sequence[Any]) -> Mapping[int, tup
         LayoutError: When Keras knows no optimizer of that name, or the optimizer cannot be built for these weights.
     """
     if optimizer is None or not weights:
-        return {}
+        return OptimizerNeeds()
     found: dict[int, list[Slot]] = defaultdict(list)
     with _built(optimizer, weights) as own:
         spread, factors = spread_of(own), _factors(own)
         for slot, weight in state_in(own):
             found[id(weights[0] if weight is None else weight)].append(_slot(slot, weight, spread, factors))
-    return {key: tuple(slots) for key, slots in found.items()}
+        update = sum(part.update_bytes for part in optimizers_in(own) if isinstance(part, JointOptimizer))
+    return OptimizerNeeds({key: tuple(slots) for key, slots in found.items()}, update)
 
 
 def _factors(optimizer: Any) -> Mapping[int, bool]:

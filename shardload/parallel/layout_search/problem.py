@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardload.parallel.layout_search.hardware import Hardware
-from shardload.parallel.layout_search.optimizer_slots import Slot
+from shardload.parallel.layout_search.optimizer_slots import OptimizerNeeds, Slot
 from shardload.parallel.layout_search.program import UNSPLIT, Exchange, Program, Value
 from shardload.parallel.layout_search.tables import Table, table_of
 from shardload.parallel.layout_search.tracing import Traced
@@ -85,6 +85,8 @@ class Problem:
     """Pairs of kinds that one tensor has both of."""
     pinned: Mapping[str, int]
     """The kind that an axis splits in any case: the batch."""
+    update_bytes: int = 0
+    """As in `OptimizerNeeds`."""
     candidates: tuple[tuple[int, str], ...] = ()
     """Every kind and axis between which the plan can choose."""
     sizes: Mapping[str, int] = field(default_factory=dict)
@@ -136,7 +138,7 @@ def make_problem(
     *,
     batch_axis: str | None,
     pins: Mapping[str, Spec] | None = None,
-    slots: Mapping[int, tuple[Slot, ...]] | None = None,
+    optimizer: OptimizerNeeds | None = None,
 ) -> Problem:
     """Reduce a traced program to the kinds that a plan decides about.
 
@@ -146,7 +148,7 @@ def make_problem(
         hardware: The costs.
         batch_axis: The axis that splits the first dim of every input, where it divides.
         pins: Layouts that are fixed, by path of the variable.
-        slots: The state of the optimizer, by ``id(variable)``.
+        optimizer: What the optimizer needs.
     """
     program = traced.program
     kinds = _kinds(traced)
@@ -161,8 +163,10 @@ def make_problem(
     conflicts = frozenset(
         frozenset(pair) for dims in tuples for pair in itertools.combinations(sorted(set(dims) - {UNSPLIT}), 2)
     )
-    weights = _weights(traced, kinds, pins or {}, slots or {})
-    problem = Problem(mesh, hardware, traced, kinds, length, weights, (), conflicts, pinned, sizes=sizes)
+    needs = optimizer or OptimizerNeeds()
+    weights = _weights(traced, kinds, pins or {}, needs.slots)
+    problem = Problem(mesh, hardware, traced, kinds, length, weights, (), conflicts, pinned, needs.update_bytes)
+    problem.sizes = sizes
     problem.candidates = tuple(_candidates(problem, exclude=twice | batch))
     problem.work = _work(program, kinds, {k for k, _ in problem.candidates} | set(pinned.values()))
     return problem

@@ -12,7 +12,7 @@ from shardload.parallel.auto import place
 from shardload.parallel.layout_search.hardware import Hardware
 from shardload.parallel.layout_search.layout_plan import DeviceBytes, LayoutPlan
 from shardload.parallel.layout_search.needs import peak, state_of, weight_bytes
-from shardload.parallel.layout_search.optimizer_slots import checked_optimizer, slots_of_weights
+from shardload.parallel.layout_search.optimizer_slots import checked_optimizer, needs_of
 from shardload.parallel.layout_search.problem import Problem, make_problem
 from shardload.parallel.layout_search.solving import Demand, Moment, Solution, solve
 from shardload.parallel.layout_search.stating import make_plan
@@ -89,8 +89,8 @@ def search(
         inputs = default_inputs(model, mesh, batch=batch, sequence=sequence, batch_axis=axis)
     recorded = record(model, inputs, training=optimizer is not None, arguments=arguments)
     traced = trace(recorded, divisors=mesh.sizes)
-    fixed, slots = fixed_specs(model, mesh, pins), slots_of_weights(optimizer, model.trainable_variables)
-    problem = make_problem(traced, mesh, hardware, batch_axis=axis, pins=fixed, slots=slots)
+    fixed, needs = fixed_specs(model, mesh, pins), needs_of(optimizer, model.trainable_variables)
+    problem = make_problem(traced, mesh, hardware, batch_axis=axis, pins=fixed, optimizer=needs)
     return plan_problem(model, problem, inputs=inputs, batch_axis=axis, limit=device_memory_bytes)
 
 
@@ -244,10 +244,11 @@ def _least(problem: Problem, demand: Demand) -> tuple[Solution, DeviceBytes]:
 
 def _does_not_fit(problem: Problem, least: DeviceBytes, limit: int) -> DoesNotFitError:
     state = least.total - least.activations
+    what = "activations" if least.activations > problem.update_bytes else "memory for the optimizer's update"
     return DoesNotFitError(
         f"No layout on {problem.mesh} needs at most {format_bytes(limit)} per device. The least found is "
         f"{format_bytes(least.total)}: {format_bytes(state)} of weights, gradients and slots, and "
-        f"{format_bytes(least.activations)} of activations. Use a larger mesh, a smaller batch, or a limit of that "
+        f"{format_bytes(least.activations)} of {what}. Use a larger mesh, a smaller batch, or a limit of that "
         f"size{COMPILE_HINT}",
         least_bytes=least.total,
     )

@@ -10,7 +10,7 @@ import jax
 from shardload.errors import DoesNotFitError
 from shardload.parallel.layout_search.hardware import Hardware
 from shardload.parallel.layout_search.layout_plan import LayoutPlan
-from shardload.parallel.layout_search.optimizer_slots import Slot, checked_optimizer, slots_of_weights
+from shardload.parallel.layout_search.optimizer_slots import OptimizerNeeds, checked_optimizer, needs_of
 from shardload.parallel.layout_search.problem import make_problem
 from shardload.parallel.layout_search.searching import (
     BATCH_PER_POSITION,
@@ -65,15 +65,17 @@ def search_smallest_mesh(
     if inputs is None:
         inputs = input_specs(model, batch=batch or BATCH_PER_POSITION, sequence=sequence)
     recorded = record(model, inputs, training=optimizer is not None, arguments=arguments)
-    slots, hardware = slots_of_weights(optimizer, model.trainable_variables), hardware or Hardware()
+    needs, hardware = needs_of(optimizer, model.trainable_variables), hardware or Hardware()
+    if needs.update_bytes >= device_memory_bytes:
+        return None  # whatever the layout
     traces: dict[frozenset[int], Traced] = {}
     least: float = float("inf")
-    for devices in _powers(max_devices, start=_fewest(recorded, slots, device_memory_bytes)):
+    for devices in _powers(max_devices, start=_fewest(recorded, needs, device_memory_bytes)):
         found, needed = [], float("inf")
         for mesh in _shapes(devices, rows=_rows(inputs)):
             traced = _traced(recorded, mesh, traces)
             fixed = fixed_specs(model, mesh, None)  # users' rules for their layers
-            problem = make_problem(traced, mesh, hardware, batch_axis=mesh.batch_axis, pins=fixed, slots=slots)
+            problem = make_problem(traced, mesh, hardware, batch_axis=mesh.batch_axis, pins=fixed, optimizer=needs)
             try:
                 found.append(
                     plan_problem(
@@ -102,13 +104,13 @@ def _traced(recorded: Recorded, mesh: MeshSpec, known: dict[frozenset[int], Trac
     return known[key]
 
 
-def _fewest(recorded: Recorded, slots: Mapping[int, tuple[Slot, ...]], device_memory_bytes: int) -> int:
+def _fewest(recorded: Recorded, needs: OptimizerNeeds, device_memory_bytes: int) -> int:
     """Return a number of devices that no plan can do with less than: all state, split evenly."""
     total = 0.0
     for at, variable in enumerate(recorded.variables):
         trained = recorded.training and at < recorded.trainable
         total += nbytes(variable) * (2 if trained else 1)
-        total += sum(s.nbytes for s in slots.get(id(variable), ()) if s.follows != "nothing")
+        total += sum(s.nbytes for s in needs.slots.get(id(variable), ()) if s.follows != "nothing")
     return int(total // max(device_memory_bytes, 1))
 
 

@@ -14,6 +14,7 @@ from shardload.parallel.layout_search.problem import Problem, WeightKind
 from shardload.parallel.layout_search.solving import Demand, Solution, WeightOption, gather_s, solve
 from shardload.parallel.layout_search.tables import differences
 from shardload.parallel.layout_search.tracing import described
+from shardload.units import format_bytes
 
 
 def make_plan(
@@ -50,7 +51,11 @@ def make_plan(
 
 
 def _notes(problem: Problem) -> list[str]:
-    return [
+    update = (
+        f"the optimizer needs {format_bytes(problem.update_bytes)} on each device for its update, whatever the layout: "
+        "activations count at least that much. Its time and its collectives are not counted"
+    )
+    return [update] * bool(problem.update_bytes) + [
         f"no rule for {name} (x{count}): its operands count as gathered, its results as replicated"
         if not name.startswith("while")
         else f"{name} (x{count})"
