@@ -244,11 +244,13 @@ def _least(problem: Problem, demand: Demand) -> tuple[Solution, DeviceBytes]:
 
 def _does_not_fit(problem: Problem, least: DeviceBytes, limit: int) -> DoesNotFitError:
     state = least.total - least.activations
-    what = "activations" if least.activations > problem.update_bytes else "memory for the optimizer's update"
+    what, way_out = "activations", "Use a larger mesh, a smaller batch, or a limit of that size"
+    if least.activations <= problem.update_bytes:
+        what = "memory for the optimizer's update, whatever the mesh"
+        way_out = "Use a limit of that size, or let AdamW update more of the weights (REKLS: max_dimension, adamw_for)"
     return DoesNotFitError(
         f"No layout on {problem.mesh} needs at most {format_bytes(limit)} per device. The least found is "
         f"{format_bytes(least.total)}: {format_bytes(state)} of weights, gradients and slots, and "
-        f"{format_bytes(least.activations)} of {what}. Use a larger mesh, a smaller batch, or a limit of that "
-        f"size{COMPILE_HINT}",
+        f"{format_bytes(least.activations)} of {what}. {way_out}{COMPILE_HINT}",
         least_bytes=least.total,
     )
