@@ -2,6 +2,8 @@
 
 from collections import Counter
 
+import jax
+import keras
 import pytest
 from layout_models import LAYOUT_MODELS, MESHES
 
@@ -91,6 +93,38 @@ def test_a_compiled_program_has_the_planned_collectives_and_no_others(name, mesh
         assert {kind for kind, _ in have} - {kind for kind, _ in expected} <= PARTS
     else:
         assert have == expected
+
+
+def stack(layer):
+    y = inputs = keras.Input((8, 8, 16))
+    for _ in range(2):
+        y = keras.layers.Conv2D(32, 1, activation="relu")(layer()(y))
+    return keras.Model(inputs, keras.layers.Dense(8)(keras.layers.GlobalAveragePooling2D()(y)))
+
+
+CONVOLUTIONS = {
+    "depthwise": lambda: keras.layers.DepthwiseConv2D(3, padding="same"),
+    "separable": lambda: keras.layers.SeparableConv2D(32, 3),
+    "two-filters": lambda: keras.layers.DepthwiseConv2D(3, depth_multiplier=2),
+    "grouped": lambda: keras.layers.Conv2D(32, 3, groups=4),
+}
+
+
+@pytest.mark.parametrize("training", [None, "gradients"])
+@pytest.mark.parametrize(("name", "mesh"), [*((n, "8x1") for n in CONVOLUTIONS), ("depthwise", "2x4")])
+def test_convolutions_in_groups_have_the_planned_collectives(name, mesh, training):
+    with shardload.abstract():
+        model = stack(CONVOLUTIONS[name])
+    x = jax.ShapeDtypeStruct((16, 8, 8, 16), "float32")
+    plan = search(model, mesh, inputs=x, optimizer="adamw" if training else None, hardware=FAST_LINKS)
+    step = compile_step(model, choose(model, mesh, plan), x, training=training)
+    planned_by_kind, compiled_by_kind = Counter(), Counter()  # over both axes at once, XLA adds up what no axis splits
+    for (kind, _), nbytes in in_plan(plan).items():
+        planned_by_kind[kind] += nbytes
+    for (kind, _), nbytes in in_program(step).items():
+        compiled_by_kind[kind] += nbytes
+    assert planned_by_kind == compiled_by_kind
+    assert training is None or planned_by_kind["all-reduce"] > 0
 
 
 @pytest.mark.parametrize("name", some("block"))

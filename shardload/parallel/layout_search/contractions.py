@@ -47,38 +47,48 @@ def dot_general(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
 def convolution(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
     """Carry the batch and the output channels; input channels are contracted, spatial dims needed whole."""
     numbers, (image, kernel) = eqn.params["dimension_numbers"], operands[:2]
-    groups = eqn.params["feature_group_count"]
-    batches = eqn.params["batch_group_count"]
-    (batch, features, *space), (out_channels, in_channels, *window) = numbers.lhs_spec, numbers.rhs_spec
-    out_batch, out_features = numbers.out_spec[:2]
+    space, (_, in_channels, *window) = numbers.lhs_spec[2:], numbers.rhs_spec
     shape = tuple(eqn.outvars[0].aval.shape)
     dims: list[int | None] = [None] * len(shape)
-    summed = []
-    if groups == 1 and batches == 1:
-        program.unite(image.dims[features], kernel.dims[in_channels])
-        summed = [image.dims[features]]
-    if batches == 1:
-        dims[out_batch] = image.dims[batch]
-    else:
-        program.need_whole(image, batch, why="convolution")
-    if groups == 1 and batches == 1:
-        dims[out_features] = kernel.dims[out_channels]
-    elif groups > 1 and groups == image.shape[features]:  # depthwise: every channel has filters of its own
-        dims[out_features] = program.unite(image.dims[features], kernel.dims[out_channels])
-    else:
-        program.need_whole(image, features, why="convolution")
-        program.need_whole(kernel, out_channels, why="convolution")
-    for d in space:
+    for at, node in zip(numbers.out_spec[:2], _channels(program, eqn, image, kernel), strict=True):
+        dims[at] = node
+    for d, in_kernel in zip(space, window, strict=True):
         program.need_whole(image, d, why="convolution")
-    for d in window:
-        if image.shape[space[window.index(d)]] > 1:
-            program.need_whole(kernel, d, why="convolution")
+        if image.shape[d] > 1:
+            program.need_whole(kernel, in_kernel, why="convolution")
     made = fresh(program, eqn.outvars[0], dims)
+    summed = [kernel.dims[in_channels]] if eqn.params["feature_group_count"] == 1 else []
     exchanges = [Exchange("all-reduce", n, made.nbytes, made.dims) for n in summed]
     flops = 2 * math.prod(shape) * math.prod(kernel.shape[d] for d in (in_channels, *window))
     program.store(image, kernel, made)
     program.work("convolution", (*made.dims, *summed), flops=flops, nbytes=made.nbytes, exchanges=exchanges)
     return [made]
+
+
+def _channels(program: Program, eqn: Any, image: Value, kernel: Value) -> tuple[int | None, int | None]:
+    """Return the groups of the batch and of the channels of a convolution's result.
+
+    A depthwise convolution has as many groups as channels, each with filters of its own: nothing is contracted. The
+    gradient of its kernel has them in the place of the batch, and contracts the batch in the place of the channels.
+    Where groups have several channels, XLA gathers these, and then the rows of an image.
+    """
+    batch, features = eqn.params["dimension_numbers"].lhs_spec[:2]
+    out_channels, in_channels = eqn.params["dimension_numbers"].rhs_spec[:2]
+    groups, batches = eqn.params["feature_group_count"], eqn.params["batch_group_count"]
+    if groups == 1:
+        program.unite(image.dims[features], kernel.dims[in_channels])
+        if batches == 1:
+            return image.dims[batch], kernel.dims[out_channels]
+    grouped, result = (features, image.dims[batch]) if batches == 1 else (batch, None)
+    if image.shape[grouped] == max(groups, batches):
+        return result, program.unite(image.dims[grouped], kernel.dims[out_channels])
+    program.need_whole(image, grouped, why="convolution")
+    for d in (out_channels, in_channels) if batches == 1 else (out_channels,):
+        program.need_whole(kernel, d, why="convolution")
+    if batches == 1:
+        rows = Exchange("all-gather", image.dims[batch], image.nbytes, image.dims[batch : batch + 1])
+        program.work("convolution", image.dims, exchanges=[rows])
+    return result, None
 
 
 def gather(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
