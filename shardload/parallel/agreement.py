@@ -21,6 +21,7 @@ from shardload.keras_bridge.abstraction import check_initialised, initialise
 from shardload.keras_bridge.binding import binding_of
 from shardload.keras_bridge.variables import is_abstract, numbered, value_of
 from shardload.parallel.compiled import batch_specs, devices_for, split_keywords
+from shardload.parallel.given_choice import GivenLayouts, choice_for
 from shardload.parallel.numbers_check import ComparedArray, NumbersCheck
 from shardload.parallel.placement_check import bytes_by_device, check_placement, misplaced
 from shardload.parallel.programs import State, StepProgram, program_of
@@ -32,7 +33,7 @@ from shardload.units import plural
 
 def check_numbers(
     model: Any,
-    choice: LayoutChoice | Callable[[Any], LayoutChoice],
+    choice: GivenLayouts,
     inputs: Any,
     *,
     target: Any = None,
@@ -49,8 +50,8 @@ def check_numbers(
 
     Args:
         model: A model with values, or a function that builds one.
-        choice: Layouts of its variables, or a function from the model to them, such as
-            ``lambda model: choose(model, mesh)``.
+        choice: Layouts of its variables, as `choose` returns them for this model, a plan, or a function from the model
+            to either, such as ``lambda model: choose(model, mesh)``.
         inputs: A sample batch, the first argument of the model's ``call``: (a nested structure of) arrays.
         target: What the loss compares the outputs with.
         loss: As for `compile_step`.
@@ -64,11 +65,12 @@ def check_numbers(
         A report. Call `NumbersCheck.raise_if_wrong` to turn a wrong one into an error.
 
     Raises:
+        LayoutError: When the layouts are for another model object, or the plan is for another model.
         UninitialisedError: When the model is not built, or variables have no value.
         MeshError: When there are too few devices.
     """
     model = model if hasattr(model, "trainable_variables") else model()
-    choice = choice if isinstance(choice, LayoutChoice) else choice(model)
+    choice = choice_for(model, choice)
     devices = devices_for(choice.mesh, devices)
     if training not in (None, "gradients"):
         training = keras.optimizers.get(training)  # once, so that its slots have the same names in every run

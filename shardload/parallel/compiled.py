@@ -23,6 +23,7 @@ import numpy as np
 
 from shardload.errors import MeshError
 from shardload.parallel.compiled_step import CompiledStep
+from shardload.parallel.given_choice import GivenLayouts, choice_for
 from shardload.parallel.hlo_collectives import collectives_in
 from shardload.parallel.programs import Kind, StepProgram, program_of
 from shardload.parallel.result import LayoutChoice
@@ -36,7 +37,7 @@ CPU_OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_
 
 def compile_step(
     model: Any,
-    choice: LayoutChoice,
+    choice: GivenLayouts,
     inputs: Any,
     *,
     target: Any = None,
@@ -51,7 +52,7 @@ def compile_step(
 
     Args:
         model: A built model, with values or from `shardload.abstract`.
-        choice: Layouts of its variables, such as `choose` returns.
+        choice: Layouts of its variables, as `choose` returns them for this model, or a plan.
         inputs: The first argument of its ``call``: one, or a nested structure of, arrays or
             ``jax.ShapeDtypeStruct``s. Each is split along its first dim over the batch axis, if it divides.
         target: What the loss compares the outputs with, likewise.
@@ -64,9 +65,11 @@ def compile_step(
             ``jax.experimental.topologies`` compile for machines that are not there.
 
     Raises:
+        LayoutError: When the layouts are for another model object, or the plan is for another model.
         MeshError: When there are too few devices.
         UninitialisedError: When the model is not built.
     """
+    choice = choice_for(model, choice)
     devices = devices_for(choice.mesh, devices)
     arrays, static = split_keywords(kwargs)
     target = None if training is None else target  # inference needs none

@@ -9,14 +9,14 @@ from typing import Any
 import jax
 
 from shardload.keras_bridge.variables import has_value, value_of
+from shardload.parallel.given_choice import GivenLayouts, choice_for
 from shardload.parallel.model_variables import all_variables
 from shardload.parallel.numbers_check import Misplaced
-from shardload.parallel.result import LayoutChoice
 from shardload.sharding.bounds import Bounds
 from shardload.sharding.layout import Layout
 
 
-def check_placement(model: Any, choice: LayoutChoice, *, devices: Sequence[Any] | None = None) -> tuple[Misplaced, ...]:
+def check_placement(model: Any, choice: GivenLayouts, *, devices: Sequence[Any] | None = None) -> tuple[Misplaced, ...]:
     """Return the variables of a live model whose shards are not those of the plan: none if all are right.
 
     Reads ``addressable_shards``: the part of the array on each device, and its bytes. Variables without a value are
@@ -24,9 +24,13 @@ def check_placement(model: Any, choice: LayoutChoice, *, devices: Sequence[Any] 
 
     Args:
         model: A model whose values are on the mesh, such as one that `shardload.load` returned.
-        choice: The plan.
+        choice: Layouts of its variables, as `choose` returns them for this model, or a plan.
         devices: One per mesh position; by default the first of ``jax.devices()``.
+
+    Raises:
+        LayoutError: When the layouts are for another model object, or the plan is for another model.
     """
+    choice = choice_for(model, choice)
     devices = tuple(jax.devices()[: choice.mesh.size]) if devices is None else tuple(devices)
     found = (
         misplaced(v.path, value_of(v), choice.of(v), devices)

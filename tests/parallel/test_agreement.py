@@ -8,9 +8,9 @@ from layout_models import LAYOUT_MODELS, MESHES, loss_for
 
 import shardload
 import shardload.optimizers
-from shardload.errors import DisagreementError, UninitialisedError
+from shardload.errors import DisagreementError, LayoutError, UninitialisedError, UsageError
 from shardload.keras_bridge.binding import bind
-from shardload.parallel import check_numbers, check_placement, choose
+from shardload.parallel import check_numbers, check_placement, choose, compile_step, search
 from shardload.sharding.mesh import MeshSpec
 
 MESH = MeshSpec.parse("2x4", axes="data,model")
@@ -116,6 +116,34 @@ def test_variables_elsewhere_are_found():
     assert len(found) == choice.sharded and found[0].found_bytes * 4 == found[0].planned_bytes
     with pytest.raises(DisagreementError, match=r"planned \(-, -\) with 16,384 bytes per device, found"):
         check_numbers(model, other, inputs, training=None).raise_if_wrong()
+
+
+def placement(model, choice, _):
+    return check_placement(model, choice)
+
+
+@pytest.mark.parametrize("check", [check_numbers, compile_step, placement])
+def test_layouts_of_another_model_object_are_refused(check):
+    inputs, x = keras.Input((64,)), np.ones((8, 64), "float32")
+    model, again = (keras.Model(inputs, keras.layers.Dense(8)(inputs)) for _ in range(2))
+    choice = choose(model, MESH)
+    with pytest.raises(LayoutError, match=r"it is for another model object\. Call shardload\.parallel\.choose\("):
+        check(again, choice, x)
+    model.layers[1].enable_lora(2)
+    with pytest.raises(LayoutError, match=r"it was made before 2 weights of it, such as 'dense.*/lora_kernel_a'"):
+        check(model, choice, x)
+    with pytest.raises(UsageError, match="Cannot take layouts from 'auto': expected a LayoutChoice or a LayoutPlan"):
+        check(model, "auto", x)
+
+
+def test_a_plan_is_as_good_as_the_layouts_chosen_by_it():
+    model, inputs, _ = LAYOUT_MODELS["subclassed"]()
+    plan = search(model, MESH, inputs=inputs, optimizer="adam")
+    choice = choose(model, MESH, plan)
+    assert compile_step(model, plan, inputs).collectives == compile_step(model, choice, inputs).collectives
+    check = check_numbers(model, plan, inputs, training=None)
+    assert check.ok and check.device_bytes == sum(v.device_bytes for v in choice.variables)
+    assert {found.path for found in check_placement(model, plan)} == {v.path for v in model.variables}
 
 
 def test_the_model_stays_as_it_was():

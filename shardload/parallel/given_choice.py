@@ -1,0 +1,58 @@
+"""The layouts that a caller hands to a check: a choice for the same model object, or a plan to choose by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from shardload.errors import LayoutError, UsageError
+from shardload.parallel.choosing import choose
+from shardload.parallel.layout_search.layout_plan import LayoutPlan
+from shardload.parallel.result import LayoutChoice
+from shardload.units import plural
+
+GivenLayouts = LayoutChoice | LayoutPlan | Callable[[Any], LayoutChoice | LayoutPlan]
+"""A choice, a plan, or a function from the model to one."""
+
+
+def choice_for(model: Any, given: GivenLayouts) -> LayoutChoice:
+    """Return the layouts of the weights of a model.
+
+    Args:
+        model: A Keras model.
+        given: As for `shardload.parallel.check_numbers`.
+
+    Raises:
+        LayoutError: When a choice is for another model object, or a plan is for another model.
+        UsageError: When it is something else.
+    """
+    match given:
+        case LayoutChoice():
+            return _checked(model, given)
+        case LayoutPlan():
+            return choose(model, given.mesh, given)
+        case type():
+            pass
+        case _ if callable(given):
+            return choice_for(model, given(model))
+    raise UsageError(
+        f"Cannot take layouts from {given!r:.80}: expected a LayoutChoice or a LayoutPlan. Call "
+        "shardload.parallel.choose(model, mesh, layout)"
+    )
+
+
+def _checked(model: Any, choice: LayoutChoice) -> LayoutChoice:
+    """Return a choice that knows all weights: others would count as replicated, and nothing would be checked."""
+    weights = list(model.weights)
+    strange = [v for v in weights if (found := choice.by_id.get(id(v))) is None or found.path != v.path]
+    if not strange:
+        return choice
+    what = (
+        "it is for another model object"
+        if len(strange) == len(weights)
+        else f"it was made before {plural(len(strange), 'weight')} of it, such as {strange[0].path!r}"
+    )
+    raise LayoutError(
+        f"Cannot use these layouts for the model {model.name!r}: {what}. Call shardload.parallel.choose(model, mesh, "
+        "layout) for this one"
+    )
