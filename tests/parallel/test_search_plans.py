@@ -107,6 +107,21 @@ def test_under_a_tight_limit_weights_are_stored_split_over_the_batch_axis_too():
     assert tight.device.total <= least
 
 
+def test_where_nothing_else_fits_small_weights_are_stored_split_too():
+    layers = [keras.layers.Dense(120, use_bias=False) for _ in range(10)]  # 56 KiB each
+    with shardload.abstract():
+        model = keras.Sequential([keras.Input((120,)), *layers])
+    plans = [
+        search(model, "8x1", batch=8, optimizer="adamw", device_memory_bytes=limit) for limit in (3 * MIB, 2 * MIB, MIB)
+    ]
+    stored = [sum(bool(v.stored) for v in plan.variables) for plan in plans]
+    assert stored[0] == 0 < stored[1] < stored[2] <= 10
+    assert all(plan.device.total <= plan.device_memory_bytes for plan in plans)
+    with pytest.raises(LayoutError, match=r"The least found is 2\d\d\.\d KiB") as error:  # 4 * 10 * 57,600 bytes / 8
+        search(model, "8x1", batch=8, optimizer="adamw", device_memory_bytes=100_000)
+    assert 288_000 < error.value.least_bytes < 300_000
+
+
 @pytest.mark.parametrize(("mesh", "heads", "groups"), [("1x4", True, True), ("1x8", True, False), ("1x2", True, True)])
 def test_grouped_heads_are_split_together_where_groups_do_not_divide(mesh, heads, groups):
     found = layouts(search(gemma(), MeshSpec.parse(mesh), batch=16, sequence=256))

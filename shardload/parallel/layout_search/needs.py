@@ -10,7 +10,7 @@ import numpy as np
 from shardload.parallel.layout_search.layout_plan import DeviceBytes
 from shardload.parallel.layout_search.problem import Assignment, Problem, WeightKind, stored_values
 from shardload.parallel.layout_search.program import UNSPLIT
-from shardload.parallel.layout_search.solving import Moment, Solution, WeightOption
+from shardload.parallel.layout_search.solving import SMALL_BYTES, Moment, Solution, WeightOption, state_bytes
 from shardload.sharding.layout import Layout
 
 
@@ -38,6 +38,12 @@ def state_of(problem: Problem, solution: Solution) -> DeviceBytes:
             gradients += local
             slots += weight.slot_bytes(Layout(problem.mesh, option.spec)) * len(weight.members)
     return DeviceBytes(round(weights), round(gradients), round(slots), 0)
+
+
+def small_bytes(problem: Problem, solution: Solution) -> float:
+    """Return the bytes on each device of weights below `SMALL_BYTES`, with their gradients and slots."""
+    small = [(w, o) for w, o in chosen(problem, solution) if w.nbytes < SMALL_BYTES]
+    return sum(len(w.members) * state_bytes(problem, w, o) for w, o in small)
 
 
 def peak(problem: Problem, solution: Solution) -> tuple[int, Moment]:

@@ -11,7 +11,7 @@ from shardload.parallel import rules as rule_sets
 from shardload.parallel.auto import place
 from shardload.parallel.layout_search.hardware import Hardware
 from shardload.parallel.layout_search.layout_plan import DeviceBytes, LayoutPlan
-from shardload.parallel.layout_search.needs import peak, state_of, weight_bytes
+from shardload.parallel.layout_search.needs import peak, small_bytes, state_of, weight_bytes
 from shardload.parallel.layout_search.optimizer_slots import checked_optimizer, needs_of
 from shardload.parallel.layout_search.problem import Problem, make_problem
 from shardload.parallel.layout_search.solving import Demand, Moment, Solution, solve
@@ -204,7 +204,10 @@ def _solved(problem: Problem, demand: Demand) -> Solution:
 
 
 def _within(problem: Problem, demand: Demand, limit: int) -> tuple[Demand, Solution]:
-    """Return the fastest solution whose peak fits, adding moments of the program until it does."""
+    """Return the fastest solution whose peak fits, adding moments of the program until it does.
+
+    Only where that finds none, small weights are stored split too.
+    """
     demand = replace(demand, limit_bytes=float(limit))
     moments: list[Moment] = []
     for _ in range(MOMENTS):
@@ -222,6 +225,8 @@ def _within(problem: Problem, demand: Demand, limit: int) -> tuple[Demand, Solut
     found, least = _least(problem, demand)
     if least.total <= limit:
         return demand, found
+    if not demand.small and least.total - small_bytes(problem, found) <= limit:
+        return _within(problem, replace(demand, small=True, buffers=()), limit)
     raise _does_not_fit(problem, least, limit)
 
 

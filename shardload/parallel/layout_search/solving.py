@@ -25,7 +25,8 @@ from shardload.parallel.layout_search.tables import differences, moves_batch
 from shardload.sharding.layout import Layout, Spec
 
 SMALL_BYTES = 1 << 16
-"""A variable of fewer bytes is not stored split where its use needs it whole: the gather costs more than it saves."""
+"""A variable of fewer bytes is not stored split where its use needs it whole: the gather costs more than it saves.
+Where nothing fits otherwise, it is, see `Demand.small`."""
 TIME_LIMIT_S = 60.0
 TIE_BREAK = 1e-4
 """Weight of time where memory is minimised: of equal memory, the faster wins."""
@@ -59,6 +60,8 @@ class Demand:
     """Per device, for weights alone."""
     storage_axes: tuple[str, ...] = ()
     """Axes that may split the storage of any large weight."""
+    small: bool = False
+    """Whether that of weights below `SMALL_BYTES` may be split too."""
     buffers: tuple[Moment, ...] = ()
     """Moments at which everything must fit."""
     forced: tuple[tuple[int, str, bool], ...] = ()
@@ -124,7 +127,7 @@ def _storage(
 
 
 def _may_store(problem: Problem, weight: WeightKind, axis: str, demand: Demand) -> bool:
-    if weight.nbytes < SMALL_BYTES:
+    if weight.nbytes < SMALL_BYTES and not demand.small:
         return False
     if axis in demand.storage_axes:
         return True
