@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
@@ -61,7 +62,21 @@ def _positive(n: int, text: str) -> int:
 
 def format_bytes(n: int) -> str:
     """Format as ``511.4 MiB``; exact below 1 KiB."""
-    return _scaled(n, 1024, ("KiB", "MiB", "GiB", "TiB", "PiB")) or f"{n} B"
+    return _bytes(n, None)
+
+
+def format_bytes_up(n: int) -> str:
+    """Format as `format_bytes` does, rounded up: whoever takes what is printed as a limit has room for ``n``."""
+    return _bytes(n, math.ceil)
+
+
+def format_bytes_down(n: int) -> str:
+    """Format as `format_bytes` does, rounded down: never the same text as `format_bytes_up` has for more bytes."""
+    return _bytes(n, math.floor)
+
+
+def _bytes(n: int, rounding: Callable[[float], int] | None) -> str:
+    return _scaled(n, 1024, ("KiB", "MiB", "GiB", "TiB", "PiB"), rounding) or f"{n} B"
 
 
 def format_count(n: int) -> str:
@@ -69,15 +84,16 @@ def format_count(n: int) -> str:
     return _scaled(n, 1000, ("k", "M", "B", "T")) or str(n)
 
 
-def _scaled(n: int, base: int, units: tuple[str, ...]) -> str:
+def _scaled(n: int, base: int, units: tuple[str, ...], rounding: Callable[[float], int] | None = None) -> str:
     """Format ``n`` in the first unit with a value below 999.95, or the last unit; empty below ``base``."""
     if abs(n) < base:
         return ""
     value, text = float(n), ""
     for unit in units:
         value /= base
-        text = f"{value:,.1f} {unit}"
-        if abs(value) < 999.95:
+        shown = value if rounding is None else rounding(value * 10) / 10
+        text = f"{shown:,.1f} {unit}"
+        if abs(shown) < 999.95:
             break
     return text
 

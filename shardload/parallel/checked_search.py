@@ -25,7 +25,7 @@ from shardload.parallel.layout_search.searching import COMPILE_HINT, check_posit
 from shardload.sharding.devices import mesh_spec
 from shardload.sharding.mesh import MeshSpec
 from shardload.typing import MeshLike
-from shardload.units import format_bytes
+from shardload.units import format_bytes, format_bytes_down, format_bytes_up
 
 ATTEMPTS = 4
 """How many plans are compiled before the limit is given up."""
@@ -193,9 +193,9 @@ def _does_not_fit(plan: LayoutPlan, step: CompiledStep, attempts: Sequence[Attem
     least = min(attempt.compiled_bytes for attempt in attempts)
     stored = plan.training and any(v.stored for v in plan.variables)
     return DoesNotFitError(
-        f"No layout on {plan.mesh} was found whose compiled step needs at most {format_bytes(limit)} per device. For "
-        f"{step.platform}, {', '.join(map(str, attempts))}: at least {format_bytes(least - limit)} too much. Use a "
-        f"larger mesh, a smaller batch, or a limit of {format_bytes(least)}"
+        f"No layout on {plan.mesh} was found whose compiled step needs at most {format_bytes_down(limit)} per device. "
+        f"For {step.platform}, {', '.join(map(str, attempts))}: at least {format_bytes(least - limit)} too much. Use a "
+        f"larger mesh, a smaller batch, or a limit of {format_bytes_up(least)}"
         + (f". {WHOLE_GRADIENTS}" if step.platform == "cpu" and stored else ""),
         least_bytes=least,
     )

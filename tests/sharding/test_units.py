@@ -4,7 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardload.units import format_bytes, format_count, format_rate, format_seconds, parse_bytes, plural
+from shardload.units import (
+    format_bytes,
+    format_bytes_down,
+    format_bytes_up,
+    format_count,
+    format_rate,
+    format_seconds,
+    parse_bytes,
+    plural,
+)
 
 
 @pytest.mark.parametrize(
@@ -51,6 +60,13 @@ def test_a_small_int_is_bytes_unless_a_least_one_is_given():
     assert parse_bytes("16B", least=1 << 20) == 16
     with pytest.raises(ValueError, match="16 means 16 bytes"):
         parse_bytes(16, least=1 << 20)
+
+
+@given(st.integers(1, 1 << 50), st.integers(1, 1 << 20))
+def test_a_limit_rounded_up_is_enough_and_never_looks_like_a_smaller_one_rounded_down(n, more):
+    assert parse_bytes(format_bytes_up(n)) >= n
+    assert format_bytes_down(n) != format_bytes_up(n + more)
+    assert (format_bytes_down(3 << 19), format_bytes_up(3 << 19)) == ("1.5 MiB", "1.5 MiB")
 
 
 @given(st.integers(1, 1 << 50))

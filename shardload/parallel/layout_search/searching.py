@@ -22,7 +22,7 @@ from shardload.sharding.devices import mesh_spec
 from shardload.sharding.layout import Spec
 from shardload.sharding.mesh import MeshSpec
 from shardload.typing import MeshLike
-from shardload.units import format_bytes
+from shardload.units import format_bytes, format_bytes_down, format_bytes_up
 
 BATCH_PER_POSITION = 8
 """Rows of the default batch for each position of the batch axis."""
@@ -254,8 +254,8 @@ def _does_not_fit(problem: Problem, least: DeviceBytes, limit: int) -> DoesNotFi
         what = "memory for the optimizer's update, whatever the mesh"
         way_out = "Use a limit of that size, or let AdamW update more of the weights (REKLS: max_dimension, adamw_for)"
     return DoesNotFitError(
-        f"No layout on {problem.mesh} needs at most {format_bytes(limit)} per device. The least found is "
-        f"{format_bytes(least.total)}: {format_bytes(state)} of weights, gradients and slots, and "
+        f"No layout on {problem.mesh} needs at most {format_bytes_down(limit)} per device. The least found is "
+        f"{format_bytes_up(least.total)}: {format_bytes(state)} of weights, gradients and slots, and "
         f"{format_bytes(least.activations)} of {what}. {way_out}{COMPILE_HINT}",
         least_bytes=least.total,
     )
