@@ -225,7 +225,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--numbers", action="store_true")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
-    os.environ.setdefault("KERAS_BACKEND", "jax")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ.setdefault("XLA_FLAGS", XLA_FLAGS)
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 

@@ -21,7 +21,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Threads of OpenBLAS wait for each other where several simulated devices decompose: a hundred times slower.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
