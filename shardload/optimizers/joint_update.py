@@ -61,7 +61,7 @@ class JointPlan:
     frequency: int = 1
     """A decomposition in steps 1, 1 + frequency, and so on."""
     decomposition: str = "eigh"
-    """``eigh``, or ``qr``: one step of QR iteration after a first ``eigh``."""
+    """``eigh``, or ``qr``: one step of QR iteration after a first ``eigh`` of each factor that is not 0."""
     dealt: bool = True
     """Whether decompositions are dealt out over the devices of the mesh."""
 
@@ -111,10 +111,30 @@ def _local(
     inputs = zip(plan.matrices, states, gradients, strict=True)
     ones = [_OneMatrix(matrix, plan.settings, state, gradient, step) for matrix, state, gradient in inputs]
     olds = [one.old_pairs() for one in ones]
+    move = _moving(plan, states)
     factors, failed = zip(*(one.new_factors(old) for one, old in zip(ones, olds, strict=True)), strict=True)
     news, kept = _decomposed(plan, factors, olds, step)
     together = zip(ones, factors, olds, news, strict=True)
-    return [one.moved(found, old, new) for one, found, old, new in together], sum(failed) + kept
+    after = [one.moved(found, old, new) for one, found, old, new in together]
+    chosen = [
+        new._replace(weight=jnp.where(moves, new.weight, old.weight), moments=_choose(moves, new.moments, old.moments))
+        for moves, new, old in zip(move, after, states, strict=True)
+    ]
+    return chosen, sum(failed) + kept
+
+
+def _moving(plan: JointPlan, states: Sequence[MatrixState]) -> Array:
+    """Return for each matrix whether its weight and moments change: not before it had a gradient that is not 0.
+
+    Its factors, which start as zeros, tell.
+    """
+    if not plan.settings.skip_first_update:
+        return jnp.ones(len(states), bool)
+    own = jnp.stack([jnp.array([jnp.any(x != 0) for x in jax.tree.leaves(state.factors)]).any() for state in states])
+    if plan.mesh is None:
+        return own
+    found: Array = jax.lax.pmax(own.astype(jnp.int32), tuple(plan.mesh.axis_names)) > 0
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +177,7 @@ class _OneMatrix:
         return Sides(*found), failed
 
     def moved(self, factors: Sides, old: Sides, new: Sides) -> MatrixState:
-        """Return the shards of everything after the step."""
+        """Return the shards of everything after the step, if it moves the weight."""
         state, specs, view = self.state, self.matrix.specs, self.matrix.view
         count = self.step.number - self.settings.skip_first_update
         moments, direction = rekls_math.moments_and_direction(
@@ -175,7 +195,6 @@ class _OneMatrix:
             decays=self.matrix.decays,
         ).astype(state.weight.dtype)
         own = shard(Moments(*map(view.array, moments)), specs.moments)
-        weight, own = _choose(count >= 1, (weight, own), (state.weight, state.moments))
         return MatrixState(weight, own, factors, shard(new, specs.pairs))
 
 
@@ -190,9 +209,11 @@ def _decomposed(
 
     def run() -> tuple[list[Eigenpairs], Array]:
         whole = [x.astype(jnp.float32) for x in gather(shards, specs)]
-        found = _decompose(plan, whole, old, step)
+        found = _decompose(plan, whole, old)
         finite = [rekls_math.is_finite(pair) for pair in found]
-        chosen = [_choose(*each) for each in zip(finite, found, old, strict=True)]
+        # Zeros have any eigenbasis; their eigenvalues would take the place of ``init_factor``.
+        taken = [is_finite & jnp.any(factor != 0) for is_finite, factor in zip(finite, whole, strict=True)]
+        chosen = [_choose(*each) for each in zip(taken, found, old, strict=True)]
         return chosen, jnp.sum(~jnp.array(finite), dtype=jnp.int32)
 
     if plan.frequency == 1:
@@ -204,13 +225,18 @@ def _decomposed(
     return pairs, kept
 
 
-def _decompose(plan: JointPlan, factors: list[Array], old: list[Eigenpairs], step: StepNumbers) -> list[Eigenpairs]:
+def _decompose(plan: JointPlan, factors: list[Array], old: list[Eigenpairs]) -> list[Eigenpairs]:
     def decompose(stack: Array, pairs: Eigenpairs) -> Eigenpairs:
         if plan.decomposition == "eigh":
             return rekls_math.eigenpairs(stack)
-        found: Eigenpairs = jax.lax.cond(
-            step.number <= 1, lambda s, _: rekls_math.eigenpairs(s), rekls_math.power_iteration, stack, pairs
-        )
+        iterated = rekls_math.power_iteration(stack, pairs)
+        is_first = jnp.all(pairs.vectors == jnp.eye(stack.shape[-1]), (-2, -1)) & jnp.any(stack != 0, (-2, -1))
+
+        def exact() -> Eigenpairs:
+            chosen: Eigenpairs = jax.vmap(_choose)(is_first, rekls_math.eigenpairs(stack), iterated)
+            return chosen
+
+        found: Eigenpairs = jax.lax.cond(is_first.any(), exact, lambda: iterated)
         return found
 
     if plan.mesh is None or not plan.dealt:

@@ -48,8 +48,9 @@ class REKLS(JointOptimizer):
         decompositions: ``"dealt"`` out over the devices of the mesh, or ``"repeated"`` on all of them.
         max_dimension: A side that is longer has no factor: the identity takes its place.
         factor_dtype: ``"float32"`` or ``"bfloat16"``, in which L and R are stored.
-        skip_first_update: Use the first step to find the eigenbases only. In exact arithmetic, the first gradient is
-            diagonal in its own eigenbasis, and all else there is rounding noise, which Adam scales to full steps.
+        skip_first_update: Use the first gradient of each matrix that is not 0 to find its eigenbases only. In exact
+            arithmetic, that gradient is diagonal in its own eigenbasis, and all else there is rounding noise, which
+            Adam scales to full steps. Until then, weight decay leaves the matrix alone too.
         init_factor: Eigenvalues before the first step. ``"rms"`` is the root mean square of the gradient, for each
             matrix in its first step with one that is not 0. With 0, as in the original, the first gradient is divided
             by ``epsilon`` and dominates the eigenvectors for 100 steps and more, see ``docs/rekls.md``.

@@ -98,6 +98,32 @@ def test_a_matrix_whose_first_gradient_is_zero(frequency, steps):
         np.testing.assert_allclose(np.trace(factor) / len(factor), expected, rtol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("options", "shape"),
+    [({}, (6, 8)), ({"init_factor": 0.1}, (6, 8)), ({"decomposition": "qr"}, (6, 6))],
+    ids=["default", "init_factor", "qr"],
+)
+def test_a_matrix_that_starts_late_skips_its_own_first_update(options, shape):
+    """A first update would turn the last bits of gradients into steps of whole learning rates."""
+    first, *others = gradients(shape, 3)
+    noise = 1 + 1e-6 * np.random.default_rng(5).uniform(-1, 1, shape).astype("float32")
+    ends = []
+    for factor in (np.float32(1), noise):
+        variables = [weight(shape), weight(shape, seed=1)]
+        optimizer, start = REKLS(1e-2, weight_decay=0.5, **options), np.asarray(variables[1].value)
+        optimizer.build(variables)
+        for late in (0 * first, factor * others[0]):
+            assert not np.any(optimizer.left_factors[1].value)
+            np.testing.assert_array_equal(optimizer.left_vectors[1].value, np.eye(6))
+            optimizer.apply([first, late], variables)
+            np.testing.assert_array_equal(variables[1].value, start)
+        assert not np.any(optimizer.velocities[1].value) and np.any(optimizer.velocities[0].value)
+        optimizer.apply([first, factor * others[1]], variables)
+        ends.append(np.asarray(variables[1].value))
+    assert np.abs(ends[0] - start).max() > 1e-3
+    np.testing.assert_allclose(ends[1], ends[0], rtol=0, atol=1e-3 * 1e-2)
+
+
 def test_steps_have_a_limit():
     """With gradients of rank 2, most of the second moment is noise, and the eigenbases turn."""
     rng, longest = np.random.default_rng(0), {}
