@@ -17,6 +17,7 @@ import jax
 import keras
 import numpy as np
 
+from shardload.errors import UsageError
 from shardload.keras_bridge.abstraction import check_initialised, initialise
 from shardload.keras_bridge.binding import binding_of
 from shardload.keras_bridge.variables import is_abstract, numbered, value_of
@@ -68,7 +69,10 @@ def check_numbers(
         LayoutError: When the layouts are for another model object, or the plan is for another model.
         UninitialisedError: When the model is not built, or variables have no value.
         MeshError: When there are too few devices.
+        UsageError: When ``steps`` is not positive.
     """
+    if steps < 1:
+        raise UsageError(f"Cannot compare a model after {steps} steps: expected a positive number as steps=")
     model = model if hasattr(model, "trainable_variables") else model()
     choice = choice_for(model, choice)
     devices = devices_for(choice.mesh, devices)

@@ -95,7 +95,8 @@ def search_compiled(
         MeshError: As `compile_step` does.
     """
     mesh = mesh_spec(mesh)
-    check_positive(batch=batch, sequence=sequence)
+    check_positive(batch=batch, sequence=sequence, device_memory_bytes=device_memory_bytes)
+    limit = None if device_memory_bytes is None else int(device_memory_bytes)
     if inputs is None:
         inputs = default_inputs(model, mesh, batch=batch, sequence=sequence, batch_axis=batch_axis)
 
@@ -124,7 +125,7 @@ def search_compiled(
             devices=devices,
         )
 
-    return first_that_fits(searched, compiled, device_memory_bytes).plan
+    return first_that_fits(searched, compiled, limit).plan
 
 
 def first_that_fits(

@@ -28,6 +28,11 @@ def checked(name, mesh="2x4", **options):
     return model, choice, check_numbers(model, choice, inputs, target=target, loss=loss_for(target), **options)
 
 
+def test_no_steps_are_refused():
+    with pytest.raises(UsageError, match="after 0 steps"):
+        checked("block", training="sgd", steps=0)
+
+
 @pytest.mark.parametrize("name", ["gemma2", "resnet", "lstm", "subclassed"])
 def test_outputs_loss_and_gradients_agree(name):
     model, choice, check = checked(name)

@@ -306,6 +306,31 @@ def test_a_model_without_variables_and_inputs_that_do_not_fit_are_refused(block)
         search(block.model, MESH, inputs=jax.ShapeDtypeStruct((8, 128, 255), "float32"))
 
 
+@pytest.mark.parametrize("read", [float, np.asarray, bool])
+def test_a_model_that_reads_values_is_told_so(read):
+    class Reads(keras.Sequential):
+        def call(self, x):
+            return super().call(x) * read(x[0, 0])
+
+    model = Reads([keras.Input((64,)), keras.layers.Dense(128)])
+    with pytest.raises(LayoutError, match=r"(Concretization|Tracer).*Its call reads values .* use keras\.ops") as error:
+        search(model, MESH, inputs=np.zeros((8, 64), "float32"))
+    assert "Pass inputs=" not in str(error.value)
+
+
+def test_the_batch_that_a_model_fixes_is_planned_for_and_none_is_refused():
+    layers = [keras.layers.Dense(128)]
+    model = keras.Sequential([keras.Input((64,), batch_size=6), *layers])
+    assert search(model, MESH).inputs == "float32[6, 64]"
+    with pytest.raises(LayoutError, match=r"on inputs float32\[0, 64\]: a dim is 0"):
+        search(keras.Sequential([keras.Input((64,)), *layers]), MESH, inputs=np.zeros((0, 64), "float32"))
+
+
+def test_a_limit_may_be_an_integer_of_numpy(block):
+    plan = search(block.model, MESH, inputs=block.inputs, device_memory_bytes=np.int64(2**32))
+    assert type(plan.device_memory_bytes) is int and json.loads(json.dumps(plan.device_memory_bytes)) == 2**32
+
+
 @pytest.mark.parametrize(
     "wrong", [{"batch": 0}, {"sequence": -1}, {"device_memory_bytes": "16GiB"}, {"device_memory_bytes": 0}]
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import Any
 
 from shardload.errors import DoesNotFitError, LayoutError
@@ -63,7 +64,7 @@ def search(
         inputs: The first argument of a call, as arrays or ``jax.ShapeDtypeStruct``; by default what a functional model
             declares, with ``batch`` rows and ``sequence`` for every other open dim (512).
         arguments: Other arguments of a call, by name.
-        batch: Rows of the default inputs, over all devices.
+        batch: Rows of the default inputs, over all devices, where the model does not fix them.
         sequence: Length of open dims of the default inputs.
         optimizer: Plan a training step with this optimizer, a name or an instance; by default, plan inference.
         device_memory_bytes: Hard limit for weights, gradients, slots and activations of each device.
@@ -120,7 +121,7 @@ def check_positive(**numbers: Any) -> None:
         LayoutError: Naming the first that is neither.
     """
     for name, number in numbers.items():
-        if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
+        if number is not None and (isinstance(number, bool) or not isinstance(number, Integral) or number < 1):
             raise LayoutError(f"Cannot plan with {name}={number!r}: expected a positive integer")
 
 
@@ -148,6 +149,7 @@ def plan_problem(model: Any, problem: Problem, *, inputs: Any, batch_axis: str, 
         DoesNotFitError: When no layout keeps the limit.
         LayoutError: When pins contradict each other.
     """
+    limit = None if limit is None else int(limit)  # NumPy's integers are none of JSON's
     demand = Demand(storage_axes=tuple(_storage_axes(problem.mesh, limit)))
     if limit is None:
         demand, solution = _best_product(problem, demand)

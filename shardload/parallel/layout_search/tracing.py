@@ -20,6 +20,13 @@ from shardload.parallel.layout_search.reading import arguments_of, read
 DEFAULT_SEQUENCE = 512
 """Length of dims that a model leaves open, where the caller does not give inputs."""
 
+OTHER_INPUTS = "Pass inputs= that the model accepts, or another length of its open dims as sequence= (--sequence)"
+VALUES_NEEDED = (
+    "Its call reads values of tensors, by float(), if, or NumPy, and a search knows shapes alone: use keras.ops "
+    "(where, cond) instead; jit_compile=True needs the same"
+)
+"""The ways out where a model cannot be traced."""
+
 
 @dataclass(frozen=True, slots=True)
 class Traced:
@@ -38,7 +45,7 @@ def input_specs(model: Any, *, batch: int, sequence: int | None = None) -> Any:
 
     Args:
         model: A Keras model.
-        batch: Length of the first dim.
+        batch: Length of the first dim, where the model does not fix it.
         sequence: Length of every other dim that the model leaves open; `DEFAULT_SEQUENCE` by default, or the number
             of positions that the model has if that is smaller.
 
@@ -55,8 +62,9 @@ def input_specs(model: Any, *, batch: int, sequence: int | None = None) -> Any:
     length = sequence or min([DEFAULT_SEQUENCE, *positions_of(model)])
 
     def spec(tensor: Any) -> jax.ShapeDtypeStruct:
-        rest = [length if n is None else n for n in tensor.shape[1:]]
-        return jax.ShapeDtypeStruct((batch, *rest), tensor.dtype)
+        first, *rest = tensor.shape
+        open_dims = [length if n is None else n for n in rest]
+        return jax.ShapeDtypeStruct((first or batch, *open_dims), tensor.dtype)
 
     return jax.tree.map(spec, inputs, is_leaf=lambda leaf: hasattr(leaf, "shape"))
 
@@ -135,6 +143,8 @@ def record(model: Any, inputs: Any, *, training: bool, arguments: Mapping[str, A
     state = tuple([jax.ShapeDtypeStruct(tuple(v.shape), v.dtype) for v in group] for group in (trainable, other))
     specs = as_specs((inputs, dict(arguments or {})))
     leaves, structure = jax.tree.flatten(specs)
+    if any(0 in getattr(leaf, "shape", ()) for leaf in leaves):
+        raise LayoutError(f"Cannot trace {model.name!r} on inputs {described(specs[0])}: a dim is 0, expected examples")
     _check_arguments(model, arguments or {})
     arrays = [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
     step = _step(model, leaves, structure, training=training)
@@ -143,7 +153,7 @@ def record(model: Any, inputs: Any, *, training: bool, arguments: Mapping[str, A
     except Exception as error:
         raise LayoutError(
             f"Cannot trace {model.name!r} on inputs {described(specs[0])}: {type(error).__name__}: {_reason(error)}. "
-            "Pass inputs= that the model accepts, or another length of its open dims as sequence= (--sequence)"
+            f"{VALUES_NEEDED if isinstance(error, jax.errors.JAXTypeError) else OTHER_INPUTS}"
         ) from error
     return Recorded((*trainable, *other), len(trainable), closed, training)
 
