@@ -9,7 +9,7 @@ from typing import Any
 
 from shardload.errors import DisagreementError
 from shardload.sharding.mesh import MeshSpec
-from shardload.units import format_bytes
+from shardload.units import format_bytes, plural
 
 _SHOWN = 5
 
@@ -28,6 +28,8 @@ class ComparedArray:
     """Largest absolute difference; infinite if one of the two is not finite where the other is."""
     allowed: float
     """Largest absolute difference that rounding explains."""
+    undefined: int = 0
+    """Elements that prove nothing: NaN on one device too, or infinite where no element is finite."""
 
     @property
     def max_rel(self) -> float:
@@ -35,11 +37,21 @@ class ComparedArray:
         return self.max_abs / self.largest if self.largest else (math.inf if self.max_abs else 0.0)
 
     @property
+    def differs(self) -> bool:
+        """Whether there is a difference that rounding does not explain."""
+        return self.max_abs > self.allowed
+
+    @property
     def agrees(self) -> bool:
-        """Whether rounding explains the difference."""
-        return self.max_abs <= self.allowed
+        """Whether rounding explains the difference, and every element could be compared."""
+        return not self.differs and not self.undefined
 
     def __str__(self) -> str:
+        if self.undefined and not self.differs:
+            return (
+                f"{self.name} ({self.dtype}): {self.undefined:,} of {plural(self.elements, 'element')} cannot be "
+                "compared, NaN or infinite on one device too"
+            )
         return (
             f"{self.name} ({self.dtype}): differs by {self.max_abs:.2e} of {self.largest:.2e}, allowed "
             f"{self.allowed:.2e}"
@@ -85,7 +97,7 @@ class NumbersCheck:
 
     @property
     def wrong(self) -> tuple[ComparedArray, ...]:
-        """Comparisons whose difference rounding does not explain, the largest first."""
+        """Comparisons whose difference rounding does not explain, or that prove nothing, the largest first."""
         found = [c for c in self.comparisons if not c.agrees]
         return tuple(sorted(found, key=lambda c: -c.max_rel))
 
@@ -105,16 +117,29 @@ class NumbersCheck:
         lines = [str(found) for found in (*self.wrong, *self.misplaced)]
         more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
         raise DisagreementError(
-            f"Cannot rely on this layout on {self.mesh}: {len(self.wrong)} of {len(self.comparisons)} results differ "
-            f"from one device by more than rounding, {len(self.misplaced)} of {self.variables} variables are not where "
-            "they were planned:\n  " + "\n  ".join(lines[:_SHOWN]) + more
+            f"Cannot rely on this layout on {self.mesh}: {', '.join(self._problems())}:\n  "
+            + "\n  ".join(lines[:_SHOWN])
+            + more
         )
+
+    def _problems(self) -> list[str]:
+        differ = sum(c.differs for c in self.wrong)
+        undefined, results = len(self.wrong) - differ, plural(len(self.comparisons), "result")
+        found = {
+            f"{differ} of {results} differ from one device by more than rounding": differ,
+            f"{undefined} of {results} cannot be compared, as they are not finite on one device either (check the "
+            "values of the model and the inputs)": undefined,
+            f"{len(self.misplaced)} of {plural(self.variables, 'variable')} are not where they were planned": len(
+                self.misplaced
+            ),
+        }
+        return [problem for problem, count in found.items() if count]
 
     def summary(self) -> str:
         """Return a few lines for people."""
         lines = [
-            f"{'equal to' if not self.wrong else 'DIFFERENT from'} one device on {self.mesh}: {len(self.comparisons)} "
-            f"results compared, {len(self.wrong)} wrong",
+            f"{self._verdict()} one device on {self.mesh}: {len(self.comparisons)} results compared, "
+            f"{len(self.wrong)} wrong",
             f"{self.variables} variables where planned, {format_bytes(self.device_bytes)} on each device"
             if not self.misplaced
             else f"{len(self.misplaced)} of {self.variables} variables NOT where planned",
@@ -122,6 +147,11 @@ class NumbersCheck:
         kinds = {c.name.partition(" of ")[0].partition("/")[0]: c for c in sorted(self.comparisons, key=_share)}
         shown = self.wrong[:_SHOWN] or tuple(kinds.values())
         return "\n".join([*lines, *(f"  {found}" for found in (*shown, *self.misplaced[:_SHOWN]))])
+
+    def _verdict(self) -> str:
+        if any(c.differs for c in self.wrong):
+            return "DIFFERENT from"
+        return "NOT COMPARABLE with" if self.wrong else "equal to"
 
     def to_json(self) -> dict[str, Any]:
         """Return an object for programs."""

@@ -12,6 +12,7 @@ from shardload.keras_bridge.variables import has_value, value_of
 from shardload.parallel.given_choice import GivenLayouts, choice_for
 from shardload.parallel.model_variables import all_variables
 from shardload.parallel.numbers_check import Misplaced
+from shardload.parallel.result import LayoutChoice
 from shardload.sharding.bounds import Bounds
 from shardload.sharding.layout import Layout
 
@@ -32,12 +33,17 @@ def check_placement(model: Any, choice: GivenLayouts, *, devices: Sequence[Any] 
     """
     choice = choice_for(model, choice)
     devices = tuple(jax.devices()[: choice.mesh.size]) if devices is None else tuple(devices)
-    found = (
-        misplaced(v.path, value_of(v), choice.of(v), devices)
+    return tuple(misplaced_by_id(model, choice, devices).values())
+
+
+def misplaced_by_id(model: Any, choice: LayoutChoice, devices: Sequence[Any]) -> dict[int, Misplaced]:
+    """Return the variables of a live model whose shards are not those of the choice, by ``id``."""
+    found = {
+        key: misplaced(v.path, value_of(v), choice.of(v), devices)
         for key, v in all_variables(model).items()
         if key in choice.by_id and has_value(v)
-    )
-    return tuple(one for one in found if one is not None)
+    }
+    return {key: one for key, one in found.items() if one is not None}
 
 
 def misplaced(path: str, array: Any, layout: Layout, devices: Sequence[Any]) -> Misplaced | None:

@@ -6,6 +6,9 @@ arithmetic, steps of Adam that depend on a sign. So it is measured: every weight
 of the model's coarsest dtype, up or down by a seeded coin, and the model runs again on one device; three times, and
 fifteen times where these do not explain a difference.
 
+NaN is equal to nothing: a result that is NaN on one device too, or infinite everywhere, proves nothing, and counts as
+wrong. Infinite elements among finite ones, such as masked logits, must be the same.
+
 Allowed is a difference of 8 times the largest movement of the same array, and never less than 8 units in the last place
 of its largest value: 8 = √64 is how far 64 independent roundings add up. The loss is one sum over all n elements of
 the output, whose order alone moves it by √n roundings of float32; these are allowed, too.
@@ -70,12 +73,14 @@ def compare(name: str, found: Any, moved: Sequence[Any], expected: Any, *, eps: 
     elements, dtype = math.prod(expected.shape), str(expected.dtype)
     if not jnp.issubdtype(expected.dtype, jnp.floating):
         return ComparedArray(name, dtype, elements, 1.0, float(not np.array_equal(found, expected)), 0.0)
-    finite = _doubles(expected)
-    largest = float(np.abs(finite[np.isfinite(finite)]).max(initial=0.0))
+    values = _doubles(expected)
+    finite = values[np.isfinite(values)]
+    largest = float(np.abs(finite).max(initial=0.0))
     order = math.sqrt(terms) * float(np.finfo("float32").eps) / 2 * largest if terms > 1 else 0.0
     movement = max(_difference(each, expected) for each in moved)
     allowed = max(MARGIN * movement, MARGIN * eps * largest, order)
-    return ComparedArray(name, dtype, elements, largest, _difference(found, expected), allowed)
+    undefined = int(np.isnan(values).sum()) if finite.size else elements
+    return ComparedArray(name, dtype, elements, largest, _difference(found, expected), allowed, undefined)
 
 
 def _difference(found: Any, expected: Any) -> float:

@@ -123,6 +123,45 @@ def test_variables_elsewhere_are_found():
         check_numbers(model, other, inputs, training=None).raise_if_wrong()
 
 
+def test_a_model_on_its_mesh_by_another_plan_counts_each_variable_once():
+    model, inputs, target = LAYOUT_MODELS["subclassed"]()
+    model.compile("adam", "mse")
+    other = choose(model, MESH, "replicated")
+    bind(model, mesh=MESH, devices=jax.devices(), layouts=choose(model, MESH).layouts)
+    check = check_numbers(model, other, inputs, target=target, loss=loss_for(target), training="adam")
+    assert check.variables > len(model.variables)
+    assert {m.path for m in check.misplaced} <= {v.path for v in model.variables}
+    assert 0 < len(check.misplaced) == len({m.path for m in check.misplaced}) and not check.wrong
+    plan = search(model, MESH, inputs=inputs).with_checks(numbers=check)
+    said = f"equal to one device; {len(check.misplaced)} of {check.variables} variables NOT where planned ("
+    assert said in str(plan) and str(plan).count("NOT") == 1
+
+
+@pytest.mark.parametrize("where", ["weights", "inputs"])
+def test_what_is_nan_on_one_device_proves_nothing(where):
+    inputs, x = keras.Input((64,)), np.ones((8, 64), "float32")
+    model = keras.Model(inputs, keras.layers.Dense(8, name="head")(inputs))
+    if where == "weights":
+        model.layers[1].kernel.assign(np.full((64, 8), np.nan))
+    else:
+        x[:4] = np.nan
+    check = check_numbers(model, choose(model, MESH), x, training=None)
+    (output,) = check.wrong
+    assert not check.ok and output.undefined == (64 if where == "weights" else 32) and check.movements == 3
+    assert check.summary().startswith("NOT COMPARABLE with one device")
+    with pytest.raises(
+        DisagreementError, match=r"1 of 1 result cannot be compared, as they are not finite .*\n.*NaN or"
+    ):
+        check.raise_if_wrong()
+
+
+def test_masked_logits_may_be_infinite():
+    inputs = keras.Input((8,))
+    masked = keras.layers.Lambda(lambda y: keras.ops.where(keras.ops.arange(8) < 4, y, -np.inf))
+    model = keras.Model(inputs, masked(keras.layers.Dense(8)(inputs)))
+    assert check_numbers(model, choose(model, MESH), np.ones((8, 8), "float32"), training=None).ok
+
+
 def placement(model, choice, _):
     return check_placement(model, choice)
 

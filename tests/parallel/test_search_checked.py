@@ -101,7 +101,7 @@ def test_a_wrong_result_is_in_the_plan_too(model):
     wrong = [type(c)(c.name, c.dtype, c.elements, c.largest, 1.0, 0.5) for c in check.comparisons]
     numbers = plan.with_checks(numbers=type(check)(MESH, tuple(wrong), (), 6, 1, {})).numbers
     assert not numbers.ok and numbers.wrong == ("output",) and numbers.largest_share == 2
-    assert "1 of 1 result DIFFER from one device (output)" in numbers.line()
+    assert "1 of 1 result NOT equal to one device (output)" in numbers.line()
 
 
 def test_a_check_on_another_mesh_is_refused(model):

@@ -83,7 +83,7 @@ class ComparedNumbers:
     results: int
     """Outputs, losses, gradients and variables that were compared."""
     wrong: tuple[str, ...]
-    """Those that differ by more than rounding, by name."""
+    """Those that differ by more than rounding or cannot be compared, by name."""
     largest_share: float
     """The largest difference, as a share of what rounding explains."""
     variables: int
@@ -124,7 +124,15 @@ class ComparedNumbers:
                 f"numbers: {plural(self.results, 'result')} equal to one device, within {self.largest_share:.2f} of "
                 f"what rounding explains; {placed}"
             )
-        return (
-            f"numbers: {len(self.wrong)} of {plural(self.results, 'result')} DIFFER from one device "
-            f"({', '.join(self.wrong[:3])}), {len(self.misplaced)} of {plural(self.variables, 'variable')} misplaced"
-        )
+        results = plural(self.results, "result")
+        said = f"{results} equal to one device"
+        if self.wrong:
+            said = f"{len(self.wrong)} of {results} NOT equal to one device ({_first(self.wrong)})"
+        if self.misplaced:
+            of = plural(self.variables, "variable")
+            placed = f"{len(self.misplaced)} of {of} NOT where planned ({_first(self.misplaced)})"
+        return f"numbers: {said}; {placed}"
+
+
+def _first(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
