@@ -15,8 +15,9 @@ from shardload.parallel import model_variables
 from shardload.parallel import rules as rule_sets
 from shardload.parallel.auto import decide_layouts
 from shardload.parallel.gathering import gathered_outputs
-from shardload.parallel.layout_search.layout_plan import LayoutPlan, PlannedVariable
+from shardload.parallel.layout_search.layout_plan import LayoutPlan
 from shardload.parallel.layout_search.searching import search
+from shardload.parallel.plan_matching import planned_variables
 from shardload.parallel.result import LayoutChoice, VariableLayout
 from shardload.parallel.role import Role, Wants
 from shardload.parallel.roles import roles
@@ -107,30 +108,11 @@ def _plan(model: Any, mesh: MeshSpec, layout: Any) -> LayoutPlan | None:
     return None
 
 
-def _planned(model: Any, plan: LayoutPlan) -> list[tuple[Any, PlannedVariable]]:
-    """Pair the variables of a model with those of a plan: by path, or in order where layers have new numbers."""
-    by_path = {v.path: v for v in plan.variables}
-    variables = list(model.variables)
-    same_order = [v.path for v in variables] == [v.path for v in plan.variables]
-    renamed = not all(v.path in by_path for v in variables)
-    if (same_order or renamed) and [tuple(v.shape) for v in variables] == [v.shape for v in plan.variables]:
-        return list(zip(variables, plan.variables, strict=True))  # several variables may have one path
-    for variable in variables:
-        found = by_path.get(variable.path)
-        if found is None or found.shape != tuple(variable.shape):
-            raise LayoutError(
-                f"Cannot use the plan of {plan.model!r} for {model.name!r}: {variable.path!r} "
-                + ("is not in the plan" if found is None else f"has shape {tuple(variable.shape)}, not {found.shape}")
-                + ". Plan this model with shardload.parallel.search"
-            )
-    return [(v, by_path[v.path]) for v in variables]
-
-
 def _by_plan(model: Any, mesh: MeshSpec, plan: LayoutPlan) -> LayoutChoice:
     if plan.mesh != mesh:
         raise LayoutError(f"Cannot use the plan for {plan.mesh} on the mesh {mesh}. Plan again for this mesh")
     fixed, uses = {}, {}
-    for variable, found in _planned(model, plan):
+    for variable, found in planned_variables(model, plan):
         fixed[id(variable)] = VariableLayout.of(variable, Layout(mesh, found.spec), f"search: {found.reason}")
         if found.stored:
             uses[id(variable)] = Layout(mesh, found.used)

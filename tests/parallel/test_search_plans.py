@@ -270,6 +270,41 @@ def test_a_plan_is_for_a_model_that_is_built_again_too(trained):
     assert [str(v.layout) for v in choice.variables] == list(layouts(trained).values())
 
 
+def chain(*names):
+    y = inputs = keras.Input((64,))
+    for name in names:
+        y = keras.layers.Dense(64, name=name)(y)
+    return keras.Model(inputs, y)
+
+
+@pytest.fixture(scope="module")
+def chained():
+    return search(chain("up_0", "up_1", "up_2"), MESH, batch=32, pins={"up_1/kernel": ("batch", "model")})
+
+
+@pytest.mark.parametrize(
+    ("names", "pinned"),
+    [
+        (("up_1", "up_0", "up_2"), "up_1"),  # by path
+        (("up_4", "up_5", "up_9"), "up_5"),  # numbered again
+        (("up_1", "up_2", "up_3"), "up_2"),  # likewise, although some paths are in the plan
+        (("a", "b", "c"), "b"),  # named otherwise
+    ],
+)
+def test_variables_take_the_layout_of_their_path_or_of_their_place(chained, names, pinned):
+    model = chain(*names)
+    choice = choose(model, MESH, chained)
+    found = [v.path for v in model.variables if str(choice.of(v)) == "(batch, model)"]
+    assert found == [f"{pinned}/kernel"]
+
+
+@pytest.mark.parametrize("names", [("up_1", "x", "up_2"), ("up_5", "up_1", "up_0")])
+def test_where_some_paths_are_in_the_plan_the_others_are_named(chained, names):
+    missing = next(name for name in names if name in ("x", "up_5"))
+    with pytest.raises(LayoutError, match=f"Cannot use the plan .*: '{missing}/kernel' is not in the plan, '{missing}"):
+        choose(chain(*names), MESH, chained)
+
+
 def test_a_plan_becomes_a_layout_map_and_partition_specs(block, trained):
     devices = keras.distribution.DeviceMesh((2, 4), ["batch", "model"], devices=[f"cpu:{i}" for i in range(8)])
     layout_map = trained.to_layout_map(devices)
