@@ -1,9 +1,10 @@
 """Which variables REKLS treats as matrices, how, and the bytes of their state: arithmetic on shapes.
 
     Dense            (D, F)              D × F
-    query            (D, H, K)           D × H·K          the largest of three dims forms one side by itself
+    query            (D, H, K)           D × H·K          the largest of three dims (the first, of equals)
+                                                          forms one side by itself
     query of Gemma   (H, D, K)           D × H·K
-    attention output (H, K, D)           H·K × D
+    attention output (H, K, D)           H·K × D          where D is the largest
     Conv2D           (h, w, in, out)     h·w·in × out
 
 The view follows from the shape alone, never from a layout, so state that was saved on one mesh fits any other.
@@ -17,13 +18,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from shardload.errors import UsageError
 from shardload.units import plural
 
 MAX_DIMENSION = 10_000
 """As SOAP has it: the decomposition of a larger factor takes minutes."""
-EMBEDDINGS = ("embedding",)
-"""As `keras.optimizers.Muon` has it: few rows of an embedding have a gradient in each step."""
+ADAMW_FOR = ("embedding", r"(^|/)bias$")
+"""As `keras.optimizers.Muon` has it: few rows of an embedding have a gradient in each step. Some biases have two dims
+(heads, or the two of a GRU), but no rows and columns that belong together."""
 _FLOAT32_BYTES = 4
 _SHOWN = 5
 
@@ -74,7 +78,7 @@ class MatrixRules:
 
     max_dimension: int = MAX_DIMENSION
     """A longer side is the identity; with two of them, the variable is not a matrix."""
-    adamw_for: tuple[str, ...] = EMBEDDINGS
+    adamw_for: tuple[str, ...] = ADAMW_FOR
     """Regular expressions, without regard to case; a variable whose path contains one is not a matrix."""
     row_dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Regular expressions for paths, and the dims that form the rows there."""
@@ -104,7 +108,7 @@ class MatrixRules:
         Raises:
             UsageError: When one matches no path.
         """
-        own = [("adamw_for", pattern) for pattern in self.adamw_for if pattern not in EMBEDDINGS]
+        own = [("adamw_for", pattern) for pattern in self.adamw_for if pattern not in ADAMW_FOR]
         for argument, pattern in own + [("row_dims", pattern) for pattern in self.row_dims]:
             if not any(_matches(pattern, path) for path in paths):
                 raise UsageError(
@@ -133,6 +137,12 @@ def _check_row_dims(path: str, shape: Sequence[int], dims: Sequence[int]) -> Non
         )
 
 
+def _positive(name: str, numbers: Any) -> tuple[int, ...]:
+    if not isinstance(numbers, tuple | list) or not all(isinstance(n, int | np.integer) and n > 0 for n in numbers):
+        raise UsageError(f"Cannot count state with {name}={numbers!r}: expected positive integers, such as (64, 32)")
+    return tuple(int(n) for n in numbers)
+
+
 def state_bytes(
     shape: Sequence[int],
     parts: Sequence[int] | None = None,
@@ -147,17 +157,22 @@ def state_bytes(
     Args:
         shape: Of the variable.
         parts: Into how many parts its layout splits each dim, as `Layout.parts`; k is their product. By default 1.
-        path: Of the variable: embeddings get AdamW.
+        path: Of the variable: embeddings and biases get AdamW.
         max_dimension: As for `REKLS`.
         factor_bytes: Bytes per element of the factors L and R: 4, or 2 with ``factor_dtype="bfloat16"``.
-        rules: Replaces ``max_dimension`` and the default choice of embeddings.
+        rules: Replaces ``max_dimension`` and the default patterns.
 
     Returns:
         Bytes of both moments, factors, eigenvectors and eigenvalues. A factor whose length is not divisible by k counts
         whole, as ``uneven="replicate"`` stores it.
+
+    Raises:
+        UsageError: When shape or parts are not tuples of positive integers, or the parts do not divide the shape.
     """
-    shape = tuple(shape)
-    devices = math.prod(parts or ())
+    shape, parts = _positive("shape", shape), _positive("parts", (1,) if parts is None else parts)
+    if parts != (1,) and (len(parts) != len(shape) or any(n % k for n, k in zip(shape, parts, strict=True))):
+        raise UsageError(f"Cannot split the shape {shape} into the parts {parts}: expected a divisor of each dim")
+    devices = math.prod(parts)
     view = (rules or MatrixRules(max_dimension)).view(path, shape)
     total = 2 * _FLOAT32_BYTES * math.prod(shape) // devices
     for side in view.factor_sides if view else ():

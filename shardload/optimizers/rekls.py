@@ -17,7 +17,7 @@ from shardload.keras_bridge.joint_optimizer import JointOptimizer, in_place_of
 from shardload.keras_bridge.keras_types import Variable
 from shardload.keras_bridge.variables import stored_dtype
 from shardload.optimizers.joint_update import JointPlan, Matrix, MatrixState
-from shardload.optimizers.matrices import EMBEDDINGS, MAX_DIMENSION, MatrixView
+from shardload.optimizers.matrices import ADAMW_FOR, MAX_DIMENSION, MatrixView
 from shardload.optimizers.options import RMS, AdamwFor, Options, check_number, check_rate
 from shardload.optimizers.rekls_math import Eigenpairs, Moments, Sides
 from shardload.optimizers.state import FACTOR_SLOTS, SLOTS, along_first, check_variable, common_mesh, new_slots, spec_of
@@ -88,7 +88,7 @@ class REKLS(JointOptimizer):
         init_factor: float | str = RMS,
         relative_epsilon: float = 0.01,
         limit_updates: bool = True,
-        adamw_for: AdamwFor = EMBEDDINGS,
+        adamw_for: AdamwFor = ADAMW_FOR,
         adamw_ratio: float = 1.0,
         row_dims: Mapping[str, Sequence[int]] | None = None,
         uneven: str = "error",

@@ -49,6 +49,20 @@ def test_row_dims_that_are_wrong(dims):
         MatrixRules(row_dims={"kernel": dims}).view("kernel", (4, 6))
 
 
+@pytest.mark.parametrize("path", ["attention/query/bias", "gru/gru_cell/bias", "bias"])
+def test_biases_are_no_matrices_whatever_their_dims(path):
+    assert MatrixRules().view(path, (8, 64)) is None
+    assert MatrixRules().view("debias/kernel", (8, 64)) is not None
+
+
+@pytest.mark.parametrize(
+    "arguments", [((4, -4),), ((0, 8),), ((4.0, 4),), (5,), (("4", 4),), ((4, 4), 8), ((4, 4), (8,)), ((4, 4), (1, 3))]
+)
+def test_state_of_what_cannot_be(arguments):
+    with pytest.raises(UsageError, match="expected"):
+        state_bytes(*arguments)
+
+
 def test_state_bytes():
     square = 8 * (64 * 128 + 64 * 64 + 128 * 128) + 4 * (64 + 128)
     assert state_bytes((64, 128)) == square
