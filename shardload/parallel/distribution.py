@@ -33,7 +33,7 @@ from shardload.parallel.layout_search.searching import search
 from shardload.parallel.result import LayoutChoice
 from shardload.parallel.roles import by_shape
 from shardload.parallel.rules import check_output_rules
-from shardload.sharding.devices import has_mesh, resolve_devices
+from shardload.sharding.devices import has_mesh, planned_mesh, resolve_devices
 from shardload.sharding.mesh import MeshSpec
 from shardload.typing import LayoutLike, MeshLike
 
@@ -84,6 +84,8 @@ class AutoShardDistribution(keras.distribution.ModelParallel):  # type: ignore[m
             )
         if mesh is None and has_mesh(layout):
             mesh = cast("MeshLike", layout)
+        elif mesh is None:
+            mesh = planned_mesh(layout)
         placed = resolve_devices(mesh, axes=axes, devices=devices)
         spec, found = placed.mesh, placed.devices
         rules = distributions.activation_layouts(layout) if _is_layout_map(layout) else None

@@ -11,7 +11,7 @@ from shardload.hub import fidelity
 from shardload.mapping import Items
 from shardload.pipeline import arguments
 from shardload.progress import ProgressLike, as_progress
-from shardload.sharding.devices import has_mesh, mesh_of
+from shardload.sharding.devices import has_mesh, mesh_of, planned_mesh
 from shardload.typing import DTypeLike, LayoutLike, MeshLike, PathLike
 from shardload.units import UNIT_NEEDED
 
@@ -123,6 +123,8 @@ class LoadRequest:
             layout = cast("LayoutLike", mesh)
         elif mesh is None and self.devices is None and has_mesh(layout) and mesh_of(layout) is not None:
             mesh = cast("MeshLike", layout)
+        elif mesh is None:
+            mesh = cast("MeshLike", planned_mesh(layout))
         return replace(
             self,
             mesh=mesh,

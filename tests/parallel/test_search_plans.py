@@ -282,6 +282,13 @@ def chained():
     return search(chain("up_0", "up_1", "up_2"), MESH, batch=32, pins={"up_1/kernel": ("batch", "model")})
 
 
+def test_a_plan_brings_its_mesh(chained, tmp_path):
+    assert shardload.AutoShardDistribution(layout=chained).mesh == MESH
+    model = chain("up_0", "up_1", "up_2")
+    model.save_weights(tmp_path / "one.weights.h5")
+    assert shardload.load_weights(model, tmp_path / "one.weights.h5", layout=chained).mesh == str(MESH)
+
+
 @pytest.mark.parametrize(
     ("names", "pinned"),
     [
