@@ -70,10 +70,16 @@ class JointOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         """Update variables, after a check of their gradients.
 
         Raises:
-            MismatchError: When a gradient has another shape than its variable; nothing has changed then.
+            MismatchError: When there are more or fewer gradients than variables, or one has another shape than its
+                variable; nothing has changed then.
         """
         variables = self.trained if trainable_variables is None else list(trainable_variables)
-        for gradient, variable in zip(grads, variables, strict=False):  # Keras checks their numbers
+        if len(grads) != len(variables) and self.built:
+            raise MismatchError(
+                f"Cannot update {len(variables)} variables with {self.name!r} and {len(grads)} gradients: expected one "
+                "for each, None where a variable has none"
+            )
+        for gradient, variable in zip(grads, variables, strict=False):  # not built: apply() of Keras needs variables
             if gradient is not None and np.shape(gradient) != tuple(variable.shape):
                 raise MismatchError(
                     f"Cannot update {variable.path!r} of shape {tuple(variable.shape)} with {self.name!r}: its "

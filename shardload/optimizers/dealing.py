@@ -1,4 +1,6 @@
-"""Deal decompositions out over devices: each decomposes its share of the factors, then all get all eigenpairs.
+"""Put matrices into batches, and deal the decompositions of a batch out over devices.
+
+Each device decomposes its share of the factors, then all get all eigenpairs.
 
 six factors of 64, three of 32, four devices
 device 0   64 64          device 2   64    32
@@ -30,6 +32,27 @@ class Deal:
     """Their positions among all factors."""
     hands: tuple[tuple[int, ...], ...]
     """For each device, positions in ``factors``. Numbers of them differ by one at most."""
+
+
+def batched(sides: Sequence[tuple[int, int]], sizes: Sequence[int], limit: int) -> tuple[tuple[int, ...], ...]:
+    """Put matrices into batches of at most ``limit`` bytes, or of one matrix.
+
+    Those of one shape, or its transpose, come together: their decompositions are easily dealt out.
+
+    Args:
+        sides: Rows and columns of each matrix.
+        sizes: Bytes of each.
+        limit: Of the bytes of a batch.
+    """
+    found: list[tuple[int, ...]] = []
+    room = 0
+    for place in sorted(range(len(sizes)), key=lambda place: sorted(sides[place])):
+        if not found or sizes[place] > room:
+            found.append(())
+            room = limit
+        found[-1] += (place,)
+        room -= sizes[place]
+    return tuple(found)
 
 
 def deal(sizes: Sequence[int], devices: int) -> tuple[Deal, ...]:

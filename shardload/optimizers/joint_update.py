@@ -4,6 +4,9 @@
     shard of L, W          ─► element by element, with the device's slice of what the arithmetic gives
     whole L, R             ─► dealt out: each device decomposes its share ─► eigenpairs to all devices
 
+Matrices are updated in batches, one after the other, so that only one batch is whole at a time. Each batch is a
+`jax.lax.cond`, whose memory XLA frees at its end; of barriers between batches, its scheduler on CPU takes no notice.
+
 The gathers are written out in a `jax.shard_map`: a partitioner left to itself splits the inner products, and rounding
 differs from layout to layout. So results are the same bits for every way to split W on one mesh.
 """
@@ -11,7 +14,7 @@ differs from layout to layout. So results are the same bits for every way to spl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -56,6 +59,8 @@ class JointPlan:
 
     matrices: tuple[Matrix, ...]
     settings: Settings
+    batches: tuple[tuple[int, ...], ...]
+    """Which matrices are whole at the same time, by position; see `batched`."""
     mesh: Mesh | None
     """`None` on one device."""
     frequency: int = 1
@@ -73,6 +78,8 @@ class StepNumbers(NamedTuple):
     """Learning rate, float32."""
     number: Array
     """From 1, float32."""
+    runs: Array
+    """Whether anything changes, bool."""
 
 
 def update(
@@ -107,7 +114,23 @@ def update(
 def _local(
     plan: JointPlan, states: list[MatrixState], gradients: list[Array], step: StepNumbers
 ) -> tuple[list[MatrixState], Array]:
-    """Update this device's shards."""
+    """Update this device's shards, batch by batch."""
+    after, failures = list(states), jnp.int32(0)
+    for batch in plan.batches:
+        run = partial(_update_batch, replace(plan, matrices=tuple(plan.matrices[place] for place in batch)), step=step)
+        stay = lambda own, _: (own, jnp.int32(0))  # noqa: E731
+        shards = [states[place] for place in batch], [gradients[place] for place in batch]
+        found, failed = jax.lax.cond(step.runs, run, stay, *shards)
+        for place, state in zip(batch, found, strict=True):
+            after[place] = state
+        failures += failed
+    return after, failures
+
+
+def _update_batch(
+    plan: JointPlan, states: list[MatrixState], gradients: list[Array], step: StepNumbers
+) -> tuple[list[MatrixState], Array]:
+    """Update this device's shards of the matrices of one batch."""
     inputs = zip(plan.matrices, states, gradients, strict=True)
     ones = [_OneMatrix(matrix, plan.settings, state, gradient, step) for matrix, state, gradient in inputs]
     olds = [one.old_pairs() for one in ones]

@@ -133,7 +133,7 @@ def _check_row_dims(path: str, shape: Sequence[int], dims: Sequence[int]) -> Non
     if not dims or len(set(dims)) < len(dims) or not set(dims) < known:
         raise UsageError(
             f"Cannot form rows of {path!r} of shape {tuple(shape)} from the dims {tuple(dims)}: expected some of its "
-            f"dims {sorted(known)}, but not all. Change row_dims"
+            f"dims {sorted(known)}, but not all. Change row_dims, or make its pattern match fewer variables"
         )
 
 

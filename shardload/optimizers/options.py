@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
+
+import keras
 
 from shardload.errors import UsageError
 from shardload.optimizers.matrices import MatrixRules
 from shardload.optimizers.rekls_math import DECAYS, DECOMPOSITIONS, Settings
+from shardload.units import dtype_name, parse_bytes
 
 AdamwFor = Sequence[str] | Callable[[Any], bool]
 """Regular expressions for paths, or a function of a variable."""
 RMS = "rms"
 """An ``init_factor``: the root mean square of each matrix's first gradient."""
+WHOLE_BYTES = 1 << 30
+"""Default of ``whole_bytes``: less than a large model's own state on any device, and all of a small model at once."""
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "weight_decay_method": DECAYS,
     "decomposition": DECOMPOSITIONS,
@@ -26,6 +32,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "skip_first_update": (True, False),
     "limit_updates": (True, False),
 }
+_INTEGERS = ("precondition_frequency", "max_dimension")
 _LIMITS = {"beta_1": 1.0, "beta_2": 1.0, "factor_beta": 1.0, "relative_epsilon": 1.0, "adamw_ratio": math.inf}
 """These are numbers from 0 to below the limit."""
 
@@ -55,17 +62,18 @@ class Options:
     adamw_for: AdamwFor
     adamw_ratio: float
     row_dims: Mapping[str, Sequence[int]]
+    whole_bytes: int
     uneven: str
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                _refuse(name, getattr(self, name), f"one of {', '.join(map(str, choices))}")
+            if not isinstance(value := getattr(self, name), str | bool) or value not in choices:
+                _refuse(name, value, f"one of {', '.join(map(str, choices))}")
         for name, limit in _LIMITS.items():
             check_number(name, getattr(self, name), below=limit)
-        for name in ("precondition_frequency", "max_dimension"):
+        for name in _INTEGERS:
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if not _is_integer(value) or value < 1:
                 _refuse(name, value, "an integer of at least 1")
         check_number("epsilon", self.epsilon)
         if not self.epsilon:
@@ -114,15 +122,36 @@ def check_number(name: str, value: Any, *, below: float = math.inf, otherwise: s
         _refuse(name, value, limit + otherwise)
 
 
+def canonical_dtype(wanted: Any) -> Any:
+    """Return the name of a dtype, such as ``"float32"`` of ``jnp.float32``; other things as they are."""
+    try:
+        return dtype_name(wanted)
+    except UsageError:
+        return wanted
+
+
+def check_bytes(name: str, value: Any) -> int:
+    """Return an argument in bytes, given as an int or as text.
+
+    Raises:
+        UsageError: When it is neither.
+    """
+    try:
+        return parse_bytes(value)
+    except ValueError:
+        _refuse(name, value, "a number of bytes, or text like '4GiB'")
+
+
 def check_rate(learning_rate: Any) -> Any:
     """Return a learning rate as Keras takes it: numbers as ``float``, schedules and functions as they are.
 
     Raises:
-        UsageError: When it is something else, or a negative number.
+        UsageError: When it is something else, a class, a function that needs arguments, or a negative number.
     """
-    if callable(learning_rate):
+    if isinstance(learning_rate, keras.optimizers.schedules.LearningRateSchedule) or _needs_nothing(learning_rate):
         return learning_rate
-    check_number("learning_rate", learning_rate, otherwise=", a LearningRateSchedule, or a function")
+    otherwise = ", a LearningRateSchedule, or a function without arguments"
+    check_number("learning_rate", learning_rate, otherwise=otherwise)
     return float(learning_rate)
 
 
@@ -130,7 +159,7 @@ def _check_patterns(adamw_for: Any, row_dims: Any) -> None:
     if not callable(adamw_for) and not (_is_sequence(adamw_for) and all(map(_is_pattern, adamw_for))):
         _refuse("adamw_for", adamw_for, "a list of regular expressions, or a function of a variable")
     known = isinstance(row_dims, Mapping) and all(map(_is_pattern, row_dims))
-    if not known or not all(_is_sequence(dims) and all(map(_is_dim, dims)) for dims in row_dims.values()):
+    if not known or not all(_is_sequence(dims) and all(map(_is_integer, dims)) for dims in row_dims.values()):
         _refuse("row_dims", row_dims, "a dict of regular expressions and lists of dims, such as {'query/kernel': (0,)}")
 
 
@@ -138,8 +167,21 @@ def _is_sequence(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
-def _is_dim(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _needs_nothing(value: Any) -> bool:
+    """Whether a value is a function that Keras can call without arguments."""
+    if not callable(value) or isinstance(value, type):
+        return False
+    try:
+        inspect.signature(value).bind()
+    except TypeError:
+        return False
+    except ValueError:  # of functions in C, which tell nothing
+        return True
+    return True
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def _is_pattern(value: Any) -> bool:
@@ -149,5 +191,5 @@ def _is_pattern(value: Any) -> bool:
         return False
 
 
-def _refuse(name: str, value: Any, expected: str) -> None:
+def _refuse(name: str, value: Any, expected: str) -> NoReturn:
     raise UsageError(f"Cannot create REKLS with {name}={value!r:.60}: expected {expected}")

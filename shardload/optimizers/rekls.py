@@ -10,15 +10,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import keras
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from shardload.errors import UsageError
 from shardload.keras_bridge.joint_optimizer import JointOptimizer, in_place_of
 from shardload.keras_bridge.keras_types import Variable
 from shardload.keras_bridge.variables import stored_dtype
+from shardload.optimizers.dealing import batched
 from shardload.optimizers.joint_update import JointPlan, Matrix, MatrixState
 from shardload.optimizers.matrices import ADAMW_FOR, MAX_DIMENSION, MatrixView
-from shardload.optimizers.options import RMS, AdamwFor, Options, check_number, check_rate
+from shardload.optimizers.options import (
+    RMS,
+    WHOLE_BYTES,
+    AdamwFor,
+    Options,
+    canonical_dtype,
+    check_bytes,
+    check_number,
+    check_rate,
+)
 from shardload.optimizers.rekls_math import Eigenpairs, Moments, Sides
 from shardload.optimizers.state import FACTOR_SLOTS, SLOTS, along_first, check_variable, common_mesh, new_slots, spec_of
 from shardload.optimizers.whole_step import AdamwState, Counters, Counts, Gradients, WholePlan, WholeState, whole_step
@@ -62,6 +73,10 @@ class REKLS(JointOptimizer):
         adamw_ratio: Factor of the learning rate of those with AdamW.
         row_dims: Regular expressions for paths and the dims that form the rows of such variables, if the shape tells
             it wrongly (see `shardload.optimizers.matrices`).
+        whole_bytes: State that may be whole on a device at a time, in bytes, or as text like ``"4GiB"``. Matrices are
+            updated in batches of at most as much, or one by one; each device needs about twice the state of the
+            largest batch during an update. Decompositions are dealt out within a batch: with fewer matrices than
+            devices in one, some devices wait.
         uneven: What to do with a factor whose length the devices do not divide: ``"error"``, or ``"replicate"`` it.
         **options: As for every Keras optimizer: ``clipnorm``, ``global_clipnorm``, ``use_ema``, ``name`` and so on.
 
@@ -91,6 +106,7 @@ class REKLS(JointOptimizer):
         adamw_for: AdamwFor = ADAMW_FOR,
         adamw_ratio: float = 1.0,
         row_dims: Mapping[str, Sequence[int]] | None = None,
+        whole_bytes: int | str = WHOLE_BYTES,
         uneven: str = "error",
         **options: Any,
     ) -> None:
@@ -106,7 +122,7 @@ class REKLS(JointOptimizer):
             decomposition=decomposition,
             decompositions=decompositions,
             max_dimension=max_dimension,
-            factor_dtype=factor_dtype,
+            factor_dtype=canonical_dtype(factor_dtype),
             skip_first_update=skip_first_update,
             init_factor=init_factor,
             relative_epsilon=relative_epsilon,
@@ -114,6 +130,7 @@ class REKLS(JointOptimizer):
             adamw_for=adamw_for,
             adamw_ratio=adamw_ratio,
             row_dims={} if row_dims is None else row_dims,
+            whole_bytes=check_bytes("whole_bytes", whole_bytes),
             uneven=uneven,
         )
 
@@ -128,6 +145,8 @@ class REKLS(JointOptimizer):
         if self.built:
             return
         variables = list(variables)
+        for variable in variables:
+            check_variable(variable)
         self.options.rules.check_patterns([variable.path for variable in variables])
         views = tuple(self._view(variable) for variable in variables)
         planned = [list(new_slots(v, view, self.options)) for v, view in zip(variables, views, strict=True)]
@@ -150,10 +169,16 @@ class REKLS(JointOptimizer):
             setattr(self, name, self.add_variable((), dtype="int32", name=name))
 
     def _view(self, variable: Variable) -> MatrixView | None:
-        check_variable(variable)
         chosen = self.options.adamw_for
-        if callable(chosen) and chosen(variable):
-            return None
+        if callable(chosen):
+            answer = chosen(variable)
+            if not isinstance(answer, bool | np.bool_):
+                raise UsageError(
+                    f"Cannot build {self.name!r} with adamw_for={chosen!r:.60}: for {variable.path!r} it returned "
+                    f"{answer!r:.60}, expected True (AdamW) or False"
+                )
+            if answer:
+                return None
         return self.options.rules.view(variable.path, tuple(variable.shape))
 
     def update_all(self, gradients: Sequence[Any], variables: Sequence[Variable], learning_rate: Any) -> None:
@@ -183,11 +208,19 @@ class REKLS(JointOptimizer):
 
     @property
     def update_bytes(self) -> int:
-        """Bytes that each device needs during an update: twice the whole state of the matrices, as measured on CPU."""
+        """Bytes that each device needs during an update: twice the whole state of a batch, as measured on CPU."""
         of_matrices = [place for place, view in enumerate(self.views) if view is not None]
-        state = (getattr(self, slot)[place] for slot in SLOTS for place in of_matrices)
-        sizes: list[int] = [math.prod(v.shape) * stored_dtype(v).itemsize for v in state if v is not None]
-        return 2 * sum(sizes)
+        sizes = [self._whole_bytes(place) for place in of_matrices]
+        return 2 * max((sum(sizes[i] for i in batch) for batch in self._batches(of_matrices)), default=0)
+
+    def _batches(self, places: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Return which of the matrices at these positions are updated together, as positions in ``places``."""
+        sides = [view.sides for place in places if (view := self.views[place]) is not None]
+        return batched(sides, [self._whole_bytes(place) for place in places], self.options.whole_bytes)
+
+    def _whole_bytes(self, place: int) -> int:
+        state = (getattr(self, slot)[place] for slot in SLOTS)
+        return sum(math.prod(v.shape) * stored_dtype(v).itemsize for v in state if v is not None)
 
     def state_layouts(self, layout_of: Callable[[Variable], Layout | None]) -> dict[int, Layout]:
         """Return the layouts of factors and eigenpairs for layouts of the variables, by ``id``."""
@@ -221,6 +254,7 @@ class REKLS(JointOptimizer):
         joint = JointPlan(
             tuple(matrices),
             self.options.settings(self.weight_decay),
+            self._batches([self.position(state.weight) for state in held.matrices]),
             mesh,
             frequency=self.options.precondition_frequency,
             decomposition=self.options.decomposition,
@@ -242,7 +276,7 @@ class REKLS(JointOptimizer):
     def get_config(self) -> dict[str, Any]:
         """Return the arguments, for `from_config` and for saved models."""
         config: dict[str, Any] = super().get_config()
-        config |= {field.name: getattr(self.options, field.name) for field in fields(self.options)}
+        config |= {field.name: _plain(getattr(self.options, field.name)) for field in fields(self.options)}
         if callable(self.options.adamw_for):
             config["adamw_for"] = keras.saving.serialize_keras_object(self.options.adamw_for)
         return config
@@ -257,6 +291,11 @@ class REKLS(JointOptimizer):
             )
         found: REKLS = super().from_config(config, custom_objects)
         return found
+
+
+def _plain(value: Any) -> Any:
+    """Return a number of NumPy as one of Python, as JSON needs it."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 TpRekls = REKLS

@@ -47,8 +47,13 @@ def check_variable(variable: Variable) -> None:
     """Check that a variable can be optimized.
 
     Raises:
-        UsageError: When it is not of real floating-point numbers, or has no elements.
+        UsageError: When it is no Keras variable, not of real floating-point numbers, or has no elements.
     """
+    if not isinstance(variable, keras.Variable):
+        raise UsageError(
+            f"Cannot optimize an object of type {type(variable).__name__}: expected a keras.Variable, as in "
+            "model.trainable_variables"
+        )
     dtype = str(variable.dtype)
     if "float" not in dtype:
         raise UsageError(

@@ -88,18 +88,14 @@ def whole_step(plan: WholePlan, state: WholeState, gradients: Gradients, rate: A
     finite = jnp.array([jnp.isfinite(g).all() for g in (*gradients.matrices, *gradients.others)]).all()
     rate = jnp.asarray(rate, jnp.float32)
     steps, skipped, kept = state.counters
-    step = StepNumbers(rate, (steps + 1).astype(jnp.float32))
-
-    def run() -> WholeState:
-        matrices, failed = update(plan.joint, state.matrices, gradients.matrices, step)
-        others = _adamw(plan, state.others, gradients.others, step)
-        return WholeState(matrices, others, Counters(steps + 1, skipped, kept + failed))
-
-    def stay() -> WholeState:
-        return state._replace(counters=Counters(steps, skipped + jnp.int32(due), kept))
-
-    found: WholeState = jax.lax.cond(due & finite, run, stay)
-    return found
+    runs = due & finite
+    step = StepNumbers(rate, (steps + 1).astype(jnp.float32), runs)
+    matrices, failed = update(plan.joint, state.matrices, gradients.matrices, step)
+    others: list[AdamwState] = jax.lax.cond(
+        runs, lambda: _adamw(plan, state.others, gradients.others, step), lambda: state.others
+    )
+    counters = Counters(steps + runs, skipped + (due & ~finite), kept + failed)
+    return WholeState(matrices, others, counters)
 
 
 def _adamw(

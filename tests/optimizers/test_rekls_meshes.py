@@ -48,6 +48,43 @@ def test_dealt_out_as_repeated(devices):
     assert same(*found)
 
 
+def several(mesh, spec):
+    shapes = [(16, 32), (32, 16), (24, 32), (16, 40), (32, 16)]
+    return [weight(shape, mesh=mesh, spec=spec, seed=seed) for seed, shape in enumerate(shapes)]
+
+
+@pytest.mark.parametrize("whole_bytes", [1, 30_000])
+def test_batches_change_no_bits_of_state(whole_bytes):
+    parts, together = several(mesh_of(8), ("model", None)), several(mesh_of(8), ("model", None))
+    found, expected = trained(parts, whole_bytes=whole_bytes), trained(together)
+    assert same(values(found, []), values(expected, []))
+    for one, other in zip(parts, together, strict=True):  # XLA fuses the last products and sums in its own ways
+        np.testing.assert_allclose(np.asarray(one.value), np.asarray(other.value), rtol=0, atol=5e-7)
+
+
+def test_the_same_bits_for_every_split_in_batches():
+    found = []
+    for spec in (("model", None), (None, "model"), ()):
+        variables = several(mesh_of(8), spec)
+        found.append(values(trained(variables, whole_bytes=30_000), variables))
+    assert same(found[0], found[1]) and same(found[0], found[2])
+
+
+def temporary_bytes(optimizer, variables):
+    state, weights = [v.value for v in optimizer.variables], [v.value for v in variables]
+    step = jax.jit(optimizer.stateless_apply, donate_argnums=(0, 2))
+    return step.lower(state, weights, weights).compile().memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize(("whole_bytes", "together"), [(1, 1), ("1.5MiB", 2), ("1GiB", 6)])
+def test_one_batch_is_whole_at_a_time(whole_bytes, together):
+    mesh = mesh_of(8)
+    variables = [weight((128, 192), mesh=mesh, spec=(None, "model"), seed=i) for i in range(6)]
+    optimizer = trained(variables, steps=0, whole_bytes=whole_bytes)
+    assert optimizer.update_bytes == 2 * together * state_bytes((128, 192))
+    assert 0.6 < temporary_bytes(optimizer, variables) / optimizer.update_bytes < 1.2
+
+
 @pytest.mark.parametrize(
     ("shape", "spec", "sizes"),
     [

@@ -1,5 +1,6 @@
 """What `REKLS` refuses: arguments, variables, gradients, meshes. Nothing is half-updated."""
 
+import json
 import re
 import subprocess
 import sys
@@ -42,6 +43,12 @@ from shardload.optimizers import REKLS
         ({"adamw_for": [3]}, r"adamw_for=\[3\]: expected a list of regular expressions"),
         ({"adamw_for": ["("]}, r"adamw_for=\['\('\]: expected a list of regular expressions"),
         ({"row_dims": ["a"]}, r"row_dims=\['a'\]: expected a dict of regular expressions"),
+        ({"learning_rate": keras.optimizers.schedules.CosineDecay}, "learning_rate=<class .*: expected .* a function"),
+        ({"learning_rate": lambda step: 1 / step}, "learning_rate=<function .*: expected .* without arguments"),
+        ({"limit_updates": np.ones(2)}, r"limit_updates=array\(.*: expected one of True, False"),
+        ({"whole_bytes": 0}, "whole_bytes=0: expected a number of bytes, or text like '4GiB'"),
+        ({"whole_bytes": "much"}, "whole_bytes='much': expected a number of bytes, or text like '4GiB'"),
+        ({"whole_bytes": 1e9}, "whole_bytes=1000000000.0: expected a number of bytes, or text like '4GiB'"),
         ({"row_dims": {"a": 1}}, "row_dims={'a': 1}: expected a dict of regular expressions"),
     ],
 )
@@ -63,6 +70,35 @@ def test_variables_that_cannot_be_optimized(variable, message):
     with pytest.raises(UsageError, match=message):
         optimizer.build([weight((4, 4)), variable()])
     assert not optimizer.built and len(optimizer.variables) == 2
+
+
+def test_numbers_and_dtypes_of_numpy_are_taken():
+    made = REKLS(
+        precondition_frequency=np.int64(2), beta_1=np.float32(0.5), factor_dtype=np.float32, whole_bytes="2KiB"
+    )
+    again = REKLS.from_config(json.loads(json.dumps(made.get_config())))
+    assert json.dumps(again.get_config()) == json.dumps(made.get_config())
+    assert (again.options.whole_bytes, again.options.factor_dtype) == (2048, "float32")
+
+
+def test_a_function_of_variables_answers_yes_or_no():
+    with pytest.raises(UsageError, match="for 'kernel' it returned 'dense', expected True"):
+        REKLS(adamw_for=lambda variable: "dense").build([weight((4, 4))])
+
+
+def test_what_is_not_a_variable():
+    with pytest.raises(UsageError, match=r"Cannot optimize an object of type ndarray: expected a keras\.Variable"):
+        REKLS().build([np.ones((4, 4))])
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_more_or_fewer_gradients_than_variables(count):
+    variables = [weight((4, 4)), weight((4, 4))]
+    optimizer = trained(variables, steps=1)
+    before = values(optimizer, variables)
+    with pytest.raises(MismatchError, match=f"Cannot update 2 variables .* and {count} gradients"):
+        optimizer.apply([np.ones((4, 4), "float32")] * count, variables)
+    assert same(values(optimizer, variables), before)
 
 
 @pytest.mark.parametrize("options", [{"adamw_for": ["kernel", "heads"]}, {"row_dims": {"heads": (0,)}}])
