@@ -161,21 +161,66 @@ def test_a_sequential_model_says_its_inputs():
     assert search(keras.Sequential(layers), MESH, batch=8).inputs == "float32[8, 64]"
 
 
-def test_variables_with_one_path_get_their_own_layouts():
-    class Pair(keras.layers.Layer):
-        def __init__(self):
-            super().__init__()
-            self.up, self.down = keras.layers.Dense(512, name="d"), keras.layers.Dense(64, name="d")
+class Pair(keras.layers.Layer):
+    """Two layers of one name, so that their variables have the same paths."""
 
-        def call(self, x):
-            return self.down(self.up(x))
+    def __init__(self, first=keras.layers.Dense):
+        super().__init__(name="pair")
+        self.up, self.down = first(512, name="d"), keras.layers.Dense(64, name="d")
 
+    def call(self, x):
+        return self.down(self.up(x))
+
+
+def pair(**arguments):
     inputs = keras.Input((64,))
-    model = keras.Model(inputs, Pair()(inputs))
-    plan = search(model, MESH, batch=64, optimizer="adam", hardware=Hardware(latency_s=0))
-    choice = choose(model, MESH, plan)
-    assert [str(choice.of(v)) for v in model.variables] == [str(layout) for _, layout in plan.layouts()]
+    return keras.Model(inputs, Pair(**arguments)(inputs))
+
+
+@pytest.fixture(scope="module")
+def paired():
+    return search(pair(), MESH, batch=64, optimizer="adam", hardware=Hardware(latency_s=0))
+
+
+def test_variables_with_one_path_get_their_own_layouts(paired):
+    model = pair()
+    choice = choose(model, MESH, paired)
+    assert [str(choice.of(v)) for v in model.variables] == [str(layout) for _, layout in paired.layouts()]
     assert len({str(choice.of(v)) for v in model.variables if len(v.shape) == 2}) == 2
+
+
+def test_variables_with_one_path_are_told_apart_by_numbers(paired):
+    up, down = jax.sharding.PartitionSpec(None, "model"), jax.sharding.PartitionSpec("model", None)
+    assert paired.names == ("pair/d/kernel", "pair/d/bias", "pair/d/kernel#2", "pair/d/bias#2")
+    specs = paired.partition_specs()
+    assert (specs["pair/d/kernel"], specs["pair/d/kernel#2"]) == (up, down)
+    why = paired.why("pair/d/kernel#2")
+    assert why.startswith("pair/d/kernel#2 (512, 64): (model, -)") and "pair/d/kernel[0]" not in why
+    assert why in paired.why("pair/d/kernel") and "pair/d/kernel (64, 512): (-, model)" in paired.why("pair/d/kernel")
+    first, *rest = paired.variables
+    other = replace(paired, variables=(replace(first, spec=((), ())), *rest))
+    assert paired.diff(other) == ("pair/d/kernel: (-, model) -> (-, -)",)
+    assert "pair/d/kernel#2  (512/model, 64)" in str(paired)
+
+
+def test_a_layout_map_cannot_tell_variables_with_one_path_apart(paired):
+    mesh = keras.distribution.DeviceMesh((2, 4), ["batch", "model"], devices=[f"cpu:{i}" for i in range(8)])
+    with pytest.raises(LayoutError, match=r"several variables have the path 'pair/d/kernel', one with \(-, model\)"):
+        paired.to_layout_map(mesh)
+    same = replace(paired, variables=tuple(replace(v, spec=((),) * len(v.shape)) for v in paired.variables))
+    assert len(same.to_layout_map(mesh)) == 0
+
+
+def test_a_rule_is_for_its_class_where_layers_have_one_path():
+    class Columns(keras.layers.Dense):
+        pass
+
+    @shardload.layout_rule(Columns)
+    def columns(layer):
+        return {"kernel": (1,), "bias": ()}
+
+    plan = search(pair(first=Columns), MESH, batch=64)
+    assert [v.reason == "pinned" for v in plan.variables] == [True, True, False, False]
 
 
 def test_a_rule_for_a_layer_class_is_kept():

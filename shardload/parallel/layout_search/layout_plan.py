@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardload.errors import LayoutError
+from shardload.keras_bridge.variables import numbered
 from shardload.parallel.layout_search.plan_checks import ComparedNumbers, CompiledCheck
 from shardload.sharding.layout import Layout, Spec
 from shardload.sharding.mesh import MeshSpec
@@ -56,7 +57,7 @@ class Decision:
     length: int
     """What the number of devices must divide: the greatest common divisor of the dims."""
     dims: tuple[str, ...]
-    """Some of the variables in the group, with the dim: ``dense/kernel[1]``."""
+    """The variables in the group by name (`LayoutPlan.names`), with the dim: ``dense/kernel[1]``."""
     opposite_s: float | None
     """Seconds that a step takes longer with the opposite decision; ``None`` where that does not fit."""
 
@@ -120,6 +121,11 @@ class LayoutPlan:
     """What a sample batch gave, once it was compared with one device."""
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """A name for each variable: its path, and ``#2``, ``#3`` … behind it where several have one path."""
+        return tuple(numbered(v.path for v in self.variables))
+
+    @property
     def exchanged_bytes(self) -> int:
         """Bytes of the results of all collectives on each device."""
         return sum(e.nbytes for e in self.exchanges)
@@ -150,19 +156,23 @@ class LayoutPlan:
     def why(self, path: str) -> str:
         """Explain the layout of a variable: its reason, and the decisions about its dims.
 
+        Args:
+            path: Its path, or one of `names`; a path that several variables have explains all of them.
+
         Raises:
             LayoutError: When the plan has no such variable.
         """
-        found = next((v for v in self.variables if v.path == path), None)
-        if found is None:
+        named = list(zip(self.names, self.variables, strict=True))
+        found = [(name, v) for name, v in named if path in (name, v.path)]
+        if not found:
             raise LayoutError(f"Cannot explain {path!r}: the plan of {self.model!r} has no variable of that path")
-        lines = [f"{path} {found.shape}: {Layout(self.mesh, found.spec)}, {found.reason}"]
-        lines += [
-            f"  {_decision(d, limited=self.device_memory_bytes is not None)}"
-            for d in self.decisions
-            if any(x.startswith(f"{path}[") for x in d.dims)
-        ]
-        return "\n".join(lines)
+        return "\n".join(line for name, v in found for line in self._reasons(name, v))
+
+    def _reasons(self, name: str, variable: PlannedVariable) -> Iterator[str]:
+        yield f"{name} {variable.shape}: {Layout(self.mesh, variable.spec)}, {variable.reason}"
+        for decision in self.decisions:
+            if any(dim.startswith(f"{name}[") for dim in decision.dims):
+                yield f"  {_decision(decision, limited=self.device_memory_bytes is not None)}"
 
     def summary(self, *, ascii_only: bool = False) -> str:
         """Return the plan for people: memory against the limit, collectives, and each different layout."""
@@ -198,13 +208,15 @@ class LayoutPlan:
         if not isinstance(other, LayoutPlan):
             other = LayoutPlan.load(other)
         lines = [] if self.mesh == other.mesh else [f"mesh: {self.mesh} -> {other.mesh}"]
-        mine = {v.path: layout for v, layout in self.layouts()}
-        theirs = {v.path: layout for v, layout in other.layouts()}
+        mine, theirs = self._layouts_by_name(), other._layouts_by_name()
         for path in dict.fromkeys((*mine, *theirs)):
             a, b = mine.get(path), theirs.get(path)
             if a is None or b is None or a.spec != b.spec:
                 lines.append(f"{path}: {a or 'absent'} -> {b or 'absent'}")
         return tuple(lines)
+
+    def _layouts_by_name(self) -> dict[str, Layout]:
+        return {name: layout for name, (_, layout) in zip(self.names, self.layouts(), strict=True)}
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON-compatible data."""
@@ -259,7 +271,7 @@ class LayoutPlan:
             device_mesh: A ``keras.distribution.DeviceMesh`` with the plan's axes.
 
         Raises:
-            LayoutError: When the mesh is another one.
+            LayoutError: When the mesh is another one, or variables of one path have different layouts.
         """
         from keras.distribution import LayoutMap
 
@@ -267,16 +279,32 @@ class LayoutPlan:
         if own != self.mesh:
             raise LayoutError(f"Cannot export the plan for {self.mesh} to a LayoutMap on {own}: the meshes differ")
         found = LayoutMap(device_mesh)
+        for path, spec in self._specs_by_path().items():
+            if any(spec):
+                found[f"^{re.escape(path)}$"] = tuple(map(_entry, spec))
+        return found
+
+    def _specs_by_path(self) -> dict[str, Spec]:
+        """Return the layout of all variables of each path.
+
+        Raises:
+            LayoutError: When variables of one path have different layouts.
+        """
+        found: dict[str, Spec] = {}
         for variable, layout in self.layouts():
-            if not layout.is_replicated:
-                found[f"^{re.escape(variable.path)}$"] = tuple(_entry(axes) for axes in variable.spec)
+            if (other := found.setdefault(variable.path, variable.spec)) != variable.spec:
+                raise LayoutError(
+                    f"Cannot export the plan of {self.model!r} to a LayoutMap: several variables have the path "
+                    f"{variable.path!r}, one with {Layout(self.mesh, other)}, one with {layout}, and a LayoutMap "
+                    "expects one layout for each path. Give layers different names, or use layout=plan"
+                )
         return found
 
     def partition_specs(self) -> dict[str, Any]:
-        """Return a ``jax.sharding.PartitionSpec`` for every variable, by path."""
+        """Return a ``jax.sharding.PartitionSpec`` for every variable, by name (see `names`)."""
         from jax.sharding import PartitionSpec
 
-        return {v.path: PartitionSpec(*map(_entry, v.spec)) for v in self.variables}
+        return {name: PartitionSpec(*map(_entry, v.spec)) for name, v in zip(self.names, self.variables, strict=True)}
 
 
 def _entry(axes: tuple[str, ...]) -> Any:

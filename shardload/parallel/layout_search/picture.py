@@ -40,15 +40,16 @@ class Group:
 
 def groups(plan: LayoutPlan) -> list[Group]:
     """Return the variables of a plan, repeated blocks merged, in the order of the model."""
-    found: dict[tuple[str, tuple[int, ...], Spec, tuple[str, ...]], list[PlannedVariable]] = defaultdict(list)
-    for variable in plan.variables:
+    found: dict[tuple[str, tuple[int, ...], Spec, tuple[str, ...]], list[tuple[str, PlannedVariable]]]
+    found = defaultdict(list)
+    for variable, own in zip(plan.variables, plan.names, strict=True):
         name = re.sub(r"\d+", "*", variable.path)
-        found[name, variable.shape, variable.spec, variable.stored].append(variable)
+        found[name, variable.shape, variable.spec, variable.stored].append((own, variable))
     made = []
     for (name, shape, spec, stored), members in found.items():
         layout = Layout(plan.mesh, spec)
-        device_bytes = sum(v.nbytes for v in members) // math.prod(layout.parts)
-        shown = members[0].path if len(members) == 1 else name
+        device_bytes = sum(v.nbytes for _, v in members) // math.prod(layout.parts)
+        shown = members[0][0] if len(members) == 1 else name
         made.append(Group(shown, len(members), shape, layout, stored, device_bytes))
     return made
 

@@ -137,7 +137,7 @@ def make_problem(
     hardware: Hardware,
     *,
     batch_axis: str | None,
-    pins: Mapping[str, Spec] | None = None,
+    pins: Mapping[int, Spec] | None = None,
     optimizer: OptimizerNeeds | None = None,
 ) -> Problem:
     """Reduce a traced program to the kinds that a plan decides about.
@@ -147,7 +147,7 @@ def make_problem(
         mesh: The mesh.
         hardware: The costs.
         batch_axis: The axis that splits the first dim of every input, where it divides.
-        pins: Layouts that are fixed, by path of the variable.
+        pins: Layouts that are fixed, by ``id(variable)``.
         optimizer: What the optimizer needs.
     """
     program = traced.program
@@ -255,13 +255,13 @@ def _apart(program: Program, kinds: dict[int, int]) -> dict[int, int]:
 
 
 def _weights(
-    traced: Traced, kinds: Mapping[int, int], pins: Mapping[str, Spec], slots: Mapping[int, tuple[Slot, ...]]
+    traced: Traced, kinds: Mapping[int, int], pins: Mapping[int, Spec], slots: Mapping[int, tuple[Slot, ...]]
 ) -> tuple[WeightKind, ...]:
     program = traced.program
     kinds_of: dict[WeightKind, list[int]] = defaultdict(list)
     for i, (variable, value) in enumerate(traced.weights):
         dims = tuple(_kind(program, kinds, n) for n in value.dims)
-        pin, own = pins.get(variable.path), slots.get(id(variable), ())
+        pin, own = pins.get(id(variable)), slots.get(id(variable), ())
         alike = WeightKind(
             value.shape, value.nbytes, dims, bool(variable.trainable), pin, own, (), table_of(program, value)
         )

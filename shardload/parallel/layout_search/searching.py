@@ -158,19 +158,19 @@ def plan_problem(model: Any, problem: Problem, *, inputs: Any, batch_axis: str, 
     return make_plan(model, problem, demand, solution, inputs=inputs, batch_axis=batch_axis, limit=limit)
 
 
-def fixed_specs(model: Any, mesh: MeshSpec, pins: Mapping[str, Any] | None) -> dict[str, Spec]:
-    """Return the layouts that are fixed, by path: those of users' layer rules, then those of ``pins``."""
+def fixed_specs(model: Any, mesh: MeshSpec, pins: Mapping[str, Any] | None) -> dict[int, Spec]:
+    """Return the layouts that are fixed, by ``id(variable)``: those of users' layer rules, then those of ``pins``."""
     ruled = by_layer_rules(model)
-    fixed = [place(v, ruled[id(v)], mesh) for v in model.variables if id(v) in ruled]
+    fixed = {id(v): place(v, ruled[id(v)], mesh) for v in model.variables if id(v) in ruled}
     if pins:
         found, rules = roles(model, by_user=True), rule_sets.from_mapping({k: tuple(v) for k, v in pins.items()})
-        pinned = rule_sets.apply(rules, model.variables, mesh=mesh, found=found).values()
-        for refused in (v.fallback for v in pinned if v.fallback is not None):
+        pinned = rule_sets.apply(rules, model.variables, mesh=mesh, found=found)
+        for refused in (v.fallback for v in pinned.values() if v.fallback is not None):
             raise LayoutError(
                 f"Cannot pin {refused.variable!r} to {refused.wanted}: {refused.why}. Change or remove the pin"
             )
-        fixed += pinned
-    return {v.path: v.layout.spec for v in fixed}
+        fixed |= pinned
+    return {key: v.layout.spec for key, v in fixed.items()}
 
 
 def _storage_axes(mesh: MeshSpec, limit: int | None) -> Sequence[str]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from shardload.keras_bridge.variables import numbered
 from shardload.parallel.layout_search.layout_plan import Decision, LayoutPlan, PlannedExchange, PlannedVariable
 from shardload.parallel.layout_search.needs import assignment_of, chosen, peak, state_of
 from shardload.parallel.layout_search.problem import Problem, WeightKind
@@ -32,7 +34,8 @@ def make_plan(
         limit: The device memory that the caller gave.
     """
     activations, _ = peak(problem, solution)
-    decisions = tuple(_decisions(problem, demand, solution))
+    names = dict(zip(map(id, model.variables), numbered(v.path for v in model.variables), strict=True))
+    decisions = tuple(_decisions(problem, demand, solution, names))
     return LayoutPlan(
         model=model.name,
         mesh=problem.mesh,
@@ -91,22 +94,22 @@ def _exchanges(problem: Problem, solution: Solution) -> list[PlannedExchange]:
     return [PlannedExchange(kind, axis, int(n), round(b), s) for (kind, axis), (n, b, s) in sorted(found.items())]
 
 
-def _decisions(problem: Problem, demand: Demand, solution: Solution) -> list[Decision]:
+def _decisions(problem: Problem, demand: Demand, solution: Solution, names: Mapping[int, str]) -> list[Decision]:
     made = []
     for kind, axis in problem.candidates:
         done = (kind, axis) in solution.split
         other = solve(problem, replace(demand, forced=((kind, axis, not done),)))
         longer = None if other is None else other.seconds - solution.seconds
-        made.append(Decision(axis, done, problem.length[kind], tuple(_members(problem, kind)), longer))
+        made.append(Decision(axis, done, problem.length[kind], tuple(_members(problem, kind, names)), longer))
     return made
 
 
-def _members(problem: Problem, kind: int) -> list[str]:
+def _members(problem: Problem, kind: int, names: Mapping[int, str]) -> list[str]:
     found = []
     for weight in problem.weights:
         for dim, of_dim in enumerate(weight.kinds):
             if of_dim == kind:
-                found += [f"{problem.traced.weights[i][0].path}[{dim}]" for i in weight.members]
+                found += [f"{names[id(problem.traced.weights[i][0])]}[{dim}]" for i in weight.members]
     return found
 
 
