@@ -23,7 +23,7 @@ from shardload.distributed import processes
 from shardload.errors import DamagedError, MismatchError, SourceError, SourceNotFoundError, UsageError
 from shardload.keras_bridge.training import initial_epoch_of_fit, set_initial_epoch
 from shardload.mapping.stored_state import leaves_optimizer_alone
-from shardload.pipeline.preparing import NOT_STRICT
+from shardload.pipeline.preparing import NOT_STRICT, OTHER_OPTIMIZER
 from shardload.pipeline.reporting import AVERAGED, IN_TRAINING
 from shardload.reports import LoadReport
 from shardload.steps.digests import OWN_FOLDER
@@ -168,10 +168,11 @@ def _restored(model: Any, directory: Path, resume: bool | int | Literal["latest"
     try:
         return restoring.restore(model, directory, step="latest" if resume is True else resume)
     except MismatchError as error:
-        if NOT_STRICT not in str(error):
+        found, _, advice = str(error).partition("\nThe model is unchanged.")
+        if not advice.startswith((NOT_STRICT, OTHER_OPTIMIZER)):
             raise
         raise MismatchError(
-            f"{str(error).replace(NOT_STRICT, '')} To take its weights alone, call shardload.restore(model, "
+            f"{found}\nThe model is unchanged. To take its weights alone, call shardload.restore(model, "
             f"{str(directory)!r}, items='weights') before fit, and pass resume=False."
         ) from error
 

@@ -293,6 +293,9 @@ def _summarise(model: Any, paired: _Paired, items: Items, noted: tuple[str, ...]
     bindings = tuple(bind(leaf.variable, View.whole(tensor), names) for tensor, leaf in fits)
     demanded = [leaf for leaf in paired.missing if requested(leaf.role) and leaf.kind not in _MINOR]
     out = [(stored, leaf) for stored, leaf in paired.left_out if requested(leaf.role) and leaf.kind == "weight"]
+    unused = [found for found in paired.left if requested(found) and found.kind not in _MINOR]
+    bases = different_base(out)
+    differing = [leaf.kind for leaf in (*demanded, *(leaf for _, leaf in wrong))] + [found.kind for found in unused]
     covered = {id(v) for v in _variables([*(leaf for _, leaf in (*wanted, *out)), *demanded])}
     return VariableMap(
         bindings=bindings,
@@ -300,18 +303,19 @@ def _summarise(model: Any, paired: _Paired, items: Items, noted: tuple[str, ...]
         missing=tuple(names.get(id(leaf.variable), leaf.variable.path) for leaf in demanded),
         missing_variables=tuple(_variables(demanded)),
         state=tuple(v for v in everything if id(v) not in covered),
-        unused=tuple(found.tensor for found in paired.left if requested(found) and found.kind not in _MINOR),
+        unused=tuple(found.tensor for found in unused),
         skipped=(
             *(found.tensor for found in paired.left if not requested(found) or found.kind in _MINOR),
             *(tensor.name for tensor, leaf in paired.pairs if not requested(leaf.role)),
         ),
         mismatched=(
-            *different_base(out),
+            *bases,
             *(Mismatch.of_shapes(leaf.variable, tensor.name, tensor.shape) for tensor, leaf in wrong),
         ),
         notes=(*_notes(model, items, stored), *noted),
         steps=tuple(map(DirectStep, bindings)),
         refused=tuple((names[id(leaf.variable)], leaf.variable) for _, leaf in wrong),
+        only_optimizer_differs=items == "all" and bool(differing) and not bases and _OPTIMIZER.issuperset(differing),
         kept=tuple(names.get(id(leaf.variable), leaf.variable.path) for _, leaf in out),
     )
 

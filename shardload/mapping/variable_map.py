@@ -141,6 +141,8 @@ class VariableMap:
     """Weights that a partial step leaves out on purpose: they keep the values that the model has."""
     advice: str = ""
     """How to make a mapping with mismatches fit, if that is known."""
+    only_optimizer_differs: bool = False
+    """Whether all that is missing, unused or mismatched is state of optimizers."""
 
     @property
     def provided(self) -> tuple[Variable, ...]:

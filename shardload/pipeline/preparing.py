@@ -24,6 +24,11 @@ from shardload.typing import LayoutLike
 
 NOT_STRICT = " Pass strict=False (--no-strict) to load what fits and report the rest."
 """Advice for a load or restore that does not fit, which a caller may replace."""
+OTHER_OPTIMIZER = (
+    " Only the optimizer differs: pass items='weights' to load the weights and keep the model's optimizer as it is. "
+    "(strict=False would also take what fits of the stored optimizer, such as its learning rate.)"
+)
+OTHER_OPTIMIZER_BUILT = " Only the optimizer differs: pass compile=False (--no-compile) to load the model without it."
 SHOWN = 8
 """Names that an error lists before it counts the rest."""
 
@@ -109,6 +114,8 @@ class PreparedLoad:
     def _fix(self) -> str:
         if self.mapping.advice:
             return self.mapping.advice
+        if self.mapping.only_optimizer_differs:
+            return OTHER_OPTIMIZER_BUILT if self.request.builds else OTHER_OPTIMIZER
         fix = NOT_STRICT
         if self.request.builds and self.mapping.unused:
             fix = (

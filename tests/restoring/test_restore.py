@@ -54,6 +54,10 @@ def same(one, other):
     return one.keys() == other.keys() and all(one[k].tobytes() == other[k].tobytes() for k in one)
 
 
+def same_values(before, model):
+    return all(np.array_equal(before[k], v) for k, v in values(model).items())
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A model trained on 1x8, and the folder its step was saved in."""
@@ -254,10 +258,18 @@ def test_another_optimizer_is_a_stated_choice(run):
     _, root = run
     target = build(seed=5, optimizer="sgd")
     before = values(target)
-    with pytest.raises(MismatchError, match="not used by the model"):
-        shardload.restore(target, root)
-    assert all(np.array_equal(before[k], v) for k, v in values(target).items())
-    shardload.restore(target, root, items="weights")
+    for load, source in ((shardload.restore, root), (shardload.load_weights, root / "8")):
+        with pytest.raises(MismatchError, match=r"(?s)not used.* Only the optimizer differs: pass items='weights'"):
+            load(target, source)
+        assert same_values(before, target)
+        load(target, source, items="weights")
+        assert float(target.optimizer.learning_rate) == np.float32(0.01)  # that of SGD, not of the step
+        before = values(target)
+
+
+def test_an_optimizer_is_not_blamed_where_weights_differ_too(run):
+    with pytest.raises(MismatchError, match="Pass strict=False"):
+        shardload.restore(build(optimizer="sgd", width=16), run[1])
 
 
 def test_another_shape_is_refused_before_anything_changes(run):
