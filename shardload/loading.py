@@ -55,10 +55,12 @@ def load(
         source: A path, a name in the checkpoint root, a KerasHub preset or handle, or an alias.
         mesh: ``"1x8"``, ``"data=2,model=4"``, sizes, ``{"data": 2, "model": 4}``, a `jax.sharding.Mesh`, a
             `keras.distribution.DeviceMesh`, or a `keras.distribution.ModelParallel` or `DataParallel`, which is the
-            layout too. By default that of the distribution set in Keras, else all devices along one ``model`` axis.
-        layout: ``"auto"``, ``"keras_hub"``, ``"replicated"``, the path of a rules file, rules such as
-            ``{"dense/kernel": (None, "model")}``, or a `keras.distribution.LayoutMap`, `ModelParallel` or
-            `DataParallel`. By default the distribution set in Keras if ``mesh`` is not given either, else ``"auto"``.
+            layout too. By default that of a plan given as layout, else that of the distribution set in Keras, else all
+            devices along one ``model`` axis.
+        layout: ``"auto"``, ``"keras_hub"``, ``"replicated"``, ``"search"``, a `shardload.parallel.LayoutPlan`, the path
+            of a rules file or of a saved plan, rules such as ``{"dense/kernel": (None, "model")}``, or a
+            `keras.distribution.LayoutMap`, `ModelParallel` or `DataParallel`. By default the distribution set in Keras
+            if ``mesh`` is not given either, else ``"auto"``.
         dtype: Dtype of the floating-point weights; the checkpoint's own by default.
         axes: Names for a mesh given as sizes, joined by commas; ``batch,model`` by default.
         host_memory_bytes: Most bytes staged in host memory, or text like ``"512MiB"``; 256 MiB by default, or the
@@ -158,7 +160,8 @@ def load_weights(
         model: A built Keras model. If it is compiled and the checkpoint contains the state of its optimizer, the state
             is loaded too, whether the optimizer has trained before or not.
         source: As for `load`; also bare safetensors and h5 files.
-        mesh: Mesh for the weights; by default the model's current one (all devices for an abstract model).
+        mesh: Mesh for the weights; by default that of a plan given as layout, else the model's current one (all devices
+            for an abstract model).
         axes: As for `load`.
         layout: As for `load`; by default the model's current layouts (``"auto"`` for an abstract model).
         names: For bare files: tensor name → variable path, if they differ.
@@ -211,7 +214,8 @@ def plan(
         source: As for `load`. Where there are no weights, the name of an architecture that ``shardload synth`` knows,
             a folder with a model's configuration files, or the path of its ``config.json``; of a KerasHub preset, only
             the configuration is downloaded. The report's notes say so.
-        mesh: As for `load`; need not exist. By default that of the distribution set in Keras, else ``"1x1"``.
+        mesh: As for `load`; need not exist. By default that of a plan given as layout, else that of the distribution
+            set in Keras, else ``"1x1"``.
         axes: As for `load`.
         layout: As for `load`.
         dtype: As for `load`.

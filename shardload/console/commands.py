@@ -62,7 +62,7 @@ def load(
 
     $ shardload load ./model.safetensors --mesh 2x4 --dtype bfloat16 --json
     """
-    spec = options.mesh_spec(mesh, axes)
+    spec = options.mesh_spec(mesh, axes, layout)
     processes = options.processes(coordinator_address, num_processes, process_id)
     _check_together(spec, processes, prompt, max_new_tokens)
     reports = processes is None or processes.is_first

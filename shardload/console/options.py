@@ -14,6 +14,7 @@ from shardload.console.processes import Processes
 from shardload.errors import MeshError, UsageError
 from shardload.loaders.registry import names as format_names
 from shardload.sharding.mesh import MeshSpec
+from shardload.sharding.planned_mesh import planned_mesh
 from shardload.units import FLOATS, dtype_name, parse_bytes
 
 Format: Any = StrEnum("Format", {name: name for name in format_names()})  # type: ignore[misc]  # known when it runs
@@ -83,8 +84,8 @@ def plan_file(path: Path | None) -> Path | None:
     return new_file(path)
 
 
-def mesh_spec(mesh: str | None, axes: str | None) -> MeshSpec | None:
-    """Return the mesh from ``--mesh`` and ``--axes``.
+def mesh_spec(mesh: str | None, axes: str | None, layout: str | None) -> MeshSpec | None:
+    """Return the mesh from ``--mesh`` and ``--axes``, or that of the plan that ``--layout`` names.
 
     Raises:
         typer.BadParameter: When they do not define a mesh.
@@ -92,7 +93,7 @@ def mesh_spec(mesh: str | None, axes: str | None) -> MeshSpec | None:
     if mesh is None:
         if axes is not None:
             raise typer.BadParameter("--axes names the axes of --mesh, which is missing.", param_hint="--axes")
-        return None
+        return planned_mesh(layout)
     try:
         return MeshSpec.parse(mesh, axes=axes)
     except MeshError as error:

@@ -50,7 +50,7 @@ def plan(
 
     $ shardload plan gemma2_2b --mesh 2x4 --train adamw --batch 8 --sequence 512 --device-memory 16GiB
     """
-    spec = options.mesh_spec(mesh, axes)
+    spec = options.mesh_spec(mesh, axes, layout)
     step: dict[str, Any] = {"train": train, "batch": batch, "sequence": sequence, "compile": compile}
     searched = _searched(layout, {**step, "save-plan": save_plan, "svg": svg})
     facts: dict[str, Any] = {

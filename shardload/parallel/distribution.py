@@ -33,8 +33,9 @@ from shardload.parallel.layout_search.searching import search
 from shardload.parallel.result import LayoutChoice
 from shardload.parallel.roles import by_shape
 from shardload.parallel.rules import check_output_rules
-from shardload.sharding.devices import has_mesh, planned_mesh, resolve_devices
+from shardload.sharding.devices import has_mesh, resolve_devices
 from shardload.sharding.mesh import MeshSpec
+from shardload.sharding.planned_mesh import planned_mesh
 from shardload.typing import LayoutLike, MeshLike
 
 
@@ -66,7 +67,8 @@ class AutoShardDistribution(keras.distribution.ModelParallel):  # type: ignore[m
             mesh: ``"2x4"``, ``"data=2,model=4"``, sizes, a `MeshSpec`, a `keras.distribution.DeviceMesh` or a
                 `jax.sharding.Mesh`. By default that of the layout if it has one, else all devices along ``model``.
             layout: As in `shardload.parallel.choose`: ``"auto"``, ``"search"``, ``"keras_hub"``, rules, a LayoutMap
-                (whose rules for activations, ``dense/output``, count too) or the path of a rules file.
+                (whose rules for activations, ``dense/output``, count too), a plan, or the path of a rules file or a
+                plan.
             axes: Names for a mesh given as sizes, joined by commas.
             devices: `jax.Device`s in mesh order; by default the mesh's own, else JAX's first ones.
             auto_shard_dataset: As in `keras.distribution.Distribution`.

@@ -11,7 +11,8 @@ from shardload.hub import fidelity
 from shardload.mapping import Items
 from shardload.pipeline import arguments
 from shardload.progress import ProgressLike, as_progress
-from shardload.sharding.devices import has_mesh, mesh_of, planned_mesh
+from shardload.sharding.devices import has_mesh, mesh_of
+from shardload.sharding.planned_mesh import planned_mesh
 from shardload.typing import DTypeLike, LayoutLike, MeshLike, PathLike
 from shardload.units import UNIT_NEEDED
 

@@ -81,12 +81,6 @@ def has_mesh(found: Any) -> bool:
     return hasattr(found, "device_mesh") and not isinstance(found, type)
 
 
-def planned_mesh(layout: Any) -> MeshSpec | None:
-    """Return the mesh that a `shardload.parallel.LayoutPlan` is for; ``None`` for other layouts."""
-    found = getattr(layout, "mesh", None)
-    return found if isinstance(found, MeshSpec) and not isinstance(layout, type) else None
-
-
 def resolve_devices(
     mesh: MeshLike | MeshSpec | None = None, *, axes: str | None = None, devices: Sequence[Any] | None = None
 ) -> MeshDevices:

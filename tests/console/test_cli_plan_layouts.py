@@ -75,10 +75,21 @@ def test_files_are_written_and_named(planned):
 
 def test_a_saved_plan_is_what_a_load_uses(planned, root):
     file = planned[1] / "plan.json"
-    arguments = ("load", NAME, "--mesh", "2x4", "--layout", str(file), "--platform", "cpu", "--json")
+    arguments = ("load", NAME, "--layout", str(file), "--platform", "cpu", "--json")  # the mesh is the plan's
     done = shardload(*arguments, SHARDLOAD_HOME=str(root))
     assert done.code == 0, done.stderr
+    assert done.json["mesh"] == "batch=2,model=4"
     assert {d["bytes"] for d in done.json["devices"]} == {LayoutPlan.load(file).device.weights}
+
+
+def test_a_load_with_a_saved_plan_is_planned_on_its_mesh_and_on_no_other(planned, cli):
+    file = planned[1] / "plan.json"
+    done = cli("plan", NAME, "--layout", str(file), "--device-memory", "16MiB", "--json")
+    assert done.code == 0, done.stderr
+    assert done.json["mesh"] == "batch=2,model=4"
+    assert {d["bytes"] for d in done.json["devices"]} == {LayoutPlan.load(file).device.weights}
+    done = cli("plan", NAME, "--layout", str(file), "--mesh", "1x8")
+    assert done.code == 1 and "Cannot use the plan for batch=2,model=4 on the mesh batch=1,model=8" in done.stderr
 
 
 def test_a_load_searches_its_layouts_itself(root):

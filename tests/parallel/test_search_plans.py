@@ -328,10 +328,12 @@ def chained():
 
 
 def test_a_plan_brings_its_mesh(chained, tmp_path):
-    assert shardload.AutoShardDistribution(layout=chained).mesh == MESH
-    model = chain("up_0", "up_1", "up_2")
-    model.save_weights(tmp_path / "one.weights.h5")
-    assert shardload.load_weights(model, tmp_path / "one.weights.h5", layout=chained).mesh == str(MESH)
+    chained.save(tmp_path / "plan.json")
+    chain("up_0", "up_1", "up_2").save_weights(tmp_path / "one.weights.h5")
+    for layout in (chained, tmp_path / "plan.json", str(tmp_path / "plan.json")):
+        assert shardload.AutoShardDistribution(layout=layout).mesh == MESH
+        model = chain("up_0", "up_1", "up_2")
+        assert shardload.load_weights(model, tmp_path / "one.weights.h5", layout=layout).mesh == str(MESH)
 
 
 @pytest.mark.parametrize(
