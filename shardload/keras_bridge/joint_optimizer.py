@@ -21,6 +21,9 @@ from shardload.keras_bridge.keras_types import Variable
 from shardload.keras_bridge.variables import current_value, sharding_of
 from shardload.sharding.layout import Layout
 
+FLOAT32_UPDATE = "float32_update"
+"""The scope, in names of operations, of what is computed in float32 whatever the dtype of the weights."""
+
 
 class JointOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
     """An optimizer that updates all its variables together. Weight decay is its own business.
@@ -57,6 +60,11 @@ class JointOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
     def update_bytes(self) -> int:
         """Bytes that each device needs during an update, beside gradients and state, whatever the layouts are."""
         return 0
+
+    @property
+    def fixed_dtype_state(self) -> list[Variable]:
+        """The state whose dtype does not follow that of its variable."""
+        return []
 
     def state_layouts(self, layout_of: Callable[[Variable], Layout | None]) -> dict[int, Layout]:
         """Return layouts of state that has another shape than its variable, by ``id``.
@@ -126,7 +134,8 @@ class JointOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         )
 
     def _backend_update_step(self, grads: Any, trainable_variables: Any, learning_rate: Any) -> None:
-        self.update_all(grads, trainable_variables, learning_rate)
+        with jax.named_scope(FLOAT32_UPDATE):
+            self.update_all(grads, trainable_variables, learning_rate)
 
     def _apply_weight_decay(self, variables: Sequence[Variable]) -> None:
         """Leave decay to `update_all`, which may use the learning rate in another way, or skip the step."""

@@ -207,6 +207,11 @@ class REKLS(JointOptimizer):
         return self.options.uneven == "error"
 
     @property
+    def fixed_dtype_state(self) -> list[Variable]:
+        """Moments, factors and eigenpairs."""
+        return [v for slot in SLOTS for v in getattr(self, slot, ()) if v is not None]
+
+    @property
     def update_bytes(self) -> int:
         """Bytes that each device needs during an update: twice the whole state of a batch, as measured on CPU."""
         of_matrices = [place for place, view in enumerate(self.views) if view is not None]

@@ -25,7 +25,7 @@ from shardload.errors import MeshError
 from shardload.parallel.compiled_step import CompiledStep
 from shardload.parallel.given_choice import GivenLayouts, choice_for
 from shardload.parallel.hlo_collectives import collectives_in
-from shardload.parallel.programs import Kind, StepProgram, program_of
+from shardload.parallel.programs import StepProgram, program_of
 from shardload.parallel.result import LayoutChoice
 from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
@@ -77,7 +77,7 @@ def compile_step(
     started = time.perf_counter()
     with program_of(model, choice, training=training, loss=loss, static=static, devices=devices) as program:
         compiled, arguments, outputs = _compiled(program, batch, devices)
-    step = _read(compiled, choice.mesh, program.kind, devices[0].platform, arguments=arguments, outputs=outputs)
+    step = _read(compiled, program, choice.mesh, devices, arguments=arguments, outputs=outputs)
     return replace(step, compile_s=time.perf_counter() - started, notes=_notes(step, arguments, choice))
 
 
@@ -144,18 +144,23 @@ def _compiled(program: StepProgram, batch: Any, devices: Sequence[Any]) -> tuple
     return compiled, (state, batch), outputs
 
 
-def _read(compiled: Any, mesh: MeshSpec, kind: Kind, platform: str, *, arguments: Any, outputs: Any) -> CompiledStep:
+def _read(
+    compiled: Any, program: StepProgram, mesh: MeshSpec, devices: Sequence[Any], *, arguments: Any, outputs: Any
+) -> CompiledStep:
     memory = compiled.memory_analysis()
+    state, variables = arguments[0].get("optimizer", []), program.variables.get("optimizer", [])
+    fixed = _float32_bytes([spec for spec, v in zip(state, variables, strict=True) if id(v) in program.fixed])
     return CompiledStep(
         mesh,
-        kind,
-        platform,
+        program.kind,
+        devices[0].platform,
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
-        float32_argument_bytes=_float32_bytes(arguments),
-        float32_output_bytes=_float32_bytes(outputs),
+        float32_argument_bytes=_float32_bytes(arguments) - fixed,
+        float32_output_bytes=_float32_bytes(outputs) - fixed,
+        float32_update_bytes=min(program.float32_update_bytes, memory.temp_size_in_bytes),
         collectives=collectives_in(compiled.as_text(), mesh),
         compile_s=0.0,
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from shardload.keras_bridge.joint_optimizer import FLOAT32_UPDATE
 from shardload.parallel.hlo_collectives import Collective, as_json
 from shardload.parallel.programs import Kind
 from shardload.sharding.mesh import MeshSpec
@@ -34,12 +35,14 @@ class CompiledStep:
     temporary_bytes: int
     """Activations and everything else that the program allocates while it runs."""
     float32_argument_bytes: int
-    """Those of ``argument_bytes`` that are float32."""
+    """Those of ``argument_bytes`` that are float32 because the model is."""
     float32_output_bytes: int
-    """Those of ``output_bytes`` that are float32."""
+    """Those of ``output_bytes`` that are float32 because the model is."""
     collectives: tuple[Collective, ...]
     """Every collective instruction."""
     compile_s: float
+    float32_update_bytes: int = 0
+    """Those of ``temporary_bytes`` that an optimizer needs in float32 whatever the dtype of the model."""
     notes: tuple[str, ...] = ()
     """What to know when reading these numbers."""
 
@@ -65,8 +68,9 @@ class CompiledStep:
     def scaled(self, dtype: str = "bfloat16") -> CompiledStep:
         """Return the numbers that a step compiled in float32 would have in a 16-bit dtype.
 
-        Arguments, outputs and collectives are exact if all floats change their dtype. Temporaries are scaled
-        likewise, although some of them (sums, integers) may stay in 32 bits.
+        Arguments, outputs and collectives are exact if all floats change their dtype, but for the state and the update
+        of an optimizer that computes in float32. Temporaries are scaled likewise, although some of them (sums,
+        integers) may stay in 32 bits.
         """
         ratio: float = jax.numpy.dtype(dtype).itemsize / 4
 
@@ -77,12 +81,14 @@ class CompiledStep:
             self,
             argument_bytes=self.argument_bytes - less(self.float32_argument_bytes),
             output_bytes=self.output_bytes - less(self.float32_output_bytes),
-            alias_bytes=self.alias_bytes - less(self.alias_bytes),
-            temporary_bytes=self.temporary_bytes - less(self.temporary_bytes),
+            alias_bytes=self.alias_bytes - less(min(self.alias_bytes, self.float32_output_bytes)),
+            temporary_bytes=self.temporary_bytes - less(self.temporary_bytes - self.float32_update_bytes),
             float32_argument_bytes=0,
             float32_output_bytes=0,
             collectives=tuple(
-                replace(c, nbytes=c.nbytes - less(c.nbytes), dtype=dtype) if c.dtype == "f32" else c
+                replace(c, nbytes=c.nbytes - less(c.nbytes), dtype=dtype)
+                if c.dtype == "f32" and FLOAT32_UPDATE not in c.source
+                else c
                 for c in self.collectives
             ),
             notes=(*self.notes, f"scaled from float32 to {dtype}"),

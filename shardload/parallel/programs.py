@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -24,7 +24,9 @@ import keras
 from shardload.errors import UninitialisedError, UsageError
 from shardload.keras_bridge.abstraction import abstract
 from shardload.keras_bridge.gathered_use import Use
+from shardload.keras_bridge.joint_optimizer import JointOptimizer
 from shardload.keras_bridge.model_state import OptimizerState
+from shardload.keras_bridge.optimizer_slots import optimizers_in
 from shardload.keras_bridge.stateless import mesh_distribution, run_forward, scaled_loss, stateless
 from shardload.keras_bridge.variables import set_sharding, sharding_of, stored_dtype
 from shardload.parallel.result import LayoutChoice
@@ -47,6 +49,10 @@ class StepProgram:
     """Keras' variables, whose values the state has."""
     layouts: Mapping[str, Sequence[Layout]]
     """Of each variable."""
+    fixed: frozenset[int] = frozenset()
+    """``id`` of state whose dtype does not follow that of the model."""
+    float32_update_bytes: int = 0
+    """Bytes that the optimizer needs during its update, in float32 whatever the dtype of the model."""
 
     def specs(self, devices: Sequence[Any]) -> State:
         """Return the state as shapes with shardings, without values."""
@@ -108,7 +114,11 @@ def program_of(
             return
         optimizer = stack.enter_context(_built(training, variables["trainable"], choice, devices))
         variables["optimizer"] = list(optimizer.variables)
-        yield _program("training", _training(run, optimizer, losses), variables, choice)
+        program = _program("training", _training(run, optimizer, losses), variables, choice)
+        joint = [part for part in optimizers_in(optimizer) if isinstance(part, JointOptimizer)]
+        scalars = [v for v in optimizer.variables if not v.shape]
+        fixed = frozenset(id(v) for v in (*scalars, *(v for part in joint for v in part.fixed_dtype_state)))
+        yield replace(program, fixed=fixed, float32_update_bytes=sum(part.update_bytes for part in joint))
 
 
 def _program(

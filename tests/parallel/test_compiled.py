@@ -12,6 +12,7 @@ import shardload
 from shardload.errors import MeshError, UninitialisedError, UsageError
 from shardload.keras_bridge.binding import bind, binding_of
 from shardload.keras_bridge.variables import has_value
+from shardload.optimizers import REKLS
 from shardload.parallel import choose, compile_step
 from shardload.sharding.mesh import MeshSpec
 
@@ -174,6 +175,22 @@ def test_a_model_in_bfloat16_is_noted_and_one_in_float32_scaled():
     half = full.scaled("bfloat16")
     assert (half.collective_bytes, half.argument_bytes) == (2 * MIB, full.argument_bytes // 2)
     assert half.collectives[0].dtype == "bfloat16" and "float32 to bfloat16" in half.summary()
+
+
+def test_the_state_and_the_update_of_rekls_stay_in_float32():
+    x = keras.Input((256,))
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        model = keras.Model(x, keras.layers.Dense(256, use_bias=False, dtype=dtype)(x))
+        batch = jax.ShapeDtypeStruct((8, 256), dtype)
+        found[dtype] = compile_step(model, choose(model, MESH), batch, training=REKLS())
+    full, half = found["float32"], found["float32"].scaled("bfloat16")
+    assert (
+        half.argument_bytes == found["bfloat16"].argument_bytes == full.argument_bytes - 2 * (256 * 256 // 4 + 4 * 256)
+    )
+    assert half.temporary_bytes > 0.95 * full.temporary_bytes
+    gathers = [c for c in half.collectives if c.kind == "all-gather"]
+    assert gathers and {c.dtype for c in gathers} == {"f32"}
 
 
 def test_a_batch_that_does_not_divide_is_replicated_and_noted():
