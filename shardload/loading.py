@@ -45,6 +45,7 @@ def load(
     format: str | None = None,
     progress: ProgressLike = None,
     ignore_config: Sequence[str] = (),
+    step: int | Literal["latest", "best"] = "latest",
 ) -> Any:
     """Build the model a checkpoint describes and load it straight into its layout.
 
@@ -83,6 +84,7 @@ def load(
         ignore_config: Fields of a Hugging Face ``config.json`` (or of a GGUF header, under the same names) that the
             model may differ from, such as ``("rope_scaling",)``. Otherwise a field that changes what the model
             computes, and that KerasHub's class cannot express, is refused. The report lists what was ignored.
+        step: Of a folder of training steps, the step to load: its number, ``"latest"`` or ``"best"``.
 
     Returns:
         The Keras task if the checkpoint is one, else the backbone, ready for predict, fit and generate. A task has the
@@ -153,6 +155,7 @@ def load_weights(
     progress: ProgressLike = None,
     ignore_config: Sequence[str] = (),
     items: Literal["all", "weights"] = "all",
+    step: int | Literal["latest", "best"] = "latest",
 ) -> LoadReport:
     """Load weights into an existing model, live or built inside `shardload.abstract`.
 
@@ -176,6 +179,7 @@ def load_weights(
             fields in which it differs are listed in the report.
         items: ``"weights"`` leaves the optimizer as it is; ``"all"`` also loads its state where the checkpoint has it,
             the learning rate included, and the report says so.
+        step: As for `load`.
 
     Raises:
         LoadInterruptedError: When the load failed after it began to replace values; describes the current values.

@@ -40,6 +40,7 @@ def load(
     ignore: options.Ignore = None,
     atomic: options.Atomic = False,
     compile: options.Compile = True,
+    step: options.Step = "latest",
     prompt: options.Prompt = None,
     max_new_tokens: options.MaxNewTokens = None,
     platform: options.PlatformOption = None,
@@ -62,7 +63,7 @@ def load(
 
     $ shardload load ./model.safetensors --mesh 2x4 --dtype bfloat16 --json
     """
-    spec = options.mesh_spec(mesh, axes, layout)
+    spec, which = options.mesh_spec(mesh, axes, layout), options.step(step)
     processes = options.processes(coordinator_address, num_processes, process_id)
     _check_together(spec, processes, prompt, max_new_tokens)
     reports = processes is None or processes.is_first
@@ -93,6 +94,7 @@ def load(
                     ignore=ignore or (),
                     atomic=atomic,
                     compile=compile,
+                    step=which,
                     format=format and str(format),
                     ignore_config=tuple(ignore_config or ()),
                     progress=progress,

@@ -100,6 +100,19 @@ def mesh_spec(mesh: str | None, axes: str | None, layout: str | None) -> MeshSpe
         raise typer.BadParameter(str(error), param_hint="--mesh") from None
 
 
+def step(text: str) -> int | str:
+    """Return the number of a step, ``latest`` or ``best``.
+
+    Raises:
+        typer.BadParameter: When it is none of them.
+    """
+    if text in ("latest", "best"):
+        return text
+    if not (text.isascii() and text.isdecimal()):
+        raise typer.BadParameter(f"{text!r} is not a number, latest or best.", param_hint="--step")
+    return int(text)
+
+
 def processes(coordinator_address: str | None, num_processes: int | None, process_id: int | None) -> Processes | None:
     """Return this process among several, from three options named as in `jax.distributed.initialize`.
 
@@ -134,6 +147,10 @@ Source = Annotated[
         autocompletion=completion.sources,
         show_default=False,
     ),
+]
+Step = Annotated[
+    str,
+    typer.Option("--step", metavar="STEP", help="Of a folder of training steps: a number, latest or best."),
 ]
 Mesh = Annotated[
     str | None,

@@ -48,7 +48,8 @@ class Loaded:
 def open_requested(request: LoadRequest) -> OpenedSource:
     """Open the source of a request, or the folder that describes the model to build; a plan needs no weights."""
     reads = request.function != "plan"
-    return open_source(request.source, request.format, described=request.builds, verify=reads, weights=reads)
+    source, step = request.source, request.step
+    return open_source(source, request.format, described=request.builds, verify=reads, weights=reads, step=step)
 
 
 def load(

@@ -17,7 +17,7 @@ from shardload.resolve import Resolved, resolve
 from shardload.resolve.architectures import ARCHITECTURES
 from shardload.resolve.stores import location_of, open_remote
 from shardload.steps.digests import Checker
-from shardload.steps.listing import is_ours, latest_of_ours
+from shardload.steps.listing import find_step, is_ours, latest_of_ours
 from shardload.stores.location import Location
 from shardload.stores.nowhere import nowhere
 from shardload.stores.remote import is_url
@@ -44,6 +44,7 @@ def open_source(
     described: bool = False,
     verify: bool = True,
     weights: bool = True,
+    step: int | str = "latest",
 ) -> OpenedSource:
     """Find and open a source.
 
@@ -53,14 +54,17 @@ def open_source(
         described: Open a file's folder instead, if the folder describes the file's model.
         verify: Whether its tensors are about to be read.
         weights: Whether its weights are needed; otherwise an architecture or a configuration is enough.
+        step: Of a folder of training steps, the step: a number, ``"latest"`` or ``"best"``.
 
     Raises:
-        UsageError: When the format is unknown.
+        UsageError: When the format is unknown, or ``step`` is of the wrong kind.
         SourceNotFoundError: When the name resolves to nothing.
         SourceError: When the checkpoint contradicts itself.
     """
     if format is not None and format not in (known := format_names()):
         raise UsageError(f"Unknown format {format!r}; supported formats: {', '.join(known)}")
+    if step != "latest":
+        source = _step_in(source, step)
     source = location_of(source) or source
     if isinstance(source, Location):
         folder = folder_of(source, format=format) if described else None
@@ -80,14 +84,20 @@ def open_source(
             raise
         return without
     except SourceError:
-        if verify and (step := latest_of_ours(found.path)) is not None:
-            Checker.of_step(step)  # raises a clearer error if damage is the cause
+        if verify and (damaged := latest_of_ours(found.path)) is not None:
+            Checker.of_step(damaged)  # raises a clearer error if damage is the cause
         raise
     if not verify or not spec_of(manifest).is_step or not is_ours(manifest.source):
         return _noted(found, manifest, None, verify=verify)
     checker = Checker.of_step(manifest.location)
     # Open again, because the first manifest contains values from small files that were not verified yet.
     return _noted(found, open_manifest(manifest.location, format=format), checker, verify=verify)
+
+
+def _step_in(source: str | os.PathLike[str] | Location, step: Any) -> str:
+    """Return the path or URL of a step in a folder of steps."""
+    folder = str(source) if isinstance(source, Location) or is_url(source) else resolve(source).path
+    return find_step(folder, step).where
 
 
 def _resolve(source: str | os.PathLike[str], format: str | None, *, described: bool, weights: bool) -> Resolved:

@@ -120,7 +120,12 @@ def list_steps(root: str | os.PathLike[str]) -> list[StepInfo]:
     base = expanded(root)
     try:
         names = [entry.name for entry in base.iterdir() if NAME.fullmatch(entry.name)]
-    except (FileNotFoundError, NotADirectoryError) as error:
+    except NotADirectoryError as error:
+        raise SourceNotFoundError(
+            f"Cannot find steps in {base}: it is a file, expected the folder of a training run. A model or weights "
+            f"saved as a file are loaded by shardload.load_weights(model, {str(root)!r}), or shardload.load"
+        ) from error
+    except FileNotFoundError as error:
         raise SourceNotFoundError(
             f"Cannot list the steps in {base}: there is no such folder. Check the path"
         ) from error
@@ -190,8 +195,10 @@ def find_step(root: str | os.PathLike[str], step: Literal["latest", "best"] | in
     if step == "best":
         last = _ranking(steps)
         metric = "the monitored metric" if last is None else repr(last.monitor)
+        logged = sorted({name for info in steps for name in info.metrics})
+        saved = f" Saved metrics: {', '.join(logged)}; name one as monitor= of OrbaxCheckpoint." if logged else ""
         raise SourceNotFoundError(
-            f"No step in {root} was saved with a value of {metric}. "
+            f"No step in {root} was saved with a value of {metric}.{saved} "
             f'{_existing(steps)}. Take one by its number, or step="latest"'
         )
     elsewhere = next(

@@ -176,7 +176,7 @@ def test_options_arrive_as_typed(cli, monkeypatch):
         lazy_api, "load", lambda source, **options: seen.update(options, source=source) or loads(source)
     )
     off = ("--no-strict", "--no-compile")
-    arguments = (*off, "--atomic", "--format", "gguf", "--ignore-config", "rope_scaling", *IGNORE)
+    arguments = (*off, "--atomic", "--format", "gguf", "--ignore-config", "rope_scaling", "--step", "8", *IGNORE)
     cli(*LOAD, "--dtype", "bf16", "--host-memory", "2GiB", *arguments)
     assert str(seen.pop("mesh")) == "batch=1,model=2"
     assert type(seen.pop("progress")).__name__ == "Silent"
@@ -189,9 +189,15 @@ def test_options_arrive_as_typed(cli, monkeypatch):
         "ignore": ["score.*", "mtp.*"],
         "atomic": True,
         "compile": False,
+        "step": 8,
         "format": "gguf",
         "ignore_config": ("rope_scaling",),
     }
+
+
+def test_a_step_is_a_number_latest_or_best(cli):
+    done = cli(*LOAD, "--step", "newest")
+    assert done.code == 2 and "'newest' is not a number, latest or best" in done.stderr
 
 
 @pytest.mark.parametrize(("fits", "code"), [(True, 0), (False, 1)])

@@ -9,7 +9,7 @@ import pytest
 
 import shardload
 from shardload.callbacks import OrbaxCheckpoint
-from shardload.errors import SourceError, UnsupportedError
+from shardload.errors import SourceError, SourceNotFoundError, UnsupportedError
 from shardload.keras_bridge.layer_settings import apply_settings, settings_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method")
@@ -76,6 +76,21 @@ def assert_same_training(one, other, fit=train):
         assert values(other.optimizer.variables) == values(one.optimizer.variables)
         fit(one)
         fit(other)
+
+
+def test_the_best_step_or_a_number_may_be_asked_for(tmp_path):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.01), "mse")
+    x, y = np.eye(3), np.ones((3, 1))
+    keep = OrbaxCheckpoint(tmp_path, monitor="loss", mode="max", max_to_keep=None, resume=False)
+    model.fit(x, y, epochs=3, verbose=0, callbacks=[keep])  # the loss sinks: the first step has the highest
+    for which, number in (("best", 1), (2, 2), ("latest", 3)):
+        loaded = shardload.load(tmp_path, step=which, mesh="1x1")
+        assert int(loaded.optimizer.iterations) == number
+        assert shardload.load_weights(model, tmp_path, step=which).source == str(tmp_path / str(number))
+    with pytest.raises(SourceNotFoundError, match=r"no step 4\. It has 3 steps: 1, 2, 3"):
+        shardload.load(tmp_path, step=4)
 
 
 @pytest.mark.slow

@@ -102,10 +102,13 @@ def test_finding_a_step(tmp_path):
 def test_what_cannot_be_found(tmp_path):
     with pytest.raises(SourceNotFoundError, match="no such folder"):
         find_step(tmp_path / "none", "latest")
+    (tmp_path / "best.keras").touch()
+    with pytest.raises(SourceNotFoundError, match=r"it is a file, .* shardload\.load_weights\(model, '.*best.keras'"):
+        find_step(tmp_path / "best.keras", "best")
     with pytest.raises(SourceNotFoundError, match="contains no steps"):
         find_step(tmp_path, "latest")
-    step = save_step(tmp_path, 1)
-    with pytest.raises(SourceNotFoundError, match="was saved with a value"):
+    step = save_step(tmp_path, 1, monitor="val_loss", logs={"loss": 1.0, "mae": 2.0})
+    with pytest.raises(SourceNotFoundError, match=r"with a value of 'val_loss'\. Saved metrics: loss, mae; name one"):
         find_step(tmp_path, "best")
     with pytest.raises(SourceNotFoundError, match=r"looks like a step itself: .*step=1"):
         find_step(step, "latest")
