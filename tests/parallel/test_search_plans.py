@@ -156,6 +156,12 @@ def test_a_pin_is_kept_axis_by_axis_or_refused(block):
         search(block.model, MESH, inputs=block.inputs, batch_axis="nope")
 
 
+@pytest.mark.parametrize(("mesh", "noted"), [("model=4", True), ("batch=4", False), ("fsdp=4", False), ("1x4", False)])
+def test_an_axis_of_weights_that_splits_the_batch_is_noted(mesh, noted):
+    notes = search(chain("up", "down"), mesh, batch=8).notes
+    assert any("write batch=1,model=4 to split weights" in note for note in notes) is noted
+
+
 def test_a_sequential_model_says_its_inputs():
     layers = [keras.Input((64,)), keras.layers.Dense(256), keras.layers.Dense(64)]
     assert search(keras.Sequential(layers), MESH, batch=8).inputs == "float32[8, 64]"

@@ -49,21 +49,30 @@ def make_plan(
         exchanges=tuple(_exchanges(problem, solution)),
         decisions=decisions,
         constants=dataclasses.asdict(problem.hardware),
-        notes=tuple(_notes(problem)),
+        notes=tuple(_notes(problem, batch_axis)),
     )
 
 
-def _notes(problem: Problem) -> list[str]:
+def _notes(problem: Problem, batch_axis: str) -> list[str]:
+    mesh = problem.mesh
+    no_axis = (
+        f"axis {batch_axis!r} splits the batch, as the mesh has no axis for that: write batch=1,{mesh} to split weights"
+    )
+    of_weights = mesh.axis_kind(batch_axis) in ("model", "expert") and mesh.axis_size(batch_axis) > 1
     update = (
         f"the optimizer needs {format_bytes(problem.update_bytes)} on each device for its update, whatever the layout: "
         "activations count at least that much. Its time and its collectives are not counted"
     )
-    return [update] * bool(problem.update_bytes) + [
-        f"no rule for {name} (x{count}): its operands count as gathered, its results as replicated"
-        if not name.startswith("while")
-        else f"{name} (x{count})"
-        for name, count in sorted(problem.traced.program.unknown.items())
-    ]
+    return (
+        [no_axis] * of_weights
+        + [update] * bool(problem.update_bytes)
+        + [
+            f"no rule for {name} (x{count}): its operands count as gathered, its results as replicated"
+            if not name.startswith("while")
+            else f"{name} (x{count})"
+            for name, count in sorted(problem.traced.program.unknown.items())
+        ]
+    )
 
 
 def _exchanges(problem: Problem, solution: Solution) -> list[PlannedExchange]:
