@@ -49,7 +49,9 @@ def choose(model: Any, mesh: MeshLike | MeshSpec, layout: LayoutLike = "auto") -
     mesh, variables = mesh_spec(mesh), model_variables.all_variables(model)
     if distributions.is_distribution(layout):
         return _by_distribution(model, mesh, layout)
-    if (plan := _plan(model, mesh, layout)) is not None:
+    if isinstance(layout, str) and layout == "search":
+        return _by_plan(model, mesh, search(model, mesh))
+    if (plan := given_plan(layout)) is not None:
         return _by_plan(model, mesh, plan)
     mode, rule_set = _rule_set(model, mesh, layout)
     found = roles(model, by_user=mode != "replicated")
@@ -97,12 +99,14 @@ def _with_spread_slots(model: Any, placed: dict[int, VariableLayout], batch_axis
     }
 
 
-def _plan(model: Any, mesh: MeshSpec, layout: Any) -> LayoutPlan | None:
-    """Return the plan that a layout is, names, or asks for."""
+def given_plan(layout: Any) -> LayoutPlan | None:
+    """Return the plan that a layout is, or the one in the file that it names; ``None`` for other layouts.
+
+    Raises:
+        LayoutError: When the file is no plan.
+    """
     if isinstance(layout, LayoutPlan):
         return layout
-    if layout == "search":
-        return search(model, mesh)
     if isinstance(layout, str | os.PathLike) and Path(layout).suffix == ".json" and Path(layout).exists():
         return LayoutPlan.load(layout)
     return None

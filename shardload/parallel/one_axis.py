@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardload.errors import UsageError
-from shardload.parallel.choosing import choose
+from shardload.errors import LayoutError, UsageError
+from shardload.parallel.choosing import choose, given_plan
 from shardload.parallel.result import LayoutChoice
 from shardload.sharding.mesh import DEFAULT_AXES, MeshSpec
 from shardload.typing import LayoutLike
+from shardload.units import plural
 
 
 def autoconfig(model: Any, device_count: int, layout: LayoutLike = "auto") -> LayoutChoice:
@@ -25,9 +26,34 @@ def autoconfig(model: Any, device_count: int, layout: LayoutLike = "auto") -> La
 
     Raises:
         UsageError: When ``device_count`` is not a positive integer.
-        LayoutError: As in `shardload.parallel.choose`.
+        LayoutError: As in `shardload.parallel.choose`, and when a plan is for another number of devices, or for a mesh
+            of several axes.
     """
-    return choose(model, tensor_parallel_mesh(device_count), layout)
+    return choose(model, mesh_for(layout, device_count), layout)
+
+
+def mesh_for(layout: LayoutLike, device_count: int) -> MeshSpec:
+    """Return the mesh of a layout on ``device_count`` devices: a plan brings its own, whatever its axis is called.
+
+    Raises:
+        UsageError: When ``device_count`` is not a positive integer.
+        LayoutError: When a plan is for another number of devices, or for a mesh of several axes.
+    """
+    plan, mesh = given_plan(layout), tensor_parallel_mesh(device_count)
+    if plan is None:
+        return mesh
+    own = plan.mesh
+    if sum(size > 1 for size in own.sizes) > 1:
+        raise LayoutError(
+            f"Cannot use the plan for {own} for tensor parallelism: it has several axes, expected one, such as 1x"
+            f"{own.size}. Use AutoShardDistribution(layout=plan), or plan again"
+        )
+    if own.size != device_count:
+        raise LayoutError(
+            f"Cannot use the plan for {own} on {plural(device_count, 'device')}: expected {own.size}. Use so many, or "
+            "plan again"
+        )
+    return own
 
 
 def tensor_parallel_mesh(device_count: int) -> MeshSpec:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypedDict
@@ -23,11 +24,14 @@ import keras
 from shardload.errors import BackendError, MeshError, UnsupportedError, UsageError
 from shardload.keras_bridge.binding import binding_of
 from shardload.keras_bridge.keras_types import Model
+from shardload.parallel.choosing import given_plan
 from shardload.parallel.device_ids import device_id, devices_of, list_devices
 from shardload.parallel.distribution import AutoShardDistribution
-from shardload.parallel.one_axis import tensor_parallel_mesh
+from shardload.parallel.layout_search.layout_plan import LayoutPlan
+from shardload.parallel.one_axis import mesh_for, tensor_parallel_mesh
 from shardload.parallel.result import LayoutChoice
 from shardload.parallel.setup_check import SetupReport, bytes_by_device, check_setup
+from shardload.sharding.planned_mesh import planned_mesh
 from shardload.typing import LayoutLike
 
 OTHER_BACKENDS = ("torch", "pytorch", "tensorflow", "horovod", "nccl")
@@ -94,6 +98,9 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
     has it, are the model's own and run on all devices. Attributes that it does not have itself are the model's.
     ``save_weights`` writes the files of the plain model. The plain model, on the same devices, is the attribute
     ``model``.
+
+    As for every class that is not Keras' own, ``keras.saving.load_model`` knows it once it is imported: ``from
+    shardload import TensorParallelKeras``.
     """
 
     is_its_model = True
@@ -114,30 +121,32 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
 
         Args:
             model: A built Keras model, compiled or not.
-            device_count: Number of devices; all by default.
+            device_count: Number of devices; by default as many as a plan given as layout is for, else all.
             device_ids: Ids of the devices (``"gpu:0"``, 0), or `jax.Device`s, in the order of the shards.
             distributed_backend: ``"auto"`` or ``"jax"``; nothing else runs.
             world_size: Another name of ``device_count``.
-            layout: As in `shardload.parallel.choose`.
+            layout: As in `shardload.parallel.choose`; a plan for one axis, whatever its name.
             **kwargs: ``name`` and ``trainable``, as for every `keras.Model`.
 
         Raises:
             BackendError: When ``distributed_backend`` is one that does not run on JAX.
             UsageError: When the model is not built, or the arguments contradict each other.
             MeshError: When there are fewer devices.
+            LayoutError: When a plan is for another number of devices, or for a mesh of several axes.
         """
         _check_backend(distributed_backend)
         if not isinstance(model, keras.Model):
             raise UsageError(f"Cannot wrap {model!r:.80}: expected a keras.Model")
-        count = _one_count(device_count, world_size)
-        devices = _devices(count, device_ids)
+        count, plan = _one_count(device_count, world_size), given_plan(layout)
+        wanted = count if plan is None or count is not None or device_ids is not None else plan.mesh.size
+        devices = _devices(wanted, device_ids)
         super().__init__(name=kwargs.pop("name", None) or f"tensor_parallel_{model.name}", autocast=False, **kwargs)
         self.distributed_backend = "jax"
         """What moves data between devices."""
         self._given: dict[str, Any] = {
-            "device_count": _one_count(device_count, world_size),
+            "device_count": count,
             "device_ids": device_ids,
-            "layout": layout,
+            "layout": layout if plan is None else plan,
         }
         self._spread(model, devices)
         self.model = model
@@ -146,7 +155,7 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
 
     def _spread(self, model: Model, devices: Sequence[Any]) -> None:
         layout = self._given["layout"]
-        distribution = AutoShardDistribution(tensor_parallel_mesh(len(devices)), layout, devices=devices)
+        distribution = AutoShardDistribution(mesh_for(layout, len(devices)), layout, devices=devices)
         distribution.shard(model)
         self.distribution = distribution
         """The `AutoShardDistribution` that the model is sharded by."""
@@ -201,12 +210,15 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
 
         Returns:
             Whether anything changed.
+
+        Raises:
+            LayoutError: When the layout is a plan for fewer devices.
         """
         devices = tuple(devices_of(list_devices(self.distribution.devices[0].platform)))
         if devices == self.distribution.devices:
             return False
-        self._given |= {"device_count": None, "device_ids": None}
         self._spread(self.model, devices)
+        self._given |= {"device_count": None, "device_ids": None}
         return True
 
     def validate_tensor_parallelism_setup(self, *args: Any, **kwargs: Any) -> SetupReport:
@@ -258,30 +270,44 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
         Raises:
             UnsupportedError: When the layout has no configuration, like a LayoutMap.
         """
-        given = dict(self._given)
+        layout = self._given["layout"]
+        saved = layout.to_json() if isinstance(layout, LayoutPlan) else layout
+        given = {**self._given, "layout": os.fspath(saved) if isinstance(saved, os.PathLike) else saved}
         try:
             json.dumps(given)
         except TypeError as error:
             raise UnsupportedError(
                 f"Cannot save {self.name!r}: its layout or its devices have no configuration "
-                f"({type(given['layout']).__name__}). Save the plain model instead: wrapper.model.save(path)"
+                f"({type(layout).__name__}). Save the plain model instead: wrapper.model.save(path)"
             ) from error
         return {"model": keras.saving.serialize_keras_object(self.model), "name": self.name, **given}
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> TensorParallelKeras:
-        """Build the model and wrap it; on all devices, with a warning, if there are fewer than it was saved with."""
-        config = dict(config)
+        """Build the model and wrap it.
+
+        If there are fewer devices than it was saved with, all of them are taken, with a warning: a plan for more is
+        left out.
+        """
+        config = {**config, "layout": _layout_of(config["layout"])}
         model = keras.saving.deserialize_keras_object(config.pop("model"), custom_objects=custom_objects)
-        wanted = max(config["device_count"] or 0, len(config["device_ids"] or ()))
+        planned = planned_mesh(config["layout"])
+        wanted = max(config["device_count"] or 0, len(config["device_ids"] or ()), planned.size if planned else 0)
         if wanted > (here := len(jax.devices())):
-            warnings.warn(f"{config['name']!r} was saved on {wanted} devices, and is loaded on {here}", stacklevel=2)
-            config |= {"device_count": None, "device_ids": None}
+            lost = ", with layout='auto': its plan is for more" if planned else ""
+            text = f"{config['name']!r} was saved on {wanted} devices, and is loaded on {here}{lost}"
+            warnings.warn(text, stacklevel=2)
+            config |= {"device_count": None, "device_ids": None} | ({"layout": "auto"} if planned else {})
         return cls(model, **config)
 
 
 for _name in OF_THE_MODEL:
     setattr(TensorParallelKeras, _name, _of_model(_name))
+
+
+def _layout_of(saved: Any) -> Any:
+    """Return the layout that a configuration has: rules are a mapping too, but of lists."""
+    return LayoutPlan.from_json(saved) if isinstance(saved, dict) and isinstance(saved.get("format"), str) else saved
 
 
 def _check_backend(name: str) -> None:

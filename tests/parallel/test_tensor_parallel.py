@@ -1,5 +1,9 @@
 """`TensorParallelKeras` is the model itself, spread over devices: its interface, and what it says of itself."""
 
+import json
+import subprocess
+import sys
+
 import jax
 import keras
 import models
@@ -7,9 +11,9 @@ import numpy as np
 import pytest
 
 import shardload
-from shardload.errors import BackendError, MeshError, UnsupportedError, UsageError
+from shardload.errors import BackendError, LayoutError, MeshError, UnsupportedError, UsageError
 from shardload.keras_bridge.variables import relocate
-from shardload.parallel import autoconfig
+from shardload.parallel import autoconfig, search
 
 LOSS = {"a": "mse", "b": ["mse", "mse"]}
 
@@ -78,6 +82,60 @@ def test_it_is_saved_and_loaded_with_its_optimizer(tmp_path):
     assert_equal(again.predict(x, verbose=0), wrapped.predict(x, verbose=0))
     for one, other in zip(wrapped.weights, again.weights, strict=True):
         assert again.layouts.of(other).spec == wrapped.layouts.of(one).spec
+
+
+@pytest.mark.parametrize("mesh", ["1x4", "model=4"])
+def test_it_takes_a_plan_for_one_axis(mesh):
+    plain, (x, _) = nested(compiled=False), batch()
+    plan = search(plain, mesh, batch=6)
+    expected = plain.predict(x, verbose=0)
+    wrapped = shardload.TensorParallelKeras(nested(compiled=False), layout=plan)
+    assert (wrapped.world_size, wrapped.layouts.mesh, wrapped.layouts.mode) == (4, plan.mesh, "search")
+    assert [wrapped.layouts.of(v).spec for v in wrapped.model.variables] == [v.spec for v in plan.variables]
+    assert_equal(wrapped.predict(x, verbose=0), expected)
+    again = shardload.TensorParallelKeras.from_config(json.loads(json.dumps(wrapped.get_config())))
+    assert again.get_config()["layout"] == wrapped.get_config()["layout"] == plan.to_json()
+
+
+def test_a_wrapper_with_a_plan_is_loaded_by_another_process(tmp_path):
+    plain, (x, _) = nested(compiled=False), batch()
+    search(plain, "1x4", batch=6).save(tmp_path / "plan.json")
+    wrapped = shardload.TensorParallelKeras(plain, layout=tmp_path / "plan.json")
+    expected = wrapped.predict(x, verbose=0)
+    wrapped.save(tmp_path / "m.keras")
+    (tmp_path / "plan.json").unlink()
+    np.save(tmp_path / "x.npy", x)
+    subprocess.run([sys.executable, "-c", LOADED_ELSEWHERE, tmp_path], check=True)
+    with np.load(tmp_path / "found.npz") as found:
+        assert (str(found["mesh"]), found["bytes"]) == ("batch=1,model=4", wrapped.layouts.device_bytes)
+        np.testing.assert_array_equal(found["a"], expected["a"])
+
+
+LOADED_ELSEWHERE = """
+import sys
+import jax, keras, numpy as np
+from shardload import TensorParallelKeras
+jax.config.update("jax_num_cpu_devices", 8)
+folder = sys.argv[1]
+model = keras.saving.load_model(f"{folder}/m.keras")
+found = model.predict(np.load(f"{folder}/x.npy"), verbose=0)["a"]
+np.savez(f"{folder}/found.npz", a=found, mesh=str(model.layouts.mesh), bytes=model.layouts.device_bytes)
+"""
+
+
+def test_a_plan_for_other_devices_or_axes_is_refused(tmp_path):
+    plan = search(nested(compiled=False), "1x4", batch=6)
+    wrapped = shardload.TensorParallelKeras(nested(compiled=False), layout=plan)
+    for refused in (wrapped.auto_detect_parallelism, lambda: autoconfig(nested(compiled=False), 8, plan)):
+        with pytest.raises(LayoutError, match=r"the plan for batch=1,model=4 on 8 devices: expected 4\. Use so many"):
+            refused()
+    assert wrapped.get_config()["layout"] == plan.to_json() and wrapped.world_size == 4
+    with pytest.raises(LayoutError, match=r"batch=2,model=2 for tensor parallelism: it has several axes, expected one"):
+        shardload.TensorParallelKeras(nested(compiled=False), layout=search(nested(), "2x2", batch=6))
+    config = wrapped.get_config()
+    config["layout"] |= {"mesh": {"axes": ("batch", "model"), "sizes": (1, 16)}}
+    with pytest.warns(UserWarning, match="saved on 16 devices, and is loaded on 8, with layout='auto'"):
+        assert shardload.TensorParallelKeras.from_config(config).layouts.mode == "auto"
 
 
 def test_its_weights_are_files_of_the_plain_model(tmp_path):
