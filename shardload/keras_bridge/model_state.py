@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import keras
 from keras.src.backend.jax.core import JaxVariable
+from keras.src.utils.tracking import TrackedDict, TrackedList, TrackedSet
 
 from shardload.errors import UninitialisedError, UsageError
 from shardload.keras_bridge.keras_types import Model, Variable
@@ -57,8 +58,10 @@ def trained_variables(model: Model) -> list[Variable]:
     return unique(found)
 
 
-_PLAIN = frozenset(map(id, (*LEAVES, list, tuple, set, dict)))
-"""Types of most attributes, which contain no variables; by identity, as a metaclass may define equality and hashes."""
+_LEAVES = frozenset(map(id, LEAVES))
+"""Types by identity, as a metaclass may define equality and hashes."""
+_PLAIN = _LEAVES.union(map(id, (list, tuple, set, dict, TrackedList, TrackedDict, TrackedSet)))
+"""Types of most attributes, which contain no variables."""
 
 
 def state_of(model: Model) -> list[Variable]:
@@ -127,7 +130,8 @@ def _attribute_optimizers(model: Model) -> list[Any]:
     """Return candidates for `other_optimizers` without Keras' walk over all objects, which is slow for large models."""
     found: dict[int, Any] = {}
     for layer in model._flatten_layers() if isinstance(model, keras.Layer) else ():
-        found |= {id(optimizer): optimizer for optimizer in _optimizers_in(list(vars(layer).values()))}
+        inner = [one for one in vars(layer).values() if id(type(one)) not in _LEAVES]
+        found |= {id(optimizer): optimizer for optimizer in _optimizers_in(inner)}
     own = optimizers_in(getattr(model, "optimizer", None))
     # An optimizer that another one wraps, for loss scaling, is saved with its wrapper.
     wrapped = {id(part) for one in found.values() for part in optimizers_in(one) if part is not one}
@@ -141,7 +145,7 @@ def _optimizers_in(attributes: list[Any]) -> Iterator[Any]:
         one = waiting.pop()
         if isinstance(one, keras.optimizers.Optimizer):
             yield one
-        elif isinstance(one, (dict, list, tuple)) and id(one) not in seen:  # a list may contain itself
+        elif isinstance(one, (dict, list, tuple)) and one and id(one) not in seen:  # a list may contain itself
             seen.add(id(one))
             waiting.extend(members_of(one))
 
