@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jax.sharding import PartitionSpec
+
 from shardload.errors import LayoutError
 from shardload.keras_bridge.distributions import variable_axes
 from shardload.parallel.auto import next_best
@@ -41,6 +43,8 @@ class Rule:
     pattern: str
     """A regular expression for the whole path, or the exact path."""
     spec: Spec
+    is_open: bool = False
+    """Whether dims without an entry are not split, as for a ``PartitionSpec``."""
 
     @property
     def is_of_outputs(self) -> bool:
@@ -90,19 +94,28 @@ def _is_spec(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(a, str) for a in value)
 
 
-def from_mapping(rules: Mapping[str, Any]) -> RuleSet:
+def from_mapping(rules: Mapping[str, Any], *, origin: str = "the layout") -> RuleSet:
     """Return the rules of a mapping: the pattern of a variable's path, and a mesh axis or ``None`` for each dim.
+
+    Args:
+        rules: The mapping; its values may be ``PartitionSpec``s too, which leave out dims at the end.
+        origin: What it is, for messages.
 
     Raises:
         LayoutError: When it has another form.
     """
     for pattern, spec in rules.items():
-        if not isinstance(pattern, str) or not isinstance(spec, tuple | list) or not all(map(_is_axis, spec)):
+        if (
+            not isinstance(pattern, str)
+            or not isinstance(spec, tuple | list | PartitionSpec)
+            or not all(map(_is_axis, spec))
+        ):
             raise LayoutError(
-                f"Cannot use {{{pattern!r}: {spec!r:.80}}} as a layout rule: expected the path of a variable and a "
-                "mesh axis or None for each of its dims, such as {'dense/kernel': (None, 'model')}"
+                f"Cannot use {{{pattern!r}: {spec!r:.80}}} as a rule of {origin}: expected the path of a variable and "
+                "a mesh axis or None for each of its dims, such as {'dense/kernel': (None, 'model')}"
             )
-    return RuleSet("the layout", tuple(Rule(p, tuple(map(_as_axes, spec))) for p, spec in rules.items()), "auto")
+    made = (Rule(p, tuple(map(_as_axes, spec)), isinstance(spec, PartitionSpec)) for p, spec in rules.items())
+    return RuleSet(origin, tuple(made), "auto")
 
 
 def _is_axis(found: Any) -> bool:
@@ -208,13 +221,14 @@ def _compiled(rule: Rule, origin: str) -> re.Pattern[str]:
 
 def _place(rule: Rule, variable: Any, *, mesh: MeshSpec, role: Role, origin: str) -> VariableLayout:
     shape = tuple(variable.shape)
-    if len(rule.spec) != len(shape):
+    spec = (*rule.spec, *((),) * (len(shape) - len(rule.spec))) if rule.is_open else rule.spec
+    if len(spec) != len(shape):
         raise LayoutError(
             f"The rule {rule.pattern!r} of {origin} has {len(rule.spec)} entries, but {variable.path} has shape "
             f"{shape}. Write one entry per dim"
         )
     try:
-        wanted = Layout(mesh, rule.spec)
+        wanted = Layout(mesh, spec)
     except LayoutError as error:
         raise LayoutError(f"The rule {rule.pattern!r} of {origin} does not fit the mesh: {error}") from error
     return _placed(variable, wanted, role=role, rule=rule.pattern)

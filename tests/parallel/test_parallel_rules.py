@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import keras
 import models
 import pytest
@@ -86,6 +87,14 @@ def test_a_path_itself_wins_over_an_expression(rules):
     found = layouts(choose(family("gemma2"), MESH, path))
     assert found[QUERY] == "(-, -, model)"
     assert found["decoder_block_1/attention/query/kernel"] == "(model, -, -)"
+
+
+def test_a_partition_spec_is_a_rule_that_leaves_out_dims_at_the_end():
+    found = choose(family("gemma2"), MESH, {QUERY: jax.sharding.PartitionSpec(None, "model")})
+    assert layouts(found)[QUERY] == "(-, model, -)"
+    for wrong in (jax.sharding.PartitionSpec(None, None, None, "model"), (None, "model")):
+        with pytest.raises(LayoutError, match=r"has \d entries, but .* has shape"):
+            choose(family("gemma2"), MESH, {QUERY: wrong})
 
 
 def test_a_rule_that_does_not_divide_falls_back_and_is_reported(rules):
