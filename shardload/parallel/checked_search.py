@@ -24,7 +24,7 @@ from shardload.parallel.layout_search.plan_checks import Attempt, CompiledCheck
 from shardload.parallel.layout_search.searching import COMPILE_HINT, check_positive, default_inputs, search
 from shardload.sharding.devices import mesh_spec
 from shardload.sharding.mesh import MeshSpec
-from shardload.typing import MeshLike
+from shardload.typing import LayoutMap, MeshLike
 from shardload.units import format_bytes, format_bytes_down, format_bytes_up
 
 ATTEMPTS = 4
@@ -61,7 +61,7 @@ def search_compiled(
     target: Any = None,
     loss: Any = None,
     devices: Sequence[Any] | None = None,
-    pins: Mapping[str, Any] | None = None,
+    pins: LayoutMap | Mapping[str, Any] | LayoutPlan | None = None,
     hardware: Hardware | None = None,
     batch_axis: str | None = None,
 ) -> LayoutPlan:

@@ -11,13 +11,14 @@ import pytest
 from layout_models import LAYOUT_MODELS
 
 import shardload
-from shardload.errors import LayoutError
+from shardload.errors import LayoutError, UsageError
 from shardload.parallel import Hardware, LayoutPlan, choose, search
 from shardload.sharding.mesh import MeshSpec
 from shardload.units import parse_bytes
 
 MIB = 2**20
 MESH = MeshSpec(("batch", "model"), (2, 4))
+DEVICE_MESH = keras.distribution.DeviceMesh(MESH.sizes, MESH.axes, devices=[f"cpu:{i}" for i in range(8)])
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +157,40 @@ def test_a_pin_is_kept_axis_by_axis_or_refused(block):
         search(block.model, MESH, inputs=block.inputs, batch_axis="nope")
 
 
+@pytest.mark.parametrize("form", ["tuples", "specs", "layout map", "plan"])
+def test_pins_have_the_forms_of_layouts(chained, form):
+    model, up = chain("up_0", "up_1", "up_2"), jax.sharding.PartitionSpec("model")  # (model, -)
+    layout_map = keras.distribution.LayoutMap(DEVICE_MESH)
+    layout_map["up_[02]/kernel"] = ("model", None)
+    pins = {"tuples": {"up_[02]/kernel": ("model", None)}, "specs": {"up_[02]/kernel": up}, "layout map": layout_map}
+    pins["plan"] = search(model, MESH, batch=32, pins=layout_map)
+    found = search(model, MESH, batch=32, pins=pins[form])
+    assert [layouts(found)[f"up_{i}/kernel"] for i in (0, 2)] == ["(model, -)"] * 2
+    assert found.exchanged_bytes == pins["plan"].exchanged_bytes
+
+
+def test_a_plan_that_is_pinned_is_searched_again_with_its_costs(chained):
+    model = chain("up_0", "up_1", "up_2")
+    again = search(model, MESH, batch=32, pins=chained)
+    assert (again.diff(chained), again.exchanges, again.device) == ((), chained.exchanges, chained.device)
+    with pytest.raises(LayoutError, match="Cannot pin the layouts of a plan for batch=2,model=4 on the mesh batch=1,"):
+        search(model, MeshSpec.parse("1x8"), batch=32, pins=chained)
+
+
+def test_pins_of_another_form_are_refused(chained):
+    model, outputs = chain("up_0", "up_1", "up_2"), keras.distribution.LayoutMap(DEVICE_MESH)
+    outputs["up_0/output"] = ("batch", None)
+    for pins, error, match in (
+        (["up_0/kernel"], UsageError, r"Cannot plan with pins=\['up_0/kernel'\]: expected rules such as"),
+        ("up_0/kernel", UsageError, "Cannot plan with pins='up_0/kernel': expected rules"),
+        ({"up_0/kernel": None}, LayoutError, r"Cannot use \{'up_0/kernel': None\} as a rule of the pins: expected"),
+        ({"up_0/kernel": "model"}, LayoutError, "as a rule of the pins: expected the path of a variable and a mesh"),
+        (outputs, LayoutError, "Cannot pin 'up_0/output': it is for the output of a layer"),
+    ):
+        with pytest.raises(error, match=match):
+            search(model, MESH, batch=32, pins=pins)
+
+
 @pytest.mark.parametrize(("mesh", "noted"), [("model=4", True), ("batch=4", False), ("fsdp=4", False), ("1x4", False)])
 def test_an_axis_of_weights_that_splits_the_batch_is_noted(mesh, noted):
     notes = search(chain("up", "down"), mesh, batch=8).notes
@@ -210,11 +245,10 @@ def test_variables_with_one_path_are_told_apart_by_numbers(paired):
 
 
 def test_a_layout_map_cannot_tell_variables_with_one_path_apart(paired):
-    mesh = keras.distribution.DeviceMesh((2, 4), ["batch", "model"], devices=[f"cpu:{i}" for i in range(8)])
     with pytest.raises(LayoutError, match=r"several variables have the path 'pair/d/kernel', one with \(-, model\)"):
-        paired.to_layout_map(mesh)
+        paired.to_layout_map(DEVICE_MESH)
     same = replace(paired, variables=tuple(replace(v, spec=((),) * len(v.shape)) for v in paired.variables))
-    assert len(same.to_layout_map(mesh)) == 0
+    assert len(same.to_layout_map(DEVICE_MESH)) == 0
 
 
 def test_a_rule_is_for_its_class_where_layers_have_one_path():

@@ -8,21 +8,18 @@ from numbers import Integral
 from typing import Any
 
 from shardload.errors import DoesNotFitError, LayoutError
-from shardload.parallel import rules as rule_sets
-from shardload.parallel.auto import place
 from shardload.parallel.layout_search.hardware import Hardware
 from shardload.parallel.layout_search.layout_plan import DeviceBytes, LayoutPlan
 from shardload.parallel.layout_search.needs import peak, small_bytes, state_of, weight_bytes
 from shardload.parallel.layout_search.optimizer_slots import checked_optimizer, needs_of
+from shardload.parallel.layout_search.pins import fixed_specs
 from shardload.parallel.layout_search.problem import Problem, make_problem
 from shardload.parallel.layout_search.solving import Demand, Moment, Solution, solve
 from shardload.parallel.layout_search.stating import make_plan
 from shardload.parallel.layout_search.tracing import input_specs, record, trace
-from shardload.parallel.roles import by_layer_rules, roles
 from shardload.sharding.devices import mesh_spec
-from shardload.sharding.layout import Spec
 from shardload.sharding.mesh import MeshSpec
-from shardload.typing import MeshLike
+from shardload.typing import LayoutMap, MeshLike
 from shardload.units import format_bytes, format_bytes_down, format_bytes_up
 
 BATCH_PER_POSITION = 8
@@ -45,7 +42,7 @@ def search(
     sequence: int | None = None,
     optimizer: Any = None,
     device_memory_bytes: int | None = None,
-    pins: Mapping[str, Any] | None = None,
+    pins: LayoutMap | Mapping[str, Any] | LayoutPlan | None = None,
     hardware: Hardware | None = None,
     batch_axis: str | None = None,
 ) -> LayoutPlan:
@@ -68,14 +65,16 @@ def search(
         sequence: Length of open dims of the default inputs.
         optimizer: Plan a training step with this optimizer, a name or an instance; by default, plan inference.
         device_memory_bytes: Hard limit for weights, gradients, slots and activations of each device.
-        pins: Layouts that are fixed, as rules: ``{"embedding/embeddings": ("model", None)}``. What
-            `shardload.layout_rule` says of a layer class is fixed too.
+        pins: Layouts that are fixed, as rules: ``{"embedding/embeddings": ("model", None)}``, also with a
+            ``PartitionSpec`` for each variable; a `keras.distribution.LayoutMap`; or another plan of the model on this
+            mesh. What `shardload.layout_rule` says of a layer class is fixed too.
         hardware: Rates of devices and links.
         batch_axis: The axis that splits the batch; by default the mesh's.
 
     Raises:
         DoesNotFitError: When no layout keeps the limit; the message says which limit would do.
         LayoutError: When the model cannot be traced, or a pin is impossible or matches nothing.
+        UsageError: When an argument is of the wrong kind.
     """
     check_built(model)
     check_positive(batch=batch, sequence=sequence, device_memory_bytes=device_memory_bytes)
@@ -156,21 +155,6 @@ def plan_problem(model: Any, problem: Problem, *, inputs: Any, batch_axis: str, 
     else:
         demand, solution = _within(problem, demand, limit)
     return make_plan(model, problem, demand, solution, inputs=inputs, batch_axis=batch_axis, limit=limit)
-
-
-def fixed_specs(model: Any, mesh: MeshSpec, pins: Mapping[str, Any] | None) -> dict[int, Spec]:
-    """Return the layouts that are fixed, by ``id(variable)``: those of users' layer rules, then those of ``pins``."""
-    ruled = by_layer_rules(model)
-    fixed = {id(v): place(v, ruled[id(v)], mesh) for v in model.variables if id(v) in ruled}
-    if pins:
-        found, rules = roles(model, by_user=True), rule_sets.from_mapping({k: tuple(v) for k, v in pins.items()})
-        pinned = rule_sets.apply(rules, model.variables, mesh=mesh, found=found)
-        for refused in (v.fallback for v in pinned.values() if v.fallback is not None):
-            raise LayoutError(
-                f"Cannot pin {refused.variable!r} to {refused.wanted}: {refused.why}. Change or remove the pin"
-            )
-        fixed |= pinned
-    return {key: v.layout.spec for key, v in fixed.items()}
 
 
 def _storage_axes(mesh: MeshSpec, limit: int | None) -> Sequence[str]:

@@ -11,12 +11,12 @@ from shardload.errors import DoesNotFitError
 from shardload.parallel.layout_search.hardware import Hardware
 from shardload.parallel.layout_search.layout_plan import LayoutPlan
 from shardload.parallel.layout_search.optimizer_slots import OptimizerNeeds, checked_optimizer, needs_of
+from shardload.parallel.layout_search.pins import fixed_specs
 from shardload.parallel.layout_search.problem import make_problem
 from shardload.parallel.layout_search.searching import (
     BATCH_PER_POSITION,
     check_built,
     check_positive,
-    fixed_specs,
     plan_problem,
 )
 from shardload.parallel.layout_search.tracing import Recorded, Traced, input_specs, record, trace
