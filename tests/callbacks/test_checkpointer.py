@@ -1,14 +1,13 @@
 """Steps of training loops without `fit`: an optimizer outside `compile`, another mesh, and `fit` that takes over."""
 
 import json
-import subprocess
-import sys
 
 import grain
 import jax
 import keras
 import numpy as np
 import pytest
+import warm_start
 
 import shardload
 from shardload.callbacks import OrbaxCheckpoint
@@ -214,11 +213,7 @@ def test_a_new_loop_in_a_used_folder_loses_nothing(tmp_path, trained):
 def test_the_command_lists_and_verifies_the_steps(tmp_path, trained):
     shardload.save(trained[0], tmp_path, step=3, optimizer=trained[1], metrics={"loss": 0.5})
     for command in ("steps", "verify"):
-        done = subprocess.run(
-            [sys.executable, "-m", "shardload", command, tmp_path, "--json"], capture_output=True, text=True, check=True
-        )
+        done = warm_start.run(["-m", "shardload", command, tmp_path, "--json"], check=True)
         assert json.loads(done.stdout)
-    done = subprocess.run(
-        [sys.executable, "-m", "shardload", "steps", tmp_path], capture_output=True, text=True, check=True
-    )
+    done = warm_start.run(["-m", "shardload", "steps", tmp_path], check=True)
     assert "None" not in done.stdout and "loss" in done.stdout

@@ -1,11 +1,10 @@
 """A resumed run stops, and lowers its learning rate, in the same epoch as one that was not interrupted."""
 
 import json
-import subprocess
-import sys
 
 import keras
 import pytest
+import warm_start
 from callback_models import fit, record
 from stopping_child import LOSSES, Scripted, run
 from stopping_child import model as built
@@ -101,7 +100,7 @@ def test_a_step_from_before_has_no_such_state(tmp_path):
 @pytest.mark.slow
 def test_a_killed_run_stops_where_an_uninterrupted_one_does(tmp_path):
     def child(folder, *more):
-        return subprocess.run([sys.executable, "-m", "stopping_child", str(tmp_path / folder), *more], check=False)
+        return warm_start.run(["-m", "stopping_child", tmp_path / folder, *more])
 
     assert child("killed", "18").returncode == -9
     assert child("killed").returncode == child("whole").returncode == 0

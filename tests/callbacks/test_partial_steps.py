@@ -2,12 +2,11 @@
 
 import json
 import shutil
-import subprocess
-import sys
 
 import keras
 import numpy as np
 import pytest
+import warm_start
 from callback_models import fit, record, steps_in
 from lora_child import content, lora_model
 
@@ -127,10 +126,7 @@ def test_a_partial_step_does_not_load_without_its_base(run):
 
 def test_steps_inspect_and_verify_say_that_a_step_is_partial(run):
     def said(*arguments):
-        done = subprocess.run(
-            [sys.executable, "-m", "shardload", *map(str, arguments)], capture_output=True, text=True, check=True
-        )
-        return done.stdout
+        return warm_start.run(["-m", "shardload", *arguments], check=True).stdout
 
     assert said("steps", run[0]).count("ok, partial: without 2 weights") == 2
     assert json.loads(said("steps", run[0], "--json"))["steps"][0]["left_out"] == 2
@@ -207,10 +203,9 @@ def test_values_of_quantised_layers_are_constants():
 
 @pytest.mark.slow
 def test_a_killed_run_of_adapters_goes_on(tmp_path):
-    child = subprocess.Popen([sys.executable, "-m", "lora_child", str(tmp_path / "run"), "6", "kill"])
-    assert child.wait(300) == -9
-    subprocess.run([sys.executable, "-m", "lora_child", str(tmp_path / "run"), "6"], check=True, timeout=300)
-    subprocess.run([sys.executable, "-m", "lora_child", str(tmp_path / "whole"), "6"], check=True, timeout=300)
+    assert warm_start.run(["-m", "lora_child", tmp_path / "run", "6", "kill"]).returncode == -9
+    for folder in ("run", "whole"):
+        warm_start.run(["-m", "lora_child", tmp_path / folder, "6"], check=True)
     resumed, whole = lora_model(), lora_model()
     shardload.restore(resumed, tmp_path / "run")
     shardload.restore(whole, tmp_path / "whole")

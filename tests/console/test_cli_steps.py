@@ -2,21 +2,19 @@
 
 import json
 import shutil
-import subprocess
-import sys
 import time
 
 import keras
 import numpy as np
 import pytest
+import warm_start
 from saved_steps import save_step
 
 pytestmark = pytest.mark.slow
 
 
 def run(*arguments):
-    command = [sys.executable, "-m", "shardload", *map(str, arguments)]
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    return warm_start.run(["-m", "shardload", *arguments])
 
 
 def model():

@@ -4,8 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import weakref
 
 import gguf_pairs
@@ -14,6 +12,7 @@ import keras
 import keras_hub
 import numpy as np
 import pytest
+import warm_start
 from conversions import ROOT, start, wait_for
 from gguf_fixture import gemma3_gguf  # noqa: F401 - a fixture
 from hub_folders import build
@@ -225,8 +224,8 @@ def test_killed_while_computing_it_goes_on(tmp_path):
     child.wait()
     done = sum('"done"' in line for line in lines(journal))
     # Names of some layers count on from those made before in the same process, so this is another one too.
-    command = [sys.executable, "-m", "shardload", "convert", folder, tmp_path / "out", "--to", "orbax", "--json"]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
+    command = ["-m", "shardload", "convert", folder, tmp_path / "out", "--to", "orbax", "--json"]
+    found = warm_start.run(command, cwd=ROOT, check=True)
     assert json.loads(found.stdout)["resumed"] == done
     assert_same_model(folder, tmp_path / "out")
 

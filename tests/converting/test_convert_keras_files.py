@@ -2,14 +2,13 @@
 
 import json
 import signal
-import subprocess
-import sys
 
 import hub_folders
 import keras
 import keras_hub
 import numpy as np
 import pytest
+import warm_start
 from conversions import ROOT, held, same, start, wait_for
 from hub_folders import build
 
@@ -84,7 +83,7 @@ def test_shards_are_a_source_and_a_tensor_may_be_larger_than_one(preset, tmp_pat
 @pytest.mark.slow
 def test_the_command_takes_a_shard_size(preset, tmp_path):
     arguments = ["convert", preset, tmp_path / "m.weights.json", "--max-shard-size", "256KiB", "--json"]
-    done = subprocess.run([sys.executable, "-m", "shardload", *arguments], cwd=ROOT, capture_output=True, check=True)
+    done = warm_start.run(["-m", "shardload", *arguments], cwd=ROOT, check=True)
     assert json.loads(done.stdout)["format"] == "keras-sharded-h5"
     assert len(shards_of(tmp_path / "m.weights.json")) > 2
 
@@ -156,7 +155,7 @@ def killed(made, name):
 staging._link = killed
 shardload.convert({str(preset)!r}, {str(tmp_path / "m.weights.json")!r}, max_shard_bytes="64KiB")
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.DEVNULL, check=False)
+    done = warm_start.run(["-c", code], cwd=ROOT)
     assert done.returncode == -signal.SIGKILL
     assert not (tmp_path / "m.weights.json").exists()
     assert len(list(tmp_path.glob("m_*"))) == moment

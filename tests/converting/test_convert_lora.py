@@ -1,13 +1,12 @@
 """Steps with LoRA adapters in other formats: merged only if asked, and partial ones with their base."""
 
 import shutil
-import subprocess
-import sys
 
 import keras
 import ml_dtypes
 import numpy as np
 import pytest
+import warm_start
 from conversions import same
 
 import shardload
@@ -112,9 +111,9 @@ def test_a_damaged_partial_step_is_not_converted(tuned, presets, tmp_path):
 
 
 def test_the_command_takes_both_options(tuned, presets, tmp_path):
-    command = [sys.executable, "-m", "shardload", "convert", tuned[1], "out", "--to", "safetensors"]
+    command = ["-m", "shardload", "convert", tuned[1], "out", "--to", "safetensors"]
     options = ["--base", presets[NAME], "--merge-lora"]
-    done = subprocess.run([*command, *options], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = warm_start.run([*command, *options], cwd=tmp_path)
     assert done.returncode == 0 and "LoRA was merged into 4 kernels" in done.stderr, done.stderr
 
 

@@ -4,13 +4,12 @@ import functools
 import gc
 import hashlib
 import json
-import subprocess
-import sys
 import tempfile
 
 import keras
 import numpy as np
 import pytest
+import warm_start
 from object_server import ObjectServer
 from remote_runs import build, same, state, train
 from saved_steps import save_step
@@ -191,8 +190,7 @@ def test_in_a_fresh_process(objects, store):
 
 
 def python(*arguments):
-    command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    return warm_start.run(arguments, timeout=60)
 
 
 @pytest.mark.slow

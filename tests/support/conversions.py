@@ -1,9 +1,9 @@
 """Presets of small families in every format, and conversions as processes of their own."""
 
-import subprocess
-import sys
 import time
 from pathlib import Path
+
+import warm_start
 
 import shardload
 from shardload.comparing import diff
@@ -29,8 +29,7 @@ def same(first, second):
 
 
 def start(source, target, to):
-    command = [sys.executable, "-m", "convert_child", str(source), str(target), to, "0.2"]
-    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+    return warm_start.start(["-m", "convert_child", source, target, to, "0.2"], cwd=ROOT)
 
 
 def wait_for(condition, child, timeout_s=90):

@@ -4,8 +4,9 @@ import json
 import os
 import socket
 import subprocess
-import sys
 from pathlib import Path
+
+import warm_start
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,12 +23,9 @@ class Run:
     def __init__(self, processes, devices, mesh, do, folder, *more, module="process_child"):
         port = free_port()
         self.started = [
-            subprocess.Popen(
-                [sys.executable, "-m", module]
-                + [str(word) for word in (processes, index, port, devices, mesh, do, folder, *more)],
-                stdout=subprocess.PIPE,
+            warm_start.start(
+                ["-m", module, processes, index, port, devices, mesh, do, folder, *more],
                 stderr=subprocess.STDOUT,
-                text=True,
                 cwd=ROOT,
                 env={**os.environ, "KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"},
             )
