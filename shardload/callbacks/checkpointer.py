@@ -12,7 +12,6 @@ checkpointer.wait()
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +26,7 @@ from shardload.callbacks.retention import Retention, remover
 from shardload.callbacks.selection import Selection, Variables
 from shardload.callbacks.writer import SaveJob, Writer
 from shardload.errors import UsageError
+from shardload.keras_bridge.caller import warn_caller
 from shardload.keras_bridge.model_state import plain_model, with_optimizer
 from shardload.pipeline import arguments
 from shardload.steps.alternatives import Which
@@ -89,7 +89,7 @@ class Checkpointer:
         self._root = Root(directory, create=True)
         self._writer = Writer(self._root)
         selection = Selection(save_trainable_only, variables)
-        self._contents = Contents(weights_only=False, warn=warnings.warn, selection=selection)
+        self._contents = Contents(weights_only=False, warn=warn_caller, selection=selection)
         self._has_begun = False
         self._newest = -1
 
@@ -177,9 +177,7 @@ class Checkpointer:
         checkpointables: Mapping[str, Any] | None,
     ) -> SaveJob:
         if self._retention.best and self._monitor.name not in logs:
-            warnings.warn(
-                f"Step {step} cannot be ranked by {self._monitor.name!r}: metrics has {sorted(logs)}", stacklevel=3
-            )
+            warn_caller(f"Step {step} cannot be ranked by {self._monitor.name!r}: metrics has {sorted(logs)}")
         if self._best.comparison.mode is not None:
             self._monitor.note(self._monitor.value_in(logs), model)
         record = StepRecord(

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -33,6 +32,7 @@ from shardload.callbacks.writer import Writer
 from shardload.data import Position, follow, stop_following
 from shardload.distributed import processes
 from shardload.errors import SaveError, UsageError
+from shardload.keras_bridge.caller import warn_caller
 from shardload.steps.listing import StepInfo, list_steps
 from shardload.steps.publish import Root
 from shardload.steps.record import StepRecord
@@ -390,4 +390,4 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         kind = kind or message[:40]
         if kind not in self._warned:  # once per kind, not at every save
             self._warned.add(kind)
-            warnings.warn(message, stacklevel=4)
+            warn_caller(message)

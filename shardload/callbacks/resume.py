@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import json
-import warnings
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from shardload.callbacks.step_records import iterations
 from shardload.data import Origin, Position, Reading, resumable_of_fit
 from shardload.distributed import processes
 from shardload.errors import DamagedError, MismatchError, SourceError, SourceNotFoundError, UsageError
+from shardload.keras_bridge.caller import warn_caller
 from shardload.keras_bridge.training import initial_epoch_of_fit, set_initial_epoch
 from shardload.mapping.stored_state import leaves_optimizer_alone
 from shardload.pipeline.preparing import NOT_STRICT, OTHER_OPTIMIZER
@@ -145,7 +145,7 @@ def go_on(
         trained = iterations(model)
         report = _restored(model, directory, resume)
         if lacking := "; ".join(filter(leaves_optimizer_alone, report.notes)):
-            warnings.warn(f"Going on in {directory}: {lacking}", stacklevel=4)
+            warn_caller(f"Going on in {directory}: {lacking}")
         averages = next((note for note in report.notes if note in (AVERAGED, IN_TRAINING)), None)
         info = restoring.take_restored(model)
         # A weights-only step does not change the optimizer's count.
@@ -153,10 +153,9 @@ def go_on(
     if info is None or not _lies_in(directory, info):
         return None
     if not info.ours:
-        warnings.warn(
+        warn_caller(
             f"The step {info.step} of {directory}, which shardload did not save, tells no epoch: training begins with "
-            "epoch 1, or with the initial_epoch of fit",
-            stacklevel=4,
+            "epoch 1, or with the initial_epoch of fit"
         )
         return None
     found = resumption(model, info, position, data_iterator=data_iterator, initial_epoch=initial_epoch)
@@ -214,11 +213,11 @@ def resumption(
                 _go_on(position, stood, goes_on, skipped=0)
             elif not own_goes_on:
                 place = f"epoch {epoch + 1}"
-                _warn(f"{_END[True].format(step=info.step, place=place)} The data begins at its beginning.")
+                warn_caller(f"{_END[True].format(step=info.step, place=place)} The data begins at its beginning.")
         return _begun(model, Resumption(info, complete, complete))
     if goes_on is None and not own_goes_on:
         place = f"{batch} batches of epoch {epoch + 1}"
-        _warn(f"{_END[stood is not None].format(step=info.step, place=place)} The epoch begins again.{_WAY_OUT}")
+        warn_caller(f"{_END[stood is not None].format(step=info.step, place=place)} The epoch begins again.{_WAY_OUT}")
         return _begun(model, Resumption(info, complete, complete))
     if stood is not None and goes_on is not None:
         _go_on(position, stood, goes_on, skipped=batch)
@@ -313,7 +312,7 @@ def _give_back(source: Any, records: list[dict[str, Any]], info: StepInfo) -> bo
     """Set the position of a user's own source; return whether the step stores one."""
     record = _of_this_process(records)
     if record is None and any("state" in one for one in records):
-        _warn(
+        warn_caller(
             f"Step {info.step} was saved by {len(records)} processes whose data_iterator stood at different places, so "
             f"it does not say where that of {processes.count()} should go on."
         )
@@ -321,10 +320,6 @@ def _give_back(source: Any, records: list[dict[str, Any]], info: StepInfo) -> bo
         return False
     _set_state(source, record["state"])
     return True
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, stacklevel=7)
 
 
 def restore_iterator(source: Any, info: StepInfo) -> None:
@@ -336,7 +331,7 @@ def restore_iterator(source: Any, info: StepInfo) -> None:
     """
     records = data_records(info)
     if not _give_back(source, records, info) and not any("state" in one for one in records):
-        _warn(f"Step {info.step} stores no position of a data iterator, so this one stays where it is.")
+        warn_caller(f"Step {info.step} stores no position of a data iterator, so this one stays where it is.")
 
 
 def _set_state(source: Any, state: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from shardload.errors import MismatchError
+from shardload.keras_bridge.caller import warn_caller
 from shardload.keras_bridge.keras_types import Variable
 from shardload.keras_bridge.saving import assignments_to
 from shardload.keras_bridge.variables import stored_dtype
@@ -128,8 +130,12 @@ class LayerStep:
             return value  # a later assignment replaces it, so its data is not loaded
 
         computed = {id(v) for v in self.variables}
-        with assignments_to(assign):
-            self.saveable.load_own_variables(Entry(self.tensors, read))
+        with warnings.catch_warnings(record=True) as caught:  # Keras' would name the line below
+            warnings.simplefilter("always")
+            with assignments_to(assign):
+                self.saveable.load_own_variables(Entry(self.tensors, read))
+        for said in caught:
+            warn_caller(str(said.message), said.category)
 
     def _whole(self, tensor: Tensor) -> str | None:
         """Return the binding that is a tensor's only use and all of it, if the hook can get the array itself.

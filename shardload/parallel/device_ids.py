@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from shardload.errors import MeshError
+from shardload.keras_bridge.caller import warn_caller
 
 
 def list_devices(device_type: str | None = None) -> list[str]:
@@ -33,7 +33,7 @@ def get_best_devices(count: int = 1, device_type: str | None = None) -> list[str
     """
     found = list_devices(device_type)
     if count > len(found):
-        warnings.warn(f"{count} devices were requested, but there are only {len(found)}", stacklevel=2)
+        warn_caller(f"{count} devices were requested, but there are only {len(found)}")
     return found[: max(0, count)]
 
 

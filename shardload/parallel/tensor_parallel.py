@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypedDict
 
@@ -23,6 +22,7 @@ import keras
 
 from shardload.errors import BackendError, MeshError, UnsupportedError, UsageError
 from shardload.keras_bridge.binding import binding_of
+from shardload.keras_bridge.caller import warn_caller
 from shardload.keras_bridge.keras_types import Model
 from shardload.parallel.choosing import given_plan
 from shardload.parallel.device_ids import device_id, devices_of, list_devices
@@ -296,7 +296,7 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
         if wanted > (here := len(jax.devices())):
             lost = ", with layout='auto': its plan is for more" if planned else ""
             text = f"{config['name']!r} was saved on {wanted} devices, and is loaded on {here}{lost}"
-            warnings.warn(text, stacklevel=2)
+            warn_caller(text)
             config |= {"device_count": None, "device_ids": None} | ({"layout": "auto"} if planned else {})
         return cls(model, **config)
 

@@ -9,7 +9,6 @@ processes load together, `shardload.pipeline.load_distributed` makes them meet b
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardload.hub import kerashub
 from shardload.keras_bridge import abstraction, distributions
+from shardload.keras_bridge.caller import warn_caller
 from shardload.manifest import Manifest
 from shardload.mapping import slots_as_stored
 from shardload.mapping.assets import load_assets
@@ -91,7 +91,7 @@ def load(
                     request, source, model, devices, layout=layout, optimizer=optimizer, notes=notes
                 ).validated()
             for text in prepared.layouts.idle_notes:
-                warnings.warn(text, stacklevel=4)  # the caller of `shardload.load`
+                warn_caller(text)
             report = call.fill(prepared, clock, files)
         if request.builds:  # after the weights, as in Keras: hooks may use their values
             load_assets(model, source.manifest, check=source.checker)
@@ -156,7 +156,7 @@ def _build(request: LoadRequest, manifest: Manifest, clock: Clock) -> tuple[Any,
     with clock("build"):
         model = build(manifest, **{name: getattr(request, name) for name in names}, note=notes.append)
     for text in notes:
-        warnings.warn(text, stacklevel=5)  # the caller of `shardload.load`
+        warn_caller(text)
     return model, tuple(notes)
 
 

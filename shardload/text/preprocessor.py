@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import tempfile
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from shardload.hub import kerashub
 from shardload.hub.preprocessors import defer_preprocessor, reads_tokenizer
 from shardload.hub.preset_path import preset_path
 from shardload.hub.tensorflow import lacks_tensorflow
+from shardload.keras_bridge.caller import warn_caller
 from shardload.loaders import spec_of
 from shardload.loaders.gguf import tokenizer_metadata
 from shardload.manifest import Manifest
@@ -148,13 +148,12 @@ def _made(cls: Any, manifest: Manifest, files: Fingerprint) -> Any:
         made = _of_files(cls, manifest, files_of(found, manifest.source, str(manifest.config.get("model_type"))))
         same = _ids(made) == of_metadata(found, manifest.source).encode(PROBE)
     except Exception as error:  # KerasHub's, TensorFlow's and SentencePiece's may be of any kind
-        warnings.warn(f"Cannot make the preprocessor of {manifest.source}: {error}. {INSTEAD}", stacklevel=2)
+        warn_caller(f"Cannot make the preprocessor of {manifest.source}: {error}. {INSTEAD}")
         return None
     if not same:
-        warnings.warn(
+        warn_caller(
             f"KerasHub's {cls.__name__} splits some texts into other tokens than the tokenizer in {manifest.source}. "
-            f"For the file's own tokens: {INSTEAD}",
-            stacklevel=2,
+            f"For the file's own tokens: {INSTEAD}"
         )
     return made
 

@@ -125,7 +125,7 @@ def test_an_optimizer_that_is_not_built_warns_as_in_keras(saved):
         build().load_weights(saved / "m.weights.h5")
     with pytest.warns(UserWarning, match="Skipping variable loading for optimizer") as outside:
         build().load_weights(saved / "m.weights.h5")
-    assert len(inside) == len(outside)
+    assert len(inside) == len(outside) and inside[0].filename == __file__
 
 
 @pytest.mark.parametrize("kind", ["DataParallel", "ModelParallel"])
