@@ -21,7 +21,13 @@ from shardload.parallel.compiled_step import CompiledStep
 from shardload.parallel.layout_search.hardware import Hardware
 from shardload.parallel.layout_search.layout_plan import LayoutPlan
 from shardload.parallel.layout_search.plan_checks import Attempt, CompiledCheck
-from shardload.parallel.layout_search.searching import COMPILE_HINT, check_positive, default_inputs, search
+from shardload.parallel.layout_search.searching import (
+    COMPILE_HINT,
+    check_built,
+    check_positive,
+    default_inputs,
+    search,
+)
 from shardload.sharding.devices import mesh_spec
 from shardload.sharding.mesh import MeshSpec
 from shardload.typing import LayoutMap, MeshLike
@@ -92,8 +98,10 @@ def search_compiled(
     Raises:
         DoesNotFitError: When no plan that was tried compiles to a step within the limit.
         LayoutError: As `search` does.
+        UsageError: As `search` does.
         MeshError: As `compile_step` does.
     """
+    check_built(model)
     mesh = mesh_spec(mesh)
     check_positive(batch=batch, sequence=sequence, device_memory_bytes=device_memory_bytes)
     limit = None if device_memory_bytes is None else int(device_memory_bytes)

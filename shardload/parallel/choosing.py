@@ -45,7 +45,9 @@ def choose(model: Any, mesh: MeshLike | MeshSpec, layout: LayoutLike = "auto") -
 
     Raises:
         LayoutError: When the mode is unknown, the class has no map, or a rule cannot be applied.
+        UsageError: When ``model`` is no Keras model.
     """
+    model_variables.check_model(model, to="choose layouts for")
     mesh, variables = mesh_spec(mesh), model_variables.all_variables(model)
     if distributions.is_distribution(layout):
         return _by_distribution(model, mesh, layout)

@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 
+from shardload.errors import UsageError
 from shardload.keras_bridge.model_state import slots_of, state_of
 from shardload.keras_bridge.tracking import members_of
 
@@ -46,6 +47,23 @@ def _members(attribute: Any) -> Iterable[Any]:
             return members_of(attribute)
         case _:
             return (attribute,)
+
+
+def check_model(model: Any, *, to: str) -> None:
+    """Check that something is a Keras model, or a layer.
+
+    Args:
+        model: Any object.
+        to: What it is needed for, for the message: ``plan``.
+
+    Raises:
+        UsageError: When it is neither.
+    """
+    if not isinstance(model, keras.Layer):
+        raise UsageError(
+            f"Cannot {to} {model!r:.60}: expected a keras.Model. Build it first, inside shardload.abstract() if it is "
+            "to have no values; `shardload plan NAME` on the command line plans by name"
+        )
 
 
 def all_variables(model: Any) -> dict[int, Any]:

@@ -1,7 +1,9 @@
 """Plans found by search: what is split, what it costs and needs, limits, pins, and plans as files."""
 
 import json
+import math
 from dataclasses import replace
+from functools import partial
 
 import jax
 import keras
@@ -12,7 +14,7 @@ from layout_models import LAYOUT_MODELS
 
 import shardload
 from shardload.errors import LayoutError, UsageError
-from shardload.parallel import Hardware, LayoutPlan, choose, search
+from shardload.parallel import Hardware, LayoutPlan, choose, search, search_compiled, search_smallest_mesh
 from shardload.sharding.mesh import MeshSpec
 from shardload.units import parse_bytes
 
@@ -469,10 +471,34 @@ def test_numbers_that_are_none_are_refused(block, wrong):
         search(block.model, MESH, **wrong)
 
 
+@pytest.mark.parametrize("model", [None, "gemma", keras.Model], ids=["None", "a name", "a class"])
+def test_what_is_no_model_is_refused(model):
+    for use in (search, search_compiled, choose, lambda model, mesh: search_smallest_mesh(model, 2**20)):
+        with pytest.raises(UsageError, match=r"Cannot (plan|choose layouts for) (None|'gemma'|<class .*>): expected a"):
+            use(model, MESH)
+
+
+@pytest.mark.parametrize("hardware", [{}, {"flops_per_s": 1e12}, "v5e", Hardware])
+def test_hardware_of_another_kind_is_refused(block, hardware):
+    for use in (lambda **given: search(block.model, MESH, **given), partial(search_smallest_mesh, block.model, 2**30)):
+        with pytest.raises(UsageError, match=r"Cannot plan with hardware=.*: expected a shardload\.parallel\.Hardware"):
+            use(inputs=block.inputs, hardware=hardware)
+
+
+def test_arguments_without_names_are_refused_and_long_inputs_cut(block):
+    with pytest.raises(UsageError, match=r"with arguments=\[True\]: expected a mapping of names to values"):
+        search(block.model, MESH, inputs=block.inputs, arguments=[True])
+    with pytest.raises(LayoutError, match=r"on inputs 1\.0, 1\.0, .* and 48 more: "):
+        search(block.model, MESH, inputs=[1.0] * 64)
+
+
 def test_constants_are_checked_and_stated(block, trained):
     assert "cost constants: flops_per_s 1e+14" in str(trained)
-    with pytest.raises(LayoutError, match="rates must be positive"):
-        Hardware(flops_per_s=0)
+    for wrong in ({"flops_per_s": 0}, {"flops_per_s": "fast"}, {"latency_s": None}, {"link_bytes_per_s": math.nan}):
+        with pytest.raises(LayoutError, match="rates must be positive"):
+            Hardware(**wrong)
+    with pytest.raises(LayoutError, match=r"axis_bytes_per_s=\[1\]: expected a bandwidth for each axis"):
+        Hardware(axis_bytes_per_s=[1])
     with pytest.raises(LayoutError, match=r"bandwidth for \['modle'\]"):
         search(block.model, MESH, inputs=block.inputs, hardware=Hardware(axis_bytes_per_s={"modle": 1e9}))
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
 
-from shardload.errors import LayoutError
+from shardload.errors import LayoutError, UsageError
 from shardload.parallel.layout_search.program import Collective
 from shardload.sharding.mesh import MeshSpec
 
@@ -18,7 +21,7 @@ class Hardware:
     bandwidth, and 45 GB/s per link and direction (https://cloud.google.com/tpu/docs/v5e).
 
     Raises:
-        LayoutError: When a rate is not positive.
+        LayoutError: When a rate is not a positive number.
     """
 
     flops_per_s: float = 1e14
@@ -30,9 +33,28 @@ class Hardware:
     axis_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.axis_bytes_per_s, Mapping):
+            raise LayoutError(
+                f"Cannot plan with axis_bytes_per_s={self.axis_bytes_per_s!r:.60}: expected a bandwidth for each axis, "
+                "such as {'data': 1e10}"
+            )
         rates = (self.flops_per_s, self.memory_bytes_per_s, self.link_bytes_per_s, *self.axis_bytes_per_s.values())
-        if min(rates) <= 0 or self.latency_s < 0:
+        if not all(map(_is_finite, (*rates, self.latency_s))) or min(rates) <= 0 or self.latency_s < 0:
             raise LayoutError(f"Cannot plan with {self}: rates must be positive and the latency not negative")
+
+    @classmethod
+    def of(cls, given: Hardware | None) -> Hardware:
+        """Return the hardware that a caller gives; the default for ``None``.
+
+        Raises:
+            UsageError: When it is something else.
+        """
+        if given is not None and not isinstance(given, cls):
+            raise UsageError(
+                f"Cannot plan with hardware={given!r:.60}: expected a shardload.parallel.Hardware, such as "
+                "Hardware(link_bytes_per_s=2e11)"
+            )
+        return cls() if given is None else given
 
     def check(self, mesh: MeshSpec) -> None:
         """Check that every axis with a bandwidth of its own is one of the mesh.
@@ -63,3 +85,7 @@ class Hardware:
     def compute_s(self, flops: float, nbytes: float) -> float:
         """Return the seconds of work on one device: arithmetic and memory traffic one after the other."""
         return flops / self.flops_per_s + nbytes / self.memory_bytes_per_s
+
+
+def _is_finite(rate: Any) -> bool:
+    return not isinstance(rate, bool) and isinstance(rate, Real) and math.isfinite(rate)

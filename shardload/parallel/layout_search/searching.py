@@ -17,6 +17,7 @@ from shardload.parallel.layout_search.problem import Problem, make_problem
 from shardload.parallel.layout_search.solving import Demand, Moment, Solution, solve
 from shardload.parallel.layout_search.stating import make_plan
 from shardload.parallel.layout_search.tracing import input_specs, record, trace
+from shardload.parallel.model_variables import check_model
 from shardload.sharding.devices import mesh_spec
 from shardload.sharding.mesh import MeshSpec
 from shardload.typing import LayoutMap, MeshLike
@@ -80,7 +81,7 @@ def search(
     check_positive(batch=batch, sequence=sequence, device_memory_bytes=device_memory_bytes)
     mesh = mesh_spec(mesh)
     optimizer = None if optimizer is None else checked_optimizer(optimizer)
-    hardware = hardware or Hardware()
+    hardware = Hardware.of(hardware)
     hardware.check(mesh)
     axis = mesh.batch_axis if batch_axis is None else batch_axis
     if axis not in mesh.axes:
@@ -129,7 +130,9 @@ def check_built(model: Any) -> None:
 
     Raises:
         LayoutError: When it is not built.
+        UsageError: When it is no Keras model.
     """
+    check_model(model, to="plan")
     if not getattr(model, "built", True):
         raise LayoutError(f"Cannot plan {model.name!r}: it has no variables yet. Call it on a batch once to build it")
 

@@ -58,6 +58,7 @@ def search_smallest_mesh(
 
     Raises:
         LayoutError: When the model cannot be traced.
+        UsageError: When an argument is of the wrong kind.
     """
     check_built(model)
     check_positive(batch=batch, sequence=sequence, device_memory_bytes=device_memory_bytes, max_devices=max_devices)
@@ -65,7 +66,7 @@ def search_smallest_mesh(
     if inputs is None:
         inputs = input_specs(model, batch=batch or BATCH_PER_POSITION, sequence=sequence)
     recorded = record(model, inputs, training=optimizer is not None, arguments=arguments)
-    needs, hardware = needs_of(optimizer, model.trainable_variables), hardware or Hardware()
+    needs, hardware = needs_of(optimizer, model.trainable_variables), Hardware.of(hardware)
     if needs.update_bytes >= device_memory_bytes:
         return None  # whatever the layout
     traces: dict[frozenset[int], Traced] = {}

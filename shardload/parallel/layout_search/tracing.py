@@ -12,13 +12,16 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
-from shardload.errors import LayoutError
+from shardload.errors import LayoutError, UsageError
 from shardload.keras_bridge.functional_graph import arguments_of_call
 from shardload.parallel.layout_search.program import Program, Value
 from shardload.parallel.layout_search.reading import arguments_of, read
 
 DEFAULT_SEQUENCE = 512
 """Length of dims that a model leaves open, where the caller does not give inputs."""
+
+_SHOWN = 16
+"""Inputs that a plan or an error lists."""
 
 OTHER_INPUTS = "Pass inputs= that the model accepts, or another length of its open dims as sequence= (--sequence)"
 VALUES_NEEDED = (
@@ -138,14 +141,15 @@ def record(model: Any, inputs: Any, *, training: bool, arguments: Mapping[str, A
 
     Raises:
         LayoutError: When the model cannot be traced.
+        UsageError: When the arguments have no names.
     """
     trainable, other = list(model.trainable_variables), list(model.non_trainable_variables)
     state = tuple([jax.ShapeDtypeStruct(tuple(v.shape), v.dtype) for v in group] for group in (trainable, other))
+    _check_arguments(model, arguments or {})
     specs = as_specs((inputs, dict(arguments or {})))
     leaves, structure = jax.tree.flatten(specs)
     if any(0 in getattr(leaf, "shape", ()) for leaf in leaves):
         raise LayoutError(f"Cannot trace {model.name!r} on inputs {described(specs[0])}: a dim is 0, expected examples")
-    _check_arguments(model, arguments or {})
     arrays = [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
     step = _step(model, leaves, structure, training=training)
     try:
@@ -161,7 +165,8 @@ def record(model: Any, inputs: Any, *, training: bool, arguments: Mapping[str, A
 def described(inputs: Any) -> str:
     """Return the shapes and dtypes of inputs for people: ``int32[8, 512], int32[8, 512]``."""
     leaves = jax.tree.leaves(as_specs(inputs))
-    return ", ".join(f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "shape") else str(leaf) for leaf in leaves)
+    shown = [f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "shape") else str(leaf) for leaf in leaves]
+    return ", ".join(shown[:_SHOWN]) + (f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else "")
 
 
 def _reason(error: Exception) -> str:
@@ -201,7 +206,12 @@ def _check_arguments(model: Any, arguments: Mapping[str, Any]) -> None:
 
     Raises:
         LayoutError: Naming those that its ``call`` does not take.
+        UsageError: When the arguments have no names.
     """
+    if not isinstance(arguments, Mapping):
+        raise UsageError(
+            f"Cannot trace {model.name!r} with arguments={arguments!r:.60}: expected a mapping of names to values"
+        )
     taken = arguments_of_call(model)
     if taken is not None and (unknown := sorted(set(arguments) - taken)):
         raise LayoutError(
