@@ -41,18 +41,20 @@ def loss_for(target: Any) -> Any:
     return keras.losses.MeanSquaredError()
 
 
-def block(*, layers: int = 2, width: int = 256, heads: int = 8, hidden: int = 1024) -> LayoutModel:
-    """Transformer blocks with the norms last, on 16 x 128 vectors: small enough to count collectives by hand."""
+def block(
+    *, layers: int = 2, width: int = 256, heads: int = 8, hidden: int = 1024, length: int = 128
+) -> LayoutModel:
+    """Transformer blocks with the norms last, on 16 x ``length`` vectors: small enough to count collectives by hand."""
     import keras
 
-    y = inputs = keras.Input((128, width))
+    y = inputs = keras.Input((length, width))
     for _ in range(layers):
         attended = keras.layers.MultiHeadAttention(heads, width // heads)(y, y)
         y = keras.layers.LayerNormalization()(keras.layers.Add()([y, attended]))
         inner = keras.layers.Dense(width)(keras.layers.Dense(hidden, activation="gelu")(y))
         y = keras.layers.LayerNormalization()(keras.layers.Add()([y, inner]))
     rng = np.random.default_rng(0)
-    x, target = rng.normal(size=(2, 16, 128, width)).astype("float32")
+    x, target = rng.normal(size=(2, 16, length, width)).astype("float32")
     return LayoutModel(keras.Model(inputs, y), x, target)
 
 
