@@ -36,6 +36,19 @@ def plan(block):
     return tight(block)
 
 
+@pytest.fixture(scope="module")
+def short(block):
+    """Of those blocks one, on 16 positions: enough for numbers."""
+    return LAYOUT_MODELS["block"](layers=1, width=512, hidden=2048, length=16)
+
+
+@pytest.fixture(scope="module")
+def short_plan(short):
+    plan = tight(short)
+    assert sum(bool(v.stored) for v in plan.variables) >= 4
+    return plan
+
+
 def test_large_weights_are_stored_over_both_axes(plan):
     stored = [v for v in plan.variables if v.stored]
     assert len(stored) >= 8 and all(v.stored == ("batch",) for v in stored)
@@ -51,29 +64,27 @@ def test_the_compiled_step_gathers_weights_and_no_activations(block, plan):
     assert step.collective_bytes <= plan.exchanged_bytes * 1.01
 
 
-def test_numbers_equal_those_of_one_device(block, plan):
-    choice = choose(block.model, MESH, plan)
-    check = check_numbers(
-        block.model, choice, block.inputs, target=block.target, loss=loss_for(block.target), training="adam", steps=2
-    )
+def test_numbers_equal_those_of_one_device(short, short_plan):
+    choice, loss = choose(short.model, MESH, short_plan), loss_for(short.target)
+    check = check_numbers(short.model, choice, short.inputs, target=short.target, loss=loss, training="adam", steps=2)
     check.raise_if_wrong()
     assert check.found_device_bytes == dict.fromkeys(range(8), check.device_bytes)
 
 
-def test_fit_and_predict_of_a_sharded_model_give_the_numbers_of_one_device(block, plan):
-    plain = keras.models.clone_model(block.model)
-    plain.set_weights(block.model.get_weights())
-    sharded = keras.models.clone_model(block.model)
-    sharded.set_weights(block.model.get_weights())
+def test_fit_and_predict_of_a_sharded_model_give_the_numbers_of_one_device(short, short_plan):
+    plain = keras.models.clone_model(short.model)
+    plain.set_weights(short.model.get_weights())
+    sharded = keras.models.clone_model(short.model)
+    sharded.set_weights(short.model.get_weights())
     for model in (plain, sharded):
         model.compile("sgd", "mse")
-    AutoShardDistribution("2x4", plan).shard(sharded)
-    losses = [m.fit(block.inputs, block.target, epochs=2, verbose=0).history["loss"] for m in (plain, sharded)]
+    AutoShardDistribution("2x4", short_plan).shard(sharded)
+    losses = [m.fit(short.inputs, short.target, epochs=2, verbose=0).history["loss"] for m in (plain, sharded)]
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
     np.testing.assert_allclose(
-        sharded.predict(block.inputs, verbose=0), plain.predict(block.inputs, verbose=0), atol=2e-5
+        sharded.predict(short.inputs, verbose=0), plain.predict(short.inputs, verbose=0), atol=2e-5
     )
-    stored = {v.path: v.spec for v in plan.variables if v.stored}
+    stored = {v.path: v.spec for v in short_plan.variables if v.stored}
     for variable in sharded.trainable_variables:
         if variable.path in stored:
             shard = variable.value.addressable_shards[0].data

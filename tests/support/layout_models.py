@@ -41,9 +41,7 @@ def loss_for(target: Any) -> Any:
     return keras.losses.MeanSquaredError()
 
 
-def block(
-    *, layers: int = 2, width: int = 256, heads: int = 8, hidden: int = 1024, length: int = 128
-) -> LayoutModel:
+def block(*, layers: int = 2, width: int = 256, heads: int = 8, hidden: int = 1024, length: int = 128) -> LayoutModel:
     """Transformer blocks with the norms last, on 16 x ``length`` vectors: small enough to count collectives by hand."""
     import keras
 
