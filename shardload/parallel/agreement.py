@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import keras
 import numpy as np
 
 from shardload.errors import UsageError
@@ -25,7 +24,7 @@ from shardload.parallel.compiled import batch_specs, devices_for, split_keywords
 from shardload.parallel.given_choice import GivenLayouts, choice_for
 from shardload.parallel.numbers_check import ComparedArray, NumbersCheck
 from shardload.parallel.placement_check import bytes_by_device, misplaced, misplaced_by_id
-from shardload.parallel.programs import State, StepProgram, program_of
+from shardload.parallel.programs import State, StepProgram, optimizer_of, program_of
 from shardload.parallel.result import LayoutChoice
 from shardload.parallel.rounding import MOST_SAMPLES, SAMPLES, coarsest_eps, compare, nudged
 from shardload.sharding.layout import Layout
@@ -71,7 +70,7 @@ def check_numbers(
         LayoutError: When the layouts are for another model object, or the plan is for another model.
         UninitialisedError: When the model is not built, or variables have no value.
         MeshError: When there are too few devices.
-        UsageError: When ``steps`` is not positive.
+        UsageError: When ``steps`` is not positive, or Keras has no optimizer ``training``.
     """
     if steps < 1:
         raise UsageError(f"Cannot compare a model after {steps} steps: expected a positive number as steps=")
@@ -79,7 +78,7 @@ def check_numbers(
     choice = choice_for(model, choice)
     devices = devices_for(choice.mesh, devices)
     if training not in (None, "gradients"):
-        training = keras.optimizers.get(training)  # once, so that its slots have the same names in every run
+        training = optimizer_of(training)  # once, so that its slots have the same names in every run
     arrays, static = split_keywords(kwargs)
     batch = jax.tree.map(np.asarray, {"inputs": inputs, "kwargs": arrays, "target": target})
     trial = _Trial(model, choice, devices, batch, {"loss": loss, "static": static, "devices": devices})

@@ -68,6 +68,7 @@ def compile_step(
         LayoutError: When the layouts are for another model object, or the plan is for another model.
         MeshError: When there are too few devices.
         UninitialisedError: When the model is not built.
+        UsageError: When Keras has no optimizer ``training``.
     """
     choice = choice_for(model, choice)
     devices = devices_for(choice.mesh, devices)

@@ -209,6 +209,21 @@ def _training(run: _Run, optimizer: Any, losses: Callable[[Any, Any], Any]) -> C
     return training
 
 
+def optimizer_of(training: Any) -> Any:
+    """Return the optimizer of a training step.
+
+    Raises:
+        UsageError: When it is none, and no name of one.
+    """
+    try:
+        return keras.optimizers.get(training)
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"Cannot make a step with training={training!r:.60}: expected None, 'gradients', an optimizer, or the "
+            "name of one that Keras has, such as 'adamw'"
+        ) from error
+
+
 @contextmanager
 def _built(optimizer: Any, weights: Sequence[Any], choice: LayoutChoice, devices: Sequence[Any]) -> Iterator[Any]:
     """Give an optimizer that is built for these weights.
@@ -217,7 +232,7 @@ def _built(optimizer: Any, weights: Sequence[Any], choice: LayoutChoice, devices
     without being part of the choice is built again from its configuration.
     """
     with abstract():  # also its counters: the devices may be those of another machine, which store nothing
-        optimizer = keras.optimizers.get(optimizer)
+        optimizer = optimizer_of(optimizer)
     if optimizer.built and all(id(v) in choice.by_id for v in optimizer.variables):
         yield optimizer
         return

@@ -13,7 +13,7 @@ from shardload.errors import MeshError, UninitialisedError, UsageError
 from shardload.keras_bridge.binding import bind, binding_of
 from shardload.keras_bridge.variables import has_value
 from shardload.optimizers import REKLS
-from shardload.parallel import choose, compile_step
+from shardload.parallel import check_numbers, choose, compile_step
 from shardload.sharding.mesh import MeshSpec
 
 MIB = 1 << 20
@@ -61,6 +61,17 @@ def test_a_training_step_with_slots_reuses_the_memory_of_the_old_state():
     assert step.argument_bytes == 3 * weights + 4 + 4 + (inputs.nbytes + target.nbytes) // 2  # iterations, rate
     assert step.alias_bytes >= 3 * weights
     assert step.collective_bytes <= 10.6 * MIB
+
+
+@pytest.mark.parametrize("training", ["foo", True, keras.optimizers.Adam])
+def test_a_step_of_no_optimizer_is_refused(training):
+    model, choice, inputs, _ = planned()
+    with pytest.raises(
+        UsageError, match=r"Cannot make a step with training=.*: expected None, 'gradients', an optimizer"
+    ):
+        compile_step(model, choice, inputs, training=training)
+    with pytest.raises(UsageError, match=r"Cannot make a step with training="):
+        check_numbers(model, choice, inputs, training=training)
 
 
 def test_nothing_is_allocated_and_an_optimizer_is_left_as_it_was():
