@@ -98,6 +98,8 @@ def _write(plan: Any, save_plan: Path | None, svg: Path | None) -> None:
             continue
         try:
             write(path)
+        except WriteError:
+            raise
         except OSError as error:
             raise WriteError(f"Cannot write {str(path)!r}: {error.strerror or error}.") from error
         streams.note(f"wrote {path}")

@@ -13,7 +13,7 @@ import pytest
 from layout_models import LAYOUT_MODELS
 
 import shardload
-from shardload.errors import LayoutError, UsageError
+from shardload.errors import LayoutError, UsageError, WriteError
 from shardload.parallel import Hardware, LayoutPlan, choose, search, search_compiled, search_smallest_mesh
 from shardload.sharding.mesh import MeshSpec
 from shardload.units import parse_bytes
@@ -303,6 +303,34 @@ def test_a_plan_is_saved_read_back_and_compared(trained, tmp_path):
     (tmp_path / "cut.json").write_text('{"format": ')
     with pytest.raises(LayoutError, match="it is not JSON"):
         LayoutPlan.load(tmp_path / "cut.json")
+
+
+def test_a_plan_is_written_into_folders_that_are_made_for_it(chained, tmp_path):
+    chained.save(tmp_path / "new" / "folder" / "plan.json")
+    assert LayoutPlan.load(tmp_path / "new" / "folder" / "plan.json") == chained
+    with pytest.raises(WriteError, match=r"Cannot write the plan .*: Is a directory\. Use the path of a file"):
+        chained.save(tmp_path)
+
+
+@pytest.mark.parametrize("wrong", [None, 3, {}])
+def test_what_is_no_path_of_a_plan_is_refused(chained, wrong, tmp_path):
+    for use, what in (
+        (LayoutPlan.load, "read the plan"),
+        (chained.save, "write the plan"),
+        (chained.diff, "compare a"),
+    ):
+        with pytest.raises(UsageError, match=f"Cannot {what} .*: expected "):
+            use(wrong)
+    with pytest.raises(LayoutError, match=r"Cannot read the plan .*: Is a directory, expected the file that"):
+        LayoutPlan.load(tmp_path)
+
+
+@pytest.mark.parametrize("wrong", [None, "2x4", MESH])
+def test_what_is_no_mesh_with_devices_has_no_layout_map(chained, wrong):
+    with pytest.raises(
+        UsageError, match=r"LayoutMap on .*: expected .*DeviceMesh\(\(2, 4\), \['batch', 'model'\], dev"
+    ):
+        chained.to_layout_map(wrong)
 
 
 def test_plans_on_two_meshes_are_compared_with_the_meshes_named(block, trained, tmp_path):

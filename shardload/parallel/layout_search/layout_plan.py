@@ -7,19 +7,19 @@ machine, applied to a model (``layout=plan``), and exported for programs that do
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardload.errors import LayoutError
+from shardload.errors import LayoutError, UsageError
 from shardload.keras_bridge.variables import numbered
 from shardload.parallel.layout_search.plan_checks import ComparedNumbers, CompiledCheck
+from shardload.parallel.layout_search.plan_files import read_plan, write_plan
 from shardload.sharding.layout import Layout, Spec
 from shardload.sharding.mesh import MeshSpec
+from shardload.typing import PathLike
 
 if TYPE_CHECKING:
     from shardload.parallel.compiled_step import CompiledStep
@@ -194,7 +194,7 @@ class LayoutPlan:
 
     # ---- comparing, saving, exporting ------------------------------------------------------------
 
-    def diff(self, other: LayoutPlan | str | os.PathLike[str]) -> tuple[str, ...]:
+    def diff(self, other: LayoutPlan | PathLike) -> tuple[str, ...]:
         """Return a line for each variable whose layout differs from another plan's, or that only one plan has.
 
         The first line has the meshes, if they differ.
@@ -204,7 +204,12 @@ class LayoutPlan:
 
         Raises:
             LayoutError: When the file is no plan.
+            UsageError: When ``other`` is neither.
         """
+        if not isinstance(other, LayoutPlan | str | os.PathLike):
+            raise UsageError(
+                f"Cannot compare a plan with {other!r:.60}: expected a LayoutPlan, or the path of a saved one"
+            )
         if not isinstance(other, LayoutPlan):
             other = LayoutPlan.load(other)
         lines = [] if self.mesh == other.mesh else [f"mesh: {self.mesh} -> {other.mesh}"]
@@ -245,24 +250,22 @@ class LayoutPlan:
         except (KeyError, TypeError, AttributeError) as error:
             raise LayoutError(f"Cannot read the plan: {type(error).__name__}: {error}") from error
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan as JSON."""
-        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
+    def save(self, path: PathLike) -> None:
+        """Write the plan as JSON, and the folders that the path lacks.
+
+        Raises:
+            WriteError: When the file cannot be written.
+        """
+        write_plan(path, self.to_json())
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> LayoutPlan:
+    def load(cls, path: PathLike) -> LayoutPlan:
         """Read a plan that `save` wrote.
 
         Raises:
-            LayoutError: When the file is no plan.
+            LayoutError: When the file is no plan, or cannot be read.
         """
-        try:
-            data = json.loads(Path(path).read_text())
-        except FileNotFoundError as error:
-            raise LayoutError(f"Cannot read the plan {os.fspath(path)!r}: there is no such file") from error
-        except ValueError as error:
-            raise LayoutError(f"Cannot read the plan {os.fspath(path)!r}: it is not JSON ({error})") from error
-        return cls.from_json(data)
+        return cls.from_json(read_plan(path))
 
     def to_layout_map(self, device_mesh: Any) -> Any:
         """Return a ``keras.distribution.LayoutMap``, with one anchored key for each variable that is split.
@@ -272,9 +275,15 @@ class LayoutPlan:
 
         Raises:
             LayoutError: When the mesh is another one, or variables of one path have different layouts.
+            UsageError: When ``device_mesh`` is no mesh of Keras.
         """
-        from keras.distribution import LayoutMap
+        from keras.distribution import DeviceMesh, LayoutMap
 
+        if not isinstance(device_mesh, DeviceMesh):
+            raise UsageError(
+                f"Cannot export the plan to a LayoutMap on {device_mesh!r:.60}: expected a mesh with devices. Pass "
+                f"keras.distribution.DeviceMesh({self.mesh.sizes}, {list(self.mesh.axes)}, devices)"
+            )
         own = MeshSpec(tuple(device_mesh.axis_names), tuple(device_mesh.shape))
         if own != self.mesh:
             raise LayoutError(f"Cannot export the plan for {self.mesh} to a LayoutMap on {own}: the meshes differ")
