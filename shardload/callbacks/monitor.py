@@ -5,8 +5,9 @@ As in Keras' callbacks, except that NaN and infinities are never an improvement:
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from shardload.errors import UsageError
@@ -48,7 +49,8 @@ class Monitor:
         if found is None:
             raise UsageError(
                 f"Cannot tell from the model's metrics whether a higher or a lower {self.name!r} is better. "
-                "Pass mode='max' or mode='min'"
+                f"Check the name{_similar(self.name, _metrics_of(model))}, or pass "
+                "mode='max' or mode='min'"
             )
         return found
 
@@ -60,6 +62,13 @@ class Monitor:
     def value_in(self, logs: Mapping[str, float]) -> float | None:
         """Return the metric's value, or ``None`` if the logs lack it."""
         return logs.get(self.name)
+
+    def absent_from(self, logs: Mapping[str, float]) -> str:
+        """Return a sentence that names the metrics in the logs, for a warning that this one is not among them."""
+        names = f"The logs have {', '.join(sorted(logs)) or 'no metrics'}"
+        if self.name.startswith("val_") and self.name.removeprefix("val_") in logs:
+            return f"{names}: fit() computes {self.name} at the end of an epoch, from validation_data"
+        return f"{names}{_similar(self.name, logs)}"
 
     def improves(self, value: float, model: Any) -> bool:
         """Whether ``value`` beats the best value so far."""
@@ -86,3 +95,14 @@ def plain_logs(logs: Mapping[str, Any] | None) -> dict[str, float]:
         except (TypeError, ValueError):
             continue
     return found
+
+
+def _metrics_of(model: Any) -> list[str]:
+    names = {"loss", *(str(metric.name) for metric in getattr(model, "metrics", ()))}
+    return [f"{prefix}{name}" for name in sorted(names) for prefix in ("", "val_")]
+
+
+def _similar(name: str, known: Iterable[str]) -> str:
+    """Return a hint at the known metric with the most similar name, if there is one."""
+    close = difflib.get_close_matches(name, set(known) - {name}, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

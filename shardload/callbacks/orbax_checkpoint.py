@@ -37,6 +37,8 @@ from shardload.steps.listing import StepInfo, list_steps
 from shardload.steps.publish import Root
 from shardload.steps.record import StepRecord
 
+DEFAULT_MONITOR = "val_loss"
+"""That of Keras. Steps saved without validation data lack it, which is no reason to warn."""
 SaveDecision = Callable[[int, Mapping[str, float]], bool]
 
 
@@ -95,7 +97,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
     def __init__(  # noqa: PLR0917  # in the order of Keras' own
         self,
         directory: str | os.PathLike[str],
-        monitor: str = "val_loss",
+        monitor: str = DEFAULT_MONITOR,
         verbose: int = 0,
         save_best_only: bool = False,
         mode: str = "auto",
@@ -311,10 +313,9 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             wanted = True
         else:  # process 0 decides, so that all processes save or none does
             wanted = self._decisions.first(lambda: self._is_wanted(plain, when))
-        if wanted and self._retention.best and self._monitor.value_in(plain) is None:
-            self._warn(
-                f"keep_best cannot rank steps by {self.monitor!r}: the logs of step {self._total} hold {sorted(plain)}"
-            )
+        asked = self._retention.best or self.monitor != DEFAULT_MONITOR
+        if wanted and asked and self._monitor.value_in(plain) is None:
+            self._warn(f"Cannot rank steps by {self.monitor!r}. {self._monitor.absent_from(plain)}.")
         if wanted:
             self._save(plain, epoch_done=epoch_done)
 
@@ -322,7 +323,10 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         value = self._monitor.value_in(logs)
         if self.save_best_only:
             if value is None:
-                self._warn(f"Can save best model only with {self.monitor} available, skipping save at {when}.")
+                lacking = self._monitor.absent_from(logs)
+                self._warn(
+                    f"Can save best model only with {self.monitor} available, skipping save at {when}. {lacking}."
+                )
             elif not math.isfinite(value):
                 self._warn(
                     f"{self.monitor} is {value} at {when}, which is never the best: nothing is saved.",

@@ -197,6 +197,20 @@ def test_best_only_warns_without_the_metric(tmp_path):
     assert steps_in(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    ("rule", "what"), [({"save_best_only": True}, "skipping save at epoch 1"), ({}, "Cannot rank")]
+)
+def test_a_metric_that_is_not_there_names_those_that_are(tmp_path, rule, what):
+    callback = OrbaxCheckpoint(tmp_path, "val_los", mode="min", **rule)
+    with pytest.warns(
+        UserWarning, match=rf"{what}.* have loss, mae, val_loss, val_mae \(did you mean 'val_loss'\?\)\."
+    ) as caught:
+        fit(compiled(), callback, epochs=2, validation_data=(X, X))
+    assert len([found for found in caught if found.category is UserWarning]) == 1  # in two epochs
+    with pytest.raises(UsageError, match=r"lower 'val_los' is better\. Check the name \(did you mean 'val_loss'\?\)"):
+        fit(compiled(), OrbaxCheckpoint(tmp_path, "val_los", keep_best=1))
+
+
 def test_threshold(tmp_path):
     fit(compiled(), OrbaxCheckpoint(tmp_path, "loss", save_best_only=True, initial_value_threshold=0.0))
     assert steps_in(tmp_path) == []
@@ -333,7 +347,7 @@ def test_goes_on_after_steps_of_others_and_never_removes_them(tmp_path):
 
 
 def test_keep_best_says_that_its_metric_is_not_there(tmp_path):
-    with pytest.warns(UserWarning, match="keep_best cannot rank steps by 'val_loss'.*'loss'"):
+    with pytest.warns(UserWarning, match=r"Cannot rank steps by 'val_loss'\. The logs have loss, mae: fit"):
         fit(compiled(), OrbaxCheckpoint(tmp_path, "val_loss", keep_best=1), epochs=2)
 
 
