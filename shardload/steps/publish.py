@@ -36,6 +36,8 @@ REMOVALS = 10
 REMOVAL_PAUSE_S = 0.05
 """Adds up to half a second: cheap compared with a failed save."""
 
+_published: set[Path] = set()
+"""Steps that this process saved."""
 _MOVED = "Earlier steps may have moved with the folder"
 
 
@@ -59,6 +61,7 @@ class Root:
         """
         # Resolve links now: if a link changes later, this run keeps its folder.
         self.path = expanded(path).resolve()
+        self.opened_s = time.time()
         try:
             if create:
                 _make_folders(self.path)
@@ -120,7 +123,7 @@ class Staging:
             raise UsageError(f"Cannot save step {step!r}: expected a non-negative integer of at most 18 digits")
         root = root if isinstance(root, Root) else Root(root)
         root.check(step)
-        refuse_existing(root.path / str(step), step)
+        refuse_existing(root, step)
         try:
             lock = _locked_folder(root.path / STAGING, step)
         except OSError as error:
@@ -168,15 +171,16 @@ class Staging:
             self._check_complete()
             sync_all(self.path)
             self.check()  # again: flushing takes long enough for the folder to be removed or replaced
-            refuse_existing(target, self.step)
+            refuse_existing(self.root, self.step)
             # An empty folder at the target is not a step: rename replaces it. A non-empty one makes rename fail.
             os.rename(self.path, target)  # noqa: PTH104
+            _published.add(target)
             os.fsync(self.root.fd)  # the new name must survive a power loss, too
         except OSError as error:
             if isinstance(error, ShardloadError):  # SaveError is an OSError
                 raise
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR) and os.path.lexists(target):
-                raise _exists(target, self.step) from error
+                raise _exists(self.root, self.step) from error
             raise save_error(error, step=self.step, folder=target) from error
         self._finish()
         return target
@@ -331,15 +335,32 @@ def _make_folders(path: Path) -> None:
         sync(folder.parent)
 
 
-def refuse_existing(target: Path, step: int) -> None:
-    """Raise if something other than an empty folder is at the target."""
+def refuse_existing(root: Root, step: int) -> None:
+    """Raise if something other than an empty folder has the step's name."""
+    target = root.path / str(step)
     if os.path.lexists(target) and not is_empty(target):
-        raise _exists(target, step)
+        raise _exists(root, step)
 
 
-def _exists(target: Path, step: int) -> StepExistsError:
+def _exists(root: Root, step: int) -> StepExistsError:
+    target = root.path / str(step)
     return StepExistsError(
-        f"Cannot save step {step}: {target} exists, and a saved step is never overwritten. Remove it, resume from it, "
-        "or save to another folder. Two callbacks of one fit() cannot share a folder: give one of them all rules "
-        "(max_to_keep, keep_best, keep_every_steps, …), or each its own folder"
+        f"Cannot save step {step}: {target} exists, and a saved step is never overwritten. {_way_out(root, target)}"
+    )
+
+
+def _way_out(root: Root, target: Path) -> str:
+    """Say who saved the step, as that decides what to do."""
+    if target in _published:
+        return (
+            "This process saved it. Two callbacks of one fit() cannot share a folder: give one of them all rules "
+            "(max_to_keep, keep_best, keep_every_steps, …), or each its own folder"
+        )
+    saved_s = os.lstat(target).st_mtime if os.path.lexists(target) else root.opened_s
+    if saved_s < root.opened_s:
+        return "It is from before this run. Remove it, resume from it, or save to another folder"
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(saved_s))
+    return (
+        f"Another run, which is not of this job, saved it meanwhile, at {when}: two runs cannot share a folder. Give "
+        "this run a folder of its own; or end the other one, and continue from its latest step with resume=True"
     )

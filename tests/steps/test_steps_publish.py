@@ -83,6 +83,21 @@ def test_a_step_is_never_overwritten(tmp_path):
     assert isinstance(StepExistsError("x"), FileExistsError)
 
 
+def test_who_saved_the_step_that_is_there_decides_the_way_out(tmp_path):
+    save_step(tmp_path, 7).rename(tmp_path / "8")  # as if another process had saved 8
+    save_step(tmp_path, 7)
+    root = Root(tmp_path)
+    with pytest.raises(StepExistsError, match=r"This process saved it\. Two callbacks of one"):
+        Staging.begin(root, 7)
+    for days, message in (
+        (-1, "from before this run. Remove it"),
+        (1, "Another run.*saved it meanwhile, at 20.* own;"),
+    ):
+        os.utime(tmp_path / "8", (root.opened_s, root.opened_s + days * 86400))
+        with pytest.raises(StepExistsError, match=message):
+            Staging.begin(root, 8)
+
+
 @pytest.mark.parametrize(
     "make", [lambda r: save_step(r, 7), lambda r: (r / "7").touch(), lambda r: (r / "7").symlink_to(r)]
 )
@@ -99,7 +114,7 @@ def test_the_second_of_two_writers_is_told(tmp_path, make):
 
 def test_a_writer_who_wins_in_the_last_moment_keeps_the_step(tmp_path, monkeypatch):
     staging = ready(tmp_path)
-    monkeypatch.setattr(publish, "refuse_existing", lambda target, step: None)
+    monkeypatch.setattr(publish, "refuse_existing", lambda root, step: None)
     save_step(tmp_path, 7)
     with pytest.raises(StepExistsError):
         staging.publish()
