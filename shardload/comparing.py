@@ -24,6 +24,8 @@ from shardload.transfer.read_tensor import read_rows, row_ranges
 
 READ_BYTES = 8 << 20
 """Bytes read from each side at once."""
+_STATE = frozenset({"optimizer_variables", "metrics_variables", "optimizer", "metrics"})
+"""What the names of such tensors begin with, in training steps and in Keras' files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,7 @@ class Comparison:
     equal: int
     """Number of tensors that are equal bit for bit."""
     differences: tuple[TensorDifference, ...]
+    """Weights first, then state of optimizers and metrics."""
     matched_by: Literal["tensor", "weight"] = "tensor"
     """``weight``: the formats name their tensors differently, so names are those of the model's weights."""
     notes: tuple[str, ...] = ()
@@ -162,7 +165,12 @@ def _compared(one: _Values, two: _Values, progress: Callable[[int], None]) -> tu
             found.append(
                 TensorDifference(two.name(key), "only in the second", "", _title(two, key), _size(two, key), None)
             )
-    return equal, tuple(found)
+    return equal, tuple(sorted(found, key=lambda difference: _is_state(difference.name)))
+
+
+def _is_state(name: str) -> bool:
+    """Whether a tensor is state of an optimizer or a metric; weights are listed before it."""
+    return name.partition("/")[0] in _STATE
 
 
 def _title(values: _Values, key: str) -> str:

@@ -113,6 +113,17 @@ def test_diff_of_two_steps(root):
     assert "0 not" in run("diff", root / "3", root / "9").stdout
 
 
+def test_diff_lists_weights_before_state_of_the_optimizer(root, tmp_path):
+    other = model()
+    other.fit(np.zeros((8, 16)), np.ones((8, 64)), verbose=0)
+    save_step(other, tmp_path / "run", 1)
+    names = [
+        d["name"] for d in json.loads(run("diff", root / "3", tmp_path / "run" / "1", "--json").stdout)["differences"]
+    ]
+    state = [name.startswith(("optimizer_variables/", "metrics_variables/")) for name in names]
+    assert state == sorted(state) and {True, False} == set(state)
+
+
 def test_what_is_no_checkpoint_is_not_called_damaged(tmp_path):
     (tmp_path / "note.txt").write_text("hello")
     done = run("verify", tmp_path / "note.txt")
