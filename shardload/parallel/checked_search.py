@@ -28,6 +28,7 @@ from shardload.parallel.layout_search.searching import (
     default_inputs,
     search,
 )
+from shardload.parallel.layout_search.tracing import check_rows
 from shardload.sharding.devices import mesh_spec
 from shardload.sharding.mesh import MeshSpec
 from shardload.typing import LayoutMap, MeshLike
@@ -107,6 +108,7 @@ def search_compiled(
     limit = None if device_memory_bytes is None else int(device_memory_bytes)
     if inputs is None:
         inputs = default_inputs(model, mesh, batch=batch, sequence=sequence, batch_axis=batch_axis)
+    check_rows(model, inputs, batch)
 
     def searched(limit: int | None) -> LayoutPlan:
         return search(

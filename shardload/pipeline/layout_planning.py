@@ -17,7 +17,7 @@ from shardload.manifest import Manifest
 from shardload.parallel import CompiledStep, LayoutPlan, choose, compile_step, search, search_smallest_mesh
 from shardload.parallel.checked_search import CheckedPlan, first_that_fits
 from shardload.parallel.layout_search.searching import BATCH_PER_POSITION
-from shardload.parallel.layout_search.tracing import input_specs
+from shardload.parallel.layout_search.tracing import input_specs, rows_of
 from shardload.parallel.memory_fit import MAX_DEVICES
 from shardload.pipeline.load import build, open_requested
 from shardload.pipeline.reporting import Clock
@@ -113,7 +113,7 @@ class _Planning:
         available()  # building needs JAX to compute shapes; its own error would not name the cause
         self.request, self.step = request, step
         self.mesh = mesh_spec("1x1" if request.mesh is None else request.mesh, axes=request.axes)
-        self.rows = step.batch or BATCH_PER_POSITION * self.mesh.axis_size(self.mesh.batch_axis)
+        self.rows = 0  # the model may fix them
         self.optimizer = optimizer_of(step.train)
         self.clock, self.progress = Clock(), as_progress(request.progress)
         self.notes: list[str] = []
@@ -123,6 +123,7 @@ class _Planning:
         manifest = source.manifest
         with self._stage("build", f"Building {manifest.source}"):
             model = self._build(manifest, self.request.dtype)
+        self.rows = self._rows(model)
         self._check_batch()
         plan, compiled = self._planned(model, manifest)
         smallest = self._smallest(model, plan)
@@ -136,6 +137,14 @@ class _Planning:
     def _build(self, manifest: Manifest, dtype: Any) -> Any:
         request = self.request
         return build(manifest, dtype=dtype, task=request.task, ignore_config=request.ignore_config)
+
+    def _rows(self, model: Any) -> int:
+        """Return the rows that are asked for; else those that the model fixes, or the default."""
+        if self.step.batch is not None:
+            return self.step.batch
+        rows = BATCH_PER_POSITION * self.mesh.axis_size(self.mesh.batch_axis)
+        fixed = rows_of(input_specs(model, batch=rows, sequence=self.step.sequence))
+        return rows if not fixed or rows in fixed else min(fixed)
 
     def _check_batch(self) -> None:
         axis = self.mesh.batch_axis

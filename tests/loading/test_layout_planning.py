@@ -2,10 +2,11 @@
 
 from dataclasses import replace
 
+import keras
 import pytest
 
 import shardload
-from shardload.errors import DoesNotFitError
+from shardload.errors import DoesNotFitError, LayoutError
 from shardload.parallel import CompiledStep, LayoutPlan
 from shardload.pipeline import layout_planning
 from shardload.pipeline.layout_planning import StepSpec, plan_layouts
@@ -83,6 +84,16 @@ def test_a_plan_that_does_not_fit_names_the_smallest_mesh_that_does():
         plan_layouts(request(4 * MIB, mesh="1x1"), TRAINED)
     mesh = str(raised.value).rsplit(" ", 1)[1]
     assert plan_layouts(request(4 * MIB, mesh=mesh), TRAINED).plan.device.total <= 4 * MIB < raised.value.least_bytes
+
+
+def test_a_batch_that_the_model_fixes_is_planned_and_another_is_refused(tmp_path):
+    layers = [keras.Input((64,), batch_size=6), keras.layers.Dense(128)]
+    keras.Sequential(layers).save(tmp_path / "fixed.keras")
+    asked = LoadRequest(function="plan", source=tmp_path / "fixed.keras", mesh="4x2")
+    report = plan_layouts(asked, StepSpec(compile=True))
+    assert report.plan.inputs == "float32[6, 64]" and "a batch of 6 does not divide" in report.notes[-1]
+    with pytest.raises(LayoutError, match=r"with batch=8: its inputs are float32\[6, 64\].*\(--batch\)"):
+        plan_layouts(asked, StepSpec(batch=8))
 
 
 def test_a_plan_of_layouts_belongs_to_its_mesh_in_a_report(tmp_path):

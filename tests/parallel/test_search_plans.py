@@ -480,9 +480,20 @@ def test_a_model_that_reads_values_is_told_so(read):
 def test_the_batch_that_a_model_fixes_is_planned_for_and_none_is_refused():
     layers = [keras.layers.Dense(128)]
     model = keras.Sequential([keras.Input((64,), batch_size=6), *layers])
-    assert search(model, MESH).inputs == "float32[6, 64]"
+    assert search(model, MESH).inputs == search(model, MESH, batch=6).inputs == "float32[6, 64]"
+    for use in (search, search_compiled, lambda model, mesh, batch: search_smallest_mesh(model, 2**20, batch=batch)):
+        with pytest.raises(LayoutError, match=r"with batch=16: its inputs are float32\[6, 64\], given or fixed by the"):
+            use(model, MESH, batch=16)
+    with pytest.raises(LayoutError, match=r"with batch=16: its inputs are float32\[6, 64\]"):
+        search(model, MESH, inputs=np.zeros((6, 64), "float32"), batch=16)
     with pytest.raises(LayoutError, match=r"on inputs float32\[0, 64\]: a dim is 0"):
         search(keras.Sequential([keras.Input((64,)), *layers]), MESH, inputs=np.zeros((0, 64), "float32"))
+
+
+def test_a_batch_is_for_inputs_that_do_not_fix_one():
+    inputs = [keras.Input((64,)), keras.Input((64,), batch_size=1)]
+    model = keras.Model(inputs, keras.layers.Dense(64)(inputs[0] + inputs[1]))
+    assert search(model, MESH, batch=16).inputs == "float32[16, 64], float32[1, 64]"
 
 
 def test_a_limit_may_be_an_integer_of_numpy(block):

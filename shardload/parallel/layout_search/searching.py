@@ -16,7 +16,7 @@ from shardload.parallel.layout_search.pins import fixed_specs
 from shardload.parallel.layout_search.problem import Problem, make_problem
 from shardload.parallel.layout_search.solving import Demand, Moment, Solution, solve
 from shardload.parallel.layout_search.stating import make_plan
-from shardload.parallel.layout_search.tracing import input_specs, record, trace
+from shardload.parallel.layout_search.tracing import check_rows, input_specs, record, trace
 from shardload.parallel.model_variables import check_model
 from shardload.sharding.devices import mesh_spec
 from shardload.sharding.mesh import MeshSpec
@@ -62,7 +62,7 @@ def search(
         inputs: The first argument of a call, as arrays or ``jax.ShapeDtypeStruct``; by default what a functional model
             declares, with ``batch`` rows and ``sequence`` for every other open dim (512).
         arguments: Other arguments of a call, by name.
-        batch: Rows of the default inputs, over all devices, where the model does not fix them.
+        batch: Rows of the default inputs, over all devices; another number than a model fixes is refused.
         sequence: Length of open dims of the default inputs.
         optimizer: Plan a training step with this optimizer, a name or an instance; by default, plan inference.
         device_memory_bytes: Hard limit for weights, gradients, slots and activations of each device.
@@ -88,6 +88,7 @@ def search(
         raise LayoutError(f"Cannot split the batch over {axis!r}: the mesh {mesh} has no such axis")
     if inputs is None:
         inputs = default_inputs(model, mesh, batch=batch, sequence=sequence, batch_axis=axis)
+    check_rows(model, inputs, batch)
     recorded = record(model, inputs, training=optimizer is not None, arguments=arguments)
     traced = trace(recorded, divisors=mesh.sizes)
     fixed, needs = fixed_specs(model, mesh, pins), needs_of(optimizer, model.trainable_variables)

@@ -19,7 +19,7 @@ from shardload.parallel.layout_search.searching import (
     check_positive,
     plan_problem,
 )
-from shardload.parallel.layout_search.tracing import Recorded, Traced, input_specs, record, trace
+from shardload.parallel.layout_search.tracing import Recorded, Traced, check_rows, input_specs, record, trace
 from shardload.parallel.memory_fit import MAX_DEVICES
 from shardload.parallel.roles import nbytes
 from shardload.sharding.mesh import DEFAULT_AXES, MeshSpec
@@ -65,6 +65,7 @@ def search_smallest_mesh(
     optimizer = None if optimizer is None else checked_optimizer(optimizer)
     if inputs is None:
         inputs = input_specs(model, batch=batch or BATCH_PER_POSITION, sequence=sequence)
+    check_rows(model, inputs, batch)
     recorded = record(model, inputs, training=optimizer is not None, arguments=arguments)
     needs, hardware = needs_of(optimizer, model.trainable_variables), Hardware.of(hardware)
     if needs.update_bytes >= device_memory_bytes:

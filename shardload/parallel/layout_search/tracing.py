@@ -72,6 +72,30 @@ def input_specs(model: Any, *, batch: int, sequence: int | None = None) -> Any:
     return jax.tree.map(spec, inputs, is_leaf=lambda leaf: hasattr(leaf, "shape"))
 
 
+def rows_of(inputs: Any) -> set[int]:
+    """Return the lengths of the first dims of inputs."""
+    return {leaf.shape[0] for leaf in jax.tree.leaves(inputs) if getattr(leaf, "shape", ())}
+
+
+def check_rows(model: Any, inputs: Any, batch: int | None) -> None:
+    """Check that a batch that a caller asks for is that of at least one of the inputs.
+
+    Args:
+        model: The model.
+        inputs: Inputs that the caller gives, or that the model declares.
+        batch: What the caller asks for, if anything.
+
+    Raises:
+        LayoutError: When all inputs have other lengths.
+    """
+    rows = rows_of(inputs)
+    if batch is not None and rows and batch not in rows:
+        raise LayoutError(
+            f"Cannot plan {model.name!r} with batch={batch}: its inputs are {described(inputs)}, given or fixed by the "
+            "model. Leave out batch= (--batch), or change the inputs"
+        )
+
+
 def positions_of(model: Any) -> list[int]:
     """Return for how many positions each embedding of positions in a model, or in its backbone, has a row.
 
