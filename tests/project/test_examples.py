@@ -6,7 +6,10 @@ import sys
 from pathlib import Path
 from subprocess import PIPE
 
+import gguf_pairs
 import pytest
+import warm_start
+from gguf_tokenizers import add_pieces, gguf_with_tokenizer
 
 import shardload
 from shardload.steps.listing import list_steps
@@ -33,6 +36,13 @@ def start(name, *arguments, cwd):
 
 def run(name, *arguments, cwd):
     return said_by(start(name, *arguments, cwd=cwd))
+
+
+def run_again(name, *arguments, cwd):
+    """As `run`, where the same test has shown already that it starts as a process of its own."""
+    code = f"import warnings; warnings.simplefilter('error', UserWarning)\n{RUN}"
+    child = warm_start.start(["-c", code, ROOT / "examples" / name, *arguments], cwd=cwd)
+    return said_by(child)
 
 
 def said_by(child):
@@ -64,7 +74,7 @@ def test_load_into_own_model(tmp_path):
 @pytest.mark.slow
 def test_save_and_resume(tmp_path):
     first = run("save_and_resume.py", "run", "1", cwd=tmp_path).splitlines()
-    second = run("save_and_resume.py", "run", "2", cwd=tmp_path).splitlines()
+    second = run_again("save_and_resume.py", "run", "2", cwd=tmp_path).splitlines()
     assert second[0] == "Epoch 1/2" and second[2] == "Epoch 2/2"
     assert first[0].rpartition("loss")[2] == second[1].rpartition("loss")[2]  # batches 7 and 8 of the same epoch
     assert {path.name for path in (tmp_path / "run").iterdir() if path.name.isdigit()} == {"12", "15"}
@@ -77,24 +87,47 @@ def test_restore_on_new_mesh(tmp_path):
     assert shardload.inspect(tmp_path / "run").format == "orbax"
 
 
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A checkpoint root where the name of the real Gemma 3 stands for its architecture with two small layers."""
+    folder = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        file = gguf_with_tokenizer(folder, patch, "gemma3_text", add_pieces, vocab_size=1024)
+    file.rename(folder / "gemma3_270m.gguf")
+    return folder
+
+
+@pytest.fixture(params=["small", pytest.param("real", marks=pytest.mark.full)])
+def gemma3(request, monkeypatch):
+    """A quantised Gemma 3: its name or path, the number of its layers, and of its tokens."""
+    if request.param == "real":
+        return "gemma3_270m", 18, 262144
+    home = request.getfixturevalue("home")
+    monkeypatch.setenv("SHARDLOAD_HOME", str(home))
+    return str(home / "gemma3_270m.gguf"), gguf_pairs.LAYERS, 1024
+
+
 @pytest.mark.slow
-def test_lora_from_gguf_to_safetensors(tmp_path):
-    first, second = (
-        run("lora_from_gguf_to_safetensors.py", "gemma3_270m", "run", "out", n, cwd=tmp_path) for n in "23"
-    )
+def test_lora_from_gguf_to_safetensors(gemma3, tmp_path):
+    source, layers, _ = gemma3
+    first = run("lora_from_gguf_to_safetensors.py", source, "run", "out", "2", cwd=tmp_path)
+    second = run_again("lora_from_gguf_to_safetensors.py", source, "run", "out", "3", cwd=tmp_path)
     assert "Epoch 2/2" in first and second.startswith("Epoch 3/3")
-    assert "LoRA was merged into 36 kernels" in second
+    assert f"LoRA was merged into {2 * layers} kernels" in second
     [step] = list_steps(tmp_path / "run")
-    assert (step.step, step.recorded.left_out) == (3, 236) and step.n_bytes < 5 << 20
-    command = ["convert", "run/3", "merged", "--to", "safetensors", "--merge-lora", "--base", "gemma3_270m"]
+    assert (step.step, step.recorded.left_out) == (3, 13 * layers + 2) and step.n_bytes < 5 << 20
+    command = ["convert", "run/3", "merged", "--to", "safetensors", "--merge-lora", "--base", source]
     for arguments in (command, ["diff", "out", "merged"]):
-        subprocess.run([sys.executable, "-m", "shardload", *arguments], cwd=tmp_path, check=True, timeout=300)
+        warm_start.run(["-m", "shardload", *arguments], cwd=tmp_path, check=True)
 
 
 @pytest.mark.slow
 def test_own_loop(tmp_path):
-    parts = [run("own_loop.py", "run", mesh, last, cwd=tmp_path) for mesh, last in (("1x8", "2"), ("2x4", "4"))]
-    whole = run("own_loop.py", "whole", "1x8", "4", cwd=tmp_path)
+    parts = [
+        run("own_loop.py", "run", "1x8", "2", cwd=tmp_path),
+        run_again("own_loop.py", "run", "2x4", "4", cwd=tmp_path),
+    ]
+    whole = run_again("own_loop.py", "whole", "1x8", "4", cwd=tmp_path)
     losses = [[line.partition(",")[0] for line in said.splitlines()] for said in ("".join(parts), whole)]
     assert losses[0] == losses[1] and len(losses[0]) == 4
     assert parts[1].count("Mesh('batch': 2, 'model': 4") == 2
@@ -114,17 +147,18 @@ def test_plan_and_lay_out(tmp_path):
 
 
 @pytest.mark.slow
-def test_model_parallel(tmp_path):
-    said = run("model_parallel.py", "gemma3_270m", cwd=tmp_path).splitlines()
+def test_model_parallel(gemma3, tmp_path):
+    said = run("model_parallel.py", gemma3[0], cwd=tmp_path).splitlines()
     assert said[0].split(None, 1) == ["token_embedding/embeddings", "P('model', None)"]
     assert said[-1].startswith("loss ") and said[-1].endswith("on 4 examples per row of the mesh")
 
 
 @pytest.mark.slow
-def test_two_processes(tmp_path):
+def test_two_processes(gemma3, tmp_path):
     children = [start("two_processes.py", str(i), "run", cwd=tmp_path) for i in range(2)]
     said = [said_by(child) for child in children]
-    for i, rows in enumerate(("rows 0 to 131072", "rows 131072 to 262144")):
-        assert f"process {i} read 1" in said[i] and f"MiB, and has {rows} of 262144" in said[i]
+    n = gemma3[2]
+    for i, rows in enumerate((f"rows 0 to {n // 2}", f"rows {n // 2} to {n}")):
+        assert f"process {i} read " in said[i] and f"MiB, and has {rows} of {n}" in said[i]
         assert f"process {i} restored step 1" in said[i]
     assert shardload.inspect(tmp_path / "run").format == "orbax"
