@@ -42,11 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    from shardload.console import streams
+    from shardload.console import completion, streams
     from shardload.console.app import command
     from shardload.interrupts import INTERRUPTED
 
     streams.check_stdout()
+    if completion.answered(arguments):
+        return 0
     code = command().main(arguments, prog_name="shardload", standalone_mode=False)
     streams.flush_stdout()
     if code == INTERRUPTED:  # typer turns the exception into its exit code

@@ -5,7 +5,15 @@ Files are completed as well: if no name matches, shells fall back to file names.
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+from shardload.errors import UsageError
 from shardload.units import FLOATS
+
+SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
+_PROGRAM = {"prog_name": "shardload", "complete_var": "_SHARDLOAD_COMPLETE"}
 
 _MESHES = ("1x1", "1x2", "1x4", "1x8", "1x16", "2x2", "2x4", "2x8", "4x1", "4x2", "4x4", "4x8", "8x1")
 _LAYOUTS = (
@@ -39,12 +47,12 @@ def dtypes(incomplete: str) -> list[str]:
 
 
 def sources(incomplete: str) -> list[tuple[str, str]]:
-    """Return the names that `shardload sources` lists."""
+    """Return the names that `shardload sources` lists, without formats of other packages: importing takes time."""
     from shardload.console import known_sources
     from shardload.errors import ShardloadError
 
     try:
-        return [(s.name, s.what) for s in known_sources.known() if s.name.startswith(incomplete)]
+        return [(s.name, s.what) for s in known_sources.known(announced=False) if s.name.startswith(incomplete)]
     except (OSError, ShardloadError):  # the command reports the error, not the shell's completion
         return []
 
@@ -54,3 +62,33 @@ def synthetic(incomplete: str) -> list[tuple[str, str]]:
     from shardload.console import known_sources
 
     return [(s.name, s.what) for s in known_sources.architectures() if s.name.startswith(incomplete)]
+
+
+def answered(arguments: Sequence[str]) -> bool:
+    """Show or install completion for the shell that is named, if one is; typer's own options take no name.
+
+    Args:
+        arguments: Those of the command: ``--show-completion zsh``, or ``--install-completion=zsh``.
+
+    Returns:
+        Whether this was asked for, and is done.
+
+    Raises:
+        UsageError: If the shell is not supported.
+    """
+    option, _, shell = " ".join(arguments).replace("=", " ", 1).partition(" ")
+    if option not in ("--show-completion", "--install-completion") or not shell:
+        return False
+    if shell not in SHELLS:
+        raise UsageError(f"Cannot complete in {shell!r}. Supported shells: {', '.join(SHELLS)}")
+    import typer
+
+    completion: Any = importlib.import_module("typer.completion")  # typer states no types of these functions
+
+    completion.completion_init()
+    if option == "--show-completion":
+        typer.echo(completion.get_completion_script(shell=shell, **_PROGRAM))
+    else:
+        _, path = completion.install(shell=shell, **_PROGRAM)
+        typer.echo(f"{shell} completion installed in {path}. It takes effect in new shells")
+    return True

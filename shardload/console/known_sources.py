@@ -36,9 +36,14 @@ class KnownSource:
     """One line for people."""
 
 
-def known(*, presets: bool = False) -> list[KnownSource]:
-    """Return each name once; names that load immediately come first."""
-    ways = (_local(), _installed(), architectures(), _presets() if presets else ())
+def known(*, presets: bool = False, announced: bool = True) -> list[KnownSource]:
+    """Return each name once; names that load immediately come first.
+
+    Args:
+        presets: Also list KerasHub's.
+        announced: Also list files in formats that installed packages announce, which imports those packages.
+    """
+    ways = (_local(announced=announced), _installed(), architectures(), _presets() if presets else ())
     found: dict[str, KnownSource] = {}
     for way in ways:
         for source in way:
@@ -46,10 +51,10 @@ def known(*, presets: bool = False) -> list[KnownSource]:
     return list(found.values())
 
 
-def _local() -> Iterator[KnownSource]:
+def _local(*, announced: bool) -> Iterator[KnownSource]:
     root = resolve.root()
     for entry in sorted(root.iterdir()) if root.is_dir() else ():
-        stem = resolve.stem_of(entry.name)
+        stem = resolve.stem_of(entry.name, announced=announced)
         if not entry.name.startswith(".") and (stem != entry.name or entry.is_dir()):
             yield KnownSource(stem, Kind.LOCAL, str(entry))
 

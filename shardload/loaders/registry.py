@@ -124,6 +124,11 @@ def specs() -> tuple[FormatSpec, ...]:
     return tuple(map(spec_named, names()))
 
 
+def built_in_specs() -> tuple[FormatSpec, ...]:
+    """Return the formats of shardload itself: no other package is imported."""
+    return tuple(map(spec_named, BUILT_IN))
+
+
 def spec_of(manifest: Manifest) -> FormatSpec:
     """Return the format of an opened checkpoint."""
     return spec_named(manifest.format)

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from shardload.errors import MissingExtraError, SourceNotFoundError, UnsupportedError, UsageError, WriteError
-from shardload.loaders.registry import specs
+from shardload.loaders.registry import built_in_specs, specs
 from shardload.stores.json_files import read_optional
 from shardload.stores.local import expanded
 from shardload.units import format_bytes, format_count
@@ -106,9 +106,14 @@ def endings() -> tuple[str, ...]:
     return tuple(spec.endings[0] for spec in found)
 
 
-def stem_of(name: str) -> str:
-    """Return a file's name without its ending, if that is one of `endings`; for a part of a model, the first part's."""
-    for spec in specs():
+def stem_of(name: str, *, announced: bool = True) -> str:
+    """Return a file's name without its ending, if that is one of `endings`; for a part of a model, the first part's.
+
+    Args:
+        name: A file's name.
+        announced: Also know the endings of formats that installed packages announce, which imports those packages.
+    """
+    for spec in specs() if announced else built_in_specs():
         if spec.endings and name.endswith(spec.endings[0]):
             return spec.first_part(name).removesuffix(spec.endings[0])
     return name

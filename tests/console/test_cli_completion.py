@@ -1,12 +1,14 @@
 """What the shell offers after TAB, through the protocol and through bash itself."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 from cli_fakes import COMMAND, environment, run
 
 from shardload import resolve
 from shardload.cli import main
+from shardload.loaders import registry
 
 
 @pytest.fixture
@@ -25,12 +27,17 @@ def complete(capfd, monkeypatch):
     return call
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_each_shell_gets_a_script(shell):
-    done = run((*COMMAND, "--show-completion", shell), _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
-    assert done.code == 0
-    assert "_SHARDLOAD_COMPLETE" in done.stdout
+@pytest.mark.parametrize(("shell", "line"), [("bash", "complete -o"), ("zsh", "#compdef shardload"), ("fish", "-c")])
+@pytest.mark.parametrize("form", ["--show-completion {}", "--show-completion={}"])
+def test_each_shell_that_is_named_gets_its_script(shell, line, form, capfd):
+    assert main(form.format(shell).split()) == 0
+    out = capfd.readouterr().out
+    assert f"_SHARDLOAD_COMPLETE=complete_{shell}" in out and line in out
+
+
+def test_another_shell_is_refused(capfd):
+    assert main(["--show-completion", "tcsh"]) == 2
+    assert "Supported shells: bash, zsh, fish" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -59,6 +66,14 @@ def test_checkpoints_in_the_root_are_offered(tmp_path, complete, monkeypatch):
     (tmp_path / "my_notes.txt").touch()
     (tmp_path / ".hidden").mkdir()
     assert complete("shardload load m") == ["mine", "my_folder", "mistral_7b"]
+
+
+def test_formats_of_other_packages_are_not_imported(tmp_path, complete, monkeypatch):
+    point = SimpleNamespace(name="npz", value="no_such_package:SPEC", load=lambda: pytest.fail("was imported"))
+    monkeypatch.setattr(registry, "announced", lambda: {"npz": point})
+    monkeypatch.setenv("SHARDLOAD_HOME", str(tmp_path))
+    (tmp_path / "mine.weights.h5").touch()
+    assert complete("shardload load m") == ["mine", "mistral_7b"]
 
 
 def test_a_root_that_cannot_be_read_does_not_disturb_the_prompt(complete, monkeypatch):
@@ -94,14 +109,13 @@ def test_bash_itself_completes(tmp_path):
         '$(complete -p shardload | sed -E "s/.*-F ([^ ]+).*/\\1/") shardload 8 --mesh; echo "${COMPREPLY[@]}"'
     )
     path = f"{tmp_path}:{environment()['PATH']}"
-    done = run(("bash", "-c", script), PATH=path, _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
+    done = run(("bash", "-c", script), PATH=path)
     assert (done.stdout, done.stderr) == ("8x1\n", "")
 
 
 @pytest.mark.slow
 def test_installing_writes_into_the_home_it_was_given(tmp_path):
-    home = {"HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
-    done = run((*COMMAND, "--install-completion", "bash"), **home)
+    done = run((*COMMAND, "--install-completion", "bash"), HOME=str(tmp_path))
     assert done.code == 0
     assert "completion installed in" in done.stdout
     assert (tmp_path / ".bashrc").read_text()
