@@ -29,7 +29,8 @@ class ComparedArray:
     allowed: float
     """Largest absolute difference that rounding explains."""
     undefined: int = 0
-    """Elements that prove nothing: NaN on one device too, or infinite where no element is finite."""
+    """Elements that prove nothing: NaN on one device too, infinite where no element is finite, or made infinite or NaN
+    by rounding alone."""
 
     @property
     def max_rel(self) -> float:
@@ -50,7 +51,7 @@ class ComparedArray:
         if self.undefined and not self.differs:
             return (
                 f"{self.name} ({self.dtype}): {self.undefined:,} of {plural(self.elements, 'element')} cannot be "
-                "compared, NaN or infinite on one device too"
+                "compared, NaN or infinite on one device too, or by rounding there"
             )
         return (
             f"{self.name} ({self.dtype}): differs by {self.max_abs:.2e} of {self.largest:.2e}, allowed "
@@ -127,8 +128,8 @@ class NumbersCheck:
         undefined, results = len(self.wrong) - differ, plural(len(self.comparisons), "result")
         found = {
             f"{differ} of {results} differ from one device by more than rounding": differ,
-            f"{undefined} of {results} cannot be compared, as they are not finite on one device either (check the "
-            "values of the model and the inputs)": undefined,
+            f"{undefined} of {results} cannot be compared, as they are not finite on one device either, or not "
+            "after rounding (check the values of the model and the inputs)": undefined,
             f"{len(self.misplaced)} of {plural(self.variables, 'variable')} are not where they were planned": len(
                 self.misplaced
             ),

@@ -7,7 +7,8 @@ of the model's coarsest dtype, up or down by a seeded coin, and the model runs a
 fifteen times where these do not explain a difference.
 
 NaN is equal to nothing: a result that is NaN on one device too, or infinite everywhere, proves nothing, and counts as
-wrong. Infinite elements among finite ones, such as masked logits, must be the same.
+wrong. Infinite elements among finite ones, such as masked logits, must be the same. Elements that a movement makes
+infinite or NaN, or finite again, prove nothing either: no difference could be too large for them.
 
 Allowed is a difference of 8 times the largest movement of the same array, and never less than 8 units in the last place
 of its largest value: 8 = √64 is how far 64 independent roundings add up. The loss is one sum over all n elements of
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +40,9 @@ MOST_SAMPLES = 15
 a ReLU, or change which entry a maximum takes: a gradient then jumps, and Adam turns a gradient that was zero into a
 whole step. Few movements cross a given kink; of fifteen that reach it some do."""
 
+_Doubles: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
+_Mask: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
+
 
 def coarsest_eps(model: Any) -> float:
     """Return the distance from 1 to the next number in the coarsest dtype that a model stores or computes in."""
@@ -54,7 +58,9 @@ def nudged(values: Any, eps: float, *, seed: int) -> Any:
         if not jnp.issubdtype(value.dtype, jnp.floating):
             return value
         signs = coin.integers(0, 2, value.shape) * 2 - 1
-        return np.asarray(value.astype(np.float64) * (1 + eps * signs)).astype(value.dtype)
+        with np.errstate(over="ignore"):
+            moved = np.asarray(value.astype(np.float64) * (1 + eps * signs)).astype(value.dtype)
+        return np.where(np.isfinite(moved), moved, value)  # the largest number, as masks have it, stays finite
 
     return jax.tree.map(move, values)
 
@@ -77,20 +83,30 @@ def compare(name: str, found: Any, moved: Sequence[Any], expected: Any, *, eps: 
     finite = values[np.isfinite(values)]
     largest = float(np.abs(finite).max(initial=0.0))
     order = math.sqrt(terms) * float(np.finfo("float32").eps) / 2 * largest if terms > 1 else 0.0
-    movement = max(_difference(each, expected) for each in moved)
+    runs = [_doubles(each) for each in moved]
+    unstable = np.any([_overflows(each, values) for each in runs], axis=0)
+    movement = max(_difference(each[~unstable], values[~unstable]) for each in runs)
     allowed = max(MARGIN * movement, MARGIN * eps * largest, order)
-    undefined = int(np.isnan(values).sum()) if finite.size else elements
-    return ComparedArray(name, dtype, elements, largest, _difference(found, expected), allowed, undefined)
+    undefined = int((np.isnan(values) | unstable).sum()) if finite.size else elements
+    difference = _difference(_doubles(found)[~unstable], values[~unstable])
+    return ComparedArray(name, dtype, elements, largest, difference, allowed, undefined)
 
 
-def _difference(found: Any, expected: Any) -> float:
+def _overflows(moved: _Doubles, expected: _Doubles) -> _Mask:
+    """Return which elements are finite in one of the two only, or infinite otherwise."""
+    finite = np.isfinite(moved) & np.isfinite(expected)
+    same = (moved == expected) | (np.isnan(moved) & np.isnan(expected))
+    found: _Mask = ~finite & ~same
+    return found
+
+
+def _difference(a: _Doubles, b: _Doubles) -> float:
     """Return the largest absolute difference; infinite if a value is not finite in one of the two only."""
-    a, b = _doubles(found), _doubles(expected)
     finite = np.isfinite(a) & np.isfinite(b)
     if not np.array_equal(a[~finite], b[~finite], equal_nan=True):
         return math.inf
     return float(np.abs(a[finite] - b[finite]).max(initial=0.0))
 
 
-def _doubles(array: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
+def _doubles(array: Any) -> _Doubles:
     return np.asarray(array).astype(np.float64)

@@ -13,6 +13,7 @@ import shardload.optimizers
 from shardload.errors import DisagreementError, LayoutError, UninitialisedError, UsageError
 from shardload.keras_bridge.binding import bind
 from shardload.parallel import check_numbers, check_placement, choose, compile_step, search
+from shardload.parallel.rounding import compare
 from shardload.sharding.mesh import MeshSpec
 
 MESH = MeshSpec.parse("2x4", axes="data,model")
@@ -157,6 +158,32 @@ def test_what_is_nan_on_one_device_proves_nothing(where):
         DisagreementError, match=r"1 of 1 result cannot be compared, as they are not finite .*\n.*NaN or"
     ):
         check.raise_if_wrong()
+
+
+def test_what_rounding_makes_infinite_proves_nothing():
+    inputs, x = keras.Input((64,)), np.zeros((8, 64), "float32")
+    model = keras.Model(inputs, keras.layers.Dense(8, use_bias=False)(inputs))
+    kernel = model.layers[1].kernel
+    kernel.assign(np.full((64, 8), np.finfo("float32").max / 2))
+    x[:4, :2] = 1  # the sum is the largest number, and infinite with one more unit in the last place
+    check = check_numbers(model, choose(model, MESH), x, training=None)
+    (output,) = check.wrong
+    assert 0 < output.undefined <= 32 and np.isfinite(output.allowed) and not output.differs
+    assert check.summary().startswith("NOT COMPARABLE with one device")
+    kernel.assign(np.full((64, 8), np.finfo("float32").max))  # stays finite where nothing is added
+    x[:4, 1] = 0
+    assert check_numbers(model, choose(model, MESH), x * 0.5, training=None).ok
+
+
+def test_differences_count_beside_what_rounding_makes_infinite():
+    expected, moved = np.array([1, 3e38, -np.inf], "float32"), np.array([1, np.inf, -np.inf], "float32")
+    found = {"right": [1, 0, -np.inf], "wrong": [1e36, 3e38, -np.inf], "mask": [1, 3e38, np.inf]}
+    compared = {k: compare(k, np.array(v, "float32"), [moved], expected, eps=2**-23) for k, v in found.items()}
+    assert {name: (c.differs, c.undefined) for name, c in compared.items()} == {
+        "right": (False, 1),
+        "wrong": (True, 1),
+        "mask": (True, 1),
+    }
 
 
 def test_masked_logits_may_be_infinite():
