@@ -496,6 +496,13 @@ def test_a_batch_is_for_inputs_that_do_not_fix_one():
     assert search(model, MESH, batch=16).inputs == "float32[16, 64], float32[1, 64]"
 
 
+def test_rates_may_be_numbers_of_numpy(block, tmp_path):
+    hardware = Hardware(flops_per_s=np.float32(1e12), axis_bytes_per_s={"model": np.float32(1e9)})
+    plan = search(block.model, MESH, inputs=block.inputs, hardware=hardware)
+    plan.save(tmp_path / "plan.json")
+    assert LayoutPlan.load(tmp_path / "plan.json") == plan and plan.constants["axis_bytes_per_s"] == {"model": 1e9}
+
+
 def test_a_limit_may_be_an_integer_of_numpy(block):
     plan = search(block.model, MESH, inputs=block.inputs, device_memory_bytes=np.int64(2**32))
     assert type(plan.device_memory_bytes) is int and json.loads(json.dumps(plan.device_memory_bytes)) == 2**32

@@ -41,6 +41,10 @@ class Hardware:
         rates = (self.flops_per_s, self.memory_bytes_per_s, self.link_bytes_per_s, *self.axis_bytes_per_s.values())
         if not all(map(_is_finite, (*rates, self.latency_s))) or min(rates) <= 0 or self.latency_s < 0:
             raise LayoutError(f"Cannot plan with {self}: rates must be positive and the latency not negative")
+        for name in ("flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", "latency_s"):
+            object.__setattr__(self, name, float(getattr(self, name)))  # plans are JSON, which has no numbers of NumPy
+        axes = {axis: float(rate) for axis, rate in self.axis_bytes_per_s.items()}
+        object.__setattr__(self, "axis_bytes_per_s", axes)
 
     @classmethod
     def of(cls, given: Hardware | None) -> Hardware:
