@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from shardload.keras_bridge.variables import numbered
 from shardload.parallel.roles import LARGE_BYTES, nbytes
 from shardload.sharding.layout import Fallback, Layout
 from shardload.sharding.mesh import AXIS_NAMES, MeshSpec
@@ -133,8 +134,9 @@ class LayoutChoice:
 
     @property
     def rules(self) -> Mapping[str, str]:
-        """The rule of each variable, by path."""
-        return {v.path: v.rule for v in self.variables}
+        """The rule of each variable, by path, with ``#2``, ``#3`` … behind it where several have one path."""
+        found = self.variables
+        return dict(zip(numbered(v.path for v in found), (v.rule for v in found), strict=True))
 
     def summary(self) -> str:
         """Return a few lines for people."""

@@ -330,6 +330,7 @@ def test_rules_are_by_the_identity_of_variables():
         for variable in layer.variables:
             variable._path = "same/path"
     choice = autoconfig(model, 4)
+    assert list(choice.rules.values()) == [found.rule for found in choice.variables] and "same/path#2" in choice.rules
     up, down = model.get_layer("up"), model.get_layer("down")
     assert (str(choice.of(up.kernel)), choice.by_id[id(up.kernel)].rule) == ("(-, model)", "column")
     assert (str(choice.of(down.kernel)), choice.by_id[id(down.kernel)].rule) == ("(model, -)", "row")
