@@ -313,7 +313,7 @@ def test_a_plan_is_written_into_folders_that_are_made_for_it(chained, tmp_path):
 
 
 @pytest.mark.parametrize("wrong", [None, 3, {}])
-def test_what_is_no_path_of_a_plan_is_refused(chained, wrong, tmp_path):
+def test_what_is_no_path_or_check_of_a_plan_is_refused(chained, wrong, tmp_path):
     for use, what in (
         (LayoutPlan.load, "read the plan"),
         (chained.save, "write the plan"),
@@ -321,6 +321,8 @@ def test_what_is_no_path_of_a_plan_is_refused(chained, wrong, tmp_path):
     ):
         with pytest.raises(UsageError, match=f"Cannot {what} .*: expected "):
             use(wrong)
+    with pytest.raises(UsageError, match="Cannot add True to a plan: expected what compile_step returns"):
+        chained.with_checks(compiled=True)
     with pytest.raises(LayoutError, match=r"Cannot read the plan .*: Is a directory, expected the file that"):
         LayoutPlan.load(tmp_path)
 

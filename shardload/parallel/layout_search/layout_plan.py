@@ -139,8 +139,11 @@ class LayoutPlan:
 
         Raises:
             LayoutError: When a check is about another mesh.
+            UsageError: When it is no check.
         """
-        for check in (compiled, numbers):
+        for check, made_by in ((compiled, "compile_step"), (numbers, "check_numbers")):
+            if check is not None and not hasattr(check, "mesh"):
+                raise UsageError(f"Cannot add {check!r:.60} to a plan: expected what {made_by} returns")
             if check is not None and check.mesh != self.mesh:
                 raise LayoutError(f"Cannot add a check on {check.mesh} to a plan for {self.mesh}")
         return dataclasses.replace(
