@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from shardload.console import jax_setup, lazy_api, options, streams
 from shardload.interrupts import raise_interrupt_safely
 from shardload.progress import on_stderr
-from shardload.reports.names import printable
-from shardload.units import format_bytes, plural
 
 Target = Annotated[
     str,
@@ -100,10 +98,4 @@ def convert(
         if json:
             out.json(report.to_json())
             return
-        out.text(_summary(report))
-
-
-def _summary(report: Any) -> str:
-    what = f"{plural(report.tensors, 'tensor')}, {format_bytes(report.n_bytes)}, {report.seconds:.1f} s"
-    resumed = f"; {report.resumed} were there from an interrupted run" if report.resumed else ""
-    return f"{printable(report.target)}: {report.format}, {what}{resumed}\n"
+        out.text(f"{str(report).splitlines()[0]}\n")

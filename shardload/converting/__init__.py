@@ -44,13 +44,14 @@ from shardload.loaders import open_manifest, spec_of
 from shardload.loaders.registry import spec_named
 from shardload.mapping import map_weights
 from shardload.progress import Progress, ProgressLike, as_progress
+from shardload.reports.names import printable
 from shardload.resolve import resolve
 from shardload.steps import digests
 from shardload.steps.listing import is_ours
 from shardload.steps.save_errors import errno_of
 from shardload.stores.fingerprint import Fingerprint
 from shardload.typing import DTypeLike, PathLike
-from shardload.units import dtype_name, parse_bytes
+from shardload.units import dtype_name, format_bytes, parse_bytes, plural
 
 DEFAULT_HOST_MEMORY = 512 << 20
 """Bytes of tensors in memory at once. Most tensors of a 9B model then fit in one block; more is not faster."""
@@ -80,6 +81,19 @@ class ConvertReport:
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object."""
         return asdict(self)
+
+    def __str__(self) -> str:
+        what = f"{plural(self.tensors, 'tensor')}, {format_bytes(self.n_bytes)}, {self.seconds:.1f} s"
+        resumed = f"; {self.resumed} were there from an interrupted run" if self.resumed else ""
+        lines = [f"{self.target}: {self.format}, {what}{resumed}", *(f"note: {note}" for note in self.notes)]
+        return "\n".join(printable(line) for line in lines)
+
+    def __repr__(self) -> str:
+        notes = f", {plural(len(self.notes), 'note')}" if self.notes else ""
+        return (
+            f"<ConvertReport {self.target} ({self.format}): {plural(self.tensors, 'tensor')}, "
+            f"{format_bytes(self.n_bytes)}{notes}; print it for all>"
+        )
 
 
 def convert(

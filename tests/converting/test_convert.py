@@ -1,7 +1,9 @@
 """Every format into every other, bits compared; what is refused; what a killed conversion leaves and goes on from."""
 
+import dataclasses
 import json
 import os
+import re
 import signal
 
 import jax
@@ -92,6 +94,16 @@ def test_keras_hub_reads_what_was_a_preset(name, tmp_path):
         np.testing.assert_array_equal(value.view(np.uint16), np.asarray(two.value).view(np.uint16), one.path)
     shardload.convert(tmp_path / "hf", tmp_path / "back", to="h5")
     assert name.startswith("mistral") or same(preset, tmp_path / "back")
+
+
+def test_a_report_is_one_line_and_prints_its_notes(tmp_path):
+    report = shardload.convert(synth("gpt2", scale=0.02, directory=tmp_path), tmp_path / "out", to="safetensors")
+    report = dataclasses.replace(report, notes=("the optimizer was left out",), resumed=2)
+    assert re.fullmatch(
+        r"<ConvertReport /\S+/out \(hf-safetensors\): \d+ tensors, \S+ [KM]iB, 1 note; .*>", repr(report)
+    )
+    first, second = str(report).splitlines()
+    assert first.startswith(report.target) and "2 were there" in first and second == "note: the optimizer was left out"
 
 
 def test_safetensors_reads_what_synth_would_have_written_in_shape(made, tmp_path):

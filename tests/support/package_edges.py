@@ -54,6 +54,7 @@ EDGES = {
         "mapping",
         "pipeline",
         "progress",
+        "reports",
         "resolve",
         "sharding",
         "steps",
