@@ -145,10 +145,15 @@ def _name(asked: str, *, weights: bool) -> Resolved:
 
 
 def _spelling(name: str) -> str:
-    """Return a name as it is spelt: in the root without regard to case, elsewhere in lower case."""
+    """Return a name as it is spelt: in the root without regard to case, elsewhere in lower case, with underscores."""
+    from shardload.resolve.architectures import ALIASES, ARCHITECTURES
+
     if _in_root(name):
         return name
-    return {own.lower(): own for own in _root_names()}.get(name.lower(), name.lower())
+    lower = name.lower()
+    joined = lower.replace("-", "_")
+    known = joined if joined in {*ARCHITECTURES, *ALIASES} else lower
+    return {own.lower(): own for own in _root_names()}.get(lower, known)
 
 
 # ---- names in the root --------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from shardload.resolve.architectures import ARCHITECTURES
 from shardload.resolve.stores import location_of, open_remote
 from shardload.steps.digests import Checker
 from shardload.steps.listing import find_step, is_ours, latest_of_ours
+from shardload.stores.json_files import read_optional
 from shardload.stores.location import Location
 from shardload.stores.nowhere import nowhere
 from shardload.stores.remote import is_url
@@ -123,11 +124,17 @@ def _without_weights(found: Resolved, format: str | None, *, with_weights: bool 
         manifest = Manifest(nowhere(found.architecture), HUGGING_FACE, {}, {}, config)
         note = f"planned from the architecture: no weights of {found.architecture} are on this machine"
     else:
-        described = describe_folder(found.path, with_weights=with_weights)
+        of_file = _described_file(found.path)
+        described = of_file or describe_folder(found.path, with_weights=with_weights)
         if described is None:
             return None
         manifest = described
-        note = f"planned from its configuration: no weights {'of it ' if with_weights else ''}are in {found.path}"
+        none = (
+            f"no weights {'of it ' if with_weights else ''}are in {found.path}"
+            if of_file is None
+            else f"{found.path} alone"
+        )
+        note = f"planned from its configuration: {none}"
         if not _states_dtype(manifest.config):
             note += ". It states no dtype: sizes are those of float32, unless dtype (--dtype) is given"
     if format not in (None, manifest.format):
@@ -136,6 +143,14 @@ def _without_weights(found: Resolved, format: str | None, *, with_weights: bool 
             f"{spec_of(manifest).description}. Leave out format (--format)"
         )
     return OpenedSource(with_tensors(manifest), None, tuple(filter(None, (found.note, note))))
+
+
+def _described_file(path: str) -> Manifest | None:
+    """Describe the model of a Hugging Face ``config.json`` under another name, ``my8b.json``."""
+    config = read_optional(path) if path.endswith(".json") and Path(path).is_file() else None
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str) or "weight_map" in config:
+        return None
+    return Manifest(nowhere(path), HUGGING_FACE, {}, {}, config)
 
 
 def _states_dtype(config: Mapping[str, Any]) -> bool:

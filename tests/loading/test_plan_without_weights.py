@@ -150,6 +150,21 @@ def test_the_path_of_a_configuration_is_enough(tmp_path):
     assert facts(shardload.plan(folder / "config.json")) == facts(shardload.plan(folder))
 
 
+def test_a_configuration_may_have_another_name(tmp_path):
+    folder = config_folder(tmp_path / "config", scaled(ARCHITECTURES["llama3_8b"], TINY))
+    named = (folder / "config.json").rename(tmp_path / "my8b.json")
+    found = shardload.plan(named)
+    assert found.source == str(named) and found.notes[0].startswith(f"planned from its configuration: {named} alone")
+    named.rename(folder / "config.json")
+    assert facts(found, without=("seconds", "notes", "source")) == facts(
+        shardload.plan(folder), without=("seconds", "notes", "source")
+    )
+
+
+def test_names_of_architectures_match_with_hyphens(tiny):
+    assert facts(shardload.plan("GPT2-Base")) == facts(shardload.plan("gpt2_base"))
+
+
 def test_with_weights_beside_it_the_path_of_a_configuration_means_the_checkpoint(tmp_path):
     whole = synth("gpt2", format="safetensors", scale=TINY, directory=tmp_path)
     assert facts(shardload.plan(whole / "config.json")) == facts(shardload.plan(whole))

@@ -50,7 +50,22 @@ def drawn(size, *, number, near_one, dtype="bfloat16", seed=0):
     return np.concatenate(list(noise.chunks(size, dtype=dtype, near_one=near_one, seed=(seed, number))))
 
 
-@pytest.mark.parametrize("name", [n for n in ARCHITECTURES if not n.startswith(("qwen2.5_7b", "llama3.2"))])
+PUBLISHED = {
+    "llama3_70b": 70_553_706_496,
+    "llama3.1_70b": 70_553_706_496,
+    "qwen2.5_32b": 32_763_876_352,
+    "qwen2.5_72b": 72_706_203_648,
+}
+"""Parameters of models of which KerasHub has no base preset."""
+OTHERS = ("qwen2.5_7b", "llama3.2", *PUBLISHED)
+
+
+@pytest.mark.parametrize(("name", "parameters"), PUBLISHED.items())
+def test_parameter_counts_are_those_that_were_published(name, parameters):
+    assert sum(math.prod(spec.shape) for spec in transformers_tensors(ARCHITECTURES[name])) == parameters
+
+
+@pytest.mark.parametrize("name", [n for n in ARCHITECTURES if not n.startswith(OTHERS)])
 def test_parameter_counts_are_those_of_kerashubs_presets(name):
     known = {n: entry["metadata"].get("params") for n, entry in BUILTIN_PRESETS.items()}
     preset = next(p for p in (name, f"{name}_en_uncased", f"{name}_en", f"{name}_text") if p in known)
