@@ -30,6 +30,17 @@ SPECS = {
 }
 AXES = {"1-D": ["model"], "2-D": ["model", "data", ("data", "model")], "3-D": ["model", ("expert", "data")]}
 CASES = [(name, spec, axes) for name in MESHES for spec, axes in itertools.product(SPECS[name], AXES[name])]
+
+
+def in_turn(cases, *values):
+    """Each case with every second value: each value meets every mesh and all axes, and the rest is `full`."""
+    return [
+        pytest.param(*case, value, marks=[] if (i // 2 + j) % 2 == 0 else pytest.mark.full)
+        for i, case in enumerate(cases)
+        for j, value in enumerate(values)
+    ]
+
+
 LAST: dict[str, str] = {}
 REDUCE = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min}
 
@@ -70,8 +81,7 @@ def axes_of(array):
     return {name for entry in array.sharding.spec for name in ([entry] if isinstance(entry, str) else entry or ())}
 
 
-@pytest.mark.parametrize("op", REDUCE)
-@pytest.mark.parametrize(("name", "spec", "axes"), CASES)
+@pytest.mark.parametrize(("name", "spec", "axes", "op"), in_turn(CASES, *REDUCE))
 def test_all_reduce(name, spec, axes, op):
     x = placed(name, spec)
     before, wanted = by_device(x), {}
@@ -83,8 +93,7 @@ def test_all_reduce(name, spec, axes, op):
     assert result.sharding.mesh == x.sharding.mesh
 
 
-@pytest.mark.parametrize("axis", [0, -1])
-@pytest.mark.parametrize(("name", "spec", "axes"), CASES)
+@pytest.mark.parametrize(("name", "spec", "axes", "axis"), in_turn(CASES, 0, -1))
 def test_all_gather(name, spec, axes, axis):
     x = placed(name, spec)
     before, wanted = by_device(x), {}
@@ -95,8 +104,7 @@ def test_all_gather(name, spec, axes, axis):
     assert axes_of(result) == axes_of(x) - {axes, *axes}
 
 
-@pytest.mark.parametrize("op", ["sum", "mean"])
-@pytest.mark.parametrize(("name", "spec", "axes"), CASES)
+@pytest.mark.parametrize(("name", "spec", "axes", "op"), in_turn(CASES, "sum", "mean"))
 def test_reduce_scatter(name, spec, axes, op):
     x = placed(name, spec)
     before, wanted = by_device(x), {}
@@ -124,13 +132,11 @@ def one_mesh_shape(name):
     LAST["name"] = name
 
 
-def whole(mesh, spec, collective, x):
-    """The same on one device: shards cut, combined and joined with jnp."""
-    sharding = NamedSharding(mesh, spec)
+def whole(sharding, collective, result, x):
+    """The same on one device: shards cut, combined and joined with jnp, as ``result`` has them."""
     shards = {device: x[index] for device, index in sharding.devices_indices_map(x.shape).items()}
-    result = collective(placed_like(mesh, spec, x))
     found = {}
-    for group in groups(mesh, collective.keywords["axis_name"]):
+    for group in groups(sharding.mesh, collective.keywords["axis_name"]):
         parts = [shards[device] for device in group]
         if collective.func is all_gather:
             found |= dict.fromkeys(group, jnp.concatenate(parts, axis=collective.keywords["axis"]))
@@ -146,25 +152,26 @@ def whole(mesh, spec, collective, x):
     return joined
 
 
-def placed_like(mesh, spec, x):
-    return jax.device_put(np.zeros(x.shape, "float32"), NamedSharding(mesh, spec))
+DIFFERENTIATED = {
+    "sum": functools.partial(all_reduce, op="sum"),
+    "mean": functools.partial(all_reduce, op="mean"),
+    "gather": functools.partial(all_gather, axis=1),
+    "scatter": functools.partial(reduce_scatter, axis=0),
+}
 
 
+SOME = [c for c in CASES if c[0] != "1-D"][::5] + CASES[:3]
+"""On every mesh, over all of its axes."""
+
+
+@pytest.mark.parametrize("collective", DIFFERENTIATED)
 @pytest.mark.parametrize(
-    "collective",
-    [
-        functools.partial(all_reduce, op="sum"),
-        functools.partial(all_reduce, op="mean"),
-        functools.partial(all_gather, axis=1),
-        functools.partial(reduce_scatter, axis=0),
-    ],
-    ids=["sum", "mean", "gather", "scatter"],
+    ("name", "spec", "axes"), SOME + [pytest.param(*c, marks=pytest.mark.full) for c in CASES if c not in SOME]
 )
-@pytest.mark.parametrize(("name", "spec", "axes"), [c for c in CASES if c[0] != "1-D"][::3] + CASES[:3])
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_mesh_shape")
 def test_gradients(name, spec, axes, collective):
-    x = placed(name, spec)
+    x, collective = placed(name, spec), DIFFERENTIATED[collective]
     run = functools.partial(collective, axis_name=axes)
     size = groups(x.sharding.mesh, axes).shape[1]
     if collective.func is reduce_scatter and x.addressable_shards[0].data.shape[0] % size:
@@ -174,8 +181,7 @@ def test_gradients(name, spec, axes, collective):
     result = run(x)
     factor = np.random.default_rng(1).normal(size=result.shape).astype("float32")
     found = jax.grad(lambda x: jnp.sum(run(x) ** 2 * factor))(x)
-    expected = jax.grad(lambda x: jnp.sum(whole(x_mesh, spec, run, x) ** 2 * factor))
-    x_mesh = x.sharding.mesh
+    expected = jax.jit(jax.grad(lambda one: jnp.sum(whole(x.sharding, run, result, one) ** 2 * factor)))
     np.testing.assert_allclose(found, expected(jnp.asarray(np.asarray(x))), rtol=1e-4, atol=1e-4)
     assert found.sharding.is_equivalent_to(x.sharding, x.ndim)
 
