@@ -38,7 +38,7 @@ newest: $(NEWEST)/.installed  ## all tests with the newest dependencies that pyp
 	$(NEWEST)/bin/python -m pytest -n 2 --dist worksteal
 
 fuzz: $(STAMP)  ## damaged files of every format, CASES of each (20,000): hours
-	SHARDLOAD_FUZZ_CASES=$(CASES) $(BIN)/python -m pytest -n 2 --dist worksteal tests/loaders/test_fuzz_*.py
+	SHARDLOAD_FUZZ_CASES=$(CASES) $(BIN)/python -m pytest -n 2 --dist worksteal tests/loaders/test_fuzz_*.py tests/loading/test_load_hostile_configs.py
 
 kills: $(STAMP)  ## kill -9 a run that saves, fifty times
 	SHARDLOAD_KILLS=50 $(BIN)/python -m pytest tests/callbacks/test_resume_killed.py

@@ -10,7 +10,7 @@ from pathlib import Path
 import hub_folders
 import pytest
 from fuzz_child import status
-from fuzzing import anything, number
+from fuzzing import FULL_CASES, anything, number
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -87,7 +87,7 @@ def measured(folder):
 
 
 def test_a_hostile_configuration_ends_soon(request, tmp_path_factory):
-    cases = number(request, 10, 120)
+    cases = number(request, 10, FULL_CASES * 12 // 100)
     root = tmp_path_factory.mktemp("hostile")
     folders = {a: weights(a, root).parent for a in ARCHITECTURES}
     good = {a: hub_folders.config_of(a) for a in ARCHITECTURES}

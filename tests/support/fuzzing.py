@@ -1,6 +1,7 @@
 """What all fuzz tests share: how many cases, what opening a file may cost, and how bytes get damaged.
 
-Each format meets 1,000 cases in the full run, 100 in the fast one; ``SHARDLOAD_FUZZ_CASES=50000`` asks for more.
+Each format meets 500 cases in `make check`, 100 in the fast tests and 20,000 at night; ``SHARDLOAD_FUZZ_CASES=50000``
+asks for more.
 Cases are the same every time.
 """
 
@@ -25,7 +26,7 @@ from shardload.loaders import open_manifest
 from shardload.manifest import Extent
 
 FAST_CASES = 100
-FULL_CASES = int(os.environ.get("SHARDLOAD_FUZZ_CASES", "1000"))
+FULL_CASES = int(os.environ.get("SHARDLOAD_FUZZ_CASES", "500"))
 PEAK_FLOOR_BYTES = 64 << 10
 """A traceback with its frames, a few dozen objects of the manifest itself; 16 KiB in most cases."""
 RESIDENT_FLOOR_BYTES = 1 << 20
