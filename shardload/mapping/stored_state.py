@@ -317,6 +317,7 @@ def _summarise(model: Any, paired: _Paired, items: Items, noted: tuple[str, ...]
         refused=tuple((names[id(leaf.variable)], leaf.variable) for _, leaf in wrong),
         only_optimizer_differs=items == "all" and bool(differing) and not bases and _OPTIMIZER.issuperset(differing),
         kept=tuple(names.get(id(leaf.variable), leaf.variable.path) for _, leaf in out),
+        kept_variables=tuple(leaf.variable for _, leaf in out),
     )
 
 

@@ -139,6 +139,8 @@ class VariableMap:
     """Names a converter asked for that the checkpoint lacks."""
     kept: tuple[str, ...] = ()
     """Weights that a partial step leaves out on purpose: they keep the values that the model has."""
+    kept_variables: tuple[Variable, ...] = ()
+    """The same weights, as variables."""
     advice: str = ""
     """How to make a mapping with mismatches fit, if that is known."""
     only_optimizer_differs: bool = False

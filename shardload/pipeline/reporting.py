@@ -30,7 +30,7 @@ from shardload.reports import (
     Stages,
 )
 from shardload.reports.names import fold
-from shardload.units import format_bytes
+from shardload.units import format_bytes, format_count, plural
 
 if TYPE_CHECKING:
     from shardload.pipeline.preparing import PreparedLoad
@@ -215,8 +215,13 @@ def _devices(prepared: PreparedLoad) -> tuple[DeviceUse, ...]:
 def _kept_notes(prepared: PreparedLoad) -> tuple[str, ...]:
     if not (kept := prepared.mapping.kept):
         return ()
+    shapes = [(math.prod(v.shape), stored_dtype(v).itemsize) for v in prepared.mapping.kept_variables]
+    size = f"{format_count(sum(n for n, _ in shapes))} parameters, {format_bytes(sum(n * size for n, size in shapes))}"
     which = ", ".join(map(str, fold(kept)))
-    return (f"the step is partial: {len(kept)} weights that it leaves out keep the values of the model: {which}",)
+    return (
+        f"the step is partial: {plural(len(kept), 'weight')} of the model ({size}), which it leaves out and the "
+        f"numbers above do not count, kept their values: {which}",
+    )
 
 
 def _skipped_notes(prepared: PreparedLoad) -> tuple[str, ...]:
