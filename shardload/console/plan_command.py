@@ -12,6 +12,8 @@ from shardload.errors import WriteError
 from shardload.interrupts import exit_at_once, raise_interrupt_safely
 from shardload.progress import on_stderr
 
+TRAINING = "These are the weights alone. For the memory of a training step, add --train adamw\n"
+
 
 def plan(
     source: options.Source,
@@ -112,3 +114,4 @@ def _show(out: streams.Results, found: Any, *, searched: bool, as_json: bool) ->
         out.text(found.summary(ascii_only=not out.unicode) + "\n")
     else:
         out.table(found)
+        out.text(TRAINING)

@@ -7,6 +7,8 @@ source ─► model without values ─► search ─► LayoutPlan ─► compil
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +27,7 @@ from shardload.pipeline.request import LoadRequest
 from shardload.progress import as_progress
 from shardload.sharding.devices import available, mesh_spec
 from shardload.sharding.mesh import MeshSpec
-from shardload.units import format_bytes
+from shardload.units import format_bytes, format_count
 
 OWN_OPTIMIZERS = ("rekls", "tprekls")
 """Names of optimizers that are not Keras' own."""
@@ -57,10 +59,15 @@ class LayoutReport:
     seconds: Mapping[str, float]
     """Wall-clock seconds of ``build``, ``search``, ``smallest`` and ``compile``."""
     notes: tuple[str, ...]
+    parameters: int = 0
+    """Elements of all weights."""
+    dtypes: tuple[str, ...] = ()
+    """Dtypes of the weights that were planned with, the one of most elements first."""
 
     def summary(self, *, ascii_only: bool = False) -> str:
         """Return the report for people."""
-        lines = [f"source: {self.source}", self.plan.summary(ascii_only=ascii_only)]
+        weights = f"{format_count(self.parameters)} parameters, {', '.join(self.dtypes)}"
+        lines = [f"source: {self.source} ({weights})", self.plan.summary(ascii_only=ascii_only)]
         if self.smallest is not None:
             lines.append(f"smallest mesh that fits: {_sizes(self.smallest.mesh)} ({self.smallest.mesh})")
         if self.compiled is not None:
@@ -73,6 +80,8 @@ class LayoutReport:
         """Return an object for programs."""
         return {
             "source": self.source,
+            "parameters": self.parameters,
+            "dtypes": list(self.dtypes),
             "plan": self.plan.to_json(),
             "smallest_mesh": None if self.smallest is None else _sizes(self.smallest.mesh),
             "compiled": None if self.compiled is None else self.compiled.to_json(),
@@ -128,7 +137,9 @@ class _Planning:
         plan, compiled = self._planned(model, manifest)
         smallest = self._smallest(model, plan)
         notes = (*source.notes, *self.notes)
-        return LayoutReport(manifest.source, plan, smallest, compiled, dict(self.clock.stages), notes)
+        spent, sizes = dict(self.clock.stages), _sizes_by_dtype(model)
+        dtypes = tuple(name for name, _ in sizes.most_common())
+        return LayoutReport(manifest.source, plan, smallest, compiled, spent, notes, sizes.total(), dtypes)
 
     def _stage(self, name: str, text: str) -> Any:
         self.progress.start(0, text)
@@ -204,6 +215,14 @@ class _Planning:
     def _compiled(self, model: Any, plan: LayoutPlan) -> CompiledStep:
         inputs = input_specs(model, batch=self.rows, sequence=self.step.sequence)
         return compile_step(model, choose(model, plan.mesh, plan), inputs, training=self.optimizer)
+
+
+def _sizes_by_dtype(model: Any) -> Counter[str]:
+    """Return the number of elements of all weights, by their dtype."""
+    sizes: Counter[str] = Counter()
+    for variable in model.weights:
+        sizes[str(stored_dtype(variable))] += math.prod(variable.shape)
+    return sizes
 
 
 def _sizes(mesh: MeshSpec) -> str:

@@ -1,5 +1,6 @@
 """`shardload plan` with a search: what a person types, sees, saves and loads with."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from xml.etree import ElementTree
@@ -106,6 +107,13 @@ def test_a_plan_for_inference_is_printed_with_its_bars(cli):
     assert "inference, inputs int32[4, 512]" in done.stdout
     assert "  weights     █" in done.stdout and "gradients" not in done.stdout
     assert "smallest mesh" not in done.stdout
+    assert re.match(r"source: \S+ \(\d+\.\d k parameters, bfloat16\)\n", done.stdout)
+
+
+def test_a_plan_of_weights_says_its_dtype_and_what_plans_training(cli):
+    done = cli("plan", NAME, "--mesh", "1x4")
+    assert ", bfloat16\n" in done.stdout
+    assert done.stdout.endswith("weights alone. For the memory of a training step, add --train adamw\n")
 
 
 def test_a_limit_that_nothing_keeps_is_an_error_that_says_what_would_do(cli):
