@@ -1,7 +1,8 @@
 """Steps of REKLS: against the form that decomposes twice on every device, and against AdamW in training.
 
-    twice     one update of the matrices of a Gemma-shaped block on 8 devices; the other side decomposes the old
-              factors and the new ones on every device, as the PyTorch original does
+    twice     one update of the matrices of Gemma-shaped blocks on 8 devices; the other side decomposes the old
+              factors and the new ones on every device, as the PyTorch original does. With ``--blocks 8``, there are as
+              many matrices of each kind as devices
     hands     the decompositions alone, on one device: the fullest of 8 hands, against all factors twice. Devices
               with cores of their own wait for this much; simulated ones share those of the machine
     share     a training step of a small Gemma on one device, with a decomposition every 1, 10 and 100 steps,
@@ -9,7 +10,7 @@
 
 Rounds are interleaved; ratios are medians over rounds.
 
-    python -m benchmarks.rekls_steps [--rounds 7] [--width 192] [--only twice] [--json]
+    python -m benchmarks.rekls_steps [--rounds 7] [--width 192] [--blocks 1] [--only twice] [--json]
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -84,11 +86,11 @@ class TwiceOnEveryDevice(REKLS):
         super().update_all(gradients, variables, learning_rate)
 
 
-def update(optimizer: REKLS, width: int) -> Callable[[], Any]:
+def update(optimizer: REKLS, width: int, blocks: int) -> Callable[[], Any]:
     """Return what takes a step with random gradients; the state goes on from step to step."""
     rng = np.random.default_rng(0)
     variables = []
-    for name, (shape, spec) in block(width).items():
+    for name, (shape, spec) in [*block(width).items()] * blocks:
         variables.append(keras.Variable(rng.normal(size=shape).astype("float32"), name=name))
         relocate(variables[-1], NamedSharding(mesh(), PartitionSpec(*spec)))
     optimizer.build(variables)
@@ -105,11 +107,11 @@ def update(optimizer: REKLS, width: int) -> Callable[[], Any]:
     return run
 
 
-def twice(width: int, rounds: int) -> list[Row]:
+def twice(width: int, rounds: int, blocks: int) -> list[Row]:
     sides = {
-        "dealt out, once": update(REKLS(), width),
-        "on every device, once": update(REKLS(decompositions="repeated"), width),
-        "on every device, twice": update(TwiceOnEveryDevice(decompositions="repeated"), width),
+        "dealt out, once": update(REKLS(), width, blocks),
+        "on every device, once": update(REKLS(decompositions="repeated"), width, blocks),
+        "on every device, twice": update(TwiceOnEveryDevice(decompositions="repeated"), width, blocks),
     }
     runs = interleave(sides, rounds=rounds, between=lambda: None, warm_up=2)
     (name, ours), *others = runs.items()
@@ -179,14 +181,16 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", 1)[0])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--width", type=int, default=192)
+    parser.add_argument("--blocks", type=int, default=1, help="for twice")
     parser.add_argument("--only", default="", help="only the comparisons whose name contains this")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
     jax.config.update("jax_num_cpu_devices", DEVICES)
+    comparisons = {"twice": partial(twice, blocks=options.blocks), "hands": hands, "share": share}
     rows = [
         row
-        for compare in (twice, hands, share)
-        if options.only in compare.__name__
+        for name, compare in comparisons.items()
+        if options.only in name
         for row in compare(options.width, options.rounds)
     ]
     print(json.dumps([row.summary() for row in rows]) if options.json else rows_table(rows))

@@ -1,6 +1,7 @@
-"""Put matrices into batches, and deal the decompositions of a batch out over devices.
+"""Put matrices into batches, and deal matrices or decompositions out over devices.
 
-Each device decomposes its share of the factors, then all get all eigenpairs.
+Of as many matrices of one kind as there are devices, each device computes one alone. In a batch of others, each device
+decomposes its share of the factors, then all get all eigenpairs.
 
 six factors of 64, three of 32, four devices
 device 0   64 64          device 2   64    32
@@ -9,7 +10,7 @@ device 1   64 64          device 3   64    32 32     ◄─ equal numbers first,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -18,8 +19,34 @@ import numpy as np
 
 from shardload.optimizers.rekls_math import Array, Eigenpairs
 
+EVERYWHERE_TIMES = 2
+"""What an update needs on each device, as XLA for CPU has it: times the state that is whole on all of them."""
+ALONE_TIMES = 3
+"""The same for matrices that are dealt out: times the state that is whole on this device."""
 Decompose = Callable[[Array, Eigenpairs], Eigenpairs]
 """From a stack of factors (b, n, n) and the old eigenpairs to the new ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sized:
+    """What tells matrices apart for batches: equal ones can be dealt out."""
+
+    sides: tuple[int, int]
+    """Rows and columns."""
+    nbytes: int
+    """Of the whole matrix and its state."""
+    kind: Hashable
+    """Whatever else the update of a matrix depends on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Matrices that are updated at the same time."""
+
+    places: tuple[int, ...]
+    """Their positions among all matrices; of those dealt out, the first k go to one each of k devices, and so on."""
+    is_dealt: bool
+    """Whether each is whole on one device only, which computes it alone. Otherwise all are whole on all devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,25 +61,37 @@ class Deal:
     """For each device, positions in ``factors``. Numbers of them differ by one at most."""
 
 
-def batched(sides: Sequence[tuple[int, int]], sizes: Sequence[int], limit: int) -> tuple[tuple[int, ...], ...]:
+def batched(matrices: Sequence[Sized], limit: int, devices: int) -> tuple[Batch, ...]:
     """Put matrices into batches of at most ``limit`` bytes, or of one matrix.
 
-    Those of one shape, or its transpose, come together: their decompositions are easily dealt out.
+    As many of one kind as there are devices are dealt out, the same number to each. The rest is whole everywhere; those
+    of one shape, or its transpose, come together there, as their decompositions are easily dealt out.
 
     Args:
-        sides: Rows and columns of each matrix.
-        sizes: Bytes of each.
-        limit: Of the bytes of a batch.
+        matrices: In the order to which the batches refer.
+        limit: Of the bytes of a batch that is whole everywhere. Those that are dealt out need no more memory than it.
+        devices: To whom to deal matrices; 1 deals none.
     """
+    found, rest = [], []
+    for kind in dict.fromkeys(matrices):
+        places = [place for place, each in enumerate(matrices) if each == kind]
+        share = max(limit * EVERYWHERE_TIMES // (kind.nbytes * ALONE_TIMES), 1) * devices
+        dealt = len(places) - len(places) % devices if devices > 1 else 0
+        found += [Batch(tuple(places[at : min(at + share, dealt)]), is_dealt=True) for at in range(0, dealt, share)]
+        rest += places[dealt:]
+    return (*found, *_whole_batches(matrices, rest, limit))
+
+
+def _whole_batches(matrices: Sequence[Sized], places: Sequence[int], limit: int) -> list[Batch]:
     found: list[tuple[int, ...]] = []
     room = 0
-    for place in sorted(range(len(sizes)), key=lambda place: sorted(sides[place])):
-        if not found or sizes[place] > room:
+    for place in sorted(places, key=lambda place: sorted(matrices[place].sides)):
+        if not found or matrices[place].nbytes > room:
             found.append(())
             room = limit
         found[-1] += (place,)
-        room -= sizes[place]
-    return tuple(found)
+        room -= matrices[place].nbytes
+    return [Batch(batch, is_dealt=False) for batch in found]
 
 
 def deal(sizes: Sequence[int], devices: int) -> tuple[Deal, ...]:

@@ -1,5 +1,8 @@
 """One step of REKLS for many matrices together, each array spread over a mesh in its own way.
 
+    as many matrices of one kind as devices: each device gets one, whole, does all of it alone, and hands out the shards
+
+    others:
     shard of G, M, V, Q, λ ─► all-gather ─► the arithmetic of `rekls_math`, on whole arrays, on every device alike
     shard of L, W          ─► element by element, with the device's slice of what the arithmetic gives
     whole L, R             ─► dealt out: each device decomposes its share ─► eigenpairs to all devices
@@ -23,10 +26,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from shardload.optimizers import rekls_math
-from shardload.optimizers.dealing import decompose_dealt, decompose_repeated
+from shardload.optimizers.dealing import Batch, decompose_dealt, decompose_repeated
 from shardload.optimizers.matrices import MatrixView
 from shardload.optimizers.rekls_math import Array, Eigenpairs, Moments, Settings, Sides
-from shardload.optimizers.shards import gather, shard
+from shardload.optimizers.shards import collect, gather, shard, spread
 
 
 class MatrixState(NamedTuple):
@@ -59,8 +62,8 @@ class JointPlan:
 
     matrices: tuple[Matrix, ...]
     settings: Settings
-    batches: tuple[tuple[int, ...], ...]
-    """Which matrices are whole at the same time, by position; see `batched`."""
+    batches: tuple[Batch, ...]
+    """Which matrices are updated at the same time."""
     mesh: Mesh | None
     """`None` on one device."""
     frequency: int = 1
@@ -117,20 +120,41 @@ def _local(
     """Update this device's shards, batch by batch."""
     after, failures = list(states), jnp.int32(0)
     for batch in plan.batches:
-        run = partial(_update_batch, replace(plan, matrices=tuple(plan.matrices[place] for place in batch)), step=step)
+        part = replace(plan, matrices=tuple(plan.matrices[place] for place in batch.places))
+        run = partial(_update_each_on_one if batch.is_dealt else _update_everywhere, part, step=step)
         stay = lambda own, _: (own, jnp.int32(0))  # noqa: E731
-        shards = [states[place] for place in batch], [gradients[place] for place in batch]
+        shards = [states[place] for place in batch.places], [gradients[place] for place in batch.places]
         found, failed = jax.lax.cond(step.runs, run, stay, *shards)
-        for place, state in zip(batch, found, strict=True):
+        for place, state in zip(batch.places, found, strict=True):
             after[place] = state
         failures += failed
     return after, failures
 
 
-def _update_batch(
+def _update_each_on_one(
     plan: JointPlan, states: list[MatrixState], gradients: list[Array], step: StepNumbers
 ) -> tuple[list[MatrixState], Array]:
-    """Update this device's shards of the matrices of one batch."""
+    """Update this device's shards of matrices of one kind, each of which one device computes alone."""
+    mesh, specs = plan.mesh, plan.matrices[0].specs
+    assert mesh is not None
+    stacks = jax.tree.map(lambda *each: jnp.stack(each), *zip(states, gradients, strict=True))
+    own, own_gradients = collect(stacks, (specs, specs.weight), mesh)
+    count = len(states) // mesh.size
+    whole = replace(plan.matrices[0], specs=jax.tree.map(lambda _: PartitionSpec(), specs))
+    alone = replace(plan, matrices=(whole,) * count, mesh=None)
+    found, failed = _update_everywhere(alone, _unstacked(own, count), _unstacked(own_gradients, count), step)
+    shards = spread(jax.tree.map(lambda *each: jnp.stack(each), *found), specs, mesh)
+    return _unstacked(shards, len(states)), jax.lax.psum(failed, tuple(mesh.axis_names))
+
+
+def _unstacked(stacks: Any, count: int) -> list[Any]:
+    return [jax.tree.map(lambda stack, place=place: stack[place], stacks) for place in range(count)]
+
+
+def _update_everywhere(
+    plan: JointPlan, states: list[MatrixState], gradients: list[Array], step: StepNumbers
+) -> tuple[list[MatrixState], Array]:
+    """Update this device's shards of the matrices of one batch, which are whole on all devices."""
     inputs = zip(plan.matrices, states, gradients, strict=True)
     ones = [_OneMatrix(matrix, plan.settings, state, gradient, step) for matrix, state, gradient in inputs]
     olds = [one.old_pairs() for one in ones]

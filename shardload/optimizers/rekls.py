@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -11,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from shardload.errors import UsageError
 from shardload.keras_bridge.joint_optimizer import JointOptimizer, in_place_of
 from shardload.keras_bridge.keras_types import Variable
 from shardload.keras_bridge.variables import stored_dtype
-from shardload.optimizers.dealing import batched
+from shardload.optimizers.dealing import ALONE_TIMES, EVERYWHERE_TIMES, Batch, Sized, batched
 from shardload.optimizers.joint_update import JointPlan, Matrix, MatrixState
 from shardload.optimizers.matrices import ADAMW_FOR, MAX_DIMENSION, MatrixView
 from shardload.optimizers.options import (
@@ -56,7 +57,8 @@ class REKLS(JointOptimizer):
             tensor-parallel original does.
         precondition_frequency: Decompose in every step, or in every so many.
         decomposition: ``"eigh"``, or ``"qr"``: one step of QR iteration from the eigenvectors of the step before.
-        decompositions: ``"dealt"`` out over the devices of the mesh, or ``"repeated"`` on all of them.
+        decompositions: ``"dealt"`` out over the devices of the mesh, with all other work on a matrix where there are
+            enough of one kind, or ``"repeated"`` on all of them.
         max_dimension: A side that is longer has no factor: the identity takes its place.
         factor_dtype: ``"float32"`` or ``"bfloat16"``, in which L and R are stored.
         skip_first_update: Use the first gradient of each matrix that is not 0 to find its eigenbases only. In exact
@@ -74,9 +76,9 @@ class REKLS(JointOptimizer):
         row_dims: Regular expressions for paths and the dims that form the rows of such variables, if the shape tells
             it wrongly (see `shardload.optimizers.matrices`).
         whole_bytes: State that may be whole on a device at a time, in bytes, or as text like ``"4GiB"``. Matrices are
-            updated in batches of at most as much, or one by one; each device needs about twice the state of the
-            largest batch during an update. Decompositions are dealt out within a batch: with fewer matrices than
-            devices in one, some devices wait.
+            updated in batches of at most as much, or one by one; an update needs about twice as much on each device.
+            Of as many matrices of one kind as there are devices, each device updates one alone. In a batch of others,
+            decompositions are dealt out: with fewer of them than devices, some devices wait.
         uneven: What to do with a factor whose length the devices do not divide: ``"error"``, or ``"replicate"`` it.
         **options: As for every Keras optimizer: ``clipnorm``, ``global_clipnorm``, ``use_ema``, ``name`` and so on.
 
@@ -213,15 +215,29 @@ class REKLS(JointOptimizer):
 
     @property
     def update_bytes(self) -> int:
-        """Bytes that each device needs during an update: twice the whole state of a batch, as measured on CPU."""
-        of_matrices = [place for place, view in enumerate(self.views) if view is not None]
-        sizes = [self._whole_bytes(place) for place in of_matrices]
-        return 2 * max((sum(sizes[i] for i in batch) for batch in self._batches(of_matrices)), default=0)
+        """Bytes that each device needs during an update on any mesh, as measured on CPU."""
+        places = [place for place, view in enumerate(self.views) if view is not None]
+        sizes = [self._whole_bytes(place) for place in places]
+        views = Counter(self.views)
+        alone = [size for place, size in zip(places, sizes, strict=True) if views[self.views[place]] > 1]
+        everywhere = [sum(sizes[i] for i in batch.places) for batch in self._batches(places, None)]
+        return max(EVERYWHERE_TIMES * max(everywhere, default=0), ALONE_TIMES * max(alone, default=0))
 
-    def _batches(self, places: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    def _batches(self, places: Sequence[int], mesh: Mesh | None) -> tuple[Batch, ...]:
         """Return which of the matrices at these positions are updated together, as positions in ``places``."""
-        sides = [view.sides for place in places if (view := self.views[place]) is not None]
-        return batched(sides, [self._whole_bytes(place) for place in places], self.options.whole_bytes)
+        is_dealt = mesh is not None and self.options.decompositions == "dealt"
+        sized = [
+            Sized(view.sides, self._whole_bytes(place), self._kind(place))
+            for place in places
+            if (view := self.views[place]) is not None
+        ]
+        return batched(sized, self.options.whole_bytes, mesh.size if mesh is not None and is_dealt else 1)
+
+    def _kind(self, place: int) -> Hashable:
+        variable = self.trained[place]
+        state = (getattr(self, slot)[place] for slot in SLOTS)
+        specs = tuple(None if v is None else spec_of(v) for v in (variable, *state))
+        return self.views[place], stored_dtype(variable).name, specs, self.is_decayed(variable)
 
     def _whole_bytes(self, place: int) -> int:
         state = (getattr(self, slot)[place] for slot in SLOTS)
@@ -259,7 +275,7 @@ class REKLS(JointOptimizer):
         joint = JointPlan(
             tuple(matrices),
             self.options.settings(self.weight_decay),
-            self._batches([self.position(state.weight) for state in held.matrices]),
+            self._batches([self.position(state.weight) for state in held.matrices], mesh),
             mesh,
             frequency=self.options.precondition_frequency,
             decomposition=self.options.decomposition,

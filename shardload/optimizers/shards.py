@@ -1,5 +1,8 @@
 """Whole arrays and a device's shards of them, inside `jax.shard_map`.
 
+    shards of one array on all devices        ─ gather ─►  the whole array on all devices        ─ shard ─►  the shards
+    shards of k arrays on each of k devices   ─ collect ─► one whole array on each device        ─ spread ─► the shards
+
 A barrier lies between both and the arithmetic: the compiler would move slices into matrix products, and these round
 differently then.
 """
@@ -10,7 +13,7 @@ import math
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 
 def gather(shards: Any, specs: Any) -> Any:
@@ -21,6 +24,59 @@ def gather(shards: Any, specs: Any) -> Any:
 def shard(arrays: Any, specs: Any) -> Any:
     """Return this device's shards of whole arrays; ``specs`` has the same structure."""
     return jax.tree.map(_shard, arrays, specs)
+
+
+def collect(stacks: Any, specs: Any, mesh: Mesh) -> Any:
+    """Return this device's whole arrays, of stacks of shards; ``specs`` has the same structure.
+
+    Args:
+        stacks: (c · k, …) each, with k devices: shards of arrays of one shape; the arrays that one device gets follow
+            each other at a distance of k.
+        specs: How each array is split.
+        mesh: Of all k devices.
+
+    Returns:
+        (c, …) each.
+    """
+    return jax.tree.map(lambda stack, spec: _collect(stack, spec, mesh), stacks, specs)
+
+
+def spread(arrays: Any, specs: Any, mesh: Mesh) -> Any:
+    """Return stacks of this device's shards of the arrays that all devices have: the inverse of `collect`."""
+    return jax.tree.map(lambda array, spec: _spread(array, spec, mesh), arrays, specs)
+
+
+def _collect(stack: Any, spec: PartitionSpec, mesh: Mesh) -> Any:
+    stack = stack.reshape(-1, *mesh.devices.shape, *stack.shape[1:])
+    dims = _dims_of_axes(spec)
+    for place, axis in _minor_first(spec, mesh):
+        if axis in dims:
+            stack = jax.lax.all_to_all(stack, axis, place, mesh.devices.ndim + 1 + dims[axis], tiled=True)
+        else:  # whole on the devices along this axis: each takes its own
+            stack = jax.lax.dynamic_index_in_dim(stack, jax.lax.axis_index(axis), place, keepdims=True)
+    return stack.reshape(stack.shape[0], *stack.shape[mesh.devices.ndim + 1 :])
+
+
+def _spread(array: Any, spec: PartitionSpec, mesh: Mesh) -> Any:
+    array = array.reshape(array.shape[0], *(1 for _ in mesh.axis_names), *array.shape[1:])
+    dims = _dims_of_axes(spec)
+    for place, axis in reversed(_minor_first(spec, mesh)):
+        if axis in dims:
+            array = jax.lax.all_to_all(array, axis, mesh.devices.ndim + 1 + dims[axis], place, tiled=True)
+        else:
+            array = jax.lax.all_gather(array, axis, axis=place, tiled=True)
+    return array.reshape(-1, *array.shape[mesh.devices.ndim + 1 :])
+
+
+def _dims_of_axes(spec: PartitionSpec) -> dict[str, int]:
+    return {axis: dim for dim, axes in _split_dims(spec) for axis in axes}
+
+
+def _minor_first(spec: PartitionSpec, mesh: Mesh) -> list[tuple[int, str]]:
+    """Return mesh axes with their dims in a stack; of those that split one dim together, the minor one first."""
+    order = [axis for _, axes in _split_dims(spec) for axis in reversed(axes)]
+    rest = [axis for axis in mesh.axis_names if axis not in order]
+    return [(1 + mesh.axis_names.index(axis), axis) for axis in (*rest, *order)]
 
 
 def _gather(own: Any, spec: PartitionSpec) -> Any:
