@@ -228,8 +228,18 @@ print([call.by for call in report])
     assert done.stdout.strip() == "['shardload']", done.stderr
 
 
+SLOW_AND_LIKE_OTHERS = {"blip-2 t5", "swin"}
+"""Their backbones take longest; their tasks are what `BY_KERAS` has, and a classifier like those of ViT and DeiT."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("module", "name"), [pytest.param(*p.values, id=p.id) for p in FAMILIES])
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        pytest.param(*p.values, id=p.id, marks=[pytest.mark.full] if p.id in SLOW_AND_LIKE_OTHERS else [])
+        for p in FAMILIES
+    ],
+)
 def test_every_task_of_a_family(module, name, folder_of, monkeypatch):
     if name == "gemma3n":
         hub_nested.shrink_mobilenet(monkeypatch)

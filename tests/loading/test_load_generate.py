@@ -22,7 +22,7 @@ PROMPTS = np.random.default_rng(7).integers(1, 256, size=(8, 5)).tolist()
 @pytest.mark.slow
 def test_real_gemma_3_continues_the_prompt_in_float32():
     model = shardload.load("gemma3_270m", mesh="1x8", dtype="float32")
-    text = shardload.generate(model, "The capital of France is", max_new_tokens=13)
+    text = shardload.generate(model, "The capital of France is", max_new_tokens=11)
     assert text.startswith(" the capital of the country of France. It is the")
 
 
