@@ -219,8 +219,8 @@ def _kept_notes(prepared: PreparedLoad) -> tuple[str, ...]:
     size = f"{format_count(sum(n for n, _ in shapes))} parameters, {format_bytes(sum(n * size for n, size in shapes))}"
     which = ", ".join(map(str, fold(kept)))
     return (
-        f"the step is partial: {plural(len(kept), 'weight')} of the model ({size}), which it leaves out and the "
-        f"numbers above do not count, kept their values: {which}",
+        "the step is partial: unchanged in the model, and not counted above, are "
+        f"{plural(len(kept), 'weight')} ({size}): {which}",
     )
 
 
