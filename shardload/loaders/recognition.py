@@ -116,7 +116,11 @@ def _promised(path: Location) -> FormatSpec | None:
 
 def _unknown(path: Location, head: bytes, size: int) -> SourceError | UnsupportedError:
     if head.lstrip().startswith(b"{"):
-        read_object(path)  # raises if the JSON itself is damaged
+        if "model_type" in read_object(path):  # raises if the JSON itself is damaged
+            return UnsupportedError(
+                f"{path} is a model's configuration and has no weights. To load, give the folder "
+                "of the weights, with this file as config.json in it; to plan, shardload plan takes this file"
+            )
         return UnsupportedError(
             f"{path} is JSON, but not an index: it has no 'weight_map'. Open the folder that contains it instead"
         )

@@ -155,6 +155,10 @@ def test_a_configuration_may_have_another_name(tmp_path):
     named = (folder / "config.json").rename(tmp_path / "my8b.json")
     found = shardload.plan(named)
     assert found.source == str(named) and found.notes[0].startswith(f"planned from its configuration: {named} alone")
+    with pytest.raises(
+        UnsupportedError, match=r"my8b\.json is a model's configuration .* shardload plan takes this file"
+    ):
+        shardload.load(named)
     named.rename(folder / "config.json")
     assert facts(found, without=("seconds", "notes", "source")) == facts(
         shardload.plan(folder), without=("seconds", "notes", "source")
