@@ -26,6 +26,7 @@ _ABSENT = ("404 Client Error", "is not present in the model files")
 _WEIGHT_FILES = ("model.weights.h5", "model.weights.json", "model.safetensors", "model.safetensors.index.json")
 _HF_PATTERNS = ["*.json", "*.safetensors", "*.weights.h5", "*.model", "*.txt", "*.spm", "*.jinja"]
 """Files to download: without copies of the weights in PyTorch's, TensorFlow's and GGUF's formats."""
+_HF_CONFIGURATION = [CONFIG, *_OPTIONAL_FILES]
 
 
 def fetch(handle: str, *, weights: bool = True) -> Path:
@@ -33,14 +34,14 @@ def fetch(handle: str, *, weights: bool = True) -> Path:
 
     Args:
         handle: ``kaggle://…`` or ``hf://…``.
-        weights: Whether its weights are needed. Otherwise only the configuration of a Kaggle model is downloaded.
+        weights: Whether its weights are needed. Otherwise only its configuration is downloaded.
 
     Raises:
         SourceNotFoundError: When the handle is malformed or unknown, access is refused, or there is no network.
         MissingExtraError: When the hub's package is not installed.
     """
     scheme, name = handle.split("://", 1)
-    return _from_kaggle(name, weights=weights) if scheme == "kaggle" else _from_hugging_face(name)
+    return _from_kaggle(name, weights=weights) if scheme == "kaggle" else _from_hugging_face(name, weights=weights)
 
 
 def cached(handle: str) -> Path | None:
@@ -96,7 +97,7 @@ def _kaggle_configuration(name: str) -> Path:
     return Path(kagglehub.model_download(name, CONFIG)).parent
 
 
-def _from_hugging_face(name: str) -> Path:
+def _from_hugging_face(name: str, *, weights: bool) -> Path:
     if not re.fullmatch(r"[\w.\-]+/[\w.\-]+", name) or ".." in name:
         raise SourceNotFoundError(f"Cannot read hf://{name}, expected hf://ORG/MODEL")
     try:
@@ -105,13 +106,13 @@ def _from_hugging_face(name: str) -> Path:
         raise MissingExtraError("huggingface-hub", extra="hub", needed_for=f"hf://{name}") from error
     try:
         cached = Path(snapshot_download(name, allow_patterns=_HF_PATTERNS, local_files_only=True))
-        if _is_complete(cached):
+        if _is_complete(cached) or (not weights and (cached / CONFIG).exists()):
             return cached
     except Exception:  # not in the cache, for any reason: fetch it
         pass
     _require_network(constants.ENDPOINT, f"hf://{name}")
     try:
-        return Path(snapshot_download(name, allow_patterns=_HF_PATTERNS))
+        return Path(snapshot_download(name, allow_patterns=_HF_PATTERNS if weights else _HF_CONFIGURATION))
     except Exception as error:  # as above
         raise SourceNotFoundError(_refused(f"hf://{name}", error)) from error
 

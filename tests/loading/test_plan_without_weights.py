@@ -370,6 +370,30 @@ def test_of_a_preset_only_the_configuration_is_downloaded(name, hub):
     assert facts(planned) == {**expected, "source": str(cache)}
 
 
+def test_of_a_hugging_face_model_only_the_configuration_is_downloaded(tmp_path, monkeypatch):
+    source, cache = (
+        synth("llama3_8b", format="safetensors", scale=TINY, directory=tmp_path / "remote"),
+        tmp_path / "cache",
+    )
+    asked = []
+
+    def download(name, *, allow_patterns, local_files_only=False):
+        if local_files_only:
+            return str(cache)
+        asked.append(allow_patterns)
+        keep = {file.name for pattern in allow_patterns for file in source.glob(pattern)}
+        shutil.copytree(source, cache, ignore=lambda _, names: set(names) - keep)
+        return str(cache)
+
+    monkeypatch.setattr(hubs, "reachable", lambda url: True)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    planned = shardload.plan("hf://some/model", mesh="4x8")
+    assert [file.name for file in cache.iterdir()] == ["config.json"]
+    assert shardload.plan("hf://some/model", mesh="4x8").to_json()["source"] == str(cache) and len(asked) == 1
+    expected = facts(shardload.plan(source, mesh="4x8"))
+    assert facts(planned) == {**expected, "source": str(cache)}
+
+
 def test_a_load_then_downloads_the_weights(hub):
     _, cache, asked = hub
     shardload.plan("some_model")
