@@ -49,7 +49,7 @@ folders: $(STAMP) $(TORCH)/.installed  ## folders that transformers 4 and 5 writ
 	PYTHONPATH=tests:$(TORCH)/transformers-4 $(TORCH)/bin/python -m transformers_cross.generate $(FOLDERS)
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/hub/test_transformers_cross.py --every-folder --folders-from $(FOLDERS)
 
-nightly: kills fuzz folders  ## what takes too long for every change: hours
+nightly: kills fuzz folders test-full  ## what takes too long for every change: hours
 
 check: lint types test  ## what CI runs (tests include the docs)
 
