@@ -31,6 +31,14 @@ def test_an_exception_ends_a_copy_with_a_traceback():
     assert said.endswith("ZeroDivisionError: division by zero\n")
 
 
+def test_what_a_process_beside_it_says_later_is_heard():
+    beside = "import time; time.sleep(1); print('afterwards')"
+    code = f"import os, subprocess, sys; subprocess.Popen([sys.executable, '-c', {beside!r}]); os.kill(os.getpid(), 9)"
+    child = warm_start.start(["-c", code])
+    assert child.wait(60) == -9
+    assert child.communicate(timeout=60) == ("afterwards\n", "")
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_copy_can_be_waited_for_and_killed(number):
     child = warm_start.start(["-c", "import time; time.sleep(60)"])

@@ -16,8 +16,8 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
+import time
 from pathlib import Path
 
 SERVER = Path(__file__).with_name("warm_start_server.py")
@@ -67,12 +67,14 @@ class Copy:
     def __init__(self, words, cwd, env, *, joined):
         self.args = words
         self.returncode = None
-        self._outputs = [tempfile.TemporaryFile("a+") for _ in range(1 if joined else 2)]  # noqa: SIM115 - read at its end
+        self._outputs = [_Output() for _ in range(1 if joined else 2)]
         self._told, theirs = socket.socketpair()
         request = json.dumps({"words": words, "cwd": cwd, "env": env}).encode()
         with theirs:
-            outputs = [file.fileno() for file in self._outputs]
-            socket.send_fds(_server(), [request], [theirs.fileno(), outputs[0], outputs[-1]])
+            fds = [self._outputs[0].end, self._outputs[-1].end]
+            socket.send_fds(_server(), [request], [theirs.fileno(), *fds])
+        for output in self._outputs:
+            os.close(output.end)
         self.pid = int(self._line())
 
     def _line(self):
@@ -87,7 +89,6 @@ class Copy:
         if self.returncode is None and select.select([self._told], [], [], 0)[0]:
             self.returncode = int(self._line())
             self._told.close()
-            self._said = tuple(_content(file) for file in self._outputs)
         return self.returncode
 
     def wait(self, timeout=None):
@@ -96,9 +97,14 @@ class Copy:
         return self.poll()
 
     def communicate(self, timeout=None):
-        """Everything it has written, once it has ended."""
-        self.wait(timeout)
-        return (*self._said, None)[:2]
+        """Everything that it and the processes it has started have written, once all of them have ended."""
+        end = None if timeout is None else time.monotonic() + timeout
+        for output in self._outputs:
+            output.join(None if end is None else max(0, end - time.monotonic()))
+            if output.is_alive():
+                raise subprocess.TimeoutExpired(self.args, timeout)
+        self.wait(None if end is None else max(0, end - time.monotonic()))
+        return (*(output.said for output in self._outputs), None)[:2]
 
     def send_signal(self, number):
         if self.poll() is None:
@@ -111,10 +117,18 @@ class Copy:
         self.send_signal(signal.SIGKILL)
 
 
-def _content(file):
-    with file:
-        file.seek(0)
-        return file.read()
+class _Output(threading.Thread):
+    """Reads what is written to the ``end`` of a pipe, as long as any process can."""
+
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.said = ""
+        self._begin, self.end = os.pipe()
+        self.start()
+
+    def run(self):
+        with open(self._begin, encoding="utf-8", errors="replace") as file:  # noqa: PTH123 - a descriptor
+            self.said = file.read()
 
 
 _STARTING = threading.Lock()
