@@ -73,10 +73,10 @@ def _dims_of_axes(spec: PartitionSpec) -> dict[str, int]:
 
 
 def _minor_first(spec: PartitionSpec, mesh: Mesh) -> list[tuple[int, str]]:
-    """Return mesh axes with their dims in a stack; of those that split one dim together, the minor one first."""
+    """Return mesh axes of several devices, with their dims in a stack; of those that split one dim, the minor first."""
     order = [axis for _, axes in _split_dims(spec) for axis in reversed(axes)]
     rest = [axis for axis in mesh.axis_names if axis not in order]
-    return [(1 + mesh.axis_names.index(axis), axis) for axis in (*rest, *order)]
+    return [(1 + mesh.axis_names.index(axis), axis) for axis in (*rest, *order) if mesh.shape[axis] > 1]
 
 
 def _gather(own: Any, spec: PartitionSpec) -> Any:
