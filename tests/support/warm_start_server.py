@@ -44,7 +44,9 @@ class Server:
         if not message:
             return {}
         teller = socket.socket(fileno=fds[0])
-        pid = os.fork()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 counts threads of BLAS
+            pid = os.fork()
         if pid:
             self._running[os.pidfd_open(pid)] = pid, teller
             teller.sendall(b"%d\n" % pid)
