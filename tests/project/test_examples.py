@@ -1,5 +1,6 @@
 """Each example runs as a user runs it, in a process of its own, and shows what it is about."""
 
+import json
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from gguf_tokenizers import add_pieces, gguf_with_tokenizer
 
 import shardload
 from shardload.steps.listing import list_steps
+from shardload.synth import synth
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -139,6 +141,15 @@ def test_own_loop(tmp_path):
 def test_plain_jax(tmp_path):
     said = run("plain_jax.py", "gemma3_270m", cwd=tmp_path).splitlines()
     assert said == ["236 arrays, 511 MiB", "bfloat16 (262144, 640) P('model', None)", "(2, 640)"]
+
+
+@pytest.mark.slow
+def test_plain_jax_loads_a_llama_of_hugging_face(tmp_path):
+    folder = synth("llama3.2_1b", format="safetensors", scale=0.02, directory=tmp_path)
+    said = run("plain_jax.py", folder, cwd=tmp_path).splitlines()
+    shape = json.loads((folder / "config.json").read_text())
+    assert said[0].startswith(f"{2 + 9 * shape['num_hidden_layers']} arrays, ")
+    assert said[1] == f"bfloat16 ({shape['vocab_size']}, {shape['hidden_size']}) P('model', None)"
 
 
 @pytest.mark.slow
