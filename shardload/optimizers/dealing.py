@@ -35,6 +35,8 @@ class Sized:
     """Rows and columns."""
     nbytes: int
     """Of the whole matrix and its state."""
+    is_split: bool
+    """Whether it and its state are split over all devices. Others would have to be gathered after they were dealt."""
     kind: Hashable
     """Whatever else the update of a matrix depends on."""
 
@@ -64,8 +66,9 @@ class Deal:
 def batched(matrices: Sequence[Sized], limit: int, devices: int) -> tuple[Batch, ...]:
     """Put matrices into batches of at most ``limit`` bytes, or of one matrix.
 
-    As many of one kind as there are devices are dealt out, the same number to each. The rest is whole everywhere; those
-    of one shape, or its transpose, come together there, as their decompositions are easily dealt out.
+    As many of one kind as there are devices are dealt out, the same number to each, if they are split over all of them.
+    The rest is whole everywhere; those of one shape, or its transpose, come together there, as their decompositions
+    are easily dealt out.
 
     Args:
         matrices: In the order to which the batches refer.
@@ -76,7 +79,7 @@ def batched(matrices: Sequence[Sized], limit: int, devices: int) -> tuple[Batch,
     for kind in dict.fromkeys(matrices):
         places = [place for place, each in enumerate(matrices) if each == kind]
         share = max(limit * EVERYWHERE_TIMES // (kind.nbytes * ALONE_TIMES), 1) * devices
-        dealt = len(places) - len(places) % devices if devices > 1 else 0
+        dealt = len(places) - len(places) % devices if devices > 1 and kind.is_split else 0
         found += [Batch(tuple(places[at : min(at + share, dealt)]), is_dealt=True) for at in range(0, dealt, share)]
         rest += places[dealt:]
     return (*found, *_whole_batches(matrices, rest, limit))

@@ -32,6 +32,7 @@ from shardload.optimizers.options import (
     check_rate,
 )
 from shardload.optimizers.rekls_math import Eigenpairs, Moments, Sides
+from shardload.optimizers.shards import split_axes
 from shardload.optimizers.state import FACTOR_SLOTS, SLOTS, along_first, check_variable, common_mesh, new_slots, spec_of
 from shardload.optimizers.whole_step import AdamwState, Counters, Counts, Gradients, WholePlan, WholeState, whole_step
 from shardload.sharding.layout import Layout
@@ -77,8 +78,8 @@ class REKLS(JointOptimizer):
             it wrongly (see `shardload.optimizers.matrices`).
         whole_bytes: State that may be whole on a device at a time, in bytes, or as text like ``"4GiB"``. Matrices are
             updated in batches of at most as much, or one by one; an update needs about twice as much on each device.
-            Of as many matrices of one kind as there are devices, each device updates one alone. In a batch of others,
-            decompositions are dealt out: with fewer of them than devices, some devices wait.
+            Of as many matrices of one kind as there are devices, split over all of them, each device updates one
+            alone. In a batch of others, decompositions are dealt out: with fewer than devices, some devices wait.
         uneven: What to do with a factor whose length the devices do not divide: ``"error"``, or ``"replicate"`` it.
         **options: As for every Keras optimizer: ``clipnorm``, ``global_clipnorm``, ``use_ema``, ``name`` and so on.
 
@@ -227,7 +228,7 @@ class REKLS(JointOptimizer):
         """Return which of the matrices at these positions are updated together, as positions in ``places``."""
         is_dealt = mesh is not None and self.options.decompositions == "dealt"
         sized = [
-            Sized(view.sides, self._whole_bytes(place), self._kind(place))
+            Sized(view.sides, self._whole_bytes(place), self._is_split(place, mesh), self._kind(place))
             for place in places
             if (view := self.views[place]) is not None
         ]
@@ -235,9 +236,17 @@ class REKLS(JointOptimizer):
 
     def _kind(self, place: int) -> Hashable:
         variable = self.trained[place]
+        return self.views[place], stored_dtype(variable).name, self._specs(place), self.is_decayed(variable)
+
+    def _is_split(self, place: int, mesh: Mesh | None) -> bool:
+        if mesh is None:
+            return False
+        axes = {axis for axis, size in mesh.shape.items() if size > 1}
+        return all(axes <= split_axes(spec) for spec in self._specs(place))
+
+    def _specs(self, place: int) -> tuple[PartitionSpec, ...]:
         state = (getattr(self, slot)[place] for slot in SLOTS)
-        specs = tuple(None if v is None else spec_of(v) for v in (variable, *state))
-        return self.views[place], stored_dtype(variable).name, specs, self.is_decayed(variable)
+        return tuple(spec_of(v) for v in (self.trained[place], *state) if v is not None)
 
     def _whole_bytes(self, place: int) -> int:
         state = (getattr(self, slot)[place] for slot in SLOTS)

@@ -46,6 +46,11 @@ def spread(arrays: Any, specs: Any, mesh: Mesh) -> Any:
     return jax.tree.map(lambda array, spec: _spread(array, spec, mesh), arrays, specs)
 
 
+def split_axes(spec: PartitionSpec) -> set[str]:
+    """Return the mesh axes over which an array is split."""
+    return set(_dims_of_axes(spec))
+
+
 def _collect(stack: Any, spec: PartitionSpec, mesh: Mesh) -> Any:
     stack = stack.reshape(-1, *mesh.devices.shape, *stack.shape[1:])
     dims = _dims_of_axes(spec)

@@ -105,6 +105,13 @@ def test_each_device_gets_only_the_matrices_that_it_updates():
     assert 0.5 < program.memory_analysis().temp_size_in_bytes / (3 * one) < 1.1 < optimizer.update_bytes / (3 * one)
 
 
+@pytest.mark.parametrize(("spec", "sizes"), [((), (8,)), ((None, "model"), (2, 4))])
+def test_matrices_that_are_not_split_over_all_devices_are_not_dealt_out(spec, sizes):
+    variables = [weight((16, 24), mesh=mesh_of(*sizes), spec=spec, seed=seed) for seed in range(8)]
+    program = compiled(trained(variables, steps=0), variables)
+    assert "all-to-all(" not in program.as_text()
+
+
 def test_what_fails_on_one_device_is_counted_once():
     variables = [weight((16, 24), mesh=mesh_of(8), spec=("model", None), seed=seed) for seed in range(8)]
     optimizer = trained(variables)
