@@ -567,3 +567,20 @@ def _parts(layout):
     for n in layout.parts:
         total *= n
     return total
+
+
+@pytest.mark.filterwarnings("ignore:`build")
+def test_a_model_whose_layers_are_not_built_is_refused():
+    class Wrapped(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.inner = keras.layers.Dense(8)
+
+        def call(self, x):
+            return self.inner(x)
+
+    model = Wrapped()
+    model.build((None, 8))
+    with pytest.raises(LayoutError, match="has no variables yet"):
+        search(model, "2x4", inputs=jax.ShapeDtypeStruct((16, 8), "float32"))
+    assert model(np.ones((16, 8), "float32")).shape == (16, 8)

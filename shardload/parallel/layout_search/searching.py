@@ -134,7 +134,9 @@ def check_built(model: Any) -> None:
         UsageError: When it is no Keras model.
     """
     check_model(model, to="plan")
-    if not getattr(model, "built", True):
+    # Keras counts a subclassed model as built after build(), even if its layers have to be called first.
+    is_empty = not model.variables and any(not layer.built for layer in getattr(model, "layers", ()))
+    if is_empty or not getattr(model, "built", True):
         raise LayoutError(f"Cannot plan {model.name!r}: it has no variables yet. Call it on a batch once to build it")
 
 
