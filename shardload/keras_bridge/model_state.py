@@ -16,7 +16,7 @@ from shardload.errors import UninitialisedError, UsageError
 from shardload.keras_bridge.keras_types import Model, Variable
 from shardload.keras_bridge.optimizer_slots import optimizers_in, slots_in, spread_of
 from shardload.keras_bridge.saving import saved_objects
-from shardload.keras_bridge.tracking import LEAVES, members_of
+from shardload.keras_bridge.tracking import LEAVES, bookkeeping_attributes, members_of
 from shardload.keras_bridge.variables import has_value, numbered, unique, value_of
 from shardload.sharding.layout import Layout
 
@@ -68,16 +68,16 @@ def state_of(model: Model) -> list[Variable]:
     """Return every reachable variable: `weights_of`, metrics, and those in attributes (a sampler's seeds)."""
     found = weights_of(model)
     if isinstance(model, keras.Layer):
+        skipped = bookkeeping_attributes()
         for layer in model._flatten_layers():
             found.extend(getattr(layer, "metrics_variables", ()))
             # Metrics passed to compile as objects have variables before the model lists them among its own.
-            given = getattr(layer, "_compile_metrics", None)
-            for metric in keras.tree.flatten(
-                [getattr(given, n, None) for n in ("_user_metrics", "_user_weighted_metrics")]
-            ):
-                found.extend(metric.variables if isinstance(metric, keras.Metric) else ())
-            for attribute in list(vars(layer).values()):
-                if id(type(attribute)) not in _PLAIN:
+            if (given := getattr(layer, "_compile_metrics", None)) is not None:
+                names = ("_user_metrics", "_user_weighted_metrics")
+                for metric in keras.tree.flatten([getattr(given, name, None) for name in names]):
+                    found.extend(metric.variables if isinstance(metric, keras.Metric) else ())
+            for name, attribute in list(vars(layer).items()):
+                if id(type(attribute)) not in _PLAIN and name not in skipped:
                     found.extend(_variables_in(attribute))
         for optimizer in _attribute_optimizers(model):
             found.extend(optimizer.variables)
@@ -129,25 +129,35 @@ def other_optimizers(model: Model) -> list[tuple[str, Any]]:
 def _attribute_optimizers(model: Model) -> list[Any]:
     """Return candidates for `other_optimizers` without Keras' walk over all objects, which is slow for large models."""
     found: dict[int, Any] = {}
+    without, skipped = set(_LEAVES), bookkeeping_attributes()
     for layer in model._flatten_layers() if isinstance(model, keras.Layer) else ():
-        inner = [one for one in vars(layer).values() if id(type(one)) not in _LEAVES]
-        found |= {id(optimizer): optimizer for optimizer in _optimizers_in(inner)}
+        attributes = [one for name, one in vars(layer).items() if name not in skipped]
+        for optimizer in _optimizers_in(attributes, without):
+            found[id(optimizer)] = optimizer
     own = optimizers_in(getattr(model, "optimizer", None))
     # An optimizer that another one wraps, for loss scaling, is saved with its wrapper.
     wrapped = {id(part) for one in found.values() for part in optimizers_in(one) if part is not one}
     return [one for i, one in found.items() if i not in wrapped.union(map(id, own))]
 
 
-def _optimizers_in(attributes: list[Any]) -> Iterator[Any]:
-    """Yield the optimizers in attributes, and in containers as deep as Keras looks."""
-    waiting, seen = attributes[::-1], set[int]()
+def _optimizers_in(attributes: Iterable[Any], without: set[int]) -> Iterator[Any]:
+    """Yield the optimizers in attributes, and in containers as deep as Keras looks.
+
+    Args:
+        attributes: Of one layer.
+        without: ``id`` of types that are neither optimizers nor containers; extended here. Most attributes of the
+            thousands that a model's layers have are of a few dozen types.
+    """
+    waiting, seen = [one for one in attributes if id(type(one)) not in without][::-1], set[int]()
     while waiting:
         one = waiting.pop()
         if isinstance(one, keras.optimizers.Optimizer):
             yield one
-        elif isinstance(one, (dict, list, tuple)) and one and id(one) not in seen:  # a list may contain itself
+        elif not isinstance(one, (dict, list, tuple)):
+            without.add(id(type(one)))  # the model keeps `one`, and with it the type, as long as this walk takes
+        elif one and id(one) not in seen:  # a list may contain itself
             seen.add(id(one))
-            waiting.extend(members_of(one))
+            waiting.extend(member for member in members_of(one) if id(type(member)) not in without)
 
 
 def slots_of(model: Model) -> list[tuple[Variable, Variable]]:

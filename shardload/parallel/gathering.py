@@ -10,7 +10,7 @@ compiles, on 1x4, to 15 all-reduces and 5 all-gathers, instead of 4 and 2 with t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -21,6 +21,8 @@ from shardload.parallel.result import VariableLayout
 
 GATHERED = PartitionSpec(PartitionSpec.UNCONSTRAINED)
 """The batch as XLA has it, all other dims whole."""
+Layers = Sequence[tuple[Any, Sequence[Any]]]
+"""Each layer of a model with its direct sub-layers."""
 _OF_OTHER_DIMS = ("Batch", "Group", "Instance", "Spectral", "Unit")
 """In the names of norms that are not over features, or have no features of the model's width."""
 
@@ -33,20 +35,21 @@ def gathered_outputs(model: Any, placed: Mapping[int, VariableLayout]) -> Callab
         placed: The layout of each variable, by ``id(variable)``.
     """
     splits = any(found.fallback is not None and not found.layout.is_replicated for found in placed.values())
-    norms = _norms(model)
-    gathered = _sources(model, placed) if norms else []
+    every = list(model_variables.layers(model))
+    norms = _norms(every)
+    gathered = _sources(every, placed) if norms else []
     if splits or gathered:
         gathered += norms
     if splits:
-        gathered += _recurrences(model)
+        gathered += _recurrences(every)
     paths = {f"{layer.path}/output" for layer in gathered if getattr(layer, "path", None)}
     return (lambda path: GATHERED if path in paths else None) if paths else None
 
 
-def _sources(model: Any, placed: Mapping[int, VariableLayout]) -> list[Any]:
+def _sources(every: Layers, placed: Mapping[int, VariableLayout]) -> list[Any]:
     """Return the layers that begin a stream of split features: tables split by features, convolutions in no pair."""
     found = []
-    for layer, children in model_variables.layers(model):
+    for layer, children in every:
         own = {v.name: placed[id(v)] for v in model_variables.own_variables(layer, children) if id(v) in placed}
         if is_kind(layer, "Embedding"):
             split = "embeddings" in own and own["embeddings"].layout.parts[-1] > 1
@@ -57,17 +60,16 @@ def _sources(model: Any, placed: Mapping[int, VariableLayout]) -> list[Any]:
     return found
 
 
-def _recurrences(model: Any) -> list[Any]:
+def _recurrences(every: Layers) -> list[Any]:
     """Return recurrent layers with one output: a head that reads split features would split their every step."""
-    every = (layer for layer, _ in model_variables.layers(model))
-    return [layer for layer in every if is_kind(layer, "RNN") and not layer.return_state]
+    return [layer for layer, _ in every if is_kind(layer, "RNN") and not layer.return_state]
 
 
-def _norms(model: Any) -> list[Any]:
+def _norms(every: Layers) -> list[Any]:
     """Return the norms of the model's width."""
     found: list[Any] = []
     in_attention: set[int] = set()  # norms of queries and keys there are of single heads
-    for layer, children in model_variables.layers(model):
+    for layer, children in every:
         if id(layer) in in_attention or "Attention" in type(layer).__name__:
             in_attention |= set(map(id, children))
         elif _is_norm(layer) and all(len(v.shape) == 1 for v in model_variables.own_variables(layer, children)):

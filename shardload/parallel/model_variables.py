@@ -9,7 +9,7 @@ import keras
 
 from shardload.errors import UsageError
 from shardload.keras_bridge.model_state import slots_of, state_of
-from shardload.keras_bridge.tracking import members_of
+from shardload.keras_bridge.tracking import LEAVES, bookkeeping_attributes, members_of
 
 
 def layers(model: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
@@ -34,8 +34,9 @@ def own_variables(layer: Any, children: Iterable[Any] | None = None) -> list[Any
 def _children(layer: Any) -> list[Any]:
     """Return direct sub-layers, each once, in order of attachment: attributes, and lists and dicts of them."""
     found: dict[int, Any] = {}
-    for attribute in list(vars(layer).values()):
-        for held in _members(attribute):
+    skipped = bookkeeping_attributes()
+    for name, attribute in list(vars(layer).items()):
+        for held in () if type(attribute) in LEAVES or name in skipped else _members(attribute):
             if isinstance(held, keras.Layer) and held is not layer:
                 found[id(held)] = held
     return list(found.values())

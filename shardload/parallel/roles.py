@@ -64,7 +64,7 @@ def roles(model: Any, *, by_user: bool = True) -> dict[int, Role]:
     every = list(model_variables.layers(model))
     own = {id(layer): model_variables.own_variables(layer, children) for layer, children in every}
     kernels = {id(layer): _kernels(layer, own[id(layer)]) for layer, _ in every}
-    by_rule: dict[int, Role] = dict(by_layer_rules(model)) if by_user else {}
+    by_rule: dict[int, Role] = dict(by_layer_rules(layer for layer, _ in every)) if by_user else {}
     # Users' rules first: a block pairs the kernels of its sub-layers before they are asked themselves.
     found = dict(by_rule)
     for layer, children in every:
@@ -92,10 +92,10 @@ def nbytes(variable: Any) -> int:
     return math.prod(map(int, variable.shape)) * stored_dtype(variable).itemsize
 
 
-def by_layer_rules(model: Any) -> dict[int, Wants]:
-    """Return the roles that users' layer rules give, by ``id(variable)``."""
+def by_layer_rules(layers: Iterable[Any]) -> dict[int, Wants]:
+    """Return the roles that users' layer rules give to the variables of layers, by ``id(variable)``."""
     found = {}
-    for layer, _ in model_variables.layers(model):
+    for layer in layers:
         rule = f"rule for {type(layer).__name__}"
         for key, dims in dims_by_rule(layer).items():
             found[key] = Wants(rule, tuple(Dim(d, f"elements of dim {d}") for d in dims), even_small=True)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from shardload.hub import kerashub
 from shardload.keras_bridge import abstraction, distributions
 from shardload.keras_bridge.caller import warn_caller
+from shardload.keras_bridge.tracking import walking_vocabularies_once
 from shardload.manifest import Manifest
 from shardload.mapping import slots_as_stored
 from shardload.mapping.assets import load_assets
@@ -52,6 +53,7 @@ def open_requested(request: LoadRequest) -> OpenedSource:
     return open_source(source, request.format, described=request.builds, verify=reads, weights=reads, step=step)
 
 
+@walking_vocabularies_once()
 def load(
     request: LoadRequest,
     call: JointLoad,

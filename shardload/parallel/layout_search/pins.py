@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from shardload.errors import LayoutError, UsageError
+from shardload.parallel import model_variables
 from shardload.parallel import rules as rule_sets
 from shardload.parallel.auto import place
 from shardload.parallel.layout_search.layout_plan import LayoutPlan
@@ -29,7 +30,7 @@ def fixed_specs(model: Any, mesh: MeshSpec, pins: Any) -> dict[int, Spec]:
         LayoutError: When a pin is impossible, matches nothing, or is for another model or mesh.
         UsageError: When ``pins`` has another form.
     """
-    ruled = by_layer_rules(model)
+    ruled = by_layer_rules(layer for layer, _ in model_variables.layers(model))
     fixed = {id(v): place(v, ruled[id(v)], mesh).layout.spec for v in model.variables if id(v) in ruled}
     if isinstance(pins, LayoutPlan):
         return fixed | _of_plan(model, mesh, pins)
