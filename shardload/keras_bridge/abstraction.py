@@ -98,12 +98,15 @@ def initialise(
     """
     found = _variables(target)
     for variable in found:
+        # Keras' `fit` sets `_value` to None; a variable that still had its initialiser would look abstract there.
         forget_initializer(variable)
         if layouts and id(variable) in layouts and is_abstract(variable):
             set_layout(variable, layouts[id(variable)], jax.devices() if devices is None else devices)
+    # Initialisers that share a seed generator draw from it in turn, so only this order gives Keras' own numbers.
     waiting = sorted(filter(is_abstract, found), key=lambda v: pending_of(v).order)
     for variable in waiting:
-        if is_abstract(variable):  # a seed generator may have been needed by an earlier initialiser
+        # An earlier initialiser may have needed this variable: the state of its seed generator.
+        if is_abstract(variable):
             _initialise(variable)
     if isinstance(target, keras.Layer):
         refresh_derived(target)
@@ -152,6 +155,7 @@ def _initialise(variable: Variable) -> None:
     if isinstance(initializer, HostConstant) and sharding is not None:
         direct_assign(variable, _place(initializer.value, variable, sharding))
     elif sharding is None or _takes_layout(initializer):
+        # Every process computes its own shards from its own copy of the initialiser: different seeds would go unseen.
         if sharding is not None and not sharding.is_fully_addressable:
             require_agreement([_described(initializer)], variable.path, sharding)
         initialise_eagerly(variable, initializer)
@@ -172,6 +176,7 @@ def _described(initializer: Any) -> str:
 
 
 def _place(value: np.ndarray[Any, Any], variable: Variable, sharding: Any) -> jax.Array:
+    # A copy: on CPU, JAX may use a host array as the device buffer, and this one is the caller's.
     owned = np.array(value, dtype=stored_dtype(variable)).reshape(variable.shape)
     if not sharding.is_fully_addressable:  # each process places its own shards, so all must have the same array
         require_agreement([owned], variable.path, sharding)
@@ -182,21 +187,24 @@ def _sharded_value(variable: Variable, initializer: Callable[..., Any], sharding
     try:
         program, seeds = _program(variable, initializer, sharding)
     except Exception:
-        # Not traceable (draws from Keras' global seed, uses NumPy …): run eagerly; a real error is raised again here.
+        # Not traceable (draws from Keras' global seed, uses NumPy …): run it eagerly, which raises a real error again.
         value = keras.ops.convert_to_tensor(initializer(variable.shape, dtype=stored_dtype(variable).name))
         return _place(np.asarray(value), variable, sharding)
     if not sharding.is_fully_addressable:
         require_agreement([*program.constants, *seeds], variable.path, sharding)
     value, *states = program(*seeds)
-    for generator, state in zip(_generators(initializer), states, strict=False):
+    # Through the host: a state without a layout must not end up on this variable's mesh.
+    for generator, state in zip(_generators(initializer), states, strict=True):
         generator.state.assign(np.asarray(state))
     return value
 
 
+# Keras' random functions accept an integer or a SeedGenerator as seed, and a traced seed is neither.
 class _FixedSeed(keras.random.SeedGenerator):  # type: ignore[misc]
     """Gives a traced seed to an initialiser created with an integer seed, so that its program can be shared."""
 
-    def __init__(self, seed: Any) -> None:  # no super().__init__(), which would create a variable
+    def __init__(self, seed: Any) -> None:
+        # Without super().__init__(), which would create a variable.
         self._drawn = seed
 
     def next(self, ordered: bool = True) -> Any:
@@ -221,6 +229,7 @@ def _program(variable: Variable, initializer: Any, sharding: Any) -> tuple[_Prog
         states = [value_of(g.state) for g in generators]
         return _Program(_stateful(initializer, generators, shape, dtype), states, shape, sharding), states
     seed = getattr(initializer, "seed", None)
+    # The array that Keras' `draw_seed` makes of an integer seed.
     seeds = [] if seed is None else [keras.ops.convert_to_tensor([seed, 0], dtype="uint32")]
     config = {k: v for k, v in initializer.get_config().items() if k != "seed"}
     key = (type(initializer), json.dumps(config, sort_keys=True, default=repr), shape, dtype, sharding)
@@ -246,6 +255,7 @@ def _stateful(
         mapping = [(g.state, s) for g, s in zip(generators, states, strict=True)]
         with keras.StatelessScope(state_mapping=mapping, initialize_variables=False) as scope:
             value = keras.ops.convert_to_tensor(initializer(shape, dtype=dtype))
+        # Other changes would be lost with the scope. `_sharded_value` then runs the initialiser eagerly.
         if set(scope.state_mapping) != {id(v) for v, _ in mapping}:
             raise UnsupportedError("the initialiser changes variables other than its seed generators'")
         return [value, *(scope.get_current_value(v) for v, _ in mapping)]
@@ -263,6 +273,7 @@ class _Program:
     """
 
     def __init__(self, run: Callable[..., list[Any]], seeds: list[Any], shape: tuple[int, ...], sharding: Any) -> None:
+        # seeds ─► operation 0 ─► … ─► operation n ─► value, states; `_stages` has one compiled program per operation.
         closed = jax.make_jaxpr(run)(*seeds)
         self._jaxpr, self._consts = closed.jaxpr, closed.consts
         everywhere = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
@@ -272,12 +283,14 @@ class _Program:
             jax.jit(_bound(eqn), out_shardings=[sharding if v.aval.shape == shape else everywhere for v in eqn.outvars])
             for eqn in self._jaxpr.eqns
         ]
+        # The last operation that reads each value; what the whole program returns is kept to the end.
         self._last_use = {id(v): i for i, eqn in enumerate(self._jaxpr.eqns) for v in eqn.invars}
         self._last_use |= {id(v): len(self._stages) for v in self._jaxpr.outvars}
 
     def __call__(self, *seeds: Any) -> list[Any]:
         """Return the value, then the new states of seed generators."""
         known = zip([*self._jaxpr.constvars, *self._jaxpr.invars], [*self._consts, *seeds], strict=True)
+        # As host arrays, which JAX places where a stage runs; a seed's state may be committed to another device.
         env: dict[int, Any] = {id(v): np.asarray(x) for v, x in known}
 
         def read(v: Any) -> Any:
@@ -288,7 +301,8 @@ class _Program:
             env = {key: x for key, x in env.items() if self._last_use.get(key, -1) > i}  # release used inputs
             env |= {id(v): x for v, x in zip(eqn.outvars, results, strict=True)}
         first, *rest = (read(v) for v in self._jaxpr.outvars)
-        if isinstance(first, np.ndarray):  # a constant: no stage has put it on a device
+        # A constant: no operation has put it on a device. Copied, as in `_place`.
+        if isinstance(first, np.ndarray):
             owned = np.array(first, self._jaxpr.outvars[0].aval.dtype)
             return [jax.make_array_from_callback(owned.shape, self._final, lambda index: owned[index]), *rest]
         return [jax.device_put(first, self._final), *rest]
@@ -329,7 +343,8 @@ def _hub_patches() -> list[Patch]:
     return [
         (sys.modules[f"{HUB}.src.models.backbone"].Backbone, "from_preset", _without_weights),
         (sys.modules[f"{HUB}.src.models.task"].Task, "from_preset", _without_weights),
-        (loader, "port_weight", _nothing_ported),  # converters' heads ignore load_weights=False
+        # KerasHub converts the heads of image classifiers even with load_weights=False.
+        (loader, "port_weight", _nothing_ported),
     ]
 
 

@@ -86,6 +86,7 @@ class MeshParallel(keras.distribution.ModelParallel):  # type: ignore[misc]
         activations: Callable[[str], Any] | None,
     ) -> None:
         device_mesh = keras.distribution.DeviceMesh(mesh.sizes, list(mesh.axes), devices=np.array(devices))
+        # An empty map, as each variable has its own layout; the base class needs the map for its mesh only.
         super().__init__(layout_map=keras.distribution.LayoutMap(device_mesh), batch_dim_name=batch_axis)
         self._mesh, self._devices, self._by_path, self.activations = mesh, tuple(devices), by_path, activations
 
@@ -94,6 +95,7 @@ class MeshParallel(keras.distribution.ModelParallel):  # type: ignore[misc]
         own, shape = sharding_of(variable), tuple(variable.shape)
         if own is not None:
             return own
+        # `quantize` makes a new kernel under the old one's path, which belongs where the old one was.
         namesake_shape, sharding = self._by_path.get(variable.path, (None, None))
         return sharding if namesake_shape == shape else self.replicated(len(shape))
 
@@ -107,7 +109,8 @@ class MeshParallel(keras.distribution.ModelParallel):  # type: ignore[misc]
     def get_tensor_layout(self, path: str) -> Any:
         """Return the layout of a layer's output, if a rule has one; by default None, and XLA places activations."""
         found = None if self.activations is None else self.activations(path)
-        if isinstance(found, jax.sharding.PartitionSpec):  # leaves dims to XLA: in compiled code only
+        # A PartitionSpec may leave dims to XLA, which works in compiled code only.
+        if isinstance(found, jax.sharding.PartitionSpec):
             return jax.sharding.NamedSharding(self.replicated(0).mesh, found) if is_in_jax_tracing_scope() else None
         return found and keras.distribution.TensorLayout(found.axes, self.device_mesh)
 
@@ -176,7 +179,8 @@ def bind(
     if len(devices) != mesh.size or len(set(devices)) != len(devices):
         raise MeshError(f"Cannot bind the model to {mesh}: expected {mesh.size} different devices, got {list(devices)}")
     shardings = _shardings(model, mesh, devices, layouts, batch_axis=batch_axis)
-    unbind(model)  # only after the checks above, so that an error leaves the old binding
+    # Everything that can fail comes first, so that an error leaves the old binding.
+    unbind(model)
     distribution = MeshParallel(
         mesh, devices, _by_path(shardings), batch_axis=batch_axis or mesh.batch_axis, activations=activations
     )
@@ -185,7 +189,9 @@ def bind(
     binding = ModelBinding(mesh, tuple(devices), distribution, used)
     for variable, sharding in shardings:
         (relocate if values == "move" else set_sharding)(variable, sharding)
+    # `Normalization` computes with constants made from its variables, which are still on the old devices.
     refresh_derived(model)
+    # Sub-models too: a user may call `model.backbone.predict(…)`.
     for part in models_in(model):
         _install(part, binding)
     return binding
@@ -251,6 +257,7 @@ def _shardings(
     chosen = {**spread, **given}
     found = []
     for variable in state_of(model):
+        # In this order: the layout given for it, that of spread slots, its weight's, else replicated.
         owner = weight_of.get(id(variable), variable)
         layout = chosen.get(id(variable), chosen.get(id(owner)))
         layout = layout or Layout.replicated(mesh, len(variable.shape))
@@ -284,7 +291,8 @@ def _by_path(shardings: Sequence[tuple[Variable, Any]]) -> dict[str, tuple[tuple
 def _install(model: Model, binding: ModelBinding) -> None:
     for name in METHODS:
         method = getattr(model, name, None)
-        if callable(method):  # not setattr: Keras tracks attributes that are set
+        # Into __dict__, because Keras tracks attributes that setattr sets.
+        if callable(method):
             model.__dict__[name] = _scoped(model, binding, method)
     if binding.uses:
         model.__dict__["stateless_call"] = gathering(model, binding.uses, model.stateless_call)
@@ -305,6 +313,7 @@ def _scoped(model: Model, binding: ModelBinding, method: Callable[..., Any]) -> 
     def run(*args: Any, **kwargs: Any) -> Any:
         if binding.is_open:
             return method(*args, **kwargs)
+        # Not for `call`, which also runs inside traces (a user's own training step), where no value can be moved.
         if method.__name__ != "call":
             _adopt(model, binding)
         with binding.scope():
@@ -322,6 +331,7 @@ def _deepcopy(model: Model, binding: ModelBinding) -> Callable[[dict[int, Any]],
 
     def deepcopy(memo: dict[int, Any]) -> Model:
         variables = variables_of(model)
+        # By position, as the variables of the copy are other objects in the same order.
         layouts = [_layout_of(v, sharding_of(v), binding.mesh) for v in variables]
         used = {i: binding.uses[id(v)].used for i, v in enumerate(variables) if id(v) in binding.uses}
         uses = {i: _layout_of(variables[i], sharding, binding.mesh) for i, sharding in used.items()}
@@ -352,9 +362,11 @@ def _adopt(model: Model, binding: ModelBinding) -> None:
         if sharding is None and id(variable) in spread:
             sharding = named_sharding(spread[id(variable)], binding.devices)
         if sharding is None:
-            weight = slots.get(id(variable))  # a slot follows its weight
+            # A slot follows its weight.
+            weight = slots.get(id(variable))
             sharding = sharding_of(weight) if weight is not None else _sharding_on_mesh(variable, binding)
         relocate(variable, sharding)
+        # Learning rates and seeds are known without a checkpoint, and the method that runs next reads them.
         if is_abstract(variable) and pending_of(variable).exact:
             abstraction.initialise([variable])
 

@@ -12,7 +12,7 @@ import warnings
 from types import FrameType
 
 _INSIDE = frozenset({"shardload", "keras", "keras_hub", "contextlib", "functools"})
-"""Packages whose lines say nothing to a user."""
+"""Packages whose lines say nothing to a user; frames of contextlib and functools lie between those of the others."""
 
 
 def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
@@ -22,6 +22,7 @@ def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
         message: The warning.
         category: Its class.
     """
+    # For `warnings.warn`, level 1 is this function and level 2 its caller, which is frame 1 of the stack.
     level, frame = 2, sys._getframe(1)
     while _is_inside(frame) and frame.f_back is not None:
         level, frame = level + 1, frame.f_back

@@ -1,4 +1,4 @@
-"""The distributions of Keras (``keras.distribution``) that users have: which one is set, and what it says."""
+"""Distributions of Keras (``keras.distribution``) that users set or pass, and the layouts that they choose."""
 
 from __future__ import annotations
 
@@ -40,10 +40,11 @@ def variable_axes(distribution: Any, variable: Variable) -> Sequence[Any]:
         found = distribution.get_variable_layout(variable)
     if found is None:
         return (None,) * rank
+    # Keras' layouts name an axis for each dim; a spec of JAX may end early, and the rest is not split.
     axes = found.axes if hasattr(found, "axes") else tuple(found.spec)
     return (*axes, *(None,) * (rank - len(axes)))
 
 
 def activation_layouts(layout_map: Any) -> Callable[[str], Any]:
-    """Return what a layout map says of a path, as ``ModelParallel`` asks it."""
+    """Return a function from the path of a layer's output to its layout in a layout map, as in ``ModelParallel``."""
     return lambda path: layout_map[path]

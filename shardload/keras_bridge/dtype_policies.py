@@ -25,6 +25,7 @@ def with_dtype(config: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
         kind, inner = value.get("class_name"), value.get("config")
         if kind == "DTypePolicy" and isinstance(inner, Mapping):
             return {**value, "config": {**inner, "name": name}}
+        # A quantised policy: int8 of float32 becomes int8 of the new dtype.
         if str(kind).endswith("DTypePolicy") and isinstance(inner, Mapping) and "source_name" in inner:
             return {**value, "config": {**inner, "source_name": name}}
         return {k: rewrite(v) for k, v in value.items()}

@@ -73,12 +73,14 @@ _open: ContextVar[tuple[Interception, ...]] = ContextVar("shardload_entry_points
 def calls_to(handler: Handler) -> Iterator[None]:
     """Inside the block, loading functions called in this context call ``handler``; the innermost block counts."""
     block = Interception(handler)
+    # Without a token: a generator that has the block open may be closed in another context, where reset() would raise.
     _open.set((*_open.get(), block))
     try:
         with _KERAS_PATCHES.applied(), hub_patched(_HUB_PATCHES):
             yield
     finally:
-        block.is_open = False  # everywhere, as a copy of the context may still list it
+        # A task or thread that outlives the block still has it in its copy of the context.
+        block.is_open = False
         _open.set(tuple(found for found in _open.get() if found is not block))
 
 
@@ -132,6 +134,7 @@ def _weights_of_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def load_weights(model: Any, filepath: Any, skip_mismatch: bool = False, **kwargs: Any) -> Any:
+        # Files of these formats reach a function that is intercepted itself; other arguments are Keras' to refuse.
         has_own = str(filepath).endswith((".keras", ".weights.json", ".h5", ".hdf5"))
         function = original if has_own or kwargs or not saving_api.is_orbax_checkpoint(filepath) else intercepted
         return function(model, filepath, skip_mismatch=skip_mismatch, **kwargs)
@@ -160,7 +163,8 @@ _KERAS_PATCHES = Patches(
         (saving_lib, "load_model", _through("model", _model_text)),
         (saving_api, "_load_model_from_orbax_checkpoint", _through("model", _model_text)),
         (saving_lib, "load_weights_only", _through("weights", _weights_text)),
-        (saving_api, "load_weights", _weights_of_step),  # what `keras.Model.load_weights` calls
+        # `keras.Model.load_weights` looks it up in saving_api, programs in keras.saving.
+        (saving_api, "load_weights", _weights_of_step),
         (keras.saving, "load_weights", _weights_of_step),
         (legacy_h5_format, "load_model_from_hdf5", _through("legacy", _model_text)),
         (legacy_h5_format, "load_weights_from_hdf5_group", _through("legacy", _legacy_text)),
@@ -189,6 +193,7 @@ def step_of(path: Path) -> Path | None:
     """Return the folder of the step that Keras loads from an Orbax checkpoint, ``None`` for anything else."""
     if not path.is_dir() or not saving_api.is_orbax_checkpoint(path):
         return None
+    # Keras accepts the folder of one step, or the root that contains steps by number.
     has_steps = any(entry.name.isdigit() and entry.is_dir() for entry in path.iterdir())
     return Path(saving_api.find_latest_orbax_checkpoint(path)) if has_steps else path
 
@@ -205,6 +210,7 @@ _LOADS |= dict.fromkeys(("load_image_converter", "load_audio_converter", "load_v
 
 
 def _hub_patches() -> list[Patch]:
+    # Each of these modules has imported the function by name, so each has its own reference to replace.
     modules = (sys.modules.get(f"{HUB}.src.{name}") for name in (*_TASKS, *_LAYERS, *_CONVERTERS))
     return [(m, "get_preset_loader", _loaders) for m in modules if hasattr(m, "get_preset_loader")]
 
@@ -217,8 +223,9 @@ def _loaders(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_preset_loader(preset: Any) -> Any:
         loader = original(preset)
         if _handler() is not None:
+            # On the instance, so that loaders of other contexts stay as they are.
             for name, kind in _LOADS.items():
-                setattr(loader, name, _of_preset(loader, kind, getattr(loader, name)))  # on the instance only
+                setattr(loader, name, _of_preset(loader, kind, getattr(loader, name)))
         return loader
 
     return get_preset_loader
@@ -274,8 +281,10 @@ def conversions_to(loader: Any, collect: Callable[[str, Any], None]) -> Iterator
 @contextmanager
 def rewound_on_error() -> Iterator[None]:
     """If the block fails, forget the names it gave to layers and the seeds it drew, so that it can be done again."""
+    # Auto-generated names count on: in a second attempt, a first Dense layer would be called dense_1.
     names = copy.copy(global_state.get_global_attribute("object_name_uids"))
     seed, generator = map(global_state.get_global_attribute, (GLOBAL_SEED, GLOBAL_GENERATOR))
+    # Layers without a seed draw one from Python's generator; what users define may draw from NumPy's.
     drawn = None if generator is None else current_value(generator.state)
     python, numpy = random.getstate(), np.random.get_state()
     try:

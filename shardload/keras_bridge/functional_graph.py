@@ -33,9 +33,11 @@ def sole_consumers(model: Model) -> Iterator[tuple[Any, Any]]:
     A layer that is called more than once, has several outputs, or whose output is one of the model's, is in no pair as
     the first. Pairs are in the order of the calls. A model that is not functional has none.
     """
-    graph = getattr(model, "_functional", None) or model  # what a Sequential model keeps
+    # A Sequential model keeps its graph in a functional model.
+    graph = getattr(model, "_functional", None) or model
     if not isinstance(graph, keras.Model) or not hasattr(graph, "_nodes_by_depth"):
         return
+    # Keras counts depth from the outputs, so the greatest depth is called first.
     nodes = [node for depth in sorted(graph._nodes_by_depth, reverse=True) for node in graph._nodes_by_depth[depth]]
     calls = Counter(id(node.operation) for node in nodes)
     read_by: dict[int, list[Any]] = {}

@@ -39,6 +39,7 @@ def gathering(model: Model, uses: Mapping[int, Use], call: Callable[..., Any]) -
     """Return ``model.stateless_call`` with the weights in ``uses``, by ``id(variable)``, gathered for use."""
 
     def stateless_call(trainable: Sequence[Any], other: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        # `jax.checkpoint` takes arrays only, so flags and None go around it and are put back inside.
         leaves, structure = jax.tree.flatten((args, kwargs))
         arrays = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")}
 
@@ -50,6 +51,7 @@ def gathering(model: Model, uses: Mapping[int, Use], call: Callable[..., Any]) -
             found = call(trainable, other, *args, **kwargs)
             return found, jax.tree.map(backend.get_keras_mask, found[0])
 
+        # prevent_cse is the barrier that the docstring of this module describes.
         policy = jax.checkpoint_policies.save_anything_except_these_names(GATHERED)
         step = jax.checkpoint(run, policy=policy, prevent_cse=_platform(uses) != "tpu")
         found, masks = step(list(trainable), list(other), arrays)
@@ -80,6 +82,7 @@ def _gathered(variables: Sequence[Variable], values: Sequence[Any], uses: Mappin
 
 
 def _gather(value: Any, use: Use) -> Any:
+    # A gradient rule of its own: JAX's would lay out the gradient like the gathered value, whole on every device.
     def forward(value: Any) -> tuple[Any, None]:
         return jax.lax.with_sharding_constraint(value, use.used), None
 

@@ -18,6 +18,7 @@ def hub_patched(patches: Patches) -> Iterator[None]:
     """Apply ``patches`` of KerasHub inside the block: at once, or as soon as it is imported."""
     with ExitStack() as stack:
         watcher = _HubWatcher(stack, patches)
+        # First in the list, because the search ends at the first finder that finds the module.
         if not watcher.patched():
             sys.meta_path.insert(0, watcher)
             stack.callback(sys.meta_path.remove, watcher)
@@ -39,6 +40,7 @@ class _HubWatcher(importlib.abc.MetaPathFinder):
 
     def patched(self) -> bool:
         """Patch KerasHub if it is loaded; return whether it was."""
+        # A module is in sys.modules before its code has run, so ask for the class that it defines.
         modules = [sys.modules.get(f"{HUB}.src.models.{name}") for name in ("backbone", "task")]
         if all(hasattr(module, cls) for module, cls in zip(modules, ("Backbone", "Task"), strict=True)):
             self._done = True

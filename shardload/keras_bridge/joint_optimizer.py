@@ -87,7 +87,8 @@ class JointOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
                 f"Cannot update {len(variables)} variables with {self.name!r} and {len(grads)} gradients: expected one "
                 "for each, None where a variable has none"
             )
-        for gradient, variable in zip(grads, variables, strict=False):  # not built: apply() of Keras needs variables
+        # Lengths may differ before it is built: Keras then raises its own error, which asks for the variables.
+        for gradient, variable in zip(grads, variables, strict=False):
             if gradient is not None and np.shape(gradient) != tuple(variable.shape):
                 raise MismatchError(
                     f"Cannot update {variable.path!r} of shape {tuple(variable.shape)} with {self.name!r}: its "
@@ -98,6 +99,7 @@ class JointOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
 
     def is_due(self) -> Any:
         """Whether this call updates variables, and does not only accumulate gradients: `True`, or a traced bool."""
+        # As in Keras, which adds 1 to the iterations after the update.
         steps = self.gradient_accumulation_steps
         return (self._iterations.value + 1) % steps == 0 if steps else True
 
@@ -133,6 +135,7 @@ class JointOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             name=f"{variable.path.replace('/', '_')}_{name}",
         )
 
+    # Keras calls this once per step, with what is left after accumulation and clipping; its own loops over variables.
     def _backend_update_step(self, grads: Any, trainable_variables: Any, learning_rate: Any) -> None:
         with jax.named_scope(FLOAT32_UPDATE):
             self.update_all(grads, trainable_variables, learning_rate)

@@ -17,7 +17,7 @@ after a layer was built) raise an error that names the layer, because the rebuil
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import keras
@@ -47,12 +47,14 @@ def _settings_of_layer(layer: Any, *, usual: str | None) -> dict[str, Any]:
     if not trainable:
         settings["trainable"] = False
     frozen = [name for name, variable in named_weights(layer) if not variable.trainable]
+    # All weights of a frozen layer are frozen, so they are listed only where some are not.
     if frozen and (trainable or len(frozen) < len(named_weights(layer))):
         settings["frozen"] = frozen
     policy = policy_name(layer)
     if policy not in (None, usual):
         settings["policy"] = policy
     mode = _quantization_of(layer)
+    # Only Keras' default int8 can be redone on a kernel without values; `_quantise` shows any other text in its error.
     if mode is not None:
         settings["quantization"] = mode if mode == _INT8 and _has_plain_int8(layer) else f"{mode}, not as by default"
     if getattr(layer, "lora_enabled", False):
@@ -90,14 +92,12 @@ def with_saved_policy(make: Callable[[], Any], saved: Any, dtype: Any, *, has_dt
         return make()
     # A configuration that names the model's policy was given it explicitly, so first try the global one as it is.
     policies = [own] if dtype is not None else [now, own] if has_dtype else [own, now]
-    for last, policy in enumerate(policies, start=1 - len(policies)):
-        with _global_policy(policy):
-            try:
-                return make()
-            except _PolicyDiffersError:
-                if not last:
-                    raise
-    raise AssertionError("unreachable: the last policy returns or raises")
+    *first, last = policies
+    for policy in first:
+        with suppress(_PolicyDiffersError), _global_policy(policy):
+            return make()
+    with _global_policy(last):
+        return make()
 
 
 def apply_settings(model: Any, saved: Any, *, any_policy: bool = False) -> None:
@@ -115,7 +115,8 @@ def apply_settings(model: Any, saved: Any, *, any_policy: bool = False) -> None:
     """
     known = {path: _validated(path, settings) for path, settings in _mapping("", saved).items()}
     layers = saved_objects(model)
-    for path, layer in layers:  # from the outside in: freezing a layer also freezes the layers in it
+    # From the outside in: freezing a layer also freezes the layers in it.
+    for path, layer in layers:
         wanted = known.get(path, {}).get("trainable", True)
         if getattr(layer, "trainable", wanted) is not wanted:
             layer.trainable = wanted
@@ -166,7 +167,8 @@ def _enable_lora(path: str, layer: Any, lora: Mapping[str, Any]) -> None:
         return
     if not getattr(layer, "lora_enabled", False):
         layer.enable_lora(lora["rank"], lora_alpha=lora["alpha"])
-    elif layer.lora_alpha != lora["alpha"]:  # Keras' Dense and Embedding forget it
+    elif layer.lora_alpha != lora["alpha"]:
+        # Layers of Keras that are rebuilt from their configuration enable LoRA with its rank alone.
         layer.lora_alpha = lora["alpha"]
 
 

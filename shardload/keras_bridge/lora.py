@@ -60,6 +60,7 @@ def merge(kernel: Any, a: Any, b: Any, *, scale: float) -> jax.Array:
     Returns:
         An array of the kernel's dtype.
     """
+    # precision: by default, TPUs and many GPUs multiply float32 matrices in fewer bits.
     wide = jnp.promote_types(kernel.dtype, jnp.float32)
     change = jnp.matmul(jnp.asarray(a, wide), jnp.asarray(b, wide), precision="highest")
     return jnp.add(jnp.asarray(kernel, wide), jnp.multiply(scale, change)).astype(kernel.dtype)
@@ -97,10 +98,11 @@ def _kernel_of(layer: Any) -> LoraKernel:
 
 @contextmanager
 def hidden(layers: Iterable[Any]) -> Iterator[None]:
-    """Let layers look as if LoRA was not enabled, so that whoever asks for a kernel gets the stored one."""
+    """Make LoRA look disabled inside the block, so that ``layer.kernel`` is the stored kernel, without the factors."""
+    # Into __dict__, past Keras' tracking of attributes.
     changed = list(layers)
     for layer in changed:
-        vars(layer)["lora_enabled"] = False  # past Keras' tracking
+        vars(layer)["lora_enabled"] = False
     try:
         yield
     finally:

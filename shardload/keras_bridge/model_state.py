@@ -14,7 +14,7 @@ from keras.src.utils.tracking import TrackedDict, TrackedList, TrackedSet
 
 from shardload.errors import UninitialisedError, UsageError
 from shardload.keras_bridge.keras_types import Model, Variable
-from shardload.keras_bridge.optimizer_slots import optimizers_in, slots_in, spread_of
+from shardload.keras_bridge.optimizer_slots import innermost, optimizers_in, slots_in, spread_of
 from shardload.keras_bridge.saving import saved_objects
 from shardload.keras_bridge.tracking import LEAVES, bookkeeping_attributes, members_of
 from shardload.keras_bridge.variables import has_value, numbered, unique, value_of
@@ -52,6 +52,7 @@ def trained_variables(model: Model) -> list[Variable]:
     The latter are moving statistics, as of ``BatchNormalization``. Values of quantised layers are constants.
     """
     found = list(model.trainable_variables)
+    # Only floats: the states of seed generators are integers.
     for layer in model._flatten_layers():
         if layer.trainable and getattr(layer, "quantization_mode", None) is None:
             found += [v for v in layer._non_trainable_variables if "float" in str(v.dtype)]
@@ -76,6 +77,7 @@ def state_of(model: Model) -> list[Variable]:
                 names = ("_user_metrics", "_user_weighted_metrics")
                 for metric in keras.tree.flatten([getattr(given, name, None) for name in names]):
                     found.extend(metric.variables if isinstance(metric, keras.Metric) else ())
+            # What Keras does not track: a sampler's seeds, or a helper object that has `variables`.
             for name, attribute in list(vars(layer).items()):
                 if id(type(attribute)) not in _PLAIN and name not in skipped:
                     found.extend(_variables_in(attribute))
@@ -110,8 +112,9 @@ def with_optimizer(model: Model, optimizer: Any) -> Iterator[None]:
             f"Cannot use optimizer={optimizer.name!r}: the model {model.name!r} is compiled with {own.name!r}. Leave "
             "out optimizer=, or use a model that is not compiled"
         )
+    # Into __dict__: Keras would track what setattr sets, and its variables would become the model's.
     before = model.__dict__.pop("optimizer", _MISSING)
-    model.__dict__["optimizer"] = optimizer  # not setattr: Keras would track it
+    model.__dict__["optimizer"] = optimizer
     try:
         yield
     finally:
@@ -179,10 +182,10 @@ def spread_slots(
     """
     found = {}
     for optimizer in _optimizers_of(model):
-        chosen = spread_of(optimizer)
-        for slot, weight in slots_in(optimizer) if chosen is not None else ():
-            if chosen is not None and (layout := layout_of(weight)) is not None:
-                found[id(slot)] = chosen.applied(layout, tuple(slot.shape), batch_axis)
+        if (chosen := spread_of(optimizer)) is not None:
+            for slot, weight in slots_in(optimizer):
+                if (layout := layout_of(weight)) is not None:
+                    found[id(slot)] = chosen.applied(layout, tuple(slot.shape), batch_axis)
         for part in optimizers_in(optimizer):
             if (state_layouts := getattr(part, "state_layouts", None)) is not None:
                 found |= state_layouts(layout_of)
@@ -222,7 +225,8 @@ def policy_name(layer: Any) -> str | None:
     policy = layer._dtype_policy if isinstance(layer, keras.Layer) else None
     if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
         policy = policy[layer.path] if layer.path and not isinstance(layer, keras.Model) else policy.default_policy
-    if isinstance(policy, keras.dtype_policies.QuantizedDTypePolicy):  # some are named "int8_from_None"
+    # Some quantised policies are named "int8_from_None", so build the name from what the policy does.
+    if isinstance(policy, keras.dtype_policies.QuantizedDTypePolicy):
         compute, storage = policy.compute_dtype, policy.variable_dtype
         return f"{policy.quantization_mode}_from_{storage if compute == storage else f'mixed_{compute}'}"
     return None if policy is None else str(policy.name)
@@ -250,11 +254,10 @@ def are_averages(model: Model) -> bool | None:
     Returns:
         ``None`` if it keeps none, or has not trained.
     """
-    optimizer = getattr(model, "optimizer", None)
-    while (inner := getattr(optimizer, "inner_optimizer", None)) is not None:
-        optimizer = inner
+    optimizer = innermost(getattr(model, "optimizer", None))
     if optimizer is None or not getattr(optimizer, "use_ema", False) or not int(optimizer.iterations):
         return None
+    # Equal bits: `fit` ends by copying the averages into the weights (`finalize_variable_values`).
     pairs = zip(weights_optimized(optimizer), optimizer._model_variables_moving_average, strict=True)
     known = [(weight, average) for weight, average in pairs if average is not None]
     return all(bool(jnp.array_equal(value_of(weight), value_of(average))) for weight, average in known)
@@ -277,6 +280,7 @@ class OptimizerState:
         """Record the state of an optimizer."""
         parts = []
         for part in optimizers_in(optimizer):
+            # `build` adds slots to attributes, and their ids to sets in the tracker.
             tracker = part._tracker
             for target, value in ((part, vars(part)), (tracker, tracker.stored_ids)):
                 containers = (v for v in value.values() if isinstance(v, (list, dict, set)))
@@ -289,7 +293,8 @@ class OptimizerState:
             vars(target).clear()
             vars(target).update(attributes)
             for container, content in containers:
-                kind = type(content)  # list.clear, not container.clear: tracked containers override it
+                # list.clear(container), as the methods of tracked containers would also change the tracker.
+                kind = type(content)
                 kind.clear(container)
                 kind.extend(container, content) if kind is list else kind.update(container, content)
 

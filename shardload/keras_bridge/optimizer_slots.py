@@ -52,6 +52,7 @@ class SlotSpread:
 
 
 def _batch_axis(mesh: MeshSpec) -> str:
+    # A distribution may split the batch over another axis than its mesh's usual one.
     own = getattr(keras.distribution.distribution(), "batch_dim_name", None)
     return own if own in mesh.axes else mesh.batch_axis
 
@@ -64,6 +65,13 @@ def optimizers_in(optimizer: Any) -> Iterator[Any]:
             yield found
             waiting.append(getattr(found, "inner_optimizer", None))
             waiting += [one for one in getattr(found, "optimizers", ()) if hasattr(one, "apply_gradients")]
+
+
+def innermost(optimizer: Any) -> Any:
+    """Return the optimizer that others wrap (``LossScaleOptimizer``), or the optimizer itself."""
+    while (inner := getattr(optimizer, "inner_optimizer", None)) is not None:
+        optimizer = inner
+    return optimizer
 
 
 def slots_in(optimizer: Any) -> Iterator[tuple[Variable, Variable]]:
@@ -84,6 +92,7 @@ def state_in(optimizer: Any) -> Iterator[tuple[Variable, Variable | None]]:
     """
     seen = set[int]()
     for part in optimizers_in(optimizer):
+        # `_variables` lists everything; by chance it may have as many entries as there are weights.
         weights, own = getattr(part, "_trainable_variables", []), getattr(part, "_variables", None)
         for value in vars(part).values():
             if isinstance(value, list) and value is not weights and value is not own and len(value) == len(weights):
@@ -102,7 +111,8 @@ def spread_of(optimizer: Any) -> SlotSpread | None:
 def set_spread(optimizer: Any, chosen: SlotSpread | None) -> None:
     """Spread slots that an optimizer creates from now on; ``None`` makes them follow their weights, as in Keras."""
     for part in optimizers_in(optimizer):
-        part.__dict__.pop(_METHOD, None)  # not setattr: Keras tracks attributes that are set
+        # Into __dict__, because Keras tracks attributes that setattr sets.
+        part.__dict__.pop(_METHOD, None)
         if chosen is not None:
             part.__dict__[_METHOD] = _SpreadingMethod(getattr(part, _METHOD), chosen)
 
@@ -118,6 +128,7 @@ class _SpreadingMethod:
         """Create a slot, laid out as chosen if its weight is on a mesh."""
         layout = layout_of(reference_variable)
         if layout is not None:
+            # Keras reads shape, dtype and layout of the reference, so a shallow copy with another layout will do.
             weight, reference_variable = reference_variable, copy.copy(reference_variable)
             spread_layout = self.chosen.applied(layout, tuple(weight.shape))
             devices = tuple(sharding_of(weight).mesh.devices.flat)

@@ -15,6 +15,7 @@ class Patches:
     """Attributes of classes and modules, replaced while at least one block is open in any thread."""
 
     def __init__(self, patches: Callable[[], Iterable[Patch]]) -> None:
+        # A function, called when a block opens: what it patches may not be imported before.
         self._patches = patches
         self._originals: list[tuple[Any, str, Any]] = []
         self._open = 0
@@ -31,13 +32,15 @@ class Patches:
             yield
         finally:
             with self._lock:
-                self._open -= 1  # threads share the patch; the last one out removes it
+                # Blocks of several threads may overlap, so the last one to close restores the originals.
+                self._open -= 1
                 if self._open == 0:
                     self._restore()
 
     def _replace(self) -> None:
         for cls, name, wrap in self._patches():
-            original = vars(cls)[name]  # not getattr, which would bind a classmethod
+            # Not getattr, which would bind a classmethod.
+            original = vars(cls)[name]
             self._originals.append((cls, name, original))
             setattr(cls, name, wrap(original))
 

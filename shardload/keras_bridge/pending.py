@@ -110,6 +110,7 @@ class PendingValue:
         Raises:
             UninitialisedError: When a value is needed and there is none.
         """
+        # Shape inference runs inside a JAX trace, where zeros take no memory.
         if in_symbolic_scope():
             return jax.numpy.zeros(shape, dtype)
         if self.exact and self.initializer is not None:
@@ -118,6 +119,7 @@ class PendingValue:
             # Normalization.build computes with its statistics, so return the values they would have.
             fill = np.zeros if isinstance(self.initializer, keras.initializers.Zeros) else np.ones
             return jax.numpy.asarray(fill(shape, getattr(jax.numpy, dtype)))
+        # Only inside a layer's name scope, so while it builds: elsewhere the reader is code that needs numbers.
         if recording() and current_path():
             return Unknown(self, shape, dtype)
         raise UninitialisedError(
@@ -146,5 +148,5 @@ def recording() -> bool:
 
 
 def recorded_initializer(variable: Variable) -> Any:
-    """Return what `restore_value` needs to make a variable abstract again; ``None`` for ordinary variables."""
+    """Return the initialiser with which `restore_value` makes a variable abstract again; ``None`` if it is ordinary."""
     return variable._initializer

@@ -6,7 +6,7 @@ import functools
 import random
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -51,7 +51,8 @@ def seeded(seed: int) -> Iterator[None]:
     python, numpy = random.getstate(), np.random.get_state()
     try:
         random.seed(seed)
-        np.random.seed(seed)  # Keras' own generators and user code may draw from it
+        # NumPy's is for user code. When Keras has no global generator, it creates one with a seed from Python's.
+        np.random.seed(seed)
         for name, value in zip(names, (seed, None), strict=True):
             global_state.set_global_attribute(name, value)
         yield
@@ -92,11 +93,13 @@ def record_variables() -> Iterator[list[weakref.ref[Variable]]]:
     finally:
         _created.reset(listed)
         recording_flag.reset(token)
+        # Layers that Keras built in a StatelessScope: left on its list, their variables would crash the next `fit`.
         for variable in unregistered(before):
             _record(variable, variable._initializer)
 
 
 def _record(variable: Variable, initializer: Any) -> None:
+    # The layout of the distribution that is set now; another may be when the variable gets its value.
     variable._initialize_layout()
     variable._value = None
     if not isinstance(initializer, PendingValue):
@@ -115,7 +118,8 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def init(self: Variable, initializer: Any, shape: Any = None, dtype: Any = None, *rest: Any, **named: Any) -> None:
         is_initializer = callable(initializer) or isinstance(initializer, str)
-        if recording() and not is_initializer and not in_stateless_scope():  # a value, such as a learning rate
+        # A value, such as a learning rate. Inside a StatelessScope, Keras refuses it with an error of its own.
+        if recording() and not is_initializer and not in_stateless_scope():
             initializer = HostConstant(_host_array(initializer, dtype))
             shape, dtype = initializer.value.shape, initializer.value.dtype
         original(self, initializer, shape, dtype, *rest, **named)
@@ -146,6 +150,8 @@ def _assign(original: Callable[..., Any]) -> Callable[..., Any]:
         known = host or isinstance(value, keras.KerasTensor)
         if not (recording() and known and is_abstract(self) and not in_stateless_scope()):
             return original(self, value)
+        # A known value becomes the initial value. A symbolic one was computed from placeholders while its layer was
+        # built, so it cannot be computed later.
         value = _host_array(value, self._dtype) if host else value
         if tuple(value.shape) != tuple(self.shape):
             raise ValueError(f"Variable {self.path!r} has shape {self.shape}, but was given {value.shape}")
@@ -181,6 +187,7 @@ def _unknown_behind(tensor: Any) -> Unknown | None:
             return found
         history = getattr(found, "_keras_history", None)
         if id(found) not in seen and history is not None and history.operation is not None:
+            # From a symbolic result to the inputs of the operation that made it.
             waiting.extend(history.operation._inbound_nodes[history.node_index].input_tensors)
         seen[id(found)] = found
     return None
@@ -189,17 +196,12 @@ def _unknown_behind(tensor: Any) -> Unknown | None:
 def without_computing(function: Callable[[], None]) -> None:
     """Run ``function`` with every JAX operation traced instead of executed: no memory, no initialiser."""
 
+    # The scope makes abstract variables read as zeros instead of raising (`PendingValue`).
     def traced() -> None:
         with SymbolicScope():
             function()
 
     jax.eval_shape(traced)
-
-
-def computing() -> AbstractContextManager[Any]:
-    """Execute operations for real inside `without_computing`."""
-    evaluate: AbstractContextManager[Any] = jax.ensure_compile_time_eval()
-    return evaluate
 
 
 def is_tracing_error(error: Exception | None) -> bool:
@@ -228,6 +230,7 @@ def _stand_ins(original: Callable[..., Any]) -> Callable[..., Any]:
         axis = self.axis if axis is None else axis
         axes = {a % len(x.shape) for a in ((axis,) if isinstance(axis, int) else axis)}
         scales = tuple(1 if d in axes else n for d, n in enumerate(x.shape))
+        # One element each, broadcast: arrays of the right shape that take no memory.
         return np.broadcast_to(np.int8(0), tuple(x.shape)), np.broadcast_to(np.float32(1), scales)
 
     return call

@@ -66,6 +66,7 @@ def output_paths(model: Model, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         args = (own,)
     args, kwargs = jax.tree.map(_described, (tuple(args), dict(kwargs)))
     recorder = _OutputPaths()
+    # A bound model would open its own distribution, and Keras would ask that one.
     with recorder.scope(), unscoped(model):
         compute_output_spec(model, *args, **kwargs)
     return list(dict.fromkeys(recorder.found))

@@ -24,7 +24,6 @@ from shardload.keras_bridge.recording import without_computing
 AssignHandler = Callable[[Variable, Any, Callable[[Variable, Any], Any]], Any]
 """Called with the variable, the value and Keras' own ``assign``; returns the result of ``assign``."""
 
-
 _assign_handler: ContextVar[AssignHandler | None] = ContextVar("shardload_assign_handler", default=None)
 
 
@@ -88,6 +87,7 @@ class _ServedStore(saving_lib.H5IOStore):  # type: ignore[misc]
     def __init__(self, source: StateSource) -> None:
         self.source = source
 
+    # Keras tests `if weights_store`; the inherited method would ask for the HDF5 file, which does not exist.
     def __bool__(self) -> bool:
         return True
 
@@ -103,6 +103,7 @@ def load_state(model: Model, source: StateSource, *, skip: Iterable[Any] = ()) -
 
     Errors of single saveables do not stop it (nor Keras): ``visit`` receives them. Saveables in ``skip`` are omitted.
     """
+    # Keras raises the first error unless it is given a set of failed saveables.
     with _LOAD_STATE_PATCH.applied():
         saving_lib._load_state(
             model,
@@ -142,6 +143,7 @@ def saved_objects(model: Model, *, skip: Iterable[Any] = ()) -> list[tuple[str, 
     found: list[tuple[str, Any]] = []
     seen = {id(getattr(model, "optimizer", None)), *map(id, skip)}
 
+    # The same walk and names as `_save_state` and `_save_container_state` of Keras, which also write what they find.
     def visit(saveable: Any, path: str) -> None:
         if id(saveable) in seen:
             return
@@ -153,6 +155,7 @@ def saved_objects(model: Model, *, skip: Iterable[Any] = ()) -> list[tuple[str, 
     def enter(value: Any, path: str, containers: set[int]) -> None:
         if isinstance(value, KerasSaveable):
             visit(value, path)
+        # A list may contain itself.
         elif isinstance(value, (list, dict, tuple)) and id(value) not in containers:
             containers.add(id(value))
             used: dict[str, int] = {}
@@ -178,7 +181,8 @@ def stored_by_hook(saveable: Any) -> dict[str, Variable]:
             vars(saveable)["lora_enabled"] = False
         without_computing(lambda: hook(store))
     except Exception:
-        return {}  # a hook that needs values: name its variables by attribute
+        # The hook needs values. Callers then name its variables by attribute.
+        return {}
     finally:
         if lora:
             vars(saveable)["lora_enabled"] = lora

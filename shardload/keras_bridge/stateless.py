@@ -31,6 +31,7 @@ def stateless(model: Model, distribution: MeshParallel | None = None) -> Iterato
     before, bound = keras.distribution.distribution(), BindingSnapshot.of(model)
     waiting = unregistered()
     try:
+        # The methods of a bound model would open its own distribution inside this one.
         if bound.binding is not None:
             unbind(model)
         keras.distribution.set_distribution(distribution)
@@ -39,6 +40,7 @@ def stateless(model: Model, distribution: MeshParallel | None = None) -> Iterato
         keras.distribution.set_distribution(before)
         if bound.binding is not None:
             bound.restore()
+        # Drop what the block put on the list, then put back what was there before.
         unregistered()
         global_state.get_global_attribute(UNINITIALISED, [], set_to_default=True).extend(waiting)
 

@@ -1,4 +1,4 @@
-"""Work with Keras in another thread: names of layers, dtype policies and distributions are per thread there."""
+"""Use Keras in another thread: it keeps names of layers, dtype policies and distributions per thread."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ class InThread(Generic[T]):
             except BaseException as error:  # raised again in `result`
                 self._error = error
 
+        # A daemon: if the load fails meanwhile, Python can exit without waiting for the function.
         self._thread = threading.Thread(target=run, name="shardload-text", daemon=True)
         self._thread.start()
 

@@ -1,6 +1,6 @@
-"""Containers that layers have as attributes: Keras walks them item by item, in search of layers and variables.
+"""Containers in attributes of layers, which Keras searches item by item for layers and variables.
 
-A tokenizer has its vocabulary as a list and as a dict: Gemma 3's 262,144 strings take Keras 0.6 s to walk.
+A tokenizer keeps its vocabulary as a list and as a dict: Gemma 3's 262,144 strings take Keras 0.6 s to search.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def without_walking_vocabularies() -> AbstractContextManager[None]:
 def _are_leaves(items: Iterable[Any]) -> bool:
     try:
         return LEAVES.issuperset(map(type, items))
-    except Exception:  # of any kind: a metaclass may define how its classes are hashed and compared
+    except Exception:
+        # A metaclass may define how its classes are hashed and compared, and so raise anything.
         return False
 
 
@@ -83,8 +84,9 @@ def _unwalked(original: Callable[..., None]) -> Callable[..., None]:
         if type(values) not in (list, dict) or not _are_leaves(values.values() if type(values) is dict else values):
             original(self, values, tracker)
             return
+        # Without a tracker, Keras copies the items and asks none; items added later are tracked as usual.
         original(self, values)
-        self.tracker = tracker  # items that are added later are tracked as usual
+        self.tracker = tracker
 
     return init
 

@@ -164,10 +164,13 @@ def expect_end_of_data(epochs: Any, *, expected: bool) -> None:
         return
 
     def ended() -> None:
+        # Keras counts a step before it asks for its data, so the last one, which got none, is subtracted.
         batches, longest = epochs._steps_seen - epochs.steps_per_execution, vars(epochs).get(_LONGEST, 1)
-        if batches < longest:  # a generator that is used up: Keras has only the batches left that it looked at
+        # A generator that is used up: Keras has only the batches that it took to find out their shapes.
+        if batches < longest:
             EpochIterator._interrupted_warning(epochs)
         vars(epochs)[_LONGEST] = max(batches, longest)
+        # Keras has just set it, one batch too high, and would hold later epochs to it.
         epochs._num_batches = None
 
     epochs._interrupted_warning = ended

@@ -33,6 +33,7 @@ def is_abstract(variable: Variable) -> bool:
 
 def stored_dtype(variable: Variable) -> np.dtype[Any]:
     """Return the dtype of the stored value, regardless of any autocast scope."""
+    # JAX stores int64 and float64 in 32 bits unless 64 bits are enabled, whatever the variable is declared as.
     dtype: np.dtype[Any] = jax.dtypes.canonicalize_dtype(np.dtype(getattr(jax.numpy, variable._dtype)))
     return dtype
 
@@ -88,13 +89,15 @@ def drop_value(variable: Variable) -> None:
     """Release the variable's value, so that its memory is free before a load replaces it."""
     if variable._value is not None:
         variable._value = None
+        # Without an initialiser: a loaded weight must not silently become a random one.
         variable._initializer = PendingValue(None, variable.path)
 
 
 def value_of(variable: Variable) -> jax.Array:
     """Return the array the variable stores, regardless of any autocast scope."""
+    # Reading a variable without a value raises the error that says what to do.
     if variable._value is None:
-        variable.value  # noqa: B018  # raises the same error as reading the variable
+        variable.value  # noqa: B018
     array: jax.Array = variable._value
     return array
 
@@ -128,6 +131,7 @@ def release_from_mesh(variable: Variable, *, committed: bool) -> bool:
     value = variable._value
     if variable._layout is not None or not isinstance(getattr(value, "sharding", None), jax.sharding.NamedSharding):
         return False
+    # JAX has no public function for this: `device_put` on a device commits the array to it.
     (shard,) = value.addressable_shards
     variable._value = ArrayImpl(shard.data.aval, shard.data.sharding, [shard.data], committed=committed)
     return True
