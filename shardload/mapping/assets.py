@@ -24,7 +24,8 @@ from shardload.transfer.verifier import Verifier
 
 ITEM = "assets"
 """The item of a step; Keras' own name for it."""
-_ROWS_BYTES = 1 << 20  # copied at once, so that a large file is never in memory whole
+_ROWS_BYTES = 1 << 20
+"""Bytes copied at once, so that a large file is never in memory as a whole."""
 
 
 def load_assets(model: Any, manifest: Manifest, *, check: Verifier | None = None) -> None:
@@ -40,6 +41,7 @@ def load_assets(model: Any, manifest: Manifest, *, check: Verifier | None = None
         UnsafeSourceError: When a file's path leaves its directory, or its declared size far exceeds what is stored.
         DamagedError: When bytes do not match their digest.
     """
+    # To disk, because `load_assets` of a layer takes a folder.
     with tempfile.TemporaryDirectory(prefix="shardload-assets-") as name:
         folder = Path(name).resolve()
         if not _write(manifest, folder, check):
@@ -58,7 +60,8 @@ def _write(manifest: Manifest, folder: Path, check: Verifier | None) -> bool:
     for name, write in _files(manifest, check):
         path = descendant(located(folder), name, named_by=manifest.source).local_path()
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("xb") as file:  # x: two members with one name would overwrite each other
+        # x: two members with one name would overwrite each other.
+        with path.open("xb") as file:
             write(file)
         found = True
     return found
@@ -80,7 +83,8 @@ def _of_step(manifest: Manifest, check: Verifier | None) -> Iterator[tuple[str, 
                 f"Cannot read the file {name!r} in {manifest.source}: it is stored as {tensor.dtype} {tensor.shape}, "
                 "expected a one-dimensional array of uint8"
             )
-        if any("/" in key for key in keys):  # keys are joined with slashes below, so "a/../b" could leave the folder
+        # Keys are joined with slashes below, so the key "../b" could leave the folder.
+        if any("/" in key for key in keys):
             raise UnsafeSourceError(
                 f"Cannot read the file {name!r} in {manifest.source}: a part of its name has a slash"
             )

@@ -99,6 +99,7 @@ class Assigner:
             self._names[id(variable)] = name
             self._before[name] = self._remember(variable)
         self._untouched = set(self._before)
+        # Plain layers are assigned while others are still read; what computes, or needs no array, waits for `finish`.
         for step in self.variables.steps:
             self._late.append(step) if step.computes or not step.needs else self._wait(step)
 
@@ -122,6 +123,7 @@ class Assigner:
         if step is None and not self._is_late(name):
             raise KeyError(f"no binding expects an array named {name!r}")
         self._arrays[name] = array
+        # The id alone: a reference would keep the buffer alive after a layer has replaced it.
         self._given[name] = id(array)
         if step is not None:
             missing = self._missing[id(step)]
@@ -146,6 +148,7 @@ class Assigner:
         for step in self._late:
             self._run(step)
         agreed()
+        # From here on nothing can be rolled back: release the old values.
         self._late.clear()
         self._snapshots.clear()
         computed = tuple(dict.fromkeys(self._computed))
@@ -191,6 +194,7 @@ class Assigner:
         """Assign a computed value, in the variable's dtype and layout."""
         if tuple(getattr(value, "shape", ())) != tuple(variable.shape):
             return assign(variable, value)  # raises Keras' own error
+        # Cast on the host and placed shard by shard: Keras' `assign` would first put the whole value on device 0.
         host = as_keras_casts(np.asarray(value), stored_dtype(variable))
         name = self._names[id(variable)]
         self.starting(name)
@@ -216,12 +220,14 @@ class Assigner:
         if self.atomic and step.saveable is not None:
             self._snapshots.append(AttributeSnapshot.of(step.saveable))
         step.run(self)
-        for name in step.needs:  # the variable owns the array now; a second reference would keep its memory
+        # The variable owns the array now; a second reference would keep its memory.
+        for name in step.needs:
             del self._arrays[name]
 
     def _roll_back(self) -> None:
         for before in self._before.values():
             restore_value(before.variable, before.value, before.initializer)
+        # Backwards: where an object has several snapshots, the first one has its old state.
         for snapshot in reversed(self._snapshots):
             snapshot.restore()
         self._untouched = set(self._before)

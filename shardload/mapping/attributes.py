@@ -22,6 +22,7 @@ class AttributeSnapshot:
     def of(cls, target: Any) -> AttributeSnapshot:
         """Record the attributes of ``target``."""
         attributes = dict(getattr(target, "__dict__", {}))
+        # Not Keras' tracked containers: clearing those also untracks the layers and variables in them.
         containers = [v for v in attributes.values() if type(v) in (list, dict, set)]
         return cls(target, attributes, tuple((c, c.copy()) for c in containers))
 

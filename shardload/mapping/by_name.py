@@ -42,7 +42,7 @@ def map_by_name(model: Any, manifest: Manifest, *, names: Mapping[str, str] | No
     """
     variables = _by_path(model)
     chosen = _chosen(variables, manifest, dict(names or {}))
-    # Keras names variables "…/vars/0"; only those go through the layers' own hooks.
+    # Keras' keys have a part "vars" ("layers/dense/vars/0"), and only a layer's own hook knows which variable is 0.
     structural = {n: t for n, t in manifest.tensors.items() if n not in chosen and "vars" in n.split("/")[:-1]}
     base = map_keras(model, dataclasses.replace(manifest, tensors=structural)) if structural else None
     _refuse_twice(chosen, base)
@@ -101,6 +101,7 @@ def _summarise(
     wrong = tuple(Mismatch.of_shapes(v, t.name, t.shape) for n, (t, v) in chosen.items() if n not in fits)
     provided = [v for _, v in chosen.values()] + ([*base.provided] if base else [])
     missing, missing_variables, state = split_missing(weights, everything, provided, names)
+    # In the order of the file: what no name matched, and what the hooks left.
     loose = {n for n in manifest.tensors if n not in chosen and (base is None or "vars" not in n.split("/")[:-1])}
     return VariableMap(
         bindings=bindings + (base.bindings if base else ()),

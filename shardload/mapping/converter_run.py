@@ -33,7 +33,8 @@ class Run:
 
     def __call__(self, loader: Loader) -> str:
         """Run the function; return what it printed."""
-        printed = io.StringIO()  # converters warn with print(); the report shows it as notes
+        # Converters warn with print(); the report shows it as notes.
+        printed = io.StringIO()
         with contextlib.redirect_stdout(printed), loader:
             self.function(self.target, loader, read_config(self.manifest))
         return printed.getvalue()
@@ -47,6 +48,7 @@ class Loader(contextlib.ExitStack):
         self.tensors = run.manifest.tensors
         self.preset = preset_path(run.manifest)
         self._names = HubNames(run.manifest, run.prefix)
+        # Attributes of KerasHub's loader: converters read some of them.
         self.fname = None
         self.safetensor_files: dict[str, Any] = {}
         self.safetensor_config = _weight_map(run.manifest)
@@ -101,6 +103,7 @@ class RecordingLoader(Loader):
     def __init__(self, run: Run, recording: Recording, *, lenient: bool) -> None:
         super().__init__(run)
         self.recording = recording
+        # A converter may do anything with the result of `get_tensor` until it ends; `port_weight` uses its tensor up.
         self.shared = Reservations()
         self._ported: Reservations | None = None
         self._lenient = lenient
@@ -126,7 +129,8 @@ class RecordingLoader(Loader):
         if hook_fn:
             value = hook_fn(value, list(keras_variable.shape))
         event = self._note(keras_variable, value, tensor.name)
-        del value  # a live reference would count as a use of the tensor
+        # Closing finds out whether the hook read the tensor's bytes; a live reference would count as such a use.
+        del value
         self._ported.close()
         if event and self._ported.used:
             event.view = None
@@ -134,7 +138,8 @@ class RecordingLoader(Loader):
 
     def assign(self, variable: Variable, value: Any, assign: Assign) -> Any:
         """Record an assignment; receives every ``variable.assign`` of the converter."""
-        del assign  # nothing is assigned while recording
+        # Nothing is assigned while recording.
+        del assign
         self._note(variable, value, None)
         return value
 
@@ -197,6 +202,7 @@ def _watch(recording: Recording, lenient: bool) -> None:
     loader = RecordingLoader(recording.run, recording, lenient=lenient)
     with assignments_to(loader.assign):
         recording.printed = recording.run(loader)
+    # A tensor that is computed with is read whole in the second run, so its views are assigned there too.
     loader.shared.close()
     recording.computing = set(loader.shared.used)
     for event in recording.assigned:
@@ -214,7 +220,8 @@ def _check_variable(variable: Any, tensor: str | None) -> None:
 
 
 def _weight_map(manifest: Manifest) -> dict[str, Any] | None:
-    if len(manifest.files) < 2:  # like KerasHub, whose converters test safetensor_config for None
+    # KerasHub's loader has None for a folder without an index, and its converters test for that.
+    if len(manifest.files) < 2:
         return None
     files = {n: getattr(t.storage, "path", manifest.location).name for n, t in manifest.tensors.items()}
     return {"weight_map": files}

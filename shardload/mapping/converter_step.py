@@ -40,6 +40,7 @@ class ReplayLoader(Loader):
 
     def assign(self, variable: Variable, value: Any, assign: Assign) -> Any:
         """Assign a computed value; skip views, which are already assigned."""
+        # A variable that is a view already has its sharded array; `value` is a reservation without data.
         if id(variable) not in self._wanted:
             return value
         return self._runtime.compute(variable, value, assign)

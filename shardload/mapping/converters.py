@@ -48,6 +48,7 @@ def map_hub(model: Any, manifest: Manifest) -> VariableMap:
         UnsupportedError: When the converter cannot run on this model.
     """
     runs = [Run(kerashub.converter(manifest).convert_weights, getattr(model, "backbone", model), manifest, None)]
+    # KerasHub, too, converts the head in a run of its own, with an empty prefix.
     if _has_head(model, manifest):
         runs.append(Run(kerashub.converter(manifest).convert_head, model, manifest, ""))
     recordings = [record(run) for run in runs]
@@ -68,6 +69,7 @@ def _summarise(model: Any, manifest: Manifest, recordings: list[Recording]) -> V
             step = _step(recording, rest)
             late.append(step)
             computed.extend(_computed(step.owner, rest, names))
+    # Weights without a value: mismatched ones are refused, others are missing or keep their initial value.
     mismatched = tuple(m for r in recordings for m in r.mismatched)
     fetched = {name for r in recordings for name in r.fetched}
     provided = [b.variable for b in bindings] + [v for c in computed for v in c.variables]
@@ -85,20 +87,19 @@ def _summarise(model: Any, manifest: Manifest, recordings: list[Recording]) -> V
     unused = tuple(n for n in manifest.tensors if n not in fetched)
     notes = tuple(line for r in recordings for line in _notes(r)) + _kept(tuple(plain.values()))
     steps: tuple[Step, ...] = (*(DirectStep(b) for b in bindings), *late)
-    refused = refused_among(weights, covered, provided, names)
     return VariableMap(
-        tuple(bindings),
-        tuple(computed),
-        missing,
-        missing_variables,
-        state,
-        unused,
-        (),
-        mismatched,
-        notes,
-        steps,
-        refused,
-        tuple(name for r in recordings for name in r.absent),
+        bindings=tuple(bindings),
+        computed=tuple(computed),
+        missing=missing,
+        missing_variables=missing_variables,
+        state=state,
+        unused=unused,
+        skipped=(),
+        mismatched=mismatched,
+        notes=notes,
+        steps=steps,
+        refused=refused_among(weights, covered, provided, names),
+        absent=tuple(name for r in recordings for name in r.absent),
     )
 
 
@@ -115,6 +116,7 @@ def _split(recording: Recording) -> tuple[list[ConverterAssign], list[ConverterA
 
 def _step(recording: Recording, rest: list[ConverterAssign]) -> ConverterStep:
     variables = tuple({id(e.variable): e.variable for e in rest}.values())
+    # Inputs that it got from `get_tensor`, and views of variables that it also computes, are read for real.
     direct = {n for e in rest if not e.ported for n in (*e.tensors, *((e.view.tensor,) if e.view else ()))}
     counts = collections.Counter(id(e.variable) for e in rest)
     again = frozenset(key for key, count in counts.items() if count > 1)

@@ -57,6 +57,7 @@ class HubNames:
                 return found
         if wanted == _HEAD and self._config.get("tie_word_embeddings") is True:
             return self.find(_EMBEDDING, names)
+        # KerasHub's loader forgets its prefix after a miss, too.
         self.prefix = ""
         return wanted
 
@@ -65,8 +66,9 @@ class HubNames:
             return wanted
         if self.prefix is not None and self.prefix + wanted in names:
             return self.prefix + wanted
+        # Whole parts only, unlike KerasHub: "norm.weight" must not find "layers.1.self_attn.q_norm.weight".
         for name in names:
-            if name.endswith(f".{wanted}"):  # whole parts: "norm.weight" is not layer 1's "q_norm.weight"
+            if name.endswith(f".{wanted}"):
                 self.prefix = name[: -len(wanted)]
                 return str(name)
         return None
@@ -76,6 +78,7 @@ class HubNames:
         if base not in _BASES or not rest:
             return None
         if base not in self._bare:
+            # The checkpoint does have the prefix, so a name that is not found with it is absent.
             if any(name.startswith(f"{base}.") for name in names):
                 return None
             found = list(_prefixes(rest, names))

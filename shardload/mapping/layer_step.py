@@ -101,6 +101,8 @@ class LayerStep:
         Raises:
             MismatchError: When it asks for other views than during recording.
         """
+        # The hook gets the bytes of tensors that it computes with, and reservations of others, as when it was recorded.
+        # A view that it assigns is then found by variable and view, and replaced by the binding's sharded array.
         reservations = Reservations()
         bound = {(id(b.variable), b.view): b.name for b in self.bindings}
         given: dict[int, Any] = {}
@@ -111,12 +113,13 @@ class LayerStep:
                 return runtime.read(tensor.name)
             if (name := self._whole(tensor)) is None:
                 return reservations.make(tensor)
+            # `given` also keeps the array alive, so that no other object gets its id.
             array = runtime.take(name)
             given[id(array)] = array
             return array
 
         def assign(variable: Variable, value: Any, original: Callable[[Variable, Any], Any]) -> Any:
-            if id(value) in given:  # by identity: the array itself, not a copy
+            if id(value) in given:
                 return runtime.assign(variable, value, original)
             view = reservations.locate(value)
             if view is None:
@@ -127,10 +130,12 @@ class LayerStep:
             name = bound.get((id(variable), view))
             if name is not None:
                 return runtime.assign(variable, runtime.take(name), original)
-            return value  # a later assignment replaces it, so its data is not loaded
+            # A later assignment replaces it, so no data was loaded for it.
+            return value
 
         computed = {id(v) for v in self.variables}
-        with warnings.catch_warnings(record=True) as caught:  # Keras' would name the line below
+        # Keras' warnings would name the line in this block, so they are repeated below at the user's line.
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             with assignments_to(assign):
                 self.saveable.load_own_variables(Entry(self.tensors, read))

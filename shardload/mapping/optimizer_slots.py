@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from shardload.keras_bridge.model_state import OptimizerState, other_optimizers, variables_of
+from shardload.keras_bridge.optimizer_slots import innermost
 from shardload.keras_bridge.recording import record_variables
 from shardload.manifest import Manifest
 from shardload.mapping.state_keys import Role, roles_of
@@ -38,6 +39,7 @@ def slots_as_stored(model: Any, manifest: Manifest) -> Iterator[None]:
             before.append(OptimizerState.of(optimizer))
             with record_variables():
                 optimizer.build(weights)
+            # Another kind of optimizer. Keras skips its state with a warning; without slots, so does the mapping.
             if len(optimizer.variables) != stored:
                 before.pop().restore()
         yield
@@ -50,11 +52,14 @@ def slots_as_stored(model: Any, manifest: Manifest) -> Iterator[None]:
 def _unbuilt(model: Any, manifest: Manifest) -> Iterator[tuple[Any, list[Any], int]]:
     """Yield the optimizers to build, the weights they train, and the number of variables in the checkpoint for each."""
     optimizer, others = getattr(model, "optimizer", None), _of_others(manifest)
+    # The group of a step has the variables of all optimizers.
     stored = sum(name.startswith(_STORED) for name in manifest.tensors) - len(others)
-    if stored:  # slots that a partial step leaves out are built as well
+    # Slots that a partial step leaves out are built as well.
+    if stored:
         stored += sum(role.kind == "slot" and role.optimizer is None for role in _roles(manifest, "left_out"))
     if stored and optimizer is not None and not optimizer.built and not _other_kind(optimizer, manifest):
         yield optimizer, model.trainable_variables, stored
+    # Keras does not say which weights a GAN's optimizer trains, but the roles of its stored slots do.
     waiting = [(path, found) for path, found in other_optimizers(model) if not found.built] if others else []
     by_key = {role.key: i for i, role in roles_of(model).items()} if waiting else {}
     by_id = {id(v): v for v in variables_of(model)}
@@ -82,16 +87,9 @@ def _other_kind(optimizer: Any, manifest: Manifest) -> bool:
     """Whether an archive's optimizer is of another class: SGD's momentum would fit RMSprop's velocity."""
     compiled = manifest.config.get("compile_config")
     saved = compiled.get("optimizer") if isinstance(compiled, Mapping) else None
-    # `compile` wraps optimizers in a LossScaleOptimizer for half precision; the archive omits it.
-    *_, inner = _with_inner(optimizer)
     name = _class_name(saved)
-    return name is not None and name != type(inner).__name__
-
-
-def _with_inner(optimizer: Any) -> Iterator[Any]:
-    while optimizer is not None:
-        yield optimizer
-        optimizer = getattr(optimizer, "inner_optimizer", None)
+    # `compile` wraps optimizers in a LossScaleOptimizer for half precision; the archive omits it.
+    return name is not None and name != type(innermost(optimizer)).__name__
 
 
 def _class_name(described: object) -> str | None:

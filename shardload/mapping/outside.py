@@ -76,6 +76,7 @@ def _is_scalar(tensor: Tensor) -> bool:
     return tensor.size == 1
 
 
+# The causal mask of GPT-2, of shape (1, 1, positions, positions), is named "bias"; a real bias is a vector.
 def _is_square_mask(tensor: Tensor) -> bool:
     return len(tensor.shape) == 4 and tensor.shape[:2] == (1, 1) and tensor.shape[2] == tensor.shape[3]
 
@@ -165,6 +166,7 @@ def sort_unused(
         if name in ignored:
             found = OutsideTensor(name, f"left out on request ({ignored[name]})", True)
         elif spec_of(manifest).is_hugging_face:
+            # By name first, because values have to be read.
             found = _by_kind(manifest.tensors[name], manifest, model) or _by_value(
                 manifest.tensors[name], mapping, manifest, model, compare=compare
             )
@@ -186,8 +188,9 @@ def without_parts(mapping: VariableMap, manifest: Manifest) -> VariableMap:
     part = next((p for p in _PARTS if kind in p.model_types and architecture.endswith(p.without)), None)
     if part is None or not mapping.absent or not all(re.fullmatch(part.names, name) for name in mapping.absent):
         return mapping
+    # If some of it is stored, the rest was lost.
     if any(re.fullmatch(part.names, name) for name in manifest.tensors):
-        return mapping  # part of it is stored, so the rest was lost
+        return mapping
     note = (
         f"{architecture} has no {part.title}: {', '.join(mapping.missing)} keep their initial values; train them "
         f"before you use {part.output}"
@@ -254,6 +257,7 @@ def _by_kind(tensor: Tensor, manifest: Manifest, model: Any) -> OutsideTensor | 
         return OutsideTensor(name, f"a pooler, which {_class(model)} does not have", True)
     if kind in _MORE and re.fullmatch(_MORE[kind][0], name):
         return OutsideTensor(name, _MORE[kind][1], True)
+    # A backbone has no head. A task has one, so tensors of a head that it does not use are an error.
     is_backbone = not hasattr(model, "backbone")
     if is_backbone and kind in _HEADS and re.match(_HEADS[kind], name):
         head = f"part of the head of {architecture_of(manifest.config) or 'a task'}"
@@ -283,6 +287,7 @@ def _by_value(
 
 def _embeddings(tensor: Tensor, mapping: VariableMap, manifest: Manifest) -> Iterator[Tensor]:
     """Yield tensors used by the model that this one may be a copy of."""
+    # Equal values mean a tied copy only if shape and dtype are equal, and if the model uses the other tensor.
     left = set(mapping.unused)
     for name, other in manifest.tensors.items():
         same_type = (other.shape, other.dtype) == (tensor.shape, tensor.dtype)

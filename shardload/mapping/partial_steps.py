@@ -58,6 +58,7 @@ def lora_differences(model: Any, form: Any) -> tuple[Mismatch, ...]:
             has, was = own[path].get(name), stored[path].get(name)
             if has != was:
                 message = f"LoRA of the layer {path!r} has {name} {has:g}, but {was:g} in the step"
+                # By default, alpha is the rank and differs with it: one message per layer is enough.
                 found.append(Mismatch(path, "", None, None, message))
                 break
     return tuple(sorted(found, key=str))
@@ -89,7 +90,8 @@ def _call(model: Any, adapters: Mapping[str, Mapping[str, Any]]) -> str:
     forms = {(found["rank"], found["alpha"]) for found in adapters.values()}
     if len(forms) == 1:
         [(rank, alpha)] = forms
-        if alpha == rank:  # a backbone's enable_lora takes no alpha
+        # The method of KerasHub's backbones covers all layers, but takes no alpha.
+        if alpha == rank:
             for name, owner in (("model.backbone", getattr(model, "backbone", None)), ("model", model)):
                 if hasattr(owner, "enable_lora"):
                     return f"{name}.enable_lora(rank={rank})"

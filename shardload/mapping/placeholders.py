@@ -44,6 +44,7 @@ class _AddressRange:
     @property
     def was_used(self) -> bool:
         """Whether bytes were read, or an array of this range is still referenced."""
+        # Before closing, which unmaps the pages.
         if _touched(self.start, self.tensor.nbytes):
             return True
         try:
@@ -77,6 +78,7 @@ class Reservations:
         """Return the view of a reserved tensor that ``value`` is; ``None`` if it is not a view of one."""
         if not isinstance(value, np.ndarray):
             return None
+        # The last range that starts at or before the address; a tensor without elements still has one byte.
         address = _address(value)
         after = bisect.bisect_right(self._ranges, address, key=lambda r: r.start)
         if after == 0:
@@ -113,8 +115,10 @@ class Reserved(np.ndarray[Any, np.dtype[Any]]):
         self.reservations = getattr(source, "reservations", None)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        # Reductions, `out=` and `where=` run on the zeros; that touches the pages, so the tensor counts as used.
         if method != "__call__" or ufunc.signature or any(v is not None for v in kwargs.values()):
             return getattr(ufunc, method)(*_plain(inputs), **{k: _plain(v) for k, v in kwargs.items()})
+        # Elementwise: broadcasting gives the shape, and NumPy itself the dtype, from one element of each input.
         shape = np.broadcast_shapes(*(np.shape(x) for x in inputs))
         with np.errstate(all="ignore"):
             result = ufunc(*(_ones_like(x) for x in inputs))
@@ -141,6 +145,7 @@ class Reserved(np.ndarray[Any, np.dtype[Any]]):
 
     def reshape(self, *shape: Any, order: Any = "C", copy: bool | None = None) -> Any:
         """Return a view if NumPy can create one, else a placeholder for the copy."""
+        # Left to NumPy: where another order needs a copy, it reads the zeros, and the tensor counts as used.
         if order != "C":
             return super().reshape(*shape, order=order)
         try:
@@ -166,6 +171,7 @@ def tensors_behind(value: Any) -> frozenset[str]:
 
 def _derived(inputs: Any, shape: Sequence[int], dtype: np.dtype[Any]) -> Reserved:
     sources = [x for x in inputs if isinstance(x, Reserved)]
+    # The result belongs to the recording of its inputs, whose `used` it fills.
     owner = next((s.reservations for s in sources if s.reservations is not None), None) or Reservations()
     return owner.derive(shape, dtype, frozenset().union(*(s.tensors for s in sources)))
 
@@ -206,6 +212,7 @@ def _ones_like(value: Any) -> Any:
 
 def _reserve(shape: tuple[int, ...], dtype: np.dtype[Any], *, name: str) -> tuple[Reserved, mmap.mmap]:
     nbytes = math.prod(shape) * dtype.itemsize
+    # Private and anonymous: only address space until a page is read. Read-only, as writing would give a page memory.
     try:
         pages = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
     except (OSError, OverflowError, ValueError) as error:
@@ -227,8 +234,10 @@ def _as_view(value: NDArray[Any], found: _AddressRange) -> View | None:
     offset, rest = divmod(_address(value) - found.start, item)
     strides = []
     for length, stride, canonical in zip(value.shape, value.strides, c_strides(value.shape), strict=True):
+        # NumPy may give a dim of length 1 any stride, and equal views must compare equal.
         if length == 1:
-            strides.append(canonical)  # a dim of length 1: its stride is unused
+            strides.append(canonical)
+        # Broadcast (0), reversed (negative) or inside an element: no view that can be planned, so it is computed.
         elif value.size and (stride <= 0 or stride % item):
             return None
         else:

@@ -61,6 +61,7 @@ def roles_of(model: Any) -> dict[int, Role]:
 
 
 def _weights(model: Any) -> dict[int, Role]:
+    # The first name of a variable counts: by its layer's hook, by attribute, by position in the layer, in the model.
     roles: dict[int, Role] = {}
     for path, saveable in saved_objects(model):
         prefix = f"{path}/" if path else ""
@@ -86,9 +87,12 @@ def _optimizer(optimizer: Any, weights: dict[int, str], prefix: str = "") -> dic
     own = {id(v) for v in optimizer.variables}
     for attribute, value in vars(optimizer).items():
         name = attribute.lstrip("_")
-        if hasattr(value, "apply_gradients"):  # LossScaleOptimizer wraps another one
+        # A wrapped optimizer gets a prefix if its wrapper has variables, as LossScaleOptimizer has. Steps of a wrapper
+        # without any (TensorParallelOptimizer) fit the plain optimizer, and the other way round.
+        if hasattr(value, "apply_gradients"):
             adds_own = own != {id(v) for v in value.variables}
             roles |= _optimizer(value, weights, f"{prefix}{name}/" if adds_own else prefix)
+        # An attribute may contain variables of others, such as the weights, so only the optimizer's own count.
         elif attribute not in _NOT_SLOTS:
             for variable, role in _attribute_roles(optimizer, value, f"{prefix}{_SHORT.get(name, name)}", weights):
                 if id(variable) in own:

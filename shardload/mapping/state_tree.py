@@ -165,6 +165,7 @@ def free_path(group: str, path: str, taken: set[str]) -> tuple[str, ...]:
 
     Orbax joins the parts with dots, so paths must differ in that form.
     """
+    # `taken` has each path ("a.b.c"), and with a slash at its end each node above it ("a.b/").
     parts = tuple(path.split("/"))
     for found in _candidates(group, parts):
         dotted = ".".join(found)
@@ -258,6 +259,7 @@ def _by_identity(listed: Any, rename: Mapping[str, str]) -> dict[tuple[str, str,
 
 
 def _identity(role: Role, rename: Mapping[str, str]) -> tuple[str, str, str]:
+    # A slot by its kind and its weight, as its own key would keep the old name of a renamed weight.
     if role.kind == "slot":
         return ("slot", role.slot or "", _renamed(role.of or "", rename))
     return (role.kind, "", _renamed(role.key, rename) if role.kind in ("weight", "seed") else role.key)

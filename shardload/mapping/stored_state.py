@@ -126,11 +126,13 @@ def map_state(
             f"rename={rename!r} is not valid, expected a dict of stored keys to the model's: "
             "{'layers/dense': 'layers/head'}"
         )
+    # Pair tensors with variables: by role if the step stores roles, else by name.
     structure = manifest.metadata.get("structure")
     if structure is None or names is not None:
         paired = _by_name(model, manifest, names or {})
     else:
         paired = _by_structure(model, manifest, structure, rename)
+    # State of optimizers that only one side has, or that never trained, is left out with a note, not reported missing.
     noted: list[str] = []
     if items == "all" and _is_untrained(paired, manifest, None):
         kept = _without(paired, None)
@@ -138,6 +140,7 @@ def map_state(
         paired = kept
     if items in ("all", "optimizer"):
         paired = _resolve_other_optimizers(paired, manifest, noted)
+    # A partial step fills only a part of the model, so the rest must have values already.
     if items in ("all", "weights") and not has_base:
         require_values(model, manifest, paired.left_out)
     found = _summarise(model, paired, items, tuple(noted))
@@ -163,6 +166,7 @@ def _resolve_other_optimizers(paired: _Paired, manifest: Manifest, noted: list[s
         if name not in in_step:
             noted.append(f"{_NO_OTHER}{name}: the model's is unchanged")
             paired = _without(paired, name)
+        # An empty kind is in no item, so `_summarise` lists the tensors as skipped.
         elif name not in in_model:
             noted.append(f"the model has no optimizer {name}; its state in the step is not used")
             left = (replace(found, kind="") if found.optimizer == name else found for found in paired.left)
@@ -243,6 +247,7 @@ def _by_name(model: Any, manifest: Manifest, names: Mapping[str, str]) -> _Paire
         by_path.setdefault(leaf.variable.path, []).append(leaf)
     pairs: list[tuple[Tensor, StateLeaf]] = []
     left = []
+    # An explicit name comes before the tree's own.
     for name in names:
         if name not in manifest.tensors:
             raise unknown_tensor(name, manifest)
@@ -276,6 +281,7 @@ def _named(path: str, by_path: Mapping[str, list[StateLeaf]]) -> StateLeaf:
 
 
 def _summarise(model: Any, paired: _Paired, items: Items, noted: tuple[str, ...] = ()) -> VariableMap:
+    # The compiled optimizer is restored only if model and step both have one; others were resolved before.
     kinds = set(_KINDS[items])
     stored = {leaf.kind for _, leaf in paired.pairs if leaf.role.optimizer is None}
     stored |= {found.kind for found in paired.left if found.optimizer is None}
@@ -287,6 +293,7 @@ def _summarise(model: Any, paired: _Paired, items: Items, noted: tuple[str, ...]
     def requested(found: _Left | Role) -> bool:
         return found.kind in (kinds if found.optimizer is None else _KINDS[items])
 
+    # Of what was requested: pairs that fit, pairs of different shapes, variables and tensors that are alone.
     wanted = [(tensor, leaf) for tensor, leaf in paired.pairs if requested(leaf.role)]
     fits = [(tensor, leaf) for tensor, leaf in wanted if tensor.shape == leaf.shape]
     wrong = [(tensor, leaf) for tensor, leaf in wanted if tensor.shape != leaf.shape]

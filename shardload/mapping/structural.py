@@ -17,12 +17,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import keras
 import numpy as np
 
 from shardload.keras_bridge.keras_types import Variable
 from shardload.keras_bridge.model_state import own_layers, state_of
-from shardload.keras_bridge.recording import computing as executing
 from shardload.keras_bridge.recording import is_tracing_error, without_computing
 from shardload.keras_bridge.saving import assignments_to, load_state, stored_variables
 from shardload.keras_bridge.training import has_own_compile
@@ -57,6 +57,7 @@ def map_keras(model: Any, manifest: Manifest, *, optimizer: bool = True) -> Vari
         manifest: Of a format whose ``tensor_names`` are Keras'.
         optimizer: Whether to map stored optimizer state.
     """
+    # A preset of KerasHub stores a task's own layers in a second file, whose tensors the manifest prefixes.
     own = {n: t for n, t in manifest.tensors.items() if not n.startswith(_TASK)}
     head = {n.removeprefix(_TASK): t for n, t in manifest.tensors.items() if n.startswith(_TASK)}
     backbone = getattr(model, "backbone", None) if spec_of(manifest).described_by == "keras-hub" else None
@@ -135,6 +136,7 @@ class Walk:
     def entry(self, path: str) -> Entry:
         """Begin the next visit; Keras calls this right before ``load_own_variables``."""
         self._close_reservations()
+        # As in `H5IOStore.get`: files of Keras 2.13 name the folder of layers differently.
         group = self._groups.get(path, {})
         if not group and path and _LEGACY in self._folders:
             group = self._groups.get(path.replace("layers", _LEGACY), {})
@@ -150,6 +152,7 @@ class Walk:
         """Attach ``saveable`` to the visit that begins inside; afterwards undo its hook's changes to attributes."""
         before, snapshot = len(self.visits), AttributeSnapshot.of(saveable)
 
+        # The block contains the visits of children, too, so this one's is the first that it opens, if it opens any.
         def failed(error: Exception | None) -> None:
             if len(self.visits) > before and self.visits[before].path == path:
                 self.visits[before].saveable = saveable
@@ -168,7 +171,8 @@ class Walk:
         again = self.visits[-1]
         again.saveable = visit.saveable
         try:
-            with executing():
+            # Out of the trace that records, so that NumPy gets arrays of zeros.
+            with jax.ensure_compile_time_eval():
                 visit.saveable.load_own_variables(entry)
         except Exception as error:
             again.error = error
@@ -185,6 +189,7 @@ class Walk:
         view = visit.reservations.locate(value)
         shape = tuple(getattr(value, "shape", ()))
         if shape != tuple(variable.shape):
+            # The error that Keras' `assign` raises, so the hook ends here as it would in Keras.
             visit.mismatch = Mismatch.of_shapes(variable, view.tensor if view else "", shape)
             raise ValueError(visit.mismatch.message)
         visit.assigned.append(RecordedAssign(variable, view))
@@ -211,6 +216,7 @@ def _narrows(stored: np.dtype[Any], variable: Variable) -> bool:
 
 
 def _summarise(model: Any, manifest: Manifest, walks: list[Walk], notes: tuple[str, ...]) -> VariableMap:
+    # Visits that worked become bindings and steps; those that failed become mismatches.
     good, failed = _sort_out([visit for walk in walks for visit in walk.visits if visit.saveable is not None])
     weights = list(getattr(model, "weights", ()))
     everything = unique([*weights, *state_of(model)])
@@ -218,11 +224,13 @@ def _summarise(model: Any, manifest: Manifest, walks: list[Walk], notes: tuple[s
     names = variable_names([*everything, *touched])
     bindings, steps = _bind(good, names)
     computed = tuple(c for step in steps if (c := _computed(step, names)) is not None)
+    # Weights without a value: of a failed layer (`covered`), made by a hook itself (`made`), else missing.
     mismatched = tuple(m for visit in failed for m in _mismatches(visit))
     covered = [v for visit in failed if visit.tensors for v in stored_variables(visit.saveable)]
     provided = [b.variable for b in bindings] + [v for c in computed for v in c.variables]
     made = [v for visit in good for v in _made_by_hook(visit)]
     missing, missing_variables, state = split_missing(weights, everything, [*provided, *covered, *made], names)
+    # Tensors without a variable: offered but not read (`declined`), of an optimizer or head (`skipped`), else unused.
     taken = {n for visit in good for n in visit.read} | {t.name for visit in failed for t in visit.tensors.values()}
     declined = {n for visit in good for n in _declined(visit)} - taken
     notes += tuple(_declining(visit) for visit in good if declined.intersection(_declined(visit)))
@@ -289,7 +297,8 @@ def _declining(visit: Visit) -> str:
 
 def _sort_out(visits: list[Visit]) -> tuple[list[Visit], list[Visit]]:
     """Return visits that worked; and for each saveable without one, the failed visit with the most tensors."""
-    good = list({(id(v.saveable), v.path): v for v in visits if v.error is None}.values())  # Keras retries parents
+    # Keras visits the parents of what failed again, so the last visit of an object counts.
+    good = list({(id(v.saveable), v.path): v for v in visits if v.error is None}.values())
     done = {id(v.saveable) for v in good}
     worst: dict[int, Visit] = {}
     for visit in visits:
@@ -302,6 +311,7 @@ def _sort_out(visits: list[Visit]) -> tuple[list[Visit], list[Visit]]:
 
 def _bind(visits: list[Visit], names: Mapping[int, str]) -> tuple[tuple[Binding, ...], list[LayerStep]]:
     """Return bindings of each variable's last view, and one step per visit that has anything to do."""
+    # A variable that is reached twice (tied layers, a hook that assigns again) keeps the last value, as in Keras.
     last: dict[int, tuple[Visit, RecordedAssign]] = {}
     for visit in visits:
         computing = visit.computing
@@ -349,7 +359,8 @@ def _mismatches(visit: Visit) -> list[Mismatch]:
     own = stored_variables(visit.saveable)
     pairs = [(v, visit.tensors.get(str(i))) for i, v in enumerate(own)]
     found = [Mismatch.of_shapes(v, t.name, t.shape) for v, t in pairs if t is not None and t.shape != tuple(v.shape)]
-    if visit.mismatch in found:  # the hook goes by index, as Keras' own does: report all, not only the first
+    # The hook assigns by index, as Keras' own does: report every variable, not only the first that stopped it.
+    if visit.mismatch in found:
         return found
     if visit.mismatch is not None:
         return [visit.mismatch]

@@ -25,7 +25,7 @@ def suggestion(wanted: str, known: Iterable[str]) -> str:
         ``". Did you mean 'a' or 'b'?"``, ``". Available: 'x', 'y', …"``, or an empty string if there are none.
     """
     names = sorted(set(known))
-    # Two parts: the variable's name alone ("kernel") would match every layer.
+    # The last two parts: the variable's name alone ("kernel") would match every layer.
     ending = wanted.rsplit("/", 2)[-2:]
     close = [n for n in names if n.split("/")[-len(ending) :] == ending]
     close += [n for n in difflib.get_close_matches(wanted, names, n=SHOWN, cutoff=0.5) if n not in close]

@@ -125,7 +125,7 @@ class VariableMap:
     state: tuple[Variable, ...]
     """Seeds, metrics and optimizer variables without a source: initialised if they have no value."""
     unused: tuple[str, ...]
-    """Unused tensors; those that a layer's own ``load_own_variables`` did not read are in `notes` instead."""
+    """Tensors that no loading code read. `notes` has those that a layer's custom hook was offered and did not read."""
     skipped: tuple[str, ...]
     """Unused tensors of parts that this model lacks: an optimizer's state, a task's head."""
     mismatched: tuple[Mismatch, ...]
