@@ -5,7 +5,7 @@
                                                                        │ what fails or is unsupported
                                                                        └─► Keras makes the call, the report says why
 
-So the model, its names, seeds, and the errors are Keras' own. Only reading and placing the weights is not.
+So the model, its names, its seeds and all errors are Keras' own; shardload only reads the weights and places them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One call: try it with shardload, else let Keras make it."""
+"""Try one call with shardload; if that fails, let Keras make it."""
 
 from __future__ import annotations
 
@@ -34,10 +34,12 @@ class Accelerated:
 
     def __call__(self, call: EntryCall) -> Any:
         """Make a call; return and raise what Keras would."""
+        # Before `plain_keras`, inside of which no block is open. Blocks nest, and each reports the call.
         reports = [handler.report for handler in handlers() if isinstance(handler, Accelerated)]
         began = time.perf_counter()
         filled, why, raised = None, None, None
         try:
+            # shardload itself calls Keras; without this, those calls would come back here.
             with plain_keras():
                 filled, why = _attempt(call)
                 return call.original() if filled is None else filled.result
@@ -69,6 +71,7 @@ def _attempt(call: EntryCall) -> tuple[Filled | None, str | None]:
         return None, _NO_WEIGHTS[call.kind]
     if is_nnx():
         return None, "Keras uses Flax NNX's variables"
+    # Keras starts with the names and seeds that it would have had without the attempt.
     try:
         with rewound_on_error():
             return load(call), None
@@ -76,7 +79,8 @@ def _attempt(call: EntryCall) -> tuple[Filled | None, str | None]:
         raise
     except NotSupported as reason:
         return None, str(reason)
-    except Exception as error:  # of any kind: user code builds models, and Keras' own error is the one to raise
+    except Exception as error:
+        # User code builds models and may raise anything; if it does so again for Keras, that error is the right one.
         return None, _shown(error)
 
 

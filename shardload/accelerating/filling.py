@@ -36,7 +36,7 @@ class Filled:
 
 
 def local_path(path: Any) -> Path:
-    """Return a path of this machine as an absolute one.
+    """Return an existing local path as an absolute one.
 
     Raises:
         NotSupported: When it is a file object, an address, or does not exist.
@@ -53,6 +53,7 @@ def local_path(path: Any) -> Path:
 
 def fill(model: Any, path: Path) -> Loaded:
     """Load weights into a model, where Keras would put them: in its layouts, or on the default device."""
+    # Without a distribution, a mesh of one device; `finish` makes the values ordinary arrays again.
     if current_devices(model) is None:
         remember(model, MeshDevices(MeshSpec(DEFAULT_AXES, (1, 1)), (_default_device(),)))
     return run(LoadRequest(function="load_weights", model=model, source=path, as_keras=True))
@@ -68,8 +69,10 @@ def finish(model: Any, loaded: Loaded, *, created: Sequence[Any] = (), committed
         committed: Whether JAX refuses to combine the values with arrays on other devices, as those that Orbax reads.
     """
     abstraction.initialise(model)
+    # What the model does not list: a preprocessor's or a local layer's variables, if they are still in use.
     left = [variable for ref in created if (variable := ref()) is not None and is_abstract(variable)]
     abstraction.initialise(left)
+    # A list: `any` of a generator would stop at the first one that was released.
     released = [release_from_mesh(variable, committed=committed) for variable in state_of(model)]
     if any(released):
         refresh_derived(model)
@@ -78,4 +81,5 @@ def finish(model: Any, loaded: Loaded, *, created: Sequence[Any] = (), committed
 
 
 def _default_device() -> Any:
+    # An array tells: JAX's default may be a context, a setting or the first device, and a device or a platform's name.
     return next(iter(jax.numpy.zeros(()).devices()))

@@ -1,7 +1,7 @@
 """``from_preset`` of KerasHub's backbones and tasks.
 
-KerasHub's own code runs without values, up to the calls that would load weights. These are collected, which tells
-what to load and whether the head of a task is part of it; then all of it is loaded at once.
+KerasHub's own code builds the model without values. Its calls that would load weights are collected instead of made;
+they tell what to load, and whether the head of a task is part of it. Then everything is loaded at once.
 """
 
 from __future__ import annotations
@@ -34,12 +34,14 @@ class _Collected:
         if call.kind != "weights":
             return call.original()
         found = call.arguments
+        # KerasHub loads a task's file without its backbone, which has a file of its own.
         self._add(HEAD if found.get("objects_to_skip") else BACKBONE, found["model"], local_path(found["filepath"]))
         return None
 
     def convert(self, part: str, target: Any) -> None:
         """Collect a conversion of Hugging Face weights."""
-        preset = str(self.loader.preset)  # KerasHub would fetch each file of a handle when it is read
+        # KerasHub fetches a file from the Hugging Face Hub when a tensor in it is read; here all files are needed.
+        preset = str(self.loader.preset)
         self._add(part, target, hubs.fetch(preset) if preset.startswith("hf://") else local_path(preset))
 
     def _add(self, part: str, target: Any, path: Path) -> None:
@@ -60,6 +62,7 @@ class _Collected:
         backbone, folder = self.parts[BACKBONE]
         if backbone is not getattr(made, "backbone", made):
             raise NotSupported("its weights are not those of its backbone")
+        # KerasHub would not have loaded weights that were created later.
         if self.n_weights != len(backbone.weights):
             raise NotSupported("its backbone was not built when KerasHub loads it")
         if HEAD not in self.parts:

@@ -19,6 +19,7 @@ from shardload.resolve.opening import open_source
 def load_model(call: EntryCall) -> Filled:
     """Build a model from its configuration without values, load them, and what its layers saved in files."""
     path = local_path(call.arguments["filepath"])
+    # An archive and a folder have a config.json; an Orbax checkpoint has the configuration inside.
     checker, config = None, saved_config(path)
     if is_step := config is None:
         path = step_of(path) or path
@@ -31,10 +32,12 @@ def load_model(call: EntryCall) -> Filled:
     if not isinstance(model, keras.Model):
         raise NotSupported(f"it is a {type(model).__name__}, expected a model")
     loaded = fill(model, path)
+    # After the weights, as hooks may use them. Keras can also save a model as a folder instead of an archive.
     if not is_step and (path / "assets").is_dir():
         _load_folder(model, path / "assets")
     else:
         load_assets(model, loaded.manifest, check=checker)
+    # Orbax restores to a device, so its arrays are committed to it; values from files of Keras are not.
     finish(model, loaded, created=created, committed=is_step)
     return Filled(model, loaded.report)
 
@@ -46,7 +49,7 @@ def _load_folder(model: Any, assets: Path) -> None:
 
 
 def load_weights(call: EntryCall) -> Filled:
-    """Load weights into an existing model; returns nothing, as Keras."""
+    """Load weights into an existing model. The result is None, as in Keras."""
     model: Any = call.arguments["model"]
     if call.arguments.get("objects_to_skip") is not None:
         raise NotSupported("objects_to_skip is given")
