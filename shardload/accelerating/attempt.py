@@ -7,10 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import keras
+
 from shardload.accelerating import presets, saved
 from shardload.accelerating.filling import Filled, NotSupported
 from shardload.errors import DamagedError, ShardloadError
-from shardload.keras_bridge.entry_points import EntryCall, handlers, is_nnx, plain_keras, rewound_on_error
+from shardload.keras_bridge.entry_points import EntryCall, handlers, plain_keras, rewound_on_error
 from shardload.reports.calls import CallReport, FastReport
 
 _LOADS: Mapping[str, Callable[[EntryCall], Filled]] = {
@@ -69,7 +71,7 @@ def _attempt(call: EntryCall) -> tuple[Filled | None, str | None]:
     """
     if (load := _LOADS.get(call.kind)) is None:
         return None, _NO_WEIGHTS[call.kind]
-    if is_nnx():
+    if keras.config.is_nnx_enabled():
         return None, "Keras uses Flax NNX's variables"
     # Keras starts with the names and seeds that it would have had without the attempt.
     try:

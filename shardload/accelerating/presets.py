@@ -61,10 +61,10 @@ class _Collected:
             raise NotSupported("it loads no weights of a backbone")
         backbone, folder = self.parts[BACKBONE]
         if backbone is not getattr(made, "backbone", made):
-            raise NotSupported("its weights are not those of its backbone")
+            raise NotSupported("it loads the weights of another object than its backbone")
         # KerasHub would not have loaded weights that were created later.
         if self.n_weights != len(backbone.weights):
-            raise NotSupported("its backbone was not built when KerasHub loads it")
+            raise NotSupported("its backbone is not built when KerasHub loads the weights")
         if HEAD not in self.parts:
             return backbone, folder
         if self.parts[HEAD] != (made, folder):

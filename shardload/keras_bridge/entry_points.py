@@ -1,12 +1,12 @@
-"""Where Keras and KerasHub load: intercepted in contexts that ask for it, unchanged in all others.
+"""Intercept the loading functions of Keras and KerasHub in contexts that opt in; leave them unchanged in all others.
 
     keras.saving.load_model ──► saving_lib.load_model, …          ─┐
     model.load_weights ───────► saving_lib.load_weights_only, …    ├─► inside `calls_to(handler)`: handler(call)
     CausalLM.from_preset ─────► loader.load_task, load_backbone   ─┘   elsewhere: the original
 
-The public functions stay Keras' own: they check their arguments and raise their errors, also where a program imported
-one of them by name. What they call to load is looked up in a module at each call, so that is what is replaced.
-A `ContextVar` tells who is inside; the attributes are restored when the last block ends.
+The public functions stay Keras' own: they check their arguments and raise their errors, also where a program has
+imported one by name. What they call to load is looked up in a module at each call, so those functions are replaced.
+A `ContextVar` contains the open blocks of a context; the originals are restored when the last block ends.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class EntryCall:
     """One call of a loading function of Keras or KerasHub."""
 
     kind: Kind
-    """``model``, ``weights`` and ``preset`` load weights; ``layer`` has none, ``legacy`` is HDF5 of Keras 2."""
+    """``model``, ``weights`` and ``preset`` load weights; ``layer`` loads none; ``legacy`` loads HDF5 of Keras 2."""
     text: str
-    """As in a program: ``GemmaCausalLM.from_preset('./gemma')``."""
+    """The call as a program would write it: ``GemmaCausalLM.from_preset('./gemma')``."""
     original: Callable[[], Any] = field(repr=False)
     """Makes the call as Keras would."""
     arguments: dict[str, Any] = field(repr=False)
-    """By name, with defaults. Of ``preset`` also ``loader``, KerasHub's."""
+    """By name, with defaults. A ``preset`` also has KerasHub's ``loader``."""
 
 
 Handler = Callable[[EntryCall], Any]
@@ -86,7 +86,7 @@ def calls_to(handler: Handler) -> Iterator[None]:
 
 @contextmanager
 def plain_keras() -> Iterator[None]:
-    """Inside the block, this context sees Keras as if no block was around it."""
+    """Inside the block, this context sees Keras as if no other block were open."""
     before = _open.get()
     _open.set(())
     try:
@@ -108,7 +108,7 @@ def _handler() -> Handler | None:
 
 
 def _through(kind: Kind, text: Callable[[dict[str, Any]], str]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a wrapper that makes an `EntryCall` of each call in a context with a handler."""
+    """Return a wrapper that passes calls to the handler of their context, if it has one, as an `EntryCall`."""
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(original)
@@ -201,17 +201,16 @@ def step_of(path: Path) -> Path | None:
 # ---- KerasHub ------------------------------------------------------------------------------------
 
 
-_TASKS = ("models.backbone", "models.task")
-_LAYERS = ("models.preprocessor", "tokenizers.tokenizer")
-_CONVERTERS = tuple(f"layers.preprocessing.{kind}_converter" for kind in ("image", "audio", "video"))
+_MODULES = ("models.backbone", "models.task", "models.preprocessor", "tokenizers.tokenizer")
+_CONVERTERS = ("image_converter", "audio_converter", "video_converter")
 _LOADS: dict[str, Kind] = {"load_task": "preset", "load_backbone": "preset"}
-_LOADS |= dict.fromkeys(("load_preprocessor", "load_tokenizer"), "layer")
-_LOADS |= dict.fromkeys(("load_image_converter", "load_audio_converter", "load_video_converter"), "layer")
+_LOADS |= dict.fromkeys(("load_preprocessor", "load_tokenizer", *(f"load_{name}" for name in _CONVERTERS)), "layer")
 
 
 def _hub_patches() -> list[Patch]:
     # Each of these modules has imported the function by name, so each has its own reference to replace.
-    modules = (sys.modules.get(f"{HUB}.src.{name}") for name in (*_TASKS, *_LAYERS, *_CONVERTERS))
+    names = (*_MODULES, *(f"layers.preprocessing.{name}" for name in _CONVERTERS))
+    modules = (sys.modules.get(f"{HUB}.src.{name}") for name in names)
     return [(m, "get_preset_loader", _loaders) for m in modules if hasattr(m, "get_preset_loader")]
 
 
@@ -248,7 +247,7 @@ def _of_preset(loader: Any, kind: Kind, method: Callable[..., Any]) -> Callable[
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Converter:
-    """A ``convert_*`` module of KerasHub that collects what it is to fill instead of filling it."""
+    """A ``convert_*`` module of KerasHub that collects the objects it should fill instead of filling them."""
 
     module: Any
     collect: Callable[[str, Any], None]
@@ -280,7 +279,7 @@ def conversions_to(loader: Any, collect: Callable[[str, Any], None]) -> Iterator
 
 @contextmanager
 def rewound_on_error() -> Iterator[None]:
-    """If the block fails, forget the names it gave to layers and the seeds it drew, so that it can be done again."""
+    """If the block fails, restore the counters of names and the random states, for a second attempt."""
     # Auto-generated names count on: in a second attempt, a first Dense layer would be called dense_1.
     names = copy.copy(global_state.get_global_attribute("object_name_uids"))
     seed, generator = map(global_state.get_global_attribute, (GLOBAL_SEED, GLOBAL_GENERATOR))
@@ -298,8 +297,3 @@ def rewound_on_error() -> Iterator[None]:
         random.setstate(python)
         np.random.set_state(numpy)
         raise
-
-
-def is_nnx() -> bool:
-    """Whether Keras uses Flax NNX's variables."""
-    return bool(keras.config.is_nnx_enabled())

@@ -13,9 +13,10 @@ from shardload.keras_bridge.keras_types import Model
 
 
 def arguments_of_call(model: Model) -> frozenset[str] | None:
-    """Return the names of arguments that a model's call uses; ``None`` if it takes any name.
+    """Return the names of the arguments that a model's ``call`` uses; ``None`` if it may use any.
 
-    A functional or sequential model takes any, and uses those that it or its layers declare as context.
+    The ``call`` of a functional or sequential model takes ``**kwargs``; it uses the names that its layers declare as
+    context arguments.
     """
     taken = inspect.signature(model.call).parameters
     names = {name for name, p in taken.items() if p.kind is not p.VAR_KEYWORD}
@@ -28,10 +29,10 @@ def arguments_of_call(model: Model) -> frozenset[str] | None:
 
 
 def sole_consumers(model: Model) -> Iterator[tuple[Any, Any]]:
-    """Yield pairs of layers of a model's own graph: a layer, and the only one that reads its output.
+    """Yield pairs of a layer and the only layer that reads its output, in the order of the calls.
 
-    A layer that is called more than once, has several outputs, or whose output is one of the model's, is in no pair as
-    the first. Pairs are in the order of the calls. A model that is not functional has none.
+    The first layer of a pair is called once and has one output, which is no output of the model; the second is called
+    once. A model that is not functional has no pairs.
     """
     # A Sequential model keeps its graph in a functional model.
     graph = getattr(model, "_functional", None) or model

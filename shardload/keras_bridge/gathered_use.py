@@ -1,4 +1,4 @@
-"""Gather weights for use that are stored split, as fully sharded data parallelism does.
+"""Store weights split and gather them for use, as in fully sharded data parallelism.
 
 Left to itself, XLA often moves the activations instead, and far more bytes. So a model whose weights are stored split
 over axes that do not split their use runs its ``stateless_call`` on gathered values::
@@ -8,9 +8,9 @@ over axes that do not split their use runs its ``stateless_call`` on gathered va
 
 Gathered weights are not kept for the backward pass: they are rematerialised, everything else is saved as usual.
 
-A barrier keeps XLA from merging the two gathers into one, and from fusing anything across it: all that the backward
-pass reads is written to memory. XLA for TPU gathers twice without a barrier, and then needs a seventh or less of the
-memory for temporaries (design note 0022), so there is none.
+On CPU and GPU, a barrier keeps XLA from merging the two gathers into one. It also keeps XLA from fusing operations
+across it, so everything that the backward pass reads is written to memory. On TPU there is no barrier: XLA gathers
+twice without one, and then needs a seventh or less of the memory for temporaries (design note 0022).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _platform(uses: Mapping[int, Use]) -> str | None:
 
 
 def _masked(outputs: Any, masks: Any) -> Any:
-    """Attach masks to outputs again: what is traced apart loses attributes of its arrays."""
+    """Attach Keras' masks to outputs again: arrays lose their attributes when they leave a traced function."""
     found = jax.tree.leaves(masks, is_leaf=lambda leaf: leaf is None)
     for output, mask in zip(jax.tree.leaves(outputs), found, strict=True):
         if mask is not None:

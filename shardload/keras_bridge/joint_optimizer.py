@@ -1,8 +1,8 @@
-"""A base for optimizers that update all variables in one call, and the parts of Keras' optimizers it needs.
+"""A base class for optimizers that update all variables in one call, and the parts of Keras' optimizers it needs.
 
-Keras calls `update_step` once per variable. What works on several variables together (batched or dealt-out
-decompositions) needs all gradients at once, and a say in whether a step counts: with gradient accumulation, Keras on
-JAX computes an update for every batch and throws most of them away.
+Keras calls `update_step` once per variable. An optimizer that works on several variables together (batched
+decompositions, or one per device) needs all gradients at once. It also needs to know whether a step counts: with
+gradient accumulation, Keras on JAX computes an update for every batch and discards most of them.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from shardload.keras_bridge.variables import current_value, sharding_of
 from shardload.sharding.layout import Layout
 
 FLOAT32_UPDATE = "float32_update"
-"""The scope, in names of operations, of what is computed in float32 whatever the dtype of the weights."""
+"""The name scope of operations that are computed in float32 for weights of any dtype."""
 
 
 class JointOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
-    """An optimizer that updates all its variables together. Weight decay is its own business.
+    """An optimizer that updates all its variables together, and applies weight decay itself.
 
     Subclasses implement `update_all`, and create their state in `build` with `add_state`.
     """
@@ -53,12 +53,12 @@ class JointOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
 
     @property
     def needs_even_state(self) -> bool:
-        """Whether layouts whose devices do not divide the state of their variable are refused."""
+        """Whether layouts are refused if the number of devices does not divide the state of their variable."""
         return False
 
     @property
     def update_bytes(self) -> int:
-        """Bytes that each device needs during an update, beside gradients and state, whatever the layouts are."""
+        """Bytes that each device needs during an update in addition to gradients and state, for any layouts."""
         return 0
 
     @property
@@ -67,7 +67,7 @@ class JointOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         return []
 
     def state_layouts(self, layout_of: Callable[[Variable], Layout | None]) -> dict[int, Layout]:
-        """Return layouts of state that has another shape than its variable, by ``id``.
+        """Return the layouts of state whose shape differs from its variable's, by ``id(state)``.
 
         Args:
             layout_of: The layout of a variable; ``None`` if it has none.
@@ -98,7 +98,7 @@ class JointOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         super().apply(grads, None if trainable_variables is None else variables)
 
     def is_due(self) -> Any:
-        """Whether this call updates variables, and does not only accumulate gradients: `True`, or a traced bool."""
+        """Whether this call updates variables, not only accumulates gradients: `True`, or a traced bool."""
         # As in Keras, which adds 1 to the iterations after the update.
         steps = self.gradient_accumulation_steps
         return (self._iterations.value + 1) % steps == 0 if steps else True
@@ -135,13 +135,13 @@ class JointOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             name=f"{variable.path.replace('/', '_')}_{name}",
         )
 
-    # Keras calls this once per step, with what is left after accumulation and clipping; its own loops over variables.
+    # Keras calls this once per step, after accumulation and clipping; its own version loops over the variables.
     def _backend_update_step(self, grads: Any, trainable_variables: Any, learning_rate: Any) -> None:
         with jax.named_scope(FLOAT32_UPDATE):
             self.update_all(grads, trainable_variables, learning_rate)
 
     def _apply_weight_decay(self, variables: Sequence[Variable]) -> None:
-        """Leave decay to `update_all`, which may use the learning rate in another way, or skip the step."""
+        """Do nothing: `update_all` applies decay, because it may scale the learning rate or skip the step."""
 
 
 def placement(variable: Variable) -> NamedSharding | None:
@@ -153,7 +153,7 @@ def placement(variable: Variable) -> NamedSharding | None:
 
 
 def in_place_of(gradient: Any, variable: Variable) -> Any:
-    """Return a gradient on the devices of its variable; one that is being traced stays as it is."""
+    """Move a gradient to the devices of its variable; return a traced one unchanged."""
     sharding = placement(variable)
     if sharding is None or isinstance(gradient, jax.core.Tracer):
         return gradient

@@ -69,13 +69,13 @@ class _PolicyDiffersError(UnsupportedError):
 def with_saved_policy(make: Callable[[], Any], saved: Any, dtype: Any, *, has_dtype: bool) -> Any:
     """Return the result of ``make``, called under the global dtype policy of the saved model.
 
-    That policy is unknown: it may be the model's own, or the model's own was explicit and the global one was as now.
-    Both are tried; the layers' policies decide.
+    A step does not store that policy. It was either the model's own, or today's, with the model's own given explicitly.
+    Both are tried; the policies of the layers decide.
 
     Args:
         make: Builds the model and calls `apply_settings`; may be called twice.
         saved: As for `apply_settings`.
-        dtype: A policy requested instead.
+        dtype: A policy that the caller requests instead.
         has_dtype: Whether the model's configuration contains a policy for the model.
 
     Raises:
@@ -90,7 +90,7 @@ def with_saved_policy(make: Callable[[], Any], saved: Any, dtype: Any, *, has_dt
     now = keras.config.dtype_policy()
     if own is None or own.name == now.name:
         return make()
-    # A configuration that names the model's policy was given it explicitly, so first try the global one as it is.
+    # If the configuration contains the model's policy, that was explicit, so try today's global policy first.
     policies = [own] if dtype is not None else [now, own] if has_dtype else [own, now]
     *first, last = policies
     for policy in first:
@@ -135,7 +135,7 @@ def apply_settings(model: Any, saved: Any, *, any_policy: bool = False) -> None:
 
 
 def enable_saved_lora(model: Any, saved: Any) -> None:
-    """Enable LoRA as saved settings have it, and apply no other setting; the model is inside `shardload.abstract`.
+    """Enable LoRA as in saved settings, and apply no other setting; call it inside `shardload.abstract`.
 
     Raises:
         SourceError: When ``saved`` is not valid.

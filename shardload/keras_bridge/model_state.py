@@ -60,7 +60,7 @@ def trained_variables(model: Model) -> list[Variable]:
 
 
 _LEAVES = frozenset(map(id, LEAVES))
-"""Types by identity, as a metaclass may define equality and hashes."""
+"""Ids of types, because a metaclass may define how its classes are hashed and compared."""
 _PLAIN = _LEAVES.union(map(id, (list, tuple, set, dict, TrackedList, TrackedDict, TrackedSet)))
 """Types of most attributes, which contain no variables."""
 
@@ -96,7 +96,7 @@ def learning_rate_of(model: Model) -> float | None:
 
 @contextmanager
 def with_optimizer(model: Model, optimizer: Any) -> Iterator[None]:
-    """Give a model an optimizer inside the block, as if it was compiled with it; ``None`` changes nothing.
+    """Give a model an optimizer inside the block, as if it were compiled with it; ``None`` changes nothing.
 
     Raises:
         UsageError: If the model is compiled with another one.
@@ -173,7 +173,7 @@ def spread_slots(
 ) -> dict[int, Layout]:
     """Return the layouts of slots that do not follow their weight, by ``id(slot)``.
 
-    They are spread further, or belong to an optimizer that knows the layouts of its state (`JointOptimizer`).
+    They are spread over more devices, or belong to an optimizer that chooses their layouts (`JointOptimizer`).
 
     Args:
         model: Compiled or not.

@@ -1,8 +1,8 @@
-"""Slots of optimizers: which weight each belongs to, and layouts of their own.
+"""Slots of optimizers: the weight that each belongs to, and layouts that differ from the weight's.
 
 Keras creates a slot (a momentum, an average, an accumulated gradient) by ``add_variable_from_reference``, with the
-layout of its weight. For slots that are spread further, an optimizer instance gets a function of that name which passes
-a stand-in for the weight with another layout. No class is changed, and a copy or a saved optimizer is a plain one.
+layout of its weight. To spread slots over more devices, an optimizer instance gets a replacement for that method, which
+passes a copy of the weight with another layout. Classes stay unchanged; copied and saved optimizers are plain ones.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SlotSpread:
     """The axes over which an optimizer's slots are spread."""
 
     axes: tuple[str, ...] | Literal["batch", "every"]
-    """Names; or the axis that splits the batch, or all axes of the mesh with that one last."""
+    """Names of axes; ``batch``: the axis that splits the batch; ``every``: all axes, with that one last."""
 
     def on(self, mesh: MeshSpec, batch_axis: str | None = None) -> tuple[str, ...]:
         """Return the axes of a mesh; ``batch_axis`` if it is not the mesh's own."""

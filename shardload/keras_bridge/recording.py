@@ -212,8 +212,8 @@ def is_tracing_error(error: Exception | None) -> bool:
 def quantize_without_values(layer: Any) -> None:
     """Do everything ``layer.quantize("int8")`` does to a kernel without a value, except computing numbers.
 
-    A layer built from a map of policies has the map itself as its policy, so that Keras' own hooks store no scale; the
-    layer gets its entry of the map instead.
+    A layer built from a map of policies has the map itself as its policy, for which Keras' own hooks store no scale.
+    So the layer gets its entry of the map instead.
     """
     policy = getattr(layer, "_dtype_policy", None)
     if isinstance(policy, keras.dtype_policies.DTypePolicyMap):

@@ -18,7 +18,7 @@ from shardload.keras_bridge.recording import without_computing
 
 
 class _OutputPaths(Distribution):  # type: ignore[misc]
-    """Lists the paths that Keras asks about, and lays out nothing."""
+    """Records the paths for which Keras requests a layout, and returns no layout."""
 
     def __init__(self) -> None:
         super().__init__(device_mesh=None)
@@ -32,7 +32,7 @@ class _OutputPaths(Distribution):  # type: ignore[misc]
 
 
 def build_by_calling(model: Model, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Variable]:
-    """Build a model by a call on sample inputs; no value is computed, and none is given to its variables.
+    """Build a model by calling it on sample inputs, without computing anything; its variables get no values.
 
     Returns:
         The variables that the call created, which have no values.
@@ -49,7 +49,7 @@ def build_by_calling(model: Model, args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def output_paths(model: Model, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str] | None:
-    """Return the paths under which Keras asks for the layout of each layer's output, in order of the calls.
+    """Return the paths for which Keras requests the layout of a layer's output, in the order of the calls.
 
     Args:
         model: A built model.

@@ -1,4 +1,4 @@
-"""Run Keras' own walk over everything it saves, with another source of values, and intercept every ``assign``."""
+"""Run Keras' own walk over everything that it saves with values from elsewhere, and intercept every ``assign``."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from keras.src.saving.keras_saveable import KerasSaveable
 from keras.src.utils import naming
 
 from shardload.keras_bridge.keras_types import Model, Variable
+from shardload.keras_bridge.lora import hidden
 from shardload.keras_bridge.patches import Patches
 from shardload.keras_bridge.recording import without_computing
 
@@ -175,17 +176,12 @@ def stored_by_hook(saveable: Any) -> dict[str, Variable]:
     if hook is None:
         return {}
     store: dict[str, Any] = {}
-    lora = vars(saveable).get("lora_enabled", False)
     try:
-        if lora:
-            vars(saveable)["lora_enabled"] = False
-        without_computing(lambda: hook(store))
+        with hidden([saveable] if vars(saveable).get("lora_enabled", False) else []):
+            without_computing(lambda: hook(store))
     except Exception:
         # The hook needs values. Callers then name its variables by attribute.
         return {}
-    finally:
-        if lora:
-            vars(saveable)["lora_enabled"] = lora
     return {key: value for key, value in store.items() if isinstance(value, JaxVariable)}
 
 

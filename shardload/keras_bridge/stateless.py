@@ -1,8 +1,8 @@
-"""Run a Keras model as a pure function of its variables' values, on a mesh of choice.
+"""Run a Keras model as a pure function of its variables' values, on any mesh.
 
-Three things of Keras stand in the way, and `stateless` removes them inside its block: a distribution that is set for
-the thread or that the model is bound to, and the variables on Keras' list of uninitialised ones, whose initialisers the
-first ``stateless_call`` would run as a part of the traced program.
+Inside its block, `stateless` removes what Keras would mix in: the distribution that is set for the thread, the one that
+the model is bound to, and the variables on Keras' list of uninitialised ones. The first ``stateless_call`` would run
+the initialisers of those as a part of the traced program.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from shardload.sharding.mesh import MeshSpec
 
 @contextmanager
 def stateless(model: Model, distribution: MeshParallel | None = None) -> Iterator[None]:
-    """Inside the block, the model can be traced by ``stateless_call`` under ``distribution`` and no other.
+    """Inside the block, ``stateless_call`` of the model can be traced under ``distribution`` alone.
 
-    Its variables keep values and layouts, and a bound model is bound again afterwards.
+    Its variables keep their values and layouts. A bound model is unbound inside the block and bound again afterwards.
     """
     before, bound = keras.distribution.distribution(), BindingSnapshot.of(model)
     waiting = unregistered()
@@ -52,7 +52,7 @@ def mesh_distribution(
     batch_axis: str | None = None,
     activations: Callable[[str], Any] | None = None,
 ) -> MeshParallel:
-    """Return the distribution that a model bound to this mesh would have, to lay out activations in a trace."""
+    """Return the distribution of a model that is bound to this mesh, to lay out activations in a trace."""
     return MeshParallel(mesh, devices, {}, batch_axis=batch_axis or mesh.batch_axis, activations=activations)
 
 
@@ -82,6 +82,6 @@ def run_forward(
 
 
 def scaled_loss(optimizer: Any, values: Sequence[Any], loss: Any) -> Any:
-    """Return the loss as the optimizer wants it differentiated: ``LossScaleOptimizer`` multiplies it."""
+    """Return the loss that the optimizer needs the gradients of: ``LossScaleOptimizer`` multiplies it by its scale."""
     with keras.StatelessScope(state_mapping=list(zip(optimizer.variables, values, strict=True))):
         return optimizer.scale_loss(loss)

@@ -13,14 +13,14 @@ T = TypeVar("T")
 
 
 class InThread(Generic[T]):
-    """A function that runs in a thread of its own, which shares the settings and name counters of this thread."""
+    """A function that runs in a new thread with the settings and name counters of this one."""
 
     def __init__(self, function: Callable[[], T]) -> None:
         self._result: T
         self._error: BaseException | None = None
         context = contextvars.copy_context()
-        # The attributes of a threading.local are those of the thread that reads them. Counters of names are dicts,
-        # so that both threads count on in the same one.
+        # A threading.local has other attributes in each thread, so copy them here and set them there. Counters of
+        # names are dicts, which are shared by reference: both threads count in the same one.
         state = dict(vars(global_state.GLOBAL_STATE_TRACKER))
         settings = dict(vars(global_state.GLOBAL_SETTINGS_TRACKER))
 

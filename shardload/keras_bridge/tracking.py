@@ -64,9 +64,9 @@ def bookkeeping_attributes() -> frozenset[str]:
 
 
 def without_walking_vocabularies() -> AbstractContextManager[None]:
-    """Let Keras track lists and dicts of strings or numbers inside the block without asking each item.
+    """Inside the block, Keras does not search lists and dicts that contain only strings, numbers and the like.
 
-    Keras finds nothing to track in them, so the attributes are the same.
+    It would find nothing to track in them, so the result is the same.
     """
     return _UNWALKED.applied()
 

@@ -154,10 +154,10 @@ def grain_dataset(epochs: Any) -> Any:
 
 
 def expect_end_of_data(epochs: Any, *, expected: bool) -> None:
-    """Set whether the data of an ``EpochIterator`` may end in this epoch; Keras always warns of an interruption.
+    """Set whether the data of an ``EpochIterator`` may end in this epoch; Keras always warns that it is interrupted.
 
-    Where the length of an epoch is unknown, the end of the data is its end. Keras then takes one batch too many for the
-    length, and would ask for that batch, and warn, in every epoch.
+    If the length of an epoch is unknown, it ends with the data. Keras then counts one batch too many, and would request
+    that batch, and warn, in every later epoch.
     """
     if not expected:
         vars(epochs).pop("_interrupted_warning", None)
@@ -177,7 +177,7 @@ def expect_end_of_data(epochs: Any, *, expected: bool) -> None:
 
 
 def has_unknown_length(epochs: Any) -> bool:
-    """Whether an ``EpochIterator`` reads its data to the end to find the length of an epoch."""
+    """Whether an ``EpochIterator`` must read its data to the end to learn the length of an epoch."""
     return epochs.steps_per_epoch is None and epochs._num_batches is None
 
 

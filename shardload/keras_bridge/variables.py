@@ -33,7 +33,7 @@ def is_abstract(variable: Variable) -> bool:
 
 def stored_dtype(variable: Variable) -> np.dtype[Any]:
     """Return the dtype of the stored value, regardless of any autocast scope."""
-    # JAX stores int64 and float64 in 32 bits unless 64 bits are enabled, whatever the variable is declared as.
+    # Unless jax_enable_x64 is set, JAX stores a variable that Keras calls int64 or float64 in 32 bits.
     dtype: np.dtype[Any] = jax.dtypes.canonicalize_dtype(np.dtype(getattr(jax.numpy, variable._dtype)))
     return dtype
 
@@ -122,7 +122,7 @@ def release_from_mesh(variable: Variable, *, committed: bool) -> bool:
     """Make a value on a mesh of one device an ordinary array with the same buffer, as Keras has it without a layout.
 
     Args:
-        variable: Any variable; one with a layout, or elsewhere, stays as it is.
+        variable: Any variable; it stays unchanged if it has a layout or its value is on no mesh.
         committed: Whether JAX refuses to combine the array with arrays on other devices.
 
     Returns:
@@ -143,7 +143,7 @@ def unique(found: Iterable[Variable]) -> list[Variable]:
 
 
 def numbered(names: Iterable[str]) -> list[str]:
-    """Return names made unique: ``#2``, ``#3`` and so on where they repeat."""
+    """Make names unique: append ``#2``, ``#3`` and so on where they repeat."""
     seen: Counter[str] = Counter()
     found = []
     for name in names:

@@ -27,7 +27,7 @@ class AttributeSnapshot:
         return cls(target, attributes, tuple((c, c.copy()) for c in containers))
 
     def restore(self) -> None:
-        """Restore the attributes, bypassing Keras' tracking, because nothing is new."""
+        """Restore the attributes, bypassing Keras' tracking, which has them all already."""
         current = getattr(self.target, "__dict__", None)
         if current is None:
             return

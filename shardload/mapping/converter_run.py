@@ -79,7 +79,7 @@ class ConverterAssign:
     view: View | None
     tensors: frozenset[str]
     ported: bool
-    """Whether ``port_weight`` made it, from one tensor."""
+    """Whether ``port_weight`` assigned it, from one tensor."""
 
 
 @dataclass(slots=True)
@@ -93,7 +93,7 @@ class Recording:
     """Tensors whose real bytes ``get_tensor`` must return in the second run."""
     mismatched: list[Mismatch] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
-    """Names the converter asked for that the checkpoint lacks."""
+    """Names that the converter requested and the checkpoint lacks."""
     printed: str = ""
 
 

@@ -1,10 +1,10 @@
 """Hugging Face names: run KerasHub's own converter with a loader without bytes.
 
-``convert_weights(backbone, loader, config)`` asks the loader for tensors by their Hugging Face names and
+``convert_weights(backbone, loader, config)`` requests tensors from the loader by their Hugging Face names and
 assigns the results of its hooks. The first run gets reservations and is only recorded; its views
 become bindings. Computed values (casts, stacks of experts, interpolated positions) are left to a second
 run of the same code, which skips views and reads only tensors used in computations, each
-when the converter asks for it. That run comes after all bindings: some converters compute from variables.
+when the converter requests it. That run comes after all bindings: some converters compute from variables.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def map_hub(model: Any, manifest: Manifest) -> VariableMap:
         UnsupportedError: When the converter cannot run on this model.
     """
     runs = [Run(kerashub.converter(manifest).convert_weights, getattr(model, "backbone", model), manifest, None)]
-    # KerasHub, too, converts the head in a run of its own, with an empty prefix.
+    # KerasHub also converts the head in a separate run, with an empty prefix.
     if _has_head(model, manifest):
         runs.append(Run(kerashub.converter(manifest).convert_head, model, manifest, ""))
     recordings = [record(run) for run in runs]
@@ -77,10 +77,10 @@ def _summarise(model: Any, manifest: Manifest, recordings: list[Recording]) -> V
     covered = [v for v in weights if v.path in wrong]
     plain: dict[int, str] = {}
     if not any(r.absent for r in recordings):
-        # The converter found all it asked for, so fixed tables it never requests (rotary tables) keep their values.
+        # The converter found all that it requested, so fixed tables that it never requests (rotary) keep their values.
         sourced = {id(p) for p in (*provided, *covered)}
         weights = [v for v in weights if v.trainable or id(v) in sourced]
-        # So do constant biases it never asks for, like Gemma 3n's in KerasHub's MobileNet, but not random values.
+        # So do zeros and ones that it never requests (biases of Gemma 3n's MobileNet), but not random values.
         plain = {id(v): names[id(v)] for v in weights if id(v) not in sourced and _begins_constant(v)}
         weights = [v for v in weights if id(v) not in plain]
     missing, missing_variables, state = split_missing(weights, everything, [*provided, *covered], names)

@@ -2,7 +2,7 @@
 
 A converter knows one spelling; directories have several. They are tried in this order, and the first match wins::
 
-    as asked            roberta.encoder.layer.0.…     the name itself, or behind a prefix that fits (KerasHub's rule)
+    as requested        roberta.encoder.layer.0.…     the name itself, or behind a prefix that fits (KerasHub's rule)
     another spelling    LayerNorm.gamma               for LayerNorm.weight: another name used by transformers
     without a prefix    encoder.layer.0.…             a base model, stored without its family's prefix
     the tied tensor     model.embed_tokens.weight     for lm_head.weight, where the configuration ties them
@@ -84,7 +84,7 @@ class HubNames:
             found = list(_prefixes(rest, names))
             if len(found) > 1:
                 raise SourceError(
-                    f"Cannot tell which tensor of {self._source} is the tensor {wanted!r} of KerasHub's converter: "
+                    f"Cannot determine which tensor of {self._source} KerasHub's converter means by {wanted!r}: "
                     f"{len(found)} names match: {', '.join(repr(prefix + rest) for prefix in found[:4])}. Remove the "
                     "tensors that are not part of the model"
                 )
@@ -96,9 +96,9 @@ class HubNames:
 
 
 def _spellings(wanted: str) -> Iterator[str]:
-    for asked, stored in _SPELLINGS:
-        if asked in wanted:
-            yield wanted.replace(asked, stored)
+    for requested, stored in _SPELLINGS:
+        if requested in wanted:
+            yield wanted.replace(requested, stored)
 
 
 def _prefixes(rest: str, names: Iterable[str]) -> Iterator[str]:

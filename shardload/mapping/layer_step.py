@@ -99,7 +99,7 @@ class LayerStep:
         """Call the hook.
 
         Raises:
-            MismatchError: When it asks for other views than during recording.
+            MismatchError: When it computes a value for a variable to which it assigned a view when recorded.
         """
         # The hook gets the bytes of tensors that it computes with, and reservations of others, as when it was recorded.
         # A view that it assigns is then found by variable and view, and replaced by the binding's sharded array.
@@ -139,8 +139,8 @@ class LayerStep:
             warnings.simplefilter("always")
             with assignments_to(assign):
                 self.saveable.load_own_variables(Entry(self.tensors, read))
-        for said in caught:
-            warn_caller(str(said.message), said.category)
+        for warning in caught:
+            warn_caller(str(warning.message), warning.category)
 
     def _whole(self, tensor: Tensor) -> str | None:
         """Return the binding that is a tensor's only use and all of it, if the hook can get the array itself.

@@ -1,6 +1,6 @@
-"""Tensors of a checkpoint outside the architecture in its own configuration.
+"""Tensors of a checkpoint that do not belong to the architecture in its configuration.
 
-A tensor that no variable takes is an error, unless one of these rules explains why the built model gives the same
+A tensor that no variable uses is an error, unless one of these rules explains why the built model gives the same
 results without it::
 
     buffers         position_ids, inv_freq, causal masks    computed from the configuration; known by name and kind
@@ -46,7 +46,7 @@ class OutsideTensor:
 
 @dataclass(frozen=True, slots=True)
 class Sorted:
-    """Tensors that no variable takes, in two groups."""
+    """Tensors that no variable uses, in two groups."""
 
     outside: tuple[OutsideTensor, ...]
     unused: tuple[str, ...]
@@ -149,7 +149,7 @@ def sort_unused(
 
     Args:
         mapping: The tensors that the model uses.
-        manifest: The checkpoint; only one that describes its own model has tensors outside of it.
+        manifest: The checkpoint; only Hugging Face's, which describe their model, have tensors outside of it.
         model: The model built from that description.
         ignore: Patterns (``*``, ``?``) of names to leave out unconditionally.
         compare: Whether to read tensors whose values decide; otherwise they count as outside for now.

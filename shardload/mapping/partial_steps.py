@@ -1,4 +1,4 @@
-"""Partial steps: the weights they leave out, and the LoRA adapters that a model needs before they fit.
+"""Partial steps: the weights that they leave out, and the LoRA adapters that the model must have to load them.
 
     step                                   model
     lora_kernel_a, lora_kernel_b     ─►    replaced
@@ -50,7 +50,7 @@ def different_base(left_out: Sequence[tuple[Stored, StateLeaf]]) -> tuple[Mismat
 
 
 def lora_differences(model: Any, form: Any) -> tuple[Mismatch, ...]:
-    """Return the layers whose adapters would compute something else than those of the step: other rank or alpha."""
+    """Return the layers whose adapters differ from the step's in rank or alpha, and so compute other values."""
     own, stored = _adapters(settings_of(model)), _adapters(form)
     found = []
     for path in own.keys() & stored.keys():
@@ -65,7 +65,7 @@ def lora_differences(model: Any, form: Any) -> tuple[Mismatch, ...]:
 
 
 def lora_advice(model: Any, form: Any) -> str:
-    """Return how to give a model the adapters of a step; empty if it has them."""
+    """Return how to give a model the same adapters as a step; empty if it has them."""
     own, stored = _adapters(settings_of(model)), _adapters(form)
     if own == stored:
         return ""

@@ -1,4 +1,4 @@
-"""Placeholders for tensors: an address range for each, to observe what loading code does with it.
+"""Placeholders for tensors: address ranges that show what loading code does with each tensor.
 
 A `Reserved` array has the shape and dtype of a stored tensor and lies in untouched memory pages.
 Loading code (a layer's ``load_own_variables``, a converter's hook) runs on it as on real data; the
@@ -155,13 +155,11 @@ class Reserved(np.ndarray[Any, np.dtype[Any]]):
             empty = np.empty(self.shape, dtype="V0").reshape(*shape)
             return _derived((self,), empty.shape, self.dtype)
 
-    def flatten(self, order: Any = "C") -> Any:
-        """Like `reshape`."""
-        return self.reshape(-1, order=order)
-
     def ravel(self, order: Any = "C") -> Any:
         """Like `reshape`."""
         return self.reshape(-1, order=order)
+
+    flatten = ravel
 
 
 def tensors_behind(value: Any) -> frozenset[str]:

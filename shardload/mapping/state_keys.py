@@ -48,7 +48,7 @@ class Role:
 
 
 def roles_of(model: Any) -> dict[int, Role]:
-    """Return the role of every variable of ``model`` that training keeps, by ``id``."""
+    """Return the role of every variable of ``model`` that a training step stores, by ``id``."""
     roles = _weights(model)
     keys = {i: role.key for i, role in roles.items()}
     optimizer = getattr(model, "optimizer", None)

@@ -67,7 +67,7 @@ class _Paired:
     missing: tuple[StateLeaf, ...]
     left: tuple[_Left, ...]
     left_out: tuple[tuple[Stored, StateLeaf], ...] = ()
-    """Variables that a partial step does not store, as it says."""
+    """Leaves that a partial step lists as left out, and the model's variables for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,8 @@ def map_state(
         items: ``"all"``, ``"weights"``, ``"optimizer"`` or ``"metrics"``.
         rename: Stored structural key prefix → the model's (`state_tree.find`).
         names: Tensor name → variable path, for trees without roles.
-        has_base: The weights that a partial step leaves out come from elsewhere: the model needs no values.
+        has_base: Whether the weights that a partial step leaves out come from elsewhere, so that the model needs no
+            values for them.
 
     Raises:
         UsageError: When ``items`` is invalid, or requires a compiled model.

@@ -69,9 +69,9 @@ def map_keras(model: Any, manifest: Manifest, *, optimizer: bool = True) -> Vari
         warnings.simplefilter("always")
         for walk in walks:
             without_computing(walk.record)
-    # Not what Python says of files that other code, also in other threads, has left open.
-    said = [str(w.message) for w in caught if not issubclass(w.category, ResourceWarning)]
-    return _summarise(model, manifest, walks, tuple(dict.fromkeys(said)))
+    # Without ResourceWarnings: they are about files that other code, also in other threads, has left open.
+    notes = [str(w.message) for w in caught if not issubclass(w.category, ResourceWarning)]
+    return _summarise(model, manifest, walks, tuple(dict.fromkeys(notes)))
 
 
 @dataclass(slots=True, eq=False)
@@ -234,7 +234,8 @@ def _summarise(model: Any, manifest: Manifest, walks: list[Walk], notes: tuple[s
     taken = {n for visit in good for n in visit.read} | {t.name for visit in failed for t in visit.tensors.values()}
     declined = {n for visit in good for n in _declined(visit)} - taken
     notes += tuple(_declining(visit) for visit in good if declined.intersection(_declined(visit)))
-    own = [v for v in made if id(v) not in {id(v) for v in provided}]
+    provided_ids = {id(v) for v in provided}
+    own = [v for v in made if id(v) not in provided_ids]
     notes += tuple(_not_stored(v, names) for v in own)
     left = [n for n, t in manifest.tensors.items() if t.name not in taken | declined]
     idle = _idle_optimizers(model, good, {n: manifest.tensors[n] for n in left})
@@ -272,14 +273,14 @@ def _idle_optimizers(model: Any, visits: list[Visit], left: Mapping[str, Tensor]
 
 
 def _declined(visit: Visit) -> list[str]:
-    """Return tensors that were offered to a layer's custom hook but not read: it creates those values itself."""
+    """Return tensors that a layer's custom hook did not read, because it creates those values itself."""
     if has_keras_hook(visit.saveable):
         return []
     return [t.name for t in visit.tensors.values() if t.name not in visit.read]
 
 
 def _made_by_hook(visit: Visit) -> list[Variable]:
-    """Return variables that a layer's custom hook leaves unchanged, though it read everything that it saved."""
+    """Return variables that a layer's custom hook does not assign although it reads all tensors that it saved."""
     if has_keras_hook(visit.saveable) or not visit.tensors or _declined(visit):
         return []
     assigned = {id(event.variable) for event in visit.assigned}

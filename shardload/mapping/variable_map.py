@@ -1,9 +1,9 @@
-"""The mapping of a checkpoint's tensors to a model's variables, and the steps that fill them.
+"""The mapping from a checkpoint's tensors to a model's variables, and the steps that fill the variables.
 
     Binding    variable ◄── view of one tensor            streamed: planned, read in blocks, never whole on the host
     Computed   variables ◄─ a hook's arithmetic ◄─ tensors  read whole, one layer at a time, on the host
     missing    weights without a source                   state        seeds, metrics, slots: to be initialised
-    unused     tensors that nothing asked for             skipped      the same, for parts the model does not have
+    unused     tensors that no loading code read          skipped      the same, for parts that the model lacks
     mismatched variable and tensor disagree
 
 Names of bindings are variable paths; where two variables share a path, the later ones get ``#2``, ``#3``.
@@ -136,7 +136,7 @@ class VariableMap:
     refused: tuple[tuple[str, Variable], ...] = ()
     """Weights without a value because they, or others of their layer, are mismatched; by name."""
     absent: tuple[str, ...] = ()
-    """Names a converter asked for that the checkpoint lacks."""
+    """Names that a converter requested and the checkpoint lacks."""
     kept: tuple[str, ...] = ()
     """Weights that a partial step leaves out on purpose: they keep the values that the model has."""
     kept_variables: tuple[Variable, ...] = ()
