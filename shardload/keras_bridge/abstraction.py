@@ -255,7 +255,7 @@ def _stateful(
         mapping = [(g.state, s) for g, s in zip(generators, states, strict=True)]
         with keras.StatelessScope(state_mapping=mapping, initialize_variables=False) as scope:
             value = keras.ops.convert_to_tensor(initializer(shape, dtype=dtype))
-        # Other changes would be lost with the scope. `_sharded_value` then runs the initialiser eagerly.
+        # Other changes would be lost with the scope. On this error, `_sharded_value` runs the initialiser eagerly.
         if set(scope.state_mapping) != {id(v) for v, _ in mapping}:
             raise UnsupportedError("the initialiser changes variables other than its seed generators'")
         return [value, *(scope.get_current_value(v) for v, _ in mapping)]

@@ -95,7 +95,7 @@ class MeshParallel(keras.distribution.ModelParallel):  # type: ignore[misc]
         own, shape = sharding_of(variable), tuple(variable.shape)
         if own is not None:
             return own
-        # `quantize` makes a new kernel under the old one's path, which belongs where the old one was.
+        # `quantize` replaces a kernel by a new variable with the same path, which belongs in the same place.
         namesake_shape, sharding = self._by_path.get(variable.path, (None, None))
         return sharding if namesake_shape == shape else self.replicated(len(shape))
 
@@ -331,7 +331,7 @@ def _deepcopy(model: Model, binding: ModelBinding) -> Callable[[dict[int, Any]],
 
     def deepcopy(memo: dict[int, Any]) -> Model:
         variables = variables_of(model)
-        # By position, as the variables of the copy are other objects in the same order.
+        # By position: the copy has other variables, in the same order.
         layouts = [_layout_of(v, sharding_of(v), binding.mesh) for v in variables]
         used = {i: binding.uses[id(v)].used for i, v in enumerate(variables) if id(v) in binding.uses}
         uses = {i: _layout_of(variables[i], sharding, binding.mesh) for i, sharding in used.items()}

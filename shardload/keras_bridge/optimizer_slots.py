@@ -52,7 +52,7 @@ class SlotSpread:
 
 
 def _batch_axis(mesh: MeshSpec) -> str:
-    # A distribution may split the batch over another axis than its mesh's usual one.
+    # The user's distribution may split the batch over another axis than the mesh's usual one.
     own = getattr(keras.distribution.distribution(), "batch_dim_name", None)
     return own if own in mesh.axes else mesh.batch_axis
 

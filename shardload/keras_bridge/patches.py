@@ -15,7 +15,7 @@ class Patches:
     """Attributes of classes and modules, replaced while at least one block is open in any thread."""
 
     def __init__(self, patches: Callable[[], Iterable[Patch]]) -> None:
-        # A function, called when a block opens: what it patches may not be imported before.
+        # A function, called when a block opens: the modules that it patches may not be imported yet.
         self._patches = patches
         self._originals: list[tuple[Any, str, Any]] = []
         self._open = 0

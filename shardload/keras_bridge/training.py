@@ -166,7 +166,7 @@ def expect_end_of_data(epochs: Any, *, expected: bool) -> None:
     def ended() -> None:
         # Keras counts a step before it asks for its data, so the last one, which got none, is subtracted.
         batches, longest = epochs._steps_seen - epochs.steps_per_execution, vars(epochs).get(_LONGEST, 1)
-        # A generator that is used up: Keras has only the batches that it took to find out their shapes.
+        # A generator that is used up yields only the batches that Keras had peeked at.
         if batches < longest:
             EpochIterator._interrupted_warning(epochs)
         vars(epochs)[_LONGEST] = max(batches, longest)

@@ -101,7 +101,7 @@ def _summarise(
     wrong = tuple(Mismatch.of_shapes(v, t.name, t.shape) for n, (t, v) in chosen.items() if n not in fits)
     provided = [v for _, v in chosen.values()] + ([*base.provided] if base else [])
     missing, missing_variables, state = split_missing(weights, everything, provided, names)
-    # In the order of the file: what no name matched, and what the hooks left.
+    # What no name matched. A structural key is unused only if the hooks did not read it, either.
     loose = {n for n in manifest.tensors if n not in chosen and (base is None or "vars" not in n.split("/")[:-1])}
     return VariableMap(
         bindings=bindings + (base.bindings if base else ()),

@@ -39,7 +39,7 @@ def slots_as_stored(model: Any, manifest: Manifest) -> Iterator[None]:
             before.append(OptimizerState.of(optimizer))
             with record_variables():
                 optimizer.build(weights)
-            # Another kind of optimizer. Keras skips its state with a warning; without slots, so does the mapping.
+            # Another kind of optimizer, whose state Keras skips with a warning; without slots, so does the mapping.
             if len(optimizer.variables) != stored:
                 before.pop().restore()
         yield

@@ -58,7 +58,7 @@ def lora_differences(model: Any, form: Any) -> tuple[Mismatch, ...]:
             has, was = own[path].get(name), stored[path].get(name)
             if has != was:
                 message = f"LoRA of the layer {path!r} has {name} {has:g}, but {was:g} in the step"
-                # By default, alpha is the rank and differs with it: one message per layer is enough.
+                # By default, alpha equals the rank, so both differ together: one message per layer is enough.
                 found.append(Mismatch(path, "", None, None, message))
                 break
     return tuple(sorted(found, key=str))

@@ -115,7 +115,7 @@ class Reserved(np.ndarray[Any, np.dtype[Any]]):
         self.reservations = getattr(source, "reservations", None)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        # Reductions, `out=` and `where=` run on the zeros; that touches the pages, so the tensor counts as used.
+        # Reductions, matmul, `out=` and `where=` run on the zeros, which touches the pages: the tensor counts as used.
         if method != "__call__" or ufunc.signature or any(v is not None for v in kwargs.values()):
             return getattr(ufunc, method)(*_plain(inputs), **{k: _plain(v) for k, v in kwargs.items()})
         # Elementwise: broadcasting gives the shape, and NumPy itself the dtype, from one element of each input.

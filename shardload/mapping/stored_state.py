@@ -167,7 +167,7 @@ def _resolve_other_optimizers(paired: _Paired, manifest: Manifest, noted: list[s
         if name not in in_step:
             noted.append(f"{_NO_OTHER}{name}: the model's is unchanged")
             paired = _without(paired, name)
-        # An empty kind is in no item, so `_summarise` lists the tensors as skipped.
+        # An empty kind belongs to no item, so `_summarise` lists these tensors as skipped.
         elif name not in in_model:
             noted.append(f"the model has no optimizer {name}; its state in the step is not used")
             left = (replace(found, kind="") if found.optimizer == name else found for found in paired.left)

@@ -171,7 +171,7 @@ class Walk:
         again = self.visits[-1]
         again.saveable = visit.saveable
         try:
-            # Out of the trace that records, so that NumPy gets arrays of zeros.
+            # Outside the trace of the recording: NumPy code gets arrays of zeros there, instead of tracers.
             with jax.ensure_compile_time_eval():
                 visit.saveable.load_own_variables(entry)
         except Exception as error:

@@ -192,6 +192,7 @@ class DirectStep:
 
     def run(self, runtime: Runtime) -> None:
         """Assign the array."""
+        # Keras' `assign` keeps an array that has the variable's dtype and layout, so nothing is copied.
         array = runtime.take(self.binding.name)
         runtime.assign(self.binding.variable, array, lambda variable, value: variable.assign(value))
 
