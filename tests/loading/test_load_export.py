@@ -1,0 +1,41 @@
+"""A model that was loaded onto a mesh can be exported, with a batch of any size."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import export_child
+import jax
+import numpy as np
+import pytest
+from jax import export
+
+import shardload
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A folder with the weights of a model, and its outputs for eight inputs."""
+    model, x = export_child.build(), np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
+    model.save_weights(tmp_path / "model.weights.h5")
+    np.savez(tmp_path / "known.npz", x=x, y=model.predict(x, verbose=0))
+    return tmp_path
+
+
+def test_jax_exports_a_sharded_model_with_a_symbolic_batch(saved):
+    with shardload.abstract():
+        model = export_child.build()
+    shardload.load_weights(model, saved / "model.weights.h5", mesh="2x4")
+    known, (batch,) = np.load(saved / "known.npz"), export.symbolic_shape("batch")
+    exported = export.export(jax.jit(model))(jax.ShapeDtypeStruct((batch, 16), np.float32))
+    for size in export_child.BATCHES:
+        np.testing.assert_allclose(exported.call(known["x"][:size]), known["y"][:size], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_keras_exports_a_sharded_model_as_a_saved_model(saved):
+    # A process of its own: the tests' processes do without TensorFlow.
+    done = subprocess.run(
+        [sys.executable, Path(export_child.__file__), saved], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
