@@ -118,6 +118,7 @@ class Chunked:
     @property
     def paths(self) -> tuple[Location, ...]:
         """Files that contain the chunks."""
+        # `dict.fromkeys` instead of a set: files stay in the order of their first chunk.
         return tuple(dict.fromkeys(extent.path for extent in self.extents.values()))
 
 
@@ -161,6 +162,7 @@ class Tensor:
             case Decoded(reader):
                 return reader.stored_bytes
             case Chunked(chunk_shape, extents):
+                # Edge chunks are stored in full, so each raw chunk counts with the whole chunk shape.
                 raw = math.prod(chunk_shape) * self.dtype.itemsize
                 return sum(e.n_bytes + len(e.kept) if isinstance(e, Packed) else raw for e in extents.values())
 
@@ -206,6 +208,7 @@ class Manifest:
     @property
     def n_left_out(self) -> int:
         """Number of weights of its model that a partial training step does not store."""
+        # `structure.json` is untrusted and not checked yet: every level may be of any type.
         structure = self.metadata.get("structure")
         found = structure.get("left_out") if isinstance(structure, Mapping) else None
         leaves = found if isinstance(found, list) else []
@@ -240,4 +243,4 @@ class View:
 
     def is_whole(self, tensor: Tensor) -> bool:
         """Whether this is the whole tensor in its own order and shape."""
-        return self.shape == tensor.shape and self == View.whole(tensor)
+        return self == View.whole(tensor)

@@ -13,10 +13,12 @@ from shardload.stores.json_files import read_object
 from shardload.stores.location import Location
 from shardload.stores.store import File
 
+# More than the longest signature that is checked, the 23 bytes of a Git LFS pointer.
 HEAD_BYTES = 64
 CONFIG = "config.json"
 
 
+# No slots in these two classes: `cached_property` keeps its values in the instance's dict.
 @dataclass(frozen=True)
 class FileContent:
     """An open, non-empty file whose format is being detected."""
@@ -45,9 +47,12 @@ class FileContent:
         try:
             found = read_object(self.path).get("weight_map") if self.head.lstrip().startswith(b"{") else None
         except SourceError:
+            # Damaged JSON matches no format; `recognition` reads the file again to report the error.
             return None
+        # From here on the file is JSON; the first entry is enough, as an index lists shards of one format.
         if not isinstance(found, dict) or not found:
             return None
+        # Keras lists several shards for a group of variables; transformers names one file for each tensor.
         first = next(iter(found.values()))
         return str(first[0] if isinstance(first, list) and first else first)
 

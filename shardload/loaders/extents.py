@@ -12,6 +12,7 @@ from shardload.stores.location import Location
 
 MAX_RANK = 32
 """HDF5's limit; no real weight has as many dims."""
+# NumPy and JAX index with signed 64-bit integers.
 MAX_DIM = (1 << 63) - 1
 
 
@@ -53,9 +54,8 @@ def check_shape(shape: tuple[int, ...], *, name: str, path: object) -> None:
 
 
 def _check(tensor: Tensor, files: Mapping[Location, int]) -> None:
-    match tensor.storage:
-        case Extent(path):
-            check_shape(tensor.shape, name=tensor.name, path=path)
+    if isinstance(tensor.storage, Extent):
+        check_shape(tensor.shape, name=tensor.name, path=tensor.storage.path)
     for path, start, stop in itertools.chain(_runs(tensor), _packed_runs(tensor)):
         if start < 0 or stop > files[path]:
             raise TruncatedSourceError(
@@ -94,12 +94,15 @@ def _position(tensor: Tensor, order: Mapping[Location, int]) -> tuple[int, int, 
         case Extent(path, offset) | Packed(path, offset):
             return order[path], 0, offset
         case Decoded(reader):
+            # A reader has no offset. The sort is stable, so decoded tensors keep the order of the header.
             return order[reader.paths[0]], 1, 0
         case Chunked(extents=extents):
             return min((order[e.path], 0, e.offset) for e in extents.values())
 
 
 def _refuse_overlap(tensors: Iterable[Tensor], order: Mapping[Location, int]) -> None:
+    # Empty runs may start anywhere, also inside another tensor. Among the others, sorted by start, any overlap
+    # shows between two neighbours.
     runs = [(path, start, stop, t.name) for t in tensors for path, start, stop in _runs(t) if start < stop]
     runs.sort(key=lambda run: (order[run[0]], run[1]))
     for (path, _, end, previous), (other, start, _, name) in itertools.pairwise(runs):

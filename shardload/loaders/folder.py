@@ -32,6 +32,7 @@ def member(folder: Location, name: object, *, named_by: str) -> Location:
             "A checkpoint may only point into its own folder; correct the index or download it again"
         )
     path = folder / name
+    # A plain name can only leave its folder through a symbolic link, so other files need no `realpath`.
     if path.is_link():
         _refuse_escape(path, folder)
     return path
@@ -41,7 +42,7 @@ def shards_of(index: Location, names: set[str], *, way_out: str) -> dict[str, Lo
     """Return the files that an index lists, by name, sorted; raises like `member`.
 
     Raises:
-        SourceNotFoundError: When files are missing; ``way_out`` says where to get them.
+        SourceNotFoundError: When files are missing; ``way_out`` is the verb of the advice (``Download``).
     """
     files = {name: member(index.parent, name, named_by=str(index)) for name in sorted(names)}
     if missing := [name for name, file in files.items() if not file.exists()]:
@@ -59,7 +60,9 @@ def descendant(folder: Location, name: str, *, named_by: str) -> Location:
     for part in name.split("/"):
         path = member(path, part, named_by=named_by)
         linked = linked or path.is_link()
-    if linked and path.parent != folder:  # each part is in its own folder, but all of them may lead out of this one
+    # Each link was checked against its own folder only; where Hugging Face's cache is trusted, several in a row may
+    # still lead out of this folder.
+    if linked and path.parent != folder:
         _refuse_escape(path, folder)
     return path
 
@@ -73,6 +76,7 @@ def _is_file_name(name: str) -> bool:
 
 
 def _refuse_escape(path: Location, folder: Location) -> None:
+    # Both sides are resolved: the folder itself may be reached through a link.
     target, home = path.resolved(), folder.resolved()
     if target.is_inside(home):
         return
@@ -87,6 +91,7 @@ def _refuse_escape(path: Location, folder: Location) -> None:
 
 def _hub_blobs(home: Location) -> Location | None:
     """Return the blobs folder that belongs to a snapshot in Hugging Face's cache, or ``None``."""
+    # The folder may be a subfolder of a snapshot, so walk up to the snapshot.
     revision = home
     while revision != revision.parent:
         if revision.parent.name == "snapshots" and "--" in revision.parent.parent.name:
