@@ -49,11 +49,10 @@ class FileContent:
         except SourceError:
             # Damaged JSON matches no format; `recognition` reads the file again to report the error.
             return None
-        # From here on the file is JSON; the first entry is enough, as an index lists shards of one format.
         if not isinstance(found, dict) or not found:
             return None
         # Keras lists several shards for a group of variables; transformers names one file for each tensor.
-        first = next(iter(found.values()))
+        first = next(iter(found.values()))  # enough: an index lists shards of one format
         return str(first[0] if isinstance(first, list) and first else first)
 
 

@@ -27,7 +27,7 @@ from shardload.manifest import Manifest, Tensor
 from shardload.stores.location import Location
 
 MAX_ROPE_BYTES = 1 << 16
-"""Limit for factors of rotary positions, which are as many as half a head's size: 64 numbers."""
+"""Limit on the factors of rotary positions: one number for each pair of a head's elements, 64 for most models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +67,23 @@ def open_file(path: Location) -> Manifest:
     name = str(first)
     known = models.architecture(header, name)
     config = models.config(header, name, rope_factors=_rope_factors(header))
+    # Only permutations need the numbers of heads. Gemma 4's differ by layer, so they are not read for every model.
     heads, kv_heads = head_counts(header, name) if known.undone else (1, 1)
     require_package(header.tensors, name)
     tensors = []
     for stored in header.tensors:
         for hf_name, info, undo in known.pieces(stored, name):
+            # With grouped-query attention there are fewer heads of keys than of queries.
             count = kv_heads if ".attn_k." in info.name else heads
             _check_shape(info, undo, count)
             where, dtype = storage(info, undo=undo, heads=count)
             tensors.append(Tensor(hf_name, original_shape(info, undo), dtype, where))
     if known.fuses_experts:
         tensors += fused(header)
-    by_name = collect(tensors, files=header.files)
-    ordered = {tensor.name: by_name[tensor.name] for tensor in tensors}
+    collect(tensors, files=header.files)
+    # `collect` also sorts decoded tensors to the end. In GGUF they alternate with raw ones, and a plan reads a decoded
+    # tensor after its predecessor here, so the order of the header, which is that of the bytes, is kept.
+    ordered = {tensor.name: tensor for tensor in tensors}
     return Manifest(first, "gguf", ordered, header.files, config, header.values)
 
 
@@ -97,6 +101,7 @@ def tokenizer_metadata(path: Location) -> TokenizerMetadata:
     tokens = _strings(values, "ggml.tokens", name)
     if not tokens:
         raise UnsupportedError(f"{name} contains no tokenizer. Load the model without a prompt, or use another file")
+    # "ggml.bos_token_id" → "bos"
     ids = {key[5:-9]: value for key, value in values.items() if key.startswith("ggml.") and key.endswith("_token_id")}
     found = TokenizerMetadata(
         model=str(values.get("ggml.model", "")),
@@ -120,6 +125,7 @@ def tokenizer_metadata(path: Location) -> TokenizerMetadata:
 
 def _strings(values: dict[str, Any], key: str, path: str) -> tuple[str, ...]:
     found = values.get(key, [])
+    # Anything but a list becomes a list that fails the next check.
     items = read_array(found) if isinstance(found, list | LongArray) else [None]
     if not all(isinstance(item, str) for item in items):
         raise SourceError(f"{path}: 'tokenizer.{key}' should be a list of strings")
@@ -144,11 +150,14 @@ def _numbers(values: dict[str, Any], key: str, dtype: type) -> NDArray[Any]:
 def _check_shape(info: TensorInfo, undo: Undo, heads: int) -> None:
     if undo in (Undo.TRANSPOSE, Undo.DROP_TWO) and len(info.shape) != 2:
         raise SourceError(f"{info.path}: tensor {info.name!r} has the shape {info.shape}, expected a matrix")
+    # Two halves of each head, or its query, key and value.
     parts = {Undo.UNPERMUTE: 2, Undo.UNFUSE: 3}.get(undo, 0) * heads
-    if parts and (info.shape[0] % parts or info.kind.block_elements > 1 == len(info.shape)):
+    # The rows of a quantised vector are single elements, which cannot be moved out of their block.
+    is_quantised_vector = info.kind.block_elements > 1 and len(info.shape) == 1
+    if parts and (info.shape[0] % parts or is_quantised_vector):
         raise SourceError(
             f"{info.path}: tensor {info.name!r} has {info.shape[0]} rows, which do not make {heads} heads: expected a "
-            f"multiple of {parts}"
+            f"multiple of {parts}, unquantised if a vector"
         )
 
 
@@ -168,7 +177,8 @@ def _rope_factors(header: GgufHeader) -> dict[str, tuple[float, ...]]:
 
 
 def _is_described_otherwise(content: FolderContent) -> bool:
-    """Whether a folder with a ``config.json`` has weights as GGUF only; the header describes the model then."""
+    """Whether a folder has a ``config.json``, but weights as GGUF only, whose header describes the model."""
+    # A folder without config.json needs no rule: it is recognised by the endings of its files.
     endings = tuple(name.rpartition(".")[2].lower() for name in content.names)
     return CONFIG in content.names and "gguf" in endings and not {"safetensors", "h5", "bin"} & set(endings)
 

@@ -21,6 +21,7 @@ def head_counts(header: GgufHeader, path: str) -> tuple[int, int]:
 
 def _model(values: Values, model_type: str, class_name: str) -> Config:
     """Return the entries that every configuration has."""
+    # Rows of the embedding, not the number of tokens: an embedding may be padded beyond its vocabulary.
     vocabulary = values.rows("token_embd.weight")
     if vocabulary is None:
         raise SourceError(f"{values.path} should contain the tensor 'token_embd.weight', as every model does")
@@ -42,11 +43,13 @@ def _base(values: Values, model_type: str, class_name: str) -> Config:
         "num_hidden_layers": values.count("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
+        # llama.cpp's default.
         "head_dim": values.count("attention.key_length") if values.has("attention.key_length") else hidden // heads,
         "rms_norm_eps": values.number("attention.layer_norm_rms_epsilon"),
         "rope_theta": values.number("rope.freq_base", 10000.0),
         "rope_scaling": _rope_scaling(values),
         "max_position_embeddings": values.number("context_length", None),
+        # Without an output matrix llama.cpp uses the embedding.
         "tie_word_embeddings": values.rows("output.weight") is None,
     }
 
@@ -79,6 +82,7 @@ def _gemma2(values: Values) -> Config:
     return base | {
         "tie_word_embeddings": True,
         "query_pre_attn_scalar": _attention_scalar(base, largest_layers=46),
+        # Files may omit these three keys; the values are llama.cpp's defaults.
         "attn_logit_softcapping": values.number("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": values.number("final_logit_softcapping", 30.0),
         "sliding_window": values.number("attention.sliding_window", 4096),
@@ -100,6 +104,7 @@ def _gemma3(values: Values) -> Config:
 def _gemma4(values: Values) -> Config:
     """Build the text model's configuration; sliding and full attention differ in heads, their size, and rotation."""
     layers = values.count("block_count")
+    # Settings of each layer: Hugging Face's fields are read off the first layer of either kind.
     slides = values.each("attention.sliding_window_pattern", layers)
     inner = values.each("feed_forward_length", layers)
     shared = values.each("attention.head_count_kv", layers)
@@ -107,17 +112,20 @@ def _gemma4(values: Values) -> Config:
     sliding = next((i for i, one in enumerate(slides) if one), 0)
     width, factors = values.count("attention.key_length"), values.rope_factors.get("rope_freqs", ())
     turned = {"rope_type": "proportional", "rope_theta": values.number("rope.freq_base", 1e6)}
+    # The factor is 1 for a pair of elements that is rotated, and 1e30 for one that is not.
     turned |= {"partial_rotary_factor": 2 * sum(one == 1 for one in factors) / width if factors else 1.0}
     local = {"rope_type": "default", "rope_theta": values.number("rope.freq_base_swa", 1e4)}
     experts = values.number("expert_count", 0)
     return _model(values, "gemma4_text", "Gemma4ForCausalLM") | {
         "hidden_size": values.count("embedding_length"),
         "intermediate_size": inner[0],
+        # Only the last layers, which share keys and values, can be wider.
         "use_double_wide_mlp": inner[-1] != inner[0],
         "num_hidden_layers": layers,
         "num_attention_heads": values.count("attention.head_count"),
         "num_key_value_heads": shared[sliding],
         "num_global_key_value_heads": None if shared[full] == shared[sliding] else shared[full],
+        # Where keys serve as values, layers with full attention store no matrix for values.
         "attention_k_eq_v": values.rows(f"blk.{full}.attn_v.weight") is None,
         "num_kv_shared_layers": values.number("attention.shared_kv_layers", 0),
         "head_dim": values.number("attention.key_length_swa", width),
@@ -152,6 +160,7 @@ def _llama(values: Values) -> Config:
     if values.number("expert_count", 0):
         return _mixtral(values, base)
     window = values.number("attention.sliding_window", None)
+    # Of the two, only Mistral has a window, or (Nemo) heads that do not add up to the hidden size.
     if window is not None or base["head_dim"] * base["num_attention_heads"] != base["hidden_size"]:
         return base | {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": window}
     return base | {"rope_scaling": _llama3_scaling(values, base) or base["rope_scaling"]}
@@ -174,6 +183,8 @@ def _llama3_scaling(values: Values, base: Config) -> Config | None:
         return None
     scaling = {
         "rope_type": "llama3",
+        # The slowest frequencies get the whole factor. The other three numbers are those of all Llama 3 models;
+        # the comparison below shows whether they are this one's.
         "factor": shortest(max(factors)),
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
@@ -194,7 +205,8 @@ def _llama3_scaling(values: Values, base: Config) -> Config | None:
 def llama3_factors(scaling: Mapping[str, Any], *, theta: float, head_dim: int) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Return the factors by which Llama 3's rule slows each of ``head_dim // 2`` rotary frequencies."""
     low, high, factor = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["factor"]
-    with np.errstate(all="ignore"):  # a hostile theta gives NaN, which equals nothing
+    # A hostile theta gives NaN, which equals nothing.
+    with np.errstate(all="ignore"):
         wavelengths = 2 * np.pi * np.float64(theta) ** (np.arange(0, head_dim, 2) / head_dim)
         smooth = np.clip((scaling["original_max_position_embeddings"] / wavelengths - low) / (high - low), 0, 1)
         factors: np.ndarray[Any, np.dtype[np.float64]] = 1 / ((1 - smooth) / factor + smooth)
@@ -203,6 +215,7 @@ def llama3_factors(scaling: Mapping[str, Any], *, theta: float, head_dim: int) -
 
 def _qwen2(values: Values) -> Config:
     base = _base(values, "qwen2", "Qwen2ForCausalLM")
+    # KerasHub's converter also reads the size of a window that is off.
     return base | {"use_sliding_window": False, "sliding_window": base["max_position_embeddings"]}
 
 
@@ -244,6 +257,7 @@ def _experts(values: Values) -> Config:
 
 def _gpt_oss(values: Values) -> Config:
     base = _base(values, "gpt_oss", "GptOssForCausalLM")
+    # YaRN's defaults, which files may omit, and `truncate` as in the configuration that OpenAI released.
     turns = {"beta_fast": 32.0, "beta_slow": 1.0} | (base["rope_scaling"] or {}) | {"truncate": False}
     return base | {
         "num_local_experts": values.count("expert_count"),
@@ -271,7 +285,8 @@ def _phi3(values: Values) -> Config:
     original = values.number("rope.scaling.original_context_length", base["max_position_embeddings"])
     turned = values.number("rope.dimension_count", base["head_dim"])
     found = base | {
-        "sliding_window": values.number("attention.sliding_window", 0) or None,  # 0 means Phi-4, which has none
+        # 0 means Phi-4, which has none.
+        "sliding_window": values.number("attention.sliding_window", 0) or None,
         "original_max_position_embeddings": original,
         "partial_rotary_factor": turned / base["head_dim"],
     }
@@ -312,9 +327,10 @@ def _bert(values: Values) -> Config:
     hidden, inner = values.count("embedding_length"), values.count("feed_forward_length")
     positions = values.rows("position_embd.weight") or values.count("context_length")
     if kind == "distilbert":
+        # KerasHub's class has no argument for it.
         if epsilon != 1e-12:
             raise UnsupportedError(
-                f"{values.path}: DistilBERT's layer_norm_epsilon is 1e-12, and this file's {epsilon}"
+                f"{values.path}: layer_norm_epsilon is {epsilon}, expected 1e-12, as in every DistilBERT"
             )
         sizes = {"dim": hidden, "hidden_dim": inner, "n_layers": layers, "n_heads": heads, "activation": "gelu"}
         return _model(values, kind, "DistilBertModel") | sizes | {"max_position_embeddings": positions}
@@ -324,7 +340,8 @@ def _bert(values: Values) -> Config:
         "intermediate_size": inner,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "max_position_embeddings": positions + (0 if kind == "bert" else 2),  # rows that GGUF leaves out
+        # GGUF leaves out RoBERTa's first two rows, which are padding.
+        "max_position_embeddings": positions + (0 if kind == "bert" else 2),
         "type_vocab_size": values.rows("token_types.weight") or 1,
         "layer_norm_eps": epsilon,
         "hidden_act": "gelu",

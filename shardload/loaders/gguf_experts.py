@@ -1,4 +1,4 @@
-"""GPT-OSS' experts: GGUF has gate, up and down apart, Hugging Face has gate and up by turns, and all transposed.
+"""GPT-OSS' experts: GGUF stores gate and up apart; Hugging Face interleaves them, and transposes all matrices.
 
 ffn_gate_exps, ffn_up_exps   (experts, out, in)   ─►   gate_up_proj   (experts, in, g0 u0 g1 u1 …)
 ffn_down_exps                (experts, out, in)   ─►   down_proj      (experts, in, out)
@@ -30,7 +30,7 @@ _PARTS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Experts whose outputs are those of several tensors, by turns; a row is an expert."""
+    """Experts whose outputs interleave those of several tensors; a row is an expert."""
 
     parts: tuple[GgufRows, ...]
 
@@ -51,21 +51,22 @@ class Experts:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the tensor that Hugging Face has."""
+        """Shape of Hugging Face's tensor: (experts, in, outputs), or (experts, outputs) for a bias."""
         count, out, *rest = self.parts[0].info.shape
         return (count, *rest, len(self.parts) * out)
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The stored dtype if it is one, and the same of all parts; else float32, which blocks decode to."""
+        """The stored dtype if all parts have the same unquantised one, else float32, to which blocks decode."""
         kinds = {part.info.kind.name for part in self.parts}
         return PLAIN.get(kinds.pop(), np.dtype(np.float32)) if len(kinds) == 1 else np.dtype(np.float32)
 
     def read_rows(self, start: int, stop: int) -> NDArray[Any]:
         """Read experts ``[start, stop)``; see `shardload.manifest.RowReader`."""
         values = [part.read_rows(start, stop).astype(self.dtype, copy=False) for part in self.parts]
-        by_turns = np.stack(values, axis=2)  # (experts, out, parts) or (experts, out, parts, in)
-        merged = by_turns.reshape(stop - start, self.shape[-1], *by_turns.shape[3:])
+        # (experts, out, parts, in) ─► (experts, out * parts, in) ─► (experts, in, out * parts); a bias has no "in".
+        stacked = np.stack(values, axis=2)
+        merged = stacked.reshape(stop - start, self.shape[-1], *stacked.shape[3:])
         return np.ascontiguousarray(np.moveaxis(merged, 1, -1))
 
 

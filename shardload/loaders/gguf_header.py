@@ -53,6 +53,7 @@ class GgmlType:
     block_bytes: int
 
 
+# Sizes are GGML's. Missing ids were withdrawn (4, 5, 31 to 33, 36 to 38) or serve dot products only (9, 15).
 TYPES = {
     kind.id: kind
     for kind in (
@@ -148,9 +149,11 @@ def read_header(path: Location) -> GgufHeader:
         tensor_count, pair_count = _preamble(cursor)
         values = _pairs(cursor, pair_count)
         alignment = values.get("general.alignment", 32)
+        # Not `isinstance`: a bool is an int, too.
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
             raise SourceError(f"{path}: general.alignment should be a power of two, but is {alignment!r}")
         raw = [_tensor_info(cursor) for _ in range(tensor_count)]
+    # Offsets in tensor infos count from the tensor data, which begins at the next multiple of the alignment.
     start = -(-cursor.position // alignment) * alignment
     for info in raw:
         if info.offset % alignment:
@@ -193,6 +196,7 @@ def _preamble(cursor: _Cursor) -> tuple[int, int]:
         raise SourceError(
             f"{cursor.path} should begin with {MAGIC!r}, but begins with {magic!r}; it is not a GGUF file"
         )
+    # Version 3 in big-endian order reads as 0x03000000.
     if version & 0xFFFF == 0 and version:
         raise UnsupportedError(f"{cursor.path} is a big-endian GGUF file; convert it with gguf-convert-endian")
     if version not in (2, 3):
@@ -200,6 +204,7 @@ def _preamble(cursor: _Cursor) -> tuple[int, int]:
             f"{cursor.path} is GGUF version {version}; versions 2 and 3 can be read. Convert the model again"
         )
     tensors, pairs = cursor.unpack("<QQ", "the counts")
+    # The fewest bytes of an entry: lengths, types and offsets without any text.
     for count, least, what in ((tensors, 24, "tensors"), (pairs, 13, "key-values")):
         if count * least > cursor.size:
             raise UnsafeSourceError(
@@ -230,6 +235,7 @@ def _value(cursor: _Cursor, kind: int, key: str) -> Any:
 
 
 def _text(cursor: _Cursor, what: str) -> str | LongArray:
+    # Peek, because `string` below reads the length itself.
     (count,) = cursor.peek("<Q", what)
     if count <= INLINE_TEXT_BYTES:
         return cursor.string(what)
@@ -245,7 +251,9 @@ def _array(cursor: _Cursor, key: str) -> list[Any] | LongArray:
     if kind != _STRING and kind not in _SCALARS:
         raise SourceError(f"{cursor.path}: {key!r} is an array of type {kind}, which does not exist")
     item_bytes = 8 if kind == _STRING else struct.calcsize("<" + _SCALARS[kind])
+    # Before anything is allocated: `count` may be any 64-bit number.
     cursor.require(count * item_bytes, f"the array {key!r} of {count} items")
+    # All arrays share one budget, as many short ones could take as much memory as a long one.
     if count <= min(INLINE_ITEMS, cursor.inline_items):
         cursor.inline_items -= count
         if kind == _STRING:
@@ -269,6 +277,7 @@ def _tensor_info(cursor: _Cursor) -> TensorInfo:
     *dims, kind_id, offset = cursor.unpack(f"<{rank}QIQ", what)
     if (kind := TYPES.get(kind_id)) is None:
         raise UnsupportedError(f"{cursor.path}: tensor {name!r} has the GGML type {kind_id}, which cannot be decoded")
+    # GGML lists the innermost dim first.
     shape = tuple(reversed(dims))
     if any(n >= 1 << 63 for n in shape) or shape[-1] % kind.block_elements:
         raise SourceError(
@@ -279,6 +288,7 @@ def _tensor_info(cursor: _Cursor) -> TensorInfo:
 
 
 def _in_file_order(infos: Iterable[TensorInfo], path: Location, size: int) -> tuple[TensorInfo, ...]:
+    # An empty tensor comes before the one that starts at the same byte, so that the two do not overlap.
     ordered = sorted(infos, key=lambda info: (info.offset, info.nbytes))
     if len({info.name for info in ordered}) < len(ordered):
         names = sorted(info.name for info in ordered)
@@ -348,6 +358,7 @@ class _Cursor:
         unpack = struct.Struct("<Q").unpack_from
         while count:
             at = self._load(8, what)
+            # Walk from length to length inside the window; a string that ends outside of it moves the window.
             window, last = self._window, len(self._window) - 8
             while count and at <= last:
                 at += 8 + unpack(window, at)[0]
@@ -359,6 +370,7 @@ class _Cursor:
         """Return the current position's index in the window, after loading at least ``count`` bytes from there."""
         self.require(count, what)
         at = self.position - self._start
+        # Skipping may have moved the position past the window; the next window starts at the position.
         if at + count > len(self._window):
             wanted = min(max(count, _WINDOW_BYTES), self.size - self.position)
             self._window = read_bytes(self._file, wanted, offset=self.position, path=str(self.path), what=what)

@@ -166,7 +166,7 @@ _DISTILBERT = {
 }
 _PERMUTED = {"attn_q": Undo.UNPERMUTE, "attn_k": Undo.UNPERMUTE}
 _CONV1D = dict.fromkeys(("attn_qkv", "attn_output", "ffn_up", "ffn_down"), Undo.TRANSPOSE)
-"""GPT-2's ``Conv1D`` stores (in, out); llama.cpp transposes it to that of all other models."""
+"""GPT-2's ``Conv1D`` stores (in, out); llama.cpp transposes it to (out, in), as in all other models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,10 +194,12 @@ class GgufArchitecture:
         if name in ROPE_FACTORS:
             return None
         stem, _, suffix = name.rpartition(".")
+        # Six digits at most: a hostile name must not reach int(), which raises for thousands of digits.
         block = re.fullmatch(r"blk\.(\d{1,6})\.(\w+)(?:\.(\d{1,6}))?", stem)
         if self.fuses_experts and block and block[2] in _FUSED:
             return None
         part = self.top_names.get(stem) if block is None else self._part(block[2], block[3])
+        # Gemma 4 has `ffn_gate_inp.scale` and `ffn_gate_inp.weight`; all other suffixes are weight and bias only.
         if block and f"{block[2]}.{suffix}" in self.block_names:
             part = self.block_names[f"{block[2]}.{suffix}"]
         elif suffix not in {"weight", "bias"}:
@@ -224,7 +226,8 @@ class GgufArchitecture:
             for i, expert in enumerate(_experts(info)):
                 yield name.format(i), expert, Undo.NOTHING
         elif "shared_expert_gate" in name and len(info.shape) == 1:
-            yield name, replace(info, shape=(1, *info.shape)), Undo.NOTHING  # older converters dropped this dim
+            # Older converters dropped this dim.
+            yield name, replace(info, shape=(1, *info.shape)), Undo.NOTHING
         else:
             yield name, info, self.undo(info.name)
 
@@ -234,12 +237,14 @@ class GgufArchitecture:
         if self.norms_plus_one and stem.endswith("norm"):
             return Undo.MINUS_ONE
         found = self.undone.get(stem.rpartition(".")[2], Undo.NOTHING)
+        # A bias is a vector: nothing to transpose. Permutations of rows apply to it as well.
         return Undo.NOTHING if found is Undo.TRANSPOSE and suffix == "bias" else found
 
     def _part(self, part: str, expert: str | None) -> str | None:
         if expert is None:
             return self.block_names.get(part)
-        stacked = self.block_names.get(f"{part}_exps")  # files of before April 2024 have one tensor for each expert
+        # Files from before April 2024 have one tensor for each expert.
+        stacked = self.block_names.get(f"{part}_exps")
         return stacked and stacked.format(int(expert))
 
 
@@ -311,8 +316,8 @@ _BERTS: Mapping[str, GgufArchitecture] = {
 """``model_type`` → what the architecture ``bert`` means for it."""
 _REASONS: Mapping[str, str] = {
     "clip": "it is the vision part of another file: load the model itself, without mmproj",
-    "falcon": "KerasHub's Falcon has ALiBi and biases, as only Falcon-RW has, and llama.cpp's has neither",
-    **dict.fromkeys(("qwen35", "qwen35moe"), "it stores -exp(A_log), from which A_log does not come back bit for bit"),
-    "gptneox": "KerasHub's GPTNeoX uses the embedding as output layer, and these models have one of their own",
+    "falcon": "KerasHub's Falcon has ALiBi and biases, like Falcon-RW; llama.cpp's has neither",
+    **dict.fromkeys(("qwen35", "qwen35moe"), "it stores -exp(A_log), from which A_log cannot be recovered bit for bit"),
+    "gptneox": "KerasHub's GPTNeoX uses the embedding as output layer; these models have a separate one",
 }
 """Why an architecture that KerasHub seems to have is not supported."""

@@ -41,6 +41,7 @@ def read_model(path: Location) -> tuple[Location, GgufHeader]:
     """
     header = read_header(path)
     count = _number(header, "split.count", path, default=1)
+    # llama.cpp, too, treats only counts above 1 as split.
     if count in (0, 1):
         return path, header
     parts = _find_parts(path, _number(header, "split.no", path), count)
@@ -57,6 +58,7 @@ def _find_parts(path: Location, number: int, count: int) -> list[Location]:
             f"-{number + 1:05d}-of-{count:05d}.gguf, by which the other parts are found. Rename the parts, or join "
             "them: llama-gguf-split --merge FIRST OUT"
         )
+    # `count` equals the five digits in the name, so a hostile header cannot ask for billions of names.
     names = [_part_name(name, i + 1) for i in range(count)]
     present = set(path.parent.names())
     if missing := [each for each in names if each not in present]:
@@ -79,12 +81,14 @@ def _check_places(headers: Mapping[Location, GgufHeader], count: int) -> None:
                     "belongs to another model: download the parts again"
                 )
         for key, value in header.values.items():
+            # Only the first part has to have all keys. Long arrays are not read to be compared.
             if not isinstance(value, LongArray) and not key.startswith("split."):
                 _check_same(key, described.values.get(key, value), value, first, part)
 
 
 def _check_same(key: str, expected: object, found: object, first: Location, part: Location) -> None:
-    if repr(found) != repr(expected):  # two NaNs are the same here
+    # As text, two NaNs are equal.
+    if repr(found) != repr(expected):
         raise SourceError(
             f"{part} and {first.name} belong to different models: {key} is {str(found)[:80]!r} and "
             f"{str(expected)[:80]!r}. Download the parts again"

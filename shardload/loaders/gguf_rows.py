@@ -95,17 +95,21 @@ class GgufRows:
             TransferError: When the file became shorter or was removed after its header was read.
         """
         if self.undo is Undo.TRANSPOSE:
+            # Any row of the transpose needs every stored row, so `row_alignment` asks for the whole matrix at once.
             whole = self._decode(self._read(0, self.info.shape[0])).reshape(self.info.shape)
             return np.ascontiguousarray(whole.T[start:stop])
         if self.undo is Undo.DROP_TWO:
             stored = replace(self, undo=Undo.NOTHING).read_rows(max(start - 2, 0), max(stop - 2, 0))
             return np.concatenate([np.zeros((stop - start - len(stored), *stored.shape[1:]), stored.dtype), stored])
         if self.undo is Undo.UNFUSE:
+            # A range of rows is up to three runs of the stored rows for each head.
             return self._gather(fused_rows(np.arange(start, stop), self.info.shape[0], self.heads))
         align = self.row_alignment
+        # Widen the range to whole heads or blocks, and cut the requested rows out of it.
         first, last = start // align * align, min(-(-stop // align) * align, self.info.shape[0])
         raw = self._read(first, last)
         if self.undo is Undo.UNPERMUTE:
+            # Reorder encoded rows: they are smaller than decoded ones, and only the requested ones are decoded.
             raw = raw[stored_rows(np.arange(start, stop), self.row_alignment) - first]
             return self._decode(raw).reshape(stop - start, *self.info.shape[1:])
         values = self._decode(raw).reshape(last - first, *self.info.shape[1:])[start - first : stop - first]
@@ -120,6 +124,7 @@ class GgufRows:
     def _read(self, first: int, last: int) -> NDArray[np.uint8]:
         """Read the stored bytes of rows ``[first, last)``, one line per row (per block, for a quantised vector)."""
         kind, shape = self.info.kind, self.info.shape
+        # A row of a matrix is whole blocks; an element of a quantised vector is a part of one.
         unit = kind.block_elements if len(shape) == 1 else 1
         unit_bytes = math.prod(shape[1:]) * unit // kind.block_elements * kind.block_bytes
         raw = np.empty((-(-(last - first) // unit), unit_bytes), np.uint8)
@@ -136,9 +141,11 @@ class GgufRows:
             return raw.view(PLAIN[name])
         from gguf import GGMLQuantizationType, dequantize
 
+        # `dequantize` raises for an empty array.
         if not raw.size:
             return np.empty(0, np.float32)
-        with np.errstate(all="ignore"):  # a scale may be infinite or NaN; so is then the weight
+        # A scale may be infinite or NaN, and so may its weights.
+        with np.errstate(all="ignore"):
             found: NDArray[np.float32] = dequantize(raw, GGMLQuantizationType(self.info.kind.id))
         return found
 
@@ -159,6 +166,7 @@ def storage(info: TensorInfo, *, undo: Undo, heads: int = 1) -> tuple[Storage, n
     name = info.kind.name
     if name in PLAIN and undo is Undo.NOTHING:
         return Extent(info.path, info.offset), PLAIN[name]
+    # `minus_one` computes in float32.
     dtype = PLAIN[name] if name in PLAIN and undo is not Undo.MINUS_ONE else np.dtype(np.float32)
     return Decoded(GgufRows(info, undo, heads)), dtype
 

@@ -37,8 +37,10 @@ class Values:
         """Return a number under the architecture's prefix; per-layer arrays must be uniform."""
         full = f"{self.architecture}.{key}"
         found = self.header.values.get(full, default)
+        # Compared as text: 1 and True differ, and NaN equals itself.
         if isinstance(found, list) and found and len(set(map(repr, found))) == 1:
             found = found[0]
+        # `...` marks a key without default, as `None` is a default.
         if found is ...:
             raise SourceError(f"{self.path} should contain the key {full!r}, as every {self.architecture} model does")
         if found is not default and (isinstance(found, bool) or not isinstance(found, int | float)):
@@ -66,6 +68,7 @@ class Values:
                 f"{self.path}: '{self.architecture}.{key}' should have one integer for each of {layers} layers, but is "
                 f"{str(found)[:80]}"
             )
+        # A pattern may be a list of booleans.
         return [int(one) for one in found]
 
     def shape(self, name: str) -> tuple[int, ...] | None:
