@@ -53,7 +53,7 @@ class GgmlType:
     block_bytes: int
 
 
-# Sizes are GGML's. Missing ids were withdrawn (4, 5, 31 to 33, 36 to 38) or serve dot products only (9, 15).
+# Sizes are GGML's. Missing ids below 40 were withdrawn (4, 5, 31 to 33, 36 to 38) or serve dot products only (9, 15).
 TYPES = {
     kind.id: kind
     for kind in (

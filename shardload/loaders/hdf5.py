@@ -38,7 +38,6 @@ from shardload.manifest import Decoded, Extent, Storage, Tensor
 from shardload.stores.location import Location
 from shardload.stores.streams import FileStream
 
-MAGIC = b"\x89HDF\r\n\x1a\n"
 MAX_EXPANSION = 1000
 """Decoded bytes per stored byte; Keras' own limit. Compressed weights expand by less than 10."""
 EXPANSION_FLOOR_BYTES = 1 << 20
@@ -107,7 +106,9 @@ class H5Rows:
             raise
         except Exception as error:
             raise TransferError(f"{self._where()}: rows {start} to {stop} do not decode: {error}") from error
+        # `ascontiguousarray` gives a scalar the shape (1,); the reshape takes that back.
         rows = np.ascontiguousarray(found).reshape(np.shape(found))
+        # HDF5 has no bfloat16: h5py yields two opaque bytes.
         return rows.view(self.dtype) if rows.dtype.kind == "V" else rows.astype(self.dtype, copy=False)
 
     def _where(self) -> str:
@@ -140,7 +141,7 @@ class _HeaderLimit:
             raise UnsafeSourceError(
                 f"{self._region.path}: the header of the object at byte {at} or before it should take "
                 f"{n_bytes} bytes, more than half of the {self._region.nbytes} there are. The file is damaged, so "
-                "download or save it again; if it is not, attach less to that object"
+                "download or save it again; if it is not, store fewer attributes on that object"
             )
 
     @contextmanager
@@ -178,6 +179,7 @@ def _translated(region: FileRegion) -> Iterator[None]:
     except ShardloadError:
         raise
     except Exception as error:
+        # libhdf5 has no error type for it, only the words "truncated file".
         kind = TruncatedSourceError if "truncated" in str(error) else SourceError
         reason = str(error) or type(error).__name__
         raise kind(f"{region.path} is damaged HDF5: {reason}. Download or save it again") from error
@@ -193,7 +195,9 @@ def _refuse_legacy(file: Any, path: Location) -> None:
 
 def _walk(file: Any, limit: _HeaderLimit, path: Location) -> Iterator[tuple[str, Any]]:
     """Yield names and datasets, depth first; only a group and its ancestors stay open, as each takes libhdf5 2 KB."""
+    # The low-level API: each call reads the header of one object, so the limit can enclose it.
     seen = {_address(file.id, b".")}
+    # An explicit stack: recursion as deep as a hostile file nests would exhaust Python's.
     stack = [("", file.id, _members(file.id, "/", path))]
     while stack:
         prefix, group, members = stack[-1]
@@ -223,6 +227,7 @@ def _walk(file: Any, limit: _HeaderLimit, path: Location) -> Iterator[tuple[str,
 def _members(group: Any, name: str, path: Location) -> Iterator[bytes]:
     """Yield the names in a group; refuse dense link storage: if damaged, it can make libhdf5 1.14 crash the process."""
     info = h5py.h5o.get_info(group)
+    # A compact group keeps its links in the header; a heap is what makes the storage dense.
     if info.hdr.mesg.present & LINK_INFO and info.meta_size.obj.heap_size:
         raise UnsupportedError(
             f"{path}: group {name!r} stores its links densely (h5py's libver='latest' or track_order=True), expected "
@@ -260,11 +265,13 @@ def _dtype(node: Any, where: str) -> tuple[np.dtype[Any], bool]:
     if kind.get_class() in {h5py.h5t.STRING, h5py.h5t.COMPOUND, h5py.h5t.VLEN, h5py.h5t.REFERENCE, h5py.h5t.ARRAY}:
         raise UnsupportedError(f"{where} does not contain numbers (HDF5 class {kind.get_class()}), expected weights")
     found = node.dtype
+    # Opaque bytes: Keras' form of bfloat16.
     if found.kind == "V":
         return _opaque(node, found, where), True
     if found.kind not in "biufc":
         raise UnsupportedError(f"{where} has the dtype {found}, which is not supported")
     little = found.newbyteorder("<") if found.itemsize > 1 else found
+    # Equal only if byte order, precision and padding are NumPy's: HDF5 also has 12-bit integers in two bytes.
     return little, bool(kind.equal(h5py.h5t.py_create(little, logical=True)))
 
 
@@ -293,6 +300,7 @@ def _storage(node: Any, rows: H5Rows, *, is_raw: bool) -> Storage:
         raise UnsafeSourceError(f"{where} keeps its data in other files (external storage or a virtual dataset)")
     declared, stored = math.prod(shape) * node.get_type().get_size(), rows.stored_bytes
     if not declared:
+        # Nothing is read, so any offset in the file is valid.
         return Extent(region.path, region.start)
     _refuse_expansion(where, declared=declared, stored=stored, file_bytes=region.nbytes)
     if layout == h5py.h5d.CONTIGUOUS:
@@ -304,6 +312,7 @@ def _storage(node: Any, rows: H5Rows, *, is_raw: bool) -> Storage:
         if is_raw:
             return Extent(region.path, region.start + offset)
     if layout != h5py.h5d.CHUNKED:
+        # Compact (inside the object header) or not in NumPy's format: libhdf5 copies and converts the elements.
         return Decoded(rows)
     chunk_rows = _check_filters(plist, where, stored=stored, itemsize=dtype.itemsize)
     return Decoded(replace(rows, row_alignment=chunk_rows))
@@ -331,5 +340,6 @@ def _check_filters(plist: Any, where: str, *, stored: int, itemsize: int) -> int
                 f"{where} is compressed by filter {code} ({text}), which this h5py lacks; save it again"
             )
     chunk = plist.get_chunk()
+    # libhdf5 inflates whole chunks, so a small tensor in one huge chunk would cost as much as a huge tensor.
     _refuse_expansion(where, declared=math.prod(chunk) * itemsize, stored=stored, file_bytes=stored)
     return int(chunk[0]) if chunk else 1

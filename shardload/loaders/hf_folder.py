@@ -16,7 +16,7 @@ from typing import Any
 
 from shardload.errors import SourceError, SourceNotFoundError, UnsupportedError
 from shardload.loaders import safetensors
-from shardload.loaders.contents import FileContent, FolderContent
+from shardload.loaders.contents import CONFIG, FileContent, FolderContent
 from shardload.loaders.extents import collect
 from shardload.loaders.folder import listing, member, shards_of
 from shardload.loaders.hub_preset import is_preset
@@ -25,7 +25,6 @@ from shardload.manifest import Manifest, Tensor
 from shardload.stores.json_files import read_object
 from shardload.stores.location import Location
 
-CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
@@ -82,6 +81,7 @@ def open_index(index: Location) -> Manifest:
     for header in headers.values():
         metadata |= header.metadata
     if stray := [f"{shard}: {name}" for shard in stored for name in stored[shard] if weight_map.get(name) != shard]:
+        # Not loaded, but visible: the index alone says which tensors belong to the checkpoint.
         metadata["not_in_index"] = stray
     return Manifest(index, "safetensors", collect(tensors, files=sizes), sizes, metadata=metadata)
 
@@ -102,6 +102,7 @@ def folder_of(file: Location) -> Location | None:
             return file.parent if _only_file(file.parent, names) == file.name else None
         return file.parent if file.name == INDEX or file.name in _weight_map(file.parent / INDEX).values() else None
     except (SourceError, SourceNotFoundError):
+        # This only asks whether there is such a folder; opening a damaged one reports the damage.
         return None
 
 

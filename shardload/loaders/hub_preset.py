@@ -43,6 +43,7 @@ def open_folder(folder: Location) -> Manifest:
     names, described = folder.names(), describe_folder(folder)
     parts = [_backbone(folder, names)]
     if TASK_WEIGHTS in names:
+        # A backbone and its task are one manifest, so that one plan reads both files.
         parts.append(_task(folder))
     files = {path: size for part in parts for path, size in part.files.items()}
     tensors = collect([tensor for part in parts for tensor in part.tensors.values()], files=files)
@@ -74,6 +75,7 @@ def _backbone(folder: Location, names: list[str]) -> Manifest:
 
 def _task(folder: Location) -> Manifest:
     found = keras_h5.open_file(member(folder, TASK_WEIGHTS, named_by=str(folder)))
+    # Paths start at the root of each file (`layers/…`), so one of the two needs a prefix.
     renamed = [replace(tensor, name=TASK_PREFIX + tensor.name) for tensor in found.tensors.values()]
     return replace(found, tensors={tensor.name: tensor for tensor in renamed})
 
@@ -89,6 +91,7 @@ def _read(folder: Location, name: str) -> dict[str, Any]:
 
 def is_preset(content: FolderContent) -> bool:
     """Whether a folder's ``config.json`` was written by Keras."""
+    # Keras leaves `registered_name` empty for its own classes, such as `Functional`.
     return not content.config.keys().isdisjoint(("registered_name", "class_name"))
 
 

@@ -15,7 +15,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from typing import Any, BinaryIO
 
 from shardload.errors import ShardloadError, SourceError, TruncatedSourceError, UnsafeSourceError, UnsupportedError
@@ -49,6 +49,7 @@ def open_file(path: Location) -> Manifest:
         UnsafeSourceError: When the zip has overlapping or repeated members, a prefix, or is a zip bomb.
         UnsupportedError: When the weights are deflated or encrypted, or stored as ``.npz``.
     """
+    # Imported late: formats are listed and recognised without h5py.
     from shardload.loaders import hdf5
 
     members = _members(path)
@@ -92,10 +93,12 @@ def _members(path: Location) -> dict[str, zipfile.ZipInfo]:
     with _translated(path), path.stream() as raw, zipfile.ZipFile(raw) as archive:
         infos = archive.infolist()
     members = {info.filename: info for info in infos}
+    # zipfile returns the last of several members with one name; other readers may return the first.
     if len(members) < len(infos):
         raise UnsafeSourceError(
             f"{path} contains {len(infos)} members under {len(members)} names; save it again with Keras"
         )
+    # zipfile tolerates data before the archive, such as a self-extracting program, and adjusts all offsets.
     if not members or min(info.header_offset for info in infos) != 0:
         raise UnsafeSourceError(f"{path} has other data before its first member; save it again with Keras")
     size = path.size
@@ -126,6 +129,7 @@ def _weights(path: Location, members: dict[str, zipfile.ZipInfo]) -> zipfile.Zip
             f"{path}: member {WEIGHTS} is compressed, so it cannot be read in place. Keras stores it uncompressed: "
             f"unzip the archive and open its {WEIGHTS}, or load and save it with Keras"
         )
+    # The region must end where the member does, or libhdf5 would read its neighbour.
     if info.compress_size != info.file_size:
         raise SourceError(f"{path}: {WEIGHTS} is stored, but has {info.compress_size} bytes for {info.file_size}")
     return info
@@ -135,6 +139,7 @@ def _check_all(path: Location, file: File, members: dict[str, zipfile.ZipInfo]) 
     """Return where each member's data starts, after checking that local headers agree and members do not overlap."""
     starts: dict[str, int] = {}
     end, before = 0, ""
+    # Members that overlap let a small archive unpack to petabytes.
     for info in sorted(members.values(), key=lambda info: info.header_offset):
         if info.header_offset < end:
             raise UnsafeSourceError(
@@ -155,7 +160,9 @@ def _data_start(path: Location, file: File, info: zipfile.ZipInfo) -> int:
     magic, _, flags, method, *_, name_length, extra_length = _LOCAL_HEADER.unpack(raw)
     at = info.header_offset + _LOCAL_HEADER.size
     name = read_header(file, name_length, offset=at, path=str(path), what=what)
+    # `filename` is cut at a NUL byte; `orig_filename` is what the directory says. Bit 11 of the flags means UTF-8.
     expected = info.orig_filename.encode("utf-8" if info.flag_bits & 0x800 else "cp437", "replace")
+    # Sizes are not compared: a local header may leave them to a zip64 field or to a descriptor after the data.
     if magic != MAGIC or name != expected or method != info.compress_type or (flags ^ info.flag_bits) & _ENCRYPTED:
         raise UnsafeSourceError(
             f"{path}: {what} says {name[:100]!r} (method {method}), the central directory {info.filename!r} "
@@ -169,6 +176,7 @@ def _json(path: Location, members: dict[str, zipfile.ZipInfo], name: str) -> dic
         raise SourceError(
             f"{path} should contain {name}, as every Keras archive does, but contains {', '.join(members)}"
         )
+    # Up to 1 KiB stored counts as 1 KiB: small configurations that compress well are harmless.
     if info.file_size > MAX_JSON_BYTES or info.file_size > MAX_EXPANSION * max(info.compress_size, 1024):
         raise UnsafeSourceError(
             f"{path}: {name} declares {info.file_size} bytes, but stores only {info.compress_size}; it may expand at "
@@ -178,24 +186,19 @@ def _json(path: Location, members: dict[str, zipfile.ZipInfo], name: str) -> dic
         return parse_object(member.read(info.file_size), path=f"{path}:{name}")
 
 
-class _translated:  # noqa: N801 - used as a context manager
-    """Translator of zipfile's errors, seven builtins that all mean a damaged archive."""
-
-    def __init__(self, path: Location) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if isinstance(error, ShardloadError) or error is None:
-            return
-        if isinstance(error, RuntimeError | NotImplementedError):
-            raise UnsupportedError(f"{self._path}: {error}; save it again with Keras") from error
-        if isinstance(
-            error, zipfile.BadZipFile | ValueError | OSError | EOFError | struct.error | zlib.error | KeyError
-        ):
-            raise SourceError(f"{self._path} is a damaged zip archive: {error}. Download or save it again") from error
+@contextmanager
+def _translated(path: Location) -> Iterator[None]:
+    """Translate zipfile's errors, seven types that all mean a damaged archive."""
+    try:
+        yield
+    except ShardloadError:
+        # Some of these are a ValueError or an OSError as well, and say more.
+        raise
+    except RuntimeError as error:
+        # Encryption and unknown compression; a NotImplementedError is a RuntimeError.
+        raise UnsupportedError(f"{path}: {error}; save it again with Keras") from error
+    except (zipfile.BadZipFile, ValueError, OSError, EOFError, struct.error, zlib.error, KeyError) as error:
+        raise SourceError(f"{path} is a damaged zip archive: {error}. Download or save it again") from error
 
 
 SPEC = FormatSpec(

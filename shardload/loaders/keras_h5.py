@@ -18,6 +18,7 @@ def open_file(path: Location) -> Manifest:
         SourceError: See `shardload.loaders.hdf5.read_tensors`.
         UnsupportedError: When the file is a legacy Keras HDF5 file, or a dataset cannot be read as numbers.
     """
+    # Imported late: formats are listed and recognised without h5py.
     from shardload.loaders import hdf5
 
     region = hdf5.FileRegion.whole(path)

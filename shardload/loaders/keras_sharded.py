@@ -9,7 +9,6 @@ A group of variables may be spread over several shards; a variable is in one sha
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 from shardload.errors import SourceError
 from shardload.loaders.extents import collect
@@ -18,9 +17,6 @@ from shardload.loaders.registry import FormatSpec
 from shardload.manifest import Manifest, Tensor
 from shardload.stores.json_files import read_object
 from shardload.stores.location import Location
-
-if TYPE_CHECKING:
-    from shardload.loaders import hdf5
 
 
 def open_index(index: Location) -> Manifest:
@@ -31,11 +27,13 @@ def open_index(index: Location) -> Manifest:
         UnsafeSourceError: When the map names a file outside its folder.
         SourceNotFoundError: When a shard is missing.
     """
+    # Imported late: formats are listed and recognised without h5py.
     from shardload.loaders import hdf5
 
     document = read_object(index)
     groups = _groups(document.get("weight_map"), index)
-    regions = _regions(groups, index)
+    shards = shards_of(index, {shard for listed in groups.values() for shard in listed}, way_out="Copy")
+    regions = {name: hdf5.FileRegion.whole(file) for name, file in shards.items()}
     tensors: list[Tensor] = []
     for shard, region in regions.items():
         stored = hdf5.read_tensors(region)
@@ -55,18 +53,13 @@ def _groups(weight_map: object, index: Location) -> dict[str, tuple[str, ...]]:
         listed = shards if isinstance(shards, list) else [shards]
         if not listed or not all(isinstance(shard, str) for shard in listed):
             raise SourceError(f"{index}: group {group!r} should map to one or more file names, not {str(shards)[:200]}")
+        # Keras writes "/layers/dense/vars"; names of datasets have no leading slash here.
         found[group.strip("/")] = tuple(listed)
     return found
 
 
-def _regions(groups: Mapping[str, tuple[str, ...]], index: Location) -> dict[str, hdf5.FileRegion]:
-    from shardload.loaders import hdf5
-
-    files = shards_of(index, {shard for shards in groups.values() for shard in shards}, way_out="Copy")
-    return {name: hdf5.FileRegion.whole(file) for name, file in files.items()}
-
-
 def _check_shard(shard: str, stored: Iterable[Tensor], groups: Mapping[str, tuple[str, ...]], index: Location) -> None:
+    # Index and shard are compared both ways: by groups, as the index does not list single variables.
     present = {tensor.name.rpartition("/")[0] for tensor in stored}
     placed = {group for group, shards in groups.items() if shard in shards}
     if absent := sorted(placed - present):
@@ -86,7 +79,8 @@ SPEC = FormatSpec(
     name="keras-sharded-h5",
     description="a Keras .weights.json with its shards",
     endings=(".weights.json",),
-    is_file=lambda content: content.first_shard is not None,  # the safetensors format is checked first
+    # Any index that is not one of safetensors, which is checked first.
+    is_file=lambda content: content.first_shard is not None,
     open_file=open_index,
     part_format="keras-h5",
     described_by="keras-sidecar",
