@@ -98,7 +98,8 @@ class OcdbtWalk:
 
     def walk(self) -> Iterator[tuple[str, OcdbtValue]]:
         """Yield each key and its value, in key order."""
-        self.folder.local_path()  # fetches small remote files, this one among them
+        # Fetches small remote files, the manifest among them.
+        self.folder.local_path()
         manifest = self.folder / MANIFEST
         size = self._file(MANIFEST)[1]
         if size > MAX_MANIFEST_BYTES:
@@ -109,7 +110,9 @@ class OcdbtWalk:
         versions = self.dump(None, manifest).get("versions")
         if not versions:
             raise SourceError(f"{manifest} lists no version of the store. Save the checkpoint again")
+        # A manifest may list older versions; the newest one is the checkpoint.
         root = max(versions, key=lambda v: v["generation_number"])["root"]
+        # An early answer for honest stores; `_node` counts, because a hostile manifest may declare too few.
         declared = root["statistics"]["num_keys"]
         if declared > MAX_KEYS:
             raise UnsafeSourceError(f"{manifest} declares {declared} keys; at most {MAX_KEYS} are allowed")
@@ -119,14 +122,16 @@ class OcdbtWalk:
     def _node(self, location: str, prefix: bytes, depth: int) -> Iterator[tuple[str, OcdbtValue]]:
         found = self.locate(location, "btreenode")
         if found.length > MAX_NODE_BYTES or not depth:
-            raise UnsafeSourceError(f"{found.path} contains a B-tree node of {found.length} bytes, or one too deep")
+            raise UnsafeSourceError(f"{found.path} contains a B-tree node of {found.length} bytes, or too many levels")
         self._count(found)
-        found.path.local_path()  # TensorStore opens the file itself: a remote one is fetched now, and read only once
+        # TensorStore opens the file itself: a remote one is fetched now, and only once.
+        found.path.local_path()
         _refuse_inflation(found.read(MAX_NODE_BYTES, what="a B-tree node"), found.path)
         node = self.dump(location, found.path)
         for entry in node["entries"]:
             if node["height"]:
                 below = prefix + entry["subtree_common_prefix"]
+                # One level less, and no more than the node declares: a node that refers to itself ends in an error.
                 yield from self._node(entry["location"], below, min(depth - 1, node["height"]))
                 continue
             self.keys += 1
@@ -146,6 +151,7 @@ class OcdbtWalk:
             )
 
     def _value(self, entry: Mapping[str, Any], node_path: Location) -> OcdbtValue:
+        # Values of at most 1 KiB are stored in the node and have no location.
         if (inline := entry.get("inline_value")) is not None:
             return OcdbtValue(node_path, 0, len(inline), bytes(inline))
         return self.locate(entry["indirect_value"], "value")
@@ -180,6 +186,7 @@ class OcdbtWalk:
         try:
             base = ts.KvStore.open({"driver": "file", "path": folder}).result()
             return ts.ocdbt.dump(base, location).result()
+        # Which of these TensorStore raises depends on its status code.
         except (ValueError, RuntimeError, OSError) as error:
             reason = said(error).replace(folder, f"{self.folder}/")
             raise SourceError(f"{path} is damaged: {reason}. Copy it again, or use another step") from error
@@ -202,10 +209,13 @@ def _refuse_inflation(raw: bytes, path: Location) -> None:
     """Refuse a node whose zstd frames could inflate beyond `MAX_NODE_BYTES`; TensorStore reports malformed ones."""
     at, inflated = _NODE_HEADER_BYTES, 0
     while raw[at : at + 4] == _ZSTD_MAGIC and at + 6 <= len(raw):
+        # Frame header (RFC 8878): magic and flags, window unless a single segment, dictionary id, content size. That
+        # size is optional, so the sizes of the blocks are added up instead.
         flags = raw[at + 4]
         single = flags >> 5 & 1
         at += 5 + (1 - single) + (0, 1, 2, 4)[flags & 3] + (single, 2, 4, 8)[flags >> 6]
         for _ in itertools.count():
+            # Block header: last (1 bit), kind (2: raw, repeated byte, compressed), size (21).
             header = int.from_bytes(raw[at : at + 3], "little")
             size, kind = header >> 3, header >> 1 & 3
             at += 3 + (1 if kind == 1 else size)
@@ -216,4 +226,5 @@ def _refuse_inflation(raw: bytes, path: Location) -> None:
                 )
             if header & 1 or at >= len(raw):
                 break
+        # The checksum of the frame; another frame may follow.
         at += 4 * (flags >> 2 & 1)

@@ -49,6 +49,7 @@ def open_orbax(folder: Location) -> Manifest:
     found: list[Tensor] = []
     names: dict[str, list[str]] = {}
     for leaf in tree.leaves:
+        # Handlers of other types may store arrays too: a leaf with an array in the store is a tensor.
         if leaf.is_array or (arrays.holds(leaf.stored_name) and not leaf.is_empty):
             found.append(arrays.tensor(leaf.stored_name, name=leaf.name))
             names[leaf.name] = list(leaf.keys)
@@ -74,10 +75,12 @@ def steps(folder: Location) -> list[str]:
         and (folder / name).is_folder()
         and is_checkpoint(member(folder, name, named_by=str(folder)))
     ]
+    # By number, not by text: 9 is older than 10.
     return sorted(found, key=lambda name: (int(name), name))
 
 
 def _is_number(name: str) -> bool:
+    # Bounded, because int() raises for thousands of digits.
     return name.isascii() and name.isdecimal() and len(name) < 20
 
 
@@ -99,6 +102,7 @@ def _item(step: Location) -> Location:
     for name in ITEMS:
         if name in names:
             return _finished(member(step, name, named_by=str(step)))
+    # The name of an item is free; one tree that is not the model's configuration is unambiguous.
     others = [n for n in names if n != _MODEL_CONFIG and (step / n / TREE).is_file()]
     if len(others) == 1:
         return member(step, others[0], named_by=str(step))
@@ -114,13 +118,14 @@ def _finished(item: Location) -> Location:
     if (item / TREE).is_file():
         return item
     if item.is_folder() and "checkpoint" in item.names():
-        raise UnsupportedError(f"{item} was saved by an Orbax of 2023 or before; load and save it with a newer one")
+        raise UnsupportedError(f"{item} was saved by Orbax in 2023 or earlier; save it again with a newer version")
     raise SourceError(f"{item} has no file {TREE}: the save did not finish, or files are missing. Use another step")
 
 
 def _metadata(
     step: Location, item: Location, leaves: tuple[SavedLeaf, ...], tensors: dict[str, list[str]]
 ) -> dict[str, Any]:
+    # Only shardload writes this folder: both files may be missing.
     own = step / "shardload"
     digests = member(own, "digests.json", named_by=str(own))
     structure = member(own, "structure.json", named_by=str(own))

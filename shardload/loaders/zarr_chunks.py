@@ -45,14 +45,17 @@ def storage(array: Array, chunks: Mapping[Cell, OcdbtValue], *, header: OcdbtVal
         SourceError: When a raw chunk has the wrong number of bytes, or a shard contradicts itself.
         UnsafeSourceError: When there are more than `MAX_KEYS` chunks, or a chunk is stored in far too many bytes.
     """
+    # A chunk that was never written reads as the fill value, which only TensorStore knows how to supply.
     found = _raw(array, chunks) if array.is_raw and chunks and len(chunks) == math.prod(array.grid) else None
     if found is None:
         return _packed(array, chunks, header, metadata)
     chunk_shape, cells = found
     if any(value.inline is not None for value in cells.values()):
+        # Inline bytes are inside an encoded node, where a transfer cannot read them: one reader assembles all chunks.
         stored = sum(value.length for value in chunks.values())
         return Decoded(RawRows(array.dtype, array.shape, chunk_shape, cells, stored))
     if len(cells) == 1 and chunk_shape[1:] == array.shape[1:]:
+        # A chunk as wide as the tensor starts with the tensor's rows; an overhang only adds rows after them.
         only = next(iter(cells.values()))
         return Extent(only.path, only.offset)
     return Chunked(chunk_shape, {cell: Extent(value.path, value.offset) for cell, value in cells.items()})
@@ -65,7 +68,8 @@ def _raw(array: Array, chunks: Mapping[Cell, OcdbtValue]) -> tuple[Cell, dict[Ce
         nbytes = math.prod(array.chunk_shape) * itemsize
         return array.chunk_shape, {cell: _exact(value, nbytes) for cell, value in chunks.items()}
     index_bytes, nbytes = sharding.index_bytes(array.chunk_shape), math.prod(sharding.inner_shape) * itemsize
-    if sharding.inner_shape == array.chunk_shape:  # one inner chunk: its place follows from the length alone
+    # One inner chunk, as Orbax writes: its place follows from the shard's length, so no index has to be read.
+    if sharding.inner_shape == array.chunk_shape:
         skip = index_bytes if sharding.index_first else 0
         whole = {cell: _exact(value, nbytes + index_bytes) for cell, value in chunks.items()}
         return array.chunk_shape, {cell: _part(value, skip, nbytes) for cell, value in whole.items()}
@@ -77,6 +81,7 @@ def _packed(array: Array, chunks: Mapping[Cell, OcdbtValue], header: OcdbtValue,
     """Store each chunk, or each inner chunk of a shard, as `Packed`: it decodes independently of the others."""
     shape, cells = array.chunk_shape, dict[Cell, OcdbtValue | None](chunks)
     sharding = array.sharding
+    # Blosc is decoded on its own even where it fills a shard, so that its header can be checked first.
     inside = sharding is not None and (sharding.inner_shape != shape or _is_blosc(sharding.codecs))
     if sharding is not None and inside:
         shape, cells = sharding.inner_shape, dict(_inner(array, sharding, chunks, nbytes=None))
@@ -84,6 +89,7 @@ def _packed(array: Array, chunks: Mapping[Cell, OcdbtValue], header: OcdbtValue,
     if math.prod(grid) > MAX_KEYS:
         raise UnsafeSourceError(f"{header.path} claims more than {MAX_KEYS} chunks for one array")
     document, key = one_chunk(metadata, shape=shape, inner=inside)
+    # One codec for all chunks: they have one shape, as edge chunks are stored in full.
     codec = ZarrCodec(array.driver, document, key, shape, array.dtype, str(header.path))
     codec.check()
     found = {cell: _pack(cells.get(cell), codec, header) for cell in itertools.product(*map(range, grid))}
@@ -98,7 +104,7 @@ def _pack(value: OcdbtValue | None, codec: ZarrCodec, header: OcdbtValue) -> Pac
     if value.length > GROWTH_FLOOR_BYTES + MAX_GROWTH * nbytes:
         raise UnsafeSourceError(
             f"{value.path}: a chunk of {nbytes} bytes is stored in {value.length} at byte {value.offset}; no codec "
-            "needs as much. Copy it again, or use another step"
+            "needs that many. Copy it again, or use another step"
         )
     if value.inline is not None:
         return Packed(value.path, 0, 0, codec, value.inline)
@@ -110,6 +116,7 @@ def _inner(
 ) -> Iterator[tuple[Cell, OcdbtValue | None]]:
     """Yield the inner chunks that overlap the tensor, by their index in the inner grid; each of ``nbytes``."""
     index_bytes = sharding.index_bytes(array.chunk_shape)
+    # 16 bytes for each inner chunk; checked before any index is read.
     if index_bytes // 16 * len(chunks) > MAX_KEYS:
         raise UnsafeSourceError(f"{_path(chunks)} claims more than {MAX_KEYS} chunks for one array")
     per_shard, metadata = sharding.per_shard(array.chunk_shape), sharding.index_metadata(array.chunk_shape)
@@ -137,7 +144,8 @@ def _of_shard(
     for position, (offset, length) in zip(itertools.product(*map(range, per_shard)), index, strict=True):
         cell = tuple(s * n + p for s, n, p in zip(shard, per_shard, position, strict=True))
         if any(i * c >= n for i, c, n in zip(cell, sharding.inner_shape, array.shape, strict=True)):
-            continue  # beyond the edge: may be missing
+            # Wholly beyond the tensor's edge: of no use, and allowed to be missing.
+            continue
         if offset == length == _MISSING:
             yield cell, None
             continue
@@ -195,6 +203,7 @@ class RawRows:
         Raises:
             TransferError: When a file became shorter.
         """
+        # A rank-0 array has one chunk, with the empty index.
         if not self.shape:
             return self._chunk_rows(self.chunks[()], 0, 1).reshape(())
         found = np.empty((stop - start, *self.shape[1:]), self.dtype)
@@ -205,6 +214,7 @@ class RawRows:
                 continue
             part = self._chunk_rows(value, first - cell[0] * height, last - cell[0] * height)
             columns = tuple(slice(i * n, (i + 1) * n) for i, n in zip(cell[1:], self.chunk_shape[1:], strict=True))
+            # NumPy clips the slices at the tensor's end, so this shape is the valid part of an edge chunk.
             inside = found[(slice(first - start, last - start), *columns)]
             inside[...] = part[tuple(map(slice, inside.shape))]
         return found
@@ -242,6 +252,7 @@ class ZarrCodec:
         Raises:
             SourceError: When it does not, or compressors are stacked so that sizes cannot be checked.
         """
+        # Only the header of the outermost codec can be checked before decoding; blosc further inside would escape.
         *inside, last = self._codecs() or [None]
         if _is_blosc(inside) or (not _is_blosc([last]) and _holds_blosc(last)):
             raise SourceError(
@@ -311,6 +322,8 @@ def _holds_blosc(codec: object) -> bool:
 def _context() -> Any:
     import tensorstore as ts  # 0.2 s to import
 
+    # Each call gets a context of its own, and with it a memory store of its own: threads decode chunks under the same
+    # key. Without a cache, since every chunk is decoded once.
     return ts.Context({"cache_pool": {"total_bytes_limit": 0}})
 
 

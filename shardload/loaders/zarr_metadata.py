@@ -106,6 +106,7 @@ class Array:
         """Return the grid index for a chunk's key (without the array's name); ``None`` for other keys."""
         rank = len(self.shape)
         if not rank:
+            # The key of a scalar's only chunk: "c" in zarr 3, "0" in zarr 2.
             return () if key == (self.prefix or "0") else None
         text = key.split(self.separator)
         if self.prefix:
@@ -115,6 +116,7 @@ class Array:
         if len(text) != rank or not all(t.isascii() and t.isdecimal() and len(t) < 20 for t in text):
             return None
         cell = tuple(map(int, text))
+        # One name for each cell: "01" would be a second one for the cell 1.
         plain = all(str(i) == t for i, t in zip(cell, text, strict=True))
         return cell if plain and all(i < n for i, n in zip(cell, self.grid, strict=True)) else None
 
@@ -155,11 +157,13 @@ def one_chunk(raw: bytes, *, shape: tuple[int, ...], inner: bool) -> tuple[bytes
     """
     document = parse_object(raw, path="")
     if document.get("zarr_format") != 3:
+        # With one chunk any separator does; "." makes the key easy to build.
         document |= {"shape": list(shape), "chunks": list(shape), "dimension_separator": "."}
         return json.dumps(document).encode(), ".".join("0" for _ in shape) or "0"
     for name in _NOT_PASSED_ON:
         document.pop(name, None)
     if inner:
+        # `_parse3` made sure that sharding is the only outer codec.
         document["codecs"] = document["codecs"][0]["configuration"]["codecs"]
     return json.dumps(document | _grid(shape)).encode(), key_of(shape)
 
@@ -189,8 +193,9 @@ def _parse3(document: Mapping[str, Any]) -> Array:
     codecs, sharding = _codecs(document["codecs"]), None
     if [codec["name"] for codec in codecs] == ["sharding_indexed"]:
         sharding, codecs = _sharding(codecs[0]["configuration"], chunk_shape)
-    plain_index = sharding is not None or document["codecs"] is codecs
-    is_raw = plain_index and _is_little(codecs, dtype) and name not in _NIBBLES
+    # A shard whose index is encoded cannot be taken apart here: its inner codecs do not make the shard raw.
+    has_plain_index = sharding is not None or document["codecs"] is codecs
+    is_raw = has_plain_index and _is_little(codecs, dtype) and name not in _NIBBLES
     is_raw = is_raw and not document.get("storage_transformers")
     prefix = "c" if is_default else ""
     return Array(_ints(document["shape"]), dtype, chunk_shape, prefix, _separator(separator), is_raw, sharding, "zarr3")
@@ -219,6 +224,7 @@ def _parse2(document: Mapping[str, Any]) -> Array:
     _check_codec2(document.get("compressor"))
     for codec in document.get("filters") or ():
         _check_codec2(codec)
+    # "F" (column-major) order is left to TensorStore.
     plain = document.get("compressor") is None and not document.get("filters") and document.get("order", "C") == "C"
     is_raw = plain and not (isinstance(name, str) and name.startswith(">")) and name not in _NIBBLES
     separator = _separator(document.get("dimension_separator", "."))
@@ -229,7 +235,7 @@ def _parse2(document: Mapping[str, Any]) -> Array:
 def _dtype(name: object) -> np.dtype[Any]:
     if isinstance(name, str) and name in _DTYPES:
         return _DTYPES[name]
-    raise UnsupportedError(f"arrays of the type {str(name)[:100]!r} are not numbers of a supported type")
+    raise UnsupportedError(f"the data type {str(name)[:100]!r} is not supported")
 
 
 def _reason(error: Exception) -> str:
@@ -310,5 +316,5 @@ def _ints(found: object) -> tuple[int, ...]:
 
 def _separator(found: object) -> str:
     if found not in (".", "/"):
-        raise ValueError(f"keys of chunks are joined by {str(found)[:20]!r}")
+        raise ValueError(f"the separator in keys of chunks is {str(found)[:20]!r}, expected '.' or '/'")
     return str(found)

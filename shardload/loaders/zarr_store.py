@@ -50,6 +50,7 @@ class Arrays:
 
     def _file_away(self, key: str, value: OcdbtValue) -> None:
         name = key
+        # Find the longest prefix that is an array: keys of chunks contain slashes, and so may names of arrays.
         while "/" in name:
             name = name.rpartition("/")[0]
             if name in self._headers:
@@ -85,9 +86,11 @@ class Arrays:
         array = zarr_metadata.parse(metadata, name=name, where=where)
         chunks = self._chunks(array, values, where)
         self._refuse_expansion(array, where)
+        # The header's file counts too: chunks that were never written name it as theirs.
         for value in (header, *chunks.values()):
             if value.path not in self._sizes:
                 self._sizes[value.path] = value.path.size
+        # Nothing to read, so any offset is valid.
         if not math.prod(array.shape):
             return Tensor(name, array.shape, array.dtype, Extent(header.path, 0))
         return Tensor(name, array.shape, array.dtype, storage(array, chunks, header=header, metadata=metadata))
@@ -105,6 +108,7 @@ class Arrays:
                 )
             found[cell] = value
         cells = math.prod(array.grid)
+        # Otherwise a missing chunk contains the fill value: Orbax skips chunks that are all zeros.
         if self._is_complete and len(found) != cells:
             raise SourceError(
                 f"{where} should have {cells} chunks, but {cells - len(found)} are missing. Copy the step again, or "
@@ -129,6 +133,7 @@ class Arrays:
 def _files(folder: Location) -> dict[str, OcdbtValue]:
     """Return every file of a store without OCDBT, by its path relative to ``folder``; links count as files."""
     found: dict[str, OcdbtValue] = {}
+    # Files next to the arrays' folders are Orbax' own metadata.
     waiting = [name for name in folder.names() if (folder / name).is_folder() and not (folder / name).is_link()]
     while waiting:
         inside = waiting.pop()
