@@ -61,9 +61,9 @@ def folder_of(path: str | os.PathLike[str] | Location, *, format: str | None = N
 
 
 def describe_folder(path: str | os.PathLike[str] | Location, *, with_weights: bool = False) -> Manifest | None:
-    """Return the description of a model in a folder without weights, without tensors.
+    """Return the manifest of a model's description, without tensors.
 
-    ``None`` if it is no folder, describes no model, or has weights in any format and not ``with_weights``.
+    ``None`` if the path is not a folder, describes no model, or contains weights although ``with_weights`` is false.
 
     Raises:
         SourceError: When its configuration is damaged.
@@ -79,10 +79,12 @@ def describe_folder(path: str | os.PathLike[str] | Location, *, with_weights: bo
 
 def _is_weights(name: str) -> bool:
     endings = (*_PICKLES, *(ending for spec in specs() for ending in spec.endings))
-    return name.lower().endswith(endings) and not name.endswith(".json")  # an index alone has none
+    # An index alone contains no weights.
+    return name.lower().endswith(endings) and not name.endswith(".json")
 
 
 def _open_file(path: Location, format: str | None) -> Manifest:
+    # The content decides. An ending that contradicts it is an error, as one of the two must be wrong.
     found = _recognise_file(path)
     promised = _promised(path)
     if format is None and promised not in (None, found):
@@ -102,6 +104,7 @@ def _recognise_file(path: Location) -> FormatSpec:
         if not file.n_bytes:
             raise SourceError(f"{path} is empty (0 bytes). The download or the save did not finish; repeat it")
         content = FileContent(path, file)
+        # In reverse: a later format may be a special case of an earlier one.
         found = next((spec for spec in reversed(specs()) if spec.is_file(content)), None)
         if found is None:
             raise _unknown(path, content.head, file.n_bytes)
@@ -116,7 +119,8 @@ def _promised(path: Location) -> FormatSpec | None:
 
 def _unknown(path: Location, head: bytes, size: int) -> SourceError | UnsupportedError:
     if head.lstrip().startswith(b"{"):
-        if "model_type" in read_object(path):  # raises if the JSON itself is damaged
+        # `read_object` raises if the JSON itself is damaged.
+        if "model_type" in read_object(path):
             return UnsupportedError(
                 f"{path} is a model's configuration and has no weights. To load, give the folder "
                 "of the weights, with this file as config.json in it; to plan, shardload plan takes this file"
@@ -124,10 +128,12 @@ def _unknown(path: Location, head: bytes, size: int) -> SourceError | Unsupporte
         return UnsupportedError(
             f"{path} is JSON, but not an index: it has no 'weight_map'. Open the folder that contains it instead"
         )
+    # Not the file, but what a failed download left in its place.
     if head.startswith(b"version https://git-lfs"):
         return SourceError(f"{path} is a Git LFS pointer, not the file itself. Fetch it with: git lfs pull")
     if head.lstrip()[:1] == b"<":
         return SourceError(f"{path} is a web page, not a checkpoint: the download was refused. Log in and repeat it")
+    # The PROTO opcode with the protocols that Python 3 writes.
     if head[:1] == b"\x80" and head[1:2] in {b"\x02", b"\x03", b"\x04", b"\x05"}:
         return UnsupportedError(f"{path} is a Python pickle, which can run code when opened. Convert it to safetensors")
     promised = _promised(path)
@@ -147,10 +153,12 @@ def _open_folder(folder: Location, format: str | None) -> Manifest:
 def _recognise_folder(folder: Location) -> FormatSpec:
     content = FolderContent(folder, folder.names())
     known = specs()
+    # 1. A format that knows its folders: Hugging Face, a preset, a step.
     if found := next((spec for spec in reversed(known) if spec.is_folder(content)), None):
         return found
     if CONFIG in content.names:
         raise _unknown_config(content)
+    # 2. Files with a known ending, all of one format. The shards of an index do not count as a second one.
     kinds = [spec for spec in known if any(name.endswith(spec.endings) for name in content.names)]
     parts = {spec.part_format for spec in kinds}
     kinds = [spec for spec in kinds if spec.name not in parts]
@@ -160,6 +168,7 @@ def _recognise_folder(folder: Location) -> FormatSpec:
         raise SourceError(
             f"{folder} contains checkpoints of several formats ({listing(folder)}); open one of its files"
         )
+    # 3. A folder that only its subfolders identify: a root of steps.
     if found := next((spec for spec in reversed(known) if spec.contains_some(content)), None):
         return found
     raise UnsupportedError(

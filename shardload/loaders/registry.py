@@ -25,6 +25,7 @@ from shardload.stores.location import Location
 
 GROUP = "shardload.formats"
 _LOADERS = "shardload.loaders"
+# The order matters: later formats are asked first. See design note 0014.
 BUILT_IN = {
     "keras-h5": f"{_LOADERS}.keras_h5:SPEC",
     "keras-sharded-h5": f"{_LOADERS}.keras_sharded:SPEC",
@@ -146,19 +147,23 @@ def spec_named(name: str) -> FormatSpec:
 @cache
 def announced() -> dict[str, EntryPoint]:
     """Return the formats that installed packages announce, by name."""
+    # A package cannot replace a built-in format, only add one.
     return {point.name: point for point in entry_points(group=GROUP) if point.name not in BUILT_IN}
 
 
 @cache
 def _declared(name: str) -> FormatSpec:
     if name in BUILT_IN:
+        # Here, on first use, the loader's module is imported.
         built_in: FormatSpec = pkgutil.resolve_name(BUILT_IN[name])
         return built_in
     if (point := announced().get(name)) is None:
         raise UnsupportedError(f"Unknown format {name!r}; supported formats: {', '.join(names())}")
     try:
         found = point.load()
-    except Exception as error:  # of any kind: importing runs the package's code
+    # Any exception: importing runs the package's code. An error, not a warning, as otherwise the files of this format
+    # would be reported as unknown.
+    except Exception as error:
         raise UnsupportedError(
             f"Cannot use the format {name!r}: importing {point.value} failed: {error}. Update or uninstall its package"
         ) from error

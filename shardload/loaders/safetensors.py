@@ -100,13 +100,15 @@ def read_header(path: Location) -> SafetensorsHeader:
                 "It is damaged or not a safetensors file; download it again"
             )
         what = "the safetensors header"
-        if 8 + length <= size:  # else read_header raises the detailed error
+        # A damaged length would have the tensors parsed as text. A header past the end of the file is reported below.
+        if 8 + length <= size:
             require_brace(file, 8 + length, path=name, what=what)
         raw = read_bytes(file, length, offset=8, path=name, what=what)
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise SourceError(f"{path}: byte {8 + error.start} of the safetensors header is not UTF-8") from error
+    # The header may have 100 MB: keep one copy of it.
     del raw
     return _Parser(path, text, data_start=8 + length, file_bytes=size).parse()
 
@@ -131,11 +133,13 @@ class _Parser:
         try:
             end = self._skip(self._object(0, tensors))
         except (ValueError, StopIteration, IndexError) as error:
+            # Both are a ValueError and say more than the message below.
             if isinstance(error, SourceError | UnsupportedError):
                 raise
             raise self._wrong(f"does not parse: {error}") from error
         if end != len(self._text):
-            raise self._wrong(f"goes on after its closing brace, at character {end}")
+            raise self._wrong(f"continues after its closing brace, at character {end}")
+        # The header may list tensors in any order; the data may not have holes.
         ordered = tuple(sorted(tensors.values(), key=_span))
         self._refuse_holes(ordered)
         return SafetensorsHeader(ordered, self._metadata, self._data_start + self._data_bytes)
@@ -147,6 +151,7 @@ class _Parser:
                 if has_metadata:
                     raise self._wrong("contains '__metadata__' twice")
                 has_metadata = True
+                # Some writers have no metadata and write null.
                 is_null = self._text.startswith("null", at)
                 members.position = at + len("null") if is_null else self._strings(at)
                 continue
@@ -166,6 +171,7 @@ class _Parser:
         return members.position
 
     def _entry(self, name: str, start: int) -> tuple[dict[str, Any], int]:
+        # An entry contains no inner object, so it ends at the first brace; `json` parses this short piece alone.
         end = self._text.find("}", start, start + MAX_ENTRY_CHARS) + 1
         if self._text[start : start + 1] != "{" or not end:
             raise self._wrong(f"describes tensor {name[:200]!r} by something that is not a short object")
@@ -184,6 +190,7 @@ class _Parser:
             raise self._wrong(f"should give tensor {name!r} a list of integers as shape, but gives {str(shape)[:200]}")
         check_shape(tuple(shape), name=name, path=self._path)
         expected = math.prod(shape) * dtype.itemsize
+        # Python's integers do not overflow, so a shape cannot wrap around to a plausible size.
         if expected != stop - start:
             raise self._wrong(
                 f"gives tensor {name!r} the shape {tuple(shape)} of {entry['dtype']}, which is {expected} bytes, "
