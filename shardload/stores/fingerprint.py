@@ -48,6 +48,7 @@ class Fingerprint:
 def _difference(before: FileIdentity, now: FileIdentity) -> str:
     if now.size != before.size:
         return f"expected {before.size} bytes, found {now.size}"
-    if now.version[:2] != before.version[:2]:  # device and inode
+    # Device and inode: writers often write a new file and rename it over the old one.
+    if now.version[:2] != before.version[:2]:
         return f"another file of {now.size} bytes took its place"
     return f"its {now.size} bytes were written to"

@@ -26,13 +26,16 @@ def read_header(file: File, count: int, *, offset: int, path: str, what: str) ->
             f"{path} is truncated: {what} should take {count} bytes at offset {offset}, but the file has "
             f"{file.n_bytes} bytes. Download or save it again"
         )
-    if file.descriptor is None:  # a store that does not respond says nothing about the file: errors stay as they are
+    # A remote store that does not respond says nothing about the file, so its errors stay as they are.
+    if file.descriptor is None:
         buffer = bytearray(count)
         file.read_into(memoryview(buffer), offset)
         return bytes(buffer)
     try:
+        # `pread` makes the bytes without the copy that a buffer needs. It returns at most 2 GiB, and network file
+        # systems may return less; then `read_into` repeats the call.
         found = os.pread(file.descriptor, count, offset)
-        if len(found) == count:  # a system call returns at most 2 GiB; network file systems may return less
+        if len(found) == count:
             return found
         buffer = bytearray(count)
         file.read_into(memoryview(buffer), offset)

@@ -20,8 +20,6 @@ from shardload.stores.store import File
 
 MAX_JSON_BYTES = 1 << 25
 """32 MiB. The largest known index (hundreds of shards, 90k tensors) has 9 MB, the largest config 5 MB."""
-
-
 MIN_BYTES_PER_CONTAINER = 16
 """Files by Keras and Hugging Face have at least 50 bytes per bracket or brace; Python allocates 200 for each."""
 FREE_CONTAINERS = 1024
@@ -61,7 +59,8 @@ def read_optional(path: str | os.PathLike[str] | Location) -> Any:
     where = located(path)
     try:
         with closing(where.open()) as file:
-            size = min(file.n_bytes, MAX_JSON_BYTES)  # a longer file is cut, and so no JSON
+            # A longer file is cut, and so does not parse.
+            size = min(file.n_bytes, MAX_JSON_BYTES)
             return json.loads(read_header(file, size, offset=0, path=str(where), what="the JSON text"))
     except (ShardloadError, ValueError, RecursionError) as error:
         if isinstance(error, TransferError):
@@ -96,15 +95,17 @@ def parse_object(raw: bytes, *, path: str) -> dict[str, Any]:
     """
     allowed = FREE_CONTAINERS + len(raw) // MIN_BYTES_PER_CONTAINER
     containers = _containers(raw)
+    # Braces in strings cost nothing, and a chat template is full of them. Finding strings is slow, so it comes second.
     if containers > allowed:
-        containers -= sum(_containers(text[0]) for text in _TEXT.finditer(raw))  # a template is full of braces
+        containers -= sum(_containers(text[0]) for text in _TEXT.finditer(raw))
     if containers > allowed:
         raise UnsafeSourceError(
             f"Cannot parse {path}: it contains {containers} brackets and braces in {len(raw)} bytes of JSON, expected "
-            f"at most {allowed}, as parsed they would take many times the memory. Download it again"
+            f"at most {allowed}; parsed, they would take many times that memory. Download it again"
         )
     try:
-        text = raw.decode("utf-8-sig")  # like `json.loads` on bytes: accepts a byte order mark
+        # Like `json.loads` on bytes, accept a byte order mark.
+        text = raw.decode("utf-8-sig")
         del raw
         found = json.loads(text, object_pairs_hook=unique_pairs)
     except UnicodeDecodeError as error:
@@ -125,6 +126,7 @@ def _containers(raw: bytes) -> int:
 def unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """`object_pairs_hook` for `json.loads` that raises on duplicate keys."""
     found = dict(pairs)
+    # Which key it is, is looked up for the message only.
     if len(found) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]

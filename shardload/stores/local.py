@@ -38,7 +38,9 @@ def read_exact(fd: int, buffer: memoryview, offset: int, path: str) -> None:
     Raises:
         TransferError: If the file ends early (it shrank since its headers were read) or cannot be read.
     """
-    rest = buffer.cast("B") if buffer.nbytes else memoryview(b"")  # cast rejects an empty view
+    # `cast` raises for a view with a zero in its shape.
+    rest = buffer.cast("B") if buffer.nbytes else memoryview(b"")
+    # A system call reads at most 2 GiB, and network file systems may return less.
     while rest:
         try:
             count = os.preadv(fd, [rest], offset)
@@ -67,6 +69,7 @@ def open_readonly(path: str | os.PathLike[str]) -> int:
         raise _open_error(path, error) from error
     except ValueError as error:
         raise SourceError(f"{os.fspath(path)!r} is not a file name: {error}") from error
+    # Check the open file, not its name, which may have been given to another file since.
     mode = os.fstat(fd).st_mode
     if not stat.S_ISREG(mode):
         os.close(fd)
@@ -104,6 +107,7 @@ class LocalFile:
         """See `shardload.stores.store.File`."""
         read_exact(self.descriptor, buffer, offset, self._name)
 
+    # Local files have no digests here: a training step's are compared by its checker.
     read_unchecked = read_into
 
     def close(self) -> None:
@@ -123,6 +127,7 @@ class LocalStore(Store):
         try:
             mode = os.stat(key).st_mode  # noqa: PTH116
         except ValueError:
+            # A NUL character: no file can have this name.
             return None
         except OSError as error:
             if error.errno in _MISSING:

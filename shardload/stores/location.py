@@ -42,6 +42,7 @@ class Location:
     def parent(self) -> Location:
         """The folder that contains it; the root is its own parent."""
         folder = self.key.rstrip("/").rpartition("/")[0]
+        # Nothing before the last slash: the parent is "/" for an absolute key, else the empty key, the store's root.
         return Location(self.store, folder or self.key[: self.key.startswith("/")])
 
     def is_file(self) -> bool:
@@ -74,6 +75,7 @@ class Location:
             return None
         if self.key == folder.key:
             return ""
+        # With its slash, so that `/a/bc` is not taken to be below `/a/b`.
         prefix = f"{folder.key.rstrip('/')}/" if folder.key else ""
         return self.key[len(prefix) :] if self.key.startswith(prefix) else None
 

@@ -12,7 +12,8 @@ _folders: set[str] = set()
 
 def make() -> Path:
     """Create an empty folder that only this user can read."""
-    folder = os.path.realpath(tempfile.mkdtemp(prefix="shardload-remote-"))  # mode 0700
+    # `mkdtemp` gives the folder mode 0700.
+    folder = os.path.realpath(tempfile.mkdtemp(prefix="shardload-remote-"))
     _folders.add(folder)
     return Path(folder)
 
@@ -25,5 +26,6 @@ def remove(folder: str | os.PathLike[str]) -> None:
 
 def remove_all() -> None:
     """Remove all folders, for a process that exits immediately: neither finalizers nor atexit functions run then."""
+    # A copy of the set, because `remove` changes it.
     for folder in list(_folders):
         remove(folder)

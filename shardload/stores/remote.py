@@ -95,6 +95,7 @@ class Folder:
             UnsafeSourceError: If it has more than ``limit`` bytes; they are not fetched.
         """
         try:
+            # Ask for the first byte beyond the limit: an object without one is small enough to fetch as a whole.
             beyond = self.read(name, limit, limit + 1)
         except _OutOfRangeError:
             return self.read(name)
@@ -111,7 +112,7 @@ class Folder:
             TransferError: If the store does not respond or refuses the request.
         """
         if not self.can_list:
-            raise UnsupportedError(f"{self.url}: HTTP servers do not list what they have")
+            raise UnsupportedError(f"{self.url}: HTTP servers do not list their files")
         keys = Fetch(self, "", self._kv.list(), self._progress).wait()
         return sorted(key.decode("utf-8", "replace") for key in keys)
 
@@ -119,8 +120,10 @@ class Folder:
         """Build an error for a failed request: the URL, the store's message, and a way to fix it."""
         where = f"{self.url}/{name}" if name else self.url
         text = " ".join(str(error).split())
-        code = text.partition(":")[0]  # the rest may be text from the server
+        # What follows the code may be text from the server.
+        code = text.partition(":")[0]
         said = _SENTENCE.sub("", text)[:_SHOWN].strip() or type(error).__name__
+        # TensorStore raises a ValueError for most status codes; only the text tells them apart.
         if code == "OUT_OF_RANGE":
             return _OutOfRangeError(f"{where} is shorter than it should be: {said}")
         if code == "NOT_FOUND" and not name:
@@ -134,7 +137,7 @@ class Folder:
     def stalled(self, name: str, timeout_s: float) -> TransferError:
         """Build the error for a store that sent nothing for ``timeout_s``."""
         return TransferError(
-            f"{self.url}/{name}".rstrip("/") + f" cannot be read: nothing came from its server for {timeout_s:g} s. "
+            f"{self.url}/{name}".rstrip("/") + f" cannot be read: its server sent nothing for {timeout_s:g} s. "
             f"Check the address, the network and {self._settings()}; {TIMEOUT_VARIABLE}=SECONDS waits longer"
         )
 
@@ -166,7 +169,7 @@ class Folder:
         except TimeoutError as error:
             raise self.stalled("", limit) from error
         except (ValueError, RuntimeError) as error:
-            raise SourceError(f"{self.url} is not an address that can be read: {str(error)[:_SHOWN]}") from error
+            raise SourceError(f"Cannot read from {self.url}: {str(error)[:_SHOWN]}. Check the address") from error
 
 
 COPY_FIRST = (
@@ -192,6 +195,7 @@ class _Progress:
     def begin(self) -> None:
         """Record that a thread starts to wait; the first one starts the clock."""
         with self._lock:
+            # After an idle time the clock is old, although no request was open.
             if not self._waiting:
                 self.at_s = time.monotonic()
             self._waiting += 1
@@ -232,8 +236,10 @@ class Fetch:
 
     def wait(self) -> Any:
         """Wait for the response and return TensorStore's result."""
-        from asyncio import CancelledError  # importing it takes as long as importing all loaders
+        # Importing asyncio takes as long as importing all loaders.
+        from asyncio import CancelledError
 
+        # The first response tells whether the address and the network are right, so it gets less time.
         limit = timeout_s(first=not self._progress.answered)
         self._progress.begin()
         try:
@@ -241,7 +247,10 @@ class Fetch:
                 if self._given_up:
                     raise TransferError(f"The request for {self._folder.url}/{self._name} was cancelled")
                 try:
+                    # In short waits: another thread may cancel, and a request that waits its turn is not stalled while
+                    # the store answers others.
                     return self._future.result(timeout=WAIT_S)
+                # Raised where `cancel` ended the request; the next round raises the error for it.
                 except CancelledError:
                     self._given_up = True
                 except TimeoutError as error:
@@ -277,13 +286,14 @@ def _spec(url: str) -> dict[str, Any]:
     bucket, _, path = rest.partition("/")
     if not bucket:
         raise SourceError(f"{url} names no {'server' if scheme.startswith('http') else 'bucket'}")
+    # HTTP clients and servers may resolve such parts, and so leave the folder.
     if any(part in (".", "..") for part in path.split("/")) or "\0" in url:
         raise UnsupportedError(f"{url} has '.' or '..' between slashes, which is not a name in a store")
     if scheme.startswith("http"):
         parts = urlsplit(url)
         if parts.query or parts.fragment or parts.username:
             raise UnsupportedError(
-                "An http address of a step is plain: no user, no ? and no #, since file names are added to its end. "
+                "An HTTP address of a step may not contain a user, '?' or '#': file names are appended to it. "
                 + COPY_FIRST
             )
         return {"driver": "http", "base_url": f"{url}/"}

@@ -57,6 +57,7 @@ class FileStream(io.RawIOBase):
         """Read as many bytes as fit into ``buffer``; fewer at the end."""
         view = memoryview(buffer).cast("B")
         if self._before_read is not None:
+            # Before the length is cut at the end of the part: libhdf5 asks for the length that a header declares.
             self._before_read(self._at, len(view))
         view = view[: max(0, self._n_bytes - self._at)]
         if view:
