@@ -60,6 +60,7 @@ class Bounds:
         """Return the overlap, or ``None`` if there is none (rank-0 boxes always overlap)."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
+        # Boxes that only touch do not overlap. In rank 0 there is no dim that could keep two boxes apart.
         if any(b <= a for a, b in zip(start, stop, strict=True)):
             return None
         return Bounds(start, stop)

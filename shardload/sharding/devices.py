@@ -65,7 +65,7 @@ def mesh_spec(mesh: MeshLike | MeshSpec | None, *, axes: str | None = None) -> M
             return MeshSpec.parse(",".join(f"{axis}={size}" for axis, size in mesh.items()), axes=axes)
         case jax.sharding.Mesh():
             return MeshSpec(tuple(map(str, mesh.axis_names)), tuple(mesh.devices.shape))
-    # A keras.distribution.DeviceMesh, detected without importing Keras:
+    # A keras.distribution.DeviceMesh, detected without importing Keras.
     if mesh is not None and hasattr(mesh, "axis_names") and hasattr(mesh, "devices"):
         return MeshSpec(tuple(mesh.axis_names), tuple(np.shape(mesh.devices)))
     raise MeshError(f"Cannot read a mesh from {mesh!r}. Write '1x8', 'data=2,model=4', or pass a jax.sharding.Mesh")
@@ -73,7 +73,7 @@ def mesh_spec(mesh: MeshLike | MeshSpec | None, *, axes: str | None = None) -> M
 
 def mesh_of(found: Any) -> Any:
     """Return the mesh of a Keras distribution or layout map; anything else is returned unchanged."""
-    return getattr(found, "device_mesh", found) if has_mesh(found) else found
+    return found.device_mesh if has_mesh(found) else found
 
 
 def has_mesh(found: Any) -> bool:
@@ -103,6 +103,7 @@ def resolve_devices(
         return MeshDevices(spec, tuple(devices))
     if isinstance(mesh, jax.sharding.Mesh):
         return MeshDevices(spec, tuple(mesh.devices.flat))
+    # Keras names devices as text ("cpu:0"); its `backend_mesh` has the `jax.Device`s.
     if hasattr(mesh, "backend_mesh"):
         return MeshDevices(spec, tuple(mesh.backend_mesh.devices.flat))
     return MeshDevices(spec, _first_devices(spec))
@@ -111,6 +112,7 @@ def resolve_devices(
 def _first_devices(spec: MeshSpec) -> tuple[Any, ...]:
     found = available()
     if spec.size <= len(found):
+        # The first ones: a smaller mesh leaves devices idle.
         return found[: spec.size]
     platform = found[0].platform
     fix = (
@@ -142,7 +144,8 @@ def not_started(error: Exception) -> MeshError:
         error: What JAX raised; an `AssertionError` without message if CUDA was requested and there is no GPU.
     """
     asked = jax.config.jax_platforms
-    cause = str(error).split(" (set JAX_PLATFORMS")[0].split(" (you may need")[0].strip()  # drop JAX's own advice
+    # Drop JAX's own advice: the advice below also names --platform.
+    cause = str(error).split(" (set JAX_PLATFORMS")[0].split(" (you may need")[0].strip()
     cause = cause or "no such device was found on this machine"
     here = ", ".join(["cpu", *sorted(point.name for point in metadata.entry_points(group="jax_plugins"))])
     wanted = f" with JAX_PLATFORMS={asked}" if asked else ""
@@ -158,12 +161,13 @@ def local_positions(devices: MeshDevices) -> tuple[int, ...]:
     Raises:
         MeshError: When the mesh has none of this process's devices.
     """
+    # `None` is a device that is only planned for: a plan covers all positions.
     found = tuple(i for i, d in enumerate(devices.devices) if d is None or d.process_index == jax.process_index())
     if not found:
         raise MeshError(
             f"The mesh {devices.mesh} has none of the {jax.local_device_count()} devices of this process "
             f"({jax.process_index()} of {jax.process_count()}). Use a larger mesh, of {jax.device_count()} devices, or "
-            "hand over the devices to use as devices="
+            "pass the devices to use with devices="
         )
     return found
 
@@ -188,9 +192,11 @@ def check_shares(devices: MeshDevices) -> None:
     Raises:
         MeshError: When the parts differ.
     """
+    # The process of each position, in the shape of the mesh; then the coordinates of each process's positions.
     indices = np.array([device.process_index for device in devices.devices]).reshape(devices.mesh.sizes)
     parts = [np.nonzero(indices == process) for process in range(jax.process_count())]
     counts = [len(part[0]) for part in parts]
+    # A part is a block if its lengths along the axes multiply to its number of positions.
     kinds = {tuple(len(set(along)) for along in part) for part in parts}
     if len(kinds) == 1 and counts[0] and math.prod(*kinds) == counts[0]:
         return
@@ -198,7 +204,7 @@ def check_shares(devices: MeshDevices) -> None:
         shares = ", ".join(f"process {i} has {n}" for i, n in enumerate(counts[:8])) + (" …" * (len(counts) > 8))
         what = f"of its {devices.mesh.size} devices {shares}"
     else:
-        what = f"the {counts[0]} devices of a process are no block of it"
+        what = f"the {counts[0]} devices of a process do not form a block"
     raise MeshError(
         f"The mesh {devices.mesh} cannot be shared evenly by {len(parts)} processes: {what}. Use a mesh with a whole "
         f"number of rows or columns for each process, for example 1x{jax.device_count()}, or pass devices="

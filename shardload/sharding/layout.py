@@ -60,6 +60,7 @@ class Layout:
     def of_spec(cls, mesh: MeshSpec, spec: Iterable[Any], rank: int) -> Layout:
         """Return the layout that a `jax.sharding.PartitionSpec` states for a variable of ``rank`` dims."""
         axes = [() if a is None else (a,) if isinstance(a, str) else tuple(a) for a in spec]
+        # A PartitionSpec may be shorter than the rank: the dims at the end are not split.
         return cls(mesh, (*axes, *((),) * (rank - len(axes))))
 
     @property
@@ -110,14 +111,17 @@ def _bounds(layout: Layout, shape: tuple[int, ...]) -> tuple[Bounds, ...]:
     Positions with the same box share one object, of which a mesh of thousands of devices has few.
     """
     shard, mesh = layout.shard_shape(shape), layout.mesh
+    # Axis → its index at each mesh position, row-major.
     where = dict(zip(mesh.axes, np.indices(mesh.sizes).reshape(len(mesh.axes), mesh.size), strict=True))
     starts = []  # per dim, of every position
     for axes, length in zip(layout.spec, shard, strict=True):
         index = np.zeros(mesh.size, np.int64)
         for axis in axes:
+            # Several axes of one dim count like digits, the first the most significant, as in a PartitionSpec.
             index = index * mesh.axis_size(axis) + where[axis]
         starts.append((index * length).tolist())
     every = list(zip(*starts, strict=True)) if starts else [()] * mesh.size
+    # All shards have one shape, so their starts tell them apart.
     made = {start: Bounds(start, tuple(a + n for a, n in zip(start, shard, strict=True))) for start in set(every)}
     return tuple(map(made.__getitem__, every))
 

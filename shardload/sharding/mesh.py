@@ -73,6 +73,7 @@ class MeshSpec:
         """
         if "=" in text:
             return cls._parse_named(text, axes)
+        # At most nine digits, as int() raises for thousands of them.
         if not re.fullmatch(r"\d{1,9}(x\d{1,9})*", text.strip(), re.ASCII | re.IGNORECASE):
             raise MeshError(f"Cannot read the mesh {text!r}. Write sizes like 1x8, or names like data=2,model=4")
         sizes = tuple(int(n) for n in text.lower().split("x"))
@@ -80,6 +81,7 @@ class MeshSpec:
             return cls(tuple(a.strip() for a in axes.split(",")), sizes)
         if len(sizes) > len(DEFAULT_AXES):
             raise MeshError(f"The mesh {text!r} has {len(sizes)} axes; name them, for example data=2,fsdp=2,model=2")
+        # A size alone is tensor parallelism over all devices: "8" means 1x8.
         return cls(DEFAULT_AXES, (1,) * (len(DEFAULT_AXES) - len(sizes)) + sizes)
 
     @classmethod
@@ -111,6 +113,7 @@ class MeshSpec:
         """Return what an axis splits, by its name, else by its position."""
         if (known := _KINDS.get(axis.lower())) is not None:
             return known
+        # The last axis first: the only axis of a mesh is `model`, too.
         if axis == self.axes[-1]:
             return "model"
         return "batch" if axis == self.axes[0] else "fsdp"
@@ -127,6 +130,7 @@ class MeshSpec:
     @property
     def batch_axis(self) -> str:
         """The axis that splits the batch: the first ``batch`` axis, else the first ``fsdp`` axis, else the first."""
+        # Without a batch axis, `fsdp` splits the batch, as in ZeRO: its devices share weights, not examples.
         return (*self.axes_of("batch"), *self.axes_of("fsdp"), *self.axes)[0]
 
     def coordinates(self, position: int) -> dict[str, int]:

@@ -50,9 +50,11 @@ def why_not_spread(layout: Layout, shape: tuple[int, ...], axes: Sequence[str]) 
 def _over(layout: Layout, shape: tuple[int, ...], axis: str) -> Layout:
     size = layout.mesh.axis_size(axis)
     shard = layout.shard_shape(shape)
+    # Shards must stay even: only a dim whose shards divide can be split again.
     dims = [dim for dim, length in enumerate(shard) if length % size == 0 and length > 0]
     if size == 1 or not dims or _splits(layout, axis):
         return layout
+    # A dim that is not split yet before one that is, then the longest, then the first.
     chosen = min(dims, key=lambda dim: (bool(layout.spec[dim]), -shard[dim], dim))
     spec: Spec = tuple((*axes, axis) if dim == chosen else axes for dim, axes in enumerate(layout.spec))
     return Layout(layout.mesh, spec)

@@ -398,7 +398,7 @@ def test_a_mesh_of_equal_blocks_is_shared(monkeypatch, processes, each, sizes):
 @pytest.mark.parametrize(
     ("processes", "each", "sizes", "what"),
     [
-        (3, 2, "2x3", "no block"),
+        (3, 2, "2x3", "do not form a block"),
         (2, 3, "1x4", "process 0 has 3, process 1 has 1"),
         (2, 4, "1x4", "process 0 has 4, process 1 has 0"),
     ],
