@@ -4,7 +4,7 @@ A quantised tensor is stored row by row, each row in whole blocks, so any range 
 bits as in the whole tensor. This module undoes the transformations of llama.cpp's converter:
 
     MINUS_ONE   Gemma's norms are stored as w + 1
-    DROP_TWO    RoBERTa's first two positions, which stand for padding, are left out; they read as zeros
+    DROP_TWO    RoBERTa's first two positions, which are padding, are left out; they read as zeros
     TRANSPOSE   GPT-2's matrices are (out, in), in Hugging Face (in, out)
     UNPERMUTE   Llama's query and key rows are interleaved within each head, for rotary embeddings in pairs::
 

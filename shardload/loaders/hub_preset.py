@@ -6,7 +6,7 @@
     task.weights.h5       the task's weights outside its backbone; their tensors are named "task:…" here
     metadata.json         versions
 
-A folder saved by ``keras.saving.save_model(…, zipped=False)`` has the same first two files and opens alike.
+A folder saved by ``keras.saving.save_model(…, zipped=False)`` has the same first two files and opens the same way.
 """
 
 from __future__ import annotations

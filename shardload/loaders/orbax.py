@@ -50,7 +50,7 @@ def open_orbax(folder: Location) -> Manifest:
     names: dict[str, list[str]] = {}
     for leaf in tree.leaves:
         # Handlers of other types may store arrays too: a leaf with an array in the store is a tensor.
-        if leaf.is_array or (arrays.holds(leaf.stored_name) and not leaf.is_empty):
+        if leaf.is_array or (arrays.contains(leaf.stored_name) and not leaf.is_empty):
             found.append(arrays.tensor(leaf.stored_name, name=leaf.name))
             names[leaf.name] = list(leaf.keys)
     metadata = _metadata(step, item, tree.leaves, names)

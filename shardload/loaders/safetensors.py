@@ -131,7 +131,7 @@ class _Parser:
     def parse(self) -> SafetensorsHeader:
         tensors: dict[str, Tensor] = {}
         try:
-            end = self._skip(self._object(0, tensors))
+            end = self._object(0, tensors)
         except (ValueError, StopIteration, IndexError) as error:
             # Both are a ValueError and say more than the message below.
             if isinstance(error, SourceError | UnsupportedError):
@@ -237,17 +237,15 @@ class _Parser:
                 f"covers the file up to byte {end}, but it has {self._data_start + self._data_bytes} bytes"
             )
 
-    def _skip(self, at: int) -> int:
-        while self._text[at : at + 1] in {" ", "\t", "\n", "\r"}:
-            at += 1
-        return at
-
     def _wrong(self, what: str) -> SourceError:
         return SourceError(f"{self._path}: the safetensors header {what}. Download or save the file again")
 
 
 class _Members:
-    """Keys of a JSON object with the start of each value; the caller sets ``position`` to the end of the value."""
+    """Keys of a JSON object with the start of each value; the caller sets ``position`` to the end of the value.
+
+    Afterwards ``position`` is past the object and the white space that follows it.
+    """
 
     def __init__(self, text: str, start: int) -> None:
         self._text = text
@@ -255,19 +253,17 @@ class _Members:
 
     def __iter__(self) -> Iterator[tuple[str, int]]:
         self._expect("{")
-        if self._peek() == "}":
-            self.position += 1
-            return
-        while True:
+        more = self._peek() != "}"
+        while more:
             self._expect('"')
             key, self.position = _scan_string(self._text, self.position, True)
             self._expect(":")
             self._peek()
             yield key, self.position
-            if self._peek() == "}":
-                self.position += 1
-                return
-            self._expect(",")
+            if more := self._peek() != "}":
+                self._expect(",")
+        self._expect("}")
+        self._peek()
 
     def _peek(self) -> str:
         while (char := self._text[self.position : self.position + 1]) in {" ", "\t", "\n", "\r"}:

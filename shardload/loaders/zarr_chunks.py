@@ -322,8 +322,8 @@ def _holds_blosc(codec: object) -> bool:
 def _context() -> Any:
     import tensorstore as ts  # 0.2 s to import
 
-    # Each call gets a context of its own, and with it a memory store of its own: threads decode chunks under the same
-    # key. Without a cache, since every chunk is decoded once.
+    # Each call gets its own context and so its own memory store, as threads decode chunks under the same key. No cache:
+    # each chunk is decoded once.
     return ts.Context({"cache_pool": {"total_bytes_limit": 0}})
 
 

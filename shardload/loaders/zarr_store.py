@@ -62,7 +62,7 @@ class Arrays:
         """Size of each file with data of the requested tensors."""
         return dict(sorted(self._sizes.items()))
 
-    def holds(self, name: str) -> bool:
+    def contains(self, name: str) -> bool:
         """Whether the item stores an array of this name."""
         return name in self._headers
 

@@ -1,7 +1,7 @@
 """Split a layout further, over axes that do not split it yet: what ZeRO-1 does with the state of an optimizer.
 
-A (6, 8) momentum follows its kernel, split over ``model``; over ``batch`` its four copies are alike, so each may keep
-a part::
+A (6, 8) momentum follows its kernel, split over ``model``. Each of its shards has two equal copies over ``batch``, so
+each copy may keep a part::
 
     mesh batch=2,model=4     follows its kernel    (-, model)         (6, 2) on each device
                              spread over batch     (batch, model)     (3, 2) on each device

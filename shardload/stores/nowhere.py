@@ -1,4 +1,4 @@
-"""The place of models that are only described: it has names, but no files."""
+"""A store for models that are only described: it has names, but no files."""
 
 from __future__ import annotations
 
