@@ -275,7 +275,7 @@ def plain(tmp_path: Path, **changes: Any) -> Path:
         ({"dtype": [["a", "<f4"]]}, SourceError, "does not describe"),
         ({"shape": "wide"}, SourceError, "is not a list of integers"),
         ({"zarr_format": 9}, SourceError, "zarr_format"),
-        ({"dimension_separator": 5}, SourceError, "joined by"),
+        ({"dimension_separator": 5}, SourceError, "the separator in keys"),
         ({"compressor": {"id": "zstd", "level": 1 << 70}}, SourceError, "more than 64 bits"),
         ({"compressor": {"id": "zstd"}, "fill_value": float("nan")}, SourceError, "is not a JSON number"),
         ({"compressor": {"id": "zstd", "level": "\ud800"}}, SourceError, "does not describe"),
