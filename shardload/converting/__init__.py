@@ -76,7 +76,7 @@ class ConvertReport:
     """Number of tensors that an interrupted run had already copied."""
     seconds: float
     notes: tuple[str, ...]
-    """Parts of the source that the target lacks or has in another form."""
+    """What of the source the target lacks, or stores in another form."""
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object."""
@@ -84,7 +84,7 @@ class ConvertReport:
 
     def __str__(self) -> str:
         what = f"{plural(self.tensors, 'tensor')}, {format_bytes(self.n_bytes)}, {self.seconds:.1f} s"
-        resumed = f"; {self.resumed} were there from an interrupted run" if self.resumed else ""
+        resumed = f"; {self.resumed} were copied by an interrupted run" if self.resumed else ""
         lines = [f"{self.target}: {self.format}, {what}{resumed}", *(f"note: {note}" for note in self.notes)]
         return "\n".join(printable(line) for line in lines)
 
@@ -116,7 +116,7 @@ def convert(
     name only when it is complete and flushed to disk.
 
     Args:
-        src: Any source that `shardload.load` takes and that describes its model.
+        src: Any source that `shardload.load` accepts and that describes its model.
         dst: Path of the target: a folder, a file that ends in ``.weights.h5``, or an index that ends in
             ``.weights.json``, with its shards.
         to: ``"preset"`` (a KerasHub preset), ``"h5"`` (the same, or Keras' files if ``dst`` ends like one),
@@ -125,14 +125,14 @@ def convert(
         dtype: Dtype of the floating-point tensors; by default each keeps its own, and decoded (GGUF) or computed
             tensors have the dtype that `shardload.load` gives them.
         host_memory_bytes: Bytes of tensors in memory at once, or text like ``"512MiB"``.
-        max_shard_bytes: Most bytes of tensors in one file, or text like ``"2GiB"``; a larger tensor has a file of its
-            own. 5 GB by default for safetensors, 5 GiB for ``.weights.json``; a preset is cut only if this is given.
+        max_shard_bytes: Most bytes of tensors per file, or text like ``"2GiB"``; a larger tensor gets its own file.
+            5 GB by default for safetensors, 5 GiB for ``.weights.json``; a preset is split only if this is given.
         overwrite: Replace an existing checkpoint at ``dst``.
         progress: As for `shardload.load`.
         ignore_config: As for `shardload.load`.
         merge_lora: Merge the factors of LoRA into the kernels, which is arithmetic: in float32, rounded once to the
             dtype of the kernel. A source with LoRA is refused otherwise, unless ``to`` is ``"orbax"``.
-        base: For a partial step (``save_trainable_only``): the checkpoint that has the other weights of its model.
+        base: For a partial step (``save_trainable_only``): the checkpoint with the other weights of its model.
 
     Raises:
         UsageError: When an argument is invalid.
@@ -143,6 +143,7 @@ def convert(
         WriteError: When ``dst`` exists already, or cannot be written.
     """
     began = time.monotonic()
+    # Check all that the arguments tell before anything is opened.
     if not os.fspath(dst):
         raise UsageError("Cannot convert to an empty path. Give a folder, or NAME.weights.h5")
     target = Path(os.path.abspath(dst))  # noqa: PTH100  resolve() would follow a link that is to be replaced
@@ -155,14 +156,17 @@ def convert(
     source = _open(found.path, base, dtype=name, ignore_config=ignore_config)
     for manifest in source.manifests:
         _refuse_itself(Path(manifest.source), target)
+    # Recorded before the first value is read, and compared before the result is published.
     files = Fingerprint.of(source.files)
     with_lora = lora_layers(source.model)
     adapters.refuse_adapters(source, with_lora, kind, merge_lora=merge_lora)
     source = adapters.merged(source, with_lora) if merge_lora else source
     shown = as_progress(progress)
+    # `merged` replaced the values of these kernels; hidden, their layers are described and stored as plain ones.
     with hidden(with_lora if merge_lora else ()):
         plan = plan_for(source, target, kind, dtype=name, shard_bytes=shard_bytes)
         check_others(plan, target, overwrite=overwrite)
+        # Last of the checks, because it reads every byte; all others need headers only.
         _check_digests(source, shown)
         resumed = _write(source, plan, target, files, overwrite=overwrite, block_bytes=block_bytes, shown=shown)
     notes = (*((found.note,) if found.note else ()), *source.notes, *plan.notes)
@@ -216,6 +220,7 @@ def block_bytes_of(host_memory_bytes: int | str) -> int:
 
 
 def _refuse_itself(source: Path, target: Path) -> None:
+    # Overwriting removes the target's folder: one that is or contains the source would take the source with it.
     one, two = source.resolve(), target.resolve()
     if one == two or two in one.parents or one in two.parents:
         raise UsageError(
@@ -242,7 +247,7 @@ def _check_digests(source: Source, progress: Progress) -> None:
 
 
 def _finish(plan: ConversionPlan, staging: ConversionFolder, *, overwrite: bool) -> None:
-    """Write digests, open the result like any checkpoint, and rename it."""
+    """Write digests for a step, check the result, and publish it."""
     if spec_named(plan.format).is_step:
         digests.Digests.compute(staging.result).write(staging.result)
     check_result(plan, staging)
@@ -250,7 +255,7 @@ def _finish(plan: ConversionPlan, staging: ConversionFolder, *, overwrite: bool)
 
 
 def publish(plan: ConversionPlan, staging: ConversionFolder, *, overwrite: bool) -> None:
-    """Flush a finished result and the small files next to it, and give them their names."""
+    """Flush a finished result and its sidecar files, and give them their final names."""
     sidecars = {}
     for name, content in plan.sidecars.items():
         made = staging.result.with_name(f"sidecar-{name}")
@@ -261,6 +266,7 @@ def publish(plan: ConversionPlan, staging: ConversionFolder, *, overwrite: bool)
 
 def check_result(plan: ConversionPlan, staging: ConversionFolder) -> None:
     """Open the result: check that all tensors are there and match a model built from the result's own description."""
+    # The result is opened as a reader would open it, so a header that readers reject fails here, not in their hands.
     result = staging.result / staging.target.name if plan.shards else staging.result
     manifest = open_manifest(result, format=plan.format)
     written = {t.name: (t.shape, t.dtype) for t in manifest.tensors.values()}
@@ -288,6 +294,7 @@ def explained(error: BaseException, target: Path) -> BaseException:
     if isinstance(error, ProcessLostError):
         return error
     number = errno_of(error) if isinstance(error, Exception) else None
+    # A SaveError comes from Orbax's writer and names a step; the user asked for a conversion.
     if isinstance(error, SaveError) or not isinstance(error, ShardloadError):
         if number in (errno.ENOSPC, errno.EDQUOT):  # HDF5 mentions it in the text of a RuntimeError
             return WriteError(f"Cannot write {target}: the disk is full. Free some space.")

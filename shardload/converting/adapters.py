@@ -1,8 +1,8 @@
 """LoRA in a conversion: adapters of a partial step on top of their base, and kernels with their adapters merged.
 
-base ─► source ─┐
-├─► source with adapters ─► merged: kernel + alpha / rank · a @ b
-step ─► leaves ─┘   the step's weights replace those of the base
+    base ─► source ─┐
+                    ├─► source with adapters ─► merged: kernel + alpha / rank · a @ b
+    step ─► leaves ─┘   the step's weights replace those of the base
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def check_base(manifest: Manifest, base: Any) -> None:
             "Pass the checkpoint that has them: base=SOURCE (--base SOURCE)"
         )
     if base is not None and not left_out:
-        raise UsageError(f"Cannot use base={str(base)!r}: {manifest.source} has all weights. Leave base out")
+        raise UsageError(f"Cannot use base={str(base)!r}: {manifest.source} has all weights. Omit base")
 
 
 def on_base(base: Source, path: str) -> Source:
@@ -46,6 +46,7 @@ def on_base(base: Source, path: str) -> Source:
     """
     step = open_manifest(path)
     structure = step.metadata["structure"]
+    # The base was built without LoRA: create the factors' variables before the step's tensors are mapped to them.
     with abstraction.abstract():
         enable_saved_lora(base.model, structure.get("form", {}))
     mapping = map_state(base.model, step, items="weights", has_base=True)
@@ -54,11 +55,11 @@ def on_base(base: Source, path: str) -> Source:
     problems += [f"the model has no variable for {name!r}" for name in mapping.unused]
     if problems:
         raise MismatchError(
-            f"Cannot convert {path} with {base.manifest.source} as its base: {problems[0]}. Give the checkpoint that "
+            f"Cannot convert {path} with {base.manifest.source} as its base: {problems[0]}. Pass the checkpoint that "
             "its model was loaded from"
         )
     values = base.values | {id(b.variable): viewed(b, step) for b in mapping.bindings}
-    note = f"{len(mapping.bindings)} weights are those of {path}, the others those of {base.manifest.source}"
+    note = f"{len(mapping.bindings)} weights come from {path}, the others from {base.manifest.source}"
     return replace(base, values=values, adapters=step, notes=(*base.notes, note))
 
 
@@ -70,7 +71,7 @@ def refuse_adapters(source: Source, layers: Sequence[Any], to: str, *, merge_lor
     if merge_lora and to == "orbax":
         raise UnsupportedError(
             f"Cannot merge LoRA into an Orbax checkpoint: it describes {name} with its adapters. Convert with --to h5 "
-            "or --to safetensors, or leave out --merge-lora"
+            "or --to safetensors, or omit --merge-lora"
         )
     if layers and not merge_lora and to != "orbax":
         factor = next(v for v in layers[0].variables if "lora_" in v.name)
@@ -93,15 +94,20 @@ def merged(source: Source, layers: Sequence[Any]) -> Source:
     values = dict(source.values)
     for found in kernels:
         stored = values[id(found.kernel)]
+        # A function, not an array: each kernel is merged when it is written, and released.
         values[id(found.kernel)] = StoredValue(stored.variable, stored.dtype, live=_merging(source, found))
     factors = frozenset(id(v) for found in kernels for v in (found.a, found.b))
     for factor in factors:
         del values[factor]
-    note = (
+    return replace(source, values=values, merged=factors, notes=(*source.notes, merge_note(kernels)))
+
+
+def merge_note(kernels: Sequence[LoraKernel]) -> str:
+    """Describe a merge for the report."""
+    return (
         f"LoRA was merged into {len(kernels)} kernels ({kernels[0].kernel.path!r} …): computed in float32 and rounded "
         "once to the dtype of each kernel"
     )
-    return replace(source, values=values, merged=factors, notes=(*source.notes, note))
 
 
 def _merging(source: Source, found: LoraKernel) -> Any:
@@ -116,7 +122,8 @@ def _whole(source: Source, variable: Any) -> NDArray[Any]:
     value = source.values[id(variable)]
     if value.array is not None:
         return value.array
+    # A model of one weight: reads a view, or runs the step that computes the value.
     return ModelValues(source, {"": value}).rows("", 0, int(variable.shape[0]))
 
 
-__all__ = ["check_base", "merged", "on_base", "refuse_adapters"]
+__all__ = ["check_base", "merge_note", "merged", "on_base", "refuse_adapters"]

@@ -32,7 +32,7 @@ Array = NDArray[Any]
 Computing = ConverterStep | LayerStep
 """Steps of a load that compute values."""
 Lend = Callable[[Any, Array], None]
-"""Gives a variable a value until the end of the step."""
+"""Gives a variable a value until the step has finished."""
 
 
 def computed_by(mapping: VariableMap) -> Iterator[tuple[Computing, Any]]:
@@ -50,7 +50,7 @@ class StoredValue:
 
     variable: Any
     dtype: np.dtype[Any]
-    """Dtype as stored; for decoded or computed values the variable's dtype, as when loading."""
+    """Dtype as stored; for decoded or computed values, the variable's own, as in a load."""
     tensor: Tensor | None = None
     view: View | None = None
     array: Array | None = None
@@ -86,6 +86,7 @@ def compute(
     # A layer's hook may assign any variable again until it returns.
     later: Set[int] = {id(v) for v in variables} if isinstance(step, LayerStep) else step.reassigned
     wanted = replace(step, variables=tuple(variables)) if isinstance(step, ConverterStep) else step
+    # Each failed run is lent one more value, so this ends.
     with _lending() as lend:
         runtime = _Runtime(manifest, dtypes, write, done, later, lend)
         while not _runs(wanted, runtime, values):
@@ -101,6 +102,7 @@ def compute(
 
 def _runs(step: Computing, runtime: _Runtime, values: Iterable[StoredValue]) -> bool:
     """Run a step; if it lacks the value of a variable, lend the value and return that the step must run again."""
+    # A hook may also set attributes of its layer: undo that, so that a second run finds what the first one found.
     snapshot = None if step.saveable is None else AttributeSnapshot.of(step.saveable)
     try:
         step.run(runtime)
@@ -130,6 +132,7 @@ def _lending() -> Iterator[Lend]:
 
     def lend(variable: Any, value: Array) -> None:
         before.setdefault(id(variable), (variable, recorded_initializer(variable)))
+        # Not assign(): while a step runs, it is intercepted.
         restore_value(variable, jax.numpy.asarray(as_keras_casts(value, stored_dtype(variable))), None)
 
     try:

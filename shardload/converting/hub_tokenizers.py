@@ -35,7 +35,10 @@ _UNCHANGED = {
 }
 """``model_type`` → files that only change their name."""
 _PATTERNS = {"Llama3Backbone": "llama-bpe", "QwenBackbone": "qwen2", "Qwen3Backbone": "qwen2"}
-"""``model_type`` → name of the word-splitting pattern in `shardload.text.gguf_tokenizer.PATTERNS`."""
+"""KerasHub's class → name of the word-splitting pattern in `shardload.text.gguf_tokenizer.PATTERNS`.
+
+KerasHub splits all byte pairs as Llama 3 does, so a preset does not say which pattern its vocabulary was made for.
+"""
 
 
 def tokenizer_files(source: Source, model_type: str) -> tuple[dict[str, bytes], tuple[str, ...]]:
@@ -49,6 +52,7 @@ def tokenizer_files(source: Source, model_type: str) -> tuple[dict[str, bytes], 
         return {}, ()
     if model_type in _UNCHANGED:
         return _unchanged(kept, model_type)
+    # A GGUF header describes the same kind of tokenizer, and `text` can already write one as tokenizer.json.
     try:
         layer = kerashub.preset_tokenizer(
             replace(source.manifest, location=located(kept["tokenizer.json"].parent), format=PRESET.name)
@@ -58,7 +62,7 @@ def tokenizer_files(source: Source, model_type: str) -> tuple[dict[str, bytes], 
     except Exception as error:  # its files may cause any error; its kind may be unknown
         _log.info("No tokenizer of %s for Hugging Face: %s", source.manifest.source, error)
         known = "Gemma, Llama 3, Qwen, GPT-2 and BERT"
-        return {}, (f"the tokenizer was not written for Hugging Face, because only those of {known} can be",)
+        return {}, (f"the tokenizer was not written for Hugging Face: only those of {known} can be converted",)
 
 
 def _pieces(source: Source, path: Path) -> dict[str, bytes]:
@@ -73,7 +77,7 @@ def _pieces(source: Source, path: Path) -> dict[str, bytes]:
 def _unchanged(kept: Mapping[str, Path], model_type: str) -> tuple[dict[str, bytes], tuple[str, ...]]:
     names = _UNCHANGED[model_type]
     if not names.keys() <= kept.keys():
-        return {}, ("the tokenizer was not written for Hugging Face, because the source lacks some of its files",)
+        return {}, ("the tokenizer was not written for Hugging Face: the source lacks some of its files",)
     found = {name: kept[path].read_bytes() for path, name in names.items()}
     if model_type == "bert":
         settings = json_files.read_object(kept["tokenizer.json"]).get("config", {})

@@ -57,8 +57,7 @@ class Saved:
     @property
     def tensors(self) -> list[Wanted]:
         """Return the tensors, named as in the file."""
-        names = [copy.wanted.name.removeprefix(TASK_PREFIX) for copy in self.copies]
-        return [replace(copy.wanted, name=name) for copy, name in zip(self.copies, names, strict=True)]
+        return [replace(copy.wanted, name=copy.wanted.name.removeprefix(TASK_PREFIX)) for copy in self.copies]
 
 
 def saved(root: Any, source: Source, dtypes: Mapping[int, Any], *, skip: Any = None, prefix: str = "") -> Saved:
@@ -68,7 +67,7 @@ def saved(root: Any, source: Source, dtypes: Mapping[int, Any], *, skip: Any = N
         root: A model.
         source: The source of the values.
         dtypes: ``id`` of the variable → dtype.
-        skip: A nested model whose layers are omitted.
+        skip: A nested model whose layers are omitted: they are saved in another file.
         prefix: Put before the names of the tensors.
 
     Raises:
@@ -77,6 +76,7 @@ def saved(root: Any, source: Source, dtypes: Mapping[int, Any], *, skip: Any = N
     skipped = [] if skip is None else own_layers(skip)
     layout = saved_layout(root, skip=skipped)
     copies = tuple(whole(f"{prefix}{name}", source.values[id(v)], dtypes) for name, v in layout.variables.items())
+    # A weight that no layer stores unchanged: its layer computes what it saves.
     elsewhere = {id(v) for v in (*layout.variables.values(), *(() if skip is None else skip.variables))}
     left = [v for v in source.variables_of(root) if id(v) not in elsewhere]
     if weights := [v.path for v in left if is_weight(v)]:
@@ -142,6 +142,7 @@ def preset(source: Source, dtypes: Mapping[int, Any], dtype: str | None, shard_b
     parts = [saved(source.backbone, source, dtypes)]
     if head_of(source):
         head = saved(source.model, source, dtypes, skip=source.backbone, prefix=TASK_PREFIX)
+        # A reader builds the task as KerasHub compiles it: store that optimizer, not the one of a user's compile().
         compiled = source.model if source.fresh is None else source.fresh
         parts.append(_with_optimizer(head, compiled, source, prefix=TASK_PREFIX))
     state = state_of(source, parts[0].left)
@@ -199,6 +200,7 @@ def model_config(model: Any) -> dict[str, Any]:
     """Return a model's configuration as Keras serialises it, without compile settings, which belong to training."""
     found: dict[str, Any] = json.loads(serialised_model(model))
     found.pop("compile_config", None)
+    # A task's configuration contains its backbone's.
     backbone = getattr(model, "backbone", model)
     inner = found["config"] if backbone is model else found["config"]["backbone"]["config"]
     preset_files.add_tied_embeddings(inner, backbone)
@@ -236,11 +238,11 @@ def _backbone_files(folder: Path, part: Saved, shard_bytes: int | None) -> tuple
 def _file_in(folder: Path, name: str, part: Saved) -> tuple[TensorPlace, ...]:
     from shardload.writers import h5
 
+    # In its file, a tensor of a task has no prefix; in the plan it has, so that two files may have equal names.
     places = h5.write_skeleton(folder / name, part.tensors, names=part.names)
-    named: Sequence[str] = [copy.wanted.name for copy in part.copies]
     return tuple(
-        TensorPlace(full, tuple(replace(piece, path=name) for piece in place.pieces))
-        for full, place in zip(named, places, strict=True)
+        TensorPlace(copy.wanted.name, tuple(replace(piece, path=name) for piece in place.pieces))
+        for copy, place in zip(part.copies, places, strict=True)
     )
 
 

@@ -66,26 +66,26 @@ def save_as(
     overwrite: bool = False,
     progress: ProgressLike = None,
 ) -> ConvertReport:
-    """Write the weights of a model, as they are on its devices now, for Hugging Face, KerasHub or Keras.
+    """Write the current weights of a model in the format of Hugging Face, KerasHub or Keras.
 
-    Shards go from the devices to the files a block at a time: the host never has a copy of the model, nor of a large
-    tensor. The target appears under its name only when it is complete and flushed to disk; after an error, Ctrl-C or
-    a full disk, nothing is left.
+    Shards go from the devices to the files block by block: the host never has a copy of the model or of a large tensor.
+    The target appears under its name only when it is complete and flushed to disk; an error, Ctrl-C or a full disk
+    leaves nothing behind.
 
-    In a `jax.distributed` run with a model that is sharded over several processes, all processes make the call, with
-    the same path in a folder that they share. Each writes its own shards. A model that is on devices of one process
-    is saved by this process alone.
+    If the model is sharded over several processes of a `jax.distributed` run, every process must make the call, with
+    the same path in a folder that all share. Each writes its own shards. A model on the devices of one process is
+    saved by that process alone.
 
     Args:
-        model: A built Keras model. It is not changed; do not train it meanwhile.
+        model: A built Keras model. It is not changed; do not train it during the call.
         path: Path of the target: a folder, a file that ends in ``.weights.h5``, or an index that ends in
             ``.weights.json``, with its shards.
         to: ``"safetensors"`` (a Hugging Face folder), ``"preset"`` (a KerasHub preset) or ``"h5"`` (Keras' files; a
-            folder is a preset); required unless ``path`` ends like one of Keras' files. Of models that do not come from
-            KerasHub, only Keras' files can be written.
+            folder is a preset); required unless ``path`` ends like one of Keras' files. A model that does not come
+            from KerasHub can only be written as Keras' files.
         dtype: Dtype of the floating-point tensors; by default each keeps its own, and every bit.
         merge_lora: Merge the factors of LoRA into the kernels, which is arithmetic: in float32, rounded once to the
-            dtype of the kernel. A model with LoRA is refused otherwise, because no target has a place for factors.
+            dtype of the kernel. Otherwise a model with LoRA is refused, because no target has a place for factors.
         host_memory_bytes: As for `shardload.convert`.
         max_shard_bytes: As for `shardload.convert`.
         overwrite: Replace an existing checkpoint at ``path``.
@@ -124,11 +124,13 @@ def save_as(
             "place for the factors. Pass merge_lora=True to write merged weights, or save a step with shardload.save"
         )
     kernels = lora_kernels(with_lora)
+    # The folder receives KerasHub's files of the model, which the source refers to until they are copied.
     with _together(model, request) as call, tempfile.TemporaryDirectory() as folder, hidden(with_lora):
-        with seeded(0):  # models that are built to describe this one draw no random numbers of the user's
+        # Describing this model builds others; their initialisers must not advance the user's random state.
+        with seeded(0):
             source = live_source(model, kernels, Path(folder), files=not is_file_name(request.target))
             plan = plan_for(source, request.target, request.kind, dtype=request.dtype, shard_bytes=request.shard_bytes)
-        call.require([Topic("the model", lambda: _facts(plan), "Build the same on every process")])
+        call.require([Topic("the model", lambda: _facts(plan), "Build the same model on every process")])
         _write(plan, request, call, shown)
     seconds = time.monotonic() - began
     notes = (*source.notes, *plan.notes)
@@ -207,7 +209,7 @@ def _format(target: Path, to: str | None) -> str | None:
 
 @contextmanager
 def _together(model: Any, request: _Request) -> Iterator[JointLoad]:
-    """Make the call with the other processes, if they have a part of the model."""
+    """Make the call together with the other processes, if they have parts of the model."""
     values = [value_of(v) for v in unique(model.variables)] if processes.are_several() else []
     if all(value.is_fully_addressable for value in values):
         yield JointLoad(None)
@@ -226,6 +228,7 @@ def _write(plan: ConversionPlan, request: _Request, call: JointLoad, progress: P
     """Make the files, fill in the values, and publish the result."""
     target = request.target
     staging = ConversionFolder(home_of(target), target)
+    # `_make` locks the folder on process 0 only; the stack keeps the lock until the result is published.
     with ExitStack() as stack:
         try:
             made = call.first(lambda: _make(plan, request, staging, stack), "the files")
@@ -236,6 +239,7 @@ def _write(plan: ConversionPlan, request: _Request, call: JointLoad, progress: P
             for copy in plan.copies:
                 with PieceWriter(staging.result, places[copy.wanted.name], written=shown.advance) as writer:
                     _copy(copy, writer, block_bytes=request.block_bytes, is_alone=call.is_alone)
+            # fsync() flushes what this host wrote: on a shared file system, process 0 cannot do it for the others.
             if not call.is_alone:
                 staging.flush()
             call.meet("all values are written")
@@ -253,11 +257,13 @@ def _make(plan: ConversionPlan, request: _Request, staging: ConversionFolder, st
     converting.check_others(plan, target, overwrite=overwrite)
     stack.enter_context(staged(target, folder=not is_file_name(target), overwrite=overwrite))
     stack.push(lambda kind, *_: staging.discard() if kind is not None else None)
-    run = uuid.uuid4().hex  # the values of a model have no name: never go on where another run stopped
+    # The values of a live model have no identity to compare, so no run continues another: each has a plan of its own.
+    run = uuid.uuid4().hex
     staging.begin(run)
     check_room(target, plan)
     places = plan.make(staging.result)
     staging.note_places(places)
+    # Before any value is written: only headers matter for what can be wrong.
     with seeded(0):
         converting.check_result(plan, staging)
     return {"run": run, "places": [place.to_json() for place in places]}
@@ -282,7 +288,8 @@ def _copy(copy: Copy, writer: PieceWriter, *, block_bytes: int, is_alone: bool) 
 def _parts(copy: Copy, *, is_alone: bool) -> Iterator[tuple[Bounds, Read]]:
     """Yield the boxes of a variable that this process writes, each with a reader of its elements."""
     value, dtype = copy.value, copy.wanted.dtype
-    array = None if value.live is None else value.live()  # computed on all processes together
+    # A merged kernel is computed by all processes together, so none may return before this call.
+    array = None if value.live is None else value.live()
     if not is_alone and not processes.is_first() and (array is None or array.is_fully_addressable):
         return
     if array is None:

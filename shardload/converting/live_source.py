@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shardload.converting import live_values, preprocessing, transformers
+from shardload.converting.adapters import merge_note
 from shardload.converting.computing import StoredValue
 from shardload.converting.preprocessing import Preprocessing, preprocessing_of
 from shardload.converting.sidecar_files import Companions, companions_of
@@ -54,7 +55,7 @@ def live_source(model: Any, kernels: Sequence[LoraKernel], folder: Path, *, file
         values,
         Companions(),
         Preprocessing(),
-        (_merging(kernels),) if kernels else (),
+        (merge_note(kernels),) if kernels else (),
         is_live=True,
         merged=factors,
     )
@@ -75,6 +76,7 @@ def _value(variable: Any, kernel: LoraKernel | None) -> StoredValue:
     dtype = stored_dtype(variable)
     if kernel is not None:
         return StoredValue(variable, dtype, live=kernel.merged)
+    # Small state goes to JSON files, which are made from arrays on the host.
     if transformers.is_weight(variable) or not _is_readable(value_of(variable)):
         return StoredValue(variable, dtype, live=partial(value_of, variable))
     return StoredValue(variable, dtype, array=live_values.host_value(value_of(variable)))
@@ -85,16 +87,9 @@ def _is_readable(array: Any) -> bool:
     return bool(array.is_fully_addressable or array.is_fully_replicated)
 
 
-def _merging(kernels: Sequence[LoraKernel]) -> str:
-    first = kernels[0].kernel.path
-    return (
-        f"LoRA was merged into {len(kernels)} kernels ({first!r} …): computed in float32 and rounded to the dtype of "
-        "each kernel"
-    )
-
-
 def _with_files(source: Source, folder: Path) -> Source:
     """Write KerasHub's files, and find the tokenizer's."""
+    # `origin` is the source that the model was loaded from, if it still describes the model.
     model, loaded = source.model, manifest_of(source.model)
     kept, notes = Companions(), list(source.notes)
     origin = loaded if loaded is not None and _describes(loaded, source.backbone) else None
@@ -104,9 +99,10 @@ def _with_files(source: Source, folder: Path) -> Source:
         layer = preprocessing_of(model, loaded, kept)
         notes += [*kept.notes, *layer.notes]
     if origin is not None and kept.transformers:
-        notes.append(f"{', '.join(_shown(kept.transformers))} of Hugging Face are those of {origin.source}")
+        notes.append(f"{', '.join(_shown(kept.transformers))} for Hugging Face come from {origin.source}")
     elif layer.layer is None and not kept.transformers and text_classes(model)[1] is not None:
         notes.append("no tokenizer was written: the model has no preprocessor, and was not loaded with a tokenizer")
+    # KerasHub's files are made from the model; others that came with its source are kept, unless they describe it.
     preprocessing.write(model, layer, folder)
     made = companions_of(source.manifest).keras
     others = {name: found for name, found in kept.transformers.items() if origin is not None or name != CONFIG}

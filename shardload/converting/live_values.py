@@ -53,6 +53,7 @@ def local_boxes_of(array: jax.Array) -> tuple[LocalBox, ...]:
         return ()
     start = tuple(map(min, zip(*(s.box.start for s in shards), strict=True)))
     stop = tuple(map(max, zip(*(s.box.stop for s in shards), strict=True)))
+    # Shards never overlap, so they fill the box around them exactly if the sizes agree.
     whole = Bounds(start, stop)
     if whole.size == sum(s.box.size for s in shards):
         return (LocalBox(whole, shards),)
@@ -94,6 +95,10 @@ def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Bounds
     if not shape:
         yield Bounds((), ())
         return
+    # A run is the end of a row, whole rows, and the start of a row; the two partial rows are split in turn.
+    #     · · · ■ ■   before
+    #     ■ ■ ■ ■ ■
+    #     ■ ■ · · ·   after
     length, rest = shape[0], tuple(shape[1:])
     inner = math.prod(rest)
     (first, before), (last, after) = divmod(start, inner), divmod(stop, inner)
@@ -140,6 +145,7 @@ def _host_part(data: jax.Array, box: Bounds) -> NDArray[Any]:
         return _uncached(data)
     if is_on_host(data):
         return _uncached(data)[box.slices]
+    # Compiled once per shape: an ordinary slice has its position in the program, and would compile for each block.
     return np.asarray(jax.lax.dynamic_slice(data, box.start, box.shape))
 
 

@@ -76,12 +76,13 @@ class ModelValues:
             flat[at : at + len(elements)] = elements
 
         target = View("", 0, view.shape, c_strides(view.shape))
+        # One block: `ranges` already limits the rows.
         block = max(1, found.size)
         copy_view(reader_of(value.tensor, value.dtype), write, view, target, block_elements=block)
         return found
 
     def _compute(self, key: str, value: StoredValue) -> Array:
-        """Compute the value of a weight; the last one is kept, as it is asked for row by row."""
+        """Compute the value of a weight; the last one is kept, because callers read it range by range."""
         if self._computed is None or self._computed[0] != key:
             found: dict[int, Array] = {}
             assert value.step is not None
@@ -111,6 +112,7 @@ def of_models(first: str, second: str) -> tuple[ModelValues, ModelValues]:
 
 
 def _values(source: Source, model: Any) -> ModelValues:
+    # Values that are arrays are initial ones or seeds, not what the checkpoint says about its weights.
     keys = {i: role.key for i, role in roles_of(model).items() if role.kind == "weight"}
     stored = {keys[i]: value for i, value in source.values.items() if i in keys and value.array is None}
     return ModelValues(source, stored)

@@ -32,12 +32,12 @@ class ConversionPlan:
     make: Callable[[Path], tuple[TensorPlace, ...]]
     """Writes all files, without the values; takes the result's path, which must not exist yet."""
     sidecars: Mapping[str, bytes]
-    """Small files, by name, that go next to a target that is a file."""
+    """Name → content of small files that go next to a target that is itself a file."""
     notes: tuple[str, ...] = ()
     shards: tuple[str, ...] = ()
     """Names of the shards, if the target is an index next to them."""
     shard_bytes: int | None = None
-    """Requested limit on a file's bytes; another limit distributes the same tensors over other files."""
+    """Requested limit on a file's bytes. With another limit, the same tensors go to other files."""
 
     @property
     def tensors(self) -> dict[str, tuple[Copy, ...]]:
@@ -50,6 +50,7 @@ class ConversionPlan:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
+        # The parts of a fused tensor are copies with one `Wanted`: count it once.
         return sum(copies[0].wanted.nbytes for copies in self.tensors.values())
 
 

@@ -46,15 +46,17 @@ def preprocessing_of(model: Any, manifest: Manifest, companions: Companions) -> 
     if (found := getattr(model, "preprocessor", None)) is not None:
         return Preprocessing(found)
     files = companions.transformers
+    # A source with Keras' own files has its tokenizer among them, and they are copied.
     if not spec_of(manifest).is_hugging_face or "config.json" in companions.keras or not _has_vocabulary(files):
         return Preprocessing()
+    # A copy in a temporary folder, because files that KerasHub needs may have to be made (`_completed`).
     try:
         with tempfile.TemporaryDirectory() as folder:
             copy(_completed(files), Path(folder))
             return Preprocessing(_made(model, replace(manifest, location=located(folder))))
     except Exception as error:  # damaged, missing or unknown files may cause any error
-        kept = f"a preset has no tokenizer, only its files in {TRANSFORMERS}/"
-        return Preprocessing(notes=(f"{kept}: KerasHub cannot read it: {error}",))
+        kept = f"the preset has no tokenizer, only its files in {TRANSFORMERS}/"
+        return Preprocessing(notes=(f"{kept}: KerasHub cannot read them: {error}",))
 
 
 def write(model: Any, found: Preprocessing, folder: Path) -> None:
@@ -92,6 +94,7 @@ def _completed(files: Mapping[str, Path | bytes]) -> Mapping[str, Path | bytes]:
     if model["type"] == "WordPiece":  # a line's number is its word's id
         listed = [vocabulary[word] for word in words] == list(range(len(words)))
         return {"vocab.txt": "\n".join(words).encode(), **files} if listed else files
+    # Older versions of tokenizers write a merge as one text, newer ones as a pair.
     merges = (merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"])
     made = {"vocab.json": json.dumps(vocabulary), "merges.txt": "\n".join(["#version: 0.2", *merges])}
     return {**{name: content.encode() for name, content in made.items()}, **files}
@@ -105,7 +108,7 @@ def _made(model: Any, manifest: Manifest) -> Any:
     if preprocessor is not None:
         try:
             return kerashub.make_preprocessor(preprocessor, manifest, usable=False)
-        except Exception as error:  # what else it needs may be missing: an image converter
+        except Exception as error:  # it may need more than a tokenizer, such as an image converter
             _log.info("No preprocessor for %s: %s", manifest.source, error)
     return kerashub.preset_tokenizer(manifest, tokenizer)
 

@@ -41,6 +41,7 @@ def check_free(target: Path, *, folder: bool, overwrite: bool) -> None:
         raise WriteError(
             f"Cannot replace {target}: it is a folder, and the result is a file. Remove it, or choose another name"
         )
+    # A dangling link does not exist() and leads to nothing that could be lost.
     if target.exists() and not _is_checkpoint(target):
         raise WriteError(f"Cannot replace {target}: it is not a checkpoint. Remove it yourself, or choose another name")
 
@@ -68,8 +69,9 @@ def check_shard(path: Path, made: Path, *, overwrite: bool) -> None:
     Raises:
         WriteError: When something else has the name.
     """
+    # The same file under both names: an earlier run was killed while it published shards as second links.
     if not os.path.lexists(path) or (made.exists() and path.exists() and path.samefile(made)):
-        return  # an earlier run was killed while it renamed files
+        return
     if not overwrite:
         raise exists(path)
     check_free(path, folder=False, overwrite=True)
@@ -85,5 +87,6 @@ def _is_checkpoint(path: Path) -> bool:
     if found.is_step:
         folder = located(path)
         return found.is_folder(FolderContent(folder, folder.names()))  # a single step, not a training run's folder
+    # Many programs write a config.json; only next to weights does it make the folder a checkpoint.
     described = found.open_folder is not None and found.described_by is not None
     return described and any(is_weights(e.name) and e.is_file() for e in path.iterdir())

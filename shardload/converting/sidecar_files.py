@@ -71,7 +71,7 @@ def _of_header(manifest: Manifest) -> Companions:
         return Companions()
     try:
         files = tokenizer_files(manifest)
-    except Exception as error:  # of any kind, also SentencePiece's and tokenizers': the weights do not need it
+    except Exception as error:  # of any kind, also from SentencePiece or tokenizers: the weights do not need them
         return Companions(notes=(f"the tokenizer in the GGUF file was left out: {error}",))
     return Companions({}, files, ("the tokenizer was rebuilt from the header of the GGUF file",))
 
@@ -82,12 +82,13 @@ def _files(folder: Path, *, skip: str) -> tuple[dict[str, Path], tuple[str, ...]
     left_out = []
     for path in sorted(folder.rglob("*")) if folder.is_dir() else ():
         name = path.relative_to(folder).as_posix()
+        # Hidden folders belong to other tools: .git, the .cache of a download.
         parts = name.split("/")
         if parts[0] == skip or any(part.startswith(".") for part in parts) or not path.is_file():
             continue
         if not is_weights(name):
             if name.endswith(_OTHERS) or path.stat().st_size > MAX_BYTES:
-                left_out.append(f"{name} was left out: it seems to hold weights of another kind")
+                left_out.append(f"{name} was left out: it seems to contain weights in another format")
             else:
                 found[name] = path
     return found, tuple(left_out)
@@ -106,4 +107,5 @@ def copy(files: Mapping[str, Path] | Mapping[str, Path | bytes], folder: Path) -
         if isinstance(found, bytes):
             target.write_bytes(found)
         else:
+            # Not copy(): a read-only mode would come along, and `keras_family` rewrites some of these files.
             shutil.copyfile(found, target)

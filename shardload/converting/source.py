@@ -54,7 +54,7 @@ class Source:
     is_live: bool = False
     """Whether the model is the user's own, with its values on devices."""
     merged: frozenset[int] = frozenset()
-    """``id`` of variables that are written as a part of others: the factors of LoRA."""
+    """``id`` of variables that are written as part of others: the factors of LoRA."""
     origin: Manifest | None = None
     """The Hugging Face folder that a live model was loaded from, if its configuration describes the model."""
     fresh: Any = None
@@ -99,7 +99,8 @@ def open_source(path: str, *, dtype: str | None = None, ignore_config: Sequence[
         UnsupportedError: When the checkpoint describes no model.
         MismatchError: When model and tensors disagree, or tensors would be lost.
     """
-    manifest = open_manifest(path)  # may be one file of a preset; its folder describes the model
+    manifest = open_manifest(path)
+    # The weights file of a preset does not describe a model, but its folder does.
     weights = Path(manifest.source)
     if weights.name == WEIGHTS and weights.is_file() and weights.with_name(CONFIG).is_file():
         manifest = open_manifest(weights.parent)
@@ -108,10 +109,12 @@ def open_source(path: str, *, dtype: str | None = None, ignore_config: Sequence[
     mapping = map_weights(model, manifest)
     lost = _check(mapping, manifest, model)
     values = {id(b.variable): viewed(b, manifest) for b in mapping.bindings}
+    # A step that computes may use all of a tensor, so only tensors that are merely viewed can be used in part.
     used = {name for computed in mapping.computed for name in computed.tensors}
     partial = _partial(values.values(), manifest, used=used)
     values |= {id(v): StoredValue(v, stored_dtype(v), step=step) for step, v in computed_by(mapping)}
     values |= _stored_state(model, companions)
+    # What remains are variables that this format does not store, such as a dropout's seed.
     rest = [v for v in unique(variables_of(model)) if id(v) not in values]
     made = [*made_now(rest)]
     values |= {id(v.variable): v for v in made}
@@ -129,6 +132,8 @@ def open_source(path: str, *, dtype: str | None = None, ignore_config: Sequence[
 
 def _build(manifest: Manifest, companions: Companions, dtype: str | None, ignore_config: Sequence[str]) -> Any:
     """Build the model; from Keras' original configuration, if the source still has it."""
+    # A Hugging Face folder made from a preset keeps KerasHub's configuration, which also has what config.json cannot
+    # express: dropout, dtype policies, names.
     described = manifest
     if spec_of(manifest).is_hugging_face and (config := companions.config(KERAS)) is not None:
         task = companions.config(KERAS, "task.json")
@@ -145,11 +150,12 @@ def _check(mapping: VariableMap, manifest: Manifest, model: Any) -> tuple[str, .
     if wrong or mapping.missing:
         problem = wrong[0] if wrong else f"no tensor for {_some(mapping.missing)}"
         raise MismatchError(f"Cannot convert {source}: its tensors do not match its model: {problem}")
+    # A load may leave a head or a pooler behind; a conversion may only leave out what has no weights (buffers, copies).
     found = sort_unused(mapping, manifest, model)
     lost = [each.tensor for each in found.outside if each.is_weight]
-    unread = [*found.unused, *lost, *mapping.skipped]
     notes = _left_out([each for each in found.outside if not each.is_weight])
     state = [n for n in manifest.tensors if n.split("/")[0] in _STATE]
+    unread = [*found.unused, *lost, *mapping.skipped]
     unread = [n for n in unread if n.split("/")[0] not in (*_STATE, "task:optimizer")]
     if state:
         notes.append(f"{len(state)} tensors of optimizer and metrics were left out: only weights are converted")
@@ -178,7 +184,7 @@ def viewed(binding: Binding, manifest: Manifest) -> StoredValue:
 def _computed(mapping: VariableMap) -> tuple[str, ...]:
     owners = Counter(step.owner for step, _ in computed_by(mapping))
     return tuple(
-        f"{owner} computes {count} tensors; meanwhile the tensors that it needs are in memory whole"
+        f"{owner} computes {count} tensors; while it runs, the tensors that it reads are in memory as a whole"
         for owner, count in owners.items()
     )
 

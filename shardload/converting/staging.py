@@ -6,7 +6,7 @@
       result                   becomes ``model`` by one rename
 
 A plan is everything that determines the output. If the plan differs from the journal's, the conversion starts over;
-otherwise it reads finished tensors back, and copies those whose digest changed again.
+otherwise it reads finished tensors back, and copies again those whose digest differs.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class ConversionFolder:
         return next(self._lines(), {}).get("plan") == plan
 
     def note_places(self, places: tuple[TensorPlace, ...]) -> None:
-        """Record that the files exist; from here on, the conversion can be continued."""
+        """Record that the files exist; from now on, the conversion can be continued."""
         self.places = places
         self._append({"places": [place.to_json() for place in places]})
 
@@ -106,6 +106,7 @@ class ConversionFolder:
         """
         folder = self.result.is_dir()
         self.flush()
+        # Again: since the first check, hours may have passed and the name may have been taken.
         check_free(self.target, folder=folder, overwrite=overwrite)
         _place(sidecars)  # first, so that a target never lacks its description
         if os.path.lexists(self.target) and not (folder and is_empty(self.target)):
@@ -114,6 +115,7 @@ class ConversionFolder:
             elif folder:
                 self.target.unlink()
         self.result.replace(self.target)
+        # A rename lasts through a power failure only once its folder is flushed. Then the replaced checkpoint may go.
         sync(self.target.parent)
         shutil.rmtree(self._home)
 
@@ -139,6 +141,7 @@ class ConversionFolder:
         _place(sidecars)
         for made in shards:
             _link(made, self.target.with_name(made.name))
+        # The shards' names must be on disk before the index that lists them.
         sync(self.target.parent)
         index.replace(self.target)
         for name in old - {shard.name for shard in shards}:
@@ -149,6 +152,7 @@ class ConversionFolder:
     def _start(self, plan: str) -> None:
         self.places, self.done = None, {}
         self._journal.unlink(missing_ok=True)
+        # Keep the lock: another process could lock a new file of its name, and both would think they own the folder.
         for left in self._home.iterdir():
             if left.name != LOCK_FILE:
                 shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
@@ -178,6 +182,7 @@ def _place(sidecars: Mapping[Path, Path]) -> None:
 
 
 def _link(made: Path, name: Path) -> None:
+    # link() cannot replace an existing file and rename() can, so link under another name first.
     draft = made.with_name(f"{made.name}.named")
     try:
         draft.unlink(missing_ok=True)
@@ -229,8 +234,9 @@ def staged(target: Path, *, folder: bool, overwrite: bool) -> Iterator[Conversio
             )
         if not lock.is_in_place:  # the previous owner removed it with the folder
             raise WriteError(f"Cannot write {target}: another process has just written it. Check it, then start again")
+        # An earlier run was killed between the two renames of an overwrite: restore what it was about to replace.
         if (home / "replaced").exists() and not os.path.lexists(target):
-            (home / "replaced").rename(target)  # an earlier run was killed between the two renames of an overwrite
+            (home / "replaced").rename(target)
         try:
             check_free(target, folder=folder, overwrite=overwrite)
         except WriteError:
@@ -246,6 +252,7 @@ def digest(root: Path, place: TensorPlace, item_bytes: int) -> str:
     found = hasher()
     buffer = memoryview(bytearray(READ_BYTES))
     for piece in place.pieces:
+        # The offset of an empty tensor means nothing: HDF5 gives it no space.
         if not piece.count:
             continue
         with contextlib.closing(LocalFile(root / piece.path)) as file:

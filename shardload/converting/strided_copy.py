@@ -70,6 +70,7 @@ def merged(shape: Sequence[int], source: Sequence[int], target: Sequence[int]) -
     """Return the dims by source stride, slowest first; merge neighbours that are contiguous on both sides."""
     found: list[CopyDim] = []
     for n, a, b in sorted(zip(shape, source, target, strict=True), key=lambda d: -d[1]):
+        # A dim of length 1 may have any stride, which would keep its neighbours from being merged.
         if n == 1:
             continue
         if found and found[-1].source == n * a and found[-1].target == n * b:
@@ -81,6 +82,7 @@ def merged(shape: Sequence[int], source: Sequence[int], target: Sequence[int]) -
 
 def boxes(dims: Sequence[CopyDim], limit: int) -> Iterator[tuple[tuple[int, int], ...]]:
     """Yield boxes whose reads span at most ``limit`` elements, cut along the slowest dims of the source."""
+    # dims[k:] fit into one read; dims[k - 1] is cut into ranges; of the dims before it, a box has one index.
     k = len(dims)
     while k and _span(dims[k - 1 :]) <= limit:
         k -= 1
@@ -101,16 +103,20 @@ def _span(dims: Sequence[CopyDim]) -> int:
 
 
 def _copy_box(read: Read, write: Write, dims: Sequence[CopyDim], start: int, at: int) -> None:
+    # 1. Read the box with one contiguous read, including gaps between its elements.
     block = read(start, start + _span(dims))
     size = block.itemsize
     view = as_strided(block, [d.length for d in dims], [d.source * size for d in dims], writeable=False)
+    # 2. Transpose it in memory to the target's order, slowest dim first.
     order = sorted((i for i, d in enumerate(dims) if d.length > 1), key=lambda i: -dims[i].target)
     ones = [i for i, d in enumerate(dims) if d.length == 1]
     view = np.ascontiguousarray(view.transpose(ones + order)).reshape([dims[i].length for i in order])
-    run, k = 1, len(order)  # elements that are contiguous in the target: the fastest dims, as far as they are dense
+    # 3. Find the longest runs that are contiguous in the target: the fastest dims, as far as they are dense.
+    run, k = 1, len(order)
     while k and dims[order[k - 1]].target == run:
         run *= dims[order[k - 1]].length
         k -= 1
+    # 4. Write one run per index of the other dims.
     outer = [dims[i] for i in order[:k]]
     for row, index in zip(view.reshape(-1, run), itertools.product(*(range(d.length) for d in outer)), strict=True):
         write(at + sum(i * d.target for i, d in zip(index, outer, strict=True)), row)
@@ -127,7 +133,7 @@ def parts_of(tensor: Tensor, source: View, target: View) -> Iterator[tuple[Tenso
         return
     try:
         parts = [(region, view_in_region(source, tensor, region)) for region in regions(tensor)]
-    except LayoutError:  # the view does not split along chunks
+    except LayoutError:  # the view does not split along chunks; `reader_of` joins them instead
         yield tensor, source, target
         return
     for region, part in parts:
@@ -141,7 +147,8 @@ def parts_of(tensor: Tensor, source: View, target: View) -> Iterator[tuple[Tenso
 
 
 def reader_of(tensor: Tensor, dtype: np.dtype[Any]) -> Read:
-    """Return a reader that casts elements of a stored tensor; it returns bits as unsigned integers, which copy fast."""
+    """Return a reader of a stored tensor that casts to ``dtype``; it returns the bits as unsigned integers."""
+    # Encoded elements decode as a whole: once, not for every block that is read.
     if isinstance(tensor.storage, Packed):
         return reader_of_value(read_rows(tensor, 0, tensor.rows), dtype)
     row = max(1, tensor.size // max(1, tensor.rows))
@@ -152,6 +159,7 @@ def reader_of(tensor: Tensor, dtype: np.dtype[Any]) -> Read:
             with closing(tensor.storage.path.open()) as file:
                 file.read_into(value.view(np.uint8).data, tensor.storage.offset + start * tensor.dtype.itemsize)
         else:
+            # Other storage is read by rows: take those that contain the elements, then cut.
             first, last = start // row, -(-stop // row)
             value = read_rows(tensor, first, last).reshape(-1)[start - first * row : stop - first * row]
         return bits(value if tensor.dtype == dtype else value.astype(dtype))
@@ -167,6 +175,7 @@ def reader_of_value(value: Array, dtype: np.dtype[Any]) -> Read:
 
 def bits(value: Array) -> Array:
     """Return the same bytes as unsigned integers."""
+    # Arrays of ml_dtypes (bfloat16, float8) support no memoryview, which `PieceWriter` writes from.
     size = value.dtype.itemsize
     return np.ascontiguousarray(value).view(f"u{size}") if size in (1, 2, 4, 8) else value
 
@@ -178,6 +187,7 @@ class PieceWriter:
         self._pieces = place.pieces
         self._starts = [piece.start for piece in place.pieces]
         self._root = root
+        # Kept open: a transposed copy makes many short writes to each file.
         self._files: dict[str, int] = {}
         self._written = written
 
@@ -190,6 +200,7 @@ class PieceWriter:
 
     def write(self, at: int, values: Array) -> None:
         """Write a run of elements at a position of the tensor."""
+        # Pieces follow each other without gaps, so a run may go on in the next one.
         done = 0
         while done < len(values):
             piece = self._pieces[bisect.bisect_right(self._starts, at + done) - 1]

@@ -91,8 +91,8 @@ def shard_bytes_for(path: Path, to: Target, wanted: int | str | None) -> int | N
     if wanted is None:
         return None
     if to == "orbax" or path.name.endswith(ENDING):
-        why = f"it is one file. For shards, name it {path.name.removesuffix(ENDING)}{INDEX_ENDING}"
-        why = "Orbax has separate files for each tensor" if to == "orbax" else why
+        one_file = f"it is one file. For shards, name it {path.name.removesuffix(ENDING)}{INDEX_ENDING}"
+        why = "Orbax has separate files for each tensor" if to == "orbax" else one_file
         raise UsageError(f"Cannot use max_shard_bytes (--max-shard-size) for {path.name}: {why}")
     try:
         return parse_bytes(wanted)
@@ -113,6 +113,7 @@ def plan_for(source: Source, target: Path, to: Target, *, dtype: str | None, sha
     Raises:
         UnsupportedError: When the format cannot represent this model.
     """
+    # Seeds, counters and quantised codes are integers: a dtype for weights does not apply to them.
     wanted = None if dtype is None else np.dtype(_dtype(dtype))
     dtypes = {
         i: wanted if wanted is not None and is_float(value.dtype) else value.dtype for i, value in source.values.items()
@@ -160,11 +161,12 @@ def _safetensors(
             "Write the model before it is quantised, or choose the format h5 or orbax"
         )
     copies = tuple(Copy(tensors[b.view.tensor], source.values[id(b.variable)], b.view) for b in bindings)
+    # Variables without a tensor are small state (seeds), which goes to keras/state.json; a weight must not be lost.
     placed = {id(b.variable) for b in bindings}
     state = [v for v in source.variables_of(backbone) if id(v) not in placed]
     if more := [v.path for v in state if transformers.is_weight(v)]:
         raise UnsupportedError(
-            f"Cannot write {more[0]!r} for Hugging Face: it has no tensor for it. Choose the format h5 or orbax"
+            f"Cannot write {more[0]!r} for Hugging Face, which has no tensor for it. Choose the format h5 or orbax"
         )
 
     tokenizer, notes = tokenizer_files(source, config["model_type"])
@@ -173,6 +175,7 @@ def _safetensors(
         folder.mkdir()
         sidecar_files.copy(source.companions.transformers, folder)
         sidecar_files.copy(tokenizer, folder)
+        # Replaces the source's own config.json, just copied, which may state another dtype.
         (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
         keras_family(source, folder / KERAS, dtype)
         (folder / KERAS / STATE).write_text(json.dumps(state_of(source, state)), encoding="utf-8")
@@ -189,6 +192,8 @@ def _layout(
     source: Source, dtypes: Mapping[int, Any], dtype: str | None
 ) -> tuple[dict[str, Any], Mapping[str, Tensor], tuple[Binding, ...]]:
     """Return the configuration, the tensors by name, and the elements of them that each variable fills."""
+    # A live model's folder is the template: inverting the views that loading records works for every family whose
+    # converter only views. If it fails, a family in `transformers` is described from the backbone alone.
     if source.origin is not None:
         try:
             bindings = transformers.views_of(source.model, source.origin, leave_out=source.merged)
@@ -234,8 +239,9 @@ def _transformers_config(source: Source, dtypes: Mapping[int, Any], dtype: str |
             "not a KerasHub model. Choose the format h5 or orbax"
         )
     most = _most(source, dtypes)
+    # A GGUF file's configuration is made from its header in Hugging Face's form: enough for the other families.
     if spec_of(source.manifest).is_hugging_face and not transformers.is_written(source.backbone):
-        return {**source.manifest.config, "torch_dtype": most}  # made from the GGUF header, in Hugging Face's form
+        return {**source.manifest.config, "torch_dtype": most}
     return transformers.config_of(source.backbone, most)
 
 
@@ -249,12 +255,14 @@ def _orbax(source: Source, dtypes: Mapping[int, Any], dtype: str | None) -> Conv
     copies = tuple(whole("/".join(leaf.path), source.values[id(leaf.variable)], dtypes) for leaf in tree.leaves)
     tensors = [c.wanted for c in copies]
     structure = tree.to_json()
+    # The tree has the dtypes of the model's variables, and the files may have others.
     for leaf, tensor in zip(structure["leaves"], tensors, strict=True):
         leaf["dtype"] = tensor.dtype.name
     described = json.dumps(with_dtype(model_config(source.model), dtype))
 
     def make(folder: Path) -> tuple[TensorPlace, ...]:
         places = orbax.write_skeleton(folder, tensors, groups=WEIGHTS, model_config=described)
+        # Orbax wrote this folder as a tiny checkpointable, so plain Orbax reads the step whatever else is in it.
         own = folder / "shardload"
         (own / "structure.json").write_text(json.dumps(structure), encoding="utf-8")
         if source.is_hub:

@@ -63,6 +63,7 @@ def config_of(backbone: Any, dtype: str) -> Config:
 
 def differing(backbone: Any, other: Any) -> str | None:
     """Return a setting in which another backbone differs from this one; ``None`` if they are the same."""
+    # Gemma 3 has an image_size even without the vision encoder that would use it.
     unused = {"image_size"} if getattr(backbone, "vision_encoder", None) is None else set()
     wanted, found = _compared(backbone.get_config()), _compared(other.get_config())
     return next((key for key in wanted if key not in unused and wanted[key] != found.get(key)), None)
@@ -105,6 +106,7 @@ def views_of(model: Any, manifest: Manifest, *, leave_out: Container[int] = ()) 
     """
     mapping = map_hub(model, manifest)
     missing = [v.path for v in mapping.missing_variables if id(v) not in leave_out]
+    # A stand-in lists exactly the model's tensors; a folder (it has files) may contain buffers and copies as well.
     outside = _outside(mapping, manifest, model) if manifest.files else set()
     unused = [name for name in mapping.unused if name not in outside]
     problems = [*map(str, mapping.mismatched), *missing, *unused, *(c.owner for c in mapping.computed)]
@@ -148,11 +150,13 @@ def wanted(bindings: Iterable[Binding], shapes: Mapping[str, Tensor], dtypes: Ma
 
 def covers(bindings: Sequence[Binding], tensor: Tensor) -> bool:
     """Whether views cover each element of their tensor exactly once."""
+    # Counting takes a byte per element; for one view, which is nearly always, its strides tell.
     if len(bindings) == 1:
         return _is_dense(bindings[0].view, tensor)
     seen = np.zeros(tensor.size, np.uint8)  # how often each element is covered
     for binding in bindings:
         view = binding.view
+        # as_strided() does not check bounds, and the next lines write through it.
         if not _is_inside(view, tensor):
             return False
         part = np.lib.stride_tricks.as_strided(seen[view.offset :], view.shape, view.strides)
@@ -189,6 +193,8 @@ def _decoder(backbone: Any, model_type: str, architecture: str) -> Config:
     }
 
 
+# Some fields that transformers needs have no counterpart in KerasHub's classes: token ids, the longest text, Gemma's
+# rotary base (a constant in KerasHub's layers). They get the values of the released models.
 _GEMMA_TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
 
 
@@ -199,6 +205,7 @@ def _gemma(backbone: Any) -> Config:
         **_decoder(backbone, *kind),
         "intermediate_size": backbone.intermediate_dim // 2,  # KerasHub counts gate and up projection together
         "head_dim": backbone.head_dim,
+        # Gemma's activation is read from the first name, Gemma 2's from the second.
         "hidden_act": "gelu_pytorch_tanh",
         "hidden_activation": "gelu_pytorch_tanh",
         "max_position_embeddings": 8192,
@@ -239,7 +246,7 @@ def _gemma3(backbone: Any) -> Config:
         "max_position_embeddings": 32768,
         "query_pre_attn_scalar": _scalar(backbone),
         "sliding_window": backbone.sliding_window_size,
-        "sliding_window_pattern": 6,
+        "sliding_window_pattern": 6,  # as in KerasHub's class: every sixth layer attends to all tokens
         "rope_theta": 1000000.0,
         "rope_local_base_freq": 10000.0,
         "rope_scaling": {"rope_type": "linear", "factor": factor} if factor != 1.0 else None,
@@ -292,6 +299,7 @@ def _mistral(backbone: Any) -> Config:
 
 
 def _qwen2(backbone: Any) -> Config:
+    # KerasHub's window applies to all layers or none; transformers' applies from layer max_window_layers on.
     windowed = backbone.use_sliding_window_attention
     return {
         **_plain_decoder(backbone, "qwen2", "Qwen2ForCausalLM"),
@@ -323,7 +331,7 @@ def _gpt2(backbone: Any) -> Config:
         "n_head": backbone.num_heads,
         "n_positions": backbone.max_sequence_length,
         "activation_function": "gelu_new",
-        "layer_norm_epsilon": 1e-5,
+        "layer_norm_epsilon": 1e-5,  # a constant in KerasHub's class
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), backbone.dropout),
         "bos_token_id": 50256,
         "eos_token_id": 50256,
@@ -343,7 +351,7 @@ def _bert(backbone: Any) -> Config:
         "max_position_embeddings": backbone.max_sequence_length,
         "type_vocab_size": backbone.num_segments,
         "hidden_act": "gelu",
-        "layer_norm_eps": 1e-12,
+        "layer_norm_eps": 1e-12,  # a constant in KerasHub's class
         **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), backbone.dropout),
         "pad_token_id": 0,
     }

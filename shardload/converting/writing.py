@@ -43,7 +43,8 @@ def write_all(
     assert staging.places is not None
     work = _Work(staging, {place.name: place for place in staging.places}, block_bytes, progress)
     progress.start(plan.nbytes, f"Converting to {staging.target.name}")
-    rest: list[Copy] = []  # computed last, step by step, because a step computes values of many tensors
+    # Computed values come last, step by step, because one step computes values of many tensors.
+    rest: list[Copy] = []
     n_resumed = 0
     for parts in plan.tensors.values():
         if work.is_done(parts[0]):
@@ -65,6 +66,7 @@ def _compute(source: Source, copies: list[Copy], work: _Work) -> None:
     """Run the steps that compute values, and write the values."""
     by_variable = {id(copy.value.variable): copy for copy in copies}
     dtypes = {key: copy.wanted.dtype for key, copy in by_variable.items()}
+    # A tensor is complete, and noted, once the last of the variables that share it is.
     left = Counter(copy.wanted.name for copy in copies)
 
     def done(variable: Any) -> None:
@@ -75,6 +77,7 @@ def _compute(source: Source, copies: list[Copy], work: _Work) -> None:
 
     for step in {id(c.value.step): c.value.step for c in copies}.values():
         assert step is not None
+        # Several steps may compute one variable; only the last one's value counts (`computed_by`).
         final = {key for key, copy in by_variable.items() if copy.value.step is step}
         compute(
             step,
@@ -97,11 +100,13 @@ class _Work:
 
     def is_done(self, copy: Copy) -> bool:
         """Whether an earlier run copied it, and the bytes in the files still match its digest."""
+        # Nothing is flushed before the end: after a power failure the journal may list values that never reached disk.
         known = self.staging.done.get(copy.wanted.name)
         return known is not None and self._digest(copy) == known
 
     def note(self, copy: Copy) -> None:
         """Record it in the journal."""
+        # Digest the file: values are written in the source's order, and a digest needs the target's.
         self.staging.note_done(copy.wanted.name, self._digest(copy))
 
     def copy(self, copy: Copy) -> None:
@@ -110,6 +115,7 @@ class _Work:
         if value.tensor is None or value.view is None:
             self.put(copy, np.asarray(value.array if value.live is None else value.live()))
             return
+        # A block is in memory as read and as cast: the wider dtype decides how many elements it may have.
         item_bytes = max(dtype.itemsize, value.tensor.dtype.itemsize)
         for tensor, source, target in parts_of(value.tensor, value.view, copy.view):
             self._move(copy, reader_of(tensor, dtype), source, target, item_bytes)
@@ -141,6 +147,7 @@ def identity(source: Source, plan: ConversionPlan, target: Path) -> str:
         for c in plan.copies
     ]
     versions = [_version(name) for name in _COMPUTING] if any(c.value.step or c.value.live for c in plan.copies) else []
+    # The 2 is a version: raise it if the same plan would write other bytes, so that no older journal is continued.
     text = json.dumps([2, source.manifest.source, files, str(target), plan.format, plan.shard_bytes, copies, versions])
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -154,6 +161,7 @@ def _version(package: str) -> str | None:
 
 def check_room(target: Path, plan: ConversionPlan) -> None:
     """Refuse a plan that the disk has no room for."""
+    # The working folder is next to the target, on the same file system: otherwise one rename could not publish it.
     free = shutil.disk_usage(target.parent).free
     if free < plan.nbytes + _SPARE_BYTES:
         raise WriteError(

@@ -231,7 +231,7 @@ def test_a_conversion_that_fills_the_disk_goes_on_once_there_is_room(disk, to):
         assert (seen["again"]["code"], seen["again"]["names"]) == (0, ["out"]), seen
         assert seen["same"] in (None, 0)
     copied = [seen["again"]["out"] for name, seen in found.items() if " -1 " not in name]
-    assert all(re.search(r"; (3|24) were there from an interrupted run", out) for out in copied) and copied
+    assert all(re.search(r"; (3|24) were copied by an interrupted run", out) for out in copied) and copied
 
 
 def test_a_conversion_to_a_small_disk_is_refused_at_once(disk):

@@ -41,7 +41,7 @@ def test_a_converted_step_has_the_bits_of_the_saved_model(tuned, presets, tmp_pa
         found, wanted = (shardload.load(tmp_path / n, dtype="bfloat16").get_weights() for n in (name, "live"))
         assert all(a.tobytes() == b.tobytes() for a, b in zip(found, wanted, strict=True))
     assert any("LoRA was merged into 4 kernels" in note and "float32" in note for note in report.notes)
-    assert any("8 weights are those of" in note for note in report.notes)
+    assert any("8 weights come from" in note for note in report.notes)
     assert not lora_layers(shardload.load(tmp_path / "one"))
 
 
@@ -78,7 +78,7 @@ def test_a_partial_step_and_its_base_make_a_whole_one(tuned, presets, tmp_path):
     ("step", "options", "error", "says"),
     [
         (1, {}, UsageError, r"it is a partial step, without \d+ weights.*base=SOURCE \(--base SOURCE\)"),
-        (2, {"base": "the base"}, UsageError, "has all weights. Leave base out"),
+        (2, {"base": "the base"}, UsageError, "has all weights. Omit base"),
         (2, {}, UnsupportedError, r"LoRA is enabled in 4 of its layers.*lora_kernel_a.*--merge-lora"),
         (1, {"base": "the base"}, UnsupportedError, r"LoRA is enabled in 4 of its layers.*merge_lora=True"),
         (1, {"base": "another", "merge_lora": True}, MismatchError, "as its base: Variable .* belongs to another base"),

@@ -154,7 +154,7 @@ def test_a_tokenizer_that_keras_hub_cannot_read_is_told(folders, tmp_path):
     (source / "tokenizer.json").write_text(json.dumps({**byte_pairs(), "model": {"type": "Unigram", "vocab": []}}))
     report = shardload.convert(source, tmp_path / "out", to="h5")
     [note] = [note for note in report.notes if "tokenizer" in note]
-    assert note.startswith("a preset has no tokenizer, only its files in transformers/: KerasHub cannot read it: ")
+    assert note.startswith("the preset has no tokenizer, only its files in transformers/: KerasHub cannot read them: ")
     assert (tmp_path / "out" / "transformers" / "tokenizer.json").exists()
     assert not (tmp_path / "out" / "tokenizer.json").exists()
 

@@ -112,7 +112,7 @@ def test_other_families_go_back_to_the_folder_they_came_from(model_type, tmp_pat
     kernel.assign(kernel.value + 1)
     report = shardload.save_as(model, tmp_path / "out", to="safetensors")
     assert (
-        f"config.json, generation_config.json, tokenizer_config.json of Hugging Face are those of {source}"
+        f"config.json, generation_config.json, tokenizer_config.json for Hugging Face come from {source}"
         == report.notes[0]
     )
     differing = diff(source, tmp_path / "out").differences
