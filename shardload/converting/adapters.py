@@ -3,6 +3,8 @@
     base ─► source ─┐
                     ├─► source with adapters ─► merged: kernel + alpha / rank · a @ b
     step ─► leaves ─┘   the step's weights replace those of the base
+
+A merge has one kernel and its factors in memory at a time.
 """
 
 from __future__ import annotations

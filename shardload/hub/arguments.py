@@ -25,6 +25,7 @@ def arguments(config: Config, parameters: Collection[str]) -> dict[str, Any]:
     Raises:
         SourceError: When the configuration contradicts itself.
     """
+    # Passed when the model is built, a setting is part of what Keras saves; set on layers later, it would be lost.
     family, text = family_of(config), text_of(config)
     if family is None:
         return {}
@@ -49,7 +50,7 @@ def arguments(config: Config, parameters: Collection[str]) -> dict[str, Any]:
 
 
 _STRETCHED = {"gpt_oss": "yarn"}
-"""``model_type`` → kind of rotary scaling that the constructor's factor stands for."""
+"""``model_type`` → kind of rotary scaling that the constructor's factor means; linear for all others."""
 
 
 def _rotary_arguments(rotation: rope.Rotation, *, stretched: str) -> dict[str, Any]:
@@ -71,7 +72,7 @@ def _window_arguments(config: Config, family: Family) -> dict[str, Any]:
     """Return the window shared by all windowed layers; `fields` checks later which layers have it."""
     windows = family.windows(config, int(config["num_hidden_layers"])) if family.windows else []
     sizes = {size for size in windows if size}
-    if len(sizes) > 1:  # the constructors take one size
+    if len(sizes) > 1:  # the constructors take one size; `fields` refuses the model
         return {}
     size = next(iter(sizes), None)
     if size is None:

@@ -31,6 +31,7 @@ def check_layer_count(manifest: Manifest) -> None:
     Raises:
         SourceError: When there are more layers than tensors, or than `MAX_LAYERS` if there are no files with tensors.
     """
+    # A layer has at least one tensor, so a larger number is damage or an attack. Without files, use a fixed limit.
     n_tensors = len(manifest.tensors) if manifest.files else MAX_LAYERS
     found = f"it has only {n_tensors} tensors" if manifest.files else f"expected at most {MAX_LAYERS}"
     parts = [manifest.config.get(key) for key in _PARTS]
@@ -48,7 +49,7 @@ def check_layer_count(manifest: Manifest) -> None:
 
 
 def _number(value: Any) -> float:
-    """Return a number of layers as `int` reads it; 0 if it cannot, because the build then fails at once."""
+    """Return a number of layers as `int` reads it; 0 if it cannot: then the build fails at once anyway."""
     try:
         return value if isinstance(value, (int, float)) else int(value)
     except (TypeError, ValueError):
@@ -77,8 +78,8 @@ def describe_failure(manifest: Manifest) -> Iterator[None]:
         ) from error
     except UninitialisedError as error:
         raise UnsupportedError(
-            f"Cannot build the model of {manifest.source} without its weights: it computes with their values while it "
-            f"is built ({str(error).split(' has no value')[0]}). Build the model yourself, then call "
+            f"Cannot build the model of {manifest.source} without its weights: it uses their values while it is "
+            f"built ({str(error).split(' has no value')[0]}). Build the model yourself, then call "
             "shardload.load_weights(model, source, mesh=…)"
         ) from error
     except Exception as error:  # of any kind: JAX and NumPy have their own exception trees

@@ -34,6 +34,7 @@ def blocks(backbone: Any) -> list[Any]:
 
 def layers(backbone: Any) -> list[Any]:
     """Return every layer of the text model, or of the whole model if it has no parts."""
+    # The configuration's fields describe the text model; encoders of images and sound have their own.
     others = [getattr(backbone, name, None) for name in ("vision_encoder", "audio_encoder")]
     apart = {id(layer) for other in others if other is not None for layer in _own_layers(other)}
     return [layer for layer in _own_layers(backbone) if id(layer) not in apart]
@@ -57,12 +58,14 @@ def windows_of(blocks: Sequence[Any]) -> list[int | None]:
 
 def _window_of(block: Any, checked: dict[str, bool]) -> int | None:
     for layer in _inner_first(block):
+        # Such a layer may still have a size: KerasHub's Gemma gives one to layers that attend to everything.
         if getattr(layer, "use_sliding_window_attention", None) is False:
             return None
         for name in ("sliding_window_size", "sliding_window"):
             if hasattr(layer, name):
                 size = getattr(layer, name)
                 key = f"{type(layer)} {name} {_settings(layer)}"
+                # Asking a layer compiles a program, so layers of equal settings are asked once.
                 if size and key not in checked:
                     checked[key] = _is_obeyed(layer, name)
                 return int(size) + _beyond(layer) if size and checked[key] else None
@@ -91,6 +94,7 @@ def _is_obeyed(layer: Any, name: str) -> bool:
     """
     if not hasattr(layer, "_compute_attention") or not hasattr(layer, "_mask_sliding_window"):
         return True
+    # Queries of zeros weigh all visible tokens equally.
     alike = np.zeros((1, 4, getattr(layer, "num_query_heads", 1), 8), np.float32)
     values = np.broadcast_to(np.eye(4, 8, dtype=np.float32)[None, :, None, :], alike.shape)
     causal = np.tril(np.ones((1, 4, 4), bool))
@@ -102,7 +106,7 @@ def _is_obeyed(layer: Any, name: str) -> bool:
     setattr(layer, name, 2)
     try:
         found = np.asarray(_compiled(masked, alike, values), np.float32)
-    except Exception:  # another signature: cannot check, so assume it does
+    except Exception:  # a class with another signature cannot be checked: trust the attribute
         return True
     finally:
         setattr(layer, name, before)
@@ -122,6 +126,7 @@ def turns_of(block: Any, head_dim: int) -> tuple[NDArray[np.float64], NDArray[np
     if hasattr(layer, "rope_theta") and hasattr(layer, "inv_freq"):  # SmolLM3: a variable, which has no value yet
         dims = int(head_dim * layer.partial_rotary_factor)
         return float(layer.rope_theta) ** -(np.arange(0, dims, 2) / dims), np.ones(dims // 2), 1e-4
+    # Most models: no need to compile anything.
     if (plain := _plain_angles(layer, head_dim)) is not None:
         return plain, np.ones(len(plain)), 1e-4
     # Any other layer: turn unit vectors at position 1. Pairs are features i and i + head_dim / 2, as in GPT-NeoX.
@@ -181,7 +186,8 @@ def activations(backbone: Any) -> Iterator[tuple[Any, str, Any]]:
             value = getattr(layer, name, None)
             function = keras.activations.get(value) if isinstance(value, str) else value
             is_plain = getattr(function, "__name__", "linear") in ("linear", "softmax")
-            if callable(function) and not is_plain and "pool" not in layer.name:  # BERT's pooler has its own: tanh
+            # BERT's pooler always uses tanh, whatever hidden_act says.
+            if callable(function) and not is_plain and "pool" not in layer.name:
                 yield layer, name, function
 
 

@@ -106,6 +106,7 @@ def completed(config: Fields) -> dict[str, Any]:
     """Return the configuration of a model or a part with the defaults of its ``model_type`` filled in."""
     kind = config.get("model_type")
     found = {**DEFAULTS.get(kind, {}), **config} if isinstance(kind, str) else dict(config)
+    # None stands for multi-head attention: as many key-value heads as heads.
     heads = found.get("num_attention_heads")
     if found.get("num_key_value_heads", 0) is None:
         found["num_key_value_heads"] = heads

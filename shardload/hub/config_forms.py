@@ -46,10 +46,12 @@ def read_config(manifest: Manifest) -> dict[str, Any]:
     config = copy.deepcopy(dict(manifest.config))
     # KerasHub reads the first entry unconditionally; GGUF and KerasHub's own exports have none.
     config["architectures"] = config.get("architectures") or [""]
+    # Before the defaults, which would fill in a key that the configuration only has under its other name.
     for wanted, stored in _ALIASES.get(_kind(config), {}).items():
         if wanted not in config and stored in config:
             config[wanted] = config[stored]
     config = completed(config)
+    # Converters call get("rope_parameters", {}).get(…), which fails on null.
     if config.get("rope_parameters", {}) is None:
         del config["rope_parameters"]
     for part, kind in _PARTS.get(_kind(config), {}).items():
@@ -98,9 +100,9 @@ def _read_t5gemma_2(config: dict[str, Any]) -> None:
 
 
 def ties_embeddings(manifest: Manifest) -> bool | None:
-    """Whether to build the output layer from the embedding; KerasHub decides this from incomplete information.
+    """Whether to build the output layer from the embedding; KerasHub looks at ``tie_word_embeddings`` only.
 
-    True if the configuration ties them and no other output layer is stored, as in transformers 5, or if the
+    True if the configuration ties them and no different output layer is stored, as in transformers 5, or if the
     checkpoint's class has no output layer at all. ``None`` for classes without the option.
 
     Raises:
@@ -152,14 +154,14 @@ def _lacking(manifest: Manifest, name: str, arguments: Mapping[str, Any]) -> str
         )
     if kind == "bart" and (pair := next((p for p in _BART_PAIRS if _differ(config, *p)), None)):
         values = " and ".join(f"{key}={config[key]}" for key in pair)
-        return f"config.json sets {values}, but {name} has one number for both"
+        return f"config.json sets {values}, but {name} uses one number for both"
     if kind == "esm" and (positions := config.get("position_embedding_type", "absolute")) != "rotary":
         return (
             f"config.json sets position_embedding_type={positions!r}, but {name} counts absolute positions from 0, "
             "and transformers from pad_token_id + 1; expected 'rotary'"
         )
     if kind == "gemma3" and (pooled := _pooled(config)) is not None:
-        return f"config.json sets mm_tokens_per_image={pooled[0]}, but KerasHub makes {pooled[1]} tokens of an image"
+        return f"config.json sets mm_tokens_per_image={pooled[0]}, but KerasHub makes {pooled[1]} tokens per image"
     if kind in _NEEDS_BIASES and config.get("qkv_bias") is False:
         return "config.json sets qkv_bias=False, but KerasHub's converter needs biases of query, key and value"
     if kind in _MIXED and (dense := _dense(config)) is not None:
@@ -204,6 +206,7 @@ def _patches(config: Mapping[str, Any], name: str) -> str | None:
         return f"config.json sets {oblong}={config[oblong]}, but KerasHub's converter takes one number"
     if not isinstance(image, int) or not isinstance(patch, int) or patch < 1:
         return None
+    # DINO's classes cut off the rest of an image, as transformers does.
     if image % patch and not _kind(config).startswith("dino"):
         return f"config.json sets image_size={image}, but {name} needs a multiple of patch_size={patch}"
     return _windows(config, image // patch, name) if _kind(config) == "swin" else None

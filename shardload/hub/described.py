@@ -1,9 +1,9 @@
-"""The tensors of a checkpoint whose weights are not here, from its configuration alone.
+"""List the tensors of a checkpoint without its weights, from its configuration alone.
 
     Hugging Face   config.json              ─► the tensors that transformers saves for its model_type
     KerasHub       config.json, task.json   ─► the variables of the model, built without allocating, as Keras saves them
 
-They are in no file, so ``Manifest.files`` is empty: such a checkpoint can be planned, but not loaded.
+No file contains them, so ``Manifest.files`` is empty: such a checkpoint can be planned, but not loaded.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def with_tensors(described: Manifest) -> Manifest:
         described: A manifest without tensors, from ``FormatSpec.describe_folder``.
 
     Raises:
-        UnsupportedError: When the configuration does not tell the tensors.
+        UnsupportedError: When the configuration does not determine the tensors.
         SourceError: When it contradicts itself.
         MissingExtraError: When it needs KerasHub, which is not installed.
     """
@@ -80,7 +80,7 @@ def _of_hugging_face(described: Manifest) -> Manifest:
         return hugging_face(described.config, described.location, stored=getattr(ml_dtypes, name, name))
     except UnsupportedError as error:
         raise UnsupportedError(
-            f"Cannot plan {described.source}, which has no weights: {error}. Download its weights into it"
+            f"Cannot plan {described.source}, which has no weights: {error}. Download its weights to that folder"
         ) from error
     except SourceError as error:
         raise SourceError(f"Cannot plan {described.source}, which has no weights: {error}") from error
@@ -102,6 +102,7 @@ def _saved(described: Manifest) -> Iterator[tuple[str, tuple[int, ...], np.dtype
 
 def _placed(specs: Iterable[tuple[str, tuple[int, ...], np.dtype[Any]]], where: Location) -> dict[str, Tensor]:
     """Return the tensors one after the other, as in one file."""
+    # The plan sorts reads by file and offset, so even tensors without a file need distinct ones.
     found: dict[str, Tensor] = {}
     offset = 0
     for name, shape, dtype in specs:

@@ -69,12 +69,13 @@ def reconcile(model: Any, manifest: Manifest, *, ignore: Sequence[str] = ()) -> 
         return
     notes = []
     rest = list(fields.differences(manifest.config, backbone))
+    # Keras does not save what is set on layers, so `fields` offers a fix in few cases, and the note says it.
     for found in rest:
         if found.fix is not None and not set(found.names) & set(ignore):
             found.fix()
             notes.append(
                 f"{found.field}: set to {found.configured} on the layers, because {type(backbone).__name__} does not "
-                f"pass it on; after Keras saves and loads the model, it is {found.actual} again"
+                f"pass it on; Keras does not save it, so a reloaded model has {found.actual} again"
             )
     if notes:  # a fix may not have worked, so compare again
         rest = list(fields.differences(manifest.config, backbone))

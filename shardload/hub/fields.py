@@ -63,6 +63,7 @@ def differences(config: Config, backbone: Any) -> Iterator[FieldDifference]:
     """
     if config.get("model_type") == "t5gemma":
         yield from _windows_of_t5gemma(config)
+    # Model types without a family: only the fields of `PARTLY` are compared.
     family, text = family_of(config), text_of(config)
     yield from _directions(config, text, backbone)
     yield from _only(text, family.only or {} if family else PARTLY.get(str(config.get("model_type")), {}))
@@ -98,14 +99,14 @@ def limits(config: Config) -> Iterator[str]:
     if rotation.kind == "longrope" and parameters.get("long_factor") != parameters.get("short_factor"):
         longest = parameters["original_max_position_embeddings"]
         yield (
-            f"{rope.field_of(text)}: longer texts than {longest} tokens have other rotary factors; where prompt and "
-            "answer together come near that, generate() chooses them otherwise than transformers, and results differ"
+            f"{rope.field_of(text)}: texts longer than {longest} tokens use other rotary factors; if prompt and answer "
+            "together come near that length, generate() may choose other factors than transformers, and results differ"
         )
     if rotation.kind == "dynamic":
         longest = text.get("max_position_embeddings")
         yield (
             f"{rope.field_of(text)}: transformers scales positions dynamically after {longest} tokens, KerasHub does "
-            "not; results for longer texts differ"
+            "not, so results for longer texts differ"
         )
 
 
@@ -157,6 +158,7 @@ def _epsilon(config: Config, family: Family, backbone: Any) -> Iterator[FieldDif
         for layer in wrong:
             layer.epsilon = wanted
 
+    # Only a small change may be set on layers: Keras does not save it, and a large one would then be lost silently.
     actual = wrong[0].epsilon
     small = isinstance(wanted, float) and 0 < wanted <= SMALL_EPSILON and actual <= SMALL_EPSILON
     yield FieldDifference(field, f"{wanted:g}", f"{actual:g} in {len(wrong)} layers", (field,), fix if small else None)
@@ -170,6 +172,7 @@ def _activation(config: Config, family: Family, backbone: Any) -> Iterator[Field
     if family.has_activation == TANH and config.get("model_type") == "gemma" and configured == "gelu":
         configured = TANH  # like transformers: Gemma's first configurations meant the tanh form
     wanted = _function(configured)
+    # No attribute to compare: the class computes one fixed activation.
     found = list(built.activations(backbone))
     if not found and family.has_activation is not None:
         if wanted is None or not _alike(wanted, _function(family.has_activation)):
@@ -224,6 +227,7 @@ def _rotations(config: Config, family: Family, backbone: Any) -> Iterator[FieldD
     windows = family.windows(config, len(blocks)) if family.windows else [None] * len(blocks)
     seen: set[tuple[str, str]] = set()  # most blocks are alike, and measuring one takes a compilation
     for i, block in enumerate(blocks):
+        # Only Gemma 3 has other rotary positions in its sliding layers, with a base of their own.
         kind = rope.SLIDING if windows[i] and rope.is_gemma_3(config) else rope.FULL
         key = (kind, built.rotary_key(block))
         if key in seen:
@@ -258,6 +262,7 @@ def _turns_alike(
 
 def _windows(config: Config, family: Family, backbone: Any) -> Iterator[FieldDifference]:
     blocks = built.blocks(backbone)
+    # A window that the longest text fits into is none: on both sides, so that it never counts as a difference.
     wanted = windows_of(config, family, len(blocks))
     actual = [obeyed(window, config) for window in built.windows_of(blocks)]
     wrong = [i for i in range(len(blocks)) if wanted[i] != actual[i]]

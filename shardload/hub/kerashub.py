@@ -1,6 +1,6 @@
 """Build models from the descriptions in checkpoints; the only module that imports KerasHub.
 
-A checkpoint describes its model in one of four ways, and `build_model` turns each into a Keras model
+Each format describes its model in its own way, and `build_model` turns any description into a Keras model
 without loading its weights (inside ``shardload.abstract()``, without even allocating them)::
 
     keras-hub-preset   config.json, task.json  ─► keras.saving          ─► task, else backbone
@@ -69,13 +69,14 @@ def build_model(
         safe_mode: Refuse configurations that contain Python code, as ``keras.saving.load_model`` does.
         ignore_config: Fields of a Hugging Face configuration that the model may differ from.
         compile: Compile the model as it was saved, if the checkpoint stores how.
-        note: Called with the reason if a model that was saved compiled is not compiled now.
+        note: Called with the reason if a model was saved compiled but is not compiled now.
 
     Raises:
         UnsupportedError: When the checkpoint describes no model, or an unknown one.
         SourceError: When its configuration contradicts its tensors or itself.
         MissingExtraError: When it needs KerasHub, which is not installed.
     """
+    # Cheap checks of the headers first: building a large model takes seconds.
     ignore = fidelity.check_names(ignore_config)
     quantised.check(manifest, ignore=ignore)
     check_layer_count(manifest)
@@ -135,6 +136,7 @@ def checkpoint_dtype(manifest: Manifest) -> str:
     """
     if (known := spec_of(manifest).model_dtype) is not None:
         return known
+    # A configuration of several parts states a dtype in each part, for all of them, or both: the text model's counts.
     for config in (manifest.config.get("text_config") or {}, manifest.config):
         for key in ("dtype", "torch_dtype"):
             name = str(config.get(key, "")).removeprefix("torch.")
@@ -147,7 +149,7 @@ def checkpoint_dtype(manifest: Manifest) -> str:
 
 
 def preset_saver(folder: Path) -> Any:
-    """Return what writes KerasHub's configuration files to a folder."""
+    """Return KerasHub's writer of configuration files, for a folder."""
     keras_hub()
     from keras_hub.src.utils.preset_utils import KerasPresetSaver
 
@@ -233,6 +235,7 @@ def _from_preset(
             f"Cannot build the task of {manifest.source}: task.json names the unknown class "
             f"{described.get('class_name')!r}. Pass it in custom_objects"
         )
+    # The backbone is built already; the preprocessor may need TensorFlow, and is attached later.
     config = {k: v for k, v in described["config"].items() if k not in ("backbone", "preprocessor")}
     if dtype is not None:
         config = with_dtype(config, dtype)
@@ -260,6 +263,7 @@ def _from_transformers(manifest: Manifest, dtype: Any, task: bool, ignore: Seque
     settings = fidelity.arguments(manifest, backbone_cls)
     if (ties := ties_embeddings(manifest)) is not None:
         settings["tie_word_embeddings"] = ties
+    # load_weights=False: KerasHub would read every weight to the default device.
     backbone = loader.load_backbone(backbone_cls, False, dtype=dtype or checkpoint_dtype(manifest), **settings)
     fidelity.reconcile(backbone, manifest, ignore=ignore)
     cls = _task_class(manifest, loader.converter, backbone_cls) if task else None
@@ -307,6 +311,7 @@ def _deserialize(
     settings = (manifest.metadata.get("structure") or {}).get("form")
     scope: dict[str, Any] = {"custom_objects": custom_objects, "safe_mode": safe_mode}
 
+    # A function, because a failed compile() leaves a half-compiled model, and then another one is built.
     def build() -> Any:
         model = _uncompiled(config, manifest, scope)
         if settings is not None:
@@ -323,7 +328,7 @@ def _deserialize(
                 return model
         except Exception as error:  # of any kind: this builds custom losses, metrics and optimizers
             refuse_code(error, manifest)
-            model, why = build(), error  # the first one may be half compiled
+            model, why = build(), error
         compiling(not_compiled(manifest, why, has_defaults=model.compiled))
         return model
 

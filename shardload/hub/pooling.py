@@ -47,7 +47,7 @@ def _is_embedder(manifest: Manifest) -> bool:
 
 
 def _other_form(folder: Location) -> str | None:
-    """Say what in the folder KerasHub's class does not support; ``None`` if it supports all of it."""
+    """Describe what in the folder KerasHub's class does not support; ``None`` if it supports everything."""
     listed = read_optional(folder / "modules.json")
     listed = listed if isinstance(listed, list) else []
     if not listed and not any((folder / part).is_folder() for part in _DENSE):

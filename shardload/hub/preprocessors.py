@@ -1,8 +1,8 @@
-"""What KerasHub's preprocessors need, and one that is made when a task first uses it.
+"""KerasHub's classes of preprocessors, and a preprocessor that is made when a task first uses it.
 
-Keras tracks every string of a vocabulary: Gemma's 262,144 take a second, which a load should not cost those who
-generate nothing. KerasHub returns a task's preprocessor as ``getattr(task, "_preprocessor", None)``; where the task has
-no such attribute, Python asks its class, where `_Deferred` makes it. Tasks that have one are not affected.
+Keras tracks every string of a vocabulary: Gemma's 262,144 take a second, which a load should not spend if nobody
+generates text. KerasHub returns a task's preprocessor as ``getattr(task, "_preprocessor", None)``. If the task has no
+such attribute, Python looks it up on the class, where `_Deferred` makes it. Tasks that have one are not affected.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ def defer_preprocessor(task: Any, make: Callable[[], Any]) -> None:
     if deferred is None:
         deferred = _Deferred()
         setattr(cls, _ATTRIBUTE, deferred)
+    # The task's constructor set its own attribute to None: without it, lookups reach the class.
     deferred.makers[task] = make
     vars(task).pop(_ATTRIBUTE, None)
 
@@ -59,10 +60,11 @@ class _Deferred:
 
     def __init__(self) -> None:
         self.makers: weakref.WeakKeyDictionary[Any, Callable[[], Any]] = weakref.WeakKeyDictionary()
+        # Reentrant: what makes a preprocessor may ask the task for it, and must not wait for itself.
         self._lock = threading.RLock()
 
     def __get__(self, task: Any, owner: type) -> Any:
-        if task is None:  # asked of the class, which has none
+        if task is None:  # looked up on the class itself, which has none
             raise AttributeError(_ATTRIBUTE)
         with self._lock:
             if vars(task).get(_ATTRIBUTE) is None:  # another thread may have made it meanwhile

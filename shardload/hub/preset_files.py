@@ -42,6 +42,7 @@ def save_description(
 
 def _described(saver: Any, layer: Any) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
+        # The saver joins this path to its own folder, which an absolute path overrides.
         path = Path(folder) / "layer.json"
         saver._save_serialized_object(layer, config_file=str(path))
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

@@ -8,5 +8,8 @@ from shardload.manifest import Manifest
 
 
 def preset_path(manifest: Manifest) -> str:
-    """Return the checkpoint's path, or one without files if nothing is there: KerasHub looks for names in hubs."""
+    """Return the checkpoint's path if it exists, else one without files.
+
+    KerasHub would take a path that does not exist for the name of a preset, and ask hubs for it.
+    """
     return manifest.source if manifest.location.exists() else os.devnull

@@ -42,7 +42,7 @@ _SIGNS = (
 )
 """Tensor names that no unquantised model has → the method that writes them."""
 _NEEDS = {"_blocks": "_scales", ".codes": ".codebooks", ".codebooks": ".codes", ".qweight": ".scales"}
-"""Endings of names that have a meaning only together with another tensor."""
+"""Endings of names that are a sign only together with another tensor."""
 _DECODED = {"gpt_oss": "mxfp4"}
 """``model_type`` → the method whose tensors KerasHub's converter decodes."""
 _ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
@@ -63,6 +63,7 @@ def check(manifest: Manifest, *, ignore: Iterable[str] = ()) -> None:
     """
     if not spec_of(manifest).may_be_codes:
         return
+    # The tensors first: a name that only a quantiser writes is a sure sign, which no option waives.
     _check_tensors(manifest, manifest.tensors, ignore=ignore)
     if ADAPTER not in ignore and _has_adapter_beside(manifest):
         raise UnsupportedError(_about_adapter_beside(manifest))
@@ -188,6 +189,7 @@ def _algorithm_beside(manifest: Manifest) -> str | None:
 def _method_of(name: str, manifest: Manifest) -> str | None:
     """Return the method that stores a tensor of this name or dtype; ``None`` for a weight."""
     tensors = manifest.tensors
+    # float8 next to a scale are codes; alone, they may be plain casts.
     stem = name.removesuffix(".weight")
     if _is_float8(tensors[name].dtype):
         scales = (f"{stem}.weight_scale", f"{stem}.weight_scale_inv", f"{stem}.scale", f"{stem}.input_scale")
@@ -197,6 +199,7 @@ def _method_of(name: str, manifest: Manifest) -> str | None:
             needed = _NEEDS.get(found[0])
             if needed is None or name.removesuffix(found[0]) + needed in tensors:
                 return method
+    # A name in .weight_scale proves nothing; next to a weight of float8 or integers, it is a scale.
     scaled = tensors.get(name.removesuffix("_scale")) if name.endswith(".weight_scale") else None
     if scaled is not None and _is_float8(scaled.dtype):
         return "fp8"

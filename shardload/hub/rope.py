@@ -65,6 +65,7 @@ def rotation(config: Config, layer_type: str, *, default_theta: float, head_dim:
     theta = parameters.get("rope_theta") or _theta_beside(config, layer_type) or default_theta
     longest = config.get("max_position_embeddings")
     original = config.get("original_max_position_embeddings") or longest  # Phi-3 has it outside rope_scaling
+    # Rules compare the length a model was first trained with and its present one.
     parameters.setdefault("original_max_position_embeddings", original)
     parameters["max_position_embeddings"] = longest
     partial = parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
@@ -132,6 +133,7 @@ def _linear(plain: Angles, base: float, parameters: Config) -> tuple[Angles, flo
 
 def _llama3(plain: Angles, base: float, parameters: Config) -> tuple[Angles, float]:
     low, high, factor = (_of(parameters, name) for name in ("low_freq_factor", "high_freq_factor", "factor"))
+    # How often a pair turns within the first training length: fast pairs stay, slow ones are divided, others blended.
     turns = _of(parameters, "original_max_position_embeddings") * plain / (2 * np.pi)
     smooth = np.clip((turns - low) / (high - low), 0, 1)
     return (1 - smooth) * plain / factor + smooth * plain, 1.0
@@ -146,6 +148,8 @@ def _stretch(parameters: Config) -> tuple[float, float]:
 
 
 def _yarn(plain: Angles, base: float, parameters: Config) -> tuple[Angles, float]:
+    # Pairs with more than beta_fast turns within the first training length stay, those with fewer than beta_slow are
+    # divided by the factor, and a linear ramp over the pairs blends the two.
     length, factor = _stretch(parameters)
     dims = 2 * len(plain)
 
@@ -178,6 +182,7 @@ def _longrope(plain: Angles, base: float, parameters: Config) -> tuple[Angles, f
     short = parameters.get("short_factor")
     if not isinstance(short, list) or len(short) != len(plain):
         raise SourceError(f"Cannot read rotary positions: short_factor is not a list of {len(plain)} numbers")
+    # The divisors of texts within the first training length; `fields` compares the long ones.
     divisors = np.array([_number("short_factor", one) for one in short])
     scale = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 and length > 1 else 1.0
     if parameters.get("attention_factor") is not None:

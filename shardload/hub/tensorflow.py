@@ -1,6 +1,6 @@
-"""What to do with KerasHub's preprocessors that need TensorFlow, where there is none.
+"""Handle KerasHub's preprocessors that need TensorFlow where it is not installed.
 
-Their constructors raise, although only their calls need it: a model that was saved with one could not be built.
+Their constructors raise, although only calls need TensorFlow: a model that was saved with one could not be built.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class Spec:
 
 
 def transformers_tensors(config: Config) -> list[Spec]:
-    """Return all tensors of a Hugging Face checkpoint with this configuration, in file order.
+    """Return all tensors of a Hugging Face checkpoint with this configuration, in the order of the file.
 
     Raises:
         UnsupportedError: When the tensors of its ``model_type`` are not known; the message is a clause.
@@ -79,6 +79,7 @@ def _decoder(config: Config) -> Iterator[Spec]:
             yield Spec(f"{at}.pre_feedforward_layernorm.weight", (hidden,), one)
             yield Spec(f"{at}.post_feedforward_layernorm.weight", (hidden,), one)
     yield Spec("model.norm.weight", (hidden,), one)
+    # A base model (LlamaModel) has no output layer; a configuration without a class is taken for one that generates.
     architecture = architecture_of(config)
     if not config.get("tie_word_embeddings", True) and (not architecture or architecture.endswith(GENERATORS)):
         yield Spec("lm_head.weight", (vocab, hidden))

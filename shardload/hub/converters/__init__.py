@@ -52,7 +52,7 @@ def converter_of(manifest: Manifest) -> OwnConverter | None:
     if not isinstance(model_type, str) or model_type not in OWN:
         return None
     if model_type == "gpt_oss" and not any(name.endswith(".experts.gate_up_proj") for name in manifest.tensors):
-        return None  # its experts are MXFP4 codes
+        return None  # its experts are MXFP4 codes, which KerasHub's own converter decodes
     found: OwnConverter = pkgutil.resolve_name(OWN[model_type])
     return found
 
@@ -67,5 +67,6 @@ def byte_pairs(folder: str, *, with_added: bool = False) -> tuple[dict[str, int]
     described = json.loads((Path(folder) / "tokenizer.json").read_text(encoding="utf-8"))
     model = described["model"]
     added = described.get("added_tokens", ()) if with_added else ()
+    # Older versions of tokenizers write a merge as one text, newer ones as a pair.
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     return {**model["vocab"], **{token["content"]: token["id"] for token in added}}, merges

@@ -56,6 +56,7 @@ def _port_experts(mixture: Any, loader: Any, at: str) -> None:
     router = mixture.router.router_dense
     loader.port_weight(router.kernel, f"{at}.router.weight", lambda value, _: value.T)
     loader.port_weight(router.bias, f"{at}.router.bias")
+    # Stored in the very layout of KerasHub's class, so no hook is needed.
     for name in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"):
         loader.port_weight(getattr(mixture.experts, name), f"{at}.experts.{name}")
 

@@ -55,6 +55,7 @@ def _port_block(block: Any, loader: Any, at: str) -> None:
         (f"{at}.self_attn.qkv_proj.weight", (attention.query_dense, attention.key_dense, attention.value_dense)),
         (f"{at}.mlp.gate_up_proj.weight", (block.feedforward_gate_dense, block.feedforward_intermediate_dense)),
     )
+    # Each layer takes its rows of the fused matrix, which are as many as its kernel has outputs.
     for name, layers in fused:
         start = 0
         for layer in layers:
