@@ -100,7 +100,7 @@ def _read_t5gemma_2(config: dict[str, Any]) -> None:
 
 
 def ties_embeddings(manifest: Manifest) -> bool | None:
-    """Whether to build the output layer from the embedding; KerasHub looks at ``tie_word_embeddings`` only.
+    """Whether to build the output layer from the embedding; KerasHub reads ``tie_word_embeddings`` at most.
 
     True if the configuration ties them and no different output layer is stored, as in transformers 5, or if the
     checkpoint's class has no output layer at all. ``None`` for classes without the option.

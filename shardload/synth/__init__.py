@@ -96,7 +96,7 @@ def names() -> list[ArchitectureSummary]:
     return found
 
 
-def synth(  # every one is a knob of the command, and has a default
+def synth(
     name: str,
     *,
     format: Format = "preset",
@@ -121,7 +121,7 @@ def synth(  # every one is a knob of the command, and has a default
         directory: Folder to write to; by default the checkpoint root, where ``shardload load NAME`` finds it.
         shard_bytes: Largest safetensors file.
         progress: Called with the number of bytes written since the last call.
-        overwrite: Replace a different checkpoint of the same name.
+        overwrite: Replace a different checkpoint with the same name.
 
     Raises:
         SourceNotFoundError: When the architecture is unknown.
@@ -177,6 +177,7 @@ def _write(job: _Job, work: Path, *, stem: str, shard_bytes: int, progress: Prog
 
 
 def _write_safetensors(job: _Job, work: Path, *, shard_bytes: int, progress: Progress) -> None:
+    # A tensor's number seeds its values, so a checkpoint has the same values however it is cut into files.
     specs = transformers_tensors(job.config)
     tensors = [Wanted(spec.name, spec.shape, _stored(job.dtype)) for spec in specs]
     places = safetensors.write_skeleton(work, tensors, shard_bytes=shard_bytes)
@@ -208,12 +209,14 @@ def _write_keras(job: _Job, work: Path, filename: str, *, progress: Progress) ->
     with abstract():
         config = {**job.config, "torch_dtype": job.dtype}
         model = kerashub.build_model(described.hugging_face(config, nowhere(job.name), stored=_stored(job.dtype)))
+    # Without task.json, an .h5's configuration describes the backbone, whose weights are all that the file has.
     preset_files.save_description(model, work, extra={"shardload": job.label}, task=job.format == "preset")
     backbone = getattr(model, "backbone", model)
     layout = saved_layout(backbone)
     tensors = [Wanted(name, tuple(v.shape), _stored(str(v.dtype))) for name, v in layout.variables.items()]
     places = h5.write_skeleton(work / filename, tensors, names=layout.names)
     numbers = {id(v): number for number, v in enumerate(backbone.variables)}  # seeds the values
+    # Gemma's norms store their scale minus one.
     near_one = () if str(job.config["model_type"]).startswith("gemma") else ("/scale", "/gamma")
     with (work / filename).open("r+b", buffering=0) as file:
         for place, variable in zip(places, layout.variables.values(), strict=True):
@@ -250,7 +253,8 @@ def _workspace(folder: Path, stem: str, nbytes: int, *, largest_file: int) -> It
 
 
 def _try_size(path: Path, nbytes: int) -> None:
-    """Raise if files may not be this large: libhdf5 crashes if it meets the limit while writing."""
+    """Raise if files may not be this large: libhdf5 crashes if it reaches the limit while writing."""
+    # Growing a sparse file takes no space, but fails beyond the limit of the process or the file system.
     with path.open("wb") as file:
         file.truncate(nbytes)
     path.unlink()
@@ -258,11 +262,13 @@ def _try_size(path: Path, nbytes: int) -> None:
 
 def _publish(work: Path, target: Path, format: Format, stem: str) -> None:
     """Move complete files to their final names; of single files, the weights come last."""
+    # A run that is killed between the two leaves a description alone, not weights without one.
     if format == "h5":
         (work / f"{stem}.json").replace(target.with_name(f"{stem}.json"))
         (work / target.name).replace(target)
         return
     work.chmod(0o755)  # mkdtemp makes folders for their owner only
+    # rename() cannot replace a folder that has files, so the old one steps aside first.
     if target.exists():
         old = work.with_name(work.name + ".old")
         target.rename(old)

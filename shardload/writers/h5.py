@@ -59,6 +59,7 @@ def write_shards(
     for shard, group in zip(shard_names(index.name, tensors, shard_bytes=shard_bytes), groups, strict=True):
         paths = dict.fromkeys(tensor.name.rpartition("/")[0] for tensor in group)
         named = {name: names[name] for name in paths if name in names}
+        # Each shard is an ordinary weights file: a group that is spread over shards is in each of them.
         made = write_skeleton(index.with_name(shard), group, names=named)
         places += [TensorPlace(p.name, tuple(replace(piece, path=shard) for piece in p.pieces)) for p in made]
         for name in paths:
@@ -97,4 +98,4 @@ def reserve(file: Any, tensor: Wanted) -> int:
     made = h5py.Dataset(h5py.h5d.create(where.id, key.encode(), kind, h5py.h5s.create_simple(tensor.shape), plist))
     if is_bfloat16:
         made.attrs["dtype"] = "bfloat16"
-    return int(made.id.get_offset()) if tensor.size else 0  # an empty dataset has no space, and so no offset
+    return int(made.id.get_offset()) if tensor.size else 0  # an empty dataset has no space and thus no offset

@@ -36,18 +36,21 @@ def write_skeleton(
         groups: Top-level keys of the tree, written even if empty.
         model_config: The model's description, as Keras' callback stores it.
     """
+    # Orbax writes one element per array, so that its files exist without the memory or the disk for real values.
     tree: dict[str, Any] = {group: {} for group in groups}
     for tensor in tensors:
         *above, last = tensor.name.split("/")
         place = tree
         for part in above:
             place = place.setdefault(part, {})
-        place[last] = np.zeros((1,) * len(tensor.shape), tensor.dtype)  # tiny, but of the right rank
+        # Of the right rank, which other entries of zarr.json depend on: `_resize` replaces only sizes and codecs.
+        place[last] = np.zeros((1,) * len(tensor.shape), tensor.dtype)
     orbax_writer.write_plain_arrays(folder, {ITEM: tree, "model_config": {"config": model_config}})
     return tuple(_resize(folder, tensor) for tensor in tensors)
 
 
 def _resize(folder: Path, tensor: Wanted) -> TensorPlace:
+    # Orbax joins the keys of a path with dots, and zarr names the folder so.
     name = f"{ITEM}/{tensor.name.replace('/', '.')}"
     description = folder / name / "zarr.json"
     found = json.loads(description.read_text(encoding="utf-8"))
@@ -63,6 +66,7 @@ def _resize(folder: Path, tensor: Wanted) -> TensorPlace:
 def _chunk_shape(tensor: Wanted) -> tuple[int, ...]:
     if not tensor.shape:
         return ()
+    # Cut evenly: zarr stores the last chunk in full, so a short one would waste its padding. Zarr allows no size of 0.
     rows = tensor.shape[0]
     row_bytes = max(1, tensor.nbytes // max(1, rows))
     count = -(-rows * row_bytes // CHUNK_BYTES)
@@ -73,6 +77,7 @@ def _pieces(folder: Path, name: str, tensor: Wanted, chunk: tuple[int, ...]) -> 
     count = math.prod(chunk)
     pieces = []
     for i, start in enumerate(range(0, tensor.size, count)):
+        # Zarr 3's default key of chunk i along dim 0: c/i/0/0; of a scalar, c.
         cell = "/".join(["c", *([str(i)] + ["0"] * (len(chunk) - 1) if chunk else [])])
         path = folder / name / cell
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -25,8 +25,7 @@ def write_skeleton(
         UnsupportedError: When a dtype has no name in safetensors.
     """
     groups = grouped(tensors, shard_bytes)
-    total = f"{len(groups):05}"
-    names = [f"model-{i:05}-of-{total}.safetensors" for i in range(1, len(groups) + 1)]
+    names = [f"model-{i:05}-of-{len(groups):05}.safetensors" for i in range(1, len(groups) + 1)]
     names = names if len(groups) > 1 else ["model.safetensors"]
     places = [place for name, group in zip(names, groups, strict=True) for place in _write(folder, name, group)]
     if len(groups) > 1:
@@ -50,7 +49,8 @@ def _write(folder: Path, name: str, tensors: Sequence[Wanted]) -> list[TensorPla
         entries[tensor.name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # aligns the data, as the safetensors library does
+    # Padded as the safetensors library does, so that the data begins at a multiple of 8.
+    text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
     with (folder / name).open("wb") as file:
         file.write(header)
