@@ -43,6 +43,7 @@ KerasHub splits all byte pairs as Llama 3 does, so a preset does not say which p
 
 def tokenizer_files(source: Source, model_type: str) -> tuple[dict[str, bytes], tuple[str, ...]]:
     """Return files by name, and notes; both empty if the source has Hugging Face's tokenizer files, or none."""
+    # The source's own files are copied as they are; only what would be missing is made.
     kept, own = source.companions.keras, source.companions.transformers
     if not own.keys().isdisjoint(_OF_TRANSFORMERS):
         return {}, ()

@@ -168,6 +168,7 @@ def _with_optimizer(found: Saved, model: Any, source: Source, *, prefix: str = "
     variables = optimizer_variables_of(model)
     if not variables:
         return found
+    # Only weights are converted, so the optimizer's variables have initial values unless the source knows them.
     fresh = {id(v.variable): v for v in made_now([v for v in variables if id(v) not in source.values])}
     values = [source.values.get(id(v)) or fresh[id(v)] for v in variables]
     dtypes = {id(value.variable): value.dtype for value in values}

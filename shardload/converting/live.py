@@ -154,7 +154,7 @@ class _Request:
 
     @property
     def compared(self) -> dict[str, Any]:
-        """Return what must be equal on all processes; the folder may have another path on another host."""
+        """Return what must be equal on all processes; only the name, as hosts may mount the folder elsewhere."""
         return {
             "path": self.target.name,
             "to": self.kind,

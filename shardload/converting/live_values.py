@@ -62,6 +62,7 @@ def local_boxes_of(array: jax.Array) -> tuple[LocalBox, ...]:
 
 def host_value(array: jax.Array) -> NDArray[Any]:
     """Return a small array that is whole on this process, as NumPy's own copy."""
+    # A replicated array may have devices of other processes too, and then only its local copies can be read.
     if array.is_fully_replicated:
         return np.array(_uncached(array.addressable_data(0)))
     return np.array(_uncached(array))

@@ -209,6 +209,7 @@ def _stored_state(model: Any, companions: Companions) -> dict[int, StoredValue]:
     backbone = getattr(model, "backbone", model)
     roles = roles_of(backbone)
     values = {}
+    # By structural key: a path like dropout_3 depends on what was built before in the process.
     for variable in variables_of(backbone):
         stored = found.get(roles[id(variable)].key) if id(variable) in roles else None
         if stored is None:

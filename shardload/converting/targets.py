@@ -114,7 +114,7 @@ def plan_for(source: Source, target: Path, to: Target, *, dtype: str | None, sha
         UnsupportedError: When the format cannot represent this model.
     """
     # Seeds, counters and quantised codes are integers: a dtype for weights does not apply to them.
-    wanted = None if dtype is None else np.dtype(_dtype(dtype))
+    wanted = None if dtype is None else np.dtype(dtype)
     dtypes = {
         i: wanted if wanted is not None and is_float(value.dtype) else value.dtype for i, value in source.values.items()
     }
@@ -127,12 +127,6 @@ def plan_for(source: Source, target: Path, to: Target, *, dtype: str | None, sha
     else:
         plan = keras_files.preset(source, dtypes, dtype, shard_bytes)
     return replace(plan, shard_bytes=shard_bytes)
-
-
-def _dtype(name: str) -> Any:
-    import ml_dtypes
-
-    return getattr(ml_dtypes, name, name)
 
 
 def _refuse_head(source: Source) -> None:

@@ -70,6 +70,7 @@ def describe_failure(manifest: Manifest) -> Iterator[None]:
     """
     try:
         yield
+    # These name the checkpoint already.
     except (UnsupportedError, SourceError, MissingExtraError):
         raise
     except KeyError as error:

@@ -120,6 +120,7 @@ def ties_embeddings(manifest: Manifest) -> bool | None:
 def _differs_from_embedding(head: Tensor, manifest: Manifest) -> bool:
     """Compare a few rows: a separately trained head differs everywhere; loading compares a copy completely."""
     embedding = next((t for n, t in manifest.tensors.items() if re.fullmatch(r"(.+\.)?embed_tokens\.weight", n)), head)
+    # Not comparable row by row: build the model tied, and the complete comparison of the load will refuse the tensor.
     if (head.shape, head.dtype) != (embedding.shape, embedding.dtype):
         return False
     rows = range(0, head.rows, max(1, head.rows // _ROWS))

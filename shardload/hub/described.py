@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from shardload.errors import SourceError, UnsupportedError
@@ -45,6 +44,7 @@ def hugging_face(config: Mapping[str, Any], where: Location, *, stored: Any) -> 
         UnsupportedError: When the tensors of its ``model_type`` are not known.
         SourceError: When a size is not a positive number.
     """
+    # A name is enough, also bfloat16: ml_dtypes, which JAX imports, registers its types with NumPy.
     dtype = np.dtype(stored)
     specs = [(spec.name, spec.shape, dtype) for spec in transformers_tensors(config)]
     return Manifest(where, HUGGING_FACE.name, _placed(specs, where), {}, config)
@@ -77,7 +77,7 @@ def with_tensors(described: Manifest) -> Manifest:
 def _of_hugging_face(described: Manifest) -> Manifest:
     name = kerashub.checkpoint_dtype(described)
     try:
-        return hugging_face(described.config, described.location, stored=getattr(ml_dtypes, name, name))
+        return hugging_face(described.config, described.location, stored=name)
     except UnsupportedError as error:
         raise UnsupportedError(
             f"Cannot plan {described.source}, which has no weights: {error}. Download its weights to that folder"

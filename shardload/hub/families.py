@@ -68,23 +68,28 @@ def _by_type(
     return windows
 
 
+# Qwen 2 and 3: the first layers attend to all tokens.
 def _after(config: Config, i: int) -> bool:
     return i >= int(config.get("max_window_layers", 28))
 
 
+# Qwen 2 MoE: every other one of the first layers slides, the others attend to all tokens.
 def _before(config: Config, i: int) -> bool:
     return i % 2 == 0 and i < int(config.get("max_window_layers", 28))
 
 
+# SmolLM 3: the layers without rotary positions slide.
 def _unturned(config: Config, i: int) -> bool:
     turned = config.get("no_rope_layers")
     return not turned[i] if isinstance(turned, list) and i < len(turned) else (i + 1) % 4 == 0
 
 
+# Gemma 2 and GPT-OSS: the first layer slides, the second attends to all tokens, and so on.
 def _alternating(config: Config, i: int) -> bool:
     return i % 2 == 0
 
 
+# Gemma 3: all layers slide but, by default, every sixth.
 def _pattern(config: Config, i: int) -> bool:
     return bool((i + 1) % int(config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6))
 
@@ -190,5 +195,6 @@ def obeyed(window: int | None, config: Config) -> int | None:
     """Return a KerasHub window; ``None`` if the longest text fits into it."""
     if not window:
         return None
+    # A bidirectional window extends by half its size to each side.
     reach = window // 2 + 1 if config.get("use_bidirectional_attention") else window
     return int(window) if reach < (config.get("max_position_embeddings") or np.inf) else None

@@ -201,6 +201,7 @@ def _function(name: str) -> Any:
     """Return Keras' function for an activation's name in transformers; ``None`` if Keras has none."""
     import keras
 
+    # transformers has several names for two functions: the exact GELU and its tanh form.
     def gelu_tanh(x: Any) -> Any:
         return keras.activations.gelu(x, approximate=True)
 
@@ -216,6 +217,7 @@ def _alike(one: Any, other: Any) -> bool:
 
 def _only(config: Config, only: Mapping[str, tuple[Any, ...]]) -> Iterator[FieldDifference]:
     for field, values in only.items():
+        # A field that is null counts as set: versions of transformers read it in different ways.
         if field in config and config[field] not in values:
             yield FieldDifference(field, str(config[field])[:80], str(values[0]), (field,))
 

@@ -17,6 +17,7 @@ from shardload.stores.json_files import read_optional
 from shardload.stores.location import Location
 
 _FORM = ["Transformer", "Pooling", "Dense", "Dense", "Normalize"]
+# KerasHub's converter reads these folders, whatever modules.json says.
 _PATHS = ["", "1_Pooling", "2_Dense", "3_Dense"]
 _DENSE = _PATHS[2:]
 _WITHOUT = {"is_embedding_model": False, "pooling_intermediate_dim": None, "embedding_dim": None}

@@ -31,6 +31,7 @@ def save_description(
         if name == TASK and (described is backbone or not task):
             continue
         saver._save_serialized_object(described, config_file=name)
+        # KerasHub writes the file, and what its classes do not serialise is added.
         written = json.loads((folder / name).read_text(encoding="utf-8"))
         inner = written["config"] if described is backbone else written["config"]["backbone"]["config"]
         add_tied_embeddings(inner, backbone)

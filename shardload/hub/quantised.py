@@ -77,7 +77,7 @@ def check(manifest: Manifest, *, ignore: Iterable[str] = ()) -> None:
 
 
 def check_before(manifest: Manifest, *, ignore: Iterable[str] = ()) -> None:
-    """Like `check`, for a load into an existing model, whose variables the tensors of bare files are named after.
+    """Like `check`, for a load into an existing model; bare files are left to `check_mapped`.
 
     Raises:
         UnsupportedError: As `check`.
@@ -100,6 +100,7 @@ def check_mapped(
     Raises:
         UnsupportedError: As `check`.
     """
+    # A layer of the model may decode codes itself, so only tensors that the model does not use are a sign.
     if not spec_of(manifest).may_be_codes or _is_folder(manifest):
         return
     _check_tensors(manifest, [*unused, *_widened(manifest, bindings)], ignore=ignore)
@@ -163,6 +164,7 @@ def _described(manifest: Manifest) -> Iterator[tuple[str, str]]:
     for config in (manifest.config, *(c for c in nested if isinstance(c, Mapping))):
         for key in (FIELD, "compression_config"):
             if isinstance(found := config.get(key), Mapping) and found:
+                # Each library has its own key for the method's name.
                 method = found.get("quant_method") or found.get("quantization_method") or found.get("quant_algo")
                 if not _is_unused(method, found):
                     yield str(method or "an unnamed method"), f"{key} in config.json"

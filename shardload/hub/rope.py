@@ -86,10 +86,12 @@ def parameters_of(config: Config, layer_type: str) -> Config:
     """Return a configuration's rotary parameters for one kind of layer, from any of the forms."""
     old, new = config.get("rope_scaling"), config.get("rope_parameters")
     if isinstance(new, Mapping) and any(isinstance(new.get(key), Mapping) for key in (FULL, SLIDING)):
+        # transformers 5, for models whose kinds of layers differ: an entry for each kind.
         found = new.get(layer_type)
         return found if isinstance(found, Mapping) else {}
     if is_gemma_3(config):  # a flat entry belongs to full attention
         return old if layer_type == FULL and isinstance(old, Mapping) else {}
+    # A folder may have both forms; rope_scaling wins, and what it lacks (rope_theta) comes from rope_parameters.
     found = old or new
     return {**(new if isinstance(new, Mapping) else {}), **found} if isinstance(found, Mapping) else {}
 
@@ -153,6 +155,7 @@ def _yarn(plain: Angles, base: float, parameters: Config) -> tuple[Angles, float
     length, factor = _stretch(parameters)
     dims = 2 * len(plain)
 
+    # The index of the pair with this many turns, as a fraction: length / base**(2 * index / dims) = turns * 2 * pi.
     def dimension(turns: float) -> float:
         return float(dims * np.log(length / (turns * 2 * np.pi)) / (2 * np.log(base)))
 
@@ -169,6 +172,7 @@ def _yarn_scale(parameters: Config, factor: float) -> float:
     if parameters.get("attention_factor") is not None:
         return _of(parameters, "attention_factor")
 
+    # The temperature that the YaRN paper recommends; models with two strengths divide one by the other.
     def scale(strength: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * strength * math.log(factor) + 1.0
 

@@ -14,6 +14,7 @@ from shardload.manifest import Manifest
 def config_beside(manifest: Manifest) -> dict[str, Any] | None:
     """Return ``NAME.json`` next to ``NAME.weights.h5``, or the folder's ``config.json``, if it describes a model."""
     path = Path(manifest.source)
+    # The first ending of a format is that of its weights; a format without one keeps the whole name.
     stem = path.name.removesuffix((*spec_of(manifest).endings, "")[0])
     for candidate in (path.with_name(f"{stem}.json"), path.with_name("config.json")):
         if candidate != path and candidate.is_file():

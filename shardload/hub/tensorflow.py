@@ -20,6 +20,7 @@ def lacks_tensorflow(cls: type) -> bool:
 
 def as_with_tensorflow(cls: type) -> contextlib.AbstractContextManager[None]:
     """Let the constructor of Gemma 3's preprocessor run without TensorFlow, which only its calls use."""
+    # The class' module imported the check by name, so it is replaced there.
     module, name = sys.modules[cls.__module__], "assert_tf_installed"
     return Patches(lambda: [(module, name, lambda _: lambda symbol: None)] if hasattr(module, name) else []).applied()
 

@@ -56,6 +56,7 @@ def transformers_tensors(config: Config) -> list[Spec]:
 def _check(config: Config, sizes: tuple[str, ...]) -> None:
     optional = [key for key in ("head_dim", "n_inner") if config.get(key) is not None]
     for key in (*sizes, *optional):
+        # type(), not isinstance(): True is an int, but no size.
         size, most = config.get(key), MAX_LAYERS if key in _LAYERS else MAX_SIZE
         if type(size) is not int or not 0 < size <= most:
             raise SourceError(
@@ -90,6 +91,7 @@ def _attention(config: Config, at: str, *, one: bool) -> Iterator[Spec]:
     head_dim = config.get("head_dim") or hidden // heads
     queries, keys = heads * head_dim, config["num_key_value_heads"] * head_dim
     biased = config["model_type"] != "mistral" and bool(config.get("attention_bias"))  # Mistral ignores the field
+    # Qwen 2 has biases of query, key and value, and no field for them.
     for letter, out in (("q", queries), ("k", keys), ("v", keys)):
         yield Spec(f"{at}.{letter}_proj.weight", (out, hidden))
         if biased or config["model_type"] == "qwen2":

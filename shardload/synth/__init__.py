@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import ml_dtypes
 import numpy as np
 
 from shardload.errors import UnsupportedError, UsageError, WriteError
@@ -148,6 +147,7 @@ def synth(
             raise WriteError(
                 f"{target} already exists with other content. Replace it with overwrite=True (--overwrite)"
             )
+    # Only safetensors are cut into shards.
     largest = min(job.nbytes, shard_bytes) if job.format == "safetensors" else job.nbytes
     with _as_write_errors(folder), _workspace(folder, stem, job.nbytes, largest_file=largest) as work:
         _write(job, work, stem=stem, shard_bytes=shard_bytes, progress=progress or (lambda _: None))
@@ -179,7 +179,7 @@ def _write(job: _Job, work: Path, *, stem: str, shard_bytes: int, progress: Prog
 def _write_safetensors(job: _Job, work: Path, *, shard_bytes: int, progress: Progress) -> None:
     # A tensor's number seeds its values, so a checkpoint has the same values however it is cut into files.
     specs = transformers_tensors(job.config)
-    tensors = [Wanted(spec.name, spec.shape, _stored(job.dtype)) for spec in specs]
+    tensors = [Wanted(spec.name, spec.shape, np.dtype(job.dtype)) for spec in specs]
     places = safetensors.write_skeleton(work, tensors, shard_bytes=shard_bytes)
     for number, (spec, place) in enumerate(zip(specs, places, strict=True)):
         with (work / place.pieces[0].path).open("r+b", buffering=0) as file:
@@ -208,12 +208,12 @@ def _write_keras(job: _Job, work: Path, filename: str, *, progress: Progress) ->
 
     with abstract():
         config = {**job.config, "torch_dtype": job.dtype}
-        model = kerashub.build_model(described.hugging_face(config, nowhere(job.name), stored=_stored(job.dtype)))
+        model = kerashub.build_model(described.hugging_face(config, nowhere(job.name), stored=job.dtype))
     # Without task.json, an .h5's configuration describes the backbone, whose weights are all that the file has.
     preset_files.save_description(model, work, extra={"shardload": job.label}, task=job.format == "preset")
     backbone = getattr(model, "backbone", model)
     layout = saved_layout(backbone)
-    tensors = [Wanted(name, tuple(v.shape), _stored(str(v.dtype))) for name, v in layout.variables.items()]
+    tensors = [Wanted(name, tuple(v.shape), np.dtype(v.dtype)) for name, v in layout.variables.items()]
     places = h5.write_skeleton(work / filename, tensors, names=layout.names)
     numbers = {id(v): number for number, v in enumerate(backbone.variables)}  # seeds the values
     # Gemma's norms store their scale minus one.
@@ -223,10 +223,6 @@ def _write_keras(job: _Job, work: Path, filename: str, *, progress: Progress) ->
             file.seek(place.pieces[0].offset)
             spec = Spec(place.name, tuple(variable.shape), variable.path.endswith(near_one))
             _stream(file, spec, job, number=numbers[id(variable)], progress=progress)
-
-
-def _stored(dtype: str) -> np.dtype[Any]:
-    return np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
 
 
 @contextlib.contextmanager
@@ -244,6 +240,7 @@ def _workspace(folder: Path, stem: str, nbytes: int, *, largest_file: int) -> It
             f"{folder} has {format_bytes(free)} free. Free some space, or choose another folder (SHARDLOAD_HOME) or a "
             "smaller scale"
         )
+    # On the target's file system, where publishing is a rename.
     work = Path(tempfile.mkdtemp(prefix=f".{stem}.", suffix=".partial", dir=folder))
     try:
         _try_size(work / "size", largest_file)
