@@ -198,7 +198,7 @@ def _write(
     with staged(target, folder=not is_file_name(target), overwrite=overwrite) as staging:
         try:
             resumed = write_all(source, plan, staging, block_bytes=block_bytes, progress=shown)
-            files.check()  # a source that changed meanwhile gives a mixture
+            files.check()  # a source that changed during the copy would give a mixture
             _finish(plan, staging, overwrite=overwrite)
         except BaseException as error:
             raise _with_way_on(explained(error, target), staging) from error

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -97,7 +98,7 @@ def merged(source: Source, layers: Sequence[Any]) -> Source:
     for found in kernels:
         stored = values[id(found.kernel)]
         # A function, not an array: each kernel is merged when it is written, and released.
-        values[id(found.kernel)] = StoredValue(stored.variable, stored.dtype, live=_merging(source, found))
+        values[id(found.kernel)] = StoredValue(stored.variable, stored.dtype, live=partial(_merged, source, found))
     factors = frozenset(id(v) for found in kernels for v in (found.a, found.b))
     for factor in factors:
         del values[factor]
@@ -112,12 +113,9 @@ def merge_note(kernels: Sequence[LoraKernel]) -> str:
     )
 
 
-def _merging(source: Source, found: LoraKernel) -> Any:
-    def live() -> jax.Array:
-        kernel, a, b = (_whole(source, variable) for variable in (found.kernel, found.a, found.b))
-        return merge(kernel, a, b, scale=found.scale)
-
-    return live
+def _merged(source: Source, found: LoraKernel) -> jax.Array:
+    kernel, a, b = (_whole(source, variable) for variable in (found.kernel, found.a, found.b))
+    return merge(kernel, a, b, scale=found.scale)
 
 
 def _whole(source: Source, variable: Any) -> NDArray[Any]:

@@ -257,7 +257,7 @@ def _make(plan: ConversionPlan, request: _Request, staging: ConversionFolder, st
     converting.check_others(plan, target, overwrite=overwrite)
     stack.enter_context(staged(target, folder=not is_file_name(target), overwrite=overwrite))
     stack.push(lambda kind, *_: staging.discard() if kind is not None else None)
-    # The values of a live model have no identity to compare, so no run continues another: each has a plan of its own.
+    # Values of a live model cannot be recognised later, so no run may continue another: a random plan fits no journal.
     run = uuid.uuid4().hex
     staging.begin(run)
     check_room(target, plan)

@@ -127,6 +127,7 @@ def _shown(names: Iterable[str]) -> list[str]:
 
 def _describes(loaded: Manifest, backbone: Any) -> bool:
     """Whether KerasHub builds this backbone from the configuration of a Hugging Face folder."""
+    # Quantised weights were decoded, so the folder's tensors are no template; a part's configuration may say so too.
     has_folder = spec_of(loaded).tokenizer == "hugging-face"  # a GGUF file has its tokenizer in the header
     if not has_folder or "quantization_config" in str(loaded.config):
         return False

@@ -127,8 +127,7 @@ def _box(index: Sequence[slice], shape: Sequence[int]) -> Bounds:
 
 def _fill(out: NDArray[Any], box: Bounds, region: LocalBox) -> None:
     """Copy a box, relative to the region, from the shards that it overlaps."""
-    origin = region.box.start
-    wanted = Bounds(*(tuple(a + o for a, o in zip(at, origin, strict=True)) for at in (box.start, box.stop)))
+    wanted = box.relative_to(tuple(-start for start in region.box.start))  # relative to the array
     for shard in region.shards:
         if (overlap := wanted.intersect(shard.box)) is not None:
             part = _host_part(shard.data, overlap.relative_to(shard.box.start))

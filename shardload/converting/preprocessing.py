@@ -47,7 +47,9 @@ def preprocessing_of(model: Any, manifest: Manifest, companions: Companions) -> 
         return Preprocessing(found)
     files = companions.transformers
     # A source with Keras' own files has its tokenizer among them, and they are copied.
-    if not spec_of(manifest).is_hugging_face or "config.json" in companions.keras or not _has_vocabulary(files):
+    if not spec_of(manifest).is_hugging_face or "config.json" in companions.keras:
+        return Preprocessing()
+    if files.keys().isdisjoint(_VOCABULARIES):
         return Preprocessing()
     # A copy in a temporary folder, because files that KerasHub needs may have to be made (`_completed`).
     try:
@@ -73,10 +75,6 @@ def write(model: Any, found: Preprocessing, folder: Path) -> None:
     written = json.loads(description.read_text(encoding="utf-8"))
     written["config"]["preprocessor"] = None
     description.write_text(json.dumps(written, indent=4), encoding="utf-8")
-
-
-def _has_vocabulary(files: Mapping[str, Path | bytes]) -> bool:
-    return not files.keys().isdisjoint(_VOCABULARIES)
 
 
 def _completed(files: Mapping[str, Path | bytes]) -> Mapping[str, Path | bytes]:

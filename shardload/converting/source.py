@@ -78,7 +78,7 @@ class Source:
         return getattr(self.model, "backbone", self.model)
 
     def variables_of(self, model: Any) -> list[Any]:
-        """Return the variables of the model, or of a part of it, that have a place of their own in a checkpoint."""
+        """Return the variables of the model, or of a part of it, that have their own place in a checkpoint."""
         return [v for v in model.variables if id(v) not in self.merged]
 
     @property

@@ -256,7 +256,7 @@ def _orbax(source: Source, dtypes: Mapping[int, Any], dtype: str | None) -> Conv
 
     def make(folder: Path) -> tuple[TensorPlace, ...]:
         places = orbax.write_skeleton(folder, tensors, groups=WEIGHTS, model_config=described)
-        # Orbax wrote this folder as a tiny checkpointable, so plain Orbax reads the step whatever else is in it.
+        # Orbax wrote this folder as a tiny checkpointable, so plain Orbax reads the step with more files in it too.
         own = folder / "shardload"
         (own / "structure.json").write_text(json.dumps(structure), encoding="utf-8")
         if source.is_hub:

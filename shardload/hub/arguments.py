@@ -5,11 +5,11 @@ KerasHub's converters pass only some of them. A check after the build finds argu
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from shardload.hub import rope
-from shardload.hub.families import Config, Family, family_of, text_of
+from shardload.hub.families import Config, family_of, text_of
 
 
 def arguments(config: Config, parameters: Collection[str]) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def arguments(config: Config, parameters: Collection[str]) -> dict[str, Any]:
         rotation = rope.rotation(text, rope.FULL, default_theta=family.theta, head_dim=None)
         found |= _rotary_arguments(rotation, stretched=_STRETCHED.get(str(config.get("model_type")), "linear"))
     if family.windows is not None:
-        found |= _window_arguments(text, family)
+        found |= _window_arguments(text, family.windows(text, int(text["num_hidden_layers"])))
     if rope.is_gemma_3(config):
         found["attention_logit_soft_cap"] = None  # the class applies it, transformers does not
     if config.get("model_type") == "bert" and text.get("type_vocab_size") is not None:
@@ -68,9 +68,8 @@ def _rotary_arguments(rotation: rope.Rotation, *, stretched: str) -> dict[str, A
     return found
 
 
-def _window_arguments(config: Config, family: Family) -> dict[str, Any]:
+def _window_arguments(config: Config, windows: Sequence[int | None]) -> dict[str, Any]:
     """Return the window shared by all windowed layers; `fields` checks later which layers have it."""
-    windows = family.windows(config, int(config["num_hidden_layers"])) if family.windows else []
     sizes = {size for size in windows if size}
     if len(sizes) > 1:  # the constructors take one size; `fields` refuses the model
         return {}

@@ -83,7 +83,7 @@ def set_window(block: Any, window: int | None) -> None:
 
 
 def _beyond(layer: Any) -> int:
-    """How many tokens more than its size the window of a layer has: GPT-OSS' does not count the token itself."""
+    """Return by how many tokens a layer's window exceeds its size: GPT-OSS does not count the token itself."""
     return int(type(layer).__name__ in ("GptOssAttention", "GptOssTransformerDecoder"))
 
 

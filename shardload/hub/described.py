@@ -29,7 +29,7 @@ from shardload.manifest import Extent, Manifest, Tensor
 from shardload.stores.location import Location
 
 MAX_BYTES = 16 << 40
-"""More than any model has: a plan for a damaged configuration would take all memory."""
+"""More than any model has. Without a limit, a plan for a damaged configuration would fill the memory."""
 
 
 def hugging_face(config: Mapping[str, Any], where: Location, *, stored: Any) -> Manifest:

@@ -110,6 +110,7 @@ def _refusal(manifest: Manifest, backbone: Any, refused: list[fields.FieldDiffer
 
 def _normalise_queries_as_configured(backbone: Any) -> tuple[str, ...]:
     """Set ``query_head_dim_normalize`` on the attention layers, to which KerasHub's Gemma does not pass it."""
+    # The block passes a constant True to its attention instead of the backbone's argument.
     if getattr(backbone, "query_head_dim_normalize", True):
         return ()
     found = [built.attention_of(block, "query_head_dim_normalize") for block in built.blocks(backbone)]

@@ -16,7 +16,7 @@ from shardload.hub.config_forms import GENERATORS, architecture_of
 
 Config = Mapping[str, Any]
 MAX_LAYERS, MAX_SIZE = 1000, 1 << 24
-"""More than any model has: the list for a damaged configuration would take all memory."""
+"""More than any model has. Without a limit, the list for a damaged configuration would fill the memory."""
 _LAYERS = ("num_hidden_layers", "n_layer")
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _DECODER_SIZES = ("vocab_size", *_SIZES, "num_key_value_heads")

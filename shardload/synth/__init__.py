@@ -157,13 +157,9 @@ def synth(
 
 def _label_of(target: Path) -> Any:
     """Return the origin entry of a synthetic checkpoint; ``None`` for anything else."""
-    described = target / "config.json" if target.is_dir() else target.with_name(_stem(target) + ".json")
+    described = target / "config.json" if target.is_dir() else Path(f"{str(target).removesuffix('.weights.h5')}.json")
     found = read_optional(described)
     return found.get("shardload") if isinstance(found, dict) else None
-
-
-def _stem(path: Path) -> str:
-    return path.name.removesuffix(".weights.h5")
 
 
 def _write(job: _Job, work: Path, *, stem: str, shard_bytes: int, progress: Progress) -> None:

@@ -62,7 +62,7 @@ def byte_pairs(folder: str, *, with_added: bool = False) -> tuple[dict[str, int]
 
     Args:
         folder: Path of the folder.
-        with_added: Whether to add the tokens that the file lists apart.
+        with_added: Whether to add the tokens that the file lists separately.
     """
     described = json.loads((Path(folder) / "tokenizer.json").read_text(encoding="utf-8"))
     model = described["model"]

@@ -47,7 +47,7 @@ def _port_block(block: Any, loader: Any, at: str) -> None:
 def _port_third(layer: Any, loader: Any, name: str, which: int) -> None:
     """Port the query, the key or the value of all heads; the kernel is (hidden, heads, head_dim)."""
 
-    # Only reshape, index and transpose: the result is a view, which tells the bytes that this third consists of.
+    # Only reshape, index and transpose: the result is a view, from which `mapping` learns this third's bytes.
     def kernel(value: Any, shape: Any) -> Any:
         hidden, heads, width = shape
         return value.reshape(heads, 3, width, hidden)[:, which].transpose(2, 0, 1)

@@ -1,6 +1,6 @@
 """GPT-OSS with plain experts, as after training or dequantisation; KerasHub's converter reads MXFP4 codes only.
 
-experts.gate_up_proj   (experts, in, 2 * out), gate and up by turns, as in KerasHub's class
+experts.gate_up_proj   (experts, in, 2 * out), gate and up columns alternate, as in KerasHub's class
 experts.down_proj      (experts, in, out)
 """
 
