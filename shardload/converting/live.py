@@ -263,7 +263,7 @@ def _make(plan: ConversionPlan, request: _Request, staging: ConversionFolder, st
     check_room(target, plan)
     places = plan.make(staging.result)
     staging.note_places(places)
-    # Before any value is written: only headers matter for what can be wrong.
+    # Before any value is written, because headers tell all that can be wrong.
     with seeded(0):
         converting.check_result(plan, staging)
     return {"run": run, "places": [place.to_json() for place in places]}

@@ -102,7 +102,7 @@ def _with_files(source: Source, folder: Path) -> Source:
         notes.append(f"{', '.join(_shown(kept.transformers))} for Hugging Face come from {origin.source}")
     elif layer.layer is None and not kept.transformers and text_classes(model)[1] is not None:
         notes.append("no tokenizer was written: the model has no preprocessor, and was not loaded with a tokenizer")
-    # KerasHub's files are made from the model; others that came with its source are kept, unless they describe it.
+    # KerasHub's files are made from the model; of those from its source, all but old descriptions are kept.
     preprocessing.write(model, layer, folder)
     made = companions_of(source.manifest).keras
     others = {name: found for name, found in kept.transformers.items() if origin is not None or name != CONFIG}
@@ -127,7 +127,7 @@ def _shown(names: Iterable[str]) -> list[str]:
 
 def _describes(loaded: Manifest, backbone: Any) -> bool:
     """Whether KerasHub builds this backbone from the configuration of a Hugging Face folder."""
-    # Quantised weights were decoded, so the folder's tensors are no template; a part's configuration may say so too.
+    # The tensors of a quantised folder are codes, and no template. A part's configuration may say so too.
     has_folder = spec_of(loaded).tokenizer == "hugging-face"  # a GGUF file has its tokenizer in the header
     if not has_folder or "quantization_config" in str(loaded.config):
         return False

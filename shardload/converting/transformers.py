@@ -150,7 +150,7 @@ def wanted(bindings: Iterable[Binding], shapes: Mapping[str, Tensor], dtypes: Ma
 
 def covers(bindings: Sequence[Binding], tensor: Tensor) -> bool:
     """Whether views cover each element of their tensor exactly once."""
-    # Counting takes a byte per element; for one view, which is nearly always, its strides tell.
+    # Counting takes a byte per element. Nearly all tensors have one view, and its strides tell without counting.
     if len(bindings) == 1:
         return _is_dense(bindings[0].view, tensor)
     seen = np.zeros(tensor.size, np.uint8)  # how often each element is covered

@@ -229,7 +229,7 @@ def test_a_model_type_whose_tensors_are_not_known_says_which_are(tmp_path):
     with pytest.raises(
         UnsupportedError,
         match=r"Cannot plan .*mixtral, which has no weights: .* model_type 'mixtral' .* only those of bert, gemma, "
-        r"gemma2, gemma3_text, gpt2, llama, mistral, qwen2, qwen3\. Download its weights into it",
+        r"gemma2, gemma3_text, gpt2, llama, mistral, qwen2, qwen3\. Download its weights to that folder",
     ):
         shardload.plan(folder)
 
