@@ -106,7 +106,7 @@ def test_a_report_is_one_line_and_prints_its_notes(tmp_path):
         r"<ConvertReport /\S+/out \(hf-safetensors\): \d+ tensors, \S+ [KM]iB, 1 note; .*>", repr(report)
     )
     first, second = str(report).splitlines()
-    assert first.startswith(report.target) and "2 were there" in first and second == "note: the optimizer was left out"
+    assert first.startswith(report.target) and "2 were copied" in first and second == "note: the optimizer was left out"
 
 
 def test_safetensors_reads_what_synth_would_have_written_in_shape(made, tmp_path):

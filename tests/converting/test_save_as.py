@@ -145,7 +145,7 @@ def test_a_folder_that_says_other_than_the_model_is_no_template(tmp_path):
     (source / "config.json").write_text(json.dumps(config | {"hidden_act": "relu"}))
     model = shardload.load(source, ignore_config=("hidden_act",))
     report = shardload.save_as(model, tmp_path / "out", to="safetensors")
-    assert not any("are those of" in note for note in report.notes)
+    assert not any("for Hugging Face come from" in note for note in report.notes)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["hidden_act"] == "silu"
 
 
