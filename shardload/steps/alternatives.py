@@ -42,8 +42,10 @@ def alternative(
         bad: The damaged step; ``None`` if damage hides which step is the best.
         tried: The numbers of all steps already found to be damaged.
     """
+    # HTTP cannot list, and the URL of a single step says nothing about the steps next to it.
     if bad is not None and bad.url is not None and not knows_others(str(directory), bad):
         return Alternative(None, "No other step is known there; restore one by its address, if there is one.")
+    # Remote steps are not read here, so the message must not promise that one is good.
     good = "" if is_url(directory) else " good one"
     steps = list_steps(directory)
     others = [info for info in reversed(steps) if info.ours and info.step not in tried]
@@ -54,6 +56,7 @@ def alternative(
     ranked = sorted((info for info in others if info.step in ranks), key=lambda info: ranks[info.step])
     if found := _first_good(ranked):
         return _take(found, f"next best{good}" if bad else f"best{good} of the others")
+    # Only named, never taken by fallback: a step without the metric may be worse than every ranked one.
     newest = _first_good(info for info in others if info.step not in ranks)
     unranked = f" Step {newest.step} is the newest{good}: pass step={newest.step}." if newest else ""
     return Alternative(None, f"No other undamaged step has a value of the monitored metric.{unranked}")

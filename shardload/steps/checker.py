@@ -19,6 +19,7 @@ from shardload.steps.digest_list import (
     Digests,
     FileDigest,
     flip_damage,
+    hash_of,
     hasher,
     size_damage,
     step_name,
@@ -34,6 +35,7 @@ PIECE_BYTES = 128 << 10
 
 
 def _close_all(files: dict[str, File]) -> None:
+    # Empty the dict itself: `close` and the finalizer share it, so no file is closed twice.
     while files:
         files.popitem()[1].close()
 
@@ -75,9 +77,7 @@ class SavedUnits:
         Raises:
             DamagedError: If they differ.
         """
-        running = hasher()
-        running.update(data)
-        self.compare_digest(name, unit, running.hexdigest())
+        self.compare_digest(name, unit, hash_of(data))
 
     def compare_digest(self, name: str, unit: int, found: str) -> None:
         """Compare the digest of a unit with the saved one; raises like `compare`."""
@@ -142,6 +142,7 @@ class Checker:
         self._real = self.folder.resolved()
         self._lock = threading.Lock()
         self._files: dict[str, File] = {}
+        # The finalizer gets the dict, not self, which it would keep alive.
         weakref.finalize(self, _close_all, self._files)
         self._units: dict[tuple[str, int], Future[None]] = {}
 
@@ -170,9 +171,11 @@ class Checker:
             found = cls(where)
         except SourceNotFoundError as error:
             raise DamagedError(f"Step {where.name} in {where.parent} lost its digests: {error}") from error
+        # Names and sizes first: that needs no reads, and finds interrupted copies.
         if damage := found.digests.check_names(where.local_path()):
             raise DamagedError(str(damage[0]))
         for name, digest in found.digests.files.items():
+            # `check_number` trusts step.json, which may exceed 1 MiB: it contains the user's metadata.
             if digest.n_bytes <= UNIT_BYTES or name == STEP_FILE:
                 found.check_whole(name)
         check_number(where)
@@ -199,6 +202,7 @@ class Checker:
         file = self._open(name)
         wanted = range(start // UNIT_BYTES, (stop - 1) // UNIT_BYTES + 1)
         mine, others = self._claim(name, wanted)
+        # First check all own units, then wait: two threads with overlapping ranges would otherwise wait for each other.
         for unit, done in mine:
             self._settle(done, name, unit, file=file)
         for done in [*(done for _, done in mine), *others]:
@@ -264,6 +268,7 @@ class Checker:
             if name in self._files:
                 return self._files[name]
             path = self._real / name
+            # `_real` contains no link, so any link on the way to the file is inside the step.
             if path.resolved() != path:
                 raise self.saved.damaged(
                     Damage(name, "is reached through a symbolic link, which is not allowed in a step")
@@ -271,7 +276,8 @@ class Checker:
             try:
                 file = path.open()
             except (SourceError, SourceNotFoundError) as error:
-                if isinstance(error.__cause__, PermissionError):  # an older step would not help
+                # Not damage: without permission, the earlier step that a DamagedError recommends would fail, too.
+                if isinstance(error.__cause__, PermissionError):
                     raise TransferError(str(error)) from error
                 raise self.saved.damaged(Damage(name, f"cannot be opened: {error}")) from error
             found, expected = file.n_bytes, self.saved.of_file(name).n_bytes
@@ -300,7 +306,8 @@ class Checker:
         try:
             self._check_unit(name, unit, file=file)
         except BaseException as error:
-            if not isinstance(error, DamagedError):  # a failed read does not prove damage: let other threads retry
+            # A failed read does not prove damage: forget the unit, so that a later call reads it again.
+            if not isinstance(error, DamagedError):
                 with self._lock:
                     self._units.pop((name, unit), None)
             done.set_exception(error)

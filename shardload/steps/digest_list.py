@@ -122,6 +122,7 @@ class Digests:
         body = self._body()
         draft = target.with_suffix(".tmp")
         draft.write_bytes(canonical_json(body | {"self": hash_of(canonical_json(body))}))
+        # Flush before the rename: after a crash, some file systems keep the new name with the old, empty content.
         sync(draft)
         draft.replace(target)
 
@@ -134,6 +135,7 @@ class Digests:
             DamagedError: If ``digests.json`` is damaged.
         """
         path = located(folder) / DIGESTS_FILE
+        # The check of all names reports links as well, but only after this file was read through one.
         if path.is_link() or path.parent.is_link():
             raise DamagedError(f"Step {step_name(folder)}: {path} is a symbolic link, which is not allowed in a step")
         try:
@@ -183,6 +185,7 @@ def hash_of(data: bytes | memoryview) -> str:
 
 def canonical_json(body: Mapping[str, Any]) -> bytes:
     """Encode JSON so that equal content has equal bytes."""
+    # ASCII: a file name that is not UTF-8 reaches Python with lone surrogates, which only escapes can represent.
     return json.dumps(body, sort_keys=True, separators=(",", ":")).encode("ascii")
 
 
@@ -197,10 +200,12 @@ def digest_piece(folder: Location, piece: DigestTask, size: int) -> list[str]:
     """Return the digest of each unit of a piece; `READ_UNITS` are read at a time."""
     found: list[str] = []
     stop = min((piece.first + piece.count) * UNIT_BYTES, size)
+    # One buffer per task: all threads together need 32 MiB, however large the files are.
     buffer = memoryview(bytearray(min(READ_UNITS * UNIT_BYTES, stop - piece.first * UNIT_BYTES)))
     with closing((folder / piece.path).open()) as file:
         for start in range(piece.first * UNIT_BYTES, stop, READ_UNITS * UNIT_BYTES):
             block = buffer[: min(READ_UNITS * UNIT_BYTES, stop - start)]
+            # Unchecked, because `read_into` of a remote file raises at the first damaged MiB; `verify` lists them all.
             file.read_unchecked(block, start)
             found += [hash_of(block[at : at + UNIT_BYTES]) for at in range(0, len(block), UNIT_BYTES)]
     return found
@@ -214,6 +219,7 @@ def name_damage(digests: Digests, tree: FileTree, step: str) -> list[Damage]:
     ]
     for name, expected in digests.files.items():
         found = tree.files.get(name)
+        # A file that was replaced by a link is in the list already; it is not missing as well.
         if found is None and name not in tree.others:
             damage.append(Damage(name, "is missing", None, step))
         elif found is not None and found != expected.n_bytes:
@@ -259,6 +265,7 @@ def _parse_file(name: str, entry: Any, folder: str | os.PathLike[str] | Location
     if any(part in ("", ".", "..") for part in name.split("/")) or "\0" in name:
         raise _bad_list(folder, f"the path {name!r} leads out of the step's folder, or is not a path")
     size, units = (entry.get("bytes"), entry.get("units")) if isinstance(entry, dict) else (None, None)
+    # Not isinstance: JSON's true is an int in Python. The number of units must match, as readers index by unit.
     if type(size) is not int or size < 0 or not isinstance(units, list) or len(units) != -(-size // UNIT_BYTES):
         raise _bad_list(folder, f"the entry of {name!r} needs a size and one digest per MiB")
     if not all(isinstance(unit, str) and _HEX.fullmatch(unit) for unit in units):

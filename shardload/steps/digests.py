@@ -61,6 +61,7 @@ def verify(folder: str | os.PathLike[str] | Location, *, progress: Callable[[int
         return [Damage(DIGESTS_FILE, f"cannot be trusted: {error}", step=step)]
     except OSError as error:
         return [Damage(str(error.filename), f"cannot be listed: {error.strerror}", step=step)]
+    # A file of the wrong size would also fail its digests; one line for each file is enough.
     bad = {found.path for found in damage}
     pieces = [p for name, f in digests.files.items() if name not in bad for p in pieces_of(name, f.n_bytes)]
     with ThreadPoolExecutor(THREADS, thread_name_prefix="shardload-verify") as pool:
@@ -82,6 +83,7 @@ def _piece_damage(folder: Location, piece: DigestTask, expected: FileDigest, ste
             raise  # a store that does not respond says nothing about the step
         return [Damage(piece.path, f"cannot be read: {error}", piece.first * UNIT_BYTES, step)]
     wrong = [piece.first + k for k, unit in enumerate(found) if unit != expected.units[piece.first + k]]
+    # Merge adjacent units: a lost block of 1 GiB is one line of the report, not 1024.
     runs: list[list[int]] = []
     for unit in wrong:
         if runs and runs[-1][1] == unit:

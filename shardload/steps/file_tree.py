@@ -47,6 +47,7 @@ def scan(folder: str | os.PathLike[str]) -> FileTree:
     waiting = [""]
     while waiting:
         inside = waiting.pop()
+        # Not os.walk: it silently skips folders that it cannot list.
         with os.scandir(os.path.join(folder, inside)) as entries:  # noqa: PTH118
             for entry in sorted(entries, key=lambda e: e.name):
                 name = f"{inside}/{entry.name}" if inside else entry.name
@@ -73,6 +74,7 @@ def sync(path: str | os.PathLike[str]) -> None:
     Raises:
         OSError: If the disk rejects the data; then it is not safe, even if a later call succeeds.
     """
+    # A folder can only be opened for reading, and fsync accepts such a descriptor for files, too.
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         os.fsync(fd)
@@ -83,6 +85,7 @@ def sync(path: str | os.PathLike[str]) -> None:
 def sync_files(folder: Path, names: Iterable[str]) -> None:
     """`sync` the named files of a folder."""
     with ThreadPoolExecutor(SYNC_THREADS, thread_name_prefix="shardload-sync") as pool:
+        # list: map raises the error of a call only when its result is taken.
         list(pool.map(sync, [folder / name for name in names]))
 
 

@@ -114,6 +114,7 @@ def list_steps(root: str | os.PathLike[str]) -> list[StepInfo]:
     if not isinstance(root, (str, os.PathLike)) or not os.fspath(root):
         raise UsageError(f"Cannot list the steps in {root!r}: expected a path or URL")
     if is_url(root):
+        # Imported here: remote_listing imports this module, and local steps need none of it.
         from shardload.steps.remote_listing import list_remote
 
         return list_remote(str(root))
@@ -165,6 +166,7 @@ def find_step(root: str | os.PathLike[str], step: Literal["latest", "best"] | in
         SourceNotFoundError: If there is no such step; lists the existing steps.
         DamagedError: If "best" is requested and the record of a step that may be the best cannot be trusted.
     """
+    # True == 1: without the check for bool, step=True would find step 1.
     if step not in ("latest", "best") and (isinstance(step, bool) or not isinstance(step, int)):
         raise UsageError(f'Cannot find step {step!r}: expected "latest", "best" or a number')
     if is_url(root):
@@ -182,6 +184,7 @@ def find_step(root: str | os.PathLike[str], step: Literal["latest", "best"] | in
         )
     if step == "latest":
         return steps[-1]
+    # A step whose metrics are unreadable may be the best one; to pass over it would be a silent guess.
     if step == "best" and (unknown := [info for info in steps if info.hides_rank]):
         also = f"; nor do {', '.join(str(info.step) for info in unknown[1:])}" if len(unknown) > 1 else ""
         raise DamagedError(
@@ -212,6 +215,7 @@ def find_step(root: str | os.PathLike[str], step: Literal["latest", "best"] | in
 def is_ours(folder: str | os.PathLike[str]) -> bool:
     """Whether a folder, under any name, is a shardload step; a subfolder ``shardload`` alone is not enough."""
     path = Path(folder)
+    # A source checkout of this project has a folder shardload/, too.
     marked = (path / OWN_FOLDER).is_dir() and (path / ORBAX_FILE).is_file()
     return marked or (path / DIGESTS_FILE).is_file()
 
@@ -224,11 +228,6 @@ def latest_of_ours(path: str | os.PathLike[str]) -> Path | None:
     return steps[-1].path if steps and steps[-1].ours else None
 
 
-def better(value: float, than: float, *, mode: str, monitor: str = "") -> bool:
-    """Whether a metric improved, by the rules of Keras' callbacks: "auto" decides by the metric's name."""
-    return value > than if _is_higher_better(mode, monitor) else value < than
-
-
 def ranked(
     steps: Iterable[StepInfo], *, monitor: str, mode: str, runs: Collection[str | None] | None = None
 ) -> list[StepInfo]:
@@ -237,9 +236,10 @@ def ranked(
     Args:
         steps: The steps. Of equal ones, the original precedes a copy and the earlier precedes the later.
         monitor: The metric to rank by.
-        mode: ``min``, ``max``, or ``auto``, as for `better`.
+        mode: ``min``, ``max``, or ``auto``: decide by the metric's name.
         runs: Rank the steps of these runs only.
     """
+    # Negate the value instead of reversing the order, which would also reverse the order of equal ones.
     sign = -1 if _is_higher_better(mode, monitor) else 1
     known = [info for info in steps if info.recorded.ranks_by(monitor) and (runs is None or info.run in runs)]
     return sorted(known, key=lambda info: (sign * info.metrics[monitor], info.saved_as != info.step, info.step))
@@ -248,6 +248,7 @@ def ranked(
 def _is_higher_better(mode: str, monitor: str) -> bool:
     if mode in ("min", "max"):
         return mode == "max"
+    # Keras asks the model's metrics, but a list of steps has no model. Keras 2 maximized metrics with these names.
     return monitor.endswith(("acc", "accuracy", "auc")) or "fmeasure" in monitor
 
 
@@ -257,7 +258,8 @@ def _look(path: Path) -> StepInfo | None:
         ours = (path / OWN_FOLDER).is_dir()
         if not path.is_dir() or not (ours or (path / ORBAX_FILE).is_file()):
             return None
-    except OSError as error:  # skipping it would make an older step the latest
+    except OSError as error:
+        # Passing over the folder would make an older step the latest.
         raise SourceError(
             f"Cannot read {path}, which may be a step: {error.strerror}. Grant this user read access, or move it away"
         ) from error
@@ -272,7 +274,9 @@ def _look(path: Path) -> StepInfo | None:
     record = None
     if ours:
         try:
-            if not problems:  # "best", and so which steps are removed, depends on this record
+            # This record decides which step is the best, and so which steps are removed. With a problem found already,
+            # it is still read, unchecked, to show what is known about the step.
+            if not problems:
                 with Checker(path) as checker:
                     checker.check_whole(STEP_FILE)
                     problems += [

@@ -33,6 +33,7 @@ class FolderLock:
         Raises:
             OSError: If the lock file cannot be opened.
         """
+        # O_CLOEXEC: a child process that inherited the open file would keep the lock after this process died.
         fd = os.open(home / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
             # flock, not lockf: it belongs to this open file, so this process can also conflict with itself.
@@ -48,6 +49,7 @@ class FolderLock:
     def is_in_place(self) -> bool:
         """Whether the folder still contains this lock file, and was not removed or replaced."""
         try:
+            # One can lock a file just after another process has removed it; such a lock protects nothing.
             return os.path.samestat((self.home / LOCK_FILE).stat(follow_symlinks=False), os.fstat(self.fd))
         except (FileNotFoundError, NotADirectoryError):
             return False

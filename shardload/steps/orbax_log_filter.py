@@ -27,6 +27,7 @@ LEFT_BEHIND = r"coroutine '(.*\._background_save|async_serialize\w*\..*)' was ne
 _lock = threading.Lock()
 _saving = 0
 """Saves in progress; more than one if several callbacks or threads save."""
+# Not 0: the monotonic clock may have started with the machine, less than STRAGGLERS_S ago.
 _failed_at = -STRAGGLERS_S
 _installed = False
 
@@ -46,6 +47,7 @@ def save_ended(*, failed: bool) -> None:
         _saving -= 1
         if failed:
             _failed_at = time.monotonic()
+            # For good: some later garbage collection finds the coroutines, after an unknown time.
             warnings.filterwarnings("ignore", LEFT_BEHIND, RuntimeWarning)
 
 
@@ -58,12 +60,14 @@ def is_worth_logging(record: logging.LogRecord) -> bool:
     """Drop errors of saves by shardload, and Orbax's warning about items without arrays (``model_config``)."""
     if "Skipping merge of OCDBT checkpoints: No per-process OCDBT" in record.getMessage():
         return False
+    # By the path of the code, not by logger: absl's logger is shared by all packages that use absl.
     return not (record.levelno >= logging.ERROR and "orbax" in record.pathname and is_from_save())
 
 
 def is_late_write(error: BaseException | None, trace: TracebackType | None) -> bool:
     """Whether a TensorStore thread failed to report a finished write because Orbax had closed the event loop."""
     return (
+        # The write is reported by a C++ thread, so the outermost frame is the asyncio function that it calls.
         isinstance(error, RuntimeError)
         and str(error) == "Event loop is closed"
         and trace is not None

@@ -64,7 +64,8 @@ class PendingSave:
             raise save_error(self._error, step=self._step, folder=self.path) from self._error
         if not self.path.is_dir():
             raise describe("the folder is gone after Orbax wrote it", step=self._step, folder=self.path)
-        if not os.path.samestat(self._parent, self.path.parent.stat()):  # Orbax recreates what is missing
+        # Orbax recreates missing parents and reports success, so compare with the folder seen before the save.
+        if not os.path.samestat(self._parent, self.path.parent.stat()):
             why = f"the folder {self.path.parent} was removed while it was written"
             raise describe(why, step=self._step, folder=self.path, number=errno.ENOENT)
 
@@ -117,7 +118,8 @@ def start_save(
         raise UsageError(f"Cannot name a checkpointable {OWN_FOLDER!r}: shardload stores its own files there")
     if os.path.lexists(target):
         raise describe("the path already exists", step=step, folder=target, number=errno.EEXIST)
-    if not target.parent.is_dir():  # Orbax would silently create it and hide that the folder was removed
+    # Orbax would silently create the folder and hide that it was removed.
+    if not target.parent.is_dir():
         raise describe(
             f"there is no folder {target.parent} to write into", step=step, folder=target, number=errno.ENOENT
         )
@@ -163,6 +165,7 @@ def _context(*, ocdbt: bool) -> Any:
     context.array.saving.use_ocdbt = ocdbt
     context.array.saving.use_zarr3 = True
     context.array.saving.use_compression = False
+    # A copy of the global registry: other users of Orbax in this process must not get the handler added here.
     context.checkpointables.registry = ocp.handlers.local_registry()
     context.checkpointables.registry.add(ocp.handlers.JsonHandler, checkpointable_name=OWN_FOLDER)
     return context

@@ -170,12 +170,15 @@ class Staging:
             self.check()
             self._check_complete()
             sync_all(self.path)
-            self.check()  # again: flushing takes long enough for the folder to be removed or replaced
+            # Again: flushing takes long enough for the folder to be removed or replaced.
+            self.check()
             refuse_existing(self.root, self.step)
             # An empty folder at the target is not a step: rename replaces it. A non-empty one makes rename fail.
             os.rename(self.path, target)  # noqa: PTH104
+            # Before fsync, which may fail: the step has its name already.
             _published.add(target)
-            os.fsync(self.root.fd)  # the new name must survive a power loss, too
+            # The name is an entry of the root: without this, a power loss could undo the rename.
+            os.fsync(self.root.fd)
         except OSError as error:
             if isinstance(error, ShardloadError):  # SaveError is an OSError
                 raise
@@ -247,7 +250,8 @@ def remove_step(root: str | os.PathLike[str], step: int) -> None:
             os.rename(source, home / STEP_FOLDER)  # noqa: PTH104
             # Before any file is deleted: else a power loss could bring the step back without some of its files.
             sync(base)
-            if (home / STEP_FOLDER).is_symlink():  # remove the link only: the folder it leads to may be shared
+            # Remove only the link of a linked step: other runs may use the folder it leads to.
+            if (home / STEP_FOLDER).is_symlink():
                 (home / STEP_FOLDER).unlink()
             _remove_moved(home, step, base)
         finally:
@@ -265,7 +269,8 @@ def remove_step(root: str | os.PathLike[str], step: int) -> None:
 def _remove_moved(home: Path, step: int, base: Path) -> None:
     try:
         shutil.rmtree(home, ignore_errors=True)
-        if home.exists():  # another process may have considered it stale and recreated its lock
+        # Another process may have considered the folder stale, and created a new lock file in it.
+        if home.exists():
             _remove_for_good(home)
         if home.exists():
             shutil.rmtree(home)
@@ -281,8 +286,10 @@ def _remove_moved(home: Path, step: int, base: Path) -> None:
 def _locked_folder(staging: Path, step: int) -> FolderLock:
     """Create a folder in ``staging`` and lock it; create another one if it was removed before the lock."""
     while True:
+        # Without parents=True: a root that was removed must not reappear as an empty folder.
         with suppress(FileExistsError):
             staging.mkdir()
+        # Random, because two processes may write the same step at once; the later one to publish gets an error.
         home = staging / f"{step}-{secrets.token_hex(4)}"
         with suppress(FileNotFoundError):  # removed by `remove_stale`, or all of it by `remove_staging`
             home.mkdir()
@@ -314,6 +321,7 @@ def _remove_for_good(folder: Path) -> None:
     """
     for _ in range(REMOVALS):
         shutil.rmtree(folder, ignore_errors=True)
+        # Pause before looking, even after a success: a thread may just be recreating the folder.
         time.sleep(REMOVAL_PAUSE_S)
         if not folder.exists():
             return
@@ -356,6 +364,7 @@ def _way_out(root: Root, target: Path) -> str:
             "This process saved it. Two callbacks of one fit() cannot share a folder: give one of them all rules "
             "(max_to_keep, keep_best, keep_every_steps, …), or each its own folder"
         )
+    # lstat: the name may be a link that leads nowhere.
     saved_s = os.lstat(target).st_mtime if os.path.lexists(target) else root.opened_s
     if saved_s < root.opened_s:
         return "It is from before this run. Remove it, resume from it, or save to another folder"

@@ -19,6 +19,7 @@ from shardload.stores.location import Location
 
 STEP_FILE = f"{OWN_FOLDER}/step.json"
 VERSION = 1
+# JSON integers have any length, and float() raises OverflowError for one beyond about 1.8e308.
 _LARGEST = 1e300
 
 
@@ -123,6 +124,7 @@ def _count(found: Any) -> int | None:
 def _number(found: Any) -> float | None:
     # bool is an int in Python, and a number beyond the limit cannot come from a metric.
     usable = isinstance(found, (int, float)) and not isinstance(found, bool) and abs(found) < _LARGEST
+    # Python writes and reads infinities in JSON as Infinity, although the standard has none.
     return float(found) if usable or found in (math.inf, -math.inf) else None
 
 

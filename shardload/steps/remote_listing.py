@@ -51,15 +51,18 @@ def find_remote(url: str, step: Literal["latest", "best"] | int) -> StepInfo | l
         TransferError: If the store does not respond.
     """
     root = Folder(url)
+    # A number needs no listing: one request is enough, and HTTP servers cannot list.
     if not isinstance(step, str) and (stored := open_step(child := root.child(str(step)))) is not None:
         return _info(child, stored)
     if (itself := _itself(root)) is not None:
         return [itself]
     if not root.can_list and not isinstance(step, str):
+        # That it is not from shardload explains more than that something is missing.
         _refuse_foreign(child)
         raise SourceNotFoundError(
             f"There is no step at {child.url}: it has no {DIGESTS_FILE}. Check the address and the number"
         )
+    # Open only the newest, even if it is damaged: an older step must not silently pass for the latest.
     if step == "latest" and (numbers := _numbers(root)):
         return _look(root.child(str(max(numbers))), numbers[max(numbers)])
     return list_remote(url)
@@ -98,6 +101,7 @@ def _numbers(root: Folder) -> dict[int, bool]:
     for name in names:
         folder, _, rest = name.partition("/")
         if NAME.fullmatch(folder) and (rest == ORBAX_FILE or rest.startswith(f"{OWN_FOLDER}/")):
+            # Both marks may appear, in any order; one of shardload's files makes it a shardload step.
             found[int(folder)] = found.get(int(folder), False) or rest.startswith(f"{OWN_FOLDER}/")
     return found
 
@@ -120,6 +124,7 @@ def _info(folder: Folder, stored: RemoteStep) -> StepInfo:
     record = problems = None
     try:
         if STEP_FILE in stored.saved.digests.files:
+            # Fetch it once: opened in place, each of the reads below would be a request.
             stored.local_path(STEP_FILE)
         record = StepRecord.read(stored.root)
     except (SourceError, SourceNotFoundError) as error:

@@ -58,6 +58,7 @@ class RemoteStep(Store):
         base = private_copies.make()
         self._folder = base / remote.name
         self._remove = weakref.finalize(self, private_copies.remove, base)
+        # `Digests.read` below opens digests.json through this store, so it must count as fetched.
         self._here: set[str] = {DIGESTS_FILE}
         self._lock = threading.Lock()
         self._filled = False
@@ -140,6 +141,7 @@ class RemoteStep(Store):
         if self._remote.can_list:
             there = set(self._remote.names())
         else:
+            # HTTP cannot list. A file with bytes is missed when it is read; an empty one never is, so ask for it.
             empty = (name for name, file in self.saved.digests.files.items() if not file.n_bytes)
             there = listed - {name for name in empty if self._remote.read(name) is None}
         missing = [Damage(name, "is missing", None, self._remote.name) for name in sorted(listed - there)]
@@ -150,6 +152,7 @@ class RemoteStep(Store):
 
     def _fetch(self, names: Iterable[str]) -> None:
         wanted = [name for name in names if name not in self._here]
+        # Before the first request: digests.json, which names files and sizes, is untrusted.
         self._bound(wanted)
         for first in range(0, len(wanted), IN_FLIGHT):
             files = [_RemoteFile(self._remote, self.saved, name) for name in wanted[first : first + IN_FLIGHT]]

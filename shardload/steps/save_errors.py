@@ -82,6 +82,7 @@ def errno_of(error: BaseException) -> int | None:
     for link in _chain(error):
         if isinstance(link, OSError) and link.errno:
             return link.errno
+        # TensorStore's code is exact; the words after it are a guess for errors without one.
         text = str(link)
         if found := _OS_CODE.search(text):
             return int(found.group(1))

@@ -8,7 +8,7 @@ import pytest
 from step_folders import save_step
 
 from shardload.errors import DamagedError, SourceNotFoundError, UsageError
-from shardload.steps.listing import better, find_step, list_steps
+from shardload.steps.listing import find_step, list_steps
 from shardload.steps.record import StepRecord
 
 
@@ -86,9 +86,11 @@ def test_the_best_step(tmp_path, mode, values, best):
     assert logged(tmp_path, mode, values) == best
 
 
-def test_auto_goes_by_the_name():
-    assert better(2, 1, mode="auto", monitor="val_accuracy")
-    assert better(1, 2, mode="auto", monitor="val_loss")
+@pytest.mark.parametrize(("monitor", "best"), [("val_accuracy", 2), ("val_loss", 1)])
+def test_auto_goes_by_the_name(tmp_path, monitor, best):
+    for step in (1, 2):
+        save_step(tmp_path, step, monitor=monitor, mode="auto", logs={monitor: float(step)})
+    assert find_step(tmp_path, "best").step == best
 
 
 def test_finding_a_step(tmp_path):
