@@ -24,6 +24,7 @@ from shardload.steps.listing import StepInfo
 READ_BYTES = 4 << 30
 """Steps up to this size are read completely before they count, which takes seconds; of larger ones, names and sizes."""
 
+# The run of each model in each folder: a second `fit` of one model continues its run, a new model starts another.
 _runs: weakref.WeakKeyDictionary[Any, dict[Path, str]] = weakref.WeakKeyDictionary()
 
 
@@ -52,13 +53,17 @@ class Best:
         if direction is None:  # no rule needs a direction
             self.comparison = BestRule(self.monitor.name, None, damaged=known)
             return []
+        # The step that was resumed counts as this run's own past, even if an earlier run saved it.
         family: set[str | None] = {self.run} if resumed is None else {self.run, resumed.run}
         by = BestRule(self.monitor.name, direction, family if self.of == "run" else None)
+        # Without a rule nothing depends on the best step, so do not spend seconds on reading it.
         read_bytes = 0 if self.rule is None else READ_BYTES
         found = Found(**channel.first(lambda: asdict(find_best(steps, by, read_bytes=read_bytes))))
-        if self.rule is not None:  # the best step was read completely and is undamaged
+        # The best step was just read completely: if an older record calls it damaged, it has been repaired since.
+        if self.rule is not None:
             known.discard(found.step)
         self.comparison = replace(by, damaged=known | {step for step, *_ in found.damaged})
+        # The user's threshold is better, so no step is what later values are compared with.
         if not self.monitor.begin(found.value, model):
             found = replace(found, value=None)
         if self.rule is None:

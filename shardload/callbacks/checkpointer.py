@@ -135,8 +135,10 @@ class Checkpointer:
         step, epoch = step_records.count("step", step), None if epoch is None else step_records.count("epoch", epoch)
         logs = step_records.scalars(metrics)
         self._writer.wait()
+        # Not in the constructor: with mode="auto" the model's metrics say which direction is better.
         if not self._has_begun:
             self._begin(model)
+        # Not <=: an equal number is refused by `Staging.begin`, which can say who saved that step.
         if step < self._newest:
             raise UsageError(
                 f"Cannot save step {step} to {self.directory}: it has later steps, up to {self._newest}, and `restore` "
@@ -193,6 +195,7 @@ class Checkpointer:
         return self._contents.job(
             model,
             record,
+            # All processes exchange positions, also those without an iterator: an exchange needs every process.
             position=joined(self._writer.channel.together(lambda: position)),
             checkpointables=checkpointables,
             compression=self._compression,
@@ -242,6 +245,7 @@ class Checkpointer:
         model = plain_model(model)
         arguments.check_model(model)
         self.wait()
+        # Check before the restore changes the model.
         if iterator is not None and not hasattr(iterator, "set_state"):
             raise UsageError(
                 f"Cannot restore the position of iterator: {type(iterator).__name__} has no set_state(state). Pass an "

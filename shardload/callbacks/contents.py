@@ -37,6 +37,7 @@ class Contents:
     def state_of(self, model: Any) -> StateTree:
         """Return the model's state; it is described again only if the variables changed."""
         if self._whole is None or not self._whole.still_describes(model):
+            # In this order: which items describe the model depends on the weights that the selection leaves out.
             self._whole = describe(model)
             self._state = self._selection.of(self._whole, model)
             self._items = {} if self.weights_only else dict(self._descriptions(model))

@@ -66,6 +66,7 @@ class Monitor:
     def absent_from(self, logs: Mapping[str, float]) -> str:
         """Return a sentence that names the metrics in the logs, for a warning that this one is not among them."""
         names = f"The logs have {', '.join(sorted(logs)) or 'no metrics'}"
+        # A batch has no validation metrics, so with save_freq=N no save would ever see this one.
         if self.name.startswith("val_") and self.name.removeprefix("val_") in logs:
             return f"{names}: fit() computes {self.name} at the end of an epoch, from validation_data"
         return f"{names}{_similar(self.name, logs)}"

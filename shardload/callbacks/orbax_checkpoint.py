@@ -210,7 +210,9 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         steps = self._steps()
         newest = steps[-1].step if steps else -1
         self._last_saved = max(self._last_saved, newest)
+        # Above everything that exists: the folder may have newer steps than the model, or the model more batches.
         self._total = max(self._total, newest, step_records.iterations(model))
+        # Changes between two fits, as by compile(), may show in the configuration without changing the variables.
         self._contents.forget()
         self._position = follow(model)
         given = {"data_iterator": self.data_iterator, "initial_epoch": self.initial_epoch}
@@ -247,6 +249,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self._epoch, self._in_epoch = epoch, self._skipped
         if first is not None:
             forget_beginning(self.model)
+            # Not in on_train_begin: Keras resets metrics after it, and other callbacks reset their state in it.
             first.restore_metrics()
             for lost in self._others.restore(self.model, first.info):
                 self._warn(lost)
@@ -259,6 +262,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         batch += self._skipped
         if batch < self._in_epoch:  # a user's own loop, which does not report epochs
             self._in_epoch = 0
+        # With steps_per_execution, Keras reports only the last batch of each execution.
         new = batch + 1 - self._in_epoch
         self._in_epoch += new
         self._total += new
@@ -340,9 +344,10 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _save(self, logs: dict[str, float], *, epoch_done: bool) -> None:
         """Save now, regardless of ``save_freq``."""
-        step, model = self._total, self.model
+        step, model, given = self._total, self.model, self.metadata
         self._writer.wait()
-        ranks = self.save_freq != "epoch" or epoch_done  # otherwise the metrics cover only a part of an epoch
+        # Otherwise the metrics cover only a part of an epoch: one easy batch would be the best step.
+        ranks = self.save_freq != "epoch" or epoch_done
         if ranks and self._best.comparison.mode is not None:
             self._monitor.note(self._monitor.value_in(logs), model)
         record = StepRecord(
@@ -354,7 +359,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             ranks=ranks,
             keep_best=self._retention.best,
             callbacks=self._others.record(),
-            metadata=self._metadata_for(step, logs),
+            metadata=step_records.checked_metadata(given(step, logs)) if callable(given) else given,
             **self._best.record(),
         )
         if self.verbose:
@@ -374,11 +379,6 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self._last_saved = step
         if not self.save_on_background:
             self._writer.wait()
-
-    def _metadata_for(self, step: int, logs: Mapping[str, float]) -> Any:
-        if callable(self.metadata):
-            return step_records.checked_metadata(self.metadata(step, logs))
-        return self.metadata
 
     def _after(self) -> Iterator[Callable[[int, Path], None]]:
         remove = remover(self._retention, self.directory, by=self._best.comparison)

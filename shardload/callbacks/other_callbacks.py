@@ -48,6 +48,7 @@ class OtherCallbacks:
             name = _name_of(callback)
             known = next((state for state in stored if _is_of(state, *name)), None)
             if known is not None:
+                # Remove it, so that two callbacks of the same kind and metric get the two states in order.
                 stored.remove(known)
                 self._waiting.append((callback, _valid(known)))
         return next((_shown(callback) for callback, state in self._waiting if _has_stopped(callback, state)), None)
@@ -124,6 +125,7 @@ def _best_weights(model: Any, info: StepInfo, epoch: int) -> list[Any] | None:
         if found.epoch == epoch and found.recorded.epoch_done and found.problems is None:
             try:
                 return restoring.weight_values(model, found)
-            except ShardloadError:  # damaged, or of another model: as if it was not there
+            # Damaged, or of another model: another step of the run may have the same epoch.
+            except ShardloadError:
                 continue
     return None

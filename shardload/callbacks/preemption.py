@@ -33,6 +33,7 @@ class Preemption:
 
     def is_announced(self) -> bool:
         """Whether to save and end now; all processes call this once after each batch."""
+        # JAX returns true for a single query, so the answer is kept.
         if not self._agreed and processes.is_distributed():
             try:
                 self._agreed = bool(multihost_utils.reached_preemption_sync_point(next(_asked)))
@@ -74,6 +75,7 @@ class _FitSignal:
     def watch(self) -> None:
         """Set the handler; only possible in the main thread."""
         self.came = False
+        # Another callback's handler may be set already: look through the chain for this one, and for the user's.
         before = handler = signal.getsignal(self._number)
         while isinstance(other := getattr(handler, "__self__", None), _FitSignal):
             if other is self:
@@ -95,6 +97,7 @@ class _FitSignal:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if not in_fit(frame):
             self.ignore()
+            # Outside `fit`: send it again, to the previous handler, which was just restored.
             os.kill(os.getpid(), number)
             return
         self.came = True

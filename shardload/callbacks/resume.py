@@ -140,6 +140,7 @@ def go_on(
     trained = undone = 0
     averages = None
     if resume is not False and not before:
+        # A first run has nothing to resume; only a step that was named must exist.
         if resume is True and not list_steps(directory):
             return None
         trained = iterations(model)
@@ -167,6 +168,7 @@ def _restored(model: Any, directory: Path, resume: bool | int | Literal["latest"
     try:
         return restoring.restore(model, directory, step="latest" if resume is True else resume)
     except MismatchError as error:
+        # Replace only the advice to call restore() with other arguments, which one cannot do from `fit`.
         found, _, advice = str(error).partition("\nThe model is unchanged.")
         if not advice.startswith((NOT_STRICT, OTHER_OPTIMIZER)):
             raise
@@ -200,7 +202,8 @@ def resumption(
     """
     epoch, batch = info.epoch or 0, info.batch or 0
     complete = epoch + 1 if info.recorded.epoch_done else epoch
-    given = initial_epoch_of_fit() or initial_epoch  # 0 is the default of fit
+    # `fit` has priority, except for 0: that is its default, so one cannot tell whether the user passed it.
+    given = initial_epoch_of_fit() or initial_epoch
     if given is not None and given != complete:
         return _begun(model, Resumption(info, given, complete))
     records = data_records(info)
@@ -208,6 +211,7 @@ def resumption(
     stood = _where_it_stood(records, info)
     goes_on = None if stood is None else resumable_of_fit()
     if info.recorded.epoch_done:
+        # At the end of an epoch only data with one iterator for all epochs has a position to return to.
         if stood is not None and stood.spans_epochs:
             if goes_on is not None:
                 _go_on(position, stood, goes_on, skipped=0)
@@ -229,6 +233,7 @@ def iterator_record(position: Position, own: dict[str, Any]) -> dict[str, Any]:
     state = position.state
     if state is None:
         return own
+    # default=int: a state may count with integers of NumPy, which JSON does not take.
     at = {"position": json.loads(json.dumps(state, default=int)), "spans_epochs": position.spans_epochs}
     return {**own, **at, "reading": position.reading}
 
@@ -246,6 +251,7 @@ def _begun(model: Any, found: Resumption) -> Resumption:
 
 def forget_beginning(model: Any) -> None:
     """Remove the epoch set for the next ``fit``, but not one set by another callback (Keras' BackupAndRestore)."""
+    # Keras keeps `_initial_epoch` for all later fits of the model.
     if _begun_at.pop(model, None) is not None:
         set_initial_epoch(model, None)
 
@@ -304,7 +310,8 @@ def _where_it_stood(records: list[dict[str, Any]], info: StepInfo) -> _Stood | N
 
 
 def _go_on(position: Position, stood: _Stood, dataset: Any, *, skipped: int) -> None:
-    dataset.check(stood.origin)  # before Keras takes the values out of the model to read data
+    # Now, not when the data is read: Keras has then taken the values out of the model, and an error would lose them.
+    dataset.check(stood.origin)
     position.resume(stood.state, skipped=skipped, origin=stood.origin)
 
 

@@ -73,8 +73,10 @@ class Retention:
             return []
         damaged = {*by.damaged, *recorded_damage(steps)}
         ours = [s for s in steps if s.ours and s.problems is None and s.step not in damaged]
+        # The union of all rules. The newest stays even if it does not rank: a resume needs it.
         keep = {newest, *(s.step for s in ours[-self.latest :])}
         keep.update(s.step for s in by.best(ours)[: self.best or 0])
+        # Steps that this callback ranks follow its own rule; of the others, keep what their callbacks promised to keep.
         keep.update(_promised(s for s in ours if not (self.best and by.covers(s))))
         keep.update(_spaced(ours, self.every_steps), _in_time(ours, self.every_hours))
         return [s.step for s in ours if s.step not in keep]
@@ -88,7 +90,8 @@ def remover(retention: Retention, root: Path, *, by: BestRule) -> Callable[[int,
     """
 
     def remove(step: int, path: Path) -> None:
-        if retention.latest is None:  # all stay; do not fail on unreadable steps
+        # Nothing to remove: do not even list the steps, so that an unreadable one does not fail the save.
+        if retention.latest is None:
             return
         try:
             for old in retention.removable(list_steps(root), newest=step, by=by):
@@ -122,6 +125,7 @@ def _spaced(steps: Iterable[StepInfo], every: int | None) -> list[int]:
     first: dict[int, int] = {}
     for info in steps:
         first.setdefault(info.step // every, info.step)
+    # Steps below the first multiple do not count.
     return [step for multiple, step in first.items() if multiple > 0]
 
 

@@ -58,6 +58,7 @@ class Selection:
         """
         if not self.is_partial:
             return state
+        # By identity: == of Keras variables compares their values.
         chosen = {id(v) for v in self._chosen(model)}
         found = state.only(lambda variable: id(variable) in chosen)
         if not any(leaf.kind == "weight" for leaf in found.leaves):

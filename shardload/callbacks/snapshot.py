@@ -41,6 +41,7 @@ class _Kept:
     def array(self) -> jax.Array:
         """Return the kept array as a `jax.Array`."""
         values, devices = zip(*self.shards, strict=True)
+        # On CPU, device_put uses the memory of a view as it is, without a copy; one call serves all shards.
         placed = jax.device_put(list(values), list(devices))
         return jax.make_array_from_single_device_arrays(self.shape, self.sharding, placed)
 
@@ -54,6 +55,7 @@ class ArraySnapshot:
     def take(self) -> dict[str, Any]:
         """Return the pytrees and drop the references to their memory."""
         taken: dict[str, Any] = jax.tree.map(_give_back, self._kept, is_leaf=lambda leaf: isinstance(leaf, _Kept))
+        # While a view exists, XLA cannot reuse the memory, and a second copy of the state stays allocated.
         self._kept = {}
         return taken
 
@@ -81,11 +83,13 @@ def _is_plain_tree(item: Any) -> bool:
 
 def _is_host(array: jax.Array) -> bool:
     """Whether NumPy can view an array's memory, and any thread can rebuild the array from that view."""
+    # Extended types (PRNG keys) have no NumPy type. Shards of other processes are out of reach.
     if not array.is_fully_addressable or jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended):
         return False
     if array.dtype in _WIDE:
         return False
     devices = array.sharding.device_set
+    # Another kind, such as pinned_host, is lost in a view: device_put would use the default kind.
     usual = {None, *(device.default_memory().kind for device in devices)}
     return all(device.platform == "cpu" for device in devices) and array.sharding.memory_kind in usual
 
@@ -94,6 +98,7 @@ def _keep(leaf: Any) -> Any:
     if isinstance(leaf, jax.Array):
         shards = tuple((np.asarray(shard.data), shard.device) for shard in leaf.addressable_shards)
         return _Kept(leaf.shape, leaf.sharding, shards)
+    # NumPy arrays can change in place, so they are copied; a copy of an immutable leaf costs nothing.
     return copy.copy(leaf)
 
 

@@ -45,6 +45,7 @@ def versions() -> dict[str, str]:
 
 def prepare_serialising() -> None:
     """Import early the modules that Keras imports to write its first configuration: all of TensorFlow, if installed."""
+    # Any layer does: the first call imports what all need.
     keras.saving.serialize_keras_object(keras.layers.Identity())
 
 
@@ -124,6 +125,7 @@ def iterator_record(source: Any) -> dict[str, Any]:
         held = json.loads(json.dumps(state, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise UsageError(f"The state of data_iterator must be bytes or JSON, but: {error}") from error
+    # Tuples become lists and number keys become strings, which set_state might accept and misread.
     if held != state:
         raise UsageError(
             "The state of data_iterator must be bytes, or survive a round trip through JSON, but "
@@ -147,6 +149,7 @@ def count(argument: str, value: Any) -> int:
         UsageError: If it is something else.
     """
     try:
+        # operator.index accepts integers of NumPy and JAX, and refuses floats.
         found = -1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
         found = -1

@@ -92,6 +92,7 @@ class Writer:
         Raises:
             SaveError: If the folder cannot be written to.
         """
+        # A save of an interrupted `fit` may still publish a step: wait, so that the list of steps is final.
         finish_others(self.root, but=self)
         self.witness.begin()
         orbax_writer.prepare()
@@ -110,7 +111,8 @@ class Writer:
         """
         self.wait()
         self.witness.note(f"step {job.step} was being saved")
-        with defer_interrupt():  # until the worker has the step: from then on, it is finished even if fit fails
+        # Until the worker has the step: from then on, it is finished even if `fit` fails.
+        with defer_interrupt():
             self._start(job)
 
     def _start(self, job: SaveJob) -> None:
@@ -128,6 +130,7 @@ class Writer:
 
     def _staging(self, step: int) -> Staging:
         """Return the staging folder that process 0 began, after all processes have opened it."""
+        # Process 0 has the lock of the folder that it began; the others only open it.
         mine: list[Staging] = []
 
         def begin() -> str:
@@ -262,6 +265,7 @@ if (_register := getattr(threading, "_register_atexit", None)) is not None:
 
 def _begin(job: SaveJob, staging: Staging) -> Callable[[], orbax_writer.PendingSave]:
     """Start a save or snapshot its arrays; return a function that returns the save. The arrays may then change."""
+    # With several processes, all must start Orbax in the same order, which only their training threads guarantee.
     held = snapshot(job.items) if processes.count() == 1 else None
     if held is None:
         pending = _start_save(job, staging, job.items)
@@ -279,6 +283,7 @@ def _start_save(job: SaveJob, staging: Staging, items: Mapping[str, Any]) -> orb
 def _finish(
     job: SaveJob, staging: Staging, begin: Callable[[], orbax_writer.PendingSave], channel: processes.Channel
 ) -> Path:
+    # Each stage is an exchange: no process digests before all have written, and a failure stops all of them.
     channel.together(lambda: _written(job, begin()))
     channel.together(lambda: _digest(job, staging))
 
@@ -360,7 +365,8 @@ def _as_failure(error: BaseException, job: SaveJob, staging: Staging) -> Shardlo
     if isinstance(error, ProcessLostError) or (isinstance(error, ShardloadError) and not isinstance(error, SaveError)):
         return error
     try:
-        staging.check()  # a missing folder explains Orbax's errors about files in it
+        # A missing folder explains Orbax's errors about files in it.
+        staging.check()
     except OSError as gone:
         if isinstance(gone, SaveError) and str(gone) != str(error):
             gone.__cause__ = error
