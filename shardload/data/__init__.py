@@ -82,6 +82,7 @@ def resumable_of_fit() -> Any:
     epochs = epoch_iterator_of_fit()
     if epochs is None:
         return Unseen()
+    # The user may have added transformations to the resumable dataset, so search its parents.
     waiting = [grain_dataset(epochs)]
     while waiting:
         found = waiting.pop()
@@ -103,6 +104,7 @@ def _checked(dataset: Any, global_batch_size: int) -> Reading:
         size = len(dataset)
         raise UsageError(f"Cannot make a global batch of {global_batch_size}: the dataset has only {size} examples")
     try:
+        # Grain refuses to batch a filtered dataset, which is the only public sign that examples may be missing.
         dataset.batch(global_batch_size)
     except ValueError as error:
         raise UsageError(global_batches.NO_NUMBERS) from error
@@ -135,6 +137,7 @@ def _resumable_class() -> Any:
             self._inner = inner
             self._ahead: list[Any] = []
             self._state = inner.get_state()
+            # Data that is opened outside `fit`, or only to be inspected, has no position to report to.
             position = followed()
             self._position = position if position is not None and position.opened(self, reading) else None
 
@@ -147,6 +150,8 @@ def _resumable_class() -> Any:
                 if self._position is not None:
                     self._position.ended()
                 raise
+            # Take the state before looking ahead: the next run must still get the batch that was only looked at.
+            # Whether there is one tells if this batch ends the epoch.
             self._state = self._inner.get_state()
             self._look_ahead()
             if self._position is not None:

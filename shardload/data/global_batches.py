@@ -51,6 +51,7 @@ def part_of_this_process() -> BatchPart:
     if found is None or found.batch_dim_name is None:
         return BatchPart(0, 1)
     mesh = found.device_mesh.backend_mesh
+    # A row of the mesh: all devices at one index of the batch axis. They get the same rows of a batch.
     rows = np.moveaxis(mesh.devices, mesh.axis_names.index(found.batch_dim_name), 0)
     owners = [{device.process_index for device in row.flat} for row in rows]
     return part_in(owners, jax.process_index())
@@ -64,6 +65,7 @@ def part_in(owners: Sequence[set[int]], process: int) -> BatchPart:
     """
     shares = {one: tuple(i for i, who in enumerate(owners) if one in who) for who in owners for one in who}
     parts = sorted(set(shares.values()))
+    # JAX concatenates the parts in the order of the mesh, so they must be adjacent, disjoint and of equal size.
     together = [row for part in parts for row in part]
     if process not in shares or together != list(range(len(owners))) or len({len(part) for part in parts}) != 1:
         raise UsageError(
@@ -101,8 +103,6 @@ def _share_class() -> Any:
     class BatchShare(grain.MapDataset):  # type: ignore[misc]
         """The rows of each global batch that belong to one share of the mesh's batch axis, in order."""
 
-        _MUTATES_ELEMENT_SPEC = False
-
         def __init__(self, parent: Any, part: BatchPart, rows: int) -> None:
             super().__init__(parent)
             self._part = part
@@ -115,6 +115,7 @@ def _share_class() -> Any:
         def __getitem__(self, index: Any) -> Any:
             if isinstance(index, slice):
                 return self.slice(index)
+            # Index in this share ─► batch and row ─► index among all examples: see the picture above.
             batch, row = divmod(index, self._rows)
             found = self._parent[(batch * self._part.count + self._part.index) * self._rows + row]
             if found is None:

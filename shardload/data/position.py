@@ -135,6 +135,7 @@ class Position:
         self._origin: Origin | None = None
         self._skipped = 0
         self._expecting = False
+        # (batches returned so far, state after them, whether they end the epoch), for the last few batches.
         self._states: deque[tuple[int, dict[str, Any], bool]] = deque(maxlen=KEPT)
         self._given = self._trained = self._before_epoch = 0
         self._left: int | None = None
@@ -159,6 +160,7 @@ class Position:
     def trained(self, batches: int) -> None:
         """Record that ``batches`` batches of this epoch were trained, not counting skipped ones."""
         self._expecting = False
+        # Numbers count from the last opened iterator, which with steps_per_epoch serves several epochs.
         self._trained = self._before_epoch + batches
 
     def epoch_ends(self) -> None:
@@ -198,15 +200,18 @@ class Position:
         Raises:
             UsageError: If the position to resume does not apply to this dataset.
         """
+        # Keras also opens iterators to inspect a batch, and for validation: those are not training.
         if not self._expecting:
             return False
         self._expecting = False
+        # Count from this iterator, so that numbers of returned and of trained batches can be compared.
         self._given = self._trained = self._before_epoch = 0
         self._reading = reading
         self._epochs = epoch_iterator_of_caller()
         self._left = self._epochs.steps_per_epoch - self._skipped if self._skipped and self.spans_epochs else None
         self._states.clear()
         if self._origin is not None:
+            # Check first: `set_state` accepts any count of batches, also of another dataset.
             self._origin.check(reading)
             self._rows = self._origin.reading.rows or 0
         if self._wanted is not None:
@@ -219,6 +224,7 @@ class Position:
         """Whether the live iterator may return another batch: a resumed epoch may be shorter than its data."""
         if self._left is None or self._given < self._left:
             return True
+        # The next epoch opens another iterator, which must go on with the batch after this one.
         self._wanted, self._left = self._states[-1][1], None
         expect_end_of_data(self._epochs, expected=True)
         return False
@@ -242,6 +248,7 @@ class Position:
             UsageError: If batches have another number of rows than in the resumed run.
         """
         if self._origin is not None:
+            # The first batch shows the number of rows; later ones need no check.
             origin, self._origin = self._origin, None
             origin.check_rows(rows, at_end=at_end)
         self._given += 1

@@ -39,6 +39,7 @@ class ExitRecorder:
         me.append(processes.coordinator())
         with suppress(OSError):  # without resources for another process, the other processes still notice the exit
             self._beside = subprocess.Popen(
+                # -I -S: nothing that the user has installed or set for Python can delay or break the helper.
                 [sys.executable, "-I", "-S", str(watchdog.__file__), *me],
                 stdin=subprocess.PIPE,
                 text=True,

@@ -96,9 +96,11 @@ class Heartbeat:
     def start(self) -> None:
         """Start the threads; they run until interpreter exit."""
         self._thread.start()
-        self._spoken.wait(FIRST_S)  # processes only miss a process that they have seen
+        # A process that was never seen is not missed: wait until the others can see this one.
+        self._spoken.wait(FIRST_S)
         self._watcher.start()
-        atexit.register(self._leave)  # registered after jax.distributed was set up, so it runs before JAX's shutdown
+        # atexit runs the last function first: this one before JAX's shutdown, which was registered by jax.distributed.
+        atexit.register(self._leave)
 
     @property
     def lost(self) -> str | None:
@@ -168,6 +170,7 @@ class Heartbeat:
         for process, word in self._words().items():
             if word.startswith(_LEFT):
                 self._left.add(process)
+            # Compare words and this machine's clock: the clocks of other machines may differ.
             elif word != self._heard.get(process, ("", now))[0]:
                 self._heard[process] = (word, now)
         for process, (word, since) in self._heard.items():
@@ -179,12 +182,14 @@ class Heartbeat:
             self._lose(told)
         for prefix in list(self._found):
             found = {key.removeprefix(prefix): word for key, word in self._client.key_value_dir_get(prefix)}
+            # Another thread may have called `forget` during the request.
             if prefix in self._found:
                 self._found[prefix] = found
 
     def _words(self) -> dict[int, str]:
         """Return the last beats of the processes that this process watches."""
         if self._index:
+            # If all processes read all beats, the requests would grow with the square of their number.
             word = self._read(f"{_ALIVE}0")
             return {} if word is None else {0: word}
         return {process: word for process, word in self._all_words().items() if process}
@@ -219,6 +224,7 @@ class Heartbeat:
                 return
             self._lost = what
             told = list(self._told)
+        # Outside the lock, which `when_lost` takes as well: a callback may call it.
         logging.getLogger("shardload").error("%s", what)
         for call in told:
             with suppress(Exception):  # an error in one must not skip the others
@@ -249,6 +255,7 @@ class Heartbeat:
 
     def see_off(self) -> None:
         """Wait, on process 0, for the exit of the live processes: JAX aborts processes that lose its service."""
+        # A process without a recent beat is dead or stopped: do not wait for it.
         expected = {process for process, (_, since) in self._heard.items() if time.monotonic() - since < LINGER_S}
         until = time.monotonic() + LINGER_S
         while time.monotonic() < until:

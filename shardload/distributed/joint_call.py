@@ -53,10 +53,12 @@ class JointCall:
         self._meeting = False
         self._beat.ask(self._flags)
         self._beat.each_beat.append(self._watch)
+        # For this thread until `close`: exchanges on other channels also notice when the call fails elsewhere.
         processes.call.name, processes.call.check = self.name, self.check  # type: ignore[method-assign]
 
     def close(self) -> None:
         """End the call, whether it succeeded or not."""
+        # Back to the defaults of the class: no call, and a check that does nothing.
         processes.call.__dict__.clear()
         self._beat.each_beat.remove(self._watch)
         self._beat.forget(self._flags)
@@ -105,10 +107,13 @@ class JointCall:
         if error is self._heard:
             return error
         root = error
+        # The reason for an interrupted load is in its cause.
         if isinstance(error, LoadInterruptedError) and error.__cause__ is not None:
             root = error.__cause__
+        # The processes have agreed on this failure already, or one can no longer come to a meeting.
         if root is self._heard or self._beat.lost is not None:
             return self._remember(error if root is self._heard else self._lost(error))
+        # The others know a failure that came from one of them: say only that this process stopped, too.
         told = root is self._from_elsewhere
         word: Word = {"told": True} if told else processes.described(root)
         if not told:
@@ -122,6 +127,7 @@ class JointCall:
         except Exception as lost:
             return self._remember(_with_note(lost, error))
         cause = _primary(said)
+        # Failures of equal rank: each process raises its own, which names its own files and devices.
         if cause is None or told or cause == processes.index() or _rank(said[cause]) == _rank(word):
             return self._remember(error)
         return self._remember(_with_note(self._cause(said), error))
@@ -135,7 +141,8 @@ class JointCall:
         finally:
             self._meeting = False
         if not said or any("absent" in heard for heard in said.values()):
-            self._beat.abandon()  # a process that misses the meeting will also miss JAX's shutdown
+            # A process that misses the meeting will also miss JAX's shutdown.
+            self._beat.abandon()
         return said
 
     def _failed(self) -> dict[int, Word]:
@@ -169,6 +176,7 @@ class JointCall:
     def _watch(self) -> None:
         """Terminate this process, from a heartbeat thread, if it waits inside JAX and cannot raise."""
         lost = self._beat.lost
+        # In a meeting, or once it knows the failure, this process raises by itself.
         if self._heard is not None or self._meeting or (lost is None and not self._failed()):
             self._since = None
             return
@@ -184,6 +192,7 @@ class JointCall:
 
     def _end(self, why: str) -> None:
         """Print a message and terminate this process."""
+        # Past the buffer of sys.stderr: os._exit flushes nothing.
         os.write(2, f"shardload: {why}\n".encode())
         with suppress(Exception):
             sys.stdout.flush()
@@ -191,6 +200,7 @@ class JointCall:
             self._on_end()
             if processes.is_first():
                 self._beat.see_off()
+        # Not sys.exit: in this thread it ends only the thread, and the other one never returns from JAX.
         os._exit(1)
 
 

@@ -84,7 +84,8 @@ def heartbeat() -> Heartbeat:
     return made
 
 
-@atexit.register  # registered after JAX's shutdown, which waits for the others, so it runs before it
+# Registered after JAX's shutdown, which waits for the others, so it runs before it.
+@atexit.register
 def leave_unheard() -> None:
     """Report the exit of a program that never made a joint call, likely due to an error, so that it is not awaited."""
     if are_several() and not heartbeat.cache_info().currsize:
@@ -113,7 +114,8 @@ def starting_meanwhile(start: Callable[[], Any], after_s: float) -> Iterator[Non
         timer.cancel()
 
 
-@atexit.register  # runs after the heartbeat stops, before JAX's own shutdown
+# Runs after the heartbeat has stopped, which is registered later, and before JAX's own shutdown.
+@atexit.register
 def _end_starts() -> None:
     """Make threads return that still wait inside JAX: returning after the interpreter's exit would abort."""
     if any(one.is_alive() for one in _starting):
@@ -207,13 +209,15 @@ class Channel:
         members = self._all()
         self._number += 1
         try:
+            # A star: all send to the first member, which answers with everything. That is 2n messages, not n².
             if index() != members[0]:
                 patiently(lambda: client.key_value_set(f"{base}/word/{index()}", json.dumps(word)), beat)
                 answer = wait.hear(client, f"{base}/all", of=members[0])
                 return {} if answer is None else {int(i): heard for i, heard in json.loads(answer).items()}
             words = {i: word if i == index() else wait.word(client, f"{base}/word/{i}", of=i) for i in members}
             client.key_value_set(f"{base}/all", json.dumps(words))
-            if self._number > 1:  # by sending, each member shows that it has read the previous answer
+            # By sending this message, each member has shown that it has read the previous answer.
+            if self._number > 1:
                 client.key_value_delete(f"{self.name}/{self._number - 2}")
         except jax.errors.JaxRuntimeError as error:
             raise ProcessLostError(
@@ -245,8 +249,10 @@ class _Wait:
         """Return the value of a key once it exists; ``None`` after the time limit."""
         while True:
             try:
+                # In slices: neither Ctrl-C nor a lost process interrupts the call itself.
                 return str(client.blocking_key_value_get(key, WAIT_MS))
             except jax.errors.JaxRuntimeError as error:
+                # JAX has one class for all errors of the service; only the text tells a timeout from a failure.
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
             self._beat.check(of)
@@ -267,6 +273,7 @@ def patiently(request: Callable[[], None], beat: Heartbeat) -> None:
         except BaseException as error:
             raised.append(error)
 
+    # A daemon thread, because a request that is never answered cannot be cancelled.
     made = threading.Thread(target=run, name="shardload-word", daemon=True)
     made.start()
     while made.is_alive():
@@ -302,7 +309,8 @@ def from_elsewhere(process: int, heard: Word, *, foreign: type[ShardloadError]) 
     """Rebuild the error of another process: in its own class if that is shardload's, else as ``foreign``."""
     kind = getattr(errors, heard["kind"], None)
     known = isinstance(kind, type) and issubclass(kind, ShardloadError)
-    if kind is ProcessLostError:  # its message already names the process
+    # Its message already names the lost process, which is not the one that reports it.
+    if kind is ProcessLostError:
         lost = ProcessLostError(heard["error"])
         lost.in_order = heard["in_order"]
         return lost

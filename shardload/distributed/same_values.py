@@ -34,6 +34,7 @@ def require_agreement(values: Iterable[Any], path: str, sharding: Sharding) -> N
     digest = hashlib.sha256()
     for value in values:
         array = np.asarray(value)
+        # Bytes, not values: NaN differs from itself, and dtypes and shapes must agree, too.
         digest.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
     channel = _channel(members, processes.call.name)
     if len(set(channel.together(digest.hexdigest))) > 1:

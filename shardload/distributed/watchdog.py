@@ -34,7 +34,8 @@ def write_down(folder: str, record: dict[str, object]) -> None:
     except OSError:
         return
     try:
-        os.write(fd, line)  # a single write, so that lines of several processes do not mix
+        # A single write with O_APPEND, so that lines of several processes do not mix.
+        os.write(fd, line)
         os.fsync(fd)
     finally:
         os.close(fd)
@@ -51,6 +52,7 @@ def written_since(folder: str, unix_s: float) -> list[dict[str, object]]:
     found = []
     for line in lines:
         try:
+            # The first line may be cut, where the last 64 KiB begin.
             record = json.loads(line)
         except ValueError:
             continue
@@ -64,6 +66,7 @@ def written_since(folder: str, unix_s: float) -> list[dict[str, object]]:
 def watch(folder: str, process: int, pid: int, host: str, coordinator: str = "") -> None:
     """Follow the status lines of a process on stdin until it ends; record why, if it ended unexpectedly."""
     said, began = "", time.time()
+    # The pipe is closed when the process is gone, however it ended.
     for line in sys.stdin:
         said = line.strip()
     if said != END and not folder:
