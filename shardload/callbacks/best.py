@@ -131,6 +131,6 @@ def _notices(
         yield f"{best}, which another run saved in {folder}. To ignore other runs, pass best_of='run' or another folder"
     elif resumed is not None and found.step > resumed.step:
         yield (
-            f"{best}, which was saved after step {resumed.step}, where this run goes on. To ignore it, save to another "
-            f"folder, or remove {folder / str(found.step)}"
+            f"{best}, which was saved after step {resumed.step}, from which this run continues. To ignore it, save to "
+            f"another folder, or remove {folder / str(found.step)}"
         )

@@ -1,12 +1,12 @@
 """`Checkpointer`: save and restore steps in a training loop of your own, like `OrbaxCheckpoint` in ``fit``.
 
-checkpointer = shardload.Checkpointer("runs/7", max_to_keep=3)
-last = checkpointer.restore(model, optimizer=optimizer, iterator=iterator)     # None: nothing was saved yet
-for step in range(last.step + 1 if last else 1, 1001):
-...
-if step % 100 == 0:
-checkpointer.save(step, model, optimizer=optimizer, iterator=iterator, metrics={"loss": loss})
-checkpointer.wait()
+    checkpointer = shardload.Checkpointer("runs/7", max_to_keep=3)
+    last = checkpointer.restore(model, optimizer=optimizer, iterator=iterator)     # None: nothing was saved yet
+    for step in range(last.step + 1 if last else 1, 1001):
+        ...
+        if step % 100 == 0:
+            checkpointer.save(step, model, optimizer=optimizer, iterator=iterator, metrics={"loss": loss})
+    checkpointer.wait()
 """
 
 from __future__ import annotations

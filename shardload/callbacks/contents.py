@@ -75,15 +75,11 @@ class Contents:
         records = {"step.json": record.to_json(), "structure.json": state.to_json()}
         if position:
             records["iterator.json"] = dict(position)
-        assert record.step is not None
-        return SaveJob(step=record.step, items=self.items(state, checkpointables), records=records, **how)
-
-    def items(
-        self, state: StateTree, more: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
-    ) -> dict[str, Any]:
-        """Return the items that Orbax writes, by name: the state, the descriptions, and the user's own items."""
         items = {"pytree": step_records.for_all_processes(state.tree), **self._items}
-        return items if more is None else items | step_records.checked_items(more)
+        if checkpointables is not None:
+            items |= step_records.checked_items(checkpointables)
+        assert record.step is not None
+        return SaveJob(step=record.step, items=items, records=records, **how)
 
     def _descriptions(self, model: Any) -> Iterator[tuple[str, Any]]:
         """Yield the items needed to rebuild the model; they stay the same until its variables change."""

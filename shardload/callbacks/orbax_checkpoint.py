@@ -25,7 +25,7 @@ from shardload.callbacks.contents import Contents
 from shardload.callbacks.monitor import Monitor, plain_logs
 from shardload.callbacks.other_callbacks import OtherCallbacks
 from shardload.callbacks.preemption import Preemption
-from shardload.callbacks.resume import Resumption, forget_beginning, go_on, iterator_record, joined
+from shardload.callbacks.resume import Resumption, forget_beginning, go_on, joined, position_record
 from shardload.callbacks.retention import Retention, remover
 from shardload.callbacks.selection import Selection, Variables
 from shardload.callbacks.writer import Writer
@@ -131,7 +131,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         step_records.check_choices(compression=compression, best_of=best_of)
         step_records.check_initial_epoch(initial_epoch)
         if not (isinstance(resume, int) or resume in ("latest", "best")):
-            raise UsageError(f'resume should be True, False, "latest", "best" or the number of a step, got {resume!r}')
+            raise UsageError(f'Cannot use resume={resume!r}: expected True, False, "latest", "best" or a step number')
         self.verbose = verbose
         self.save_best_only = save_best_only
         self.save_freq = save_freq
@@ -365,7 +365,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         if self.verbose:
             self._say(f"\nStep {step}: saving to {self.directory / str(step)}\n")
         own = {} if self.data_iterator is None else step_records.iterator_record(self.data_iterator)
-        place = iterator_record(self._position, own)
+        place = position_record(self._position, own)
         job = self._contents.job(
             model,
             record,

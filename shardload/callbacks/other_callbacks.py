@@ -46,7 +46,7 @@ class OtherCallbacks:
         self._waiting = []
         for callback in self._found:
             name = _name_of(callback)
-            known = next((state for state in stored if _is_of(state, *name)), None)
+            known = next((state for state in stored if (state.get("callback"), state.get("monitor")) == name), None)
             if known is not None:
                 # Remove it, so that two callbacks of the same kind and metric get the two states in order.
                 stored.remove(known)
@@ -100,10 +100,6 @@ def _name_of(callback: Any) -> tuple[str, str]:
 
 def _shown(callback: Any) -> str:
     return "{}({!r})".format(*_name_of(callback))
-
-
-def _is_of(state: Mapping[str, Any], name: str, monitor: str) -> bool:
-    return state.get("callback") == name and state.get("monitor") == monitor
 
 
 def _valid(state: Mapping[str, Any]) -> dict[str, Any]:

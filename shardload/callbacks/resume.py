@@ -1,8 +1,8 @@
 """Determine where a run continues after `shardload.restore`, or with ``resume=True``: epoch, batch, metrics and data.
 
-saved                          the next fit continues
-at the end of epoch 4          with epoch 5
-after 30 batches of epoch 4    in epoch 4: with batch 31 if the data position was saved, else with batch 1 and a warning
+    saved                          the next fit continues
+    at the end of epoch 4          with epoch 5
+    after 30 batches of epoch 4    in epoch 4: with batch 31 if the data position was saved, else from batch 1
 """
 
 from __future__ import annotations
@@ -33,12 +33,11 @@ from shardload.stores import json_files
 ITERATOR_FILE = "iterator.json"
 
 _END = {
-    False: "Step {step} was saved after {place}, and does not say where its data stood.",
-    True: "Step {step} was saved after {place}, and says where its data stood, but the data of this fit cannot go on "
-    "there.",
+    False: "Step {step} was saved after {place}, without a data position.",
+    True: "Step {step} was saved after {place}, with a data position, but this data cannot continue there.",
 }
 """The messages for a step without and with a saved data position."""
-_WAY_OUT = " With shardload.data.resumable(grain_dataset) it would go on there."
+_WAY_OUT = " To continue within the epoch, use shardload.data.resumable(grain_dataset)."
 
 _begun_at: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 """The epoch set for the next ``fit`` of each model."""
@@ -71,7 +70,7 @@ class Resumption:
 
     @property
     def is_due(self) -> bool:
-        """Whether training goes on where it stopped, not with another epoch that the user gave."""
+        """Whether training continues where it stopped, not with another epoch that the user gave."""
         return self.epoch == self.complete
 
     def end(self, model: Any, epochs: int, ended_by: str) -> None:
@@ -95,7 +94,7 @@ class Resumption:
         """Yield notices for the user; ``epochs`` is the argument of ``fit``, ``newest`` the folder's newest step."""
         if self.undone:
             had = f"this model had trained {self.trained} batches, so its last {self.undone} are undone"
-            way_out = "To go on from the model as it is, pass resume=False"
+            way_out = "To continue from the model's current state, pass resume=False"
             yield f"Resumed step {self.info.step} (epoch {(self.info.epoch or 0) + 1}); {had}. {way_out}"
         if self.averages is not None:
             yield f"Resumed step {self.info.step}: {self.averages}"
@@ -106,13 +105,13 @@ class Resumption:
         which = f"Resumed step {self.info.step} of {self.info.path.parent}"
         if self.ended_by is not None:
             ended = f"{self.ended_by} ended training after epoch {self.complete}, so nothing is left to train"
-            return f"{which}: {ended}. To go on, leave it out, or give it a larger patience"
+            return f"{which}: {ended}. To continue, leave it out, or give it a larger patience"
         if epochs is not None and self.epoch >= epochs:
             given = f"fit() was given epochs={epochs}, so nothing is left to train."
             if self.epoch != self.complete:
                 return f"{which}: training begins with epoch {self.epoch + 1}, and {given}"
             done = "1 epoch is" if self.complete == 1 else f"{self.complete} epochs are"
-            way_out = "OrbaxCheckpoint(initial_epoch=0) to go on from this step and count epochs from 0."
+            way_out = "OrbaxCheckpoint(initial_epoch=0) to continue from this step and count epochs from 0."
             return f"{which}: {done} complete, and {given} Pass a larger epochs, or {way_out}"
         if self.info.step < newest:
             numbers = f"new steps are numbered from {newest + 1} on"
@@ -146,7 +145,7 @@ def go_on(
         trained = iterations(model)
         report = _restored(model, directory, resume)
         if lacking := "; ".join(filter(leaves_optimizer_alone, report.notes)):
-            warn_caller(f"Going on in {directory}: {lacking}")
+            warn_caller(f"Resuming from {directory}: {lacking}")
         averages = next((note for note in report.notes if note in (AVERAGED, IN_TRAINING)), None)
         info = restoring.take_restored(model)
         # A weights-only step does not change the optimizer's count.
@@ -155,8 +154,8 @@ def go_on(
         return None
     if not info.ours:
         warn_caller(
-            f"The step {info.step} of {directory}, which shardload did not save, tells no epoch: training begins with "
-            "epoch 1, or with the initial_epoch of fit"
+            f"Step {info.step} of {directory} was not saved by shardload and stores no epoch: training begins with "
+            "epoch 1, or with the initial_epoch of fit()"
         )
         return None
     found = resumption(model, info, position, data_iterator=data_iterator, initial_epoch=initial_epoch)
@@ -217,18 +216,18 @@ def resumption(
                 _go_on(position, stood, goes_on, skipped=0)
             elif not own_goes_on:
                 place = f"epoch {epoch + 1}"
-                warn_caller(f"{_END[True].format(step=info.step, place=place)} The data begins at its beginning.")
+                warn_caller(f"{_END[True].format(step=info.step, place=place)} The data starts from its beginning.")
         return _begun(model, Resumption(info, complete, complete))
     if goes_on is None and not own_goes_on:
         place = f"{batch} batches of epoch {epoch + 1}"
-        warn_caller(f"{_END[stood is not None].format(step=info.step, place=place)} The epoch begins again.{_WAY_OUT}")
+        warn_caller(f"{_END[stood is not None].format(step=info.step, place=place)} The epoch starts again.{_WAY_OUT}")
         return _begun(model, Resumption(info, complete, complete))
     if stood is not None and goes_on is not None:
         _go_on(position, stood, goes_on, skipped=batch)
     return _begun(model, Resumption(info, complete, complete, batch, restoring.metric_values(model, info)))
 
 
-def iterator_record(position: Position, own: dict[str, Any]) -> dict[str, Any]:
+def position_record(position: Position, own: dict[str, Any]) -> dict[str, Any]:
     """Return the content of ``iterator.json``: the position of a resumable dataset and of the user's own source."""
     state = position.state
     if state is None:
@@ -320,8 +319,8 @@ def _give_back(source: Any, records: list[dict[str, Any]], info: StepInfo) -> bo
     record = _of_this_process(records)
     if record is None and any("state" in one for one in records):
         warn_caller(
-            f"Step {info.step} was saved by {len(records)} processes whose data_iterator stood at different places, so "
-            f"it does not say where that of {processes.count()} should go on."
+            f"Cannot restore the position of data_iterator: step {info.step} stores one for each of {len(records)} "
+            f"processes, but this run has {processes.count()}. The data starts where data_iterator is now"
         )
     if record is None or "state" not in record:
         return False

@@ -57,9 +57,9 @@ class Retention:
         for name, argument in names.items():
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise UsageError(f"{argument} should be a positive integer or None, got {value!r}")
+                raise UsageError(f"Cannot use {argument}={value!r:.60}: expected a positive integer or None")
         if self.every_hours is not None and not self.every_hours > 0:
-            raise UsageError(f"keep_every_hours should be more than 0, or None, but is {self.every_hours!r}")
+            raise UsageError(f"Cannot use keep_every_hours={self.every_hours!r:.60}: expected more than 0, or None")
 
     def removable(self, steps: Sequence[StepInfo], *, newest: int, by: BestRule) -> list[int]:
         """Return the steps that no rule keeps, oldest first; never the newest.
@@ -98,7 +98,7 @@ def remover(retention: Retention, root: Path, *, by: BestRule) -> Callable[[int,
                 remove_step(root, old)
         except ShardloadError as error:
             raise SaveError(
-                f"the older steps that max_to_keep={retention.latest} excludes could not be removed: {error}"
+                f"the steps beyond max_to_keep={retention.latest} could not be removed: {error}"
             ) from error
 
     return remove

@@ -63,7 +63,7 @@ class Selection:
         found = state.only(lambda variable: id(variable) in chosen)
         if not any(leaf.kind == "weight" for leaf in found.leaves):
             why = "it has no trainable variable" if self.trainable_only else "variables selects none of its weights"
-            raise UsageError(f"Cannot save the model {model.name!r}: {why}, so that the step would be empty")
+            raise UsageError(f"Cannot save the model {model.name!r}: {why}, so the step would be empty")
         return found
 
     def _chosen(self, model: Any) -> list[Any]:
@@ -84,5 +84,3 @@ class Selection:
 
 
 ALL = Selection()
-
-__all__ = ["ALL", "Selection", "Variables"]

@@ -86,7 +86,7 @@ def checked_metadata(found: Any) -> Any:
     try:
         return json.loads(json.dumps(found, allow_nan=False))
     except (TypeError, ValueError) as error:
-        raise UsageError(f"metadata must be JSON (dicts, lists, strings, numbers), but: {error}") from error
+        raise UsageError(f"Cannot save metadata: {error}. Expected JSON: dicts, lists, strings and numbers") from error
 
 
 def checked_items(checkpointables: Any) -> dict[str, Any]:
@@ -97,16 +97,18 @@ def checked_items(checkpointables: Any) -> dict[str, Any]:
     """
     found = checkpointables() if callable(checkpointables) else checkpointables
     if not isinstance(found, Mapping):
-        raise UsageError(f"checkpointables should be a dict of named items, or return one, but is {found!r}")
+        raise UsageError(
+            f"Cannot save checkpointables={found!r:.60}: expected a dict of named items, or a function that returns one"
+        )
     for name in found:
         if not isinstance(name, str) or name in _TAKEN or not name.replace("_", "a").replace("-", "a").isalnum():
             raise UsageError(
-                f"A checkpointable cannot be named {name!r}: take letters, digits, _ and -, and none of "
+                f"Cannot name a checkpointable {name!r}: use letters, digits, _ and -, and none of the names "
                 f"{', '.join(sorted(_TAKEN))}"
             )
         if isinstance(found[name], (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
             raise UsageError(
-                f"The checkpointable {name!r} is a single value, which has no name in the tree it would be saved as. "
+                f"The checkpointable {name!r} is a single value, expected a tree in which every value has a name. "
                 f'Put it into a dict: {{"{name}": {{"value": …}}}}'
             )
     return dict(found)
@@ -124,12 +126,12 @@ def iterator_record(source: Any) -> dict[str, Any]:
     try:
         held = json.loads(json.dumps(state, allow_nan=False))
     except (TypeError, ValueError) as error:
-        raise UsageError(f"The state of data_iterator must be bytes or JSON, but: {error}") from error
+        raise UsageError(f"Cannot save the state of data_iterator: {error}. Expected bytes or JSON") from error
     # Tuples become lists and number keys become strings, which set_state might accept and misread.
     if held != state:
         raise UsageError(
-            "The state of data_iterator must be bytes, or survive a round trip through JSON, but "
-            f"{_shown(state)} became {_shown(held)}. Use lists instead of tuples, and strings as keys"
+            "Cannot save the state of data_iterator: a round trip through JSON turns "
+            f"{_shown(state)} into {_shown(held)}. Use lists instead of tuples and strings as keys, or bytes"
         )
     return {"version": VERSION, "state": held}
 
@@ -162,7 +164,7 @@ def scalars(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     """Return metrics as Python floats.
 
     Raises:
-        UsageError: If they are no mapping from names to numbers.
+        UsageError: If they are not a mapping from names to numbers.
     """
     if metrics is not None and not isinstance(metrics, Mapping):
         raise UsageError(f"Cannot use metrics={metrics!r:.60}: expected a mapping from names to numbers")
@@ -183,7 +185,7 @@ def check_directory(directory: str | os.PathLike[str]) -> None:
     if not isinstance(directory, str | os.PathLike):
         raise UsageError(f"Cannot save steps to {directory!r:.60}: expected the path of a folder")
     if not os.fspath(directory):
-        raise UsageError('directory is the folder of the steps; it cannot be "". The current folder is "."')
+        raise UsageError('Cannot save steps to "": expected the path of a folder. The current folder is "."')
     if "://" in os.fspath(directory):
         raise UsageError(f"Cannot save steps to {directory!r}: directory must be a folder on this machine")
     path = Path(directory)
@@ -197,15 +199,15 @@ def check_directory(directory: str | os.PathLike[str]) -> None:
 def check_choices(*, compression: str, best_of: str) -> None:
     """Raise a `UsageError` for an unknown option."""
     if compression not in ("none", "zstd"):
-        raise UsageError(f"compression should be 'none' or 'zstd', but is {compression!r}")
+        raise UsageError(f"Cannot use compression={compression!r:.60}: expected 'none' or 'zstd'")
     if best_of not in ("folder", "run"):
-        raise UsageError(f"best_of should be 'folder' or 'run', got {best_of!r}")
+        raise UsageError(f"Cannot use best_of={best_of!r:.60}: expected 'folder' or 'run'")
 
 
 def check_initial_epoch(found: Any) -> None:
     """Raise a `UsageError` for an invalid epoch number."""
     if found is not None and (isinstance(found, bool) or not isinstance(found, int) or found < 0):
-        raise UsageError(f"initial_epoch should be a non-negative integer or None, got {found!r}")
+        raise UsageError(f"Cannot use initial_epoch={found!r:.60}: expected a non-negative integer or None")
 
 
 def check_frequency(save_freq: Any) -> None:

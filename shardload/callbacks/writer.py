@@ -26,7 +26,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -70,7 +70,7 @@ class SaveJob:
     """The files of shardload itself: name in ``shardload/`` to JSON."""
     compression: Literal["none", "zstd"] = "none"
     timeout_s: float | None = None
-    after: tuple[Callable[[int, Path], None], ...] = field(default=())
+    after: tuple[Callable[[int, Path], None], ...] = ()
     """Functions called with the step and its folder after publishing, in the worker thread of process 0."""
 
 
@@ -309,7 +309,7 @@ def _check_items(job: SaveJob, staging: Staging) -> None:
         except UnsupportedError:  # a user's item of a kind that open_orbax does not read
             continue
         except (SourceError, SourceNotFoundError) as error:
-            why = f"what was written there is not whole: {error}"
+            why = f"the written data is incomplete: {error}"
             raise describe(why, step=job.step, folder=staging.path, number=errno.ENOENT) from error
 
 
@@ -380,7 +380,7 @@ def _as_failure(error: BaseException, job: SaveJob, staging: Staging) -> Shardlo
 
 def _after_failed(error: BaseException, step: int, path: Path) -> ShardloadError:
     what = str(error) if isinstance(error, ShardloadError) else f"{type(error).__name__}: {error}"
-    made = SaveError(f"Step {step} is saved in {path}, but what was to follow failed: {what}")
+    made = SaveError(f"Step {step} is saved in {path}, but a task after the save failed: {what}")
     made.__cause__ = error
     return made
 

@@ -64,8 +64,8 @@ def resumable(dataset: Any, *, global_batch_size: int | None = None) -> Any:
         dataset = dataset.to_iter_dataset()
     if not isinstance(dataset, grain.IterDataset):
         raise UsageError(
-            f"resumable() takes a grain.MapDataset or grain.IterDataset; got {type(dataset).__name__}. For another "
-            "source give the callback data_iterator=, an object with get_state() and set_state(state)"
+            f"Cannot make {type(dataset).__name__} resumable: expected a grain.MapDataset or grain.IterDataset. For "
+            "another source, pass the callback data_iterator=, an object with get_state() and set_state(state)"
         )
     return _resumable_class()(dataset, reading)
 
@@ -95,13 +95,12 @@ def resumable_of_fit() -> Any:
 def _checked(dataset: Any, global_batch_size: int) -> Reading:
     if not isinstance(dataset, _grain().MapDataset):
         raise UsageError(
-            f"With global_batch_size, resumable() takes a grain.MapDataset of examples; got {type(dataset).__name__}, "
-            "whose examples have no numbers"
+            f"Cannot cut {type(dataset).__name__} into global batches: expected a grain.MapDataset of examples, which "
+            "have indices"
         )
     if isinstance(global_batch_size, bool) or not isinstance(global_batch_size, int) or global_batch_size < 1:
-        raise UsageError(f"global_batch_size should be a positive integer, got {global_batch_size!r}")
-    if len(dataset) < global_batch_size:
-        size = len(dataset)
+        raise UsageError(f"Cannot use global_batch_size={global_batch_size!r:.60}: expected a positive integer")
+    if (size := len(dataset)) < global_batch_size:
         raise UsageError(f"Cannot make a global batch of {global_batch_size}: the dataset has only {size} examples")
     try:
         # Grain refuses to batch a filtered dataset, which is the only public sign that examples may be missing.

@@ -24,8 +24,8 @@ from typing import Any
 from shardload.errors import UsageError
 
 NO_NUMBERS = (
-    "With global_batch_size each example has its number, so the dataset cannot leave any out (filter). Filter the "
-    "source, or batch the dataset yourself and call resumable(dataset) without it"
+    "Cannot cut a filtered dataset into global batches: they count examples by index, so none may be missing. Filter "
+    "the source, or batch the dataset yourself and call resumable(dataset) without global_batch_size"
 )
 
 
@@ -91,7 +91,7 @@ def read(dataset: Any, global_batch_size: int) -> Any:
     if left:
         raise UsageError(
             f"global_batch_size={global_batch_size} cannot be cut into {part.count} equal parts, one for each share "
-            "of the mesh's batch axis. Take a multiple of it"
+            f"of the mesh's batch axis. Use a multiple of {part.count}"
         )
     return iter(_share_class()(dataset, part, rows).batch(rows, drop_remainder=True).to_iter_dataset())
 

@@ -102,8 +102,8 @@ class Origin:
 
     def _cannot(self, why: str) -> UsageError:
         return UsageError(
-            f"Step {self.step} does not tell what comes next in this data: {why}. Read it as it was read then, "
-            "or start over: restore the weights and save to another folder"
+            f"Cannot continue in this data from step {self.step}: {why}. Read the data as before, or start over: "
+            "restore the weights and save to another folder"
         )
 
 

@@ -43,10 +43,6 @@ _LOST = "shardload/lost"
 _LEFT = "left"
 
 
-def _stay() -> None:
-    """Do nothing: the default for ``let_go``."""
-
-
 class Heartbeat:
     """The heartbeat of this process; it also watches the other processes.
 
@@ -70,7 +66,7 @@ class Heartbeat:
         index: int,
         beat_s: float = BEAT_S,
         silent_s: float = SILENT_S,
-        let_go: Callable[[], None] = _stay,
+        let_go: Callable[[], None] = lambda: None,
     ) -> None:
         self._client = client
         self._index = index

@@ -207,8 +207,8 @@ class JointCall:
 def _apart(said: dict[int, Word]) -> DisagreementError:
     where = ", ".join(f"process {i} at {heard.get('at')!r}" for i, heard in said.items())
     return DisagreementError(
-        f"Cannot make this call together: the processes have come to different points of the call, {where:.400}. Run "
-        "the same versions of shardload and of your code on every process"
+        f"Cannot continue this call of several processes: they are at different points of it, {where:.400}. Run the "
+        "same versions of shardload and of your code on every process"
     )
 
 

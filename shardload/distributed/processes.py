@@ -221,8 +221,8 @@ class Channel:
                 client.key_value_delete(f"{self.name}/{self._number - 2}")
         except jax.errors.JaxRuntimeError as error:
             raise ProcessLostError(
-                "Process 0, which runs the coordination service of this run, cannot be reached, most likely as it has "
-                f"ended: {error}. Start all processes again; saved steps are untouched"
+                "Process 0, which runs the coordination service of this run, cannot be reached, most likely because it "
+                f"has ended: {error}. Start all processes again; saved steps are untouched"
             ) from error
         return words
 

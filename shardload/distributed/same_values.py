@@ -40,8 +40,9 @@ def require_agreement(values: Iterable[Any], path: str, sharding: Sharding) -> N
     if len(set(channel.together(digest.hexdigest))) > 1:
         raise UninitialisedError(
             f"The initial value of {path!r}, which is not in the checkpoint, differs from process to process, most "
-            "likely as each draws its own random seed. Before building the model, call keras.utils.set_random_seed(n) "
-            "with the same n on every process, or set them up with keras.distribution.initialize(), which does so"
+            "likely because each draws its own random seed. Before building the model, call "
+            "keras.utils.set_random_seed(n) with the same n on every process, or keras.distribution.initialize(), "
+            "which does so"
         )
 
 

@@ -44,7 +44,7 @@ def alternative(
     """
     # HTTP cannot list, and the URL of a single step says nothing about the steps next to it.
     if bad is not None and bad.url is not None and not knows_others(str(directory), bad):
-        return Alternative(None, "No other step is known there; restore one by its address, if there is one.")
+        return Alternative(None, "Other steps cannot be listed there: pass the URL of an earlier one, if there is one.")
     # Remote steps are not read here, so the message must not promise that one is good.
     good = "" if is_url(directory) else " good one"
     steps = list_steps(directory)

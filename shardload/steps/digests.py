@@ -32,7 +32,7 @@ from shardload.stores.local import located
 from shardload.stores.location import Location
 from shardload.stores.store import UNIT_BYTES
 
-__all__ = ["DIGESTS_FILE", "OWN_FOLDER", "UNIT_BYTES", "Checker", "Damage", "Digests", "FileDigest", "verify"]
+__all__ = ["DIGESTS_FILE", "OWN_FOLDER", "Checker", "Damage", "Digests", "verify"]
 
 
 def verify(folder: str | os.PathLike[str] | Location, *, progress: Callable[[int], None] | None = None) -> list[Damage]:

@@ -367,9 +367,9 @@ def _way_out(root: Root, target: Path) -> str:
     # lstat: the name may be a link that leads nowhere.
     saved_s = os.lstat(target).st_mtime if os.path.lexists(target) else root.opened_s
     if saved_s < root.opened_s:
-        return "It is from before this run. Remove it, resume from it, or save to another folder"
+        return "It was saved before this run. Remove it, resume from it, or save to another folder"
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(saved_s))
     return (
-        f"Another run, which is not of this job, saved it meanwhile, at {when}: two runs cannot share a folder. Give "
-        "this run a folder of its own; or end the other one, and continue from its latest step with resume=True"
+        f"Another run saved it meanwhile, at {when}: two runs cannot share a folder. Give this run its own folder, or "
+        "end the other run and continue from its latest step with resume=True"
     )

@@ -132,6 +132,3 @@ def _numbers(found: Any) -> dict[str, float]:
     if not isinstance(found, dict):
         return {}
     return {name: number for name, value in found.items() if (number := _number(value)) is not None}
-
-
-__all__ = ["STEP_FILE", "VERSION", "StepRecord"]

@@ -15,7 +15,7 @@ from shardload.callbacks import OrbaxCheckpoint
 from shardload.errors import DamagedError, LoadInterruptedError, UsageError
 from shardload.steps.listing import find_step, list_steps
 
-pytestmark = [pytest.mark.filterwarnings("ignore:Step .* does not say where its data stood")]
+pytestmark = [pytest.mark.filterwarnings("ignore:Step .* without a data position")]
 
 
 class Says(keras.callbacks.Callback):
@@ -303,7 +303,7 @@ def test_a_threshold_that_is_harder_to_beat_needs_no_word(tmp_path, capsys):
 
 
 def test_what_best_of_can_be(tmp_path):
-    with pytest.raises(UsageError, match="best_of should be 'folder' or 'run', got 'all'"):
+    with pytest.raises(UsageError, match="Cannot use best_of='all': expected 'folder' or 'run'"):
         OrbaxCheckpoint(tmp_path, best_of="all")
 
 

@@ -54,7 +54,7 @@ def test_a_file_that_is_removed_before_the_digests_are_made_is_missed(tmp_path, 
 
     after_writing(monkeypatch, remove)
     averages = {"averages": {"w": np.arange(4096.0)}}  # long enough for a file of its own
-    with pytest.raises(SaveError, match=r"Cannot save step 4 .*not whole: .*Something removed it"):
+    with pytest.raises(SaveError, match=r"Cannot save step 4 .*incomplete: .*Something removed it"):
         fit(compiled(), OrbaxCheckpoint(tmp_path, checkpointables=averages))
     assert steps_in(tmp_path) == []
 
@@ -70,9 +70,9 @@ def test_an_older_step_that_cannot_be_looked_into_is_named_with_the_way_out(tmp_
     with pytest.raises(SaveError) as caught:
         fit(compiled(), OrbaxCheckpoint(tmp_path))
     told = str(caught.value)
-    assert told.startswith(f"Step 4 is saved in {tmp_path}/4, but what was to follow failed: the older steps")
+    assert told.startswith(f"Step 4 is saved in {tmp_path}/4, but a task after the save failed: the steps")
     assert (
-        "that max_to_keep=1 excludes could not be removed" in told
+        "beyond max_to_keep=1 could not be removed" in told
         and "/1, which may be a step" in told
         and "Grant this user read access" in told
     )

@@ -156,8 +156,8 @@ def test_what_cannot_be_saved_is_refused_and_leaves_nothing(tmp_path, trained):
     with pytest.raises(StepExistsError):
         checkpointer.save(1, trained[0])
     for arguments, message in [
-        ({"metadata": object()}, "metadata must be JSON"),
-        ({"iterator": object()}, "The state of data_iterator must be bytes or JSON"),
+        ({"metadata": object()}, "Cannot save metadata: .*Expected JSON"),
+        ({"iterator": object()}, "Cannot save the state of data_iterator: .*Expected bytes or JSON"),
         ({"step": -1}, "expected a non-negative integer"),
         ({"step": True}, "expected a non-negative integer"),
         ({"step": 10**18}, "at most 18 digits"),
@@ -168,7 +168,7 @@ def test_what_cannot_be_saved_is_refused_and_leaves_nothing(tmp_path, trained):
         ({"metrics": {"loss": "low"}}, "Cannot use the metric 'loss': expected a number"),
         ({"optimizer": "adam"}, "Cannot use optimizer='adam': expected an object"),
         ({"model": None}, "expected a Keras model, got NoneType"),
-        ({"checkpointables": {"pytree": {}}}, "cannot be named 'pytree'"),
+        ({"checkpointables": {"pytree": {}}}, "Cannot name a checkpointable 'pytree'"),
     ]:
         with pytest.raises(UsageError, match=message):
             checkpointer.save(**{"step": 2, "model": trained[0]} | arguments)
@@ -187,7 +187,7 @@ def test_what_cannot_be_saved_is_refused_and_leaves_nothing(tmp_path, trained):
     ):
         with pytest.raises(UsageError, match=message):
             shardload.Checkpointer(**{"directory": tmp_path} | arguments)
-    with pytest.raises(UsageError, match="max_to_keep should be a positive integer"):
+    with pytest.raises(UsageError, match="Cannot use max_to_keep=.*: expected a positive integer"):
         shardload.Checkpointer(tmp_path, max_to_keep=0)
     (tmp_path / "file").write_text("")
     with pytest.raises(SaveError):

@@ -48,7 +48,7 @@ def test_a_run_that_was_stopped_stays_stopped_and_says_so(tmp_path, capsys):
     again, n_epochs = run(tmp_path, epochs=20, max_to_keep=None)
     said = capsys.readouterr().out
     assert n_epochs == 0 and weights(again) == weights(whole)
-    assert "EarlyStopping('scripted') ended training after epoch 7, so nothing is left to train. To go on" in said
+    assert "EarlyStopping('scripted') ended training after epoch 7, so nothing is left to train. To continue" in said
     assert "EarlyStopping('scripted') restored its best weights, those of epoch 3" in said
     _, n_epochs = run(tmp_path, epochs=20, max_to_keep=None, patience=6)
     assert n_epochs == 2  # with a larger patience it goes on, and counts on

@@ -159,7 +159,7 @@ def mid_epoch(tmp_path_factory):
 @pytest.mark.parametrize(
     ("then", "now", "message"),
     [
-        ({}, {"rows": 16}, r"Step 3 does not tell what comes next in this data: .* 10 batches, and now has 5\."),
+        ({}, {"rows": 16}, r"Cannot continue in this data from step 3: .* 10 batches, and now has 5\."),
         ({}, {"repeat": True}, r"had 10 batches, and now has endlessly many"),
         ({"repeat": True}, {"repeat": True, "rows": 16}, "had 8 rows in this process, and now have 16"),
         ({"repeat": True}, {"repeat": True, "count": 96}, r"had 80 elements before repeat\(\), and now has 96"),
@@ -199,7 +199,7 @@ def test_data_that_cannot_go_on_where_the_step_says_begins_the_epoch_again(tmp_p
     mid_epoch(tmp_path)
     x, y = Source().x, Source().y
     again, lengths = model(), Lengths()
-    with pytest.warns(UserWarning, match="after 3 batches of epoch 1, and says where.*cannot go on"):
+    with pytest.warns(UserWarning, match="after 3 batches of epoch 1, with a data position.*cannot continue"):
         again.fit(x, y, batch_size=8, verbose=0, callbacks=[OrbaxCheckpoint(tmp_path, resume=True), lengths])
     assert lengths.epochs == {0: 10}
 
@@ -207,7 +207,7 @@ def test_data_that_cannot_go_on_where_the_step_says_begins_the_epoch_again(tmp_p
 def test_a_place_that_was_refused_is_not_kept_for_another_fit(tmp_path, mid_epoch):
     mid_epoch(tmp_path)
     one = model()
-    with pytest.raises(UsageError, match="does not tell what comes next"):
+    with pytest.raises(UsageError, match="Cannot continue in this data"):
         fit(one, data(global_batch_size=8), OrbaxCheckpoint(tmp_path, resume=True), epochs=1)
     _, lengths = fit(one, data(), OrbaxCheckpoint(tmp_path / "other"), epochs=1)
     assert lengths == {0: 10}
@@ -252,7 +252,7 @@ def test_arrays_do_not_say_where_they_stood_and_the_epoch_begins_again(tmp_path)
     one = model()
     one.fit(x, y, batch_size=8, verbose=0, callbacks=[OrbaxCheckpoint(tmp_path, save_freq=3), At(7, stop)])
     again, lengths = model(), Lengths()
-    with pytest.warns(UserWarning, match="after 6 batches of epoch 1, and does not say where"):
+    with pytest.warns(UserWarning, match="after 6 batches of epoch 1, without a data position"):
         again.fit(x, y, batch_size=8, epochs=2, verbose=0, callbacks=[OrbaxCheckpoint(tmp_path, resume=True), lengths])
     assert lengths.epochs == {0: 10, 1: 10}
 
@@ -351,7 +351,7 @@ def test_an_interrupted_fit_and_the_next_one_in_the_same_process(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("named", "message"), [({"directory": ""}, "cannot be"), ({"resume": "newest"}, "resume should be")]
+    ("named", "message"), [({"directory": ""}, "Cannot save steps"), ({"resume": "newest"}, "Cannot use resume=")]
 )
 def test_impossible_arguments_are_refused_at_once(tmp_path, named, message):
     with pytest.raises(UsageError, match=message):

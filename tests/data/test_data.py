@@ -165,9 +165,9 @@ def test_rows_that_are_no_equal_shares_are_refused(owners):
 @pytest.mark.parametrize(
     ("dataset", "size", "message"),
     [
-        (examples().to_iter_dataset(), 8, "takes a grain.MapDataset of examples"),
-        (examples().filter(bool), 8, "cannot leave any out"),
-        (examples(), 0, "a positive integer, got 0"),
+        (examples().to_iter_dataset(), 8, "expected a grain.MapDataset of examples"),
+        (examples().filter(bool), 8, "Cannot cut a filtered dataset"),
+        (examples(), 0, "global_batch_size=0: expected a positive integer"),
         (examples(n=5), 8, "a global batch of 8: the dataset has only 5 examples"),
     ],
 )
@@ -178,7 +178,7 @@ def test_what_has_no_global_batches_is_refused(dataset, size, message):
 
 def test_global_batches_that_cannot_be_are_refused_when_they_are_read(monkeypatch):
     gaps = examples().map(lambda i: i if i % 3 else None)
-    with pytest.raises(UsageError, match="cannot leave any out"):
+    with pytest.raises(UsageError, match="Cannot cut a filtered dataset"):
         list(resumable(gaps, global_batch_size=8))
     monkeypatch.setattr(global_batches, "part_of_this_process", lambda: BatchPart(0, 3))
     with pytest.raises(UsageError, match="cannot be cut into 3 equal parts"):

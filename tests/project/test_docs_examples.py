@@ -204,7 +204,7 @@ def build_tutorial_model():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Step .* does not say where its data stood")
+@pytest.mark.filterwarnings("ignore:Step .* without a data position")
 def test_save_and_restore(here):
     x, y = numbers()
     names = {"model": build_model(), "build_model": build_model, "x": x, "y": y}

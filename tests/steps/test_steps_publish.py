@@ -90,8 +90,8 @@ def test_who_saved_the_step_that_is_there_decides_the_way_out(tmp_path):
     with pytest.raises(StepExistsError, match=r"This process saved it\. Two callbacks of one"):
         Staging.begin(root, 7)
     for days, message in (
-        (-1, "from before this run. Remove it"),
-        (1, "Another run.*saved it meanwhile, at 20.* own;"),
+        (-1, "saved before this run. Remove it"),
+        (1, "Another run.*saved it meanwhile, at 20.* own folder,"),
     ):
         os.utime(tmp_path / "8", (root.opened_s, root.opened_s + days * 86400))
         with pytest.raises(StepExistsError, match=message):
