@@ -7,6 +7,8 @@
         if step % 100 == 0:
             checkpointer.save(step, model, optimizer=optimizer, iterator=iterator, metrics={"loss": loss})
     checkpointer.wait()
+
+The steps on disk are the same, so ``fit`` can continue from them, and such a loop from steps that ``fit`` saved.
 """
 
 from __future__ import annotations

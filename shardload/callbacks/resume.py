@@ -1,8 +1,8 @@
 """Determine where a run continues after `shardload.restore`, or with ``resume=True``: epoch, batch, metrics and data.
 
-    saved                          the next fit continues
-    at the end of epoch 4          with epoch 5
-    after 30 batches of epoch 4    in epoch 4: with batch 31 if the data position was saved, else from batch 1
+saved                          the next fit continues
+at the end of epoch 4          with epoch 5
+after 30 batches of epoch 4    in epoch 4: with batch 31 if the data position was saved, else from batch 1
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ class Resumption:
 
     def end(self, model: Any, epochs: int, ended_by: str) -> None:
         """Train nothing: ``ended_by`` had ended training at this step."""
+        # An epoch at or after `epochs` leaves nothing to train, and `fit` ends in its usual way.
         self.ended_by, self.epoch = ended_by, max(epochs, self.epoch)
         _begun(model, self)
 
@@ -203,6 +204,7 @@ def resumption(
     complete = epoch + 1 if info.recorded.epoch_done else epoch
     # `fit` has priority, except for 0: that is its default, so one cannot tell whether the user passed it.
     given = initial_epoch_of_fit() or initial_epoch
+    # Another epoch than the one that is due: the stored position does not apply to it.
     if given is not None and given != complete:
         return _begun(model, Resumption(info, given, complete))
     records = data_records(info)
@@ -219,6 +221,7 @@ def resumption(
                 warn_caller(f"{_END[True].format(step=info.step, place=place)} The data starts from its beginning.")
         return _begun(model, Resumption(info, complete, complete))
     if goes_on is None and not own_goes_on:
+        # Within an epoch, but no data can return to that batch.
         place = f"{batch} batches of epoch {epoch + 1}"
         warn_caller(f"{_END[stood is not None].format(step=info.step, place=place)} The epoch starts again.{_WAY_OUT}")
         return _begun(model, Resumption(info, complete, complete))

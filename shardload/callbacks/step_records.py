@@ -189,6 +189,7 @@ def check_directory(directory: str | os.PathLike[str]) -> None:
     if "://" in os.fspath(directory):
         raise UsageError(f"Cannot save steps to {directory!r}: directory must be a folder on this machine")
     path = Path(directory)
+    # File names and patterns such as those of Keras' ModelCheckpoint, which this callback may replace.
     if re.search(r"\{[^}]*\}", path.name) or path.name.endswith((".keras", ".h5")):
         raise UsageError(
             f"Cannot save steps to {str(path)!r}: steps are folders named by their numbers, not files. Pass the folder "

@@ -227,6 +227,7 @@ class Writer:
                 self._failure = failure
             return
         try:
+            # The step is published: a failure from here on must not discard it.
             self.channel.first(lambda: _follow_up(job, path))
         except BaseException as error:
             self._failure = _after_failed(error, job.step, path)
@@ -338,6 +339,7 @@ def _digest(job: SaveJob, staging: Staging) -> None:
             (own / name).write_text(json.dumps(_finite(content), indent=1, allow_nan=False), encoding="utf-8")
     part = Digests.compute(staging.path, of=_is_ours_to_digest)
     if processes.count() > 1:
+        # `publish` flushes on process 0 only, which cannot flush what another machine has not sent to the disk yet.
         sync_files(staging.path, part.files)
     folder = _part(staging, processes.index())
     folder.mkdir()

@@ -180,6 +180,7 @@ def _resumable_class() -> Any:
             """Raise a `UsageError` unless a position from ``origin`` means the same batches in this dataset."""
             origin.check(self._reading)
             if origin.reading.rows is not None:
+                # A Grain dataset does not know how many rows its batches have: read one.
                 origin.check_rows(_rows(next(iter(self), None)), at_end=False)
 
         def __iter__(self) -> Any:

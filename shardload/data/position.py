@@ -186,6 +186,7 @@ class Position:
     def at_end(self) -> bool:
         """Whether the last trained batch was the last one of its epoch."""
         if self.spans_epochs:
+            # With steps_per_epoch, the epoch ends by count and not with the data.
             return bool(self._skipped + self._trained - self._before_epoch == self._epochs.steps_per_epoch)
         return next((end for number, _, end in self._states if number == self._trained), False)
 
@@ -208,6 +209,7 @@ class Position:
         self._given = self._trained = self._before_epoch = 0
         self._reading = reading
         self._epochs = epoch_iterator_of_caller()
+        # In an epoch resumed in the middle, the batches before the saved position are not trained again.
         self._left = self._epochs.steps_per_epoch - self._skipped if self._skipped and self.spans_epochs else None
         self._states.clear()
         if self._origin is not None:

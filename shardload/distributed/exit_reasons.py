@@ -1,8 +1,8 @@
 """Record why a run of several processes ended: in the folder of the steps or, without one, on stderr.
 
-    exit of this process     noticed by a helper process (`watchdog`)
-    exit of another one      noticed by the heartbeat (`heartbeat`)
-    failure of a save        recorded by the code that raises it
+exit of this process     noticed by a helper process (`watchdog`)
+exit of another one      noticed by the heartbeat (`heartbeat`)
+failure of a save        recorded by the code that raises it
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class ExitRecorder:
             return
         if self.folder is not None:
             processes.heartbeat().when_lost(self.write)
-        me = [str(self.folder or ""), str(processes.index()), str(os.getpid()), platform.node(), processes.coordinator()]
+        process, pid = str(processes.index()), str(os.getpid())
+        me = [str(self.folder or ""), process, pid, platform.node(), processes.coordinator()]
         with suppress(OSError):  # without resources for another process, the other processes still notice the exit
             self._beside = subprocess.Popen(
                 # -I -S: nothing that the user has installed or set for Python can delay or break the helper.

@@ -174,6 +174,7 @@ class Heartbeat:
                 who = word.split(" ", 1)[1]
                 silent = f"has sent no heartbeat for {now - since:.0f} s and is presumed dead"
                 self._lose(f"Process {process} ({who}) {silent}")
+        # Process 0 watches all processes; the others learn from it who was lost.
         if self._index and (told := self._read(_LOST)) is not None:
             self._lose(told)
         for prefix in list(self._found):

@@ -82,6 +82,7 @@ class JointCall:
             ShardloadError: On all processes, if ``do`` failed on one.
         """
         try:
+            # The message names its meeting, so that an answer to another question is not taken for one to this.
             word: Word = {"value": do(), "at": what}
         except BaseException as error:
             if (cause := self.failure(error)) is error:

@@ -47,6 +47,7 @@ process stopped because another one failed; ``absent`` if it sent no message."""
 def count() -> int:
     """Return the number of processes; does not start a JAX backend if `jax.distributed` was set up."""
     state = _distributed.global_state
+    # jax.process_count() starts the backend, and with it waits for all other processes.
     return int(jax.process_count() if state.client is None else state.num_processes)
 
 
@@ -104,6 +105,7 @@ def starting_meanwhile(start: Callable[[], Any], after_s: float) -> Iterator[Non
         with suppress(Exception):
             start()
 
+    # Another process may be starting JAX outside a joint call. That waits for this process, which waits in the block.
     timer = threading.Timer(after_s, run)
     timer.daemon = True
     _starting[:] = [*(one for one in _starting if one.is_alive()), timer]
@@ -175,6 +177,7 @@ class Channel:
         except BaseException as error:  # report Ctrl-C to the others, too
             failure, word = error, described(error)
         said = self.exchange(word, check=call.check)
+        # This process raises its own error, with its traceback, not the copy that the others get.
         if failure is not None:
             raise failure
         raise_failure(said)

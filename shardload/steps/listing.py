@@ -302,6 +302,7 @@ def described(
     problems: str | None = None,
 ) -> StepInfo:
     """Build a `StepInfo` from the content of ``step.json``."""
+    # The digests protect the number in step.json; anyone can rename the folder.
     if problems is None and record is not None and record.step not in (None, step):
         problems = mismatch(record.step)
     return StepInfo(

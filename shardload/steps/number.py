@@ -1,8 +1,8 @@
 """Compare a step's folder name with the number in ``step.json``, which the digests protect: copies and renames differ.
 
-    9/shardload/step.json  {"step": 4, …}      step 4 in folder 9: refused, since it would pass for a newer step
-    final/                 {"step": 4, …}      a name that is not a number: accepted
-    9/                     {"epoch": 1, …}     no number stored: nothing to compare
+9/shardload/step.json  {"step": 4, …}      step 4 in folder 9: refused, since it would pass for a newer step
+final/                 {"step": 4, …}      a name that is not a number: accepted
+9/                     {"epoch": 1, …}     no number stored: nothing to compare
 """
 
 from __future__ import annotations

@@ -143,6 +143,7 @@ class Staging:
                 f"Cannot save in {home}: process 0 created that folder, but this process does not see it. Save to a "
                 "folder on a file system that all processes share"
             )
+        # root/.staging/7-ab12cd34: its name begins with the step, and the root is two levels up.
         return cls(Root(home.parent.parent), int(home.name.split("-")[0]), home, None)
 
     def check(self) -> None:
@@ -197,6 +198,7 @@ class Staging:
     def _check_complete(self) -> None:
         """Check that the digests exist and match the files on disk."""
         try:
+            # Names and sizes only: the content was read to compute the digests, moments ago.
             damage = Digests.read(self.path).check_names(self.path)
         except ShardloadError as error:
             raise describe(f"it has no valid digests: {error}", step=self.step, folder=self.path) from error
@@ -219,6 +221,7 @@ def remove_stale(root: str | os.PathLike[str]) -> list[Path]:
     """
     staging = Path(root).absolute() / STAGING
     folders = sorted(staging.iterdir()) if staging.is_dir() else []
+    # Each lock is held until its folder is gone, so that two processes do not remove the same one.
     stale = [lock for folder in folders if (lock := _stale_lock(folder)) is not None]
     for lock in stale:
         shutil.rmtree(lock.home, ignore_errors=True)
@@ -247,6 +250,7 @@ def remove_step(root: str | os.PathLike[str], step: int) -> None:
         lock = _locked_folder(base / STAGING, step)
         home = lock.home
         try:
+            # One rename hides the step: nobody sees it with some of its files deleted.
             os.rename(source, home / STEP_FOLDER)  # noqa: PTH104
             # Before any file is deleted: else a power loss could bring the step back without some of its files.
             sync(base)
@@ -330,6 +334,7 @@ def _remove_for_good(folder: Path) -> None:
 def _check_writable(folder: Path) -> None:
     """Raise the error that the first save would raise."""
     if not os.access(folder, os.W_OK | os.X_OK):
+        # os.access does not say why: on a read-only disk, other permissions would not help.
         read_only = os.statvfs(folder).f_flag & os.ST_RDONLY
         number = errno.EROFS if read_only else errno.EACCES
         raise OSError(number, os.strerror(number), str(folder))

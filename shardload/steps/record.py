@@ -29,9 +29,11 @@ class StepRecord:
 
     version: int = VERSION
     step: int | None = None
+    # Where training was.
     epoch: int | None = None
     batch: int | None = None
     epoch_done: bool = False
+    # By which metric the step ranks, among which steps, and which of those the run found damaged.
     logs: dict[str, float] = field(default_factory=dict)
     monitor: str | None = None
     mode: str = "auto"
@@ -41,12 +43,14 @@ class StepRecord:
     damaged: tuple[int, ...] = ()
     ranks: bool = True
     keep_best: int | None = None
+    # What the step contains.
     save_weights_only: bool = False
     save_trainable_only: bool = False
     variables: tuple[str, ...] | None = None
     left_out: int = 0
     callbacks: tuple[Mapping[str, Any], ...] = ()
     metadata: Any = None
+    # Where and with what it was saved.
     mesh: Mapping[str, Any] | None = None
     devices: int | None = None
     processes: int | None = None
@@ -113,6 +117,7 @@ def _texts(found: Any) -> tuple[str, ...] | None:
 
 
 def _integer(found: Any) -> int | None:
+    # Not isinstance: true is an int in Python, but not a number in JSON.
     return found if type(found) is int else None
 
 

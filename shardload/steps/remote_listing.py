@@ -1,8 +1,8 @@
 """List the steps at a URL and read their records. Fetches digests and ``step.json``, no data.
 
-    s3://bucket/run          the store lists its names; a step is recognized as in `listing`
-    s3://bucket/run/7        a single step, recognized by its digests
-    http://host/run          HTTP cannot list: give the step's number or its own URL
+s3://bucket/run          the store lists its names; a step is recognized as in `listing`
+s3://bucket/run/7        a single step, recognized by its digests
+http://host/run          HTTP cannot list: give the step's number or its own URL
 """
 
 from __future__ import annotations

@@ -69,6 +69,7 @@ class RemoteStep(Store):
             self._remove()
             raise
         files = self.saved.digests.files
+        # A remote store has no folders, only names with slashes, so the folders are derived from the files.
         self._kinds: dict[str, Kind] = {"": "folder"}
         for name in (*files, DIGESTS_FILE):
             self._kinds |= dict.fromkeys(_parents(name), "folder")
@@ -126,6 +127,7 @@ class RemoteStep(Store):
         with self._lock:
             if self.kind(key) == "file":
                 self._fetch([key])
+            # All small files at once, whichever folder is requested: loading needs most of them.
             elif not self._filled:
                 self._fetch(filter(_is_copied, self.saved.digests.files))
                 self._filled = True
@@ -279,6 +281,7 @@ def open_step(remote: Folder) -> RemoteStep | None:
 
 def _is_copied(name: str) -> bool:
     top, _, rest = name.partition("/")
+    # Files directly in the step, and everything in the folders of `_ITEMS` except array data.
     return (not rest or top in _ITEMS) and not _DATA.search(name)
 
 
