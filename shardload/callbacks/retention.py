@@ -97,9 +97,7 @@ def remover(retention: Retention, root: Path, *, by: BestRule) -> Callable[[int,
             for old in retention.removable(list_steps(root), newest=step, by=by):
                 remove_step(root, old)
         except ShardloadError as error:
-            raise SaveError(
-                f"the steps beyond max_to_keep={retention.latest} could not be removed: {error}"
-            ) from error
+            raise SaveError(f"the steps beyond max_to_keep={retention.latest} could not be removed: {error}") from error
 
     return remove
 

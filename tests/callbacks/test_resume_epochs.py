@@ -115,7 +115,7 @@ def test_without_a_step_to_resume_fit_alone_decides(tmp_path):
 
 @pytest.mark.parametrize("wrong", [-1, 1.5, True, "0"])
 def test_what_initial_epoch_can_be(tmp_path, wrong):
-    with pytest.raises(UsageError, match="Cannot use initial_epoch=.*: expected a non-negative integer or None"):
+    with pytest.raises(UsageError, match=r"Cannot use initial_epoch=.*: expected a non-negative integer or None"):
         OrbaxCheckpoint(tmp_path, initial_epoch=wrong)
 
 
