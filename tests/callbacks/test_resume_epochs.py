@@ -137,8 +137,8 @@ def test_a_cell_that_takes_a_trained_model_back_says_so(run, capsys):
     assert lines(capsys) == []
     assert epochs_of(model, OrbaxCheckpoint(run, resume=True), epochs=5) == [4]
     assert lines(capsys) == [
-        "Resumed step 16 (epoch 4); this model had trained 24 batches, so its last 8 are undone. To go on from the "
-        "model as it is, pass resume=False"
+        "Resumed step 16 (epoch 4); this model had trained 24 batches, so its last 8 are undone. To continue from "
+        "the model's current state, pass resume=False"
     ]
     assert int(model.optimizer.iterations) == 20
 
