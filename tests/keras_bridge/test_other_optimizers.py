@@ -126,7 +126,7 @@ def test_a_step_without_their_state_leaves_them_as_they_are_and_says_so(tmp_path
     ]
     for value, variable in zip(before, own_state(model), strict=True):
         np.testing.assert_array_equal(value, variable)
-    with pytest.warns(UserWarning, match="begins again|no state of the optimizer d_optimizer") as told:
+    with pytest.warns(UserWarning, match="starts again|no state of the optimizer d_optimizer") as told:
         gan().fit(X, X[:, :1], verbose=0, callbacks=[OrbaxCheckpoint(tmp_path, resume=True)])
     assert any("no state of the optimizer d_optimizer" in str(one.message) for one in told)
 
