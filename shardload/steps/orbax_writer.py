@@ -11,6 +11,7 @@ So the folder ``shardload/``, which later receives shardload's own files, is wri
 from __future__ import annotations
 
 import errno
+import math
 import os
 import threading
 from collections.abc import Mapping
@@ -147,7 +148,7 @@ def _start(target: Path, items: Mapping[str, Any], compression: str, timeout_s: 
     # Create folders synchronously: if that fails in the background, threads of Orbax wait for the folders until the
     # timeout and delay the exit of the process.
     context.asynchronous.create_directories_asynchronously = False
-    context.asynchronous.timeout_secs = int(timeout_s or DEFAULT_TIMEOUT_S)
+    context.asynchronous.timeout_secs = math.ceil(timeout_s or DEFAULT_TIMEOUT_S)  # of whole seconds; 0 would be none
     orbax_log_filter.save_began()
     try:
         with context:
