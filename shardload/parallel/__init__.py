@@ -64,6 +64,7 @@ __all__ = [
     "smallest_mesh",
     "split_tensor_for_parallelism",
 ]
+# Where each name that needs Keras lives: these modules are imported on first use.
 _OF_MODELS = {
     "Collective": "hlo_collectives",
     "ComparedArray": "numbers_check",
@@ -92,9 +93,10 @@ _OF_MODELS = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is about models, and so imports Keras, on first use: collectives need JAX only."""
+    """Import names that need Keras on first use: collectives need JAX only."""
     if name not in _OF_MODELS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_OF_MODELS[name]}"), name)
+    # From now on an ordinary attribute: Python calls `__getattr__` for missing names only.
     globals()[name] = value
     return value

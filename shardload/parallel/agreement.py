@@ -4,7 +4,7 @@
                     ─► one device, weights rounded ──► how far rounding alone moves each of them ──────────┼─► compare
                     ─► sharded as planned ───────────► the same, and where every shard is ─────────────────┘
 
-What rounding explains, see `rounding`.
+`rounding` defines which differences rounding explains.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def check_numbers(
     The values and layouts of ``model`` stay as they are; the first device needs memory for the whole model. Outputs are
     those of inference; loss, gradients and updated state those of training, with the same random masks.
 
-    The variables of a model that is on this mesh already must be where they were planned, too.
+    If the model is already on this mesh, its own variables must be where the plan puts them, too.
 
     Args:
         model: A model with values, or a function that builds one.
@@ -82,13 +82,16 @@ def check_numbers(
     arrays, static = split_keywords(kwargs)
     batch = jax.tree.map(np.asarray, {"inputs": inputs, "kwargs": arrays, "target": target})
     trial = _Trial(model, choice, devices, batch, {"loss": loss, "static": static, "devices": devices})
+    # Outputs first: their number of elements is the number of terms that the loss adds up.
     outcomes = [trial.run(None, steps=1)]
     if training is not None:
         terms = max(found.elements for found in outcomes[0].comparisons)
         outcomes.append(trial.run(training, steps=steps, terms=terms))
     bound = binding_of(model)
+    # On another mesh, a difference from this plan is not an error.
     live = misplaced_by_id(model, choice, bound.devices) if bound and bound.mesh == choice.mesh else {}
     placed = outcomes[-1].placed
+    # A variable counts once: misplaced in the live model or in the sharded run.
     elsewhere = (live.get(each.key) or misplaced(each.path, each.array, each.layout, devices) for each in placed)
     return NumbersCheck(
         choice.mesh,
@@ -144,6 +147,7 @@ class _Trial:
 
     def run(self, training: Any, *, steps: int, terms: int = 1) -> _Outcome:
         """Run the step on one device and sharded; ``terms`` is how many elements the loss is a sum of."""
+        # A program can be traced inside its block only, and the two differ: on one device, no layouts of activations.
         eps = coarsest_eps(self.model)
         with program_of(self.model, self.choice, training=training, on_mesh=False, **self.options) as program:
             values = _values(program, self.choice)
@@ -152,6 +156,7 @@ class _Trial:
             found = self._sharded(program, values, steps=steps)
             placed = _placed(program, found.state)
         comparisons = _compared(found, moved, expected, eps=eps, terms=terms)
+        # Twelve more movements cost twelve more runs, so only for a difference that three do not explain.
         if any(each.differs for each in comparisons):
             more = range(SAMPLES, MOST_SAMPLES)
             with program_of(self.model, self.choice, training=training, on_mesh=False, **self.options) as program:
@@ -220,7 +225,7 @@ def _key(key: Any) -> str:
 
 
 def _values(program: StepProgram, choice: LayoutChoice) -> State:
-    """Return the values of all variables on the host; the slots of an optimizer that was built for this, as new."""
+    """Return the values of all variables on the host; an optimizer that was built for this check has initial slots."""
     own = [v for v in program.variables.get("optimizer", ()) if is_abstract(v) and id(v) not in choice.by_id]
     initialise(own)
     check_initialised([v for found in program.variables.values() for v in found])

@@ -24,6 +24,7 @@ def place(variable: Any, role: Wants, mesh: MeshSpec) -> VariableLayout:
     """Choose the layout of a variable by its own dims."""
     shape = tuple(int(n) for n in variable.shape)
     if not role.dims or (nbytes(variable) < SMALL_BYTES and not role.even_small):
+        # Replicated on purpose, so no fallback is reported.
         return VariableLayout.of(variable, Layout.replicated(mesh, len(shape)), role.rule if not role.dims else "small")
     spec: list[tuple[str, ...]] = [()] * len(shape)
     for axis in mesh.axes_of("expert"):  # first: no other axis should take the dim that it needs
@@ -78,6 +79,7 @@ def decide_layouts(
             waiting[key] = role
         else:
             placed[key] = place(variable, role, mesh)
+    # In rounds, as a leader may be a follower itself: the slot of a bias follows the bias, which follows its kernel.
     while waiting:
         ready = [k for k, role in waiting.items() if id(role.leader) in placed]
         if not ready:  # the leader is not among the variables, so there is none to follow
@@ -101,6 +103,7 @@ def next_best(variable: Any, role: Role, wanted: Layout, *, rule: str) -> Variab
             continue
         axes, spec[d] = spec[d], ()
         why.append(f"{length} does not divide by {parts}")
+        # Move the axes to the best free dim of the role that divides, else drop them.
         free = [c for c in candidates if not spec[c.index] and c.index != d]
         other = _first_that_divides(shape, free, parts)
         if other is not None:
@@ -121,6 +124,7 @@ def _split_one_more(
     size = mesh.axis_size(axis)
     if size == 1:
         return
+    # Unsplit dims first, the longest first: an fsdp axis saves memory, whichever dim it takes.
     for d in sorted(dims, key=lambda d: (bool(spec[d.index]), -shape[d.index])):
         parts = size * Layout(mesh, tuple(spec)).parts[d.index]
         if shape[d.index] % parts == 0:
@@ -131,7 +135,7 @@ def _split_one_more(
 def _fallback(variable: Any, role: Wants, dim: Dim | None, *, layout: Layout) -> Fallback | None:
     wanted, mesh, shape = role.dims[0], layout.mesh, tuple(variable.shape)
     axes = [axis for axis in (*mesh.axes_of("model"), *mesh.axes_of("fsdp")) if mesh.axis_size(axis) > 1]
-    if not axes or axes[0] in mesh.axes_of("fsdp"):  # to an fsdp axis, all dims are equal
+    if not axes or axes[0] in mesh.axes_of("fsdp"):  # an fsdp axis may take any dim
         dim = None
         if not axes or not layout.is_replicated:
             return None

@@ -62,10 +62,12 @@ def pairs(model: Any, kernels: Mapping[int, Any], *, never_first: Collection[int
         kernels: By ``id(layer)``, the layers that may be paired.
         never_first: Ids of those that already end a pair.
     """
-    reader = {id(one): other for one, other in sole_consumers(model)}
-    layers = {id(one): one for one, _ in sole_consumers(model)}
+    links = list(sole_consumers(model))
+    reader = {id(one): other for one, other in links}
+    # A second's output is whole again after the all-reduce: it begins no pair, or two pairs would share a kernel.
     seconds: set[int] = set()
-    for key, first in layers.items():
+    for first, _ in links:
+        key = id(first)
         if key not in kernels or key in seconds or key in never_first or not _by_feature(first):
             continue
         between: list[Any] = []
@@ -79,10 +81,14 @@ def pairs(model: Any, kernels: Mapping[int, Any], *, never_first: Collection[int
 
 
 def _passes(layer: Any) -> bool:
+    # By name, and Keras' own classes only: its base classes (BasePooling) are not exported, and a user's class may
+    # share a name.
     names = {cls.__name__ for cls in type(layer).__mro__ if cls.__module__.startswith("keras.")}
     last = getattr(layer, "data_format", None) in (None, "channels_last")
     if "BatchNormalization" in names:
+        # Batch norm says its feature dim by axis; it has no data_format.
         last = layer.axis in (-1, len(layer.input.shape) - 1)
+    # With a multiplier, outputs of one input channel are neighbours, and vectors behind it have another length.
     if "BaseDepthwiseConv" in names:
         return last and layer.depth_multiplier == 1 and _by_feature(layer)
     return isinstance(layer, keras.Layer) and last and not names.isdisjoint(BY_FEATURE) and _by_feature(layer)

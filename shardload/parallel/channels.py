@@ -12,11 +12,14 @@ def conv_roles(layer: Any, own: dict[str, Any]) -> dict[int, Role]:
     """Split a convolution by its output channels, else by its input channels; its bias follows."""
     kernel = own["kernel"]
     last = len(kernel.shape) - 1
+    # A depthwise kernel ends in (channels, multiplier), a transposed one in (outputs, inputs): there the next to last
+    # is the one to split.
     first, second = ("output channels", "input channels") if is_kind(layer, "BaseConv") else ("channels",) * 2
     order = (last, last - 1) if is_kind(layer, "BaseConv") else (last - 1, last)
     found: dict[int, Role] = {
         id(kernel): Wants("channels", (Dim(order[0], first), Dim(order[1], second))),
     }
+    # A depthwise bias has channels x multiplier entries: it follows only if the multiplier is 1.
     if (bias := own.get("bias")) is not None and bias.shape[0] == kernel.shape[order[0]]:
         found[id(bias)] = Follows("bias", kernel, (order[0],))
     return found

@@ -35,11 +35,11 @@ from shardload.typing import LayoutMap, MeshLike
 from shardload.units import format_bytes, format_bytes_down, format_bytes_up
 
 ATTEMPTS = 4
-"""How many plans are compiled before the limit is given up."""
+"""How many plans are compiled before the search gives up."""
 HEADROOM = 0.99
-"""What a limit is lowered to, on top of the ratio, so that rounding does not cost one more attempt."""
+"""Factor on a lowered limit, beyond the ratio, so that rounding does not cost one more attempt."""
 ROUNDING = 1.005
-"""What the least memory is multiplied by to find its plan again, within the tolerance of the solver."""
+"""Factor on the least memory to find its plan again, which allows for the tolerance of the solver."""
 
 WHOLE_GRADIENTS = (
     "XLA for CPU adds up whole gradients of weights that are stored split, and those for accelerators do not: in "
@@ -85,10 +85,10 @@ def search_compiled(
         batch: As for `search`.
         sequence: As for `search`.
         optimizer: As for `search`; ``None`` compiles inference.
-        device_memory_bytes: The limit that the compiled step keeps; without it, the first plan is compiled.
+        device_memory_bytes: The limit that the compiled step must keep; without one, the first plan is returned.
         target: As for `compile_step`.
         loss: As for `compile_step`.
-        devices: As for `compile_step`: those of ``jax.experimental.topologies`` compile for a machine that is not here.
+        devices: As for `compile_step`: those of ``jax.experimental.topologies`` compile for another machine.
         pins: As for `search`.
         hardware: As for `search`.
         batch_axis: As for `search`.
@@ -106,6 +106,7 @@ def search_compiled(
     mesh = mesh_spec(mesh)
     check_positive(batch=batch, sequence=sequence, device_memory_bytes=device_memory_bytes)
     limit = None if device_memory_bytes is None else int(device_memory_bytes)
+    # Once, so that the search and the compiled step see the same batch.
     if inputs is None:
         inputs = default_inputs(model, mesh, batch=batch, sequence=sequence, batch_axis=batch_axis)
     check_rows(model, inputs, batch)
@@ -174,8 +175,10 @@ def _first(searched: Callable[[int | None], LayoutPlan], limit: int | None) -> L
         plan = _least(searched, error)
         if limit is None or plan is None:
             raise
+        # Weights and slots are exact. Only activations and gradients can turn out smaller than estimated.
         if plan.device.weights + plan.device.slots <= limit:
             return plan
+        # The hint says to compile, which is what was about to happen.
         said = str(error).removesuffix(COMPILE_HINT)
         raise DoesNotFitError(f"{said}. Weights and slots alone are too large", least_bytes=error.least_bytes) from None
 
@@ -189,6 +192,7 @@ def _next(
         found = searched(int(plan.device.total * limit / step.total_bytes * HEADROOM))
     except DoesNotFitError as error:
         found = _least(searched, error)
+    # A plan that is estimated to need as much would compile to as much again.
     return found if found is not None and found.device.total < plan.device.total else None
 
 

@@ -45,7 +45,7 @@ def choose(model: Any, mesh: MeshLike | MeshSpec, layout: LayoutLike = "auto") -
 
     Raises:
         LayoutError: When the mode is unknown, the class has no map, or a rule cannot be applied.
-        UsageError: When ``model`` is no Keras model.
+        UsageError: When ``model`` is not a Keras model.
     """
     model_variables.check_model(model, to="choose layouts for")
     mesh, variables = mesh_spec(mesh), model_variables.all_variables(model)
@@ -56,14 +56,17 @@ def choose(model: Any, mesh: MeshLike | MeshSpec, layout: LayoutLike = "auto") -
     if (plan := given_plan(layout)) is not None:
         return _by_plan(model, mesh, plan)
     mode, rule_set = _rule_set(model, mesh, layout)
+    # 'replicated' does not call users' layer rules: it must stay a way out of a broken one.
     found = roles(model, by_user=mode != "replicated")
     if rule_set is None:
         fixed = {} if mode == "auto" else _replicate(variables, mesh, rule=mode)
     else:
+        # Rules name the model's own variables; an optimizer's slots follow them.
         fixed = rule_sets.apply(rule_set, model.variables, mesh=mesh, found=found)
         if rule_set.default == "replicated":
             fixed |= _replicate(_unmatched(variables, found, fixed), mesh, rule="default")
     placed = _with_spread_slots(model, decide_layouts(variables, found, mesh, fixed=fixed), mesh.batch_axis)
+    # A LayoutMap may have rules for activations; otherwise split features are gathered between blocks.
     own = distributions.activation_layouts(layout) if mode == "layout_map" else gathered_outputs(model, placed)
     return LayoutChoice(mesh, mode, {key: placed[key] for key in variables}, activations=own)
 
@@ -75,6 +78,7 @@ def _by_distribution(model: Any, mesh: MeshSpec, distribution: Any) -> LayoutCho
     if (layout := distributions.layout_of_models(distribution)) is not None:
         return choose(model, mesh, layout)
     variables, found = model_variables.all_variables(model), roles(model, by_user=False)
+    # Any other distribution is asked variable by variable, as Keras would ask it.
     fixed = rule_sets.by_distribution(distribution, model.variables, mesh=mesh, found=found)
     placed = decide_layouts(variables, found, mesh, fixed=fixed)
     placed = _with_spread_slots(model, placed, distribution.batch_dim_name)
@@ -90,6 +94,7 @@ def _by_distribution(model: Any, mesh: MeshSpec, distribution: Any) -> LayoutCho
 def _with_spread_slots(model: Any, placed: dict[int, VariableLayout], batch_axis: str) -> dict[int, VariableLayout]:
     """Give slots that their optimizer spreads over further axes those layouts."""
 
+    # A spread slot has its weight's layout, with more axes.
     def layout_of(variable: Any) -> Layout | None:
         return placed[id(variable)].layout if id(variable) in placed else None
 
@@ -102,10 +107,10 @@ def _with_spread_slots(model: Any, placed: dict[int, VariableLayout], batch_axis
 
 
 def given_plan(layout: Any) -> LayoutPlan | None:
-    """Return the plan that a layout is, or the one in the file that it names; ``None`` for other layouts.
+    """Return a layout that is a plan, or read it from its JSON file; ``None`` for other layouts.
 
     Raises:
-        LayoutError: When the file is no plan.
+        LayoutError: When the file is not a plan.
     """
     if isinstance(layout, LayoutPlan):
         return layout
@@ -117,8 +122,10 @@ def given_plan(layout: Any) -> LayoutPlan | None:
 def _by_plan(model: Any, mesh: MeshSpec, plan: LayoutPlan) -> LayoutChoice:
     if plan.mesh != mesh:
         raise LayoutError(f"Cannot use the plan for {plan.mesh} on the mesh {mesh}. Plan again for this mesh")
+    # `uses` has the weights that the plan stores split further than they are used: a bound model gathers them.
     fixed, uses = {}, {}
     for variable, found in planned_variables(model, plan):
+        # By identity, not by path: several variables may have one path.
         fixed[id(variable)] = VariableLayout.of(variable, Layout(mesh, found.spec), f"search: {found.reason}")
         if found.stored:
             uses[id(variable)] = Layout(mesh, found.used)
@@ -162,7 +169,8 @@ def _keras_hub_rules(model: Any, mesh: MeshSpec) -> rule_sets.RuleSet:
         raise LayoutError(f"The layout map of {name} needs a mesh with two axes, got {mesh}; write it as 1x{mesh.size}")
     from keras.distribution import DeviceMesh
 
-    names = [f"cpu:{i}" for i in range(mesh.size)]  # a LayoutMap uses only the number of devices
+    names = [f"cpu:{i}" for i in range(mesh.size)]  # placeholders: a LayoutMap uses only their number
+    # KerasHub's maps take one axis for weights and one for data, by any name.
     weight_axes = (*mesh.axes_of("model"), *mesh.axes_of("expert"), *mesh.axes_of("fsdp"))
     if not weight_axes:
         raise LayoutError(f"The layout map of {name} needs an axis that splits weights, got {mesh}; name one model")

@@ -99,11 +99,13 @@ def devices_for(mesh: MeshSpec, devices: Sequence[Any] | None) -> tuple[Any, ...
 
 def batch_specs(batch: Any, choice: LayoutChoice, devices: Sequence[Any]) -> Any:
     """Return shapes with shardings for a batch: each array split over the batch axis if it divides, else replicated."""
+    # A bound model replicates a batch that does not divide, so the compiled program does, too.
     axis = choice.batch_axis or choice.mesh.batch_axis
     parts = choice.mesh.axis_size(axis)
 
     def spec(leaf: Any) -> jax.ShapeDtypeStruct:
         shape, rank = tuple(np.shape(leaf)), np.ndim(leaf)
+        # As JAX would place it: 64-bit values become 32-bit unless x64 is enabled.
         dtype = jax.dtypes.canonicalize_dtype(getattr(leaf, "dtype", None) or np.asarray(leaf).dtype)
         splits = rank > 0 and shape[0] % parts == 0
         layout = Layout.of_spec(choice.mesh, (axis,) if splits else (), rank)
@@ -115,6 +117,7 @@ def batch_specs(batch: Any, choice: LayoutChoice, devices: Sequence[Any]) -> Any
 def split_keywords(kwargs: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return keyword arguments that are (structures of) arrays, and the others, which a program has built in."""
     found = dict(kwargs or {})
+    # A structure with a flag or a string in it is built into the program, where `call` can branch on it.
     arrays = {
         name for name, value in found.items() if (leaves := jax.tree.leaves(value)) and all(map(_is_array, leaves))
     }
@@ -150,6 +153,7 @@ def _read(
 ) -> CompiledStep:
     memory = compiled.memory_analysis()
     state, variables = arguments[0].get("optimizer", []), program.variables.get("optimizer", [])
+    # State that is float32 in a 16-bit model too is not scaled.
     fixed = _float32_bytes([spec for spec, v in zip(state, variables, strict=True) if id(v) in program.fixed])
     return CompiledStep(
         mesh,

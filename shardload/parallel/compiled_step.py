@@ -42,13 +42,14 @@ class CompiledStep:
     """Every collective instruction."""
     compile_s: float
     float32_update_bytes: int = 0
-    """Those of ``temporary_bytes`` that an optimizer needs in float32 whatever the dtype of the model."""
+    """Those of ``temporary_bytes`` that an optimizer needs in float32 even if the model is 16-bit."""
     notes: tuple[str, ...] = ()
     """What to know when reading these numbers."""
 
     @property
     def total_bytes(self) -> int:
         """Bytes on each device while the step runs."""
+        # Donated arguments become outputs in place: the new weights of a training step are counted once.
         return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temporary_bytes
 
     @property
@@ -62,7 +63,7 @@ class CompiledStep:
         return dict(Counter(found.kind for found in self.collectives))
 
     def fits(self, device_bytes: int) -> bool:
-        """Whether the step needs at most so many bytes on each device."""
+        """Whether the step needs at most ``device_bytes`` on each device."""
         return self.total_bytes <= device_bytes
 
     def scaled(self, dtype: str = "bfloat16") -> CompiledStep:
@@ -102,11 +103,11 @@ class CompiledStep:
             f"{format_bytes(self.output_bytes - self.alias_bytes)}, temporaries {format_bytes(self.temporary_bytes)})",
             f"collectives: {len(self.collectives)} instructions, {format_bytes(self.collective_bytes)}",
         ]
-        same = Counter(replace(found, source="", count=1) for found in self.collectives)
+        # One line for all that differ only in their source: the same collective of each layer.
         runs = Counter[Collective]()
         for found in self.collectives:
             runs[replace(found, source="", count=1)] += found.count
-        largest = sorted(same, key=lambda found: -found.nbytes * runs[found])
+        largest = sorted(runs, key=lambda found: -found.nbytes * runs[found])
         lines += [f"  {replace(found, count=runs[found])}" for found in largest]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 

@@ -23,6 +23,7 @@ from shardload.sharding.devices import MeshDevices
 from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import DEFAULT_AXES, MeshSpec
 
+# Weak keys: a model that is dropped takes its entry with it.
 _lost: weakref.WeakKeyDictionary[Any, MeshDevices] = weakref.WeakKeyDictionary()
 
 
@@ -49,6 +50,7 @@ def current_devices(model: Any) -> MeshDevices | None:
 
 
 def _sharding(variable: Any) -> Any:
+    # The layout that a variable has been given counts first: an abstract variable has no value to look at.
     wanted = sharding_of(variable)
     return value_of(variable).sharding if wanted is None and has_value(variable) else wanted
 
@@ -58,6 +60,7 @@ def _of_mesh(mesh: jax.sharding.Mesh) -> MeshDevices:
 
 
 def _of_devices(shardings: Sequence[Any]) -> MeshDevices:
+    # Values on several single devices count as on the first: a load moves them all to one.
     found = sorted({d for s in shardings for d in s.device_set}, key=lambda d: d.id)
     return MeshDevices(MeshSpec(DEFAULT_AXES, (1, 1)), tuple(found[:1]))
 

@@ -26,7 +26,7 @@ def list_devices(device_type: str | None = None) -> list[str]:
 def get_best_devices(count: int = 1, device_type: str | None = None) -> list[str]:
     """Return the ids of the devices to use for ``count`` parts: the first ones, which JAX lists by locality.
 
-    Warns and returns all of them if there are fewer; returns none for a count below one.
+    Warns and returns all of them if there are fewer; returns an empty list for a count below one.
 
     Raises:
         MeshError: As in `list_devices`.

@@ -20,7 +20,7 @@ from shardload.parallel.model_variables import is_kind
 from shardload.parallel.result import VariableLayout
 
 GATHERED = PartitionSpec(PartitionSpec.UNCONSTRAINED)
-"""The batch as XLA has it, all other dims whole."""
+"""Leaves the batch dim to XLA and gathers all others."""
 Layers = Sequence[tuple[Any, Sequence[Any]]]
 """Each layer of a model with its direct sub-layers."""
 _OF_OTHER_DIMS = ("Batch", "Group", "Instance", "Spectral", "Unit")
@@ -28,7 +28,9 @@ _OF_OTHER_DIMS = ("Batch", "Group", "Instance", "Spectral", "Unit")
 
 
 def gathered_outputs(model: Any, placed: Mapping[int, VariableLayout]) -> Callable[[str], Any] | None:
-    """Return what says of the path of a layer's output whether to gather it; ``None`` if no fallback splits features.
+    """Return a function from the path of a layer's output to its layout: `GATHERED`, or ``None`` to leave it to XLA.
+
+    Returns ``None`` in place of the function if nothing splits features between blocks.
 
     Args:
         model: A built model.
@@ -54,6 +56,7 @@ def _sources(every: Layers, placed: Mapping[int, VariableLayout]) -> list[Any]:
         if is_kind(layer, "Embedding"):
             split = "embeddings" in own and own["embeddings"].layout.parts[-1] > 1
         else:
+            # A kernel in a pair has another rule (column, row), and its features are reduced within the pair.
             split = "kernel" in own and own["kernel"].rule == "channels" and own["kernel"].layout.parts[-1] > 1
         if split:
             found.append(layer)

@@ -31,6 +31,7 @@ def choice_for(model: Any, given: GivenLayouts) -> LayoutChoice:
             return _checked(model, given)
         case LayoutPlan():
             return choose(model, given.mesh, given)
+        # A class is callable too, but calling it with a model gives no layouts.
         case type():
             pass
         case _ if callable(given):
@@ -42,8 +43,9 @@ def choice_for(model: Any, given: GivenLayouts) -> LayoutChoice:
 
 
 def _checked(model: Any, choice: LayoutChoice) -> LayoutChoice:
-    """Return a choice that knows all weights: others would count as replicated, and nothing would be checked."""
+    """Return the choice if it has every weight: one that is missing would count as replicated and pass any check."""
     weights = list(model.weights)
+    # By path as well: Python reuses the id of a variable that is gone.
     strange = [v for v in weights if (found := choice.by_id.get(id(v))) is None or found.path != v.path]
     if not strange:
         return choice

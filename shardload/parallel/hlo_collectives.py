@@ -1,7 +1,7 @@
 """The collectives of a compiled program, read from its text (HLO): which, how many bytes, between which devices.
 
     compiled.as_text() ─► computations ─► walk from ENTRY ─► one `Collective` per instruction
-                                          │ a ``while`` with a known trip count: its body so many times
+                                          │ a ``while`` with a known trip count: its body that often
                                           │ without one: once, marked ``loop``
                                           └ a branch of a ``conditional``: once, marked ``branch``
 
@@ -11,6 +11,7 @@ Bytes are those of an instruction's result on one device, all operands of a comb
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -29,9 +30,13 @@ KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
+# HLO text has computations at column 0, with their instructions indented below; names may lack the `%`:
+#     ENTRY %main (x: f32[8]) -> f32[8] {
+#       ROOT %y = f32[8]{0} add(%a, %b), metadata={…}
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _NAME = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = ")
 _OPCODE = re.compile(r"\s*([\w\-]+)\(")
+# `f32[8,128]`; `[<=8]` is a dim whose length is known only at run time.
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
 _CALLED = re.compile(r"\b(calls|body|condition|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
@@ -102,6 +107,7 @@ def shape_bytes(shape: str) -> int:
 
 def _walk(computations: Mapping[str, list[_Instruction]], name: str, mesh: MeshSpec) -> Iterator[Collective]:
     for one in computations.get(name, ()):
+        # Later parts of an asynchronous instruction, whose `-start` is counted.
         if one.opcode.endswith(("-done", "-update")):
             continue
         if one.opcode.removesuffix("-start") in KINDS:
@@ -110,6 +116,7 @@ def _walk(computations: Mapping[str, list[_Instruction]], name: str, mesh: MeshS
         trips, inside = _repeats(one)
         for callee in _callees(one):
             for found in _walk(computations, callee, mesh):
+                # The innermost note stays: a branch inside a loop is a branch.
                 yield replace(found, count=found.count * trips, inside=found.inside or inside)
 
 
@@ -165,6 +172,7 @@ def _computations(text: str) -> tuple[str, dict[str, list[_Instruction]]]:
 
 def _instruction(text: str) -> _Instruction:
     """Read ``f32[8]{0} all-reduce(%x), channel_id=1``."""
+    # The result's shape comes first: one word, or a tuple in parentheses with spaces in it.
     end = _closing(text) if text.startswith("(") else text.find(" ")
     opcode = _OPCODE.match(text, end)
     if opcode is None:
@@ -195,14 +203,12 @@ def _members(shape: str) -> list[str]:
 
 
 def _elements(dims: str) -> int:
-    total = 1
-    for size in re.findall(r"\d+", dims):
-        total *= int(size)
-    return total
+    return math.prod(map(int, re.findall(r"\d+", dims)))
 
 
 def _bits(dtype: str) -> int:
     """Return the bits of one element: ``pred`` takes a byte, tokens none."""
+    # The first number of the name: bf16, s4, f8e4m3fn.
     width = re.search(r"\d+", dtype)
     return 8 if dtype == "pred" else int(width[0]) if width else 0
 

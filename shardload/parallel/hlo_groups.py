@@ -26,6 +26,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 _IOTA = re.compile(r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?")
 _AXIS = re.compile(r"'([^']+)'=(\d+)")
+# An axis between the braces, `'a'`, or a part of one, `'b':(2)4`.
 _CHOSEN = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 
 
@@ -38,6 +39,7 @@ def replica_groups(attributes: str) -> Groups:
         attributes: The text after the operands of a collective instruction.
     """
     if "source_target_pairs={" in attributes:
+        # A permute lists (source, target): devices that exchange, directly or through others, are one group.
         return _connected(_listed(attributes.partition("source_target_pairs=")[2]))
     text = attributes.partition("replica_groups=")[2]
     if text.startswith("mesh["):
@@ -91,6 +93,8 @@ def _of_mesh(text: str) -> Groups:
     shape: list[int] = []
     last: list[int] = []
     for name, size in sizes.items():
+        # Cut each axis into (before, chosen, after): `'b':(2)4` chooses the 4 in the middle, a whole axis has nothing
+        # before or after it, and an axis that is not named nothing chosen.
         before, within = wanted.get(name, (size, 1))
         within = within or size
         shape += [before, within, size // (before * within)]

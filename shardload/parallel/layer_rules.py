@@ -22,6 +22,7 @@ LayerRule = Callable[[Any], Mapping[str, Sequence[int]]]
 """From a built layer to variable name → dims to split, best first; an empty sequence keeps a variable replicated."""
 R = TypeVar("R", bound=LayerRule)
 
+# By class, for the life of the process: `layout_rule` decorates functions at module level.
 _rules: dict[type, LayerRule] = {}
 
 
@@ -68,6 +69,7 @@ def dims_by_rule(layer: Any) -> dict[int, tuple[int, ...]]:
     Raises:
         LayoutError: When the rule fails, or names a variable or a dim that the layer does not have.
     """
+    # The most derived class with a rule decides, as method lookup does.
     rule = next((_rules[c] for c in type(layer).__mro__ if c in _rules), None)
     own = [] if rule is None else model_variables.own_variables(layer)
     if rule is None or not own:  # a model may keep layers that it never built
@@ -96,6 +98,7 @@ def dims_by_rule(layer: Any) -> dict[int, tuple[int, ...]]:
 def _as_dims(dims: Any) -> tuple[int, ...]:
     if not isinstance(dims, list | tuple):  # a set has no order, and a dict would hide the axes it names
         raise TypeError(f"dims are a tuple or a list, not {dims!r:.80}")
+    # `operator.index` takes NumPy's integers and refuses floats. Booleans are integers too: `_check_dims` refuses them.
     return tuple(d if isinstance(d, bool) else operator.index(d) for d in dims)
 
 

@@ -13,7 +13,8 @@ from shardload.sharding.mesh import DEFAULT_AXES, MeshSpec
 
 MARGIN = 0.1
 """Fraction of device memory reserved for activations, the generation cache and the runtime; a lower bound."""
-MAX_DEVICES = 4096  # the largest mesh that `smallest_mesh` tries
+MAX_DEVICES = 4096
+"""The largest mesh that `smallest_mesh` tries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,8 @@ def smallest_mesh(model: Any, device_memory_bytes: int, *, layout: Any = "auto")
         found = fit(model, MeshSpec(DEFAULT_AXES, (1, devices)), device_memory_bytes, layout=layout)
         if found.fits:
             return found
+        # Stop where doubling the devices saves nothing: from here on, fewer and fewer dims divide.
         if last is not None and found.device_bytes >= last:
-            return None  # a larger mesh splits nothing further
+            return None
         devices, last = devices * 2, found.device_bytes
     return None

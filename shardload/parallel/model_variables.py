@@ -1,4 +1,4 @@
-"""A model's layers, all its variables, and the variable of each optimizer slot."""
+"""A model's layers, and all its variables."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any
 import keras
 
 from shardload.errors import UsageError
-from shardload.keras_bridge.model_state import slots_of, state_of
-from shardload.keras_bridge.tracking import LEAVES, bookkeeping_attributes, members_of
+from shardload.keras_bridge.model_state import state_of
+from shardload.keras_bridge.tracking import bookkeeping_attributes, members_of
 
 
 def layers(model: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
     """Yield every layer with its direct sub-layers, outermost first, each once."""
     seen: set[int] = set()
     queue = [model]
+    # The list grows while it is read: breadth first, and no recursion limit for deep models.
     for layer in queue:
         if id(layer) in seen:
             continue
@@ -35,8 +36,9 @@ def _children(layer: Any) -> list[Any]:
     """Return direct sub-layers, each once, in order of attachment: attributes, and lists and dicts of them."""
     found: dict[int, Any] = {}
     skipped = bookkeeping_attributes()
+    # Only models have a public `layers`; attributes are what every layer has.
     for name, attribute in list(vars(layer).items()):
-        for held in () if type(attribute) in LEAVES or name in skipped else _members(attribute):
+        for held in () if name in skipped else _members(attribute):
             if isinstance(held, keras.Layer) and held is not layer:
                 found[id(held)] = held
     return list(found.values())
@@ -62,22 +64,14 @@ def check_model(model: Any, *, to: str) -> None:
     """
     if not isinstance(model, keras.Layer):
         raise UsageError(
-            f"Cannot {to} {model!r:.60}: expected a keras.Model. Build it first, inside shardload.abstract() if it is "
-            "to have no values; `shardload plan NAME` on the command line plans by name"
+            f"Cannot {to} {model!r:.60}: expected a keras.Model. Build it first, inside shardload.abstract() to "
+            "allocate nothing; `shardload plan NAME` on the command line plans by name"
         )
 
 
 def all_variables(model: Any) -> dict[int, Any]:
     """Return every variable reachable from ``model`` by ``id``: its own, its optimizer's, metrics, samplers' seeds."""
     return {id(v): v for v in state_of(model)}
-
-
-def slots(model: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield pairs of an optimizer slot and its variable, where their shapes agree.
-
-    Not Adafactor's averages of rows and columns, which have other shapes.
-    """
-    yield from slots_of(model)
 
 
 def is_kind(layer: Any, *names: str) -> bool:

@@ -1,4 +1,4 @@
-"""What `shardload.parallel.check_numbers` found: comparisons with one device, and variables that are not as planned."""
+"""The report of `shardload.parallel.check_numbers`: results compared with one device, and misplaced variables."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from shardload.sharding.mesh import MeshSpec
 from shardload.units import format_bytes, plural
 
 _SHOWN = 5
+"""Differences that an error or a summary lists."""
 
 
 @dataclass(frozen=True, slots=True)
 class ComparedArray:
-    """One array of the sharded model beside that of the model on one device."""
+    """One array that the sharded model computed, compared with the same array on one device."""
 
     name: str
     """``output``, ``loss``, ``gradient of dense/kernel``, ``dense/kernel after 5 steps`` …"""
@@ -29,8 +30,8 @@ class ComparedArray:
     allowed: float
     """Largest absolute difference that rounding explains."""
     undefined: int = 0
-    """Elements that prove nothing: NaN on one device too, infinite where no element is finite, or made infinite or NaN
-    by rounding alone."""
+    """Elements that cannot be compared: NaN on one device too, infinite where no element is finite, or made infinite or
+    NaN by rounding alone."""
 
     @property
     def max_rel(self) -> float:
@@ -82,7 +83,7 @@ class Misplaced:
 
 @dataclass(frozen=True, slots=True)
 class NumbersCheck:
-    """Whether a sharded model computes what it computes on one device, and lies where it was planned."""
+    """Whether a sharded model computes the same as one device, and whether its shards are where the plan puts them."""
 
     mesh: MeshSpec
     comparisons: tuple[ComparedArray, ...]
@@ -94,11 +95,11 @@ class NumbersCheck:
     found_device_bytes: Mapping[int, int]
     """Bytes that their shards take, by the id of the device."""
     movements: int = 3
-    """How often rounding was measured: more often where the first movements did not explain a difference."""
+    """How often rounding was measured: 3 times, or 15 where the first three did not explain a difference."""
 
     @property
     def wrong(self) -> tuple[ComparedArray, ...]:
-        """Comparisons whose difference rounding does not explain, or that prove nothing, the largest first."""
+        """Comparisons whose difference rounding does not explain, or that could not be compared, the largest first."""
         found = [c for c in self.comparisons if not c.agrees]
         return tuple(sorted(found, key=lambda c: -c.max_rel))
 
@@ -145,6 +146,7 @@ class NumbersCheck:
             if not self.misplaced
             else f"{len(self.misplaced)} of {self.variables} variables NOT where planned",
         ]
+        # Of each kind of result, show the one that comes closest to its tolerance: the last of its name in this order.
         kinds = {c.name.partition(" of ")[0].partition("/")[0]: c for c in sorted(self.comparisons, key=_share)}
         shown = self.wrong[:_SHOWN] or tuple(kinds.values())
         return "\n".join([*lines, *(f"  {found}" for found in (*shown, *self.misplaced[:_SHOWN]))])
@@ -160,6 +162,7 @@ class NumbersCheck:
             "mesh": dict(zip(self.mesh.axes, self.mesh.sizes, strict=True)),
             "ok": self.ok,
             "comparisons": [
+                # JSON has no infinity or NaN.
                 {n: v if not isinstance(v, float) or math.isfinite(v) else None for n, v in asdict(c).items()}
                 | {"agrees": c.agrees}
                 for c in self.comparisons

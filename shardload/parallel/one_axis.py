@@ -33,7 +33,7 @@ def autoconfig(model: Any, device_count: int, layout: LayoutLike = "auto") -> La
 
 
 def mesh_for(layout: LayoutLike, device_count: int) -> MeshSpec:
-    """Return the mesh of a layout on ``device_count`` devices: a plan brings its own, whatever its axis is called.
+    """Return the mesh of a layout on ``device_count`` devices: a plan brings its own, with any axis name.
 
     Raises:
         UsageError: When ``device_count`` is not a positive integer.
@@ -43,6 +43,7 @@ def mesh_for(layout: LayoutLike, device_count: int) -> MeshSpec:
     if plan is None:
         return mesh
     own = plan.mesh
+    # Axes of one position split nothing, so `batch=1,model=4` counts as one axis.
     if sum(size > 1 for size in own.sizes) > 1:
         raise LayoutError(
             f"Cannot use the plan for {own} for tensor parallelism: it has several axes, expected one, such as 1x"
@@ -50,8 +51,8 @@ def mesh_for(layout: LayoutLike, device_count: int) -> MeshSpec:
         )
     if own.size != device_count:
         raise LayoutError(
-            f"Cannot use the plan for {own} on {plural(device_count, 'device')}: expected {own.size}. Use so many, or "
-            "plan again"
+            f"Cannot use the plan for {own} on {plural(device_count, 'device')}: expected {own.size}. Use "
+            f"{own.size}, or plan again"
         )
     return own
 

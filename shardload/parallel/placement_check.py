@@ -1,4 +1,4 @@
-"""Compare where live arrays really are with where they were planned, shard by shard."""
+"""Compare the shards of live arrays with the planned ones, device by device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardload.sharding.layout import Layout
 
 
 def check_placement(model: Any, choice: GivenLayouts, *, devices: Sequence[Any] | None = None) -> tuple[Misplaced, ...]:
-    """Return the variables of a live model whose shards are not those of the plan: none if all are right.
+    """Return the variables of a live model whose shards differ from the plan; an empty tuple if none does.
 
     Reads ``addressable_shards``: the part of the array on each device, and its bytes. Variables without a value are
     left out.
@@ -50,6 +50,7 @@ def misplaced(path: str, array: Any, layout: Layout, devices: Sequence[Any]) -> 
     """Return how an array differs from its layout, ``None`` if every device has the planned part of it."""
     shape, shards = tuple(array.shape), array.addressable_shards
     nbytes = layout.bounds(shape)[0].size * array.dtype.itemsize
+    # Only this process's shards can be read; the other processes check theirs.
     here = {device for device in devices if device.process_index == jax.process_index()}
     planned = {d: (box, nbytes) for d, box in zip(devices, layout.bounds(shape), strict=True) if d in here}
     if planned == {shard.device: (_bounds(shard.index, shape), shard.data.nbytes) for shard in shards}:

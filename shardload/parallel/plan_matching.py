@@ -1,4 +1,4 @@
-"""Which variable of a plan is which variable of a model.
+"""Match the variables of a plan with those of a model.
 
 the same paths                                   ─► by path
 paths that differ in numbers only (dense_7)      ─► in order: layers that were built again
@@ -25,13 +25,14 @@ def planned_variables(model: Any, plan: LayoutPlan) -> list[tuple[Any, PlannedVa
     """Pair the variables of a model with those of a plan.
 
     Raises:
-        LayoutError: When the plan is for another model, or several of its variables have a path that is asked for.
+        LayoutError: When the plan is for another model, or several of its variables share a path that the model has.
     """
     variables, by_path = list(model.variables), {v.path: v for v in plan.variables}
     if [tuple(v.shape) for v in variables] == [v.shape for v in plan.variables]:
         in_order = list(zip(variables, plan.variables, strict=True))
         if _renumbered([v.path for v in variables], [v.path for v in plan.variables]):
             return in_order  # several variables may have one path
+        # Not one name in common: a renamed model. With some in common, order could mix up layers of equal shapes.
         if not any(v.path in by_path for v in variables):
             return in_order
     if problems := _problems(variables, plan):
@@ -68,7 +69,9 @@ def _renumbered(paths: Sequence[str], planned: Sequence[str]) -> bool:
         if [name for name, _ in mine] != [name for name, _ in theirs]:
             return False
         for depth, ((_, new), (_, old)) in enumerate(zip(mine, theirs, strict=True), start=1):
+            # Per name and depth: `dense_3` and `conv_3` are counted apart, and so are the layers of each block.
             numbers["/".join(name for name, _ in mine[:depth])].add((old, new))
+    # Two layers whose numbers change places are not the same layers built again.
     return all(_increasing(sorted(found)) for found in numbers.values())
 
 

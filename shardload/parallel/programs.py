@@ -52,7 +52,7 @@ class StepProgram:
     fixed: frozenset[int] = frozenset()
     """``id`` of state whose dtype does not follow that of the model."""
     float32_update_bytes: int = 0
-    """Bytes that the optimizer needs during its update, in float32 whatever the dtype of the model."""
+    """Bytes that the optimizer needs during its update, in float32 even if the model is 16-bit."""
 
     def specs(self, devices: Sequence[Any]) -> State:
         """Return the state as shapes with shardings, without values."""
@@ -69,6 +69,7 @@ class StepProgram:
         state = jax.tree.map(lambda spec: spec.sharding, self.specs(devices))
         match self.kind:
             case "forward":
+                # Asking for outputs on the batch axis would add a gather of split logits that the model does not need.
                 return None, state["non_trainable"]
             case "gradients":
                 return None, state["trainable"], state["non_trainable"]
@@ -94,7 +95,7 @@ def program_of(
         training: ``None`` for inference, ``"gradients"``, or an optimizer or the name of one. One that is not built
             yet is built without values, and as it was afterwards.
         loss: See `loss_of`.
-        static: Arguments of ``call`` that are no arrays.
+        static: Arguments of ``call`` that are not arrays.
         devices: Devices in mesh order.
         on_mesh: Whether activations are laid out over the mesh; without, the program is for one device.
     """
@@ -116,6 +117,7 @@ def program_of(
         variables["optimizer"] = list(optimizer.variables)
         program = _program("training", _training(run, optimizer, losses), variables, choice)
         joint = [part for part in optimizers_in(optimizer) if isinstance(part, JointOptimizer)]
+        # The step counter and the learning rate keep their dtype in a 16-bit model.
         scalars = [v for v in optimizer.variables if not v.shape]
         fixed = frozenset(id(v) for v in (*scalars, *(v for part in joint for v in part.fixed_dtype_state)))
         yield replace(program, fixed=fixed, float32_update_bytes=sum(part.update_bytes for part in joint))
@@ -179,8 +181,10 @@ def _differentiated(run: _Run, losses: Callable[[Any, Any], Any], scale: Callabl
     """Return a function of state and batch that gives ((scaled loss, (loss, non-trainable values)), gradients)."""
 
     def of(trainable: list[Any], state: State, batch: Mapping[str, Any]) -> Any:
+        # `value_and_grad` differentiates its first argument, so the trainable values come apart from the state.
         state = {**state, "trainable": trainable}
         outputs, rest, added = run(state, batch["inputs"], training=True, **batch["kwargs"])
+        # `added`: what layers pass to add_loss, such as regularisers, which Keras' trainer adds as well.
         loss = losses(batch["target"], outputs) + sum(jnp.sum(each) for each in added or ())
         return scale(state, loss), (loss, rest)
 
@@ -239,6 +243,7 @@ def _built(optimizer: Any, weights: Sequence[Any], choice: LayoutChoice, devices
     if optimizer.built:
         with abstract():
             optimizer = type(optimizer).from_config(optimizer.get_config())
+    # A slot takes the layout of its weight as it is created, so weights have their planned layouts for that moment.
     unbuilt, before = OptimizerState.of(optimizer), [sharding_of(v) for v in weights]
     try:
         for variable in weights:

@@ -1,4 +1,4 @@
-"""The result: a layout for every variable, the rule behind it, and the fallbacks."""
+"""`LayoutChoice`: a layout for every variable, the rule behind it, and the fallbacks."""
 
 from __future__ import annotations
 
@@ -99,6 +99,7 @@ class LayoutChoice:
     @property
     def idle_axes(self) -> tuple[str, ...]:
         """Axes that should split weights and split none, although a variable has at least 1 MiB."""
+        # No warning for a layout that was requested or kept, or where every variable is too small to split.
         if self.mode in ("replicated", KEEP_LAYOUT) or all(v.nbytes < LARGE_BYTES for v in self.variables):
             return ()
         used = {axis for v in self.variables for axes in v.layout.spec for axis in axes}
@@ -148,6 +149,7 @@ class LayoutChoice:
             axis = self.mesh.batch_axis
             lines.append(f"axis {axis!r} splits the batch: this mesh has no axis to split weights over")
         lines += [*self.idle_notes, *self.guess_notes]
+        # One line per reason: a stack of layers has the same fallback in each of them.
         for why, count in Counter(f.why for f in self.fallbacks).items():
             first = next(f.variable for f in self.fallbacks if f.why == why)
             others = f" and {count - 1} more" if count > 1 else ""

@@ -1,4 +1,4 @@
-"""What a variable's dims mean for its layout: by its own dims, best first, or along another variable."""
+"""Roles: a variable is placed by its own dims, best first, or along another variable."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Wants:
     exact: bool = True
     """Whether any choice but the first dim is a fallback to report; ``False`` for the shape rule."""
     even_small: bool = False
-    """Whether to split it however small it is, because a user asked for it."""
+    """Whether to split it even if it is small, because a user's rule says so."""
 
 
 @dataclass(frozen=True, slots=True)

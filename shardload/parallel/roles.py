@@ -22,6 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shardload.keras_bridge.model_state import slots_of
 from shardload.keras_bridge.variables import stored_dtype
 from shardload.parallel import model_variables
 from shardload.parallel.chains import pairs
@@ -65,8 +66,10 @@ def roles(model: Any, *, by_user: bool = True) -> dict[int, Role]:
     own = {id(layer): model_variables.own_variables(layer, children) for layer, children in every}
     kernels = {id(layer): _kernels(layer, own[id(layer)]) for layer, _ in every}
     by_rule: dict[int, Role] = dict(by_layer_rules(layer for layer, _ in every)) if by_user else {}
-    # Users' rules first: a block pairs the kernels of its sub-layers before they are asked themselves.
+    # Users' rules win over everything derived below.
     found = dict(by_rule)
+    # Outermost layers first, and the first answer stays: a block that pairs its sub-layers' kernels knows more of
+    # them than each sub-layer does alone.
     for layer, children in every:
         below = (kernels[id(child)] for child in children)
         for role_of in (
@@ -75,14 +78,16 @@ def roles(model: Any, *, by_user: bool = True) -> dict[int, Role]:
         ):
             for key, role in role_of.items():
                 found.setdefault(key, role)
+    # A functional model's graph tells pairs for certain, so its answer replaces those by shape, but not users' rules.
     on_last_dim = {id(layer): found_there for layer, _ in every if (found_there := _on_last_dim(layer, own[id(layer)]))}
     on_last_dim = {key: one for key, one in on_last_dim.items() if id(one.kernel) not in by_rule}
     for layer, _ in every:
         found |= _chained(layer, on_last_dim, found, by_rule)
+    # Everything else, such as metrics and weights of unknown layers, goes by shape.
     for variable in model_variables.all_variables(model).values():
         found.setdefault(id(variable), by_shape(variable))
     # Last, and overwriting: to the shape rule above, a slot is a variable like any other.
-    for slot, variable in model_variables.slots(model):
+    for slot, variable in slots_of(model):
         found[id(slot)] = Follows("slot", variable, tuple(range(len(variable.shape))))
     return found
 
@@ -162,6 +167,7 @@ def _equation(layer: Any) -> tuple[str, str, str] | None:
 
 
 def _einsum_kernel(variable: Any, data: str, kernel: str, output: str) -> _Kernel:
+    # Letters in both the input and the output (a stack's own dim) are neither contracted nor produced.
     contracted = sorted((c for c in kernel if c in data and c not in output), key=data.index)
     produced = sorted((c for c in kernel if c in output and c not in data), key=output.index)
     return _Kernel(variable, kernel, tuple(map(kernel.index, contracted)), tuple(map(kernel.index, produced)))
@@ -193,6 +199,7 @@ def _feeds(first: _Kernel, second: _Kernel) -> bool:
     """
     made, width = first.size(first.outputs), first.size(first.inputs)
     inner = second.size(second.inputs)
+    # Only a kernel that restores the width can close a pair: the residual connection adds its output to the input.
     if second.size(second.outputs) != width or len(first.inputs) != 1:
         return False
     if first.is_matrix:
@@ -203,6 +210,7 @@ def _feeds(first: _Kernel, second: _Kernel) -> bool:
 def _matrix(kernel: _Kernel, rule: str) -> Wants:
     outputs, inputs = Dim(kernel.outputs[0], "output features"), Dim(kernel.inputs[0], "input features")
     wanted = (outputs, inputs) if rule == "column" else (inputs, outputs)
+    # A stack of experts comes last: an expert axis takes that dim first, other axes only if nothing else divides.
     rest = tuple(Dim(d, MATRICES) for d in range(len(kernel.labels)) if d not in (outputs.index, inputs.index))
     return Wants(rule, wanted + rest)
 
@@ -223,6 +231,7 @@ def _projection(kernel: _Kernel) -> Wants:
         return by_shape(kernel.variable)
     side = "input features" if rule == "heads out" else "output features"
     shape = kernel.variable.shape
+    # Several dims of heads (groups and heads within a group): the longest divides most often.
     by_size = sorted(heads, key=lambda d: -int(shape[d]))
     dims = [Dim(d, "heads") for d in by_size] + [Dim(d, side) for d in width] + [Dim(d, "head dims") for d in within]
     return Wants(rule, tuple(dims))
@@ -244,7 +253,8 @@ def _chained(
         changed[id(second.kernel)] = Wants("row", (second.inputs, second.outputs))
         for layer in pair.between:
             for v in model_variables.own_variables(layer):
-                features = len(v.shape) - (2 if len(v.shape) > 1 else 1)  # of a depthwise kernel, and of vectors
+                # A depthwise kernel ends in (features, multiplier), a vector in features.
+                features = len(v.shape) - (2 if len(v.shape) > 1 else 1)
                 dims = tuple(first.outputs.index if d == features else None for d in range(len(v.shape)))
                 changed[id(v)] = Follows("features", first.kernel, dims)
     return {key: role for key, role in changed.items() if key not in by_rule}
@@ -266,8 +276,10 @@ def _on_last_dim(layer: Any, own: Sequence[Any]) -> _LastDim | None:
         return None
     rank = len(kernel.shape)
     if is_kind(layer, "BaseConv", "BaseConvTranspose", "BaseSeparableConv"):
+        # With channels first or groups, a pair's split would not be one of the last dim.
         if layer.data_format != "channels_last" or getattr(layer, "groups", 1) != 1:
             return None
+        # Keras stores a transposed convolution's kernel as (…, outputs, inputs).
         inputs, outputs = (rank - 1, rank - 2) if is_kind(layer, "BaseConvTranspose") else (rank - 2, rank - 1)
         return _LastDim(kernel, Dim(inputs, "input channels"), Dim(outputs, "output channels"))
     equation = _equation(layer)
@@ -287,11 +299,13 @@ def _followers(layer: Any, kernel: _Kernel, own: dict[str, Any]) -> dict[int, Ro
     """Return the roles of bias, scale and LoRA factors of a Dense or EinsumDense, dim by dim along its kernel."""
     _, labels, output = _equation(layer) or ("", "", "")
     aligned = {"bias": output, "kernel_scale": output}  # both are broadcast against the output
+    # LoRA adds a @ b to the kernel: a has its leading dims, b its last one; "?" is the rank, too short to split.
     exact = {"lora_kernel_a": labels[:-1] + "?", "lora_kernel_b": "?" + labels[-1:]}
     found: dict[int, Role] = {}
     for name in own.keys() & (aligned.keys() | exact.keys()):
         variable = own[name]
         rank = len(variable.shape)
+        # Align a bias of fewer dims with the output's last ones, as broadcasting does.
         spelt = exact.get(name) or aligned[name].rjust(rank, "?")[-rank:] if rank else ""
         if len(spelt) == rank:
             found[id(variable)] = _along(name, variable, spelt, leader=kernel.variable, labels=labels)
@@ -300,6 +314,7 @@ def _followers(layer: Any, kernel: _Kernel, own: dict[str, Any]) -> dict[int, Ro
 
 def _along(rule: str, variable: Any, spelt: str, *, leader: Any, labels: str) -> Follows:
     dims = (
+        # A dim whose length differs from the leader's (1, or packed) cannot be split like it.
         labels.index(c) if c in labels and size == leader.shape[labels.index(c)] else None
         for c, size in zip(spelt, variable.shape, strict=True)
     )
@@ -313,7 +328,7 @@ def _embedding_roles(own: dict[str, Any]) -> dict[int, Role]:
     if table is None:
         return found
     rows, features = Dim(0, "vocabulary entries"), Dim(1, "features")
-    # A table that is wider than tall is no vocabulary: token types, segments.
+    # A table that is wider than tall has too few rows to split (token types, segments).
     tall = table.shape[0] >= table.shape[1]
     found[id(table)] = Wants("vocabulary", (rows, features) if tall else (features, rows))
     if (reverse := own.get("reverse_embeddings")) is not None:
@@ -328,6 +343,7 @@ def _embedding_roles(own: dict[str, Any]) -> dict[int, Role]:
         variable = own.get(name)
         if variable is not None and leader is not None:
             rank = len(variable.shape)
+            # A scale has one dim (rows) or more (groups within a row): take as many letters as it has dims.
             part = spelt[-rank:] if spelt.endswith("v") else spelt[:rank]
             found[id(variable)] = _along(name, variable, part, leader=leader, labels=labels)
     return found

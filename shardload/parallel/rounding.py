@@ -1,20 +1,20 @@
 """Which differences rounding explains.
 
-The tolerance follows from the arithmetic. A split sum runs in another order, so partial results are rounded
-otherwise. What this does to a result depends on the model: depth, cancellation, gradients that are zero in exact
-arithmetic, steps of Adam that depend on a sign. So it is measured: every weight is moved by one unit in the last place
-of the model's coarsest dtype, up or down by a seeded coin, and the model runs again on one device; three times, and
-fifteen times where these do not explain a difference.
+The tolerance follows from the arithmetic. Devices add partial sums in another order, so intermediate results are
+rounded differently. How far that moves a result depends on the model: depth, cancellation, gradients that are zero in
+exact arithmetic, steps of Adam that depend on a sign. So it is measured: every weight is moved by one unit in the last
+place of the model's coarsest dtype, up or down by a seeded coin, and the model runs again on one device; three times,
+and fifteen times where three do not explain a difference.
 
-NaN is equal to nothing: a result that is NaN on one device too, or infinite everywhere, proves nothing, and counts as
-wrong. Infinite elements among finite ones, such as masked logits, must be the same. Elements that a movement makes
-infinite or NaN, or finite again, prove nothing either: no difference could be too large for them.
+A result that is NaN on one device too, or infinite everywhere, cannot be compared and counts as wrong. Infinite
+elements among finite ones, such as masked logits, must be the same. Elements that a movement makes infinite or NaN, or
+finite again, cannot be compared either: any difference would be within their tolerance.
 
-Allowed is a difference of 8 times the largest movement of the same array, and never less than 8 units in the last place
-of its largest value: 8 = √64 is how far 64 independent roundings add up. The loss is one sum over all n elements of
-the output, whose order alone moves it by √n roundings of float32; these are allowed, too.
+The tolerance is 8 times the largest movement of the same array, and at least 8 units in the last place of its largest
+value: 8 = √64 is how far 64 independent roundings add up. The loss is one sum over all n elements of the output, whose
+order alone moves it by √n roundings of float32; the tolerance of a loss includes them.
 
-A missing reduction, a bias added on every device, or a wrong shard changes results by as much as they are: some 10⁵
+A missing reduction, a bias added on every device, or a wrong shard changes a result by about its own size: some 10⁵
 times the tolerance in float32, and a few times in bfloat16.
 """
 
@@ -54,6 +54,7 @@ def nudged(values: Any, eps: float, *, seed: int) -> Any:
     """Return a tree of host arrays with every float moved by about one unit in the last place, up or down."""
     coin = np.random.default_rng(seed)
 
+    # One generator for the whole tree: every array gets signs of its own, the same ones in every run with this seed.
     def move(value: Any) -> Any:
         if not jnp.issubdtype(value.dtype, jnp.floating):
             return value
@@ -77,16 +78,19 @@ def compare(name: str, found: Any, moved: Sequence[Any], expected: Any, *, eps: 
         terms: Number of float32 terms that it is a plain sum of.
     """
     elements, dtype = math.prod(expected.shape), str(expected.dtype)
+    # Integers and booleans (a seed, a counter) have no rounding: they are equal or not.
     if not jnp.issubdtype(expected.dtype, jnp.floating):
         return ComparedArray(name, dtype, elements, 1.0, float(not np.array_equal(found, expected)), 0.0)
     values = _doubles(expected)
     finite = values[np.isfinite(values)]
     largest = float(np.abs(finite).max(initial=0.0))
+    # One rounding is at most half a unit in the last place.
     order = math.sqrt(terms) * float(np.finfo("float32").eps) / 2 * largest if terms > 1 else 0.0
     runs = [_doubles(each) for each in moved]
     unstable = np.any([_overflows(each, values) for each in runs], axis=0)
     movement = max(_difference(each[~unstable], values[~unstable]) for each in runs)
     allowed = max(MARGIN * movement, MARGIN * eps * largest, order)
+    # Where nothing is finite, equal infinities would agree without saying anything.
     undefined = int((np.isnan(values) | unstable).sum()) if finite.size else elements
     difference = _difference(_doubles(found)[~unstable], values[~unstable])
     return ComparedArray(name, dtype, elements, largest, difference, allowed, undefined)

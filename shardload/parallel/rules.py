@@ -72,6 +72,7 @@ def read_rules(path: Path) -> RuleSet:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise LayoutError(f"Cannot read the layout rules {path}: {error}") from error
+    # What is left after the two known keys is a mistake.
     default, entries = content.pop("default", "auto"), content.pop("rule", [])
     if content or default not in DEFAULTS or not isinstance(entries, list) or not entries:
         raise LayoutError(
@@ -114,6 +115,7 @@ def from_mapping(rules: Mapping[str, Any], *, origin: str = "the layout") -> Rul
                 f"Cannot use {{{pattern!r}: {spec!r:.80}}} as a rule of {origin}: expected the path of a variable and "
                 "a mesh axis or None for each of its dims, such as {'dense/kernel': (None, 'model')}"
             )
+    # A PartitionSpec may leave out dims at the end, as in JAX; a tuple has one entry per dim, so that a typo is found.
     made = (Rule(p, tuple(map(_as_axes, spec)), isinstance(spec, PartitionSpec)) for p, spec in rules.items())
     return RuleSet(origin, tuple(made), "auto")
 
@@ -152,6 +154,7 @@ def from_layout_map(layout_map: Any, mesh: MeshSpec, *, origin: str) -> RuleSet:
             raise LayoutError(
                 f"Cannot use {origin} on the mesh {mesh}: it was made for {MeshSpec(names, sizes)}. Make it for {mesh}"
             )
+    # What no rule of a LayoutMap matches is replicated, as in Keras; other rules leave it to "auto".
     return RuleSet(origin, tuple(Rule(key, _tensor_spec(layout_map[key].axes)) for key in layout_map))
 
 
@@ -176,6 +179,7 @@ def apply(
             used.add(rule.pattern)
             placed[id(variable)] = _place(rule, variable, mesh=mesh, role=found[id(variable)], origin=rules.origin)
     for rule in rules.rules:
+        # A rule without effect is a typo, which Keras would answer by replicating the variable.
         if rule.pattern not in used and not rule.is_of_outputs:
             raise LayoutError(_matches_nothing(rule, [v.path for v in variables], rules.origin))
     return placed
@@ -242,6 +246,7 @@ def _placed(variable: Any, wanted: Layout, *, role: Role, rule: str) -> Variable
 
 def _matches_nothing(rule: Rule, paths: Sequence[str], origin: str, *, of: str = "variables") -> str:
     partly = [p for p in paths if re.search(rule.pattern, p)]
+    # Paths that contain a match first: whole paths are matched, and most patterns that match nothing are only a part.
     close = partly[:3] or difflib.get_close_matches(rule.pattern, paths, n=3, cutoff=0.3)
     hint = "it matches only a part of" if partly else "the nearest are"
     near = f"; {hint} {', '.join(close)}" if close else ""

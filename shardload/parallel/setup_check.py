@@ -1,4 +1,4 @@
-"""Check a sharded model against its plan and against the same model replicated: shardings, bytes, outputs."""
+"""Check a sharded model: shardings and bytes against the plan, outputs against the same model replicated."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from shardload.errors import UsageError
 from shardload.keras_bridge.binding import ModelBinding
 from shardload.keras_bridge.model_state import slots_of, state_of
 from shardload.keras_bridge.variables import has_value, value_of
+from shardload.parallel.device_ids import device_id
 from shardload.parallel.result import LayoutChoice
 
 TOLERANCES = {"float64": 1e-10, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 """Largest accepted difference, as a part of the largest output: devices add partial sums in another order, and each
 sum is rounded to the dtype that the model computes in (float32: 24 bits, float16: 11, bfloat16: 8)."""
 SAMPLE_BATCH, SAMPLE_LENGTH = 2, 8
-"""Lengths of unknown dims of a sample: the first dim, and all others."""
+"""Lengths of the open dims of a sample: its first dim, and every other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ def bytes_by_device(model: Any, variables: Sequence[Any] | None = None) -> dict[
     found: Counter[str] = Counter()
     for variable in state_of(model) if variables is None else variables:
         for shard in value_of(variable).addressable_shards if has_value(variable) else ():
-            found[f"{shard.device.platform}:{shard.device.id}"] += shard.data.nbytes
+            found[device_id(shard.device)] += shard.data.nbytes
     return dict(sorted(found.items()))
 
 
@@ -99,6 +100,7 @@ def _shardings(model: Any, choice: LayoutChoice, binding: ModelBinding) -> Check
         if planned is not None:
             wanted = binding.distribution.sharding(planned.layout)
         elif id(variable) in weight_of:
+            # A slot that was created after the choice is where its weight is.
             wanted = value_of(weight_of[id(variable)]).sharding
         else:  # created later: a metric, a learning rate
             wanted = binding.distribution.replicated(len(variable.shape))
@@ -119,6 +121,7 @@ def _bytes(model: Any, choice: LayoutChoice) -> Check:
 
 def _split(choice: LayoutChoice) -> Check:
     text = f"{choice.sharded} variables split, {choice.replicated} replicated over {choice.mesh.size} devices"
+    # On several devices, a model with no split variable would pass the other checks.
     return Check("split", choice.sharded > 0 or choice.mesh.size == 1, text)
 
 
@@ -128,6 +131,7 @@ def _split(choice: LayoutChoice) -> Check:
 def _outputs(model: Any, binding: ModelBinding, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Check, float]:
     if not args and not kwargs:
         args = (_sample(model),)
+    # One function for both, so only the placement of the values differs.
     everywhere = binding.distribution.replicated(0)
     inputs = jax.device_put((tuple(args), dict(kwargs)), everywhere)
     values = [[value_of(v) for v in group] for group in (model.trainable_variables, model.non_trainable_variables)]
