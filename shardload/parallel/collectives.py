@@ -6,7 +6,7 @@
 Each is defined by what every device has: its shard goes in, and its shard of the result comes out. An array that is
 replicated over an axis has equal shards there: its sum over the axis is the array times the size of the axis.
 
-Never `pmap`. After `keras` pull request 21792, which proposed these names.
+Never `pmap`, which ignores the mesh. The names are those of Keras pull request 21792.
 """
 
 from __future__ import annotations
@@ -136,6 +136,7 @@ def reduce_scatter(
                 f"Cannot divide dim {dim} of shards of shape {tuple(shard.shape)} into {parts} parts, one for each "
                 f"device along {', '.join(axes)}"
             )
+        # JAX has no scattered mean: divide the sum.
         found = jax.lax.psum_scatter(shard, axes, scatter_dimension=dim, tiled=True)
         return found / parts if op == "mean" else found
 
@@ -144,6 +145,7 @@ def reduce_scatter(
 
     def out(split: _Spec) -> _Spec:
         rest = _without(split, axes)
+        # Behind the axes that split the dim already: each of their shards is cut further.
         return (*rest[:dim], rest[dim] + axes, *rest[dim + 1 :])
 
     return _on_mesh(x, local, out, axes=axes, mesh=mesh, spec=spec)
@@ -188,6 +190,7 @@ def _names(axis_name: Axes) -> tuple[str, ...]:
 
 def _dim(x: Any, axis: int) -> int:
     rank = np.ndim(x)
+    # Booleans are integers in Python, but a dim True is a mistake.
     if isinstance(axis, bool) or not isinstance(axis, int | np.integer) or not -rank <= axis < rank:
         raise UsageError(f"Cannot use dim {axis!r:.60} of an array of shape {tuple(np.shape(x))}")
     return int(axis) % rank
@@ -195,6 +198,7 @@ def _dim(x: Any, axis: int) -> int:
 
 def _is_manual(axes: tuple[str, ...]) -> bool:
     """Whether an enclosing `jax.shard_map` runs this code once per device along these axes."""
+    # Inside shard_map, the axes that it maps over are "manual": code sees one device's shard along them.
     manual = set(jax.sharding.get_abstract_mesh().manual_axes)
     if manual & set(axes) and not set(axes) <= manual:
         raise MeshError(
@@ -258,6 +262,7 @@ def _on_mesh(
 
 def _onto(x: Any, mesh: Mesh | None, spec: PartitionSpec | None) -> Any:
     """Put an array that is on no mesh onto the caller's."""
+    # A tracer has no devices: `_placed` reads its sharding, or the caller's.
     if isinstance(x, jax.core.Tracer) or (isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding)):
         return x
     if mesh is None:
@@ -272,6 +277,7 @@ def _placed(x: Any, mesh: Mesh | None, spec: PartitionSpec | None) -> tuple[Mesh
     """Return the mesh of an array and how it is split there."""
     if isinstance(x, jax.core.Tracer):
         sharding = jax.typeof(x).sharding
+        # Axes of type Auto, JAX's default, hide the sharding inside jit. Guessing "replicated" would add a gather.
         if any(kind == jax.sharding.AxisType.Explicit for kind in sharding.mesh.axis_types):
             return sharding.mesh, _split(sharding.spec, np.ndim(x))
         if mesh is None or spec is None:
@@ -280,6 +286,7 @@ def _placed(x: Any, mesh: Mesh | None, spec: PartitionSpec | None) -> tuple[Mesh
                 "jax.shard_map or outside jax.jit"
             )
         return mesh, _split(spec, np.ndim(x))
+    # A contradiction is an error: to move the array here would hide a transfer.
     if mesh is not None and mesh != x.sharding.mesh:
         raise UsageError(
             f"Cannot use mesh={mesh}: the array is on {x.sharding.mesh}. Leave mesh out, or move the array"

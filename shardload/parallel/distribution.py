@@ -77,7 +77,7 @@ class AutoShardDistribution(keras.distribution.ModelParallel):  # type: ignore[m
 
         Raises:
             MeshError: When the mesh cannot be made.
-            UsageError: When there is a limit on device memory and no search that could keep it.
+            UsageError: When ``device_memory_bytes`` is given without ``layout="search"``.
         """
         if device_memory_bytes is not None and layout != "search":
             raise UsageError(
@@ -95,6 +95,7 @@ class AutoShardDistribution(keras.distribution.ModelParallel):  # type: ignore[m
         device_mesh = self._on_mesh.device_mesh
         self._rules: Any = layout if _is_layout_map(layout) else keras.distribution.LayoutMap(device_mesh)
         super().__init__(
+            # Empty: `get_variable_layout` applies the rules, after a variable's own layout.
             layout_map=keras.distribution.LayoutMap(device_mesh),
             batch_dim_name=spec.batch_axis,
             auto_shard_dataset=auto_shard_dataset,
@@ -107,6 +108,7 @@ class AutoShardDistribution(keras.distribution.ModelParallel):  # type: ignore[m
         """The limit that plans keep."""
         self.layout_of_models = layout
         """How layouts are chosen, for `shardload.parallel.choose`."""
+        # Weak keys: the distribution may live for the whole program, and must not keep its models alive.
         self._choices: weakref.WeakKeyDictionary[Model, LayoutChoice] = weakref.WeakKeyDictionary()
 
     @contextmanager
@@ -121,9 +123,11 @@ class AutoShardDistribution(keras.distribution.ModelParallel):  # type: ignore[m
 
     def get_variable_layout(self, variable: Variable) -> Any:
         """Return the `jax.sharding.NamedSharding` of a variable: its own, else a provisional one."""
+        # Once `shard` has chosen a layout, it stays, however often Keras asks.
         own = sharding_of(variable)
         if own is not None:
             return own
+        # `LayoutMap.__getitem__` returns None where no rule matches.
         by_rule = self._rules[variable.path]
         if by_rule is not None:
             return keras.distribution.TensorLayout(by_rule.axes, self.device_mesh).backend_layout
@@ -153,8 +157,10 @@ class AutoShardDistribution(keras.distribution.ModelParallel):  # type: ignore[m
             UsageError: When the model is not built and there are no sample inputs.
             LayoutError: When a rule of the layout cannot be applied, or matches nothing.
         """
+        # Bind before values are computed: a model that was just built is then initialised in its layouts.
         new = self._built(model, args, kwargs)
         choice = choose(model, self.mesh, self._layout_for(model, args, kwargs))
+        # Rules for outputs match paths that only a call shows, so they are checked apart from those for variables.
         if _is_layout_map(self.layout_of_models):
             check_output_rules(self.layout_of_models, output_paths(model, args, kwargs))
         bind(
@@ -197,6 +203,7 @@ class AutoShardDistribution(keras.distribution.ModelParallel):  # type: ignore[m
             UsageError: When ``make`` loads weights, or the model is not built and there are no sample inputs.
             LayoutError: As in `shard`.
         """
+        # Weights that `make` loads would be lost: its variables have no values to load into.
         with abstraction.abstract(), calls_to(_refuse_weights):
             model = make()
         self.shard(model, *args, **kwargs)

@@ -103,6 +103,7 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
     shardload import TensorParallelKeras``.
     """
 
+    # A flag rather than isinstance: packages below this one cannot import the class.
     is_its_model = True
     """Tells functions of this package, such as `shardload.restore`, to work on the plain model."""
 
@@ -140,9 +141,11 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
         count, plan = _one_count(device_count, world_size), given_plan(layout)
         wanted = count if plan is None or count is not None or device_ids is not None else plan.mesh.size
         devices = _devices(wanted, device_ids)
+        # autocast=False: the wrapped model casts its inputs itself, to its own compute dtype.
         super().__init__(name=kwargs.pop("name", None) or f"tensor_parallel_{model.name}", autocast=False, **kwargs)
         self.distributed_backend = "jax"
         """What moves data between devices."""
+        # For get_config. A plan itself, not the path of its file, which may be gone where the model is loaded.
         self._given: dict[str, Any] = {
             "device_count": count,
             "device_ids": device_ids,
@@ -167,6 +170,8 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the model: ``optimizer``, ``generate``, ``backbone``, ``inputs``."""
         model = vars(self).get("model")
+        # `model` is missing while Keras' constructor runs. Private names are Keras' own state, which the two models
+        # must not share.
         if model is None or name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(model, name)
@@ -189,6 +194,7 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
     def get_parallelism_info(self) -> ParallelismInfo:
         """Return devices, layouts and bytes, as they are now."""
         choice, weights = self.layouts, self.model.variables
+        # Counted on the devices, not taken from the plan.
         every = bytes_by_device(self.model).values()
         on_device = max(bytes_by_device(self.model, weights).values(), default=0)
         return ParallelismInfo(
@@ -250,7 +256,7 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
 
     @compiled.setter
     def compiled(self, _: bool) -> None:
-        """Ignored: the model knows."""
+        """Ignore what Keras' constructor sets: the wrapped model says whether it is compiled."""
 
     @property
     def metrics(self) -> list[Any]:
@@ -293,6 +299,7 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
         model = keras.saving.deserialize_keras_object(config.pop("model"), custom_objects=custom_objects)
         planned = planned_mesh(config["layout"])
         wanted = max(config["device_count"] or 0, len(config["device_ids"] or ()), planned.size if planned else 0)
+        # A saved model must load on a smaller machine: take all devices there, with a warning.
         if wanted > (here := len(jax.devices())):
             lost = ", with layout='auto': its plan is for more" if planned else ""
             text = f"{config['name']!r} was saved on {wanted} devices, and is loaded on {here}{lost}"
@@ -301,6 +308,7 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
         return cls(model, **config)
 
 
+# On the class: `keras.Model` defines these methods, so `__getattr__` would never be asked for them.
 for _name in OF_THE_MODEL:
     setattr(TensorParallelKeras, _name, _of_model(_name))
 

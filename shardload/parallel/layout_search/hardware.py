@@ -1,4 +1,4 @@
-"""What computing and communicating cost: the constants of a plan, stated in it."""
+"""Costs of computing and communicating. A plan states the constants it was made with."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ class Hardware:
                 f"Cannot plan with axis_bytes_per_s={self.axis_bytes_per_s!r:.60}: expected a bandwidth for each axis, "
                 "such as {'data': 1e10}"
             )
+        # An infinite rate would make all plans cost the same; 0 and NaN give no cost at all.
         rates = (self.flops_per_s, self.memory_bytes_per_s, self.link_bytes_per_s, *self.axis_bytes_per_s.values())
         if not all(map(_is_finite, (*rates, self.latency_s))) or min(rates) <= 0 or self.latency_s < 0:
             raise LayoutError(f"Cannot plan with {self}: rates must be positive and the latency not negative")
@@ -83,6 +84,8 @@ class Hardware:
         rate = self.axis_bytes_per_s.get(axis, self.link_bytes_per_s)
         if kind == "collective-permute":
             return nbytes / rate + self.latency_s
+        # A ring takes k - 1 steps, in each of which a device passes on 1/k of the result. An all-reduce is a
+        # reduce-scatter and an all-gather: two rounds.
         passes = 2 if kind == "all-reduce" else 1
         return passes * (size - 1) * (nbytes / size / rate + self.latency_s)
 

@@ -83,7 +83,7 @@ class DeviceBytes:
     gradients: int
     slots: int
     activations: int
-    """Or what the update of the optimizer needs beside its state, if that is more."""
+    """Or what the update of the optimizer needs in addition to its state, if that is more."""
 
     @property
     def total(self) -> int:
@@ -116,9 +116,9 @@ class LayoutPlan:
     """The cost constants, see `Hardware`."""
     notes: tuple[str, ...] = ()
     compiled: CompiledCheck | None = None
-    """What XLA made of it, once it was compiled."""
+    """Memory and collectives of the compiled step, if it was compiled."""
     numbers: ComparedNumbers | None = None
-    """What a sample batch gave, once it was compared with one device."""
+    """Results of a sample batch compared with one device, if they were."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -131,7 +131,7 @@ class LayoutPlan:
         return sum(e.nbytes for e in self.exchanges)
 
     def with_checks(self, *, compiled: CompiledStep | None = None, numbers: NumbersCheck | None = None) -> LayoutPlan:
-        """Return the plan with the results of checks, which `summary` and `to_json` then have.
+        """Return the plan with the results of checks, for `summary` and `to_json`.
 
         Args:
             compiled: What `shardload.parallel.compile_step` returned for this plan.
@@ -139,7 +139,7 @@ class LayoutPlan:
 
         Raises:
             LayoutError: When a check is about another mesh.
-            UsageError: When it is no check.
+            UsageError: When an argument is not a check.
         """
         for check, made_by in ((compiled, "compile_step"), (numbers, "check_numbers")):
             if check is not None and not hasattr(check, "mesh"):
@@ -206,7 +206,7 @@ class LayoutPlan:
             other: A plan, or the path of one that was saved.
 
         Raises:
-            LayoutError: When the file is no plan.
+            LayoutError: When the file is not a plan.
             UsageError: When ``other`` is neither.
         """
         if not isinstance(other, LayoutPlan | str | os.PathLike):
@@ -240,6 +240,8 @@ class LayoutPlan:
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise LayoutError(f"Cannot read the plan: its format is not {FORMAT!r}")
         try:
+            # JSON has lists for tuples and objects for dataclasses. The file is untrusted: a wrong key or type is a
+            # LayoutError below.
             known = {**data, "mesh": MeshSpec(tuple(data["mesh"]["axes"]), tuple(data["mesh"]["sizes"]))}
             known["variables"] = tuple(_variable(v) for v in data["variables"])
             known["device"] = DeviceBytes(**data["device"])
@@ -266,7 +268,7 @@ class LayoutPlan:
         """Read a plan that `save` wrote.
 
         Raises:
-            LayoutError: When the file is no plan, or cannot be read.
+            LayoutError: When the file is not a plan, or cannot be read.
         """
         return cls.from_json(read_plan(path))
 
@@ -278,7 +280,7 @@ class LayoutPlan:
 
         Raises:
             LayoutError: When the mesh is another one, or variables of one path have different layouts.
-            UsageError: When ``device_mesh`` is no mesh of Keras.
+            UsageError: When ``device_mesh`` is not a Keras mesh.
         """
         from keras.distribution import DeviceMesh, LayoutMap
 
@@ -292,7 +294,9 @@ class LayoutPlan:
             raise LayoutError(f"Cannot export the plan for {self.mesh} to a LayoutMap on {own}: the meshes differ")
         found = LayoutMap(device_mesh)
         for path, spec in self._specs_by_path().items():
+            # What no key matches is replicated by Keras anyway.
             if any(spec):
+                # Escaped and anchored: the key is for this path and no other, by re.search too.
                 found[f"^{re.escape(path)}$"] = tuple(map(_entry, spec))
         return found
 

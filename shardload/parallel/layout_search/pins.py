@@ -1,4 +1,4 @@
-"""Layouts that a search keeps as they are: users' rules for classes of layers, and what the caller pins."""
+"""Layouts that a search keeps fixed: users' rules for classes of layers, and the caller's pins."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ def fixed_specs(model: Any, mesh: MeshSpec, pins: Any) -> dict[int, Spec]:
         UsageError: When ``pins`` has another form.
     """
     ruled = by_layer_rules(layer for layer, _ in model_variables.layers(model))
+    # Pins come last and win: they are for this search, a layer rule is for every layout.
     fixed = {id(v): place(v, ruled[id(v)], mesh).layout.spec for v in model.variables if id(v) in ruled}
     if isinstance(pins, LayoutPlan):
         return fixed | _of_plan(model, mesh, pins)
@@ -47,6 +48,7 @@ def _of_plan(model: Any, mesh: MeshSpec, plan: LayoutPlan) -> dict[int, Spec]:
 
 def _of_rules(model: Any, mesh: MeshSpec, rules: rule_sets.RuleSet) -> dict[int, Spec]:
     pinned = rule_sets.apply(rules, model.variables, mesh=mesh, found=roles(model, by_user=True))
+    # As a layout, a rule that does not divide falls back with a report. A pin must hold exactly or fail.
     for refused in (v.fallback for v in pinned.values() if v.fallback is not None):
         raise LayoutError(
             f"Cannot pin {refused.variable!r} to {refused.wanted}: {refused.why}. Change or remove the pin"

@@ -1,4 +1,4 @@
-"""What checked a plan: its compiled step, and its numbers beside those of one device. Both are a part of the plan."""
+"""The checks that a plan carries: its compiled step, and its results compared with those of one device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class CompiledCheck:
     kind: str
     """``forward``, ``gradients`` or ``training``."""
     platform: str
-    """What it was compiled for, such as ``cpu``."""
+    """The platform it was compiled for, such as ``cpu``."""
     total_bytes: int
     argument_bytes: int
     temporary_bytes: int
@@ -78,7 +78,7 @@ class CompiledCheck:
 
 @dataclass(frozen=True, slots=True)
 class ComparedNumbers:
-    """What a sample batch gave under a plan, beside one device."""
+    """Results of a sample batch under a plan, compared with one device."""
 
     results: int
     """Outputs, losses, gradients and variables that were compared."""
@@ -105,6 +105,7 @@ class ComparedNumbers:
         return cls(
             len(check.comparisons),
             tuple(c.name for c in check.wrong),
+            # JSON has no infinity, and a result that differs that much is listed in `wrong`.
             max((share for share in shares if math.isfinite(share)), default=0.0),
             check.variables,
             tuple(m.path for m in check.misplaced),

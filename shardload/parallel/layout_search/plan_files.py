@@ -15,8 +15,8 @@ def read_plan(path: PathLike) -> Any:
     """Return the JSON in a file.
 
     Raises:
-        LayoutError: When there is no such file, it cannot be read, or it is no JSON.
-        UsageError: When ``path`` is no path.
+        LayoutError: When there is no such file, it cannot be read, or it is not JSON.
+        UsageError: When ``path`` is not a path.
     """
     file = _checked(path, to="read the plan")
     try:
@@ -35,7 +35,7 @@ def write_plan(path: PathLike, data: Any) -> None:
     """Write a plan as JSON, and the folders that its path lacks.
 
     Raises:
-        UsageError: When ``path`` is no path.
+        UsageError: When ``path`` is not a path.
         WriteError: When the file cannot be written.
     """
     file = _checked(path, to="write the plan")

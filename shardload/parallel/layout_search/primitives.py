@@ -2,7 +2,7 @@
 
 A rule takes the program, the equation and the operands' values, and returns the results' values. `RULES` has them by
 primitive name. A primitive without a rule constrains nothing: its operands are needed whole and its results are new,
-and the program's ``unknown`` counts it.
+and the program's ``unknown`` counts it, for the notes of the plan.
 """
 
 from __future__ import annotations
