@@ -13,6 +13,7 @@ from shardload.parallel.layout_search.shapes import fresh
 def reduce(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
     """Drop the reduced dims: where one is split, devices combine their results."""
     axes = eqn.params.get("axes", eqn.params.get("dimensions", ()))
+    # A variadic reduce has its initial values as operands too: scalars, without dims.
     for other in operands[1:]:
         for a, b in zip(operands[0].dims, other.dims, strict=False):
             program.unite(a, b)
@@ -33,6 +34,7 @@ def dot_general(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
     left, right = operands[:2]
     for a, b in zip((*left_sum, *left_batch), (*right_sum, *right_batch), strict=True):
         program.unite(left.dims[a], right.dims[b])
+    # The result has batch dims, then free dims of the left operand, then those of the right.
     free = [left.dims[d] for d in range(len(left.dims)) if d not in (*left_sum, *left_batch)]
     free += [right.dims[d] for d in range(len(right.dims)) if d not in (*right_sum, *right_batch)]
     made = fresh(program, eqn.outvars[0], [*(left.dims[d] for d in left_batch), *free])
@@ -57,6 +59,7 @@ def convolution(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
         if image.shape[d] > 1:
             program.need_whole(kernel, in_kernel, why="convolution")
     made = fresh(program, eqn.outvars[0], dims)
+    # With groups, input channels are contracted within each group, which `_channels` keeps whole or on one device.
     summed = [kernel.dims[in_channels]] if eqn.params["feature_group_count"] == 1 else []
     exchanges = [Exchange("all-reduce", n, made.nbytes, made.dims) for n in summed]
     flops = 2 * math.prod(shape) * math.prod(kernel.shape[d] for d in (in_channels, *window))
@@ -107,12 +110,14 @@ def gather(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]
             program.need_whole(table, d, why="gather")
     rest = [d for d in range(len(shape)) if d not in numbers.offset_dims]
     for at, d in zip(rest, range(len(indices.shape) - 1), strict=False):
+        # The last dim of the indices is the coordinate, not a dim of the result.
         dims[at] = indices.dims[d]
     for d, at in zip(batching, numbers.start_indices_batching_dims, strict=True):
         program.unite(table.dims[d], indices.dims[at])
     made = fresh(program, eqn.outvars[0], dims)
     exchanges = [Exchange("all-reduce", table.dims[d], made.nbytes, made.dims) for d in looked_up]
     whole = all(sizes[d] == table.shape[d] for d in window)
+    # A plain embedding lookup: whole rows, by one index.
     if len(looked_up) == 1 and whole and not batching:
         program.lookups.append(Lookup(table, looked_up[0], indices, made))
     program.store(made)
@@ -137,6 +142,8 @@ def scatter(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value
     for d, at in zip(batching, numbers.scatter_indices_batching_dims, strict=True):
         program.unite(value.dims[d], indices.dims[at])
     made = fresh(program, eqn.outvars[0], value.dims)
+    # Updates that are split like the result are added where they belong. Split along anything else, such as the batch,
+    # each device has a partial sum: the gradient of an embedding.
     own = {program.group(n) for n in made.dims}
     summed = [updates.dims[at] for at in rest if program.group(updates.dims[at]) not in own]
     exchanges = [Exchange("all-reduce", n, made.nbytes, made.dims) for n in summed]

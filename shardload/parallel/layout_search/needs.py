@@ -1,7 +1,8 @@
-"""What a solution needs on each device: weights, gradients, slots, and activations at the peak of a step."""
+"""The memory that a solution needs on each device: weights, gradients, slots, and activations at the peak of a step."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
@@ -25,7 +26,7 @@ def chosen(problem: Problem, solution: Solution) -> Iterator[tuple[WeightKind, W
 
 
 def _local(problem: Problem, nbytes: int, option: WeightOption) -> float:
-    return nbytes / float(np.prod(Layout(problem.mesh, option.spec).parts, initial=1))
+    return nbytes / math.prod(Layout(problem.mesh, option.spec).parts)
 
 
 def state_of(problem: Problem, solution: Solution) -> DeviceBytes:
@@ -59,6 +60,7 @@ def peak(problem: Problem, solution: Solution) -> tuple[int, Moment]:
     kinds = [_kinds_of(problem, v.dims) for v in values]
     parts = {k: problem.parts(k, assignment_of(problem, solution, k)) for k in set(kinds)}
     local = np.array([v.nbytes / parts[k] for v, k in zip(values, kinds, strict=True)])
+    # Bytes alive at each moment of the program: added at a value's birth, taken off after its last use, summed up.
     births = np.array([v.born for v in values])
     change = np.zeros(program.clock + 2)
     np.add.at(change, births, local)
@@ -67,6 +69,7 @@ def peak(problem: Problem, solution: Solution) -> tuple[int, Moment]:
     at = int(np.argmax(live))
     if live[at] < problem.update_bytes:
         return update
+    # By kinds of dims, so that the solver can weigh what other decisions would make of the same moment.
     stored: dict[tuple[int, ...], float] = defaultdict(float)
     for value, of_kinds in zip(values, kinds, strict=True):
         if value.born <= at <= value.last_use:

@@ -63,12 +63,12 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerNeeds:
-    """The state of an optimizer for each weight, and what its update needs beside it."""
+    """The state of an optimizer for each weight, and the memory that its update needs in addition."""
 
     slots: Mapping[int, tuple[Slot, ...]] = field(default_factory=dict)
     """By ``id(weight)``."""
     update_bytes: int = 0
-    """Bytes that every device needs during the update, whatever the layout; 0 where nothing is gathered for it."""
+    """Bytes that every device needs during the update under any layout; 0 where nothing is gathered for it."""
 
 
 def needs_of(optimizer: Any, weights: Sequence[Any]) -> OptimizerNeeds:
@@ -89,6 +89,7 @@ def needs_of(optimizer: Any, weights: Sequence[Any]) -> OptimizerNeeds:
     with _built(optimizer, weights) as own:
         spread, factors = spread_of(own), _factors(own)
         for slot, weight in state_in(own):
+            # State of no weight in particular is whole on every device, so any weight can count it.
             found[id(weights[0] if weight is None else weight)].append(_slot(slot, weight, spread, factors))
         update = sum(part.update_bytes for part in optimizers_in(own) if isinstance(part, JointOptimizer))
     return OptimizerNeeds({key: tuple(slots) for key, slots in found.items()}, update)
@@ -97,6 +98,7 @@ def needs_of(optimizer: Any, weights: Sequence[Any]) -> OptimizerNeeds:
 def _factors(optimizer: Any) -> Mapping[int, bool]:
     """Return which state an optimizer splits in its own way, by ``id``, with whether it must divide."""
     parts = [part for part in optimizers_in(optimizer) if isinstance(part, JointOptimizer)]
+    # Only which state it is matters here, so a mesh of one device is enough.
     one = MeshSpec(("x",), (1,))
     return {
         key: part.needs_even_state
@@ -138,6 +140,7 @@ def _built(optimizer: Any, weights: Sequence[Any]) -> Iterator[Any]:
     """Give the optimizer, built for these weights without values, on no mesh."""
     with abstract():
         made = checked_optimizer(optimizer)
+        # Built for another model: plan with a fresh optimizer of the same configuration.
         if made.built and {id(v) for v in weights_optimized(made)} != {id(v) for v in weights}:
             made = type(made).from_config(made.get_config())
     if made.built:

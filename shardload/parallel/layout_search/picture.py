@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 WIDTH = 40
 """Characters of a full bar."""
 NAME_WIDTH = 56
-"""Longer names of variables move the columns behind them."""
+"""Width of the column of names; a longer name moves the columns behind it."""
 PARTS = ("weights", "gradients", "slots", "activations")
 """Parts of the memory of a device, as fields of `DeviceBytes`."""
 
@@ -43,12 +43,14 @@ def groups(plan: LayoutPlan) -> list[Group]:
     found: dict[tuple[str, tuple[int, ...], Spec, tuple[str, ...]], list[tuple[str, PlannedVariable]]]
     found = defaultdict(list)
     for variable, own in zip(plan.variables, plan.names, strict=True):
+        # `decoder_block_7/…` of every block becomes one row, if shape and layout agree.
         name = re.sub(r"\d+", "*", variable.path)
         found[name, variable.shape, variable.spec, variable.stored].append((own, variable))
     made = []
     for (name, shape, spec, stored), members in found.items():
         layout = Layout(plan.mesh, spec)
         device_bytes = sum(v.nbytes for _, v in members) // math.prod(layout.parts)
+        # A variable on its own keeps its name, with its numbers.
         shown = members[0][0] if len(members) == 1 else name
         made.append(Group(shown, len(members), shape, layout, stored, device_bytes))
     return made
@@ -64,7 +66,7 @@ def plan_text(plan: LayoutPlan, *, ascii_only: bool = False) -> str:
 
 
 def _checks(plan: LayoutPlan) -> Iterator[str]:
-    """What is known beyond estimates."""
+    """One line for each check beyond the estimate."""
     if plan.compiled is not None:
         yield plan.compiled.line(plan.device_memory_bytes)
     if plan.numbers is not None:
@@ -72,7 +74,7 @@ def _checks(plan: LayoutPlan) -> Iterator[str]:
 
 
 def _memory(plan: LayoutPlan, block: str) -> Iterator[str]:
-    """One bar below the other, each beginning where the last one ends; the limit is the right border."""
+    """Bars below each other, each starting where the one above ends; the right border is the limit."""
     device, limit = plan.device, plan.device_memory_bytes
     full = max(limit or 0, device.total, 1)
     share = f" of {format_bytes(limit)} ({100 * device.total / limit:.0f} %)" if limit else ""

@@ -116,6 +116,7 @@ class Problem:
         for i, axis in enumerate(self.mesh.axes):
             if assignment[i] != exchange.group:
                 continue
+            # The exchange runs within groups along this axis; other axes have cut the result already.
             others = tuple(None if j == i else kind for j, kind in enumerate(assignment))
             local = exchange.nbytes / self.parts(exchange.dims, others)
             if exchange.kind == "collective-permute":
@@ -152,12 +153,15 @@ def make_problem(
     """
     program = traced.program
     kinds = _kinds(traced)
+    # Decided beforehand: the batch axis splits the batch, if it divides.
     batch = {kinds[program.group(n)] for n in traced.batch if n != UNSPLIT}
     length = _lengths(program, kinds)
     sizes = {axis: mesh.axis_size(axis) for axis in mesh.axes}
     pinned = {}
     if batch_axis is not None and batch and all(length[k] % sizes[batch_axis] == 0 for k in batch):
         pinned = {batch_axis: min(batch)}
+    # An axis can split one dim of a tensor. So two kinds in one tensor exclude each other on an axis, and a kind that a
+    # tensor has twice (a square kernel within a residual stream) cannot be split at all.
     tuples = {tuple(_kind(program, kinds, n) for n in dims) for dims in program.tensors}
     twice = {k for dims in tuples for k in dims if k != UNSPLIT and dims.count(k) > 1}
     conflicts = frozenset(
@@ -165,9 +169,11 @@ def make_problem(
     )
     needs = optimizer or OptimizerNeeds()
     weights = _weights(traced, kinds, pins or {}, needs.slots)
-    problem = Problem(mesh, hardware, traced, kinds, length, weights, (), conflicts, pinned, needs.update_bytes)
-    problem.sizes = sizes
+    problem = Problem(
+        mesh, hardware, traced, kinds, length, weights, (), conflicts, pinned, needs.update_bytes, sizes=sizes
+    )
     problem.candidates = tuple(_candidates(problem, exclude=twice | batch))
+    # Last, as work on dims that nothing can split is left out.
     problem.work = _work(program, kinds, {k for k, _ in problem.candidates} | set(pinned.values()))
     return problem
 
@@ -177,6 +183,7 @@ def _kind(program: Program, kinds: Mapping[int, int], node: int) -> int:
 
 
 def _candidates(problem: Problem, *, exclude: set[int]) -> Iterator[tuple[int, str]]:
+    # Dims of small variables alone (seeds, scalars of layers) would add decisions of no effect.
     large = [w for w in problem.weights if w.nbytes >= SMALL_BYTES]
     of_weights = sorted({k for w in large for k in w.kinds if k != UNSPLIT} - exclude)
     for axis in problem.mesh.axes:
@@ -204,13 +211,12 @@ def _kinds(traced: Traced) -> dict[int, int]:
     program = traced.program
     operations = Counter(_signature(program, op) for op in program.operations)
     weights = [(tuple(program.group(n) for n in v.dims), (v.shape, v.itemsize, w.trainable)) for w, v in traced.weights]
-    groups = sorted(
-        {g for dims, _ in weights for g in dims} | {program.group(n) for n in traced.batch}
-        | {g for dims, *_ in operations for g in dims}
-        - {UNSPLIT}
-    )  # fmt: skip
-    groups = [g for g in groups if g != UNSPLIT]
+    seen_in = itertools.chain(*(dims for dims, _ in weights), *(dims for dims, _ in operations))
+    # Sorted, so that every process numbers the kinds alike and arrives at the same plan.
+    groups = sorted({*seen_in, *(program.group(n) for n in traced.batch)} - {UNSPLIT})
     colour: dict[int, Any] = {g: (program.length(g), any(program.group(n) == g for n in traced.batch)) for g in groups}
+    # Each round adds to a group's colour those of its neighbours: weights and operations that have it as a dim, with
+    # the position and all other dims. Colours are hashes, as nested tuples would grow with every round.
     for _ in range(ROUNDS):
         seen: dict[int, Counter[Any]] = {g: Counter() for g in groups}
         for dims, about in weights:
@@ -224,6 +230,7 @@ def _kinds(traced: Traced) -> dict[int, int]:
                 if g != UNSPLIT:
                     seen[g][hash((i, about, colours))] += count
         colour = {g: hash((colour[g], frozenset(seen[g].items()))) for g in groups}
+    # By first occurrence, not by hash: hashes of strings differ between processes.
     numbers: dict[Any, int] = {}
     kinds = {g: numbers.setdefault(colour[g], len(numbers)) for g in groups}
     return _apart(program, kinds)
@@ -236,6 +243,7 @@ def _signature(program: Program, op: Any) -> tuple[tuple[int, ...], tuple[Any, .
     for e in op.exchanges:
         start = len(dims)
         dims += [program.group(e.group), *(program.group(n) for n in e.dims)]
+        # Positions in `dims` instead of groups, which differ from layer to layer.
         exchanges.append((e.kind, e.nbytes, start, len(dims)))
     return tuple(dims), (op.name, op.flops, op.nbytes, tuple(exchanges))
 
@@ -250,6 +258,7 @@ def _apart(program: Program, kinds: dict[int, int]) -> dict[int, int]:
         groups = {program.group(n) for n in dims if n != UNSPLIT} & kinds.keys()
         counted = Counter(kinds[g] for g in groups)
         clash |= {kind for kind, count in counted.items() if count > 1}
+    # Otherwise, one decision would split two dims of that tensor over the same axis.
     following = itertools.count(len(members))
     return {g: next(following) if k in clash else k for g, k in kinds.items()}
 
@@ -284,6 +293,7 @@ def _work(program: Program, kinds: Mapping[int, int], relevant: set[int]) -> tup
             if (k := kind(e.group)) != UNSPLIT
         )
         dims = tuple(sorted({kind(n) for n in op.dims} - {UNSPLIT}))
+        # The rest takes the same time under every plan, so the time of a step does not count it.
         if dims or exchanges:
             merged[op.name, dims, op.flops, op.nbytes, exchanges] += 1
     return tuple(

@@ -1,4 +1,4 @@
-"""What a traced program says of dims: which must be split alike, and what a split makes its devices exchange.
+"""A traced program, reduced to dims: which must be split alike, and what devices exchange when one is split.
 
 Dims of values that an operation maps onto each other form one *group*: splitting one over a mesh axis splits them all.
 The hidden dim of a feed-forward layer is one group, with a dim of two kernels, a bias and an activation:
@@ -39,7 +39,7 @@ class Value:
     born: int = 0
     last_use: int = 0
     stored: bool = False
-    """Whether the value needs a buffer, so it is not only an intermediate of a fused operation."""
+    """Whether the value needs a buffer of its own; an intermediate of a fused operation does not."""
     recomputed: bool = False
     """Whether it is a constant or a broadcast, which XLA makes again wherever it is read."""
     cast_of: Value | None = None
@@ -52,7 +52,7 @@ class Value:
 
     @property
     def origin(self) -> Value:
-        """The value that this one is, before casts and views that keep its shape."""
+        """The value before casts and views that keep its shape: the weight behind its cast to the compute dtype."""
         before = self.view_of if self.cast_of is None else self.cast_of
         return self if before is None or before.shape != self.shape else before.origin
 
@@ -122,6 +122,7 @@ class Program:
             return UNSPLIT
         parent = self._parent
         while parent[node] != node:
+            # Path halving keeps later look-ups short.
             parent[node] = parent[parent[node]]
             node = parent[node]
         return node
@@ -132,11 +133,13 @@ class Program:
 
     def unite(self, first: int, second: int) -> int:
         """Merge two groups and return the result; a dim of length 1 leaves the other as it is."""
+        # UNSPLIT is -1: the maximum is the other node.
         if UNSPLIT in (first, second):
             return max(first, second)
         a, b = self.group(first), self.group(second)
         if a != b:
             self._parent[b] = a
+            # A split must divide the length of every dim in the group.
             self._length[a] = math.gcd(self._length[a], self._length[b])
         return a
 
@@ -155,9 +158,7 @@ class Program:
 
     def any_length(self) -> int:
         """Return the node of a dim of a broadcast or a constant, which any length divides."""
-        self._parent.append(len(self._parent))
-        self._length.append(0)
-        return len(self._parent) - 1
+        return self.node(0)  # gcd(0, n) is n
 
     def value(
         self,
@@ -176,6 +177,7 @@ class Program:
         )
         made = Value(shape, itemsize, nodes, view_of, self.clock, self.clock)
         self.values.append(made)
+        # Only values of several dims can have a conflict: one axis cannot split two dims of a tensor.
         if len(nodes) > 1:
             self.tensors.add(nodes)
         return made
@@ -188,6 +190,7 @@ class Program:
     def keep_for_later(self, boundary: int) -> None:
         """Note that values from before a moment that are read after it need buffers: what the backward pass uses."""
         for value in self.values:
+            # Views share their root's buffer, and what is recomputed needs none.
             if value.view_of is None and not value.recomputed and value.born <= boundary < value.last_use:
                 value.stored = True
 
@@ -201,6 +204,7 @@ class Program:
     ) -> None:
         """Record an operation, as often as the enclosing loops repeat it."""
         n = self._repeat
+        # A dim of length 1 is never split, so it causes no exchange.
         grown = tuple(Exchange(e.kind, e.group, e.nbytes * n, e.dims) for e in exchanges if e.group != UNSPLIT)
         self.operations.append(Operation(name, tuple(dims), flops * n, nbytes * n, grown))
 
@@ -213,6 +217,7 @@ class Program:
     @contextmanager
     def repeated(self, times: int) -> Iterator[None]:
         """Record what follows as the body of a loop."""
+        # Nested loops multiply.
         before, self._repeat = self._repeat, self._repeat * max(times, 1)
         try:
             yield
@@ -220,5 +225,5 @@ class Program:
             self._repeat = before
 
     def can_follow(self, outer: int, inner: int) -> bool:
-        """Whether a dim of length ``outer`` can be split wherever it should be if it must follow one of ``inner``."""
+        """Whether every mesh axis that divides ``outer`` divides ``inner``: a dim of one can follow the other."""
         return all(inner % k == 0 for k in self.divisors if k > 1 and outer % k == 0)

@@ -11,6 +11,7 @@ from shardload.parallel.layout_search.primitives import RULES, unknown
 from shardload.parallel.layout_search.program import Program, Value
 from shardload.parallel.layout_search.shapes import fresh, itemsize
 
+# Where calls (jit, custom_jvp_call, remat, …) keep their program: the parameter differs by primitive.
 _INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
@@ -35,6 +36,7 @@ def _run(program: Program, jaxpr: Jaxpr, inputs: Sequence[Value]) -> list[Value]
 
     for eqn in jaxpr.eqns:
         operands = [value(v) for v in eqn.invars]
+        # Operands are used at the moment the results are born, so both are counted as alive then.
         program.clock += 1
         results = _equation(program, eqn, operands)
         program.use(*operands)
@@ -55,6 +57,7 @@ def _equation(program: Program, eqn: Any, operands: list[Value]) -> list[Value]:
     if rule is not None:
         return rule(program, eqn, operands)
     inner = next((eqn.params[key] for key in _INNER if key in eqn.params), None)
+    # The program inside a shard_map has the shapes of one device's shards: its dims cannot be compared with these.
     if inner is None or name == "shard_map" or len(_jaxpr(inner).invars) != len(operands):
         return unknown(program, eqn, operands)
     return _enter(program, inner, operands)
@@ -73,13 +76,16 @@ def _scan(program: Program, eqn: Any, operands: list[Value]) -> list[Value]:
     params = eqn.params
     n_consts, n_carry, length = params["num_consts"], params["num_carry"], params["length"]
     consts, carry, xs = operands[:n_consts], operands[n_consts : n_consts + n_carry], operands[n_consts + n_carry :]
+    # Iterations run one after the other and each needs its step on every device.
     for x in xs:
         program.need_whole(x, 0, why="scan")
     with program.repeated(length):
         steps = [program.value(x.shape[1:], x.itemsize, x.dims[1:]) for x in xs]
         results = _enter(program, params["jaxpr"], [*consts, *carry, *steps])
+    # The carry of one iteration is that of the next: a layout that changed inside would be exchanged each time.
     for before, after in zip(carry, results[:n_carry], strict=True):
         program.unite_dims(before, after)
+    # What an iteration returns gets a new first dim, and a buffer for all iterations.
     stacked = []
     for var, made in zip(eqn.outvars[n_carry:], results[n_carry:], strict=True):
         stacked.append(fresh(program, var, [None, *made.dims]))
@@ -101,7 +107,8 @@ def _while(program: Program, eqn: Any, operands: list[Value]) -> list[Value]:
 
 
 def _cond(program: Program, eqn: Any, operands: list[Value]) -> list[Value]:
-    """Enter every branch: results of all branches are split alike."""
+    """Enter every branch: the results of all branches are split alike."""
+    # The first operand chooses the branch. All branches count, as if they all ran.
     per_branch = [_enter(program, branch, operands[1:]) for branch in eqn.params["branches"]]
     for results in per_branch[1:]:
         for a, b in zip(per_branch[0], results, strict=True):

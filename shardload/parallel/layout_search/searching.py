@@ -62,7 +62,7 @@ def search(
         inputs: The first argument of a call, as arrays or ``jax.ShapeDtypeStruct``; by default what a functional model
             declares, with ``batch`` rows and ``sequence`` for every other open dim (512).
         arguments: Other arguments of a call, by name.
-        batch: Rows of the default inputs, over all devices; another number than a model fixes is refused.
+        batch: Rows of the default inputs, over all devices; a model that fixes another number is an error.
         sequence: Length of open dims of the default inputs.
         optimizer: Plan a training step with this optimizer, a name or an instance; by default, plan inference.
         device_memory_bytes: Hard limit for weights, gradients, slots and activations of each device.
@@ -73,7 +73,7 @@ def search(
         batch_axis: The axis that splits the batch; by default the mesh's.
 
     Raises:
-        DoesNotFitError: When no layout keeps the limit; the message says which limit would do.
+        DoesNotFitError: When no layout keeps the limit; the message says which limit is enough.
         LayoutError: When the model cannot be traced, or a pin is impossible or matches nothing.
         UsageError: When an argument is of the wrong kind.
     """
@@ -131,7 +131,7 @@ def check_built(model: Any) -> None:
 
     Raises:
         LayoutError: When it is not built.
-        UsageError: When it is no Keras model.
+        UsageError: When it is not a Keras model.
     """
     check_model(model, to="plan")
     # Keras counts a subclassed model as built after build(), even if its layers have to be called first.
@@ -154,7 +154,7 @@ def plan_problem(model: Any, problem: Problem, *, inputs: Any, batch_axis: str, 
         DoesNotFitError: When no layout keeps the limit.
         LayoutError: When pins contradict each other.
     """
-    limit = None if limit is None else int(limit)  # NumPy's integers are none of JSON's
+    limit = None if limit is None else int(limit)  # JSON takes no integers of NumPy
     demand = Demand(storage_axes=tuple(_storage_axes(problem.mesh, limit)))
     if limit is None:
         demand, solution = _best_product(problem, demand)
@@ -164,6 +164,7 @@ def plan_problem(model: Any, problem: Problem, *, inputs: Any, batch_axis: str, 
 
 
 def _storage_axes(mesh: MeshSpec, limit: int | None) -> Sequence[str]:
+    # Under a limit any axis may store weights split. Without one, only an axis that is named for it.
     return [a for a in mesh.axes if mesh.axis_size(a) > 1 and (limit is not None or mesh.axis_kind(a) == "fsdp")]
 
 
@@ -172,6 +173,7 @@ def _storage_axes(mesh: MeshSpec, limit: int | None) -> Sequence[str]:
 
 def _best_product(problem: Problem, demand: Demand) -> tuple[Demand, Solution]:
     """Return the solution with the least product of step time and weight bytes per device."""
+    # A product is not linear. So solve for time under rising limits of memory, and take the best product of the curve.
     least = _solved(problem, replace(demand, minimise="memory"))
     fewest = weight_bytes(problem, least)
     best: tuple[float, Demand, Solution] | None = None
@@ -180,8 +182,10 @@ def _best_product(problem: Problem, demand: Demand) -> tuple[Demand, Solution]:
         tried = replace(demand, state_limit_bytes=fewest * factor)
         found = _solved(problem, tried)
         product = found.seconds * weight_bytes(problem, found)
+        # Of equal products, the first, which needs less memory.
         if best is None or product < best[0] * (1 - 1e-6):
             best = product, tried, found
+        # Everything replicated is allowed now: a higher limit changes nothing.
         if fewest * factor >= whole:
             break
     assert best is not None
@@ -201,6 +205,8 @@ def _within(problem: Problem, demand: Demand, limit: int) -> tuple[Demand, Solut
     Only where that finds none, small weights are stored split too.
     """
     demand = replace(demand, limit_bytes=float(limit))
+    # The peak moves with the decisions, and a limit on every moment would be too many rows: add the moment of the last
+    # answer's peak, and solve again.
     moments: list[Moment] = []
     for _ in range(MOMENTS):
         found = solve(problem, demand)
@@ -217,6 +223,7 @@ def _within(problem: Problem, demand: Demand, limit: int) -> tuple[Demand, Solut
     found, least = _least(problem, demand)
     if least.total <= limit:
         return demand, found
+    # Small weights stay whole as long as possible; only if storing them split could suffice, start again with that.
     if not demand.small and least.total - small_bytes(problem, found) <= limit:
         return _within(problem, replace(demand, small=True, buffers=()), limit)
     raise _does_not_fit(problem, least, limit)
@@ -242,8 +249,9 @@ def _least(problem: Problem, demand: Demand) -> tuple[Solution, DeviceBytes]:
 def _does_not_fit(problem: Problem, least: DeviceBytes, limit: int) -> DoesNotFitError:
     state = least.total - least.activations
     what, way_out = "activations", "Use a larger mesh, a smaller batch, or a limit of that size"
+    # A larger mesh does not help: the update gathers state on every device.
     if least.activations <= problem.update_bytes:
-        what = "memory for the optimizer's update, whatever the mesh"
+        what = "memory for the optimizer's update, on any mesh"
         way_out = "Use a limit of that size, or let AdamW update more of the weights (REKLS: max_dimension, adamw_for)"
     return DoesNotFitError(
         f"No layout on {problem.mesh} needs at most {format_bytes_down(limit)} per device. The least found is "

@@ -42,10 +42,12 @@ def fresh(program: Program, var: Any, dims: Sequence[int | None] | None = None, 
 
 def elementwise(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
     """Unite the dims of all operands with the result's rank: scalars and dims of length 1 broadcast."""
+    # Binary primitives broadcast dims of length 1 implicitly. To require equal shapes here would split one group in
+    # two: for a transformer block, the residual stream.
     results = []
     for i, var in enumerate(eqn.outvars):
         shape = tuple(var.aval.shape)
-        if len(eqn.outvars) == len(operands) > 1 and eqn.primitive.name != "threefry2x32":
+        if len(eqn.outvars) == len(operands) > 1:
             same = [operands[i]]  # optimization_barrier and its like: one result per operand
         else:
             same = [v for v in operands if len(v.shape) == len(shape)]
@@ -55,11 +57,13 @@ def elementwise(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
                 if n != UNSPLIT and shape[d] == value.shape[d]:
                     known = dims[d]
                     dims[d] = n if known is None else program.unite(known, n)
+        # These share the buffer of their operand.
         view = same[0] if eqn.primitive.name in VIEWS and same else None
         results.append(fresh(program, var, dims, view_of=view))
         if eqn.primitive.name == "convert_element_type":
             results[-1].cast_of = operands[0]
     if results and eqn.primitive.name not in VIEWS:
+        # Fused elementwise work is bound by memory, so its flops are not counted.
         program.work("elementwise", results[0].dims, nbytes=results[0].nbytes)
     return results
 
@@ -110,7 +114,10 @@ def reshape(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value
     """Carry one dim, the outermost, of each block of dims that is merged or divided; the others must be whole."""
     value, new = operands[0], tuple(eqn.outvars[0].aval.shape)
     dims: list[int | None] = [None] * len(new)
+    # Entries are in row-major order: a split of the outermost dim of a block is the same ranges of entries before and
+    # after. A split of an inner dim is not, so the value is gathered.
     for old_block, new_block in _blocks(value.shape, new):
+        # Dims of length 1 come and go without moving anything.
         olds = [d for d in old_block if value.shape[d] != 1]
         news = [d for d in new_block if new[d] != 1]
         if not olds or not news:
@@ -146,6 +153,7 @@ def _carried(
     longer, shorter = max(before, after), min(before, after)
     if longer % shorter:
         return None
+    # (4, 8) merged to 32, or back: if each axis that divides 32 divides 4 as well, they can share a group.
     if program.can_follow(longer, shorter):
         return first, to, program.unite(value.dims[first], program.node(after))
     if before > after and len(news) > 1 and before == after * new[news[1]]:
@@ -161,6 +169,7 @@ def _blocks(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int],
         olds: list[int] = []
         news: list[int] = []
         a = b = 1
+        # Take dims from the side with the smaller product until both sides have as many entries.
         while not (olds and news and a == b):
             if (a <= b or j >= len(new)) and i < len(old):
                 a, i = a * old[i], i + 1
@@ -174,15 +183,14 @@ def _blocks(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int],
     return blocks
 
 
-SLICE_TIMES = 32
-"""Likewise for one slice of a split dim: XLA carries the split on into all that the slice is combined with. For BERT's
-table of positions that is the residual stream, and half as many bytes again as everything else."""
-PARTS_TIMES = 3
-"""What XLA moves where an operation takes parts of a split dim, as a multiple of the operand: neighbours exchange
-edges, and pieces are dealt out again. Measured on compiled programs: rotary embeddings, gates, skip connections."""
-
-
 # ---- parts of dims ---------------------------------------------------------------------------------
+
+PARTS_TIMES = 3
+"""Bytes that XLA moves where an operation takes parts of a split dim, as a multiple of the operand's: neighbours
+exchange edges, and pieces are dealt out again. Measured on compiled programs: rotary embeddings, gates, skips."""
+SLICE_TIMES = 32
+"""The same for one slice of a split dim: XLA carries the split on into all that the slice is combined with. For BERT's
+table of positions that is the residual stream, and half as many bytes again as everything else."""
 
 
 def _keeping(
@@ -227,11 +235,13 @@ def tile(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
 def along_one_dim(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
     """Carry every dim but the one that a scan, a sort or a reversal runs along."""
     params = eqn.params
+    # The parameter differs by primitive: cumsum and split say axis, sort says dimension; others use the last dim.
     named = [params[key] for key in ("axis", "dimension", "dimensions", "axes") if key in params]
     along = named[0] if named else len(operands[0].shape) - 1
     dims = {along % max(len(operands[0].shape), 1)} if isinstance(along, int) else set(along)
     for other in operands[1:]:
         for d, n in enumerate(other.dims):
+            # A sort may have several operands of one shape, sorted together.
             if len(other.shape) == len(operands[0].shape) and d not in dims:
                 program.unite(n, operands[0].dims[d])
     return _keeping(program, eqn, operands[0], lambda d: d not in dims)
@@ -270,8 +280,7 @@ def stack(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
     """Unite all dims of the operands; the new dim follows none."""
     axis, first = eqn.params["axis"], operands[0]
     for other in operands[1:]:
-        for a, b in zip(first.dims, other.dims, strict=True):
-            program.unite(a, b)
+        program.unite_dims(first, other)
     dims: list[int | None] = list(first.dims)
     dims.insert(axis, None)
     return [fresh(program, eqn.outvars[0], dims)]

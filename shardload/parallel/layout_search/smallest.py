@@ -66,10 +66,11 @@ def search_smallest_mesh(
     if inputs is None:
         inputs = input_specs(model, batch=batch or BATCH_PER_POSITION, sequence=sequence)
     check_rows(model, inputs, batch)
+    # Recording runs the model's Python once; each mesh only reads the record for the sizes of its axes.
     recorded = record(model, inputs, training=optimizer is not None, arguments=arguments)
     needs, hardware = needs_of(optimizer, model.trainable_variables), Hardware.of(hardware)
     if needs.update_bytes >= device_memory_bytes:
-        return None  # whatever the layout
+        return None  # no layout makes this smaller
     traces: dict[frozenset[int], Traced] = {}
     least: float = float("inf")
     for devices in _powers(max_devices, start=_fewest(recorded, needs, device_memory_bytes)):
@@ -107,10 +108,11 @@ def _traced(recorded: Recorded, mesh: MeshSpec, known: dict[frozenset[int], Trac
 
 
 def _fewest(recorded: Recorded, needs: OptimizerNeeds, device_memory_bytes: int) -> int:
-    """Return a number of devices that no plan can do with less than: all state, split evenly."""
+    """Return a lower bound on the number of devices: all state, split evenly over them."""
     total = 0.0
     for at, variable in enumerate(recorded.variables):
         trained = recorded.training and at < recorded.trainable
+        # A trained weight has a gradient of its own size.
         total += nbytes(variable) * (2 if trained else 1)
         total += sum(s.nbytes for s in needs.slots.get(id(variable), ()) if s.follows != "nothing")
     return int(total // max(device_memory_bytes, 1))
@@ -125,7 +127,7 @@ def _powers(most: int, *, start: int) -> Iterator[int]:
 
 
 def _shapes(devices: int, *, rows: int) -> Iterator[MeshSpec]:
-    """Yield every mesh of so many devices whose batch axis divides the rows."""
+    """Yield every mesh of ``devices`` devices whose batch axis divides the rows."""
     batch = 1
     while batch <= devices:
         if rows % batch == 0:

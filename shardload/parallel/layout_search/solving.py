@@ -28,9 +28,9 @@ SMALL_BYTES = 1 << 16
 """A variable of fewer bytes is not stored split where its use needs it whole: the gather costs more than it saves.
 Where nothing fits otherwise, it is, see `Demand.small`."""
 TIME_LIMIT_S = 60.0
+"""After this time HiGHS returns the best decisions it has."""
 TIE_BREAK = 1e-4
 """Weight of time where memory is minimised: of equal memory, the faster wins."""
-
 
 Moment = tuple[tuple[tuple[int, ...], float], ...]
 """What is stored at one moment of the program: kinds of dims, and bytes."""
@@ -110,6 +110,7 @@ def weight_options(problem: Problem, weight: WeightKind, demand: Demand) -> Iter
 
 
 def _may_have(weight: WeightKind, spec: Spec) -> bool:
+    # As sets: a pin may name the axes of a dim in another order, and keeps its own.
     return weight.pin is None or [set(axes) for axes in spec] == [set(axes) for axes in weight.pin]
 
 
@@ -131,12 +132,13 @@ def _may_store(problem: Problem, weight: WeightKind, axis: str, demand: Demand) 
         return False
     if axis in demand.storage_axes:
         return True
+    # An axis for weights that cannot split the use of this one may still split its storage, instead of copies.
     splits_weights = problem.mesh.axis_kind(axis) != "batch"
     return splits_weights and not any((k, axis) in problem.candidates for k in weight.kinds)
 
 
 def gather_s(problem: Problem, weight: WeightKind, option: WeightOption) -> float:
-    """Return the seconds to gather one weight for use, forward and backward, or saved by moving the batch to it."""
+    """Return the seconds to gather a weight for use, forward and backward; negative if moving the batch saves time."""
     if option.moved:
         return sum(d.seconds for d in differences(problem, weight, option.assignment, option.moved))
     local = weight.nbytes / problem.parts(weight.kinds, option.assignment)
@@ -157,14 +159,10 @@ def solve(problem: Problem, demand: Demand) -> Solution | None:
     if result is None:
         return None
     split = frozenset(key for key, column in model.binaries.items() if result[column] > 0.5)
-    chosen = []
-    for columns in model.options:
-        chosen.append(max(columns, key=lambda pair: result[pair[1]])[0])
-    return Solution(split | set(_pinned(problem)), tuple(chosen), model.seconds(result))
-
-
-def _pinned(problem: Problem) -> Iterator[tuple[int, str]]:
-    return ((kind, axis) for axis, kind in problem.pinned.items())
+    # The solver's integers are 0.9999997 or so: take the largest share, and compare with 0.5 above.
+    chosen = [max(columns, key=lambda pair: result[pair[1]])[0] for columns in model.options]
+    pinned = {(kind, axis) for axis, kind in problem.pinned.items()}
+    return Solution(split | pinned, tuple(chosen), model.seconds(result))
 
 
 @dataclass(slots=True)
@@ -180,9 +178,9 @@ class _Model:
     _rows: list[tuple[dict[int, float], float, float]] = field(default_factory=list)
     _shares: dict[tuple[int, ...], list[tuple[Assignment, int]]] = field(default_factory=dict)
     _memory: list[dict[int, float]] = field(default_factory=list)
-    _constant_s: float = 0.0
 
     def __post_init__(self) -> None:
+        # The decisions, then the costs that depend on them, then the limits.
         for key in self.problem.candidates:
             self.binaries[key] = self._column(integral=True)
         for kind, axis, value in self.demand.forced:
@@ -209,6 +207,8 @@ class _Model:
             for (other, again), second in self.binaries.items():
                 if column >= second:
                     continue
+                # Two decisions exclude each other if they split two dims of one tensor over one axis, or one dim over
+                # two axes whose product does not divide it.
                 clash = axis == again and frozenset((kind, other)) in self.problem.conflicts
                 both = self.problem.sizes[axis] * self.problem.sizes[again]
                 if clash or (kind == other and self.problem.length[kind] % both):
@@ -223,6 +223,7 @@ class _Model:
         kinds = tuple(sorted(set(kinds) - {UNSPLIT}))
         if kinds in self._shares:
             return self._shares[kinds]
+        # Shares need not be integers: once the binaries are, their marginals leave one assignment a share of 1.
         made = [(assignment, self._column()) for assignment in self.problem.assignments(kinds)]
         self._shares[kinds] = made
         self._rows.append((dict.fromkeys((c for _, c in made), 1.0), 1.0, 1.0))
@@ -242,6 +243,7 @@ class _Model:
         only: dict[int, float] = {}
         for weight in self.problem.weights:
             found = [
+                # The marginals fix only how a weight is used: how it is stored is a decision of its own, so an integer.
                 (o, self._column(integral=bool(o.stored or o.moved)))
                 for o in weight_options(self.problem, weight, self.demand)
             ]
@@ -253,6 +255,7 @@ class _Model:
                 )
             self.options.append(found)
             self._rows.append((dict.fromkeys((c for _, c in found), 1.0), 1.0, 1.0))
+            # A weight is split for use as the operations that read it are.
             self._marginals([(o.assignment, c) for o, c in found], tuple(sorted(set(weight.kinds) - {UNSPLIT})))
             count = len(weight.members)
             for option, column in found:
@@ -274,6 +277,7 @@ class _Model:
 
     def _limit(self) -> None:
         if self.demand.minimise == "memory":
+            # Minimise the largest of all moments: one more column, which no moment may exceed, in units of `whole`.
             whole = max(sum(self._memory[0].values()), 1.0)
             worst = sum(self._time) or 1.0
             self._time = [TIE_BREAK * t / worst for t in self._time]
@@ -288,6 +292,7 @@ class _Model:
         count = len(self._time)
         data, rows, columns, low, high = [], [], [], [], []
         for i, (row, lower, upper) in enumerate(self._rows):
+            # HiGHS has absolute tolerances of about 1e-7, and rows are in bytes or in counts: scale each to 1.
             scale = max((abs(v) for v in row.values()), default=1.0) or 1.0
             rows += [i] * len(row)
             columns += list(row)
@@ -297,6 +302,7 @@ class _Model:
         matrix = csr_array((data, (rows, columns)), shape=(len(self._rows), count))
         upper_bounds = np.ones(count)
         if self.demand.minimise == "memory":
+            # The peak, the last column, may exceed its unit; shares and binaries are at most 1.
             upper_bounds[-1] = np.inf
         scale = max(*map(abs, self._time), 1e-30)
         found = milp(
@@ -306,6 +312,7 @@ class _Model:
             bounds=Bounds(np.zeros(count), upper_bounds),
             options={"time_limit": TIME_LIMIT_S, "mip_rel_gap": 1e-6},
         )
+        # Status 2 is infeasible, which is an answer. Without decisions for any other reason, the solver gave up.
         if found.x is None and found.status != 2:
             raise LayoutError(f"Cannot plan: the solver stopped with {found.message!r}")
         return None if found.x is None else np.asarray(found.x)

@@ -1,4 +1,4 @@
-"""State a solution as a plan: the layout of each variable and why, exchanges, and what the opposite would cost."""
+"""Turn a solution into a plan: the layout and reason of each variable, exchanges, and the cost of the opposites."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _notes(problem: Problem, batch_axis: str) -> list[str]:
     )
     of_weights = mesh.axis_kind(batch_axis) in ("model", "expert") and mesh.axis_size(batch_axis) > 1
     update = (
-        f"the optimizer needs {format_bytes(problem.update_bytes)} on each device for its update, whatever the layout: "
+        f"the optimizer needs {format_bytes(problem.update_bytes)} on each device for its update, under any layout: "
         "activations count at least that much. Its time and its collectives are not counted"
     )
     return (
@@ -91,12 +91,14 @@ def _exchanges(problem: Problem, solution: Solution) -> list[PlannedExchange]:
     for weight, option in chosen(problem, solution):
         for axis, _ in option.stored:
             entry, count = found["all-gather", axis], len(weight.members)
+            # Gathered weights are not kept for the backward pass, so they are gathered again.
             entry[0] += count * (2 if problem.traced.training else 1)
             entry[1] += count * weight.nbytes / problem.parts(weight.kinds, option.assignment)
             entry[2] += count * gather_s(problem, weight, option)
         if option.moved:
             for change in differences(problem, weight, option.assignment, option.moved):
                 entry, count = found[change.kind, "+".join(change.axes)], len(weight.members)
+                # An exchange that falls away counts negative, against the one in `problem.work`.
                 entry[0] += math.copysign(count, change.nbytes)
                 entry[1] += count * change.nbytes
                 entry[2] += count * change.seconds
@@ -107,6 +109,7 @@ def _decisions(problem: Problem, demand: Demand, solution: Solution, names: Mapp
     made = []
     for kind, axis in problem.candidates:
         done = (kind, axis) in solution.split
+        # What the opposite costs: the best plan with only this decision turned round.
         other = solve(problem, replace(demand, forced=((kind, axis, not done),)))
         longer = None if other is None else other.seconds - solution.seconds
         made.append(Decision(axis, done, problem.length[kind], tuple(_members(problem, kind, names)), longer))
@@ -132,6 +135,7 @@ def _variables(model: Any, problem: Problem, solution: Solution) -> list[Planned
             made[id(variable)] = PlannedVariable(
                 variable.path, weight.shape, weight.nbytes, option.spec, stored, weight.trainable, reason
             )
+    # Kinds are in any order; a plan lists variables as the model does.
     order = {id(variable): at for at, variable in enumerate(model.variables)}
     return [made[key] for key in sorted(made, key=lambda key: order.get(key, len(order)))]
 

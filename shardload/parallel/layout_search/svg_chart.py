@@ -27,7 +27,7 @@ BYTES_RIGHT, SPARK_WIDTH = 856, 72
 NAME_CHARACTERS = 46
 SUBTITLE_CHARACTERS = 130
 MOST_MARKS = 16
-"""A dim that is split into more parts has as many marks: more would be a grey box."""
+"""Marks of a dim at most, also where it is split into more parts: more would be a grey box."""
 PART_COLOURS = {"weights": "#6ea8fe", "gradients": "#f4a582", "slots": "#c2a5cf", "activations": "#8fd19e"}
 AXIS_COLOURS = ("#7cc4e8", "#f6c971", "#d9a6d6", "#9fd8a8", "#f29e8e")
 STYLE = """\
@@ -82,6 +82,7 @@ def _box(x: float, y: float, size: tuple[float, float], attributes: str, title: 
 def _memory(plan: LayoutPlan) -> Iterator[str]:
     """A stacked bar, with the limit as a line, and a legend below."""
     device, limit = plan.device, plan.device_memory_bytes
+    # A plan over its limit is drawn to its own total, with the limit as a line inside.
     full, wide = max(limit or 0, device.total, 1), WIDTH - 2 * MARGIN
     of = f" of {format_bytes(limit)} ({100 * device.total / limit:.0f} %)" if limit else ""
     yield _text(MARGIN, BAR_TOP - 12, f"Memory per device: {format_bytes(device.total)}{of}")
@@ -136,6 +137,7 @@ def _dim(row: Group, d: int, y: float, axes: Sequence[str]) -> Iterator[str]:
     """A box for a dim, in bands of the colours of its axes, with a mark between the parts of two devices."""
     x = DIMS_LEFT + (DIM_WIDTH + DIM_GAP) * d
     split, parts = row.layout.spec[d], row.layout.parts[d]
+    # 64: room for the number of bytes, which is right-aligned.
     if x + DIM_WIDTH > BYTES_RIGHT - 64:
         return  # the tooltip has all dims
     yield _box(x, y, (DIM_WIDTH, 22), 'class="plain"')

@@ -5,7 +5,7 @@
     rows split over model, batch   the batch is moved to the rows: every device looks the whole batch up in its rows,
                                    and results are added up; backward, the gradients of the results are gathered
 
-The second is less for few tokens and many words. XLA does it without being told, wherever the rows are laid out so.
+The second moves fewer bytes for few tokens and many words. XLA does it by itself wherever rows have that layout.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class Difference:
 
 
 def table_of(program: Program, value: Value) -> Table | None:
-    """Return how a weight is looked up in, or ``None`` where that happens not once."""
+    """Return how a weight is looked up in, or ``None`` unless that happens exactly once."""
+    # By origin: a lookup reads the table after its cast to the compute dtype.
     found = [lookup for lookup in program.lookups if lookup.table.origin is value]
     if len(found) != 1:
         return None
@@ -62,6 +63,7 @@ def moves_batch(problem: Problem, weight: WeightKind, assignment: Assignment) ->
     (axis, batch), *_ = problem.pinned.items()
     rows = weight.kinds[table.dim]
     others = [k for a, k in zip(problem.mesh.axes, assignment, strict=True) if a != axis and problem.sizes[a] > 1]
+    # A tied table is multiplied with the batch for the logits, too, and those of the whole batch would cost more.
     read_with_batch = frozenset((rows, batch)) in problem.conflicts
     if problem.sizes[axis] == 1 or read_with_batch or any(kind != rows for kind in others):
         return None
@@ -74,13 +76,17 @@ def differences(problem: Problem, weight: WeightKind, assignment: Assignment, ax
     assert table is not None
     axes = zip(problem.mesh.axes, assignment, strict=True)
     own = [a for a, kind in axes if kind is not None and problem.sizes[a] > 1]
+    # Falls away: adding up the rows of each part of the batch.
     before = table.found_bytes / problem.sizes[axis]
     for other in own:
         yield Difference("all-reduce", (other,), -before, -_seconds(problem, "all-reduce", before, [other]))
+    # Instead, the rows of the whole batch are added up over all axes that split the table.
     every = tuple(a for a in problem.mesh.axes if a in (axis, *own))
     yield Difference("all-reduce", every, table.found_bytes, _seconds(problem, "all-reduce", table.found_bytes, every))
+    # Backward, every device needs the gradients and indices of the whole batch, to update its own rows.
     for nbytes in (table.found_bytes, table.index_bytes):
         yield Difference("all-gather", (axis,), nbytes, _seconds(problem, "all-gather", nbytes, [axis]))
+    # The saving: the gradient of the whole table is no longer added up over the batch axis.
     gradient = table.nbytes / problem.parts(weight.kinds, assignment)
     yield Difference("all-reduce", (axis,), -gradient, -_seconds(problem, "all-reduce", gradient, [axis]))
 

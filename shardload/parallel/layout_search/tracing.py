@@ -62,6 +62,7 @@ def input_specs(model: Any, *, batch: int, sequence: int | None = None) -> Any:
             "batch or jax.ShapeDtypeStruct of the same structure"
         )
 
+    # A longer sequence than the table of positions has rows cannot be traced.
     length = sequence or min([DEFAULT_SEQUENCE, *positions_of(model)])
 
     def spec(tensor: Any) -> jax.ShapeDtypeStruct:
@@ -78,12 +79,12 @@ def rows_of(inputs: Any) -> set[int]:
 
 
 def check_rows(model: Any, inputs: Any, batch: int | None) -> None:
-    """Check that a batch that a caller asks for is that of at least one of the inputs.
+    """Check that a requested batch is the number of rows of at least one input.
 
     Args:
         model: The model.
-        inputs: Inputs that the caller gives, or that the model declares.
-        batch: What the caller asks for, if anything.
+        inputs: The caller's inputs, or those that the model declares.
+        batch: The requested number of rows, if any.
 
     Raises:
         LayoutError: When all inputs have other lengths.
@@ -97,9 +98,9 @@ def check_rows(model: Any, inputs: Any, batch: int | None) -> None:
 
 
 def positions_of(model: Any) -> list[int]:
-    """Return for how many positions each embedding of positions in a model, or in its backbone, has a row.
+    """Return the number of positions of each position embedding in a model, or in its backbone.
 
-    Such a layer says it as ``sequence_length``, and some backbones as ``max_sequence_length``.
+    Layers call it ``sequence_length``, and some backbones ``max_sequence_length``.
     """
     backbone = getattr(model, "backbone", None) or model
     own = [getattr(backbone, "max_sequence_length", None)]
@@ -114,6 +115,7 @@ def _layers(model: Any) -> Iterator[Any]:
     for layer in getattr(model, "layers", ()) or ():
         yield layer
         yield from _layers(layer)
+        # A layer with tokens and positions keeps its table of positions as an attribute, not in `layers`.
         yield from (found for found in vars(layer).values() if hasattr(found, "position_embeddings"))
 
 
@@ -132,6 +134,7 @@ def as_specs(inputs: Any) -> Any:
     """Return inputs with shapes and dtypes in the place of arrays."""
 
     def spec(leaf: Any) -> Any:
+        # A flag or a number is not traced: the call gets it unchanged.
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             return leaf
         return jax.ShapeDtypeStruct(tuple(leaf.shape), jax.dtypes.canonicalize_dtype(leaf.dtype))
@@ -168,6 +171,7 @@ def record(model: Any, inputs: Any, *, training: bool, arguments: Mapping[str, A
         UsageError: When the arguments have no names.
     """
     trainable, other = list(model.trainable_variables), list(model.non_trainable_variables)
+    # Shapes in the place of values: a model of any size traces in seconds, without memory.
     state = tuple([jax.ShapeDtypeStruct(tuple(v.shape), v.dtype) for v in group] for group in (trainable, other))
     _check_arguments(model, arguments or {})
     specs = as_specs((inputs, dict(arguments or {})))
@@ -178,6 +182,7 @@ def record(model: Any, inputs: Any, *, training: bool, arguments: Mapping[str, A
     step = _step(model, leaves, structure, training=training)
     try:
         closed = jax.make_jaxpr(jax.value_and_grad(step) if training and trainable else step)(*state, arrays)
+    # Of any kind: the trace runs the user's own call.
     except Exception as error:
         raise LayoutError(
             f"Cannot trace {model.name!r} on inputs {described(specs[0])}: {type(error).__name__}: {_reason(error)}. "
@@ -194,7 +199,7 @@ def described(inputs: Any) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Return the line of an error that says the cause: Keras puts where it happened before it."""
+    """Return the line of an error that names the cause. Keras puts a line about the place before it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if lines and lines[0].startswith("Exception encountered when calling") and len(lines) > 1:
         del lines[0]
@@ -215,10 +220,12 @@ def trace(recorded: Recorded, *, divisors: tuple[int, ...]) -> Traced:
     results = read(program, recorded.closed, values)
     program.use(*results)
     if recorded.training and recorded.trainable:
+        # The loss is born where the forward pass ends: what is read after that is kept for the backward pass.
         program.keep_for_later(results[0].born)
         for value, gradient in zip(values, results[-recorded.trainable :], strict=False):
             program.unite_dims(value, gradient)  # a gradient is kept as its variable is
             gradient.root.stored = False  # and counted with the variable
+    # The first dim of every input is the batch: token ids and masks are split alike.
     batch = tuple(v.dims[0] for v in values[len(weights) :] if v.dims)
     for node in batch[1:]:
         program.unite(batch[0], node)
