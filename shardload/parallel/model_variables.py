@@ -38,18 +38,12 @@ def _children(layer: Any) -> list[Any]:
     skipped = bookkeeping_attributes()
     # Only models have a public `layers`; attributes are what every layer has.
     for name, attribute in list(vars(layer).items()):
-        for held in () if name in skipped else _members(attribute):
+        if name in skipped:
+            continue
+        for held in members_of(attribute) if isinstance(attribute, list | tuple | set | dict) else (attribute,):
             if isinstance(held, keras.Layer) and held is not layer:
                 found[id(held)] = held
     return list(found.values())
-
-
-def _members(attribute: Any) -> Iterable[Any]:
-    match attribute:
-        case list() | tuple() | set() | dict():
-            return members_of(attribute)
-        case _:
-            return (attribute,)
 
 
 def check_model(model: Any, *, to: str) -> None:

@@ -25,10 +25,10 @@ from shardload.errors import UninitialisedError, UsageError
 from shardload.keras_bridge.abstraction import abstract
 from shardload.keras_bridge.gathered_use import Use
 from shardload.keras_bridge.joint_optimizer import JointOptimizer
-from shardload.keras_bridge.model_state import OptimizerState
 from shardload.keras_bridge.optimizer_slots import optimizers_in
 from shardload.keras_bridge.stateless import mesh_distribution, run_forward, scaled_loss, stateless
-from shardload.keras_bridge.variables import set_sharding, sharding_of, stored_dtype
+from shardload.keras_bridge.variables import sharding_of, stored_dtype
+from shardload.parallel.layout_search.optimizer_slots import built_on
 from shardload.parallel.result import LayoutChoice
 from shardload.sharding.layout import Layout
 from shardload.transfer.placement import named_sharding
@@ -243,18 +243,9 @@ def _built(optimizer: Any, weights: Sequence[Any], choice: LayoutChoice, devices
     if optimizer.built:
         with abstract():
             optimizer = type(optimizer).from_config(optimizer.get_config())
-    # A slot takes the layout of its weight as it is created, so weights have their planned layouts for that moment.
-    unbuilt, before = OptimizerState.of(optimizer), [sharding_of(v) for v in weights]
-    try:
-        for variable in weights:
-            set_sharding(variable, named_sharding(_layout(choice, variable), devices))
-        with abstract():
-            optimizer.build(list(weights))
+    planned = [named_sharding(_layout(choice, v), devices) for v in weights]
+    with built_on(optimizer, weights, planned):
         yield optimizer
-    finally:
-        unbuilt.restore()
-        for variable, sharding in zip(weights, before, strict=True):
-            set_sharding(variable, sharding)
 
 
 def _uses(choice: LayoutChoice, devices: Sequence[Any]) -> dict[int, Use]:

@@ -146,13 +146,26 @@ def _built(optimizer: Any, weights: Sequence[Any]) -> Iterator[Any]:
     if made.built:
         yield made
         return
-    unbuilt, before = OptimizerState.of(made), [sharding_of(v) for v in weights]
-    try:
-        for variable in weights:
-            set_sharding(variable, None)
-        with abstract():
-            made.build(list(weights))
+    with built_on(made, weights, [None] * len(weights)):
         yield made
+
+
+@contextmanager
+def built_on(optimizer: Any, weights: Sequence[Any], shardings: Sequence[Any]) -> Iterator[None]:
+    """Build an optimizer without values, as if its weights had these shardings; undo both after the block.
+
+    Args:
+        optimizer: A Keras optimizer that is not built.
+        weights: The trainable variables of a model.
+        shardings: A `jax.sharding.Sharding` for each weight, or ``None``; slots that mirror a weight take it.
+    """
+    unbuilt, before = OptimizerState.of(optimizer), [sharding_of(v) for v in weights]
+    try:
+        for variable, sharding in zip(weights, shardings, strict=True):
+            set_sharding(variable, sharding)
+        with abstract():
+            optimizer.build(list(weights))
+        yield
     finally:
         unbuilt.restore()
         for variable, sharding in zip(weights, before, strict=True):

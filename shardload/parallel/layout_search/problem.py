@@ -137,9 +137,9 @@ def make_problem(
     mesh: MeshSpec,
     hardware: Hardware,
     *,
-    batch_axis: str | None,
-    pins: Mapping[int, Spec] | None = None,
-    optimizer: OptimizerNeeds | None = None,
+    batch_axis: str,
+    pins: Mapping[int, Spec],
+    optimizer: OptimizerNeeds,
 ) -> Problem:
     """Reduce a traced program to the kinds that a plan decides about.
 
@@ -158,7 +158,7 @@ def make_problem(
     length = _lengths(program, kinds)
     sizes = {axis: mesh.axis_size(axis) for axis in mesh.axes}
     pinned = {}
-    if batch_axis is not None and batch and all(length[k] % sizes[batch_axis] == 0 for k in batch):
+    if batch and all(length[k] % sizes[batch_axis] == 0 for k in batch):
         pinned = {batch_axis: min(batch)}
     # An axis can split one dim of a tensor. So two kinds in one tensor exclude each other on an axis, and a kind that a
     # tensor has twice (a square kernel within a residual stream) cannot be split at all.
@@ -167,10 +167,9 @@ def make_problem(
     conflicts = frozenset(
         frozenset(pair) for dims in tuples for pair in itertools.combinations(sorted(set(dims) - {UNSPLIT}), 2)
     )
-    needs = optimizer or OptimizerNeeds()
-    weights = _weights(traced, kinds, pins or {}, needs.slots)
+    weights = _weights(traced, kinds, pins, optimizer.slots)
     problem = Problem(
-        mesh, hardware, traced, kinds, length, weights, (), conflicts, pinned, needs.update_bytes, sizes=sizes
+        mesh, hardware, traced, kinds, length, weights, (), conflicts, pinned, optimizer.update_bytes, sizes=sizes
     )
     problem.candidates = tuple(_candidates(problem, exclude=twice | batch))
     # Last, as work on dims that nothing can split is left out.
