@@ -146,7 +146,7 @@ class _Trial:
     options: Mapping[str, Any]
 
     def run(self, training: Any, *, steps: int, terms: int = 1) -> _Outcome:
-        """Run the step on one device and sharded; ``terms`` is how many elements the loss is a sum of."""
+        """Run the step on one device and sharded; the loss is a sum of ``terms`` elements."""
         # A program can be traced inside its block only, and the two differ: on one device, no layouts of activations.
         eps = coarsest_eps(self.model)
         with program_of(self.model, self.choice, training=training, on_mesh=False, **self.options) as program:

@@ -42,8 +42,8 @@ ROUNDING = 1.005
 """Factor on the least memory to find its plan again, which allows for the tolerance of the solver."""
 
 WHOLE_GRADIENTS = (
-    "XLA for CPU adds up whole gradients of weights that are stored split, and those for accelerators do not: in "
-    "Python, search_compiled(devices=...) compiles for others"
+    "XLA for CPU adds up whole gradients of weights that are stored split; XLA for accelerators does not. In Python, "
+    "search_compiled(devices=...) compiles for other devices"
 )
 
 

@@ -62,7 +62,7 @@ def compile_step(
             outputs stands in.
         kwargs: Further arguments of ``call``; arrays and shapes are split like ``inputs``.
         devices: One per mesh position; by default the first of ``jax.devices()``. Those of
-            ``jax.experimental.topologies`` compile for machines that are not there.
+            ``jax.experimental.topologies`` compile for another machine.
 
     Raises:
         LayoutError: When the layouts are for another model object, or the plan is for another model.

@@ -50,9 +50,9 @@ def _checked(model: Any, choice: LayoutChoice) -> LayoutChoice:
     if not strange:
         return choice
     what = (
-        "it is for another model object"
+        "they are for another model object"
         if len(strange) == len(weights)
-        else f"it was made before {plural(len(strange), 'weight')} of it, such as {strange[0].path!r}"
+        else f"they were chosen before {plural(len(strange), 'weight')} existed, such as {strange[0].path!r}"
     )
     raise LayoutError(
         f"Cannot use these layouts for the model {model.name!r}: {what}. Call shardload.parallel.choose(model, mesh, "

@@ -52,7 +52,7 @@ class ComparedArray:
         if self.undefined and not self.differs:
             return (
                 f"{self.name} ({self.dtype}): {self.undefined:,} of {plural(self.elements, 'element')} cannot be "
-                "compared, NaN or infinite on one device too, or by rounding there"
+                "compared: NaN or infinite on one device too, or after rounding there"
             )
         return (
             f"{self.name} ({self.dtype}): differs by {self.max_abs:.2e} of {self.largest:.2e}, allowed "

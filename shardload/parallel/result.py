@@ -110,7 +110,7 @@ class LayoutChoice:
         """One sentence for each of `idle_axes`."""
         return tuple(
             f"axis {axis!r} of the mesh {self.mesh} splits no weight: the {self.mesh.axis_size(axis)} devices along it "
-            "all hold the same"
+            "store the same weights"
             for axis in self.idle_axes
         )
 

@@ -292,8 +292,7 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> TensorParallelKeras:
         """Build the model and wrap it.
 
-        If there are fewer devices than it was saved with, all of them are taken, with a warning: a plan for more is
-        left out.
+        With fewer devices than it was saved on, it takes all of them and warns; a plan for more devices is dropped.
         """
         config = {**config, "layout": _layout_of(config["layout"])}
         model = keras.saving.deserialize_keras_object(config.pop("model"), custom_objects=custom_objects)
@@ -314,7 +313,7 @@ for _name in OF_THE_MODEL:
 
 
 def _layout_of(saved: Any) -> Any:
-    """Return the layout that a configuration has: rules are a mapping too, but of lists."""
+    """Return the layout in a configuration. Rules are a mapping as well, but of lists, so `format` tells a plan."""
     return LayoutPlan.from_json(saved) if isinstance(saved, dict) and isinstance(saved.get("format"), str) else saved
 
 

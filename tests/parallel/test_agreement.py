@@ -202,10 +202,10 @@ def test_layouts_of_another_model_object_are_refused(check):
     inputs, x = keras.Input((64,)), np.ones((8, 64), "float32")
     model, again = (keras.Model(inputs, keras.layers.Dense(8)(inputs)) for _ in range(2))
     choice = choose(model, MESH)
-    with pytest.raises(LayoutError, match=r"it is for another model object\. Call shardload\.parallel\.choose\("):
+    with pytest.raises(LayoutError, match=r"they are for another model object\. Call shardload\.parallel\.choose\("):
         check(again, choice, x)
     model.layers[1].enable_lora(2)
-    with pytest.raises(LayoutError, match=r"it was made before 2 weights of it, such as 'dense.*/lora_kernel_a'"):
+    with pytest.raises(LayoutError, match=r"chosen before 2 weights existed, such as 'dense.*/lora_kernel_a'"):
         check(model, choice, x)
     with pytest.raises(UsageError, match="Cannot take layouts from 'auto': expected a LayoutChoice or a LayoutPlan"):
         check(model, "auto", x)

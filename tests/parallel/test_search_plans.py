@@ -455,7 +455,7 @@ def test_a_model_that_does_not_say_its_inputs_asks_for_them():
 
     model = Doubled()
     model(np.zeros((8, 64), "float32"))
-    with pytest.raises(LayoutError, match=r"does not say what inputs it takes\. Pass inputs="):
+    with pytest.raises(LayoutError, match=r"does not declare its inputs\. Pass inputs="):
         search(model, MESH)
     assert search(model, MESH, inputs=np.zeros((8, 64), "float32"), optimizer="adam").training
 

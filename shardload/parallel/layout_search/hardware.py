@@ -65,10 +65,10 @@ class Hardware:
         """Check that every axis with a bandwidth of its own is one of the mesh.
 
         Raises:
-            LayoutError: Naming the others.
+            LayoutError: When one is not.
         """
         if unknown := sorted(set(self.axis_bytes_per_s) - set(mesh.axes)):
-            raise LayoutError(f"Cannot plan on {mesh}: the hardware has a bandwidth for {unknown}, not an axis of it")
+            raise LayoutError(f"Cannot plan on {mesh}: the hardware has a bandwidth for {unknown}, expected axes of it")
 
     def exchange_s(self, kind: Collective, nbytes: float, *, axis: str, size: int) -> float:
         """Return the seconds of a collective over one axis.

@@ -338,8 +338,7 @@ def _decision(decision: Decision, *, limited: bool) -> str:
         otherwise = "the opposite does not keep the memory limit, or contradicts other decisions"
     elif decision.opposite_s is None:
         otherwise = (
-            "the opposite takes more memory for weights than this plan's product of time and memory is worth, or "
-            "contradicts other decisions"
+            "the opposite needs more memory for weights than the time it saves is worth, or contradicts other decisions"
         )
     else:
         otherwise = f"the opposite takes {decision.opposite_s * 1e3:+.3f} ms per step"

@@ -63,7 +63,7 @@ class CompiledCheck:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CompiledCheck:
-        """Return the check that a saved plan has."""
+        """Read the check of a saved plan."""
         collectives = {kind: (int(count), int(nbytes)) for kind, (count, nbytes) in data["collectives"].items()}
         attempts = tuple(Attempt(**one) for one in data["attempts"])
         return cls(**{**data, "collectives": collectives, "notes": tuple(data["notes"]), "attempts": attempts})
@@ -114,7 +114,7 @@ class ComparedNumbers:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ComparedNumbers:
-        """Return the comparison that a saved plan has."""
+        """Read the comparison of a saved plan."""
         return cls(**{**data, "wrong": tuple(data["wrong"]), "misplaced": tuple(data["misplaced"])})
 
     def line(self) -> str:

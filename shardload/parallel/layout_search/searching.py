@@ -30,7 +30,7 @@ TRADE_OFFS = (1.02, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 8.0, 16.0)
 COMPILE_HINT = "; search_compiled (plan --compile) finds out whether the compiled step needs less"
 """The end of an error that rests on an estimate."""
 MOMENTS = 4
-"""How often the search adds the peak of its last answer to the moments that must fit."""
+"""How often the search adds the peak of its last answer to the moments that must fit the limit."""
 
 
 def search(
@@ -99,7 +99,7 @@ def search(
 def default_inputs(
     model: Any, mesh: MeshSpec, *, batch: int | None, sequence: int | None, batch_axis: str | None = None
 ) -> Any:
-    """Return the inputs that are planned for where none are given: what a functional model declares.
+    """Return the inputs to plan for where the caller gives none: those that a functional model declares.
 
     Args:
         model: The model.
@@ -109,7 +109,7 @@ def default_inputs(
         batch_axis: The axis that splits the batch; by default the mesh's.
 
     Raises:
-        LayoutError: When the model does not say what it takes.
+        LayoutError: When the model does not declare its inputs.
     """
     rows = batch or BATCH_PER_POSITION * mesh.axis_size(mesh.batch_axis if batch_axis is None else batch_axis)
     return input_specs(model, batch=rows, sequence=sequence)
@@ -119,7 +119,7 @@ def check_positive(**numbers: Any) -> None:
     """Check arguments that are positive integers, or ``None``.
 
     Raises:
-        LayoutError: Naming the first that is neither.
+        LayoutError: For the first that is neither.
     """
     for name, number in numbers.items():
         if number is not None and (isinstance(number, bool) or not isinstance(number, Integral) or number < 1):
@@ -230,7 +230,7 @@ def _within(problem: Problem, demand: Demand, limit: int) -> tuple[Demand, Solut
 
 
 def _least(problem: Problem, demand: Demand) -> tuple[Solution, DeviceBytes]:
-    """Return the solution that needs least of those found while moments of the program are added, with its needs."""
+    """Minimise memory, adding moments of the program, and return the best solution on the way, with its needs."""
     demand = replace(demand, minimise="memory", limit_bytes=None)
     best: tuple[Solution, DeviceBytes] | None = None
     for _ in range(MOMENTS):

@@ -25,8 +25,8 @@ _SHOWN = 16
 
 OTHER_INPUTS = "Pass inputs= that the model accepts, or another length of its open dims as sequence= (--sequence)"
 VALUES_NEEDED = (
-    "Its call reads values of tensors, by float(), if, or NumPy, and a search knows shapes alone: use keras.ops "
-    "(where, cond) instead; jit_compile=True needs the same"
+    "Its call reads values of tensors (float(), if, NumPy), but a search has only shapes. Use keras.ops (where, cond), "
+    "which jit_compile=True needs as well"
 )
 """The ways out where a model cannot be traced."""
 
@@ -53,12 +53,12 @@ def input_specs(model: Any, *, batch: int, sequence: int | None = None) -> Any:
             of positions that the model has if that is smaller.
 
     Raises:
-        LayoutError: When the model does not say what it takes, as a subclassed model does not.
+        LayoutError: When the model does not declare its inputs, such as a subclassed model.
     """
     inputs = _declared(model)
     if inputs is None:
         raise LayoutError(
-            f"Cannot trace {model.name!r}: a {type(model).__name__} does not say what inputs it takes. Pass inputs=, a "
+            f"Cannot trace {model.name!r}: a {type(model).__name__} does not declare its inputs. Pass inputs=, a "
             "batch or jax.ShapeDtypeStruct of the same structure"
         )
 
@@ -236,7 +236,7 @@ def _check_arguments(model: Any, arguments: Mapping[str, Any]) -> None:
     """Check names that a functional model would ignore.
 
     Raises:
-        LayoutError: Naming those that its ``call`` does not take.
+        LayoutError: When its ``call`` does not take one of them.
         UsageError: When the arguments have no names.
     """
     if not isinstance(arguments, Mapping):
