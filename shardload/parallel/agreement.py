@@ -147,8 +147,8 @@ class _Trial:
 
     def run(self, training: Any, *, steps: int, terms: int = 1) -> _Outcome:
         """Run the step on one device and sharded; the loss is a sum of ``terms`` elements."""
-        # A program can be traced inside its block only, and the two differ: on one device, no layouts of activations.
         eps = coarsest_eps(self.model)
+        # Two programs: the one for one device has no layouts of activations. Each can be traced in its block only.
         with program_of(self.model, self.choice, training=training, on_mesh=False, **self.options) as program:
             values = _values(program, self.choice)
             expected, *moved = self._on_one_device(program, values, eps, steps=steps, seeds=range(SAMPLES))

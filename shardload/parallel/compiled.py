@@ -99,7 +99,6 @@ def devices_for(mesh: MeshSpec, devices: Sequence[Any] | None) -> tuple[Any, ...
 
 def batch_specs(batch: Any, choice: LayoutChoice, devices: Sequence[Any]) -> Any:
     """Return shapes with shardings for a batch: each array split over the batch axis if it divides, else replicated."""
-    # A bound model replicates a batch that does not divide, so the compiled program does, too.
     axis = choice.batch_axis or choice.mesh.batch_axis
     parts = choice.mesh.axis_size(axis)
 
@@ -107,6 +106,7 @@ def batch_specs(batch: Any, choice: LayoutChoice, devices: Sequence[Any]) -> Any
         shape, rank = tuple(np.shape(leaf)), np.ndim(leaf)
         # As JAX would place it: 64-bit values become 32-bit unless x64 is enabled.
         dtype = jax.dtypes.canonicalize_dtype(getattr(leaf, "dtype", None) or np.asarray(leaf).dtype)
+        # A bound model replicates a batch that does not divide, and so does the compiled program.
         splits = rank > 0 and shape[0] % parts == 0
         layout = Layout.of_spec(choice.mesh, (axis,) if splits else (), rank)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=named_sharding(layout, devices))

@@ -93,8 +93,8 @@ def _of_mesh(text: str) -> Groups:
     shape: list[int] = []
     last: list[int] = []
     for name, size in sizes.items():
-        # Cut each axis into (before, chosen, after): `'b':(2)4` chooses the 4 in the middle, a whole axis has nothing
-        # before or after it, and an axis that is not named nothing chosen.
+        # Cut each axis into (before, chosen, after). `'b':(2)4` chooses the 4 in the middle, `'b'` the whole axis, and
+        # of an axis that is not between the braces nothing is chosen.
         before, within = wanted.get(name, (size, 1))
         within = within or size
         shape += [before, within, size // (before * within)]

@@ -231,7 +231,6 @@ def _projection(kernel: _Kernel) -> Wants:
         return by_shape(kernel.variable)
     side = "input features" if rule == "heads out" else "output features"
     shape = kernel.variable.shape
-    # Several dims of heads (groups and heads within a group): the longest divides most often.
     by_size = sorted(heads, key=lambda d: -int(shape[d]))
     dims = [Dim(d, "heads") for d in by_size] + [Dim(d, side) for d in width] + [Dim(d, "head dims") for d in within]
     return Wants(rule, tuple(dims))

@@ -72,7 +72,7 @@ def read_rules(path: Path) -> RuleSet:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise LayoutError(f"Cannot read the layout rules {path}: {error}") from error
-    # What is left after the two known keys is a mistake.
+    # Any key left after these two is a mistake.
     default, entries = content.pop("default", "auto"), content.pop("rule", [])
     if content or default not in DEFAULTS or not isinstance(entries, list) or not entries:
         raise LayoutError(
@@ -179,7 +179,7 @@ def apply(
             used.add(rule.pattern)
             placed[id(variable)] = _place(rule, variable, mesh=mesh, role=found[id(variable)], origin=rules.origin)
     for rule in rules.rules:
-        # A rule without effect is a typo, which Keras would answer by replicating the variable.
+        # Keras would silently replicate the variable that a misspelt rule is meant for.
         if rule.pattern not in used and not rule.is_of_outputs:
             raise LayoutError(_matches_nothing(rule, [v.path for v in variables], rules.origin))
     return placed
@@ -246,7 +246,7 @@ def _placed(variable: Any, wanted: Layout, *, role: Role, rule: str) -> Variable
 
 def _matches_nothing(rule: Rule, paths: Sequence[str], origin: str, *, of: str = "variables") -> str:
     partly = [p for p in paths if re.search(rule.pattern, p)]
-    # Paths that contain a match first: whole paths are matched, and most patterns that match nothing are only a part.
+    # Rules match whole paths, so most that match nothing match a part of one: show those first.
     close = partly[:3] or difflib.get_close_matches(rule.pattern, paths, n=3, cutoff=0.3)
     hint = "it matches only a part of" if partly else "the nearest are"
     near = f"; {hint} {', '.join(close)}" if close else ""

@@ -8,8 +8,8 @@ import pytest
 from layout_models import LAYOUT_MODELS, MESHES
 
 import shardload
+from shardload.keras_bridge.model_state import slots_of
 from shardload.parallel import Hardware, choose, compile_step, search
-from shardload.parallel.model_variables import slots
 from shardload.sharding.mesh import MeshSpec
 
 FAST_LINKS = Hardware(latency_s=1e-9, link_bytes_per_s=2e11)
@@ -148,6 +148,6 @@ def test_slots_lie_like_their_variables(name, mesh):
         found.model.optimizer.build(found.model.trainable_variables)
     plan = search(found.model, MeshSpec.parse(mesh), inputs=found.inputs, optimizer="adam", hardware=FAST_LINKS)
     choice = choose(found.model, plan.mesh, plan)
-    pairs = [*slots(found.model)]
+    pairs = [*slots_of(found.model)]
     assert len(pairs) == 2 * len(found.model.trainable_variables)
     assert all(choice.of(slot) == choice.of(variable) for slot, variable in pairs)

@@ -474,7 +474,7 @@ def test_a_model_that_reads_values_is_told_so(read):
             return super().call(x) * read(x[0, 0])
 
     model = Reads([keras.Input((64,)), keras.layers.Dense(128)])
-    with pytest.raises(LayoutError, match=r"(Concretization|Tracer).*Its call reads values .* use keras\.ops") as error:
+    with pytest.raises(LayoutError, match=r"(Concretization|Tracer).*Its call reads values .* Use keras\.ops") as error:
         search(model, MESH, inputs=np.zeros((8, 64), "float32"))
     assert "Pass inputs=" not in str(error.value)
 
