@@ -20,10 +20,10 @@ from shardload.progress import ProgressLike, as_progress
 from shardload.resolve.opening import OpenedSource, open_source
 from shardload.sharding.devices import MeshDevices, local_positions
 from shardload.sharding.layout import Layout, Spec
-from shardload.sharding.mesh import DEFAULT_AXES, MeshSpec
+from shardload.sharding.mesh import MeshSpec
 from shardload.stores.fingerprint import Fingerprint
 from shardload.transfer import execution
-from shardload.transfer.binding import Binding
+from shardload.transfer.binding import ONE_DEVICE, Binding
 from shardload.transfer.planning import make_plan
 from shardload.typing import PathLike
 from shardload.units import dtype_name, parse_bytes
@@ -33,7 +33,6 @@ Target: TypeAlias = "jax.ShapeDtypeStruct | Sharding | PartitionSpec"
 _KINDS = (jax.ShapeDtypeStruct, Sharding, PartitionSpec)
 SHOWN = 8
 """Names that an error lists before it counts the rest."""
-_ONE = MeshSpec(DEFAULT_AXES, (1, 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,7 +317,7 @@ def _transfer(opened: OpenedSource, wanted: Sequence[_Wanted], *, budget: int | 
 
 def _devices(sharding: NamedSharding | SingleDeviceSharding) -> MeshDevices:
     if isinstance(sharding, SingleDeviceSharding):
-        return MeshDevices(_ONE, tuple(sharding.device_set))
+        return MeshDevices(ONE_DEVICE, tuple(sharding.device_set))
     mesh = sharding.mesh
     return MeshDevices(MeshSpec(tuple(map(str, mesh.axis_names)), tuple(mesh.devices.shape)), tuple(mesh.devices.flat))
 

@@ -11,7 +11,10 @@ from shardload.manifest import View
 from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import DEFAULT_AXES, MeshSpec
 
-_ONE_DEVICE = MeshSpec(DEFAULT_AXES, (1, 1))
+# A binding has a layout from the start, never None: one that nobody chose is then an error about meshes
+# (`planning` refuses several), not a variable that is silently replicated.
+ONE_DEVICE = MeshSpec(DEFAULT_AXES, (1, 1))
+"""The mesh of an array that is whole on one device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +28,11 @@ class Binding:
     dtype: np.dtype[Any]
     """The variable's dtype; the load casts if the tensor has another."""
     layout: Layout
+    # Not compared: `==` on Keras variables compares their values and returns an array.
     variable: Any = field(default=None, compare=False, repr=False)
-    """The ``keras.Variable``, which a transfer passes by."""
+    """The ``keras.Variable``; a transfer never touches it."""
 
     @classmethod
     def unsharded(cls, name: str, view: View, dtype: np.dtype[Any], variable: Any) -> Binding:
         """Return a binding whose layout is still to be chosen: whole, on one device."""
-        return cls(name, view, dtype, Layout.replicated(_ONE_DEVICE, len(view.shape)), variable)
+        return cls(name, view, dtype, Layout.replicated(ONE_DEVICE, len(view.shape)), variable)

@@ -128,6 +128,7 @@ class BlockCopier:
         itemsize, elements = task.tensor.dtype.itemsize, block.stop - block.start
         padding = block.step // task.row * PAD_BYTES if task.row else 0
         flat = _flat(self._scratch(block.step * itemsize + padding), block, task.tensor, task.row)
+        # Each fill overwrites the same scratch, so the views of it are made once per block.
         row_copies = [(row_copy, row_copy.source(flat.memory)) for row_copy in task.row_copies]
         rows = block.step // block.row_elements if row_copies else 0
         read_s = copy_s = 0.0
@@ -140,6 +141,7 @@ class BlockCopier:
             else:
                 self._check(block, offset, n_bytes, scatter_read(file, self._fill(flat, n_bytes), offset))
             read = time.perf_counter()
+            # Fill ``step`` has the rows from ``step * rows`` on. If the last fill is short, so are the parts.
             for row_copy, source in row_copies:
                 row_copy.move(source, step * rows, step * rows + rows)
             if not row_copies:
@@ -152,6 +154,7 @@ class BlockCopier:
         assert isinstance(tensor.storage, Decoded)
         row = max(1, tensor.size // max(1, tensor.rows))
         first, last = block.start // row, block.stop // row
+        # Readers of any installed format run here, so what they return is checked before it is taken apart.
         rows = np.ascontiguousarray(tensor.storage.reader.read_rows(first, last))
         if rows.size != block.stop - block.start or rows.dtype != tensor.dtype:
             raise TransferError(
@@ -172,6 +175,7 @@ class BlockCopier:
     def _stored(self, block: Block, packed: Packed) -> bytes | bytearray:
         if self.verified is None or not packed.n_bytes:
             return stored_of(packed)
+        # Units end anywhere in a chunk, but a codec needs all of its bytes in one piece.
         stored = bytearray(packed.n_bytes)
         flat = BlockMemory(np.frombuffer(stored, np.uint8), np.dtype(np.uint8), 0)
         self.verified.fill(flat, packed.n_bytes, path=block.path, offset=packed.offset)
@@ -186,6 +190,7 @@ class BlockCopier:
 
     def _fill(self, flat: BlockMemory, n_bytes: int) -> list[ReadCall]:
         """Return the read calls for ``n_bytes`` into this thread's scratch; cached per row layout."""
+        # Describing a fill takes 50 µs between copies, and the layers of a model repeat a few of them.
         fills: dict[tuple[int, ...], list[ReadCall]] = self._own.fills
         key = (n_bytes, flat.row, flat.pitch, flat.dtype.itemsize)
         return fills.get(key) or fills.setdefault(key, _fill(flat, n_bytes))

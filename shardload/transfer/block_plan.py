@@ -24,7 +24,7 @@ from shardload.transfer.regions import Region, RegionView, in_file_order, view_i
 from shardload.transfer.strides import SKIP_BYTES, Ordered, address, cut, is_injective, largest_stride, shard_run, span
 
 BLOCK_BYTES = 16 << 20
-"""Longest block; see the module docstring."""
+"""Longest block; see `shardload.transfer.planning`."""
 STAGED_BYTES = 2 << 20
 """One scratch fill, about the size of an L2. Half of it takes twice as many Python calls; with 16 MiB the second copy
 comes from memory, a quarter slower."""
@@ -102,6 +102,7 @@ def local_bounds(binding: Binding, positions: Iterable[int]) -> tuple[Bounds, ..
 
 @functools.lru_cache(maxsize=1024)
 def _local_bounds(layout: Layout, shape: tuple[int, ...], positions: tuple[int, ...]) -> tuple[Bounds, ...]:
+    # Equal boxes are one object (`Layout.bounds`): ids are enough, and fast on meshes of thousands of devices.
     everywhere = layout.bounds(shape)
     return tuple({id(box): box for box in map(everywhere.__getitem__, positions)}.values())
 
@@ -132,11 +133,8 @@ class TensorPart:
 
     def ranges(self) -> list[tuple[int, int]]:
         """Return the element range of each variable, half-open, sorted."""
-        found = []
-        for seen in self.views.values():
-            start = address(seen.view, seen.box.start)
-            found.append((start, start + span(seen.box.shape, seen.view.strides)))
-        return sorted(found)
+        starts = ((address(seen.view, seen.box.start), seen) for seen in self.views.values())
+        return sorted((start, start + span(seen.box.shape, seen.view.strides)) for start, seen in starts)
 
 
 class Planner:
@@ -266,6 +264,7 @@ class Planner:
         if binding.dtype != part.tensor.dtype or not is_injective(binding.view):
             return False
         shard = binding.layout.shard_shape(binding.view.shape)
+        # Shards have one shape, so one stands for all; but the edges of a chunk cut each of them differently.
         if part.region.origin is None:
             boxes = {Bounds.whole(shard)}
         else:
@@ -276,6 +275,7 @@ class Planner:
     def _limit_bytes(self, part: TensorPart, how: How) -> int:
         """Return the longest block of a region in bytes, a multiple of the element size or decoding unit."""
         tensor, sharing = part.tensor, len(part.views)
+        # A block longer than scratch passes through it row by row, so at least two rows must fit.
         fits = how == "staged" and 2 * part.row_elements * tensor.dtype.itemsize <= STAGED_BYTES
         staged = self.block_bytes if fits else STAGED_BYTES
         wanted = {"direct": self.block_bytes, "staged": staged, "decoded": DECODED_BYTES}[how]
@@ -285,6 +285,7 @@ class Planner:
             return limit
         row = max(1, tensor.nbytes // max(1, tensor.rows))
         unit = row * max(1, min(tensor.storage.reader.row_alignment, tensor.rows))
+        # Single rows where a unit is too long, although the reader may then decode that unit once per row.
         unit = unit if unit <= max(most, limit) else row
         if 2 * unit > self.budget:
             raise BudgetError(
@@ -321,6 +322,7 @@ class Planner:
             view = piece.view
             inner = [(n, t) for n, t in zip(piece.box.shape, view.strides, strict=True) if t < row_elements]
             length = sum((n - 1) * t for n, t in inner) + 1
+            # `RowCopy` walks along the one dim whose stride is a row.
             repeated = sum(t == row_elements and n > 1 for n, t in zip(view.shape, view.strides, strict=True)) != 1
             if repeated or (address(view, piece.box.start) - start) % row_elements + length > row_elements:
                 return 0
@@ -331,6 +333,7 @@ class Planner:
         if how == "direct":
             return 0
         stored_bytes = elements * tensor.dtype.itemsize
+        # 64 bytes (`PAD_BYTES`) per row of 1 KiB (`PITCH_ROW_BYTES`) or more: a sixteenth, rounded up.
         padding = stored_bytes // 16 + 64 if how == "staged" else 0
         return stored_bytes + self._cast_bytes(tensor, elements, pieces) + padding
 
@@ -358,6 +361,7 @@ def _shifted(like: TensorPart, blocks: tuple[Block, ...], part: TensorPart) -> I
     by = part.region.offset - like.region.offset
     for b in blocks:
         pieces = tuple(BlockPiece(i, p.box, seen.view) for p in b.pieces for i, seen in (other[p.binding],))
+        # Not `dataclasses.replace`: it takes three times as long, and most blocks of a model are made here.
         yield Block(
             *(part.tensor.name, part.region.path, b.offset + by, b.start, b.stop, b.read_bytes, b.host_bytes),
             *(b.row_elements, b.step, b.how, pieces),
@@ -381,6 +385,7 @@ def _merge(spans: list[tuple[int, int, BlockPiece]], limit: int) -> Iterator[tup
     first = last = 0
     for start, stop, piece in spans:
         joint = max(last, stop) - first
+        # One range may contain the other (a row longer than ``limit``): their union reads nothing more.
         if held and start <= last and (joint <= limit or joint in (last - first, stop - start)):
             last = max(last, stop)
         else:

@@ -37,5 +37,6 @@ class Budget:
     def give_back(self, n_bytes: int) -> None:
         """Return bytes whose memory is free again (or now belongs to a device)."""
         self.taken_bytes -= n_bytes
+        # Not clamped to 0: whoever gives back too much lets later requests exceed the limit.
         if self.taken_bytes < 0:
             raise AssertionError("more bytes were given back than taken")

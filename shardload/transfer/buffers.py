@@ -33,12 +33,14 @@ def memory(n_bytes: int) -> NDArray[np.uint8]:
     if n_bytes >= MAPPED_BYTES and hasattr(mmap, "MAP_ANONYMOUS"):
         huge = n_bytes - n_bytes % HUGE_PAGE_BYTES if hasattr(mmap, "MADV_HUGEPAGE") else 0
         area = mmap.mmap(-1, n_bytes + (HUGE_PAGE_BYTES if huge else 0), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # The array keeps the mapping alive until its last view is gone, and JAX keeps the views that it adopted.
         raw = np.frombuffer(area, np.uint8)
         # The kernel aligns only mappings whose length is a multiple of 2 MiB, so the start is aligned here.
         start = -raw.ctypes.data % HUGE_PAGE_BYTES if huge else 0
         if huge:
             area.madvise(mmap.MADV_HUGEPAGE, start, huge)
         return raw[start : start + n_bytes]
+    # malloc aligns to 16 bytes only.
     raw = np.empty(n_bytes + ALIGNMENT_BYTES, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT_BYTES
     return raw[start : start + n_bytes]
@@ -46,6 +48,7 @@ def memory(n_bytes: int) -> NDArray[np.uint8]:
 
 def stack(count: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
     """Return ``count`` uninitialised C-ordered arrays of one shape as a single array, in one piece of memory."""
+    # Built from strides, as no reshape skips the padding between two shards.
     strides = [math.prod(shape[d + 1 :]) * dtype.itemsize for d in range(len(shape))]
     step = _step(math.prod(shape) * dtype.itemsize)
     return np.ndarray((count, *shape), dtype, memory(count * step).data, 0, (step, *strides))
@@ -64,7 +67,7 @@ def arena(shapes: Sequence[tuple[int, ...]], dtype: np.dtype[Any]) -> list[NDArr
 
 
 def arena_bytes(shapes: Sequence[tuple[int, ...]], dtype: np.dtype[Any]) -> int:
-    """Return the bytes `arena` takes for these shapes."""
+    """Return the bytes that `arena` allocates for these shapes."""
     return sum(_step(math.prod(shape) * dtype.itemsize) for shape in shapes)
 
 

@@ -41,13 +41,14 @@ def check_cast(source: DType, target: DType, *, variable: str, tensor: str) -> N
     """
     if source == target:
         return
+    # bool and complex have no range and are no floats here, so they load unchanged or not at all.
     stored, wanted = _range(source), _range(target)
     if is_float(target) and (is_float(source) or stored):
         return
     if stored and wanted and wanted[0] <= stored[0] and stored[1] <= wanted[1]:
         return
     raise MismatchError(
-        f"Cannot cast tensor {tensor!r} from {source} to {target} for variable {variable!r}: loading casts float to "
-        "float, int to float and int to a wider int only. "
+        f"Cannot cast tensor {tensor!r} from {source} to {target} for variable {variable!r}: only casts from float to "
+        "float, int to float and int to a wider int are supported. "
         f"Build the model with dtype {source} or convert the checkpoint"
     )

@@ -23,12 +23,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-import operator
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any, Literal
 
 import jax
@@ -160,7 +158,7 @@ def _check(plan: LoadPlan, manifest: Manifest, devices: Sequence[Any]) -> None:
 
 
 class Transfer:
-    """One run of one plan; used only by the calling thread, except for the jobs it submits."""
+    """One run of one plan; only the jobs that it submits leave the calling thread."""
 
     def __init__(
         self,
@@ -177,6 +175,7 @@ class Transfer:
         self.budget = Budget(plan.host_memory_bytes)
         self.read_s = self.copy_s = 0.0
         scratch = plan.scratch_bytes + (self.checks.thread_bytes if self.checks else 0)
+        # Scratch gets a quarter of the budget at most; where that is too little, fewer threads run.
         most = min(self.budget.limit_bytes // 4, SCRATCH_BYTES)
         self.threads = max(1, min(threads, most // scratch)) if scratch else max(1, threads)
         shared = self.checks.begin(self.threads) if self.checks else 0
@@ -208,6 +207,7 @@ class Transfer:
         most = min(self.threads * QUEUED_PER_THREAD, BUDGET_PARTS)
         for job in self._jobs():
             if self.workers.in_flight >= most:
+                # Half of them at once: whenever the caller wakes, it takes a core from the workers.
                 self._complete(at_least=most // 2)
             self._submit(job)
         while self.workers.in_flight:
@@ -226,6 +226,7 @@ class Transfer:
             for file in self.files.values():
                 file.close()
             self.files.clear()
+        # A caught error keeps its traceback, whose frames refer to this object: shard memory must not live as long.
         self.variables.clear()
         self.tasks.clear()
         self.chunks.clear()
@@ -276,7 +277,7 @@ class Transfer:
     def _submit(self, job: range) -> None:
         # Memory is taken and files are opened here, on the calling thread; workers only read and copy.
         moves = [self._move_of(index) for index in job]
-        self.workers.submit(job, lambda: reduce(operator.add, (move() for move in moves)))
+        self.workers.submit(job, lambda: sum((move() for move in moves), BlockTimes(0.0, 0.0)))
 
     def _move_of(self, index: int) -> Callable[[], BlockTimes]:
         block = self.plan.blocks[index]
@@ -372,13 +373,14 @@ class Transfer:
         variable, binding = chunk.variable, chunk.variable.binding
         sharding = self.sharding(binding.layout)
         if chunk.box == Bounds.whole(binding.view.shape):
-            self._open(chunk)
+            self._open(chunk)  # no block has, if the variable has no elements
             array = assemble(binding.view.shape, sharding, {s: memory for s, (_, memory) in chunk.buffers.items()})
             uploaded = [array]
             array = array if variable.staged == binding.dtype else widen(array, dtype=binding.dtype)
         else:
             variable.incremental = variable.incremental or IncrementalArray(binding.view.shape, binding.dtype, sharding)
             uploaded, array = variable.incremental.put(chunk.buffers), None
+        # Not given back yet: JAX reads the buffers until the transfer to the device has finished.
         if chunk.n_bytes:
             self.uploads.append((uploaded, chunk.n_bytes))
         chunk.buffers, chunk.stack = {}, None  # JAX keeps what it adopted; everything else is free now

@@ -55,6 +55,7 @@ def assemble(shape: tuple[int, ...], sharding: NamedSharding, buffers: Mapping[B
     def shard(index: tuple[slice, ...] | None) -> NDArray[Any]:
         return buffers[_bounds(_ranges(index), shape)]
 
+    # JAX calls back once per device; replicas get the same buffer, and adopt it together.
     return jax.make_array_from_callback(shape, sharding, shard)
 
 
@@ -85,6 +86,7 @@ def place(value: NDArray[Any], layout: Layout, devices: Sequence[Any]) -> Any:
     sharding = named_sharding(layout, devices)
     indices = sharding.addressable_devices_indices_map(value.shape).values()
     distinct = tuple(dict.fromkeys(_bounds(_ranges(index), value.shape) for index in indices))
+    # A copy in buffers of our own: a CPU device adopts aligned memory, also if the caller writes to it afterwards.
     buffers = dict(zip(distinct, arena([b.shape for b in distinct], value.dtype), strict=True))
     for bounds, buffer in buffers.items():
         buffer[...] = value[bounds.slices]

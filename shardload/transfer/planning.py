@@ -103,6 +103,7 @@ class LoadPlan:
     @property
     def peak_staging_bytes(self) -> int:
         """Peak host memory for staging, without the shards of devices that share the host's memory."""
+        # The transfer has at most BUDGET_PARTS jobs in flight; at worst, they are the largest.
         most = sum(sorted((b.host_bytes for b in self.blocks), reverse=True)[:BUDGET_PARTS])
         return min(most, self.host_memory_bytes)
 
@@ -137,6 +138,7 @@ def make_plan(
     bindings = tuple(bindings)
     _check_meshes(bindings)
     wanted = {binding.view.tensor: None for binding in bindings}
+    # Names without a tensor are left to `Planner`, whose error names the variable.
     tensors = [manifest.tensors[name] for name in wanted if name in manifest.tensors]
     budget = _budget(tensors, host_memory_bytes, verified=not scatter, uploads=uploads)
     size = bindings[0].layout.mesh.size if bindings else 0
@@ -151,6 +153,7 @@ def make_plan(
         files=tuple(dict.fromkeys(path for name in read for path in paths_of(manifest.tensors[name]))),
         needed_bytes=planner.needed_bytes(),
         read_bytes=sum(b.read_bytes for b in blocks),
+        # Every split is even, so all positions store equally much.
         device_bytes=(sum(math.prod(t.layout.shard_shape(t.view.shape)) * t.dtype.itemsize for t in bindings),) * size,
         host_memory_bytes=budget,
         block_bytes=block_bytes,
@@ -161,6 +164,7 @@ def make_plan(
 def _budget(tensors: Sequence[Tensor], asked: int | None, *, verified: bool, uploads: bool) -> int:
     needs = {tensor.name: least_budget(tensor, verified=verified, uploads=uploads) for tensor in tensors}
     least = max(needs.values(), default=0)
+    # A default may grow to what a chunk needs; a budget that the user stated is a promise, so too little is an error.
     if asked is None:
         return max(DEFAULT_HOST_MEMORY, least)
     if asked < BUDGET_PARTS * MIN_BLOCK_BYTES:

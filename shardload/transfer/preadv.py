@@ -31,8 +31,9 @@ Entries = NDArray[np.int64]
 IOV_MAX = 1024
 """Most entries per call on Linux and macOS."""
 
-# use_errno: ctypes keeps errno per thread, so another thread's call can not overwrite it before it is read.
+# use_errno: ctypes keeps errno per thread, so another thread's call cannot overwrite it before it is read.
 _libc = ctypes.CDLL(None, use_errno=True)
+# Declared, as ctypes would pass the offset as a C int of 32 bits.
 _libc.preadv.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
 _libc.preadv.restype = ctypes.c_ssize_t
 
@@ -92,6 +93,8 @@ def calls(grids: Sequence[Grid], *, start: int, stop: int, gap_memory: NDArray[n
         The next call; its entries are valid only until the following one is requested.
     """
     groups = _interleaved(sorted(grids, key=lambda g: g.start))
+    # Nearly always, shards cover the block without a gap, and a few NumPy operations per group do. The general case
+    # sorts every single run.
     reached = start
     for group in groups:
         if group[0].start != reached or not _tiles(group):
@@ -125,7 +128,9 @@ def _stencilled(group: list[Grid]) -> Iterator[ReadCall]:
     if not rows:
         yield from _sliced(_zipped(group))
         return
+    # The stencil covers as many rows as one call takes; its addresses move on by that many rows after each call.
     stencil = _zipped([replace(grid, shape=(rows, *grid.shape[1:])) for grid in group])
+    # Entries of the grids alternate in the stencil, so their steps do too.
     move = np.tile(np.array([rows * grid.jumps[0] for grid in group]), len(stencil) // len(group))
     for row in range(0, first.shape[0], rows):
         if row:
@@ -181,11 +186,13 @@ def _lattice(origin: int, shape: tuple[int, ...], steps: tuple[int, ...]) -> NDA
 def _any_entries(grids: Sequence[Grid], start: int, stop: int, gap_memory: NDArray[np.uint8]) -> Entries:
     """Return entries in the general case: sort all runs, fill the gaps."""
     count = [math.prod(g.shape) for g in grids]
+    # An empty run at ``stop`` turns the bytes after the last run into a gap like the others.
     starts = np.concatenate([_lattice(g.start, g.shape, g.steps).ravel() for g in grids] + [np.array([stop])])
     addresses = np.concatenate([_lattice(g.address, g.shape, g.jumps).ravel() for g in grids] + [np.array([0])])
     length = np.repeat([*(g.length for g in grids), 0], [*count, 1])
     order = np.argsort(starts, kind="stable")
     starts, addresses, length = starts[order], addresses[order], length[order]
+    # From the end of each run to the start of the next; negative where runs overlap.
     gaps = starts - np.concatenate([[start], (starts + length)[:-1]])
     if int(gaps.min()) < 0 or int(gaps.max()) > gap_memory.nbytes:
         raise AssertionError("a direct block has overlapping runs or a gap that planning should have cut out")
@@ -227,6 +234,7 @@ def _copied(file: File, wanted: Iterable[ReadCall], offset: int) -> int:
     at = offset
     for call in wanted:
         for address, n_bytes in call.entries.tolist():
+            # Entries are bare addresses: ctypes makes a buffer of each, without owning its memory.
             file.read_into(memoryview((ctypes.c_char * n_bytes).from_address(address)).cast("B"), at)
             at += n_bytes
     return at - offset
@@ -236,6 +244,7 @@ def _rest(fd: int, wanted: Entries, got: int, offset: int) -> int:
     """Continue a call that was cut short until the file ends; return the additional bytes."""
     before, ends = got, np.cumsum(wanted[:, 1])
     while got < ends[-1]:
+        # The entry in which the call stopped; its rest comes first.
         at = int(np.searchsorted(ends, got, side="right"))
         left = wanted[at:].copy()
         skip = int(wanted[at, 1]) - (int(ends[at]) - got)
@@ -257,6 +266,7 @@ def preadv(fd: int, wanted: Entries, offset: int) -> int:
         got = int(_libc.preadv(fd, wanted.ctypes.data, len(wanted), offset))
         if got >= 0:
             return got
+        # Python repeats its own system calls after a signal (PEP 475); through ctypes we have to.
         code = ctypes.get_errno()
         if code != errno.EINTR:
             raise OSError(code, os.strerror(code))

@@ -64,7 +64,7 @@ class PrefetchedReads:
     """
 
     def __init__(self, blocks: Iterable[Block], *, limit_bytes: int, threads: int) -> None:
-        # Ranges in use come on top: each thread has one, and shares one with its neighbour.
+        # Ranges in use come on top of those in flight: each thread has one, and shares one with its neighbour.
         most = max(1, min(MAX_RANGE_UNITS, limit_bytes // (4 * threads * UNIT_BYTES)))
         self.ahead_bytes = max(most * UNIT_BYTES, limit_bytes - 2 * threads * most * UNIT_BYTES)
         self.held_bytes = self.peak_bytes = 0
@@ -102,6 +102,7 @@ class PrefetchedReads:
     def close(self) -> None:
         """Cancel requests in flight."""
         with self._lock:
+            # Nothing new begins: `_top_up` is past the last range.
             self._next = len(self._ranges)
             for one in self._ranges:
                 if one.pending is not None:
@@ -111,7 +112,9 @@ class PrefetchedReads:
         start, stop = block.offset, block.offset + block.read_bytes
         for path, unit in units_of(block):
             one = self._of.get((path, unit))
+            # A unit that two blocks share belongs to one range, which is released after both.
             if one is None:
+                # A range grows as long as the next needed unit follows: a gap that no block needs ends it.
                 last = self._ranges[-1] if self._ranges else None
                 if last is not None and (last.path, last.first + last.count) == (path, unit) and last.count < most:
                     last.count += 1
@@ -124,9 +127,11 @@ class PrefetchedReads:
 
     def _data(self, wanted: _UnitRange) -> memoryview:
         with self._lock:
+            # Begun even above the limit: a thread that needs a range now must not wait for others to release theirs.
             if wanted.pending is None and wanted.data is None:
                 self._start(wanted)
             self._top_up()
+        # Not under `_lock`: while one thread waits for the network, the others go on.
         with wanted.lock:
             if wanted.data is None:
                 assert wanted.pending is not None
@@ -145,6 +150,7 @@ class PrefetchedReads:
         while self._next < len(self._ranges):
             one = self._ranges[self._next]
             if one.pending is None and one.data is None and one.left_bytes > 0:
+                # Stop, never skip: ranges are needed in this order, and a shorter one further on would take the room.
                 if self.held_bytes + one.n_bytes > self.ahead_bytes:
                     return
                 self._start(one)

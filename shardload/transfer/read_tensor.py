@@ -49,6 +49,7 @@ def row_ranges(tensor: Tensor, *, limit_bytes: int) -> Iterator[tuple[int, int]]
     row_bytes = max(1, tensor.nbytes // max(1, tensor.rows))
     match tensor.storage:
         case Decoded(reader):
+            # Ranges are whole units, as a range that ends inside a unit decodes it twice.
             unit = max(1, reader.row_alignment)
         case Chunked(chunk_shape):
             unit = chunk_shape[0] if chunk_shape else 1
@@ -80,6 +81,7 @@ def _unpacked(packed: Packed) -> NDArray[Any]:
 
 def _read(value: NDArray[Any], path: Location, offset: int) -> None:
     with closing(path.open()) as file:
+        # As bytes: NumPy exports no buffer of an array of `ml_dtypes`.
         file.read_into(value.reshape(-1).view(np.uint8).data, offset)
 
 
@@ -99,6 +101,7 @@ def _join(tensor: Tensor, grid: Chunked, start: int, stop: int) -> NDArray[Any]:
             part = np.empty((b - a, *shape[1:]) if shape else (), tensor.dtype)
             _read(part, extent.path, extent.offset + (a - first) * row_bytes)
         columns = tuple(slice(i * n, (i + 1) * n) for i, n in zip(index[1:], shape[1:], strict=True))
+        # A chunk at the far edge is stored in full. NumPy ends the slice at the tensor's edge; the part is cut to it.
         inside = value[(slice(a - start, b - start), *columns)] if shape else value
         inside[...] = part[tuple(map(slice, inside.shape))]
     return value

@@ -94,6 +94,7 @@ def view_in_region(view: View, tensor: Tensor, region: Region) -> RegionView | N
         return RegionView(view, Bounds.whole(view.shape))
     if not math.prod(tensor.shape):
         return None
+    # Where the view starts in the tensor, and which dim of the tensor each of its dims walks along.
     dims = _dims(view, tensor)
     first = tuple(view.offset // t % n for t, n in zip(c_strides(tensor.shape), tensor.shape, strict=True))
     inner = c_strides(region.shape)
@@ -109,6 +110,7 @@ def view_in_region(view: View, tensor: Tensor, region: Region) -> RegionView | N
             if start[d] >= stop[d]:
                 return None
     strides = tuple(0 if j is None else inner[j] for j in dims)
+    # Negative where the view starts before the chunk; only elements of the box are ever addressed.
     offset = sum((i - a) * t for i, a, t in zip(first, region.origin, inner, strict=True))
     return RegionView(View(view.tensor, offset, view.shape, strides), Bounds(tuple(start), tuple(stop)))
 
@@ -116,6 +118,7 @@ def view_in_region(view: View, tensor: Tensor, region: Region) -> RegionView | N
 def _dims(view: View, tensor: Tensor) -> list[int | None]:
     """Return the tensor dim that each dim of a view follows; None for a dim of length 1."""
     strides = c_strides(tensor.shape)
+    # Dims longer than 1 have different strides in C order, so a stride tells the dim.
     along = {t: j for j, (t, n) in enumerate(zip(strides, tensor.shape, strict=True)) if n > 1}
     found = [along.get(t) if n > 1 else None for n, t in zip(view.shape, view.strides, strict=True)]
     walked = [(n, j) for n, j in zip(view.shape, found, strict=True) if n > 1]
@@ -151,8 +154,10 @@ def least_budget(tensor: Tensor, *, verified: bool, uploads: bool) -> int:
     if not _is_packed(tensor):
         return 0
     most = max(region.unpacking_bytes(tensor.dtype) for region in regions(tensor))
+    # Twice a chunk's shards, as they get half of what is left.
     if uploads:
         most += 2 * max(region.size for region in regions(tensor)) * tensor.dtype.itemsize
+    # ``most`` must fit into what verification and scratch leave: the shares above, solved for the budget.
     if verified:
         return min(2 * most, most + CHECKING_BYTES) + (2 << 20)
     return min(most * 4 // 3, most + SCRATCH_BYTES)

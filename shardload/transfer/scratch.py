@@ -100,11 +100,13 @@ class RowCopy:
         start = address(part.view, part.box.start) - flat.start
         shape = list(part.box.shape)
         dims = enumerate(zip(part.view.shape, part.view.strides, strict=True))
+        # The planner makes sure that exactly one dim steps from row to row (`Planner._row_elements`).
         dim = next(d for d, (n, t) in dims if n > 1 and t == row_elements)
         self.first = start // row_elements
         self.last = self.first + shape[dim]
         shape[dim] = rows
         order = (dim, *(d for d in range(len(shape)) if d != dim))
+        # Rows first, on both sides: `move` then takes a range of them with one slice.
         self.target = part.target.transpose(order)
         self.offset, strides = flat.place(part.view, start % row_elements)
         self.shape, self.strides = tuple(shape[d] for d in order), tuple(strides[d] for d in order)
@@ -172,6 +174,7 @@ def _keeps_rows(part: CopyPart, row: int, start: int) -> bool:
     pairs = [(n, t) for n, t in zip(part.box.shape, part.view.strides, strict=True) if n > 1]
     if any(t > row and t % row for _, t in pairs):
         return False
+    # A part that ran over the end of a row would have padding in its middle.
     inside = span(*zip(*[p for p in pairs if p[1] < row], strict=True)) if any(t < row for _, t in pairs) else 1
     return (address(part.view, part.box.start) - start) % row + inside <= row
 
@@ -200,6 +203,7 @@ def copy(target: NDArray[Any], source: NDArray[Any]) -> None:
         else:
             target.view(bits)[...] = source.view(bits)
     elif source.dtype == _BFLOAT16 and target.dtype == _FLOAT32:  # ml_dtypes' own cast holds the GIL
+        # A bfloat16 is the upper half of the float32 with the same value: widening is a shift.
         wide = target.view(np.uint32)
         wide[...] = source.view(np.uint16)
         np.left_shift(wide, 16, out=wide)
@@ -207,6 +211,7 @@ def copy(target: NDArray[Any], source: NDArray[Any]) -> None:
         with np.errstate(all="ignore"):  # a cast may overflow to inf, as in JAX
             target[...] = source
     else:
+        # In two passes where the orders differ: the cast runs along memory, the transpose is a copy of integers.
         with np.errstate(all="ignore"):
             copy(target, source.astype(target.dtype))
 

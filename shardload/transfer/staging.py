@@ -70,6 +70,8 @@ class StackedShards:
         width, count = self.first.shape[d], len(self.memory)
         begin = self.first.start[d]
         apart = width * view.strides[d]
+        # Only shards side by side within one row of the file: `scratch.RowCopy` has a few rows at a time, and shards
+        # that divide the rows themselves are further apart.
         if box.start[d] > begin or box.stop[d] < begin + width * count or apart * count > largest_stride(view):
             return None
         start, stop = list(map(max, box.start, self.first.start)), list(map(min, box.stop, self.first.stop))
@@ -141,6 +143,7 @@ class Chunk:
         if dim is None:
             held = list(zip(boxes, arena([box.shape for box in boxes], dtype), strict=True))
         else:
+            # Regular shards, which nearly all are, get one array with a dim for the shard.
             whole = stack(len(boxes), boxes[0].shape, dtype)
             held = list(zip(boxes, whole, strict=True))
             self.stack = StackedShards(dim, boxes[0], whole, held)
@@ -172,6 +175,7 @@ def grouped(
         if groups:
             chunk, members = groups[-1]
             joined = _hull(chunk.box, box)
+            # Only where both together are a box: a hull with holes would be uploaded with memory that nobody filled.
             if joined.size == chunk.box.size + box.size and joined.size * itemsize <= limit:
                 chunk.box = joined
                 members.append((b, p))

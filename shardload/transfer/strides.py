@@ -45,6 +45,7 @@ class Ordered:
     def of(cls, view: View, box: Bounds) -> Ordered:
         """Return ``box`` of ``view`` in address order; dims of length 1 (any stride) come first."""
         shape = box.shape
+        # Dims of length 1 come first, where `_level` never chooses one: it divides by the stride, and theirs may be 0.
         order = sorted(range(len(shape)), key=lambda d: (shape[d] != 1, -view.strides[d]))
         return cls(
             tuple(order),
@@ -74,6 +75,7 @@ def span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
 
 def is_injective(view: View) -> bool:
     """Whether the elements of a view are distinct: no broadcast dims and no overlapping windows."""
+    # Sufficient, not necessary: interleaved dims that never meet count as overlapping, and are then staged.
     ordered = Ordered.of(view, Bounds.whole(view.shape))
     inner = [span(ordered.shape[d + 1 :], ordered.strides[d + 1 :]) for d in range(len(ordered.shape))]
     return all(n == 1 or t >= i for n, t, i in zip(ordered.shape, ordered.strides, inner, strict=True))
@@ -113,6 +115,7 @@ def cut(whole: Ordered, *, limit: int, skip: int) -> Iterator[Bounds]:
     inner = list(whole.shape[level + 1 :])
     for prefix in itertools.product(*(range(n) for n in whole.shape[:level])):
         base = whole.offset + sum(i * t for i, t in zip(prefix, whole.strides, strict=False))
+        # Rows since the last multiple of ``rows`` in the tensor, where the box of every view of it ends.
         phase = (base // stride) % rows
         edges = [0, *range(rows - phase, length, rows), length]
         for a, b in itertools.pairwise(edges):
@@ -124,6 +127,7 @@ def _level(whole: Ordered, limit: int, skip: int) -> tuple[int, int]:
     shape, strides = whole.shape, whole.strides
     dims = range(len(shape))
     inner = [span(shape[d + 1 :], strides[d + 1 :]) for d in dims]
+    # Cutting at the innermost dim with such a gap leaves none inside a box, whatever the outer dims have.
     gap = max((d for d in dims if shape[d] > 1 and strides[d] - inner[d] >= skip), default=-1)
     if span(shape, strides) <= limit:
         return gap, 1
@@ -131,6 +135,8 @@ def _level(whole: Ordered, limit: int, skip: int) -> tuple[int, int]:
     if gap >= level:
         return gap, 1
     stride = strides[level]
+    # Where rows do not overlap, their number depends on the stride alone, not on how much of a row a view needs:
+    # views of different columns are then cut at the same rows.
     rows = limit // stride if inner[level] <= stride else (limit - inner[level]) // stride + 1
     return level, max(1, rows)
 

@@ -80,6 +80,7 @@ class TransferVerification:
         """
         if isinstance(tensor.storage, Decoded):
             check_tensor(self.verifier, tensor)
+        # Inline and unwritten chunks too: they are in a header, somewhere in the file, so all of it is verified.
         elif not block.read_bytes or not self._is_verified(block):
             _check(self.verifier, block.path, block.offset, block.read_bytes)
 
@@ -90,6 +91,7 @@ class TransferVerification:
 
     def read_bytes(self) -> int:
         """Return the bytes read from files; call it after the transfer."""
+        # Verified blocks count as the whole units that were read for them; all others were read a second time.
         used = sum(block.read_bytes for block in self.plan.blocks if not self._is_verified(block))
         return used + self.verifier.bytes_checked - self._before
 

@@ -29,7 +29,7 @@ from shardload.transfer.scratch import BlockMemory
 from shardload.transfer.verifier import Verifier
 
 Unit = tuple[Location, int]
-"""A file and a unit's number in it."""
+"""A file, and the number of a unit in it."""
 
 
 class VerifiedReads:
@@ -78,21 +78,26 @@ class VerifiedReads:
                 self._left[unit] -= 1
                 if not self._left[unit] and (kept := self._kept.pop(unit, None)) is not None:
                     data = kept.result()
+                    # Memory is reused, as no device ever adopts it. The short last unit of a file is only part of one.
                     self._spare += [data] if data.nbytes == UNIT_BYTES else []
 
     def _unit(self, unit: Unit) -> NDArray[np.uint8]:
+        # 1. The unit in this thread's own buffer.
         if getattr(self._own, "unit", None) == unit:
             own: NDArray[np.uint8] = self._own.data
             return own
         with self._lock:
+            # 2. A unit that another thread has read, or is reading.
             known = self._kept.get(unit)
             promise: Future[NDArray[np.uint8]] | None = None
             into: NDArray[np.uint8] | None = None
+            # 3. If a later block needs it and there is room, promise it: other threads wait instead of reading it, too.
             if known is None and self._left[unit] > 1 and len(self._kept) < self.kept_units:
                 promise = self._kept[unit] = Future()
                 into = self._spare.pop() if self._spare else None
         if known is not None:
             return known.result()  # safe to wait: the thread that reads it never waits for others
+        # 4. Else read it for this thread alone.
         if promise is None:
             return self._read_own(unit)
         try:
@@ -107,6 +112,7 @@ class VerifiedReads:
         """Read into this thread's buffer, which its next own read overwrites."""
         if not hasattr(self._own, "memory"):
             self._own.memory = memory(UNIT_BYTES)
+        # Forgotten first: a read that fails must not leave half of another unit under this number.
         self._own.unit = None
         data = self._own.data = self._read(unit, self._own.memory)
         self._own.unit = unit
@@ -131,6 +137,7 @@ def put(flat: BlockMemory, at: int, data: NDArray[Any]) -> None:
     if not row:
         flat.memory[at : at + data.size] = data
         return
+    # The rest of a row that was begun, whole rows at once, the beginning of another one.
     head = min(-at % row, data.size)
     start = at // row * pitch + at % row
     flat.memory[start : start + head] = data[:head]

@@ -53,6 +53,7 @@ class WorkerThreads(Generic[T]):
         self.in_flight = 0
         """Jobs submitted and not yet collected."""
         self._table = _Table[T]()
+        # Not only in `close`: an error before the caller gets there must not leave threads behind.
         self._dismiss = weakref.finalize(self, self._table.jobs.put, None)
         self._threads = [
             threading.Thread(target=self._table.work, name=f"shardload_{k}", daemon=True) for k in range(threads)
@@ -76,6 +77,7 @@ class WorkerThreads(Generic[T]):
             at_least: Number of jobs to wait for; fewer are returned if fewer remain, or if one failed.
         """
         table = self._table
+        # Set before looking: a worker that finishes in between sees the new number and wakes us.
         table.wanted = max(1, min(at_least, self.in_flight))
         while len(table.completed) < table.wanted and not table.failed:
             table.wakeups.get()
@@ -85,6 +87,7 @@ class WorkerThreads(Generic[T]):
 
     def close(self) -> None:
         """Wait for the threads; drop jobs that have not started."""
+        # The workers still empty the queue, but run nothing more: its end (``None``) comes after the jobs.
         self._table.closed = True
         self._dismiss()
         for thread in self._threads:
