@@ -58,6 +58,7 @@ def device_list(devices: Any) -> tuple[jax.Device, ...] | None:
     Raises:
         UsageError: When it is something else.
     """
+    # An empty list is refused: taken for "no devices given", it would mean all of them.
     found = tuple(devices) if isinstance(devices, Iterable) else ()
     if devices is None or (found and all(isinstance(device, jax.Device) for device in found)):
         return found or None
@@ -66,6 +67,7 @@ def device_list(devices: Any) -> tuple[jax.Device, ...] | None:
 
 def patterns(ignore: Sequence[str]) -> tuple[str, ...]:
     """Return the patterns of tensor names to ignore, checked."""
+    # A string is a sequence of strings: ignore="head" would ignore tensors called "h", "e", "a" and "d".
     if isinstance(ignore, str) or not all(isinstance(pattern, str) for pattern in ignore):
         raise UsageError(f"ignore is a list of names of tensors, such as ['score.*']; got {ignore!r:.60}")
     return tuple(ignore)

@@ -92,6 +92,7 @@ def load_arrays(
         TransferError: When reading fails half-way.
         DamagedError: When the bytes of a training step differ from the saved ones.
     """
+    # Arguments first: none of them should fail after a download.
     shown = as_progress(progress)
     budget = _budget(host_memory_bytes)
     _check_kinds(mesh=mesh, names=names, transpose=transpose, strict=strict)
@@ -101,14 +102,17 @@ def load_arrays(
     _check_keys(leaves, names=names, transpose=transpose)
     reader = _Reader(opened.manifest, mesh=mesh, names=names, transpose=transpose, dtype=dtype_name(dtype))
     wanted = reader.wanted(leaves)
+    # A rule sees every tensor, so what it leaves out is left out on purpose.
     if strict and not _is_rule(targets):
         _check_unused(opened.manifest, wanted)
+    # Twice: a writer must not have changed the files since their headers were read, before and after the reads.
     files.check()
     found = _transfer(opened, wanted, budget=budget, shown=shown)
     files.check()
     return rebuild(found)
 
 
+# Not `arguments.byte_count`, as that module imports Keras.
 def _budget(wanted: int | str | None) -> int | None:
     try:
         return None if wanted is None else parse_bytes(wanted)
@@ -160,6 +164,7 @@ def _leaf_name(path: Sequence[str], manifest: Manifest) -> str:
 
 def _rule(targets: Callable[..., Any]) -> Callable[[Tensor], Any]:
     """Return a function of a tensor that calls ``targets`` with the arguments that it takes."""
+    # Asked of the signature, not tried: a TypeError raised inside of the function must reach the caller.
     try:
         inspect.signature(targets).bind("name", (), np.dtype(np.float32))
     except TypeError:
@@ -169,6 +174,7 @@ def _rule(targets: Callable[..., Any]) -> Callable[[Tensor], Any]:
     return lambda tensor: targets(tensor.name, tensor.shape, tensor.dtype)
 
 
+# Entries of a path have different fields: `DictKey.key`, `SequenceKey.idx`, `GetAttrKey.name`.
 def _key(entry: Any) -> str:
     return str(next(getattr(entry, name) for name in ("key", "idx", "name") if hasattr(entry, name)))
 
@@ -238,6 +244,7 @@ class _Reader:
         if isinstance(found, PartitionSpec):
             if self.mesh is None:
                 raise UsageError(f"Cannot place {name!r} by {found}: a PartitionSpec needs a mesh. Pass mesh=")
+            # JAX's own error for an unknown axis does not name the array.
             stated = {axis for entry in found for axis in ((entry,) if isinstance(entry, str) else entry or ())}
             if unknown := sorted(stated - set(self.mesh.axis_names)):
                 raise LayoutError(
@@ -280,6 +287,7 @@ def _shown(names: Iterable[str]) -> list[str]:
 
 def _transfer(opened: OpenedSource, wanted: Sequence[_Wanted], *, budget: int | None, shown: Any) -> dict[str, Any]:
     arrays: dict[str, Any] = {}
+    # A plan has one mesh, so each mesh gets a plan and a transfer; a single device is a mesh too.
     by_mesh: dict[MeshDevices, list[_Wanted]] = {}
     for one in wanted:
         by_mesh.setdefault(_devices(one.sharding), []).append(one)
@@ -350,6 +358,7 @@ def _axes(entry: Any, one: _Wanted) -> tuple[str, ...]:
 
 def _as_asked(array: Any, sharding: NamedSharding | SingleDeviceSharding) -> Any:
     """Return the array with the caller's own sharding object, without a copy if it is in the right memory."""
+    # Another kind of memory, such as ``pinned_host``: the transfer fills the device's default one.
     if sharding.memory_kind != array.sharding.memory_kind:
         return jax.device_put(array, sharding)
     shards = [shard.data for shard in array.addressable_shards]

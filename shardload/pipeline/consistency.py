@@ -73,6 +73,7 @@ def topics(prepared: PreparedLoad) -> list[Topic]:
     Args:
         prepared: The load that this process is about to run.
     """
+    # Causes before effects: another dtype also changes every line of the model, which would be named instead.
     same = "the same on every process"
     return [
         Topic("the mesh", lambda: _mesh(prepared.devices), f"Pass {same}"),
@@ -95,6 +96,7 @@ def require(joint: JointCall, found: list[Topic]) -> None:
         DisagreementError: On all processes, naming the first difference and each side's value.
     """
     facts = [topic.facts() for topic in found]
+    # One meeting for all topics, with digests: the facts, a line per tensor, follow only where digests differ.
     of_each = joint.together(lambda: [_digest(one) for one in facts], f"the comparison of {found[0].what}")
     for topic, mine, digests in zip(found, facts, zip(*of_each, strict=True), strict=True):
         if len(set(digests)) > 1:
@@ -102,6 +104,7 @@ def require(joint: JointCall, found: list[Topic]) -> None:
 
 
 def _disagreement(joint: JointCall, topic: Topic, mine: Facts) -> DisagreementError:
+    # All processes come here together, as all compared the same digests.
     first, titles = joint.first(lambda: (mine, topic.titles()), f"what process 0 has of {topic.what}")
     differences = joint.together(lambda: _difference(first, mine), f"what differs of {topic.what}")
     key, wanted, _ = next(one for one in differences if one is not None)
@@ -139,10 +142,12 @@ def _as_text(value: Any) -> str:
     match value:
         case None | str():
             return repr(value)
+        # Before int, which bool is a subclass of.
         case bool() | np.bool_():
             return repr(bool(value))
         case int() | np.integer():
             return repr(int(value))
+        # Sorted, as a set is in another order in each process.
         case list() | tuple() | set() | frozenset():
             return f"[{', '.join(sorted(map(_as_text, value)))}]"
     return type(value).__name__
@@ -155,9 +160,11 @@ def _mesh(devices: MeshDevices) -> Facts:
 
 def source(manifest: Manifest) -> Facts:
     """Return the facts in the headers, without paths."""
+    # Files by their number, as their paths may differ between hosts.
     order = {path: i for i, path in enumerate(manifest.files)}
     found = {"Its format": manifest.format, "The number of its tensors": str(len(manifest.tensors))}
     for tensor in manifest.tensors.values():
+        # Offsets too: files of equal size may have their tensors in another order.
         match tensor.storage:
             case Extent(path, offset):
                 where = f" at byte {offset} of file {order.get(path, -1)}"
@@ -184,6 +191,7 @@ def _spots(manifest: Manifest) -> Iterator[tuple[str, Location, int]]:
     for name, extent in _some(starts, SPOTS // 2):
         yield f"The first bytes of tensor {name!r}", extent.path, extent.offset
     files = _some(list(manifest.files.items()), SPOTS // 4)
+    # At least the first and the last place of each file (and no division by zero below).
     each = max(2, SPOTS // 2 // max(1, len(files)))
     for number, (path, size) in enumerate(files):
         for offset in dict.fromkeys(max(0, size - SPOT_BYTES) * k // (each - 1) for k in range(each)):
@@ -209,6 +217,7 @@ def _dtypes(prepared: PreparedLoad) -> Facts:
 
 
 def _model(prepared: PreparedLoad) -> Facts:
+    # By place, never by name (module docstring); a variable without a tensor keeps its line.
     found = {id(v): f"{stored_dtype(v)} {tuple(v.shape)}, no tensor" for v in all_variables(prepared.model).values()}
     for binding in prepared.mapping.bindings:
         found[id(binding.variable)] = f"{binding.dtype} {binding.view.shape} from {binding.view}"

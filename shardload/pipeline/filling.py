@@ -47,8 +47,10 @@ def fill(
     files.check()
     with clock("transfer"), _rollback(prepared, files) as assigner:
         stats = _stream(prepared, assigner, progress or Silent())
+        # A file rewritten in place while it was read keeps its size: the bytes may be a mixture of both.
         files.check()
         assigner.finish(on_filled)
+    # Outside of the rollback: all values of the checkpoint are in place, and on other processes too.
     with clock("build"):
         initialised = abstraction.initialise(prepared.model)
         _gather(prepared)
@@ -85,6 +87,7 @@ def _rollback(prepared: PreparedLoad, files: Fingerprint) -> Iterator[Assigner]:
     """Bind the model to its new mesh and yield its assigner; on failure describe its state, or restore everything."""
     on_failure = prepared.request.on_failure
     before = binding.BindingSnapshot.of(prepared.model)
+    # Counted before: a load that fails early must be told from one that replaced values.
     had_values = sum(map(has_value, prepared.mapping.provided))
     assigner = _assigner(prepared, files, atomic=on_failure == "restore")
     try:
@@ -93,12 +96,15 @@ def _rollback(prepared: PreparedLoad, files: Fingerprint) -> Iterator[Assigner]:
     except BaseException as error:
         left = assigner.abort()
         unchanged = not left.new and len(left.old) == had_values
+        # The old values are in place, so the old mesh is right again, and the plain error says enough.
         if on_failure == "restore" or unchanged:
             before.restore()
         if on_failure == "raise" or unchanged:
             raise
+        # The values that would show the model's mesh may be gone: a second load finds it here.
         remember(prepared.model, prepared.devices)
         state = f"Of the model {prepared.model.name!r} {left}."
+        # Ctrl-C stays a KeyboardInterrupt, for whoever catches it.
         if not isinstance(error, Exception):
             error.add_note(f"The load was interrupted. {state}")
             raise
@@ -128,6 +134,7 @@ def _assigner(prepared: PreparedLoad, files: Fingerprint, *, atomic: bool) -> As
 
     def read(tensor: str) -> Any:
         value = read_tensor(prepared.manifest, tensor)
+        # These reads happen after those of the transfer, whose check does not cover them.
         files.check()
         return value
 

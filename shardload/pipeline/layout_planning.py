@@ -153,6 +153,7 @@ class _Planning:
         """Return the rows that are asked for; else those that the model fixes, or the default."""
         if self.step.batch is not None:
             return self.step.batch
+        # Input layers may fix the batch; the step is then planned with that.
         rows = BATCH_PER_POSITION * self.mesh.axis_size(self.mesh.batch_axis)
         fixed = rows_of(input_specs(model, batch=rows, sequence=self.step.sequence))
         return rows if not fixed or rows in fixed else min(fixed)
@@ -196,6 +197,7 @@ class _Planning:
         if limit is None:
             return None
         with self._stage("smallest", "Looking for the smallest mesh"):
+            # The plan fits its own mesh, so only smaller ones are of interest; without a plan, any mesh is.
             most = MAX_DEVICES if plan is None else plan.mesh.size - 1
             return search_smallest_mesh(model, limit, max_devices=most, **self._options()) or plan
 

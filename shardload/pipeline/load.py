@@ -48,6 +48,7 @@ class Loaded:
 
 def open_requested(request: LoadRequest) -> OpenedSource:
     """Open the source of a request, or the folder that describes the model to build; a plan needs no weights."""
+    # A plan reads headers only, so there is nothing to verify, and a description without weights is enough.
     reads = request.function != "plan"
     source, step = request.source, request.step
     return open_source(source, request.format, described=request.builds, verify=reads, weights=reads, step=step)
@@ -71,13 +72,16 @@ def load(
         on_opened: Called before the model is built.
         on_built: Called with the model that was built, before its weights are read.
     """
+    # Open: headers only. From here on, a file that changes is an error.
     clock = Clock()
     source = opener(request)
     files = Fingerprint.of(source.manifest.files)
+    # Place: once all processes have headers, as the start of JAX waits for all of them.
     call.start_jax()
     devices, layout = place(request)
     call.check_shares(devices)
     on_opened(source.manifest)
+    # Build: with the same seeds on all processes, so that what the checkpoint lacks gets the same initial values.
     with call.seeds() if request.builds else nullcontext():
         model, notes = _build(request, source.manifest, clock) if request.builds else (request.model, ())
         if request.builds:
@@ -85,8 +89,10 @@ def load(
         optimizer = request.compile and not notes  # notes say why the model could not be compiled
         if request.function == "load_weights" and request.items == "weights":
             optimizer = False
+        # Slots are created before mapping, so that their tensors find a variable, and removed if the load fails.
         builds_slots = optimizer and not request.as_keras
         with _slots(request, model, source.manifest) if builds_slots else nullcontext():
+            # Map, lay out, plan, check: the model is still unchanged.
             with clock("plan"):
                 notes = (*notes, *_unused_distribution(request))
                 prepared = preparing.prepare(
@@ -94,6 +100,7 @@ def load(
                 ).validated()
             for text in prepared.layouts.idle_notes:
                 warn_caller(text)
+            # Agree, fill.
             report = call.fill(prepared, clock, files)
         if request.builds:  # after the weights, as in Keras: hooks may use their values
             load_assets(model, source.manifest, check=source.checker)
@@ -122,6 +129,7 @@ def place(request: LoadRequest) -> tuple[MeshDevices, LayoutLike | None]:
     Raises:
         MeshError: When the model's variables are spread over several meshes, or there are too few devices.
     """
+    # A model that has values or shardings stays where it is, unless the caller names other devices.
     follows_model = not request.builds and request.mesh is None and request.devices is None
     if follows_model and (own := current_devices(request.model)) is not None:
         return own, request.layout
@@ -132,6 +140,7 @@ def place(request: LoadRequest) -> tuple[MeshDevices, LayoutLike | None]:
 def _mesh_and_layout(request: LoadRequest) -> tuple[MeshLike | None, LayoutLike]:
     """Return the requested mesh and layout; without them, those of the distribution that is set in Keras."""
     mesh, layout = request.mesh, request.layout
+    # Devices that the caller names take precedence: the distribution may be over others.
     if mesh is None and request.devices is None and (found := distributions.current()) is not None:
         mesh, layout = found, found if layout is None else layout
     return mesh, "auto" if layout is None else layout
@@ -157,6 +166,7 @@ def _build(request: LoadRequest, manifest: Manifest, clock: Clock) -> tuple[Any,
     names = ("dtype", "task", "ignore_config", "custom_objects", "safe_mode", "compile")
     with clock("build"):
         model = build(manifest, **{name: getattr(request, name) for name in names}, note=notes.append)
+    # Also a warning: the report is easily missed, and an uncompiled model fails only in fit().
     for text in notes:
         warn_caller(text)
     return model, tuple(notes)

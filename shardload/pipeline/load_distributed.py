@@ -105,6 +105,7 @@ class JointLoad:
     def start_jax(self) -> None:
         """Start JAX once headers are read; this waits for the other processes."""
         if self._joint is not None:
+            # Two meetings: none starts JAX before all can, and none goes on before all have.
             self._joint.together(lambda: None, "the start of JAX")
             self._joint.together(self._start, "JAX has started")
 
@@ -154,6 +155,7 @@ class JointLoad:
 
     def _draw(self) -> int:
         """Draw a seed derived from the user's own state without changing that state; differs for each call."""
+        # A copy of the generator: two calls in a row draw the same bits from it, which the call's name tells apart.
         drawn = random.Random()
         drawn.setstate(random.getstate())
         assert self._joint is not None
@@ -170,6 +172,7 @@ class JointLoad:
             except BaseException as error:
                 raised.append(error)
 
+        # A daemon: a start that hangs must not keep the program from ending.
         starting = threading.Thread(target=start, name="shardload-start", daemon=True)
         starting.start()
         while starting.is_alive():
@@ -224,6 +227,7 @@ def joint(function: str, what: Any, arguments: Mapping[str, Any], *, doing: str 
     Raises:
         DisagreementError: On all processes, when their calls differ.
     """
+    # Before the first meeting: if this process is killed from now on, its helper process can say so.
     recorder = exit_recorder()
     recorder.begin()
     recorder.note(f"shardload.{function} was {doing} {str(what)!r}")
@@ -254,6 +258,7 @@ def _is_local(request: LoadRequest) -> bool:
             named = None if current is None else current.devices
     except Exception:  # a wrong argument: the call itself raises the error, on all processes
         return False
+    # No device named means all devices of all processes (`bool(named)` is False), so the call is joint.
     return bool(named) and all(getattr(d, "process_index", None) == jax.process_index() for d in named or ())
 
 
@@ -275,6 +280,7 @@ class _Watched:
         self._shown.start(total_bytes, description)
 
     def advance(self, n_bytes: int) -> None:
+        # Called between blocks: here a transfer notices that another process failed.
         self._joint.check()
         self._shown.advance(n_bytes)
 

@@ -80,6 +80,7 @@ class PreparedLoad:
         problems = [f"does not match: {m}" for m in self.mapping.mismatched]
         problems += [f"does not match: {text}" for text in self._integers_for_floats()]
         problems += [f"missing from the checkpoint: {name}" for name in self.mapping.missing]
+        # Keras accepts tensors that the model does not use, but none that a converter asks for and does not find.
         unused, absent = ((), self.mapping.absent) if self.request.as_keras else (self.mapping.unused, ())
         problems += [f"missing from the checkpoint: tensor {name}" for name in absent]
         problems += [f"not used by the model: {self._with_reason(name)}" for name in unused]
@@ -98,6 +99,7 @@ class PreparedLoad:
 
         Custom loading hooks are exempt, because they may apply scales.
         """
+        # A layer with a loading hook of its own may read the scales in it.
         custom = [s for s in self.mapping.steps if s.saveable is not None and not has_keras_hook(s.saveable)]
         exempt = {name for step in custom for name in step.needs}
         for b in self.mapping.bindings:
@@ -150,22 +152,27 @@ def prepare(
         notes: Notes about the model's construction, for the report.
     """
     manifest, ignored = source.manifest, request.ignore_config
+    # Quantised folders are refused by their configuration; of bare files only the mapping shows it.
     quantised.check_before(manifest, ignore=ignored)
     mapping = _map(request, manifest, model, optimizer=optimizer)
     quantised.check_mapped(manifest, mapping.bindings, mapping.unused, ignore=ignored)
     accepted = quantised.accepted(manifest, mapping.bindings, ignore=ignored)
     mapping = replace(mapping, notes=(*accepted, *mapping.notes))
     layouts = current_layout(model, devices) if layout is None else choose(model, devices.mesh, layout)
+    # Layouts come after mapping, because rules look at variables, and before planning, which needs every shard.
     mapping = replace(mapping, bindings=tuple(replace(b, layout=layouts.of(b.variable)) for b in mapping.bindings))
     plan = make_plan(
         manifest,
         mapping.bindings,
         host_memory_bytes=request.budget,
         positions=local_positions(devices),
+        # Bytes to verify must pass through memory that is not yet a shard's.
         scatter=source.checker is None,
+        # The devices of a plan are None: it is made as for CPU devices.
         uploads=any(device is not None and device.platform != "cpu" for device in devices.devices),
     )
     found = PreparedLoad(request, source, model, devices, mapping, layouts, plan, (*source.notes, *notes))
+    # Only a model built from the description shows which tensors lie outside of it; any other may be the wrong one.
     return found.with_unused_sorted() if request.builds else found
 
 

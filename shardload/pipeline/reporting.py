@@ -43,6 +43,7 @@ IN_TRAINING = (
 )
 """Notes on the weights of a step, for an optimizer with ``use_ema``."""
 
+# Weak keys: this dictionary must not keep a model, and its weights on the devices, alive.
 _reports: weakref.WeakKeyDictionary[Any, LoadReport] = weakref.WeakKeyDictionary()
 """The report of the last load into each model."""
 
@@ -127,6 +128,7 @@ def plan_report(prepared: PreparedLoad, clock: Clock) -> PlanReport:
 
 def _facts(prepared: PreparedLoad, clock: Clock, *, read_bytes: int, peak_staging_bytes: int) -> dict[str, Any]:
     """Return the fields that both reports have."""
+    # Tensors to compute from are read outside of the plan, whole (`filling`), so their bytes are added to both counts.
     computed = {tensor for c in prepared.mapping.computed for tensor in c.tensors}
     computed_bytes = sum(prepared.manifest.tensors[tensor].stored_bytes for tensor in computed)
     return {
@@ -248,8 +250,9 @@ def _fit(prepared: PreparedLoad, device_memory_bytes: int | None) -> Fit | None:
     model, layout = prepared.model, prepared.request.layout
     found = fit(model, prepared.devices.mesh, device_memory_bytes, layout=layout)
     smallest = None if belongs_to_a_mesh(layout) else smallest_mesh(model, device_memory_bytes, layout=layout)
+    # The search tries powers of two only, and the mesh of the plan may be smaller.
     if smallest is not None and found.fits and found.mesh.size < smallest.mesh.size:
-        smallest = found  # of a size that is no power of two
+        smallest = found
     return Fit(
         device_memory=device_memory_bytes,
         per_device_max=found.device_bytes,

@@ -91,6 +91,7 @@ class LoadRequest:
 
     def _check_kinds(self) -> None:
         """Refuse values that would fail later, or count as true."""
+        # Text such as "no" is true, and would turn on what it says is off.
         for name in ("strict", "task", "compile", "safe_mode", "atomic"):
             arguments.check_kind(name, getattr(self, name), bool, "True or False")
         for name in ("names", "custom_objects"):
@@ -115,10 +116,12 @@ class LoadRequest:
         dtype = arguments.float_dtype(self.dtype)
         host_memory_bytes = self.budget
         device_memory_bytes = arguments.byte_count("device_memory_bytes", self.device_memory_bytes, least=UNIT_NEEDED)
+        # Keras' `load_weights` (``as_keras``) fills models whose layers are only partly built.
         if self.builds:
             arguments.check_backend()
         else:
             arguments.check_model(self.model, built=not self.as_keras)
+        # What has both a mesh and layouts may be passed as either argument, and then stands for both.
         mesh, layout = self.mesh, self.layout
         if layout is None and has_mesh(mesh):
             layout = cast("LayoutLike", mesh)
