@@ -113,6 +113,7 @@ _HOMES = {
 
 _MODULES = ("callbacks", "data", "optimizers", "parallel")
 
+# Keras reads this variable when it is imported, and cannot change its backend afterwards.
 if "keras" not in sys.modules:
     os.environ.setdefault("KERAS_BACKEND", "jax")
 
@@ -131,6 +132,7 @@ def __getattr__(name: str) -> Any:
         if (better := errors.BackendError.explaining(error)) is error:
             raise
         raise better from error
+    # From now on, Python finds the name without calling this function.
     value = getattr(module, name)
     globals()[name] = value
     return value

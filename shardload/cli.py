@@ -42,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
+    # Imported here: typer and rich take a moment, in which Ctrl-C must already end with one line.
     from shardload.console import completion, streams
     from shardload.console.app import command
     from shardload.interrupts import INTERRUPTED

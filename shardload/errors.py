@@ -113,6 +113,7 @@ class BackendError(UnsupportedError):
     @classmethod
     def of_tensor_parallelism(cls, asked: str) -> BackendError:
         """Return the error for a ``distributed_backend`` of tensor parallelism that does not run on JAX."""
+        # Past the constructor, whose message is about the backend that Keras was imported with.
         error = cls.__new__(cls)
         super(BackendError, error).__init__(
             f"Cannot use distributed_backend={asked!r}: shardload runs on JAX only, where XLA moves data between "

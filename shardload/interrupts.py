@@ -39,12 +39,14 @@ def exit_at_once(farewell: Callable[[], None]) -> Iterator[None]:
     if not may_handle():
         yield
         return
+    # `set_wakeup_fd` takes no descriptor that could block inside a signal handler.
     read, write = os.pipe()
     os.set_blocking(write, False)
     # CPython's C signal handler writes the number to this pipe even while the interpreter is busy.
     previous_fd = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     threading.Thread(target=_wait, args=(read, farewell), name="interrupts", daemon=True).start()
     try:
+        # The thread ends the process; a KeyboardInterrupt in this one could only get ahead of it.
         with _handled_by(lambda signum, frame: None):
             yield
     finally:
@@ -72,6 +74,7 @@ def raise_interrupt_safely() -> Iterator[None]:
 
 
 def _raise(signum: int, frame: FrameType | None) -> None:
+    # The handler runs in whatever frame the main thread is in: look for the callback among its callers.
     while frame is not None:
         if frame.f_code.co_name == _SWALLOWING:
             threading.Timer(_RETRY_S, os.kill, (os.getpid(), signum)).start()
@@ -96,6 +99,7 @@ def defer_interrupt() -> Iterator[None]:
 
     with _handled_by(note):
         yield
+    # Not reached if the block raised: its error ends the work as well.
     if len(deferred) == 1:
         before(signal.SIGINT, deferred[0])
 

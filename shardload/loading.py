@@ -118,12 +118,14 @@ def run(request: LoadRequest, *, preprocessor: bool = True) -> Loaded:
         request: The arguments of `load`, by the same names.
         preprocessor: Give a task its preprocessor, and say in the report why it has none.
     """
+    # KerasHub takes a while to make a preprocessor, so that happens in a thread, during the build and the transfer.
     text = TextInput(task=request.task) if preprocessor and request.builds else None
     with joint_load(request) as call:
         if text is None:
             loaded = pipeline.load(request.checked(), call)
         else:
             loaded = pipeline.load(request.checked(), call, on_opened=text.begin, on_built=text.prepare)
+    # For `shardload.generate` and `tokenizer`, which are given the model only.
     remember(loaded.model, loaded.manifest)
     return loaded if text is None else _with_preprocessor(loaded, text)
 
@@ -185,10 +187,12 @@ def load_weights(
         LoadInterruptedError: When the load failed after it began to replace values; describes the current values.
         DisagreementError: As in `load`, like all other errors.
     """
+    # Before any other local variable: `locals()` is the request, so each of them has to be a field of it.
     model = plain_model(model)
     request = LoadRequest(function="load_weights", **locals())
     rate = learning_rate_of(model)
     loaded = run(request)
+    # The state of an optimizer silently undoes a learning rate that the user has just set.
     if rate != (now := learning_rate_of(model)) and rate is not None:
         loaded = _with_note(
             loaded,

@@ -107,6 +107,7 @@ def as_progress(wanted: ProgressLike) -> Progress:
     Raises:
         UsageError: If it is none of `ProgressLike`.
     """
+    # By identity, as 0 == False and 1 == True: numbers are refused below.
     if wanted is None or wanted is False:
         return Silent()
     if wanted is True or wanted == "bar":
@@ -122,6 +123,7 @@ def as_progress(wanted: ProgressLike) -> Progress:
 @contextmanager
 def on_stderr(*, enabled: bool = True) -> Iterator[Progress]:
     """Yield a bar if ``enabled`` and stderr is a terminal, else silent progress; stop it at the end."""
+    # stderr is None under pythonw, or when it was closed before Python started.
     watched = enabled and sys.stderr is not None and sys.stderr.isatty()
     progress: Progress = TerminalProgress() if watched else Silent()
     try:

@@ -112,16 +112,20 @@ def _restore_undamaged(request: LoadRequest, step: Which, call: JointLoad) -> Lo
     while True:
         try:
             with call.attempt():
+                # After damage, the alternative is already known.
                 info = info or _find(call, request.source, step)
                 return _restore(request, info, call, skipped, best=step == "best" and not skipped)
         except Exception as error:
             damage = _damage(error)
+            # Without a step yet, damage kept the search from telling which is best: then look for the best other one.
             if damage is None or (info is None and step != "best"):
                 raise
             tried |= {info.step} if info is not None else set()
             find = partial(alternative, request.source, step, bad=info, tried=tried)
+            # Process 0 decides for all: each would read whole steps to find one, and a running job may add another.
             found = Alternative(**call.first(lambda find=find: asdict(find()), "the alternative"))  # type: ignore[misc]
             if request.fallback is None or found.step is None:
+                # In its own class: an interrupted load is still one, whatever the cause.
                 raise type(error)(f"{error}\n{found.advice}") from damage
             name = "a damaged step" if info is None else f"step {info.step} is damaged and"
             skipped.append(f"{name} was passed over: {damage}")
@@ -130,6 +134,7 @@ def _restore_undamaged(request: LoadRequest, step: Which, call: JointLoad) -> Lo
 
 def _find(call: JointLoad, directory: PathLike, step: Which) -> StepInfo:
     """Return the step that process 0 chooses: a later search by another process may find a newer step."""
+    # Process 0 keeps what it found, the others look up its number: `first` passes on JSON only.
     mine: list[StepInfo] = []
 
     def choose() -> int:
@@ -193,6 +198,7 @@ def _verified(model: Any, info: StepInfo, items: Items) -> Iterator[tuple[Any, N
         raise MismatchError(f"Step {info.step} does not fit the model {model.name!r}")
     for binding in mapping.bindings:
         tensor = manifest.tensors[binding.view.tensor]
+        # Tensor by tensor, so that a damaged one raises before its value is used.
         check_tensor(check, tensor)
         yield binding.variable, read_tensor(manifest, tensor.name).astype(binding.dtype)
 
@@ -209,6 +215,7 @@ def _opened(info: StepInfo) -> Manifest:
 
 
 def _damage(error: BaseException | None) -> DamagedError | None:
+    # A load that replaced values wraps the damage in a LoadInterruptedError.
     while error is not None:
         if isinstance(error, DamagedError):
             return error

@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     import numpy as np
 
 
+# Protocols, as annotations with the real classes would import JAX and Keras with every module that has them.
+
+
 class Mesh(Protocol):
     """A `jax.sharding.Mesh` or a `keras.distribution.DeviceMesh`."""
 
@@ -73,6 +76,7 @@ class Plan(Protocol):
         ...
 
 
+# The words are no Literals, as any other string may be a path or a size.
 PathLike: TypeAlias = str | os.PathLike[str]
 MeshLike: TypeAlias = str | int | Sequence[int] | Mapping[str, int] | Mesh | Distribution
 """``"1x8"``, ``"data=2,model=4"``, sizes, sizes by name, a mesh of JAX or Keras, or a distribution of Keras."""

@@ -44,6 +44,7 @@ def parse_bytes(text: str | int, *, least: int = 0) -> int:
     if match is None or ("i" in match[3].lower() and not match[2]):
         raise ValueError(f"Cannot read {text!r} as a number of bytes. Write it like 16GiB, 512MiB or 2GB")
     base = 1000 if match[3].lower() == "b" else 1024
+    # Decimal, as floats have sixteen digits: the bytes of large sizes would be off.
     n = _positive(int(Decimal(match[1]) * base ** _PREFIXES.index(match[2].lower())), text)
     return n if match[2] or match[3] else _with_unit(n, match[1], least=UNIT_NEEDED)
 
@@ -93,6 +94,7 @@ def _scaled(n: int, base: int, units: tuple[str, ...], rounding: Callable[[float
         value /= base
         shown = value if rounding is None else rounding(value * 10) / 10
         text = f"{shown:,.1f} {unit}"
+        # From 999.95 on, one decimal would show 1,000.0.
         if abs(shown) < 999.95:
             break
     return text

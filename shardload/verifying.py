@@ -114,6 +114,7 @@ def _readable(path: Path, progress: Callable[[int], None] | None) -> Verdict:
         raise
     except ShardloadError as error:
         return Verdict(str(path), "damaged", None, _size(path), (str(error),))
+    # Go on after a damaged tensor: the user wants to know of all of them.
     problems = []
     for tensor in manifest.tensors.values():
         try:
@@ -128,6 +129,7 @@ def _readable(path: Path, progress: Callable[[int], None] | None) -> Verdict:
 def _read(tensor: Tensor, progress: Callable[[int], None]) -> None:
     for start, stop in row_ranges(tensor, limit_bytes=READ_BYTES):
         read_rows(tensor, start, stop)
+        # Stored bytes, in proportion to the rows: decoded rows have more bytes than the file.
         progress(tensor.stored_bytes * stop // tensor.rows - tensor.stored_bytes * start // tensor.rows)
 
 

@@ -199,6 +199,7 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Return an object for `json.dumps`, in the key order of the module docstring."""
+        # A property is no field, so the throughput is put where a reader looks for it: after the seconds.
         facts: dict[str, Any] = {}
         for key, value in asdict(self).items():
             facts[key] = _finite(value)
@@ -224,6 +225,7 @@ class Report:
         """The table, for notebooks."""
         from rich.console import Console
 
+        # Without force_jupyter=False, rich shows the table itself, and the notebook shows it again.
         console = Console(file=io.StringIO(), width=TEXT_WIDTH, record=True, force_jupyter=False)
         console.print(self)
         return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
@@ -231,6 +233,7 @@ class Report:
     def __str__(self) -> str:
         from rich.console import Console
 
+        # The same text whatever FORCE_COLOR and COLUMNS say. rich pads each line with spaces, hence rstrip.
         text = io.StringIO()
         Console(file=text, width=TEXT_WIDTH, no_color=True, highlight=False, force_terminal=False).print(self)
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines())

@@ -47,18 +47,18 @@ class CallReport:
 
 
 class FastReport:
-    """What `shardload.fast` did so far; it grows with each call."""
+    """What `shardload.fast` has done so far; each finished call adds an entry."""
 
     def __init__(self) -> None:
         self._calls: list[CallReport] = []
 
     @property
     def calls(self) -> tuple[CallReport, ...]:
-        """The calls that ended, in that order."""
+        """The finished calls, in the order in which they ended."""
         return tuple(self._calls)
 
     def add(self, call: CallReport) -> None:
-        """Add a call that ended."""
+        """Add a finished call."""
         self._calls.append(call)
 
     def to_json(self) -> list[dict[str, Any]]:
@@ -71,6 +71,7 @@ class FastReport:
     def __len__(self) -> int:
         return len(self._calls)
 
+    # Without it, `__len__` would make an empty report false, and `if report:` mean something else.
     def __bool__(self) -> bool:
         return True
 

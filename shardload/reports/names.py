@@ -40,6 +40,7 @@ def fold(names: Iterable[str]) -> tuple[Folded, ...]:
 
 
 def _pattern(names: Sequence[str]) -> str:
+    # The group in `_NUMBERS` keeps the numbers in the split, so all names have as many parts.
     columns = zip(*(_NUMBERS.split(name) for name in names), strict=True)
     return printable("".join(parts[0] if len(set(parts)) == 1 else "*" for parts in columns))
 

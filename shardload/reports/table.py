@@ -92,6 +92,7 @@ def _devices(devices: Sequence[DeviceUse], block: str) -> RenderableType:
 
 
 def _bar(value: float, most: float, block: str) -> Text:
+    # At least one cell, so that a short stage does not look as if it had not run.
     cells = round(BAR_WIDTH * value / most) if most > 0 else 0
     return Text(block * max(cells, 1 if value > 0 else 0), style="green")
 
@@ -209,6 +210,7 @@ def _with_rest(shown: RenderableType, rest: Sequence[Folded]) -> RenderableType:
 
 def _columns(*justify: str) -> Table:
     table = Table.grid(padding=(0, 2))
+    # rich types ``justify`` as a Literal, which a plain str is not.
     add: Callable[..., None] = table.add_column
     for side in justify:
         add(justify=side, overflow="fold")

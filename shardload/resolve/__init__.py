@@ -92,6 +92,7 @@ def resolve(source: str | os.PathLike[str], *, weights: bool = True) -> Resolved
         )
     if "://" in text:
         return _handle(text, weights=weights)
+    # An existing path wins over a name: a folder called gemma2_9b is loaded, not the preset of that name.
     path = expanded(text)
     if text and _exists(path):
         return Resolved(str(path.absolute()), _synthetic_note(path))
@@ -133,6 +134,7 @@ def _name(asked: str, *, weights: bool) -> Resolved:
     tried = [f"a path (no {asked!r} in this folder)"]
     if name == PIP_NAME and (found := _installed()):
         return found
+    # The name itself before its alias: the user may have a checkpoint of exactly this name.
     for candidate in dict.fromkeys((name, ALIASES.get(name, name))):
         if path := _in_root(candidate):
             return Resolved(str(path), _joined(_alias_note(name, candidate), _synthetic_note(path)))
@@ -213,6 +215,7 @@ def _joined(*notes: str | None) -> str | None:
 
 def _installed() -> Resolved | None:
     """Return the real Gemma 3 270M from the PyPI package, as one file in the root; ``None`` if it is not installed."""
+    # Assembled once: later loads find the file, even if the package is gone.
     target = root() / f"{PIP_NAME}.gguf"
     if not target.exists():
         if importlib.util.find_spec(PIP_PACKAGE) is None:
@@ -228,6 +231,7 @@ def _assemble(target: Path) -> None:
     package = importlib.import_module(PIP_PACKAGE)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        # In the target's own folder: a rename is atomic within one file system only.
         with tempfile.TemporaryDirectory(prefix=".assemble-", dir=target.parent) as work:
             made = package.assemble(Path(work) / target.name)  # compares the SHA-256 of what it wrote
             made.replace(target)
@@ -262,6 +266,7 @@ def _preset(name: str, found: str, tried: list[str], *, weights: bool) -> Resolv
     from shardload.resolve import hubs
 
     preset, handle = _handle_of(found, tried)
+    # A plan prefers the architecture to a download, but not to weights that are here already.
     cached = hubs.cached(handle) if handle else None
     if cached is None and not weights and (architecture := _architecture(name, preset=preset if handle else None)):
         return architecture
@@ -325,6 +330,7 @@ def _exists(path: Path) -> bool:
 
 
 def _no_such_path(text: str, path: Path) -> str:
+    # `pathlib` takes "" for the current folder, and the system calls raise for NUL.
     if not text or "\0" in text:
         return f"Cannot open {text!r}: it is not a path. Give a path, or a name such as {PIP_NAME}"
     folder = path.parent

@@ -112,6 +112,8 @@ def _bert(*, hidden: int, layers: int, heads: int) -> Config:
     }
 
 
+# Gemma 2 and 3 of 27B scale queries by hidden / heads instead of head_dim. Gemma 3 of 4B and more stretches RoPE by 8,
+# to a context of 128 K tokens.
 ARCHITECTURES: dict[str, Config] = {
     "gemma_2b": _gemma1(Dims(2048, 18, 8, 1, 16384)),
     "gemma_7b": _gemma1(Dims(3072, 28, 16, 16, 24576)),
@@ -185,6 +187,7 @@ def _scale_widths(small: Config, scale: float) -> None:
     hidden_key = "hidden_size" if "hidden_size" in small else "n_embd"
     if "head_dim" in small:
         head_dim = _eighths(small["head_dim"] * scale)
+        # Of most models it is head_dim, and stays so; of 27B it is hidden / heads, and stays as it is.
         if small.get("query_pre_attn_scalar") == small["head_dim"]:
             small["query_pre_attn_scalar"] = head_dim
         small["head_dim"] = head_dim

@@ -52,6 +52,7 @@ def cached(handle: str) -> Path | None:
 
 def reachable(url: str) -> bool:
     """Whether a connection to the server of ``url``, or to the proxy in front of it, opens within `CONNECT_S`."""
+    # Behind a proxy, the server itself is often unreachable, and its name unknown.
     server = urlsplit(os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy") or url)
     port = server.port or (443 if server.scheme == "https" else 80)
     try:
@@ -62,6 +63,7 @@ def reachable(url: str) -> bool:
 
 
 def _kaggle_folder(name: str) -> Path:
+    # The name becomes a path in the cache, which it must not leave.
     if not re.fullmatch(r"[\w.\-]+(/[\w.\-]+){3}(/\d+)?", name) or ".." in name:
         raise SourceNotFoundError(f"Cannot read kaggle://{name}, expected kaggle://ORG/MODEL/keras/VARIANT[/VERSION]")
     try:
@@ -104,6 +106,7 @@ def _from_hugging_face(name: str, *, weights: bool) -> Path:
         from huggingface_hub import constants, snapshot_download
     except ImportError as error:
         raise MissingExtraError("huggingface-hub", extra="hub", needed_for=f"hf://{name}") from error
+    # From the cache alone at first: huggingface_hub would ask the server for a newer revision, and needs a network.
     try:
         cached = Path(snapshot_download(name, allow_patterns=_HF_PATTERNS, local_files_only=True))
         if _is_complete(cached) or (not weights and (cached / CONFIG).exists()):
@@ -131,5 +134,6 @@ def _require_network(url: str, handle: str) -> None:
 
 
 def _refused(handle: str, error: Exception) -> str:
+    # Errors of the hubs go on for several lines, with advice for their own tools; the first line has the status.
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return f"Cannot download {handle}: {first}. For a gated model, accept its terms and log in with a token"

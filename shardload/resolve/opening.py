@@ -64,15 +64,19 @@ def open_source(
     """
     if format is not None and format not in (known := format_names()):
         raise UsageError(f"Unknown format {format!r}; supported formats: {', '.join(known)}")
+    # A folder of steps opens as its latest one; other steps have to be found first.
     if step != "latest":
         source = _step_in(source, step)
+    # 1. A location: a store that the caller, or a registered URL scheme, provides.
     source = location_of(source) or source
     if isinstance(source, Location):
         folder = folder_of(source, format=format) if described else None
         return OpenedSource(open_manifest(folder or source, format=format), None, ())
+    # 2. A training step in an object store.
     if is_url(source):
         found, manifest = open_remote(str(source), format=format)
         return _noted(found, manifest, Checker.of_step(manifest.location) if verify else None, verify=verify)
+    # 3. A checkpoint on this machine, or in a hub; for a plan, a description of one is enough.
     found = _resolve(source, format, described=described, weights=weights)
     if not weights and (without := _without_weights(found, format)) is not None:
         return without
@@ -85,6 +89,7 @@ def open_source(
             raise
         return without
     except SourceError:
+        # Headers of a damaged step contradict themselves in many ways: digests tell damage from a bad checkpoint.
         if verify and (damaged := latest_of_ours(found.path)) is not None:
             Checker.of_step(damaged)  # raises a clearer error if damage is the cause
         raise
@@ -154,6 +159,7 @@ def _described_file(path: str) -> Manifest | None:
 
 
 def _states_dtype(config: Mapping[str, Any]) -> bool:
+    # Keras nests the configuration of a layer in "config", multimodal models that of the language model.
     parts = (config, *(inner for key in ("config", "text_config") if isinstance(inner := config.get(key), Mapping)))
     return any(part.get(key) is not None for part in parts for key in ("dtype", "torch_dtype"))
 
