@@ -83,6 +83,7 @@ def diff(
     one, two = (open_manifest(resolve(source).path) for source in (first, second))
     progress = progress or (lambda _: None)
     notes: tuple[str, ...] = ()
+    # Formats that share no name, such as GGUF and Keras' own, are compared by what they would load into a model.
     if one.tensors and two.tensors and one.tensors.keys().isdisjoint(two.tensors):
         from shardload.converting.model_values import of_models  # imports Keras
 
@@ -92,6 +93,7 @@ def diff(
             notes = (f"no tensor name is in both, and they cannot be compared by the weights of their models: {error}",)
         else:
             return Comparison(one.source, two.source, *_compared(*by_weight, progress), "weight")
+    # Decoders yield more digits than the model has, so nearly every value would differ: round them as a load would.
     decoded = [spec_of(side).model_dtype is not None for side in (one, two)]
     sides = (
         _Tensors(one, two if decoded == [True, False] else None),
@@ -201,6 +203,7 @@ def _compare(one: _Values, two: _Values, key: str, progress: Callable[[int], Non
 def _differing(a: NDArray[Any], b: NDArray[Any]) -> int:
     if a.dtype != b.dtype:
         return int(np.count_nonzero(_numbers(a) != _numbers(b)))
+    # As integers: NaN != NaN, and 0.0 == -0.0.
     if a.dtype.itemsize in (1, 2, 4, 8):
         bits = np.dtype(f"u{a.dtype.itemsize}")
         return int(np.count_nonzero(np.ascontiguousarray(a).view(bits) != np.ascontiguousarray(b).view(bits)))
@@ -208,6 +211,7 @@ def _differing(a: NDArray[Any], b: NDArray[Any]) -> int:
 
 
 def _distance(a: NDArray[Any], b: NDArray[Any]) -> float:
+    # inf - inf is NaN and warns; where every difference is NaN, so is the largest.
     with np.errstate(all="ignore"):
         apart = np.abs(_numbers(a) - _numbers(b))
     return float(np.nanmax(apart)) if not np.all(np.isnan(apart)) else float("nan")
@@ -215,8 +219,4 @@ def _distance(a: NDArray[Any], b: NDArray[Any]) -> float:
 
 def _numbers(value: NDArray[Any]) -> NDArray[np.float64]:
     """Convert to float64: exact for every float and for integers up to 2**53."""
-    return (
-        value.astype(np.float32).astype(np.float64)
-        if is_float(value.dtype) and value.dtype.itemsize < 4
-        else (value.astype(np.float64))
-    )
+    return value.astype(np.float64)
