@@ -25,7 +25,7 @@ from shardload.transfer.read_tensor import read_rows, row_ranges
 READ_BYTES = 8 << 20
 """Bytes read from each side at once."""
 _STATE = frozenset({"optimizer_variables", "metrics_variables", "optimizer", "metrics"})
-"""What the names of such tensors begin with, in training steps and in Keras' files."""
+"""First parts of the names of such state, in training steps and in Keras' files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ def diff(
         try:
             by_weight = of_models(one.source, two.source)
         except (UnsupportedError, MismatchError, MissingExtraError) as error:
-            notes = (f"no tensor name is in both, and they cannot be compared by the weights of their models: {error}",)
+            notes = (f"they have no tensor name in common, and cannot be compared by their models' weights: {error}",)
         else:
             return Comparison(one.source, two.source, *_compared(*by_weight, progress), "weight")
     # Decoders yield more digits than the model has, so nearly every value would differ: round them as a load would.
@@ -100,7 +100,7 @@ def diff(
         _Tensors(two, one if decoded == [False, True] else None),
     )
     notes += tuple(
-        f"the values of {side.manifest.source} are quantised: compared as decoded and loaded in the other's dtype"
+        f"the values of {side.manifest.source} are quantised: compared after decoding, in the other's dtype"
         for side in sides
         if side.like is not None
     )
@@ -108,7 +108,7 @@ def diff(
 
 
 class _Values(Protocol):
-    """What is compared: values by key, equal on both sides."""
+    """One side of a comparison: its values by key; both sides use the same keys."""
 
     @property
     def keys(self) -> Iterable[str]: ...
@@ -125,7 +125,7 @@ class _Tensors:
 
     manifest: Manifest
     like: Manifest | None
-    """Whose dtypes decoded floating-point values are rounded to, as when they are loaded; ``None``: they are not."""
+    """The other side, if this one's decoded floating-point values are rounded to its dtypes, as a load would."""
 
     @property
     def keys(self) -> Iterable[str]:

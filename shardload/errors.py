@@ -12,11 +12,11 @@
     ├── MismatchError (ValueError)          checkpoint and model disagree: names, shapes, dtypes
     ├── MeshError (ValueError)              the mesh cannot be made: syntax, too few devices
     ├── LayoutError (ValueError)            a layout rule matches nothing, twice, or does not divide
-    │   └── DoesNotFitError                 no layout on the mesh keeps the limit on device memory
+    │   └── DoesNotFitError                 no layout on the mesh fits the limit on device memory
     ├── BudgetError (ValueError)            the host-memory budget is too small for one block
     ├── TransferError (OSError)             reading failed half-way: a file shrank, vanished, or could not be read
     ├── LoadInterruptedError                a load ended half-way; describes the model's current values
-    ├── DisagreementError (ValueError)      processes were given different things, or a sharded model computes otherwise
+    ├── DisagreementError (ValueError)      processes make different calls, or a sharded model computes something else
     ├── ProcessFailedError (RuntimeError)   a call failed on another process, with an error that is not from shardload
     ├── UninitialisedError (ValueError)     a variable was read that has no value yet
     ├── WriteError (OSError)                a file cannot be written: no space, no permission, something in the way
@@ -103,7 +103,7 @@ class BackendError(UnsupportedError):
 
     @classmethod
     def explaining(cls, error: ImportError) -> Exception:
-        """Return a clearer error for a backend that is not installed; any other error as it is.
+        """Return a clearer error for a backend that is not installed; any other error unchanged.
 
         Keras defaults to TensorFlow, and its error does not name the cause.
         """
@@ -136,12 +136,12 @@ class LayoutError(ShardloadError, ValueError):
 
 
 class DoesNotFitError(LayoutError):
-    """No layout of a model on a mesh keeps the limit on device memory."""
+    """No layout of a model on a mesh fits the limit on device memory."""
 
     def __init__(self, message: str, *, least_bytes: int) -> None:
         super().__init__(message)
         self.least_bytes = least_bytes
-        """Bytes on each device of the layout that needs least."""
+        """Bytes per device of the layout that needs least."""
 
 
 class BudgetError(ShardloadError, ValueError):
@@ -157,7 +157,7 @@ class LoadInterruptedError(ShardloadError):
 
 
 class DisagreementError(ShardloadError, ValueError):
-    """Two that should be equal are not.
+    """Two things that must be equal differ.
 
     Processes that load or save together were given different things, and nothing was read or written; or a sharded
     model computes something else than the same model on one device.

@@ -74,7 +74,7 @@ def raise_interrupt_safely() -> Iterator[None]:
 
 
 def _raise(signum: int, frame: FrameType | None) -> None:
-    # The handler runs in whatever frame the main thread is in: look for the callback among its callers.
+    # The handler runs on top of any frame of the main thread: look for the callback among its callers.
     while frame is not None:
         if frame.f_code.co_name == _SWALLOWING:
             threading.Timer(_RETRY_S, os.kill, (os.getpid(), signum)).start()

@@ -125,7 +125,7 @@ def _restore_undamaged(request: LoadRequest, step: Which, call: JointLoad) -> Lo
             # Process 0 decides for all: each would read whole steps to find one, and a running job may add another.
             found = Alternative(**call.first(lambda find=find: asdict(find()), "the alternative"))  # type: ignore[misc]
             if request.fallback is None or found.step is None:
-                # In its own class: an interrupted load is still one, whatever the cause.
+                # In its own class: an interrupted load that was due to damage is still an interrupted load.
                 raise type(error)(f"{error}\n{found.advice}") from damage
             name = "a damaged step" if info is None else f"step {info.step} is damaged and"
             skipped.append(f"{name} was passed over: {damage}")

@@ -18,7 +18,7 @@ def check_model(model: Any, *, built: bool = True) -> None:
 
     Args:
         model: Any object.
-        built: Require that it is built. Otherwise some of its layers may be, as those of a `Sequential` without input.
+        built: Require that all of it is built, not only some layers, as in a `Sequential` without an input shape.
 
     Raises:
         UsageError: When it is not a Keras model.
@@ -35,7 +35,7 @@ def check_model(model: Any, *, built: bool = True) -> None:
         )
     if not model.weights:
         raise UnsupportedError(
-            f"The model {model.name!r} has no weights. If its layers make them when it is called, call it on a batch "
+            f"The model {model.name!r} has no weights. If its layers create them when it is called, call it on a batch "
             "of inputs first"
         )
 
@@ -47,7 +47,7 @@ def check_backend() -> None:
 
 
 def check_kind(argument: str, value: Any, kind: Any, expected: str) -> None:
-    """Raise if an argument is of another kind."""
+    """Raise `UsageError` unless an argument is of a kind."""
     if not isinstance(value, kind):
         raise UsageError(f"Cannot use {argument}={value!r:.60}: expected {expected}")
 
@@ -66,23 +66,26 @@ def device_list(devices: Any) -> tuple[jax.Device, ...] | None:
 
 
 def patterns(ignore: Sequence[str]) -> tuple[str, ...]:
-    """Return the patterns of tensor names to ignore, checked."""
+    """Return the patterns of tensor names to ignore as a tuple; raise `UsageError` for anything but a list of them."""
     # A string is a sequence of strings: ignore="head" would ignore tensors called "h", "e", "a" and "d".
     if isinstance(ignore, str) or not all(isinstance(pattern, str) for pattern in ignore):
-        raise UsageError(f"ignore is a list of names of tensors, such as ['score.*']; got {ignore!r:.60}")
+        raise UsageError(f"Cannot use ignore={ignore!r:.60}: expected a list of tensor names, such as ['score.*']")
     return tuple(ignore)
 
 
 def float_dtype(wanted: DTypeLike | None) -> Any:
-    """Return the name of the requested dtype, ``None`` if there is none."""
+    """Return the name of the requested dtype; ``None`` and Keras' dtype policies pass through."""
     name = dtype_name(wanted)
     if name == "float64" and not jax.config.jax_enable_x64:
-        raise UsageError("JAX holds float64 only after jax.config.update('jax_enable_x64', True), before JAX is used")
+        raise UsageError(
+            "Cannot load as float64: JAX has 64-bit dtypes disabled. Call jax.config.update('jax_enable_x64', True) "
+            "before JAX is used"
+        )
     return name
 
 
 def byte_count(argument: str, wanted: int | str | None, *, least: int = 0) -> int | None:
-    """Parse the value of ``argument`` as a number of bytes, as an int at least ``least``; ``None`` stays ``None``.
+    """Parse the value of ``argument`` as a number of bytes; ``None`` stays ``None``, an int below ``least`` is refused.
 
     Raises:
         UsageError: When it is not a number of bytes.

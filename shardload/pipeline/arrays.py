@@ -29,7 +29,7 @@ from shardload.typing import PathLike
 from shardload.units import dtype_name, parse_bytes
 
 Target: TypeAlias = "jax.ShapeDtypeStruct | Sharding | PartitionSpec"
-"""Where an array goes; a `jax.ShapeDtypeStruct` also says its shape and dtype."""
+"""Where an array goes; a `jax.ShapeDtypeStruct` also states its shape and dtype."""
 _KINDS = (jax.ShapeDtypeStruct, Sharding, PartitionSpec)
 SHOWN = 8
 """Names that an error lists before it counts the rest."""
@@ -131,7 +131,7 @@ def _check_kinds(*, mesh: Any, names: Any, transpose: Any, strict: Any) -> None:
 
 
 def _check_keys(leaves: Iterable[str], **stated: Any) -> None:
-    """Refuse names that say nothing: a misspelt one would load another tensor, or the wrong order of dims."""
+    """Refuse keys that name no target: a misspelt one would load another tensor, or dims in the wrong order."""
     known = set(leaves)
     for argument, value in stated.items():
         if unknown := sorted(set(value) - known) if isinstance(value, Mapping) else []:
@@ -143,7 +143,7 @@ def _is_rule(targets: Any) -> bool:
 
 
 def _leaves(targets: Any, manifest: Manifest) -> tuple[dict[str, Any], Callable[[dict[str, Any]], Any]]:
-    """Return the targets by name, and what puts the arrays into their structure."""
+    """Return the targets by name, and a function that puts arrays by name into the same structure."""
     if _is_rule(targets):
         every = manifest.tensors.values()
         rule = _rule(targets) if callable(targets) else lambda tensor: targets
@@ -163,7 +163,7 @@ def _leaf_name(path: Sequence[str], manifest: Manifest) -> str:
 
 
 def _rule(targets: Callable[..., Any]) -> Callable[[Tensor], Any]:
-    """Return a function of a tensor that calls ``targets`` with the arguments that it takes."""
+    """Return a function of a tensor that calls ``targets`` with its name and shape, and its dtype if accepted."""
     # Asked of the signature, not tried: a TypeError raised inside of the function must reach the caller.
     try:
         inspect.signature(targets).bind("name", (), np.dtype(np.float32))
@@ -181,7 +181,7 @@ def _key(entry: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """What the caller states about names, order of dims and dtypes."""
+    """The caller's names, transpositions and dtype, applied to one target after another."""
 
     manifest: Manifest
     mesh: jax.sharding.Mesh | None
@@ -197,7 +197,7 @@ class _Reader:
                 + "\n  ".join(
                     _shown(f"{name} ({tensors[name]})" if tensors[name] != name else name for name in missing)
                 )
-                + "\nPass names= to say how the tensors are called; shardload.inspect lists them."
+                + "\nPass names= to map targets to tensors; shardload.inspect lists the tensors."
             )
         return [self._one(name, target, self.manifest.tensors[tensors[name]]) for name, target in leaves.items()]
 
@@ -265,8 +265,8 @@ class _Reader:
 def _check_width(name: str, dtype: np.dtype[Any]) -> None:
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise UsageError(
-            f"Cannot load {name!r} as {dtype}: JAX has 64-bit types only after jax.config.update('jax_enable_x64', "
-            "True). Call that first, or leave the tensor out"
+            f"Cannot load {name!r} as {dtype}: JAX has 64-bit dtypes disabled. Call "
+            "jax.config.update('jax_enable_x64', True) first, or leave the tensor out"
         )
 
 

@@ -49,7 +49,7 @@ class StepSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayoutReport:
-    """A searched plan for a source, and what checked it."""
+    """A searched plan for a source, and the compiled step that checked it."""
 
     source: str
     plan: LayoutPlan
@@ -62,7 +62,7 @@ class LayoutReport:
     parameters: int = 0
     """Elements of all weights."""
     dtypes: tuple[str, ...] = ()
-    """Dtypes of the weights that were planned with, the one of most elements first."""
+    """Dtypes of the planned weights, the one with most elements first."""
 
     def summary(self, *, ascii_only: bool = False) -> str:
         """Return the report for people."""
@@ -98,7 +98,7 @@ def plan_layouts(request: LoadRequest, step: StepSpec) -> LayoutReport:
         step: The step to plan for.
 
     Raises:
-        DoesNotFitError: When no layout on the mesh keeps the device memory, by the estimate or, if it is to be
+        DoesNotFitError: When no layout on the mesh fits the device memory, by the estimate or, if it is to be
             compiled, by the compiled step; the message names the smallest mesh.
         MeshError: When a plan is to be compiled, and there are too few devices.
         LayoutError: When the model cannot be traced.
@@ -107,7 +107,7 @@ def plan_layouts(request: LoadRequest, step: StepSpec) -> LayoutReport:
 
 
 def optimizer_of(name: str | None) -> Any:
-    """Return what plans for an optimizer take: one of shardload's own, or a name that Keras knows."""
+    """Return the optimizer to plan for: one of shardload's own, or a name that Keras knows."""
     if name is None or name.lower() not in OWN_OPTIMIZERS:
         return name
     from shardload.optimizers import REKLS
@@ -150,7 +150,7 @@ class _Planning:
         return build(manifest, dtype=dtype, task=request.task, ignore_config=request.ignore_config)
 
     def _rows(self, model: Any) -> int:
-        """Return the rows that are asked for; else those that the model fixes, or the default."""
+        """Return the requested batch; else the batch that the model fixes, or the default."""
         if self.step.batch is not None:
             return self.step.batch
         # Input layers may fix the batch; the step is then planned with that.
@@ -169,7 +169,7 @@ class _Planning:
         return {"batch": self.rows, "sequence": self.step.sequence, "optimizer": self.optimizer}
 
     def _planned(self, model: Any, manifest: Manifest) -> tuple[LayoutPlan, CompiledStep | None]:
-        """Return the plan, compiled if that is asked for."""
+        """Return the plan, and the compiled step if one was requested."""
         try:
             if self.step.compile:
                 checked = self._compile(model, manifest)
@@ -179,7 +179,7 @@ class _Planning:
             raise DoesNotFitError(f"{error}.{self._where(model)}", least_bytes=error.least_bytes) from error
 
     def _where(self, model: Any) -> str:
-        """Return a sentence about the mesh that the step fits on; none where only compiling said that it does not."""
+        """Return a sentence about the mesh that the step fits on; empty if only the compiled step did not fit."""
         smallest = self._smallest(model, None)
         if smallest is None:
             return f" It fits on no mesh of up to {MAX_DEVICES} devices"
@@ -232,7 +232,7 @@ def _sizes(mesh: MeshSpec) -> str:
 
 
 def _compared(plan: LayoutPlan, compiled: CompiledStep) -> str:
-    """Return the estimates with the compiled numbers beside them."""
+    """Format the estimates next to the compiled numbers."""
     estimated, found = plan.device.total, compiled.total_bytes
     counted = sum(e.count for e in plan.exchanges)
     return (

@@ -106,8 +106,8 @@ class PreparedLoad:
             stored = self.manifest.tensors[b.view.tensor].dtype
             if is_float(b.dtype) and not is_float(stored) and b.name not in exempt:
                 yield (
-                    f"Variable {b.name!r} is {b.dtype}, but tensor {b.view.tensor!r} holds {stored}: integers are no "
-                    "weights unless something scales them"
+                    f"Variable {b.name!r} is {b.dtype}, but tensor {b.view.tensor!r} is {stored}: without scales, "
+                    "integers are not weights"
                 )
 
     def _with_reason(self, name: str) -> str:

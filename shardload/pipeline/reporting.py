@@ -60,7 +60,10 @@ def remembered(model: Any) -> LoadReport:
         UnsupportedError: When shardload loaded nothing into it in this process.
     """
     if model not in _reports:
-        raise UnsupportedError(f"Nothing was loaded into the model {getattr(model, 'name', model)!r} by shardload")
+        raise UnsupportedError(
+            f"Cannot report on the model {getattr(model, 'name', model)!r}: in this process, shardload loaded nothing "
+            "into it"
+        )
     return _reports[model]
 
 
@@ -104,13 +107,13 @@ def _search_notes(prepared: PreparedLoad) -> tuple[str, ...]:
     if request.layout != "search" or request.device_memory is None:
         return ()
     return (
-        "device memory and the smallest mesh are about weights alone, as for every load: shardload.parallel.search and "
-        "search_smallest_mesh plan a whole step within a limit",
+        "device memory and the smallest mesh cover weights alone, as for every load. To plan a whole step within a "
+        "limit, use shardload.parallel.search or search_smallest_mesh",
     )
 
 
 def _average_notes(prepared: PreparedLoad) -> tuple[str, ...]:
-    """Say which weights a training step had, where the optimizer keeps moving averages of them."""
+    """Say whether a step has the weights in training or their moving averages, if the optimizer keeps averages."""
     request = prepared.request
     averages = are_averages(prepared.model) if request.function == "restore" and request.items == "all" else None
     return () if averages is None else (AVERAGED if averages else IN_TRAINING,)
@@ -199,7 +202,7 @@ def _raised_budget(prepared: PreparedLoad) -> tuple[str, ...]:
     if not prepared.plan.budget_raised:
         return ()
     size = format_bytes(prepared.plan.host_memory_bytes)
-    return (f"host memory up to {size}, as chunks of the checkpoint decode as a whole",)
+    return (f"host-memory budget raised to {size}, because chunks of the checkpoint decode as a whole",)
 
 
 def _devices(prepared: PreparedLoad) -> tuple[DeviceUse, ...]:
@@ -233,10 +236,10 @@ def _skipped_notes(prepared: PreparedLoad) -> tuple[str, ...]:
     others = [name for name in prepared.mapping.skipped if not name.startswith("metrics_variables/")]
     found = []
     if others:
-        what = f"{len(others)} tensors belong to parts this model does not have, or were not asked for"
-        found.append(f"{what}, and were left alone: {others[0]} …")
+        what = f"{len(others)} tensors were skipped, because the model lacks their parts or they were not requested"
+        found.append(f"{what}: {others[0]} …")
     if counts:
-        found.append(f"metrics count from the beginning: the {len(counts)} values they stood at were left alone")
+        found.append(f"metrics start over: their {len(counts)} saved values were skipped")
     return tuple(found)
 
 

@@ -233,7 +233,7 @@ class Report:
     def __str__(self) -> str:
         from rich.console import Console
 
-        # The same text whatever FORCE_COLOR and COLUMNS say. rich pads each line with spaces, hence rstrip.
+        # The same text under any FORCE_COLOR and COLUMNS. rich pads each line with spaces, hence rstrip.
         text = io.StringIO()
         Console(file=text, width=TEXT_WIDTH, no_color=True, highlight=False, force_terminal=False).print(self)
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines())

@@ -147,7 +147,7 @@ def _name(asked: str, *, weights: bool) -> Resolved:
 
 
 def _spelling(name: str) -> str:
-    """Return a name as it is spelt: in the root without regard to case, elsewhere in lower case, with underscores."""
+    """Return the canonical spelling of a name: case does not matter, nor ``-`` for ``_`` in a known architecture."""
     from shardload.resolve.architectures import ALIASES, ARCHITECTURES
 
     if _in_root(name):
@@ -193,7 +193,7 @@ def _root_content() -> str:
 def _alias_note(asked: str, found: str) -> str | None:
     if asked == found:
         return None
-    return f"{_NOTES.get(asked, f'{asked} is another name')}: using {found}"
+    return f"{_NOTES.get(asked, f'{asked} is an alias')}: using {found}"
 
 
 def _synthetic_note(path: Path) -> str | None:
@@ -222,7 +222,7 @@ def _installed() -> Resolved | None:
             return None
         _assemble(target)
     aside = _in_root(PIP_NAME)
-    note = f"the real weights, of the package {PIP_PACKAGE}; {aside} is another" if aside != target else None
+    note = f"the real weights, from the package {PIP_PACKAGE}, not {aside}" if aside != target else None
     return Resolved(str(target), note)
 
 
@@ -297,7 +297,7 @@ def _handle_of(found: str, tried: list[str]) -> tuple[str, str | None]:
 
 
 def _architecture(name: str, *, preset: str | None) -> Resolved | None:
-    """Return the architecture of this name, if it is a known one; with a note if KerasHub's preset is another."""
+    """Return the architecture of this name, if known; with a note if KerasHub's preset is a different model."""
     from shardload.resolve.architectures import lookup
 
     try:
@@ -316,7 +316,7 @@ def _difference(preset: str, config: dict[str, Any]) -> str | None:
     if stated == own:
         return None
     sizes = f"{format_count(stated)} parameters, the architecture has {format_count(own)}"
-    return f"KerasHub's preset {preset} is another model with {sizes}"
+    return f"KerasHub's preset {preset} is a different model: it has {sizes}"
 
 
 # ---- errors for sources that do not exist --------------------------------------------------------
@@ -332,7 +332,7 @@ def _exists(path: Path) -> bool:
 def _no_such_path(text: str, path: Path) -> str:
     # `pathlib` takes "" for the current folder, and the system calls raise for NUL.
     if not text or "\0" in text:
-        return f"Cannot open {text!r}: it is not a path. Give a path, or a name such as {PIP_NAME}"
+        return f"Cannot open {text!r}: expected a path, or a name such as {PIP_NAME}"
     folder = path.parent
     if not folder.is_dir():
         return f"{text!r} does not exist, nor does its folder {folder}.{_on_hub(text)}"

@@ -121,7 +121,7 @@ def _resolve(source: str | os.PathLike[str], format: str | None, *, described: b
 
 
 def _without_weights(found: Resolved, format: str | None, *, with_weights: bool = False) -> OpenedSource | None:
-    """Describe a source that has no weights; ``None`` if it has some and not ``with_weights``, or no configuration."""
+    """Describe a source without weights; ``None`` if it has no configuration, or weights and not ``with_weights``."""
     from shardload.hub.described import with_tensors
 
     if found.architecture is not None:
@@ -134,17 +134,13 @@ def _without_weights(found: Resolved, format: str | None, *, with_weights: bool 
         if described is None:
             return None
         manifest = described
-        none = (
-            f"no weights {'of it ' if with_weights else ''}are in {found.path}"
-            if of_file is None
-            else f"{found.path} alone"
-        )
-        note = f"planned from its configuration: {none}"
+        where = f"{'its weights are not' if with_weights else 'no weights are'} in {found.path}"
+        note = f"planned from its configuration: {where if of_file is None else f'{found.path} alone'}"
         if not _states_dtype(manifest.config):
-            note += ". It states no dtype: sizes are those of float32, unless dtype (--dtype) is given"
+            note += ". It states no dtype: sizes are for float32; pass dtype (--dtype) for another"
     if format not in (None, manifest.format):
         raise SourceError(
-            f"Cannot plan {manifest.source} as {format}: it has no weights, and its configuration is that of "
+            f"Cannot plan {manifest.source} as {format}: it has no weights, and its configuration describes "
             f"{spec_of(manifest).description}. Leave out format (--format)"
         )
     return OpenedSource(with_tensors(manifest), None, tuple(filter(None, (found.note, note))))

@@ -127,7 +127,7 @@ def _level(whole: Ordered, limit: int, skip: int) -> tuple[int, int]:
     shape, strides = whole.shape, whole.strides
     dims = range(len(shape))
     inner = [span(shape[d + 1 :], strides[d + 1 :]) for d in dims]
-    # Cutting at the innermost dim with such a gap leaves none inside a box, whatever the outer dims have.
+    # Cutting at the innermost dim with such a gap leaves none inside a box, not even of an outer dim.
     gap = max((d for d in dims if shape[d] > 1 and strides[d] - inner[d] >= skip), default=-1)
     if span(shape, strides) <= limit:
         return gap, 1

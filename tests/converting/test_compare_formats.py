@@ -70,5 +70,5 @@ def test_quantised_values_are_compared_as_loaded(tmp_path):
     for pair in ((source, tmp_path / "out"), (tmp_path / "out", source)):
         found = diff(*pair)
         assert (found.matched_by, found.differences) == ("tensor", ())
-        assert f"the values of {source} are quantised: compared as decoded and loaded" in found.notes[0]
+        assert f"the values of {source} are quantised: compared after decoding" in found.notes[0]
     assert diff(source, source).notes == ()

@@ -112,5 +112,5 @@ def test_the_optimizers_of_this_package_have_names_too():
 def test_a_plan_of_a_load_says_that_it_compares_weights_alone():
     found = shardload.plan("tiny", mesh="1x2", layout="search", device_memory_bytes="2MiB")
     assert found.fits.per_device_max < 2 * MIB
-    assert any(note.startswith("device memory and the smallest mesh are about weights alone") for note in found.notes)
+    assert any(note.startswith("device memory and the smallest mesh cover weights alone") for note in found.notes)
     assert not any("weights alone" in note for note in shardload.plan("tiny", mesh="1x2", layout="search").notes)

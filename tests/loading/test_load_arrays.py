@@ -158,7 +158,7 @@ def test_paths_joined_by_slashes_are_found_too(tmp_path, mesh):
             {"scale": jax.ShapeDtypeStruct((), np.float64, sharding=SingleDeviceSharding(jax.devices()[0]))},
             {"strict": False},
             UsageError,
-            "'scale' as float64: JAX has 64-bit types only after",
+            "'scale' as float64: JAX has 64-bit dtypes disabled",
         ),
         (
             {"ids": P()},

@@ -314,7 +314,7 @@ def test_a_task_generates_after_a_load_and_after_another_mesh(tmp_path):
 def test_the_report_is_of_the_last_load_and_only_for_loaded_models(checkpoint):
     path, _ = checkpoint
     model = classifier()
-    with pytest.raises(shardload.errors.UnsupportedError, match="Nothing was loaded"):
+    with pytest.raises(shardload.errors.UnsupportedError, match="shardload loaded nothing into it"):
         shardload.report(model)
     report = shardload.load_weights(model, path, mesh="1x2")
     assert shardload.report(model) is report

@@ -89,7 +89,7 @@ def integers(path):
 
 def test_integers_for_floats_are_refused(tmp_path):
     integers(tmp_path / "model.safetensors")
-    with pytest.raises(MismatchError, match=r"'hidden/kernel' is float32, but tensor 'hidden/kernel' holds int32: int"):
+    with pytest.raises(MismatchError, match=r"'hidden/kernel' is float32, but tensor 'hidden/kernel' is int32: with"):
         shardload.load_weights(network(), tmp_path / "model.safetensors")
 
 

@@ -136,8 +136,8 @@ def test_an_alias_says_what_is_planned():
 
 def test_a_preset_that_is_another_model_than_the_architecture_is_noted():
     assert shardload.plan("bert_base_en").notes[0] == (
-        "bert_base_en is another name: using bert_base; KerasHub's preset bert_base_en is another model with 108.3 M "
-        "parameters, the architecture has 109.5 M"
+        "bert_base_en is an alias: using bert_base; KerasHub's preset bert_base_en is a different model: it has 108.3 "
+        "M parameters, the architecture has 109.5 M"
     )
 
 
@@ -181,7 +181,7 @@ def test_files_of_other_models_beside_a_configuration_are_no_obstacle(tmp_path):
     found = shardload.plan(folder / "config.json")
     assert facts(found, without=("seconds", "notes")) == facts(alone, without=("seconds", "notes"))
     [note] = found.notes
-    assert note.startswith(f"planned from its configuration: no weights of it are in {folder}. It states no dtype")
+    assert note.startswith(f"planned from its configuration: its weights are not in {folder}. It states no dtype")
     assert found.dtypes == ("float32",)
     assert shardload.plan(folder / "config.json", dtype="bfloat16").dtypes == ("bfloat16",)
 
