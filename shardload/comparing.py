@@ -167,6 +167,7 @@ def _compared(one: _Values, two: _Values, progress: Callable[[int], None]) -> tu
             found.append(
                 TensorDifference(two.name(key), "only in the second", "", _title(two, key), _size(two, key), None)
             )
+    # The sort is stable: within weights, and within state, tensors keep the order of the file.
     return equal, tuple(sorted(found, key=lambda difference: _is_state(difference.name)))
 
 

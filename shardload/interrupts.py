@@ -57,6 +57,7 @@ def exit_at_once(farewell: Callable[[], None]) -> Iterator[None]:
 def _wait(read: int, farewell: Callable[[], None]) -> None:
     while number := os.read(read, 1):
         if number[0] == signal.SIGINT:
+            # A farewell that fails must not keep the process running.
             with contextlib.suppress(Exception):
                 farewell()
             os._exit(INTERRUPTED)

@@ -127,11 +127,7 @@ def run(request: LoadRequest, *, preprocessor: bool = True) -> Loaded:
             loaded = pipeline.load(request.checked(), call, on_opened=text.begin, on_built=text.prepare)
     # For `shardload.generate` and `tokenizer`, which are given the model only.
     remember(loaded.model, loaded.manifest)
-    return loaded if text is None else _with_preprocessor(loaded, text)
-
-
-def _with_preprocessor(loaded: Loaded, text: TextInput) -> Loaded:
-    note = text.attach(loaded.model, loaded.manifest)
+    note = None if text is None else text.attach(loaded.model, loaded.manifest)
     return loaded if note is None else _with_note(loaded, note)
 
 

@@ -38,6 +38,7 @@ from shardload.transfer.read_tensor import read_tensor
 from shardload.transfer.verification import check_tensor
 from shardload.typing import LayoutLike, MeshLike, PathLike
 
+# The step that each model was restored from, until `fit` continues from it.
 _restored: weakref.WeakKeyDictionary[Any, StepInfo] = weakref.WeakKeyDictionary()
 
 

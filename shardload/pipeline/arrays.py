@@ -252,6 +252,7 @@ class _Reader:
                     f"{', '.join(self.mesh.axis_names)}"
                 )
             return NamedSharding(self.mesh, found)
+        # An AbstractMesh has no devices to place an array on.
         if isinstance(found, NamedSharding) and isinstance(found.mesh, jax.sharding.Mesh):
             return found
         if isinstance(found, SingleDeviceSharding):

@@ -187,6 +187,7 @@ def content(manifest: Manifest, check: Verifier | None) -> Facts:
 
 def _spots(manifest: Manifest) -> Iterator[tuple[str, Location, int]]:
     """Yield names, files and offsets of the places to read."""
+    # Tensors begin where values surely are; evenly spaced places also cover tensors that have no extent.
     starts = [(t.name, t.storage) for t in manifest.tensors.values() if isinstance(t.storage, Extent) and t.size]
     for name, extent in _some(starts, SPOTS // 2):
         yield f"The first bytes of tensor {name!r}", extent.path, extent.offset

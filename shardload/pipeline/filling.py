@@ -115,6 +115,7 @@ def _rollback(prepared: PreparedLoad, files: Fingerprint) -> Iterator[Assigner]:
 
 
 def _bind(prepared: PreparedLoad) -> None:
+    # A model that keeps its layouts is bound to its mesh already, or to none.
     if prepared.layouts.mode != KEEP_LAYOUT:
         binding.bind(
             prepared.model,

@@ -183,6 +183,7 @@ class _Planning:
         smallest = self._smallest(model, None)
         if smallest is None:
             return f" It fits on no mesh of up to {MAX_DEVICES} devices"
+        # The estimate fits this mesh, or a smaller one: to name it would contradict the compiled step.
         if smallest.mesh.size <= self.mesh.size and self.step.compile:
             return ""
         return f" {'By the estimate, it' if self.step.compile else 'It'} fits on {_sizes(smallest.mesh)}"

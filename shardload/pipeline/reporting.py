@@ -138,7 +138,7 @@ def _facts(prepared: PreparedLoad, clock: Clock, *, read_bytes: int, peak_stagin
         "source": prepared.manifest.source,
         "format": prepared.manifest.format,
         "bytes": ByteCounts(prepared.plan.needed_bytes + computed_bytes, read_bytes + computed_bytes),
-        "seconds": _stages(clock),
+        "seconds": Stages(*map(clock.stages.get, ("build", "plan", "transfer")), clock.total_s),
         "host_bytes": HostBytes(prepared.plan.host_memory_bytes, peak_staging_bytes),
         "notes": _notes(prepared),
         **_weights(prepared),
@@ -168,6 +168,7 @@ def _weights(prepared: PreparedLoad) -> dict[str, Any]:
 def _differences(prepared: PreparedLoad) -> dict[str, Any]:
     """Return where the model and the checkpoint differ."""
     mapping = prepared.mapping
+    # Left out of a load that is not strict; in a plan, which is not validated, still part of the mapping.
     mismatched = (*prepared.left_out, *mapping.mismatched)
     return {
         "missing": mapping.missing,
@@ -241,10 +242,6 @@ def _skipped_notes(prepared: PreparedLoad) -> tuple[str, ...]:
     if counts:
         found.append(f"metrics start over: their {len(counts)} saved values were skipped")
     return tuple(found)
-
-
-def _stages(clock: Clock) -> Stages:
-    return Stages(clock.stages.get("build"), clock.stages.get("plan"), clock.stages.get("transfer"), clock.total_s)
 
 
 def _fit(prepared: PreparedLoad, device_memory_bytes: int | None) -> Fit | None:

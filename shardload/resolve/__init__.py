@@ -176,6 +176,7 @@ def _root_names() -> list[str]:
         return []
     found = []
     for entry in entries:
+        # A leading dot marks what is not finished, such as the folder of `_assemble`.
         stem = stem_of(entry.name)
         if not entry.name.startswith(".") and (stem != entry.name or entry.is_dir()):
             found.append(stem)

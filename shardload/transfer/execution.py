@@ -260,6 +260,7 @@ class Transfer:
 
     def _jobs(self) -> Iterator[range]:
         """Yield ranges of blocks to submit together: short ones that take nothing from the budget."""
+        # In a small plan, jobs are small enough for every thread to get several.
         share = self.plan.read_bytes // (self.threads * QUEUED_PER_THREAD * 2)
         most = min(JOB_BYTES, share, self.plan.block_bytes, self.budget.limit_bytes // BUDGET_PARTS)
         first = n_bytes = 0

@@ -146,6 +146,7 @@ def _count(group: list[Grid]) -> int:
 def _interleaved(grids: Sequence[Grid]) -> list[list[Grid]]:
     """Return grids in file order, grouping those whose runs alternate."""
     groups: list[list[Grid]] = []
+    # Sorted by their first runs: a grid that begins before the last run of another one alternates with it.
     for grid in grids:
         if groups and grid.start < groups[-1][0].stop:
             groups[-1].append(grid)
@@ -161,6 +162,7 @@ def _tiles(group: list[Grid]) -> bool:
         return False
     if any(b.start - a.start != first.length for a, b in itertools.pairwise(group)):
         return False
+    # The steps of an array whose rows are one run of each grid: then nothing lies between two rows either.
     whole = first.length * len(group)
     wanted = [whole * math.prod(first.shape[d + 1 :]) for d in range(len(first.shape))]
     return all(n == 1 or s == w for n, s, w in zip(first.shape, first.steps, wanted, strict=True))

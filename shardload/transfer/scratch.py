@@ -165,6 +165,7 @@ def pitch_row(block: Block, parts: list[CopyPart], itemsize: int) -> int:
     view, box = parts[0].view, parts[0].box
     long = [d for d, n in enumerate(box.shape) if n > 1]
     row = view.strides[long[-1]] if long else 0
+    # A fill is whole rows of ``row_elements``, so rows of scratch must divide them.
     if row * itemsize < PITCH_ROW_BYTES or PAD_BYTES % itemsize or block.row_elements % row:
         return 0
     return row if all(_keeps_rows(part, row, block.start) for part in parts) else 0

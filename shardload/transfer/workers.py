@@ -55,6 +55,7 @@ class WorkerThreads(Generic[T]):
         self._table = _Table[T]()
         # Not only in `close`: an error before the caller gets there must not leave threads behind.
         self._dismiss = weakref.finalize(self, self._table.jobs.put, None)
+        # Daemons: a read that hangs must not keep the program from ending.
         self._threads = [
             threading.Thread(target=self._table.work, name=f"shardload_{k}", daemon=True) for k in range(threads)
         ]
