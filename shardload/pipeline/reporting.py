@@ -133,12 +133,13 @@ def _facts(prepared: PreparedLoad, clock: Clock, *, read_bytes: int, peak_stagin
     """Return the fields that both reports have."""
     # Tensors to compute from are read outside of the plan, whole (`filling`), so their bytes are added to both counts.
     computed = {tensor for c in prepared.mapping.computed for tensor in c.tensors}
+    spent = clock.stages.get
     computed_bytes = sum(prepared.manifest.tensors[tensor].stored_bytes for tensor in computed)
     return {
         "source": prepared.manifest.source,
         "format": prepared.manifest.format,
         "bytes": ByteCounts(prepared.plan.needed_bytes + computed_bytes, read_bytes + computed_bytes),
-        "seconds": Stages(*map(clock.stages.get, ("build", "plan", "transfer")), clock.total_s),
+        "seconds": Stages(spent("build"), spent("plan"), spent("transfer"), clock.total_s),
         "host_bytes": HostBytes(prepared.plan.host_memory_bytes, peak_staging_bytes),
         "notes": _notes(prepared),
         **_weights(prepared),

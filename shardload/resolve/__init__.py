@@ -333,7 +333,7 @@ def _exists(path: Path) -> bool:
 def _no_such_path(text: str, path: Path) -> str:
     # `pathlib` takes "" for the current folder, and the system calls raise for NUL.
     if not text or "\0" in text:
-        return f"Cannot open {text!r}: expected a path, or a name such as {PIP_NAME}"
+        return f"Cannot open {text!r}: it is not a path. Give a path, or a name such as {PIP_NAME}"
     folder = path.parent
     if not folder.is_dir():
         return f"{text!r} does not exist, nor does its folder {folder}.{_on_hub(text)}"
