@@ -61,7 +61,7 @@ def test_files_without_a_model_are_listed_with_the_reason(preset, tmp_path):
     found = diff(preset, tmp_path / "other.safetensors")
     assert found.matched_by == "tensor"
     assert {d.what for d in found.differences} == {"only in the first", "only in the second"}
-    assert "cannot be compared by the weights of their models" in found.notes[0]
+    assert "cannot be compared by their models' weights" in found.notes[0]
 
 
 def test_quantised_values_are_compared_as_loaded(tmp_path):
