@@ -238,7 +238,7 @@ def _skipped_notes(prepared: PreparedLoad) -> tuple[str, ...]:
     others = [name for name in prepared.mapping.skipped if not name.startswith("metrics_variables/")]
     found = []
     if others:
-        what = f"{len(others)} tensors were skipped, because the model lacks their parts or they were not requested"
+        what = f"{len(others)} tensors of parts this model does not have, or that were not requested, were skipped"
         found.append(f"{what}: {others[0]} …")
     if counts:
         found.append(f"metrics start over: their {len(counts)} saved values were skipped")
