@@ -203,7 +203,8 @@ def _compare(one: _Values, two: _Values, key: str, progress: Callable[[int], Non
 
 def _differing(a: NDArray[Any], b: NDArray[Any]) -> int:
     if a.dtype != b.dtype:
-        return int(np.count_nonzero(_numbers(a) != _numbers(b)))
+        with np.errstate(all="ignore"):  # a signalling NaN warns when it is converted
+            return int(np.count_nonzero(_numbers(a) != _numbers(b)))
     # As integers: NaN != NaN, and 0.0 == -0.0.
     if a.dtype.itemsize in (1, 2, 4, 8):
         bits = np.dtype(f"u{a.dtype.itemsize}")

@@ -196,7 +196,11 @@ def _verified(model: Any, info: StepInfo, items: Items) -> Iterator[tuple[Any, N
     manifest = _opened(info)
     mapping = map_state(model, manifest, items=items)
     if mapping.missing or mapping.mismatched:
-        raise MismatchError(f"Step {info.step} does not fit the model {model.name!r}")
+        first = [*mapping.missing, *mapping.mismatched][0]
+        raise MismatchError(
+            f"Cannot read step {info.step} for the model {model.name!r}: {first} does not match. Build the model that "
+            "saved the step"
+        )
     for binding in mapping.bindings:
         tensor = manifest.tensors[binding.view.tensor]
         # Tensor by tensor, so that a damaged one raises before its value is used.

@@ -235,7 +235,11 @@ class Report:
 
         # The same text under any FORCE_COLOR and COLUMNS. rich pads each line with spaces, hence rstrip.
         text = io.StringIO()
-        Console(file=text, width=TEXT_WIDTH, no_color=True, highlight=False, force_terminal=False).print(self)
+        # In a notebook, rich would display the report there and write nothing to the file.
+        plain = Console(
+            file=text, width=TEXT_WIDTH, no_color=True, highlight=False, force_terminal=False, force_jupyter=False
+        )
+        plain.print(self)
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 

@@ -205,3 +205,10 @@ def test_names_that_differ_in_words_stay_apart():
 def test_printable_keeps_what_people_write():
     assert printable("Kölner Dom 模型.gguf") == "Kölner Dom 模型.gguf"
     assert printable("a\nb", keep="\n") == "a\nb"
+
+
+def test_text_in_a_notebook_is_the_same(monkeypatch):
+    known = str(load_report())
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert known
+    assert str(load_report()) == known
