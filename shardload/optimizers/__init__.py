@@ -1,7 +1,7 @@
-"""Optimizers for sharded models, and where their state lies.
+"""Optimizers for sharded models, and layouts for optimizer state.
 
 `REKLS` is second-order: `rekls_math` is the arithmetic for one matrix, `joint_update` one step for many, `matrices`
-decides on shapes and `dealing` on who decomposes what.
+turns shapes into matrices and `dealing` decides which device decomposes what.
 """
 
 from __future__ import annotations
@@ -52,5 +52,6 @@ def __getattr__(name: str) -> Any:
         if (better := BackendError.explaining(error)) is error:
             raise
         raise better from error
+    # Python asks this function only for names that the module lacks: the next access is a plain attribute.
     globals()[name] = value
     return value

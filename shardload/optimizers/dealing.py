@@ -1,17 +1,18 @@
 """Put matrices into batches, and deal matrices or decompositions out over devices.
 
-Of as many matrices of one kind as there are devices, each device computes one alone. In a batch of others, each device
-decomposes its share of the factors, then all get all eigenpairs.
+If there are as many matrices of one kind as devices, each device updates one alone. In a batch of others, each device
+decomposes its share of the factors; then all devices get all eigenpairs.
 
 six factors of 64, three of 32, four devices
 device 0   64 64          device 2   64    32
-device 1   64 64          device 3   64    32 32     ◄─ equal numbers first, the rest to who has least to do
+device 1   64 64          device 3   64    32 32     ◄─ equal numbers first, the rest to whoever has least to do
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,25 +21,26 @@ import numpy as np
 from shardload.optimizers.rekls_math import Array, Eigenpairs
 
 EVERYWHERE_TIMES = 2
-"""What an update needs on each device, as XLA for CPU has it: times the state that is whole on all of them."""
+"""Memory of an update on each device, as a multiple of the state that is whole on all of them; measured with XLA on
+CPU (1.5 to 2.1)."""
 ALONE_TIMES = 3
-"""The same for matrices that are dealt out: times the state that is whole on this device."""
+"""The same for matrices that are dealt out, as a multiple of the state that is whole on this device (2.6 to 2.8)."""
 Decompose = Callable[[Array, Eigenpairs], Eigenpairs]
 """From a stack of factors (b, n, n) and the old eigenpairs to the new ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sized:
-    """What tells matrices apart for batches: equal ones can be dealt out."""
+    """What batches depend on; equal matrices can be dealt out."""
 
     sides: tuple[int, int]
     """Rows and columns."""
     nbytes: int
     """Of the whole matrix and its state."""
     is_split: bool
-    """Whether it and its state are split over all devices. Others would have to be gathered after they were dealt."""
+    """Whether it and its state are split over all devices. Others would have to be gathered again afterwards."""
     kind: Hashable
-    """Whatever else the update of a matrix depends on."""
+    """Everything else that the update of a matrix depends on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Deal:
-    """Who decomposes which factors of one size."""
+    """Which device decomposes which factors of one size."""
 
     size: int
     """Length of the factors."""
@@ -66,18 +68,19 @@ class Deal:
 def batched(matrices: Sequence[Sized], limit: int, devices: int) -> tuple[Batch, ...]:
     """Put matrices into batches of at most ``limit`` bytes, or of one matrix.
 
-    As many of one kind as there are devices are dealt out, the same number to each, if they are split over all of them.
-    The rest is whole everywhere; those of one shape, or its transpose, come together there, as their decompositions
-    are easily dealt out.
+    Matrices of one kind that are split over all devices are dealt out, the same number to each device. Those left over
+    are whole everywhere; matrices of one shape, or its transpose, share a batch there, so that their decompositions
+    divide evenly.
 
     Args:
         matrices: In the order to which the batches refer.
-        limit: Of the bytes of a batch that is whole everywhere. Those that are dealt out need no more memory than it.
-        devices: To whom to deal matrices; 1 deals none.
+        limit: Most bytes of a batch that is whole everywhere. A batch that is dealt out needs no more memory than one.
+        devices: Number of devices to deal matrices to; 1 deals none.
     """
     found, rest = [], []
     for kind in dict.fromkeys(matrices):
         places = [place for place, each in enumerate(matrices) if each == kind]
+        # A device needs memory only for the matrices it gets, so a batch holds `devices` times as many.
         share = max(limit * EVERYWHERE_TIMES // (kind.nbytes * ALONE_TIMES), 1) * devices
         dealt = len(places) - len(places) % devices if devices > 1 and kind.is_split else 0
         found += [Batch(tuple(places[at : min(at + share, dealt)]), is_dealt=True) for at in range(0, dealt, share)]
@@ -88,6 +91,7 @@ def batched(matrices: Sequence[Sized], limit: int, devices: int) -> tuple[Batch,
 def _whole_batches(matrices: Sequence[Sized], places: Sequence[int], limit: int) -> list[Batch]:
     found: list[tuple[int, ...]] = []
     room = 0
+    # A matrix and its transpose have factors of the same two sizes: sorted sides bring them together.
     for place in sorted(places, key=lambda place: sorted(matrices[place].sides)):
         if not found or matrices[place].nbytes > room:
             found.append(())
@@ -98,9 +102,10 @@ def _whole_batches(matrices: Sequence[Sized], places: Sequence[int], limit: int)
 
 
 def deal(sizes: Sequence[int], devices: int) -> tuple[Deal, ...]:
-    """Deal factors of these lengths out: equal numbers of every size, the rest to devices with least to do."""
+    """Deal out factors of these lengths: equal numbers of every size, the rest to the devices with least to do."""
     load = [0] * devices
     found = []
+    # Largest first, so that smaller factors even out what is left over of larger ones.
     for size in sorted(set(sizes), reverse=True):
         factors = tuple(i for i, each in enumerate(sizes) if each == size)
         share, rest = divmod(len(factors), devices)
@@ -110,6 +115,7 @@ def deal(sizes: Sequence[int], devices: int) -> tuple[Deal, ...]:
             count = share + (device in lucky)
             hands.append(tuple(range(at, at + count)))
             at += count
+            # A decomposition takes O(n³) operations.
             load[device] += count * size**3
         found.append(Deal(size, factors, tuple(hands)))
     return tuple(found)
@@ -118,13 +124,22 @@ def deal(sizes: Sequence[int], devices: int) -> tuple[Deal, ...]:
 def decompose_dealt(
     factors: Sequence[Array], old: Sequence[Eigenpairs], decompose: Decompose, *, axes: tuple[str, ...], devices: int
 ) -> list[Eigenpairs]:
-    """Inside `jax.shard_map`, decompose whole factors that every device has; every device gets all eigenpairs."""
+    """Inside `jax.shard_map`, decompose whole factors that every device has; every device gets all eigenpairs.
+
+    Args:
+        factors: (n, n) each, of any lengths n, the same on every device.
+        old: The eigenpairs of each factor before the step.
+        decompose: Decomposes a stack of factors of one size.
+        axes: All axes of the mesh, in its order.
+        devices: Number of devices of the mesh.
+    """
     found: dict[int, Eigenpairs] = {}
     for group in deal([factor.shape[0] for factor in factors], devices):
         stack = jnp.stack([factors[i] for i in group.factors])
         stacked_old = stacked([old[i] for i in group.factors])
         share = min(map(len, group.hands))
         rest = [hand[share] for hand in group.hands if len(hand) > share]
+        # What every device has goes through an all-gather, (devices, share, n, n), which needs equal numbers.
         if share:
             mine = _picked(group, slice(share), axes)
             hands = decompose(*_at(mine, stack, stacked_old))
@@ -147,14 +162,14 @@ def decompose_repeated(factors: Sequence[Array], old: Sequence[Eigenpairs], deco
     return [found[i] for i in range(len(factors))]
 
 
-def stacked(pairs: Sequence[Eigenpairs]) -> Eigenpairs:
-    """Stack eigenpairs of one size."""
-    found: Eigenpairs = jax.tree.map(lambda *each: jnp.stack(each), *pairs)
-    return found
+def stacked(trees: Sequence[Any]) -> Any:
+    """Stack the arrays of trees of one structure: eigenpairs of one size, or states of one kind."""
+    return jax.tree.map(lambda *each: jnp.stack(each), *trees)
 
 
 def _picked(group: Deal, cards: slice, axes: tuple[str, ...]) -> Array:
     """Return which of these cards this device has: positions in the group, -1 for none."""
+    # All devices run one program: each looks up its own row in a constant.
     hands = [hand[cards] for hand in group.hands]
     longest = max(map(len, hands))
     table = np.array([(*hand, *(-1,) * (longest - len(hand))) for hand in hands], np.int32)
@@ -171,16 +186,19 @@ def _rest(
 ) -> Eigenpairs:
     """Decompose what some devices have beyond their share, one each; return the pairs in the order of devices.
 
-    An all-gather would give room to the devices that have nothing. So bits are added, as integers, to zeros elsewhere.
+    An all-gather would also send padding from devices that have nothing. Instead, results are summed over devices that
+    have zeros in all other places.
     """
     mine = _picked(group, slice(share, share + 1), axes)
     has = mine[0] >= 0
+    # Devices without a factor take the first one, and skip its decomposition.
     one, one_old = _at(jnp.maximum(mine, 0), stack, old)
     pair = jax.lax.cond(has, decompose, lambda _, unchanged: unchanged, one, one_old)
     order = np.cumsum([len(hand) > share for hand in group.hands]) - 1
     slot = jnp.asarray(order.astype(np.int32))[jax.lax.axis_index(axes)]
 
     def everywhere(own: Array) -> Array:
+        # As integers, 0 + x has exactly the bits of x, also for -0.0 and NaN.
         bits = jax.lax.bitcast_convert_type(own, jnp.uint32)
         room = jnp.zeros((int(order[-1]) + 1, *own.shape[1:]), jnp.uint32)
         placed = jax.lax.dynamic_update_slice_in_dim(room, jnp.where(has, bits, 0), jnp.maximum(slot, 0), 0)

@@ -1,6 +1,6 @@
 """One step of REKLS for many matrices together, each array spread over a mesh in its own way.
 
-    as many matrices of one kind as devices: each device gets one, whole, does all of it alone, and hands out the shards
+    as many matrices of one kind as devices: each device gets one, whole, updates it alone, and hands back the shards
 
     others:
     shard of G, M, V, Q, λ ─► all-gather ─► the arithmetic of `rekls_math`, on whole arrays, on every device alike
@@ -8,10 +8,11 @@
     whole L, R             ─► dealt out: each device decomposes its share ─► eigenpairs to all devices
 
 Matrices are updated in batches, one after the other, so that only one batch is whole at a time. Each batch is a
-`jax.lax.cond`, whose memory XLA frees at its end; of barriers between batches, its scheduler on CPU takes no notice.
+`jax.lax.cond`, whose memory XLA frees at its end; barriers between batches have no effect on CPU, where XLA drops them
+before it schedules.
 
-The gathers are written out in a `jax.shard_map`: a partitioner left to itself splits the inner products, and rounding
-differs from layout to layout. So results are the same bits for every way to split W on one mesh.
+The gathers are written out in a `jax.shard_map`, because XLA's partitioner would split the inner products, and rounding
+would differ from layout to layout. Results are the same bits for every way to split W on one mesh.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from shardload.optimizers import rekls_math
-from shardload.optimizers.dealing import Batch, decompose_dealt, decompose_repeated
+from shardload.optimizers.dealing import Batch, decompose_dealt, decompose_repeated, stacked
 from shardload.optimizers.matrices import MatrixView
 from shardload.optimizers.rekls_math import Array, Eigenpairs, Moments, Settings, Sides
 from shardload.optimizers.shards import collect, gather, shard, spread
@@ -42,12 +43,12 @@ class MatrixState(NamedTuple):
     factors: Sides
     """L and R, in the dtype in which they are stored."""
     pairs: Sides
-    """`Eigenpairs`s, float32."""
+    """`Eigenpairs`, float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """What is known of a matrix before it is updated."""
+    """The static part of a matrix's update."""
 
     view: MatrixView
     specs: MatrixState
@@ -71,7 +72,7 @@ class JointPlan:
     decomposition: str = "eigh"
     """``eigh``, or ``qr``: one step of QR iteration after a first ``eigh`` of each factor that is not 0."""
     dealt: bool = True
-    """Whether decompositions are dealt out over the devices of the mesh."""
+    """Whether each decomposition runs on one device of the mesh, not on all of them."""
 
 
 class StepNumbers(NamedTuple):
@@ -107,7 +108,7 @@ def update(
         mesh=plan.mesh,
         in_specs=(specs, [each.weight for each in specs], PartitionSpec()),
         out_specs=(specs, PartitionSpec()),
-        # Without the check of replication, which does not know that all_gather returns the same everywhere.
+        # The check of replication would fail: it does not know that all_gather returns the same everywhere.
         check_vma=False,
     )
     found: tuple[list[MatrixState], Array] = run(list(states), list(gradients), step)
@@ -124,6 +125,7 @@ def _local(
         run = partial(_update_each_on_one if batch.is_dealt else _update_everywhere, part, step=step)
         stay = lambda own, _: (own, jnp.int32(0))  # noqa: E731
         shards = [states[place] for place in batch.places], [gradients[place] for place in batch.places]
+        # A skipped step needs a cond anyway; one for each batch also bounds the lifetime of its whole arrays.
         found, failed = jax.lax.cond(step.runs, run, stay, *shards)
         for place, state in zip(batch.places, found, strict=True):
             after[place] = state
@@ -137,13 +139,15 @@ def _update_each_on_one(
     """Update this device's shards of matrices of one kind, each of which one device computes alone."""
     mesh, specs = plan.mesh, plan.matrices[0].specs
     assert mesh is not None
-    stacks = jax.tree.map(lambda *each: jnp.stack(each), *zip(states, gradients, strict=True))
+    # Shards of all matrices ─► whole matrices, `count` on each device ─► the update without a mesh ─► shards again.
+    stacks = stacked(list(zip(states, gradients, strict=True)))
     own, own_gradients = collect(stacks, (specs, specs.weight), mesh)
     count = len(states) // mesh.size
     whole = replace(plan.matrices[0], specs=jax.tree.map(lambda _: PartitionSpec(), specs))
     alone = replace(plan, matrices=(whole,) * count, mesh=None)
     found, failed = _update_everywhere(alone, _unstacked(own, count), _unstacked(own_gradients, count), step)
-    shards = spread(jax.tree.map(lambda *each: jnp.stack(each), *found), specs, mesh)
+    shards = spread(stacked(found), specs, mesh)
+    # Each device counted its own matrices only.
     return _unstacked(shards, len(states)), jax.lax.psum(failed, tuple(mesh.axis_names))
 
 
@@ -158,11 +162,11 @@ def _update_everywhere(
     inputs = zip(plan.matrices, states, gradients, strict=True)
     ones = [_OneMatrix(matrix, plan.settings, state, gradient, step) for matrix, state, gradient in inputs]
     olds = [one.old_pairs() for one in ones]
+    # Asked before the factors change: a matrix whose factors are still zeros moves in the next step only.
     move = _moving(plan, states)
     factors, failed = zip(*(one.new_factors(old) for one, old in zip(ones, olds, strict=True)), strict=True)
     news, kept = _decomposed(plan, factors, olds, step)
-    together = zip(ones, factors, olds, news, strict=True)
-    after = [one.moved(found, old, new) for one, found, old, new in together]
+    after = [one.moved(*each) for one, *each in zip(ones, factors, olds, news, strict=True)]
     chosen = [
         new._replace(weight=jnp.where(moves, new.weight, old.weight), moments=_choose(moves, new.moments, old.moments))
         for moves, new, old in zip(move, after, states, strict=True)
@@ -171,15 +175,16 @@ def _update_everywhere(
 
 
 def _moving(plan: JointPlan, states: Sequence[MatrixState]) -> Array:
-    """Return for each matrix whether its weight and moments change: not before it had a gradient that is not 0.
+    """Return for each matrix whether its weight and moments change: not before it had a nonzero gradient.
 
-    Its factors, which start as zeros, tell.
+    Its factors tell: they start as zeros.
     """
     if not plan.settings.skip_first_update:
         return jnp.ones(len(states), bool)
     own = jnp.stack([jnp.array([jnp.any(x != 0) for x in jax.tree.leaves(state.factors)]).any() for state in states])
     if plan.mesh is None:
         return own
+    # One small reduction for all matrices: a shard of zeros does not mean that the factor is zero elsewhere.
     found: Array = jax.lax.pmax(own.astype(jnp.int32), tuple(plan.mesh.axis_names)) > 0
     return found
 
@@ -200,7 +205,8 @@ class _OneMatrix:
         return found
 
     def whole_gradient(self, *, when: Sequence[str]) -> Array:
-        """Return the gradient as a matrix, with those of the l2 methods that come before its use."""
+        """Return the gradient as a matrix, after the l2 methods of decay in ``when``."""
+        # Decay is added to the shard, so that W itself is never gathered.
         own = self.gradient.astype(jnp.float32)
         for method in when:
             own = rekls_math.l2_gradient(own, self.state.weight, self.settings, when=method, decays=self.matrix.decays)
@@ -208,7 +214,7 @@ class _OneMatrix:
         return found
 
     def new_factors(self, old: Sides) -> tuple[Sides, Array]:
-        """Return the shards of L and R, and how many stay as they were because what to add is not finite."""
+        """Return the shards of L and R, and how many did not change because the contribution is not finite."""
         whole = self.whole_gradient(when=("l2_before_factors",))
         added = rekls_math.contributions(whole, old, self.settings)
         failed = jnp.int32(0)
@@ -217,6 +223,7 @@ class _OneMatrix:
             if factor is None:
                 found.append(None)
                 continue
+            # Of the whole contribution, so that all devices decide alike.
             own, finite = factor.astype(jnp.float32), jnp.isfinite(addition).all()
             new = rekls_math.blended(own, shard(addition, spec), self.step.number, self.settings.factor_beta)
             found.append(jnp.where(finite, new.astype(factor.dtype), factor))
@@ -226,6 +233,7 @@ class _OneMatrix:
     def moved(self, factors: Sides, old: Sides, new: Sides) -> MatrixState:
         """Return the shards of everything after the step, if it moves the weight."""
         state, specs, view = self.state, self.matrix.specs, self.matrix.view
+        # Moments start one step later if the first update is skipped. Its own result is dropped, but must not be 0 / 0.
         count = self.step.number - self.settings.skip_first_update
         moments, direction = rekls_math.moments_and_direction(
             Moments(*map(view.matrix, gather(state.moments, specs.moments))),
@@ -249,6 +257,7 @@ def _decomposed(
     plan: JointPlan, factors: Sequence[Sides], olds: Sequence[Sides], step: StepNumbers
 ) -> tuple[list[Sides], Array]:
     """Return the new eigenpairs of all factors, whole, or the old ones between decompositions."""
+    # A side that is the identity has None, which is no leaf: the three lists are of the same factors.
     is_pair = lambda x: isinstance(x, Eigenpairs)  # noqa: E731
     old, structure = jax.tree.flatten(list(olds), is_leaf=is_pair)
     shards = jax.tree.leaves(list(factors))
@@ -258,7 +267,7 @@ def _decomposed(
         whole = [x.astype(jnp.float32) for x in gather(shards, specs)]
         found = _decompose(plan, whole, old)
         finite = [rekls_math.is_finite(pair) for pair in found]
-        # Zeros have any eigenbasis; their eigenvalues would take the place of ``init_factor``.
+        # Every basis is an eigenbasis of zeros, and their eigenvalues would replace ``init_factor``.
         taken = [is_finite & jnp.any(factor != 0) for is_finite, factor in zip(finite, whole, strict=True)]
         chosen = [_choose(*each) for each in zip(taken, found, old, strict=True)]
         return chosen, jnp.sum(~jnp.array(finite), dtype=jnp.int32)
@@ -277,6 +286,7 @@ def _decompose(plan: JointPlan, factors: list[Array], old: list[Eigenpairs]) -> 
         if plan.decomposition == "eigh":
             return rekls_math.eigenpairs(stack)
         iterated = rekls_math.power_iteration(stack, pairs)
+        # Q is still the identity before a factor's first decomposition: too far away for one iteration.
         is_first = jnp.all(pairs.vectors == jnp.eye(stack.shape[-1]), (-2, -1)) & jnp.any(stack != 0, (-2, -1))
 
         def exact() -> Eigenpairs:

@@ -77,20 +77,21 @@ class MatrixRules:
     """Which variables are matrices."""
 
     max_dimension: int = MAX_DIMENSION
-    """A longer side is the identity; with two of them, the variable is not a matrix."""
+    """A longer side is the identity; a variable with two longer sides is not a matrix."""
     adamw_for: tuple[str, ...] = ADAMW_FOR
-    """Regular expressions, without regard to case; a variable whose path contains one is not a matrix."""
+    """Regular expressions, matched anywhere in a path and ignoring case; such variables are not matrices."""
     row_dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Regular expressions for paths, and the dims that form the rows there."""
 
     def view(self, path: str, shape: tuple[int, ...]) -> MatrixView | None:
-        """Return how a variable is a matrix, `None` for AdamW.
+        """Return the view of a variable as a matrix, or `None` for AdamW.
 
         Raises:
             UsageError: When `row_dims` names dims that the variable does not have.
         """
         if any(_matches(pattern, path) for pattern in self.adamw_for):
             return None
+        # Checked before a shape is turned away: a pattern that also matches a bias is an error, not ignored.
         given = next((dims for pattern, dims in self.row_dims.items() if _matches(pattern, path)), None)
         if given is not None:
             _check_row_dims(path, shape, given)
@@ -98,15 +99,16 @@ class MatrixRules:
             return None
         plain = MatrixView(tuple(shape), _rows(shape) if given is None else tuple(given))
         sides = plain.sides
+        # A side of 1 is a vector, whose eigenbasis is 1: AdamW does the same for less.
         if min(sides) < 2 or min(sides) > self.max_dimension:
             return None
         return MatrixView(plain.shape, plain.rows, *(side <= self.max_dimension for side in sides))
 
     def check_patterns(self, paths: Sequence[str]) -> None:
-        """Check that every pattern is of use for variables of these paths; the default ones need not be.
+        """Check that every pattern but the default ones matches one of these paths.
 
         Raises:
-            UsageError: When one matches no path.
+            UsageError: When a pattern matches no path.
         """
         own = [("adamw_for", pattern) for pattern in self.adamw_for if pattern not in ADAMW_FOR]
         for argument, pattern in own + [("row_dims", pattern) for pattern in self.row_dims]:
@@ -124,7 +126,9 @@ def _matches(pattern: str, path: str) -> bool:
 
 def _rows(shape: Sequence[int]) -> tuple[int, ...]:
     if len(shape) != 3:
+        # Kernels of Dense and convolutions have their outputs in the last dim.
         return tuple(range(len(shape) - 1))
+    # An attention kernel has heads, their width, and the model's width, mostly the largest, as a side of its own.
     return {0: (0,), 1: (1,), 2: (0, 1)}[list(shape).index(max(shape))]
 
 
@@ -156,14 +160,15 @@ def state_bytes(
 
     Args:
         shape: Of the variable.
-        parts: Into how many parts its layout splits each dim, as `Layout.parts`; k is their product. By default 1.
+        parts: The number of parts into which its layout splits each dim, as `Layout.parts`; their product is k. By
+            default, the variable is whole.
         path: Of the variable: embeddings and biases get AdamW.
         max_dimension: As for `REKLS`.
         factor_bytes: Bytes per element of the factors L and R: 4, or 2 with ``factor_dtype="bfloat16"``.
         rules: Replaces ``max_dimension`` and the default patterns.
 
     Returns:
-        Bytes of both moments, factors, eigenvectors and eigenvalues. A factor whose length is not divisible by k counts
+        Bytes of both moments, factors, eigenvectors and eigenvalues. A factor whose length k does not divide counts
         whole, as ``uneven="replicate"`` stores it.
 
     Raises:
@@ -172,6 +177,7 @@ def state_bytes(
     shape, parts = _positive("shape", shape), _positive("parts", (1,) if parts is None else parts)
     if parts != (1,) and (len(parts) != len(shape) or any(n % k for n, k in zip(shape, parts, strict=True))):
         raise UsageError(f"Cannot split the shape {shape} into the parts {parts}: expected a divisor of each dim")
+    # Factors are split along their first dim over all axes that split the variable, so by k, not by dim.
     devices = math.prod(parts)
     view = (rules or MatrixRules(max_dimension)).view(path, shape)
     total = 2 * _FLOAT32_BYTES * math.prod(shape) // devices

@@ -1,4 +1,4 @@
-"""The arguments of the optimizer that say how it works, checked."""
+"""The arguments of the optimizer, checked."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ AdamwFor = Sequence[str] | Callable[[Any], bool]
 RMS = "rms"
 """An ``init_factor``: the root mean square of each matrix's first gradient."""
 WHOLE_BYTES = 1 << 30
-"""Default of ``whole_bytes``: less than a large model's own state on any device, and all of a small model at once."""
+"""Default of ``whole_bytes``: less than a device's share of a large model's state, enough for a whole small model."""
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "weight_decay_method": DECAYS,
     "decomposition": DECOMPOSITIONS,
@@ -34,7 +34,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 }
 _INTEGERS = ("precondition_frequency", "max_dimension")
 _LIMITS = {"beta_1": 1.0, "beta_2": 1.0, "factor_beta": 1.0, "relative_epsilon": 1.0, "adamw_ratio": math.inf}
-"""These are numbers from 0 to below the limit."""
+"""Arguments that are numbers from 0 up to, but not including, the limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Options:
     """Arguments of `shardload.optimizers.REKLS`, which documents them.
 
     Raises:
-        UsageError: When one is not among its choices, out of range, or of another type.
+        UsageError: When an argument is not among its choices, out of range, or of another type.
     """
 
     beta_1: float
@@ -67,6 +67,7 @@ class Options:
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
+            # The type first: 1 equals True, and `in` compares an array element by element.
             if not isinstance(value := getattr(self, name), str | bool) or value not in choices:
                 _refuse(name, value, f"one of {', '.join(map(str, choices))}")
         for name, limit in _LIMITS.items():
@@ -76,6 +77,7 @@ class Options:
             if not _is_integer(value) or value < 1:
                 _refuse(name, value, "an integer of at least 1")
         check_number("epsilon", self.epsilon)
+        # It keeps 0 / (√0 + ε) from being NaN, for elements that never had a gradient.
         if not self.epsilon:
             _refuse("epsilon", self.epsilon, "a number above 0")
         if not self.starts_at_rms:
@@ -111,11 +113,12 @@ class Options:
 
 
 def check_number(name: str, value: Any, *, below: float = math.inf, otherwise: str = "") -> None:
-    """Check that an argument is a real number from 0 to below a limit.
+    """Check that an argument is a real number, at least 0 and below a limit.
 
     Raises:
-        UsageError: When it is not; ``otherwise`` says what else it may be.
+        UsageError: When it is not; ``otherwise`` names other accepted values.
     """
+    # To Python, a bool is a Real. NaN fails every comparison.
     is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not is_real or not 0 <= float(value) < below:
         limit = "a finite number of at least 0" if below == math.inf else f"a number of at least 0 and below {below:g}"
@@ -123,7 +126,7 @@ def check_number(name: str, value: Any, *, below: float = math.inf, otherwise: s
 
 
 def canonical_dtype(wanted: Any) -> Any:
-    """Return the name of a dtype, such as ``"float32"`` of ``jnp.float32``; other things as they are."""
+    """Return the name of a dtype, ``"float32"`` for ``jnp.float32``; anything else unchanged: `Options` refuses it."""
     try:
         return dtype_name(wanted)
     except UsageError:
@@ -143,14 +146,15 @@ def check_bytes(name: str, value: Any) -> int:
 
 
 def check_rate(learning_rate: Any) -> Any:
-    """Return a learning rate as Keras takes it: numbers as ``float``, schedules and functions as they are.
+    """Return a learning rate in a form that Keras accepts: a number as ``float``, a schedule or a function unchanged.
 
     Raises:
-        UsageError: When it is something else, a class, a function that needs arguments, or a negative number.
+        UsageError: When it is a negative number, a class, a function that needs arguments, or anything else.
     """
     if isinstance(learning_rate, keras.optimizers.schedules.LearningRateSchedule) or _needs_nothing(learning_rate):
         return learning_rate
     otherwise = ", a LearningRateSchedule, or a function without arguments"
+    # Keras refuses ints and NumPy's float32, which are not subclasses of float.
     check_number("learning_rate", learning_rate, otherwise=otherwise)
     return float(learning_rate)
 
@@ -169,13 +173,14 @@ def _is_sequence(value: Any) -> bool:
 
 def _needs_nothing(value: Any) -> bool:
     """Whether a value is a function that Keras can call without arguments."""
+    # A schedule's class is callable too, but calling it gives a schedule, not a number.
     if not callable(value) or isinstance(value, type):
         return False
     try:
         inspect.signature(value).bind()
     except TypeError:
         return False
-    except ValueError:  # of functions in C, which tell nothing
+    except ValueError:  # a function in C without a signature
         return True
     return True
 

@@ -1,4 +1,4 @@
-"""The Keras optimizer: state in Keras variables, one traced function per step, and what to refuse before it."""
+"""The Keras optimizer: state in Keras variables, one traced function per step, and the checks before it."""
 
 from __future__ import annotations
 
@@ -43,48 +43,51 @@ class REKLS(JointOptimizer):
     """Adam in the eigenbasis of Kronecker factors, with state that is sharded like the model.
 
     A SOAP variant with the factors of KL-Shampoo and a decomposition in every step; after NVIDIA
-    Emerging-Optimizers, pull request 175. Variables of two or more dims are matrices; the others, embeddings and those
-    that are too large on both sides get AdamW. State is float32 and split over the mesh axes that split its variable.
+    Emerging-Optimizers, pull request 175. Variables with two or more dims are updated as matrices. All others get
+    AdamW, and so do embeddings, biases and variables that are too large on both sides. State is float32 and split over
+    the mesh axes that split its variable.
 
     Args:
         learning_rate: A float, a `keras.optimizers.schedules.LearningRateSchedule`, or a callable.
         beta_1: Decay rate of the first moment.
         beta_2: Decay rate of the second moment.
         factor_beta: Decay rate of the factors L and R.
-        epsilon: Added to the root of the second moment, and the least eigenvalue that divides.
-        weight_decay: How much; ``None`` or 0 for none.
-        weight_decay_method: ``"decoupled"`` (lr · wd · W), ``"independent"`` (wd · W), ``"palm"`` (lr² · wd · W), or
-            added to the gradient: ``"l2"`` after the factors got it, ``"l2_before_factors"`` before, as the
-            tensor-parallel original does.
-        precondition_frequency: Decompose in every step, or in every so many.
+        epsilon: Added to the root of the second moment. Gradients are divided by no smaller eigenvalue.
+        weight_decay: Strength of the weight decay; ``None`` or 0 turns it off.
+        weight_decay_method: What is subtracted from W: ``"decoupled"`` (lr · wd · W), ``"independent"`` (wd · W) or
+            ``"palm"`` (lr² · wd · W). Or wd · W is added to the gradient: ``"l2"`` after the factors are updated,
+            ``"l2_before_factors"`` before, as the tensor-parallel original does.
+        precondition_frequency: Number of steps from one decomposition to the next.
         decomposition: ``"eigh"``, or ``"qr"``: one step of QR iteration from the eigenvectors of the step before.
-        decompositions: ``"dealt"`` out over the devices of the mesh, with all other work on a matrix where there are
-            enough of one kind, or ``"repeated"`` on all of them.
-        max_dimension: A side that is longer has no factor: the identity takes its place.
-        factor_dtype: ``"float32"`` or ``"bfloat16"``, in which L and R are stored.
-        skip_first_update: Use the first gradient of each matrix that is not 0 to find its eigenbases only. In exact
-            arithmetic, that gradient is diagonal in its own eigenbasis, and all else there is rounding noise, which
-            Adam scales to full steps. Until then, weight decay leaves the matrix alone too.
-        init_factor: Eigenvalues before the first step. ``"rms"`` is the root mean square of the gradient, for each
-            matrix in its first step with one that is not 0. With 0, as in the original, the first gradient is divided
-            by ``epsilon`` and dominates the eigenvectors for 100 steps and more, see ``docs/rekls.md``.
-        relative_epsilon: Least eigenvalue that divides a gradient, as a share of the mean of all eigenvalues of its
+        decompositions: ``"dealt"``: each runs on one device of the mesh, and where there are enough matrices of one
+            kind, so does all other work on a matrix. ``"repeated"``: every device does everything.
+        max_dimension: A longer side has no factor: the identity takes its place.
+        factor_dtype: Dtype in which L and R are stored: ``"float32"`` or ``"bfloat16"``.
+        skip_first_update: Use the first nonzero gradient of each matrix only to find its eigenbases. In exact
+            arithmetic, that gradient is diagonal in its own eigenbasis; everything else in it is rounding noise, which
+            Adam scales to full steps. Until then, weight decay does not change the matrix either.
+        init_factor: Eigenvalues before the first step. ``"rms"`` is the root mean square of each matrix's first
+            nonzero gradient. With 0, as in the original, the first gradient is divided by ``epsilon`` and dominates the
+            eigenvectors for 100 steps and more, see ``docs/rekls.md``.
+        relative_epsilon: Smallest eigenvalue that a gradient is divided by, as a share of the mean eigenvalue of the
             factor. The original has 0.
-        limit_updates: Clip U to what Adam's could be with these betas, 1.165 by default. The second moment is not
+        limit_updates: Clip U to the largest update of Adam with these betas, 1.165 by default. The second moment is not
             rotated with the eigenbases, so without this, steps can be hundreds of learning rates long.
-        adamw_for: Regular expressions for paths, or a function of a variable: who gets AdamW regardless of shape.
-        adamw_ratio: Factor of the learning rate of those with AdamW.
-        row_dims: Regular expressions for paths and the dims that form the rows of such variables, if the shape tells
-            it wrongly (see `shardload.optimizers.matrices`).
-        whole_bytes: State that may be whole on a device at a time, in bytes, or as text like ``"4GiB"``. Matrices are
-            updated in batches of at most as much, or one by one; an update needs about twice as much on each device.
-            Of as many matrices of one kind as there are devices, split over all of them, each device updates one
-            alone. In a batch of others, decompositions are dealt out: with fewer than devices, some devices wait.
-        uneven: What to do with a factor whose length the devices do not divide: ``"error"``, or ``"replicate"`` it.
+        adamw_for: Variables that get AdamW regardless of shape: regular expressions for their paths, or a function that
+            returns True for such a variable.
+        adamw_ratio: Multiplies the learning rate of variables with AdamW.
+        row_dims: The dims that form the rows of a matrix, by regular expressions for paths, where the rule for shapes
+            is wrong (see `shardload.optimizers.matrices`).
+        whole_bytes: Most state that is whole on a device at a time, in bytes, or as text like ``"4GiB"``. Matrices are
+            updated in batches of at most this size, or one by one; an update needs about twice as much on each device.
+            If there are as many matrices of one kind as devices, all split over every device, each device updates one
+            alone. Of other batches, only decompositions are dealt out; with fewer of them than devices, some wait.
+        uneven: For a factor whose length the devices do not divide: raise an ``"error"``, or ``"replicate"`` it.
         **options: As for every Keras optimizer: ``clipnorm``, ``global_clipnorm``, ``use_ema``, ``name`` and so on.
 
     Raises:
         UsageError: When an argument is not one of its choices, or out of range.
+        BackendError: When Keras does not run on JAX.
     """
 
     def __init__(
@@ -141,13 +144,14 @@ class REKLS(JointOptimizer):
         """Create the state of all variables, spread over their meshes.
 
         Raises:
-            UsageError: When a variable is not of real floating-point numbers, or has no elements; or when a pattern in
-                ``adamw_for`` or ``row_dims`` matches none of them.
+            UsageError: When a variable does not contain real floating-point numbers, or has no elements; or when a
+                pattern in ``adamw_for`` or ``row_dims`` matches no variable.
             LayoutError: When devices do not divide the length of a factor.
         """
         if self.built:
             return
         variables = list(variables)
+        # Whatever can raise comes first, generators included: a refused build leaves no state behind.
         for variable in variables:
             check_variable(variable)
         self.options.rules.check_patterns([variable.path for variable in variables])
@@ -155,6 +159,7 @@ class REKLS(JointOptimizer):
         planned = [list(new_slots(v, view, self.options)) for v, view in zip(variables, views, strict=True)]
         super().build(variables)
         self.views = views
+        # Lists with one entry per variable, as Keras' own optimizers have them: `slots_in` finds slots by that.
         found: dict[str, list[Variable | None]] = {slot: [None] * len(variables) for slot in SLOTS}
         for place, (variable, slots) in enumerate(zip(variables, planned, strict=True)):
             for new in slots:
@@ -168,6 +173,7 @@ class REKLS(JointOptimizer):
                 )
         for slot, held in found.items():
             setattr(self, slot, held)
+        # Keras' `iterations` also counts skipped steps: the first update of a factor would not be its step 1.
         for name in ("steps", "skipped_steps", "kept_eigenpairs"):
             setattr(self, name, self.add_variable((), dtype="int32", name=name))
 
@@ -175,6 +181,7 @@ class REKLS(JointOptimizer):
         chosen = self.options.adamw_for
         if callable(chosen):
             answer = chosen(variable)
+            # A function that forgets to return answers None, which must not pass for False.
             if not isinstance(answer, bool | np.bool_):
                 raise UsageError(
                     f"Cannot build {self.name!r} with adamw_for={chosen!r:.60}: for {variable.path!r} it returned "
@@ -199,6 +206,7 @@ class REKLS(JointOptimizer):
             Counters(self.steps, self.skipped_steps, self.kept_eigenpairs),
         )
         plan = self._plan(held, [view for *_, view in matrices])
+        # Pytrees of one structure, with variables, their values before, and after as leaves.
         given = Gradients([in_place_of(g, v) for g, v, _ in matrices], [in_place_of(g, v) for g, v in others])
         before = jax.tree.map(lambda variable: variable.value, held)
         after = whole_step(plan, before, given, jnp.asarray(learning_rate), jnp.asarray(self.is_due()))
@@ -216,9 +224,10 @@ class REKLS(JointOptimizer):
 
     @property
     def update_bytes(self) -> int:
-        """Bytes that each device needs during an update on any mesh, as measured on CPU."""
+        """Upper bound for the bytes that each device needs during an update, on any mesh; measured on CPU."""
         places = [place for place, view in enumerate(self.views) if view is not None]
         sizes = [self._whole_bytes(place) for place in places]
+        # Without a mesh it is open which matrices are dealt out: at most those that are not alone in their kind.
         views = Counter(self.views)
         alone = [size for place, size in zip(places, sizes, strict=True) if views[self.views[place]] > 1]
         everywhere = [sum(sizes[i] for i in batch.places) for batch in self._batches(places, None)]
@@ -226,21 +235,23 @@ class REKLS(JointOptimizer):
 
     def _batches(self, places: Sequence[int], mesh: Mesh | None) -> tuple[Batch, ...]:
         """Return which of the matrices at these positions are updated together, as positions in ``places``."""
-        is_dealt = mesh is not None and self.options.decompositions == "dealt"
+        devices = mesh.size if mesh is not None and self.options.decompositions == "dealt" else 1
         sized = [
             Sized(view.sides, self._whole_bytes(place), self._is_split(place, mesh), self._kind(place))
             for place in places
             if (view := self.views[place]) is not None
         ]
-        return batched(sized, self.options.whole_bytes, mesh.size if mesh is not None and is_dealt else 1)
+        return batched(sized, self.options.whole_bytes, devices)
 
     def _kind(self, place: int) -> Hashable:
+        # All that shapes the traced update of a matrix: dealt-out matrices of one kind run as one program.
         variable = self.trained[place]
         return self.views[place], stored_dtype(variable).name, self._specs(place), self.is_decayed(variable)
 
     def _is_split(self, place: int, mesh: Mesh | None) -> bool:
         if mesh is None:
             return False
+        # An axis of one device splits nothing, so specs need not name it.
         axes = {axis for axis, size in mesh.shape.items() if size > 1}
         return all(axes <= split_axes(spec) for spec in self._specs(place))
 
@@ -279,6 +290,7 @@ class REKLS(JointOptimizer):
         mesh = common_mesh(self, jax.tree.leaves((held.matrices, held.others)))
         matrices = []
         for state, view in zip(held.matrices, views, strict=True):
+            # On one device, empty specs leave nothing to gather or to slice.
             specs = jax.tree.map(lambda variable: PartitionSpec() if mesh is None else spec_of(variable), state)
             matrices.append(Matrix(view, specs, self.is_decayed(state.weight)))
         joint = JointPlan(
@@ -313,7 +325,7 @@ class REKLS(JointOptimizer):
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> REKLS:
-        """Create an optimizer from what `get_config` returned; a function in ``adamw_for`` must be registered."""
+        """Create an optimizer from a `get_config` dict; a function in ``adamw_for`` must be registered with Keras."""
         config = dict(config)
         if isinstance(config.get("adamw_for"), dict):
             config["adamw_for"] = keras.saving.deserialize_keras_object(
@@ -324,7 +336,7 @@ class REKLS(JointOptimizer):
 
 
 def _plain(value: Any) -> Any:
-    """Return a number of NumPy as one of Python, as JSON needs it."""
+    """Return a NumPy number as a Python one, which JSON requires."""
     return value.item() if isinstance(value, np.generic) else value
 
 

@@ -30,7 +30,7 @@ class Eigenpairs(NamedTuple):
     """Eigenpairs of a symmetric factor."""
 
     values: Array
-    """(n,), descending, but for QR iteration, which keeps their order."""
+    """(n,), descending; QR iteration keeps the order of the pairs it started from."""
     vectors: Array
     """(n, n), one eigenvector per column."""
 
@@ -63,19 +63,21 @@ class Settings:
     starts_at_rms: bool = False
     """Whether eigenvalues that are all 0, as before the first step, count as the root mean square of the gradient."""
     relative_epsilon: float = 0.0
-    """Least eigenvalue that divides, as a share of their mean."""
+    """Smallest divisor, as a share of the mean eigenvalue."""
     limits_updates: bool = False
     """Whether elements of U are clipped to `largest_update`."""
 
     @property
     def largest_update(self) -> float:
         """The bound of Adam's U, by Cauchy and Schwarz, if all gradients were in the same coordinates."""
+        # The bound has the factor √Σ(b₁²/b₂)ᵏ over all past steps k: infinite unless b₁² < b₂.
         ratio = self.beta_1**2 / self.beta_2 if self.beta_2 else math.inf
         return (1 - self.beta_1) / math.sqrt((1 - self.beta_2) * (1 - ratio)) if ratio < 1 else math.inf
 
 
 def product(*factors: Array) -> Array:
     """Multiply matrices from left to right at the highest precision."""
+    # By default, accelerators multiply float32 in bfloat16 or TF32, which drowns small eigenvalues.
     found = factors[0]
     for factor in factors[1:]:
         found = jnp.matmul(found, factor, precision=jax.lax.Precision.HIGHEST)
@@ -90,10 +92,11 @@ def kept_share(step: Array, beta: float) -> Array:
 def contributions(gradient: Array, pairs: Sides, settings: Settings) -> Sides:
     """Return what a gradient (m, n) adds to L and R: each weighted by the other side's old eigenpairs.
 
-    Both are computed; a side without a factor has no use for its own.
+    Both are computed; that of a side without a factor is not used.
     """
 
     def one(towards: Array, other: Eigenpairs | None) -> Array:
+        # (G Q λ^-½)(G Q λ^-½)ᵀ is G inv(R) Gᵀ, in two products instead of three.
         if other is not None:
             towards = product(towards, other.vectors) / jnp.sqrt(divisors(other.values, gradient, settings))
         return product(towards, towards.T) / towards.shape[1]
@@ -102,10 +105,11 @@ def contributions(gradient: Array, pairs: Sides, settings: Settings) -> Sides:
 
 
 def divisors(values: Array, gradient: Array, settings: Settings) -> Array:
-    """Return by what eigenvalues divide: themselves, or the least that the settings allow.
+    """Return what to divide by for each eigenvalue: itself, or the smallest divisor that the settings allow.
 
     With L and R both of the scale of G's root mean square, the next contributions are of that scale too.
     """
+    # The values tell, not the step: an idle expert or LoRA's A gets its first gradient late.
     if settings.starts_at_rms:
         values = jnp.where(jnp.any(values > 0), values, root_mean_square(gradient))
     values = jnp.maximum(values, settings.epsilon)
@@ -113,7 +117,7 @@ def divisors(values: Array, gradient: Array, settings: Settings) -> Array:
 
 
 def root_mean_square(array: Array) -> Array:
-    """Return sqrt(mean(x²)), also where x² is beyond float32."""
+    """Return sqrt(mean(x²)), also where x² overflows or underflows float32."""
     largest = jnp.max(jnp.abs(array))
     return largest * jnp.sqrt(jnp.mean(jnp.square(array / jnp.where(largest > 0, largest, 1))))
 
@@ -128,6 +132,7 @@ def eigenpairs(factors: Array) -> Eigenpairs:
     """Decompose symmetric matrices (n, n) or (b, n, n), largest eigenvalue first. NaN where that fails."""
 
     def together(stack: Array) -> Eigenpairs:
+        # eigh ascends.
         values, vectors = jnp.linalg.eigh(stack)
         return Eigenpairs(values[..., ::-1], vectors[..., ::-1])
 
@@ -141,6 +146,7 @@ def power_iteration(factors: Array, old: Eigenpairs) -> Eigenpairs:
     """
 
     def together(stack: Array, start: Eigenpairs) -> Eigenpairs:
+        # For given columns q, the Rayleigh quotients qᵀ L q are the closest there is to eigenvalues.
         vectors, _ = jnp.linalg.qr(product(stack, start.vectors))
         return Eigenpairs(_quotients(stack, vectors), vectors)
 
@@ -154,6 +160,7 @@ def _singly_on_cpu(decompose: Callable[..., Eigenpairs], *stacks: Any) -> Eigenp
     """
     if stacks[0].ndim == 2:
         return decompose(*stacks)
+    # Decided when the program is lowered, because tracing does not know the platform.
     found: Eigenpairs = jax.lax.platform_dependent(
         *stacks, cpu=lambda *all_stacks: jax.lax.map(lambda each: decompose(*each), all_stacks), default=decompose
     )
@@ -203,7 +210,7 @@ def decayed(weight: Array, rate: Array, settings: Settings, *, decays: bool) -> 
 
 
 def l2_gradient(gradient: Array, weight: Array, settings: Settings, *, when: str, decays: bool) -> Array:
-    """Add the weight to its gradient, if ``when`` is the chosen method of decay."""
+    """Return the gradient, with wd · W added if ``when`` is the chosen method of decay."""
     return gradient + settings.weight_decay * weight if decays and settings.decay == when else gradient
 
 
@@ -230,7 +237,8 @@ def moments_and_direction(
     old, new = pairs
     moved = Moments(rotated(moments.first, old, new), moments.second)
     found, direction = adam(moved, into_basis(gradient, new), step, settings)
-    if settings.limits_updates:  # V is not rotated: where it is too small for the new coordinates, U is too large
+    # V is not rotated: where it is too small for the new coordinates, U is too large.
+    if settings.limits_updates:
         direction = jnp.clip(direction, -settings.largest_update, settings.largest_update)
     return found, out_of_basis(direction, new)
 

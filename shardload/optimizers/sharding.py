@@ -1,16 +1,17 @@
 """ZeRO-1: spread the state of an optimizer over the axis that splits the batch.
 
-A slot follows its weight, so all devices along the batch axis have the same copy of it. Spread, each has a part::
+A slot follows its weight, so all devices along the batch axis have a copy of it. Once spread, each has a part::
 
     mesh batch=2,model=4      weight (-, model)   Adam's two slots follow it    2 x 1/4 on each device
                                                   spread over batch             2 x 1/8 on each device
 
 XLA then updates one part of the weight on each device and gathers the parts: one all-gather for each weight and step.
-Weights, gradients and results stay as they are.
+Layouts of weights and gradients do not change, and neither do results.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,23 +27,23 @@ from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
 from shardload.sharding.spread import why_not_spread
 
-_OWN_SHAPE = "it has another shape than its weight"
+_OWN_SHAPE = "its shape differs from that of its weight"
 
 
 def shard_optimizer(target: Any, *, axis: str | Sequence[str] | None = None) -> SlotReport:
     """Spread the slots of any Keras optimizer over the batch axis too, as ZeRO-1 does. Results stay the same.
 
-    Slots of an optimizer that is built move now; those it creates later are spread as they are created, also by
-    `shardload.restore`. The optimizer stays one of its own class, and what it saves does not depend on the spread.
+    Existing slots move now; slots created later, also by `shardload.restore`, are spread as they are created. The
+    optimizer keeps its class, and what it saves does not depend on the spread.
 
     Args:
         target: A compiled model, whose optimizer is built if its weights are on a mesh; or an optimizer that no
             model has trained with yet.
-        axis: The mesh axis, or several; by default the one that splits the batch. ``()`` makes slots follow their
-            weights again.
+        axis: One or more mesh axes; by default the one that splits the batch. ``()`` makes slots follow their weights
+            again.
 
     Returns:
-        What each slot's layout was and is, and why some cannot be spread.
+        The layout of each slot before and after, and why some cannot be spread.
 
     Raises:
         UsageError: If ``target`` has no optimizer.
@@ -60,16 +61,19 @@ def spread_slots(optimizer: Any, chosen: SlotSpread, *, model: Any = None) -> Sl
     weights = _weights(optimizer, model)
     mesh = _mesh(optimizer, weights)
     axes = () if mesh is None else chosen.on(mesh, batch_axis)
+    # Raises for an unknown axis, before anything changes.
     for name in axes:
         if mesh is not None:
-            mesh.axis_size(name)  # raises before anything changes
+            mesh.axis_size(name)
     optimizer_slots.set_spread(optimizer, chosen if chosen.axes else None)
     if mesh is None:
         return SlotReport(optimizer.name, None, chosen.axes if isinstance(chosen.axes, tuple) else ())
     if model is not None and not optimizer.built:
         _build(optimizer, model)
-        optimizer_slots.set_spread(optimizer, chosen if chosen.axes else None)  # of optimizers that it has found
+        # Again: a MultiOptimizer may find its optimizers, by a function of the variable, only while it is built.
+        optimizer_slots.set_spread(optimizer, chosen if chosen.axes else None)
     slots = tuple(_place(slot, weight, axes) for slot, weight in optimizer_slots.slots_in(optimizer))
+    # A compiled train step has the old layouts of its arguments in it.
     if model is not None:
         forget_compiled(model)
     return SlotReport(optimizer.name, mesh, axes, (*slots, *_others(optimizer, mesh)))
@@ -101,7 +105,7 @@ def _weights(optimizer: Any, model: Any) -> list[Any]:
 
 
 def _mesh(optimizer: Any, weights: Sequence[Any]) -> MeshSpec | None:
-    """Return the mesh of the weights; ``None`` if there is none, and no slot either."""
+    """Return the mesh of the weights; ``None`` while the optimizer has no slots and no weight is on a mesh."""
     layouts = [layout_of(weight) for weight in weights]
     found = next((layout for layout in layouts if layout is not None), None)
     if found is None and optimizer.built and weights:
@@ -124,14 +128,18 @@ def _build(optimizer: Any, model: Any) -> None:
 def _place(slot: Any, weight: Any, axes: Sequence[str]) -> SlotLayout:
     before, shape = layout_of(weight), tuple(map(int, slot.shape))
     if before is None:
-        raise LayoutError(f"Cannot spread {slot.path!r}: its weight {weight.path!r} is on no mesh, and others are")
+        raise LayoutError(
+            f"Cannot spread {slot.path!r}: its weight {weight.path!r} is on no mesh, expected the mesh of the other "
+            "weights. Load the whole model with one mesh"
+        )
     after = SlotSpread(tuple(axes)).applied(before, shape)
     place_slot(slot, weight, after)
     return SlotLayout(slot.path, shape, _nbytes(slot), before, after, why_not_spread(before, shape, axes))
 
 
 def _others(optimizer: Any, mesh: MeshSpec) -> list[SlotLayout]:
-    """Return variables with elements for each weight that do not mirror one: Adafactor's rows and columns."""
+    """Return the state that is not of its weight's shape: Adafactor's rows and columns."""
+    # Keras creates these without a reference to a weight, so there is no layout to spread.
     slots = {id(slot) for slot, _ in optimizer_slots.slots_in(optimizer)}
     others = [v for v in optimizer.variables if id(v) not in slots and len(v.shape)]
     found = []
@@ -143,7 +151,4 @@ def _others(optimizer: Any, mesh: MeshSpec) -> list[SlotLayout]:
 
 
 def _nbytes(variable: Any) -> int:
-    found = stored_dtype(variable).itemsize
-    for length in variable.shape:
-        found *= int(length)
-    return found
+    return stored_dtype(variable).itemsize * math.prod(map(int, variable.shape))

@@ -3,8 +3,8 @@
     shards of one array on all devices        ─ gather ─►  the whole array on all devices        ─ shard ─►  the shards
     shards of k arrays on each of k devices   ─ collect ─► one whole array on each device        ─ spread ─► the shards
 
-A barrier lies between both and the arithmetic: the compiler would move slices into matrix products, and these round
-differently then.
+An optimization barrier separates them from the arithmetic: XLA would move slices into matrix products, which then round
+differently (seen at 96 x 200).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 
 def gather(shards: Any, specs: Any) -> Any:
-    """Return whole arrays of this device's shards; ``specs`` has the same structure."""
+    """Return the whole arrays that this device has shards of; ``specs`` has the same structure."""
     return jax.tree.map(_gather, shards, specs)
 
 
@@ -27,13 +27,13 @@ def shard(arrays: Any, specs: Any) -> Any:
 
 
 def collect(stacks: Any, specs: Any, mesh: Mesh) -> Any:
-    """Return this device's whole arrays, of stacks of shards; ``specs`` has the same structure.
+    """Turn stacks of shards into the whole arrays that this device gets; ``specs`` has the same structure.
 
     Args:
-        stacks: (c · k, …) each, with k devices: shards of arrays of one shape; the arrays that one device gets follow
-            each other at a distance of k.
+        stacks: (c · k, …) each, with k devices: shards of arrays of one shape. A device gets c of the arrays, every
+            k-th one.
         specs: How each array is split.
-        mesh: Of all k devices.
+        mesh: The mesh of all k devices.
 
     Returns:
         (c, …) each.
@@ -42,7 +42,7 @@ def collect(stacks: Any, specs: Any, mesh: Mesh) -> Any:
 
 
 def spread(arrays: Any, specs: Any, mesh: Mesh) -> Any:
-    """Return stacks of this device's shards of the arrays that all devices have: the inverse of `collect`."""
+    """Return this device's shards of the arrays on all devices, as stacks: the inverse of `collect`."""
     return jax.tree.map(lambda array, spec: _spread(array, spec, mesh), arrays, specs)
 
 
@@ -52,12 +52,15 @@ def split_axes(spec: PartitionSpec) -> set[str]:
 
 
 def _collect(stack: Any, spec: PartitionSpec, mesh: Mesh) -> Any:
+    # (c, a, b, …) on a mesh a x b: dims 1 to ndim say which device gets an array, the others are the shard's own.
     stack = stack.reshape(-1, *mesh.devices.shape, *stack.shape[1:])
     dims = _dims_of_axes(spec)
     for place, axis in _minor_first(spec, mesh):
+        # Each device along this axis is sent the arrays it gets; their shards are joined along the dim that it splits.
         if axis in dims:
             stack = jax.lax.all_to_all(stack, axis, place, mesh.devices.ndim + 1 + dims[axis], tiled=True)
-        else:  # whole on the devices along this axis: each takes its own
+        # Whole on all devices along this axis: each takes its own arrays, and nothing is sent.
+        else:
             stack = jax.lax.dynamic_index_in_dim(stack, jax.lax.axis_index(axis), place, keepdims=True)
     return stack.reshape(stack.shape[0], *stack.shape[mesh.devices.ndim + 1 :])
 
@@ -79,6 +82,7 @@ def _dims_of_axes(spec: PartitionSpec) -> dict[str, int]:
 
 def _minor_first(spec: PartitionSpec, mesh: Mesh) -> list[tuple[int, str]]:
     """Return mesh axes of several devices, with their dims in a stack; of those that split one dim, the minor first."""
+    # Minor axes split neighbours: joined first, they give the contiguous blocks that the major axis then joins.
     order = [axis for _, axes in _split_dims(spec) for axis in reversed(axes)]
     rest = [axis for axis in mesh.axis_names if axis not in order]
     return [(1 + mesh.axis_names.index(axis), axis) for axis in (*rest, *order) if mesh.shape[axis] > 1]
@@ -93,6 +97,7 @@ def _gather(own: Any, spec: PartitionSpec) -> Any:
 def _shard(array: Any, spec: PartitionSpec) -> Any:
     array = jax.lax.optimization_barrier(array)
     for dim, axes in _split_dims(spec):
+        # The index along several axes counts like the shards: the first axis is the major one.
         size = array.shape[dim] // math.prod(jax.lax.axis_size(axis) for axis in axes)
         array = jax.lax.dynamic_slice_in_dim(array, jax.lax.axis_index(axes) * size, size, dim)
     return array

@@ -1,4 +1,4 @@
-"""Where the state of an optimizer lies, before and after it was spread."""
+"""The layouts of an optimizer's state, before and after it was spread."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from shardload.units import format_bytes, plural
 
 @dataclass(frozen=True, slots=True)
 class SlotLayout:
-    """One variable of an optimizer that has as many elements as a weight, or as its rows or columns."""
+    """One variable of an optimizer that has the shape of a weight, or of its rows or columns."""
 
     path: str
     shape: tuple[int, ...]
     nbytes: int
     """Bytes of the whole value."""
     before: Layout
-    """The layout of its weight, which it has without being spread."""
+    """The layout of its weight, which it has unless it is spread."""
     after: Layout
-    """The layout that it has now."""
+    """Its layout now."""
     why: str = ""
-    """Why an axis does not split it; empty if all of them do."""
+    """Why an axis does not split it; empty if every axis does."""
 
     @property
     def is_spread(self) -> bool:
@@ -101,6 +101,7 @@ class SlotReport:
             f"{self.optimizer} on {where}: {len(self.spread)} of {plural(len(self.slots), 'slot')} spread over {axes}; "
             f"{format_bytes(self.device_bytes)} on each device instead of {format_bytes(self.device_bytes_before)}"
         ]
+        # One line per reason: a model has the same reason for each of its layers.
         for why, count in Counter(slot.why for slot in self.not_spread).items():
             first = next(slot.path for slot in self.not_spread if slot.why == why)
             others = f" and {count - 1} more" if count > 1 else ""

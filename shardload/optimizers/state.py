@@ -1,4 +1,4 @@
-"""The state of one variable: which Keras variables it has, and how they are spread over the mesh of their variable."""
+"""The state of one variable: the Keras variables it consists of, and their shardings on the mesh of the variable."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ FACTOR_SLOTS = {
     "right_vectors": "right_eigenvectors",
 }
 SLOTS = {"momentums": "momentum", "velocities": "velocity", **FACTOR_SLOTS}
-"""Attributes of the optimizer: lists with an entry for every variable, `None` where there is no such state. And what
-its Keras variables are called."""
+"""Attributes of the optimizer, and the names of the Keras variables in them. Each is a list with an entry for every
+variable, `None` where there is no such state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class NewSlot:
     """State to create."""
 
     slot: str
-    """Of `SLOTS`."""
+    """A key of `SLOTS`."""
     shape: tuple[int, ...]
     dtype: str
     initializer: Any
@@ -47,13 +47,14 @@ def check_variable(variable: Variable) -> None:
     """Check that a variable can be optimized.
 
     Raises:
-        UsageError: When it is no Keras variable, not of real floating-point numbers, or has no elements.
+        UsageError: When it is not a Keras variable, does not contain real floating-point numbers, or has no elements.
     """
     if not isinstance(variable, keras.Variable):
         raise UsageError(
             f"Cannot optimize an object of type {type(variable).__name__}: expected a keras.Variable, as in "
             "model.trainable_variables"
         )
+    # By name, because NumPy does not count bfloat16 and float8 as floating. Complex dtypes have other names.
     dtype = str(variable.dtype)
     if "float" not in dtype:
         raise UsageError(
@@ -68,14 +69,15 @@ def check_variable(variable: Variable) -> None:
 
 
 def new_slots(variable: Variable, view: MatrixView | None, options: Options) -> Iterator[NewSlot]:
-    """Yield the state of a variable: moments like itself, and for each factor its eigenpairs, split along dim 0.
+    """Yield the state of a variable: moments of its shape, and each factor with its eigenpairs, split along dim 0.
 
     Raises:
-        LayoutError: When its devices do not divide the length of a factor, and it is not to be replicated.
+        LayoutError: When its devices do not divide the length of a factor, with ``uneven="error"``.
     """
     own = placement(variable)
     for slot in ("momentums", "velocities"):
         yield NewSlot(slot, tuple(variable.shape), "float32", "zeros", own)
+    # Whatever ``init_factor`` is, L and R start as zeros: the update tells by them that a matrix had no gradient yet.
     for name, side in zip(("left", "right"), view.factor_sides if view else (), strict=False):
         if side is not None:
             split = _split_state(variable, own, side, options)
@@ -87,7 +89,7 @@ def new_slots(variable: Variable, view: MatrixView | None, options: Options) -> 
 
 
 def _split_state(variable: Variable, own: NamedSharding | None, side: int, options: Options) -> NamedSharding | None:
-    """Return the sharding of a factor: `along_first`, or an error where that replicates it."""
+    """Return the sharding of a factor, as `along_first`; with ``uneven="error"``, raise where that would replicate."""
     if own is None:
         return None
     layout = Layout.of_spec(mesh_spec(own.mesh), own.spec, len(variable.shape))
@@ -105,21 +107,22 @@ def _split_state(variable: Variable, own: NamedSharding | None, side: int, optio
 def along_first(layout: Layout, shape: tuple[int, ...]) -> Layout:
     """Return the layout of a factor or its eigenpairs: dim 0 split over all axes that split the variable.
 
-    Replicated where they do not divide it.
+    It is replicated if they do not divide dim 0.
     """
+    # Along one dim, whatever dims of the variable the axes split: a factor's rows mix several of those.
     axes = tuple(axis for split in layout.spec for axis in split)
     found = Layout(layout.mesh, (axes, *((),) * (len(shape) - 1)))
     return found if found.divides(shape) else Layout.replicated(layout.mesh, len(shape))
 
 
 def spec_of(variable: Variable) -> PartitionSpec:
-    """Return how a variable is split over its mesh; one on no mesh counts as replicated."""
+    """Return how a variable is split over its mesh; a variable on no mesh counts as replicated."""
     found = placement(variable)
     return PartitionSpec() if found is None else found.spec
 
 
 def common_mesh(optimizer: JointOptimizer, variables: Sequence[Variable]) -> Mesh | None:
-    """Return the mesh that variables and their state are on; `None` on one device.
+    """Return the mesh of variables and their state; `None` on one device.
 
     Raises:
         LayoutError: When they are on different meshes.
@@ -136,6 +139,7 @@ def common_mesh(optimizer: JointOptimizer, variables: Sequence[Variable]) -> Mes
             "compile the model with a new optimizer"
         )
     mesh = next(iter(meshes), None)
+    # On one device there is nothing to gather, so the update needs no shard_map.
     return None if mesh is None or mesh.size == 1 else mesh
 
 

@@ -1,8 +1,8 @@
-"""The coordinated optimizer of tensor parallelism, which is the plain optimizer under a distribution.
+"""An optimizer with the interface of Keras pull request 21792; under a distribution, it is the plain optimizer.
 
-Keras pull request 21792 proposed an optimizer that keeps a shard of its state for each device, and copies each into
-the optimizer of one shard of the model. With arrays that are sharded over a mesh nothing is to coordinate: there is one
-model, one gradient for each weight, and XLA reduces gradients where a mesh axis splits the sum.
+The pull request proposed an optimizer that keeps a shard of its state for each device, and copies each shard into the
+optimizer of one shard of the model. With arrays that are sharded over a mesh, nothing needs to be coordinated: there is
+one model, one gradient for each weight, and XLA reduces gradients where a mesh axis splits the sum.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from shardload.optimizers.slot_report import SlotReport
 class TensorParallelOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
     """Train with another optimizer whose state is split over the devices of the model's mesh.
 
-    Its updates, its variables and what it saves are those of ``base_optimizer``: the interface is that of Keras pull
-    request 21792, for programs that were written for it. `shardload.shard_optimizer` does the same without a wrapper.
+    Updates, variables and saved state are those of ``base_optimizer``. The interface is that of Keras pull request
+    21792, for programs that were written for it. `shardload.shard_optimizer` does the same without a wrapper.
 
     Args:
         base_optimizer: An optimizer of Keras, its name, or its configuration.
-        device_count: Number of devices that split the state: those of the mesh, or of its axes that split weights.
-            By default, as many as the mesh has.
-        shard_optimizer_states: Whether slots are split over every axis of the mesh that divides them, that of the batch
-            too (ZeRO-1). Otherwise they follow their weights.
+        device_count: Number of devices that split the state, which `build` checks: all devices of the mesh, or those of
+            its axes that split weights. By default, it is not checked.
+        shard_optimizer_states: Whether slots are split over every axis of the mesh that divides them, the batch axis
+            included (ZeRO-1). Otherwise they follow their weights.
         tensor_parallel_config: Not used: the layouts of weights say how they are split. Kept for callers that pass it.
         name: By default the name of ``base_optimizer``.
 
     Raises:
-        UsageError: If ``base_optimizer`` is none.
-        MeshError: When built, if the mesh has not ``device_count`` devices.
+        UsageError: If ``base_optimizer`` is not an optimizer.
+        MeshError: When built, if ``device_count`` does not fit the mesh.
     """
 
     def __init__(
@@ -48,8 +48,10 @@ class TensorParallelOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         name: str | None = None,
     ) -> None:
         base = _optimizer(base_optimizer)
+        # Keras demands a rate here; the property `learning_rate` returns that of the base optimizer.
         super().__init__(learning_rate=0.0, name=name or base.name)
-        self.inner_optimizer = base  # the name that Keras gives an optimizer that another one wraps
+        # The attribute's name in Keras' LossScaleOptimizer, by which `optimizers_in` finds wrapped optimizers.
+        self.inner_optimizer = base
         self.device_count = device_count
         self.shard_optimizer_states = shard_optimizer_states
         self.tensor_parallel_config = tensor_parallel_config
@@ -67,6 +69,7 @@ class TensorParallelOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         if self.built:
             return
         self._check_device_count(variables)
+        # The base first: if it refuses the variables, this optimizer does not count as built.
         self.inner_optimizer.build(variables)
         super().build(variables)
         if self.shard_optimizer_states and any(layout_of(v) is not None for v in variables):
@@ -74,6 +77,7 @@ class TensorParallelOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
 
     def _check_device_count(self, variables: Sequence[Any]) -> None:
         mesh = next((layout.mesh for v in variables if (layout := layout_of(v)) is not None), None)
+        # Both counts make sense to a caller: the devices that split slots, and those that split weights.
         split = 1 if mesh is None else mesh.size // mesh.axis_size(mesh.batch_axis)
         counts = {1 if mesh is None else mesh.size, split}
         if self.device_count is not None and self.device_count not in counts:
@@ -109,11 +113,12 @@ class TensorParallelOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         Raises:
             UsageError: If there is a list of pairs for each shard of a model, as in the pull request.
         """
+        # There, callers also pass the shards of the model by keyword.
         pairs = list(grads_and_vars)
         if kwargs or (pairs and isinstance(pairs[0], list)):
             raise UsageError(
-                "Cannot apply a list of gradients for each shard: there is one model on the mesh, expected one "
-                "gradient for each weight. Call apply_gradients(zip(gradients, model.trainable_variables))"
+                "Cannot apply a list of gradients for each shard: the mesh has one model, expected one gradient for "
+                "each weight. Call apply_gradients(zip(gradients, model.trainable_variables))"
             )
         return super().apply_gradients(pairs)
 

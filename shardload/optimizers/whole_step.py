@@ -1,4 +1,4 @@
-"""One step of an optimizer, for its matrices and all other variables, as one traced function; or no step at all.
+"""One step of the optimizer, for matrices and all other variables, as one traced function; or no step at all.
 
 any gradient not finite         ─► nothing changes; ``skipped`` counts it
 gradients are only accumulated  ─► nothing changes, nothing is computed
@@ -21,7 +21,7 @@ from shardload.optimizers.rekls_math import Array, Moments, Settings
 
 
 class AdamwState(NamedTuple):
-    """A variable with AdamW and its state."""
+    """A variable that gets AdamW, and its state."""
 
     weight: Array
     moments: Moments
@@ -69,9 +69,9 @@ class WholePlan:
 
     joint: JointPlan
     decays: tuple[bool, ...]
-    """For each of the other variables, whether weight decay applies."""
+    """Whether weight decay applies, for each of the other variables."""
     adamw_ratio: float
-    """Factor of the learning rate of the other variables."""
+    """Multiplies the learning rate of the other variables."""
 
 
 @partial(jax.jit, static_argnames=("plan",))
@@ -83,11 +83,13 @@ def whole_step(plan: WholePlan, state: WholeState, gradients: Gradients, rate: A
         state: Whole arrays.
         gradients: In the shapes of the weights.
         rate: Learning rate.
-        due: Whether the step changes anything; otherwise it only counts.
+        due: Whether this call updates the weights, bool; if not, gradients are only accumulated and nothing changes.
     """
+    # One flag for all: a step that updates some variables only would leave a model that no step leads to.
     finite = jnp.array([jnp.isfinite(g).all() for g in (*gradients.matrices, *gradients.others)]).all()
     rate = jnp.asarray(rate, jnp.float32)
     steps, skipped, kept = state.counters
+    # Traced, not a Python `if`: accumulating and updating steps share one compiled program.
     runs = due & finite
     step = StepNumbers(rate, (steps + 1).astype(jnp.float32), runs)
     matrices, failed = update(plan.joint, state.matrices, gradients.matrices, step)
@@ -112,6 +114,7 @@ def _adamw_of_one(
     state: AdamwState, gradient: Array, rate: Array, number: Array, settings: Settings, *, decays: bool
 ) -> AdamwState:
     weight, own = state.weight.astype(jnp.float32), gradient.astype(jnp.float32)
+    # Without factors, both l2 methods are the same.
     for when in ("l2", "l2_before_factors"):
         own = rekls_math.l2_gradient(own, weight, settings, when=when, decays=decays)
     moments, direction = rekls_math.adam(state.moments, own, number, settings)

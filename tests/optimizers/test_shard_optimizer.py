@@ -122,7 +122,7 @@ def test_the_report_says_what_is_not_spread_and_why():
     assert [line.partition(": ")[2].partition(": ")[2] for line in lines[1:]] == [
         "no dim of its 3x5 shard divides by the 8 devices of axis 'batch'",
         "no dim of its 5 shard divides by the 8 devices of axis 'batch'",
-        "it has another shape than its weight",
+        "its shape differs from that of its weight",
     ]
 
 
