@@ -1,6 +1,6 @@
 """Rebuild the tokenizers of encoders from GGUF metadata: BERT's word pieces and XLM-RoBERTa's unigrams.
 
-Converters to GGUF mark the beginnings of words in all vocabularies alike, so BERT's lack their own marks::
+GGUF marks the beginning of a word with ▁ in every vocabulary, so BERT's mark for the inside of a word is gone::
 
     vocab.txt   [CLS]   hello    ##ing
     GGUF        [CLS]   ▁hello   ing
@@ -15,6 +15,7 @@ from shardload.loaders.gguf import TokenizerMetadata
 
 _START = "\u2581"
 _CONTROL = 3
+"""A ``tokenizer.ggml.token_type``."""
 
 
 def encoder_tokenizer(found: TokenizerMetadata) -> Any:
@@ -35,13 +36,14 @@ def vocabulary(found: TokenizerMetadata) -> list[str]:
 
 
 def is_lower_case(found: TokenizerMetadata) -> bool:
-    """Whether the tokenizer lowers its text, which GGUF does not say: a cased vocabulary has upper-case letters."""
+    """Whether the tokenizer lower-cases text. GGUF does not say, but a cased vocabulary has words with upper case."""
     return not any(token.startswith(_START) and token != token.lower() for token in found.tokens)
 
 
 def _word_piece(token: str, kind: int) -> str:
     if token.startswith(_START):
         return token.removeprefix(_START)
+    # "[PAD]" and "[unused7]" stand alone; not all writers give them the type of control tokens.
     return token if kind == _CONTROL or (token[:1], token[-1:]) == ("[", "]") else f"##{token}"
 
 
@@ -51,6 +53,7 @@ def _word_pieces(found: TokenizerMetadata) -> Any:
 
     words = vocabulary(found)
     unknown = words[found.special_ids["unknown"]] if "unknown" in found.special_ids else "[UNK]"
+    # BERT's own limit: a longer word becomes one unknown token.
     pieces = models.WordPiece(
         {word: i for i, word in enumerate(words)}, unk_token=unknown, max_input_chars_per_word=100
     )
@@ -67,9 +70,11 @@ def _unigrams(found: TokenizerMetadata) -> Any:
 
     scores = found.scores.tolist() or [0.0] * len(found.tokens)
     pairs = list(zip(found.tokens, scores, strict=True))
+    # XLM-RoBERTa's ids start with <s>, <pad>, </s>, <unk>.
     inner = tokenizers.Tokenizer(models.Unigram(pairs, unk_id=found.special_ids.get("unknown", 3)))
     if found.charsmap:
         inner.normalizer = normalizers.Precompiled(found.charsmap)
+    # Whitespace is split off first: several spaces count as one, as in Hugging Face's own file.
     words = pre_tokenizers.Metaspace(prepend_scheme="always" if found.flags.get("add_space_prefix", True) else "never")
     inner.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), words])
     inner.decoder = decoders.Metaspace()
@@ -77,14 +82,22 @@ def _unigrams(found: TokenizerMetadata) -> Any:
 
 
 def surround(inner: Any, found: TokenizerMetadata) -> None:
-    """Mark control tokens, and put those that the model expects around a text, in place; raises `SourceError`."""
+    """Mark control tokens, and add the model's tokens before and after each text; changes ``inner`` in place.
+
+    Raises:
+        SourceError: When the metadata has no tokens for the beginning and the end of a text.
+    """
     from tokenizers import AddedToken
     from tokenizers.processors import TemplateProcessing
 
     ids = found.special_ids
-    first, last = ids.get("cls", ids.get("bos")), ids.get("seperator", ids.get("eos"))  # GGUF's spelling
+    # "seperator" is GGUF's spelling.
+    first, last = ids.get("cls", ids.get("bos")), ids.get("seperator", ids.get("eos"))
     if first is None or last is None:
-        raise SourceError("The tokenizer should name the tokens at the beginning and the end of a text, but does not")
+        raise SourceError(
+            "Cannot rebuild the tokenizer: it names no tokens for the beginning and the end of a text, expected cls "
+            "and seperator, or bos and eos. Load without a prompt"
+        )
     kinds = enumerate(found.token_types.tolist())
     control = {i for i, kind in kinds if kind == _CONTROL} | {first, last}
     inner.add_special_tokens([AddedToken(found.tokens[i], special=True, normalized=False) for i in sorted(control)])

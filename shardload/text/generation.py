@@ -14,10 +14,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
+import keras
 import numpy as np
 from numpy.typing import NDArray
 
 from shardload.errors import UnsupportedError, UsageError
+from shardload.keras_bridge.binding import binding_of
 from shardload.keras_bridge.model_state import plain_model
 from shardload.text import sources
 from shardload.text.tokenizer import Tokenizer, from_keras_hub
@@ -27,8 +29,8 @@ LENGTH_STEP = 32
 """Sequences are padded to a multiple of this, so that prompts of similar length share one compiled loop."""
 
 DEFAULT_CONTEXT = 8192
-"""Context length if the checkpoint has none: that of Gemma 1 and 2. Attention takes memory quadratic in it, so an
-unlimited prompt could exhaust the machine's memory."""
+"""Context length if the checkpoint states none: that of Gemma 1 and 2. The memory for attention grows with its square,
+so an unlimited prompt could exhaust the machine."""
 
 _CACHE = "_shardload_greedy"
 _SHORTER = "Shorten the prompt, or generate fewer tokens: max_new_tokens (--max-new-tokens)"
@@ -51,26 +53,26 @@ def generate(
 ) -> str | list[str]:
     """Continue one prompt or several, greedily; return only the continuations.
 
-    ``model.generate`` needs KerasHub's preprocessor, which some tokenizers have none of, and some need TensorFlow for;
-    this needs neither.
+    ``model.generate`` needs a KerasHub preprocessor, which some tokenizers lack and some need TensorFlow for; this
+    function needs neither.
 
     Args:
         model: A KerasHub ``CausalLM``, as `shardload.load` returns it; on any mesh.
         prompts: One prompt, or several that run as one batch.
         max_new_tokens: Most tokens to add; an end-of-text or end-of-turn token ends a continuation sooner.
-        tokenizer: From `shardload.tokenizer`, or a source that has one; that of the source the model was loaded from by
-            default.
+        tokenizer: A result of `shardload.tokenizer`, or a source with a tokenizer; by default, that of the source from
+            which the model was loaded.
 
     Returns:
-        The continuation of one prompt, or a list of several.
+        The continuation of a single prompt, or a list with one for each prompt.
 
     Raises:
-        UsageError: When the prompts are no text, or ``max_new_tokens`` is no positive integer.
+        UsageError: When a prompt is not text, or ``max_new_tokens`` is not a positive integer.
         UnsupportedError: When the model does not generate, there is no tokenizer, or prompt and new tokens exceed the
             model's context.
         SourceError: When the tokenizer is damaged.
-        TransferError: When it is in a GGUF file that changed since the model was loaded.
-        MissingExtraError: When a package for it is not installed.
+        TransferError: When the tokenizer is in a GGUF file that changed since the model was loaded.
+        MissingExtraError: When the package that reads the tokenizer is not installed.
     """
     model = plain_model(model)
     _require_causal_lm(model)
@@ -83,6 +85,7 @@ def generate(
     if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
         raise UsageError(f"Cannot use max_new_tokens={max_new_tokens!r:.60}: expected a positive integer")
     encoded = [found.encode(text) for text in texts]
+    # Before anything is compiled: a prompt that is too long would fail only after that, or exhaust the memory.
     _check_context(model, max(map(len, encoded), default=0), max_new_tokens)
     added = generate_ids(model, encoded, max_new_tokens=max_new_tokens, stop_ids=found.stop_ids)
     continued = [_continuation(found, ids, new) for ids, new in zip(encoded, added, strict=True)]
@@ -107,16 +110,18 @@ def generate_ids(
         placed = {name: place(value) for name, value in inputs.items()}
         outputs = generate(placed, stop_token_ids=stop_ids or None)
         rows = np.asarray(outputs["token_ids"])
+    # Not strict: the rows that fill up the batch are dropped.
     return [_new_ids(row, len(ids), max_new_tokens, stop_ids) for row, ids in zip(rows, prompts, strict=False)]
 
 
 def _check_characters(text: str) -> None:
+    # Half of a surrogate pair is a valid str, but tokenizers written in Rust and C++ take UTF-8.
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise UsageError(
             f"Cannot continue a prompt with {text[error.start]!a} at position {error.start}, which is half of a "
-            "character. Decode the text from its bytes again, as UTF-8"
+            "character. Decode the text from its original bytes as UTF-8"
         ) from error
 
 
@@ -131,12 +136,13 @@ def _opened(tokenizer: Tokenizer | PathLike) -> Tokenizer:
 
 
 def _check_context(model: Any, prompt_tokens: int, max_new_tokens: int) -> None:
+    # Multimodal models have the sizes of their language model in text_config.
     manifest = sources.manifest_of(model)
     config = {} if manifest is None else manifest.config.get("text_config") or manifest.config
     context = config.get("max_position_embeddings") or DEFAULT_CONTEXT
     if prompt_tokens + max_new_tokens > context:
         raise UnsupportedError(
-            f"Cannot generate {max_new_tokens} tokens after a prompt of {prompt_tokens}: the context of "
+            f"Cannot generate {max_new_tokens} tokens after a prompt of {prompt_tokens} tokens: the context of "
             f"{model.name} has {context}. {_SHORTER}"
         )
 
@@ -145,20 +151,22 @@ def _require_causal_lm(model: Any) -> None:
     if not callable(getattr(model, "make_generate_function", None)):
         raise UnsupportedError(
             f"Cannot generate text with {getattr(model, 'name', model)!r}: it is a {type(model).__name__}, expected a "
-            "CausalLM. Load a checkpoint that has one"
+            "CausalLM. Load a checkpoint of a model that generates text"
         )
 
 
 def _padded(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> dict[str, NDArray[Any]]:
-    """Return token ids and mask of one length, with rows repeated up to a multiple of the mesh's batch axis."""
+    """Return token ids and a mask, (rows, length), with the last prompt repeated to fill the mesh's batch axis."""
+    # Backbones with learned positions, such as GPT-2's, have a fixed number of them.
     longest = max(len(ids) for ids in prompts) + max_new_tokens
     limit = getattr(getattr(model, "backbone", None), "max_sequence_length", None)
     if limit is not None and longest > limit:
         raise UnsupportedError(
-            f"Cannot generate {max_new_tokens} tokens: with the prompt they are {longest}, but the model has {limit} "
-            f"positions. {_SHORTER}"
+            f"Cannot generate {max_new_tokens} tokens: prompt and continuation have {longest}, but the model has "
+            f"{limit} positions. {_SHORTER}"
         )
-    length = -(-longest // LENGTH_STEP) * LENGTH_STEP  # rounded up
+    # Rounded up, as -(-a // b) is.
+    length = -(-longest // LENGTH_STEP) * LENGTH_STEP
     length = min(length, limit) if limit is not None else length
     rows = -(-len(prompts) // _batch_parts(model)) * _batch_parts(model)
     tokens = np.zeros((rows, length), np.int32)
@@ -171,8 +179,6 @@ def _padded(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -
 
 
 def _batch_parts(model: Any) -> int:
-    from shardload.keras_bridge.binding import binding_of
-
     binding = binding_of(model)
     return 1 if binding is None else binding.mesh.axis_size(binding.mesh.batch_axis)
 
@@ -180,10 +186,6 @@ def _batch_parts(model: Any) -> int:
 @contextlib.contextmanager
 def _on_mesh(model: Any) -> Iterator[Any]:
     """Enter the model's own mesh and yield a function that places a batch on it; plain models run where they are."""
-    import keras
-
-    from shardload.keras_bridge.binding import binding_of
-
     binding = binding_of(model)
     if binding is None:
         yield keras.ops.convert_to_tensor
@@ -199,7 +201,7 @@ def _on_mesh(model: Any) -> Iterator[Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Compiled:
-    """A model's greedy loop, cached between calls: compiling it takes longer than running it."""
+    """A model's greedy loop, cached between calls, because compiling it takes longer than running it."""
 
     binding: Any
     sampler: Any
@@ -213,12 +215,13 @@ def _greedy(model: Any) -> Iterator[Callable[..., Any]]:
     ``compile(sampler=…)`` would discard the model's optimizer and its compiled steps.
     """
     from shardload.hub import kerashub
-    from shardload.keras_bridge.binding import binding_of
 
+    # A model that was moved to another mesh since has another binding, for which the loop is compiled again.
     cached: _Compiled | None = vars(model).get(_CACHE)
     if cached is None or cached.binding is not binding_of(model):
         cached = None
     before = getattr(model, "sampler", None), getattr(model, "generate_function", None)
+    # Always as a pair: KerasHub's compiled function reads `model.sampler` when it is called.
     model.sampler = cached.sampler if cached else kerashub.greedy_sampler()
     model.generate_function = cached.function if cached else None
     try:
@@ -231,6 +234,7 @@ def _greedy(model: Any) -> Iterator[Callable[..., Any]]:
 
 
 def _new_ids(row: NDArray[Any], prompt_length: int, max_new_tokens: int, stop_ids: tuple[int, ...]) -> list[int]:
+    # The loop ends when all rows have a stop id, or at the padded length: a row may have more than it should.
     added: list[int] = []
     for token in row[prompt_length : prompt_length + max_new_tokens].tolist():
         if token in stop_ids:
@@ -240,6 +244,7 @@ def _new_ids(row: NDArray[Any], prompt_length: int, max_new_tokens: int, stop_id
 
 
 def _continuation(tokenizer: Tokenizer, ids: Sequence[int], new: Sequence[int]) -> str:
-    """Return the text of the new ids; decode with the prompt, because pieces at a start lose their leading space."""
+    """Return the text of the new ids, decoded with the prompt: the first piece of a text loses its leading space."""
+    # Only if the prompt's own text does not change: its last bytes may form one character with the first new ones.
     before, whole = tokenizer.decode(ids), tokenizer.decode([*ids, *new])
     return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(new)

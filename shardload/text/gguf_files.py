@@ -1,4 +1,4 @@
-"""The tokenizer in a GGUF file's header as the files of a Hugging Face folder, which KerasHub reads too.
+"""Write the tokenizer in a GGUF file's header as the files of a Hugging Face folder, which KerasHub reads too.
 
     llama   SentencePiece      tokenizer.model
     gpt2    byte-level BPE     tokenizer.json
@@ -27,7 +27,7 @@ def tokenizer_files(manifest: Manifest) -> dict[str, bytes]:
     """Return the tokenizer of a GGUF file as Hugging Face's files.
 
     Raises:
-        UnsupportedError: When it has none, or one whose type cannot be rebuilt.
+        UnsupportedError: When the file has no tokenizer, or one whose type cannot be rebuilt.
         SourceError: When its parts contradict each other.
     """
     found = tokenizer_metadata(manifest.location)
@@ -40,6 +40,7 @@ def files_of(found: TokenizerMetadata, source: str, model_type: str) -> dict[str
     Raises:
         UnsupportedError: When its type cannot be rebuilt.
     """
+    # tokenizer_config.json, which names the special tokens, the class and the chat template.
     described: dict[str, Any] = {
         name: found.tokens[found.special_ids[key]] for key, name in _SPECIAL.items() if key in found.special_ids
     }
@@ -49,6 +50,7 @@ def files_of(found: TokenizerMetadata, source: str, model_type: str) -> dict[str
         described["add_bos_token"] = found.flags["add_bos_token"]
     check_supported(found.model, found.pre, source)
     if found.model in ("bert", "t5"):
+        # KerasHub reads BERT's vocabulary from vocab.txt only.
         files = {"tokenizer.json": encoder_tokenizer(found).to_str(pretty=True).encode()}
         described["tokenizer_class"] = "XLMRobertaTokenizer"
         if found.model == "bert":
@@ -56,11 +58,8 @@ def files_of(found: TokenizerMetadata, source: str, model_type: str) -> dict[str
             described |= {"tokenizer_class": "BertTokenizer", "do_lower_case": is_lower_case(found)}
     elif found.model in ("gpt2", "gemma4"):
         described["tokenizer_class"] = "PreTrainedTokenizerFast"
-        files = {
-            "tokenizer.json": (byte_level if found.model == "gpt2" else spaced_pairs)(found)
-            .inner.to_str(pretty=True)
-            .encode()
-        }
+        rebuilt = byte_level(found) if found.model == "gpt2" else spaced_pairs(found)
+        files = {"tokenizer.json": rebuilt.inner.to_str(pretty=True).encode()}
     else:
         described["tokenizer_class"] = _CLASSES.get(model_type, "LlamaTokenizer")
         files = {"tokenizer.model": _with_special(found)}
@@ -72,6 +71,7 @@ def _with_special(found: TokenizerMetadata) -> bytes:
     import sentencepiece
     from sentencepiece import sentencepiece_model_pb2 as pb2
 
+    # The rebuilt model calls them user-defined, to find them in a prompt; other readers expect their type and ids.
     proto = pb2.ModelProto.FromString(sentencepiece_proto(found))
     spec = proto.trainer_spec
     for key, name in (("bos", "bos"), ("eos", "eos"), ("padding", "pad"), ("unknown", "unk")):
@@ -83,5 +83,6 @@ def _with_special(found: TokenizerMetadata) -> bytes:
             if key != "unknown":
                 proto.pieces[number].type = pb2.ModelProto.SentencePiece.CONTROL
     made = bytes(proto.SerializeToString())
-    sentencepiece.SentencePieceProcessor(model_proto=made)  # raises for pieces that it cannot read
+    # Raises for pieces that it cannot read: better now than in the program that gets the file.
+    sentencepiece.SentencePieceProcessor(model_proto=made)
     return made

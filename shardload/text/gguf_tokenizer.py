@@ -1,7 +1,7 @@
 """Rebuild the tokenizer in a GGUF file's header exactly.
 
-Five kinds exist. ``llama`` is SentencePiece: the header has pieces, scores and types, but not the settings, which
-decide everything beyond plain words. All models stored this way use the same settings: byte-pair merging by
+Five kinds are supported. ``llama`` is SentencePiece: the header has pieces, scores and types, but not the settings,
+which decide everything beyond plain words. All models stored this way use the same settings: byte-pair merging by
 score, bytes for text that no piece covers, no Unicode normalisation, no collapsing of spaces, and a space before
 the text only if the header says so.
 
@@ -30,11 +30,13 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# GPT-4o's expression also splits before a capital: "camelCase" is two words.
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED = "|".join(
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}{upper}{_LOWER}{lower}{_CONTRACTIONS}?"
     for upper, lower in (("*", "+"), ("+", "*"))
 )
+# They differ mostly in how they split numbers: up to three digits at a time, one by one, or not at all.
 PATTERNS = {
     "gpt-2": None,
     "default": None,
@@ -74,6 +76,7 @@ def of_metadata(found: TokenizerMetadata, path: str) -> Tokenizer:
             return byte_level(found)
         case "gemma4":
             return spaced_pairs(found)
+    # Encoders generate nothing, so nothing stops them.
     return HuggingFace(encoder_tokenizer(found), ())
 
 
@@ -88,6 +91,7 @@ def check_supported(model: str, pre: str, path: str) -> None:
     Raises:
         UnsupportedError: When the type is not supported.
     """
+    # Takes names, not the metadata: a load asks this without reading the vocabulary.
     if model not in KINDS:
         raise UnsupportedError(
             f"Cannot rebuild the tokenizer of {path}: its type is {model!r}, expected one of {', '.join(KINDS)}. "
@@ -104,6 +108,7 @@ def sentencepiece_proto(found: TokenizerMetadata) -> bytes:
     """Return a serialised SentencePiece model that tokenises like the original one."""
     from sentencepiece import sentencepiece_model_pb2 as pb2
 
+    # The settings that a header lacks.
     proto = pb2.ModelProto()
     proto.trainer_spec.model_type = pb2.TrainerSpec.BPE
     proto.trainer_spec.vocab_size = len(found.tokens)
@@ -113,13 +118,15 @@ def sentencepiece_proto(found: TokenizerMetadata) -> bytes:
     proto.normalizer_spec.remove_extra_whitespaces = False
     proto.normalizer_spec.escape_whitespaces = True
     unknown = found.special_ids.get("unknown", 0)
+    # The pieces. SentencePiece accepts exactly one of type UNKNOWN.
     scores = found.scores.tolist() or [0.0] * len(found.tokens)
     kinds = found.token_types.tolist() or [NORMAL] * len(found.tokens)
     taken = set(found.tokens)
     for number, (token, score, stored) in enumerate(zip(found.tokens, scores, kinds, strict=True)):
         # Control pieces become user-defined ones: "<start_of_turn>" in a prompt means that token, not its letters.
         kind = UNKNOWN if number == unknown else {CONTROL: USER_DEFINED, UNKNOWN: UNUSED}.get(stored, stored)
-        piece = token or f"<empty {number}>"  # SentencePiece refuses empty pieces
+        # SentencePiece refuses empty pieces.
+        piece = token or f"<empty {number}>"
         if kind == USER_DEFINED:
             piece = _respaced(piece, taken)
         proto.pieces.add(piece=piece, score=score, type=kind)
@@ -128,6 +135,7 @@ def sentencepiece_proto(found: TokenizerMetadata) -> bytes:
 
 def _respaced(piece: str, taken: set[str]) -> str:
     """Return a user-defined piece in SentencePiece's form: writers of GGUF files replace its ``▁`` with spaces."""
+    # Unless both forms are in the vocabulary: SentencePiece refuses a piece that occurs twice.
     escaped = piece.replace(" ", "\u2581")
     return piece if escaped in taken else escaped
 
@@ -136,10 +144,9 @@ def _sentencepiece(found: TokenizerMetadata) -> SentencePiece:
     import sentencepiece
 
     processor = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_proto(found))
-    bos = found.special_ids.get("bos")
-    prefix = (bos,) if bos is not None and found.flags.get("add_bos_token", True) else ()
+    # The rebuilt model calls them user-defined, and so would print them.
     control = frozenset(i for i, kind in enumerate(found.token_types.tolist()) if kind == CONTROL)
-    return SentencePiece(processor, _stop_ids(found), prefix, control)
+    return SentencePiece(processor, _stop_ids(found), _prefix(found), control)
 
 
 def byte_level(found: TokenizerMetadata) -> HuggingFace:
@@ -147,10 +154,9 @@ def byte_level(found: TokenizerMetadata) -> HuggingFace:
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 
-    vocabulary = {token: i for i, token in enumerate(found.tokens)}
-    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in found.merges)]
     pattern = PATTERNS[found.pre]
-    model = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=found.pre == "llama-bpe")
+    # Llama 3 takes a word that is in the vocabulary as it is, even if no merges lead to it.
+    model = models.BPE(**_vocabulary(found), ignore_merges=found.pre == "llama-bpe")
     inner: Any = tokenizers.Tokenizer(model)
     split = [] if pattern is None else [pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")]
     inner.pre_tokenizer = pre_tokenizers.Sequence(
@@ -158,13 +164,12 @@ def byte_level(found: TokenizerMetadata) -> HuggingFace:
     )
     inner.decoder = decoders.ByteLevel()
     _add_tokens(inner, found)
+    # RoBERTa is an encoder: tokens before and after each text, not a start token before a prompt.
     if found.pre == "roberta-bpe":
         surround(inner, found)
         return HuggingFace(inner, _stop_ids(found))
-    bos = found.special_ids.get("bos")
     # Llama 3 needs its start token; GPT-2 and Qwen define one that they never use.
-    prefix = (bos,) if bos is not None and found.flags.get("add_bos_token", found.pre == "llama-bpe") else ()
-    return HuggingFace(inner, _stop_ids(found), prefix)
+    return HuggingFace(inner, _stop_ids(found), _prefix(found, default=found.pre == "llama-bpe"))
 
 
 def spaced_pairs(found: TokenizerMetadata) -> HuggingFace:
@@ -172,31 +177,42 @@ def spaced_pairs(found: TokenizerMetadata) -> HuggingFace:
     import tokenizers
     from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-    vocabulary = {token: i for i, token in enumerate(found.tokens)}
-    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in found.merges)]
     unknown = found.tokens[found.special_ids.get("unknown", 0)]
     inner: Any = tokenizers.Tokenizer(
-        models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+        models.BPE(**_vocabulary(found), unk_token=unknown, fuse_unk=True, byte_fallback=True)
     )
     inner.normalizer = normalizers.Replace(" ", "\u2581")
     inner.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
     inner.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
     _add_tokens(inner, found)
+    return HuggingFace(inner, _stop_ids(found), _prefix(found))
+
+
+def _vocabulary(found: TokenizerMetadata) -> dict[str, Any]:
+    """Return the ids and the merges of byte pairs, as arguments of ``models.BPE``."""
+    # The first space ends the left half: in these vocabularies, a token has Ġ or ▁ for a space.
+    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in found.merges)]
+    return {"vocab": {token: i for i, token in enumerate(found.tokens)}, "merges": merges}
+
+
+def _prefix(found: TokenizerMetadata, *, default: bool = True) -> tuple[int, ...]:
+    """Return the start token, if there is one and the header, or else ``default``, says that texts begin with it."""
     bos = found.special_ids.get("bos")
-    prefix = (bos,) if bos is not None and found.flags.get("add_bos_token", True) else ()
-    return HuggingFace(inner, _stop_ids(found), prefix)
+    return (bos,) if bos is not None and found.flags.get("add_bos_token", default) else ()
 
 
 def _add_tokens(inner: Any, found: TokenizerMetadata) -> None:
-    """Mark tokens that a text contains as a whole: control tokens, which have no text, and user-defined ones."""
+    """Mark tokens that are matched as a whole: control tokens, which decode to nothing, and user-defined ones."""
     from tokenizers import AddedToken
 
+    # Not strict: a header may have no types.
     kinds = list(zip(found.tokens, found.token_types.tolist(), strict=False))
     inner.add_special_tokens([AddedToken(t, special=True, normalized=False) for t, k in kinds if k == CONTROL])
     inner.add_tokens([AddedToken(t, normalized=False) for t, k in kinds if k == USER_DEFINED])
 
 
 def _stop_ids(found: TokenizerMetadata) -> tuple[int, ...]:
+    # A header may name the end of a text only; ends of turns are found by their text.
     named = {found.special_ids[key] for key in ("eos", "eot", "eom") if key in found.special_ids}
     listed = {i for i, token in enumerate(found.tokens) if token in TURN_ENDS}
     return tuple(sorted(named | listed))

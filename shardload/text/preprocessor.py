@@ -3,8 +3,8 @@
     folder      files ─► KerasHub, in a thread while the model is built and its weights are read ─► attach
     GGUF file   attach: looks at names and types only ─► first use ─► header ─► Hugging Face's files ─► KerasHub
 
-On that first use (`shardload.hub.preprocessors`) the tokens of a text are compared with those of the file's own
-tokenizer, because KerasHub splits some texts differently (byte pairs of models other than Llama 3).
+On first use (`shardload.hub.preprocessors`), the tokens of a text are compared with those of the file's own tokenizer,
+because KerasHub splits some texts differently (byte pairs of models other than Llama 3).
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 INSTEAD = "Use shardload.generate(model, prompts)"
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-"""Files in a folder with a tokenizer, of which one is enough."""
+"""Any of these files means that a folder has a tokenizer."""
 PROBE = "It's 2 o'clock:\n\n  x = [12345, 0.5]\ttabs, naïve 日本語 \U0001f600"
 """Where tokenizers differ: contractions, spaces, digits, other scripts."""
 
 
 class TextInput:
-    """Gives a task its preprocessor: a folder's is made during the load, a GGUF file's on first use."""
+    """Gives a task its preprocessor: that of a folder is made during the load, that of a GGUF file on first use."""
 
     def __init__(self, *, task: bool = True) -> None:
-        """Give none to a model that is built without its task."""
+        """Prepare for a load; with ``task=False``, the model is a backbone and gets no preprocessor."""
         self._task = task
         self._cls: Any = None
         self._making: InThread[Any] | None = None
@@ -55,24 +55,27 @@ class TextInput:
     def begin(self, manifest: Manifest) -> None:
         """Begin to make the preprocessor of a folder that generates text, in a thread, before the model is built.
 
-        Making others may draw seeds, which would then differ from run to run.
+        Other preprocessors may draw random seeds, which a thread would draw in a different order in each run.
         """
+        # Making Gemma 3's takes half a second, mostly in C++ without Python's lock, and was what a load waited for.
         if not self._task or not _is_folder(manifest):
             return
         try:
             task = kerashub.task_class(manifest)
-        except Exception:  # of any kind, for a damaged configuration; the build raises it again, and says what it means
+        # Of any kind, for a damaged configuration. The build meets it again, and raises an error that explains it.
+        except Exception:
             return
         if task is not None and issubclass(task, kerashub.keras_hub().models.CausalLM):
             self._make(task.preprocessor_cls, manifest)
 
     def prepare(self, model: Any, manifest: Manifest) -> None:
-        """Begin it now, for a model that has just been built, unless it was begun before."""
+        """Begin now, for a model that has just been built, unless `begin` did."""
+        # `begin` guessed the class from the configuration: another one replaces it.
         if (cls := _wanted(model)) is not self._cls and cls is not None and _is_folder(manifest):
             self._make(cls, manifest)
 
     def _make(self, cls: Any, manifest: Manifest) -> None:
-        from shardload.keras_bridge.threads import InThread  # imports Keras
+        from shardload.keras_bridge.threads import InThread
 
         self._cls, self._making = cls, InThread(lambda: kerashub.make_preprocessor(cls, manifest))
 
@@ -85,20 +88,23 @@ class TextInput:
         why = _why_none(cls, manifest) if in_header else self._set(model, cls, manifest)
         if why is not None:
             return f"model.preprocessor is None: {why}" if hasattr(model, "generate") else None
+        # The file is read again on first use: a rewritten one must not give another model's tokens.
         if in_header:
             files = Fingerprint.of(manifest.files)
             defer_preprocessor(model, lambda: _made(cls, manifest, files))
         return None
 
     def _set(self, model: Any, cls: Any, manifest: Manifest) -> str | None:
-        """Set the preprocessor that was made; return why there is none where the source has a tokenizer."""
+        """Set the preprocessor that was made; return why there is none although the source has a tokenizer."""
+        # A source that has none, such as a folder with weights only, needs no line in the report.
         has_vocabulary = any((Path(manifest.source) / name).is_file() for name in VOCABULARIES)
         was_saved = (manifest.config.get("config") or {}).get("preprocessor") is not None
         try:
             if self._making is not None:
                 model.preprocessor = self._making.result()
                 return None
-        except Exception as error:  # of any kind: its files may be damaged, or missing
+        # Of any kind: files may be damaged, or missing. The weights are fine, so the load goes on.
+        except Exception as error:
             _log.info("No preprocessor for %s: %s", manifest.source, error)
             if has_vocabulary and not lacks_tensorflow(cls):
                 return f"KerasHub's {cls.__name__} cannot read the tokenizer: {str(error).rstrip('.')}. {INSTEAD}"
@@ -106,7 +112,7 @@ class TextInput:
 
 
 def _wanted(model: Any) -> Any:
-    """Return the class of the preprocessor that a task lacks."""
+    """Return the class of the preprocessor that a task lacks, ``None`` if it has one or needs none."""
     cls = getattr(type(model), "preprocessor_cls", None)
     return cls if cls is not None and model.preprocessor is None else None
 
@@ -124,6 +130,7 @@ def _lacks_tensorflow(cls: Any) -> str:
 
 def _why_none(cls: Any, manifest: Manifest) -> str | None:
     """Return why KerasHub cannot make a preprocessor, as far as the types tell."""
+    # From the manifest's metadata only: rebuilding the tokenizer here would cost every load.
     values, source = manifest.metadata, manifest.source
     if not values.get("tokenizer.ggml.tokens"):
         return f"{source} contains no tokenizer. Pass token ids to the model"
@@ -147,7 +154,8 @@ def _made(cls: Any, manifest: Manifest, files: Fingerprint) -> Any:
         found = tokenizer_metadata(manifest.location)
         made = _of_files(cls, manifest, files_of(found, manifest.source, str(manifest.config.get("model_type"))))
         same = _ids(made) == of_metadata(found, manifest.source).encode(PROBE)
-    except Exception as error:  # KerasHub's, TensorFlow's and SentencePiece's may be of any kind
+    # Of any kind, as above. Only a warning, because token ids and `shardload.generate` work without it.
+    except Exception as error:
         warn_caller(f"Cannot make the preprocessor of {manifest.source}: {error}. {INSTEAD}")
         return None
     if not same:
@@ -159,6 +167,7 @@ def _made(cls: Any, manifest: Manifest, files: Fingerprint) -> Any:
 
 
 def _of_files(cls: Any, manifest: Manifest, files: Mapping[str, bytes]) -> Any:
+    # KerasHub reads files only.
     with tempfile.TemporaryDirectory() as folder:
         for name, content in files.items():
             (Path(folder) / name).write_bytes(content)
@@ -167,5 +176,6 @@ def _of_files(cls: Any, manifest: Manifest, files: Mapping[str, bytes]) -> Any:
 
 def _ids(preprocessor: Any) -> list[int]:
     """Return the token ids of `PROBE` as a prompt."""
+    # No tokenizer makes more tokens than bytes, but for the start token.
     prompt = preprocessor.generate_preprocess([PROBE], sequence_length=len(PROBE.encode()) + 1)
     return [int(i) for i in np.asarray(prompt["token_ids"])[0][np.asarray(prompt["padding_mask"])[0]]]

@@ -1,4 +1,4 @@
-"""Tokenizers by the source they are in, and by the model that was loaded from it."""
+"""Find the tokenizer of a source, and of a model that was loaded from one."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ class _Loaded:
 
     manifest: Manifest
     header: Fingerprint
-    """Of the file whose header has the tokenizer, if one has."""
+    """Of the file whose header has the tokenizer, if it is in a header."""
     tokenizer: Tokenizer | None = None
-    """Once it was used: rebuilding one from a header takes longer than a short text."""
+    """Kept after the first use: rebuilding it from a header takes longer than tokenizing a short text."""
 
 
+# Weak, and outside the model: a dropped model frees its entry, and Keras neither tracks nor saves it.
 _loaded: weakref.WeakKeyDictionary[Any, _Loaded] = weakref.WeakKeyDictionary()
 
 
 def tokenizer(source: PathLike, *, format: str | None = None) -> Tokenizer:
-    """Return the tokenizer of a checkpoint: of a GGUF header, a Hugging Face folder or a KerasHub preset.
+    """Return the tokenizer of a checkpoint: that of a GGUF header, a Hugging Face folder or a KerasHub preset.
 
     Args:
         source: As for `shardload.load`. Only headers and tokenizer files are read.
@@ -44,13 +45,13 @@ def tokenizer(source: PathLike, *, format: str | None = None) -> Tokenizer:
         SourceNotFoundError: When the name resolves to nothing.
         UnsupportedError: When the source has no tokenizer, or one of an unsupported type.
         SourceError: When its tokenizer is damaged.
-        MissingExtraError: When a package for it is not installed.
+        MissingExtraError: When the package that reads the tokenizer is not installed.
     """
     return tokenizer_of(open_source(source, format, described=True, verify=False).manifest)
 
 
 def remember(model: Any, manifest: Manifest) -> None:
-    """Store the source that `tokenizer_for` uses for a model, if it may have a tokenizer."""
+    """Store the source of a model for `tokenizer_for`, if it may have a tokenizer."""
     form = spec_of(manifest).tokenizer
     if form is not None:
         _loaded[model] = _Loaded(manifest, Fingerprint.of(manifest.files if form == "header" else ()))
@@ -65,12 +66,13 @@ def tokenizer_for(model: Any) -> Tokenizer:
     """Return the tokenizer of the source that shardload loaded a model from, else that of its own preprocessor.
 
     Raises:
-        UnsupportedError: When it was loaded from none that has one.
-        TransferError: When the file with the tokenizer changed since.
+        UnsupportedError: When neither exists.
+        TransferError: When the file with the tokenizer changed since the load.
     """
+    # A preprocessor without a source: KerasHub loaded the model.
     if model not in _loaded:
         if (layer := getattr(getattr(model, "preprocessor", None), "tokenizer", None)) is not None:
-            return from_keras_hub(layer)  # loaded by KerasHub
+            return from_keras_hub(layer)
         raise UnsupportedError(
             f"Cannot find the tokenizer of {model.name!r}: it has no preprocessor, and shardload loaded it from no "
             "source that has a tokenizer. Pass one: tokenizer=shardload.tokenizer(source)"

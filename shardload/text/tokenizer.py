@@ -1,4 +1,4 @@
-"""The checkpoint's own tokenizer, in any of its forms, behind one small interface.
+"""One small interface for the checkpoint's own tokenizer, in whichever form it is stored.
 
     hugging-face   tokenizer.json ─► tokenizers      tokenizer.model ─► sentencepiece     vocab.json ─► tokenizers
     keras-hub      tokenizer.json, assets/ ─► KerasHub
@@ -21,7 +21,7 @@ from shardload.loaders import spec_of
 from shardload.manifest import Manifest
 
 TURN_ENDS = ("<end_of_turn>", "<|eot_id|>", "<|im_end|>")
-"""Tokens that end an answer without ending the text; they never occur inside an answer."""
+"""Tokens that end an answer but not the text; they never occur inside an answer."""
 
 
 class Tokenizer(Protocol):
@@ -45,9 +45,9 @@ def tokenizer_of(manifest: Manifest) -> Tokenizer:
     """Load the tokenizer of a checkpoint.
 
     Raises:
-        UnsupportedError: When it has no tokenizer.
+        UnsupportedError: When the checkpoint has no tokenizer.
         SourceError: When its tokenizer is damaged.
-        MissingExtraError: When the package for it is not installed.
+        MissingExtraError: When the package that reads the tokenizer is not installed.
     """
     folder = Path(manifest.source)
     found: Tokenizer | None = None
@@ -61,6 +61,7 @@ def tokenizer_of(manifest: Manifest) -> Tokenizer:
                 found = _hugging_face(folder, manifest)
             case "keras-hub":
                 found = _keras_hub(manifest)
+    # Errors of shardload say enough. All others come from packages that parse the vocabulary.
     except (UnsupportedError, SourceError, MissingExtraError):
         raise
     except ImportError as error:
@@ -68,12 +69,13 @@ def tokenizer_of(manifest: Manifest) -> Tokenizer:
         raise MissingExtraError(package, extra="hub", needed_for="Reading this tokenizer") from error
     except Exception as error:  # tokenizers raises plain Exception, sentencepiece RuntimeError and OSError
         raise SourceError(f"Cannot read the tokenizer of {manifest.source}: {error}. Load without a prompt") from error
+    # `shardload synth` writes no vocabulary, and marks its configurations.
     if found is None and (manifest.config.get("shardload") or {}).get("synthetic") is True:
         return ByteIds(_vocabulary_size(manifest))
     if found is None:
         raise UnsupportedError(
-            f"Cannot read a prompt: {manifest.source} has no tokenizer (tokenizer.json, tokenizer.model, or a preset's "
-            "assets). Add the file, or load without a prompt and pass token ids to the model"
+            f"Cannot read a prompt: {manifest.source} has no tokenizer, expected tokenizer.json, tokenizer.model, or a "
+            "preset's assets. Add the file, or load without a prompt and pass token ids to the model"
         )
     return found
 
@@ -95,7 +97,8 @@ class SentencePiece:
 
     def decode(self, ids: Sequence[int]) -> str:
         """See `Tokenizer.decode`."""
-        size = self.processor.vocab_size()  # a model's vocabulary may be larger
+        # The embedding of a model may have more rows, as padding, and so generate ids without a piece.
+        size = self.processor.vocab_size()
         return str(self.processor.decode([int(i) for i in ids if int(i) < size and int(i) not in self.control_ids]))
 
 
@@ -132,6 +135,7 @@ class KerasHub:
 
     def decode(self, ids: Sequence[int]) -> str:
         """See `Tokenizer.decode`."""
+        # KerasHub's detokenize keeps special tokens; its preprocessors strip them too.
         dropped, size = {*self.stop_ids, *self.prefix}, self.layer.vocabulary_size()
         return str(self.layer.detokenize([int(i) for i in ids if int(i) < size and int(i) not in dropped]))
 
@@ -155,6 +159,7 @@ class ByteIds:
 def _hugging_face(folder: Path, manifest: Manifest) -> Tokenizer | None:
     settings = _json(folder / "tokenizer_config.json")
     stops = _declared_stops(folder, manifest)
+    # tokenizer.json first: it is the only one with everything, from normalisation to the start token.
     if (folder / "tokenizer.json").is_file():
         import tokenizers
 
@@ -179,7 +184,7 @@ def _with_stops(inner: Any, stops: set[int]) -> HuggingFace:
 
 def from_sentencepiece(processor: Any, *, stops: set[int], add_bos: bool) -> SentencePiece:
     """Wrap a loaded SentencePiece model with its own stop ids and ``stops``."""
-    # piece_to_id returns the unknown id for a missing piece.
+    # piece_to_id returns the unknown id for a missing piece; bos_id and eos_id are -1 if there is none.
     ends = (processor.piece_to_id(token) for token in TURN_ENDS)
     found = {*stops, processor.eos_id(), *(i for i in ends if i != processor.unk_id())}
     prefix = (processor.bos_id(),) if add_bos and processor.bos_id() >= 0 else ()
@@ -188,6 +193,7 @@ def from_sentencepiece(processor: Any, *, stops: set[int], add_bos: bool) -> Sen
 
 def _declared_stops(folder: Path, manifest: Manifest) -> set[int]:
     """Return ``eos_token_id`` of the generation and model configurations: a number, or a list of numbers."""
+    # All of them: which one names the end of a turn differs from model to model.
     text = manifest.config.get("text_config") or {}
     found: set[int] = set()
     for config in (_json(folder / "generation_config.json"), manifest.config, text):
@@ -208,6 +214,7 @@ def _keras_hub(manifest: Manifest) -> Tokenizer | None:
 def from_keras_hub(layer: Any) -> KerasHub:
     """Wrap a KerasHub tokenizer layer."""
     known = (getattr(layer, name, None) for name in ("end_token_id", "end_token2_id"))
+    # Not by token_to_id alone: for a token that it lacks, SentencePiece's layer returns the unknown id.
     vocabulary = layer.get_vocabulary()
     ends = (layer.token_to_id(token) for token in TURN_ENDS if token in vocabulary)
     start = getattr(layer, "start_token_id", None)

@@ -250,7 +250,7 @@ def test_preset_tokenizer_is_kerashubs(trained, tmp_path):
 
 
 def test_a_checkpoint_without_tokenizer_says_what_to_add(tmp_path):
-    with pytest.raises(UnsupportedError, match=r"has no tokenizer .*Add the file"):
+    with pytest.raises(UnsupportedError, match=r"has no tokenizer, expected .*Add the file"):
         tokenizer.tokenizer_of(manifest(tmp_path))
 
 
