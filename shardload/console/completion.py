@@ -37,7 +37,7 @@ def layouts(incomplete: str) -> list[tuple[str, str]]:
 
 
 def optimizers(incomplete: str) -> list[str]:
-    """Return names of optimizers; any that Keras knows can be given, and ``rekls``."""
+    """Return common optimizers; `shardload plan` accepts every optimizer of Keras, and ``rekls``."""
     return [name for name in _OPTIMIZERS if name.startswith(incomplete)]
 
 
@@ -47,13 +47,14 @@ def dtypes(incomplete: str) -> list[str]:
 
 
 def sources(incomplete: str) -> list[tuple[str, str]]:
-    """Return the names that `shardload sources` lists, without formats of other packages: importing takes time."""
+    """Return what `shardload sources` lists, without formats of other packages, whose import takes time."""
     from shardload.console import known_sources
     from shardload.errors import ShardloadError
 
+    # An error would be printed into the line that is being typed; the command itself will report it.
     try:
         return [(s.name, s.what) for s in known_sources.known(announced=False) if s.name.startswith(incomplete)]
-    except (OSError, ShardloadError):  # the command reports the error, not the shell's completion
+    except (OSError, ShardloadError):
         return []
 
 
@@ -65,26 +66,27 @@ def synthetic(incomplete: str) -> list[tuple[str, str]]:
 
 
 def answered(arguments: Sequence[str]) -> bool:
-    """Show or install completion for the shell that is named, if one is; typer's own options take no name.
+    """Show or install completion for a shell, if the arguments name one.
 
     Args:
-        arguments: Those of the command: ``--show-completion zsh``, or ``--install-completion=zsh``.
+        arguments: The command's arguments: ``--show-completion zsh``, or ``--install-completion=zsh``.
 
     Returns:
-        Whether this was asked for, and is done.
+        Whether they did; if so, nothing else is left to run.
 
     Raises:
         UsageError: If the shell is not supported.
     """
+    # typer's own options take no name: they detect the current shell, whichever one the user asked for.
     option, _, shell = " ".join(arguments).replace("=", " ", 1).partition(" ")
     if option not in ("--show-completion", "--install-completion") or not shell:
         return False
     if shell not in SHELLS:
-        raise UsageError(f"Cannot complete in {shell!r}. Supported shells: {', '.join(SHELLS)}")
+        raise UsageError(f"Cannot set up completion for {shell!r}. Supported shells: {', '.join(SHELLS)}")
     import typer
 
-    completion: Any = importlib.import_module("typer.completion")  # typer states no types of these functions
-
+    # By import_module, because typer declares no types for these functions.
+    completion: Any = importlib.import_module("typer.completion")
     completion.completion_init()
     if option == "--show-completion":
         typer.echo(completion.get_completion_script(shell=shell, **_PROGRAM))

@@ -13,12 +13,12 @@ from shardload.progress import on_stderr
 Target = Annotated[
     str,
     typer.Argument(
-        metavar="TARGET", help="A folder to make, NAME.weights.h5, or NAME.weights.json.", show_default=False
+        metavar="TARGET", help="A folder to create, NAME.weights.h5, or NAME.weights.json.", show_default=False
     ),
 ]
 To = Annotated[
     options.ConvertFormat | None,
-    typer.Option("--to", help="What TARGET shall be; needed unless its name is that of a Keras file."),
+    typer.Option("--to", help="Format of TARGET; required unless its name is that of a Keras file."),
 ]
 HostMemory = Annotated[
     int | None,
@@ -41,7 +41,7 @@ MaxShardSize = Annotated[
 MergeLora = Annotated[bool, typer.Option("--merge-lora", help="Merge LoRA adapters into their kernels.")]
 Base = Annotated[
     str | None,
-    typer.Option("--base", metavar="SOURCE", help="What has the other weights, for a step with some weights only."),
+    typer.Option("--base", metavar="SOURCE", help="Source of the missing weights, for a step with some weights only."),
 ]
 
 
@@ -53,7 +53,7 @@ def convert(
     dtype: options.DtypeOption = None,
     host_memory: HostMemory = None,
     max_shard_size: MaxShardSize = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint of the name TARGET.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing checkpoint at TARGET.")] = False,
     ignore_config: options.IgnoreConfig = None,
     merge_lora: MergeLora = False,
     base: Base = None,
@@ -63,7 +63,7 @@ def convert(
     """Write a checkpoint in another format, bit for bit, in bounded memory.
 
     h5 is a KerasHub preset (or Keras' own files), safetensors a Hugging Face folder, orbax an Orbax checkpoint. TARGET
-    appears when it is complete. Interrupted, the same command goes on where it stopped.
+    appears when it is complete. After an interruption, the same command continues where it stopped.
 
     [dim]Examples[/dim]
 
@@ -77,6 +77,7 @@ def convert(
     """
     with streams.results() as out, raise_interrupt_safely():
         jax_setup.prepare(note=streams.note)
+        # Left out if not given: the default is that of `shardload.convert`.
         memory = {} if host_memory is None else {"host_memory_bytes": host_memory}
         chosen = to.value if to else None
         with on_stderr(enabled=not no_progress) as progress:
@@ -98,4 +99,5 @@ def convert(
         if json:
             out.json(report.to_json())
             return
+        # The lines after the first one are the notes, which are on stderr already.
         out.text(f"{str(report).splitlines()[0]}\n")

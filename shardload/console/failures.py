@@ -28,7 +28,7 @@ from shardload.reports.names import printable
 TRACEBACK_VARIABLE = "SHARDLOAD_TRACEBACK"
 MAX_WIDTH = 100
 MAX_FOREIGN_MESSAGE = 600
-"""Characters kept of a message not meant for users (XLA prints pages)."""
+"""Characters kept of a message that is not meant for users: XLA's run to pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +48,13 @@ def tell(error: BaseException, *, json_wanted: bool, stdout: TextIO | None = Non
     Args:
         error: The exception.
         json_wanted: Whether a program reads stdout.
-        stdout: The real stdout, while `streams` redirects it.
+        stdout: The real stdout, if `streams` still redirects it.
 
     Returns:
         The exit code.
     """
     failure = describe(error)
+    # From here on the process only shuts down, which may take a while.
     if failure.exit_code == INTERRUPTED:
         _die_on_second_interrupt()
     if os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0"):
@@ -61,19 +62,21 @@ def tell(error: BaseException, *, json_wanted: bool, stdout: TextIO | None = Non
     if failure.message:
         label = "" if failure.exit_code == INTERRUPTED else "Error: "
         _to_stderr(_paragraph(label + failure.message))
+    # Unless stdout is what failed.
     if json_wanted and not isinstance(error, streams.ReaderLeftError | streams.OutputError):
         _to_stdout(failure, stdout or sys.stdout)
     return failure.exit_code
 
 
 def describe(error: BaseException) -> Failure:
-    """Return the exit code and the paragraph for an exception."""
+    """Return the exit code and the paragraph for an exception, with the notes that were added to it."""
     code, message = _code_and_message(error)
     notes = getattr(error, "__notes__", ())
     return Failure(code, type(error).__name__, printable(" ".join([message, *map(str, notes)]).strip(), keep="\n"))
 
 
 def _code_and_message(error: BaseException) -> tuple[int, str]:
+    # Special cases first: a UsageError is also a ShardloadError, which may be an OSError too.
     match error:
         case streams.ReaderLeftError():
             return streams.READER_LEFT, ""
@@ -91,21 +94,23 @@ def _code_and_message(error: BaseException) -> tuple[int, str]:
             return 1, "The machine ran out of memory. " + _LESS_MEMORY
         case OSError():
             return 1, _os_error(error)
+    # JAX has one class for all errors of XLA; the status is in the text.
     if "RESOURCE_EXHAUSTED" in str(error):
         return 1, f"A device ran out of memory: {_one_line(error)} " + _LESS_MEMORY
     return 1, _unexpected(error)
 
 
 _LESS_MEMORY = (
-    "Try --dtype bfloat16, a mesh with more devices, or a smaller --host-memory; "
-    "`shardload plan` says beforehand what each device will hold."
+    "Try --dtype bfloat16, a mesh with more devices, or a smaller --host-memory. "
+    "`shardload plan` shows the memory of each device beforehand."
 )
 
 
 def _usage(error: TyperException) -> str:
     context = getattr(error, "ctx", None)
     path = getattr(context, "command_path", "shardload")
-    message = error.format_message().replace("Value error, ", "")  # pydantic's word for "not one of the choices"
+    # "Value error, " is pydantic's prefix of a failed check, which says nothing to a user.
+    message = error.format_message().replace("Value error, ", "")
     return f"{message.rstrip('.')}{'' if message.endswith('?') else '.'} Try: {path} --help"
 
 
@@ -113,7 +118,7 @@ def _os_error(error: OSError) -> str:
     where = f": {error.filename}" if error.filename is not None else ""
     match error.errno:
         case errno.EACCES | errno.EPERM:
-            return f"Permission denied{where}. Check who owns it and its mode, or choose another place."
+            return f"Permission denied{where}. Check its owner and mode, or choose another place."
         case errno.ENOSPC | errno.EDQUOT:
             return f"No space left on the disk{where}. Free some, or choose another disk (SHARDLOAD_HOME, --directory)."
         case errno.EMFILE | errno.ENFILE:
@@ -138,7 +143,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _paragraph(message: str) -> str:
-    """Wrap a message for a terminal; keep its lines elsewhere, so that grep finds it."""
+    """Wrap a message for a terminal; in files and pipes, leave it on one line for grep."""
     if not sys.stderr.isatty():
         return message + "\n"
     width = min(shutil.get_terminal_size().columns, MAX_WIDTH)
@@ -148,6 +153,7 @@ def _paragraph(message: str) -> str:
 
 
 def _to_stderr(text: str) -> None:
+    # A failure must not fail to be told: not by a closed stderr, nor by a character that its encoding lacks.
     with contextlib.suppress(OSError, ValueError):
         encoding = sys.stderr.encoding or "utf-8"
         sys.stderr.write(text.encode(encoding, "backslashreplace").decode(encoding))
@@ -167,5 +173,6 @@ def _to_stdout(failure: Failure, stdout: TextIO | None) -> None:
 
 def _die_on_second_interrupt() -> None:
     """Make a second Ctrl-C, while threads shut down, end the process at once without a traceback."""
-    with contextlib.suppress(ValueError):  # not the main thread
+    # Python refuses to set handlers outside the main thread.
+    with contextlib.suppress(ValueError):
         signal.signal(signal.SIGINT, signal.SIG_DFL)

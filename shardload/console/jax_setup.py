@@ -53,15 +53,17 @@ def _choose_backend(note: Callable[[str], None]) -> None:
 def _block_tensorflow() -> None:
     if os.environ.get(KEEP_TENSORFLOW_VARIABLE, "0") not in ("", "0"):
         return
+    # For a name that is None in sys.modules, `import` raises ModuleNotFoundError. What is imported already stays.
     modules: dict[str, Any] = sys.modules
     for package in ("tensorflow", "tensorflow_text"):
-        modules.setdefault(package, None)  # `import tensorflow` then raises ModuleNotFoundError
+        modules.setdefault(package, None)
 
 
 def _quieten() -> None:
     for variable, level in (("TF_CPP_MIN_LOG_LEVEL", "3"), ("GLOG_minloglevel", "3"), ("GRPC_VERBOSITY", "ERROR")):
         os.environ.setdefault(variable, level)
-    if not sys.warnoptions:  # keep the warnings that `python -W` requests
+    # `python -W` asks for warnings; others would stand between a user and the results.
+    if not sys.warnoptions:
         warnings.simplefilter("ignore")
 
 
@@ -85,6 +87,7 @@ def provide_devices(
     Raises:
         MeshError: When the platform is unavailable, or has too few devices.
     """
+    # The order is JAX's: platform before its import, number of CPU devices before they start, processes before both.
     if platform is not None:
         os.environ["JAX_PLATFORMS"] = _jax_platforms(platform)
     needed = mesh.size if mesh is not None else 1
@@ -94,7 +97,10 @@ def provide_devices(
     simulated = _simulate(jax, min(own, MAX_SIMULATED))
     if processes is not None:
         processes.meet(note=note, give_up=give_up)
-        _start_together()
+        # Imported after meet(), which must be the first use of JAX.
+        from shardload.pipeline import load_distributed
+
+        load_distributed.start()
     devices = _start(jax)
     found = devices[0].platform
     if platform is not None and found != platform:
@@ -104,7 +110,7 @@ def provide_devices(
     if processes is not None and len(devices) != needed:
         raise MeshError(
             f"The mesh {mesh} needs {needed} devices, but the {processes.num_processes} processes have {len(devices)}, "
-            "and none may be left over. Use a mesh of that size"
+            "and all must be used. Use a mesh of that size"
         )
     if found == "cpu" and simulated:
         note(f"simulating {needed} CPU devices for the mesh {mesh}; no accelerator is used.")
@@ -139,7 +145,8 @@ def _simulate(jax: Any, needed: int) -> bool:
         return False
     try:
         jax.config.update("jax_num_cpu_devices", needed)
-    except RuntimeError:  # JAX is already running, in a program that called `main` itself
+    # JAX is already running, in a program that called `main` itself.
+    except RuntimeError:
         return False
     return True
 
@@ -147,16 +154,11 @@ def _simulate(jax: Any, needed: int) -> bool:
 def _start(jax: Any) -> list[Any]:
     try:
         return list(jax.devices())
+    # JAX raises an AssertionError if CUDA is requested and there is no GPU.
     except (RuntimeError, AssertionError) as error:
         from shardload.sharding.devices import not_started
 
         raise not_started(error) from error
-
-
-def _start_together() -> None:
-    from shardload.pipeline import load_distributed
-
-    load_distributed.start()
 
 
 def _too_few(needed: int, mesh: MeshSpec | None, devices: list[Any]) -> str:
@@ -166,10 +168,10 @@ def _too_few(needed: int, mesh: MeshSpec | None, devices: list[Any]) -> str:
     if found == "cpu" and needed > MAX_SIMULATED:
         return (
             f"{here}; on the CPU at most {MAX_SIMULATED} can be simulated. Use a smaller mesh, or `shardload plan`, "
-            "which takes any."
+            "which takes a mesh of any size."
         )
     if found == "cpu":
-        return f"{here}, but there {count} devices, and JAX runs already. Use a smaller mesh."
+        return f"{here}, but there {count} devices, and JAX is already running. Use a smaller mesh."
     return (
         f"{here}, but there {count} here. Use a mesh of at most {len(devices)}, or add --platform cpu to simulate "
         f"{needed} devices."

@@ -43,6 +43,7 @@ def known(*, presets: bool = False, announced: bool = True) -> list[KnownSource]
         presets: Also list KerasHub's.
         announced: Also list files in formats that installed packages announce, which imports those packages.
     """
+    # The first of a name counts: a checkpoint on this machine hides an architecture or preset of its name.
     ways = (_local(announced=announced), _installed(), architectures(), _presets() if presets else ())
     found: dict[str, KnownSource] = {}
     for way in ways:
@@ -54,12 +55,14 @@ def known(*, presets: bool = False, announced: bool = True) -> list[KnownSource]
 def _local(*, announced: bool) -> Iterator[KnownSource]:
     root = resolve.root()
     for entry in sorted(root.iterdir()) if root.is_dir() else ():
+        # Files count by their endings: anything else in the root is not a checkpoint. Folders are not looked into.
         stem = resolve.stem_of(entry.name, announced=announced)
         if not entry.name.startswith(".") and (stem != entry.name or entry.is_dir()):
             yield KnownSource(stem, Kind.LOCAL, str(entry))
 
 
 def _installed() -> Iterator[KnownSource]:
+    # Without importing it, and without assembling its parts: a list must be quick.
     if importlib.util.find_spec(resolve.PIP_PACKAGE) is not None:
         yield KnownSource(resolve.PIP_NAME, Kind.INSTALLED, f"real weights, from the package {resolve.PIP_PACKAGE}")
 

@@ -28,7 +28,8 @@ def find(source: str, *, weights: bool = True) -> None:
     from shardload.resolve.stores import location_of
     from shardload.stores.remote import is_url
 
-    if not is_url(source) and location_of(source) is None:  # other stores are read in place
+    # Checkpoints in stores are read in place.
+    if not is_url(source) and location_of(source) is None:
         resolve(source, weights=weights)
 
 
@@ -36,9 +37,11 @@ def load(source: str, **options: Any) -> Loaded:
     """Load ``source``; for several processes, the report has the bytes read by all, and the highest staging peak."""
     from shardload.loading import LoadRequest, run
 
-    loaded = run(LoadRequest(source=source, **options), preprocessor=False)  # has its own tokenizer, for any model
+    # A prompt uses the checkpoint's own tokenizer, so the model needs no preprocessor.
+    loaded = run(LoadRequest(source=source, **options), preprocessor=False)
     if not loaded.shares:
         return loaded
+    # Bytes add up over processes. Host memory does not, as each is on a machine of its own: the highest counts.
     total = replace(
         loaded.report.bytes,
         needed=sum(share.bytes.needed for share in loaded.shares),
@@ -74,7 +77,7 @@ def plan_layouts(
 
 
 def why_no_steps(directory: str) -> str:
-    """Return a sentence about a folder without steps, if there is one to say."""
+    """Return a hint about a folder without steps; may be empty."""
     from shardload.steps.listing import why_no_steps
 
     return why_no_steps(directory)
@@ -88,7 +91,7 @@ def inspect(source: str, *, format: str | None = None) -> Manifest:
 
 
 def check_tokenizer(source: str, *, format: str | None = None) -> None:
-    """Raise before the load, not after minutes of it, if ``source`` has no tokenizer for a prompt."""
+    """Raise if ``source`` has no tokenizer for a prompt; called before the load, which may take minutes."""
     from shardload.text.sources import tokenizer
 
     tokenizer(source, format=format)
@@ -113,6 +116,7 @@ def _synthetic_bytes(name: str, *, scale: float, dtype: str) -> int:
     """Return the bytes that will be written; 0 if only the writer knows."""
     from shardload.synth import names
 
+    # Sizes are those in 16 bits; scaled architectures are rounded, and only the writer knows how.
     sizes = {alias: a.nbytes for a in names() for alias in (a.name, *a.aliases)}
     return sizes.get(name, 0) * (2 if dtype == "float32" else 1) if scale == 1 else 0
 

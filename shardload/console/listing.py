@@ -38,11 +38,12 @@ def _summary(manifest: Manifest, tensors: Sequence[Tensor]) -> str:
 
 
 def partial(left_out: int) -> str:
-    """Say that a step does not store so many weights of its model."""
+    """Say how many weights of the model a step does not store."""
     return f"partial: without {plural(left_out, 'weight')}"
 
 
 def _row(tensor: Tensor) -> tuple[str, ...]:
+    # One case per kind of storage; a tensor decoded or in chunks may lie in several files.
     files: tuple[Location, ...]
     match tensor.storage:
         case Extent(path, offset):
@@ -61,6 +62,7 @@ def _row(tensor: Tensor) -> tuple[str, ...]:
 
 def aligned(table: Iterable[Iterable[str]]) -> str:
     """Format rows as lines, with cells padded to the width of their column."""
+    # Nothing is truncated, not even for a narrow terminal: `cut` and `grep` need whole names.
     rows = [tuple(row) for row in table]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
@@ -78,7 +80,7 @@ def of_processes(shares: Sequence[Any]) -> str:
 
 
 def as_json(manifest: Manifest, *, match: str | None = None) -> dict[str, Any]:
-    """Return the same facts as a JSON object."""
+    """Return the facts of `as_text` as a JSON object."""
     tensors = selected(manifest, match)
     return {
         "source": manifest.source,

@@ -40,6 +40,7 @@ class SynthFormat(StrEnum):
 
 def dtype(text: str) -> str:
     """Return the canonical name of a supported dtype."""
+    # dtype_name knows all dtypes of tensors; weights of a model are one of the floating-point ones.
     try:
         name = str(dtype_name(text))
     except UsageError:
@@ -51,13 +52,14 @@ def dtype(text: str) -> str:
 
 def scale(factor: float) -> float:
     """Check a factor to shrink by."""
-    if not 0 < factor <= 1:  # also refuses NaN
+    # Written like this, it refuses NaN too.
+    if not 0 < factor <= 1:
         raise typer.BadParameter(f"{factor:g} is not in the range from 0 (excluded) to 1")
     return factor
 
 
 def size(text: str) -> int:
-    """Parse a number of bytes that a user typed."""
+    """Parse a number of bytes."""
     try:
         return parse_bytes(text)
     except ValueError as error:
@@ -65,20 +67,20 @@ def size(text: str) -> int:
 
 
 def size_as_typed(text: str) -> str:
-    """Check a number of bytes that a user typed, and keep its unit: a small number is accepted only with one."""
+    """Check a number of bytes, and keep its unit for the API, which refuses a small number without one."""
     size(text)
     return text
 
 
 def new_file(path: Path | None) -> Path | None:
-    """Check that a file can be written in its folder, before any work is done."""
+    """Check that a file can be written to its folder, before any work is done."""
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
         raise typer.BadParameter(f"{str(path)!r} is not a file in an existing folder")
     return path
 
 
 def plan_file(path: Path | None) -> Path | None:
-    """Check the file of a plan: `--layout` recognises one by its ending."""
+    """Check the name of a plan's file: `--layout` recognises plans by their ending."""
     if path is not None and path.suffix != ".json":
         raise typer.BadParameter(f"{str(path)!r} does not end in .json")
     return new_file(path)
@@ -104,10 +106,11 @@ def step(text: str) -> int | str:
     """Return the number of a step, ``latest`` or ``best``.
 
     Raises:
-        typer.BadParameter: When it is none of them.
+        typer.BadParameter: When the text is none of them.
     """
     if text in ("latest", "best"):
         return text
+    # int() accepts more than a number of digits: "+1", " 1 ", "1_000" and digits of other scripts.
     if not (text.isascii() and text.isdecimal()):
         raise typer.BadParameter(f"{text!r} is not a number, latest or best.", param_hint="--step")
     return int(text)
@@ -123,9 +126,10 @@ def processes(coordinator_address: str | None, num_processes: int | None, proces
         return None
     if coordinator_address is None or num_processes is None or process_id is None:
         raise typer.BadParameter(
-            "Pass all three or none of --coordinator-address, --num-processes and --process-id.",
+            "Pass all of --coordinator-address, --num-processes and --process-id, or none.",
             param_hint="--coordinator-address",
         )
+    # From the right, because an IPv6 address has colons of its own.
     host, _, port = coordinator_address.rpartition(":")
     if not (host and port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16):
         raise typer.BadParameter(
@@ -150,7 +154,7 @@ Source = Annotated[
 ]
 Step = Annotated[
     str,
-    typer.Option("--step", metavar="STEP", help="Of a folder of training steps: a number, latest or best."),
+    typer.Option("--step", metavar="STEP", help="Which step of a folder of training steps: a number, latest or best."),
 ]
 Mesh = Annotated[
     str | None,
@@ -170,8 +174,8 @@ Layout = Annotated[
     typer.Option(
         "--layout",
         metavar="LAYOUT",
-        help="How variables are split: auto, replicated, keras_hub (its layout map), search, or a file of rules or "
-        "a plan.",
+        help="How variables are split: auto, replicated, keras_hub (its layout map), search, or the file of a plan or "
+        "of rules.",
         autocompletion=completion.layouts,
     ),
 ]
@@ -180,7 +184,7 @@ PlanLayout = Annotated[
     typer.Option(
         "--layout",
         metavar="LAYOUT",
-        help="As for load; auto by default, search if a step is planned.",
+        help="As for load. By default auto, or search if a step is planned.",
         autocompletion=completion.layouts,
     ),
 ]
@@ -195,11 +199,18 @@ Train = Annotated[
 ]
 Batch = Annotated[
     int | None,
-    typer.Option("--batch", metavar="N", min=1, help="Rows of a step, over all devices; 8 per batch position."),
+    typer.Option(
+        "--batch",
+        metavar="N",
+        min=1,
+        help="Rows of a step, on all devices together; by default 8 for each position of the batch axis.",
+    ),
 ]
 Sequence = Annotated[
     int | None,
-    typer.Option("--sequence", metavar="N", min=1, help="Tokens per row, for models that leave it open; 512."),
+    typer.Option(
+        "--sequence", metavar="N", min=1, help="Tokens per row, if the model does not fix them; 512 by default."
+    ),
 ]
 CompileStep = Annotated[
     bool,
@@ -243,7 +254,7 @@ Strict = Annotated[
     bool,
     typer.Option("--strict/--no-strict", help="Fail when variables are missing, tensors unused, or shapes differ."),
 ]
-Atomic = Annotated[bool, typer.Option("--atomic", help="All or nothing; always so for a newly built model.")]
+Atomic = Annotated[bool, typer.Option("--atomic", help="All or nothing, as always for a newly built model.")]
 Compile = Annotated[
     bool,
     typer.Option(
@@ -263,8 +274,8 @@ DeviceMemory = Annotated[
         "--device-memory",
         metavar="SIZE",
         parser=size_as_typed,
-        help="Memory of one device: 16GiB. Says whether the weights fit, and on which smallest mesh they do; with a "
-        "search, no more is used.",
+        help="Memory of one device: 16GiB. Says whether the weights fit, and on which smallest mesh they do. A search "
+        "uses no more.",
     ),
 ]
 PlatformOption = Annotated[
@@ -278,26 +289,26 @@ CoordinatorAddress = Annotated[
     typer.Option(
         "--coordinator-address",
         metavar="HOST:PORT",
-        help="Load with several processes, which meet here; process 0 runs on this host.",
+        help="Load with several processes, which connect to this address; process 0 runs on its host.",
     ),
 ]
 NumProcesses = Annotated[
     int | None,
-    typer.Option("--num-processes", metavar="N", min=1, max=1 << 16, help="How many processes load together."),
+    typer.Option("--num-processes", metavar="N", min=1, max=1 << 16, help="Number of processes that load together."),
 ]
 ProcessId = Annotated[
-    int | None, typer.Option("--process-id", metavar="I", min=0, help="Which of them this is, from 0.")
+    int | None, typer.Option("--process-id", metavar="I", min=0, help="Number of this process, from 0.")
 ]
 FormatOption = Annotated[
     Format | None,
-    typer.Option("--format", help="Insist on a format where an ending says something else, or a folder holds several."),
+    typer.Option("--format", help="Format to read, if a file's ending is misleading or a folder contains several."),
 ]
 IgnoreConfig = Annotated[
     list[str] | None,
     typer.Option(
         "--ignore-config",
         metavar="FIELD",
-        help="Load although the model cannot express this field of config.json: rope_scaling. May be repeated.",
+        help="Field of config.json to ignore if the model cannot express it: rope_scaling. May be repeated.",
     ),
 ]
 Ignore = Annotated[
@@ -305,7 +316,7 @@ Ignore = Annotated[
     typer.Option(
         "--ignore",
         metavar="NAME",
-        help="Leave out a tensor although the model may need it, with * and ?. May be repeated.",
+        help="Tensors to leave out although the model may need them; may contain * and ?. May be repeated.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]

@@ -1,4 +1,4 @@
-"""`shardload plan`: what a load would do, and layouts by search for a step."""
+"""`shardload plan`: what a load would do, and a search for the layouts of a step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardload.errors import WriteError
 from shardload.interrupts import exit_at_once, raise_interrupt_safely
 from shardload.progress import on_stderr
 
-TRAINING = "These are the weights alone. For the memory of a training step, add --train adamw\n"
+TRAINING = "These are the weights only. For the memory of a training step, add --train adamw\n"
 
 
 def plan(
@@ -38,11 +38,11 @@ def plan(
 ) -> None:
     """Say what a load would do, or plan layouts for a step, without reading tensor data.
 
-    It needs none of the devices: the mesh may be larger than this machine. It needs no weights either: the name of an
+    No device is needed: the mesh may be larger than this machine. No weights are needed either: the name of an
     architecture (see `shardload sources`) or a config.json is enough.
 
-    With --layout search, or any of --train, --batch, --sequence, --compile, --save-plan and --svg, layouts are searched
-    that make a step fastest, within --device-memory if that is given.
+    With --layout search, or any of --train, --batch, --sequence, --compile, --save-plan and --svg, it searches for the
+    layouts that make a step fastest, within --device-memory if that is given.
 
     With --device-memory the exit code is 1 when the weights, or the step, do not fit.
 
@@ -61,10 +61,12 @@ def plan(
         "format": format and str(format),
         "ignore_config": tuple(ignore_config or ()),
     }
+    # A search chooses layouts itself, and plans no staging.
     if not searched:
         facts |= {"layout": layout or "auto", "host_memory_bytes": host_memory, "ignore": ignore or ()}
     with streams.results() as out:
         jax_setup.prepare(note=streams.note)
+        # Compiling needs as many devices as the mesh has, simulated ones. A plan needs none, but must not take any.
         if compile:
             jax_setup.provide_devices(spec, platform=jax_setup.Platform.CPU, note=streams.note)
         jax_setup.stay_off_accelerators()
@@ -83,14 +85,16 @@ def plan(
 
 
 def _searched(layout: str | None, asked: dict[str, Any]) -> bool:
-    """Return whether layouts are searched.
+    """Return whether to search for layouts.
 
     Raises:
-        typer.BadParameter: When another layout is given with an option that is about a search.
+        typer.BadParameter: When another layout is given together with an option of the search.
     """
     given = [f"--{name}" for name, value in asked.items() if value]
     if given and layout not in (None, "search"):
-        raise typer.BadParameter(f"{given[0]} searches layouts; leave out --layout {layout}.", param_hint="--layout")
+        raise typer.BadParameter(
+            f"{given[0]} searches for layouts. Leave out --layout {layout}.", param_hint="--layout"
+        )
     return bool(given) or layout == "search"
 
 

@@ -1,7 +1,7 @@
 """A load by several processes: this process's identity, and the connection to the others.
 
-If peers do not connect, `jax.distributed` aborts the process with a C++ stack trace. The time limit here is shorter,
-so the process ends with a readable error first.
+If peers do not connect, `jax.distributed` aborts the process with a C++ stack trace. The time limit here is shorter, so
+that the process ends with a readable error first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shardload.sharding.mesh import MeshSpec
 WAIT_S = 300.0
 """Seconds to wait for all processes to connect."""
 GiveUp = Callable[[MeshError], int]
-"""Reports an error from another thread, and returns the exit code."""
+"""Reports an error, in a thread of its own, and returns the exit code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Processes:
         if mesh.size % self.num_processes:
             raise MeshError(
                 f"The mesh {mesh} has {mesh.size} devices, which {self.num_processes} processes cannot share evenly. "
-                "Use a mesh whose size divides by the number of processes"
+                "Use a mesh whose size is a multiple of the number of processes"
             )
         return mesh.size // self.num_processes
 
@@ -59,6 +59,7 @@ class Processes:
                 self.coordinator_address,
                 self.num_processes,
                 self.process_id,
+                # JAX's own limit, which must not end the process before ours does.
                 initialization_timeout=int(2 * WAIT_S) + 60,
             )
 
@@ -67,10 +68,11 @@ class Processes:
 def _watched(processes: Processes, give_up: GiveUp) -> Iterator[None]:
     def miss() -> None:
         error = MeshError(
-            f"After {WAIT_S:.0f} s the {processes.num_processes} processes had not all come to "
-            f"{processes.coordinator_address}. Start every one of them with the same --coordinator-address and "
-            "--num-processes and with its own --process-id, from 0; process 0 on the machine of that address"
+            f"Cannot connect the {processes.num_processes} processes at {processes.coordinator_address}: some have not "
+            f"connected within {WAIT_S:.0f} s. Start each with the same --coordinator-address and --num-processes and "
+            "with its own --process-id, from 0; process 0 runs on the machine of that address"
         )
+        # The main thread is inside C++ code, where no exception reaches it.
         os._exit(give_up(error))
 
     watch = threading.Timer(WAIT_S, miss)

@@ -24,8 +24,8 @@ def steps(
 ) -> None:
     """List the steps a training run has saved.
 
-    One line per step: number, epoch, metrics, size, age, whether it is the best, and what is wrong with it at first
-    sight. `shardload verify` looks at every byte.
+    One line per step: number, epoch, metrics, size, age, whether it is the best, and damage visible without reading its
+    data. `shardload verify` reads every byte.
 
     [dim]Examples[/dim]
 
@@ -47,6 +47,7 @@ def steps(
         else:
             head = ("step", "epoch", "metrics", "size", "age", "best", "state")
             out.text(listing.aligned([head, *map(_row, found)]))
+        # The oldest failure: later ones are mostly its consequences.
         if failures and not json:
             out.text(f"since then: {printable(failures[0]['cause'])}\n")
 
@@ -62,8 +63,8 @@ def verify(
 ) -> None:
     """Read a checkpoint to its end and say whether it is whole.
 
-    Steps that shardload saved are compared with the digests saved with them; other checkpoints have none, so all that
-    can be said of them is that everything is there and can be read. The exit code is 1 when something is damaged.
+    Steps saved by shardload are compared with the digests saved with them. Other checkpoints have no digests, so it
+    checks only that everything is there and can be read. The exit code is 1 when something is damaged.
 
     [dim]Examples[/dim]
 
@@ -90,10 +91,10 @@ def diff(
     json: options.Json = False,
     no_progress: options.NoProgress = False,
 ) -> None:
-    """Say which tensors two checkpoints differ in, and by how much.
+    """Say which tensors of two checkpoints differ, and by how much.
 
-    Tensors are matched by name, or by the model's weights where the formats name them differently. They are compared
-    bit for bit; where dtypes differ, as numbers. The exit code is 1 when anything differs.
+    Tensors are matched by name, or by the model's weights if the formats name them differently. They are compared bit
+    for bit, or as numbers if their dtypes differ. The exit code is 1 when anything differs.
 
     [dim]Examples[/dim]
 
@@ -116,7 +117,7 @@ def diff(
 
 
 def _without_nan(found: dict[str, Any]) -> dict[str, Any]:
-    """Replace NaN, which JSON lacks, with null: the largest difference if only NaNs differ."""
+    """Replace a largest difference of NaN or infinity, which JSON lacks, with null."""
     for difference in found["differences"]:
         if difference["largest"] is not None and not math.isfinite(difference["largest"]):
             difference["largest"] = None
@@ -160,12 +161,14 @@ def _row(info: Any) -> tuple[str, ...]:
     metrics = " ".join(f"{name}={value:.4g}" for name, value in info.metrics.items())
     partial = f", {listing.partial(info.recorded.left_out)}" if info.recorded.left_out else ""
     state = f"{info.problems or ('ok' if info.ours else 'unverified: not saved by shardload')}{partial}"
-    epoch = "-" if info.epoch is None else str(info.epoch + 1)  # as Keras prints them
+    # Stored from 0, but Keras prints epochs from 1.
+    epoch = "-" if info.epoch is None else str(info.epoch + 1)
     cells = (str(info.step), epoch, metrics or "-", format_bytes(info.n_bytes), _age(info.saved_s))
     return (*cells, "best" if info.best else "-", printable(state))
 
 
 def _age(saved_s: float) -> str:
+    # A step from a machine whose clock is ahead is 0 s old.
     seconds = max(0, int(time.time() - saved_s))
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:

@@ -43,14 +43,17 @@ class Results:
         self.stream = stream
 
     def interrupted(self, *, as_json: bool) -> None:
-        """Report Ctrl-C with unbuffered writes: the main thread may hold the locks of the streams."""
+        """Report Ctrl-C, from another thread, right before the process exits."""
+        # os.write, because the main thread may hold the locks of Python's streams.
         with contextlib.suppress(OSError):
             if as_json:
                 error = {"type": "KeyboardInterrupt", "message": "Interrupted.", "exit_code": INTERRUPTED}
                 os.write(self.stream.fileno(), f"{json.dumps({'error': error}, indent=2)}\n".encode())
-            clear = b"\r\x1b[2K\x1b[?25h" if os.isatty(2) else b""  # erase a progress bar, show the cursor again
+            # Erase the progress bar and show the cursor again.
+            clear = b"\r\x1b[2K\x1b[?25h" if os.isatty(2) else b""
             os.write(2, clear + b"Interrupted.\n")
-        private_copies.remove_all()  # atexit functions will not run
+        # An atexit function does this otherwise, but os._exit runs none.
+        private_copies.remove_all()
 
     @property
     def unicode(self) -> bool:
@@ -70,16 +73,19 @@ class Results:
 
     def json(self, value: Mapping[str, Any]) -> None:
         """Write one JSON object."""
+        # NaN would be written as NaN, which parsers of JSON refuse.
         self.text(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
     def table(self, renderable: Any) -> None:
         """Write a rich renderable; in colour only if stdout is a terminal."""
         from rich.console import Console
 
+        # In a file, 100 columns and no colour on any machine. On a terminal, None leaves NO_COLOR to rich.
         watched = self.stream.isatty()
         console = Console(
             file=self.stream, highlight=False, width=None if watched else 100, no_color=not watched or None
         )
+        # Captured, so that `text` meets the errors of writing, and without rich's padding to the full width.
         with console.capture() as captured:
             console.print(renderable)
         lines = captured.get().splitlines()
@@ -91,7 +97,8 @@ def results() -> Iterator[Results]:
     """Keep stdout for results and redirect all other output to stderr."""
     try:
         kept = os.dup(sys.stdout.fileno())
-    except (OSError, ValueError):  # stdout was replaced by an in-memory object
+    # stdout was replaced by an object in memory, as notebooks and tests do: redirect Python's output, at least.
+    except (OSError, ValueError):
         real = sys.stdout
         with contextlib.redirect_stdout(sys.stderr):
             yield Results(real)
@@ -104,13 +111,16 @@ def results() -> Iterator[Results]:
 
 @contextlib.contextmanager
 def _fd1_is_stderr(kept: int) -> Iterator[None]:
+    # What was printed before belongs to stdout.
     fd = sys.stdout.fileno()
     sys.stdout.flush()
-    with contextlib.suppress(OSError):  # no stderr: leave output where it goes
+    # Without a stderr, output stays where it goes.
+    with contextlib.suppress(OSError):
         os.dup2(2, fd)
     try:
         yield
     finally:
+        # What libraries printed belongs to stderr; their buffers would otherwise be written to stdout later.
         with contextlib.suppress(OSError):
             sys.stdout.flush()
             flush_libraries()
@@ -118,13 +128,15 @@ def _fd1_is_stderr(kept: int) -> Iterator[None]:
 
 
 def flush_libraries() -> None:
-    """Write what compiled libraries have printed to C's stdout, which keeps it until it is full or the process ends."""
-    with contextlib.suppress(OSError, AttributeError, TypeError):  # where C's library has another name
+    """Flush C's stdout, to which compiled libraries print: it is buffered until it is full or the process ends."""
+    # CDLL(None) is the process itself, C library included; not on Windows.
+    with contextlib.suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).fflush(None)
 
 
 @contextlib.contextmanager
 def _write_errors(stream: TextIO) -> Iterator[None]:
+    # In both cases, what is left in the buffer would raise again when Python flushes it at exit.
     try:
         yield
     except BrokenPipeError as error:
@@ -166,6 +178,7 @@ def abandon(stream: TextIO) -> None:
 
 def note(message: str) -> None:
     """Print one paragraph for people on stderr; on a terminal, it is wrapped between words."""
+    # Messages have names from checkpoints in them, which could have escape sequences.
     text = f"note: {printable(message)}"
     with contextlib.suppress(OSError, ValueError):
         if sys.stderr is not None and sys.stderr.isatty():

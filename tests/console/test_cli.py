@@ -231,7 +231,7 @@ def failing(cli, monkeypatch):
     [
         (SourceNotFoundError("No such name: x. Try gemma3_270m."), "Error: No such name: x. Try gemma3_270m."),
         (MissingExtraError("gguf", extra="gguf", needed_for="Reading x"), "pip install 'shardload[gguf]'"),
-        (PermissionError(errno.EACCES, "no", "/models/x"), "Permission denied: /models/x. Check who owns it"),
+        (PermissionError(errno.EACCES, "no", "/models/x"), "Permission denied: /models/x. Check its owner"),
         (OSError(errno.ENOSPC, "full", "/models/x"), "No space left on the disk: /models/x. Free some"),
         (OSError(errno.EIO, "Input/output error", "/models/x"), "Input/output error: /models/x."),
         (OSError("strange"), "OSError: strange."),

@@ -113,7 +113,7 @@ def test_a_plan_for_inference_is_printed_with_its_bars(cli):
 def test_a_plan_of_weights_says_its_dtype_and_what_plans_training(cli):
     done = cli("plan", NAME, "--mesh", "1x4")
     assert ", bfloat16\n" in done.stdout
-    assert done.stdout.endswith("weights alone. For the memory of a training step, add --train adamw\n")
+    assert done.stdout.endswith("weights only. For the memory of a training step, add --train adamw\n")
 
 
 def test_a_limit_that_nothing_keeps_is_an_error_that_says_what_would_do(cli):
@@ -136,7 +136,7 @@ def test_an_optimizer_that_keras_does_not_know_is_refused(cli):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--train", "sgd", "--layout", "auto"), "--train searches layouts; leave out --layout auto"),
+        (("--train", "sgd", "--layout", "auto"), "--train searches for layouts. Leave out --layout auto"),
         (("--save-plan", "plan.toml"), "'plan.toml' does not end in .json"),
         (("--svg", "no/such/folder/plan.svg"), "is not a file in an existing folder"),
         (("--batch", "0"), "Input should be greater than or equal to 1"),

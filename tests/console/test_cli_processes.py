@@ -106,7 +106,7 @@ def test_those_that_never_come_are_missed_in_a_sentence(checkpoint):
         (COMMAND[0], "-c", f"{start}; sys.exit(main())", "load", str(checkpoint), "--mesh=1x2", "--json", *address)
     )
     assert done.code == 1
-    assert "After 1 s the 2 processes had not all come to 127.0.0.1:" in done.stderr
+    assert "Cannot connect the 2 processes at 127.0.0.1:" in done.stderr
     assert "--process-id" in done.stderr and "@ " not in done.stderr  # a stack of C++ frames
     assert done.json["error"]["type"] == "MeshError"
 
