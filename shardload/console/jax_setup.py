@@ -87,7 +87,7 @@ def provide_devices(
     Raises:
         MeshError: When the platform is unavailable, or has too few devices.
     """
-    # The order is JAX's: platform before its import, number of CPU devices before they start, processes before both.
+    # The order is JAX's: the platform before its import; the number of CPU devices and the peers before it starts.
     if platform is not None:
         os.environ["JAX_PLATFORMS"] = _jax_platforms(platform)
     needed = mesh.size if mesh is not None else 1

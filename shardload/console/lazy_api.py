@@ -41,7 +41,7 @@ def load(source: str, **options: Any) -> Loaded:
     loaded = run(LoadRequest(source=source, **options), preprocessor=False)
     if not loaded.shares:
         return loaded
-    # Bytes add up over processes. Host memory does not, as each is on a machine of its own: the highest counts.
+    # Bytes add up over processes. A budget of host memory is that of one process, so the highest peak counts.
     total = replace(
         loaded.report.bytes,
         needed=sum(share.bytes.needed for share in loaded.shares),

@@ -43,7 +43,7 @@ def partial(left_out: int) -> str:
 
 
 def _row(tensor: Tensor) -> tuple[str, ...]:
-    # One case per kind of storage; a tensor decoded or in chunks may lie in several files.
+    # One case for each kind of storage. A tensor that is decoded or in chunks may be in several files.
     files: tuple[Location, ...]
     match tensor.storage:
         case Extent(path, offset):

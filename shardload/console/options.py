@@ -40,7 +40,7 @@ class SynthFormat(StrEnum):
 
 def dtype(text: str) -> str:
     """Return the canonical name of a supported dtype."""
-    # dtype_name knows all dtypes of tensors; weights of a model are one of the floating-point ones.
+    # dtype_name knows every dtype of a tensor, but weights are loaded in a floating-point one.
     try:
         name = str(dtype_name(text))
     except UsageError:
@@ -126,7 +126,7 @@ def processes(coordinator_address: str | None, num_processes: int | None, proces
         return None
     if coordinator_address is None or num_processes is None or process_id is None:
         raise typer.BadParameter(
-            "Pass all of --coordinator-address, --num-processes and --process-id, or none.",
+            "Pass all three of --coordinator-address, --num-processes and --process-id, or none.",
             param_hint="--coordinator-address",
         )
     # From the right, because an IPv6 address has colons of its own.

@@ -99,7 +99,7 @@ class MatrixRules:
             return None
         plain = MatrixView(tuple(shape), _rows(shape) if given is None else tuple(given))
         sides = plain.sides
-        # A side of 1 is a vector, whose eigenbasis is 1: AdamW does the same for less.
+        # A side of 1 makes it a vector, which gets AdamW as biases do.
         if min(sides) < 2 or min(sides) > self.max_dimension:
             return None
         return MatrixView(plain.shape, plain.rows, *(side <= self.max_dimension for side in sides))

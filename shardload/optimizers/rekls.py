@@ -173,7 +173,7 @@ class REKLS(JointOptimizer):
                 )
         for slot, held in found.items():
             setattr(self, slot, held)
-        # Keras' `iterations` also counts skipped steps: the first update of a factor would not be its step 1.
+        # Keras' `iterations` also counts skipped steps, but the first update must be number 1, where β̂ is 0.
         for name in ("steps", "skipped_steps", "kept_eigenpairs"):
             setattr(self, name, self.add_variable((), dtype="int32", name=name))
 
@@ -227,7 +227,7 @@ class REKLS(JointOptimizer):
         """Upper bound for the bytes that each device needs during an update, on any mesh; measured on CPU."""
         places = [place for place, view in enumerate(self.views) if view is not None]
         sizes = [self._whole_bytes(place) for place in places]
-        # Without a mesh it is open which matrices are dealt out: at most those that are not alone in their kind.
+        # Which matrices are dealt out depends on the mesh: at most those that share their view with another one.
         views = Counter(self.views)
         alone = [size for place, size in zip(places, sizes, strict=True) if views[self.views[place]] > 1]
         everywhere = [sum(sizes[i] for i in batch.places) for batch in self._batches(places, None)]

@@ -77,7 +77,7 @@ class Settings:
 
 def product(*factors: Array) -> Array:
     """Multiply matrices from left to right at the highest precision."""
-    # By default, accelerators multiply float32 in bfloat16 or TF32, which drowns small eigenvalues.
+    # By default, accelerators multiply float32 in bfloat16 or TF32, whose rounding drowns small eigenvalues.
     found = factors[0]
     for factor in factors[1:]:
         found = jnp.matmul(found, factor, precision=jax.lax.Precision.HIGHEST)

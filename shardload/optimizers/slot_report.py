@@ -101,7 +101,7 @@ class SlotReport:
             f"{self.optimizer} on {where}: {len(self.spread)} of {plural(len(self.slots), 'slot')} spread over {axes}; "
             f"{format_bytes(self.device_bytes)} on each device instead of {format_bytes(self.device_bytes_before)}"
         ]
-        # One line per reason: a model has the same reason for each of its layers.
+        # One line for each reason, which many layers share.
         for why, count in Counter(slot.why for slot in self.not_spread).items():
             first = next(slot.path for slot in self.not_spread if slot.why == why)
             others = f" and {count - 1} more" if count > 1 else ""

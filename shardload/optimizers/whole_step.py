@@ -85,7 +85,7 @@ def whole_step(plan: WholePlan, state: WholeState, gradients: Gradients, rate: A
         rate: Learning rate.
         due: Whether this call updates the weights, bool; if not, gradients are only accumulated and nothing changes.
     """
-    # One flag for all: a step that updates some variables only would leave a model that no step leads to.
+    # One flag for all variables: a step updates all of them or none.
     finite = jnp.array([jnp.isfinite(g).all() for g in (*gradients.matrices, *gradients.others)]).all()
     rate = jnp.asarray(rate, jnp.float32)
     steps, skipped, kept = state.counters

@@ -43,7 +43,7 @@ def is_lower_case(found: TokenizerMetadata) -> bool:
 def _word_piece(token: str, kind: int) -> str:
     if token.startswith(_START):
         return token.removeprefix(_START)
-    # "[PAD]" and "[unused7]" stand alone; not all writers give them the type of control tokens.
+    # "[unused7]" is not the inside of a word either, whatever its type.
     return token if kind == _CONTROL or (token[:1], token[-1:]) == ("[", "]") else f"##{token}"
 
 
@@ -53,7 +53,7 @@ def _word_pieces(found: TokenizerMetadata) -> Any:
 
     words = vocabulary(found)
     unknown = words[found.special_ids["unknown"]] if "unknown" in found.special_ids else "[UNK]"
-    # BERT's own limit: a longer word becomes one unknown token.
+    # The limit of Hugging Face's BERT: a longer word becomes one unknown token.
     pieces = models.WordPiece(
         {word: i for i, word in enumerate(words)}, unk_token=unknown, max_input_chars_per_word=100
     )

@@ -99,7 +99,7 @@ def test_without_a_command_the_help_is_on_stderr_and_the_code_is_usage(cli):
         (("load", "x", "--host-memory", "lots"), "Write it like 16GiB, 512MiB or 2GB"),
         (("load", "x", "--prompt", ""), "--prompt: The prompt is empty"),
         (("load", "x", "--max-new-tokens", "0"), "greater than or equal to 1"),
-        (("load", "x", "--max-new-tokens", "8"), "says how far to continue --prompt, which is missing"),
+        (("load", "x", "--max-new-tokens", "8"), "It requires --prompt, which is missing"),
         (("plan", "x", "--device-memory", "0"), "must be positive"),
         (("plan", "x", "--device-memory", "16"), "16 means 16 bytes. Write 16GiB, or 16B if you mean bytes"),
         (("load", "x", "--host-memory", "2"), "2 means 2 bytes. Write 2GiB"),
