@@ -230,8 +230,10 @@ def test_options_of_keras_lower_the_loss(options):
 
 def test_a_schedule_and_no_compilation():
     schedule = keras.optimizers.schedules.ExponentialDecay(1e-2, 10, 0.9)
-    eager, compiled = build(REKLS(schedule), jit_compile=False, run_eagerly=True), build(REKLS(schedule))
-    np.testing.assert_allclose(fit(eager), fit(compiled), rtol=1e-3)
+    # With a large epsilon: rounding differs between the two, and a small one amplifies it.
+    eager = build(REKLS(schedule, epsilon=0.1), jit_compile=False, run_eagerly=True)
+    compiled = build(REKLS(schedule, epsilon=0.1))
+    np.testing.assert_allclose(fit(eager), fit(compiled), rtol=1e-5)
 
 
 def test_accumulated_gradients_are_one_step():
