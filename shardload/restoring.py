@@ -121,6 +121,7 @@ def _restore_undamaged(request: LoadRequest, step: Which, call: JointLoad) -> Lo
             # Without a step yet, damage kept the search from telling which is best: then look for the best other one.
             if damage is None or (info is None and step != "best"):
                 raise
+            call.try_again()
             tried |= {info.step} if info is not None else set()
             find = partial(alternative, request.source, step, bad=info, tried=tried)
             # Process 0 decides for all: each would read whole steps to find one, and a running job may add another.

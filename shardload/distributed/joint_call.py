@@ -46,7 +46,8 @@ class JointCall:
         self._channel = Channel(f"call-{next(JointCall.numbers)}")
         self.name = self._channel.name
         self._beat = processes.heartbeat()
-        self._flags = f"{self._channel.name}/failed/"
+        self._attempts = itertools.count()
+        self._flags = self._flags_of_attempt()
         self._heard: BaseException | None = None
         self._from_elsewhere: BaseException | None = None
         self._since: float | None = None
@@ -62,6 +63,16 @@ class JointCall:
         processes.call.__dict__.clear()
         self._beat.each_beat.remove(self._watch)
         self._beat.forget(self._flags)
+
+    def try_again(self) -> None:
+        """Forget a failure that all processes know, so that they can try an alternative.
+
+        Otherwise the next heartbeat would tell of it, and stop the alternative on all of them.
+        """
+        self._beat.forget(self._flags)
+        self._flags = self._flags_of_attempt()
+        self._beat.ask(self._flags)
+        self._from_elsewhere = self._heard = None
 
     def check(self) -> None:
         """Raise if another process failed since the last meeting; reads local data only."""
@@ -134,6 +145,10 @@ class JointCall:
         return self._remember(_with_note(self._cause(said), error))
 
     # ---- internals -------------------------------------------------------------------------------
+
+    def _flags_of_attempt(self) -> str:
+        # All processes count the same attempts, as each ends in a meeting.
+        return f"{self._channel.name}/failed/{next(self._attempts)}/"
 
     def _exchange(self, word: Word, *, hurried: Callable[[], bool]) -> dict[int, Word]:
         self._meeting = True

@@ -92,6 +92,11 @@ class JointLoad:
         """Return progress that also raises if another process failed."""
         return progress if self._joint is None else _Watched(progress, self._joint)
 
+    def try_again(self) -> None:
+        """Begin an alternative after an `attempt` that failed on all processes."""
+        if self._joint is not None:
+            self._joint.try_again()
+
     @contextmanager
     def attempt(self) -> Iterator[None]:
         """Make an error inside the block fail on all processes, so that each may then try an alternative."""

@@ -22,6 +22,7 @@ import numpy as np
 import shardload
 from shardload.keras_bridge import abstraction
 from shardload.pipeline import arguments, preparing
+from shardload.progress import Silent
 from shardload.steps.digests import Checker
 
 sys.modules.setdefault("tensorflow", None)  # Keras and KerasHub import it where it is; it is not needed
@@ -132,6 +133,13 @@ def alone(source, *, index):
     return other
 
 
+class LongTransfer(Silent):
+    """Lets a transfer take so long that heartbeats, one a second, tell what other processes said meanwhile."""
+
+    def start(self, total_bytes, description):
+        time.sleep(2.5)
+
+
 def fall_back(source, *, sees_damage, **options):
     """Restore the newest step, in which one process finds damage; then the best, the same one, as the loss rises."""
     if sees_damage:
@@ -147,7 +155,7 @@ def fall_back(source, *, sees_damage, **options):
         Checker.of_step = damaged
     with shardload.abstract():
         made = model(seed=1)
-    options |= {"items": "weights", "strict": False, "fallback": "previous"}
+    options |= {"items": "weights", "strict": False, "fallback": "previous", "progress": LongTransfer()}
     report = shardload.restore(made, source, **options)
     latest, notes = digest(made.weights), report.notes
     report = shardload.restore(made, source, step="best", **options)
