@@ -30,8 +30,25 @@ def trained(variables, *, steps=5, **options):
     """Take steps with gradients that depend on the shapes alone; return the optimizer."""
     optimizer = REKLS(1e-2, **options)
     optimizer.build(variables)
+    kept = [*optimizer.variables, *variables]
+    n = len(optimizer.variables)
+    if isinstance(on_mesh := variables[0].value.sharding, NamedSharding):  # counters and rates, as fit moves them
+        for variable in kept:
+            if not isinstance(variable.value.sharding, NamedSharding):
+                relocate(variable, NamedSharding(on_mesh.mesh, PartitionSpec()))
+    state, weights = [v.value for v in kept[:n]], [v.value for v in kept[n:]]
+    shardings = [v.value.sharding for v in kept]
+
+    def one_step(state, weights, grads):
+        weights, state = optimizer.stateless_apply(state, grads, weights)
+        return state, weights
+
+    # Compiled, as in fit: an eager step traces the update anew.
+    compiled = jax.jit(one_step, out_shardings=(shardings[:n], shardings[n:]))
     for step in range(steps):
-        optimizer.apply([gradients(tuple(v.shape))[step % 5] for v in variables], variables)
+        state, weights = compiled(state, weights, [gradients(tuple(v.shape))[step % 5] for v in variables])
+    for variable, value in zip(kept, [*state, *weights], strict=True):
+        variable.assign(value)
     return optimizer
 
 
