@@ -228,7 +228,7 @@ def staged(target: Path, *, folder: bool, overwrite: bool) -> Iterator[Conversio
             home.rmdir()
         raise WriteError(f"Cannot write to {home}: {error.strerror or error}") from error
     try:
-        if not lock.is_held:
+        if lock.state == "taken":  # where the file system has no locks, go on without
             raise WriteError(
                 f"Cannot write {target}: another process is writing it ({home} is locked). Wait for that process"
             )

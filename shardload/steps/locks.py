@@ -7,10 +7,12 @@ import fcntl
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 LOCK_FILE = "lock"
-# Another process has it (flock reports that as EWOULDBLOCK, NFS as EACCES), or the file system has no locks.
-_NOT_LOCKED = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES, errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
+_TAKEN = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
+"""What flock reports if another process has the lock; EACCES comes from NFS."""
+_UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +21,8 @@ class FolderLock:
 
     home: Path
     fd: int
-    is_held: bool
-    """Whether this process has the lock. A file system without locks grants none, so nothing on it is ever stale."""
+    state: Literal["held", "taken", "unsupported"]
+    """Who has the lock: this process, another one, or nobody, because the file system has no locks."""
 
     @classmethod
     def take(cls, home: Path, *, wait: bool = False) -> FolderLock:
@@ -39,11 +41,13 @@ class FolderLock:
             # flock, not lockf: it belongs to this open file, so this process can also conflict with itself.
             fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except OSError as error:
-            if error.errno not in _NOT_LOCKED:
-                os.close(fd)
-                raise
-            return cls(home, fd, is_held=False)
-        return cls(home, fd, is_held=True)
+            if error.errno in _TAKEN:
+                return cls(home, fd, "taken")
+            if error.errno in _UNSUPPORTED:
+                return cls(home, fd, "unsupported")
+            os.close(fd)
+            raise
+        return cls(home, fd, "held")
 
     @property
     def is_in_place(self) -> bool:

@@ -311,7 +311,7 @@ def _stale_lock(folder: Path) -> FolderLock | None:
         lock = FolderLock.take(folder)
     except OSError:
         return None
-    if lock.is_held:
+    if lock.state == "held":  # without locks, nothing proves that a folder is stale
         return lock
     lock.release()
     return None

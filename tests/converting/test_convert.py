@@ -1,6 +1,7 @@
 """Every format into every other, bits compared; what is refused; what a killed conversion leaves and goes on from."""
 
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -22,6 +23,7 @@ from shardload.callbacks import OrbaxCheckpoint
 from shardload.converting.staging import staged
 from shardload.errors import DamagedError, MismatchError, UnsupportedError, UsageError, WriteError
 from shardload.loaders.zarr_chunks import ZarrCodec
+from shardload.steps import locks
 from shardload.synth import synth
 from shardload.verifying import verify
 
@@ -252,6 +254,18 @@ def test_whoever_comes_second_starts_again_instead_of_writing_it_twice(tmp_path)
     with pytest.raises(WriteError, match="already exists"), staged(tmp_path / "out", folder=True, overwrite=False):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_without_locks_a_conversion_goes_on(tmp_path, monkeypatch):
+    def refuse(fd, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(locks.fcntl, "flock", refuse)
+    with staged(tmp_path / "out.weights.h5", folder=False, overwrite=False) as staging:
+        staging.begin("a plan")
+        staging.result.write_text("made")
+        staging.publish(sidecars={}, overwrite=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["out.weights.h5"]
 
 
 def test_killed_between_the_two_renames_the_old_one_is_not_lost(presets, tmp_path):
