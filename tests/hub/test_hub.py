@@ -223,6 +223,15 @@ def test_weights_with_a_configuration_beside_them(tmp_path):
     assert type(built) is keras_hub.models.GPT2Backbone
 
 
+@pytest.mark.parametrize(
+    ("text", "message"), [("[" * 200_000 + "}", "brackets"), ('{"class_name": 1, "class_name": 2}', "twice")]
+)
+def test_the_configuration_beside_weights_is_not_trusted(text, message, tmp_path):
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(SourceError, match=message):
+        kerashub.build_model(described(tmp_path / "x.weights.h5", "keras-h5", {}))
+
+
 def test_converter_is_kerashubs_module():
     manifest = described("/m.gguf", "gguf", {"model_type": "gemma3_text"})
     assert kerashub.converter(manifest).__name__.endswith("convert_gemma3")
