@@ -8,6 +8,7 @@ and values) come from separate variables.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -150,18 +151,18 @@ def wanted(bindings: Iterable[Binding], shapes: Mapping[str, Tensor], dtypes: Ma
 
 def covers(bindings: Sequence[Binding], tensor: Tensor) -> bool:
     """Whether views cover each element of their tensor exactly once."""
-    # Counting takes a byte per element. Nearly all tensors have one view, and its strides tell without counting.
+    # Marking takes a byte per element. Nearly all tensors have one view, and its strides tell without marks.
     if len(bindings) == 1:
         return _is_dense(bindings[0].view, tensor)
-    seen = np.zeros(tensor.size, np.uint8)  # how often each element is covered
+    seen = np.zeros(tensor.size, np.bool_)
     for binding in bindings:
         view = binding.view
-        # as_strided() does not check bounds, and the next lines write through it.
+        # as_strided() does not check bounds, and the next line writes through it.
         if not _is_inside(view, tensor):
             return False
-        part = np.lib.stride_tricks.as_strided(seen[view.offset :], view.shape, view.strides)
-        part += 1
-    return bool((seen == 1).all())
+        np.lib.stride_tricks.as_strided(seen[view.offset :], view.shape, view.strides)[...] = True
+    # As many elements as the tensor has, and none left out: so none twice.
+    return sum(math.prod(b.view.shape) for b in bindings) == tensor.size and bool(seen.all())
 
 
 def _is_inside(view: View, tensor: Tensor) -> bool:

@@ -29,6 +29,7 @@ def third(number):
         ([third(0), third(1)], False),
         ([third(0), third(1), third(1)], False),
         ([third(0), third(1), third(2), third(2)], False),
+        ([third(0), third(1), *[third(2)] * 257], False),
         ([third(0), third(1), binding(4, (5, 2), (6, 1))], False),
         ([third(0), third(1), binding(4, (4, 2), (0, 1))], False),
         ([binding(0, (6, 4), (1, 6))], True),
