@@ -209,13 +209,21 @@ def in_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 
 
 def _most(source: Source, dtypes: Mapping[int, Any]) -> str:
-    """Return the dtype of most floating-point elements."""
+    """Return the dtype of most floating-point elements.
+
+    Raises:
+        UnsupportedError: When there are none.
+    """
     sizes: Counter[str] = Counter()
     for i, value in source.values.items():
         if is_float(dtypes[i]):
             sizes[dtypes[i].name] += math.prod(value.variable.shape)
-    [(most, _)] = sizes.most_common(1)
-    return most
+    if not sizes:
+        raise UnsupportedError(
+            f"Cannot write {type(source.model).__name__} for Hugging Face: it has no floating-point values. Choose the "
+            "format h5 or orbax"
+        )
+    return max(sizes, key=sizes.__getitem__)
 
 
 def _transformers_config(source: Source, dtypes: Mapping[int, Any], dtype: str | None) -> dict[str, Any]:

@@ -2,13 +2,19 @@
 
 from types import SimpleNamespace
 
+import keras
+import keras_hub
 import numpy as np
 import pytest
 
+import shardload
 from shardload.converting.transformers import covers, wanted
 from shardload.errors import UnsupportedError
 from shardload.manifest import Extent, Tensor, View
 from shardload.stores.local import located
+
+# Keras 3.15 converts its variables with an old signature of __array__ that NumPy 2.4 warns about.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 FUSED = Tensor("c_attn", (4, 6), np.dtype("f4"), Extent(located(""), 0))
 
@@ -49,3 +55,19 @@ def test_a_tensor_of_two_dtypes_is_refused():
         UnsupportedError, match=r"'c_attn' for Hugging Face: its variables are float32 and float16.*--dtype"
     ):
         wanted([one, two], {"c_attn": FUSED}, {**same, id(two.variable): np.dtype("f2")})
+
+
+@keras.saving.register_keras_serializable("test_convert_transformers")
+class Shift(keras.layers.Layer):
+    def build(self, shape):
+        self.by = self.add_weight(shape=shape[1:], dtype="int32", initializer="ones", trainable=False)
+
+    def call(self, x):
+        return x + keras.ops.cast(self.by, x.dtype)
+
+
+def test_a_model_of_whole_numbers_is_refused(tmp_path):
+    x = keras.Input((4,))
+    model = keras_hub.models.Backbone(inputs=x, outputs=Shift()(x))
+    with pytest.raises(UnsupportedError, match=r"Cannot write Backbone for Hugging Face.*floating-point.*h5 or orbax"):
+        shardload.save_as(model, tmp_path / "out", to="safetensors")
