@@ -237,12 +237,13 @@ def staged(target: Path, *, folder: bool, overwrite: bool) -> Iterator[Conversio
         # An earlier run was killed between the two renames of an overwrite: restore what it was about to replace.
         if (home / "replaced").exists() and not os.path.lexists(target):
             (home / "replaced").rename(target)
+        staging = ConversionFolder(home, target)
         try:
             check_free(target, folder=folder, overwrite=overwrite)
         except WriteError:
-            shutil.rmtree(home)
+            staging.kept()
             raise
-        yield ConversionFolder(home, target)
+        yield staging
     finally:
         lock.release()
 

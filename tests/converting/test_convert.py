@@ -276,6 +276,18 @@ def test_killed_between_the_two_renames_the_old_one_is_not_lost(presets, tmp_pat
     assert (tmp_path / "out" / "mine").read_text() == "precious"
 
 
+def test_a_finished_part_outlives_a_target_that_is_taken(tmp_path):
+    target = tmp_path / "out.weights.h5"
+    with staged(target, folder=False, overwrite=False) as staging:
+        staging.begin("a plan")
+        staging.result.write_text("made")
+        staging.note_places(())
+    target.write_text("of another program")
+    with pytest.raises(WriteError, match="already exists"), staged(target, folder=False, overwrite=False):
+        pass
+    assert staging.result.read_text() == "made"
+
+
 def test_arguments_that_cannot_be(presets, tmp_path):
     preset = presets["gemma2_9b"]
     with pytest.raises(UsageError, match="Cannot tell the format of out"):
