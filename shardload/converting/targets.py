@@ -203,7 +203,9 @@ def _layout(
 
 def in_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """Return a configuration of Hugging Face with another dtype in every place that states one."""
-    found = {key: in_dtype(value, dtype) if key == "text_config" else value for key, value in config.items()}
+    found = dict(config)
+    if isinstance(part := config.get("text_config"), Mapping):
+        found["text_config"] = in_dtype(part, dtype)
     names = {"torch_dtype", "dtype"} & found.keys()  # transformers 4 writes torch_dtype, 5 writes dtype
     return {**found, **dict.fromkeys(names, dtype)}
 
@@ -230,11 +232,8 @@ def _transformers_config(source: Source, dtypes: Mapping[int, Any], dtype: str |
     """Return the original configuration if the source has it, else one made from the backbone."""
     original = source.companions.config(TRANSFORMERS)
     if original is not None and original.get("model_type"):
-        if source.is_live:  # it may have another dtype now
-            return in_dtype(original, _most(source, dtypes))
-        # transformers 4 writes torch_dtype, 5 writes dtype.
-        names = [] if dtype is None else ["torch_dtype", *({"dtype"} & original.keys())]
-        return {**original, **dict.fromkeys(names, dtype)}
+        wanted = _most(source, dtypes) if source.is_live else dtype  # a live model may have another dtype now
+        return original if wanted is None else in_dtype(original, wanted)
     if not source.is_hub:
         raise UnsupportedError(
             f"Cannot write {type(source.model).__name__} for Hugging Face, which has no names for its tensors: it is "

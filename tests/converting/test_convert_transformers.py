@@ -1,5 +1,6 @@
 """Which Hugging Face tensors variables make up: every element once, of one dtype."""
 
+import json
 from types import SimpleNamespace
 
 import keras
@@ -8,10 +9,12 @@ import numpy as np
 import pytest
 
 import shardload
+from shardload.converting.targets import in_dtype
 from shardload.converting.transformers import covers, wanted
 from shardload.errors import UnsupportedError
 from shardload.manifest import Extent, Tensor, View
 from shardload.stores.local import located
+from shardload.synth import synth
 
 # Keras 3.15 converts its variables with an old signature of __array__ that NumPy 2.4 warns about.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -71,3 +74,22 @@ def test_a_model_of_whole_numbers_is_refused(tmp_path):
     model = keras_hub.models.Backbone(inputs=x, outputs=Shift()(x))
     with pytest.raises(UnsupportedError, match=r"Cannot write Backbone for Hugging Face.*floating-point.*h5 or orbax"):
         shardload.save_as(model, tmp_path / "out", to="safetensors")
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_a_configuration_states_the_dtype_under_its_own_key(key, tmp_path):
+    source = synth("qwen3_0.6b", scale=0.02, directory=tmp_path, format="safetensors")
+    config = json.loads((source / "config.json").read_text())
+    del config["torch_dtype"]
+    (source / "config.json").write_text(json.dumps({**config, key: "bfloat16"}))
+    shardload.convert(source, tmp_path / "converted", to="safetensors", dtype="float32")
+    shardload.save_as(shardload.load(source, dtype="float32"), tmp_path / "saved", to="safetensors")
+    for made in ("converted", "saved"):
+        found = json.loads((tmp_path / made / "config.json").read_text())
+        assert {name: found[name] for name in ("dtype", "torch_dtype") if name in found} == {key: "float32"}
+
+
+def test_a_part_of_a_configuration_states_the_dtype_as_well():
+    config = {"dtype": "bfloat16", "text_config": {"torch_dtype": "bfloat16"}}
+    assert in_dtype(config, "float32") == {"dtype": "float32", "text_config": {"torch_dtype": "float32"}}
+    assert in_dtype({"text_config": None}, "float32") == {"text_config": None}
