@@ -140,6 +140,8 @@ def synth(
     folder = Path(directory) if directory is not None else root()
     stem = found if scale == 1 else f"{found}-x{scale:g}"
     target = folder / (f"{stem}.weights.h5" if format == "h5" else stem)
+    with _as_write_errors(folder):
+        _recover(target)
     if target.exists():
         if _label_of(target) == job.label:
             return target
@@ -263,12 +265,23 @@ def _publish(work: Path, target: Path, format: Format, stem: str) -> None:
     work.chmod(0o755)  # mkdtemp makes folders for their owner only
     # rename() cannot replace a folder that has files, so the old one steps aside first.
     if target.exists():
-        old = work.with_name(work.name + ".old")
-        target.rename(old)
-        work.rename(target)
-        shutil.rmtree(old) if old.is_dir() else old.unlink()
-    else:
-        work.rename(target)
+        target.rename(_replaced(target))
+    work.rename(target)
+    _recover(target)
+
+
+def _replaced(target: Path) -> Path:
+    """Return the name of a checkpoint while another one takes its place."""
+    return target.with_name(f".{target.name}.replaced")
+
+
+def _recover(target: Path) -> None:
+    """Restore the checkpoint that a run was about to replace when it was killed, or remove it if it was replaced."""
+    old = _replaced(target)
+    if not target.exists() and old.exists():
+        old.rename(target)
+    elif old.exists():
+        shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections import namedtuple
+from pathlib import Path
 
 import keras_hub
 import numpy as np
@@ -198,6 +199,27 @@ def test_a_failure_leaves_nothing_behind(home):
     with pytest.raises(KeyboardInterrupt):
         synth("gpt2", format="safetensors", progress=stop, **TINY)
     assert list(home.iterdir()) == []
+
+
+def test_killed_between_the_two_renames_the_old_one_is_not_lost(home, monkeypatch):
+    path = synth("gpt2", format="safetensors", **TINY)
+    rename = Path.rename
+
+    def killed(self, target):
+        if target == path:
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Path, "rename", killed)
+        patched.setattr(Path, "replace", killed)
+        synth("gpt2", format="safetensors", seed=1, overwrite=True, **TINY)
+    assert not path.exists()
+    with pytest.raises(WriteError, match="already exists"):
+        synth("gpt2", format="safetensors", seed=1, **TINY)
+    assert json.loads((path / "config.json").read_text())["shardload"]["seed"] == 0
+    synth("gpt2", format="safetensors", seed=1, overwrite=True, **TINY)
+    assert list(home.iterdir()) == [path]
 
 
 def test_a_full_disk_is_seen_before_writing(home, monkeypatch):
