@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardload.errors import MismatchError, UninitialisedError, UnsupportedError
-from shardload.keras_bridge.pending import recorded_initializer
+from shardload.keras_bridge.pending import pending_of
 from shardload.keras_bridge.variables import has_value, restore_value, stored_dtype
 from shardload.manifest import Manifest, Tensor, View
 from shardload.mapping import VariableMap
@@ -131,7 +131,7 @@ def _lending() -> Iterator[Lend]:
     before: dict[int, tuple[Any, Any]] = {}
 
     def lend(variable: Any, value: Array) -> None:
-        before.setdefault(id(variable), (variable, recorded_initializer(variable)))
+        before.setdefault(id(variable), (variable, pending_of(variable)))
         # Not assign(): while a step runs, it is intercepted.
         restore_value(variable, jax.numpy.asarray(as_keras_casts(value, stored_dtype(variable))), None)
 

@@ -128,10 +128,9 @@ class PendingValue:
         )
 
 
-def pending_of(variable: Variable) -> PendingValue:
-    """Return the pending value of an abstract variable."""
-    pending: PendingValue = variable._initializer
-    return pending
+def pending_of(variable: Variable) -> Any:
+    """Return the `PendingValue` with which `restore_value` makes a variable abstract again; ``None`` if ordinary."""
+    return variable._initializer
 
 
 def is_built_in(initializer: Any) -> bool:
@@ -145,8 +144,3 @@ recording_flag: ContextVar[bool] = ContextVar("shardload_recording", default=Fal
 def recording() -> bool:
     """Whether variables created now, in this thread or task, get no value."""
     return recording_flag.get()
-
-
-def recorded_initializer(variable: Variable) -> Any:
-    """Return the initialiser with which `restore_value` makes a variable abstract again; ``None`` if it is ordinary."""
-    return variable._initializer

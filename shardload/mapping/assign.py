@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from shardload.errors import LoadInterruptedError, MismatchError
 from shardload.keras_bridge.keras_types import Variable
-from shardload.keras_bridge.pending import recorded_initializer
+from shardload.keras_bridge.pending import pending_of
 from shardload.keras_bridge.variables import current_value, drop_value, forget_initializer, restore_value, stored_dtype
 from shardload.mapping.attributes import AttributeSnapshot
 from shardload.mapping.variable_map import Step, VariableMap
@@ -206,7 +206,7 @@ class Assigner:
     def _remember(self, variable: Variable) -> _Before:
         # Without ``atomic`` the old value must be free to leave the device before the new one arrives.
         value = current_value(variable) if self.atomic else None
-        return _Before(variable, value, recorded_initializer(variable))
+        return _Before(variable, value, pending_of(variable))
 
     def _wait(self, step: Step) -> None:
         self._missing[id(step)] = set(step.needs)
