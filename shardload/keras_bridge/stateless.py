@@ -7,11 +7,10 @@ the initialisers of those as a part of the traced program.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import jax
 import keras
 from keras.src.backend.common import global_state
 
@@ -19,7 +18,6 @@ from shardload.keras_bridge.binding import BindingSnapshot, MeshParallel, unbind
 from shardload.keras_bridge.gathered_use import Use, gathering
 from shardload.keras_bridge.keras_types import Model
 from shardload.keras_bridge.recording import UNINITIALISED, unregistered
-from shardload.sharding.mesh import MeshSpec
 
 
 @contextmanager
@@ -43,17 +41,6 @@ def stateless(model: Model, distribution: MeshParallel | None = None) -> Iterato
         # Drop what the block put on the list, then put back what was there before.
         unregistered()
         global_state.get_global_attribute(UNINITIALISED, [], set_to_default=True).extend(waiting)
-
-
-def mesh_distribution(
-    mesh: MeshSpec,
-    devices: Sequence[jax.Device],
-    *,
-    batch_axis: str | None = None,
-    activations: Callable[[str], Any] | None = None,
-) -> MeshParallel:
-    """Return the distribution of a model that is bound to this mesh, to lay out activations in a trace."""
-    return MeshParallel(mesh, devices, {}, batch_axis=batch_axis or mesh.batch_axis, activations=activations)
 
 
 def run_forward(

@@ -23,10 +23,11 @@ import keras
 
 from shardload.errors import UninitialisedError, UsageError
 from shardload.keras_bridge.abstraction import abstract
+from shardload.keras_bridge.binding import MeshParallel
 from shardload.keras_bridge.gathered_use import Use
 from shardload.keras_bridge.joint_optimizer import JointOptimizer
 from shardload.keras_bridge.optimizer_slots import optimizers_in
-from shardload.keras_bridge.stateless import mesh_distribution, run_forward, scaled_loss, stateless
+from shardload.keras_bridge.stateless import run_forward, scaled_loss, stateless
 from shardload.keras_bridge.variables import sharding_of, stored_dtype
 from shardload.parallel.layout_search.optimizer_slots import built_on
 from shardload.parallel.result import LayoutChoice
@@ -106,7 +107,9 @@ def program_of(
     variables = {"trainable": list(model.trainable_variables), "non_trainable": list(model.non_trainable_variables)}
     uses = _uses(choice, devices) if on_mesh else {}
     run, losses = partial(run_forward, model, uses=uses, **static), loss_of(model, loss)
-    distribution = mesh_distribution(choice.mesh, devices, batch_axis=choice.batch_axis, activations=choice.activations)
+    # Without layouts by path: each variable has its own.
+    batch_axis = choice.batch_axis or choice.mesh.batch_axis
+    distribution = MeshParallel(choice.mesh, devices, {}, batch_axis=batch_axis, activations=choice.activations)
     with ExitStack() as stack:
         stack.enter_context(stateless(model, distribution if on_mesh else None))
         if training is None or training == "gradients":
