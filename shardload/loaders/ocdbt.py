@@ -37,6 +37,8 @@ _LABELS = re.compile(
 )
 _ADDED = re.compile(r" \[[a-z_ ]+=|; at (?:uncompressed )?byte ")
 """Prefixes and suffixes of TensorStore's errors that only its developers need."""
+_NUMBER = re.compile(r"[0-9]{1,19}")
+"""Bounded, because int() raises for thousands of digits."""
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _ZSTD_BLOCK_BYTES = 1 << 17
 _NODE_HEADER_BYTES = 14
@@ -159,7 +161,7 @@ class OcdbtWalk:
     def locate(self, location: str, kind: str) -> OcdbtValue:
         """Parse ``kind:base:file:offset:length``, each name percent-encoded."""
         parts = location.split(":")
-        if len(parts) != 5 or parts[0] != kind or not (parts[3] + parts[4]).isdecimal():
+        if len(parts) != 5 or parts[0] != kind or not all(map(_NUMBER.fullmatch, parts[3:])):
             raise SourceError(
                 f"{self.folder / MANIFEST} leads to {location[:300]!r}, which is not the location of a {kind}"
             )

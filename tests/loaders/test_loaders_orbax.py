@@ -475,6 +475,12 @@ def test_references_that_leave_the_folder(tmp_path: Path, place: str) -> None:
         OcdbtWalk(tmp_path).locate(place, "value")
 
 
+@pytest.mark.parametrize("place", ["value::d::1", "value::d:1:", f"value::d:0:{'9' * 5000}", "value::d:-1:1"])
+def test_references_without_two_numbers(tmp_path: Path, place: str) -> None:
+    with pytest.raises(SourceError, match="which is not the location of a value"):
+        OcdbtWalk(located(tmp_path)).locate(place, "value")
+
+
 def test_chunks_may_not_overlap() -> None:
     grid = Chunked((2,), {(0,): Extent(located("f"), 0), (1,): Extent(located("f"), 4)})
     with pytest.raises(SourceError, match="overlap"):
