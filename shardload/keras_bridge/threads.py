@@ -13,9 +13,14 @@ T = TypeVar("T")
 
 
 class InThread(Generic[T]):
-    """A function that runs in a new thread with the settings and name counters of this one."""
+    """A function that runs in a new thread with the settings and name counters of this one.
 
-    def __init__(self, function: Callable[[], T]) -> None:
+    Args:
+        function: Called without arguments, at once.
+        name: The thread's name in debuggers and profiles.
+    """
+
+    def __init__(self, function: Callable[[], T], *, name: str) -> None:
         self._result: T
         self._error: BaseException | None = None
         context = contextvars.copy_context()
@@ -33,7 +38,7 @@ class InThread(Generic[T]):
                 self._error = error
 
         # A daemon: if the load fails meanwhile, Python can exit without waiting for the function.
-        self._thread = threading.Thread(target=run, name="shardload-text", daemon=True)
+        self._thread = threading.Thread(target=run, name=name, daemon=True)
         self._thread.start()
 
     def result(self) -> T:

@@ -77,7 +77,8 @@ class TextInput:
     def _make(self, cls: Any, manifest: Manifest) -> None:
         from shardload.keras_bridge.threads import InThread
 
-        self._cls, self._making = cls, InThread(lambda: kerashub.make_preprocessor(cls, manifest))
+        self._cls = cls
+        self._making = InThread(lambda: kerashub.make_preprocessor(cls, manifest), name="shardload-text")
 
     def attach(self, model: Any, manifest: Manifest) -> str | None:
         """Set the preprocessor of a loaded model; return why it cannot generate from text, for the report."""

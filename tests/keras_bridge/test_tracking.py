@@ -1,5 +1,7 @@
 """Contract with Keras 3.15: what it tracks in lists and dicts of a layer's attributes, and its state per thread."""
 
+import threading
+
 import keras
 import pytest
 from keras.src.utils.tracking import TrackedDict, TrackedList, Tracker
@@ -77,13 +79,17 @@ def test_a_thread_counts_names_on_and_shares_settings():
     first, policy = NumberedOn().name, keras.config.dtype_policy()
     keras.config.set_dtype_policy("bfloat16")
     try:
-        other = InThread(lambda: (NumberedOn().name, keras.config.dtype_policy().name)).result()
+        other = InThread(lambda: (NumberedOn().name, keras.config.dtype_policy().name), name="counting").result()
     finally:
         keras.config.set_dtype_policy(policy)
     assert (first, other, NumberedOn().name) == ("numbered_on", ("numbered_on_1", "bfloat16"), "numbered_on_2")
 
 
 def test_its_error_is_raised_by_result():
-    work = InThread(lambda: 1 // 0)
+    work = InThread(lambda: 1 // 0, name="dividing")
     with pytest.raises(ZeroDivisionError):
         work.result()
+
+
+def test_a_thread_has_the_name_that_its_user_gives():
+    assert InThread(lambda: threading.current_thread().name, name="reading").result() == "reading"
