@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -50,19 +50,6 @@ def check_kind(argument: str, value: Any, kind: Any, expected: str) -> None:
     """Raise `UsageError` unless an argument is of a kind."""
     if not isinstance(value, kind):
         raise UsageError(f"Cannot use {argument}={value!r:.60}: expected {expected}")
-
-
-def device_list(devices: Any) -> tuple[jax.Device, ...] | None:
-    """Return JAX's devices as a tuple; ``None`` stays ``None``.
-
-    Raises:
-        UsageError: When it is something else.
-    """
-    # An empty list is refused: taken for "no devices given", it would mean all of them.
-    found = tuple(devices) if isinstance(devices, Iterable) else ()
-    if devices is None or (found and all(isinstance(device, jax.Device) for device in found)):
-        return found or None
-    raise UsageError(f"Cannot use devices={devices!r:.60}: expected a list of devices such as jax.devices()[:4]")
 
 
 def patterns(ignore: Sequence[str]) -> tuple[str, ...]:

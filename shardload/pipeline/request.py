@@ -11,7 +11,7 @@ from shardload.hub import fidelity
 from shardload.mapping import Items
 from shardload.pipeline import arguments
 from shardload.progress import ProgressLike, as_progress
-from shardload.sharding.devices import has_mesh, mesh_of
+from shardload.sharding.devices import device_list, has_mesh, mesh_of
 from shardload.sharding.planned_mesh import planned_mesh
 from shardload.typing import DTypeLike, LayoutLike, MeshLike, PathLike
 from shardload.units import UNIT_NEEDED
@@ -136,7 +136,7 @@ class LoadRequest:
             dtype=dtype,
             host_memory_bytes=host_memory_bytes,
             device_memory_bytes=device_memory_bytes,
-            devices=arguments.device_list(self.devices),
+            devices=device_list(self.devices),
             progress=as_progress(self.progress),
             ignore=arguments.patterns(self.ignore),
             ignore_config=fidelity.check_names(self.ignore_config),

@@ -8,7 +8,7 @@ location of a model.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardload.errors import MeshError
+from shardload.errors import MeshError, UsageError
 from shardload.sharding.mesh import DEFAULT_AXES, MeshSpec
 from shardload.typing import MeshLike
 
@@ -93,20 +93,39 @@ def resolve_devices(
 
     Raises:
         MeshError: When there are fewer devices than positions, or JAX cannot start on the requested platform.
+        UsageError: When ``devices`` are not JAX's devices.
     """
-    mesh = mesh_of(mesh)
+    mesh, devices = mesh_of(mesh), device_list(devices)
     if mesh is None:
-        found = tuple(devices or available())
+        found = available() if devices is None else devices
         return MeshDevices(MeshSpec(DEFAULT_AXES, (1, len(found))), found)
     spec = mesh_spec(mesh, axes=axes)
     if devices is not None:
-        return MeshDevices(spec, tuple(devices))
+        return MeshDevices(spec, devices)
     if isinstance(mesh, jax.sharding.Mesh):
         return MeshDevices(spec, tuple(mesh.devices.flat))
     # Keras names devices as text ("cpu:0"); its `backend_mesh` has the `jax.Device`s.
     if hasattr(mesh, "backend_mesh"):
         return MeshDevices(spec, tuple(mesh.backend_mesh.devices.flat))
     return MeshDevices(spec, _first_devices(spec))
+
+
+def device_list(devices: Any) -> tuple[jax.Device, ...] | None:
+    """Return JAX's devices as a tuple; ``None`` stays ``None``.
+
+    Args:
+        devices: A sequence, or an array of any shape in row-major order.
+
+    Raises:
+        UsageError: When it is something else, or empty.
+    """
+    if devices is None:
+        return None
+    flat = devices.flat if isinstance(devices, np.ndarray) else devices
+    found = tuple(flat) if isinstance(flat, Iterable) else ()
+    if not found or not all(isinstance(device, jax.Device) for device in found):
+        raise UsageError(f"Cannot use devices={devices!r:.60}: expected a list of devices such as jax.devices()[:4]")
+    return found
 
 
 def _first_devices(spec: MeshSpec) -> tuple[Any, ...]:
@@ -175,7 +194,7 @@ def local_positions(devices: MeshDevices) -> tuple[int, ...]:
 def named_devices(mesh: Any, devices: Sequence[Any] | None) -> tuple[Any, ...] | None:
     """Return the devices a caller passed explicitly, ``None`` if only a size was given; does not start JAX."""
     if devices is not None:
-        return tuple(devices)
+        return device_list(devices)
     mesh = mesh_of(mesh)
     if isinstance(mesh, jax.sharding.Mesh):
         return tuple(mesh.devices.flat)
