@@ -36,7 +36,7 @@ class AttributeSnapshot:
         for name, value in self.attributes.items():
             if current.get(name, self) is not value:
                 current[name] = value
+        # Without comparing first: equality of NumPy arrays is not one truth value.
         for container, content in self.contents:
-            if container != content:
-                container.clear()
-                container.extend(content) if isinstance(container, list) else container.update(content)
+            container.clear()
+            container.extend(content) if isinstance(container, list) else container.update(content)

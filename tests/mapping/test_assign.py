@@ -164,6 +164,33 @@ def test_atomic_undoes_attributes_when_a_hook_fails_late(manifest, monkeypatch):
     assert not hasattr(target.layers[2], "loaded")
 
 
+class Remembering(layers.Dense):
+    """Keeps arrays in containers that Keras does not track, and replaces them when it is loaded."""
+
+    def build(self, shape):
+        super().build(shape)
+        for name, value in [("listed", [np.zeros(2)]), ("named", {"a": np.zeros(2)})]:
+            object.__setattr__(self, name, value)
+
+    def load_own_variables(self, store):
+        super().load_own_variables(store)
+        self.listed[0], self.named["a"] = np.ones(2), np.ones(2)
+
+
+def test_arrays_in_plain_containers_are_replaced_by_a_load_and_put_back_by_an_abort(tmp_path):
+    inputs = keras.Input((8,))
+    target = keras.Model(inputs, Remembering(8)(inputs))
+    target.save_weights(tmp_path / "m.weights.h5")
+    layer, kept = target.layers[1], (target.layers[1].listed[0], target.layers[1].named["a"])
+    loading, ready = start(target, open_manifest(tmp_path / "m.weights.h5"), atomic=True)
+    assert layer.listed[0] is kept[0] and layer.named["a"] is kept[1]
+    for name, array in ready.items():
+        loading.ready(name, array)
+    assert layer.listed[0].all() and layer.named["a"].all()
+    loading.abort()
+    assert layer.listed[0] is kept[0] and layer.named["a"] is kept[1]
+
+
 def test_a_second_load_and_training_work(manifest):
     target = model()
     for _ in range(2):
