@@ -156,14 +156,14 @@ def _attention_scalar(base: Config, *, largest_layers: int) -> int:
 
 def _llama(values: Values) -> Config:
     """Build the configuration of Llama, Mistral or Mixtral; GGUF tells them apart only by keys that one of them has."""
-    base = _base(values, "llama", "LlamaForCausalLM")
+    base = _with_llama3_scaling(values, _base(values, "llama", "LlamaForCausalLM"))
     if values.number("expert_count", 0):
         return _mixtral(values, base)
     window = values.number("attention.sliding_window", None)
     # Of the two, only Mistral has a window, or (Nemo) heads that do not add up to the hidden size.
     if window is not None or base["head_dim"] * base["num_attention_heads"] != base["hidden_size"]:
         return base | {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": window}
-    return base | {"rope_scaling": _llama3_scaling(values, base) or base["rope_scaling"]}
+    return base
 
 
 def _mixtral(values: Values, base: Config) -> Config:
@@ -174,6 +174,11 @@ def _mixtral(values: Values, base: Config) -> Config:
         "num_experts_per_tok": values.count("expert_used_count"),
         "sliding_window": values.number("attention.sliding_window", None),
     }
+
+
+def _with_llama3_scaling(values: Values, base: Config) -> Config:
+    """Add Llama 3's scaling to a configuration; a model whose KerasHub class has none is refused when it is built."""
+    return base | {"rope_scaling": _llama3_scaling(values, base) or base["rope_scaling"]}
 
 
 def _llama3_scaling(values: Values, base: Config) -> Config | None:
@@ -225,7 +230,8 @@ def _qwen3(values: Values) -> Config:
 
 def _smollm3(values: Values) -> Config:
     """Build the configuration; that every fourth layer has no rotary positions is known to llama.cpp, not to GGUF."""
-    return _base(values, "smollm3", "SmolLM3ForCausalLM") | {"no_rope_layer_interval": 4, "use_sliding_window": False}
+    base = _with_llama3_scaling(values, _base(values, "smollm3", "SmolLM3ForCausalLM"))
+    return base | {"no_rope_layer_interval": 4, "use_sliding_window": False}
 
 
 def _qwen2_moe(values: Values) -> Config:

@@ -9,6 +9,7 @@ import keras_hub
 import numpy as np
 import pytest
 import small_folders
+from checkpoints import write_gguf
 from gguf import GGUFWriter
 from keras_hub.src.models.llama.llama_rotary_embedding import LlamaRotaryEmbedding
 from safetensors.numpy import load_file, save_file
@@ -20,7 +21,8 @@ from shardload.hub import built as built_layers
 from shardload.hub import families, fidelity, fields, kerashub, preset_files, rope
 from shardload.hub.config_defaults import completed
 from shardload.hub.config_forms import read_config
-from shardload.loaders import gguf_models
+from shardload.loaders import gguf_models, open_manifest
+from shardload.loaders.gguf_config import llama3_factors
 from shardload.loaders.gguf_header import read_header
 from shardload.manifest import Extent, Manifest, Tensor
 from shardload.stores.local import located
@@ -532,3 +534,19 @@ def test_gguf_with_linear_positions_gets_them(tmp_path):
         model = kerashub.build_model(with_layers(Manifest(located("m.gguf"), "gguf", {}, {}, config)), task=False)
     assert model.rope_scaling_factor == 4.0
     assert not fidelity.notes_of(model, Manifest(located("m.gguf"), "gguf", {}, {}, config))
+
+
+def test_gguf_with_llama_3_s_positions_in_another_model_is_refused(tmp_path):
+    """As llama.cpp writes a Llama 3.1 whose heads do not add up to the hidden size, such as Minitron."""
+    scaling = {**LLAMA3, "original_max_position_embeddings": 8192}
+    factors = llama3_factors(scaling, theta=5e5, head_dim=16).astype(np.float32)
+    described = lambda w: (w.add_key_length(16), w.add_context_length(64))  # noqa: E731
+    path = write_gguf(tmp_path / "m.gguf", {"rope_freqs.weight": factors}, hidden=64, theta=5e5, extra=described)
+    found = open_manifest(path)
+    manifest = with_layers(Manifest(located("m.gguf"), "gguf", {}, {}, found.config))
+    ways_out = r"rope_scaling is .* llama3 with factor 8\.0.*ignore_config=\('rope_scaling',\)"
+    with pytest.raises(UnsupportedError, match=ways_out), shardload.abstract():
+        kerashub.build_model(manifest, task=False)
+    with shardload.abstract():
+        model = kerashub.build_model(manifest, task=False, ignore_config=("rope_scaling",))
+    assert "rope_scaling ignored" in " ".join(fidelity.notes_of(model, manifest))

@@ -144,6 +144,25 @@ def test_llama3_rope_scaling_is_recovered(tmp_path):
         open_manifest(path)
 
 
+STRETCHED = {
+    "mistral, by its window": ("mistral", {"extra": lambda w: w.add_sliding_window(4096)}),
+    "mistral, by its heads": ("mistral", {"extra": lambda w: w.add_key_length(16), "hidden": 64}),
+    "mixtral": ("mixtral", {"extra": lambda w: (w.add_expert_count(4), w.add_expert_used_count(2))}),
+    "smollm3": ("smollm3", {"arch": "smollm3"}),
+}
+
+
+@pytest.mark.parametrize("name", STRETCHED)
+def test_llama3_rope_scaling_of_other_models_is_in_their_configuration(tmp_path, name):
+    """KerasHub's classes have no such positions, so the build refuses it: it must not get lost here."""
+    kind, options = STRETCHED[name]
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    factors = llama3_factors(scaling, theta=500000.0, head_dim=16).astype(np.float32)
+    path = write_gguf(tmp_path / "x.gguf", {"rope_freqs.weight": factors}, theta=500000.0, **options)
+    found = open_manifest(path).config
+    assert (found["model_type"], found["rope_scaling"]) == (kind, {"rope_type": "llama3", **scaling})
+
+
 def test_mistral_is_told_by_what_only_it_has(tmp_path):
     assert open_manifest(write_gguf(tmp_path / "x.gguf", {})).config["model_type"] == "llama"
     path = write_gguf(tmp_path / "x.gguf", {}, extra=lambda w: w.add_sliding_window(4096))
