@@ -7,6 +7,7 @@ of rows at a time. See `gguf_header` (the bytes), `gguf_parts` (split files), `g
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +67,7 @@ def open_file(path: Location) -> Manifest:
     first, header = read_model(path)
     name = str(first)
     known = models.architecture(header, name)
-    config = models.config(header, name, rope_factors=_rope_factors(header))
+    config = models.config(header, name, rope_factors=_rope_factors(header, known.rope_factors))
     # Only permutations need the numbers of heads. Gemma 4's differ by layer, so they are not read for every model.
     heads, kv_heads = head_counts(header, name) if known.undone else (1, 1)
     require_package(header.tensors, name)
@@ -161,11 +162,11 @@ def _check_shape(info: TensorInfo, undo: Undo, heads: int) -> None:
         )
 
 
-def _rope_factors(header: GgufHeader) -> dict[str, tuple[float, ...]]:
+def _rope_factors(header: GgufHeader, names: Collection[str]) -> dict[str, tuple[float, ...]]:
     """Read the factors of rotary positions: configuration stored as tiny tensors, the only ones read while opening."""
     found = {}
     for info in header.tensors:
-        if info.name not in models.ROPE_FACTORS:
+        if info.name not in names:
             continue
         if info.kind.name != "F32" or info.nbytes > MAX_ROPE_BYTES:
             raise SourceError(

@@ -110,10 +110,9 @@ def _gemma4(values: Values) -> Config:
     shared = values.each("attention.head_count_kv", layers)
     full = next((i for i, one in enumerate(slides) if not one), layers - 1)
     sliding = next((i for i, one in enumerate(slides) if one), 0)
-    width, factors = values.count("attention.key_length"), values.rope_factors.get("rope_freqs", ())
+    width = values.count("attention.key_length")
     turned = {"rope_type": "proportional", "rope_theta": values.number("rope.freq_base", 1e6)}
-    # The factor is 1 for a pair of elements that is rotated, and 1e30 for one that is not.
-    turned |= {"partial_rotary_factor": 2 * sum(one == 1 for one in factors) / width if factors else 1.0}
+    turned |= {"partial_rotary_factor": _rotated_part(values, width)}
     local = {"rope_type": "default", "rope_theta": values.number("rope.freq_base_swa", 1e4)}
     experts = values.number("expert_count", 0)
     return _model(values, "gemma4_text", "Gemma4ForCausalLM") | {
@@ -145,6 +144,22 @@ def _gemma4(values: Values) -> Config:
         "moe_intermediate_size": values.number("expert_feed_forward_length", None),
         "tie_word_embeddings": True,
     }
+
+
+def _rotated_part(values: Values, width: int) -> float:
+    """Return which part of a head rotates: the factor is 1 for a pair of elements that does, else 1e30."""
+    factors = values.rope_factors.get("rope_freqs", ())
+    if not factors:
+        return 1.0
+    rotated = factors.count(1.0)
+    in_order = factors[:rotated] == (1.0,) * rotated and all(one > 1e29 for one in factors[rotated:])
+    if 2 * len(factors) != width or not in_order:
+        raise UnsupportedError(
+            f"{values.path}: 'rope_freqs.weight' should have {width // 2} numbers, 1 for the first pairs of a head and "
+            f"1e30 for the others, but has {len(factors)}: {str(factors)[:80]}. Load the safetensors of this model "
+            "instead"
+        )
+    return 2 * rotated / width
 
 
 def _attention_scalar(base: Config, *, largest_layers: int) -> int:
@@ -296,12 +311,19 @@ def _phi3(values: Values) -> Config:
         "original_max_position_embeddings": original,
         "partial_rotary_factor": turned / base["head_dim"],
     }
-    if "rope_factors_short" in values.rope_factors:
-        factors = {
-            f"{which}_factor": values.rope_factors.get(f"rope_factors_{which}", ()) for which in ("short", "long")
-        }
-        found["rope_scaling"] = {"rope_type": "longrope"} | {key: list(map(shortest, f)) for key, f in factors.items()}
-    return found
+    return found | ({"rope_scaling": _longrope(values)} if values.rope_factors else {})
+
+
+def _longrope(values: Values) -> Config:
+    """Return the scaling of a Phi-3 model for long texts: one list of factors for short texts, one for long texts."""
+    lists = {which: values.rope_factors.get(f"rope_factors_{which}") for which in ("short", "long")}
+    found = {f"{which}_factor": list(map(shortest, factors)) for which, factors in lists.items() if factors}
+    if len(found) != 2:
+        raise SourceError(
+            f"{values.path} should contain 'rope_factors_short.weight' and 'rope_factors_long.weight', but contains "
+            "only one of them. Download the file again"
+        )
+    return {"rope_type": "longrope"} | found
 
 
 def _bloom(values: Values) -> Config:

@@ -151,8 +151,8 @@ _GPT_OSS = {
 }
 _FUSED = frozenset({"ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"})
 """GPT-OSS' experts, which `gguf_experts` names."""
-ROPE_FACTORS = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
-"""Factors of rotary positions: part of the configuration, not learnt."""
+_ROPE_FREQS = frozenset({"rope_freqs.weight"})
+_LONG_ROPE = frozenset({"rope_factors_long.weight", "rope_factors_short.weight"})
 _DISTILBERT_TOP = {name: hf for name, hf in _BERT_TOP.items() if name != "token_types"}
 _DISTILBERT = {
     "attn_q": "attention.q_lin",
@@ -182,6 +182,8 @@ class GgufArchitecture:
     undone: Mapping[str, Undo] = field(default_factory=dict)
     """GGUF part of a block → what the converter to GGUF did to it."""
     norms_plus_one: bool = False
+    rope_factors: frozenset[str] = frozenset()
+    """Tensors with factors of rotary positions, which `gguf_config` reads: part of the configuration, not learnt."""
     fuses_experts: bool = False
     """Whether `gguf_experts` makes the tensors of experts."""
 
@@ -191,7 +193,7 @@ class GgufArchitecture:
         Raises:
             UnsupportedError: When the architecture has no such tensor.
         """
-        if name in ROPE_FACTORS:
+        if name in self.rope_factors:
             return None
         stem, _, suffix = name.rpartition(".")
         # Six digits at most: a hostile name must not reach int(), which raises for thousands of digits.
@@ -292,16 +294,16 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
     "gemma": GgufArchitecture(_BLOCK, norms_plus_one=True),
     "gemma2": GgufArchitecture(_SANDWICH, norms_plus_one=True),
     "gemma3": GgufArchitecture(_SANDWICH, norms_plus_one=True),
-    "gemma4": GgufArchitecture(_GEMMA4, _GEMMA4_TOP),
-    "llama": GgufArchitecture(_BLOCK | _MIXTRAL, undone=_PERMUTED),
-    "smollm3": GgufArchitecture(_BLOCK, undone=_PERMUTED),
+    "gemma4": GgufArchitecture(_GEMMA4, _GEMMA4_TOP, rope_factors=_ROPE_FREQS),
+    "llama": GgufArchitecture(_BLOCK | _MIXTRAL, undone=_PERMUTED, rope_factors=_ROPE_FREQS),
+    "smollm3": GgufArchitecture(_BLOCK, undone=_PERMUTED, rope_factors=_ROPE_FREQS),
     "qwen2": GgufArchitecture(_BLOCK),
     "qwen2moe": GgufArchitecture(_BLOCK | _EXPERTS | _SHARED_EXPERT),
     "qwen3": GgufArchitecture(_BLOCK),
     "qwen3moe": GgufArchitecture(_BLOCK | _EXPERTS),
     "gpt-oss": GgufArchitecture(_GPT_OSS, fuses_experts=True),
     "gpt2": GgufArchitecture(_GPT2, _GPT2_TOP, "transformer.h", _CONV1D),
-    "phi3": GgufArchitecture(_PHI3),
+    "phi3": GgufArchitecture(_PHI3, rope_factors=_LONG_ROPE),
     "bloom": GgufArchitecture(_BLOOM, _BLOOM_TOP, "transformer.h", {"attn_qkv": Undo.UNFUSE}),
     "gemma-embedding": GgufArchitecture(_SANDWICH, norms_plus_one=True),
     "bert": GgufArchitecture(_BERT, _BERT_TOP, "encoder.layer"),

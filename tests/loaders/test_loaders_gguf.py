@@ -163,6 +163,49 @@ def test_llama3_rope_scaling_of_other_models_is_in_their_configuration(tmp_path,
     assert (found["model_type"], found["rope_scaling"]) == (kind, {"rope_type": "llama3", **scaling})
 
 
+def of_gemma4(writer):
+    writer.add_key_length(8)
+    writer.add_array("gemma4.attention.sliding_window_pattern", [True])
+
+
+ONES, BIG = np.ones(4, np.float32), np.full(4, 1e30, np.float32)
+UNUSED_FACTORS = {
+    "qwen2": ({"arch": "qwen2"}, {"rope_freqs": ONES}, "'rope_freqs.weight' has no counterpart"),
+    "gpt-oss": ({"arch": "gpt-oss"}, {"rope_freqs": ONES}, "'rope_freqs.weight' has no counterpart"),
+    "llama, of Phi-3": ({}, {"rope_factors_short": ONES, "rope_factors_long": ONES}, "has no counterpart"),
+    "phi3, of Llama": ({"arch": "phi3"}, {"rope_freqs": ONES}, "'rope_freqs.weight' has no counterpart"),
+    "phi3, short only": ({"arch": "phi3"}, {"rope_factors_short": ONES}, "contains only one of them"),
+    "phi3, long only": ({"arch": "phi3"}, {"rope_factors_long": ONES}, "contains only one of them"),
+    "gemma4, other factors": ({"arch": "gemma4"}, {"rope_freqs": ONES * 8}, "1 for the first pairs"),
+    "gemma4, other order": ({"arch": "gemma4"}, {"rope_freqs": np.r_[BIG[:2], ONES[:2]]}, "1 for the first pairs"),
+    "gemma4, other size": ({"arch": "gemma4"}, {"rope_freqs": ONES[:2]}, "4 numbers"),
+}
+
+
+@pytest.mark.parametrize("name", UNUSED_FACTORS)
+def test_rotary_factors_that_a_model_does_not_use_are_refused(tmp_path, name):
+    options, factors, message = UNUSED_FACTORS[name]
+
+    def extra(writer):
+        writer.add_context_length(64)
+        experts(writer)
+        writer.add_sliding_window(4)
+        if options.get("arch") == "gemma4":
+            of_gemma4(writer)
+
+    tensors = {f"{key}.weight": value for key, value in factors.items()}
+    path = write_gguf(tmp_path / "x.gguf", tensors, kv_heads=1, hidden=16, extra=extra, **options)
+    with pytest.raises(SourceError if "only" in name else UnsupportedError, match=message):
+        open_manifest(path)
+
+
+def test_rotary_factors_of_gemma_4(tmp_path):
+    factors = {"rope_freqs.weight": np.r_[ONES[:1], BIG[:3]]}
+    path = write_gguf(tmp_path / "x.gguf", factors, arch="gemma4", kv_heads=1, hidden=16, extra=of_gemma4)
+    rotation = open_manifest(path).config["rope_parameters"]["full_attention"]
+    assert rotation["partial_rotary_factor"] == 0.25
+
+
 def test_mistral_is_told_by_what_only_it_has(tmp_path):
     assert open_manifest(write_gguf(tmp_path / "x.gguf", {})).config["model_type"] == "llama"
     path = write_gguf(tmp_path / "x.gguf", {}, extra=lambda w: w.add_sliding_window(4096))
