@@ -20,7 +20,7 @@ from typing import Any
 from shardload.errors import SourceError, SourceNotFoundError, UnsupportedError
 from shardload.loaders.extents import collect
 from shardload.loaders.folder import listing, member
-from shardload.loaders.orbax_tree import TREE, SavedLeaf, read_random_keys, read_strings, read_tree
+from shardload.loaders.orbax_tree import TREE, SavedLeaf, read_strings, read_tree
 from shardload.loaders.registry import FormatSpec
 from shardload.loaders.zarr_store import Arrays
 from shardload.manifest import Manifest, Tensor
@@ -129,8 +129,6 @@ def _metadata(
     own = step / "shardload"
     digests = member(own, "digests.json", named_by=str(own))
     structure = member(own, "structure.json", named_by=str(own))
-    by_stored_name = {leaf.stored_name: leaf.name for leaf in leaves}
-    random_keys = read_random_keys(item)
     return {
         "step": int(step.name) if _is_number(step.name) else None,
         "item": str(item),
@@ -139,7 +137,6 @@ def _metadata(
         "tree": tensors,
         "strings": read_strings(item),
         "left_out": {leaf.name: leaf.kind for leaf in leaves if leaf.name not in tensors},
-        "random_keys": {by_stored_name.get(name, name): kind for name, kind in random_keys.items()},
     }
 
 

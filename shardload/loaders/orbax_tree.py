@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +18,6 @@ TREE = "_METADATA"
 _STRINGS = "_strings.json"
 _EMPTY = frozenset({"None", "Dict", "List", "Tuple", "NamedTuple"})
 _ARRAYS = frozenset({"jax.Array", "np.ndarray", "scalar"})
-_MAX_PROCESS_FILES = 64
-"""Each process describes its own arrays; a random key is replicated, so any process's description is enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,25 +95,3 @@ def read_strings(item: Location) -> dict[str, Any]:
     """
     path = member(item, _STRINGS, named_by=str(item))
     return read_object(path) if path.exists() else {}
-
-
-def read_random_keys(item: Location) -> dict[str, str]:
-    """Map the stored name of each array of ``jax.random`` key data to its implementation (``threefry2x32``).
-
-    Raises:
-        SourceError: When the files with this information are damaged.
-    """
-    folder = member(item, "array_metadatas", named_by=str(item))
-    if not folder.is_folder():
-        return {}
-    found: dict[str, str] = {}
-    for name in folder.names()[:_MAX_PROCESS_FILES]:
-        path = member(folder, name, named_by=str(folder))
-        listed = read_object(path).get("array_metadatas")
-        for entry in listed if isinstance(listed, list) else []:
-            facts = entry.get("array_metadata") if isinstance(entry, Mapping) else None
-            facts = facts if isinstance(facts, Mapping) else {}
-            extra = facts.get("ext_metadata")
-            if isinstance(extra, Mapping) and isinstance(extra.get("random_key_impl"), str):
-                found[str(facts.get("param_name"))] = extra["random_key_impl"]
-    return found
