@@ -183,6 +183,8 @@ class Manifest:
     """The checkpoint's own description of the model (``config.json`` content); empty if it has none."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Further header entries: safetensors ``__metadata__``, GGUF key-values, Keras versions."""
+    notes: tuple[str, ...] = ()
+    """What its files contain and a load leaves out, for reports."""
 
     def __repr__(self) -> str:
         return (

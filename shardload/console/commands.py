@@ -186,6 +186,8 @@ def inspect(
         if json:
             out.json(listing.as_json(manifest, match=match))
         else:
+            for note in manifest.notes:
+                streams.note(note)
             out.text(listing.as_text(manifest, match=match))
 
 

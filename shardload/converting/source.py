@@ -119,6 +119,7 @@ def open_source(path: str, *, dtype: str | None = None, ignore_config: Sequence[
     made = [*made_now(rest)]
     values |= {id(v.variable): v for v in made}
     notes = (
+        *manifest.notes,
         *fidelity.notes_of(model, manifest),
         *quantised.accepted(manifest, mapping.bindings, ignore=fidelity.check_names(ignore_config)),
         *companions.notes,

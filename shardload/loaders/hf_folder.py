@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 from shardload.errors import SourceError, SourceNotFoundError, UnsupportedError
@@ -66,7 +67,7 @@ def open_bare(folder: Location, *, format: str = "safetensors", config: Mapping[
             )
     else:
         found = safetensors.open_file(member(folder, _only_file(folder, names), named_by=str(folder)))
-    return Manifest(folder, format, found.tensors, found.files, config or {}, found.metadata)
+    return replace(found, location=folder, format=format, config=config or {})
 
 
 def open_index(index: Location) -> Manifest:
@@ -80,10 +81,8 @@ def open_index(index: Location) -> Manifest:
     metadata: dict[str, Any] = {}
     for header in headers.values():
         metadata |= header.metadata
-    if stray := [f"{shard}: {name}" for shard in stored for name in stored[shard] if weight_map.get(name) != shard]:
-        # Not loaded, but visible: the index alone says which tensors belong to the checkpoint.
-        metadata["not_in_index"] = stray
-    return Manifest(index, "safetensors", collect(tensors, files=sizes), sizes, metadata=metadata)
+    notes = _unlisted(stored, weight_map, index)
+    return Manifest(index, "safetensors", collect(tensors, files=sizes), sizes, metadata=metadata, notes=notes)
 
 
 def folder_of(file: Location) -> Location | None:
@@ -125,6 +124,19 @@ def _find(name: str, shard: str, stored: Mapping[str, Mapping[str, Tensor]], ind
         f"{index} lists tensor {name!r} in {shard}, but that file does not contain it; {where}. "
         "Index and shards belong to different checkpoints: download both again"
     )
+
+
+def _unlisted(
+    stored: Mapping[str, Mapping[str, Tensor]], weight_map: Mapping[str, str], index: Location
+) -> tuple[str, ...]:
+    """Describe the tensors that are not loaded: the index alone says which ones belong to the checkpoint."""
+    found = [(name, shard) for shard in stored for name in stored[shard] if weight_map.get(name) != shard]
+    if not found:
+        return ()
+    name, shard = found[0]
+    n = len(found)
+    what, example = ("1 unlisted tensor", "") if n == 1 else (f"{n} unlisted tensors", ", for example")
+    return (f"left out {what}: {index.name} does not assign {name[:200]!r} to {shard}{example}",)
 
 
 def _only_file(folder: Location, names: list[str]) -> str:

@@ -71,7 +71,8 @@ def open_source(
     source = location_of(source) or source
     if isinstance(source, Location):
         folder = folder_of(source, format=format) if described else None
-        return OpenedSource(open_manifest(folder or source, format=format), None, ())
+        manifest = open_manifest(folder or source, format=format)
+        return OpenedSource(manifest, None, manifest.notes)
     # 2. A training step in an object store.
     if is_url(source):
         found, manifest = open_remote(str(source), format=format)
@@ -162,7 +163,7 @@ def _states_dtype(config: Mapping[str, Any]) -> bool:
 
 def _noted(found: Resolved, manifest: Manifest, checker: Checker | None, *, verify: bool) -> OpenedSource:
     unverified = verify and spec_of(manifest).is_step and checker is None
-    notes = (found.note, _UNVERIFIED if unverified else "")
+    notes = (found.note, _UNVERIFIED if unverified else "", *manifest.notes)
     return OpenedSource(manifest, checker, tuple(note for note in notes if note))
 
 

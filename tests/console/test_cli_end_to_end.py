@@ -161,6 +161,20 @@ def test_a_damaged_checkpoint_is_one_paragraph(cli, tmp_path):
         assert str(path) in done.error
 
 
+def test_inspect_notes_a_tensor_that_the_index_does_not_list(cli, tmp_path):
+    one_tensor(tmp_path / "a.safetensors", "a")
+    one_tensor(tmp_path / "b.safetensors", "b")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "a.safetensors", "b": "b.safetensors"}}))
+    assert "note:" not in cli("inspect", str(index)).stderr
+    header = {name: {"dtype": "F32", "shape": [1], "data_offsets": [4 * i, 4 * i + 4]} for i, name in enumerate("bc")}
+    raw = json.dumps(header).encode()
+    (tmp_path / "b.safetensors").write_bytes(len(raw).to_bytes(8, "little") + raw + bytes(8))
+    done = cli("inspect", str(index))
+    assert done.stderr == f"note: left out 1 unlisted tensor: {index.name} does not assign 'c' to b.safetensors\n"
+    assert "2 tensors" in done.stdout
+
+
 def test_a_tensor_name_cannot_drive_the_terminal(cli, tmp_path):
     path = one_tensor(tmp_path / "model.safetensors", "\x1b]0;title\x07")
     done = cli("inspect", str(path))

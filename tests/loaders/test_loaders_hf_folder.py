@@ -7,6 +7,8 @@ from safetensors.numpy import save_file
 
 from shardload.errors import SourceError, SourceNotFoundError, UnsafeSourceError, UnsupportedError
 from shardload.loaders import open_manifest
+from shardload.resolve.opening import open_source
+from shardload.stores.local import located
 
 A, B = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
@@ -37,6 +39,7 @@ def test_indexed_folder(folder):
     assert manifest.format == "hf-safetensors"
     assert manifest.config["model_type"] == "gemma3_text"
     assert [path.name for path in manifest.files] == [A, B]
+    assert not manifest.notes
     assert_same(manifest, small_arrays())
 
 
@@ -80,7 +83,12 @@ def test_tensors_the_index_leaves_out_are_named(folder):
     write_index(folder, weight_map)
     manifest = open_manifest(folder)
     assert "model.count" not in manifest.tensors
-    assert manifest.metadata["not_in_index"] == [f"{A}: model.count"]
+    assert manifest.notes == (
+        f"left out 1 unlisted tensor: model.safetensors.index.json does not assign 'model.count' to {A}",
+    )
+    assert open_manifest(folder / "model.safetensors.index.json").notes == manifest.notes
+    for source in (folder, located(folder)):
+        assert open_source(source, None).notes == manifest.notes
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../x.safetensors", "a/b.safetensors", "..", "a\\b.safetensors"])
@@ -185,5 +193,6 @@ def test_duplicate_between_shards_keeps_the_indexed_one(folder):
     arrays = small_arrays()
     save_file({n: arrays[n] for n, s in read_index(folder).items() if s == B} | extra, folder / B)
     manifest = open_manifest(folder)
-    assert manifest.metadata["not_in_index"] == [f"{B}: model.count"]
+    (note,) = manifest.notes
+    assert note.endswith(f"does not assign 'model.count' to {B}")
     assert_same(manifest, arrays)

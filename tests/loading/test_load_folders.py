@@ -401,3 +401,15 @@ def test_a_file_that_is_no_part_of_the_folders_checkpoint_stays_a_file(tmp_path)
         shardload.load(folder / "other.safetensors", mesh="1x2")
     with pytest.raises(UnsupportedError, match="no description"):
         shardload.load(folder / WEIGHTS, mesh="1x2", format="safetensors")
+
+
+def test_reports_name_a_tensor_that_the_index_does_not_assign_to_its_shard(tmp_path):
+    folder = edited(tmp_path, "llama")
+    hub_folders.save(folder, load_file(folder / WEIGHTS), 2)
+    (folder / WEIGHTS).unlink()
+    shard = folder / "model-00002-of-00002.safetensors"
+    save_file({**load_file(shard), "left.over": np.ones(3, np.float32)}, shard)
+    left_out = f"left out 1 unlisted tensor: model.safetensors.index.json does not assign 'left.over' to {shard.name}"
+    assert left_out in shardload.plan(folder).notes
+    assert left_out in shardload.report(shardload.load(folder, mesh="1x1")).notes
+    assert left_out in shardload.convert(folder, tmp_path / "preset", to="h5").notes
