@@ -32,18 +32,6 @@ Place = Callable[[Variable, NDArray[Any]], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class AssignResult:
-    """Result of a finished load."""
-
-    streamed: tuple[str, ...]
-    """Variables that contain exactly the arrays given to `Assigner.ready`."""
-    computed: tuple[str, ...]
-    """Variables whose values a layer or converter computed."""
-    moved: tuple[str, ...]
-    """Variables whose buffers differ from those given, because of layer code or another layout."""
-
-
-@dataclass(frozen=True, slots=True)
 class Interrupted:
     """State after a failed load, by variable name."""
 
@@ -83,12 +71,10 @@ class Assigner:
     _before: dict[str, _Before] = field(default_factory=dict)
     _untouched: set[str] = field(default_factory=set)
     _arrays: dict[str, Any] = field(default_factory=dict)
-    _given: dict[str, int] = field(default_factory=dict)
     _waiting: dict[str, Step] = field(default_factory=dict)
     _missing: dict[int, set[str]] = field(default_factory=dict)
     _late: list[Step] = field(default_factory=list)
     _snapshots: list[AttributeSnapshot] = field(default_factory=list)
-    _computed: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.variables.mismatched:
@@ -123,16 +109,14 @@ class Assigner:
         if step is None and not self._is_late(name):
             raise KeyError(f"no binding expects an array named {name!r}")
         self._arrays[name] = array
-        # The id alone: a reference would keep the buffer alive after a layer has replaced it.
-        self._given[name] = id(array)
         if step is not None:
             missing = self._missing[id(step)]
             missing.discard(name)
             if not missing:
                 self._run(step)
 
-    def finish(self, agreed: Callable[[], None] = lambda: None) -> AssignResult:
-        """Run all computing steps, and report on every variable.
+    def finish(self, agreed: Callable[[], None] = lambda: None) -> None:
+        """Run all computing steps, and release the old values.
 
         Args:
             agreed: Called when everything is assigned, while `abort` can still restore old values.
@@ -151,12 +135,7 @@ class Assigner:
         # From here on nothing can be rolled back: release the old values.
         self._late.clear()
         self._snapshots.clear()
-        computed = tuple(dict.fromkeys(self._computed))
-        values = {n: current_value(b.variable) for n, b in self._before.items()}
-        same = tuple(n for n, given in self._given.items() if id(values[n]) == given)
-        moved = tuple(n for n in self._given if n not in same and n not in computed)
         self._before.clear()
-        return AssignResult(tuple(n for n in same if n not in computed), computed, moved)
 
     def abort(self) -> Interrupted:
         """End a failed load: release received arrays, restore old values if ``atomic``, and report."""
@@ -196,9 +175,7 @@ class Assigner:
             return assign(variable, value)  # raises Keras' own error
         # Cast on the host and placed shard by shard: Keras' `assign` would first put the whole value on device 0.
         host = as_keras_casts(np.asarray(value), stored_dtype(variable))
-        name = self._names[id(variable)]
-        self.starting(name)
-        self._computed.append(name)
+        self.starting(self._names[id(variable)])
         return self.assign(variable, self.place(variable, host), assign)
 
     # ---- inside ---------------------------------------------------------------------------------

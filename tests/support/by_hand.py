@@ -64,24 +64,23 @@ def arrays(mapping, manifest):
 
 
 def fill(mapping, manifest, **options):
-    """Load all of it; checks that every streamed variable holds the very buffers it was given."""
+    """Load all of it; checks that every variable that is not computed holds the very buffers it was given."""
     loading = assigner(mapping, manifest, **options)
     given = {}
     for name, array in arrays(mapping, manifest):
         given[name] = pointers(array)
         loading.starting(name)
         loading.ready(name, array)
-    done = loading.finish()
-    assert not done.moved
+    loading.finish()
+    computed = {name for step in mapping.computed for name in step.names}
     for binding in mapping.bindings:
-        if binding.name not in done.computed:
+        if binding.name not in computed:
             assert pointers(current_value(binding.variable)) == given[binding.name]
     for variable in mapping.provided:
         sharding = sharding_of(variable)
         assert sharding is None or current_value(variable).sharding.is_equivalent_to(
             sharding, current_value(variable).ndim
         )
-    return done
 
 
 def pointers(array):
