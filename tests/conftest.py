@@ -2,9 +2,11 @@
 
 import ctypes
 import gc
+import itertools
 import os
 import signal
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 os.environ["KERAS_BACKEND"] = "jax"
@@ -45,10 +47,27 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out what is marked ``full`` but under ``--every-mesh``."""
+    """Leave out what is marked ``full``, and all but a share of what is marked ``sample``, but under --every-mesh."""
     if not config.getoption("--every-mesh"):
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
-        items[:] = [item for item in items if not item.get_closest_marker("full")]
+        left_out = {item for item in items if item.get_closest_marker("full")}
+        cases = defaultdict(itertools.count)
+        for item in items:
+            if item not in left_out and (mark := item.get_closest_marker("sample")):
+                # Among those collected: a case that is asked for alone is the first.
+                left_out |= (
+                    set() if _is_in_sample(next(cases[item.parent.nodeid, item.originalname]), *mark.args) else {item}
+                )
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
+
+
+def _is_in_sample(place, share):
+    """Whether a case is one of those (1 in ``share``) that are run. Each n-th would be in one column of a table."""
+    digits = 0
+    while place:
+        place, digit = divmod(place, share)
+        digits += digit
+    return digits % share == 0
 
 
 _collect = gc.collect

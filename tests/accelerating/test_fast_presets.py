@@ -82,6 +82,7 @@ def write(path, module, name):
     return hub_folders.write(path, name, model)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("module", "name"), FAMILIES)
 def test_a_backbone(module, name, folder_of, monkeypatch):
     if name == "gemma3n":
@@ -235,6 +236,7 @@ SLOW_AND_LIKE_OTHERS = {"blip-2 t5", "swin"}
 """Their backbones take longest; their tasks are what `BY_KERAS` has, and a classifier like those of ViT and DeiT."""
 
 
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "name"),

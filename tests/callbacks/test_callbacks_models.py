@@ -38,6 +38,7 @@ def assert_comes_back(made, folder):
     assert {len(v.value.sharding.device_set) for v in fresh.weights} == {8}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", [k if k != "Gemma" else pytest.param(k, marks=pytest.mark.slow) for k in BUILDERS])
 def test_models_and_ways_to_train(kind, way, tmp_path):

@@ -52,6 +52,7 @@ def files(folder):
     return sorted(name for name in names if not name.startswith(skipped))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("via", [None, "orbax", "safetensors"])
 @pytest.mark.parametrize("name", ["gemma2_9b", "llama3.2_1b", "qwen3_0.6b"])
 def test_a_preset_has_the_tokenizer_that_keras_hub_would_write(name, via, folders, tmp_path):
@@ -176,6 +177,7 @@ def test_a_model_whose_tokenizer_has_no_words_is_a_preset_without_it(folders, tm
 # ---- back to Hugging Face ------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("via", [None, "orbax"])
 @pytest.mark.parametrize("name", ["gemma2_9b", "llama3.2_1b", "qwen3_0.6b"])
 def test_a_preset_s_tokenizer_becomes_hugging_face_s(name, via, folders, tmp_path):

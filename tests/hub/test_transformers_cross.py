@@ -67,6 +67,7 @@ def fixtures(request):
     return of
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 def test_a_folder_loads_as_in_pytorch_or_is_refused_for_the_reason_it_has(case, fixtures, tmp_path):
     expected, fixture = EXPECTED[case.name], fixtures(case)

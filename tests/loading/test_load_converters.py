@@ -47,6 +47,7 @@ def same_as_kerashub(source, cls, *, task, mesh):
     return report
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
 def test_equals_from_preset(name, tmp_path, monkeypatch):

@@ -61,13 +61,13 @@ def keras_tokens(lm, prompts):
 @pytest.mark.parametrize(
     ("family", "mesh"),
     [
-        pytest.param(family, mesh, marks=[] if (i + j) % 2 == 0 else pytest.mark.full)
+        pytest.param(family, mesh, marks=[] if (i - j) % 4 == 0 else pytest.mark.full)
         for i, family in enumerate(FAMILIES)
         for j, mesh in enumerate(MESHES)
     ],
 )
 def test_generates_what_the_unsharded_keras_model_does(saved, family, mesh):
-    """Two families on each mesh; `test_parallel_forward` computes with every family on others."""
+    """A family on each mesh; `test_parallel_forward` computes with every family on others."""
     folder, one, eight = saved(family)
     model = shardload.load(str(folder), mesh=mesh)
     assert generate_ids(model, PROMPTS[:1], max_new_tokens=NEW_TOKENS) == one

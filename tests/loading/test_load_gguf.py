@@ -36,6 +36,7 @@ def described(backbone):
     return {k: v for k, v in backbone.get_config().items() if k not in {"name", "dtype", "trainable"}}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("model_type", "kind", "dtype"), WITH_DTYPES)
 def test_gguf_equals_keras_hub_from_preset(model_type, kind, dtype, tmp_path, meshes):
     file, folder = gguf_pairs.write(tmp_path, model_type, kind)

@@ -50,6 +50,7 @@ def test_every_architecture_is_crossed_and_in_the_documentation():
     assert [name.strip("`") for names, _ in rows[1:] for name in names.split(", ")] == list(ARCHITECTURES)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", [name for names in CASES.values() for name in names])
 def test_a_file_loads_as_its_folder_and_answers_as_pytorch(name, tmp_path):
     fixture = folders.read_family(name.partition(", ")[0])[name]

@@ -40,6 +40,7 @@ def pair(tmp_path, model_type, stored="float32", *, files=1, **options):
     return model, hub_folders.reference(tmp_path / "hf", reference, model_type), found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", EVERY)
 def test_equals_kerashub(model_type, tmp_path):

@@ -56,6 +56,7 @@ def test_every_model_agrees_on_every_mesh(name, mesh):
     checked(name, mesh)[2].raise_if_wrong()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "mesh"), [(name, "2x4") for name in LAYOUT_MODELS][::3] + FULL)
 def test_five_training_steps_agree(name, mesh):

@@ -166,6 +166,7 @@ def test_arguments_are_the_planned_bytes_and_no_weight_is_gathered(name):
     assert all(c.nbytes < largest for c in step.collectives if c.kind == "all-gather")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUT_MODELS)
 def test_every_model_compiles_for_training(name):

@@ -20,6 +20,7 @@ def test_model_is_built_without_values_and_gets_a_layout_on_every_mesh(name):
     assert any(choice.sharded for choice in choices if choice.mesh.sizes != (8, 1))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUT_MODELS)
 def test_a_training_step_lowers_the_loss_of_the_batch(name):

@@ -85,6 +85,7 @@ def test_gemma2_computes_the_same(mesh):
     check("gemma2", mesh)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(models.BUILDERS.keys() - {"gemma2", "llama"}))
 def test_every_family_computes_the_same(name):

@@ -93,6 +93,7 @@ def assert_bounded(model, report, sampling, *, block):
     assert report.host_bytes.peak_staging <= 1.1 * report.host_bytes.budget
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", [BUDGET, READ_ONCE_BUDGET])
 @pytest.mark.parametrize("title", LAYOUTS)

@@ -1,6 +1,6 @@
 """What all fuzz tests share: how many cases, what opening a file may cost, and how bytes get damaged.
 
-Each format meets 500 cases in `make check`, 100 in the fast tests and 20,000 at night; ``SHARDLOAD_FUZZ_CASES=50000``
+Each format meets 300 cases in `make check`, 100 in the fast tests and 20,000 at night; ``SHARDLOAD_FUZZ_CASES=50000``
 asks for more.
 Cases are the same every time.
 """
@@ -26,7 +26,7 @@ from shardload.loaders import open_manifest
 from shardload.manifest import Extent
 
 FAST_CASES = 100
-FULL_CASES = int(os.environ.get("SHARDLOAD_FUZZ_CASES", "500"))
+FULL_CASES = int(os.environ.get("SHARDLOAD_FUZZ_CASES", "300"))
 PEAK_FLOOR_BYTES = 64 << 10
 """A traceback with its frames, a few dozen objects of the manifest itself; 16 KiB in most cases."""
 RESIDENT_FLOOR_BYTES = 1 << 20
