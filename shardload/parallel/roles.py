@@ -33,6 +33,8 @@ from shardload.parallel.role import MATRICES, Dim, Follows, Role, Wants
 
 LARGE_BYTES = 1 << 20
 """Smallest vector worth splitting, and smallest replicated variable worth reporting."""
+_CONVOLUTIONS = ("BaseConv", "BaseConvTranspose", "BaseDepthwiseConv", "BaseSeparableConv", "ConvLSTMCell")
+"""Keras' classes of layers whose kernels slide over a window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +153,8 @@ def _kernels(layer: Any, own: Sequence[Any]) -> list[_Kernel]:
         if kernel is None or len(kernel.shape) != len(equation[1]):
             return []  # packed to fewer dims (int4, GPTQ): the equation no longer describes it
         return [_einsum_kernel(kernel, *equation)]
+    if is_kind(layer, *_CONVOLUTIONS):
+        return []  # over one dim, a kernel has three dims as well: window, inputs, outputs
     # Experts of a mixture, as every KerasHub model stacks them: (expert, input, output).
     return [_Kernel(v, "eio", (1,), (2,)) for v in own if len(v.shape) == 3]
 

@@ -60,6 +60,13 @@ def test_positions_are_replicated():
     assert (table.rule, table.layout.is_replicated, table.fallback) == ("positions", True, None)
 
 
+@pytest.mark.parametrize("dims", [1, 2])
+def test_a_convolution_in_no_pair_is_gathered_before_a_norm(dims):
+    conv = getattr(keras.layers, f"Conv{dims}D")(32, 3, name="conv")
+    model = keras.Sequential([keras.Input((*(8,) * dims, 16)), conv, keras.layers.LayerNormalization()])
+    assert choose(model, MESH).activations(f"{conv.path}/output") == WHOLE
+
+
 def test_batch_norms_are_left_alone():
     inputs = keras.Input((64,))
     y = keras.layers.Dense(64, name="up")(inputs)

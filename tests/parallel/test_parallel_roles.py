@@ -135,6 +135,19 @@ def test_convolutions_go_by_output_channels(layer, expected):
     assert layouts(built(layer, *shape))["kernel"] == expected
 
 
+@pytest.mark.parametrize("name", ["Conv{}D", "Conv{}DTranspose", "DepthwiseConv{}D", "SeparableConv{}D", "ConvLSTM{}D"])
+@pytest.mark.parametrize("mesh", ["1x4", "expert=3,model=2"])  # an expert axis divides the window of 6
+def test_convolutions_over_one_dim_are_split_like_those_over_two(name, mesh):
+    def specs(dims):
+        sizes = {"kernel_size": 6} | ({} if "Depthwise" in name else {"filters": 32})
+        shape = (None, *(8,) * ("LSTM" in name), *(16,) * dims, 256)
+        choice = choose(built(getattr(keras.layers, name.format(dims))(**sizes), *shape), MeshSpec.parse(mesh))
+        return [v.layout.spec for v in choice.variables]
+
+    two = [spec[1:] if len(spec) == 4 else spec for spec in specs(2)]
+    assert specs(1) == two
+
+
 def test_int8_scales_follow_their_kernels():
     dense = built(keras.layers.Dense(256, dtype="int8_from_float32"), None, 64)
     assert layouts(dense) == {"kernel": "(-, model)", "kernel_scale": "(model)", "bias": "(model)"}
