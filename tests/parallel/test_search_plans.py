@@ -13,8 +13,9 @@ import pytest
 from layout_models import LAYOUT_MODELS
 
 import shardload
-from shardload.errors import LayoutError, UsageError, WriteError
+from shardload.errors import DoesNotFitError, LayoutError, UsageError, WriteError
 from shardload.parallel import Hardware, LayoutPlan, choose, search, search_compiled, search_smallest_mesh
+from shardload.parallel.layout_search import searching
 from shardload.sharding.mesh import MeshSpec
 from shardload.units import parse_bytes
 
@@ -86,6 +87,20 @@ def test_a_memory_limit_is_kept_by_splitting_what_costs_least(block):
     tight = search(block.model, MESH, inputs=block.inputs, optimizer="adamw", device_memory_bytes=37 * MIB)
     assert tight.device.total <= 37 * MIB < loose.device.total
     assert tight.step_s >= loose.step_s
+
+
+def test_where_only_the_least_memory_fits_times_are_still_seconds(monkeypatch):
+    # With one moment, the fastest answer exceeds the limit at another one, and the least memory is the answer.
+    monkeypatch.setattr(searching, "MOMENTS", 1)
+    case = LAYOUT_MODELS["resnet"]()
+    find = partial(search, case.model, MESH, inputs=case.inputs, optimizer="adamw")
+    with pytest.raises(DoesNotFitError) as error:
+        find(device_memory_bytes=1000)
+    least = find(device_memory_bytes=error.value.least_bytes)
+    again = find(pins=least)
+    assert again.device == least.device
+    assert least.step_s == pytest.approx(again.step_s)
+    assert all(d.opposite_s is None or abs(d.opposite_s) < least.step_s for d in least.decisions)
 
 
 def test_a_limit_that_no_layout_keeps_says_what_would_do(block):

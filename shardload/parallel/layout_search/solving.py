@@ -175,6 +175,9 @@ class _Model:
     options: list[list[tuple[WeightOption, int]]] = field(default_factory=list)
     _integral: list[int] = field(default_factory=list)
     _time: list[float] = field(default_factory=list)
+    """Seconds of each column."""
+    _objective: list[float] = field(default_factory=list)
+    """What is minimised."""
     _rows: list[tuple[dict[int, float], float, float]] = field(default_factory=list)
     _shares: dict[tuple[int, ...], list[tuple[Assignment, int]]] = field(default_factory=dict)
     _memory: list[dict[int, float]] = field(default_factory=list)
@@ -194,6 +197,7 @@ class _Model:
         self._memory = [state]
         for moment in self.demand.buffers:
             self._memory.append(self._with_buffers(state, moment))
+        self._objective = list(self._time)
         self._limit()
 
     def _column(self, *, integral: bool = False) -> int:
@@ -280,9 +284,8 @@ class _Model:
             # Minimise the largest of all moments: one more column, which no moment may exceed, in units of `whole`.
             whole = max(sum(self._memory[0].values()), 1.0)
             worst = sum(self._time) or 1.0
-            self._time = [TIE_BREAK * t / worst for t in self._time]
             peak = self._column()
-            self._time[peak] = 1.0
+            self._objective = [*(TIE_BREAK * t / worst for t in self._objective), 1.0]
             self._rows += [({**memory, peak: -whole}, -np.inf, 0.0) for memory in self._memory]
         elif self.demand.limit_bytes is not None:
             self._rows += [(memory, 0.0, self.demand.limit_bytes) for memory in self._memory]
@@ -304,9 +307,9 @@ class _Model:
         if self.demand.minimise == "memory":
             # The peak, the last column, may exceed its unit; shares and binaries are at most 1.
             upper_bounds[-1] = np.inf
-        scale = max(*map(abs, self._time), 1e-30)
+        scale = max(*map(abs, self._objective), 1e-30)
         found = milp(
-            np.array(self._time) / scale,
+            np.array(self._objective) / scale,
             constraints=LinearConstraint(matrix, low, high),
             integrality=np.array(self._integral),
             bounds=Bounds(np.zeros(count), upper_bounds),
