@@ -15,7 +15,7 @@ from layout_models import LAYOUT_MODELS
 import shardload
 from shardload.errors import DoesNotFitError, LayoutError, UsageError, WriteError
 from shardload.parallel import Hardware, LayoutPlan, choose, search, search_compiled, search_smallest_mesh
-from shardload.parallel.layout_search import searching
+from shardload.parallel.layout_search import needs
 from shardload.sharding.mesh import MeshSpec
 from shardload.units import parse_bytes
 
@@ -91,7 +91,7 @@ def test_a_memory_limit_is_kept_by_splitting_what_costs_least(block):
 
 def test_where_only_the_least_memory_fits_times_are_still_seconds(monkeypatch):
     # With one moment, the fastest answer exceeds the limit at another one, and the least memory is the answer.
-    monkeypatch.setattr(searching, "MOMENTS", 1)
+    monkeypatch.setattr(needs, "MOMENTS", 1)
     case = LAYOUT_MODELS["resnet"]()
     find = partial(search, case.model, MESH, inputs=case.inputs, optimizer="adamw")
     with pytest.raises(DoesNotFitError) as error:
@@ -300,6 +300,14 @@ def test_a_plan_explains_each_decision_by_what_the_opposite_costs(trained):
     assert all(d.opposite_s is None or d.opposite_s > -1e-9 or d.split for d in trained.decisions)
     with pytest.raises(LayoutError, match="no variable of that path"):
         trained.why("dense_9/kernel")
+
+
+@pytest.mark.parametrize(("limit", "fits"), [(60 * MIB, False), (70 * MIB, True)])
+def test_the_opposite_of_a_decision_keeps_the_limit_too(block, limit, fits):
+    # With the residual stream split over the model axis, activations need 64 MiB.
+    plan = search(block.model, MESH, inputs=block.inputs, optimizer="adamw", device_memory_bytes=limit)
+    opposite_s = {d.dims[0]: d.opposite_s for d in plan.decisions}
+    assert (opposite_s["multi_head_attention/query/kernel[0]"] is not None) is fits
 
 
 def test_the_same_search_gives_the_same_plan(block, trained):

@@ -5,14 +5,26 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from shardload.parallel.layout_search.layout_plan import DeviceBytes
 from shardload.parallel.layout_search.problem import Assignment, Problem, WeightKind, stored_values
 from shardload.parallel.layout_search.program import UNSPLIT
-from shardload.parallel.layout_search.solving import SMALL_BYTES, Moment, Solution, WeightOption, state_bytes
+from shardload.parallel.layout_search.solving import (
+    SMALL_BYTES,
+    Demand,
+    Moment,
+    Solution,
+    WeightOption,
+    solve,
+    state_bytes,
+)
 from shardload.sharding.layout import Layout
+
+MOMENTS = 4
+"""How often the peak of the last answer is added to the moments that must fit the limit."""
 
 
 def weight_bytes(problem: Problem, solution: Solution) -> float:
@@ -39,6 +51,24 @@ def state_of(problem: Problem, solution: Solution) -> DeviceBytes:
             gradients += local
             slots += weight.slot_bytes(Layout(problem.mesh, option.spec)) * len(weight.members)
     return DeviceBytes(round(weights), round(gradients), round(slots), 0)
+
+
+def fastest_that_fits(problem: Problem, demand: Demand) -> tuple[Demand, Solution | None]:
+    """Return the fastest solution whose peak keeps the limit, ``None`` if none is found, and the demand with moments.
+
+    The peak moves with the decisions, and a limit on every moment would be too many rows: the moment of the last
+    answer's peak is added to the demand, which is solved again.
+    """
+    for _ in range(MOMENTS + 1):
+        found = solve(problem, demand)
+        if found is None or demand.limit_bytes is None:
+            return demand, found
+        activations, moment = peak(problem, found)
+        # An answer that keeps the limit at its own peak exceeds it by rounding at most.
+        if state_of(problem, found).total + activations <= demand.limit_bytes or moment in demand.buffers:
+            return demand, found
+        demand = replace(demand, buffers=(*demand.buffers, moment))
+    return demand, None
 
 
 def small_bytes(problem: Problem, solution: Solution) -> float:

@@ -10,11 +10,11 @@ from typing import Any
 from shardload.errors import DoesNotFitError, LayoutError
 from shardload.parallel.layout_search.hardware import Hardware
 from shardload.parallel.layout_search.layout_plan import DeviceBytes, LayoutPlan
-from shardload.parallel.layout_search.needs import peak, small_bytes, state_of, weight_bytes
+from shardload.parallel.layout_search.needs import MOMENTS, fastest_that_fits, peak, small_bytes, state_of, weight_bytes
 from shardload.parallel.layout_search.optimizer_slots import checked_optimizer, needs_of
 from shardload.parallel.layout_search.pins import fixed_specs
 from shardload.parallel.layout_search.problem import Problem, make_problem
-from shardload.parallel.layout_search.solving import Demand, Moment, Solution, solve
+from shardload.parallel.layout_search.solving import Demand, Solution, solve
 from shardload.parallel.layout_search.stating import make_plan
 from shardload.parallel.layout_search.tracing import check_rows, input_specs, record, trace
 from shardload.parallel.model_variables import check_model
@@ -29,8 +29,6 @@ TRADE_OFFS = (1.02, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 8.0, 16.0)
 """Multiples of the least memory for weights that are tried where no device memory is given."""
 COMPILE_HINT = "; search_compiled (plan --compile) finds out whether the compiled step needs less"
 """The end of an error that rests on an estimate."""
-MOMENTS = 4
-"""How often the search adds the peak of its last answer to the moments that must fit the limit."""
 
 
 def search(
@@ -200,26 +198,10 @@ def _solved(problem: Problem, demand: Demand) -> Solution:
 
 
 def _within(problem: Problem, demand: Demand, limit: int) -> tuple[Demand, Solution]:
-    """Return the fastest solution whose peak fits, adding moments of the program until it does.
-
-    Only where that finds none, small weights are stored split too.
-    """
-    demand = replace(demand, limit_bytes=float(limit))
-    # The peak moves with the decisions, and a limit on every moment would be too many rows: add the moment of the last
-    # answer's peak, and solve again.
-    moments: list[Moment] = []
-    for _ in range(MOMENTS):
-        found = solve(problem, demand)
-        if found is None:
-            break
-        activations, moment = peak(problem, found)
-        if state_of(problem, found).total + activations <= limit or moment in moments:
-            return demand, found
-        moments.append(moment)
-        demand = replace(demand, buffers=tuple(moments))
-    found = solve(problem, demand)
-    if found is not None and state_of(problem, found).total + peak(problem, found)[0] <= limit:
-        return demand, found
+    """Return the fastest solution whose peak fits; only where there is none, small weights are stored split too."""
+    demand, fastest = fastest_that_fits(problem, replace(demand, limit_bytes=float(limit)))
+    if fastest is not None:
+        return demand, fastest
     found, least = _least(problem, demand)
     if least.total <= limit:
         return demand, found

@@ -11,9 +11,9 @@ from typing import Any
 
 from shardload.keras_bridge.variables import numbered
 from shardload.parallel.layout_search.layout_plan import Decision, LayoutPlan, PlannedExchange, PlannedVariable
-from shardload.parallel.layout_search.needs import assignment_of, chosen, peak, state_of
+from shardload.parallel.layout_search.needs import assignment_of, chosen, fastest_that_fits, peak, state_of
 from shardload.parallel.layout_search.problem import Problem, WeightKind
-from shardload.parallel.layout_search.solving import Demand, Solution, WeightOption, gather_s, solve
+from shardload.parallel.layout_search.solving import Demand, Solution, WeightOption, gather_s
 from shardload.parallel.layout_search.tables import differences
 from shardload.parallel.layout_search.tracing import described
 from shardload.units import format_bytes
@@ -110,7 +110,7 @@ def _decisions(problem: Problem, demand: Demand, solution: Solution, names: Mapp
     for kind, axis in problem.candidates:
         done = (kind, axis) in solution.split
         # What the opposite costs: the best plan with only this decision turned round.
-        other = solve(problem, replace(demand, forced=((kind, axis, not done),)))
+        _, other = fastest_that_fits(problem, replace(demand, forced=((kind, axis, not done),)))
         longer = None if other is None else other.seconds - solution.seconds
         made.append(Decision(axis, done, problem.length[kind], tuple(_members(problem, kind, names)), longer))
     return made
