@@ -515,6 +515,15 @@ def test_the_batch_that_a_model_fixes_is_planned_for_and_none_is_refused():
         search(keras.Sequential([keras.Input((64,)), *layers]), MESH, inputs=np.zeros((0, 64), "float32"))
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)])
+def test_the_rows_of_all_inputs_are_split_wherever_an_input_of_one_row_is(order):
+    inputs = keras.Input((64,), batch_size=1), keras.Input((64,)), keras.Input((32,))
+    layers = [keras.layers.Dense(128) for _ in inputs]
+    model = keras.Model([inputs[i] for i in order], [layers[i](inputs[i]) for i in order])
+    whole, split = (search(model, mesh, batch=64).device.activations for mesh in ("1x1", "8x1"))
+    assert split < whole / 7
+
+
 def test_a_batch_is_for_inputs_that_do_not_fix_one():
     inputs = [keras.Input((64,)), keras.Input((64,), batch_size=1)]
     model = keras.Model(inputs, keras.layers.Dense(64)(inputs[0] + inputs[1]))

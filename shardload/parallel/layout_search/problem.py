@@ -154,7 +154,7 @@ def make_problem(
     program = traced.program
     kinds = _kinds(traced)
     # Decided beforehand: the batch axis splits the batch, if it divides.
-    batch = {kinds[program.group(n)] for n in traced.batch if n != UNSPLIT}
+    batch = {kinds[program.group(n)] for n in traced.batch}
     length = _lengths(program, kinds)
     sizes = {axis: mesh.axis_size(axis) for axis in mesh.axes}
     pinned = {}

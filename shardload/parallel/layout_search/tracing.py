@@ -14,7 +14,7 @@ from jax.extend.core import ClosedJaxpr
 
 from shardload.errors import LayoutError, UsageError
 from shardload.keras_bridge.functional_graph import arguments_of_call
-from shardload.parallel.layout_search.program import Program, Value
+from shardload.parallel.layout_search.program import UNSPLIT, Program, Value
 from shardload.parallel.layout_search.reading import arguments_of, read
 
 DEFAULT_SEQUENCE = 512
@@ -39,7 +39,7 @@ class Traced:
     weights: tuple[tuple[Any, Value], ...]
     """Every variable of the model with its value in the program."""
     batch: tuple[int, ...]
-    """Nodes of the first dims of the inputs."""
+    """Nodes of the first dims of the inputs, without those of one row."""
     training: bool
 
 
@@ -225,8 +225,8 @@ def trace(recorded: Recorded, *, divisors: tuple[int, ...]) -> Traced:
         for value, gradient in zip(values, results[-recorded.trainable :], strict=False):
             program.unite_dims(value, gradient)  # a gradient is kept as its variable is
             gradient.root.stored = False  # and counted with the variable
-    # The first dim of every input is the batch: token ids and masks are split alike.
-    batch = tuple(v.dims[0] for v in values[len(weights) :] if v.dims)
+    # The first dim of every input is the batch: token ids and masks are split alike. One row stays whole.
+    batch = tuple(v.dims[0] for v in values[len(weights) :] if v.dims and v.dims[0] != UNSPLIT)
     for node in batch[1:]:
         program.unite(batch[0], node)
     return Traced(program, weights, batch, recorded.training)
