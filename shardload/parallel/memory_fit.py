@@ -56,13 +56,16 @@ def smallest_mesh(model: Any, device_memory_bytes: int, *, layout: Any = "auto")
     Raises:
         LayoutError: As `choose` does.
     """
-    devices, last = 1, None
+    devices, whole = 1, None
     while devices <= MAX_DEVICES:
         found = fit(model, MeshSpec(DEFAULT_AXES, (1, devices)), device_memory_bytes, layout=layout)
         if found.fits:
             return found
-        # Stop where doubling the devices saves nothing: from here on, fewer and fewer dims divide.
-        if last is not None and found.device_bytes >= last:
+        # Stop where nothing divides any more. A doubling that saves nothing is not enough to stop: one variable may be
+        # whole from there on while others still divide.
+        if whole is None:
+            whole = found.device_bytes
+        elif found.device_bytes >= whole:
             return None
-        devices, last = devices * 2, found.device_bytes
+        devices *= 2
     return None

@@ -136,6 +136,16 @@ def test_the_smallest_mesh_leaves_a_margin():
     assert not fit(model, MeshSpec.parse("1x2"), whole // 3).fits
 
 
+def test_a_mesh_that_saves_nothing_is_not_the_last_one_tried():
+    # On four devices the second kernel is whole again: 2 x 309 columns and 511 rows do not divide by four.
+    inputs = [keras.Input((512,)), keras.Input((511,))]
+    layers = [keras.layers.Dense(n, use_bias=False) for n in (1024, 618)]
+    model = keras.Model(inputs, [layer(x) for layer, x in zip(layers, inputs, strict=True)])
+    needs = [choose(model, MeshSpec.parse(f"1x{n}")).device_bytes for n in (2, 4, 8)]
+    assert needs[2] < needs[0] < needs[1]
+    assert smallest_mesh(model, int(1.02 * needs[2] / 0.9)).mesh.size == 8
+
+
 def test_no_mesh_is_small_enough_for_no_memory():
     assert smallest_mesh(family("llama"), 1024) is None
 
