@@ -54,6 +54,20 @@ def test_where_more_devices_split_nothing_further_no_mesh_is_found(block):
     assert search_smallest_mesh(block.model, 40 * MIB, inputs=block.inputs, optimizer="adamw", max_devices=1) is None
 
 
+def test_a_mesh_that_saves_nothing_is_not_the_last_one_tried():
+    # One row cannot be split, and over four devices neither can the second kernel, of 511 x 2 x 309.
+    inputs = [keras.Input((512,)), keras.Input((511,))]
+    layers = [keras.layers.Dense(n, use_bias=False) for n in (1024, 618)]
+    model = keras.Model(inputs, [layer(x) for layer, x in zip(layers, inputs, strict=True)])
+    needs = []
+    for mesh in ("1x2", "1x4", "1x8"):
+        with pytest.raises(DoesNotFitError) as error:
+            search(model, mesh, batch=1, device_memory_bytes=1000)
+        needs.append(error.value.least_bytes)
+    assert needs[2] < needs[0] < needs[1]
+    assert search_smallest_mesh(model, needs[2], batch=1).mesh.size == 8
+
+
 def test_a_batch_that_no_axis_divides_is_not_split():
     model = LAYOUT_MODELS["block"](layers=1).model
     plan = search_smallest_mesh(model, 8 * MIB, batch=3, optimizer="adamw")

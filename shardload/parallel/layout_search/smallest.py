@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -72,14 +73,15 @@ def search_smallest_mesh(
     if needs.update_bytes >= device_memory_bytes:
         return None  # no layout makes this smaller
     traces: dict[frozenset[int], Traced] = {}
-    least: float = float("inf")
+    lengths = {int(n) for variable in recorded.variables for n in variable.shape}
     for devices in _powers(max_devices, start=_fewest(recorded, needs, device_memory_bytes)):
-        found, needed = [], float("inf")
-        for mesh in _shapes(devices, rows=_rows(inputs)):
+        found = []
+        # More devices can need more memory, where a dim does not divide any more, and still more devices less again.
+        for mesh in _shapes(devices, rows=_rows(inputs), lengths=lengths):
             traced = _traced(recorded, mesh, traces)
             fixed = fixed_specs(model, mesh, None)  # users' rules for their layers
             problem = make_problem(traced, mesh, hardware, batch_axis=mesh.batch_axis, pins=fixed, optimizer=needs)
-            try:
+            with suppress(DoesNotFitError):
                 found.append(
                     plan_problem(
                         model,
@@ -89,13 +91,8 @@ def search_smallest_mesh(
                         limit=device_memory_bytes,
                     )
                 )
-            except DoesNotFitError as error:
-                needed = min(needed, error.least_bytes)
         if found:
             return min(found, key=lambda plan: plan.step_s)
-        if needed >= least:
-            return None  # more devices split nothing further
-        least = needed
     return None
 
 
@@ -126,12 +123,19 @@ def _powers(most: int, *, start: int) -> Iterator[int]:
         devices *= 2
 
 
-def _shapes(devices: int, *, rows: int) -> Iterator[MeshSpec]:
-    """Yield every mesh of ``devices`` devices whose batch axis divides the rows."""
+def _shapes(devices: int, *, rows: int, lengths: Collection[int]) -> Iterator[MeshSpec]:
+    """Yield the meshes of ``devices`` devices whose axes split something.
+
+    Args:
+        devices: A power of two.
+        rows: What the batch axis must divide.
+        lengths: Of the dims of all variables: the other axis must divide one of them.
+    """
     batch = 1
     while batch <= devices:
-        if rows % batch == 0:
-            yield MeshSpec(DEFAULT_AXES, (batch, devices // batch))
+        model = devices // batch
+        if rows % batch == 0 and (model == 1 or any(n % model == 0 for n in lengths)):
+            yield MeshSpec(DEFAULT_AXES, (batch, model))
         batch *= 2
 
 
