@@ -68,6 +68,13 @@ def test_a_mesh_that_saves_nothing_is_not_the_last_one_tried():
     assert search_smallest_mesh(model, needs[2], batch=1).mesh.size == 8
 
 
+def test_an_input_of_one_row_does_not_keep_the_batch_whole():
+    inputs = [keras.Input((8,), batch_size=1), keras.Input((4095,))]
+    model = keras.Model(inputs, [keras.layers.Dense(3)(x) for x in inputs])
+    # 64 rows of 4095 inputs are 1 MiB, and neither 4095 nor 3 can be split in two.
+    assert search_smallest_mesh(model, MIB, batch=64).mesh.sizes == (2, 1)
+
+
 def test_a_batch_that_no_axis_divides_is_not_split():
     model = LAYOUT_MODELS["block"](layers=1).model
     plan = search_smallest_mesh(model, 8 * MIB, batch=3, optimizer="adamw")

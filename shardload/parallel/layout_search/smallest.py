@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
-
-import jax
 
 from shardload.errors import DoesNotFitError
 from shardload.parallel.layout_search.hardware import Hardware
@@ -20,7 +19,7 @@ from shardload.parallel.layout_search.searching import (
     check_positive,
     plan_problem,
 )
-from shardload.parallel.layout_search.tracing import Recorded, Traced, check_rows, input_specs, record, trace
+from shardload.parallel.layout_search.tracing import Recorded, Traced, check_rows, input_specs, record, rows_of, trace
 from shardload.parallel.memory_fit import MAX_DEVICES
 from shardload.parallel.roles import nbytes
 from shardload.sharding.mesh import DEFAULT_AXES, MeshSpec
@@ -140,5 +139,5 @@ def _shapes(devices: int, *, rows: int, lengths: Collection[int]) -> Iterator[Me
 
 
 def _rows(inputs: Any) -> int:
-    shapes = [leaf.shape for leaf in jax.tree.leaves(inputs) if getattr(leaf, "shape", ())]
-    return int(shapes[0][0]) if shapes else 1
+    """Return what a batch axis must divide; an input of one row stays whole."""
+    return math.gcd(*(rows_of(inputs) - {1})) or 1
