@@ -37,6 +37,7 @@ from shardload.keras_bridge.model_state import refresh_derived, state_of
 from shardload.keras_bridge.patches import Patch, Patches
 from shardload.keras_bridge.pending import HostConstant, is_built_in, pending_of, recording
 from shardload.keras_bridge.recording import record_variables, registered
+from shardload.keras_bridge.signatures import reading_signatures_once
 from shardload.keras_bridge.variables import (
     direct_assign,
     forget_initializer,
@@ -72,7 +73,7 @@ def abstract() -> Iterator[list[weakref.ref[Variable]]]:
     """
     if keras.config.backend() != "jax" or keras.config.is_nnx_enabled():
         raise UnsupportedError("shardload.abstract() needs Keras' JAX backend with NNX off: set KERAS_BACKEND=jax")
-    with record_variables() as created, hub_patched(_HUB_PATCHES):
+    with record_variables() as created, hub_patched(_HUB_PATCHES), reading_signatures_once():
         yield created
 
 
