@@ -99,7 +99,7 @@ def check_numbers(
         tuple(found for found in elsewhere if found is not None),
         variables=len(placed),
         device_bytes=sum(each.device_bytes for each in placed),
-        found_device_bytes=bytes_by_device(each.array for each in placed),
+        found_device_bytes={d.id: n for d, n in bytes_by_device(each.array for each in placed).items()},
         movements=max(outcome.movements for outcome in outcomes),
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -59,13 +59,13 @@ def misplaced(path: str, array: Any, layout: Layout, devices: Sequence[Any]) -> 
     return Misplaced(path, str(layout), str(sharding), nbytes, max(shard.data.nbytes for shard in shards))
 
 
-def bytes_by_device(arrays: Iterable[Any]) -> Mapping[int, int]:
-    """Return the bytes that arrays take on each device, by its id."""
-    total: Counter[int] = Counter()
+def bytes_by_device(arrays: Iterable[Any]) -> dict[Any, int]:
+    """Return the bytes that arrays take on each device of this process, in the order of device ids."""
+    total: Counter[Any] = Counter()
     for array in arrays:
         for shard in array.addressable_shards:
-            total[shard.device.id] += shard.data.nbytes
-    return dict(sorted(total.items()))
+            total[shard.device] += shard.data.nbytes
+    return dict(sorted(total.items(), key=lambda found: found[0].id))
 
 
 def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> Bounds:

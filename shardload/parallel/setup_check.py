@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from shardload.keras_bridge.binding import ModelBinding
 from shardload.keras_bridge.model_state import slots_of, state_of
 from shardload.keras_bridge.variables import has_value, value_of
 from shardload.parallel.device_ids import device_id
+from shardload.parallel.placement_check import bytes_by_device
 from shardload.parallel.result import LayoutChoice
 
 TOLERANCES = {"float64": 1e-10, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
@@ -80,16 +80,8 @@ def check_setup(
     """
     outputs, difference = _outputs(model, binding, args, kwargs)
     checks = (_shardings(model, choice, binding), _bytes(model, choice), _split(choice), outputs)
-    return SetupReport(checks, difference, bytes_by_device(model))
-
-
-def bytes_by_device(model: Any, variables: Sequence[Any] | None = None) -> dict[str, int]:
-    """Return the bytes that values of a model's variables occupy on each device of this process, by the device's id."""
-    found: Counter[str] = Counter()
-    for variable in state_of(model) if variables is None else variables:
-        for shard in value_of(variable).addressable_shards if has_value(variable) else ():
-            found[device_id(shard.device)] += shard.data.nbytes
-    return dict(sorted(found.items()))
+    found = bytes_by_device(value_of(v) for v in state_of(model) if has_value(v))
+    return SetupReport(checks, difference, {device_id(device): n for device, n in found.items()})
 
 
 def _shardings(model: Any, choice: LayoutChoice, binding: ModelBinding) -> Check:
@@ -113,8 +105,8 @@ def _shardings(model: Any, choice: LayoutChoice, binding: ModelBinding) -> Check
 def _bytes(model: Any, choice: LayoutChoice) -> Check:
     planned = [v for v in state_of(model) if id(v) in choice.by_id and has_value(v)]
     expected = sum(choice.by_id[id(v)].device_bytes for v in planned)
-    found = bytes_by_device(model, planned)
-    wrong = {device: n for device, n in found.items() if n != expected}
+    found = bytes_by_device(map(value_of, planned))
+    wrong = {device_id(device): n for device, n in found.items() if n != expected}
     held = f"{expected:,} of {sum(choice.by_id[id(v)].nbytes for v in planned):,} bytes on each device"
     return Check("bytes", not wrong, f"planned {held}, found {wrong}" if wrong else f"{held}, as planned")
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypedDict
 
 import jax
@@ -24,13 +24,16 @@ from shardload.errors import BackendError, MeshError, UnsupportedError, UsageErr
 from shardload.keras_bridge.binding import binding_of
 from shardload.keras_bridge.caller import warn_caller
 from shardload.keras_bridge.keras_types import Model
+from shardload.keras_bridge.model_state import state_of
+from shardload.keras_bridge.variables import has_value, value_of
 from shardload.parallel.choosing import given_plan
 from shardload.parallel.device_ids import device_id, devices_of, list_devices
 from shardload.parallel.distribution import AutoShardDistribution
 from shardload.parallel.layout_search.layout_plan import LayoutPlan
 from shardload.parallel.one_axis import mesh_for, tensor_parallel_mesh
+from shardload.parallel.placement_check import bytes_by_device
 from shardload.parallel.result import LayoutChoice
-from shardload.parallel.setup_check import SetupReport, bytes_by_device, check_setup
+from shardload.parallel.setup_check import SetupReport, check_setup
 from shardload.sharding.planned_mesh import planned_mesh
 from shardload.typing import LayoutLike
 
@@ -195,8 +198,7 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
         """Return devices, layouts and bytes, as they are now."""
         choice, weights = self.layouts, self.model.variables
         # Counted on the devices, not taken from the plan.
-        every = bytes_by_device(self.model).values()
-        on_device = max(bytes_by_device(self.model, weights).values(), default=0)
+        every, on_device = _most_bytes(state_of(self.model)), _most_bytes(weights)
         return ParallelismInfo(
             world_size=self.world_size,
             device_ids=self.device_ids,
@@ -207,7 +209,7 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
             replicated_weights=sum(choice.of(v).is_replicated for v in weights),
             weight_bytes=sum(choice.by_id[id(v)].nbytes for v in weights),
             weight_bytes_per_device=on_device,
-            other_bytes_per_device=max(every, default=0) - on_device,
+            other_bytes_per_device=every - on_device,
             fallbacks=[f"{found.variable}: {found.why}" for found in choice.fallbacks],
         )
 
@@ -310,6 +312,11 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
 # On the class: `keras.Model` defines these methods, so `__getattr__` would never be asked for them.
 for _name in OF_THE_MODEL:
     setattr(TensorParallelKeras, _name, _of_model(_name))
+
+
+def _most_bytes(variables: Iterable[Any]) -> int:
+    """Return the bytes of variables on the device that has most of them."""
+    return max(bytes_by_device(value_of(v) for v in variables if has_value(v)).values(), default=0)
 
 
 def _layout_of(saved: Any) -> Any:
