@@ -74,6 +74,13 @@ def test_more_query_heads_than_groups_are_split_together_where_groups_do_not_div
     assert q[2] == out[2] == k[2]  # over 4 devices, heads and groups are split alike
 
 
+def test_a_reshape_that_swaps_lengths_unites_no_dims():
+    # XLNet makes (positions, batch) of (batch, positions) so: the batch is not a part of the positions from there on.
+    program, names = traced(lambda x: x.reshape(128, 16), (16, 128))
+    assert names == ["ab", "cd"]
+    assert exchanged(program) == [("all-gather", 128 * 16 * 4)] * 2
+
+
 def test_a_dim_that_a_reshape_takes_apart_inside_is_gathered_first():
     program, names = traced(lambda x: x.reshape(24), (4, 6))
     assert names == ["ab", "a"]
