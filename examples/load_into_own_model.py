@@ -1,4 +1,4 @@
-"""Load weights into a model of your own, sharded, without building random weights first.
+"""Load weights into your own model, sharded over devices, without initialising random weights first.
 
 python examples/load_into_own_model.py
 """
@@ -18,7 +18,7 @@ import shardload
 
 
 def build():
-    """Two dense layers; any Keras model will do."""
+    """Two dense layers; any Keras model works."""
     return keras.Sequential([keras.Input((64,)), keras.layers.Dense(512, "relu"), keras.layers.Dense(8)])
 
 

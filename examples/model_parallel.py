@@ -1,4 +1,4 @@
-"""A program that uses Keras' ModelParallel, with one line changed: the one that loads the model.
+"""Use shardload in a program with Keras' ModelParallel: only the line that loads the model changes.
 
 python examples/model_parallel.py gemma3_270m
 """

@@ -1,4 +1,4 @@
-"""Save and restore in a training loop of your own: no `compile`, no `fit`. A second run continues, on any mesh.
+"""Save and restore in your own training loop, without `compile` and `fit`. A second run continues on any mesh.
 
 python examples/own_loop.py run 1x8 3
 """

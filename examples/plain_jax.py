@@ -1,4 +1,4 @@
-"""Load a checkpoint into plain JAX, sharded: no Keras, no model class. The layout is a function of name and shape.
+"""Load a checkpoint as sharded JAX arrays, without Keras or a model class. The layout depends on name and shape.
 
 python examples/plain_jax.py gemma3_270m
 python examples/plain_jax.py Llama-3.2-1B          # a Hugging Face folder

@@ -1,4 +1,4 @@
-"""Find the smallest mesh that a checkpoint fits on, and lay it out by rules of your own.
+"""Find the smallest mesh that a checkpoint fits on, and lay it out by your own rules.
 
 python examples/plan_and_lay_out.py
 """

@@ -1,4 +1,4 @@
-"""Save a step on one mesh, and restore it on another one.
+"""Save a step on one mesh, and restore it on another.
 
 python examples/restore_on_new_mesh.py run
 """

@@ -1,4 +1,4 @@
-"""Train, stop, and run again: the second run goes on with the next batch.
+"""Train, stop, and run again: the second run continues with the next batch.
 
 python examples/save_and_resume.py run 2
 python examples/save_and_resume.py run 4
@@ -30,5 +30,5 @@ model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(128, "relu"), k
 model.compile("adam", "mse")
 
 checkpoint = OrbaxCheckpoint(directory, monitor="loss", save_freq=3, max_to_keep=2, resume=True)
-data = shardload.data.resumable(batches)  # the callback saves how far it was read
+data = shardload.data.resumable(batches)  # lets the callback save the position
 model.fit(data, epochs=epochs, steps_per_epoch=8, shuffle=False, verbose=2, callbacks=[checkpoint])
