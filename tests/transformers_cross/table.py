@@ -74,6 +74,6 @@ def _summary(expected: dict[str, Expected]) -> str:
     count = {kind: sum(row.kerashub == kind for row in rows) for kind in KERASHUB}
     return (
         f"{len(expected)} folders: {len(loads)} load, {len(refused)} are refused. "
-        f"Of the same folders KerasHub itself loads {count['equal']} with PyTorch's numbers, "
-        f"{count['wrong']} with other numbers and without a word, and fails on {count['fails']}."
+        f"Of the same folders, KerasHub itself loads {count['equal']} with PyTorch's numbers, "
+        f"silently loads {count['wrong']} with other numbers, and fails on {count['fails']}."
     )
