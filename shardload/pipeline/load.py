@@ -1,10 +1,12 @@
 """The order of a load, from the request to the report.
 
-    open ─► agree ─► place ─► build or take the model ─► map ─► lay out ─► plan ─► check ─► fill ─► report
-    headers only, and no model is changed                                        │  the only part that reads tensors
+    agree on the call ─► open ─► start JAX ─► place ─► build or take the model ─► map ─► lay out ─► plan ─► check
+    ─► agree on the plan ─► fill ─► report
 
-Map, lay out, plan and check are `shardload.pipeline.preparing`; fill is `shardload.pipeline.filling`. Where several
-processes load together, `shardload.pipeline.load_distributed` makes them meet between these steps.
+Before fill, no model is changed, and only headers are read, and the values of tensors that may be copies or zeros
+(`shardload.mapping.outside`). Map, lay out, plan and check are `shardload.pipeline.preparing`; fill is
+`shardload.pipeline.filling`. Both agreements, and the start of JAX, are for several processes that load together:
+`shardload.pipeline.load_distributed` makes them meet there.
 """
 
 from __future__ import annotations
@@ -100,7 +102,7 @@ def load(
                 ).validated()
             for text in prepared.layouts.idle_notes:
                 warn_caller(text)
-            # Agree, fill.
+            # Agree on the plan, fill.
             report = call.fill(prepared, clock, files)
         if request.builds:  # after the weights, as in Keras: hooks may use their values
             load_assets(model, source.manifest, check=source.checker)
