@@ -21,6 +21,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardload.errors import UsageError
 from shardload.hub.config_defaults import IMAGE_MODELS
@@ -53,6 +54,8 @@ class Sorted:
     """Tensors that the model should use but does not."""
     why: Mapping[str, str]
     """Explanations for some of the unused tensors, by name."""
+    read_bytes: int = 0
+    """Bytes read to compare values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +164,7 @@ def sort_unused(
     ignored = _ignored(mapping.unused, tuple(ignore))
     outside: list[OutsideTensor] = []
     why: dict[str, str] = {}
+    values = _Values()
     for name in mapping.unused:
         found: OutsideTensor | str = ""
         if name in ignored:
@@ -168,14 +172,14 @@ def sort_unused(
         elif spec_of(manifest).is_hugging_face:
             # By name first, because values have to be read.
             found = _by_kind(manifest.tensors[name], manifest, model) or _by_value(
-                manifest.tensors[name], mapping, manifest, model, compare=compare
+                manifest.tensors[name], mapping, manifest, model, values=values if compare else None
             )
         if isinstance(found, OutsideTensor):
             outside.append(found)
         elif found:
             why[name] = found
     left_out = {each.tensor for each in outside}
-    return Sorted(tuple(outside), tuple(n for n in mapping.unused if n not in left_out), why)
+    return Sorted(tuple(outside), tuple(n for n in mapping.unused if n not in left_out), why, values.read_bytes)
 
 
 def without_parts(mapping: VariableMap, manifest: Manifest) -> VariableMap:
@@ -266,21 +270,21 @@ def _by_kind(tensor: Tensor, manifest: Manifest, model: Any) -> OutsideTensor | 
 
 
 def _by_value(
-    tensor: Tensor, mapping: VariableMap, manifest: Manifest, model: Any, *, compare: bool
+    tensor: Tensor, mapping: VariableMap, manifest: Manifest, model: Any, *, values: _Values | None
 ) -> OutsideTensor | str:
     """Return a tensor that is outside according to its values, or the reason that it is not."""
     for end, use in _ADDED.items():
         if tensor.name == end or tensor.name.endswith(f".{end}"):
-            if not compare:
+            if values is None:
                 return OutsideTensor(tensor.name, f"{use}; loading checks that it is all zeros")
-            if _is_zero(tensor):
+            if values.is_zero(tensor):
                 return OutsideTensor(tensor.name, f"all zeros, {use}")
             return f"it is {use} and not all zeros, but {_class(model)} has no variable for it"
     originals = list(_embeddings(tensor, mapping, manifest)) if _COPY.fullmatch(tensor.name) else []
-    if originals and not compare:
+    if originals and values is None:
         return OutsideTensor(tensor.name, f"loading checks that it equals {originals[0].name!r}")
     for original in originals:
-        if _is_same(tensor, original):
+        if values is not None and values.is_same(tensor, original):
             return OutsideTensor(tensor.name, f"equal to {original.name!r}, which {_class(model)} uses for both")
     return f"it differs from {originals[0].name!r}, which {_class(model)} uses for both" if originals else ""
 
@@ -295,18 +299,28 @@ def _embeddings(tensor: Tensor, mapping: VariableMap, manifest: Manifest) -> Ite
             yield other
 
 
-def _is_same(one: Tensor, two: Tensor) -> bool:
-    # As bytes: NaNs equal themselves, and -0.0 differs from 0.0.
-    return all(
-        read_rows(one, a, b).tobytes() == read_rows(two, a, b).tobytes()
-        for a, b in row_ranges(one, limit_bytes=READ_BYTES)
-    )
+@dataclass(slots=True)
+class _Values:
+    """Compares the values of tensors, and counts the bytes read for that."""
 
+    read_bytes: int = 0
 
-def _is_zero(tensor: Tensor) -> bool:
-    ranges = row_ranges(tensor, limit_bytes=READ_BYTES)
-    # float32: NumPy cannot test the extended dtypes (bfloat16, float8) itself.
-    return not any(np.any(read_rows(tensor, a, b).astype(np.float32)) for a, b in ranges)
+    def is_same(self, one: Tensor, two: Tensor) -> bool:
+        # As bytes: NaNs equal themselves, and -0.0 differs from 0.0.
+        return all(
+            self._rows(one, a, b).tobytes() == self._rows(two, a, b).tobytes()
+            for a, b in row_ranges(one, limit_bytes=READ_BYTES)
+        )
+
+    def is_zero(self, tensor: Tensor) -> bool:
+        ranges = row_ranges(tensor, limit_bytes=READ_BYTES)
+        # float32: NumPy cannot test the extended dtypes (bfloat16, float8) itself.
+        return not any(np.any(self._rows(tensor, a, b).astype(np.float32)) for a, b in ranges)
+
+    def _rows(self, tensor: Tensor, start: int, stop: int) -> NDArray[Any]:
+        # A share of what is stored: a compressed tensor takes fewer bytes than its values.
+        self.read_bytes += tensor.stored_bytes * (stop - start) // max(1, tensor.rows)
+        return read_rows(tensor, start, stop)
 
 
 def _class(model: Any) -> str:

@@ -1,4 +1,4 @@
-"""Fill the variables of a prepared load: the only part that reads tensor data and changes the model."""
+"""Fill the variables of a prepared load: the only part that changes the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""All decisions of a load, before the first byte of data is read: mapping, layouts, plan, and whether they fit."""
+"""All decisions of a load, before a model is changed: mapping, layouts, plan, and whether they fit.
+
+They need headers, and the values of tensors that may be copies or zeros (`shardload.mapping.outside`).
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class PreparedLoad:
-    """Everything decided before the first byte of data is read."""
+    """Everything decided before the model is changed."""
 
     request: LoadRequest
     source: OpenedSource
@@ -50,6 +53,8 @@ class PreparedLoad:
     """Mismatches that are skipped, because ``strict`` is not set."""
     outside: tuple[OutsideTensor, ...] = ()
     """Tensors outside the model's architecture: reported, but no error."""
+    compared_bytes: int = 0
+    """Bytes read to decide which tensors those are."""
     why_unused: Mapping[str, str] = field(default_factory=dict)
     """Explanations for some of the unused tensors, by name."""
 
@@ -66,7 +71,13 @@ class PreparedLoad:
             mapping, self.manifest, self.model, ignore=self.request.ignore, compare=compare
         )
         mapping = replace(mapping, unused=found.unused)
-        return replace(self, mapping=mapping, outside=found.outside, why_unused=found.why)
+        return replace(
+            self,
+            mapping=mapping,
+            outside=found.outside,
+            why_unused=found.why,
+            compared_bytes=found.read_bytes,
+        )
 
     def validated(self) -> PreparedLoad:
         """Return the load if everything fits; with ``strict=False``, leave out mismatched variables instead of raising.

@@ -135,10 +135,11 @@ def _facts(prepared: PreparedLoad, clock: Clock, *, read_bytes: int, peak_stagin
     computed = {tensor for c in prepared.mapping.computed for tensor in c.tensors}
     spent = clock.stages.get
     computed_bytes = sum(prepared.manifest.tensors[tensor].stored_bytes for tensor in computed)
+    read_bytes += computed_bytes + prepared.compared_bytes
     return {
         "source": prepared.manifest.source,
         "format": prepared.manifest.format,
-        "bytes": ByteCounts(prepared.plan.needed_bytes + computed_bytes, read_bytes + computed_bytes),
+        "bytes": ByteCounts(prepared.plan.needed_bytes + computed_bytes, read_bytes),
         "seconds": Stages(spent("build"), spent("plan"), spent("transfer"), clock.total_s),
         "host_bytes": HostBytes(prepared.plan.host_memory_bytes, peak_staging_bytes),
         "notes": _notes(prepared),

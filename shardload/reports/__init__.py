@@ -65,7 +65,8 @@ class ByteCounts:
     needed: int
     """Bytes on disk with values that the model needs."""
     read: int
-    """Bytes read from disk; more than ``needed`` if skipping would have taken longer than reading."""
+    """Bytes read from disk; more than ``needed`` if skipping would have taken longer than reading, or if tensors were
+    compared to find copies (`LoadReport.outside`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,7 +116,9 @@ def test_what_is_no_part_of_the_model_is_reported_and_refuses_nothing(family, tm
 def test_an_output_layer_that_equals_the_embedding_is_a_copy_of_it(family, tmp_path):
     name = {"gemma2": "model.embed_tokens.weight", "gpt2": "wte.weight"}[family]
     folder = edited(tmp_path, family, add={"lm_head.weight": stored(family, name)})
-    (copy,) = same_as_clean(folder, family, task=True).outside
+    report = same_as_clean(folder, family, task=True)
+    assert report.bytes.read == report.bytes.needed + 2 * stored(family, name).nbytes  # both tensors are compared
+    (copy,) = report.outside
     assert copy.tensor == "lm_head.weight" and f"equal to '{name}'" in copy.reason
     (planned,) = shardload.plan(folder).outside
     assert planned.tensor == "lm_head.weight" and "loading checks that it equals" in planned.reason
