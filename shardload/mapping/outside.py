@@ -313,9 +313,7 @@ class _Values:
         )
 
     def is_zero(self, tensor: Tensor) -> bool:
-        ranges = row_ranges(tensor, limit_bytes=READ_BYTES)
-        # float32: NumPy cannot test the extended dtypes (bfloat16, float8) itself.
-        return not any(np.any(self._rows(tensor, a, b).astype(np.float32)) for a, b in ranges)
+        return not any(np.any(self._rows(tensor, a, b)) for a, b in row_ranges(tensor, limit_bytes=READ_BYTES))
 
     def _rows(self, tensor: Tensor, start: int, stop: int) -> NDArray[Any]:
         # A share of what is stored: a compressed tensor takes fewer bytes than its values.
