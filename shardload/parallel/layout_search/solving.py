@@ -165,6 +165,19 @@ def solve(problem: Problem, demand: Demand) -> Solution | None:
     return Solution(split | pinned, tuple(chosen), model.seconds(result))
 
 
+def _impossible(problem: Problem, weight: WeightKind) -> LayoutError:
+    """Build the error for a pinned weight that cannot have its layout."""
+    path = problem.traced.weights[weight.members[0]][0].path
+    layout = Layout(problem.mesh, weight.pin or ((),) * len(weight.shape))
+    parts = math.prod(layout.parts)
+    why, fix = f"its shape is {weight.shape} on the mesh {problem.mesh}", "Change or remove the pin"
+    # A kernel that divides may have a factor in the optimizer's state that does not.
+    if refused := [slot.shape[0] for slot in weight.slots if not slot.allows(layout)]:
+        why = f"the optimizer keeps a factor of {refused[0]} rows for it, which {parts} devices do not divide"
+        fix = "Change the pin, or pass uneven='replicate' to the optimizer"
+    return LayoutError(f"Cannot pin {path!r} to {layout}: {why}. {fix}")
+
+
 @dataclass(slots=True)
 class _Model:
     """The columns and rows of the linear program."""
@@ -252,11 +265,7 @@ class _Model:
                 for o in weight_options(self.problem, weight, self.demand)
             ]
             if not found:
-                path = self.problem.traced.weights[weight.members[0]][0].path
-                raise LayoutError(
-                    f"Cannot give {path!r} the layout {weight.pin}: its shape is {weight.shape} on the mesh "
-                    f"{self.problem.mesh}. Change or remove the pin"
-                )
+                raise _impossible(self.problem, weight)
             self.options.append(found)
             self._rows.append((dict.fromkeys((c for _, c in found), 1.0), 1.0, 1.0))
             # A weight is split for use as the operations that read it are.
