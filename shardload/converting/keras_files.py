@@ -34,6 +34,7 @@ from shardload.loaders.hub_preset import SPEC as PRESET
 from shardload.loaders.keras_h5 import SPEC as KERAS_H5
 from shardload.loaders.keras_sharded import SPEC as KERAS_SHARDED
 from shardload.mapping.state_keys import roles_of
+from shardload.units import plural
 from shardload.writers import TensorPlace, Wanted
 
 _log = logging.getLogger(__name__)
@@ -81,8 +82,9 @@ def saved(root: Any, source: Source, dtypes: Mapping[int, Any], *, skip: Any = N
     left = [v for v in source.variables_of(root) if id(v) not in elsewhere]
     if weights := [v.path for v in left if is_weight(v)]:
         raise UnsupportedError(
-            f"Cannot write an HDF5 file: the layers of {len(weights)} variables ({weights[0]!r}) compute what they "
-            "save. Choose the format orbax, or call save_weights of the loaded model"
+            f"Cannot write an HDF5 file: the layers of {plural(len(weights), 'variable')} ({weights[0]!r} …) save "
+            "computed values instead of their variables. Choose the format orbax, or call save_weights of the loaded "
+            "model"
         )
     return Saved(copies, layout.names, tuple(left))
 

@@ -86,8 +86,9 @@ class Origin:
         if then.global_batch_size is None and self.processes != self.processes_now:
             raise self._cannot(
                 f"it was saved by {self.processes} processes, each with a dataset of its own, and now there are "
-                f"{self.processes_now}. Data for any number of processes is a grain.MapDataset of all examples, the "
-                "same on each of them, that resumable(dataset, global_batch_size=…) cuts into batches"
+                f"{self.processes_now}",
+                more=". To change the number of processes in later runs, pass the same grain.MapDataset of all "
+                "examples on each of them: resumable(dataset, global_batch_size=…)",
             )
 
     def check_rows(self, now: int, *, at_end: bool) -> None:
@@ -100,10 +101,10 @@ class Origin:
         if then is not None and now != then and not (at_end and now < then):
             raise self._cannot(f"its batches had {then} rows in this process, and now have {now}")
 
-    def _cannot(self, why: str) -> UsageError:
+    def _cannot(self, why: str, more: str = "") -> UsageError:
         return UsageError(
             f"Cannot continue in this data from step {self.step}: {why}. Read the data as before, or start over: "
-            "restore the weights and save to another folder"
+            f"restore the weights and save to another folder{more}"
         )
 
 

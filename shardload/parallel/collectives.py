@@ -200,9 +200,11 @@ def _is_manual(axes: tuple[str, ...]) -> bool:
     """Whether an enclosing `jax.shard_map` runs this code once per device along these axes."""
     # Inside shard_map, the axes that it maps over are "manual": code sees one device's shard along them.
     manual = set(jax.sharding.get_abstract_mesh().manual_axes)
-    if manual & set(axes) and not set(axes) <= manual:
+    missing = [axis for axis in axes if axis not in manual]
+    if missing and len(missing) < len(axes):
         raise MeshError(
-            f"Cannot run over {', '.join(axes)}: the enclosing shard_map has {', '.join(sorted(manual))} only"
+            f"Cannot run over {', '.join(axes)}: the enclosing shard_map has {', '.join(sorted(manual))} only. "
+            f"Add {', '.join(missing)} to its axis_names, or leave out of axis_name what it lacks"
         )
     return set(axes) <= manual
 

@@ -36,6 +36,7 @@ from shardload.parallel.result import LayoutChoice
 from shardload.parallel.setup_check import SetupReport, check_setup
 from shardload.sharding.planned_mesh import planned_mesh
 from shardload.typing import LayoutLike
+from shardload.units import plural
 
 OTHER_BACKENDS = ("torch", "pytorch", "tensorflow", "horovod", "nccl")
 """Values of ``distributed_backend`` in the proposals that do not run on JAX."""
@@ -344,7 +345,11 @@ def _devices(count: int | None, ids: Sequence[Any] | None) -> list[Any]:
         every = devices_of(list_devices())
         count = len(every) if count is None else tensor_parallel_mesh(count).size
         if count > len(every):
-            raise MeshError(f"Cannot use device_count={count}: there are {len(every)} devices. Use fewer")
+            raise MeshError(
+                f"Cannot use device_count={count}: this process has {plural(len(every), 'device')}. Use fewer, or "
+                "simulate them on the CPU: set JAX_PLATFORMS=cpu, and before JAX is first used, call "
+                f"jax.config.update('jax_num_cpu_devices', {count})"
+            )
         return every[:count]
     found = [_device(given) for given in ids]
     if count not in (None, len(found)) or not found:

@@ -122,7 +122,11 @@ def start_save(
     # Orbax would silently create the folder and hide that it was removed.
     if not target.parent.is_dir():
         raise describe(
-            f"there is no folder {target.parent} to write into", step=step, folder=target, number=errno.ENOENT
+            f"there is no folder {target.parent} to write into",
+            step=step,
+            folder=target,
+            number=errno.ENOENT,
+            advice="Create it first",
         )
     try:
         parent = target.parent.stat()

@@ -60,6 +60,7 @@ def describe(
     step: int | str,
     folder: str | os.PathLike[str],
     number: int | None = None,
+    advice: str | None = None,
     others: str = "Earlier steps are untouched",
 ) -> SaveError:
     """Build a `SaveError` with the standard wording.
@@ -69,10 +70,13 @@ def describe(
         step: The step that was being saved.
         folder: The destination.
         number: The operating system's `errno`, if there is one.
+        advice: How to fix it; by default what helps with ``number``.
         others: A sentence about the steps saved earlier.
     """
-    advice = f". {_ADVICE[number]}" if number in _ADVICE else ""
-    made = SaveError(f"Cannot save step {step} to {os.fspath(folder)}: {why}{advice}. {others}")
+    if advice is None and number is not None:
+        advice = _ADVICE.get(number)
+    fix = "" if advice is None else f". {advice}"
+    made = SaveError(f"Cannot save step {step} to {os.fspath(folder)}: {why}{fix}. {others}")
     made.errno = number
     return made
 

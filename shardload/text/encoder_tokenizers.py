@@ -96,7 +96,7 @@ def surround(inner: Any, found: TokenizerMetadata) -> None:
     if first is None or last is None:
         raise SourceError(
             "Cannot rebuild the tokenizer: it names no tokens for the beginning and the end of a text, expected cls "
-            "and seperator, or bos and eos. Load without a prompt"
+            "and 'seperator' (as GGUF spells it), or bos and eos. Load without a prompt"
         )
     kinds = enumerate(found.token_types.tolist())
     control = {i for i, kind in kinds if kind == _CONTROL} | {first, last}

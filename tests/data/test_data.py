@@ -10,6 +10,7 @@ import pytest
 from shardload.callbacks.step_records import iterator_record
 from shardload.data import follow, global_batches, resumable, stop_following
 from shardload.data.global_batches import BatchPart, part_in
+from shardload.data.position import Origin, Reading
 from shardload.errors import UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")  # what Keras says of any Grain epoch
@@ -194,3 +195,11 @@ def test_a_state_that_json_would_change_is_refused(state):
 def test_a_state_comes_back_as_it_was():
     state = {"at": [1, 2.5, None, True], "of": {"text": "ü"}}
     assert iterator_record(lambda: state)["state"] == state
+
+
+def test_a_position_of_other_processes_says_how_to_change_their_number():
+    origin = Origin(3, Reading(), processes=2, processes_now=4)
+    with pytest.raises(
+        UsageError, match=r"saved by 2 processes.*are 4\. Read the data.*resumable\(dataset, global_bat"
+    ):
+        origin.check(Reading())

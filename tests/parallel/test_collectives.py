@@ -230,7 +230,7 @@ def test_an_axis_outside_the_enclosing_shard_map_is_refused():
         axis_names={"data"},
         check_vma=False,
     )
-    with pytest.raises(MeshError, match="the enclosing shard_map has data only"):
+    with pytest.raises(MeshError, match=r"the enclosing shard_map has data only\. Add model to its axis_names"):
         jax.jit(run)(x)
 
 
