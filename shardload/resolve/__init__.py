@@ -252,13 +252,18 @@ def _handle(text: str, *, weights: bool) -> Resolved:
     scheme, rest = text.split("://", 1)
     if scheme == "file":
         return resolve(rest, weights=weights)
+    from shardload.resolve import hubs, stores
+
+    if scheme in stores.SCHEMES:
+        raise UnsupportedError(
+            f"Cannot read {text} here: only load, load_weights, plan and inspect read {scheme}://, expected a path, a "
+            "name, kaggle:// or hf://. Copy the files to a local folder first"
+        )
     if scheme not in ("kaggle", "hf"):
         raise UnsupportedError(
             f"Cannot read {text} here, expected a path, a name, kaggle:// or hf://. Copy it to a local folder first. "
             "(Training steps at s3://, gs:// and http(s):// can be restored, loaded, listed and verified.)"
         )
-    from shardload.resolve import hubs
-
     return Resolved(str(hubs.fetch(text, weights=weights)))
 
 
