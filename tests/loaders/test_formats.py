@@ -133,6 +133,23 @@ class TestAnotherFormat:
         with pytest.raises(UsageError, match="'gguf': the name is taken"):
             register(FormatSpec(name="gguf", description="another"))
 
+    @pytest.mark.parametrize("what", ["no model.json", "cut", "npy 2.0", "junk", "damaged header"])
+    def test_damage_is_an_error_of_the_source(self, saved, what):
+        path, raw = saved[0], saved[0].read_bytes()
+        match what:
+            case "no model.json":
+                np.savez(path, one=np.zeros(3))
+            case "cut":
+                path.write_bytes(raw[:-30])
+            case "npy 2.0":
+                path.write_bytes(raw.replace(b"NUMPY\x01", b"NUMPY\x02"))
+            case "junk":
+                path.write_bytes(raw.replace(b"\x93NUMPY", b"\x93OTHER"))
+            case "damaged header":
+                path.write_bytes(raw.replace(b"'descr'", b"'other'"))
+        with pytest.raises(SourceError, match=r"small\.npz"):
+            open_manifest(path, format="npz")
+
     def test_it_is_missed_in_the_documentation(self):
         assert described() - documented() == {("npz", npz_format.SPEC.description, "`.npz`")}
 

@@ -7,12 +7,13 @@ model.npz (a zip)   model.json       the model, as Keras describes it
 import json
 import struct
 import zipfile
+import zlib
 
 import keras
 import numpy as np
 from numpy.lib import format as npy
 
-from shardload.errors import SourceError, UnsupportedError
+from shardload.errors import ShardloadError, SourceError, UnsupportedError
 from shardload.loaders import FormatSpec
 from shardload.manifest import Extent, Manifest, Tensor
 from shardload.stores.json_files import MAX_JSON_BYTES, parse_object
@@ -40,9 +41,21 @@ def is_file(content):
 
 
 def open_file(path):
-    """The headers of the archive and of each array."""
+    """The headers of the archive and of each array; any error of another library is one of the file."""
+    try:
+        return read_archive(path)
+    except ShardloadError:
+        raise
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError, EOFError, struct.error, zlib.error) as e:
+        raise SourceError(f"Cannot read {path}: {e}, expected an archive of this format. Save it again") from e
+
+
+def read_archive(path):
+    """The manifest of an archive without damage."""
     with path.stream() as file, zipfile.ZipFile(file) as archive:
         members = {info.filename: info for info in archive.infolist()}
+        if CONFIG not in members:
+            raise SourceError(f"Cannot read {path}: it has no {CONFIG}, expected the model's. Save it with `save`")
         config = members.pop(CONFIG)
         if config.file_size > MAX_JSON_BYTES:
             raise SourceError(f"{path}: {CONFIG} has {config.file_size} bytes")
@@ -57,7 +70,8 @@ def tensor(path, file, info):
     file.seek(info.header_offset)
     start = info.header_offset + LOCAL_HEADER.size + sum(LOCAL_HEADER.unpack(file.read(LOCAL_HEADER.size))[9:])
     file.seek(start)
-    npy.read_magic(file)
+    if (version := npy.read_magic(file)) != (1, 0):
+        raise SourceError(f"{path}: {info.filename} has npy version {version}, expected (1, 0)")
     shape, is_fortran, dtype = npy.read_array_header_1_0(file)
     if info.compress_type or is_fortran or dtype.hasobject:
         raise UnsupportedError(f"{path}: {info.filename} is not stored as raw values in C order")
