@@ -1,4 +1,10 @@
-"""Entry point of this package: from a model and a mesh to a layout for every variable."""
+"""Entry point of this package: from a model and a mesh to a layout for every variable.
+
+`roles` says which dims to split, best first, and `auto` decides by what the mesh divides. Several answers for one
+variable win in this order::
+
+    users' layer rules ► pairs in a functional model's graph ► the outer block ► the variable's own layer ► its shape
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copy one block into the shards that need it: one vectorised NumPy copy per (block, shard).
+"""The layout of one block in scratch memory, and the NumPy copy from there into a shard: one per (block, shard).
 
 A block in scratch is flat memory; NumPy strides select the elements of a variable's piece,
 in the variable's own dim order, so a transpose is an ordinary strided copy::

@@ -1,4 +1,4 @@
-"""The planning problem: which mesh axis splits which group of dims, with every cost as a function of that.
+"""The planning problem: which mesh axis splits which group of dims, and what operations cost then.
 
 The program's groups are merged where they play the same part (the hidden dims of all layers of a transformer), and so
 are operations and weights: the size of the problem depends on the kinds of layers, not on their number.
