@@ -108,7 +108,7 @@ def recorded_damage(steps: Iterable[StepInfo]) -> set[int]:
 
 
 def _promised(steps: Iterable[StepInfo]) -> Iterator[int]:
-    """Yield the best steps by each metric for which a callback used keep_best, as many as its newest step states."""
+    """Yield the best steps by each metric that some callback keeps the best of; the newest such step says how many."""
     groups: dict[tuple[str, str], list[StepInfo]] = {}
     for info in steps:
         if info.recorded.monitor is not None and info.recorded.keep_best is not None:

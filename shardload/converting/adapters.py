@@ -122,7 +122,7 @@ def _whole(source: Source, variable: Any) -> NDArray[Any]:
     value = source.values[id(variable)]
     if value.array is not None:
         return value.array
-    # A model of one weight: reads a view, or runs the step that computes the value.
+    # `ModelValues` reads a view, or runs the step that computes the value; here it is given one weight only.
     return ModelValues(source, {"": value}).rows("", 0, int(variable.shape[0]))
 
 

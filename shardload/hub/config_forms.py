@@ -76,7 +76,7 @@ def architecture_of(config: Mapping[str, Any]) -> str:
 
 
 def _read_gemma_4(config: dict[str, Any]) -> None:
-    """Adapt to KerasHub: a key means that the part exists, and there is one ``global_head_dim``, not one per layer."""
+    """Remove parts that are null, which KerasHub would build, and set the one ``global_head_dim`` that it reads."""
     for part in ("vision_config", "audio_config"):
         if part in config and config[part] is None:
             del config[part]

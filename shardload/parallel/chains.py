@@ -10,7 +10,7 @@ shapes (`shardload.parallel.roles`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,12 +54,12 @@ class KernelPair:
     second: Any
 
 
-def pairs(model: Any, kernels: Mapping[int, Any], *, never_first: Collection[int] = ()) -> Iterator[KernelPair]:
+def pairs(model: Any, kernels: Collection[int], *, never_first: Collection[int] = ()) -> Iterator[KernelPair]:
     """Yield the pairs of a model's own graph, each layer in one of them.
 
     Args:
         model: A functional or sequential model; any other has no pairs.
-        kernels: By ``id(layer)``, the layers that may be paired.
+        kernels: ``id`` of each layer that may be paired.
         never_first: Ids of those that already end a pair.
     """
     links = list(sole_consumers(model))

@@ -113,7 +113,7 @@ class MeshSpec:
         """Return what an axis splits, by its name, else by its position."""
         if (known := _KINDS.get(axis.lower())) is not None:
             return known
-        # The last axis first: the only axis of a mesh is `model`, too.
+        # Test for the last axis first, so that the only axis of a mesh is `model`.
         if axis == self.axes[-1]:
             return "model"
         return "batch" if axis == self.axes[0] else "fsdp"

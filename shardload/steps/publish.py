@@ -163,6 +163,7 @@ class Staging:
         Raises:
             StepExistsError: If a step of this number was published in the meantime. The folder stays, to be discarded.
             SaveError: If the step does not match its digests, the root or the folder is gone, or the disk fails.
+            UsageError: If another process began the step, or it was published or discarded before.
         """
         target = self.root.path / str(self.step)
         if self._lock is None:

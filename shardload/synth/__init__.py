@@ -70,7 +70,7 @@ class _Job:
 
     @property
     def label(self) -> dict[str, Any]:
-        """Return the entry that records the checkpoint's origin."""
+        """Return the configuration's entry that marks a checkpoint as synthetic, with the arguments that made it."""
         return {
             "synthetic": True,
             "architecture": self.name,
@@ -158,7 +158,7 @@ def synth(
 
 
 def _label_of(target: Path) -> Any:
-    """Return the origin entry of a synthetic checkpoint; ``None`` for anything else."""
+    """Return the entry that marks a checkpoint as synthetic (`_Job.label`); ``None`` for anything else."""
     described = target / "config.json" if target.is_dir() else Path(f"{str(target).removesuffix('.weights.h5')}.json")
     found = read_optional(described)
     return found.get("shardload") if isinstance(found, dict) else None

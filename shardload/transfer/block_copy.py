@@ -205,7 +205,7 @@ class BlockCopier:
 
 
 def _flat(scratch: NDArray[np.uint8], block: Block, tensor: Tensor, row: int) -> BlockMemory:
-    """Describe a staged block in scratch."""
+    """Return a staged block's layout in ``scratch``: rows of ``row`` elements, padded; 0 for a single row."""
     pitch = row + PAD_BYTES // tensor.dtype.itemsize if row else 0
     return BlockMemory(scratch, tensor.dtype, block.start, row, pitch)
 

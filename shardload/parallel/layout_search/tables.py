@@ -76,7 +76,7 @@ def differences(problem: Problem, weight: WeightKind, assignment: Assignment, ax
     assert table is not None
     axes = zip(problem.mesh.axes, assignment, strict=True)
     own = [a for a, kind in axes if kind is not None and problem.sizes[a] > 1]
-    # Falls away: adding up the rows of each part of the batch.
+    # No longer needed: an all-reduce of the rows that each part of the batch looks up.
     before = table.found_bytes / problem.sizes[axis]
     for other in own:
         yield Difference("all-reduce", (other,), -before, -_seconds(problem, "all-reduce", before, [other]))
