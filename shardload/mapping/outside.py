@@ -164,7 +164,7 @@ def sort_unused(
     ignored = _ignored(mapping.unused, tuple(ignore))
     outside: list[OutsideTensor] = []
     why: dict[str, str] = {}
-    values = _Values()
+    values = _Comparer()
     for name in mapping.unused:
         found: OutsideTensor | str = ""
         if name in ignored:
@@ -270,7 +270,7 @@ def _by_kind(tensor: Tensor, manifest: Manifest, model: Any) -> OutsideTensor | 
 
 
 def _by_value(
-    tensor: Tensor, mapping: VariableMap, manifest: Manifest, model: Any, *, values: _Values | None
+    tensor: Tensor, mapping: VariableMap, manifest: Manifest, model: Any, *, values: _Comparer | None
 ) -> OutsideTensor | str:
     """Return a tensor that is outside according to its values, or the reason that it is not."""
     for end, use in _ADDED.items():
@@ -300,7 +300,7 @@ def _embeddings(tensor: Tensor, mapping: VariableMap, manifest: Manifest) -> Ite
 
 
 @dataclass(slots=True)
-class _Values:
+class _Comparer:
     """Compares the values of tensors, and counts the bytes read for that."""
 
     read_bytes: int = 0
