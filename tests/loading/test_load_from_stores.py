@@ -19,6 +19,7 @@ from shardload.manifest import Decoded
 from shardload.resolve import stores
 from shardload.stores.location import Location
 from shardload.transfer.read_tensor import read_rows, read_tensor
+from shardload.verifying import verify
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
@@ -125,7 +126,7 @@ def test_a_url_whose_scheme_names_a_store(tmp_path, monkeypatch):
     assert all(map(np.array_equal, original.get_weights(), filled.get_weights()))
     assert shardload.inspect("memory://model.weights.h5").source == report.source
     copy_first = r"only load, load_weights, plan and inspect read memory://.*Copy the files to a local folder first"
-    for other in (shardload.verify, lambda url: shardload.convert(url, tmp_path / "copy", to="orbax")):
+    for other in (verify, lambda url: shardload.convert(url, tmp_path / "copy", to="orbax")):
         with pytest.raises(UnsupportedError, match=copy_first):
             other("memory://model.weights.h5")
 
