@@ -79,6 +79,13 @@ def new_file(path: Path | None) -> Path | None:
     return path
 
 
+def svg_file(path: Path | None) -> Path | None:
+    """Check the name of a drawing: other programs go by its ending."""
+    if path is not None and path.suffix != ".svg":
+        raise typer.BadParameter(f"{str(path)!r} does not end in .svg")
+    return new_file(path)
+
+
 def plan_file(path: Path | None) -> Path | None:
     """Check the name of a plan's file: `--layout` recognises plans by their ending."""
     if path is not None and path.suffix != ".json":
@@ -228,7 +235,7 @@ SavePlan = Annotated[
 Svg = Annotated[
     Path | None,
     typer.Option(
-        "--svg", metavar="FILE", callback=new_file, help="Draw memory per device, and what is split where, as SVG."
+        "--svg", metavar="FILE.svg", callback=svg_file, help="Draw memory per device, and what is split where, as SVG."
     ),
 ]
 DtypeOption = Annotated[

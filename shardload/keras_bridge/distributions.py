@@ -30,6 +30,11 @@ def layout_of_models(distribution: Any) -> Any:
     return getattr(distribution, "layout_of_models", None)
 
 
+def layout_map_of(distribution: Any) -> Any:
+    """Return the ``LayoutMap`` of a ``ModelParallel``; ``None`` for other distributions."""
+    return getattr(distribution, "_layout_map", None)
+
+
 def variable_axes(distribution: Any, variable: Variable) -> Sequence[Any]:
     """Return the mesh axis, a tuple of axes, or ``None`` for each dim of a variable."""
     rank = len(variable.shape)

@@ -94,6 +94,7 @@ def _by_distribution(model: Any, mesh: MeshSpec, distribution: Any) -> LayoutCho
         {key: placed[key] for key in variables},
         batch_axis=distribution.batch_dim_name,
         activations=distribution.get_tensor_layout,
+        rule_notes=rule_sets.unmatched(distributions.layout_map_of(distribution), [v.path for v in model.variables]),
     )
 
 

@@ -59,6 +59,8 @@ class LayoutChoice:
     activations: Callable[[str], Any] | None = field(default=None, repr=False, compare=False)
     """From the path of a layer's output to its ``TensorLayout``, as the user's own map has it, to a
     `jax.sharding.PartitionSpec`, or to ``None``."""
+    rule_notes: tuple[str, ...] = ()
+    """One sentence for each rule of a distribution that matches no variable; in other layouts that is an error."""
 
     def of(self, variable: Any) -> Layout:
         """Return the layout of a variable."""
@@ -148,7 +150,7 @@ class LayoutChoice:
         if not weight_axes(self.mesh) and self.mode != "replicated":
             axis = self.mesh.batch_axis
             lines.append(f"axis {axis!r} splits the batch: this mesh has no axis to split weights over")
-        lines += [*self.idle_notes, *self.guess_notes]
+        lines += [*self.idle_notes, *self.guess_notes, *self.rule_notes]
         # One line per reason: a stack of layers has the same fallback in each of them.
         for why, count in Counter(f.why for f in self.fallbacks).items():
             first = next(f.variable for f in self.fallbacks if f.why == why)

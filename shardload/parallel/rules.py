@@ -202,6 +202,22 @@ def check_output_rules(layout_map: Any, paths: Sequence[str] | None) -> None:
             raise LayoutError(_matches_nothing(rule, list(paths or ()), "the LayoutMap", of="outputs"))
 
 
+def unmatched(layout_map: Any, paths: Sequence[str]) -> tuple[str, ...]:
+    """Return one sentence for each rule for variables that matches none of ``paths``.
+
+    Args:
+        layout_map: The ``LayoutMap`` of a distribution, which may be for more models than one; ``None`` has no rules.
+        paths: The paths of a model's variables.
+    """
+    rules = [Rule(key, ()) for key in layout_map or ()]
+    return tuple(
+        _matches_nothing(rule, paths, "the distribution's LayoutMap")
+        for rule in rules
+        if not rule.is_of_outputs
+        and not any(rule.pattern == p or _compiled(rule, "the LayoutMap").fullmatch(p) for p in paths)
+    )
+
+
 def _match(rules: RuleSet, path: str) -> Rule | None:
     """Return the rule for ``path``: the exact path takes precedence over expressions, as in Keras."""
     for rule in rules.rules:

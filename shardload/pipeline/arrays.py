@@ -67,9 +67,9 @@ def load_arrays(
     Args:
         source: As for `shardload.load`; its tensors have the names that `shardload.inspect` lists.
         targets: A dict, or another pytree (the state of Flax NNX or Linen), of targets, where the name of a leaf is its
-            path joined by dots; a function of name and shape (and dtype, if it takes three) that returns a target, or
-            ``None`` to leave the tensor out; or one target for every tensor. Where names of tensors have slashes, as in
-            Orbax' and Keras' files, paths joined by slashes are found too.
+            path joined by dots; a function of an array's name and shape (and dtype, if it takes three) that returns a
+            target, or ``None`` to leave the tensor out; or one target for every tensor. Where names of tensors have
+            slashes, as in Orbax' and Keras' files, paths joined by slashes are found too.
         mesh: The mesh of each `PartitionSpec`.
         names: Tensor names by target names, as a mapping of those that differ or a function.
         transpose: The order of the tensor's dims in an array, by target name; or a function of the target's name and
@@ -98,9 +98,9 @@ def load_arrays(
     _check_kinds(mesh=mesh, names=names, transpose=transpose, strict=strict)
     opened = open_source(source, format)
     files = Fingerprint.of(opened.manifest.files)
-    leaves, rebuild = _leaves(targets, opened.manifest)
-    _check_keys(leaves, names=names, transpose=transpose)
     reader = _Reader(opened.manifest, mesh=mesh, names=names, transpose=transpose, dtype=dtype_name(dtype))
+    leaves, rebuild = _leaves(targets, reader)
+    _check_keys(leaves, names=names, transpose=transpose)
     wanted = reader.wanted(leaves)
     # A rule sees every tensor, so what it leaves out is left out on purpose.
     if strict and not _is_rule(targets):
@@ -142,15 +142,15 @@ def _is_rule(targets: Any) -> bool:
     return callable(targets) or isinstance(targets, _KINDS)
 
 
-def _leaves(targets: Any, manifest: Manifest) -> tuple[dict[str, Any], Callable[[dict[str, Any]], Any]]:
+def _leaves(targets: Any, reader: _Reader) -> tuple[dict[str, Any], Callable[[dict[str, Any]], Any]]:
     """Return the targets by name, and a function that puts arrays by name into the same structure."""
     if _is_rule(targets):
-        every = manifest.tensors.values()
-        rule = _rule(targets) if callable(targets) else lambda tensor: targets
+        every = reader.manifest.tensors.values()
+        rule = _rule(targets, reader.shape_of) if callable(targets) else lambda tensor: targets
         found = {tensor.name: rule(tensor) for tensor in every}
         return {name: target for name, target in found.items() if target is not None}, dict
     paths, structure = jax.tree_util.tree_flatten_with_path(targets, is_leaf=lambda leaf: isinstance(leaf, _KINDS))
-    leaves = {_leaf_name([_key(entry) for entry in path], manifest): target for path, target in paths}
+    leaves = {_leaf_name([_key(entry) for entry in path], reader.manifest): target for path, target in paths}
     if len(leaves) != len(paths):
         raise UsageError("Cannot name the targets by their paths: two leaves have the same. Rename a key")
     return leaves, lambda arrays: jax.tree_util.tree_unflatten(structure, [arrays[name] for name in leaves])
@@ -162,16 +162,16 @@ def _leaf_name(path: Sequence[str], manifest: Manifest) -> str:
     return slashed if slashed in manifest.tensors and dotted not in manifest.tensors else dotted
 
 
-def _rule(targets: Callable[..., Any]) -> Callable[[Tensor], Any]:
-    """Return a function of a tensor that calls ``targets`` with its name and shape, and its dtype if accepted."""
+def _rule(targets: Callable[..., Any], shape_of: Callable[[Tensor], tuple[int, ...]]) -> Callable[[Tensor], Any]:
+    """Return a function of a tensor that calls ``targets`` with name, the array's shape, and the dtype if accepted."""
     # Asked of the signature, not tried: a TypeError raised inside of the function must reach the caller.
     try:
         inspect.signature(targets).bind("name", (), np.dtype(np.float32))
     except TypeError:
-        return lambda tensor: targets(tensor.name, tensor.shape)
+        return lambda tensor: targets(tensor.name, shape_of(tensor))
     except ValueError:  # a builtin without a signature
         pass
-    return lambda tensor: targets(tensor.name, tensor.shape, tensor.dtype)
+    return lambda tensor: targets(tensor.name, shape_of(tensor), tensor.dtype)
 
 
 # Entries of a path have different fields: `DictKey.key`, `SequenceKey.idx`, `GetAttrKey.name`.
@@ -200,6 +200,10 @@ class _Reader:
                 + "\nPass names= to map targets to tensors; shardload.inspect lists the tensors."
             )
         return [self._one(name, target, self.manifest.tensors[tensors[name]]) for name, target in leaves.items()]
+
+    def shape_of(self, tensor: Tensor) -> tuple[int, ...]:
+        """Return the shape of the array of a tensor that is its own target."""
+        return self._view(tensor.name, tensor).shape
 
     def _tensor_name(self, name: str) -> str:
         if callable(self.names):
@@ -244,9 +248,11 @@ class _Reader:
         if isinstance(found, PartitionSpec):
             if self.mesh is None:
                 raise UsageError(f"Cannot place {name!r} by {found}: a PartitionSpec needs a mesh. Pass mesh=")
-            # JAX's own error for an unknown axis does not name the array.
-            stated = {axis for entry in found for axis in ((entry,) if isinstance(entry, str) else entry or ())}
-            if unknown := sorted(stated - set(self.mesh.axis_names)):
+            # JAX's own errors for an unknown axis, or one named twice, do not name the array.
+            stated = [axis for entry in found for axis in ((entry,) if isinstance(entry, str) else entry or ())]
+            if len(set(stated)) < len(stated):
+                raise LayoutError(f"Cannot place {name!r} by {found}: expected each axis of the mesh at most once")
+            if unknown := sorted(set(stated) - set(self.mesh.axis_names)):
                 raise LayoutError(
                     f"Cannot place {name!r} by {found}: the mesh has no axis {unknown[0]!r}, only "
                     f"{', '.join(self.mesh.axis_names)}"

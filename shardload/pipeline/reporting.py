@@ -196,6 +196,7 @@ def _notes(prepared: PreparedLoad) -> tuple[str, ...]:
         *_skipped_notes(prepared),
         *prepared.layouts.idle_notes,
         *prepared.layouts.guess_notes,
+        *prepared.layouts.rule_notes,
         *(f"replicated though large: {paths}" for paths in fold(prepared.layouts.replicated_large)),
         *_raised_budget(prepared),
     )

@@ -60,6 +60,17 @@ def test_a_function_of_name_and_shape_only(path, mesh):
     assert found["embed.weight"].sharding.spec == P("model") and found["ids"].sharding.spec == P()
 
 
+def test_a_function_gets_the_shape_of_the_transposed_array(path, mesh):
+    shapes = {}
+
+    def rule(name, shape):
+        shapes[name] = shape
+        return P("model") if name == "embed.weight" else None
+
+    found = shardload.load_arrays(path, rule, mesh=mesh, transpose={"embed.weight": (1, 0)})
+    assert shapes["embed.weight"] == found["embed.weight"].shape == VALUES["embed.weight"].shape[::-1]
+
+
 def test_a_tree_with_shapes_dtypes_and_several_meshes(path, mesh):
     other, device = jax.make_mesh((8,), ("x",)), SingleDeviceSharding(jax.devices()[3])
     targets = {
@@ -153,6 +164,7 @@ def test_paths_joined_by_slashes_are_found_too(tmp_path, mesh):
             UsageError,
             "'scale': its .* no sharding",
         ),
+        ({"ids": P(("data", "data"))}, {"strict": False}, LayoutError, r"'ids' by .*: expected each axis .* once"),
         ({"ids": P("rows")}, {"strict": False}, LayoutError, r"'ids' by .*: the mesh has no axis 'rows', only data"),
         (
             {"scale": jax.ShapeDtypeStruct((), np.float64, sharding=SingleDeviceSharding(jax.devices()[0]))},

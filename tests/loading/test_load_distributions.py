@@ -71,7 +71,16 @@ def test_the_distribution_that_is_set_is_used(source, make):
     assert_as_in_keras(model, source, distribution)
     assert binding_of(model).distribution.batch_dim_name == distribution.batch_dim_name
     assert shardload.report(model).mesh == ("rows=2,columns=4" if make is model_parallel else "batch=8")
-    assert shardload.report(model).notes == ()
+    assert not [text for text in shardload.report(model).notes if "'nothing/kernel'" not in text]
+
+
+def test_a_rule_of_a_distribution_that_matches_nothing_is_noted(source):
+    with model_parallel().scope():
+        report = shardload.report(shardload.load(source))
+        plan = shardload.plan(source)
+    note = "The rule 'nothing/kernel' of the distribution's LayoutMap matches none of the model's 4 variables"
+    assert [text for text in report.notes if text.startswith(note)]
+    assert [text for text in plan.notes if text.startswith(note)]
 
 
 def test_a_layout_map_given_as_mesh_is_the_layout_too(source):
