@@ -102,9 +102,14 @@ def load_arrays(
     leaves, rebuild = _leaves(targets, reader)
     _check_keys(leaves, names=names, transpose=transpose)
     wanted = reader.wanted(leaves)
-    # A rule sees every tensor, so what it leaves out is left out on purpose.
+    # A rule sees every tensor, so what it leaves out is left out on purpose; but not all of them.
     if strict and not _is_rule(targets):
         _check_unused(opened.manifest, wanted)
+    if strict and not wanted and opened.manifest.tensors:
+        raise MismatchError(
+            f"Cannot load from {opened.manifest.source}: the function returned None for each of its tensors. Return a "
+            "target, such as a PartitionSpec, for those to load, or pass strict=False"
+        )
     # Twice: a writer must not have changed the files since their headers were read, before and after the reads.
     files.check()
     found = _transfer(opened, wanted, budget=budget, shown=shown)

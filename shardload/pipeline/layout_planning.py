@@ -182,7 +182,7 @@ class _Planning:
         """Return a sentence about the mesh that the step fits on; empty if only the compiled step did not fit."""
         smallest = self._smallest(model, None)
         if smallest is None:
-            return f" It fits on no mesh of up to {MAX_DEVICES} devices"
+            return f" No mesh of up to {MAX_DEVICES} devices is large enough for this batch and sequence: reduce them"
         # The estimate fits this mesh, or a smaller one: to name it would contradict the compiled step.
         if smallest.mesh.size <= self.mesh.size and self.step.compile:
             return ""

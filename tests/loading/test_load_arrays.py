@@ -60,6 +60,12 @@ def test_a_function_of_name_and_shape_only(path, mesh):
     assert found["embed.weight"].sharding.spec == P("model") and found["ids"].sharding.spec == P()
 
 
+def test_a_function_that_leaves_out_everything(path):
+    with pytest.raises(MismatchError, match="the function returned None for each of its tensors"):
+        shardload.load_arrays(path, lambda name, shape: None)
+    assert shardload.load_arrays(path, lambda name, shape: None, strict=False) == {}
+
+
 def test_a_function_gets_the_shape_of_the_transposed_array(path, mesh):
     shapes = {}
 
