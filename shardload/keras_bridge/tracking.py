@@ -44,7 +44,7 @@ def walking_vocabularies_once() -> Iterator[None]:
     """Let `members_of` look through each large container once inside the block.
 
     A load asks some fifteen times what a model consists of, which takes 12 ms each time for Gemma 3's vocabulary.
-    Only for a block in which nobody else changes the model.
+    Only for a block in which no other code changes the model.
     """
     token = _VOCABULARIES.set({})
     try:

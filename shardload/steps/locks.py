@@ -22,7 +22,7 @@ class FolderLock:
     home: Path
     fd: int
     state: Literal["held", "taken", "unsupported"]
-    """Who has the lock: this process, another one, or nobody, because the file system has no locks."""
+    """Who has the lock: this process, another one, or none, because the file system has no locks."""
 
     @classmethod
     def take(cls, home: Path, *, wait: bool = False) -> FolderLock:

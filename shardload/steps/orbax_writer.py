@@ -152,7 +152,8 @@ def _start(target: Path, items: Mapping[str, Any], compression: str, timeout_s: 
     # Create folders synchronously: if that fails in the background, threads of Orbax wait for the folders until the
     # timeout and delay the exit of the process.
     context.asynchronous.create_directories_asynchronously = False
-    context.asynchronous.timeout_secs = math.ceil(timeout_s or DEFAULT_TIMEOUT_S)  # of whole seconds; 0 would be none
+    # Orbax takes whole seconds, and half a second must not become 0.
+    context.asynchronous.timeout_secs = math.ceil(timeout_s or DEFAULT_TIMEOUT_S)
     orbax_log_filter.save_began()
     try:
         with context:

@@ -43,7 +43,7 @@ def trained(variables, *, steps=5, **options):
         weights, state = optimizer.stateless_apply(state, grads, weights)
         return state, weights
 
-    # Compiled, as in fit: an eager step traces the update anew.
+    # Compiled, as in fit: an eager step traces the whole update again.
     compiled = jax.jit(one_step, out_shardings=(shardings[:n], shardings[n:]))
     for step in range(steps):
         state, weights = compiled(state, weights, [gradients(tuple(v.shape))[step % 5] for v in variables])
