@@ -18,18 +18,18 @@ from shardload.errors import LayoutError, MismatchError, UnsupportedError, Usage
 from shardload.manifest import Manifest, Tensor, View
 from shardload.progress import ProgressLike, as_progress
 from shardload.resolve.opening import OpenedSource, open_source
-from shardload.sharding.devices import MeshDevices, local_positions
+from shardload.sharding.devices import MeshDevices, local_positions, resolve_devices
 from shardload.sharding.layout import Layout, Spec
 from shardload.sharding.mesh import MeshSpec
 from shardload.stores.fingerprint import Fingerprint
 from shardload.transfer import execution
 from shardload.transfer.binding import ONE_DEVICE, Binding
 from shardload.transfer.planning import make_plan
-from shardload.typing import PathLike
+from shardload.typing import MeshLike, PathLike
 from shardload.units import dtype_name, parse_bytes
 
-Target: TypeAlias = "jax.ShapeDtypeStruct | Sharding | PartitionSpec"
-"""Where an array goes; a `jax.ShapeDtypeStruct` also states its shape and dtype."""
+Target: TypeAlias = "jax.ShapeDtypeStruct | Sharding | PartitionSpec | jax.Array"
+"""Where an array goes; a `jax.ShapeDtypeStruct` and a `jax.Array` also state its shape and dtype."""
 _KINDS = (jax.ShapeDtypeStruct, Sharding, PartitionSpec)
 SHOWN = 8
 """Names that an error lists before it counts the rest."""
@@ -50,7 +50,7 @@ def load_arrays(
     source: PathLike,
     targets: Any,
     *,
-    mesh: jax.sharding.Mesh | None = None,
+    mesh: MeshLike | None = None,
     names: Mapping[str, str] | Callable[[str], str] | None = None,
     transpose: Mapping[str, Sequence[int]] | Callable[[str, tuple[int, ...]], Sequence[int] | None] | None = None,
     dtype: Any = None,
@@ -61,8 +61,9 @@ def load_arrays(
 ) -> Any:
     """Load a checkpoint of any format straight into sharded `jax.Array`s.
 
-    A target is a `jax.ShapeDtypeStruct` with a sharding, a `NamedSharding`, a `SingleDeviceSharding`, or a
-    `PartitionSpec` on ``mesh``. Each process reads what its own devices need.
+    A target is a `jax.ShapeDtypeStruct` with a sharding, a `NamedSharding`, a `SingleDeviceSharding`, a
+    `PartitionSpec` on ``mesh``, or a `jax.Array` to replace: its shape, dtype and sharding. Each process reads what its
+    own devices need.
 
     Args:
         source: As for `shardload.load`; its tensors have the names that `shardload.inspect` lists.
@@ -70,7 +71,8 @@ def load_arrays(
             path joined by dots; a function of an array's name and shape (and dtype, if it takes three) that returns a
             target, or ``None`` to leave the tensor out; or one target for every tensor. Where names of tensors have
             slashes, as in Orbax' and Keras' files, paths joined by slashes are found too.
-        mesh: The mesh of each `PartitionSpec`.
+        mesh: The mesh of each `PartitionSpec`, in any form that `shardload.load` accepts. The axes of ``"2x4"`` are
+            ``batch`` and ``model``.
         names: Tensor names by target names, as a mapping of those that differ or a function.
         transpose: The order of the tensor's dims in an array, by target name; or a function of the target's name and
             the tensor's shape that returns it, or ``None``. Transposed tensors are read like others.
@@ -88,6 +90,7 @@ def load_arrays(
         SourceNotFoundError: When the name resolves to nothing.
         SourceError: When the checkpoint contradicts itself.
         MismatchError: When a target has no tensor, or one of another shape; under ``strict``, when a tensor is unused.
+        MeshError: When ``mesh`` cannot be read or has more positions than there are devices.
         LayoutError: When a sharding does not divide its array.
         TransferError: When reading fails half-way.
         DamagedError: When the bytes of a training step differ from the saved ones.
@@ -95,10 +98,11 @@ def load_arrays(
     # Arguments first: none of them should fail after a download.
     shown = as_progress(progress)
     budget = _budget(host_memory_bytes)
-    _check_kinds(mesh=mesh, names=names, transpose=transpose, strict=strict)
+    _check_kinds(names=names, transpose=transpose, strict=strict)
+    placed = _mesh(mesh)
     opened = open_source(source, format)
     files = Fingerprint.of(opened.manifest.files)
-    reader = _Reader(opened.manifest, mesh=mesh, names=names, transpose=transpose, dtype=dtype_name(dtype))
+    reader = _Reader(opened.manifest, mesh=placed, names=names, transpose=transpose, dtype=dtype_name(dtype))
     leaves, rebuild = _leaves(targets, reader)
     _check_keys(leaves, names=names, transpose=transpose)
     wanted = reader.wanted(leaves)
@@ -125,9 +129,14 @@ def _budget(wanted: int | str | None) -> int | None:
         raise UsageError(f"host_memory_bytes: {error}") from error
 
 
-def _check_kinds(*, mesh: Any, names: Any, transpose: Any, strict: Any) -> None:
-    if mesh is not None and not isinstance(mesh, jax.sharding.Mesh):
-        raise UsageError(f"Cannot use mesh={mesh!r:.60}: expected a jax.sharding.Mesh, such as jax.make_mesh returns")
+def _mesh(mesh: MeshLike | None) -> jax.sharding.Mesh | None:
+    if mesh is None or isinstance(mesh, jax.sharding.Mesh):
+        return mesh
+    found = resolve_devices(mesh)
+    return jax.sharding.Mesh(np.reshape(np.array(found.devices), found.mesh.sizes), found.mesh.axes)
+
+
+def _check_kinds(*, names: Any, transpose: Any, strict: Any) -> None:
     for argument, value in (("names", names), ("transpose", transpose)):
         if not (value is None or callable(value) or isinstance(value, Mapping)):
             raise UsageError(f"Cannot use {argument}={value!r:.60}: expected a mapping or a function")
@@ -220,6 +229,8 @@ class _Reader:
         if self.dtype is not None and jax.numpy.issubdtype(dtype, jax.numpy.floating):
             dtype = jax.numpy.dtype(self.dtype)
         sharding = target
+        if isinstance(target, jax.Array):
+            target = jax.ShapeDtypeStruct(target.shape, target.dtype, sharding=target.sharding)
         if isinstance(target, jax.ShapeDtypeStruct):
             if tuple(target.shape) != view.shape:
                 raise MismatchError(
@@ -269,8 +280,8 @@ class _Reader:
         if isinstance(found, SingleDeviceSharding):
             return found
         raise UnsupportedError(
-            f"Cannot place {name!r} by {found!r:.80}: expected a ShapeDtypeStruct, NamedSharding, SingleDeviceSharding "
-            "or PartitionSpec"
+            f"Cannot place {name!r} by {found!r:.80}: expected a ShapeDtypeStruct, NamedSharding, SingleDeviceSharding, "
+            "PartitionSpec or jax.Array"
         )
 
 
@@ -338,8 +349,7 @@ def _transfer(opened: OpenedSource, wanted: Sequence[_Wanted], *, budget: int | 
 def _devices(sharding: NamedSharding | SingleDeviceSharding) -> MeshDevices:
     if isinstance(sharding, SingleDeviceSharding):
         return MeshDevices(ONE_DEVICE, tuple(sharding.device_set))
-    mesh = sharding.mesh
-    return MeshDevices(MeshSpec(tuple(map(str, mesh.axis_names)), tuple(mesh.devices.shape)), tuple(mesh.devices.flat))
+    return resolve_devices(sharding.mesh)
 
 
 def _layout(one: _Wanted, mesh: MeshSpec) -> Layout:

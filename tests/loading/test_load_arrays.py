@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from saved_steps import save_step
 
 import shardload
-from shardload.errors import LayoutError, MismatchError, SourceNotFoundError, UnsupportedError, UsageError
+from shardload.errors import LayoutError, MeshError, MismatchError, SourceNotFoundError, UnsupportedError, UsageError
 
 VALUES = {
     "embed.weight": np.arange(32 * 16, dtype=np.float32).reshape(32, 16),
@@ -136,6 +136,23 @@ def test_every_format_and_a_step(tmp_path, mesh):
         assert all(any(np.array_equal(a, e) for a in found.values()) for e in expected)
 
 
+@pytest.mark.parametrize("form", ["data=2,model=4", {"data": 2, "model": 4}])
+def test_a_mesh_in_any_form(path, form):
+    found = shardload.load_arrays(path, {"embed.weight": P("data", "model")}, mesh=form, strict=False)
+    mesh = jax.sharding.Mesh(np.reshape(jax.devices(), (2, 4)), ("data", "model"))
+    assert_holds(found["embed.weight"], VALUES["embed.weight"], NamedSharding(mesh, P("data", "model")))
+
+
+def test_arrays_to_replace(path, mesh):
+    targets = {
+        "embed.weight": jax.device_put(np.zeros((32, 16), jnp.bfloat16), NamedSharding(mesh, P(None, "model"))),
+        "ids": jnp.zeros(8, jnp.int32),
+    }
+    found = shardload.load_arrays(path, targets, strict=False)
+    assert_holds(found["embed.weight"], VALUES["embed.weight"].astype(jnp.bfloat16), targets["embed.weight"].sharding)
+    assert_holds(found["ids"], VALUES["ids"], targets["ids"].sharding)
+
+
 def test_paths_joined_by_slashes_are_found_too(tmp_path, mesh):
     ocp.save(tmp_path / "run", {"params": {"dense": {"kernel": jnp.ones((8, 4))}}, "step": jnp.zeros(())})
     targets = {"params": {"dense": {"kernel": P("model")}}, "step": P()}
@@ -188,7 +205,10 @@ def test_paths_joined_by_slashes_are_found_too(tmp_path, mesh):
         ({"ids": P()}, {"strict": False, "transpose": {"ids": True}}, UsageError, "expected each dim once"),
         ({"ids": 3}, {"strict": False}, UnsupportedError, "expected a ShapeDtypeStruct, NamedSharding"),
         ({"ids": P()}, {"host_memory_bytes": "much"}, UsageError, "host_memory_bytes: Cannot read 'much'"),
-        ({"ids": P()}, {"mesh": "1x8"}, UsageError, "expected a jax.sharding.Mesh"),
+        ({"ids": P()}, {"mesh": "1by8"}, MeshError, "Cannot read the mesh '1by8'"),
+        ({"ids": P()}, {"mesh": "1x9"}, MeshError, "needs 9 devices"),
+        ({"ids": np.zeros(8)}, {"strict": False}, UnsupportedError, "PartitionSpec or jax.Array"),
+        ({"ids": jnp.zeros(4, jnp.int32)}, {"strict": False}, MismatchError, r"target has shape \(4,\)"),
         ({"ids": P()}, {"names": 3}, UsageError, "Cannot use names=3: expected a mapping or a function"),
         ({"ids": P()}, {"strict": "no"}, UsageError, "expected True or False"),
         ({"ids": P()}, {"strict": False, "transpose": {"ids": (1,)}}, UsageError, "expected each dim once"),

@@ -126,6 +126,12 @@ def test_index(gemma, here, capsys):
     assert "batch=1,model=8 (8 cpu devices)" in capsys.readouterr().out
 
 
+def test_load_into_jax(gemma, here):
+    shutil.copytree(gemma["safetensors"], here / "gemma2-hf")
+    found = run("docs/how-to/load-into-jax.md")
+    assert {len(array.sharding.device_set) for array in found["params"].values()} == {8}
+
+
 def test_existing_programs(gemma, here, capsys):
     shutil.copytree(gemma["preset"], here / "gemma2")
     try:

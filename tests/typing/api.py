@@ -46,6 +46,7 @@ shardload.load("gemma3_270m", layout={"dense/kernel": (None, "model")}, mesh={"d
 mesh = jax.make_mesh((8,), ("model",))
 spec = jax.sharding.PartitionSpec("model")
 arrays = shardload.load_arrays("gemma3_270m", lambda name, shape, dtype: spec, mesh=mesh, names={"a": "b"})
+shardload.load_arrays("gemma3_270m", {"a": spec}, mesh="2x4")
 shardload.load_arrays("gemma3_270m", {"a": spec}, names=3)  # type: ignore[arg-type]
 
 converted: shardload.ConvertReport = shardload.convert("gemma2_9b", "gemma2-hf", to="safetensors", dtype="float32")
