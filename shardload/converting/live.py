@@ -32,7 +32,7 @@ from shardload.converting.plans import ConversionPlan, Copy
 from shardload.converting.replace_target import check_free
 from shardload.converting.staging import ConversionFolder, home_of, staged
 from shardload.converting.strided_copy import PieceWriter, Read, copy_view, reader_of_value
-from shardload.converting.targets import is_file_name, plan_for, shard_bytes_for, target_of
+from shardload.converting.targets import is_file_name, plan_for, shard_bytes_for, stem_of, target_of
 from shardload.converting.writing import check_room
 from shardload.distributed import processes
 from shardload.errors import UnsupportedError, UsageError, WriteError
@@ -197,7 +197,7 @@ def _format(target: Path, to: str | None) -> str | None:
     if to is None and not is_file_name(target) and not target.name.lower().endswith(".keras"):
         raise UsageError(
             f"Cannot tell the format of {target.name}. Pass to='safetensors' or to='preset', or name it "
-            f"{target.name}.weights.h5"
+            f"{stem_of(target)}.weights.h5"
         )
     if to == "preset" and is_file_name(target):
         raise UsageError(

@@ -58,7 +58,7 @@ def target_of(path: Path, to: str | None) -> Target:
     if to is None and not is_file:
         raise UsageError(
             f"Cannot tell the format of {path.name}. Pass to='safetensors', 'orbax' or 'h5' (--to), or name it "
-            f"{path.stem}{ENDING}"
+            f"{stem_of(path)}{ENDING}"
         )
     if to is not None and to not in TARGETS:
         raise UsageError(f"Cannot convert with to={to!r}: expected one of preset, {', '.join(TARGETS)}")
@@ -66,15 +66,23 @@ def target_of(path: Path, to: str | None) -> Target:
         raise UsageError(
             f"Cannot write {path.name} with to={to!r}: the name is that of a Keras file. Choose another name"
         )
-    endings = (*_FILES, *(ending for spec in specs() for ending in spec.endings))
-    ending = next((ending for ending in endings if path.name.lower().endswith(ending)), None)
-    if ending is not None and not is_file:
-        stem = path.name[: -len(ending)].removesuffix(".weights") or "model"
+    if (ending := _file_ending(path)) and not is_file:
+        stem = stem_of(path)
         raise UsageError(
             f"Cannot write {path.name} with to={to!r}: it has a file extension, and the result is a folder. Remove "
             f"{ending}, or name it {stem}{ENDING} (one file for Keras) or {stem}{INDEX_ENDING} (the same in shards)"
         )
     return "h5" if to is None else to
+
+
+def stem_of(path: Path) -> str:
+    """Return a file's name without the ending of any format; ``model`` where nothing is left."""
+    return path.name[: len(path.name) - len(_file_ending(path))].removesuffix(".weights") or "model"
+
+
+def _file_ending(path: Path) -> str:
+    endings = (*_FILES, *(ending for spec in specs() for ending in spec.endings))
+    return next((ending for ending in endings if path.name.lower().endswith(ending)), "")
 
 
 def is_file_name(path: Path) -> bool:

@@ -308,6 +308,8 @@ def test_arguments_that_cannot_be(gemma, tmp_path):
     ):
         with pytest.raises(UsageError, match=match):
             shardload.save_as(gemma, tmp_path / "out", **arguments)
+    with pytest.raises(UsageError, match=r"or name it tuned\.weights\.h5"):
+        shardload.save_as(gemma, tmp_path / "tuned.gguf")
     with pytest.raises(UsageError, match="a preset is a folder"):
         shardload.save_as(gemma, tmp_path / "out.weights.h5", to="preset")
     with pytest.raises(UsageError, match=r"\.keras files can only be read"):
