@@ -68,7 +68,10 @@ class Monitor:
         names = f"The logs have {', '.join(sorted(logs)) or 'no metrics'}"
         # A batch has no validation metrics, so with save_freq=N no save would ever see this one.
         if self.name.startswith("val_") and self.name.removeprefix("val_") in logs:
-            return f"{names}: fit() computes {self.name} at the end of an epoch, from validation_data"
+            return (
+                f"{names}: fit() computes {self.name} at the end of an epoch, from validation_data. Pass both "
+                "save_freq='epoch' and validation_data"
+            )
         return f"{names}{_similar(self.name, logs)}"
 
     def improves(self, value: float, model: Any) -> bool:
