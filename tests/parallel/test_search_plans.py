@@ -17,7 +17,7 @@ from shardload.errors import DoesNotFitError, LayoutError, UsageError, WriteErro
 from shardload.parallel import Hardware, LayoutPlan, choose, search, search_compiled, search_smallest_mesh
 from shardload.parallel.layout_search import needs
 from shardload.sharding.mesh import MeshSpec
-from shardload.units import parse_bytes
+from shardload.units import format_bytes, parse_bytes
 
 MIB = 2**20
 MESH = MeshSpec(("batch", "model"), (2, 4))
@@ -592,6 +592,18 @@ def test_every_model_is_planned_for_training_with_layouts_that_divide(name, mesh
     assert all(layout.divides(v.shape) for v, layout in plan.layouts())
     assert plan.device.weights == sum(v.nbytes // _parts(layout) for v, layout in plan.layouts())
     assert plan.notes == ()
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt2", "llama", "qwen3"])
+def test_the_note_on_the_cache_of_a_generating_model(family):
+    model = models.causal_lm(family)
+    sizes = [math.prod(v.shape) for v in model.variables if v.path.endswith("key/kernel")]
+    per_token = 2 * sum(sizes) // model.backbone.hidden_dim  # keys and values of all layers
+    said = (
+        f"a KV cache, which is not counted: {format_bytes(8 * 16 * per_token * 4)} over all devices for 8 x 16 tokens"
+    )
+    assert any(said in note for note in search(model, MESH, batch=8, sequence=16).notes)
+    assert not any("KV" in note for note in search(model, MESH, batch=8, sequence=16, optimizer="adam").notes)
 
 
 def _parts(layout):

@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import jax
+import numpy as np
+
 from shardload.keras_bridge.variables import numbered
 from shardload.parallel.layout_search.layout_plan import Decision, LayoutPlan, PlannedExchange, PlannedVariable
 from shardload.parallel.layout_search.needs import assignment_of, chosen, fastest_that_fits, peak, state_of
@@ -49,8 +52,37 @@ def make_plan(
         exchanges=tuple(_exchanges(problem, solution)),
         decisions=decisions,
         constants=dataclasses.asdict(problem.hardware),
-        notes=tuple(_notes(problem, batch_axis)),
+        notes=(*_notes(problem, batch_axis), *([] if problem.traced.training else _of_generation(model, inputs))),
     )
+
+
+def _of_generation(model: Any, inputs: Any) -> list[str]:
+    """Say that a forward pass keeps no KV cache, for the models of KerasHub that generate; and how large that is."""
+    if not hasattr(model, "generate"):
+        return []
+    size = ""
+    shapes = {tuple(leaf.shape) for leaf in jax.tree.leaves(inputs)}
+    per_token = _cached_per_token(getattr(model, "backbone", None))
+    if per_token is not None and len(shapes) == 1 and len(shape := shapes.pop()) == 2:
+        nbytes = math.prod(shape) * per_token * np.dtype(model.compute_dtype).itemsize
+        size = f": {format_bytes(nbytes)} over all devices for {shape[0]} x {shape[1]} tokens"
+    return [f"generate() also keeps a KV cache, which is not counted{size}"]
+
+
+def _cached_per_token(backbone: Any) -> int | None:
+    """Return how many keys and values the cache has for a token, if all layers have the same number."""
+    if any(hasattr(backbone, name) for name in ("num_kv_shared_layers", "linear_num_key_heads")):
+        return None
+    queries = _first_of(backbone, "num_query_heads", "num_heads", "num_attention_heads")
+    heads = _first_of(backbone, "num_key_value_heads") or queries
+    width = _first_of(backbone, "head_dim") or (queries and _first_of(backbone, "hidden_dim") // queries)
+    layers = _first_of(backbone, "num_layers")
+    return layers * 2 * heads * width if layers and heads and width else None
+
+
+def _first_of(backbone: Any, *names: str) -> int:
+    found = (getattr(backbone, name, None) for name in names)
+    return next((number for number in found if isinstance(number, int)), 0)
 
 
 def _notes(problem: Problem, batch_axis: str) -> list[str]:
