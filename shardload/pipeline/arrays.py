@@ -280,8 +280,8 @@ class _Reader:
         if isinstance(found, SingleDeviceSharding):
             return found
         raise UnsupportedError(
-            f"Cannot place {name!r} by {found!r:.80}: expected a ShapeDtypeStruct, NamedSharding, SingleDeviceSharding, "
-            "PartitionSpec or jax.Array"
+            f"Cannot place {name!r} by {found!r:.80}: expected a ShapeDtypeStruct, NamedSharding, "
+            "SingleDeviceSharding, PartitionSpec or jax.Array"
         )
 
 
