@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from shardload.errors import LayoutError, MismatchError, UnsupportedError, UsageError
+from shardload.keras_bridge.caller import warn_caller
 from shardload.manifest import Manifest, Tensor, View
 from shardload.progress import ProgressLike, as_progress
 from shardload.resolve.opening import OpenedSource, open_source
@@ -24,6 +25,7 @@ from shardload.sharding.mesh import MeshSpec
 from shardload.stores.fingerprint import Fingerprint
 from shardload.transfer import execution
 from shardload.transfer.binding import ONE_DEVICE, Binding
+from shardload.transfer.casts import overflow_notes
 from shardload.transfer.planning import make_plan
 from shardload.typing import MeshLike, PathLike
 from shardload.units import dtype_name, parse_bytes
@@ -310,6 +312,7 @@ def _shown(names: Iterable[str]) -> list[str]:
 
 def _transfer(opened: OpenedSource, wanted: Sequence[_Wanted], *, budget: int | None, shown: Any) -> dict[str, Any]:
     arrays: dict[str, Any] = {}
+    overflowed: tuple[str, ...] = ()
     # A plan has one mesh, so each mesh gets a plan and a transfer; a single device is a mesh too.
     by_mesh: dict[MeshDevices, list[_Wanted]] = {}
     for one in wanted:
@@ -333,7 +336,7 @@ def _transfer(opened: OpenedSource, wanted: Sequence[_Wanted], *, budget: int | 
     try:
         for devices, plan in plans.items():
             shown.start(plan.read_bytes, "Loading")
-            execution.execute(
+            stats = execution.execute(
                 plan,
                 opened.manifest,
                 devices=devices.devices,
@@ -341,8 +344,11 @@ def _transfer(opened: OpenedSource, wanted: Sequence[_Wanted], *, budget: int | 
                 progress=shown.advance,
                 check=opened.checker,
             )
+            overflowed += stats.overflowed
     finally:
         shown.stop()
+    for text in overflow_notes(overflowed):
+        warn_caller(text)
     return arrays
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from shardload.errors import LoadInterruptedError
 from shardload.keras_bridge import abstraction, binding
+from shardload.keras_bridge.caller import warn_caller
 from shardload.keras_bridge.model_state import state_of
 from shardload.keras_bridge.variables import has_value, relocate, sharding_of
 from shardload.mapping.assign import Assigner
@@ -20,6 +21,7 @@ from shardload.progress import Progress, Silent
 from shardload.reports import LoadReport
 from shardload.stores.fingerprint import Fingerprint
 from shardload.transfer import execution
+from shardload.transfer.casts import overflow_notes
 from shardload.transfer.read_tensor import read_tensor
 
 
@@ -55,7 +57,10 @@ def fill(
         initialised = abstraction.initialise(prepared.model)
         _gather(prepared)
         abstraction.check_initialised(prepared.model)
-    return reporting.load_report(prepared, clock, stats, initialised=tuple(initialised))
+    report = reporting.load_report(prepared, clock, stats, initialised=tuple(initialised))
+    for text in overflow_notes(stats.overflowed):  # also a warning: the report is easily missed
+        warn_caller(text)
+    return report
 
 
 def _stream(prepared: PreparedLoad, assigner: Assigner, shown: Progress) -> execution.TransferStats:

@@ -30,6 +30,7 @@ from shardload.reports import (
     Stages,
 )
 from shardload.reports.names import fold
+from shardload.transfer.casts import overflow_notes
 from shardload.units import format_bytes, format_count, plural
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def load_report(
     own = {v.path for v in variables_of(prepared.model)}
     facts = _facts(prepared, clock, read_bytes=stats.read_bytes, peak_staging_bytes=stats.peak_staging_bytes)
     return LoadReport(
-        **{**facts, "notes": (*facts["notes"], *_average_notes(prepared))},
+        **{**facts, "notes": (*facts["notes"], *overflow_notes(stats.overflowed), *_average_notes(prepared))},
         # An optimizer or a metric that starts from scratch is expected, so only the model's own are listed.
         initialised=tuple(path for path in initialised if path in own),
     )

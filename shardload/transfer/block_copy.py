@@ -79,6 +79,8 @@ class BlockCopier:
 
     def __init__(self, verified: VerifiedReads | PrefetchedReads | None = None) -> None:
         self.verified = verified
+        self.overflowed: set[str] = set()
+        """Tensors of which a cast made finite values infinite, as in JAX and Keras."""
         self._own = threading.local()
 
     def move(self, task: Task, file: File | None) -> BlockTimes:
@@ -92,8 +94,10 @@ class BlockCopier:
             TransferError: When the file ends early or cannot be read.
             DamagedError: When verified reads find a digest mismatch.
         """
+        overflowed = self.overflowed.add
         try:
-            return self._move(task, file)
+            with np.errstate(all="ignore", over="call", call=lambda *_: overflowed(task.block.tensor)):
+                return self._move(task, file)
         except OSError as error:
             if isinstance(error, ShardloadError):  # TransferError is an OSError and already says what failed
                 raise

@@ -6,6 +6,7 @@ where every value survives. Any other cast would change the meaning of the weigh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
@@ -14,6 +15,8 @@ import numpy as np
 from shardload.errors import MismatchError
 
 DType = np.dtype[Any]
+SHOWN = 4
+"""Tensors that a note lists before it counts the rest."""
 
 
 def is_float(dtype: DType) -> bool:
@@ -52,3 +55,12 @@ def check_cast(source: DType, target: DType, *, variable: str, tensor: str) -> N
         "float, int to float and int to a wider int are supported. "
         f"Build the model with dtype {source} or convert the checkpoint"
     )
+
+
+def overflow_notes(tensors: Sequence[str]) -> tuple[str, ...]:
+    """Say that a cast made values of these tensors infinite, if it did."""
+    if not tensors:
+        return ()
+    more = f" and {len(tensors) - SHOWN} more" if len(tensors) > SHOWN else ""
+    names = ", ".join(tensors[:SHOWN])
+    return (f"values beyond the range of the new dtype became infinite: {names}{more}. Load them in a wider dtype",)

@@ -89,6 +89,8 @@ class TransferStats:
     """CPU time of the whole process during the transfer."""
     threads: int
     placement: TransferMode
+    overflowed: tuple[str, ...] = ()
+    """Tensors of which a cast made finite values infinite."""
 
 
 def execute(
@@ -142,6 +144,7 @@ def execute(
         cpu_s=time.process_time() - cpu,
         threads=transfer.threads,
         placement=placement,
+        overflowed=tuple(sorted(transfer.copier.overflowed)),
     )
 
 

@@ -115,6 +115,15 @@ def test_names_and_orders_of_dims_of_the_callers(path, mesh, as_functions):
     assert_holds(found["kernel"], kernel, NamedSharding(mesh, P(None, ("model", "data"))))
 
 
+@pytest.mark.parametrize("stored", [np.float32, jnp.bfloat16])
+def test_values_that_become_infinite_are_told(tmp_path, mesh, stored):
+    value = np.full((8, 8), 1e30, stored)
+    save_file({"large": value, "small": value / 1e30, "endless": value * np.inf}, tmp_path / "f.safetensors")
+    with pytest.warns(UserWarning, match=r"range of the new dtype became infinite: large\. Load them in a wider"):
+        found = shardload.load_arrays(tmp_path / "f.safetensors", P("data"), mesh=mesh, dtype="float16")
+    assert np.isinf(np.asarray(found["large"])).all() and (np.asarray(found["small"]) == 1).all()
+
+
 def test_explicit_axes_and_one_target_for_all(path):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
     found = shardload.load_arrays(path, NamedSharding(mesh, P()))

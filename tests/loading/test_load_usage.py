@@ -74,6 +74,19 @@ def test_an_argument_of_another_kind_is_refused_first(argument, value, message):
     assert str(caught.value).startswith(f"Cannot use {argument}=")
 
 
+def test_values_that_become_infinite_are_told(tmp_path):
+    def model(dtype):
+        return keras.Sequential([keras.Input((8,)), keras.layers.Dense(8, name="large", dtype=dtype)])
+
+    stored = model("bfloat16")
+    stored.layers[0].kernel.assign(keras.ops.full((8, 8), 1e30))
+    stored.save_weights(tmp_path / "m.weights.h5")
+    with pytest.warns(UserWarning, match="range of the new dtype became infinite: layers/dense/vars/0") as warned:
+        report = shardload.load_weights(model("float16"), tmp_path / "m.weights.h5", mesh="1x8")
+    assert warned[0].filename == __file__
+    assert str(warned[0].message) in report.notes
+
+
 def test_a_bar_is_drawn_where_it_is_wanted(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
     keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)]).save(tmp_path / "model.keras")
