@@ -5,6 +5,7 @@ targets (name → sharding) ─► layouts, grouped by mesh ─► plan ─► t
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,27 +13,26 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec, Sharding
 
-from shardload.errors import LayoutError, MismatchError, UnsupportedError, UsageError
+from shardload.errors import MismatchError, UsageError
 from shardload.keras_bridge.caller import warn_caller
 from shardload.manifest import Manifest, Tensor, View
+from shardload.pipeline.array_shardings import Placed, as_asked, devices_of, layout_of, mesh_of, sharding_of
 from shardload.progress import ProgressLike, as_progress
 from shardload.resolve.opening import OpenedSource, open_source
-from shardload.sharding.devices import MeshDevices, local_positions, resolve_devices
-from shardload.sharding.layout import Layout, Spec
-from shardload.sharding.mesh import MeshSpec
+from shardload.sharding.devices import MeshDevices, local_positions
 from shardload.stores.fingerprint import Fingerprint
 from shardload.transfer import execution
-from shardload.transfer.binding import ONE_DEVICE, Binding
+from shardload.transfer.binding import Binding
 from shardload.transfer.casts import overflow_notes
 from shardload.transfer.planning import make_plan
 from shardload.typing import MeshLike, PathLike
-from shardload.units import dtype_name, parse_bytes
+from shardload.units import dtype_name, parse_bytes, plural
 
 Target: TypeAlias = "jax.ShapeDtypeStruct | Sharding | PartitionSpec | jax.Array"
 """Where an array goes; a `jax.ShapeDtypeStruct` and a `jax.Array` also state its shape and dtype."""
-_KINDS = (jax.ShapeDtypeStruct, Sharding, PartitionSpec)
+_KINDS = (jax.ShapeDtypeStruct, Sharding, PartitionSpec, jax.Array)
 SHOWN = 8
 """Names that an error lists before it counts the rest."""
 
@@ -45,7 +45,7 @@ class _Wanted:
     """Name of the target."""
     view: View
     dtype: np.dtype[Any]
-    sharding: NamedSharding | SingleDeviceSharding
+    sharding: Placed
 
 
 def load_arrays(
@@ -65,7 +65,8 @@ def load_arrays(
 
     A target is a `jax.ShapeDtypeStruct` with a sharding, a `NamedSharding`, a `SingleDeviceSharding`, a
     `PartitionSpec` on ``mesh``, or a `jax.Array` to replace: its shape, dtype and sharding. Each process reads what its
-    own devices need.
+    own devices need. Unlike `shardload.load`, this is no joint call: processes do not compare what they were given, and
+    if one of them fails, the others return.
 
     Args:
         source: As for `shardload.load`; its tensors have the names that `shardload.inspect` lists.
@@ -101,8 +102,10 @@ def load_arrays(
     shown = as_progress(progress)
     budget = _budget(host_memory_bytes)
     _check_kinds(names=names, transpose=transpose, strict=strict)
-    placed = _mesh(mesh)
+    placed = mesh_of(mesh)
     opened = open_source(source, format)
+    for note in opened.manifest.notes:  # of tensors that an index leaves out
+        warn_caller(note)
     files = Fingerprint.of(opened.manifest.files)
     reader = _Reader(opened.manifest, mesh=placed, names=names, transpose=transpose, dtype=dtype_name(dtype))
     leaves, rebuild = _leaves(targets, reader)
@@ -129,13 +132,6 @@ def _budget(wanted: int | str | None) -> int | None:
         return None if wanted is None else parse_bytes(wanted)
     except ValueError as error:
         raise UsageError(f"host_memory_bytes: {error}") from error
-
-
-def _mesh(mesh: MeshLike | None) -> jax.sharding.Mesh | None:
-    if mesh is None or isinstance(mesh, jax.sharding.Mesh):
-        return mesh
-    found = resolve_devices(mesh)
-    return jax.sharding.Mesh(np.reshape(np.array(found.devices), found.mesh.sizes), found.mesh.axes)
 
 
 def _check_kinds(*, names: Any, transpose: Any, strict: Any) -> None:
@@ -206,16 +202,23 @@ class _Reader:
     dtype: str | None
 
     def wanted(self, leaves: Mapping[str, Any]) -> list[_Wanted]:
+        if words := [name for name, target in leaves.items() if isinstance(target, str)]:
+            raise UsageError(
+                f"Cannot place {words[0]!r} by {leaves[words[0]]!r}: a tuple is a tree of targets. "
+                "Write PartitionSpec(…)"
+            )
         tensors = {name: self._tensor_name(name) for name in leaves}
         if missing := [name for name, tensor in tensors.items() if tensor not in self.manifest.tensors]:
             raise MismatchError(
-                f"Cannot load from {self.manifest.source}: it has no tensor for {len(missing)} targets:\n  "
-                + "\n  ".join(
-                    _shown(f"{name} ({tensors[name]})" if tensors[name] != name else name for name in missing)
-                )
+                f"Cannot load from {self.manifest.source}: it has no tensor for {plural(len(missing), 'target')}:\n  "
+                + "\n  ".join(_shown(self._missing(name, tensors[name]) for name in missing))
                 + "\nPass names= to map targets to tensors; shardload.inspect lists the tensors."
             )
         return [self._one(name, target, self.manifest.tensors[tensors[name]]) for name, target in leaves.items()]
+
+    def _missing(self, name: str, tensor: str) -> str:
+        close = difflib.get_close_matches(tensor, self.manifest.tensors, n=1)
+        return name + (f" ({tensor})" if tensor != name else "") + (f", did you mean {close[0]!r}?" if close else "")
 
     def shape_of(self, tensor: Tensor) -> tuple[int, ...]:
         """Return the shape of the array of a tensor that is its own target."""
@@ -246,7 +249,7 @@ class _Reader:
                     "device, jax.sharding.SingleDeviceSharding(device)"
                 )
         _check_width(name, dtype)
-        return _Wanted(name, view, dtype, self._sharding(name, sharding))
+        return _Wanted(name, view, dtype, sharding_of(name, sharding, self.mesh))
 
     def _view(self, name: str, tensor: Tensor) -> View:
         view = View.whole(tensor)
@@ -256,35 +259,10 @@ class _Reader:
             order = None if self.transpose is None else self.transpose.get(name)
         if order is None:
             return view
-        if not isinstance(order, Sequence) or sorted(order) != list(range(len(view.shape))):
+        order = tuple(order) if isinstance(order, Iterable) else order
+        if not isinstance(order, tuple) or sorted(order) != list(range(len(view.shape))):
             raise UsageError(f"Cannot transpose {name!r} of shape {view.shape} to {order}: expected each dim once")
         return replace(view, shape=tuple(view.shape[d] for d in order), strides=tuple(view.strides[d] for d in order))
-
-    def _sharding(self, name: str, found: Any) -> NamedSharding | SingleDeviceSharding:
-        if found is None:
-            return SingleDeviceSharding(jax.devices()[0])
-        if isinstance(found, PartitionSpec):
-            if self.mesh is None:
-                raise UsageError(f"Cannot place {name!r} by {found}: a PartitionSpec needs a mesh. Pass mesh=")
-            # JAX's own errors for an unknown axis, or one named twice, do not name the array.
-            stated = [axis for entry in found for axis in ((entry,) if isinstance(entry, str) else entry or ())]
-            if len(set(stated)) < len(stated):
-                raise LayoutError(f"Cannot place {name!r} by {found}: expected each axis of the mesh at most once")
-            if unknown := sorted(set(stated) - set(self.mesh.axis_names)):
-                raise LayoutError(
-                    f"Cannot place {name!r} by {found}: the mesh has no axis {unknown[0]!r}, only "
-                    f"{', '.join(self.mesh.axis_names)}"
-                )
-            return NamedSharding(self.mesh, found)
-        # An AbstractMesh has no devices to place an array on.
-        if isinstance(found, NamedSharding) and isinstance(found.mesh, jax.sharding.Mesh):
-            return found
-        if isinstance(found, SingleDeviceSharding):
-            return found
-        raise UnsupportedError(
-            f"Cannot place {name!r} by {found!r:.80}: expected a ShapeDtypeStruct, NamedSharding, "
-            "SingleDeviceSharding, PartitionSpec or jax.Array"
-        )
 
 
 def _check_width(name: str, dtype: np.dtype[Any]) -> None:
@@ -316,11 +294,14 @@ def _transfer(opened: OpenedSource, wanted: Sequence[_Wanted], *, budget: int | 
     # A plan has one mesh, so each mesh gets a plan and a transfer; a single device is a mesh too.
     by_mesh: dict[MeshDevices, list[_Wanted]] = {}
     for one in wanted:
-        by_mesh.setdefault(_devices(one.sharding), []).append(one)
+        by_mesh.setdefault(devices_of(one.sharding), []).append(one)
     plans = {  # all of them before the first read: what does not fit is refused at once
         devices: make_plan(
             opened.manifest,
-            [Binding(one.name, one.view, one.dtype, _layout(one, devices.mesh)) for one in group],
+            [
+                Binding(one.name, one.view, one.dtype, layout_of(one.name, one.view.shape, one.sharding, devices.mesh))
+                for one in group
+            ],
             host_memory_bytes=budget,
             positions=local_positions(devices),
             scatter=opened.checker is None,
@@ -331,7 +312,7 @@ def _transfer(opened: OpenedSource, wanted: Sequence[_Wanted], *, budget: int | 
     shardings = {one.name: one.sharding for one in wanted}
 
     def ready(name: str, array: Any) -> None:
-        arrays[name] = _as_asked(array, shardings[name])
+        arrays[name] = as_asked(array, shardings[name])
 
     try:
         for devices, plan in plans.items():
@@ -350,47 +331,6 @@ def _transfer(opened: OpenedSource, wanted: Sequence[_Wanted], *, budget: int | 
     for text in overflow_notes(overflowed):
         warn_caller(text)
     return arrays
-
-
-def _devices(sharding: NamedSharding | SingleDeviceSharding) -> MeshDevices:
-    if isinstance(sharding, SingleDeviceSharding):
-        return MeshDevices(ONE_DEVICE, tuple(sharding.device_set))
-    return resolve_devices(sharding.mesh)
-
-
-def _layout(one: _Wanted, mesh: MeshSpec) -> Layout:
-    rank, spec = len(one.view.shape), getattr(one.sharding, "spec", PartitionSpec())
-    if len(spec) > rank:
-        raise LayoutError(
-            f"Cannot place {one.name!r} of shape {one.view.shape} by {spec}: it has more entries than dims"
-        )
-    axes: Spec = tuple(_axes(entry, one) for entry in (*spec, *(None,) * (rank - len(spec))))
-    layout = Layout(mesh, axes)
-    if not layout.divides(one.view.shape):
-        raise LayoutError(
-            f"Cannot place {one.name!r} by {spec} on the mesh {mesh}: its shape {one.view.shape} does not divide into "
-            f"{layout.parts} parts. Split another dim, or use None"
-        )
-    return layout
-
-
-def _axes(entry: Any, one: _Wanted) -> tuple[str, ...]:
-    if entry is None:
-        return ()
-    if entry is PartitionSpec.UNCONSTRAINED:
-        raise LayoutError(
-            f"Cannot place {one.name!r}: its PartitionSpec leaves a dim unconstrained. State an axis or None"
-        )
-    return (entry,) if isinstance(entry, str) else tuple(entry)
-
-
-def _as_asked(array: Any, sharding: NamedSharding | SingleDeviceSharding) -> Any:
-    """Return the array with the caller's own sharding object, without a copy if it is in the right memory."""
-    # Another kind of memory, such as ``pinned_host``: the transfer fills the device's default one.
-    if sharding.memory_kind != array.sharding.memory_kind:
-        return jax.device_put(array, sharding)
-    shards = [shard.data for shard in array.addressable_shards]
-    return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
 
 
 __all__ = ["Target", "load_arrays"]

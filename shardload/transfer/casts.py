@@ -51,9 +51,8 @@ def check_cast(source: DType, target: DType, *, variable: str, tensor: str) -> N
     if stored and wanted and wanted[0] <= stored[0] and stored[1] <= wanted[1]:
         return
     raise MismatchError(
-        f"Cannot cast tensor {tensor!r} from {source} to {target} for variable {variable!r}: only casts from float to "
-        "float, int to float and int to a wider int are supported. "
-        f"Build the model with dtype {source} or convert the checkpoint"
+        f"Cannot cast tensor {tensor!r} from {source} to {target} for {variable!r}: only casts from float to "
+        f"float, int to float and int to a wider int are supported. Choose dtype {source} or convert the checkpoint"
     )
 
 

@@ -1,5 +1,6 @@
 """Tensors as plain sharded arrays, without Keras."""
 
+import json
 import subprocess
 import sys
 
@@ -162,6 +163,22 @@ def test_arrays_to_replace(path, mesh):
     assert_holds(found["ids"], VALUES["ids"], targets["ids"].sharding)
 
 
+def test_an_order_of_dims_may_be_an_array(path, mesh):
+    found = shardload.load_arrays(
+        path, {"embed.weight": P()}, mesh=mesh, transpose={"embed.weight": np.array([1, 0])}, strict=False
+    )
+    assert found["embed.weight"].shape == VALUES["embed.weight"].shape[::-1]
+
+
+def test_a_tensor_that_an_index_leaves_out_is_told(tmp_path):
+    save_file(VALUES, tmp_path / "model-1.safetensors")
+    weight_map = {name: "model-1.safetensors" for name in VALUES if name != "ids"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.warns(UserWarning, match="left out 1 unlisted tensor: .* does not assign 'ids'"):
+        found = shardload.load_arrays(tmp_path / "model.safetensors.index.json", SingleDeviceSharding(jax.devices()[0]))
+    assert found.keys() == VALUES.keys() - {"ids"}
+
+
 def test_paths_joined_by_slashes_are_found_too(tmp_path, mesh):
     ocp.save(tmp_path / "run", {"params": {"dense": {"kernel": jnp.ones((8, 4))}}, "step": jnp.zeros(())})
     targets = {"params": {"dense": {"kernel": P("model")}}, "step": P()}
@@ -172,7 +189,7 @@ def test_paths_joined_by_slashes_are_found_too(tmp_path, mesh):
 @pytest.mark.parametrize(
     ("targets", "options", "error", "message"),
     [
-        ({"nothing": P()}, {}, MismatchError, "it has no tensor for 1 targets:\n  nothing\nPass names="),
+        ({"nothing": P()}, {}, MismatchError, "it has no tensor for 1 target:\n  nothing\nPass names="),
         ({"ids": P()}, {"names": {"ids": "x"}}, MismatchError, r"ids \(x\)"),
         ({"ids": P()}, {}, MismatchError, "no target names 4 of its tensors:\n  embed.weight"),
         ({"ids": P("data")}, {"mesh": None, "strict": False}, UsageError, "a PartitionSpec needs a mesh"),
@@ -214,6 +231,10 @@ def test_paths_joined_by_slashes_are_found_too(tmp_path, mesh):
         ({"ids": P()}, {"strict": False, "transpose": {"ids": True}}, UsageError, "expected each dim once"),
         ({"ids": 3}, {"strict": False}, UnsupportedError, "expected a ShapeDtypeStruct, NamedSharding"),
         ({"ids": P()}, {"host_memory_bytes": "much"}, UsageError, "host_memory_bytes: Cannot read 'much'"),
+        ({"embed.wieght": P()}, {}, MismatchError, "embed.wieght, did you mean 'embed.weight'?"),
+        ({"embed.weight": (None, "model")}, {}, UsageError, "a tuple is a tree of targets. Write PartitionSpec"),
+        ({"ids": P(P.UNCONSTRAINED)}, {"strict": False}, LayoutError, "leaves a dim unconstrained"),
+        (jnp.zeros((8, 4)), {}, MismatchError, r"'embed.weight': its target has shape \(8, 4\)"),
         ({"ids": P()}, {"mesh": "1by8"}, MeshError, "Cannot read the mesh '1by8'"),
         ({"ids": P()}, {"mesh": "1x9"}, MeshError, "needs 9 devices"),
         ({"ids": np.zeros(8)}, {"strict": False}, UnsupportedError, "PartitionSpec or jax.Array"),

@@ -1,0 +1,116 @@
+"""Where a caller wants an array: from JAX's shardings and specs to layouts and devices, and back.
+
+PartitionSpec + mesh ─► NamedSharding ─► Layout on a MeshSpec ─► plan ─► array ─► the caller's own sharding object
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from shardload.errors import LayoutError, UnsupportedError, UsageError
+from shardload.sharding.devices import MeshDevices, resolve_devices
+from shardload.sharding.layout import Layout, Spec
+from shardload.sharding.mesh import MeshSpec
+from shardload.transfer.binding import ONE_DEVICE
+from shardload.typing import MeshLike
+
+Placed: TypeAlias = NamedSharding | SingleDeviceSharding
+"""Shardings that state their devices."""
+
+
+def mesh_of(mesh: MeshLike | None) -> jax.sharding.Mesh | None:
+    """Return the mesh of a caller's argument.
+
+    Raises:
+        MeshError: When it cannot be read or has more positions than there are devices.
+    """
+    if mesh is None or isinstance(mesh, jax.sharding.Mesh):
+        return mesh
+    found = resolve_devices(mesh)
+    return jax.sharding.Mesh(np.reshape(np.array(found.devices), found.mesh.sizes), found.mesh.axes)
+
+
+def sharding_of(name: str, found: Any, mesh: jax.sharding.Mesh | None) -> Placed:
+    """Return the sharding that a target states; that of the first device if it states none.
+
+    Args:
+        name: Of the array, for errors.
+        found: The target, or the sharding that it has.
+        mesh: That of a `PartitionSpec`.
+
+    Raises:
+        UsageError: When a `PartitionSpec` comes without a mesh.
+        LayoutError: When it does not fit the mesh.
+        UnsupportedError: When the target is of another kind.
+    """
+    if found is None:
+        return SingleDeviceSharding(jax.devices()[0])
+    if isinstance(found, PartitionSpec):
+        if mesh is None:
+            raise UsageError(f"Cannot place {name!r} by {found}: a PartitionSpec needs a mesh. Pass mesh=")
+        # JAX's own errors for an unknown axis, or one named twice, do not name the array.
+        stated = [axis for entry in found for axis in _axes(name, entry)]
+        if len(set(stated)) < len(stated):
+            raise LayoutError(f"Cannot place {name!r} by {found}: expected each axis of the mesh at most once")
+        if unknown := sorted(set(stated) - set(mesh.axis_names)):
+            raise LayoutError(
+                f"Cannot place {name!r} by {found}: the mesh has no axis {unknown[0]!r}, only "
+                f"{', '.join(mesh.axis_names)}"
+            )
+        return NamedSharding(mesh, found)
+    # An AbstractMesh has no devices to place an array on.
+    if isinstance(found, NamedSharding) and isinstance(found.mesh, jax.sharding.Mesh):
+        return found
+    if isinstance(found, SingleDeviceSharding):
+        return found
+    raise UnsupportedError(
+        f"Cannot place {name!r} by {found!r:.80}: expected a ShapeDtypeStruct, NamedSharding, "
+        f"SingleDeviceSharding, PartitionSpec or jax.Array"
+    )
+
+
+def devices_of(sharding: Placed) -> MeshDevices:
+    """Return the mesh of a sharding with its devices; a single device is a mesh too."""
+    if isinstance(sharding, SingleDeviceSharding):
+        return MeshDevices(ONE_DEVICE, tuple(sharding.device_set))
+    return resolve_devices(sharding.mesh)
+
+
+def layout_of(name: str, shape: tuple[int, ...], sharding: Placed, mesh: MeshSpec) -> Layout:
+    """Return the layout of an array.
+
+    Raises:
+        LayoutError: When the sharding does not divide the array, or has more dims.
+    """
+    rank, spec = len(shape), getattr(sharding, "spec", PartitionSpec())
+    if len(spec) > rank:
+        raise LayoutError(f"Cannot place {name!r} of shape {shape} by {spec}: it has more entries than dims")
+    axes: Spec = tuple(_axes(name, entry) for entry in (*spec, *(None,) * (rank - len(spec))))
+    layout = Layout(mesh, axes)
+    if not layout.divides(shape):
+        raise LayoutError(
+            f"Cannot place {name!r} by {spec} on the mesh {mesh}: its shape {shape} does not divide into "
+            f"{layout.parts} parts. Split another dim, or use None"
+        )
+    return layout
+
+
+def _axes(name: str, entry: Any) -> tuple[str, ...]:
+    if entry is None:
+        return ()
+    if entry is PartitionSpec.UNCONSTRAINED:
+        raise LayoutError(f"Cannot place {name!r}: its PartitionSpec leaves a dim unconstrained. State an axis or None")
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def as_asked(array: Any, sharding: Placed) -> Any:
+    """Return the array with the caller's own sharding object, without a copy if it is in the right memory."""
+    # Another kind of memory, such as ``pinned_host``: the transfer fills the device's default one.
+    if sharding.memory_kind != array.sharding.memory_kind:
+        return jax.device_put(array, sharding)
+    shards = [shard.data for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
