@@ -162,6 +162,11 @@ def not_started(error: Exception) -> MeshError:
     Args:
         error: What JAX raised; an `AssertionError` without message if CUDA was requested and there is no GPU.
     """
+    if "timed out" in str(error) and jax.distributed.is_initialized():
+        return MeshError(
+            f"JAX could not start: {error}. With jax.distributed, it waits for every process: one of them has ended, "
+            "or has not come to its first use of a device"
+        )
     asked = jax.config.jax_platforms
     # Drop JAX's own advice: the advice below also names --platform.
     cause = str(error).split(" (set JAX_PLATFORMS")[0].split(" (you may need")[0].strip()

@@ -6,7 +6,7 @@ import pytest
 
 import shardload
 from shardload.errors import UsageError
-from shardload.sharding.devices import resolve_devices
+from shardload.sharding.devices import not_started, resolve_devices
 
 WRONG = {
     "none": lambda: [],
@@ -33,3 +33,10 @@ def test_an_array_of_devices_is_a_list_of_them_in_mesh_order():
         assert resolve_devices("2x2", devices=np.array(devices).reshape(shape)).devices == tuple(devices)
     found = resolve_devices(devices=np.array(devices).reshape(2, 2))
     assert (str(found.mesh), found.devices) == ("batch=1,model=4", tuple(devices))
+
+
+def test_a_process_that_does_not_come_is_the_cause_of_a_timeout(monkeypatch):
+    error = RuntimeError("DEADLINE_EXCEEDED: GetKeyValue() timed out with key: cpu:topology/1")
+    assert "set JAX_PLATFORMS=cpu" in str(not_started(error))
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    assert "it waits for every process: one of them has ended" in str(not_started(error))
