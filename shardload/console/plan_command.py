@@ -12,7 +12,7 @@ from shardload.errors import WriteError
 from shardload.interrupts import exit_at_once, raise_interrupt_safely
 from shardload.progress import on_stderr
 
-TRAINING = "These are the weights only. For the memory of a training step, add --train adamw\n"
+MORE = "These are the weights only. For activations too, add --layout search; for a training step, --train adamw\n"
 
 
 def plan(
@@ -118,4 +118,4 @@ def _show(out: streams.Results, found: Any, *, searched: bool, as_json: bool) ->
         out.text(found.summary(ascii_only=not out.unicode) + "\n")
     else:
         out.table(found)
-        out.text(TRAINING)
+        out.text(MORE)

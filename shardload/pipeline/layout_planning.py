@@ -186,7 +186,9 @@ class _Planning:
         # The estimate fits this mesh, or a smaller one: to name it would contradict the compiled step.
         if smallest.mesh.size <= self.mesh.size and self.step.compile:
             return ""
-        return f" {'By the estimate, it' if self.step.compile else 'It'} fits on {_sizes(smallest.mesh)}"
+        fits = f" {'By the estimate, it' if self.step.compile else 'It'} fits on {_sizes(smallest.mesh)}"
+        # The default batch belongs to the mesh that was asked for: on another one, it would be another batch.
+        return f"{fits} with a batch of {self.rows}, as here: pass --mesh {_sizes(smallest.mesh)} --batch {self.rows}"
 
     def _searched(self, model: Any, limit: int | None) -> LayoutPlan:
         with self._stage("search", f"Searching layouts on {self.mesh}"):

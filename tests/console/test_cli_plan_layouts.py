@@ -113,14 +113,14 @@ def test_a_plan_for_inference_is_printed_with_its_bars(cli):
 def test_a_plan_of_weights_says_its_dtype_and_what_plans_training(cli):
     done = cli("plan", NAME, "--mesh", "1x4")
     assert ", bfloat16\n" in done.stdout
-    assert done.stdout.endswith("weights only. For the memory of a training step, add --train adamw\n")
+    assert done.stdout.endswith("add --layout search; for a training step, --train adamw\n")
 
 
 def test_a_limit_that_nothing_keeps_is_an_error_that_says_what_would_do(cli):
     done = cli("plan", NAME, "--mesh", "1x2", *STEP, "--device-memory", "1MiB")
     assert done.code == 1 and done.stdout == ""
     assert "No layout on batch=1,model=2 needs at most 1.0 MiB per device. The least found is" in done.stderr
-    assert "It fits on" in done.stderr
+    assert re.search(r"It fits on (\d+x\d+) with a batch of (\d+), as here: pass --mesh \1 --batch \2", done.stderr)
 
 
 def test_a_batch_that_does_not_divide_is_said(cli):

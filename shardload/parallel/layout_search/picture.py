@@ -92,7 +92,8 @@ def _memory(plan: LayoutPlan, block: str) -> Iterator[str]:
 
 
 def _exchanges(plan: LayoutPlan) -> Iterator[str]:
-    yield f"a step: about {plan.step_s * 1e3:.3f} ms, {format_bytes(plan.exchanged_bytes)} of collective results"
+    milliseconds = float(f"{plan.step_s * 1e3:.4g}")  # an estimate: four digits, and no exponent
+    yield f"a step: about {milliseconds:g} ms, {format_bytes(plan.exchanged_bytes)} of collective results"
     for e in plan.exchanges:
         yield f"  {plural(e.count, e.kind)} over {e.axis}: {format_bytes(e.nbytes)}, {e.seconds * 1e3:.3f} ms"
 
