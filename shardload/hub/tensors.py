@@ -39,7 +39,7 @@ def transformers_tensors(config: Config) -> list[Spec]:
 
     Raises:
         UnsupportedError: When the tensors of its ``model_type`` are not known; the message is a clause.
-        SourceError: When a size is not a positive number; the message is a clause.
+        SourceError: When a size is not a positive number, or heads cannot share keys; the message is a clause.
     """
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in _FAMILIES:
@@ -62,6 +62,12 @@ def _check(config: Config, sizes: tuple[str, ...]) -> None:
             raise SourceError(
                 f"its configuration sets {key}={size!r:.60}, expected a whole number from 1 to {most}. Correct it"
             )
+    # Each key-value head serves as many query heads as any other.
+    if "num_key_value_heads" in sizes and config["num_attention_heads"] % config["num_key_value_heads"]:
+        raise SourceError(
+            f"its configuration sets num_attention_heads={config['num_attention_heads']}, expected a multiple of "
+            f"num_key_value_heads={config['num_key_value_heads']}. Correct them"
+        )
     if config.get("add_cross_attention"):
         raise UnsupportedError("its configuration sets add_cross_attention, expected a model without cross-attention")
 

@@ -254,6 +254,7 @@ HUGE = {"hidden_size": 1 << 20, "intermediate_size": 1 << 24, "head_dim": 1 << 1
     ("changes", "said"),
     [
         ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000, expected a whole number from 1 to 1000"),
+        ({"num_key_value_heads": 3}, r"num_attention_heads=\d+, expected a multiple of num_key_value_heads=3"),
         ({"num_hidden_layers": -1}, "num_hidden_layers=-1, expected"),
         ({"hidden_size": 10**30}, "expected a whole number from 1 to 16777216"),
         ({"hidden_size": "32"}, "hidden_size='32', expected"),
