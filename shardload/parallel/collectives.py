@@ -255,6 +255,7 @@ def _on_mesh(
             raise UnsupportedError(
                 f"Cannot differentiate {derivative}: it has no derivative. Gather, then reduce with jnp"
             )
+        x = _onto(x, mesh, spec)  # below, jax.grad has hidden that the array is on one device
         found: tuple[Any, Any] = jax.vjp(mapped(x), x)
         return found
 

@@ -186,6 +186,15 @@ def test_gradients(name, spec, axes, collective):
     assert found.sharding.is_equivalent_to(x.sharding, x.ndim)
 
 
+@pytest.mark.parametrize(("op", "factor"), [("sum", 4), ("mean", 1)])
+def test_gradients_of_an_array_that_is_on_no_mesh(op, factor):
+    mesh = jax.sharding.Mesh(np.reshape(jax.devices(), (2, 4)), ("data", "model"))
+    found = jax.grad(lambda x: all_reduce(x, op, "model", mesh=mesh).sum())(jnp.ones((4, 4)))
+    assert (np.asarray(found) == factor).all()
+    found = jax.grad(lambda x: (reduce_scatter(x, 0, "model", mesh=mesh) ** 2).sum())(jnp.ones((4, 4)))
+    assert (np.asarray(found) == 2 * 4 * 4).all()  # each of the four replicas counts
+
+
 @pytest.mark.parametrize("op", ["max", "min"])
 def test_what_has_no_derivative_says_so(op):
     with pytest.raises(UnsupportedError, match=rf"Cannot differentiate all_reduce\(op='{op}'\)"):

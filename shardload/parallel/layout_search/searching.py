@@ -135,7 +135,9 @@ def check_built(model: Any) -> None:
     # Keras counts a subclassed model as built after build(), even if its layers have to be called first.
     is_empty = not model.variables and any(not layer.built for layer in getattr(model, "layers", ()))
     if is_empty or not getattr(model, "built", True):
-        raise LayoutError(f"Cannot plan {model.name!r}: it has no variables yet. Call it on a batch once to build it")
+        raise LayoutError(
+            f"Cannot plan {model.name!r}: it has no variables yet. Call it on a keras.Input or a batch once to build it"
+        )
 
 
 def plan_problem(model: Any, problem: Problem, *, inputs: Any, batch_axis: str, limit: int | None) -> LayoutPlan:
