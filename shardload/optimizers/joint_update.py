@@ -12,7 +12,8 @@ Matrices are updated in batches, one after the other, so that only one batch is 
 before it schedules.
 
 The gathers are written out in a `jax.shard_map`, because XLA's partitioner would split the inner products, and rounding
-would differ from layout to layout. Results are the same bits for every way to split W on one mesh.
+would differ from layout to layout. State has the same bits for every way to split W on one mesh; W itself may differ in
+its last bit, because XLA fuses the last sums in different ways.
 """
 
 from __future__ import annotations

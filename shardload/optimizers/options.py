@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import keras
+import numpy as np
 
 from shardload.errors import UsageError
 from shardload.optimizers.matrices import MatrixRules
@@ -23,6 +24,8 @@ RMS = "rms"
 """An ``init_factor``: the root mean square of each matrix's first gradient."""
 WHOLE_BYTES = 1 << 30
 """Default of ``whole_bytes``: less than a device's share of a large model's state, enough for a whole small model."""
+SMALLEST = float(np.finfo(np.float32).tiny)
+"""Least number that float32 has in full precision."""
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "weight_decay_method": DECAYS,
     "decomposition": DECOMPOSITIONS,
@@ -77,9 +80,9 @@ class Options:
             if not _is_integer(value) or value < 1:
                 _refuse(name, value, "an integer of at least 1")
         check_number("epsilon", self.epsilon)
-        # It keeps 0 / (√0 + ε) from being NaN, for elements that never had a gradient.
-        if not self.epsilon:
-            _refuse("epsilon", self.epsilon, "a number above 0")
+        # It keeps 0 / (√0 + ε) from being NaN, for elements that never had a gradient; XLA counts subnormals as 0.
+        if self.epsilon < SMALLEST:
+            _refuse("epsilon", self.epsilon, f"a number of at least {SMALLEST:.3g}")
         if not self.starts_at_rms:
             check_number("init_factor", self.init_factor, otherwise=f", or {RMS!r}")
         _check_patterns(self.adamw_for, self.row_dims)
@@ -120,9 +123,15 @@ def check_number(name: str, value: Any, *, below: float = math.inf, otherwise: s
     """
     # To Python, a bool is a Real. NaN fails every comparison.
     is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not is_real or not 0 <= float(value) < below:
+    if not is_real or not 0 <= float(value) < below or _in_float32(value) >= below:
         limit = "a finite number of at least 0" if below == math.inf else f"a number of at least 0 and below {below:g}"
         _refuse(name, value, limit + otherwise)
+
+
+def _in_float32(value: Any) -> float:
+    """Return a number as the arithmetic sees it: 0.99999999 is 1."""
+    with np.errstate(over="ignore"):
+        return float(np.float32(value))
 
 
 def canonical_dtype(wanted: Any) -> Any:
