@@ -125,7 +125,6 @@ class _Planning:
         self.rows = 0  # the model may fix them
         self.optimizer = optimizer_of(step.train)
         self.clock, self.progress = Clock(), as_progress(request.progress)
-        self.notes: list[str] = []
 
     def run(self) -> LayoutReport:
         source = open_requested(self.request)
@@ -133,13 +132,11 @@ class _Planning:
         with self._stage("build", f"Building {manifest.source}"):
             model = self._build(manifest, self.request.dtype)
         self.rows = self._rows(model)
-        self._check_batch()
         plan, compiled = self._planned(model, manifest)
         smallest = self._smallest(model, plan)
-        notes = (*source.notes, *self.notes)
         spent, sizes = dict(self.clock.stages), _sizes_by_dtype(model)
         dtypes = tuple(name for name, _ in sizes.most_common())
-        return LayoutReport(manifest.source, plan, smallest, compiled, spent, notes, sizes.total(), dtypes)
+        return LayoutReport(manifest.source, plan, smallest, compiled, spent, source.notes, sizes.total(), dtypes)
 
     def _stage(self, name: str, text: str) -> Any:
         self.progress.start(0, text)
@@ -157,13 +154,6 @@ class _Planning:
         rows = BATCH_PER_POSITION * self.mesh.axis_size(self.mesh.batch_axis)
         fixed = rows_of(input_specs(model, batch=rows, sequence=self.step.sequence))
         return rows if not fixed or rows in fixed else min(fixed)
-
-    def _check_batch(self) -> None:
-        axis = self.mesh.batch_axis
-        if self.rows % (size := self.mesh.axis_size(axis)):
-            self.notes.append(
-                f"a batch of {self.rows} does not divide over axis {axis!r}: its {size} devices all do the same work"
-            )
 
     def _options(self) -> dict[str, Any]:
         return {"batch": self.rows, "sequence": self.step.sequence, "optimizer": self.optimizer}

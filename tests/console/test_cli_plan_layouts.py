@@ -125,7 +125,7 @@ def test_a_limit_that_nothing_keeps_is_an_error_that_says_what_would_do(cli):
 
 def test_a_batch_that_does_not_divide_is_said(cli):
     done = cli("plan", NAME, "--mesh", "4x1", "--batch", "6", "--json")
-    assert any("batch of 6 does not divide over axis 'batch'" in note for note in done.json["notes"])
+    assert any("batch of 6 does not divide over axis 'batch'" in note for note in done.json["plan"]["notes"])
 
 
 def test_an_optimizer_that_keras_does_not_know_is_refused(cli):

@@ -92,7 +92,7 @@ def test_a_batch_that_the_model_fixes_is_planned_and_another_is_refused(tmp_path
     keras.Sequential(layers).save(tmp_path / "fixed.keras")
     asked = LoadRequest(function="plan", source=tmp_path / "fixed.keras", mesh="4x2")
     report = plan_layouts(asked, StepSpec(compile=True))
-    assert report.plan.inputs == "float32[6, 64]" and "a batch of 6 does not divide" in report.notes[-1]
+    assert report.plan.inputs == "float32[6, 64]" and "a batch of 6 does not divide" in report.plan.notes[0]
     with pytest.raises(LayoutError, match=r"with batch=8: its inputs are float32\[6, 64\].*\(--batch\)"):
         plan_layouts(asked, StepSpec(batch=8))
 

@@ -594,6 +594,11 @@ def test_every_model_is_planned_for_training_with_layouts_that_divide(name, mesh
     assert plan.notes == ()
 
 
+def test_a_batch_that_does_not_divide_is_noted():
+    plan = search(chain("up", "down"), MESH, batch=15)
+    assert plan.notes[0] == "a batch of 15 does not divide over axis 'batch': its 2 devices all do the same work"
+
+
 @pytest.mark.parametrize("family", ["gemma2", "gpt2", "llama", "qwen3"])
 def test_the_note_on_the_cache_of_a_generating_model(family):
     model = models.causal_lm(family)

@@ -52,8 +52,21 @@ def make_plan(
         exchanges=tuple(_exchanges(problem, solution)),
         decisions=decisions,
         constants=dataclasses.asdict(problem.hardware),
-        notes=(*_notes(problem, batch_axis), *([] if problem.traced.training else _of_generation(model, inputs))),
+        notes=(
+            *_of_batch(problem, inputs, batch_axis),
+            *_notes(problem, batch_axis),
+            *([] if problem.traced.training else _of_generation(model, inputs)),
+        ),
     )
+
+
+def _of_batch(problem: Problem, inputs: Any, batch_axis: str) -> list[str]:
+    """Say that the batch axis splits nothing, where the batch does not divide."""
+    size = problem.mesh.axis_size(batch_axis)
+    if size == 1 or batch_axis in problem.pinned:
+        return []
+    rows = " and ".join(map(str, sorted({np.shape(leaf)[0] for leaf in jax.tree.leaves(inputs) if np.shape(leaf)})))
+    return [f"a batch of {rows} does not divide over axis {batch_axis!r}: its {size} devices all do the same work"]
 
 
 def _of_generation(model: Any, inputs: Any) -> list[str]:
