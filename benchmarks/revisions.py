@@ -104,7 +104,7 @@ def line(row: Mapping[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Check the revision out beside this tree, measure, print."""
+    """Check the revision out into a temporary folder, measure, print."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", 1)[0])
     parser.add_argument("revision")
     parser.add_argument("--only", default="", help="benchmarks whose name contains this")
