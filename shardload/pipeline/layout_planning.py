@@ -176,9 +176,9 @@ class _Planning:
         # The estimate fits this mesh, or a smaller one: to name it would contradict the compiled step.
         if smallest.mesh.size <= self.mesh.size and self.step.compile:
             return ""
-        fits = f" {'By the estimate, it' if self.step.compile else 'It'} fits on {_sizes(smallest.mesh)}"
-        # The default batch belongs to the mesh that was asked for: on another one, it would be another batch.
-        return f"{fits} with a batch of {self.rows}, as here: pass --mesh {_sizes(smallest.mesh)} --batch {self.rows}"
+        subject, mesh = "By the estimate, it" if self.step.compile else "It", _sizes(smallest.mesh)
+        # The default batch follows the mesh, so another mesh alone would also mean another batch.
+        return f" {subject} fits on {mesh} with the same batch of {self.rows}: pass --mesh {mesh} --batch {self.rows}"
 
     def _searched(self, model: Any, limit: int | None) -> LayoutPlan:
         with self._stage("search", f"Searching layouts on {self.mesh}"):

@@ -120,7 +120,7 @@ def test_a_limit_that_nothing_keeps_is_an_error_that_says_what_would_do(cli):
     done = cli("plan", NAME, "--mesh", "1x2", *STEP, "--device-memory", "1MiB")
     assert done.code == 1 and done.stdout == ""
     assert "No layout on batch=1,model=2 needs at most 1.0 MiB per device. The least found is" in done.stderr
-    assert re.search(r"It fits on (\d+x\d+) with a batch of (\d+), as here: pass --mesh \1 --batch \2", done.stderr)
+    assert re.search(r"It fits on (\d+x\d+) with the same batch of (\d+): pass --mesh \1 --batch \2", done.stderr)
 
 
 def test_a_batch_that_does_not_divide_is_said(cli):

@@ -83,7 +83,7 @@ def test_a_step_that_never_fits_says_what_was_compiled(compiled_to):
 def test_a_plan_that_does_not_fit_names_the_smallest_mesh_that_does():
     with pytest.raises(DoesNotFitError, match=r"on batch=1,model=1 needs at most .* It fits on \d+x\d+") as raised:
         plan_layouts(request(4 * MIB, mesh="1x1"), TRAINED)
-    mesh = re.search(r"fits on (\d+x\d+) with a batch of 8,", str(raised.value))[1]
+    mesh = re.search(r"fits on (\d+x\d+) with the same batch of 8:", str(raised.value))[1]
     assert plan_layouts(request(4 * MIB, mesh=mesh), TRAINED).plan.device.total <= 4 * MIB < raised.value.least_bytes
 
 
