@@ -74,11 +74,12 @@ def _of_generation(model: Any, inputs: Any) -> list[str]:
     if not hasattr(model, "generate"):
         return []
     size = ""
-    shapes = {tuple(leaf.shape) for leaf in jax.tree.leaves(inputs)}
     per_token = _cached_per_token(getattr(model, "backbone", None))
-    if per_token is not None and len(shapes) == 1 and len(shape := shapes.pop()) == 2:
-        nbytes = math.prod(shape) * per_token * np.dtype(model.compute_dtype).itemsize
-        size = f": {format_bytes(nbytes)} over all devices for {shape[0]} x {shape[1]} tokens"
+    # Not of models with an encoder, which keep its keys and values too.
+    if per_token is not None and isinstance(inputs, Mapping) and inputs.keys() == {"token_ids", "padding_mask"}:
+        rows, tokens = inputs["token_ids"].shape
+        nbytes = rows * tokens * per_token * np.dtype(model.compute_dtype).itemsize
+        size = f": {format_bytes(nbytes)} over all devices for {rows} x {tokens} tokens"
     return [f"generate() also keeps a KV cache, which is not counted{size}"]
 
 
