@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any, TypeAlias
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from shardload.errors import LayoutError, UnsupportedError, UsageError
@@ -16,13 +15,14 @@ from shardload.sharding.devices import MeshDevices, resolve_devices
 from shardload.sharding.layout import Layout, Spec
 from shardload.sharding.mesh import MeshSpec
 from shardload.transfer.binding import ONE_DEVICE
+from shardload.transfer.placement import jax_mesh
 from shardload.typing import MeshLike
 
 Placed: TypeAlias = NamedSharding | SingleDeviceSharding
 """Shardings that state their devices."""
 
 
-def mesh_of(mesh: MeshLike | None) -> jax.sharding.Mesh | None:
+def mesh_of_argument(mesh: MeshLike | None) -> jax.sharding.Mesh | None:
     """Return the mesh of a caller's argument.
 
     Raises:
@@ -31,7 +31,7 @@ def mesh_of(mesh: MeshLike | None) -> jax.sharding.Mesh | None:
     if mesh is None or isinstance(mesh, jax.sharding.Mesh):
         return mesh
     found = resolve_devices(mesh)
-    return jax.sharding.Mesh(np.reshape(np.array(found.devices), found.mesh.sizes), found.mesh.axes)
+    return jax_mesh(found.mesh, found.devices)
 
 
 def sharding_of(name: str, found: Any, mesh: jax.sharding.Mesh | None) -> Placed:
@@ -69,7 +69,7 @@ def sharding_of(name: str, found: Any, mesh: jax.sharding.Mesh | None) -> Placed
         return found
     raise UnsupportedError(
         f"Cannot place {name!r} by {found!r:.80}: expected a ShapeDtypeStruct, NamedSharding, "
-        f"SingleDeviceSharding, PartitionSpec or jax.Array"
+        "SingleDeviceSharding, PartitionSpec or jax.Array"
     )
 
 

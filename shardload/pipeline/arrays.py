@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec, Sharding
 from shardload.errors import MismatchError, UsageError
 from shardload.keras_bridge.caller import warn_caller
 from shardload.manifest import Manifest, Tensor, View
-from shardload.pipeline.array_shardings import Placed, as_asked, devices_of, layout_of, mesh_of, sharding_of
+from shardload.pipeline.array_shardings import Placed, as_asked, devices_of, layout_of, mesh_of_argument, sharding_of
 from shardload.progress import ProgressLike, as_progress
 from shardload.resolve.opening import OpenedSource, open_source
 from shardload.sharding.devices import MeshDevices, local_positions
@@ -102,7 +102,7 @@ def load_arrays(
     shown = as_progress(progress)
     budget = _budget(host_memory_bytes)
     _check_kinds(names=names, transpose=transpose, strict=strict)
-    placed = mesh_of(mesh)
+    placed = mesh_of_argument(mesh)
     opened = open_source(source, format)
     for note in opened.manifest.notes:  # of tensors that an index leaves out
         warn_caller(note)
@@ -259,8 +259,8 @@ class _Reader:
             order = None if self.transpose is None else self.transpose.get(name)
         if order is None:
             return view
-        order = tuple(order) if isinstance(order, Iterable) else order
-        if not isinstance(order, tuple) or sorted(order) != list(range(len(view.shape))):
+        # Not a set, whose order is not the caller's.
+        if not isinstance(order, Sequence | np.ndarray) or sorted(order) != list(range(len(view.shape))):
             raise UsageError(f"Cannot transpose {name!r} of shape {view.shape} to {order}: expected each dim once")
         return replace(view, shape=tuple(view.shape[d] for d in order), strides=tuple(view.strides[d] for d in order))
 

@@ -28,7 +28,8 @@ from shardload.transfer.buffers import arena
 
 
 @functools.lru_cache(maxsize=64)
-def _mesh(spec: MeshSpec, devices: tuple[Any, ...]) -> Mesh:
+def jax_mesh(spec: MeshSpec, devices: tuple[Any, ...]) -> Mesh:
+    """Return the mesh of these devices, given in mesh-position order."""
     return Mesh(np.array(devices, dtype=object).reshape(spec.sizes), spec.axes)
 
 
@@ -46,7 +47,7 @@ def named_sharding(layout: Layout, devices: Sequence[Any]) -> NamedSharding:
     """
     check_devices(layout.mesh, devices)
     spec = (None if not axes else axes[0] if len(axes) == 1 else tuple(axes) for axes in layout.spec)
-    return NamedSharding(_mesh(layout.mesh, tuple(devices)), PartitionSpec(*spec))
+    return NamedSharding(jax_mesh(layout.mesh, tuple(devices)), PartitionSpec(*spec))
 
 
 def assemble(shape: tuple[int, ...], sharding: NamedSharding, buffers: Mapping[Bounds, NDArray[Any]]) -> Any:

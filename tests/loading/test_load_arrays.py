@@ -242,6 +242,7 @@ def test_paths_joined_by_slashes_are_found_too(tmp_path, mesh):
         ({"ids": P()}, {"names": 3}, UsageError, "Cannot use names=3: expected a mapping or a function"),
         ({"ids": P()}, {"strict": "no"}, UsageError, "expected True or False"),
         ({"ids": P()}, {"strict": False, "transpose": {"ids": (1,)}}, UsageError, "expected each dim once"),
+        ({"embed.weight": P()}, {"strict": False, "transpose": {"embed.weight": {0, 1}}}, UsageError, "each dim once"),
         (
             {"layers": {"0.proj": P()}, "layers.0": {"proj": P()}},
             {"strict": False},
