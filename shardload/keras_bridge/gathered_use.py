@@ -87,6 +87,9 @@ def _gather(value: Any, use: Use) -> Any:
         return jax.lax.with_sharding_constraint(value, use.used), None
 
     def backward(_: None, gradient: Any) -> tuple[Any]:
+        # First where the value is used: a split by the storage would be carried into the backward pass, in a loop for
+        # every step of it.
+        gradient = jax.lax.with_sharding_constraint(gradient, use.used)
         return (jax.lax.with_sharding_constraint(gradient, use.stored),)
 
     gather = jax.custom_vjp(lambda value: forward(value)[0])

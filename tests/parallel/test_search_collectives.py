@@ -1,6 +1,7 @@
 """What compiled programs exchange is what searched plans say: each kind of collective, over each axis, to the byte."""
 
 from collections import Counter
+from functools import partial
 
 import jax
 import keras
@@ -8,6 +9,7 @@ import pytest
 from layout_models import LAYOUT_MODELS, MESHES
 
 import shardload
+from shardload.errors import DoesNotFitError
 from shardload.keras_bridge.model_state import slots_of
 from shardload.parallel import Hardware, choose, compile_step, search
 from shardload.sharding.mesh import MeshSpec
@@ -21,31 +23,13 @@ ALWAYS = {(name, "2x4", "gradients") for name in LAYOUT_MODELS if name not in ("
     ("resnet", "1x3", "gradients"),
 }
 """What every run compiles; `make test-full` compiles all models on all meshes, forward and backward."""
-OTHERWISE = {
-    ("gemma1", "1x8", "forward"): (196_608, 152_640),
-    ("gemma1", "1x8", "gradients"): (479_236, 409_156),
-    ("gemma2", "1x8", "forward"): (433_152, 255_552),
-    ("gemma3", "1x8", "forward"): (301_824, 183_936),
-    ("gemma3", "1x8", "gradients"): (695_812, 432_004),
-    ("lstm", "1x8", "forward"): (602_432, 405_824),
-    ("lstm", "1x8", "gradients"): (1_019_904, 585_792),
-    ("lstm", "2x4", "forward"): (301_216, 224_416),
-    ("lstm", "2x4", "gradients"): (1_062_636, 905_996),
-    ("lstm", "1x3", "forward"): (897_024, 325_184),
-    ("lstm", "1x3", "gradients"): (1_019_904, 786_320),
-    ("unet", "1x8", "forward"): (679_936, 614_400),
-    ("unet", "1x8", "gradients"): (1_089_536, 1_237_056),
-    ("unet", "2x4", "forward"): (339_968, 339_968),
-    ("unet", "2x4", "gradients"): (602_544, 946_624),
-    ("mixtral", "1x8", "gradients"): (321_028, 349_700),
-    ("mixtral", "2x4", "gradients"): (538_840, 553_176),
-}
-"""Where XLA does something else: bytes planned, and bytes compiled. Why, see `PARTS`."""
-PARTS = {"all-gather", "all-to-all", "collective-permute"}
-"""Halves of a split dim (Gemma's rotary embeddings where eight devices share one key), its gates (recurrent layers),
-and what joins skip connections (U-Net) need data of other devices. XLA moves each part as it is needed, in several
-kinds of instructions; a plan counts a multiple of the whole, as all-gathers. Of Mixtral's keys and values, whose two
-groups four or eight devices share, XLA divides the gradients among them and gathers these."""
+FEWER_BYTES = {("mixtral", "2x4", "gradients"): 8192}
+"""Programs that exchange fewer bytes than planned, and by how many. Two devices share one of Mixtral's two groups of
+heads here, so each has half of the gradients of keys and values, which the batch axis adds up; the plan counts them
+whole."""
+MORE_WITH_ADAM = {"mixtral": {("all-gather", "model"): 2 * 2 * 8192}}
+"""What an optimizer adds. XLA updates Mixtral's keys and values in such parts, and gathers the weights and both slots
+in the place of the gradients: two layers with 8 KiB of keys and values."""
 
 
 def cases():
@@ -87,12 +71,42 @@ def test_a_compiled_program_has_the_planned_collectives_and_no_others(name, mesh
     found, plan, choice = planned(name, mesh, "adamw" if training else None)
     compiled = compile_step(found.model, choice, found.inputs, training=training)
     expected, have = in_plan(plan), in_program(compiled)
-    if (name, mesh, step) in OTHERWISE:
-        bytes_planned, bytes_compiled = OTHERWISE[name, mesh, step]
-        assert expected.total() == bytes_planned and have.total() <= bytes_compiled
-        assert {kind for kind, _ in have} - {kind for kind, _ in expected} <= PARTS
+    expected["all-reduce", "batch"] -= FEWER_BYTES.get((name, mesh, step), 0)
+    assert +expected == have
+
+
+NEARLY = {
+    "llama": ["8x1"],  # what is looked up again in the backward pass has its token ids gathered again: 384 bytes
+    "mixtral": ["1x8", "2x4", "8x1"],
+    "vit": ["2x4"],  # the kernel of the patches, split along its window, is gathered again for the backward pass
+    "lstm": ["8x1"],
+}
+"""Models and meshes where the program of a plan under a limit exchanges up to 12 % more or less than planned."""
+
+
+def limited():
+    for name in LAYOUT_MODELS:
+        for mesh in ("1x8", "2x4", "8x1"):
+            always = mesh == "2x4" and name in ("bert", "roberta", "lstm", "gemma1")
+            yield pytest.param(name, mesh, marks=() if always else pytest.mark.full, id=f"{name}-{mesh}")
+
+
+@pytest.mark.parametrize("share", [0.5, 0.02])
+@pytest.mark.parametrize(("name", "mesh"), [*limited()])
+def test_a_plan_under_a_limit_exchanges_what_it_says(name, mesh, share):
+    """The limit lies between the least and what the free plan takes: weights are stored split, and gathered."""
+    with shardload.abstract():
+        found = LAYOUT_MODELS[name]()
+    plan = partial(search, found.model, mesh, inputs=found.inputs, optimizer="adamw", hardware=FAST_LINKS)
+    with pytest.raises(DoesNotFitError) as error:
+        plan(device_memory_bytes=1)
+    free, least = plan().device.total, error.value.least_bytes
+    tight = plan(device_memory_bytes=int(least + share * max(free - least, 0)) + 1)
+    step = compile_step(found.model, choose(found.model, mesh, tight), found.inputs, training="gradients")
+    if mesh in NEARLY.get(name, ()):
+        assert step.collective_bytes == pytest.approx(tight.exchanged_bytes, rel=0.12)
     else:
-        assert have == expected
+        assert in_program(step) == in_plan(tight)
 
 
 def stack(layer):
@@ -133,10 +147,7 @@ def test_an_optimizer_exchanges_nothing_more(name):
     gradients, training = (
         compile_step(found.model, choice, found.inputs, training=kind) for kind in ("gradients", "adam")
     )
-    if (name, "2x4", "gradients") in OTHERWISE:  # what XLA divides further, it gathers once more
-        assert training.collective_bytes <= 1.07 * gradients.collective_bytes
-    else:
-        assert in_program(training) == in_program(gradients)
+    assert in_program(training) == in_program(gradients) + Counter(MORE_WITH_ADAM.get(name))
 
 
 @pytest.mark.parametrize("mesh", MESHES)

@@ -32,6 +32,10 @@ def exchanged(program):
     return sorted((e.kind, int(e.nbytes)) for op in program.operations for e in op.exchanges)
 
 
+def apart(program):
+    return sorted(program.length(n) for n in {program.group(n) for n in program.apart})
+
+
 def test_a_product_unites_contracted_dims_and_adds_up_where_they_are_split():
     program, names = traced(lambda x, w: x @ w, (8, 16), (16, 32))
     assert names == ["ab", "bc", "ac"]
@@ -93,12 +97,23 @@ def test_reductions_add_up_over_the_dims_that_they_drop():
     assert exchanged(program) == [("all-reduce", 8 * 4)]
 
 
-def test_slices_and_concatenations_need_their_dim_whole():
+def test_slices_and_concatenations_need_their_dim_whole_and_it_is_not_split():
     program, names = traced(lambda x: x[:, :4], (8, 16))
     assert names == ["ab", "ac"]
-    assert exchanged(program) == [("all-gather", 32 * 8 * 16 * 4)]  # XLA moves more than the operand, see SLICE_TIMES
-    _, names = traced(lambda x, y: jnp.concatenate([x, y], axis=1), (8, 4), (8, 6))
+    assert exchanged(program) == [("all-gather", 8 * 16 * 4)]
+    assert apart(program) == [4, 16]
+    program, names = traced(lambda x, y: jnp.concatenate([x, y], axis=1), (8, 4), (8, 6))
     assert names == ["ab", "ac", "ad"]
+    assert apart(program) == [4, 6, 10]
+    program, _ = traced(lambda x: jnp.split(x, 4, axis=1), (8, 16))  # the gates of a recurrent layer
+    assert apart(program) == [4, 4, 4, 4, 16]
+
+
+def test_devices_that_share_a_group_of_heads_add_up_the_gradients_of_its_keys():
+    program, _ = traced(lambda x: jnp.sum(x.reshape(2, 4, 16), axis=1), (8, 16), divisors=(1, 4))
+    assert exchanged(program) == [("all-reduce", 16 * 4)]  # half of the result: two devices share one of two groups
+    program, _ = traced(lambda x: jnp.sum(x.reshape(4, 2, 16), axis=1), (8, 16), divisors=(1, 4))
+    assert exchanged(program) == [("all-reduce", 4 * 16 * 4)]  # one device has each group: its heads are not split
 
 
 def test_a_lookup_adds_up_over_the_vocabulary_and_carries_the_features():

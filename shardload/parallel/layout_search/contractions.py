@@ -21,7 +21,7 @@ def reduce(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]
     program.store(value)
     for var in eqn.outvars:
         made = fresh(program, var, [n for d, n in enumerate(value.dims) if d not in axes])
-        exchanges = [Exchange("all-reduce", value.dims[d], made.nbytes, made.dims) for d in axes]
+        exchanges = [e for d in axes for e in program.summed(value, d, made)]
         program.work("reduce", value.dims, flops=math.prod(value.shape), exchanges=exchanges)
         program.store(made)
         results.append(made)
@@ -39,7 +39,15 @@ def dot_general(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
     free += [right.dims[d] for d in range(len(right.dims)) if d not in (*right_sum, *right_batch)]
     made = fresh(program, eqn.outvars[0], [*(left.dims[d] for d in left_batch), *free])
     summed = [left.dims[d] for d in left_sum]
-    exchanges = [Exchange("all-reduce", n, made.nbytes, made.dims) for n in summed]
+    exchanges = []
+    for d in left_sum:
+        heads = program.members.get(program.group(left.dims[d]))
+        if heads is None:
+            exchanges += program.summed(left, d, made)
+        else:
+            # Over groups of heads: gradients, of which each device has those of its group, with a whole weight.
+            gradients = max(left, right, key=lambda value: value.origin.born)
+            exchanges.append(Exchange("all-gather", heads, gradients.nbytes, gradients.dims))
     flops = 2 * math.prod(made.shape) * math.prod(left.shape[d] for d in left_sum)
     program.store(left, right, made)
     program.work("dot", (*made.dims, *summed), flops=flops, nbytes=made.nbytes, exchanges=exchanges)

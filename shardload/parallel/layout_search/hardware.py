@@ -70,6 +70,10 @@ class Hardware:
         if unknown := sorted(set(self.axis_bytes_per_s) - set(mesh.axes)):
             raise LayoutError(f"Cannot plan on {mesh}: the hardware has a bandwidth for {unknown}, expected axes of it")
 
+    def rate_of(self, axis: str) -> float:
+        """Return the bandwidth of an axis."""
+        return self.axis_bytes_per_s.get(axis, self.link_bytes_per_s)
+
     def exchange_s(self, kind: Collective, nbytes: float, *, axis: str, size: int) -> float:
         """Return the seconds of a collective over one axis.
 
@@ -81,7 +85,7 @@ class Hardware:
         """
         if size == 1:
             return 0.0
-        rate = self.axis_bytes_per_s.get(axis, self.link_bytes_per_s)
+        rate = self.rate_of(axis)
         if kind == "collective-permute":
             return nbytes / rate + self.latency_s
         # A ring takes k - 1 steps, in each of which a device passes on 1/k of the result. An all-reduce is a

@@ -171,7 +171,8 @@ def make_problem(
     problem = Problem(
         mesh, hardware, traced, kinds, length, weights, (), conflicts, pinned, optimizer.update_bytes, sizes=sizes
     )
-    problem.candidates = tuple(_candidates(problem, exclude=twice | batch))
+    apart = {_kind(program, kinds, n) for n in program.apart}
+    problem.candidates = tuple(_candidates(problem, exclude=twice | batch | apart))
     # Last, as work on dims that nothing can split is left out.
     problem.work = _work(program, kinds, {k for k, _ in problem.candidates} | set(pinned.values()))
     return problem

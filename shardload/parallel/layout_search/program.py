@@ -109,6 +109,11 @@ class Program:
     tensors: set[tuple[int, ...]] = field(default_factory=set)
     """Dims of every value with several: a mesh axis can split one of them."""
     lookups: list[Lookup] = field(default_factory=list)
+    apart: set[int] = field(default_factory=set)
+    """Nodes of dims that an operation takes apart, or joins from parts. If one were split, XLA would send parts to and
+    fro in ways that no cost foresees, so a search splits none."""
+    members: dict[int, int] = field(default_factory=dict)
+    """From a group of dims that count groups of heads to the node of all heads, where a split of these splits both."""
     unknown: Counter[str] = field(default_factory=Counter)
     """Primitives without a rule, with how often each occurs."""
     clock: int = 0
@@ -129,7 +134,7 @@ class Program:
 
     def length(self, node: int) -> int:
         """Return the greatest common divisor of the lengths of a group's dims: what a split must divide."""
-        return self._length[self.group(node)]
+        return 1 if node == UNSPLIT else self._length[self.group(node)]
 
     def unite(self, first: int, second: int) -> int:
         """Merge two groups and return the result; a dim of length 1 leaves the other as it is."""
@@ -141,6 +146,8 @@ class Program:
             self._parent[b] = a
             # A split must divide the length of every dim in the group.
             self._length[a] = math.gcd(self._length[a], self._length[b])
+            if b in self.members:
+                self.members.setdefault(a, self.members.pop(b))
         return a
 
     def unite_dims(self, first: Value, second: Value) -> None:
@@ -208,11 +215,36 @@ class Program:
         grown = tuple(Exchange(e.kind, e.group, e.nbytes * n, e.dims) for e in exchanges if e.group != UNSPLIT)
         self.operations.append(Operation(name, tuple(dims), flops * n, nbytes * n, grown))
 
-    def need_whole(self, value: Value, dim: int, *, why: str, times: int = 1) -> None:
-        """Record that an operation needs a dim whole: where split, the value is gathered first, ``times`` over."""
+    def need_whole(self, value: Value, dim: int, *, why: str) -> None:
+        """Record that an operation needs a dim whole: where split, the value is gathered first."""
         if value.dims[dim] != UNSPLIT:
-            gather = Exchange("all-gather", value.dims[dim], value.nbytes * times, value.dims)
+            gather = Exchange("all-gather", value.dims[dim], value.nbytes, value.dims)
             self.work(why, value.dims, exchanges=(gather,))
+
+    def summed(self, value: Value, dim: int, made: Value) -> list[Exchange]:
+        """Return the exchanges of a sum over a dim of a value, with the result.
+
+        Grouped-query attention sums gradients over the heads of each group of them, and then over the groups. Where
+        the heads are split over more devices than there are groups, the devices that share a group add up its part.
+        """
+        node = value.dims[dim]
+        heads, length = self.members.get(self.group(node)), self.length(node)
+        if heads is not None:
+            return [Exchange("all-reduce", heads, made.nbytes, made.dims)]
+        if length <= value.shape[dim]:
+            return [Exchange("all-reduce", node, made.nbytes, made.dims)]
+        groups = math.gcd(length // value.shape[dim], max(k for k in self.divisors if length % k == 0))
+        return [Exchange("all-reduce", node, made.nbytes // groups, made.dims)]
+
+    def take_apart(self, value: Value, dim: int, *, why: str) -> None:
+        """Record that an operation takes a dim apart."""
+        self.need_whole(value, dim, why=why)
+        self.note_apart(value.dims[dim])
+
+    def note_apart(self, node: int) -> None:
+        """Note that a dim consists of parts, or is one."""
+        if node != UNSPLIT:
+            self.apart.add(node)
 
     @contextmanager
     def repeated(self, times: int) -> Iterator[None]:

@@ -114,6 +114,7 @@ def reshape(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value
     """Carry one dim, the outermost, of each block of dims that is merged or divided; the others must be whole."""
     value, new = operands[0], tuple(eqn.outvars[0].aval.shape)
     dims: list[int | None] = [None] * len(new)
+    heads: dict[int, int] = {}
     # Entries are in row-major order: a split of the outermost dim of a block is the same ranges of entries before and
     # after. A split of an inner dim is not, so the value is gathered.
     for old_block, new_block in _blocks(value.shape, new):
@@ -127,9 +128,13 @@ def reshape(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value
             dim, to, node = carried
             dims[to] = node
             olds.remove(dim)
+            if to != news[0]:
+                heads[news[0]] = node
         for d in olds:
             program.need_whole(value, d, why="reshape")
-    return [fresh(program, eqn.outvars[0], dims, view_of=value)]
+    made = fresh(program, eqn.outvars[0], dims, view_of=value)
+    program.members.update({program.group(made.dims[d]): node for d, node in heads.items()})
+    return [made]
 
 
 def _carried(
@@ -187,28 +192,23 @@ def _blocks(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int],
 
 # ---- parts of dims ---------------------------------------------------------------------------------
 
-PARTS_TIMES = 3
-"""Bytes that XLA moves where an operation takes parts of a split dim, as a multiple of the operand's: neighbours
-exchange edges, and pieces are dealt out again. Measured on compiled programs: rotary embeddings, gates, skips."""
-SLICE_TIMES = 32
-"""The same for one slice of a split dim: XLA carries the split on into all that the slice is combined with. For BERT's
-table of positions that is the residual stream, and half as many bytes again as everything else."""
 
-
-def _keeping(
-    program: Program, eqn: Any, value: Value, kept: Callable[[int], bool], *, times: int = PARTS_TIMES
-) -> list[Value]:
-    """Make results whose dims follow those of ``value`` that are ``kept``; it needs the others whole."""
+def _keeping(program: Program, eqn: Any, value: Value, kept: Callable[[int], bool]) -> list[Value]:
+    """Make results whose dims follow those of ``value`` that are ``kept``; the others are taken apart."""
+    results = [fresh(program, var, [n if kept(d) else None for d, n in enumerate(value.dims)]) for var in eqn.outvars]
     for d in range(len(value.dims)):
         if not kept(d):
-            program.need_whole(value, d, why=eqn.primitive.name, times=times)
-    return [fresh(program, var, [n if kept(d) else None for d, n in enumerate(value.dims)]) for var in eqn.outvars]
+            program.take_apart(value, d, why=eqn.primitive.name)
+            # XLA carries a split of the parts back to the whole.
+            for made in results:
+                program.note_apart(made.dims[d])
+    return results
 
 
 def same_length(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
     """Carry the dims that keep their length (slice, pad)."""
     shape, value = eqn.outvars[0].aval.shape, operands[0]
-    return _keeping(program, eqn, value, lambda d: value.shape[d] == shape[d], times=SLICE_TIMES)
+    return _keeping(program, eqn, value, lambda d: value.shape[d] == shape[d])
 
 
 def windowed(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
@@ -224,7 +224,7 @@ def select_and_scatter_add(program: Program, eqn: Any, operands: Sequence[Value]
         if window[d] == 1:
             program.unite(n, value.dims[d])
         else:
-            program.need_whole(src, d, why="select_and_scatter_add", times=PARTS_TIMES)
+            program.take_apart(src, d, why="select_and_scatter_add")
     return _keeping(program, eqn, value, lambda d: window[d] == 1)
 
 
@@ -259,15 +259,17 @@ def rev(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
 
 
 def concatenate(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Unite every dim but the one that grows."""
+    """Unite every dim but the one that is joined from parts."""
     along = eqn.params["dimension"]
     first = operands[0]
     for other in operands:
-        program.need_whole(other, along, why="concatenate", times=PARTS_TIMES)
+        program.take_apart(other, along, why="concatenate")
         for d, n in enumerate(other.dims):
             if d != along:
                 program.unite(first.dims[d], n)
-    return [fresh(program, eqn.outvars[0], [None if d == along else n for d, n in enumerate(first.dims)])]
+    made = fresh(program, eqn.outvars[0], [None if d == along else n for d, n in enumerate(first.dims)])
+    program.note_apart(made.dims[along])
+    return [made]
 
 
 def top_k(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
@@ -291,7 +293,7 @@ def stack(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
 def unstack(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
     """Carry every dim but the one that is taken apart."""
     axis, value = eqn.params["axis"], operands[0]
-    program.need_whole(value, axis, why="unstack", times=PARTS_TIMES)
+    program.take_apart(value, axis, why="unstack")
     dims = [n for d, n in enumerate(value.dims) if d != axis]
     return [fresh(program, var, dims) for var in eqn.outvars]
 
@@ -303,5 +305,5 @@ def dynamic_update_slice(program: Program, eqn: Any, operands: Sequence[Value]) 
         if update.shape[d] == value.shape[d]:
             program.unite(value.dims[d], n)
         else:
-            program.need_whole(update, d, why="dynamic_update_slice", times=PARTS_TIMES)
+            program.take_apart(update, d, why="dynamic_update_slice")
     return _keeping(program, eqn, value, lambda d: update.shape[d] == value.shape[d])

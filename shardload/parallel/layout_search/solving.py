@@ -141,11 +141,27 @@ def gather_s(problem: Problem, weight: WeightKind, option: WeightOption) -> floa
     """Return the seconds to gather a weight for use, forward and backward; negative if moving the batch saves time."""
     if option.moved:
         return sum(d.seconds for d in differences(problem, weight, option.assignment, option.moved))
-    local = weight.nbytes / problem.parts(weight.kinds, option.assignment)
-    once = sum(
-        problem.hardware.exchange_s("all-gather", local, axis=a, size=problem.sizes[a]) for a, _ in option.stored
-    )
+    once = sum(seconds for _, _, seconds in gathers(problem, weight, option))
     return once * (2 if problem.traced.training else 1)
+
+
+def gathers(
+    problem: Problem, weight: WeightKind, option: WeightOption
+) -> Iterator[tuple[tuple[str, ...], float, float]]:
+    """Yield how a weight that is stored split is gathered once: axes, bytes of the result on each device, and seconds.
+
+    XLA gathers dim by dim, the last one first, each over all axes that split it.
+    """
+    hardware, sizes = problem.hardware, problem.sizes
+    local = weight.nbytes / problem.parts(weight.kinds, option.assignment)
+    local /= math.prod(sizes[axis] for axis, _ in option.stored)
+    for dim in reversed(range(len(weight.shape))):
+        axes = tuple(axis for axis, of_dim in option.stored if of_dim == dim)
+        if axes:
+            size = math.prod(sizes[axis] for axis in axes)
+            local *= size
+            slowest = min(axes, key=hardware.rate_of)
+            yield axes, local, hardware.exchange_s("all-gather", local, axis=slowest, size=size)
 
 
 def solve(problem: Problem, demand: Demand) -> Solution | None:

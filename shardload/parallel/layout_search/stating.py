@@ -16,7 +16,7 @@ from shardload.keras_bridge.variables import numbered
 from shardload.parallel.layout_search.layout_plan import Decision, LayoutPlan, PlannedExchange, PlannedVariable
 from shardload.parallel.layout_search.needs import assignment_of, chosen, fastest_that_fits, peak, state_of
 from shardload.parallel.layout_search.problem import Problem, WeightKind
-from shardload.parallel.layout_search.solving import Demand, Solution, WeightOption, gather_s
+from shardload.parallel.layout_search.solving import Demand, Solution, WeightOption, gathers
 from shardload.parallel.layout_search.tables import differences
 from shardload.parallel.layout_search.tracing import described
 from shardload.units import format_bytes
@@ -135,12 +135,13 @@ def _exchanges(problem: Problem, solution: Solution) -> list[PlannedExchange]:
                     entry[1] += work.count * nbytes
                     entry[2] += work.count * seconds
     for weight, option in chosen(problem, solution):
-        for axis, _ in option.stored:
-            entry, count = found["all-gather", axis], len(weight.members)
-            # Gathered weights are not kept for the backward pass, so they are gathered again.
-            entry[0] += count * (2 if problem.traced.training else 1)
-            entry[1] += count * weight.nbytes / problem.parts(weight.kinds, option.assignment)
-            entry[2] += count * gather_s(problem, weight, option)
+        # Gathered weights are not kept for the backward pass, so they are gathered again.
+        times = len(weight.members) * (2 if problem.traced.training else 1)
+        for axes, nbytes, seconds in gathers(problem, weight, option):
+            entry = found["all-gather", "+".join(axes)]
+            entry[0] += times
+            entry[1] += len(weight.members) * nbytes
+            entry[2] += times * seconds
         if option.moved:
             for change in differences(problem, weight, option.assignment, option.moved):
                 entry, count = found[change.kind, "+".join(change.axes)], len(weight.members)

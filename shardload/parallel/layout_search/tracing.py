@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from jax.extend.core import ClosedJaxpr
 
 from shardload.errors import LayoutError, UsageError
 from shardload.keras_bridge.functional_graph import arguments_of_call
-from shardload.parallel.layout_search.program import UNSPLIT, Program, Value
+from shardload.parallel.layout_search.program import UNSPLIT, Exchange, Program, Value
 from shardload.parallel.layout_search.reading import arguments_of, read
 
 DEFAULT_SEQUENCE = 512
@@ -225,11 +225,22 @@ def trace(recorded: Recorded, *, divisors: tuple[int, ...]) -> Traced:
         for value, gradient in zip(values, results[-recorded.trainable :], strict=False):
             program.unite_dims(value, gradient)  # a gradient is kept as its variable is
             gradient.root.stored = False  # and counted with the variable
+        _gather_gradients_of_groups(program, values[: recorded.trainable])
     # The first dim of every input is the batch: token ids and masks are split alike. One row stays whole.
     batch = tuple(v.dims[0] for v in values[len(weights) :] if v.dims and v.dims[0] != UNSPLIT)
     for node in batch[1:]:
         program.unite(batch[0], node)
     return Traced(program, weights, batch, recorded.training)
+
+
+def _gather_gradients_of_groups(program: Program, weights: Sequence[Value]) -> None:
+    """Record that devices which share groups of heads gather the gradients of keys and values: each has its group's."""
+    for value in weights:
+        for n in value.dims:
+            heads = program.members.get(program.group(n))
+            if heads is not None:
+                gather = Exchange("all-gather", heads, value.nbytes, value.dims)
+                program.work("gradients of groups", value.dims, exchanges=[gather])
 
 
 def _check_arguments(model: Any, arguments: Mapping[str, Any]) -> None:
