@@ -126,6 +126,19 @@ def given_plan(layout: Any) -> LayoutPlan | None:
     return None
 
 
+def check_layout(layout: Any) -> None:
+    """Check a layout given as text or a path: it names a layout, or a file that is a plan or has rules.
+
+    Raises:
+        LayoutError: Otherwise.
+    """
+    if isinstance(layout, str | os.PathLike) and str(layout) not in MODES:
+        if not Path(layout).exists():
+            raise LayoutError(f"Unknown layout {str(layout)!r}, and no file has that name. Supported: {_forms()}")
+        if given_plan(layout) is None:
+            rule_sets.read_rules(Path(layout))
+
+
 def _by_plan(model: Any, mesh: MeshSpec, plan: LayoutPlan) -> LayoutChoice:
     if plan.mesh != mesh:
         raise LayoutError(f"Cannot use the plan for {plan.mesh} on the mesh {mesh}. Plan again for this mesh")
@@ -153,10 +166,8 @@ def _rule_set(model: Any, mesh: MeshSpec, layout: Any) -> tuple[str, rule_sets.R
         return "keras_hub", _keras_hub_rules(model, mesh)
     if layout in MODES:
         return str(layout), None
-    path = Path(layout)
-    if not path.exists():
-        raise LayoutError(f"Unknown layout {str(layout)!r}, and no file has that name. Supported: {_forms()}")
-    return str(path), rule_sets.read_rules(path)
+    check_layout(layout)
+    return str(layout), rule_sets.read_rules(Path(layout))
 
 
 def _forms() -> str:

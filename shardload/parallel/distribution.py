@@ -28,7 +28,7 @@ from shardload.keras_bridge.sample_calls import build_by_calling, output_paths
 from shardload.keras_bridge.training import batches_laid_out_singly
 from shardload.keras_bridge.variables import sharding_of
 from shardload.parallel.auto import place
-from shardload.parallel.choosing import choose
+from shardload.parallel.choosing import check_layout, choose
 from shardload.parallel.layout_search.searching import search
 from shardload.parallel.result import LayoutChoice
 from shardload.parallel.roles import by_shape
@@ -60,6 +60,7 @@ class AutoShardDistribution(keras.distribution.ModelParallel):  # type: ignore[m
         devices: Sequence[Any] | None = None,
         auto_shard_dataset: bool = True,
         device_memory_bytes: int | None = None,
+        batch: int | None = None,
     ) -> None:
         """Describe the mesh and how to choose layouts on it.
 
@@ -74,16 +75,20 @@ class AutoShardDistribution(keras.distribution.ModelParallel):  # type: ignore[m
             auto_shard_dataset: As in `keras.distribution.Distribution`.
             device_memory_bytes: With ``layout="search"``, the limit that plans keep on each device; see
                 `shardload.parallel.search`.
+            batch: With ``layout="search"``, the rows of a batch over all devices, where `shard` gets no sample inputs.
 
         Raises:
+            LayoutError: When ``layout`` is the name of no layout and no file, or a file of no plan.
             MeshError: When the mesh cannot be made.
-            UsageError: When ``device_memory_bytes`` is given without ``layout="search"``.
+            UsageError: When ``device_memory_bytes`` or ``batch`` is given without ``layout="search"``.
         """
-        if device_memory_bytes is not None and layout != "search":
-            raise UsageError(
-                f"Cannot keep device_memory_bytes={device_memory_bytes!r} with layout={layout!r:.60}: only a search "
-                'keeps a limit. Pass layout="search", or leave it out'
-            )
+        for name, value in (("device_memory_bytes", device_memory_bytes), ("batch", batch)):
+            if value is not None and not (isinstance(layout, str) and layout == "search"):
+                raise UsageError(
+                    f"Cannot plan with {name}={value!r} and layout={layout!r:.60}: only a search takes it. Pass "
+                    'layout="search", or leave it out'
+                )
+        check_layout(layout)
         if mesh is None and has_mesh(layout):
             mesh = cast("MeshLike", layout)
         elif mesh is None:
@@ -106,6 +111,8 @@ class AutoShardDistribution(keras.distribution.ModelParallel):  # type: ignore[m
         """`jax.Device`s in mesh order."""
         self.device_memory_bytes = device_memory_bytes
         """The limit that plans keep."""
+        self.batch = batch
+        """The rows that plans are for, where `shard` gets no sample inputs."""
         self.layout_of_models = layout
         """How layouts are chosen, for `shardload.parallel.choose`."""
         # Weak keys: the distribution may live for the whole program, and must not keep its models alive.
@@ -185,6 +192,7 @@ class AutoShardDistribution(keras.distribution.ModelParallel):  # type: ignore[m
             self.mesh,
             inputs=args[0] if args else None,
             arguments=kwargs,
+            batch=None if args else self.batch,
             optimizer=getattr(model, "optimizer", None),
             device_memory_bytes=self.device_memory_bytes,
         )

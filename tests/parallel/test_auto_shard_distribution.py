@@ -8,7 +8,7 @@ import pytest
 from programs import collectives, forward
 
 import shardload
-from shardload.errors import LayoutError, MeshError, UsageError
+from shardload.errors import DoesNotFitError, LayoutError, MeshError, UsageError
 from shardload.keras_bridge.binding import binding_of
 from shardload.keras_bridge.model_state import slots_of
 from shardload.sharding.mesh import MeshSpec
@@ -214,10 +214,26 @@ def test_too_few_devices_are_refused():
         shardload.AutoShardDistribution("2x8")
 
 
-def test_a_limit_that_nothing_would_keep_is_refused():
-    with pytest.raises(UsageError, match="Cannot keep device_memory_bytes=1024 with layout='auto': only a search"):
-        shardload.AutoShardDistribution("2x4", device_memory_bytes=1024)
-    assert shardload.AutoShardDistribution("2x4", "search", device_memory_bytes=1024).device_memory_bytes == 1024
+@pytest.mark.parametrize("argument", ["device_memory_bytes", "batch"])
+def test_arguments_of_a_search_need_a_search(argument):
+    with pytest.raises(UsageError, match=f"Cannot plan with {argument}=1024 and layout='auto': only a search"):
+        shardload.AutoShardDistribution("2x4", **{argument: 1024})
+    assert getattr(shardload.AutoShardDistribution("2x4", "search", **{argument: 1024}), argument) == 1024
+
+
+def test_a_search_plans_for_the_batch_that_it_is_told():
+    with pytest.raises(DoesNotFitError, match="least found"):
+        shardload.AutoShardDistribution("2x4", "search", device_memory_bytes=1 << 16, batch=1 << 14).shard(pair())
+    shardload.AutoShardDistribution("2x4", "search", device_memory_bytes=1 << 16).shard(pair())
+
+
+def test_layouts_that_do_not_exist_are_refused_at_once(tmp_path):
+    broken = tmp_path / "plan.json"
+    broken.write_text('{"format": "shardload layout plan, version 1", "modl": "m"}')
+    with pytest.raises(LayoutError, match=r"Unknown layout 'missing\.json', and no file has that name"):
+        shardload.AutoShardDistribution(layout="missing.json")
+    with pytest.raises(LayoutError, match=r"Cannot read the plan: it has no 'mesh'\. Use a file as LayoutPlan\.save"):
+        shardload.AutoShardDistribution(layout=broken)
 
 
 def test_load_uses_the_distribution(tmp_path):

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from shardload.parallel.numbers_check import NumbersCheck
 
 FORMAT = "shardload layout plan, version 1"
+_WRITTEN = "Use a file as LayoutPlan.save wrote it, or plan again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,8 +253,11 @@ class LayoutPlan:
                 known[name] = kind.from_json(found) if (found := data.get(name)) is not None else None
             known.pop("format")
             return cls(**known)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise LayoutError(f"Cannot read the plan: {type(error).__name__}: {error}") from error
+        except KeyError as error:
+            raise LayoutError(f"Cannot read the plan: it has no {error}. {_WRITTEN}") from error
+        except (TypeError, AttributeError) as error:
+            # Python's own words: "… got an unexpected keyword argument 'modl'".
+            raise LayoutError(f"Cannot read the plan: a key or type is wrong ({error}). {_WRITTEN}") from error
 
     def save(self, path: PathLike) -> None:
         """Write the plan as JSON, and the folders that the path lacks.
