@@ -370,9 +370,16 @@ def test_plans_on_two_meshes_are_compared_with_the_meshes_named(block, trained, 
         trained.diff(tmp_path / "no_such.json")
 
 
-@pytest.mark.parametrize(("limit", "said"), [(None, "is worth"), (2**30, "does not keep the memory limit")])
-def test_why_does_not_speak_of_a_limit_that_was_not_given(trained, limit, said):
-    decisions = tuple(replace(d, opposite_s=None) for d in trained.decisions)
+@pytest.mark.parametrize(
+    ("limit", "opposite_s", "said"),
+    [
+        (None, -0.001, "-1.000 ms per step, and more memory for weights than that is worth"),
+        (None, None, "the opposite contradicts other decisions"),
+        (2**30, None, "does not keep the memory limit"),
+    ],
+)
+def test_why_does_not_speak_of_a_limit_that_was_not_given(trained, limit, opposite_s, said):
+    decisions = tuple(replace(d, opposite_s=opposite_s) for d in trained.decisions)
     plan = replace(trained, decisions=decisions, device_memory_bytes=limit)
     assert said in plan.why("dense_1/kernel") and ("memory limit" in plan.why("dense_1/kernel")) == (limit is not None)
 

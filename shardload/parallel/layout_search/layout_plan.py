@@ -60,7 +60,8 @@ class Decision:
     dims: tuple[str, ...]
     """The variables in the group by name (`LayoutPlan.names`), with the dim: ``dense/kernel[1]``."""
     opposite_s: float | None
-    """Seconds that a step takes longer with the opposite decision; ``None`` where that does not fit."""
+    """Seconds that a step takes longer with the opposite decision; negative where it is faster but needs more memory for
+    weights than that is worth; ``None`` where it does not keep the limit or contradicts other decisions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,9 +342,9 @@ def _decision(decision: Decision, *, limited: bool) -> str:
     if decision.opposite_s is None and limited:
         otherwise = "the opposite does not keep the memory limit, or contradicts other decisions"
     elif decision.opposite_s is None:
-        otherwise = (
-            "the opposite needs more memory for weights than the time it saves is worth, or contradicts other decisions"
-        )
+        otherwise = "the opposite contradicts other decisions"
     else:
         otherwise = f"the opposite takes {decision.opposite_s * 1e3:+.3f} ms per step"
+        # Without a limit, the plan is the fastest for its bytes of weights: what is faster needs more.
+        otherwise += ", and more memory for weights than that is worth" * (decision.opposite_s < 0)
     return f"axis {decision.axis!r} {done} the {decision.length} of {', '.join(decision.dims[:3])}: {otherwise}"

@@ -19,8 +19,7 @@ def unknown(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value
     """Constrain nothing, need every operand whole, and count the primitive."""
     program.unknown[eqn.primitive.name] += 1
     for value in operands:
-        for d in range(len(value.dims)):
-            program.need_whole(value, d, why=eqn.primitive.name)
+        program.need_all(value, why=eqn.primitive.name)
     results = [fresh(program, var) for var in eqn.outvars]
     program.store(*results)
     return results

@@ -221,6 +221,13 @@ class Program:
             gather = Exchange("all-gather", value.dims[dim], value.nbytes, value.dims)
             self.work(why, value.dims, exchanges=(gather,))
 
+    def need_all(self, value: Value, *, why: str) -> None:
+        """Record that an operation needs all dims whole: XLA gathers the last one first, so each result is larger."""
+        for d, node in enumerate(value.dims):
+            if node != UNSPLIT:
+                gather = Exchange("all-gather", node, value.nbytes, value.dims[: d + 1])
+                self.work(why, value.dims, exchanges=(gather,))
+
     def summed(self, value: Value, dim: int, made: Value) -> list[Exchange]:
         """Return the exchanges of a sum over a dim of a value, with the result.
 

@@ -275,8 +275,7 @@ def concatenate(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
 def top_k(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
     """Carry every dim but the last; XLA does not divide this work: it gathers the operand on every device."""
     value = operands[0]
-    for d in range(len(value.dims)):
-        program.need_whole(value, d, why="top_k")
+    program.need_all(value, why="top_k")
     return [fresh(program, var, [*value.dims[:-1], None]) for var in eqn.outvars]
 
 

@@ -157,7 +157,10 @@ def _decisions(problem: Problem, demand: Demand, solution: Solution, names: Mapp
     for kind, axis in problem.candidates:
         done = (kind, axis) in solution.split
         # What the opposite costs: the best plan with only this decision turned round.
-        _, other = fastest_that_fits(problem, replace(demand, forced=((kind, axis, not done),)))
+        opposite = replace(demand, forced=((kind, axis, not done),))
+        _, other = fastest_that_fits(problem, opposite)
+        if other is None and demand.state_limit_bytes is not None:
+            _, other = fastest_that_fits(problem, replace(opposite, state_limit_bytes=None))
         longer = None if other is None else other.seconds - solution.seconds
         made.append(Decision(axis, done, problem.length[kind], tuple(_members(problem, kind, names)), longer))
     return made
