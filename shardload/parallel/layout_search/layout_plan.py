@@ -60,8 +60,8 @@ class Decision:
     dims: tuple[str, ...]
     """The variables in the group by name (`LayoutPlan.names`), with the dim: ``dense/kernel[1]``."""
     opposite_s: float | None
-    """Seconds that a step takes longer with the opposite decision; negative where it is faster but needs more memory for
-    weights than that is worth; ``None`` where it does not keep the limit or contradicts other decisions."""
+    """Seconds that a step takes longer with the opposite decision. Negative where it takes less, but more memory for
+    weights than that is worth; ``None`` where it does not keep the limit, or contradicts other decisions."""
 
 
 @dataclass(frozen=True, slots=True)
