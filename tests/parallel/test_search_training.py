@@ -42,9 +42,3 @@ def test_five_training_steps_equal_those_of_one_device(name, mesh):
     slots = 2 * sum(choice.by_id[id(v)].device_bytes for v in model.trainable_variables)
     others = check.device_bytes - plan.device.weights - slots
     assert 0 < others <= 16, "two moments of Adam lie like their variable; its counter and rate have 4 bytes each"
-
-
-@pytest.mark.full
-def test_rounding_that_crosses_a_kink_is_measured_by_more_movements():
-    *_, check = planned_and_trained("resnet", "8x1", seed=5)
-    assert check.raise_if_wrong().movements > 3
