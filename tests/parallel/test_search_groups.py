@@ -116,6 +116,19 @@ def test_devices_that_share_a_group_of_heads_add_up_the_gradients_of_its_keys():
     assert exchanged(program) == [("all-reduce", 4 * 16 * 4)]  # one device has each group: its heads are not split
 
 
+def test_heads_and_their_width_carry_groups_of_heads_and_back():
+    _, names = traced(lambda x: x.reshape(2, 4, 8).reshape(64), (64,), divisors=(1, 4))
+    assert names == ["a", "a"]
+    program, _ = traced(
+        lambda x: x.reshape(6, 8), (48,), divisors=(1, 4)
+    )  # neither 6 heads nor their width divide alone
+    assert apart(program) == [48]
+    program, _ = traced(lambda x: x.reshape(3, 16), (48,), divisors=(1, 4))
+    assert apart(program) == [48]
+    program, _ = traced(lambda x: x.reshape(4, 12), (48,), divisors=(1, 4))
+    assert apart(program) == []
+
+
 def test_a_lookup_adds_up_over_the_vocabulary_and_carries_the_features():
     program, names = traced(lambda t, i: jnp.take(t, i, axis=0), (64, 16), (8, 12), dtypes=[F32, jnp.int32])
     table, indices, out = names

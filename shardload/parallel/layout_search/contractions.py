@@ -21,7 +21,14 @@ def reduce(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]
     program.store(value)
     for var in eqn.outvars:
         made = fresh(program, var, [n for d, n in enumerate(value.dims) if d not in axes])
-        exchanges = [e for d in axes for e in program.summed(value, d, made)]
+        exchanges = [
+            Exchange("all-reduce", value.dims[d], program.summed_bytes(value, d, made), made.dims) for d in axes
+        ]
+        for d in axes:
+            heads = program.members.get(program.group(value.dims[d]))
+            if heads is not None:
+                # Over groups of heads: each device has the sum of its group.
+                exchanges.append(Exchange("all-reduce", heads, made.nbytes, made.dims))
         program.work("reduce", value.dims, flops=math.prod(value.shape), exchanges=exchanges)
         program.store(made)
         results.append(made)
@@ -39,12 +46,10 @@ def dot_general(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
     free += [right.dims[d] for d in range(len(right.dims)) if d not in (*right_sum, *right_batch)]
     made = fresh(program, eqn.outvars[0], [*(left.dims[d] for d in left_batch), *free])
     summed = [left.dims[d] for d in left_sum]
-    exchanges = []
+    exchanges = [Exchange("all-reduce", left.dims[d], program.summed_bytes(left, d, made), made.dims) for d in left_sum]
     for d in left_sum:
         heads = program.members.get(program.group(left.dims[d]))
-        if heads is None:
-            exchanges += program.summed(left, d, made)
-        else:
+        if heads is not None:
             # Over groups of heads: gradients, of which each device has those of its group, with a whole weight.
             gradients = max(left, right, key=lambda value: value.origin.born)
             exchanges.append(Exchange("all-gather", heads, gradients.nbytes, gradients.dims))
@@ -67,6 +72,9 @@ def convolution(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
         if image.shape[d] > 1:
             program.need_whole(kernel, in_kernel, why="convolution")
     made = fresh(program, eqn.outvars[0], dims)
+    for d in numbers.out_spec[2:]:
+        # XLA would carry a split of the result back to the image, and exchange its edges.
+        program.note_apart(made.dims[d])
     # With groups, input channels are contracted within each group, which `_channels` keeps whole or on one device.
     summed = [kernel.dims[in_channels]] if eqn.params["feature_group_count"] == 1 else []
     exchanges = [Exchange("all-reduce", n, made.nbytes, made.dims) for n in summed]

@@ -228,20 +228,16 @@ class Program:
                 gather = Exchange("all-gather", node, value.nbytes, value.dims[: d + 1])
                 self.work(why, value.dims, exchanges=(gather,))
 
-    def summed(self, value: Value, dim: int, made: Value) -> list[Exchange]:
-        """Return the exchanges of a sum over a dim of a value, with the result.
+    def summed_bytes(self, value: Value, dim: int, made: Value) -> int:
+        """Return the bytes that devices add up where a dim is split that an operation sums over.
 
-        Grouped-query attention sums gradients over the heads of each group of them, and then over the groups. Where
-        the heads are split over more devices than there are groups, the devices that share a group add up its part.
+        Grouped-query attention sums gradients over the heads of each group of them. Where the heads are split over more
+        devices than there are groups, the devices that share a group add up its part only.
         """
-        node = value.dims[dim]
-        heads, length = self.members.get(self.group(node)), self.length(node)
-        if heads is not None:
-            return [Exchange("all-reduce", heads, made.nbytes, made.dims)]
+        length = self.length(value.dims[dim])
         if length <= value.shape[dim]:
-            return [Exchange("all-reduce", node, made.nbytes, made.dims)]
-        groups = math.gcd(length // value.shape[dim], max(k for k in self.divisors if length % k == 0))
-        return [Exchange("all-reduce", node, made.nbytes // groups, made.dims)]
+            return made.nbytes
+        return made.nbytes // math.gcd(length // value.shape[dim], max(k for k in self.divisors if length % k == 0))
 
     def take_apart(self, value: Value, dim: int, *, why: str) -> None:
         """Record that an operation takes a dim apart."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -123,13 +124,26 @@ def reshape(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value
         news = [d for d in new_block if new[d] != 1]
         if not olds or not news:
             continue
+        # What merges groups of heads with another dim has the groups in it.
+        grouped = program.members.get(program.group(value.dims[olds[0]]))
         carried = _carried(program, value, new, olds, news)
         if carried is not None:
             dim, to, node = carried
             dims[to] = node
             olds.remove(dim)
-            if to != news[0]:
+            if to != news[0] and to == len(new) - 1:
+                # (192) to (12, 16): neither the heads nor their width divide alone.
+                program.note_apart(node)
+            elif to != news[0]:
                 heads[news[0]] = node
+            elif grouped is not None and program.group(grouped) != program.group(node):
+                heads[to] = grouped
+        else:
+            if grouped is not None:
+                heads[news[0]] = grouped
+            if len(news) > 1:
+                for d in olds:
+                    program.note_apart(value.dims[d])
         for d in olds:
             program.need_whole(value, d, why="reshape")
     made = fresh(program, eqn.outvars[0], dims, view_of=value)
@@ -153,6 +167,10 @@ def _carried(
             length = program.length(value.dims[d])
             if length > value.shape[d] and length % after == 0:
                 return d, to, value.dims[d]
+            # (4, 2, 16) to 128: all heads, with their width.
+            whole = math.prod(value.shape[o] for o in olds if o <= d)
+            if value.shape[d] < length == whole and program.can_follow(after, length):
+                return d, to, program.unite(value.dims[d], program.node(after))
     if before == after:
         return first, to, value.dims[first]
     longer, shorter = max(before, after), min(before, after)
@@ -163,8 +181,12 @@ def _carried(
     # (4, 8) merged to 32, or back: if each axis that divides 32 divides 4 as well, they can share a group.
     if program.can_follow(longer, shorter):
         return first, to, program.unite(value.dims[first], program.node(after))
-    if before > after and len(news) > 1 and before == after * new[news[1]]:
+    whole = after * new[news[1]] if len(news) > 1 else 0
+    if before == whole:
         return first, news[1], value.dims[first]
+    # 128 to (4, 2, 16): heads with their width, to groups of heads.
+    if before > whole > 0 and before % whole == 0 and program.can_follow(before, whole):
+        return first, news[1], program.unite(value.dims[first], program.node(whole))
     return None
 
 

@@ -230,6 +230,10 @@ def trace(recorded: Recorded, *, divisors: tuple[int, ...]) -> Traced:
     batch = tuple(v.dims[0] for v in values[len(weights) :] if v.dims and v.dims[0] != UNSPLIT)
     for node in batch[1:]:
         program.unite(batch[0], node)
+    # The other dims come whole. XLA gathers a weight that is split along one instead of splitting the input.
+    for value in values[len(weights) :]:
+        for node in value.dims[1:]:
+            program.note_apart(node)
     return Traced(program, weights, batch, recorded.training)
 
 
