@@ -7,6 +7,8 @@ the summed result bytes of collective instructions in the compiled program. Noth
     auto     the rules of shardload by layer type
     largest  the largest dim that divides, of every variable ("fsdp" over the model axis)
     search   shardload.parallel.search, without a memory limit
+    parallax the automatic sharding of google-parallax, where it is installed (pip install google-parallax==0.0.2); it
+             fails on models with convolutions or loops, and on dims that do not divide
 
     python -m benchmarks.layouts [--mesh 2x4] [--only gemma] [--numbers] [--json]
 
@@ -16,6 +18,7 @@ the summed result bytes of collective instructions in the compiled program. Noth
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import re
@@ -25,6 +28,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 MIB = 1 << 20
+PARALLAX = "parallax"
+"""The package of google-parallax, which these benchmarks do not require."""
 HEADS = r".*(query|key|value)(_dense|_layer|_proj|_projector)?"
 INTO_HIDDEN = r".*(intermediate|gate|gating|input_projector|mlp/dense_1|mlp/fc1|weights_in|dense_h_to_4h)\w*"
 OUT_OF_HIDDEN = r".*(feedforward_output|ffw_linear|output_dense|_down|output_projector|mlp/dense_2|mlp/fc2|4h_to_h)\w*"
@@ -77,10 +82,23 @@ def decoders() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "qwen3_moe", lambda: hub.Qwen3MoeBackbone(151936, 2, 32, 4, 128, 2048, 6144, 768, 16, 8)
 
 
+def block() -> Any:
+    """Two transformer blocks of Keras layers on 128 vectors of width 256."""
+    import keras
+
+    y = inputs = keras.Input((128, 256))
+    for n in range(2):
+        y = keras.layers.LayerNormalization()(y + keras.layers.MultiHeadAttention(8, 32)(y, y))
+        hidden = keras.layers.Dense(1024, activation="gelu", name=f"feedforward_intermediate_{n}")(y)
+        y = keras.layers.LayerNormalization()(y + keras.layers.Dense(256, name=f"feedforward_output_{n}")(hidden))
+    return keras.Model(inputs, y)
+
+
 def others() -> Iterator[tuple[str, Callable[[], Any]]]:
     """Families without a map by hand, two layers of a middling width."""
     import keras_hub
 
+    yield "block", block
     hub = keras_hub.models
     image = (64, 64, 3)
     sizes = {"vocabulary_size": 8192, "num_layers": 2, "num_heads": 8, "hidden_dim": 512, "intermediate_dim": 2048}
@@ -145,6 +163,25 @@ def largest(model: Any, mesh: Any) -> dict[str, Any]:
     return rules
 
 
+def by_parallax(model: Any, mesh: Any, inputs: Any) -> dict[str, Any]:
+    """What google-parallax assigns, from the forward pass as its ``jit`` traces it."""
+    import jax
+    from parallax.sharding.auto_shard import get_shardings
+
+    variables, trained = [*model.trainable_variables, *model.non_trainable_variables], len(model.trainable_variables)
+    leaves, structure = jax.tree.flatten(inputs)
+
+    def forward(values: dict[str, Any], *leaves: Any) -> Any:
+        state = [values[f"{i:05}"] for i in range(len(variables))]
+        return model.stateless_call(state[:trained], state[trained:], jax.tree.unflatten(structure, leaves))[0]
+
+    # A dict, as it takes lists for the axes of one array.
+    values = {f"{i:05}": jax.ShapeDtypeStruct(tuple(v.shape), v.dtype) for i, v in enumerate(variables)}
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh(mesh.sizes, mesh.axes)):
+        (assigned, *_), _ = get_shardings(forward, values, *leaves, model_axis_name=mesh.axes[-1])
+    return {v.path: tuple(axes) for v, axes in zip(variables, assigned.values(), strict=True) if any(axes)}
+
+
 def measured(name: str, make: Callable[[], Any], mesh: Any, *, batch: int, sequence: int, numbers: bool) -> Any:
     """Compile every layout of one model."""
     import jax
@@ -179,6 +216,8 @@ def measured(name: str, make: Callable[[], Any], mesh: Any, *, batch: int, seque
     plan: LayoutPlan = search(model, mesh, inputs=inputs, optimizer="adamw")
     row["search_s"] = time.perf_counter() - began
     add("search", plan)
+    if PARALLAX in labels():
+        add(PARALLAX, lambda: by_parallax(model, mesh, inputs))
     row["planned_bytes"] = plan.exchanged_bytes
     if numbers:
         values = jax.tree.map(_sample, inputs)
@@ -202,10 +241,16 @@ def _sample(spec: Any) -> Any:
     return np.minimum(rng.integers(0, 64, spec.shape), 1).astype(spec.dtype)
 
 
+def labels() -> tuple[str, ...]:
+    """The layouts that are compared."""
+    found = importlib.util.find_spec(PARALLAX) is not None
+    return ("hand", "auto", "largest", "search", *([PARALLAX] if found else []))
+
+
 def line(row: dict[str, Any]) -> str:
     """One line of the table."""
     cells = [f"{row['model']:<12}{row['mesh'].replace('batch=', '').replace(',model=', 'x'):<5}"]
-    for label in ("hand", "auto", "largest", "search"):
+    for label in labels():
         found = row[label]
         if "error" in found:
             cells.append(f"{'-':>24}")
@@ -235,7 +280,7 @@ def main(argv: list[str] | None = None) -> int:
     mesh = MeshSpec.parse(options.mesh)
     jax.config.update("jax_num_cpu_devices", mesh.size)
     if not options.json:
-        head = f"{'model':<12}{'mesh':<5}" + "".join(f"{label:>25}" for label in ("hand", "auto", "largest", "search"))
+        head = f"{'model':<12}{'mesh':<5}" + "".join(f"{label:>25}" for label in labels())
         print(head + "   planned  s   (each: MiB of weights, MiB exchanged, collectives)", flush=True)
     for families, sequence in ((decoders(), 2048), (others(), 128)):
         for name, make in families:
