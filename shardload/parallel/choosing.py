@@ -30,7 +30,7 @@ from shardload.parallel.roles import roles
 from shardload.sharding.devices import has_mesh, mesh_spec
 from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
-from shardload.typing import LayoutLike, MeshLike
+from shardload.typing import LayoutLike, MeshLike, PathLike
 
 MODES = ("auto", "keras_hub", "replicated", "search")
 
@@ -132,11 +132,8 @@ def check_layout(layout: Any) -> None:
     Raises:
         LayoutError: Otherwise.
     """
-    if isinstance(layout, str | os.PathLike) and str(layout) not in MODES:
-        if not Path(layout).exists():
-            raise LayoutError(f"Unknown layout {str(layout)!r}, and no file has that name. Supported: {_forms()}")
-        if given_plan(layout) is None:
-            rule_sets.read_rules(Path(layout))
+    if isinstance(layout, str | os.PathLike) and str(layout) not in MODES and given_plan(layout) is None:
+        _rules_in(layout)
 
 
 def _by_plan(model: Any, mesh: MeshSpec, plan: LayoutPlan) -> LayoutChoice:
@@ -166,8 +163,13 @@ def _rule_set(model: Any, mesh: MeshSpec, layout: Any) -> tuple[str, rule_sets.R
         return "keras_hub", _keras_hub_rules(model, mesh)
     if layout in MODES:
         return str(layout), None
-    check_layout(layout)
-    return str(layout), rule_sets.read_rules(Path(layout))
+    return str(layout), _rules_in(layout)
+
+
+def _rules_in(file: PathLike) -> rule_sets.RuleSet:
+    if not Path(file).exists():
+        raise LayoutError(f"Unknown layout {str(file)!r}, and no file has that name. Supported: {_forms()}")
+    return rule_sets.read_rules(Path(file))
 
 
 def _forms() -> str:

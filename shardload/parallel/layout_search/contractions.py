@@ -25,7 +25,7 @@ def reduce(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]
             Exchange("all-reduce", value.dims[d], program.summed_bytes(value, d, made), made.dims) for d in axes
         ]
         for d in axes:
-            heads = program.members.get(program.group(value.dims[d]))
+            heads = program.heads_of(value.dims[d])
             if heads is not None:
                 # Over groups of heads: each device has the sum of its group.
                 exchanges.append(Exchange("all-reduce", heads, made.nbytes, made.dims))
@@ -48,7 +48,7 @@ def dot_general(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
     summed = [left.dims[d] for d in left_sum]
     exchanges = [Exchange("all-reduce", left.dims[d], program.summed_bytes(left, d, made), made.dims) for d in left_sum]
     for d in left_sum:
-        heads = program.members.get(program.group(left.dims[d]))
+        heads = program.heads_of(left.dims[d])
         if heads is not None:
             # Over groups of heads: gradients, of which each device has those of its group, with a whole weight.
             gradients = max(left, right, key=lambda value: value.origin.born)

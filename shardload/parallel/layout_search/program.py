@@ -228,6 +228,10 @@ class Program:
                 gather = Exchange("all-gather", node, value.nbytes, value.dims[: d + 1])
                 self.work(why, value.dims, exchanges=(gather,))
 
+    def heads_of(self, groups: int) -> int | None:
+        """Return the node of all heads for a dim that counts groups of them, from `members`."""
+        return self.members.get(self.group(groups))
+
     def summed_bytes(self, value: Value, dim: int, made: Value) -> int:
         """Return the bytes that devices add up where a dim is split that an operation sums over.
 

@@ -125,7 +125,7 @@ def reshape(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value
         if not olds or not news:
             continue
         # What merges groups of heads with another dim has the groups in it.
-        grouped = program.members.get(program.group(value.dims[olds[0]]))
+        grouped = program.heads_of(value.dims[olds[0]])
         carried = _carried(program, value, new, olds, news)
         if carried is not None:
             dim, to, node = carried

@@ -241,7 +241,7 @@ def _gather_gradients_of_groups(program: Program, weights: Sequence[Value]) -> N
     """Record that devices which share groups of heads gather the gradients of keys and values: each has its group's."""
     for value in weights:
         for n in value.dims:
-            heads = program.members.get(program.group(n))
+            heads = program.heads_of(n)
             if heads is not None:
                 gather = Exchange("all-gather", heads, value.nbytes, value.dims)
                 program.work("gradients of groups", value.dims, exchanges=[gather])
