@@ -124,7 +124,7 @@ def reshape(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value
         news = [d for d in new_block if new[d] != 1]
         if not olds or not news:
             continue
-        # What merges groups of heads with another dim has the groups in it.
+        # Groups of heads that are merged with another dim are still followed, as parts of it.
         grouped = program.heads_of(value.dims[olds[0]])
         carried = _carried(program, value, new, olds, news)
         if carried is not None:
