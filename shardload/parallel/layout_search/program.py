@@ -110,8 +110,8 @@ class Program:
     """Dims of every value with several: a mesh axis can split one of them."""
     lookups: list[Lookup] = field(default_factory=list)
     apart: set[int] = field(default_factory=set)
-    """Nodes of dims that an operation takes apart, or joins from parts. If one were split, XLA would move parts back and
-    forth in ways that no cost foresees, so a search splits none."""
+    """Nodes of dims that an operation takes apart, or joins from parts. If one were split, XLA would move parts
+    back and forth in ways that no cost foresees, so a search splits none."""
     members: dict[int, int] = field(default_factory=dict)
     """From the group of a dim that counts groups of heads to the node of all heads. Both are split together."""
     unknown: Counter[str] = field(default_factory=Counter)
