@@ -5,7 +5,6 @@ The whole table is in docs/reference/several-processes.md; `make test-together` 
 import itertools
 import random
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -323,11 +322,9 @@ def test_processes_at_different_meetings_never_pair(service):
     def at(what):
         return lambda: joint_call.JointCall().together(lambda: {"step": 1}, what)
 
-    began = time.monotonic()
     for error in service.run(at("the choice of the step"), at("the start of JAX")):
         assert type(error) is DisagreementError
         assert "process 0 at 'the choice of the step', process 1 at 'the start of JAX'" in str(error)
-    assert time.monotonic() - began < 5
 
 
 def write(path, **tensors):

@@ -1,11 +1,14 @@
 """The densest headers there can be cost no more memory than `fuzzing.Format` says; damaged small ones never show it."""
 
 import struct
+import sys
 
 import h5py
 import numpy as np
 import pytest
 from fuzzing import RESIDENT_FLOOR_BYTES, Child, Format, check
+
+from shardload.loaders import open_manifest
 
 HEADER_FACTOR, LIBHDF5_KEEPS_BYTES = 18, 16 << 20
 """libhdf5 takes 5 KB for an object header of 300 bytes and keeps what is freed, up to 16 MiB, for the next ones."""
@@ -89,6 +92,37 @@ def test_json_keys(tmp_path):
     index = tmp_path / "m.safetensors.index.json"
     index.write_bytes(b'{"weight_map":{' + b",".join(b'"%s":"a"' % name for name in NAMES) + b"}}")
     check(index, factor=Format.JSON)
+
+
+LONGER = {
+    "x.safetensors": lambda n: safetensors(b",".join(ENTRY % (name, b"0") for name in NAMES[:n])),
+    "x.gguf": lambda n: gguf([], [(b"blk.%d.ffn_up.bias" % i, struct.pack("<IQIQ", 1, 0, 0, 0)) for i in range(n)]),
+}
+
+
+@pytest.mark.parametrize("name", LONGER)
+def test_twice_the_tensors_take_twice_the_calls(name, tmp_path):
+    (tmp_path / name).write_bytes(LONGER[name](10))
+    open_manifest(tmp_path / name)  # imports on first use are not counted
+    once, twice = (calls_to_open(tmp_path / name, LONGER[name](n)) for n in (1000, 2000))
+    assert 1000 < once < twice < 2.01 * once
+
+
+def calls_to_open(path, content):
+    """Calls, of Python's functions and of those in C, that opening takes: its time, but the same on every machine."""
+    path.write_bytes(content)
+    calls = 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        open_manifest(path)
+    finally:
+        sys.setprofile(None)
+    return calls
 
 
 def groups(file):

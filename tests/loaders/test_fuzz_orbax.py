@@ -12,7 +12,7 @@ import shutil
 
 import orbax_seeds
 import pytest
-from fuzzing import SECONDS, Child, fuzz
+from fuzzing import PATIENCE, Child, fuzz
 from hypothesis import strategies as st
 from object_server import ObjectServer
 from orbax_damage import hurt, sign
@@ -74,7 +74,7 @@ def hurt_copy(home, name, draw, *, is_signed):
 def check(found, done):
     """Only errors of ours, and neither time nor memory without end."""
     assert not found["unexpected"], (done, *found["unexpected"].items())
-    assert max(found["seconds"].values()) < SECONDS, (done, found["seconds"])
+    assert max(found["seconds"].values()) < PATIENCE, (done, found["seconds"])
     most = RESIDENT_BYTES + 3 * found["declared"]
     assert max(found["grown"].values()) < most, (done, found["grown"], found["declared"])
 

