@@ -23,10 +23,10 @@ from shardload.parallel.layout_search.layout_plan import LayoutPlan
 from shardload.parallel.layout_search.plan_checks import Attempt, CompiledCheck
 from shardload.parallel.layout_search.searching import (
     COMPILE_HINT,
+    LayoutSearch,
     check_built,
     check_positive,
     default_inputs,
-    search,
 )
 from shardload.parallel.layout_search.tracing import check_rows
 from shardload.sharding.devices import mesh_spec
@@ -111,18 +111,10 @@ def search_compiled(
         inputs = default_inputs(model, mesh, batch=batch, sequence=sequence, batch_axis=batch_axis)
     check_rows(model, inputs, batch)
 
+    search = LayoutSearch(model, inputs, arguments=arguments, optimizer=optimizer, hardware=hardware)
+
     def searched(limit: int | None) -> LayoutPlan:
-        return search(
-            model,
-            mesh,
-            inputs=inputs,
-            arguments=arguments,
-            optimizer=optimizer,
-            device_memory_bytes=limit,
-            pins=pins,
-            hardware=hardware,
-            batch_axis=batch_axis,
-        )
+        return search.on(mesh, device_memory_bytes=limit, pins=pins, batch_axis=batch_axis)
 
     def compiled(plan: LayoutPlan) -> CompiledStep:
         return compile_step(

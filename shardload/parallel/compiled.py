@@ -25,6 +25,7 @@ from shardload.errors import MeshError
 from shardload.parallel.compiled_step import CompiledStep
 from shardload.parallel.given_choice import GivenLayouts, choice_for
 from shardload.parallel.hlo_collectives import collectives_in
+from shardload.parallel.layout_search.tracing import collector_paused
 from shardload.parallel.programs import StepProgram, program_of
 from shardload.parallel.result import LayoutChoice
 from shardload.sharding.layout import Layout
@@ -76,7 +77,8 @@ def compile_step(
     target = None if training is None else target  # inference needs none
     batch = batch_specs({"inputs": inputs, "kwargs": arrays, "target": target}, choice, devices)
     started = time.perf_counter()
-    with program_of(model, choice, training=training, loss=loss, static=static, devices=devices) as program:
+    made = program_of(model, choice, training=training, loss=loss, static=static, devices=devices)
+    with collector_paused(), made as program:
         compiled, arguments, outputs = _compiled(program, batch, devices)
     step = _read(compiled, program, choice.mesh, devices, arguments=arguments, outputs=outputs)
     return replace(step, compile_s=time.perf_counter() - started, notes=_notes(step, arguments, choice))

@@ -16,10 +16,11 @@ from typing import Any
 from shardload.errors import DoesNotFitError
 from shardload.keras_bridge.variables import stored_dtype
 from shardload.manifest import Manifest
-from shardload.parallel import CompiledStep, LayoutPlan, choose, compile_step, search, search_smallest_mesh
+from shardload.parallel import CompiledStep, LayoutPlan, choose, compile_step
 from shardload.parallel.checked_search import CheckedPlan, first_that_fits
-from shardload.parallel.layout_search.searching import BATCH_PER_POSITION
-from shardload.parallel.layout_search.tracing import input_specs, rows_of
+from shardload.parallel.layout_search.searching import BATCH_PER_POSITION, LayoutSearch, check_positive
+from shardload.parallel.layout_search.smallest import smallest_mesh
+from shardload.parallel.layout_search.tracing import check_rows, input_specs, rows_of
 from shardload.parallel.memory_fit import MAX_DEVICES
 from shardload.pipeline.load import build, open_requested
 from shardload.pipeline.reporting import Clock
@@ -57,7 +58,7 @@ class LayoutReport:
     """The plan on the smallest mesh that fits, if a device memory was given."""
     compiled: CompiledStep | None
     seconds: Mapping[str, float]
-    """Wall-clock seconds of ``build``, ``search``, ``smallest`` and ``compile``."""
+    """Wall-clock seconds of ``build``, ``trace``, ``search``, ``smallest`` and ``compile``."""
     notes: tuple[str, ...]
     parameters: int = 0
     """Elements of all weights."""
@@ -132,8 +133,10 @@ class _Planning:
         with self._stage("build", f"Building {manifest.source}"):
             model = self._build(manifest, self.request.dtype)
         self.rows = self._rows(model)
-        plan, compiled = self._planned(model, manifest)
-        smallest = self._smallest(model, plan)
+        with self._stage("trace", f"Tracing {manifest.source}"):
+            search = self._search(model)
+        plan, compiled = self._planned(search, manifest)
+        smallest = self._smallest(search, plan)
         spent, sizes = dict(self.clock.stages), _sizes_by_dtype(model)
         dtypes = tuple(name for name, _ in sizes.most_common())
         return LayoutReport(manifest.source, plan, smallest, compiled, spent, source.notes, sizes.total(), dtypes)
@@ -155,22 +158,25 @@ class _Planning:
         fixed = rows_of(input_specs(model, batch=rows, sequence=self.step.sequence))
         return rows if not fixed or rows in fixed else min(fixed)
 
-    def _options(self) -> dict[str, Any]:
-        return {"batch": self.rows, "sequence": self.step.sequence, "optimizer": self.optimizer}
+    def _search(self, model: Any) -> LayoutSearch:
+        check_positive(batch=self.rows, sequence=self.step.sequence)
+        inputs = input_specs(model, batch=self.rows, sequence=self.step.sequence)
+        check_rows(model, inputs, self.rows)
+        return LayoutSearch(model, inputs, optimizer=self.optimizer)
 
-    def _planned(self, model: Any, manifest: Manifest) -> tuple[LayoutPlan, CompiledStep | None]:
+    def _planned(self, search: LayoutSearch, manifest: Manifest) -> tuple[LayoutPlan, CompiledStep | None]:
         """Return the plan, and the compiled step if one was requested."""
         try:
             if self.step.compile:
-                checked = self._compile(model, manifest)
+                checked = self._compile(search, manifest)
                 return checked.plan, checked.step
-            return self._searched(model, self.request.device_memory), None
+            return self._searched(search, self.request.device_memory), None
         except DoesNotFitError as error:
-            raise DoesNotFitError(f"{error}.{self._where(model)}", least_bytes=error.least_bytes) from error
+            raise DoesNotFitError(f"{error}.{self._where(search)}", least_bytes=error.least_bytes) from error
 
-    def _where(self, model: Any) -> str:
+    def _where(self, search: LayoutSearch) -> str:
         """Return a sentence about the mesh that the step fits on; empty if only the compiled step did not fit."""
-        smallest = self._smallest(model, None)
+        smallest = self._smallest(search, None)
         if smallest is None:
             return f" No mesh of up to {MAX_DEVICES} devices is large enough for this batch and sequence: reduce them"
         # The estimate fits this mesh, or a smaller one: to name it would contradict the compiled step.
@@ -180,11 +186,11 @@ class _Planning:
         # The default batch follows the mesh, so another mesh alone would also mean another batch.
         return f" {subject} fits on {mesh} with the same batch of {self.rows}: pass --mesh {mesh} --batch {self.rows}"
 
-    def _searched(self, model: Any, limit: int | None) -> LayoutPlan:
+    def _searched(self, search: LayoutSearch, limit: int | None) -> LayoutPlan:
         with self._stage("search", f"Searching layouts on {self.mesh}"):
-            return search(model, self.mesh, device_memory_bytes=limit, **self._options())
+            return search.on(self.mesh, device_memory_bytes=limit)
 
-    def _smallest(self, model: Any, plan: LayoutPlan | None) -> LayoutPlan | None:
+    def _smallest(self, search: LayoutSearch, plan: LayoutPlan | None) -> LayoutPlan | None:
         """Return the plan on the smallest mesh, which is ``plan`` itself where its mesh has no more devices."""
         limit = self.request.device_memory
         if limit is None:
@@ -192,10 +198,11 @@ class _Planning:
         with self._stage("smallest", "Looking for the smallest mesh"):
             # The plan fits its own mesh, so only smaller ones are of interest; without a plan, any mesh is.
             most = MAX_DEVICES if plan is None else plan.mesh.size - 1
-            return search_smallest_mesh(model, limit, max_devices=most, **self._options()) or plan
+            return smallest_mesh(search, limit, most) or plan
 
-    def _compile(self, model: Any, manifest: Manifest) -> CheckedPlan:
+    def _compile(self, search: LayoutSearch, manifest: Manifest) -> CheckedPlan:
         """Search and compile; as long as the compiled step needs more than the limit, take the next plan."""
+        model, limit = search.model, self.request.device_memory
         halved = next((d for d in map(stored_dtype, model.variables) if d.itemsize == 2), None)
         with self.clock("build"):  # on CPU, XLA computes 16-bit floats in 32 bits: compile those, and scale
             compilable = model if halved is None else self._build(manifest, "float32")
@@ -205,7 +212,7 @@ class _Planning:
                 found = self._compiled(compilable, plan)
             return found if halved is None else found.scaled(str(halved))
 
-        return first_that_fits(lambda limit: self._searched(model, limit), compiled, self.request.device_memory)
+        return first_that_fits(lambda limit: self._searched(search, limit), compiled, limit)
 
     def _compiled(self, model: Any, plan: LayoutPlan) -> CompiledStep:
         inputs = input_specs(model, batch=self.rows, sequence=self.step.sequence)

@@ -1,5 +1,6 @@
 """Plans found by search: what is split, what it costs and needs, limits, pins, and plans as files."""
 
+import gc
 import json
 import math
 from dataclasses import replace
@@ -643,3 +644,17 @@ def test_a_model_whose_layers_are_not_built_is_refused():
     with pytest.raises(LayoutError, match="has no variables yet"):
         search(model, "2x4", inputs=jax.ShapeDtypeStruct((16, 8), "float32"))
     assert model(np.ones((16, 8), "float32")).shape == (16, 8)
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_the_garbage_collector_is_left_as_it_was(block, is_enabled):
+    wrong = jax.ShapeDtypeStruct((16, 7), "float32")
+    (gc.enable if is_enabled else gc.disable)()
+    try:
+        search(block.model, MESH, inputs=block.inputs)
+        assert gc.isenabled() is is_enabled
+        with pytest.raises(LayoutError, match="Cannot trace"):
+            search(block.model, MESH, inputs=wrong)
+        assert gc.isenabled() is is_enabled
+    finally:
+        gc.enable()

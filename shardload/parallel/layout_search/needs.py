@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
 
 import numpy as np
@@ -87,7 +87,8 @@ def peak(problem: Problem, solution: Solution) -> tuple[int, Moment]:
     values = stored_values(problem.traced)
     if not values:
         return update if problem.update_bytes else (0, ())
-    kinds = [_kinds_of(problem, v.dims) for v in values]
+    relevant = {k for k, _ in problem.candidates} | set(problem.pinned.values())
+    kinds = [_kinds_of(problem, v.dims, relevant) for v in values]
     parts = {k: problem.parts(k, assignment_of(problem, solution, k)) for k in set(kinds)}
     local = np.array([v.nbytes / parts[k] for v, k in zip(values, kinds, strict=True)])
     # Bytes alive at each moment of the program: added at a value's birth, taken off after its last use, summed up.
@@ -107,9 +108,9 @@ def peak(problem: Problem, solution: Solution) -> tuple[int, Moment]:
     return int(live[at]), tuple(sorted(stored.items()))
 
 
-def _kinds_of(problem: Problem, dims: Sequence[int]) -> tuple[int, ...]:
-    program, relevant = problem.traced.program, {k for k, _ in problem.candidates} | set(problem.pinned.values())
-    found = {problem.kind_of.get(program.group(n), UNSPLIT) for n in dims if n != UNSPLIT}
+def _kinds_of(problem: Problem, dims: Sequence[int], relevant: Set[int]) -> tuple[int, ...]:
+    group = problem.traced.program.group
+    found = {problem.kind_of.get(group(n), UNSPLIT) for n in dims if n != UNSPLIT}
     return tuple(sorted(found & relevant))
 
 

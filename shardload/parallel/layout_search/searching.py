@@ -16,7 +16,14 @@ from shardload.parallel.layout_search.pins import fixed_specs
 from shardload.parallel.layout_search.problem import Problem, make_problem
 from shardload.parallel.layout_search.solving import Demand, Solution, solve
 from shardload.parallel.layout_search.stating import make_plan
-from shardload.parallel.layout_search.tracing import check_rows, input_specs, record, trace
+from shardload.parallel.layout_search.tracing import (
+    Traced,
+    check_rows,
+    collector_paused,
+    input_specs,
+    record,
+    trace,
+)
 from shardload.parallel.model_variables import check_model
 from shardload.sharding.devices import mesh_spec
 from shardload.sharding.mesh import MeshSpec
@@ -81,17 +88,80 @@ def search(
     optimizer = None if optimizer is None else checked_optimizer(optimizer)
     hardware = Hardware.of(hardware)
     hardware.check(mesh)
-    axis = mesh.batch_axis if batch_axis is None else batch_axis
-    if axis not in mesh.axes:
-        raise LayoutError(f"Cannot split the batch over {axis!r}: the mesh {mesh} has no such axis")
+    axis = _batch_axis(mesh, batch_axis)
     if inputs is None:
         inputs = default_inputs(model, mesh, batch=batch, sequence=sequence, batch_axis=axis)
     check_rows(model, inputs, batch)
-    recorded = record(model, inputs, training=optimizer is not None, arguments=arguments)
-    traced = trace(recorded, divisors=mesh.sizes)
-    fixed, needs = fixed_specs(model, mesh, pins), needs_of(optimizer, model.trainable_variables)
-    problem = make_problem(traced, mesh, hardware, batch_axis=axis, pins=fixed, optimizer=needs)
-    return plan_problem(model, problem, inputs=inputs, batch_axis=axis, limit=device_memory_bytes)
+    found = LayoutSearch(model, inputs, arguments=arguments, optimizer=optimizer, hardware=hardware)
+    return found.on(mesh, batch_axis=axis, pins=pins, device_memory_bytes=device_memory_bytes)
+
+
+class LayoutSearch:
+    """Searches for the layouts of one step of a model, which is traced once for all meshes and limits."""
+
+    def __init__(
+        self,
+        model: Any,
+        inputs: Any,
+        *,
+        arguments: Mapping[str, Any] | None = None,
+        optimizer: Any = None,
+        hardware: Hardware | None = None,
+    ) -> None:
+        """Trace the step.
+
+        Args:
+            model: A built Keras model.
+            inputs: The first argument of a call, as arrays or ``jax.ShapeDtypeStruct``.
+            arguments: As for `search`.
+            optimizer: As for `search`.
+            hardware: As for `search`.
+
+        Raises:
+            LayoutError: When the model cannot be traced.
+            UsageError: When an argument is of the wrong kind.
+        """
+        optimizer = None if optimizer is None else checked_optimizer(optimizer)
+        self.model, self.inputs, self.hardware = model, inputs, Hardware.of(hardware)
+        with collector_paused():
+            self.recorded = record(model, inputs, training=optimizer is not None, arguments=arguments)
+        self.needs = needs_of(optimizer, model.trainable_variables)
+        self._traces: dict[frozenset[int], Traced] = {}
+
+    def on(
+        self,
+        mesh: MeshSpec,
+        *,
+        device_memory_bytes: int | None,
+        batch_axis: str | None = None,
+        pins: LayoutMap | Mapping[str, Any] | LayoutPlan | None = None,
+    ) -> LayoutPlan:
+        """Return the best plan on a mesh.
+
+        Args:
+            mesh: The mesh.
+            device_memory_bytes: Hard limit for each device, if there is one.
+            batch_axis: The axis that splits the batch; by default the mesh's.
+            pins: As for `search`.
+
+        Raises:
+            DoesNotFitError: When no layout keeps the limit.
+            LayoutError: When a pin is impossible, pins contradict each other, or the mesh has no such axis.
+        """
+        self.hardware.check(mesh)
+        axis = _batch_axis(mesh, batch_axis)
+        fixed = fixed_specs(self.model, mesh, pins)
+        with collector_paused():
+            traced = self._traced(mesh)
+            problem = make_problem(traced, mesh, self.hardware, batch_axis=axis, pins=fixed, optimizer=self.needs)
+            return _plan(self.model, problem, inputs=self.inputs, batch_axis=axis, limit=device_memory_bytes)
+
+    def _traced(self, mesh: MeshSpec) -> Traced:
+        """Return the program for the sizes of a mesh: 2x4 and 4x2 share one."""
+        key = frozenset(mesh.sizes)
+        if key not in self._traces:
+            self._traces[key] = trace(self.recorded, divisors=mesh.sizes)
+        return self._traces[key]
 
 
 def default_inputs(
@@ -107,10 +177,16 @@ def default_inputs(
         batch_axis: The axis that splits the batch; by default the mesh's.
 
     Raises:
-        LayoutError: When the model does not declare its inputs.
+        LayoutError: When the model does not declare its inputs, or the mesh has no such axis.
     """
-    rows = batch or BATCH_PER_POSITION * mesh.axis_size(mesh.batch_axis if batch_axis is None else batch_axis)
+    rows = batch or BATCH_PER_POSITION * mesh.axis_size(_batch_axis(mesh, batch_axis))
     return input_specs(model, batch=rows, sequence=sequence)
+
+
+def _batch_axis(mesh: MeshSpec, given: str | None) -> str:
+    if given is not None and given not in mesh.axes:
+        raise LayoutError(f"Cannot split the batch over {given!r}: the mesh {mesh} has no such axis")
+    return mesh.batch_axis if given is None else given
 
 
 def check_positive(**numbers: Any) -> None:
@@ -140,20 +216,7 @@ def check_built(model: Any) -> None:
         )
 
 
-def plan_problem(model: Any, problem: Problem, *, inputs: Any, batch_axis: str, limit: int | None) -> LayoutPlan:
-    """Solve the problem of a model on one mesh.
-
-    Args:
-        model: The model.
-        problem: Its problem.
-        inputs: The inputs that were traced.
-        batch_axis: The axis that splits the batch.
-        limit: Bytes of each device, if there is a limit.
-
-    Raises:
-        DoesNotFitError: When no layout keeps the limit.
-        LayoutError: When pins contradict each other.
-    """
+def _plan(model: Any, problem: Problem, *, inputs: Any, batch_axis: str, limit: int | None) -> LayoutPlan:
     limit = None if limit is None else int(limit)  # JSON takes no integers of NumPy
     demand = Demand(storage_axes=tuple(_storage_axes(problem.mesh, limit)))
     if limit is None:

@@ -1,4 +1,4 @@
-"""Find the smallest mesh on which a model fits with searched layouts: the model is traced once for all meshes."""
+"""Find the smallest mesh on which a model fits with searched layouts."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from typing import Any
 from shardload.errors import DoesNotFitError
 from shardload.parallel.layout_search.hardware import Hardware
 from shardload.parallel.layout_search.layout_plan import LayoutPlan
-from shardload.parallel.layout_search.optimizer_slots import OptimizerNeeds, checked_optimizer, needs_of
-from shardload.parallel.layout_search.pins import fixed_specs
-from shardload.parallel.layout_search.problem import make_problem
+from shardload.parallel.layout_search.optimizer_slots import OptimizerNeeds
 from shardload.parallel.layout_search.searching import (
     BATCH_PER_POSITION,
+    LayoutSearch,
     check_built,
     check_positive,
-    plan_problem,
 )
-from shardload.parallel.layout_search.tracing import Recorded, Traced, check_rows, input_specs, record, rows_of, trace
+from shardload.parallel.layout_search.tracing import Recorded, check_rows, input_specs, rows_of
 from shardload.parallel.memory_fit import MAX_DEVICES
 from shardload.parallel.roles import nbytes
 from shardload.sharding.mesh import DEFAULT_AXES, MeshSpec
@@ -62,45 +60,33 @@ def search_smallest_mesh(
     """
     check_built(model)
     check_positive(batch=batch, sequence=sequence, device_memory_bytes=device_memory_bytes, max_devices=max_devices)
-    optimizer = None if optimizer is None else checked_optimizer(optimizer)
     if inputs is None:
         inputs = input_specs(model, batch=batch or BATCH_PER_POSITION, sequence=sequence)
     check_rows(model, inputs, batch)
-    # Recording runs the model's Python once; each mesh only reads the record for the sizes of its axes.
-    recorded = record(model, inputs, training=optimizer is not None, arguments=arguments)
-    needs, hardware = needs_of(optimizer, model.trainable_variables), Hardware.of(hardware)
-    if needs.update_bytes >= device_memory_bytes:
+    search = LayoutSearch(model, inputs, arguments=arguments, optimizer=optimizer, hardware=hardware)
+    return smallest_mesh(search, device_memory_bytes, max_devices)
+
+
+def smallest_mesh(search: LayoutSearch, device_memory_bytes: int, max_devices: int) -> LayoutPlan | None:
+    """Return the plan on the smallest mesh on which a traced step fits, or ``None``; see `search_smallest_mesh`.
+
+    Args:
+        search: The traced step.
+        device_memory_bytes: Hard limit for each device.
+        max_devices: The largest number of devices to try.
+    """
+    if search.needs.update_bytes >= device_memory_bytes:
         return None  # no layout makes this smaller
-    traces: dict[frozenset[int], Traced] = {}
-    lengths = {int(n) for variable in recorded.variables for n in variable.shape}
-    for devices in _powers(max_devices, start=_fewest(recorded, needs, device_memory_bytes)):
+    lengths = {int(n) for variable in search.recorded.variables for n in variable.shape}
+    for devices in _powers(max_devices, start=_fewest(search.recorded, search.needs, device_memory_bytes)):
         found = []
         # More devices can need more memory, where a dim does not divide any more, and still more devices less again.
-        for mesh in _shapes(devices, rows=_rows(inputs), lengths=lengths):
-            traced = _traced(recorded, mesh, traces)
-            fixed = fixed_specs(model, mesh, None)  # users' rules for their layers
-            problem = make_problem(traced, mesh, hardware, batch_axis=mesh.batch_axis, pins=fixed, optimizer=needs)
+        for mesh in _shapes(devices, rows=_rows(search.inputs), lengths=lengths):
             with suppress(DoesNotFitError):
-                found.append(
-                    plan_problem(
-                        model,
-                        problem,
-                        inputs=inputs,
-                        batch_axis=mesh.batch_axis,
-                        limit=device_memory_bytes,
-                    )
-                )
+                found.append(search.on(mesh, device_memory_bytes=device_memory_bytes))
         if found:
             return min(found, key=lambda plan: plan.step_s)
     return None
-
-
-def _traced(recorded: Recorded, mesh: MeshSpec, known: dict[frozenset[int], Traced]) -> Traced:
-    """Return the program for the sizes of a mesh: 2x4 and 4x2 share one."""
-    key = frozenset(mesh.sizes)
-    if key not in known:
-        known[key] = trace(recorded, divisors=mesh.sizes)
-    return known[key]
 
 
 def _fewest(recorded: Recorded, needs: OptimizerNeeds, device_memory_bytes: int) -> int:
