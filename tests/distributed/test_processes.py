@@ -20,8 +20,8 @@ from shardload.steps.listing import find_step, list_steps
 pytestmark = pytest.mark.slow
 
 
-def until(found, within_s=60.0):
-    end = time.monotonic() + within_s
+def until(found):
+    end = time.monotonic() + 90
     while not found() and time.monotonic() < end:
         time.sleep(0.05)
     assert found()
@@ -103,10 +103,10 @@ def test_when_one_of_two_is_killed_in_a_save_the_cause_is_written_down(tmp_path,
         until(lambda: (folder / "4").exists() and any((folder / ".staging").iterdir()))
         os.kill(run.started[victim].pid, signal.SIGKILL)
         killed = time.time()
-        until(lambda: causes(folder, besides=victim) or run.started[1 - victim].poll() is not None, within_s=30)
+        until(lambda: causes(folder, besides=victim) or run.started[1 - victim].poll() is not None)
     # The survivor may be the first to write: that its save failed as nobody answered. Its cause comes from the witness.
     until(lambda: any(f"Process {victim} (" in found["cause"] for found in causes(folder)))
-    assert all(cause["unix_s"] - killed < 30 for cause in causes(folder))
+    assert all(cause["unix_s"] - killed < 90 for cause in causes(folder))  # JAX would end the survivor after 100
     assert all(
         "after the failure recorded above" in found["cause"]
         for found in causes(folder, besides=victim)
