@@ -86,7 +86,6 @@ def pytest_collection_finish():
     """Leave what was imported out of the other garbage collections."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 50, 50)  # those of a run took a twentieth of its time
 
 
 @pytest.fixture(scope="module", autouse=True)

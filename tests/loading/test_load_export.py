@@ -26,10 +26,11 @@ def test_jax_exports_a_sharded_model_with_a_symbolic_batch(saved):
     with shardload.abstract():
         model = export_child.build()
     shardload.load_weights(model, saved / "model.weights.h5", mesh="2x4")
-    known, (batch,) = np.load(saved / "known.npz"), export.symbolic_shape("batch")
+    (batch,) = export.symbolic_shape("batch")
     exported = export.export(jax.jit(model))(jax.ShapeDtypeStruct((batch, 16), np.float32))
-    for size in export_child.BATCHES:
-        np.testing.assert_allclose(exported.call(known["x"][:size]), known["y"][:size], rtol=1e-5, atol=1e-6)
+    with np.load(saved / "known.npz") as known:
+        for size in export_child.BATCHES:
+            np.testing.assert_allclose(exported.call(known["x"][:size]), known["y"][:size], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
