@@ -24,6 +24,7 @@ from shardload.parallel.layout_search.plan_checks import Attempt, CompiledCheck
 from shardload.parallel.layout_search.searching import (
     COMPILE_HINT,
     LayoutSearch,
+    batch_axis_of,
     check_built,
     check_positive,
     default_inputs,
@@ -106,6 +107,9 @@ def search_compiled(
     mesh = mesh_spec(mesh)
     check_positive(batch=batch, sequence=sequence, device_memory_bytes=device_memory_bytes)
     limit = None if device_memory_bytes is None else int(device_memory_bytes)
+    hardware = Hardware.of(hardware)
+    hardware.check(mesh)
+    batch_axis = batch_axis_of(mesh, batch_axis)
     # Once, so that the search and the compiled step see the same batch.
     if inputs is None:
         inputs = default_inputs(model, mesh, batch=batch, sequence=sequence, batch_axis=batch_axis)

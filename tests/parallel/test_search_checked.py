@@ -7,7 +7,17 @@ import pytest
 
 import shardload
 from shardload.errors import DoesNotFitError, LayoutError
-from shardload.parallel import CompiledStep, LayoutPlan, check_numbers, choose, compile_step, search, search_compiled
+from shardload.parallel import (
+    CompiledStep,
+    Hardware,
+    LayoutPlan,
+    check_numbers,
+    choose,
+    compile_step,
+    search,
+    search_compiled,
+    search_smallest_mesh,
+)
 from shardload.parallel.checked_search import first_that_fits
 from shardload.sharding.mesh import MeshSpec
 
@@ -67,6 +77,17 @@ def test_numbers_that_are_none_are_refused(model):
         search_compiled(model, MESH, batch=0)
     with pytest.raises(LayoutError, match="Cannot plan with device_memory_bytes=True"):
         search_compiled(model, MESH, batch=8, device_memory_bytes=True)
+
+
+def test_what_does_not_fit_the_mesh_is_told_before_the_model_is_traced(model):
+    wrong = jax.ShapeDtypeStruct((64, 255), "float32")
+    with pytest.raises(LayoutError, match="Cannot split the batch over 'nope'"):
+        search_compiled(model, MESH, inputs=wrong, batch_axis="nope")
+    fast = Hardware(axis_bytes_per_s={"nope": 1e9})
+    with pytest.raises(LayoutError, match=r"has a bandwidth for \['nope'\]"):
+        search_compiled(model, MESH, inputs=wrong, hardware=fast)
+    with pytest.raises(LayoutError, match=r"has a bandwidth for \['nope'\]"):
+        search_smallest_mesh(model, MIB, inputs=wrong, hardware=fast)
 
 
 def test_an_estimate_over_the_limit_is_compiled_where_weights_and_slots_fit(model):

@@ -88,7 +88,7 @@ def search(
     optimizer = None if optimizer is None else checked_optimizer(optimizer)
     hardware = Hardware.of(hardware)
     hardware.check(mesh)
-    axis = _batch_axis(mesh, batch_axis)
+    axis = batch_axis_of(mesh, batch_axis)
     if inputs is None:
         inputs = default_inputs(model, mesh, batch=batch, sequence=sequence, batch_axis=axis)
     check_rows(model, inputs, batch)
@@ -148,8 +148,7 @@ class LayoutSearch:
             DoesNotFitError: When no layout keeps the limit.
             LayoutError: When a pin is impossible, pins contradict each other, or the mesh has no such axis.
         """
-        self.hardware.check(mesh)
-        axis = _batch_axis(mesh, batch_axis)
+        axis = batch_axis_of(mesh, batch_axis)
         fixed = fixed_specs(self.model, mesh, pins)
         with collector_paused():
             traced = self._traced(mesh)
@@ -179,11 +178,16 @@ def default_inputs(
     Raises:
         LayoutError: When the model does not declare its inputs, or the mesh has no such axis.
     """
-    rows = batch or BATCH_PER_POSITION * mesh.axis_size(_batch_axis(mesh, batch_axis))
+    rows = batch or BATCH_PER_POSITION * mesh.axis_size(batch_axis_of(mesh, batch_axis))
     return input_specs(model, batch=rows, sequence=sequence)
 
 
-def _batch_axis(mesh: MeshSpec, given: str | None) -> str:
+def batch_axis_of(mesh: MeshSpec, given: str | None) -> str:
+    """Return the axis that splits the batch; by default the mesh's.
+
+    Raises:
+        LayoutError: When the mesh has no such axis.
+    """
     if given is not None and given not in mesh.axes:
         raise LayoutError(f"Cannot split the batch over {given!r}: the mesh {mesh} has no such axis")
     return mesh.batch_axis if given is None else given

@@ -55,11 +55,13 @@ def search_smallest_mesh(
         The plan on that mesh, or ``None`` where none of them has enough memory.
 
     Raises:
-        LayoutError: When the model cannot be traced.
+        LayoutError: When the model cannot be traced, or the hardware has rates of other axes.
         UsageError: When an argument is of the wrong kind.
     """
     check_built(model)
     check_positive(batch=batch, sequence=sequence, device_memory_bytes=device_memory_bytes, max_devices=max_devices)
+    hardware = Hardware.of(hardware)
+    hardware.check(MeshSpec(DEFAULT_AXES, (1, 1)))
     if inputs is None:
         inputs = input_specs(model, batch=batch or BATCH_PER_POSITION, sequence=sequence)
     check_rows(model, inputs, batch)
