@@ -85,7 +85,6 @@ def search(
     check_built(model)
     check_positive(batch=batch, sequence=sequence, device_memory_bytes=device_memory_bytes)
     mesh = mesh_spec(mesh)
-    optimizer = None if optimizer is None else checked_optimizer(optimizer)
     hardware = Hardware.of(hardware)
     hardware.check(mesh)
     axis = batch_axis_of(mesh, batch_axis)

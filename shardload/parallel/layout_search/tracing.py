@@ -158,7 +158,7 @@ class Recorded:
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause Python's garbage collector: going through the objects of a trace again and again took a quarter of it."""
+    """Pause Python's garbage collector, which spent a quarter of a search on objects that are all still in use."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
