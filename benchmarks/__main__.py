@@ -18,6 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from shardload.stores.local import local_target
+
 COMMANDS = (
     ("models", "--pairs", "7"),
     ("load_peers", "--pairs", "7"),
@@ -54,7 +56,7 @@ def machine() -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> int:
     """Run them all; the exit code of the first that fails."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", 1)[0])
-    parser.add_argument("--out", type=Path, help="write a JSON file instead of tables")
+    parser.add_argument("--out", type=local_target, help="write a JSON file instead of tables")
     parser.add_argument("--long", action="store_true", help="also what takes hours")
     parser.add_argument("--only", default="", help="only the benchmarks whose name contains this")
     parser.add_argument("name", nargs="?", help="run this one only, also if it takes long")

@@ -20,6 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from shardload.stores.local import local_target
+
 CHAIN = ("safetensors", "orbax", "h5")
 LOOK_S = 0.02
 COMMAND = (sys.executable, "-m", "shardload")
@@ -79,7 +81,7 @@ def main() -> None:
     """Convert what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", nargs="?", help="a KerasHub preset; a synthetic Gemma 2 9B by default")
-    parser.add_argument("--folder", default=None, help="where to work; a temporary folder by default")
+    parser.add_argument("--folder", type=local_target, default=None, help="where to work; temporary by default")
     parser.add_argument("--host-memory", default="512MiB")
     parser.add_argument("--scale", type=float, default=0.1, help="of the synthetic checkpoint; 1 is 18.5 GB")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")

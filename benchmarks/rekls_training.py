@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -30,6 +29,7 @@ import keras
 import numpy as np
 
 from shardload.optimizers import REKLS
+from shardload.stores.local import local_target
 
 RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 COLORS = {"REKLS": "#c0392b", "REKLS, first update too": "#e59866", "AdamW": "#2874a6", "Muon": "#229954"}
@@ -254,7 +254,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--warm-up", type=float, default=0.1, help="share of the steps")
     parser.add_argument("--only", default="", help="only the optimizers whose name contains this")
-    parser.add_argument("--svg", type=Path)
+    parser.add_argument("--svg", type=local_target)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
     runs = compare(options)

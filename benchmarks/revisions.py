@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.models import CASES
+from shardload.stores.local import local_target
 
 COMMANDS = (
     ("transfer_floor", "--pairs", "5"),
@@ -109,7 +110,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("revision")
     parser.add_argument("--only", default="", help="benchmarks whose name contains this")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="also write all numbers to a JSON file")
+    parser.add_argument("--out", type=local_target, help="also write all numbers to a JSON file")
     options = parser.parse_args(argv)
     here = Path(__file__).resolve().parent.parent
     rows: list[dict[str, Any]] = []

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import Row, interleave, rows_table, timed, warm_memory
+from shardload.stores.local import local_target
 
 WIDTHS = 4096, 1024
 """Of the matrices whose save blocks: 64 MiB and 4 MiB each, on eight devices."""
@@ -280,7 +281,7 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", choices=PARTS, action="append", help="may be given more than once; all by default")
     parser.add_argument("--gb", type=float, default=1.074, help="state of the parts save and blocking")
     parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument("--folder", help="on the disk to be measured; the temporary folder by default")
+    parser.add_argument("--folder", type=local_target, help="on the measured disk; temporary by default")
     parser.add_argument("--fit-mb", type=float, default=200, help="weights and slots of the model that is trained")
     parser.add_argument("--step-s", type=float, default=0.55, help="how long a batch of `fit` should take")
     parser.add_argument("--batches", type=int, default=24, help="batches of one `fit`")

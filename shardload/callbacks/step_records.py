@@ -23,6 +23,7 @@ from shardload.distributed import processes
 from shardload.errors import UsageError
 from shardload.keras_bridge.variables import current_value
 from shardload.mapping.state_tree import StateTree
+from shardload.stores.local import local_target
 
 VERSION = 1
 MAX_SHOWN = 200
@@ -186,9 +187,7 @@ def check_directory(directory: str | os.PathLike[str]) -> None:
         raise UsageError(f"Cannot save steps to {directory!r:.60}: expected the path of a folder")
     if not os.fspath(directory):
         raise UsageError('Cannot save steps to "": expected the path of a folder. The current folder is "."')
-    if "://" in os.fspath(directory):
-        raise UsageError(f"Cannot save steps to {directory!r}: directory must be a folder on this machine")
-    path = Path(directory)
+    path = local_target(directory)
     # File names and patterns such as those of Keras' ModelCheckpoint, which this callback may replace.
     if re.search(r"\{[^}]*\}", path.name) or path.name.endswith((".keras", ".h5")):
         raise UsageError(

@@ -15,6 +15,7 @@ from shardload.errors import MeshError, UsageError
 from shardload.loaders.registry import names as format_names
 from shardload.sharding.mesh import MeshSpec
 from shardload.sharding.planned_mesh import planned_mesh
+from shardload.stores.local import local_target
 from shardload.units import FLOATS, dtype_name, parse_bytes
 
 Format: Any = StrEnum("Format", {name: name for name in format_names()})  # type: ignore[misc]  # known when it runs
@@ -74,6 +75,8 @@ def size_as_typed(text: str) -> str:
 
 def new_file(path: Path | None) -> Path | None:
     """Check that a file can be written to its folder, before any work is done."""
+    if path is not None:
+        local_target(path)
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
         raise typer.BadParameter(f"{str(path)!r} is not a file in an existing folder")
     return path

@@ -50,6 +50,7 @@ from shardload.steps import digests
 from shardload.steps.listing import is_ours
 from shardload.steps.save_errors import errno_of
 from shardload.stores.fingerprint import Fingerprint
+from shardload.stores.local import local_target
 from shardload.typing import DTypeLike, PathLike
 from shardload.units import dtype_name, format_bytes, parse_bytes, plural
 
@@ -146,7 +147,7 @@ def convert(
     # Check all that the arguments tell before anything is opened.
     if not os.fspath(dst):
         raise UsageError("Cannot convert to an empty path. Give a folder, or NAME.weights.h5")
-    target = Path(os.path.abspath(dst))  # noqa: PTH100  resolve() would follow a link that is to be replaced
+    target = Path(os.path.abspath(local_target(dst)))  # noqa: PTH100  resolve() would follow a link that is to be replaced
     kind = target_of(target, to)
     name = None if dtype is None else str(dtype_name(dtype))
     block_bytes = block_bytes_of(host_memory_bytes)

@@ -46,6 +46,7 @@ from shardload.pipeline.consistency import Topic
 from shardload.pipeline.load_distributed import JointLoad, joint
 from shardload.progress import Progress, ProgressLike, as_progress
 from shardload.sharding.bounds import Bounds
+from shardload.stores.local import expanded, local_target
 from shardload.typing import DTypeLike, PathLike
 from shardload.units import dtype_name
 from shardload.writers import TensorPlace
@@ -180,7 +181,7 @@ def _checked(
     arguments.check_kind("overwrite", overwrite, bool, "True or False")
     if not os.fspath(path):
         raise UsageError("Cannot save to an empty path. Give a folder, or NAME.weights.h5")
-    target = Path(os.path.abspath(os.path.expanduser(path)))  # noqa: PTH100,PTH111  a link is replaced, not followed
+    target = Path(os.path.abspath(expanded(local_target(path))))  # noqa: PTH100  a link is replaced, not followed
     kind = target_of(target, _format(target, to))
     name = None if dtype is None else str(dtype_name(dtype))
     shard_bytes = shard_bytes_for(target, kind, max_shard_bytes)

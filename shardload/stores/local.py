@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 from pathlib import Path
 
-from shardload.errors import SourceError, SourceNotFoundError, TransferError
+from shardload.errors import SourceError, SourceNotFoundError, TransferError, UsageError
 from shardload.stores.location import Location
 from shardload.stores.store import FileIdentity, Kind, Store
 
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]+):/")
+"""The start of a URL; pathlib joins its two slashes. One letter is a drive of Windows."""
 _MISSING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP})
 
 
@@ -24,6 +27,22 @@ def expanded(path: str | os.PathLike[str]) -> Path:
         return Path(path).expanduser()
     except RuntimeError:
         return Path(path)
+
+
+def local_target(path: str | os.PathLike[str]) -> Path:
+    """Return a path to write to, as given; every path that shardload writes to for a user passes here.
+
+    Raises:
+        UsageError: If it is a URL, which would become a folder with the name of its scheme.
+    """
+    text = os.fspath(path)
+    if (scheme := _SCHEME.match(text)) is None:
+        return Path(path)
+    copy = "Leave out file://" if scheme[1] == "file" else "Write to a local folder, and copy it from there"
+    raise UsageError(
+        f"Cannot write to {text}: it is a URL ({scheme[1]}), expected a path on this machine. {copy}. "
+        "(For a folder with such a name, write its absolute path)"
+    )
 
 
 def read_exact(fd: int, buffer: memoryview, offset: int, path: str) -> None:

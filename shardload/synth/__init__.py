@@ -32,6 +32,7 @@ from shardload.hub.tensors import Spec, transformers_tensors
 from shardload.resolve import root
 from shardload.resolve.architectures import ALIASES, ARCHITECTURES, Config, lookup, scaled
 from shardload.stores.json_files import read_optional
+from shardload.stores.local import local_target
 from shardload.stores.nowhere import nowhere
 from shardload.synth import noise
 from shardload.units import dtype_name, format_bytes
@@ -125,7 +126,7 @@ def synth(
     Raises:
         SourceNotFoundError: When the architecture is unknown.
         WriteError: When there is no space, no permission, or something else with that name.
-        UsageError: When the scale or the seed is out of range.
+        UsageError: When the scale or the seed is out of range, or ``directory`` is a URL.
         UnsupportedError: When format or dtype is not supported.
     """
     found, config = lookup(name)
@@ -137,7 +138,7 @@ def synth(
         raise UsageError(f"seed={seed!r} is not valid, expected an integer from 0 to {MAX_SEED}")
     dtype = str(dtype_name(dtype))
     job = _Job(found, scaled(config, scale), format, scale, seed, dtype)
-    folder = Path(directory) if directory is not None else root()
+    folder = local_target(directory) if directory is not None else root()
     stem = found if scale == 1 else f"{found}-x{scale:g}"
     target = folder / (f"{stem}.weights.h5" if format == "h5" else stem)
     with _as_write_errors(folder):

@@ -266,7 +266,7 @@ def test_only_training_steps_are_read_from_afar(store, capfd):
         assert main([*command, "--json"]) == 1
         error = json.loads(capfd.readouterr().out)["error"]
         assert "Copy" in error["message"] and error["type"] == "UnsupportedError"
-    with pytest.raises(UsageError, match="a folder on this machine"):
+    with pytest.raises(UsageError, match="a path on this machine"):
         shardload.callbacks.OrbaxCheckpoint("s3://bucket/run")
 
 

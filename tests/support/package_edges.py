@@ -19,7 +19,7 @@ EDGES = {
     "data": {"errors", "keras_bridge"},
     "hub": {"errors", "keras_bridge", "loaders", "manifest", "stores", "transfer"},
     "optimizers": {"errors", "keras_bridge", "sharding", "units"},
-    "parallel": {"errors", "keras_bridge", "sharding", "transfer", "typing", "units"},
+    "parallel": {"errors", "keras_bridge", "sharding", "stores", "transfer", "typing", "units"},
     "mapping": {"errors", "hub", "keras_bridge", "loaders", "manifest", "stores", "transfer"},
     "resolve": {"errors", "hub", "loaders", "manifest", "steps", "stores", "units"},
     "pipeline": {

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardload.errors import LayoutError, UsageError, WriteError
+from shardload.stores.local import local_target
 from shardload.typing import PathLike
 
 
@@ -35,10 +36,10 @@ def write_plan(path: PathLike, data: Any) -> None:
     """Write a plan as JSON, and the folders that its path lacks.
 
     Raises:
-        UsageError: When ``path`` is not a path.
+        UsageError: When ``path`` is not a path, or a URL.
         WriteError: When the file cannot be written.
     """
-    file = _checked(path, to="write the plan")
+    file = local_target(_checked(path, to="write the plan"))
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(data, indent=1) + "\n")

@@ -1,0 +1,113 @@
+"""Nothing is written to a URL: each place that a user can name is refused before a folder of its scheme appears."""
+
+import inspect
+import json
+from pathlib import Path
+
+import keras
+import pytest
+
+import shardload
+from shardload import synth
+from shardload.callbacks import OrbaxCheckpoint
+from shardload.cli import main
+from shardload.console.app import command
+from shardload.errors import UsageError
+from shardload.parallel import LayoutPlan
+from shardload.stores.local import local_target
+
+SCHEMES = ("s3", "gs", "https", "hf", "abfss", "file")
+URL = "s3://bucket/out"
+PLACES = {"dst", "path", "directory", "filepath", "save_plan", "svg"}
+"""Names of parameters for places to write to."""
+OTHERS = {"LayoutPlan.load", "LayoutPlan.why", "restore"}
+"""Have such a parameter, for what they read or for the path of a variable."""
+
+
+@pytest.fixture
+def model():
+    return keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
+
+
+@pytest.fixture(autouse=True)
+def nothing_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    yield
+    assert not list(tmp_path.iterdir())
+
+
+WRITERS = {
+    "convert": lambda model, url: shardload.convert("missing", url, to="orbax"),
+    "save_as": lambda model, url: shardload.save_as(model, url, to="h5"),
+    "save": lambda model, url: shardload.save(model, url, step=0),
+    "Checkpointer": lambda model, url: shardload.Checkpointer(url),
+    "callbacks.OrbaxCheckpoint": lambda model, url: OrbaxCheckpoint(url),
+    "synth.synth": lambda model, url: synth.synth("gemma3_270m", scale=0.01, directory=url),
+    "LayoutPlan.save": lambda model, url: LayoutPlan.save(_WithJson(), url),
+}
+
+
+class _WithJson:
+    def to_json(self):
+        return {}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_url_is_refused_by_every_function_that_writes(writer, kind, model):
+    with pytest.raises(UsageError, match=r"^Cannot write to s3:/+bucket/out: it is a URL \(s3\), expected a path"):
+        WRITERS[writer](model, kind(URL))
+
+
+def test_every_function_that_writes_is_tried_above():
+    public = {name: getattr(shardload, name) for name in shardload.__all__}
+    public |= {f"callbacks.{name}": getattr(shardload.callbacks, name) for name in shardload.callbacks.__all__}
+    public |= {f"synth.{name}": getattr(synth, name) for name in synth.__all__}
+    public |= {f"LayoutPlan.{name}": value for name, value in vars(LayoutPlan).items() if callable(value)}
+    found = {name for name, value in public.items() if PLACES & _parameters(value)}
+    assert found - OTHERS == WRITERS.keys()
+
+
+def _parameters(value):
+    try:
+        return set(inspect.signature(value).parameters) if callable(value) else set()
+    except ValueError:  # has no signature
+        return set()
+
+
+COMMANDS = {
+    ("convert", "target"): ["convert", "missing", URL, "--to", "orbax"],
+    ("synth", "directory"): ["synth", "gemma3_270m", "--directory", URL],
+    ("plan", "save_plan"): ["plan", "gemma3_270m", "--mesh", "1x2", "--save-plan", f"{URL}.json"],
+    ("plan", "svg"): ["plan", "gemma3_270m", "--mesh", "1x2", "--svg", f"{URL}.svg"],
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_url_is_refused_by_every_option_for_a_place(name, capfd):
+    assert main([*COMMANDS[name], "--json"]) == 2
+    error = json.loads(capfd.readouterr().out)["error"]
+    assert error["message"].startswith("Cannot write to s3:/") and "copy it from there" in error["message"]
+
+
+def test_every_option_for_a_place_is_tried_above():
+    options = ((name, p.name) for name, each in command().commands.items() for p in each.params)
+    found = {(name, option) for name, option in options if option in {*PLACES, "target"}}
+    assert found - {("steps", "directory")} == COMMANDS.keys()
+
+
+def test_the_root_of_checkpoints_is_no_url(monkeypatch):
+    monkeypatch.setenv("SHARDLOAD_HOME", URL)
+    with pytest.raises(UsageError, match="Cannot write to s3://bucket/out"):
+        synth.synth("gemma3_270m", scale=0.01)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_scheme_is_refused(scheme):
+    with pytest.raises(UsageError, match=rf"\({scheme}\)"):
+        local_target(f"{scheme}://somewhere/out")
+
+
+@pytest.mark.parametrize("name", ["C:/models/out", "run:1/out", "12:30/out", "/data/s3:/out", "./s3:/out", "a:b"])
+def test_names_with_a_colon_are_names(name):
+    assert local_target(name) == Path(name)
