@@ -332,9 +332,9 @@ def _existing(steps: Sequence[StepInfo]) -> str:
 
 
 def why_no_steps(root: str | os.PathLike[str]) -> str:
-    """Return a sentence for the case that ``root`` is itself a step or another checkpoint of Orbax, else nothing."""
+    """Return a sentence for the case that ``root`` is a URL, a step, or another checkpoint of Orbax; else nothing."""
     if is_url(root):
-        return ""
+        return ". Only training steps are read from remote stores: copy other checkpoints to this machine first"
     path = expanded(root).absolute()
     if any((path / name).exists() for name in (OWN_FOLDER, ORBAX_FILE, TREE_FILE)):
         if path.name.isascii() and path.name.isdigit():

@@ -82,6 +82,7 @@ def _numbers(root: Folder) -> dict[int, bool]:
     """Return the step numbers, each with whether shardload saved that step."""
     if not root.can_list:
         _refuse_foreign(root)
+        _refuse_file(root)
         if NAME.fullmatch(root.name):
             raise SourceNotFoundError(
                 f"There is no step at {root.url}: it has no {DIGESTS_FILE}. Check the address. {_ONLY_STEPS}"
@@ -92,6 +93,7 @@ def _numbers(root: Folder) -> dict[int, bool]:
         )
     names = root.names()
     if not names:
+        _refuse_file(root)
         raise SourceNotFoundError(f"There is nothing at {root.url}. Check the address. {_ONLY_STEPS}")
     if ORBAX_FILE in names:
         if any(name.startswith(f"{OWN_FOLDER}/") for name in names):
@@ -138,6 +140,15 @@ def _refuse_foreign(folder: Folder) -> None:
     """Raise for a checkpoint that shardload did not save."""
     if folder.read_small(ORBAX_FILE, limit=1 << 20) is not None:
         raise foreign(folder.url)
+
+
+def _refuse_file(folder: Folder) -> None:
+    """Raise for the address of a file, such as the weights of a model."""
+    if folder.is_file():
+        raise UnsupportedError(
+            f"Cannot read {folder.url}: it is a file, and {_ONLY_STEPS[0].lower()}{_ONLY_STEPS[1:]}. Copy it to this "
+            "machine first (aws s3 cp, gcloud storage cp, wget), and read it there"
+        )
 
 
 def foreign(url: str) -> UnsupportedError:

@@ -12,11 +12,12 @@ import os
 import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from shardload.errors import SourceError, SourceNotFoundError, TransferError, UnsafeSourceError, UnsupportedError
+from shardload.stores import redirects
 
 TIMEOUT_VARIABLE = "SHARDLOAD_REMOTE_TIMEOUT"
 DEFAULT_TIMEOUT_S = 120.0
@@ -27,6 +28,8 @@ RETRIES: Mapping[str, Any] = {"max_retries": 4, "initial_delay": "250ms", "max_d
 """TensorStore's default of 32 attempts takes a quarter of an hour."""
 WAIT_S = 0.25
 """Interval at which a waiting thread checks whether other requests made progress."""
+MOVED_S = 60.0
+"""How long the target of a redirect is used again: signed addresses expire, mostly after minutes."""
 _URL = re.compile(r"(s3|gs|https?)://", re.ASCII)
 _SHOWN = 300
 """The number of characters of a store's message shown in an error."""
@@ -48,14 +51,26 @@ class Folder:
         SourceError: If the URL is invalid.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, progress: _Progress | None = None) -> None:
         self.url = url.rstrip("/")
-        self._progress = _Progress()
-        self._kv = self._opened()
+        self._progress = progress or _Progress()
+        self._kv = self._opened(_spec(self.url))
+        self._moved: dict[str, tuple[Any, float]] = {}
 
     def child(self, name: str) -> Folder:
         """Return a subfolder."""
-        return Folder(f"{self.url}/{name}")
+        # With one clock: a server that stalls is waited for once, not once per folder.
+        return Folder(f"{self.url}/{name}", progress=self._progress)
+
+    def is_file(self) -> bool:
+        """Whether the address is that of an object, not of a folder."""
+        above, _, name = self.url.rpartition("/")
+        if above.endswith("/") or not above.partition("://")[2] or not name:
+            return False
+        try:
+            return Folder(above, progress=self._progress).read(name, 0, 1) is not None
+        except _OutOfRangeError:
+            return True
 
     @property
     def name(self) -> str:
@@ -86,7 +101,26 @@ class Folder:
         except UnicodeEncodeError as error:
             raise TransferError(f"{self.url}/{name!a} cannot be read: its name is not valid Unicode") from error
         asked = None if stop is None and not start else slice(start, stop)
-        return Fetch(self, name, self._kv.read(name, byte_range=asked), self._progress)
+        return Fetch(self, name, lambda: self._request(name, asked), self._progress)
+
+    def _request(self, name: str, asked: slice | None) -> Any:
+        kv, until_s = self._moved.get(name, (None, 0.0))
+        if kv is not None and time.monotonic() < until_s:
+            return kv.read("", byte_range=asked)
+        return self._kv.read(name, byte_range=asked)
+
+    def follow(self, error: BaseException, name: str) -> bool:
+        """Follow the redirect that made a request fail; return whether to request the object again.
+
+        Raises:
+            TransferError: If the redirect is refused, or leads nowhere.
+        """
+        if self.can_list or _status(error) not in redirects.REDIRECTS:
+            return False
+        first = f"{self.url}/{quote(name)}"
+        target = redirects.follow(first, timeout_s=timeout_s(first=not self._progress.answered))
+        self._moved[name] = (self._opened({"driver": "http", "base_url": target}), time.monotonic() + MOVED_S)
+        return True
 
     def read_small(self, name: str, *, limit: int) -> bytes | None:
         """Read a whole object of unknown size; ``None`` if there is no such object.
@@ -113,16 +147,18 @@ class Folder:
         """
         if not self.can_list:
             raise UnsupportedError(f"{self.url}: HTTP servers do not list their files")
-        keys = Fetch(self, "", self._kv.list(), self._progress).wait()
+        keys = Fetch(self, "", self._kv.list, self._progress).wait()
         return sorted(key.decode("utf-8", "replace") for key in keys)
 
     def failure(self, error: BaseException | None, name: str) -> Exception:
         """Build an error for a failed request: the URL, the store's message, and a way to fix it."""
-        where = f"{self.url}/{name}" if name else self.url
+        where = (f"{self.url}/{name}" if name else self.url) + self._endpoint()
         text = " ".join(str(error).split())
         # What follows the code may be text from the server.
         code = text.partition(":")[0]
+        status = _status(error)
         said = _SENTENCE.sub("", text)[:_SHOWN].strip() or type(error).__name__
+        said = said if status is None else f"HTTP status {status}, {said}"
         # TensorStore raises a ValueError for most status codes; only the text tells them apart.
         if code == "OUT_OF_RANGE":
             return _OutOfRangeError(f"{where} is shorter than it should be: {said}")
@@ -132,6 +168,8 @@ class Folder:
             return TransferError(f"{where} may not be read: {said}. {self._access()}")
         if code == "FAILED_PRECONDITION" and "was ignored by server" in said:
             return TransferError(f"{where} cannot be read in parts: the server ignores range requests. {COPY_FIRST}")
+        if status in redirects.REDIRECTS:
+            return TransferError(f"{where} cannot be read: {said}, a redirect. Check {self._settings()}")
         return TransferError(f"{where} cannot be read: {said}. Check the address, the network and {self._settings()}")
 
     def stalled(self, name: str, timeout_s: float) -> TransferError:
@@ -140,6 +178,11 @@ class Folder:
             f"{self.url}/{name}".rstrip("/") + f" cannot be read: its server sent nothing for {timeout_s:g} s. "
             f"Check the address, the network and {self._settings()}; {TIMEOUT_VARIABLE}=SECONDS waits longer"
         )
+
+    def _endpoint(self) -> str:
+        scheme = self.url.partition(":")[0]
+        found = {"s3": _aws_endpoint(), "gs": os.environ.get("TENSORSTORE_GCS_HTTP_URL")}.get(scheme)
+        return f" (at {found})" if found else ""
 
     def _settings(self) -> str:
         scheme = self.url.partition(":")[0]
@@ -156,10 +199,9 @@ class Folder:
             "gs": "Set GOOGLE_APPLICATION_CREDENTIALS, or run: gcloud auth application-default login",
         }.get(scheme, "No password can be given to an HTTP server here: copy the step to this machine first")
 
-    def _opened(self) -> Any:
+    def _opened(self, spec: dict[str, Any]) -> Any:
         import tensorstore as ts  # takes 0.2 s to import
 
-        spec = _spec(self.url)
         limit = timeout_s(first=True)
         context = {f"{kind}_request_retries": RETRIES for kind in ("s3", "gcs", "http")}
         if (credentials := _aws_credentials()) is not None:
@@ -176,6 +218,9 @@ COPY_FIRST = (
     "Copy it to this machine first (aws s3 cp --recursive, gcloud storage cp --recursive, wget --recursive), and "
     "read it there"
 )
+_STATUS = re.compile(r"\[HTTP code (\d{3})\]|\[http_response_code='(\d{3})'\]")
+_BODY = re.compile(r"\[http_response_body=.*?\](?=\s*\[|$)")
+"""Text of the server, in which anything may stand."""
 _SENTENCE = re.compile(r"\s*\[http_response_body=.*?\](?=\s*\[|$)|\s*\[source locations.*|\s*\[[a-z_\-]+='[^']*'\]")
 
 
@@ -200,19 +245,21 @@ class _Progress:
                 self.at_s = time.monotonic()
             self._waiting += 1
 
-    def end(self) -> None:
-        """Record a response, or a wait that was given up."""
+    def end(self, *, answered: bool) -> None:
+        """Record a response, or a wait that was given up, which gives the other threads no more time."""
         with self._lock:
             self._waiting -= 1
-            self.at_s = time.monotonic()
-            self.answered = True
+            if answered:
+                self.at_s = time.monotonic()
+                self.answered = True
 
 
 class Fetch:
     """A pending request."""
 
-    def __init__(self, folder: Folder, name: str, future: Any, progress: _Progress) -> None:
-        self._folder, self._name, self._future, self._progress = folder, name, future, progress
+    def __init__(self, folder: Folder, name: str, request: Callable[[], Any], progress: _Progress) -> None:
+        self._folder, self._name, self._request, self._progress = folder, name, request, progress
+        self._future = request()
         self._given_up = False
 
     def cancel(self) -> None:
@@ -242,6 +289,7 @@ class Fetch:
         # The first response tells whether the address and the network are right, so it gets less time.
         limit = timeout_s(first=not self._progress.answered)
         self._progress.begin()
+        answered = followed = False
         try:
             while True:
                 if self._given_up:
@@ -249,7 +297,9 @@ class Fetch:
                 try:
                     # In short waits: another thread may cancel, and a request that waits its turn is not stalled while
                     # the store answers others.
-                    return self._future.result(timeout=WAIT_S)
+                    found = self._future.result(timeout=WAIT_S)
+                    answered = True
+                    return found
                 # Raised where `cancel` ended the request; the next round raises the error for it.
                 except CancelledError:
                     self._given_up = True
@@ -258,9 +308,13 @@ class Fetch:
                         self._future.cancel()
                         raise self._folder.stalled(self._name, limit) from error
                 except (ValueError, RuntimeError, NotImplementedError, OSError) as error:
+                    answered = True
+                    if not followed and self._folder.follow(error, self._name):
+                        followed, self._future = True, self._request()
+                        continue
                     raise self._folder.failure(error, self._name) from error
         finally:
-            self._progress.end()
+            self._progress.end(answered=answered)
 
 
 def timeout_s(*, first: bool) -> float:
@@ -303,10 +357,20 @@ def _spec(url: str) -> dict[str, Any]:
     spec = {"driver": "s3", "bucket": bucket, "path": folder}
     if region := os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION"):
         spec["aws_region"] = region
-    if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
+    if endpoint := _aws_endpoint():
         # TensorStore does not read these variables, and requires a region with an endpoint.
         spec |= {"endpoint": endpoint.rstrip("/"), "aws_region": region or "us-east-1"}
     return spec
+
+
+def _aws_endpoint() -> str | None:
+    return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+
+
+def _status(error: BaseException | None) -> int | None:
+    """Return the HTTP status in an error of TensorStore, which has it in its text only."""
+    found = _STATUS.search(_BODY.sub("", " ".join(str(error).split())))
+    return None if found is None else int(found[1] or found[2])
 
 
 def _aws_credentials() -> dict[str, str] | None:

@@ -2,11 +2,12 @@
 
 import json
 import shutil
+import time
 
 import keras
 import numpy as np
 import pytest
-from object_server import ObjectServer
+from object_server import BUCKET, ObjectServer
 from remote_runs import build, same, state, train
 from saved_steps import save_step
 
@@ -25,7 +26,7 @@ from shardload.errors import (
 )
 from shardload.steps.digest_list import Digests, FileDigest
 from shardload.steps.listing import list_steps
-from shardload.stores import remote
+from shardload.stores import redirects, remote
 from shardload.verifying import verify
 
 WIDTH = 320
@@ -161,7 +162,71 @@ def test_a_server_that_ignores_ranges(store):
     )
 
 
-def test_nothing_there(store):
+def test_a_server_that_hangs_is_waited_for_once(objects, store, monkeypatch):
+    for name in (path for path in store.names() if path.startswith("run/2/") and not path.endswith(".json")):
+        store.stalled.add(name)
+    monkeypatch.setenv("SHARDLOAD_REMOTE_TIMEOUT", "1")
+    began = time.monotonic()
+    with pytest.raises(TransferError, match="sent nothing for 1 s"):
+        verify(store.http + "/run/2")
+    # 1 s for each of the threads before.
+    assert time.monotonic() - began < 2.5
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_redirects_are_followed(objects, store, status):
+    for name in (path for path in store.names() if path.startswith("run/2/")):
+        store.moved[name] = (status, f"/{BUCKET}/{name.replace('run/2', 'elsewhere', 1)}?signature=a%2Fb")
+        target = objects[0] / name.replace("run/2", "elsewhere", 1)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if not target.exists():
+            target.hardlink_to(objects[0] / name)
+    target = build(WIDTH)
+    shardload.restore(target, store.http + "/run", step=2)
+    assert same(target, objects[1])
+
+
+@pytest.mark.parametrize(
+    ("location", "words"),
+    [
+        ("ftp://host/file", "is not an address of HTTP"),
+        ("file:///etc/passwd", "is not an address of HTTP"),
+        ("http://user:word@host/file", "has a user or a password"),
+        ("", "is no address"),
+        ("/" + "x" * 9000, "has more than 8192 characters"),
+        ("http://[1/", "Invalid IPv6"),
+        ("digests.json", "redirected more than 5 times"),
+    ],
+)
+def test_redirects_that_are_not_followed(store, location, words):
+    store.moved["run/2/shardload/digests.json"] = (302, location)
+    expect(TransferError, store.http + "/run", words, "run/2/shardload/digests.json", step=2)
+
+
+def test_a_redirect_from_https_to_http_is_refused(monkeypatch):
+    monkeypatch.setattr(redirects, "location_of", lambda url, *, timeout_s: "http://host/file")
+    with pytest.raises(TransferError, match="is not encrypted, although the first address is"):
+        redirects.follow("https://host/file", timeout_s=1)
+
+
+@pytest.mark.parametrize("scheme", ["http", "s3", "gs"])
+def test_an_error_says_the_status_and_the_address(store, scheme):
+    store.status["*"] = 503
+    address = f"(at {store.root})" if scheme != "http" else store.root
+    expect(TransferError, f"{getattr(store, scheme)}/run", "HTTP status 503", address, step=2)
+
+
+@pytest.mark.parametrize("scheme", ["http", "s3", "gs"])
+@pytest.mark.parametrize("size", [0, 3])
+def test_a_file_of_another_format_exists_but_is_not_read(objects, store, scheme, size):
+    (objects[0] / "m.weights.h5").write_bytes(bytes(size))
+    url = f"{getattr(store, scheme)}/m.weights.h5"
+    for call in (shardload.load, shardload.inspect, verify, list_steps):
+        with pytest.raises(UnsupportedError, match=f"^Cannot read {url}: it is a file, and only training steps .*Copy"):
+            call(url)
+
+
+def test_nothing_there(objects, store):
     expect(SourceNotFoundError, store.s3 + "/nowhere", "There is nothing at s3://bucket/nowhere")
     expect(SourceNotFoundError, "s3://other/run", "There is no bucket or folder s3://other/run")
     expect(SourceNotFoundError, store.s3 + "/run", "has no step 7. It has 2 steps: 1, 2", step=7)
@@ -172,6 +237,10 @@ def test_nothing_there(store):
         verify(store.s3 + "/nowhere")
     with pytest.raises(SourceNotFoundError, match="contains no steps"):
         verify(store.s3)
+    (objects[0] / "preset").mkdir(exist_ok=True)
+    (objects[0] / "preset" / "config.json").write_text("{}")
+    with pytest.raises(SourceNotFoundError, match="Only training steps are read .*: copy other checkpoints"):
+        shardload.load(store.s3 + "/preset")
 
 
 def test_http_lists_nothing(store):

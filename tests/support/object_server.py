@@ -24,13 +24,13 @@ class ObjectServer:
 
     Attributes of an instance may be changed at any time: ``status`` (path → HTTP status to answer with), ``tampered``
     (path → function of the object's bytes), ``stalled`` (paths that send headers and nothing more), ``cut`` (path → how
-    many answers end in the middle).
+    many answers end in the middle), ``moved`` (path → status and address of a redirect).
     """
 
     def __init__(self, folder):
         self.folder = Path(folder)
         self.requests = []  # (method, path, (first, last) or None, bytes sent)
-        self.status, self.tampered, self.stalled, self.cut = {}, {}, set(), {}
+        self.status, self.tampered, self.stalled, self.cut, self.moved = {}, {}, set(), {}, {}
         self.ignores_ranges = False
         self.released = threading.Event()
         self.server = _Server(("127.0.0.1", 0), _handler(self))
@@ -97,6 +97,7 @@ class ObjectServer:
         self.tampered.clear()
         self.stalled.clear()
         self.cut.clear()
+        self.moved.clear()
         self.ignores_ranges = False
 
     def names(self):
@@ -141,6 +142,10 @@ def _handler(store):
             if (code := store.status.get(key, store.status.get("*"))) is not None:
                 store.requests.append((self.command, key, None, 0))
                 return self._say(code, _xml_error("AccessDenied" if code == 403 else "InternalError"))
+            if key in store.moved:
+                code, location = store.moved[key]
+                store.requests.append((self.command, key, None, 0))
+                return self._say(code, b"moved", {"Location": location})
             if (total := store.size(key)) is None:
                 store.requests.append((self.command, key, None, 0))
                 return self._say(404, _xml_error("NoSuchKey"))
@@ -171,7 +176,7 @@ def _handler(store):
             if (code := store.status.get("", store.status.get("*"))) is not None:
                 return self._say(code, _xml_error("AccessDenied" if code == 403 else "InternalError"))
             keys = [key for key in store.names() if key.startswith(query.get("prefix", ""))]
-            keys = [key for key in keys if key >= query.get("startOffset", "")]
+            keys = [key for key in keys if query.get("startOffset", "") <= key < query.get("endOffset", "\U0010ffff")]
             token = int(query.get("pageToken" if is_gcs else "continuation-token", 0))
             page, more = keys[token : token + PAGE], token + PAGE < len(keys)
             if is_gcs:
