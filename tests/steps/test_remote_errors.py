@@ -239,7 +239,7 @@ def test_nothing_there(objects, store):
         verify(store.s3)
     (objects[0] / "preset").mkdir(exist_ok=True)
     (objects[0] / "preset" / "config.json").write_text("{}")
-    with pytest.raises(SourceNotFoundError, match="Only training steps are read .*: copy other checkpoints"):
+    with pytest.raises(SourceNotFoundError, match=r"Only training steps are read .*: copy other checkpoints"):
         shardload.load(store.s3 + "/preset")
 
 
