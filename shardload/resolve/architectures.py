@@ -129,6 +129,7 @@ ARCHITECTURES: dict[str, Config] = {
     "llama3_70b": _llama(Dims(8192, 80, 64, 8, 28672)),
     "llama3.1_8b": _llama(Dims(4096, 32, 32, 8, 14336), factor=8.0),
     "llama3.1_70b": _llama(Dims(8192, 80, 64, 8, 28672), factor=8.0),
+    "llama3.1_405b": _llama(Dims(16384, 126, 128, 8, 53248), factor=8.0),
     "llama3.2_1b": _llama(Dims(2048, 16, 32, 8, 8192), tied=True, factor=32.0),
     "llama3.2_3b": _llama(Dims(3072, 28, 24, 8, 8192), tied=True, factor=32.0),
     "mistral_7b": _mistral(Dims(4096, 32, 32, 8, 14336)),
@@ -146,8 +147,8 @@ ARCHITECTURES: dict[str, Config] = {
     "bert_large": _bert(hidden=1024, layers=24, heads=16),
 }
 
-ALIASES = {"gemma2_7b": "gemma2_9b", "gpt2": "gpt2_base"}
-"""Other names for an architecture. Gemma 2 was released at 2B, 9B and 27B; 7B is a size of Gemma 1."""
+ALIASES = {"gemma2_7b": "gemma2_9b", "gpt2": "gpt2_base", "llama3_405b": "llama3.1_405b"}
+"""Other names for an architecture. Gemma 2 was released at 2B, 9B and 27B, and Llama 3 has 405B as 3.1 only."""
 
 
 def lookup(name: str) -> tuple[str, Config]:

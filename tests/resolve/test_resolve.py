@@ -121,6 +121,7 @@ def test_without_kerashub_an_architecture_is_found(monkeypatch):
 
     monkeypatch.setattr(kerashub, "preset_handles", missing)
     assert resolve("llama3_8b_en", weights=False).architecture == "llama3_8b"
+    assert resolve("llama3_405b", weights=False).architecture == "llama3.1_405b"
 
 
 def test_a_name_nobody_has_says_what_was_tried_and_what_to_type(home):

@@ -54,6 +54,7 @@ def drawn(size, *, number, near_one, dtype="bfloat16", seed=0):
 PUBLISHED = {
     "llama3_70b": 70_553_706_496,
     "llama3.1_70b": 70_553_706_496,
+    "llama3.1_405b": 405_853_388_800,
     "qwen2.5_32b": 32_763_876_352,
     "qwen2.5_72b": 72_706_203_648,
 }
