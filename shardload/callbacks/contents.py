@@ -10,7 +10,8 @@ from typing import Any
 from shardload.callbacks import step_records
 from shardload.callbacks.selection import ALL, Selection
 from shardload.callbacks.writer import SaveJob
-from shardload.keras_bridge.saving import assets_of, serialised_model
+from shardload.keras_bridge.saving import assets_of
+from shardload.keras_bridge.set_attributes import serialised_with_attributes
 from shardload.mapping.state_tree import StateTree, describe
 from shardload.steps.record import StepRecord
 
@@ -84,7 +85,7 @@ class Contents:
     def _descriptions(self, model: Any) -> Iterator[tuple[str, Any]]:
         """Yield the items needed to rebuild the model; they stay the same until its variables change."""
         try:
-            yield "model_config", {"config": serialised_model(model)}
+            yield "model_config", {"config": serialised_with_attributes(model)}
         except Exception as error:  # Keras runs the get_config of every layer
             self._warn(
                 f"The model's configuration cannot be saved ({type(error).__name__}: {error}), so "

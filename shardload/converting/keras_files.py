@@ -25,10 +25,10 @@ from shardload.converting.sidecar_files import STATE, TRANSFORMERS
 from shardload.converting.source import Source, made_now
 from shardload.converting.transformers import is_weight
 from shardload.errors import UnsupportedError
-from shardload.hub import preset_files
 from shardload.keras_bridge.dtype_policies import with_dtype
 from shardload.keras_bridge.model_state import optimizer_variables_of, own_layers
-from shardload.keras_bridge.saving import saved_layout, serialised_model
+from shardload.keras_bridge.saving import saved_layout
+from shardload.keras_bridge.set_attributes import serialised_with_attributes
 from shardload.loaders.hub_preset import SHARDED_WEIGHTS, TASK_PREFIX, TASK_WEIGHTS, WEIGHTS
 from shardload.loaders.hub_preset import SPEC as PRESET
 from shardload.loaders.keras_h5 import SPEC as KERAS_H5
@@ -201,12 +201,8 @@ def keras_family(source: Source, folder: Path, dtype: str | None) -> None:
 
 def model_config(model: Any) -> dict[str, Any]:
     """Return a model's configuration as Keras serialises it, without compile settings, which belong to training."""
-    found: dict[str, Any] = json.loads(serialised_model(model))
+    found: dict[str, Any] = json.loads(serialised_with_attributes(model))
     found.pop("compile_config", None)
-    # A task's configuration contains its backbone's.
-    backbone = getattr(model, "backbone", model)
-    inner = found["config"] if backbone is model else found["config"]["backbone"]["config"]
-    preset_files.add_tied_embeddings(inner, backbone)
     return found
 
 

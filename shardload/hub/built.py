@@ -79,7 +79,14 @@ def set_window(block: Any, window: int | None) -> None:
     """
     for layer in _inner_first(block):
         if hasattr(layer, "sliding_window"):
-            layer.sliding_window = None if window is None else window - _beyond(layer)
+            set_on(layer, "sliding_window", None if window is None else window - _beyond(layer))
+
+
+def set_on(layer: Any, name: str, value: Any) -> None:
+    """Set an attribute on a layer, so that files of shardload store it."""
+    from shardload.keras_bridge.set_attributes import set_attribute  # imports Keras
+
+    set_attribute(layer, name, value)
 
 
 def _beyond(layer: Any) -> int:

@@ -21,6 +21,7 @@ from typing import Any
 from shardload.errors import UnsupportedError, UsageError
 from shardload.hub import arguments as constructing
 from shardload.hub import built, families, fields, pooling, quantised
+from shardload.hub.sidecar import config_beside
 from shardload.loaders import spec_of
 from shardload.manifest import Manifest
 
@@ -66,16 +67,18 @@ def reconcile(model: Any, manifest: Manifest, *, ignore: Sequence[str] = ()) -> 
     backbone = getattr(model, "backbone", model)
     if not spec_of(manifest).is_hugging_face:
         _notes[backbone] = manifest.source, _normalise_queries_as_configured(backbone)
+        _apply_attributes(model, manifest)
         return
     notes = []
     rest = list(fields.differences(manifest.config, backbone))
-    # Keras does not save what is set on layers, so `fields` offers a fix in few cases, and the note says it.
+    # Files that Keras writes lack what is set on layers, so `fields` offers a fix in few cases, and the note says it.
     for found in rest:
         if found.fix is not None and not set(found.names) & set(ignore):
             found.fix()
             notes.append(
                 f"{found.field}: set to {found.configured} on the layers, because {type(backbone).__name__} does not "
-                f"pass it on; Keras does not save it, so a reloaded model has {found.actual} again"
+                f"pass it on. Presets, steps and files that shardload writes store it; save_to_preset() and save() of "
+                f"Keras do not: what they write has {found.actual} again"
             )
     if notes:  # a fix may not have worked, so compare again
         rest = list(fields.differences(manifest.config, backbone))
@@ -91,10 +94,43 @@ def notes_of(model: Any, manifest: Manifest) -> tuple[str, ...]:
     backbone = getattr(model, "backbone", model)
     source, notes = _notes.get(backbone, (None, ()))
     if source == manifest.source:
-        return notes
-    if not spec_of(manifest).is_hugging_face or not type(backbone).__module__.startswith("keras_hub."):
+        return notes if spec_of(manifest).is_hugging_face else (*notes, *_attribute_notes(model, manifest))
+    if not spec_of(manifest).is_hugging_face:
+        return _attribute_notes(model, manifest)
+    if not type(backbone).__module__.startswith("keras_hub."):
         return ()
     return tuple(f"{d.field}: {d}" for d in fields.differences(manifest.config, backbone))
+
+
+def _apply_attributes(model: Any, manifest: Manifest) -> None:
+    """Set on layers what was set on those of the saved model."""
+    from shardload.keras_bridge.set_attributes import apply_attributes  # imports Keras
+
+    apply_attributes(_described_part(model, manifest), _saved_attributes(manifest))
+
+
+def _saved_attributes(manifest: Manifest) -> Any:
+    from shardload.keras_bridge.set_attributes import ENTRY  # imports Keras
+
+    is_beside = spec_of(manifest).described_by == "keras-sidecar"
+    return ((config_beside(manifest) if is_beside else manifest.config) or {}).get(ENTRY, {})
+
+
+def _described_part(model: Any, manifest: Manifest) -> Any:
+    """Return the part of a model that the source's configuration describes, which is the backbone in a preset."""
+    return getattr(model, "backbone", model) if spec_of(manifest).described_by == "keras-hub" else model
+
+
+def _attribute_notes(model: Any, manifest: Manifest) -> tuple[str, ...]:
+    """Say which attributes of a model's layers differ from what the source stores for them."""
+    from shardload.keras_bridge.set_attributes import differing_attributes  # imports Keras
+
+    if not (names := differing_attributes(_described_part(model, manifest), _saved_attributes(manifest))):
+        return ()
+    return (
+        f"layers of this model have another {', '.join(names)} than the saved model, so its results differ; "
+        "shardload.load(source) gives the saved one",
+    )
 
 
 def _refusal(manifest: Manifest, backbone: Any, refused: list[fields.FieldDifference]) -> str:

@@ -156,9 +156,9 @@ def _epsilon(config: Config, family: Family, backbone: Any) -> Iterator[FieldDif
 
     def fix() -> None:
         for layer in wrong:
-            layer.epsilon = wanted
+            built.set_on(layer, "epsilon", wanted)
 
-    # Only a small change may be set on layers: Keras does not save it, and a large one would then be lost silently.
+    # Only a small change may be set on layers: files that Keras writes lack it, and a large one would be lost.
     actual = wrong[0].epsilon
     small = isinstance(wanted, float) and 0 < wanted <= SMALL_EPSILON and actual <= SMALL_EPSILON
     yield FieldDifference(field, f"{wanted:g}", f"{actual:g} in {len(wrong)} layers", (field,), fix if small else None)
@@ -184,7 +184,7 @@ def _activation(config: Config, family: Family, backbone: Any) -> Iterator[Field
 
     def fix() -> None:
         for layer, name, _ in wrong:
-            setattr(layer, name, wanted)
+            built.set_on(layer, name, wanted)
 
     actual = wrong[0][2]
     close = wanted is not None and float(np.abs(built.at_points(wanted) - built.at_points(actual)).max()) < _CLOSE
@@ -201,10 +201,9 @@ def _function(name: str) -> Any:
     """Return Keras' function for an activation's name in transformers; ``None`` if Keras has none."""
     import keras
 
-    # transformers has several names for two functions: the exact GELU and its tanh form.
-    def gelu_tanh(x: Any) -> Any:
-        return keras.activations.gelu(x, approximate=True)
+    from shardload.keras_bridge.set_attributes import gelu_tanh
 
+    # transformers has several names for two functions: the exact GELU and its tanh form.
     known = {"gelu": keras.activations.gelu, "silu": keras.activations.silu, "swish": keras.activations.silu}
     known |= dict.fromkeys(("gelu_new", TANH, "gelu_fast"), gelu_tanh)
     known |= {name: getattr(keras.activations, name) for name in ("relu", "tanh", "sigmoid")}
@@ -309,7 +308,7 @@ def _scalar(config: Config, backbone: Any) -> Iterator[FieldDifference]:
 
     def fix() -> None:
         for layer in found:
-            layer.query_head_dim_normalize = wanted == head_dim
+            built.set_on(layer, "query_head_dim_normalize", wanted == head_dim)
 
     text = ", ".join(map(str, sorted(actual)))
     yield FieldDifference(field, str(wanted), text, (field,), fix if wanted in (head_dim, per_head) else None)

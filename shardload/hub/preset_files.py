@@ -24,8 +24,11 @@ def save_description(
         task: Write ``task.json``; without it, the checkpoint is a backbone's.
         preprocessor: The preprocessor that ``task.json`` names, if the task has none.
     """
+    from shardload.keras_bridge.set_attributes import ENTRY, add_arguments, attributes_of  # imports Keras
+
     saver = kerashub.preset_saver(folder)
     backbone = getattr(model, "backbone", model)
+    attributes = attributes_of(backbone)
     saver._save_metadata(backbone)
     for name, described in ((CONFIG, backbone), (TASK, model)):
         if name == TASK and (described is backbone or not task):
@@ -34,10 +37,10 @@ def save_description(
         # KerasHub writes the file, and what its classes do not serialise is added.
         written = json.loads((folder / name).read_text(encoding="utf-8"))
         inner = written["config"] if described is backbone else written["config"]["backbone"]["config"]
-        add_tied_embeddings(inner, backbone)
+        add_arguments(inner, backbone)
         if described is not backbone and preprocessor is not None:
             written["config"]["preprocessor"] = _described(saver, preprocessor)
-        entries = extra if described is backbone else {}
+        entries = {**extra, **({ENTRY: attributes} if attributes else {})} if described is backbone else {}
         (folder / name).write_text(json.dumps({**written, **entries}, indent=4), encoding="utf-8")
 
 
@@ -48,12 +51,3 @@ def _described(saver: Any, layer: Any) -> dict[str, Any]:
         saver._save_serialized_object(layer, config_file=str(path))
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
-
-
-def add_tied_embeddings(config: dict[str, Any], backbone: Any) -> None:
-    """Add ``tie_word_embeddings`` to a backbone's serialised configuration, in place.
-
-    KerasHub's Llama does not serialise this field, and would build an output layer without weights.
-    """
-    if (tied := getattr(backbone, "tie_word_embeddings", None)) is not None:
-        config.setdefault("tie_word_embeddings", tied)

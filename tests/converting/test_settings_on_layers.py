@@ -1,0 +1,93 @@
+"""What loading sets on layers, and arguments that KerasHub does not serialise, come back from every file we write."""
+
+import json
+
+import jax
+import keras
+import numpy as np
+import pytest
+import small_folders
+
+import shardload
+from shardload.errors import SourceError
+from shardload.keras_bridge.saving import saved_objects
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras 3.15, NumPy 2.4
+
+WRITTEN = ("preset", "m.weights.h5", "m.weights.json", "step", "orbax")
+IGNORED = ("name", "is_awq_calibrated", "is_gptq_calibrated")
+"""Of no consequence: the last two say what quantisation did to a layer, and only some layers have them."""
+FOLDERS = {
+    "qwen3": {"rms_norm_eps": 1e-6},  # KerasHub's norms of queries and keys have a constant epsilon
+    "bert": {"hidden_act": "gelu", "layer_norm_eps": 1e-6},
+    "llama": {"tie_word_embeddings": True},
+}
+
+
+def settings_of(model):
+    """Every plain attribute of every layer; activations by what they compute."""
+    found = {}
+    for path, layer in saved_objects(model):
+        for name, value in vars(layer).items():
+            if name in ("activation", "act_layer") and callable(value):
+                found[path, name] = np.asarray(value(np.array([-1.0, 0.5], np.float32))).tolist()
+            elif not name.startswith("_") and isinstance(value, int | float | str | None) and name not in IGNORED:
+                found[path, name] = value
+    return found
+
+
+def write(model, folder, to):
+    if to == "step":
+        shardload.save(model, folder / to, step=0)
+    elif to == "orbax":
+        shardload.convert(write(model, folder, "preset"), folder / to, to=to)
+    else:
+        shardload.save_as(model, folder / to, to=None if "." in to else to)
+    return folder / to
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hf")
+    written = {name: small_folders.write(folder / name, name, **entries) for name, entries in FOLDERS.items()}
+    return {name: shardload.load(path, mesh="1x1") for name, path in written.items()}
+
+
+@pytest.mark.parametrize("to", WRITTEN)
+@pytest.mark.parametrize("family", FOLDERS)
+def test_a_model_comes_back_with_its_settings(family, to, models, tmp_path):
+    found = shardload.load(write(models[family], tmp_path, to), mesh="1x1")
+    assert type(found) is type(models[family])
+    assert settings_of(found) == settings_of(models[family])
+
+
+def test_outputs_are_equal(models, tmp_path):
+    tokens = small_folders.TOKENS
+    inputs = {"token_ids": tokens, "padding_mask": np.ones_like(tokens)}
+    found = shardload.load(write(models["qwen3"], tmp_path, "preset"), mesh="1x1")
+    one, two = (np.asarray(jax.jit(model)(inputs)) for model in (models["qwen3"], found))
+    assert one.tobytes() == two.tobytes()
+
+
+def test_a_second_copy_has_the_settings_too(models, tmp_path):
+    write(shardload.load(write(models["bert"], tmp_path, "preset"), mesh="1x1"), tmp_path / "again", "step")
+    assert settings_of(shardload.load(tmp_path / "again/step", mesh="1x1")) == settings_of(models["bert"])
+
+
+@pytest.mark.parametrize("to", ["preset", "step", "m.weights.h5"])
+def test_values_in_a_model_with_other_settings_are_reported(to, models, tmp_path):
+    path = write(models["bert"], tmp_path, to)
+    config = keras.saving.serialize_keras_object(models["bert"])
+    other = keras.saving.deserialize_keras_object(config)
+    report = shardload.restore(other, path) if to == "step" else shardload.load_weights(other, path)
+    assert [note for note in report.notes if "layers of this model have another activation, epsilon" in note]
+
+
+@pytest.mark.parametrize(
+    "wrong", [3, {"layers": 3}, {"a": {"call": 1.0}}, {"a": {"epsilon": "1"}}, {"a": {"epsilon": -1.0}}]
+)
+def test_a_wrong_entry_is_refused(wrong, models, tmp_path):
+    path = write(models["qwen3"], tmp_path, "preset") / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "shardload_attributes": wrong}))
+    with pytest.raises(SourceError, match="The configuration has .*invalid attribute"):
+        shardload.load(tmp_path / "preset", mesh="1x1")
