@@ -89,5 +89,5 @@ def test_values_in_a_model_with_other_settings_are_reported(to, models, tmp_path
 def test_a_wrong_entry_is_refused(wrong, models, tmp_path):
     path = write(models["qwen3"], tmp_path, "preset") / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "shardload_attributes": wrong}))
-    with pytest.raises(SourceError, match="The configuration has .*invalid attribute"):
+    with pytest.raises(SourceError, match=r"The configuration has .*invalid attribute"):
         shardload.load(tmp_path / "preset", mesh="1x1")
