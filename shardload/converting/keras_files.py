@@ -92,13 +92,14 @@ def saved(root: Any, source: Source, dtypes: Mapping[int, Any], *, skip: Any = N
 def file(
     source: Source, dtypes: Mapping[int, Any], target: Path, dtype: str | None, shard_bytes: int | None
 ) -> ConversionPlan:
-    """Plan one file, or an index with shards, as Keras writes them for the model, or for a backbone without a head."""
+    """Plan one file, or an index with shards, as Keras writes them for the model."""
     from shardload.writers import h5
 
-    root = source.backbone if source.is_hub and not source.is_live and not head_of(source) else source.model
+    root = source.model
     found = saved(root, source, dtypes)
     notes: tuple[str, ...] = ()
-    optimizer = getattr(root, "optimizer", None) if source.is_live else None
+    # KerasHub compiles every new task, whatever its source has.
+    optimizer = getattr(root, "optimizer", None) if source.is_live or source.is_hub else None
     if getattr(optimizer, "built", False):
         notes = ("the state of the optimizer was left out: only weights are saved, so Keras warns when it loads them",)
     elif optimizer is not None:  # Keras requires the few variables of an optimizer that was not built

@@ -4,6 +4,7 @@ import json
 
 import jax
 import keras
+import keras_hub
 import numpy as np
 import pytest
 import small_folders
@@ -51,6 +52,15 @@ def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hf")
     written = {name: small_folders.write(folder / name, name, **entries) for name, entries in FOLDERS.items()}
     return {name: shardload.load(path, mesh="1x1") for name, path in written.items()}
+
+
+@pytest.mark.parametrize("name", ["m.weights.h5", "m.weights.json"])
+def test_a_task_comes_back_as_a_task(name, tmp_path):
+    folder = small_folders.write(tmp_path / "hf", "gpt2", architectures=["GPT2LMHeadModel"])
+    shardload.convert(folder, tmp_path / name)
+    model = shardload.load(tmp_path / name, mesh="1x1")
+    assert type(model) is keras_hub.models.GPT2CausalLM
+    model.load_weights(tmp_path / name)
 
 
 @pytest.mark.parametrize("to", WRITTEN)
