@@ -107,14 +107,16 @@ def file(
     stem = target.name.removesuffix(ENDING).removesuffix(INDEX_ENDING)
     sidecars = {}
     try:
-        described = json.dumps(with_dtype(model_config(root), dtype), indent=2)
-        sidecars[f"{stem}.json"] = described.encode()
+        described = with_dtype(model_config(root), dtype)
+        if original := source.companions.config(TRANSFORMERS):
+            described[sidecar_files.ENTRY] = original
+        sidecars[f"{stem}.json"] = json.dumps(described, indent=2).encode()
     except Exception as error:  # of any kind: a live model's own get_config, or none
         if not source.is_live:
             raise
         why = str(error).strip().partition("\n")[0] or type(error).__name__
         notes += (f"{stem}.json was not written, because Keras cannot describe this model: {why}",)
-    others = [*source.companions.keras, *source.companions.transformers]
+    others = [*source.companions.keras, *(set(source.companions.transformers) - {"config.json"})]
     notes += (f"{len(others)} other files were left out: {others[0]} …",) if others else ()
     notes += _left_out(found.left)
     if target.name.endswith(ENDING):

@@ -11,18 +11,22 @@ expects it, and the other family in a folder, so that a round trip loses nothing
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shardload.hub.sidecar import config_beside
 from shardload.loaders import spec_of
 from shardload.manifest import Manifest
 from shardload.stores.json_files import parse_object, read_object
 from shardload.text.gguf_files import tokenizer_files
 
 KERAS, TRANSFORMERS = "keras", "transformers"
+ENTRY = "shardload_transformers"
+"""Name of the entry with Hugging Face's configuration in the file next to Keras' weights; Keras ignores it."""
 STATE = "state.json"
 """File in the Keras family with values of other variables (seeds), for formats that cannot store them."""
 _WEIGHTS = (".h5", ".weights.json", ".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
@@ -59,10 +63,20 @@ def companions_of(manifest: Manifest) -> Companions:
         return _of_header(manifest)
     one, other = spec.keras_files, spec.transformers_files
     if one is None or other is None:
-        return Companions()
+        return _of_sidecar(manifest) if spec.described_by == "keras-sidecar" else Companions()
     keras, left_out = _files(source / one, skip=other)
     transformers, also = _files(source / other, skip=one)
     return Companions(keras, transformers, {one: left_out, other: also}.get(".", ()))
+
+
+def _of_sidecar(manifest: Manifest) -> Companions:
+    """Return Hugging Face's configuration, if the file next to Keras' weights has it."""
+    found = (config_beside(manifest) or {}).get(ENTRY)
+    return (
+        Companions({}, {"config.json": json.dumps(found, indent=2).encode()})
+        if isinstance(found, dict)
+        else Companions()
+    )
 
 
 def _of_header(manifest: Manifest) -> Companions:

@@ -187,6 +187,7 @@ def _safetensors(
 
     rounded = transformers.ROUNDED.get(config["model_type"])
     note = f"KerasHub rounds these tensors to {rounded} when it reads them; they were written unrounded"
+    notes += _left_out_fields(source, config)
     return ConversionPlan(HUGGING_FACE.name, copies, make, {}, (*notes, note) if rounded else notes)
 
 
@@ -251,7 +252,22 @@ def _transformers_config(source: Source, dtypes: Mapping[int, Any], dtype: str |
     # A GGUF file's configuration is made from its header in Hugging Face's form: enough for the other families.
     if spec_of(source.manifest).is_hugging_face and not transformers.is_written(source.backbone):
         return {**source.manifest.config, "torch_dtype": most}
-    return transformers.config_of(source.backbone, most)
+    known = source.manifest.config if spec_of(source.manifest).is_hugging_face else {}
+    return transformers.config_of(source.backbone, most, known=known)
+
+
+def _left_out_fields(source: Source, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Name the fields of a configuration made from the backbone alone that neither it nor the source has."""
+    if source.origin is not None or source.companions.config(TRANSFORMERS) is not None:
+        return ()
+    longest = "n_positions" in config
+    missing = [n for n in transformers.UNKNOWN if n not in config and not (longest and n == transformers.UNKNOWN[0])]
+    if not missing:
+        return ()
+    return (
+        f"config.json lacks {', '.join(missing)}, which the source does not have: transformers uses its own defaults. "
+        "Add them if you know them",
+    )
 
 
 # ---- Orbax --------------------------------------------------------------------------------------

@@ -30,12 +30,13 @@ _NOT_COMPARED = ("name", "dtype", "trainable", "dropout")
 _ALTERNATIVES = "Choose the format h5 or orbax"
 
 
-def config_of(backbone: Any, dtype: str) -> Config:
+def config_of(backbone: Any, dtype: str, *, known: Mapping[str, Any] | None = None) -> Config:
     """Return the ``config.json`` of a backbone.
 
     Args:
         backbone: A KerasHub backbone, abstract or not.
         dtype: Dtype of most of the weights.
+        known: Where the fields in `UNKNOWN` come from, if the source has them.
 
     Raises:
         UnsupportedError: When its architecture is not supported, or it was altered in a way that Hugging Face's
@@ -44,7 +45,9 @@ def config_of(backbone: Any, dtype: str) -> Config:
     kind = type(backbone).__name__
     if kind not in _FAMILIES:
         raise UnsupportedError(f"Cannot write {kind} for Hugging Face, only {', '.join(_FAMILIES)}. {_ALTERNATIVES}")
-    config = {**_FAMILIES[kind](backbone), "torch_dtype": dtype}
+    # The longest text and token ids are never guessed: wrong ones would be silently obeyed.
+    known = {name: value for name, value in (known or {}).items() if name in UNKNOWN}
+    config = {**known, **_FAMILIES[kind](backbone), "torch_dtype": dtype}
     # The functions below write few of a backbone's settings, so KerasHub must read the same backbone from the result.
     try:
         with abstraction.abstract():
@@ -194,9 +197,11 @@ def _decoder(backbone: Any, model_type: str, architecture: str) -> Config:
     }
 
 
-# Some fields that transformers needs have no counterpart in KerasHub's classes: token ids, the longest text, Gemma's
-# rotary base (a constant in KerasHub's layers). They get the values of the released models.
-_GEMMA_TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+UNKNOWN = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
+"""Fields that KerasHub's classes do not have: they come from the source, or are left out."""
+
+
+# The constants below are those of KerasHub's layers: Gemma's rotary bases, the epsilon of GPT-2.
 
 
 def _gemma(backbone: Any) -> Config:
@@ -209,11 +214,9 @@ def _gemma(backbone: Any) -> Config:
         # Gemma's activation is read from the first name, Gemma 2's from the second.
         "hidden_act": "gelu_pytorch_tanh",
         "hidden_activation": "gelu_pytorch_tanh",
-        "max_position_embeddings": 8192,
         "rope_theta": 10000.0,
         "attention_bias": False,
         "tie_word_embeddings": True,
-        **_GEMMA_TOKENS,
     }
     if not is_second:
         return common
@@ -244,7 +247,6 @@ def _gemma3(backbone: Any) -> Config:
         "intermediate_size": backbone.intermediate_dim,
         "head_dim": backbone.head_dim,
         "hidden_activation": "gelu_pytorch_tanh",
-        "max_position_embeddings": 32768,
         "query_pre_attn_scalar": _scalar(backbone),
         "sliding_window": backbone.sliding_window_size,
         "sliding_window_pattern": 6,  # as in KerasHub's class: every sixth layer attends to all tokens
@@ -255,7 +257,6 @@ def _gemma3(backbone: Any) -> Config:
         "final_logit_softcapping": backbone.final_logit_soft_cap,
         "attention_bias": False,
         "tie_word_embeddings": True,
-        **_GEMMA_TOKENS,
     }
 
 
@@ -264,7 +265,6 @@ def _llama3(backbone: Any) -> Config:
         **_decoder(backbone, "llama", "LlamaForCausalLM"),
         "intermediate_size": backbone.intermediate_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": 131072 if backbone.rope_frequency_adjustment_factor else 8192,
         "rope_theta": backbone.rope_max_wavelength,
         "attention_bias": False,
         "mlp_bias": False,
@@ -288,7 +288,6 @@ def _plain_decoder(backbone: Any, model_type: str, architecture: str) -> Config:
         **_decoder(backbone, model_type, architecture),
         "intermediate_size": backbone.intermediate_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": 32768,
         "rope_theta": backbone.rope_max_wavelength,
         "tie_word_embeddings": bool(getattr(backbone, "tie_word_embeddings", False)),
     }
@@ -334,8 +333,6 @@ def _gpt2(backbone: Any) -> Config:
         "activation_function": "gelu_new",
         "layer_norm_epsilon": 1e-5,  # a constant in KerasHub's class
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), backbone.dropout),
-        "bos_token_id": 50256,
-        "eos_token_id": 50256,
         "tie_word_embeddings": True,
     }
 
@@ -354,7 +351,6 @@ def _bert(backbone: Any) -> Config:
         "hidden_act": "gelu",
         "layer_norm_eps": 1e-12,  # a constant in KerasHub's class
         **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), backbone.dropout),
-        "pad_token_id": 0,
     }
 
 

@@ -57,7 +57,9 @@ def test_a_hugging_face_folder_is_what_converting_the_source_gives(name, mesh, p
     assert same(made[name, "safetensors"], tmp_path / "out")
     assert report.tensors == len(shardload.inspect(tmp_path / "out").tensors)
     assert (report.source, report.format) == (model.name, "hf-safetensors")
-    assert [note.partition(":")[0] for note in report.notes] == ["no tokenizer was written"]
+    tokenizer, fields = report.notes
+    assert tokenizer.startswith("no tokenizer was written")
+    assert fields.startswith("config.json lacks max_position_embeddings, bos_token_id, eos_token_id, pad_token_id, ")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert (tmp_path / "out/config.json").read_bytes() == (made[name, "safetensors"] / "config.json").read_bytes()
     assert equal(values(shardload.load(tmp_path / "out", mesh="1x8")), values(model))

@@ -1,6 +1,7 @@
 """What loading sets on layers, and arguments that KerasHub does not serialise, come back from every file we write."""
 
 import json
+import shutil
 
 import jax
 import keras
@@ -91,6 +92,32 @@ def test_values_in_a_model_with_other_settings_are_reported(to, models, tmp_path
     other = keras.saving.deserialize_keras_object(config)
     report = shardload.restore(other, path) if to == "step" else shardload.load_weights(other, path)
     assert [note for note in report.notes if "layers of this model have another activation, epsilon" in note]
+
+
+TOKENS = {"max_position_embeddings": 128, "bos_token_id": 7, "eos_token_id": [3, 4], "pad_token_id": 9}
+
+
+@pytest.mark.parametrize("through", ["m.weights.h5", "preset", "orbax"])
+def test_the_longest_text_and_token_ids_go_back_to_hugging_face(through, tmp_path):
+    folder = small_folders.write(tmp_path / "hf", "llama", **TOKENS)
+    shardload.convert(folder, tmp_path / through, to=None if "." in through else through)
+    shardload.convert(tmp_path / through, tmp_path / "back", to="safetensors")
+    assert json.loads((tmp_path / "back/config.json").read_text()).items() >= TOKENS.items()
+
+
+@pytest.mark.parametrize(
+    "family", ["gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3", "gpt2", "bert"]
+)
+def test_what_the_source_does_not_know_is_left_out_and_said(family, tmp_path):
+    shardload.convert(small_folders.write(tmp_path / "hf", family), tmp_path / "preset", to="preset")
+    shutil.rmtree(tmp_path / "preset/transformers")  # as in a preset of KerasHub
+    report = shardload.convert(tmp_path / "preset", tmp_path / "out", to="safetensors")
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert not {"bos_token_id", "eos_token_id", "pad_token_id"} & config.keys()
+    assert config.get("max_position_embeddings", config.get("n_positions")) == (
+        64 if family in ("gpt2", "bert") else None
+    )
+    assert [note for note in report.notes if "bos_token_id, eos_token_id, pad_token_id, which the source" in note]
 
 
 @pytest.mark.parametrize(
