@@ -43,6 +43,7 @@ from shardload.keras_bridge.lora import hidden, lora_layers
 from shardload.loaders import open_manifest, spec_of
 from shardload.loaders.registry import spec_named
 from shardload.mapping import map_weights
+from shardload.pipeline import arguments
 from shardload.progress import Progress, ProgressLike, as_progress
 from shardload.reports.names import printable
 from shardload.resolve import resolve
@@ -107,6 +108,7 @@ def convert(
     max_shard_bytes: int | str | None = None,
     overwrite: bool = False,
     progress: ProgressLike = None,
+    ignore: Sequence[str] = (),
     ignore_config: Sequence[str] = (),
     merge_lora: bool = False,
     base: PathLike | None = None,
@@ -130,6 +132,7 @@ def convert(
             5 GB by default for safetensors, 5 GiB for ``.weights.json``; a preset is split only if this is given.
         overwrite: Replace an existing checkpoint at ``dst``.
         progress: As for `shardload.load`.
+        ignore: Tensors to leave out, as for `shardload.load`; of the base, if there is one.
         ignore_config: As for `shardload.load`.
         merge_lora: Merge the factors of LoRA into the kernels, which is arithmetic: in float32, rounded once to the
             dtype of the kernel. A source with LoRA is refused otherwise, unless ``to`` is ``"orbax"``.
@@ -154,7 +157,7 @@ def convert(
     shard_bytes = shard_bytes_for(target, kind, max_shard_bytes)
     check_free(target, folder=not is_file_name(target), overwrite=overwrite)
     found = resolve(src)
-    source = _open(found.path, base, dtype=name, ignore_config=ignore_config)
+    source = _open(found.path, base, dtype=name, ignore=arguments.patterns(ignore), ignore_config=ignore_config)
     for manifest in source.manifests:
         _refuse_itself(Path(manifest.source), target)
     # Recorded before the first value is read, and compared before the result is published.
@@ -177,12 +180,14 @@ def convert(
     )
 
 
-def _open(path: str, base: PathLike | None, *, dtype: str | None, ignore_config: Sequence[str]) -> Source:
+def _open(
+    path: str, base: PathLike | None, *, dtype: str | None, ignore: Sequence[str], ignore_config: Sequence[str]
+) -> Source:
     """Open the source; a partial step on top of its base."""
     adapters.check_base(open_manifest(path), base)
-    if base is None:
-        return open_source(path, dtype=dtype, ignore_config=ignore_config)
-    return adapters.on_base(open_source(resolve(base).path, dtype=dtype, ignore_config=ignore_config), path)
+    weights = path if base is None else resolve(base).path
+    source = open_source(weights, dtype=dtype, ignore=ignore, ignore_config=ignore_config)
+    return source if base is None else adapters.on_base(source, path)
 
 
 def _write(

@@ -87,12 +87,15 @@ class Source:
         return type(self.backbone).__module__.startswith("keras_hub.")
 
 
-def open_source(path: str, *, dtype: str | None = None, ignore_config: Sequence[str] = ()) -> Source:
+def open_source(
+    path: str, *, dtype: str | None = None, ignore: Sequence[str] = (), ignore_config: Sequence[str] = ()
+) -> Source:
     """Open a checkpoint, build its model and find the value of every variable.
 
     Args:
         path: Path of the checkpoint.
         dtype: Dtype of the model's floating-point variables; the checkpoint's by default. Affects computed values.
+        ignore: As for `shardload.load`.
         ignore_config: As for `shardload.load`.
 
     Raises:
@@ -107,7 +110,7 @@ def open_source(path: str, *, dtype: str | None = None, ignore_config: Sequence[
     companions = companions_of(manifest)
     model = _build(manifest, companions, dtype, ignore_config)
     mapping = map_weights(model, manifest)
-    lost = _check(mapping, manifest, model)
+    lost = _check(mapping, manifest, model, ignore)
     values = {id(b.variable): viewed(b, manifest) for b in mapping.bindings}
     # A step that computes may use all of a tensor, so only tensors that are merely viewed can be used in part.
     used = {name for computed in mapping.computed for name in computed.tensors}
@@ -144,26 +147,26 @@ def _build(manifest: Manifest, companions: Companions, dtype: str | None, ignore
         return kerashub.build_model(described, dtype=dtype, ignore_config=ignore_config)
 
 
-def _check(mapping: VariableMap, manifest: Manifest, model: Any) -> tuple[str, ...]:
+def _check(mapping: VariableMap, manifest: Manifest, model: Any, ignore: Sequence[str]) -> tuple[str, ...]:
     """Refuse a source that cannot be converted completely; return notes on what is left out on purpose."""
     source = manifest.source
     wrong = [*map(str, mapping.mismatched), *map(str, mapping.refused)]
     if wrong or mapping.missing:
         problem = wrong[0] if wrong else f"no tensor for {_some(mapping.missing)}"
         raise MismatchError(f"Cannot convert {source}: its tensors do not match its model: {problem}")
-    # A load may leave a head or a pooler behind; a conversion may only leave out what has no weights (buffers, copies).
-    found = sort_unused(mapping, manifest, model)
-    lost = [each.tensor for each in found.outside if each.is_weight]
-    notes = _left_out([each for each in found.outside if not each.is_weight])
+    # As in a load, a head or a pooler that KerasHub's class lacks is left behind, and a note says so.
+    found = sort_unused(mapping, manifest, model, ignore=ignore)
+    notes = _left_out(found.outside)
     state = [n for n in manifest.tensors if n.split("/")[0] in _STATE]
-    unread = [*found.unused, *lost, *mapping.skipped]
+    unread = [*found.unused, *mapping.skipped]
     unread = [n for n in unread if n.split("/")[0] not in (*_STATE, "task:optimizer")]
     if state:
         notes.append(f"{len(state)} tensors of optimizer and metrics were left out: only weights are converted")
     if unread:
         raise MismatchError(
             f"Cannot convert {source}: {len(unread)} tensors would be lost, because its model has no variable for "
-            f"them: {_some(unread)}. Correct its configuration, or remove them"
+            f"them: {_some(unread)}. Correct its configuration, or leave them out: ignore=[{unread[0]!r}] (--ignore "
+            f"{unread[0]})"
         )
     return tuple(notes)
 

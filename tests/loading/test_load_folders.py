@@ -365,15 +365,30 @@ def test_vision_towers_as_transformers_5_names_them(tmp_path):
 # ---- conversion ----------------------------------------------------------------------------------
 
 
-def test_conversion_leaves_out_what_holds_no_weights_and_refuses_to_lose_a_head(tmp_path):
+def test_conversion_leaves_out_what_a_load_leaves_out_and_says_so(tmp_path):
     buffers = {"bert.embeddings.position_ids": NUMBERS}
     folder = edited(tmp_path, "bert", add=buffers)
     notes = shardload.convert(folder, tmp_path / "preset", to="h5").notes
     assert any("'bert.embeddings.position_ids' left out: a buffer" in note for note in notes)
     check_same(shardload.load(tmp_path / "preset", mesh="1x2"), reference("bert", False))
     folder = edited(tmp_path / "head", "bert", add={**buffers, "classifier.weight": HEAD})
-    with pytest.raises(MismatchError, match=r"would be lost, .* for them: 'classifier.weight'"):
+    notes = shardload.convert(folder, tmp_path / "out", to="h5").notes
+    assert any("'classifier.weight' left out: " in note for note in notes)
+    check_same(shardload.load(tmp_path / "out", mesh="1x2"), reference("bert", False))
+
+
+def test_conversion_leaves_out_what_is_ignored(tmp_path):
+    folder = edited(tmp_path, "bert", add={"encoder.odd.weight": HEAD})
+    with pytest.raises(
+        MismatchError, match=r"would be lost, .* --ignore encoder.odd.weight|ignore=\['encoder.odd.weight'\]"
+    ):
         shardload.convert(folder, tmp_path / "out", to="h5")
+    notes = shardload.convert(folder, tmp_path / "out", to="h5", ignore=["*.odd.*"]).notes
+    assert any("'encoder.odd.weight' left out: left out on request" in note for note in notes)
+    with pytest.raises(UsageError, match="matches no"):
+        shardload.convert(folder, tmp_path / "other", to="h5", ignore=["no_such"])
+    with pytest.raises(UsageError, match="expected a list of tensor names"):
+        shardload.convert(folder, tmp_path / "other", to="h5", ignore="*.odd.*")
 
 
 # ---- a file of a folder --------------------------------------------------------------------------
