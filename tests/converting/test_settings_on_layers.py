@@ -9,33 +9,19 @@ import keras_hub
 import numpy as np
 import pytest
 import small_folders
+from hub_settings import settings_of
 
 import shardload
 from shardload.errors import SourceError
-from shardload.keras_bridge.saving import saved_objects
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras 3.15, NumPy 2.4
 
 WRITTEN = ("preset", "m.weights.h5", "m.weights.json", "step", "orbax")
-IGNORED = ("name", "is_awq_calibrated", "is_gptq_calibrated")
-"""Of no consequence: the last two say what quantisation did to a layer, and only some layers have them."""
 FOLDERS = {
     "qwen3": {"rms_norm_eps": 1e-6},  # KerasHub's norms of queries and keys have a constant epsilon
     "bert": {"hidden_act": "gelu", "layer_norm_eps": 1e-6},
     "llama": {"tie_word_embeddings": True},
 }
-
-
-def settings_of(model):
-    """Every plain attribute of every layer; activations by what they compute."""
-    found = {}
-    for path, layer in saved_objects(model):
-        for name, value in vars(layer).items():
-            if name in ("activation", "act_layer") and callable(value):
-                found[path, name] = np.asarray(value(np.array([-1.0, 0.5], np.float32))).tolist()
-            elif not name.startswith("_") and isinstance(value, int | float | str | None) and name not in IGNORED:
-                found[path, name] = value
-    return found
 
 
 def write(model, folder, to):
