@@ -15,12 +15,15 @@ from shardload.hub.config_defaults import completed
 from shardload.hub.config_forms import GENERATORS, architecture_of
 
 Config = Mapping[str, Any]
-MAX_LAYERS, MAX_SIZE = 1000, 1 << 24
-"""More than any model has. Without a limit, the list for a damaged configuration would fill the memory."""
+MAX_LAYERS, MAX_SIZE, MAX_EXPERTS = 1000, 1 << 24, 1 << 15
+"""More than any model has, with the experts of all layers together.
+
+Without a limit, the list for a damaged configuration would fill the memory."""
 _LAYERS = ("num_hidden_layers", "n_layer")
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _DECODER_SIZES = ("vocab_size", *_SIZES, "num_key_value_heads")
 _BERT_SIZES = ("vocab_size", *_SIZES, "max_position_embeddings", "type_vocab_size")
+_QWEN_MOE_SIZES = (*_DECODER_SIZES, "num_experts", "moe_intermediate_size")
 _GPT2_SIZES = ("vocab_size", "n_embd", "n_layer", "n_head", "n_positions")
 
 
@@ -62,6 +65,12 @@ def _check(config: Config, sizes: tuple[str, ...]) -> None:
             raise SourceError(
                 f"its configuration sets {key}={size!r:.60}, expected a whole number from 1 to {most}. Correct it"
             )
+    experts = config.get("num_local_experts") or config.get("num_experts") or 0
+    if experts * config.get("num_hidden_layers", 0) > MAX_EXPERTS:
+        raise SourceError(
+            f"its configuration sets {experts} experts in {config['num_hidden_layers']} layers, expected at most "
+            f"{MAX_EXPERTS} in all layers. Correct it"
+        )
     # Each key-value head serves as many query heads as any other.
     if "num_key_value_heads" in sizes and config["num_attention_heads"] % config["num_key_value_heads"]:
         raise SourceError(
@@ -79,7 +88,7 @@ def _decoder(config: Config) -> Iterator[Spec]:
     for i in range(config["num_hidden_layers"]):
         at = f"model.layers.{i}"
         yield from _attention(config, f"{at}.self_attn", one=one)
-        yield from _gated_mlp(config, f"{at}.mlp")
+        yield from _feed_forward(config, i, at)
         yield Spec(f"{at}.input_layernorm.weight", (hidden,), one)
         yield Spec(f"{at}.post_attention_layernorm.weight", (hidden,), one)
         if kind in ("gemma2", "gemma3_text"):  # norms before and after both parts of a block
@@ -96,27 +105,54 @@ def _attention(config: Config, at: str, *, one: bool) -> Iterator[Spec]:
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or hidden // heads
     queries, keys = heads * head_dim, config["num_key_value_heads"] * head_dim
-    biased = config["model_type"] != "mistral" and bool(config.get("attention_bias"))  # Mistral ignores the field
+    biased = config["model_type"] not in ("mistral", "mixtral", "qwen2_moe") and bool(config.get("attention_bias"))
     # Qwen 2 has biases of query, key and value, and no field for them.
     for letter, out in (("q", queries), ("k", keys), ("v", keys)):
         yield Spec(f"{at}.{letter}_proj.weight", (out, hidden))
-        if biased or config["model_type"] == "qwen2":
+        if biased or config["model_type"] in ("qwen2", "qwen2_moe"):
             yield Spec(f"{at}.{letter}_proj.bias", (out,))
     yield Spec(f"{at}.o_proj.weight", (hidden, queries))
     if biased:
         yield Spec(f"{at}.o_proj.bias", (hidden,))
-    if config["model_type"] in ("gemma3_text", "qwen3"):
+    if config["model_type"] in ("gemma3_text", "qwen3", "qwen3_moe"):
         yield Spec(f"{at}.q_norm.weight", (head_dim,), one)
         yield Spec(f"{at}.k_norm.weight", (head_dim,), one)
 
 
-def _gated_mlp(config: Config, at: str) -> Iterator[Spec]:
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
+def _feed_forward(config: Config, layer: int, at: str) -> Iterator[Spec]:
+    hidden, kind = config["hidden_size"], config["model_type"]
+    if kind == "mixtral":
+        yield Spec(f"{at}.block_sparse_moe.gate.weight", (config["num_local_experts"], hidden))
+        for i in range(config["num_local_experts"]):
+            yield from _gated_mlp(config, f"{at}.block_sparse_moe.experts.{i}", names=("w1", "w3", "w2"))
+    elif kind.endswith("_moe") and _has_experts(config, layer):
+        yield Spec(f"{at}.mlp.gate.weight", (config["num_experts"], hidden))
+        for i in range(config["num_experts"]):
+            yield from _gated_mlp(config, f"{at}.mlp.experts.{i}", size="moe_intermediate_size")
+        if kind == "qwen2_moe":
+            yield from _gated_mlp(config, f"{at}.mlp.shared_expert", size="shared_expert_intermediate_size")
+            yield Spec(f"{at}.mlp.shared_expert_gate.weight", (1, hidden))
+    else:
+        yield from _gated_mlp(config, f"{at}.mlp")
+
+
+def _has_experts(config: Config, layer: int) -> bool:
+    """Whether a layer of Qwen has experts."""
+    return layer not in (config.get("mlp_only_layers") or ()) and (layer + 1) % config["decoder_sparse_step"] == 0
+
+
+_GATED = ("gate_proj", "up_proj", "down_proj")
+
+
+def _gated_mlp(
+    config: Config, at: str, *, names: tuple[str, ...] = _GATED, size: str = "intermediate_size"
+) -> Iterator[Spec]:
+    hidden, inner = config["hidden_size"], config[size]
     biased = config["model_type"] == "llama" and bool(config.get("mlp_bias"))
-    for name, shape in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
-        yield Spec(f"{at}.{name}_proj.weight", shape)
+    for name, shape in zip(names, ((inner, hidden), (inner, hidden), (hidden, inner)), strict=True):
+        yield Spec(f"{at}.{name}.weight", shape)
         if biased:
-            yield Spec(f"{at}.{name}_proj.bias", shape[:1])
+            yield Spec(f"{at}.{name}.bias", shape[:1])
 
 
 def _gpt2(config: Config) -> Iterator[Spec]:
@@ -164,6 +200,9 @@ def _norm(at: str, hidden: int) -> Iterator[Spec]:
 _DECODERS = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3")
 _FAMILIES: Mapping[str, tuple[Callable[[Config], Iterator[Spec]], tuple[str, ...]]] = {
     **dict.fromkeys(_DECODERS, (_decoder, _DECODER_SIZES)),
+    "mixtral": (_decoder, (*_DECODER_SIZES, "num_local_experts")),
+    "qwen2_moe": (_decoder, (*_QWEN_MOE_SIZES, "shared_expert_intermediate_size", "decoder_sparse_step")),
+    "qwen3_moe": (_decoder, (*_QWEN_MOE_SIZES, "decoder_sparse_step")),
     "gpt2": (_gpt2, _GPT2_SIZES),
     "bert": (_bert, _BERT_SIZES),
 }

@@ -1,15 +1,18 @@
 """A plan from a configuration alone is that of the checkpoint itself; only a plan needs no weights."""
 
 import json
+import math
 import shutil
 import socket
 
+import hub_folders
 import pytest
 import small_folders
 
 import shardload
 from shardload.errors import ShardloadError, SourceError, SourceNotFoundError, UnsupportedError
 from shardload.hub import kerashub
+from shardload.hub.tensors import transformers_tensors
 from shardload.loaders import open_manifest
 from shardload.resolve import hubs
 from shardload.resolve.architectures import ARCHITECTURES, scaled
@@ -224,12 +227,45 @@ def test_biases_that_the_model_cannot_use_are_listed(tmp_path):
     }
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe"])
+def test_a_model_with_experts_plans_as_its_checkpoint(family, tmp_path):
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    hub_folders.write(whole, family, hub_folders.build(whole, family), unwanted=False)
+    config = {**hub_folders.config_of(family), "architectures": [CAUSAL[family]], "torch_dtype": "float32"}
+    (whole / "config.json").write_text(json.dumps(config))
+    plans = [shardload.plan(folder, mesh="2x4") for folder in (whole, without_weights(whole))]
+    # The names of layers are numbered as they are built.
+    one, two = (facts(plan, without=("seconds", "notes", "source", "computed")) for plan in plans)
+    assert one == two
+    assert len(plans[0].computed) == len(plans[1].computed)
+
+
+CAUSAL = {"mixtral": "MixtralForCausalLM", "qwen2_moe": "Qwen2MoeForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+MIXTRAL = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+MIXTRAL |= {"num_key_value_heads": 8, "num_local_experts": 8, "vocab_size": 32000, "model_type": "mixtral"}
+QWEN3 = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32}
+QWEN3 |= {"num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "moe_intermediate_size": 768}
+QWEN3 |= {"vocab_size": 151936, "model_type": "qwen3_moe"}
+
+
+@pytest.mark.parametrize(("config", "published"), [(MIXTRAL, 46_702_792_704), (QWEN3, 30_532_122_624)])
+def test_experts_are_counted_as_published(config, published):
+    assert sum(math.prod(spec.shape) for spec in transformers_tensors(config)) == published
+
+
+def test_more_experts_than_any_model_has_are_refused():
+    with pytest.raises(SourceError, match="sets 2000 experts in 32 layers, expected at most 32768"):
+        transformers_tensors({**MIXTRAL, "num_local_experts": 2000})
+
+
 def test_a_model_type_whose_tensors_are_not_known_says_which_are(tmp_path):
-    folder = config_folder(tmp_path / "mixtral", {"model_type": "mixtral"})
+    folder = config_folder(tmp_path / "bloom", {"model_type": "bloom"})
     with pytest.raises(
         UnsupportedError,
-        match=r"Cannot plan .*mixtral, which has no weights: .* model_type 'mixtral' .* only those of bert, gemma, "
-        r"gemma2, gemma3_text, gpt2, llama, mistral, qwen2, qwen3\. Download its weights to that folder",
+        match=r"Cannot plan .*bloom, which has no weights: .* model_type 'bloom' .* only those of bert, gemma, "
+        r"gemma2, gemma3_text, gpt2, llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe\. "
+        r"Download its weights to that folder",
     ):
         shardload.plan(folder)
 
