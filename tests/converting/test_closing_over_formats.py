@@ -12,6 +12,9 @@ from shardload.errors import UnsupportedError
 pytestmark = [
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # Keras 3.15, NumPy 2.4
     pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method:UserWarning"),
+    # Of KerasHub's Swin, about its own masks.
+    pytest.mark.filterwarnings("ignore:Layer .* was passed an input with a mask:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Layer .* looks like it has unbuilt state:UserWarning"),
 ]
 
 FORMATS = ("preset", "m.weights.h5", "m.weights.json", "orbax", "safetensors")
@@ -20,11 +23,12 @@ CHEAP = ("gpt2", "bert")
 
 
 def convert(source, target):
-    """The target, or ``None`` if Hugging Face folders of this family cannot be written, which an error says."""
+    """The target, or ``None`` if this family cannot be written in its format, which an error says."""
     try:
         shardload.convert(source, target, to=None if "." in target.name else target.name)
     except UnsupportedError as error:
-        assert target.name == "safetensors" and "Choose the format h5 or orbax" in str(error)
+        assert target.name != "orbax"
+        assert "Choose the format " in str(error)
         return None
     return target
 

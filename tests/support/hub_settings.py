@@ -4,8 +4,9 @@ import numpy as np
 
 from shardload.keras_bridge.saving import saved_objects
 
-IGNORED = ("name", "is_awq_calibrated", "is_gptq_calibrated")
-"""Of no consequence: the last two say what quantisation did to a layer, and only some layers have them."""
+IGNORED = ("name", "training", "is_awq_calibrated", "is_gptq_calibrated")
+"""Of no consequence: KerasHub's converter sets ``training`` on a SmolLM3, which nothing reads; the last two say what
+quantisation did to a layer, and only some layers have them."""
 
 
 def settings_of(model):
