@@ -32,7 +32,20 @@ from shardload.optimizers import REKLS
 from shardload.stores.local import local_target
 
 RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
-COLORS = {"REKLS": "#c0392b", "REKLS, first update too": "#e59866", "AdamW": "#2874a6", "Muon": "#229954"}
+COLORS = {
+    "REKLS": "#c0392b",
+    "REKLS, rank_tolerance=0": "#e59866",
+    "REKLS, bfloat16 factors": "#7d3c98",
+    "REKLS, first update too": "#b7950b",
+    "AdamW": "#2874a6",
+    "Muon": "#229954",
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "REKLS": {},
+    "REKLS, rank_tolerance=0": {"rank_tolerance": 0},
+    "REKLS, bfloat16 factors": {"factor_dtype": "bfloat16"},
+    "REKLS, first update too": {"skip_first_update": False},
+}
 VOCABULARY = 128
 SMOOTHED = 20
 """Losses are means over so many steps."""
@@ -107,7 +120,7 @@ def optimizer_of(name: str) -> Any:
         return keras.optimizers.AdamW(1e-3, weight_decay=0.01, beta_2=0.95, epsilon=1e-8)
     if name == "Muon":
         return keras.optimizers.Muon(1e-3, weight_decay=0.01, adam_weight_decay=0.01, adam_beta_2=0.95)
-    return REKLS(1e-3, weight_decay=0.01, skip_first_update=name == "REKLS")
+    return REKLS(1e-3, weight_decay=0.01, **OPTIONS[name])
 
 
 class Trainer:
@@ -170,14 +183,12 @@ def compare(options: argparse.Namespace) -> list[Run]:
     """Sweep, then repeat the best rate of each optimizer with further seeds."""
     corpus, found = text(), []
     given = {"steps": options.steps, "size": options.batch, "length": options.length, "warm_up": options.warm_up}
-    for name in COLORS:
-        if options.only not in name:
-            continue
+    for name in options.only or COLORS:
         trainer = Trainer(name, optimizer_of(name), partial(gemma, options.width))
-        sweep = [trainer.run(corpus, rate=rate, seed=0, **given) for rate in RATES]
+        sweep = [trainer.run(corpus, rate=rate, seed=0, **given) for rate in options.rates]
         best = min(sweep, key=lambda run: run.final).rate
         found += sweep + [trainer.run(corpus, rate=best, seed=seed, **given) for seed in range(1, options.seeds)]
-        for run in found[-len(RATES) - options.seeds + 1 :]:
+        for run in found[-len(options.rates) - options.seeds + 1 :]:
             print(
                 f"{name} {run.rate:g} seed {run.seed}: {run.final:.4f} {run.seconds:.0f} s", file=sys.stderr, flush=True
             )
@@ -249,11 +260,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", 1)[0])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rates", type=float, nargs="+", default=RATES)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--warm-up", type=float, default=0.1, help="share of the steps")
-    parser.add_argument("--only", default="", help="only the optimizers whose name contains this")
+    parser.add_argument("--only", action="append", choices=list(COLORS), help="only this one; can be repeated")
     parser.add_argument("--svg", type=local_target)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)

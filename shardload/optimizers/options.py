@@ -26,6 +26,8 @@ WHOLE_BYTES = 1 << 30
 """Default of ``whole_bytes``: less than a device's share of a large model's state, enough for a whole small model."""
 SMALLEST = float(np.finfo(np.float32).tiny)
 """Least number that float32 has in full precision."""
+BFLOAT16_NOISE = 2.0**-8
+"""Precision of bfloat16."""
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "weight_decay_method": DECAYS,
     "decomposition": DECOMPOSITIONS,
@@ -36,7 +38,14 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "limit_updates": (True, False),
 }
 _INTEGERS = ("precondition_frequency", "max_dimension")
-_LIMITS = {"beta_1": 1.0, "beta_2": 1.0, "factor_beta": 1.0, "relative_epsilon": 1.0, "adamw_ratio": math.inf}
+_LIMITS = {
+    "beta_1": 1.0,
+    "beta_2": 1.0,
+    "factor_beta": 1.0,
+    "relative_epsilon": 1.0,
+    "rank_tolerance": 1.0,
+    "adamw_ratio": math.inf,
+}
 """Arguments that are numbers from 0 up to, but not including, the limit."""
 
 
@@ -62,6 +71,7 @@ class Options:
     init_factor: float | str
     relative_epsilon: float
     limit_updates: bool
+    rank_tolerance: float
     adamw_for: AdamwFor
     adamw_ratio: float
     row_dims: Mapping[str, Sequence[int]]
@@ -100,7 +110,15 @@ class Options:
             starts_at_rms=self.starts_at_rms,
             relative_epsilon=self.relative_epsilon,
             limits_updates=self.limit_updates,
+            rank_tolerance=self.least_share,
         )
+
+    @property
+    def least_share(self) -> float:
+        """Smallest eigenvalue of an active direction, as a share of the largest."""
+        # Smaller eigenvalues of a factor in bfloat16 are rounding noise of the factor itself.
+        is_exact = self.factor_dtype == "float32" or not self.rank_tolerance
+        return self.rank_tolerance if is_exact else max(self.rank_tolerance, BFLOAT16_NOISE)
 
     @property
     def starts_at_rms(self) -> bool:

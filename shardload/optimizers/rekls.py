@@ -73,6 +73,10 @@ class REKLS(JointOptimizer):
             factor. The original has 0.
         limit_updates: Clip U to the largest update of Adam with these betas, 1.165 by default. The second moment is not
             rotated with the eigenbases, so without this, steps can be hundreds of learning rates long.
+        rank_tolerance: W moves only along eigenvectors whose eigenvalue is at least this share of the largest one, of
+            both factors. Along the others, gradients are rounding noise, which Adam would scale to full steps. With
+            ``factor_dtype="bfloat16"``, at least 2⁻⁸ is used, its precision. With 0, as in the original, W moves in all
+            directions, even a row that never has a gradient. See ``docs/rekls.md`` for what it costs.
         adamw_for: Variables that get AdamW regardless of shape: regular expressions for their paths, or a function that
             returns True for such a variable.
         adamw_ratio: Multiplies the learning rate of variables with AdamW.
@@ -109,6 +113,7 @@ class REKLS(JointOptimizer):
         init_factor: float | str = RMS,
         relative_epsilon: float = 0.01,
         limit_updates: bool = True,
+        rank_tolerance: float = 1e-5,
         adamw_for: AdamwFor = ADAMW_FOR,
         adamw_ratio: float = 1.0,
         row_dims: Mapping[str, Sequence[int]] | None = None,
@@ -133,6 +138,7 @@ class REKLS(JointOptimizer):
             init_factor=init_factor,
             relative_epsilon=relative_epsilon,
             limit_updates=limit_updates,
+            rank_tolerance=rank_tolerance,
             adamw_for=adamw_for,
             adamw_ratio=adamw_ratio,
             row_dims={} if row_dims is None else row_dims,

@@ -3,7 +3,7 @@
     G ─► factors      L ← β̂L + (1-β̂)/n · G inv(R) Gᵀ      R ← β̂R + (1-β̂)/m · Gᵀ inv(L) G     from the old eigenpairs
       ─► eigenpairs   L = Q_L diag(λ_L) Q_Lᵀ               R = Q_R diag(λ_R) Q_Rᵀ              descending
       ─► moments      Adam's, of Q_Lᵀ G Q_R: the gradient in coordinates of both eigenbases
-      ─► step         W ← W - lr · Q_L U Q_Rᵀ               U = M̂ / (√V̂ + ε)
+      ─► step         W ← W - lr · Q_L U Q_Rᵀ               U = M̂ / (√V̂ + ε), 0 where both are rounding noise
 
 SOAP (https://arxiv.org/abs/2409.11321) with the factors of KL-Shampoo (https://arxiv.org/abs/2509.03378), after
 NVIDIA Emerging-Optimizers, pull request 175. A side without a factor has the identity as its eigenbasis and ones as
@@ -66,6 +66,8 @@ class Settings:
     """Smallest divisor, as a share of the mean eigenvalue."""
     limits_updates: bool = False
     """Whether elements of U are clipped to `largest_update`."""
+    rank_tolerance: float = 0.0
+    """Smallest eigenvalue of a direction in which W moves, as a share of the largest; 0 moves W in all directions."""
 
     @property
     def largest_update(self) -> float:
@@ -146,8 +148,12 @@ def power_iteration(factors: Array, old: Eigenpairs) -> Eigenpairs:
     """
 
     def together(stack: Array, start: Eigenpairs) -> Eigenpairs:
+        images = product(stack, start.vectors)
+        # Long ones first: L maps null vectors to noise, which must not take the place of a direction with a gradient.
+        order = jnp.argsort(-jnp.linalg.norm(images, axis=-2))[..., None, :]
+        turned, _ = jnp.linalg.qr(jnp.take_along_axis(images, order, -1))
+        vectors = jnp.take_along_axis(turned, jnp.argsort(order), -1)
         # For given columns q, the Rayleigh quotients qᵀ L q are the closest there is to eigenvalues.
-        vectors, _ = jnp.linalg.qr(product(stack, start.vectors))
         return Eigenpairs(_quotients(stack, vectors), vectors)
 
     return _singly_on_cpu(together, factors, old)
@@ -222,6 +228,19 @@ def adam(moments: Moments, gradient: Array, step: Array, settings: Settings) -> 
     return Moments(first, second), unbiased[0] / (jnp.sqrt(unbiased[1]) + settings.epsilon)
 
 
+def active(pairs: Sides, settings: Settings) -> Array:
+    """Return which coordinates (m, n) of the eigenbases the gradients have reached; the others contain rounding noise.
+
+    Both eigenvectors of such a coordinate have eigenvalues of at least `rank_tolerance` times the largest.
+    """
+
+    def one(pair: Eigenpairs | None) -> Array:
+        # Eigenvalues that are all 0, as before the first decomposition, say nothing: everything is active.
+        return True if pair is None else pair.values >= settings.rank_tolerance * jnp.max(pair.values)
+
+    return jnp.reshape(one(pairs.left), (-1, 1)) & one(pairs.right)
+
+
 def moments_and_direction(
     moments: Moments, gradient: Array, pairs: tuple[Sides, Sides], *, step: Array, settings: Settings
 ) -> tuple[Moments, Array]:
@@ -235,8 +254,11 @@ def moments_and_direction(
         settings: Constants.
     """
     old, new = pairs
-    moved = Moments(rotated(moments.first, old, new), moments.second)
-    found, direction = adam(moved, into_basis(gradient, new), step, settings)
+    first, own = rotated(moments.first, old, new), into_basis(gradient, new)
+    # In exact arithmetic both are 0 in the other directions. Adam would turn their rounding noise into full steps.
+    if settings.rank_tolerance:
+        first, own = jnp.where(active(new, settings), jnp.stack([first, own]), 0)
+    found, direction = adam(Moments(first, moments.second), own, step, settings)
     # V is not rotated: where it is too small for the new coordinates, U is too large.
     if settings.limits_updates:
         direction = jnp.clip(direction, -settings.largest_update, settings.largest_update)
