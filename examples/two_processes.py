@@ -5,6 +5,9 @@ Start both: python examples/two_processes.py 0 run & python examples/two_process
 
 import sys
 
+if len(sys.argv) != 3 or sys.argv[1] not in ("0", "1"):
+    sys.exit("usage: two_processes.py PROCESS FOLDER, once with PROCESS 0 and at the same time with PROCESS 1")
+
 import jax
 
 import shardload  # before Keras, which then runs on JAX

@@ -166,6 +166,12 @@ def test_model_parallel(gemma3, tmp_path):
     assert said[-1].startswith("loss ") and said[-1].endswith("on 4 examples per row of the mesh")
 
 
+def test_two_processes_without_arguments(tmp_path):
+    child = start("two_processes.py", cwd=tmp_path)
+    said, complaint = child.communicate()
+    assert (said, child.returncode) == ("", 1) and complaint.startswith("usage: two_processes.py PROCESS FOLDER")
+
+
 @pytest.mark.slow
 def test_two_processes(gemma3, tmp_path):
     children = [start("two_processes.py", str(i), "run", cwd=tmp_path) for i in range(2)]
