@@ -31,6 +31,11 @@ way out. Each class subclasses the builtin a caller would expect, so ``except Va
 
 from __future__ import annotations
 
+import itertools
+import os
+import traceback
+from pathlib import Path
+
 __all__ = [
     "BackendError",
     "BudgetError",
@@ -61,6 +66,16 @@ __all__ = [
 
 class ShardloadError(Exception):
     """Base class of every error this package raises on purpose."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Return what IPython shows: the lines of the program up to the call into this package, and the message."""
+        package, console = f"{Path(__file__).parent}{os.sep}", f"{os.sep}IPython{os.sep}"
+        frames = traceback.extract_tb(self.__traceback__)
+        outer = itertools.takewhile(lambda frame: not frame.filename.startswith(package), frames)
+        # IPython's own frames come before those of the cell.
+        called = [frame for frame in outer if console not in frame.filename]
+        lines = "".join(traceback.format_list(called)).splitlines()
+        return [*lines, f"{type(self).__name__}: {self}"]
 
 
 class UsageError(ShardloadError, ValueError, TypeError):

@@ -14,6 +14,7 @@ bits unless another dtype is requested.
 from __future__ import annotations
 
 import errno
+import html
 import os
 import time
 from collections.abc import Sequence
@@ -89,6 +90,10 @@ class ConvertReport:
         resumed = f"; {self.resumed} were copied by an interrupted run" if self.resumed else ""
         lines = [f"{self.target}: {self.format}, {what}{resumed}", *(f"note: {note}" for note in self.notes)]
         return "\n".join(printable(line) for line in lines)
+
+    def _repr_html_(self) -> str:
+        """The text, for notebooks."""
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     def __repr__(self) -> str:
         notes = f", {plural(len(self.notes), 'note')}" if self.notes else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -77,6 +78,10 @@ class FastReport:
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.calls)) or "Nothing was loaded."
+
+    def _repr_html_(self) -> str:
+        """The text, for notebooks."""
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     def __repr__(self) -> str:
         ours = sum(call.by == "shardload" for call in self.calls)

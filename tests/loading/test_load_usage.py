@@ -8,8 +8,10 @@ from cli_fakes import run
 
 import shardload
 from shardload.console.options import Format
-from shardload.errors import BackendError, SourceError, UsageError
+from shardload.converting import ConvertReport
+from shardload.errors import BackendError, SourceError, SourceNotFoundError, UsageError
 from shardload.loaders.registry import names
+from shardload.reports.calls import FastReport
 
 NOWHERE = "./there/is/nothing"
 """Opening it would raise something else."""
@@ -112,6 +114,22 @@ def test_what_a_notebook_shows_is_short_or_the_table(tmp_path):
         assert html.startswith("<pre>") and "keras-archive" in html and str(tmp_path) in html
     manifest = shardload.inspect(tmp_path / "model.keras")
     assert repr(manifest) == f"<Manifest {tmp_path}/model.keras (keras-archive): 2 tensors, 20 parameters, 80 bytes>"
+
+
+def test_a_notebook_shows_the_text_of_other_reports():
+    done = ConvertReport("a", "<b>.weights.h5", "keras-h5", 2, 80, 0, 0.5, ("a & b",))
+    assert done._repr_html_().startswith("<pre>&lt;b&gt;.weights.h5: keras-h5, 2 tensors") and "\n" in str(done)
+    assert done._repr_html_().endswith("note: a &amp; b</pre>")
+    assert FastReport()._repr_html_() == "<pre>Nothing was loaded.</pre>"
+
+
+def test_a_notebook_shows_a_short_traceback(tmp_path):
+    """The line of the program, not ours; and the message, once."""
+    with pytest.raises(SourceNotFoundError) as caught:
+        shardload.load(tmp_path / "none.weights.h5")
+    shown = caught.value._render_traceback_()
+    assert len(shown) <= 4 and "shardload.load(tmp_path" in shown[1]
+    assert shown[-1] == f"SourceNotFoundError: {caught.value}" and "/shardload/" not in "".join(shown[:-1])
 
 
 def test_a_spelling_of_a_dtype_is_as_good_as_its_name(tmp_path):

@@ -22,6 +22,7 @@ PRIVATE_OF_OTHERS = {
     "_npy_value": "JAX: the copy on the host that an array keeps",
     "_path": "Keras: gives two variables one path",
     "_replace": "named tuples",
+    "_render_traceback_": "IPython: what a notebook shows of an error",
     "_repr_html_": "IPython: what a notebook shows",
     "_serialize_model_as_json": "Keras: what its own callback saves",
     "_tokenizer": "tokenizers: the trained vocabulary",
