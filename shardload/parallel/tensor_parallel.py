@@ -330,7 +330,10 @@ def _check_backend(name: str) -> None:
         return
     if str(name).lower() in OTHER_BACKENDS:
         raise BackendError.of_tensor_parallelism(name)
-    raise UsageError(f"Cannot use distributed_backend={name!r:.60}. Supported: 'auto', 'jax'")
+    raise UsageError(
+        f"Cannot use distributed_backend={name!r:.60}: XLA moves data between devices, so there is no other backend to "
+        "choose, also not for simulated devices on CPU. Supported: 'auto', 'jax'"
+    )
 
 
 def _one_count(device_count: int | None, world_size: int | None) -> int | None:

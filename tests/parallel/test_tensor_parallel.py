@@ -190,6 +190,7 @@ def test_contradicting_arguments_are_refused():
     model = nested(compiled=False)
     for error, match, arguments in (
         (UsageError, "Supported: 'auto', 'jax'", {"distributed_backend": "mpi"}),
+        (UsageError, "'fallback': XLA moves data .* simulated devices on CPU", {"distributed_backend": "fallback"}),
         (UsageError, "device_count=2 and world_size=4", {"device_count": 2, "world_size": 4}),
         (UsageError, "expected a positive integer", {"device_count": 0}),
         (UsageError, "give as many ids", {"device_count": 3, "device_ids": ["cpu:0"]}),
