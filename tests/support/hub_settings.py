@@ -4,9 +4,9 @@ import numpy as np
 
 from shardload.keras_bridge.saving import saved_objects
 
-IGNORED = ("name", "training", "is_awq_calibrated", "is_gptq_calibrated")
-"""Of no consequence: KerasHub's converter sets ``training`` on a SmolLM3, which nothing reads; the last two say what
-quantisation did to a layer, and only some layers have them."""
+IGNORED = ("name", "built", "training", "is_awq_calibrated", "is_gptq_calibrated")
+"""Of no consequence: the first call builds SmolLM3's rotary layer, and KerasHub's converter sets ``training`` on it,
+which nothing reads; the last two say what quantisation did to a layer, and only some layers have them."""
 
 
 def settings_of(model):
