@@ -60,7 +60,7 @@ def root() -> Path:
     """Return the local checkpoint root: ``SHARDLOAD_HOME``, else ``shardload`` in the user's cache.
 
     Raises:
-        UsageError: When ``SHARDLOAD_HOME`` is a file or a URL.
+        UsageError: When ``SHARDLOAD_HOME`` is a file or a URL, or without it, when there is no home folder.
     """
     if home := os.environ.get("SHARDLOAD_HOME"):
         folder = expanded(local_target(home)).absolute()
@@ -68,7 +68,13 @@ def root() -> Path:
             raise UsageError(f"Cannot use SHARDLOAD_HOME={folder}: it is a file. Set it to a folder, or unset it")
         return folder
     cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache").expanduser().absolute() / "shardload"
+    try:
+        return (Path(cache) if cache else Path.home() / ".cache").expanduser().absolute() / "shardload"
+    except RuntimeError as error:  # a container with an arbitrary user id
+        raise UsageError(
+            "Cannot find the checkpoint root: HOME is not set, and this user has no home folder. Set SHARDLOAD_HOME "
+            "to a folder, or HOME"
+        ) from error
 
 
 def resolve(source: str | os.PathLike[str], *, weights: bool = True) -> Resolved:

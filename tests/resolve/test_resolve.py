@@ -1,6 +1,7 @@
 """Names to paths: what wins, what is said when nothing answers, and that nothing heavy or slow happens."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +33,14 @@ def folder(path, **config):
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(config))
     return path
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
+    for name in ("SHARDLOAD_HOME", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 1 << 30)
+    with pytest.raises(UsageError, match="Set SHARDLOAD_HOME to a folder, or HOME"):
+        root()
 
 
 def test_a_path_wins_over_a_name(home):
