@@ -158,3 +158,8 @@ def dtype_name(wanted: Any) -> Any:
 def _name_of(wanted: Any) -> str:
     """Return the name of a dtype object: ``np.dtype("float32")``, ``np.float32``, ``jnp.float32``."""
     return str(getattr(getattr(wanted, "dtype", wanted), "name", getattr(wanted, "__name__", wanted)))
+
+
+def spare_bytes(n_bytes: int) -> int:
+    """Return the disk space to leave free when files of ``n_bytes`` are written: an eighth, from 1 to 64 MiB."""
+    return min(max(n_bytes // 8, 1 << 20), 64 << 20)

@@ -23,11 +23,9 @@ from shardload.converting.strided_copy import PieceWriter, Read, copy_view, part
 from shardload.errors import WriteError
 from shardload.manifest import View, c_strides
 from shardload.progress import Progress
-from shardload.units import format_bytes
+from shardload.units import format_bytes, spare_bytes
 from shardload.writers import TensorPlace
 
-_SPARE_BYTES = 64 << 20
-"""For headers, small files and the journal."""
 _COMPUTING = ("keras", "keras-hub", "numpy")
 """Packages whose versions affect computed values."""
 
@@ -163,8 +161,9 @@ def check_room(target: Path, plan: ConversionPlan) -> None:
     """Refuse a plan that the disk has no room for."""
     # The working folder is next to the target, on the same file system: otherwise one rename could not publish it.
     free = shutil.disk_usage(target.parent).free
-    if free < plan.nbytes + _SPARE_BYTES:
+    spare = spare_bytes(plan.nbytes)
+    if free < plan.nbytes + spare:
         raise WriteError(
-            f"Cannot write {target.name}: it needs {format_bytes(plan.nbytes)} and {format_bytes(_SPARE_BYTES)} to "
+            f"Cannot write {target.name}: it needs {format_bytes(plan.nbytes)} and {format_bytes(spare)} to "
             f"spare, but {target.parent} has {format_bytes(free)} free. Free some space, or choose another folder."
         )

@@ -35,14 +35,12 @@ from shardload.stores.json_files import read_optional
 from shardload.stores.local import local_target
 from shardload.stores.nowhere import nowhere
 from shardload.synth import noise
-from shardload.units import dtype_name, format_bytes
+from shardload.units import dtype_name, format_bytes, spare_bytes
 from shardload.writers import Wanted, safetensors
 
 Format = Literal["preset", "h5", "safetensors"]
 FORMATS: tuple[Format, ...] = ("preset", "h5", "safetensors")
 MAX_SEED = (1 << 32) - 1
-_SPARE_BYTES = 64 << 20
-"""Bytes left free on the disk, for configurations, HDF5 headers and other users."""
 
 Progress = Callable[[int], None]
 
@@ -233,9 +231,10 @@ def _workspace(folder: Path, stem: str, nbytes: int, *, largest_file: int) -> It
     """
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
-    if free < nbytes + _SPARE_BYTES:
+    spare = spare_bytes(nbytes)
+    if free < nbytes + spare:
         raise WriteError(
-            f"Cannot write {stem}: it needs {format_bytes(nbytes)} and {format_bytes(_SPARE_BYTES)} to spare, but "
+            f"Cannot write {stem}: it needs {format_bytes(nbytes)} and {format_bytes(spare)} to spare, but "
             f"{folder} has {format_bytes(free)} free. Free some space, or choose another folder (SHARDLOAD_HOME) or a "
             "smaller scale"
         )

@@ -13,6 +13,7 @@ from shardload.units import (
     format_seconds,
     parse_bytes,
     plural,
+    spare_bytes,
 )
 
 
@@ -105,3 +106,7 @@ def test_slow_rates_are_still_numbers():
 
 def test_plural():
     assert [plural(n, "tensor") for n in (0, 1, 1234)] == ["0 tensors", "1 tensor", "1,234 tensors"]
+
+
+def test_space_to_spare_grows_with_what_is_written():
+    assert [spare_bytes(n) for n in (638 << 10, 80 << 20, 1 << 40)] == [1 << 20, 10 << 20, 64 << 20]
