@@ -160,7 +160,7 @@ def _facts(info: Any) -> dict[str, Any]:
 def _row(info: Any) -> tuple[str, ...]:
     metrics = " ".join(f"{name}={value:.4g}" for name, value in info.metrics.items())
     partial = f", {listing.partial(info.recorded.left_out)}" if info.recorded.left_out else ""
-    state = f"{info.problems or ('ok' if info.ours else 'unverified: not saved by shardload')}{partial}"
+    state = f"{info.problems or ('not read' if info.ours else 'unverified: not saved by shardload')}{partial}"
     # Stored from 0, but Keras prints epochs from 1.
     epoch = "-" if info.epoch is None else str(info.epoch + 1)
     cells = (str(info.step), epoch, metrics or "-", format_bytes(info.n_bytes), _age(info.saved_s))
@@ -179,5 +179,6 @@ def _age(saved_s: float) -> str:
 def _verdict(verdict: Any) -> str:
     what = format_bytes(verdict.n_bytes) + ("" if verdict.tensors is None else f", {plural(verdict.tensors, 'tensor')}")
     what += f", {listing.partial(verdict.left_out)}" if verdict.left_out else ""
-    lines = [f"{verdict.verdict:9} {printable(verdict.path)} ({what})"]
+    found = {"readable": "no digests; all headers and sizes right"}.get(verdict.verdict, verdict.verdict)
+    lines = [f"{found:9} {printable(verdict.path)} ({what})"]
     return "\n".join([*lines, *(f"          {printable(p)}" for p in verdict.problems)]) + "\n"
