@@ -21,6 +21,7 @@ from shardload.converting.computing import StoredValue
 from shardload.converting.model_values import ModelValues
 from shardload.converting.source import Source, viewed
 from shardload.errors import MismatchError, UnsupportedError, UsageError
+from shardload.hub import quantised
 from shardload.keras_bridge import abstraction
 from shardload.keras_bridge.layer_settings import enable_saved_lora
 from shardload.keras_bridge.lora import LoraKernel, lora_kernels, merge
@@ -38,6 +39,7 @@ def check_base(manifest: Manifest, base: Any) -> None:
             "Pass the checkpoint that has them: base=SOURCE (--base SOURCE)"
         )
     if base is not None and not left_out:
+        quantised.check(manifest)  # "has all weights" would be wrong of an adapter
         raise UsageError(f"Cannot use base={str(base)!r}: {manifest.source} has all weights. Omit base")
 
 

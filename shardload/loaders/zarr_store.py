@@ -111,8 +111,7 @@ class Arrays:
         # Otherwise a missing chunk contains the fill value: Orbax skips chunks that are all zeros.
         if self._is_complete and len(found) != cells:
             raise SourceError(
-                f"{where} should have {cells} chunks, but {cells - len(found)} are missing. Copy the step again, or "
-                "use another one"
+                f"{where} should have {cells} chunks, but has {len(found)}. Copy the step again, or use another one"
             )
         return found
 

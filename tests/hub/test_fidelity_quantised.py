@@ -217,6 +217,8 @@ def test_an_adapter_is_refused_with_the_model_it_belongs_to(file, dense, tmp_pat
         with pytest.raises(UnsupportedError, match=r"PEFT adapter of 'meta-llama/Llama-3\.2-1B'.*merge"):
             use(source)
     assert len(shardload.inspect(source).tensors) == 1
+    with pytest.raises(UnsupportedError, match="PEFT adapter"):  # not "has all weights"
+        shardload.convert(source, tmp_path / "out", to="preset", base="gemma3_270m")
 
 
 def test_an_adapter_that_names_no_model_is_refused_all_the_same(tmp_path):

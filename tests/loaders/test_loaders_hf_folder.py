@@ -63,7 +63,7 @@ def test_two_checkpoints_in_one_folder_are_refused(folder):
 
 def test_missing_shard_is_listed(folder):
     (folder / B).unlink()
-    with pytest.raises(SourceNotFoundError, match=rf"lists 2 shards, but 1 are missing.*{B}"):
+    with pytest.raises(SourceNotFoundError, match=rf"lists 2 shards, but .* lacks 1 of them.*{B}"):
         open_manifest(folder)
 
 

@@ -123,7 +123,7 @@ def edit(path, change):
 def test_sharded_missing_shard(sharded):
     first = next(iter(open_manifest(sharded).files))
     first.local_path().unlink()
-    with pytest.raises(SourceNotFoundError, match=r"1 are missing.*m_0000"):
+    with pytest.raises(SourceNotFoundError, match=r"lacks 1 of them.*m_0000"):
         open_manifest(sharded)
 
 

@@ -275,7 +275,7 @@ def plain(tmp_path: Path, **changes: Any) -> Path:
         ({"shape": [64] * 40, "chunks": [64] * 40}, SourceError, "40 dims"),
         ({"chunks": [0]}, SourceError, "expected one number per dim"),
         ({"chunks": [64, 64]}, SourceError, "cuts the shape"),
-        ({"chunks": [32]}, SourceError, "1 are missing"),
+        ({"chunks": [32]}, SourceError, "should have 2 chunks, but has 1"),
         ({"chunks": [128]}, SourceError, "should have 1024 bytes"),
         ({"dtype": "<f2"}, SourceError, "should have 128 bytes"),
         ({"dtype": "|O"}, UnsupportedError, "is not supported"),

@@ -240,6 +240,8 @@ def test_paths_joined_by_slashes_are_found_too(tmp_path, mesh):
         ({"ids": np.zeros(8)}, {"strict": False}, UnsupportedError, "PartitionSpec or jax.Array"),
         ({"ids": jnp.zeros(4, jnp.int32)}, {"strict": False}, MismatchError, r"target has shape \(4,\)"),
         ({"ids": P()}, {"names": 3}, UsageError, "Cannot use names=3: expected a mapping or a function"),
+        ({"ids": P()}, {"names": lambda name: [name]}, UsageError, "it gives \\['ids'\\], expected a tensor's name"),
+        ({"ids": P()}, {"names": {"ids": 3}}, UsageError, "it gives 3, expected a tensor's name"),
         ({"ids": P()}, {"strict": "no"}, UsageError, "expected True or False"),
         ({"ids": P()}, {"strict": False, "transpose": {"ids": (1,)}}, UsageError, "expected each dim once"),
         ({"embed.weight": P()}, {"strict": False, "transpose": {"embed.weight": {0, 1}}}, UsageError, "each dim once"),
