@@ -125,7 +125,8 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        hint = errors.did_you_mean(name, __all__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{hint}".removesuffix("."))
     try:
         module = importlib.import_module(f"{__name__}.{_HOMES[name]}")
     except ImportError as error:

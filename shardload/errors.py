@@ -31,10 +31,18 @@ way out. Each class subclasses the builtin a caller would expect, so ``except Va
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
 import itertools
 import os
 import traceback
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 __all__ = [
     "BackendError",
@@ -216,3 +224,25 @@ class MissingExtraError(ShardloadError, ImportError):
         )
         self.package = package
         self.extra = extra
+
+
+def suggests_arguments(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a public function: an unknown keyword argument is a `UsageError` that names the closest known one."""
+    known = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        if unknown := [name for name in kwargs if name not in known]:
+            raise UsageError(
+                f"{function.__qualname__.removesuffix('.__init__')}() has no argument {unknown[0]!r}."
+                f"{did_you_mean(unknown[0], known)}"
+            )
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def did_you_mean(wanted: str, known: Iterable[str]) -> str:
+    """Return ``" Did you mean 'mesh'?"``, or an empty string if no known name is close."""
+    close = difflib.get_close_matches(wanted, known, n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from shardload.errors import suggests_arguments
 from shardload.keras_bridge.model_state import learning_rate_of, plain_model
 from shardload.pipeline import load as pipeline
 from shardload.pipeline import reporting
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["LoadRequest", "Loaded", "load", "load_weights", "plan", "report", "run"]
 
 
+@suggests_arguments
 def load(
     source: PathLike,
     *,
@@ -137,6 +139,7 @@ def _with_note(loaded: Loaded, note: str) -> Loaded:
     return replace(loaded, report=report)
 
 
+@suggests_arguments
 def load_weights(
     model: Any,
     source: PathLike,
@@ -198,6 +201,7 @@ def load_weights(
     return loaded.report
 
 
+@suggests_arguments
 def plan(
     source: PathLike,
     *,

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from shardload.errors import DamagedError, MismatchError, SourceError
+from shardload.errors import DamagedError, MismatchError, SourceError, suggests_arguments
 from shardload.keras_bridge.model_state import plain_model, with_optimizer
 from shardload.keras_bridge.variables import value_of
 from shardload.loaders.orbax import open_orbax
@@ -42,6 +42,7 @@ from shardload.typing import LayoutLike, MeshLike, PathLike
 _restored: weakref.WeakKeyDictionary[Any, StepInfo] = weakref.WeakKeyDictionary()
 
 
+@suggests_arguments
 def restore(
     model: Any,
     directory: PathLike,

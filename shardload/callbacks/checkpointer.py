@@ -27,7 +27,7 @@ from shardload.callbacks.resume import joined, restore_iterator
 from shardload.callbacks.retention import Retention, remover
 from shardload.callbacks.selection import Selection, Variables
 from shardload.callbacks.writer import SaveJob, Writer
-from shardload.errors import UsageError
+from shardload.errors import UsageError, suggests_arguments
 from shardload.keras_bridge.caller import warn_caller
 from shardload.keras_bridge.model_state import plain_model, with_optimizer
 from shardload.pipeline import arguments
@@ -65,6 +65,7 @@ class Checkpointer:
         SaveError: If the folder cannot be created or is not writable.
     """
 
+    @suggests_arguments
     def __init__(
         self,
         directory: PathLike,
@@ -284,6 +285,7 @@ class Checkpointer:
         self.wait()
 
 
+@suggests_arguments
 def save(
     model: Any,
     directory: PathLike,

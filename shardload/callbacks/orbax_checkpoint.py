@@ -31,7 +31,7 @@ from shardload.callbacks.selection import Selection, Variables
 from shardload.callbacks.writer import Writer
 from shardload.data import Position, follow, stop_following
 from shardload.distributed import processes
-from shardload.errors import SaveError, UsageError
+from shardload.errors import SaveError, UsageError, suggests_arguments
 from shardload.keras_bridge.caller import warn_caller
 from shardload.steps.listing import StepInfo, list_steps
 from shardload.steps.publish import Root
@@ -94,6 +94,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             Several processes raise it together, with the next save or when ``fit`` ends.
     """
 
+    @suggests_arguments
     def __init__(  # noqa: PLR0917  # in the order of Keras' own
         self,
         directory: str | os.PathLike[str],

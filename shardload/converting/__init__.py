@@ -37,6 +37,7 @@ from shardload.errors import (
     SourceError,
     UsageError,
     WriteError,
+    suggests_arguments,
 )
 from shardload.hub import kerashub
 from shardload.keras_bridge import abstraction
@@ -103,6 +104,7 @@ class ConvertReport:
         )
 
 
+@suggests_arguments
 def convert(
     src: PathLike,
     dst: PathLike,

@@ -35,7 +35,7 @@ from shardload.converting.strided_copy import PieceWriter, Read, copy_view, read
 from shardload.converting.targets import is_file_name, plan_for, shard_bytes_for, stem_of, target_of
 from shardload.converting.writing import check_room
 from shardload.distributed import processes
-from shardload.errors import UnsupportedError, UsageError, WriteError
+from shardload.errors import UnsupportedError, UsageError, WriteError, suggests_arguments
 from shardload.keras_bridge.lora import hidden, lora_kernels, lora_layers
 from shardload.keras_bridge.model_state import plain_model
 from shardload.keras_bridge.recording import seeded
@@ -55,6 +55,7 @@ SaveTarget = Literal["safetensors", "h5", "preset"]
 SAVE_TARGETS: tuple[SaveTarget, ...] = get_args(SaveTarget)
 
 
+@suggests_arguments
 def save_as(
     model: Any,
     path: PathLike,

@@ -30,7 +30,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from shardload.distributed.same_values import require_agreement
-from shardload.errors import UninitialisedError, UnsupportedError
+from shardload.errors import UninitialisedError, UnsupportedError, suggests_arguments
 from shardload.keras_bridge.hub_imports import HUB, hub_patched
 from shardload.keras_bridge.keras_types import Model, Variable
 from shardload.keras_bridge.model_state import refresh_derived, state_of
@@ -77,6 +77,7 @@ def abstract() -> Iterator[list[weakref.ref[Variable]]]:
         yield created
 
 
+@suggests_arguments
 def initialise(
     target: Model | Iterable[Variable],
     *,

@@ -17,7 +17,7 @@ from typing import Any
 
 import keras
 
-from shardload.errors import LayoutError, UsageError
+from shardload.errors import LayoutError, UsageError, suggests_arguments
 from shardload.keras_bridge import optimizer_slots
 from shardload.keras_bridge.binding import binding_of, forget_compiled
 from shardload.keras_bridge.optimizer_slots import SlotSpread, layout_of, place_slot
@@ -30,6 +30,7 @@ from shardload.sharding.spread import why_not_spread
 _OWN_SHAPE = "its shape differs from that of its weight"
 
 
+@suggests_arguments
 def shard_optimizer(target: Any, *, axis: str | Sequence[str] | None = None) -> SlotReport:
     """Spread the slots of any Keras optimizer over the batch axis too, as ZeRO-1 does. Results stay the same.
 

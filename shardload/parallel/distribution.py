@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import keras
 
-from shardload.errors import UsageError
+from shardload.errors import UsageError, suggests_arguments
 from shardload.keras_bridge import abstraction, distributions
 from shardload.keras_bridge.binding import MeshParallel, bind
 from shardload.keras_bridge.entry_points import EntryCall, calls_to
@@ -51,6 +51,7 @@ class AutoShardDistribution(keras.distribution.ModelParallel):  # type: ignore[m
     KerasHub's ``from_preset`` works as under every distribution (inside `shardload.fast`, without the detour).
     """
 
+    @suggests_arguments
     def __init__(
         self,
         mesh: MeshLike | MeshSpec | None = None,

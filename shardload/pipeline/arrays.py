@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec, Sharding
 
-from shardload.errors import MismatchError, UsageError
+from shardload.errors import MismatchError, UsageError, suggests_arguments
 from shardload.keras_bridge.caller import warn_caller
 from shardload.manifest import Manifest, Tensor, View
 from shardload.pipeline.array_shardings import Placed, as_asked, devices_of, layout_of, mesh_of_argument, sharding_of
@@ -48,6 +48,7 @@ class _Wanted:
     sharding: Placed
 
 
+@suggests_arguments
 def load_arrays(
     source: PathLike,
     targets: Any,
@@ -225,9 +226,12 @@ class _Reader:
         return self._view(tensor.name, tensor).shape
 
     def _tensor_name(self, name: str) -> str:
-        if callable(self.names):
-            return self.names(name)
-        return name if self.names is None else self.names.get(name, name)
+        if self.names is None:
+            return name
+        found = self.names(name) if callable(self.names) else self.names.get(name, name)
+        if not isinstance(found, str):
+            raise UsageError(f"Cannot use names: for target {name!r}, it gives {found!r:.60}, expected a tensor's name")
+        return found
 
     def _one(self, name: str, target: Any, tensor: Tensor) -> _Wanted:
         view, dtype = self._view(name, tensor), tensor.dtype

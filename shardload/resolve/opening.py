@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardload.errors import SourceError, SourceNotFoundError, UsageError
+from shardload.errors import SourceError, SourceNotFoundError, UsageError, suggests_arguments
 from shardload.loaders import describe_folder, folder_of, open_manifest, spec_of
 from shardload.loaders.contents import CONFIG
 from shardload.loaders.registry import names as format_names
@@ -167,6 +167,7 @@ def _noted(found: Resolved, manifest: Manifest, checker: Checker | None, *, veri
     return OpenedSource(manifest, checker, tuple(note for note in notes if note))
 
 
+@suggests_arguments
 def inspect(source: str | os.PathLike[str], *, format: str | None = None) -> Manifest:
     """Read the headers of a checkpoint and return its tensors.
 

@@ -18,7 +18,7 @@ import keras
 import numpy as np
 from numpy.typing import NDArray
 
-from shardload.errors import UnsupportedError, UsageError
+from shardload.errors import UnsupportedError, UsageError, suggests_arguments
 from shardload.keras_bridge.binding import binding_of
 from shardload.keras_bridge.model_state import plain_model
 from shardload.text import sources
@@ -44,6 +44,7 @@ def generate(
 def generate(
     model: Any, prompts: Sequence[str], *, max_new_tokens: int = ..., tokenizer: Tokenizer | PathLike | None = ...
 ) -> list[str]: ...
+@suggests_arguments
 def generate(
     model: Any,
     prompts: str | Sequence[str],

@@ -6,7 +6,7 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
-from shardload.errors import UnsupportedError
+from shardload.errors import UnsupportedError, suggests_arguments
 from shardload.loaders import spec_of
 from shardload.manifest import Manifest
 from shardload.resolve.opening import open_source
@@ -30,6 +30,7 @@ class _Loaded:
 _loaded: weakref.WeakKeyDictionary[Any, _Loaded] = weakref.WeakKeyDictionary()
 
 
+@suggests_arguments
 def tokenizer(source: PathLike, *, format: str | None = None) -> Tokenizer:
     """Return the tokenizer of a checkpoint: that of a GGUF header, a Hugging Face folder or a KerasHub preset.
 

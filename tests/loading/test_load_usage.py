@@ -1,5 +1,6 @@
 """Arguments that can not be right are refused in the caller's own words, before anything is opened."""
 
+import inspect
 import sys
 
 import keras
@@ -193,3 +194,31 @@ def test_the_command_takes_every_format():
 def test_float64_needs_a_jax_that_holds_it(call):
     with pytest.raises(UsageError, match="jax_enable_x64"):
         call(NOWHERE, dtype="float64")
+
+
+def _public():
+    """Functions and classes with keyword-only arguments, which a typing error turns into unknown ones."""
+    for name in sorted({*shardload.__all__} - {*shardload.errors.__all__, "LoadReport", "PlanReport"}):
+        found = getattr(shardload, name)
+        kinds = {p.kind for p in inspect.signature(found).parameters.values()} if callable(found) else set()
+        if inspect.Parameter.KEYWORD_ONLY in kinds and inspect.Parameter.VAR_KEYWORD not in kinds:
+            yield name, found
+    yield "OrbaxCheckpoint", shardload.callbacks.OrbaxCheckpoint
+
+
+def test_a_misspelt_argument_is_refused_with_the_closest():
+    found = dict(_public())
+    assert {"load", "load_arrays", "restore", "convert", "save_as", "Checkpointer", "generate"} <= {*found}
+    for name, function in found.items():
+        known = next(p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY)
+        with pytest.raises(UsageError, match=rf"{name}\(\) has no argument '{known}e'\. Did you mean '{known}'"):
+            function(**{f"{known}e": None})
+    with pytest.raises(TypeError, match=r"has no argument 'xxxx'\.$"):
+        shardload.load(NOWHERE, xxxx=1)
+
+
+def test_a_misspelt_function_is_refused_with_the_closest():
+    with pytest.raises(AttributeError, match=r"no attribute 'laod'\. Did you mean 'load'\?"):
+        shardload.laod  # noqa: B018
+    with pytest.raises(AttributeError, match=r"no attribute 'xxxx'$"):
+        shardload.xxxx  # noqa: B018

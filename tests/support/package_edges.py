@@ -65,7 +65,7 @@ EDGES = {
         "units",
         "writers",
     },
-    "loading": {"keras_bridge", "pipeline", "progress", "reports", "text", "typing"},
+    "loading": {"errors", "keras_bridge", "pipeline", "progress", "reports", "text", "typing"},
     "restoring": {
         "errors",
         "keras_bridge",
