@@ -190,22 +190,21 @@ class SavedLayout:
     """The content of a ``.weights.h5`` that Keras would write, without values."""
 
     variables: Mapping[str, Variable]
-    """Dataset (``layers/dense/vars/0``) → variable, in Keras' order; a shared variable once, where it comes first."""
+    """Dataset (``layers/dense/vars/0``) → variable, in Keras' order; a shared variable under each layer that has it."""
     names: Mapping[str, str]
     """Group (``layers/dense/vars``) → name of the object saved there."""
 
 
 def saved_layout(model: Model, *, skip: Iterable[Any] = ()) -> SavedLayout:
     """Return what Keras would write for ``model``, without the objects in ``skip``."""
-    variables: dict[int, tuple[str, Variable]] = {}
+    variables: dict[str, Variable] = {}
     names: dict[str, str] = {}
     for path, saveable in saved_objects(model, skip=skip):
         group = f"{path}/vars" if path else "vars"
         if hasattr(saveable, "save_own_variables") and isinstance(getattr(saveable, "name", None), str):
             names[group] = saveable.name
-        for key, variable in stored_by_hook(saveable).items():
-            variables.setdefault(id(variable), (f"{group}/{key}", variable))
-    return SavedLayout(dict(variables.values()), names)
+        variables |= {f"{group}/{key}": variable for key, variable in stored_by_hook(saveable).items()}
+    return SavedLayout(variables, names)
 
 
 def serialised_model(model: Model) -> str:
