@@ -12,6 +12,7 @@ from typing import Any
 
 from shardload.accelerating.filling import Filled, NotSupported, fill, finish, local_path
 from shardload.keras_bridge.entry_points import EntryCall, calls_to, conversions_to
+from shardload.keras_bridge.hub_imports import backbone_of
 from shardload.keras_bridge.recording import record_variables
 from shardload.keras_bridge.tracking import without_walking_vocabularies
 from shardload.resolve import hubs
@@ -60,7 +61,7 @@ class _Collected:
         if BACKBONE not in self.parts:
             raise NotSupported("it loads no weights of a backbone")
         backbone, folder = self.parts[BACKBONE]
-        if backbone is not getattr(made, "backbone", made):
+        if backbone is not backbone_of(made):
             raise NotSupported("it loads the weights of another object than its backbone")
         # KerasHub would not have loaded weights that were created later.
         if self.n_weights != len(backbone.weights):

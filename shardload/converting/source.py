@@ -22,6 +22,7 @@ from shardload.converting.sidecar_files import KERAS, STATE, Companions, compani
 from shardload.errors import MismatchError, SourceError
 from shardload.hub import fidelity, kerashub, quantised
 from shardload.keras_bridge import abstraction
+from shardload.keras_bridge.hub_imports import backbone_of
 from shardload.keras_bridge.model_state import variables_of
 from shardload.keras_bridge.variables import stored_dtype, unique, value_of
 from shardload.loaders import open_manifest, spec_of
@@ -75,7 +76,7 @@ class Source:
     @property
     def backbone(self) -> Any:
         """The part of the model that presets and Hugging Face checkpoints contain."""
-        return getattr(self.model, "backbone", self.model)
+        return backbone_of(self.model)
 
     def variables_of(self, model: Any) -> list[Any]:
         """Return the variables of the model, or of a part of it, that have their own place in a checkpoint."""
@@ -210,7 +211,7 @@ def _partial(values: Iterable[StoredValue], manifest: Manifest, *, used: Contain
 def _stored_state(model: Any, companions: Companions) -> dict[int, StoredValue]:
     """Read values that a format cannot store from shardload's own file."""
     found = companions.config(KERAS, STATE) or {}
-    backbone = getattr(model, "backbone", model)
+    backbone = backbone_of(model)
     roles = roles_of(backbone)
     values = {}
     # By structural key: a path like dropout_3 depends on what was built before in the process.

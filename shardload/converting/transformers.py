@@ -17,6 +17,7 @@ import numpy as np
 from shardload.errors import UnsupportedError
 from shardload.hub import described, kerashub
 from shardload.keras_bridge import abstraction
+from shardload.keras_bridge.hub_imports import backbone_of
 from shardload.keras_bridge.variables import stored_dtype
 from shardload.manifest import Manifest, Tensor, View
 from shardload.mapping import VariableMap, map_hub, sort_unused
@@ -120,7 +121,7 @@ def views_of(model: Any, manifest: Manifest, *, leave_out: Container[int] = ()) 
     stored = {name: tensor for name, tensor in manifest.tensors.items() if name not in outside}
     problems += [name for name, tensor in stored.items() if not covers(by_tensor.get(name, ()), tensor)]
     if problems:
-        kind = type(getattr(model, "backbone", model)).__name__
+        kind = type(backbone_of(model)).__name__
         raise UnsupportedError(
             f"Cannot match the variables of {kind} one to one with the Hugging Face tensors of model_type "
             f"{manifest.config['model_type']!r}: {problems[0]}. {_ALTERNATIVES}"

@@ -19,6 +19,7 @@ from shardload.hub import kerashub
 from shardload.hub.build_errors import describe_failure
 from shardload.hub.tensors import transformers_tensors
 from shardload.keras_bridge.abstraction import abstract
+from shardload.keras_bridge.hub_imports import backbone_of
 from shardload.keras_bridge.model_state import optimizer_variables_of, own_layers
 from shardload.keras_bridge.saving import saved_layout
 from shardload.keras_bridge.variables import stored_dtype
@@ -90,7 +91,7 @@ def _saved(described: Manifest) -> Iterator[tuple[str, tuple[int, ...], np.dtype
     """Yield the tensors that KerasHub saves for a preset: the backbone's, and the task's outside its backbone."""
     with abstract():
         model = kerashub.build_model(described)
-        backbone = getattr(model, "backbone", model)
+        backbone = backbone_of(model)
         found = dict(saved_layout(backbone).variables)
         head = {} if backbone is model else saved_layout(model, skip=own_layers(backbone)).variables
         if head:  # KerasHub compiles every new task, and saves the optimizer with it

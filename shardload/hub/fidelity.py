@@ -22,6 +22,7 @@ from shardload.errors import UnsupportedError, UsageError
 from shardload.hub import arguments as constructing
 from shardload.hub import built, families, fields, pooling, quantised
 from shardload.hub.sidecar import config_beside
+from shardload.keras_bridge.hub_imports import backbone_of
 from shardload.loaders import spec_of
 from shardload.manifest import Manifest
 
@@ -64,7 +65,7 @@ def reconcile(model: Any, manifest: Manifest, *, ignore: Sequence[str] = ()) -> 
         UnsupportedError: When it differs in a field that is not in ``ignore``; the message says how to ignore it.
         SourceError: When the configuration contradicts itself.
     """
-    backbone = getattr(model, "backbone", model)
+    backbone = backbone_of(model)
     if not spec_of(manifest).is_hugging_face:
         _notes[backbone] = manifest.source, _normalise_queries_as_configured(backbone)
         _apply_attributes(model, manifest)
@@ -91,7 +92,7 @@ def reconcile(model: Any, manifest: Manifest, *, ignore: Sequence[str] = ()) -> 
 
 def notes_of(model: Any, manifest: Manifest) -> tuple[str, ...]:
     """Describe what `reconcile` changed on a model or ignored; for a model built otherwise, its differences."""
-    backbone = getattr(model, "backbone", model)
+    backbone = backbone_of(model)
     source, notes = _notes.get(backbone, (None, ()))
     if source == manifest.source:
         return notes if spec_of(manifest).is_hugging_face else (*notes, *_attribute_notes(model, manifest))
@@ -118,7 +119,7 @@ def _saved_attributes(manifest: Manifest) -> Any:
 
 def _described_part(model: Any, manifest: Manifest) -> Any:
     """Return the part of a model that the source's configuration describes, which is the backbone in a preset."""
-    return getattr(model, "backbone", model) if spec_of(manifest).described_by == "keras-hub" else model
+    return backbone_of(model) if spec_of(manifest).described_by == "keras-hub" else model
 
 
 def _attribute_notes(model: Any, manifest: Manifest) -> tuple[str, ...]:

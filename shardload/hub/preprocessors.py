@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shardload.hub.kerashub import classes_for, keras_hub
+from shardload.keras_bridge.hub_imports import backbone_of
 
 _ATTRIBUTE = "_preprocessor"
 
@@ -35,7 +36,7 @@ def text_classes(model: Any) -> tuple[Any, Any]:
     Either is ``None`` if KerasHub has none.
     """
     preprocessor = getattr(type(model), "preprocessor_cls", None)
-    backbone_cls = type(getattr(model, "backbone", model))
+    backbone_cls = type(backbone_of(model))
     if preprocessor is None:
         tasks = classes_for(backbone_cls, keras_hub().models.CausalLM)
         preprocessor = _shortest([cls.preprocessor_cls for cls in tasks if cls.preprocessor_cls is not None])

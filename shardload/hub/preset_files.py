@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardload.hub import kerashub
+from shardload.keras_bridge.hub_imports import backbone_of
 from shardload.loaders.hub_preset import CONFIG, TASK
 
 
@@ -27,7 +28,7 @@ def save_description(
     from shardload.keras_bridge.set_attributes import ENTRY, add_arguments, attributes_of  # imports Keras
 
     saver = kerashub.preset_saver(folder)
-    backbone = getattr(model, "backbone", model)
+    backbone = backbone_of(model)
     attributes = attributes_of(backbone)
     saver._save_metadata(backbone)
     for name, described in ((CONFIG, backbone), (TASK, model)):

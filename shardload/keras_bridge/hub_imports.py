@@ -1,4 +1,4 @@
-"""Patch KerasHub inside a block, even if it is first imported there."""
+"""Ask for classes of KerasHub, and patch it inside a block, without importing it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,15 @@ from typing import Any
 from shardload.keras_bridge.patches import Patches
 
 HUB = "keras_hub"
+
+
+def backbone_of(model: Any) -> Any:
+    """Return the backbone of a KerasHub task; of any other model, whatever its attributes, the model itself."""
+    task = getattr(sys.modules.get(f"{HUB}.src.models.task"), "Task", None)
+    found = model
+    while getattr(type(found), "is_its_model", False):  # what `plain_model` unwraps
+        found = found.model
+    return getattr(found, "backbone", model) if task is not None and isinstance(found, task) else model
 
 
 @contextmanager

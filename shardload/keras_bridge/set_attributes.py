@@ -18,6 +18,7 @@ from typing import Any
 import keras
 
 from shardload.errors import SourceError
+from shardload.keras_bridge.hub_imports import backbone_of
 from shardload.keras_bridge.saving import saved_objects, serialised_model
 
 ENTRY = "shardload_attributes"
@@ -82,7 +83,7 @@ def _stored(value: Any) -> Any:
 def serialised_with_attributes(model: Any) -> str:
     """Return `serialised_model` with what the model's class leaves out: arguments, and what was set on layers."""
     found = json.loads(serialised_model(model))
-    backbone = getattr(model, "backbone", model)
+    backbone = backbone_of(model)
     inner = found["config"] if backbone is model else found["config"].get("backbone", {}).get("config")
     if isinstance(inner, dict):
         add_arguments(inner, backbone)

@@ -17,6 +17,7 @@ import keras
 
 from shardload.hub import kerashub
 from shardload.hub.config_forms import architecture_of
+from shardload.keras_bridge.hub_imports import backbone_of
 from shardload.keras_bridge.keras_types import Variable
 from shardload.keras_bridge.model_state import state_of
 from shardload.keras_bridge.pending import pending_of
@@ -47,7 +48,7 @@ def map_hub(model: Any, manifest: Manifest) -> VariableMap:
     Raises:
         UnsupportedError: When the converter cannot run on this model.
     """
-    runs = [Run(kerashub.converter(manifest).convert_weights, getattr(model, "backbone", model), manifest, None)]
+    runs = [Run(kerashub.converter(manifest).convert_weights, backbone_of(model), manifest, None)]
     # KerasHub also converts the head in a separate run, with an empty prefix.
     if _has_head(model, manifest):
         runs.append(Run(kerashub.converter(manifest).convert_head, model, manifest, ""))
@@ -150,7 +151,7 @@ def _has_head(model: Any, manifest: Manifest) -> bool:
     """Whether the checkpoint's head fits this task: KerasHub loads heads of image classifiers and assistants."""
     architecture = architecture_of(manifest.config)
     fits = "ForImageClassification" in architecture or architecture == "Gemma4AssistantForCausalLM"
-    return fits and hasattr(model, "backbone") and hasattr(kerashub.converter(manifest), "convert_head")
+    return fits and backbone_of(model) is not model and hasattr(kerashub.converter(manifest), "convert_head")
 
 
 def _begins_constant(variable: Variable) -> bool:

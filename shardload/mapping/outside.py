@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from shardload.errors import UsageError
 from shardload.hub.config_defaults import IMAGE_MODELS
 from shardload.hub.config_forms import architecture_of
+from shardload.keras_bridge.hub_imports import backbone_of
 from shardload.loaders import spec_of
 from shardload.manifest import Manifest, Tensor
 from shardload.mapping.variable_map import VariableMap
@@ -262,7 +263,7 @@ def _by_kind(tensor: Tensor, manifest: Manifest, model: Any) -> OutsideTensor | 
     if kind in _MORE and re.fullmatch(_MORE[kind][0], name):
         return OutsideTensor(name, _MORE[kind][1], True)
     # A backbone has no head. A task has one, so tensors of a head that it does not use are an error.
-    is_backbone = not hasattr(model, "backbone")
+    is_backbone = backbone_of(model) is model
     if is_backbone and kind in _HEADS and re.match(_HEADS[kind], name):
         head = f"part of the head of {architecture_of(manifest.config) or 'a task'}"
         return OutsideTensor(name, f"{head}; {_class(model)} ends before it", True)
@@ -322,7 +323,7 @@ class _Comparer:
 
 
 def _class(model: Any) -> str:
-    return f"KerasHub's {type(getattr(model, 'backbone', model)).__name__}"
+    return f"KerasHub's {type(backbone_of(model)).__name__}"
 
 
 __all__ = ["OutsideTensor", "Sorted", "sort_unused", "without_parts"]

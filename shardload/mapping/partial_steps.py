@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardload.errors import MismatchError
+from shardload.keras_bridge.hub_imports import backbone_of
 from shardload.keras_bridge.layer_settings import settings_of
 from shardload.keras_bridge.variables import has_value
 from shardload.manifest import Manifest
@@ -92,7 +93,8 @@ def _call(model: Any, adapters: Mapping[str, Mapping[str, Any]]) -> str:
         [(rank, alpha)] = forms
         # The method of KerasHub's backbones covers all layers, but takes no alpha.
         if alpha == rank:
-            for name, owner in (("model.backbone", getattr(model, "backbone", None)), ("model", model)):
+            backbone = backbone_of(model)
+            for name, owner in (("model" if backbone is model else "model.backbone", backbone), ("model", model)):
                 if hasattr(owner, "enable_lora"):
                     return f"{name}.enable_lora(rank={rank})"
     path, first = next(iter(adapters.items()))

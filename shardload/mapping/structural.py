@@ -21,6 +21,7 @@ import jax
 import keras
 import numpy as np
 
+from shardload.keras_bridge.hub_imports import backbone_of
 from shardload.keras_bridge.keras_types import Variable
 from shardload.keras_bridge.model_state import own_layers, state_of
 from shardload.keras_bridge.recording import is_tracing_error, without_computing
@@ -60,10 +61,10 @@ def map_keras(model: Any, manifest: Manifest, *, optimizer: bool = True) -> Vari
     # A preset of KerasHub stores a task's own layers in a second file, whose tensors the manifest prefixes.
     own = {n: t for n, t in manifest.tensors.items() if not n.startswith(_TASK)}
     head = {n.removeprefix(_TASK): t for n, t in manifest.tensors.items() if n.startswith(_TASK)}
-    backbone = getattr(model, "backbone", None) if spec_of(manifest).described_by == "keras-hub" else None
+    backbone = backbone_of(model) if spec_of(manifest).described_by == "keras-hub" else model
     left_out = () if optimizer or getattr(model, "optimizer", None) is None else (model.optimizer,)
-    walks = [Walk(model if backbone is None else backbone, own, skip=left_out)]
-    if backbone is not None and head:
+    walks = [Walk(backbone, own, skip=left_out)]
+    if backbone is not model and head:
         walks.insert(0, Walk(model, head, skip=own_layers(backbone)))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -16,6 +16,7 @@ from typing import Any
 
 from shardload.errors import LayoutError
 from shardload.keras_bridge import distributions
+from shardload.keras_bridge.hub_imports import backbone_of
 from shardload.keras_bridge.model_state import spread_slots
 from shardload.parallel import model_variables
 from shardload.parallel import rules as rule_sets
@@ -180,7 +181,7 @@ def _forms() -> str:
 
 
 def _keras_hub_rules(model: Any, mesh: MeshSpec) -> rule_sets.RuleSet:
-    backbone = getattr(model, "backbone", model)
+    backbone = backbone_of(model)
     name = type(backbone).__name__
     make = getattr(type(backbone), "get_layout_map", None)
     if make is None:

@@ -200,6 +200,7 @@ def _write_keras(job: _Job, work: Path, filename: str, *, progress: Progress) ->
     """Write configuration and weights as KerasHub and Keras do."""
     from shardload.hub import described, kerashub, preset_files
     from shardload.keras_bridge.abstraction import abstract
+    from shardload.keras_bridge.hub_imports import backbone_of
     from shardload.keras_bridge.saving import saved_layout
     from shardload.writers import h5
 
@@ -208,7 +209,7 @@ def _write_keras(job: _Job, work: Path, filename: str, *, progress: Progress) ->
         model = kerashub.build_model(described.hugging_face(config, nowhere(job.name), stored=job.dtype))
     # Without task.json, an .h5's configuration describes the backbone, whose weights are all that the file has.
     preset_files.save_description(model, work, extra={"shardload": job.label}, task=job.format == "preset")
-    backbone = getattr(model, "backbone", model)
+    backbone = backbone_of(model)
     layout = saved_layout(backbone)
     tensors = [Wanted(name, tuple(v.shape), np.dtype(v.dtype)) for name, v in layout.variables.items()]
     places = h5.write_skeleton(work / filename, tensors, names=layout.names)

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from shardload.errors import UnsupportedError, UsageError, suggests_arguments
 from shardload.keras_bridge.binding import binding_of
+from shardload.keras_bridge.hub_imports import backbone_of
 from shardload.keras_bridge.model_state import plain_model
 from shardload.text import sources
 from shardload.text.tokenizer import Tokenizer, from_keras_hub
@@ -160,7 +161,7 @@ def _padded(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -
     """Return token ids and a mask, (rows, length), with the last prompt repeated to fill the mesh's batch axis."""
     # Backbones with learned positions, such as GPT-2's, have a fixed number of them.
     longest = max(len(ids) for ids in prompts) + max_new_tokens
-    limit = getattr(getattr(model, "backbone", None), "max_sequence_length", None)
+    limit = getattr(backbone_of(model), "max_sequence_length", None)
     if limit is not None and longest > limit:
         raise UnsupportedError(
             f"Cannot generate {max_new_tokens} tokens: prompt and continuation have {longest}, but the model has "

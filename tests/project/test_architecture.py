@@ -173,6 +173,19 @@ def test_heavy_packages_stay_in_their_rooms(heavy):
     assert users == CONFINED[heavy]
 
 
+def test_one_place_asks_whether_a_model_has_a_backbone():
+    """Users' models have an attribute of this name too."""
+    users = {
+        str(path.relative_to(PACKAGE))
+        for path in modules().values()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) in ("getattr", "hasattr")
+        and ast.unparse(node.args[1]) == "'backbone'"
+    }
+    assert users == {"keras_bridge/hub_imports.py"}
+
+
 def test_only_one_package_touches_private_keras():
     users = {package(name) for name, path in modules().items() if any(n.startswith("keras.src") for n in imports(path))}
     assert users == {"keras_bridge"}

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from shardload.keras_bridge.hub_imports import backbone_of
 from shardload.keras_bridge.variables import numbered
 from shardload.parallel.layout_search.layout_plan import Decision, LayoutPlan, PlannedExchange, PlannedVariable
 from shardload.parallel.layout_search.needs import assignment_of, chosen, fastest_that_fits, peak, state_of
@@ -74,7 +75,7 @@ def _of_generation(model: Any, inputs: Any) -> list[str]:
     if not hasattr(model, "generate"):
         return []
     size = ""
-    per_token = _cached_per_token(getattr(model, "backbone", None))
+    per_token = _cached_per_token(backbone_of(model))
     # Not of models with an encoder, which keep its keys and values too.
     if per_token is not None and isinstance(inputs, Mapping) and inputs.keys() == {"token_ids", "padding_mask"}:
         rows, tokens = inputs["token_ids"].shape

@@ -16,6 +16,7 @@ from jax.extend.core import ClosedJaxpr
 
 from shardload.errors import LayoutError, UsageError
 from shardload.keras_bridge.functional_graph import arguments_of_call
+from shardload.keras_bridge.hub_imports import backbone_of
 from shardload.parallel.layout_search.program import UNSPLIT, Exchange, Program, Value
 from shardload.parallel.layout_search.reading import arguments_of, read
 
@@ -104,7 +105,7 @@ def positions_of(model: Any) -> list[int]:
 
     Layers call it ``sequence_length``, and some backbones ``max_sequence_length``.
     """
-    backbone = getattr(model, "backbone", None) or model
+    backbone = backbone_of(model)
     own = [getattr(backbone, "max_sequence_length", None)]
     own += [
         getattr(layer, "sequence_length", None) for layer in _layers(backbone) if hasattr(layer, "position_embeddings")
@@ -128,8 +129,8 @@ def _declared(model: Any) -> Any:
         declared = getattr(model, "inputs", None)  # what a Sequential has
         if declared:
             return declared[0] if len(declared) == 1 else declared
-        backbone = getattr(model, "backbone", None)
-        return None if backbone is None or backbone is model else _declared(backbone)
+        backbone = backbone_of(model)
+        return None if backbone is model else _declared(backbone)
 
 
 def as_specs(inputs: Any) -> Any:
