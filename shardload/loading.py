@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardload.errors import suggests_arguments
-from shardload.keras_bridge.model_state import learning_rate_of, plain_model
+from shardload.keras_bridge.model_state import plain_model
 from shardload.pipeline import load as pipeline
 from shardload.pipeline import reporting
 from shardload.pipeline.load import Loaded
@@ -189,16 +189,7 @@ def load_weights(
     # Before any other local variable: `locals()` is the request, so each of them has to be a field of it.
     model = plain_model(model)
     request = LoadRequest(function="load_weights", **locals())
-    rate = learning_rate_of(model)
-    loaded = run(request)
-    # The state of an optimizer silently undoes a learning rate that the user has just set.
-    if rate != (now := learning_rate_of(model)) and rate is not None:
-        loaded = _with_note(
-            loaded,
-            f"the state of the optimizer was loaded too: its learning rate was {rate:g}, and is {now:g}. To keep the "
-            "optimizer as it is, pass items='weights'",
-        )
-    return loaded.report
+    return run(request).report
 
 
 @suggests_arguments

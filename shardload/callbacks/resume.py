@@ -21,16 +21,18 @@ from shardload.data import Origin, Position, Reading, resumable_of_fit
 from shardload.distributed import processes
 from shardload.errors import DamagedError, MismatchError, SourceError, SourceNotFoundError, UsageError
 from shardload.keras_bridge.caller import warn_caller
+from shardload.keras_bridge.model_state import learning_rates_of
 from shardload.keras_bridge.training import initial_epoch_of_fit, set_initial_epoch
 from shardload.mapping.stored_state import leaves_optimizer_alone
 from shardload.pipeline.preparing import NOT_STRICT, OTHER_OPTIMIZER
-from shardload.pipeline.reporting import AVERAGED, IN_TRAINING
+from shardload.pipeline.reporting import AVERAGED, IN_TRAINING, changed_rates
 from shardload.reports import LoadReport
 from shardload.steps.digests import OWN_FOLDER
 from shardload.steps.listing import StepInfo, list_steps
 from shardload.stores import json_files
 
 ITERATOR_FILE = "iterator.json"
+_OWN_RATE = "To train with another, call shardload.restore before fit and set it then"
 
 _END = {
     False: "Step {step} was saved after {place}, without a data position.",
@@ -65,6 +67,8 @@ class Resumption:
     """How many of these came after the step and are undone."""
     ended_by: str | None = None
     """The callback that had ended training at this step."""
+    rates: tuple[str, ...] = ()
+    """What the step did to the learning rates of the model."""
     averages: str | None = None
     """Whether the model has moving averages, of an optimizer with ``use_ema``."""
 
@@ -97,6 +101,8 @@ class Resumption:
             had = f"this model had trained {self.trained} batches, so its last {self.undone} are undone"
             way_out = "To continue from the model's current state, pass resume=False"
             yield f"Resumed step {self.info.step} (epoch {(self.info.epoch or 0) + 1}); {had}. {way_out}"
+        for changed in self.rates:
+            yield f"Resumed step {self.info.step}: {changed}"
         if self.averages is not None:
             yield f"Resumed step {self.info.step}: {self.averages}"
         if notice := self._notice(epochs=epochs, newest=newest):
@@ -138,17 +144,19 @@ def go_on(
     info = restoring.take_restored(model)
     before = info is not None and _lies_in(directory, info)
     trained = undone = 0
+    changed: tuple[str, ...] = ()
     averages = None
     if resume is not False and not before:
         # A first run has nothing to resume; only a step that was named must exist.
         if resume is True and not list_steps(directory):
             return None
-        trained = iterations(model)
+        trained, rates = iterations(model), learning_rates_of(model)
         report = _restored(model, directory, resume)
         if lacking := "; ".join(filter(leaves_optimizer_alone, report.notes)):
             warn_caller(f"Resuming from {directory}: {lacking}")
         averages = next((note for note in report.notes if note in (AVERAGED, IN_TRAINING)), None)
         info = restoring.take_restored(model)
+        changed = changed_rates(rates, learning_rates_of(model), advice=_OWN_RATE)
         # A weights-only step does not change the optimizer's count.
         undone = 0 if info is None else max(0, trained - min(iterations(model), info.step))
     if info is None or not _lies_in(directory, info):
@@ -161,6 +169,7 @@ def go_on(
         return None
     found = resumption(model, info, position, data_iterator=data_iterator, initial_epoch=initial_epoch)
     found.restored_before, found.trained, found.undone, found.averages = before, trained, undone, averages
+    found.rates = changed
     return found
 
 

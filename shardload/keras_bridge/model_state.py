@@ -9,10 +9,11 @@ from typing import Any
 
 import jax.numpy as jnp
 import keras
+import numpy as np
 from keras.src.backend.jax.core import JaxVariable
 from keras.src.utils.tracking import TrackedDict, TrackedList, TrackedSet
 
-from shardload.errors import UninitialisedError, UsageError
+from shardload.errors import UsageError
 from shardload.keras_bridge.keras_types import Model, Variable
 from shardload.keras_bridge.optimizer_slots import innermost, optimizers_in, slots_in, spread_of
 from shardload.keras_bridge.saving import saved_objects
@@ -86,12 +87,22 @@ def state_of(model: Model) -> list[Variable]:
     return unique(found)
 
 
-def learning_rate_of(model: Model) -> float | None:
-    """Return the learning rate of the compiled optimizer now; ``None`` without one, or if it has no value."""
-    try:
-        return float(model.optimizer.learning_rate)
-    except (AttributeError, TypeError, ValueError, UninitialisedError):
-        return None
+def learning_rates_of(model: Model) -> dict[str, float]:
+    """Return the learning rates that a load can replace, by optimizer: those in variables with a value."""
+    found = {}
+    for path, optimizer in optimizers_by_path(model).items():
+        # Wrappers have a rate too, which Keras does not use.
+        wraps = ("inner_optimizer", "optimizers")
+        parts = [one for one in optimizers_in(optimizer) if not any(hasattr(one, name) for name in wraps)]
+        for number, rate in enumerate(map(_rate, parts)):
+            name = f"the optimizer{f' {path}' if path else ''}{f' {number}' if len(parts) > 1 else ''}"
+            if isinstance(rate, JaxVariable) and has_value(rate) and value_of(rate).is_fully_replicated:
+                found[name] = float(np.asarray(value_of(rate)))
+    return found
+
+
+def _rate(optimizer: Any) -> Any:
+    return vars(optimizer).get("_learning_rate")
 
 
 @contextmanager
@@ -127,6 +138,12 @@ def other_optimizers(model: Model) -> list[tuple[str, Any]]:
     """Return optimizers that Keras saves besides the compiled one (a GAN's), by path in ``.weights.h5``."""
     ids = set(map(id, _attribute_optimizers(model)))
     return [(path, found) for path, found in saved_objects(model) if id(found) in ids] if ids else []
+
+
+def optimizers_by_path(model: Model) -> dict[str | None, Any]:
+    """Return the optimizers of a model by path, ``None`` for the compiled one."""
+    own = getattr(model, "optimizer", None)
+    return ({} if own is None else {None: own}) | dict(other_optimizers(model))
 
 
 def _attribute_optimizers(model: Model) -> list[Any]:
@@ -255,7 +272,7 @@ def are_averages(model: Model) -> bool | None:
         ``None`` if it keeps none, or has not trained.
     """
     optimizer = innermost(getattr(model, "optimizer", None))
-    if optimizer is None or not getattr(optimizer, "use_ema", False) or not int(optimizer.iterations):
+    if not getattr(optimizer, "use_ema", False) or not optimizer.built or not int(optimizer.iterations):
         return None
     # Equal bits: `fit` ends by copying the averages into the weights (`finalize_variable_values`).
     pairs = zip(weights_optimized(optimizer), optimizer._model_variables_moving_average, strict=True)

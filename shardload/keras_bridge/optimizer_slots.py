@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import keras
 from keras.src.backend.jax.core import JaxVariable
 
 from shardload.keras_bridge.keras_types import Variable
-from shardload.keras_bridge.variables import relocate, sharding_of
+from shardload.keras_bridge.variables import direct_assign, relocate, sharding_of, value_of
 from shardload.sharding.devices import mesh_spec
 from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
@@ -72,6 +73,90 @@ def innermost(optimizer: Any) -> Any:
     while (inner := getattr(optimizer, "inner_optimizer", None)) is not None:
         optimizer = inner
     return optimizer
+
+
+_BASES = ("base_optimizer", "optimizer", "multi_optimizer")
+
+
+def kind_of(optimizer: Any) -> str:
+    """Return the class of Keras that an optimizer is of, or inherits from; ``""`` for one that is not Keras' own."""
+    return kind_of_class(type(innermost(optimizer)))
+
+
+def kind_of_class(found: type) -> str:
+    """Like `kind_of`, for the class."""
+    modules = [(c.__name__, c.__module__.rpartition(".")) for c in found.__mro__]
+    own = (name for name, (package, _, last) in modules if package == "keras.src.optimizers" and last not in _BASES)
+    return next(own, "")
+
+
+_SLOT_OPTIONS = ("use_ema", "gradient_accumulation_steps", "amsgrad", "momentum", "centered", "exclude_embeddings")
+"""Arguments of Keras' optimizers that decide which slots there are."""
+_WRAPPED_ARGUMENTS = ("inner_optimizer", "base_optimizer")
+
+
+def as_described(described: Any) -> Any:
+    """Return an optimizer of Keras with the slots of the one that a configuration describes; else ``None``.
+
+    Only the class and what decides about slots is taken from the configuration, which comes from a file.
+    """
+    config = described.get("config") if isinstance(described, Mapping) else None
+    if not isinstance(config, Mapping):
+        return None
+    for argument in _WRAPPED_ARGUMENTS:
+        if argument in config:
+            inner = as_described(config[argument])
+            scales = described.get("class_name") == "LossScaleOptimizer"
+            return keras.optimizers.LossScaleOptimizer(inner) if scales and inner is not None else inner
+    kind = getattr(keras.optimizers, str(described.get("class_name")), None)
+    if not isinstance(kind, type) or kind_of_class(kind) != kind.__name__ or config.get("exclude_layers"):
+        return None
+    rate = 1.0
+    if isinstance(config.get("learning_rate"), Mapping):
+        rate = keras.optimizers.schedules.ExponentialDecay(1.0, 1, 1.0)
+    options = {name: config[name] for name in _SLOT_OPTIONS if isinstance(config.get(name), (bool, int, float))}
+    try:
+        return kind(learning_rate=rate, **options)
+    except (TypeError, ValueError):
+        return None
+
+
+def start_of(optimizer: Any, attribute: str, weight: Variable | None) -> Variable | float | None:
+    """Return what a new optimizer of Keras has in its slots: a constant, or the value of the weight.
+
+    Args:
+        optimizer: May wrap others.
+        attribute: Of the optimizer, without underscores in front.
+        weight: To which the slot belongs.
+
+    Returns:
+        ``None`` where that is not known.
+    """
+    inner, kind = innermost(optimizer), kind_of(optimizer)
+    if attribute == "model_variables_moving_average" or (kind, attribute) == ("ScheduleFreeAdamW", "momentums"):
+        return weight
+    match attribute.rpartition("/")[2]:
+        case "accumulators":
+            return float(getattr(inner, "initial_accumulator_value", 0.0))
+        case "u_product":
+            return 1.0
+        case "dynamic_scale":
+            return float(getattr(optimizer, "initial_scale", 1.0))
+    return 0.0 if kind else None
+
+
+def begin_slot(slot: Variable, start: Variable | float) -> None:
+    """Give a slot the value that it has in a new optimizer, where it is now."""
+    now = value_of(slot)
+
+    def value(found: Any) -> Any:
+        # A copy, as `fit` donates the buffers of weights and slots.
+        return jnp.copy(found).astype(now.dtype)
+
+    if isinstance(start, JaxVariable):
+        direct_assign(slot, jax.jit(value, out_shardings=now.sharding)(value_of(start)))
+    else:
+        direct_assign(slot, jax.jit(lambda x: jnp.full_like(x, start), out_shardings=now.sharding)(now))
 
 
 def slots_in(optimizer: Any) -> Iterator[tuple[Variable, Variable]]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from shardload.loaders import spec_of
 from shardload.manifest import Manifest
+from shardload.mapping.archived_optimizer import archived_pairs, needs_roles, with_archived_state
 from shardload.mapping.by_name import map_by_name
 from shardload.mapping.converters import map_hub
 from shardload.mapping.optimizer_slots import slots_as_stored
@@ -47,7 +48,12 @@ __all__ = [
 
 
 def map_weights(
-    model: Any, manifest: Manifest, *, names: Mapping[str, str] | None = None, optimizer: bool = True
+    model: Any,
+    manifest: Manifest,
+    *,
+    names: Mapping[str, str] | None = None,
+    optimizer: bool = True,
+    as_keras: bool = False,
 ) -> VariableMap:
     """Call `map_keras`, `map_hub`, `map_state` or `map_by_name`, depending on the checkpoint's format.
 
@@ -58,12 +64,16 @@ def map_weights(
         manifest: Any format.
         names: Tensor name → variable path.
         optimizer: Whether to map stored optimizer state; for a training step, metrics as well.
+        as_keras: Whether an archive's optimizer state goes by position alone, as in Keras.
     """
     match spec_of(manifest).tensor_names:
         case "step":
             return map_state(model, manifest, items="all" if optimizer else "weights", names=names)
         case "keras" if names is None:
-            return map_keras(model, manifest, optimizer=optimizer)
+            paired = archived_pairs(model, manifest) if optimizer and not as_keras else None
+            if paired is None or not needs_roles(paired, manifest, model.optimizer):
+                return map_keras(model, manifest, optimizer=optimizer)
+            return with_archived_state(map_keras(model, manifest, optimizer=False), model, manifest, paired)
         case "hugging-face" if names is None:
             return map_hub(model, manifest)
     return map_by_name(model, manifest, names=names)

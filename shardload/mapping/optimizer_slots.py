@@ -14,33 +14,48 @@ from typing import Any
 from shardload.keras_bridge.model_state import OptimizerState, other_optimizers, variables_of
 from shardload.keras_bridge.optimizer_slots import innermost
 from shardload.keras_bridge.recording import record_variables
+from shardload.loaders import spec_of
 from shardload.manifest import Manifest
+from shardload.mapping.archived_optimizer import archived_pairs
+from shardload.mapping.optimizer_pairs import is_untrained, takes_state
 from shardload.mapping.state_keys import Role, roles_of
 from shardload.mapping.state_tree import Stored
+from shardload.mapping.stored_state import pair
 
 _STORED = ("optimizer/vars/", "optimizer_variables/")
 """Where Keras stores the variables of a model's optimizer: in each of its own formats, and in a training step."""
 
 
 @contextmanager
-def slots_as_stored(model: Any, manifest: Manifest) -> Iterator[None]:
+def slots_as_stored(
+    model: Any, manifest: Manifest, *, rename: Mapping[str, str] | None = None, strict: bool = True
+) -> Iterator[None]:
     """Create the optimizer slots that the checkpoint has; remove them again if the block raises.
 
-    Does nothing if the optimizer already has slots, or differs in kind from the saved one: by class if an archive
-    gives it, otherwise by number of variables, as in Keras.
+    Does nothing if the optimizer already has slots, or cannot continue with the saved state: of a training step, by
+    the roles of its slots; else by class if an archive gives it, or by number of variables, as in Keras.
 
     Args:
         model: A built model, compiled or not, abstract or not.
         manifest: Any format.
+        rename: As for `map_state`.
+        strict: Whether the block raises if the optimizer cannot continue with the state of a step, and so needs to
+            know what it lacks.
     """
     before: list[OptimizerState] = []
+    is_step = spec_of(manifest).tensor_names == "step"
     try:
-        for optimizer, weights, stored in list(_unbuilt(model, manifest)):
+        for path, optimizer, weights, stored in list(_unbuilt(model, manifest)):
             before.append(OptimizerState.of(optimizer))
             with record_variables():
                 optimizer.build(weights)
             # Another kind of optimizer, whose state Keras skips with a warning; without slots, so does the mapping.
-            if len(optimizer.variables) != stored:
+            paired = pair(model, manifest, rename=rename) if is_step else archived_pairs(model, manifest)
+            if paired is not None:
+                fits = not is_untrained(paired, manifest, path) and ((strict and is_step) or takes_state(paired, path))
+            else:
+                fits = len(optimizer.variables) == stored and not _other_kind(optimizer, manifest)
+            if not fits:
                 before.pop().restore()
         yield
     except BaseException:
@@ -49,16 +64,12 @@ def slots_as_stored(model: Any, manifest: Manifest) -> Iterator[None]:
         raise
 
 
-def _unbuilt(model: Any, manifest: Manifest) -> Iterator[tuple[Any, list[Any], int]]:
-    """Yield the optimizers to build, the weights they train, and the number of variables in the checkpoint for each."""
+def _unbuilt(model: Any, manifest: Manifest) -> Iterator[tuple[str | None, Any, list[Any], int]]:
+    """Yield optimizers to build, with their path, the weights they train, and the number of variables stored."""
     optimizer, others = getattr(model, "optimizer", None), _of_others(manifest)
-    # The group of a step has the variables of all optimizers.
     stored = sum(name.startswith(_STORED) for name in manifest.tensors) - len(others)
-    # Slots that a partial step leaves out are built as well.
-    if stored:
-        stored += sum(role.kind == "slot" and role.optimizer is None for role in _roles(manifest, "left_out"))
-    if stored and optimizer is not None and not optimizer.built and not _other_kind(optimizer, manifest):
-        yield optimizer, model.trainable_variables, stored
+    if stored and optimizer is not None and not optimizer.built:
+        yield None, optimizer, model.trainable_variables, stored
     # Keras does not say which weights a GAN's optimizer trains, but the roles of its stored slots do.
     waiting = [(path, found) for path, found in other_optimizers(model) if not found.built] if others else []
     by_key = {role.key: i for i, role in roles_of(model).items()} if waiting else {}
@@ -68,7 +79,7 @@ def _unbuilt(model: Any, manifest: Manifest) -> Iterator[tuple[Any, list[Any], i
         trained = dict.fromkeys(role.of for role in own_roles if role.of is not None)
         weights = [by_id[i] for key in trained if (i := by_key.get(key)) in by_id]
         if weights and len(weights) == len(trained):
-            yield found, weights, len(own_roles)
+            yield path, found, weights, len(own_roles)
 
 
 def _of_others(manifest: Manifest) -> list[Role]:

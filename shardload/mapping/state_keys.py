@@ -53,9 +53,9 @@ def roles_of(model: Any) -> dict[int, Role]:
     keys = {i: role.key for i, role in roles.items()}
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None:
-        roles |= _optimizer(optimizer, keys)
+        roles |= optimizer_roles(optimizer, keys)
     for path, other in other_optimizers(model):
-        found = _optimizer(other, keys, f"optimizers/{path}/")
+        found = optimizer_roles(other, keys, f"optimizers/{path}/")
         roles |= {i: replace(role, optimizer=path) for i, role in found.items()}
     return roles | _metrics(model)
 
@@ -82,7 +82,8 @@ def _attribute(owner: Any, variable: Variable) -> str | None:
     return next((name.lstrip("_") for name, value in vars(owner).items() if value is variable), None)
 
 
-def _optimizer(optimizer: Any, weights: dict[int, str], prefix: str = "") -> dict[int, Role]:
+def optimizer_roles(optimizer: Any, weights: dict[int, str], prefix: str = "") -> dict[int, Role]:
+    """Return the roles of an optimizer's variables, by ``id``; ``weights`` are the keys of weights by ``id``."""
     roles: dict[int, Role] = {}
     own = {id(v) for v in optimizer.variables}
     for attribute, value in vars(optimizer).items():
@@ -91,7 +92,7 @@ def _optimizer(optimizer: Any, weights: dict[int, str], prefix: str = "") -> dic
         # without any (TensorParallelOptimizer) fit the plain optimizer, and the other way round.
         if hasattr(value, "apply_gradients"):
             adds_own = own != {id(v) for v in value.variables}
-            roles |= _optimizer(value, weights, f"{prefix}{name}/" if adds_own else prefix)
+            roles |= optimizer_roles(value, weights, f"{prefix}{name}/" if adds_own else prefix)
         # An attribute may contain variables of others, such as the weights, so only the optimizer's own count.
         elif attribute not in _NOT_SLOTS:
             for variable, role in _attribute_roles(optimizer, value, f"{prefix}{_SHORT.get(name, name)}", weights):

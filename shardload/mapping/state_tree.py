@@ -18,8 +18,10 @@ from typing import Any
 from shardload.errors import SourceError, UninitialisedError
 from shardload.keras_bridge.keras_types import Variable
 from shardload.keras_bridge.layer_settings import settings_of
-from shardload.keras_bridge.model_state import optimizer_variables_of, other_optimizers
+from shardload.keras_bridge.model_state import optimizer_variables_of, optimizers_by_path, other_optimizers
+from shardload.keras_bridge.optimizer_slots import kind_of
 from shardload.keras_bridge.variables import has_value, stored_dtype, unique, value_of
+from shardload.mapping.slot_roles import Forms, OptimizerForm, forms_of, meaning_of, part_of
 from shardload.mapping.state_keys import Role, roles_of
 
 VERSION = 1
@@ -66,6 +68,8 @@ class StateTree:
     """Settings that the configuration omits (`layer_settings`)."""
     left_out: tuple[StateLeaf, ...] = ()
     """Weights of the model that a partial step does not store, and their slots."""
+    optimizers: Mapping[str, str] = field(default_factory=dict)
+    """Class of each optimizer by its path, ``""`` for the compiled one."""
 
     @property
     def tree(self) -> dict[str, Any]:
@@ -103,6 +107,7 @@ class StateTree:
     def to_json(self) -> dict[str, Any]:
         """Return the content of ``structure.json``."""
         found = {"version": VERSION, "leaves": [leaf.to_json() for leaf in self.leaves], "form": dict(self.settings)}
+        found |= {"optimizers": dict(self.optimizers)} if any(leaf.kind == "optimizer" for leaf in self.leaves) else {}
         return found | ({"left_out": [leaf.to_json() for leaf in self.left_out]} if self.left_out else {})
 
     def still_describes(self, model: Any) -> bool:
@@ -133,7 +138,11 @@ def describe(model: Any) -> StateTree:
             path = free_path(group, name, taken)
             shape, dtype = tuple(variable.shape), stored_dtype(variable).name
             leaves.append(StateLeaf(path, role, shape, dtype, variable))
-    return StateTree(tuple(leaves), settings_of(model))
+    return StateTree(tuple(leaves), settings_of(model), optimizers=_kinds_of(model))
+
+
+def _kinds_of(model: Any) -> dict[str, str]:
+    return {path or "": kind_of(optimizer) for path, optimizer in optimizers_by_path(model).items()}
 
 
 def _variables_by_group(model: Any) -> list[tuple[str, list[Variable]]]:
@@ -225,6 +234,10 @@ class Pairing:
     """Stored leaves without a variable in the model."""
     left_out: tuple[tuple[Stored, StateLeaf], ...] = ()
     """Leaves that a partial step lists but does not store, and the variables of the model in these roles."""
+    forms: Forms = field(default_factory=dict)
+    """Of the model's optimizers."""
+    stored_forms: Forms = field(default_factory=dict)
+    """Of the step's optimizers."""
 
 
 def find(
@@ -241,27 +254,50 @@ def find(
         SourceError: When ``leaves`` is not valid.
     """
     listed = leaves.get("leaves") if isinstance(leaves, Mapping) else leaves
-    stored = _by_identity(listed, rename or {})
-    left_out = _by_identity(leaves.get("left_out", ()) if isinstance(leaves, Mapping) else (), rename or {})
-    wanted = {_identity(leaf.role, {}): leaf for leaf in describe(model).leaves}
+    stored = [Stored.of_json(leaf) for leaf in _listed(listed)]
+    out = [Stored.of_json(leaf) for leaf in _listed(leaves.get("left_out", ()) if isinstance(leaves, Mapping) else ())]
+    tree, kinds = describe(model), kinds_in(leaves)
+    forms = forms_of([s.role for s in (*stored, *out)], kinds)
+    own = forms_of([leaf.role for leaf in tree.leaves], {k: v for k, v in tree.optimizers.items() if k in kinds})
+    by_identity = {_identity(s.role, rename or {}, forms): s for s in stored}
+    left_out = {_identity(s.role, rename or {}, forms): s for s in out}
+    wanted = {_identity(leaf.role, {}, own): leaf for leaf in tree.leaves}
     return Pairing(
-        tuple((stored[i], leaf) for i, leaf in wanted.items() if i in stored),
-        tuple(leaf for i, leaf in wanted.items() if i not in stored and i not in left_out),
-        tuple(s for i, s in stored.items() if i not in wanted),
-        tuple((left_out[i], leaf) for i, leaf in wanted.items() if i in left_out and i not in stored),
+        tuple((by_identity[i], leaf) for i, leaf in wanted.items() if i in by_identity),
+        tuple(leaf for i, leaf in wanted.items() if i not in by_identity and i not in left_out),
+        tuple(s for i, s in by_identity.items() if i not in wanted),
+        tuple((left_out[i], leaf) for i, leaf in wanted.items() if i in left_out and i not in by_identity),
+        own,
+        forms,
     )
 
 
-def _by_identity(listed: Any, rename: Mapping[str, str]) -> dict[tuple[str, str, str], Stored]:
-    if not isinstance(listed, Iterable):
-        raise SourceError(f"structure.json has no valid list of leaves: {str(listed)[:80]}")
-    return {_identity(s.role, rename): s for s in map(Stored.of_json, listed)}
+def kinds_in(structure: Any) -> dict[str, str]:
+    """Return the class of each optimizer that a step stores; empty for steps that do not say it.
+
+    Raises:
+        SourceError: When ``structure`` is not valid.
+    """
+    found = structure.get("optimizers", {}) if isinstance(structure, Mapping) else {}
+    if not isinstance(found, Mapping) or not all(isinstance(text, str) for pair in found.items() for text in pair):
+        raise SourceError(f"structure.json has optimizers that are no object of class names: {str(found)[:80]}")
+    return dict(found)
 
 
-def _identity(role: Role, rename: Mapping[str, str]) -> tuple[str, str, str]:
-    # A slot by its kind and its weight, as its own key would keep the old name of a renamed weight.
-    if role.kind == "slot":
-        return ("slot", role.slot or "", _renamed(role.of or "", rename))
+def _listed(leaves: Any) -> Iterable[Any]:
+    if not isinstance(leaves, Iterable):
+        raise SourceError(f"structure.json has no valid list of leaves: {str(leaves)[:80]}")
+    return leaves
+
+
+def _identity(role: Role, rename: Mapping[str, str], forms: Forms) -> tuple[str, str, str]:
+    if role.kind in ("slot", "optimizer"):
+        # A slot by what it is and its weight, as its own key would keep the old name of a renamed weight.
+        part = part_of(role, forms)
+        of = _renamed(role.of or "", rename)
+        kind = forms.get(role.optimizer, OptimizerForm()).kind
+        name = f"{role.optimizer or ''}:{meaning_of(part, kind) if role.kind == 'slot' else part}"
+        return (role.kind, name, of)
     return (role.kind, "", _renamed(role.key, rename) if role.kind in ("weight", "seed") else role.key)
 
 

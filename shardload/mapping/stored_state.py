@@ -20,20 +20,37 @@ unchanged, with a note. This applies to each optimizer: a GAN has two, besides t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 from shardload.errors import MismatchError, SourceError, UsageError
 from shardload.keras_bridge.keras_types import Variable
-from shardload.keras_bridge.model_state import other_optimizers, state_of, variables_of
+from shardload.keras_bridge.model_state import optimizers_by_path, other_optimizers, state_of, variables_of
 from shardload.keras_bridge.variables import unique
 from shardload.manifest import Manifest, Tensor, View
+from shardload.mapping.optimizer_pairs import (
+    OPTIMIZER_KINDS,
+    Left,
+    Paired,
+    begun_variables,
+    leaves_other_alone,
+    resolve_optimizers,
+)
 from shardload.mapping.partial_steps import different_base, lora_advice, lora_differences, require_values
+from shardload.mapping.slot_roles import (
+    WRAPPER,
+    Forms,
+    forms_of,
+    is_scalar,
+    kind_of_name,
+    meaning_of,
+    part_of,
+    part_of_name,
+)
 from shardload.mapping.state_keys import Role
 from shardload.mapping.state_tree import StateLeaf, Stored, describe, find
 from shardload.mapping.suggestions import suggestion, unknown_tensor
 from shardload.mapping.variable_map import DirectStep, Mismatch, VariableMap, bind, variable_names
-from shardload.transfer.read_tensor import read_tensor
 
 Items = Literal["all", "weights", "optimizer", "metrics"]
 _KINDS = {
@@ -42,12 +59,10 @@ _KINDS = {
     "optimizer": {"slot", "optimizer"},
     "metrics": {"metric"},
 }
-_OPTIMIZER = _KINDS["optimizer"]
+_OPTIMIZER = OPTIMIZER_KINDS
 NO_OPTIMIZER = "the step has no optimizer state; the model's is unchanged"
 """Note of a restore that left the optimizer unchanged although everything was requested."""
-UNTRAINED = "the step was saved before training and has no optimizer slots; the model's are unchanged"
-"""Note of a restore that left slots unchanged, because the step's optimizer had none yet."""
-_NO_OTHER = "the step has no state of the optimizer "
+_OPTIMIZER_GROUP, _SCALING = "optimizer_variables", "loss_scale_optimizer"
 _MINOR = {"seed", "metric"}
 """Kinds that may be missing or unused: another dropout or metric changes no weight."""
 _GROUPS = {
@@ -59,37 +74,9 @@ _GROUPS = {
 """The kind of the leaves of a tree without structure, by Keras' group."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Paired:
-    """Paired tensors and variables, and the unpaired rest of both."""
-
-    pairs: tuple[tuple[Tensor, StateLeaf], ...]
-    missing: tuple[StateLeaf, ...]
-    left: tuple[_Left, ...]
-    left_out: tuple[tuple[Stored, StateLeaf], ...] = ()
-    """Leaves that a partial step lists as left out, and the model's variables for them."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Left:
-    """A tensor without a variable."""
-
-    tensor: str
-    kind: str
-    optimizer: str | None = None
-    """Like `Role.optimizer`."""
-
-
 def leaves_optimizer_alone(note: str) -> bool:
     """Whether a note of a restore means that the step lacks the state of an optimizer of the model."""
-    if note.startswith(_NO_OTHER):
-        return not _is_of_inner_model(note.removeprefix(_NO_OTHER).partition(":")[0])
-    return note == NO_OPTIMIZER
-
-
-def _is_of_inner_model(optimizer: str) -> bool:
-    """Whether the optimizer belongs to a compiled submodel, so the outer ``fit`` does not use it."""
-    return optimizer.endswith("/optimizer")
+    return note == NO_OPTIMIZER or leaves_other_alone(note)
 
 
 def map_state(
@@ -122,29 +109,17 @@ def map_state(
     others = items == "optimizer" and other_optimizers(model)
     if items in ("optimizer", "metrics") and getattr(model, "optimizer", None) is None and not others:
         raise UsageError(f"The model {model.name!r} has no {items}: it was not compiled. Call model.compile(...) first")
-    if rename is not None and not isinstance(rename, Mapping):
-        raise UsageError(
-            f"rename={rename!r} is not valid, expected a dict of stored keys to the model's: "
-            "{'layers/dense': 'layers/head'}"
-        )
-    # Pair tensors with variables: by role if the step stores roles, else by name.
     structure = manifest.metadata.get("structure")
-    if structure is None or names is not None:
-        paired = _by_name(model, manifest, names or {})
-    else:
-        paired = _by_structure(model, manifest, structure, rename)
+    paired = pair(model, manifest, rename=rename, names=names)
     # State of optimizers that only one side has, or that never trained, is left out with a note, not reported missing.
-    noted: list[str] = []
-    if items == "all" and _is_untrained(paired, manifest, None):
-        kept = _without(paired, None)
-        noted += [UNTRAINED] if len(kept.missing) < len(paired.missing) else []
-        paired = kept
+    noted: tuple[str, ...] = ()
     if items in ("all", "optimizer"):
-        paired = _resolve_other_optimizers(paired, manifest, noted)
+        unbuilt = [path for path, one in optimizers_by_path(model).items() if not one.built]
+        paired, noted = resolve_optimizers(paired, manifest, every=items == "all", unbuilt=unbuilt)
     # A partial step fills only a part of the model, so the rest must have values already.
     if items in ("all", "weights") and not has_base:
         require_values(model, manifest, paired.left_out)
-    found = _summarise(model, paired, items, tuple(noted))
+    found = _summarise(model, paired, items, noted)
     if structure is None or not {"weight"} & _KINDS[items] or rename:
         return found
     lora = lora_differences(model, structure.get("form"))
@@ -152,65 +127,30 @@ def map_state(
     return replace(found, mismatched=(*lora, *found.mismatched), advice=advice)
 
 
-def _without(paired: _Paired, optimizer: str | None) -> _Paired:
-    """Drop an optimizer's missing variables."""
-    missing = (m for m in paired.missing if m.kind not in _OPTIMIZER or m.role.optimizer != optimizer)
-    return replace(paired, missing=tuple(missing))
+def pair(
+    model: Any, manifest: Manifest, *, rename: Mapping[str, str] | None = None, names: Mapping[str, str] | None = None
+) -> Paired:
+    """Pair the tensors of a step with variables: by role if the step stores roles, else by name.
 
-
-def _resolve_other_optimizers(paired: _Paired, manifest: Manifest, noted: list[str]) -> _Paired:
-    """Resolve optimizers other than the compiled one that step or model lacks, or that never trained; add notes."""
-    both = {leaf.role.optimizer for _, leaf in paired.pairs}
-    in_step = {found.optimizer for found in paired.left} | both
-    in_model = {leaf.role.optimizer for leaf in paired.missing} | both
-    for name in sorted(filter(None, in_step | in_model)):
-        if name not in in_step:
-            noted.append(f"{_NO_OTHER}{name}: the model's is unchanged")
-            paired = _without(paired, name)
-        # An empty kind belongs to no item, so `_summarise` lists these tensors as skipped.
-        elif name not in in_model:
-            noted.append(f"the model has no optimizer {name}; its state in the step is not used")
-            left = (replace(found, kind="") if found.optimizer == name else found for found in paired.left)
-            paired = replace(paired, left=tuple(left))
-        elif _is_untrained(paired, manifest, name):
-            kept = _without(paired, name)
-            if len(kept.missing) < len(paired.missing):
-                noted.append(f"the optimizer {name}: {UNTRAINED}")
-            paired = kept
-        elif _is_of_inner_model(name) and not _fits(paired, name):
-            noted.append(f"the step has another kind of state for the optimizer {name}; the model's is unchanged")
-            paired = _alone(paired, name)
-    return paired
-
-
-def _fits(paired: _Paired, optimizer: str) -> bool:
-    """Whether step and model have the same variables of an optimizer."""
-    unpaired = [leaf.role.optimizer for leaf in paired.missing] + [found.optimizer for found in paired.left]
-    return optimizer not in unpaired
-
-
-def _alone(paired: _Paired, optimizer: str) -> _Paired:
-    """Drop an optimizer's pairs, so that the model's state stays unchanged."""
-    pairs = tuple(pair for pair in paired.pairs if pair[1].role.optimizer != optimizer)
-    left = tuple(replace(found, kind="") if found.optimizer == optimizer else found for found in paired.left)
-    return replace(_without(paired, optimizer), pairs=pairs, left=left)
-
-
-def _is_untrained(paired: _Paired, manifest: Manifest, optimizer: str | None) -> bool:
-    """Whether a step's optimizer has zero iterations and no slots: ``fit`` would have created them.
-
-    With iterations but no slots it is of another kind (SGD), and does not fit an optimizer that has slots.
+    Raises:
+        UsageError: When ``rename`` is not a mapping.
+        MismatchError: When ``names`` or ``rename`` contain unknown names.
+        SourceError: When the step contradicts itself.
     """
-    pairs = [(tensor, leaf) for tensor, leaf in paired.pairs if leaf.role.optimizer == optimizer]
-    kinds = [leaf.kind for _, leaf in pairs] + [found.kind for found in paired.left if found.optimizer == optimizer]
-    of_optimizer = [(tensor, leaf) for tensor, leaf in pairs if leaf.kind == "optimizer"]
-    counts = [tensor.name for tensor, leaf in of_optimizer if leaf.key.rpartition("/")[2] == "iteration"]
-    return "slot" not in kinds and bool(counts) and not any(read_tensor(manifest, name).any() for name in counts)
+    if rename is not None and not isinstance(rename, Mapping):
+        raise UsageError(
+            f"rename={rename!r} is not valid, expected a dict of stored keys to the model's: "
+            "{'layers/dense': 'layers/head'}"
+        )
+    structure = manifest.metadata.get("structure")
+    if structure is None or names is not None:
+        return _by_name(model, manifest, names or {})
+    return _by_structure(model, manifest, structure, rename)
 
 
 def _by_structure(
     model: Any, manifest: Manifest, structure: Mapping[str, Any], rename: Mapping[str, str] | None
-) -> _Paired:
+) -> Paired:
     found = find(model, structure, rename=rename)
     stored = [s for s, _ in found.pairs] + list(found.unexpected)
     keys = [s.role.of or s.role.key for s in stored]
@@ -222,10 +162,15 @@ def _by_structure(
             )
     tensors = {id(s): _tensor_of(s, manifest) for s in stored}
     known = {tensor.name for tensor in tensors.values()}
-    left = [_Left(tensors[id(s)].name, s.role.kind, s.role.optimizer) for s in found.unexpected]
-    left += [_Left(name, "weight") for name in manifest.tensors if name not in known]
+    left = [_left(s.role, tensors[id(s)].name, found.stored_forms) for s in found.unexpected]
+    left += [Left(name, "weight") for name in manifest.tensors if name not in known]
     pairs = tuple((tensors[id(s)], leaf) for s, leaf in found.pairs)
-    return _Paired(pairs, found.missing, tuple(left), found.left_out)
+    return Paired(pairs, found.missing, tuple(left), found.forms, left_out=found.left_out)
+
+
+def _left(role: Role, tensor: str, forms: Forms) -> Left:
+    part = part_of(role, forms) if role.kind in _OPTIMIZER else ""
+    return Left(tensor, role.kind, role.optimizer, part)
 
 
 def _tensor_of(stored: Stored, manifest: Manifest) -> Tensor:
@@ -240,14 +185,15 @@ def _tensor_of(stored: Stored, manifest: Manifest) -> Tensor:
     return tensor
 
 
-def _by_name(model: Any, manifest: Manifest, names: Mapping[str, str]) -> _Paired:
-    leaves = describe(model).leaves
+def _by_name(model: Any, manifest: Manifest, names: Mapping[str, str]) -> Paired:
+    tree = describe(model)
+    leaves = tree.leaves
     by_tree = {"/".join(leaf.path): leaf for leaf in leaves}
     by_path: dict[str, list[StateLeaf]] = {}
     for leaf in leaves:
         by_path.setdefault(leaf.variable.path, []).append(leaf)
     pairs: list[tuple[Tensor, StateLeaf]] = []
-    left = []
+    rest: dict[str, Tensor] = {}
     # An explicit name comes before the tree's own.
     for name in names:
         if name not in manifest.tensors:
@@ -258,12 +204,47 @@ def _by_name(model: Any, manifest: Manifest, names: Mapping[str, str]) -> _Paire
         elif name in by_tree:
             pairs.append((tensor, by_tree[name]))
         else:
-            left.append(_Left(name, _kind_of(name)))
+            rest[name] = tensor
+    taken_names = {id(leaf) for _, leaf in pairs}
+    forms = forms_of([leaf.role for leaf in leaves], {})
+    renamed = _in_another_optimizer(rest, [leaf for leaf in leaves if id(leaf) not in taken_names], tree.optimizers)
+    pairs += [(rest[name], leaf) for name, leaf in renamed.items()]
+    left = [_left_by_name(name) for name in rest if name not in renamed]
     taken = [id(leaf) for _, leaf in pairs]
     if len(set(taken)) < len(taken):
         twice = next(leaf for _, leaf in pairs if taken.count(id(leaf)) > 1)
         raise MismatchError(f"Cannot map two tensors to variable {twice.variable.path!r}. Name each variable once")
-    return _Paired(tuple(pairs), tuple(leaf for leaf in leaves if id(leaf) not in taken), tuple(left))
+    return Paired(tuple(pairs), tuple(leaf for leaf in leaves if id(leaf) not in taken), tuple(left), forms)
+
+
+def _in_another_optimizer(
+    names: Iterable[str], leaves: Iterable[StateLeaf], kinds: Mapping[str, str]
+) -> dict[str, StateLeaf]:
+    """Return the state of the compiled optimizer by the names it has in an optimizer of another name."""
+    own = [leaf for leaf in leaves if leaf.path[0] == _OPTIMIZER_GROUP and leaf.role.optimizer is None]
+    own = [leaf for leaf in own if not leaf.path[1].startswith(_SCALING)]
+    stored = [tuple(name.split("/")) for name in names]
+    stored = [path for path in stored if path[0] == _OPTIMIZER_GROUP and not path[1].startswith(_SCALING)]
+    # Of several optimizers, their names alone do not tell which is which.
+    if len({path[1] for path in stored}) != 1 or len({leaf.path[1] for leaf in own}) != 1:
+        return {}
+    by_rest, kind, stored_kind = {leaf.path[2:]: leaf for leaf in own}, kinds.get(""), kind_of_name(stored[0][1])
+    found = {}
+    for path in stored:
+        leaf, part = by_rest.get(path[2:]), part_of_name(path[-1])
+        same = kind is None or stored_kind is None or meaning_of(part, kind) == meaning_of(part, stored_kind)
+        if leaf is not None and (same or is_scalar(part)):
+            found["/".join(path)] = leaf
+    return found
+
+
+def _left_by_name(name: str) -> Left:
+    kind, part = _kind_of(name), part_of_name(name.rsplit("/", maxsplit=1)[-1])
+    if kind != "optimizer":
+        return Left(name, kind)
+    if name.split("/")[1].startswith(_SCALING):
+        part = f"{WRAPPER}{part}"
+    return Left(name, "optimizer" if is_scalar(part.removeprefix(WRAPPER)) else "slot", part=part)
 
 
 def _kind_of(name: str) -> str:
@@ -281,17 +262,17 @@ def _named(path: str, by_path: Mapping[str, list[StateLeaf]]) -> StateLeaf:
     return found[0]
 
 
-def _summarise(model: Any, paired: _Paired, items: Items, noted: tuple[str, ...] = ()) -> VariableMap:
+def _summarise(model: Any, paired: Paired, items: Items, noted: tuple[str, ...] = ()) -> VariableMap:
     # The compiled optimizer is restored only if model and step both have one; others were resolved before.
     kinds = set(_KINDS[items])
-    stored = {leaf.kind for _, leaf in paired.pairs if leaf.role.optimizer is None}
+    stored = {leaf.kind for _, leaf in (*paired.pairs, *paired.dropped) if leaf.role.optimizer is None}
     stored |= {found.kind for found in paired.left if found.optimizer is None}
     if items == "all" and (getattr(model, "optimizer", None) is None or not stored & _OPTIMIZER):
         kinds -= _OPTIMIZER
     everything = unique([*variables_of(model), *state_of(model)])
     names = variable_names([*everything, *(leaf.variable for _, leaf in paired.pairs)])
 
-    def requested(found: _Left | Role) -> bool:
+    def requested(found: Left | Role) -> bool:
         return found.kind in (kinds if found.optimizer is None else _KINDS[items])
 
     # Of what was requested: pairs that fit, pairs of different shapes, variables and tensors that are alone.
@@ -315,6 +296,7 @@ def _summarise(model: Any, paired: _Paired, items: Items, noted: tuple[str, ...]
         skipped=(
             *(found.tensor for found in paired.left if not requested(found) or found.kind in _MINOR),
             *(tensor.name for tensor, leaf in paired.pairs if not requested(leaf.role)),
+            *(tensor.name for tensor, _ in paired.dropped),
         ),
         mismatched=(
             *bases,
@@ -326,6 +308,9 @@ def _summarise(model: Any, paired: _Paired, items: Items, noted: tuple[str, ...]
         only_optimizer_differs=items == "all" and bool(differing) and not bases and _OPTIMIZER.issuperset(differing),
         kept=tuple(names.get(id(leaf.variable), leaf.variable.path) for _, leaf in out),
         kept_variables=tuple(leaf.variable for _, leaf in out),
+        begun=begun_variables(
+            model, [*paired.begun, *(leaf for _, leaf in wrong if leaf.kind == "slot")], paired.forms
+        ),
     )
 
 

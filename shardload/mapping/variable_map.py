@@ -64,6 +64,17 @@ class Mismatch:
         return self.message
 
 
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A variable of an optimizer that begins, while others of that optimizer continue."""
+
+    variable: Variable
+    start: Variable | float | None
+    """Its value in a new optimizer, or the variable that has this value; ``None`` if not known."""
+    is_average: bool = False
+    """Whether it is the moving average of a weight (``use_ema``)."""
+
+
 class Runtime(Protocol):
     """Operations a step may use while it runs."""
 
@@ -141,6 +152,8 @@ class VariableMap:
     """Weights that a partial step leaves out on purpose: they keep the values that the model has."""
     kept_variables: tuple[Variable, ...] = ()
     """The same weights, as variables."""
+    begun: tuple[Begun, ...] = ()
+    """Variables of optimizers that the checkpoint lacks, where others of the same optimizer continue."""
     advice: str = ""
     """How to make a mapping with mismatches fit, if that is known."""
     only_optimizer_differs: bool = False

@@ -10,6 +10,7 @@ from shardload.errors import LoadInterruptedError
 from shardload.keras_bridge import abstraction, binding
 from shardload.keras_bridge.caller import warn_caller
 from shardload.keras_bridge.model_state import state_of
+from shardload.keras_bridge.optimizer_slots import begin_slot
 from shardload.keras_bridge.variables import has_value, relocate, sharding_of
 from shardload.mapping.assign import Assigner
 from shardload.parallel.current_layout import remember
@@ -56,6 +57,7 @@ def fill(
     with clock("build"):
         initialised = abstraction.initialise(prepared.model)
         _gather(prepared)
+        _begin(prepared)
         abstraction.check_initialised(prepared.model)
     report = reporting.load_report(prepared, clock, stats, initialised=tuple(initialised))
     for text in overflow_notes(stats.overflowed):  # also a warning: the report is easily missed
@@ -85,6 +87,13 @@ def _gather(prepared: PreparedLoad) -> None:
         for variable in state_of(prepared.model):
             if (sharding := sharding_of(variable)) is not None:
                 relocate(variable, sharding)
+
+
+def _begin(prepared: PreparedLoad) -> None:
+    """Give slots that the checkpoint lacks what they have in a new optimizer; the weights have their values now."""
+    for begun in prepared.mapping.begun:
+        if begun.start is not None:
+            begin_slot(begun.variable, begun.start)
 
 
 @contextmanager

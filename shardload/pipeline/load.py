@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from shardload.hub import kerashub
 from shardload.keras_bridge import abstraction, distributions
 from shardload.keras_bridge.caller import warn_caller
+from shardload.keras_bridge.model_state import learning_rates_of
 from shardload.keras_bridge.tracking import walking_vocabularies_once
 from shardload.manifest import Manifest
 from shardload.mapping import slots_as_stored
@@ -103,7 +104,8 @@ def load(
             for text in prepared.layouts.idle_notes:
                 warn_caller(text)
             # Agree on the plan, fill.
-            report = call.fill(prepared, clock, files)
+            rates = {} if request.builds else learning_rates_of(model)
+            report = reporting.with_rates(call.fill(prepared, clock, files), rates, learning_rates_of(model))
         if request.builds:  # after the weights, as in Keras: hooks may use their values
             load_assets(model, source.manifest, check=source.checker)
     reporting.remember(model, report)
@@ -175,5 +177,6 @@ def _build(request: LoadRequest, manifest: Manifest, clock: Clock) -> tuple[Any,
 
 
 def _slots(request: LoadRequest, model: Any, manifest: Manifest) -> AbstractContextManager[None]:
-    # Without the optimizer's tensors, as they are not loaded, no slots are created for them.
-    return slots_as_stored(model, replace(manifest, tensors={}) if request.items == "weights" else manifest)
+    if request.items == "weights":  # no slots for tensors that are not loaded
+        return nullcontext()
+    return slots_as_stored(model, manifest, rename=request.rename, strict=request.strict)

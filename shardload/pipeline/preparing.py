@@ -29,7 +29,7 @@ NOT_STRICT = " Pass strict=False (--no-strict) to load what fits and report the 
 """Advice for a load or restore that does not fit, which a caller may replace."""
 OTHER_OPTIMIZER = (
     " Only the optimizer differs: pass items='weights' to load the weights and keep the model's optimizer as it is. "
-    "(strict=False would also take what fits of the stored optimizer, such as its learning rate.)"
+    "strict=False continues with the slots that both optimizers have, and the stored iterations and learning rate."
 )
 OTHER_OPTIMIZER_BUILT = " Only the optimizer differs: pass compile=False (--no-compile) to load the model without it."
 SHOWN = 8
@@ -191,4 +191,5 @@ def _map(request: LoadRequest, manifest: Manifest, model: Any, *, optimizer: boo
     if request.function == "restore":
         chosen: dict[str, Any] = {"items": request.items, "rename": request.rename, "names": request.names}
         return tensor_mapping.map_state(model, manifest, **chosen)
-    return tensor_mapping.map_weights(model, manifest, names=request.names, optimizer=optimizer)
+    as_keras = request.as_keras
+    return tensor_mapping.map_weights(model, manifest, names=request.names, optimizer=optimizer, as_keras=as_keras)

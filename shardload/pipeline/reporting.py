@@ -6,8 +6,9 @@ import math
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardload.errors import UnsupportedError
@@ -103,6 +104,21 @@ def load_report(
     )
 
 
+def changed_rates(before: Mapping[str, float], now: Mapping[str, float], *, advice: str) -> tuple[str, ...]:
+    """Return a note for each learning rate that a load replaced: it undoes one that the user has just set."""
+    return tuple(
+        f"the state of {name} was loaded too: its learning rate was {rate:g}, and is {now[name]:g}. {advice}"
+        for name, rate in before.items()
+        if now.get(name, rate) != rate
+    )
+
+
+def with_rates(report: LoadReport, before: Mapping[str, float], now: Mapping[str, float]) -> LoadReport:
+    """Add to a report which learning rates the load replaced."""
+    advice = "To keep the optimizer as it is, pass items='weights'; to change only its rate, set it again afterwards"
+    return replace(report, notes=(*report.notes, *changed_rates(before, now, advice=advice)))
+
+
 def _search_notes(prepared: PreparedLoad) -> tuple[str, ...]:
     request = prepared.request
     if request.layout != "search" or request.device_memory is None:
@@ -116,6 +132,8 @@ def _search_notes(prepared: PreparedLoad) -> tuple[str, ...]:
 def _average_notes(prepared: PreparedLoad) -> tuple[str, ...]:
     """Say whether a step has the weights in training or their moving averages, if the optimizer keeps averages."""
     request = prepared.request
+    if any(begun.is_average for begun in prepared.mapping.begun):
+        return ()  # equal to the weights: another note says that they begin
     averages = are_averages(prepared.model) if request.function == "restore" and request.items == "all" else None
     return () if averages is None else (AVERAGED if averages else IN_TRAINING,)
 

@@ -129,7 +129,7 @@ def test_steps_inspect_and_verify_say_that_a_step_is_partial(run):
     def said(*arguments):
         return warm_start.run(["-m", "shardload", *arguments], check=True).stdout
 
-    assert said("steps", run[0]).count("ok, partial: without 2 weights") == 2
+    assert said("steps", run[0]).count("not read, partial: without 2 weights") == 2
     assert json.loads(said("steps", run[0], "--json"))["steps"][0]["left_out"] == 2
     assert "; partial: without 2 weights" in said("inspect", run[0] / "8").splitlines()[0]
     assert ", partial: without 2 weights)" in said("verify", run[0])

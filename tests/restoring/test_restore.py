@@ -19,7 +19,8 @@ from shardload.errors import (
     UnsupportedError,
     UsageError,
 )
-from shardload.mapping.stored_state import NO_OPTIMIZER, UNTRAINED
+from shardload.mapping.optimizer_pairs import UNTRAINED
+from shardload.mapping.stored_state import NO_OPTIMIZER
 from shardload.verifying import verify
 
 MESHES = ["1x8", "2x4", "8x1", "1x3", "1x1"]

@@ -1,0 +1,221 @@
+"""Which state of a step's optimizers continues in the optimizers of a model, and what begins there.
+
+    stored ─► pairs      the same variable in both (`slot_roles`)
+              missing    only in the model: begins as in a new optimizer; moving averages begin with the weights
+              left       only in the step: not used
+
+Iterations and learning rate belong to the slots. If a slot without which the count is wrong is only on one side (Adam's
+velocities, for a step of SGD), the optimizer is left as it is. Under ``strict``, any of this raises, except for the
+learning rate of an optimizer with a schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardload.keras_bridge.model_state import optimizers_by_path
+from shardload.keras_bridge.optimizer_slots import start_of
+from shardload.manifest import Manifest, Tensor
+from shardload.mapping.slot_roles import AVERAGE, RATE, WRAPPER, Forms, is_core, part_of
+from shardload.mapping.state_tree import StateLeaf, Stored, describe
+from shardload.mapping.variable_map import Begun
+from shardload.transfer.read_tensor import read_tensor
+
+OPTIMIZER_KINDS = frozenset({"slot", "optimizer"})
+UNTRAINED = "the step was saved before training and has no optimizer slots; the model's are unchanged"
+"""Note of a restore that left slots unchanged, because the step's optimizer had none yet."""
+_NO_OTHER = "the step has no state of the optimizer "
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A tensor without a variable."""
+
+    tensor: str
+    kind: str
+    optimizer: str | None = None
+    """Like `Role.optimizer`."""
+    part: str = ""
+    """As of `part_of`, for the state of an optimizer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Paired:
+    """Paired tensors and variables, and the unpaired rest of both."""
+
+    pairs: tuple[tuple[Tensor, StateLeaf], ...]
+    missing: tuple[StateLeaf, ...]
+    left: tuple[Left, ...]
+    forms: Forms
+    left_out: tuple[tuple[Stored, StateLeaf], ...] = ()
+    """Leaves that a partial step lists as left out, and the model's variables for them."""
+    dropped: tuple[tuple[Tensor, StateLeaf], ...] = ()
+    """Pairs that are not used, because the optimizer does not continue."""
+    begun: tuple[StateLeaf, ...] = ()
+    """Variables of optimizers that continue although the step lacks these."""
+
+    def part(self, leaf: StateLeaf) -> str:
+        """Return the attribute of its optimizer that a variable is in."""
+        return part_of(leaf.role, self.forms)
+
+
+def resolve_optimizers(
+    paired: Paired, manifest: Manifest, *, every: bool, unbuilt: Collection[str | None] = ()
+) -> tuple[Paired, tuple[str, ...]]:
+    """Decide which optimizers of a model continue with the state of a step; return notes too.
+
+    Args:
+        paired: The whole model and step.
+        manifest: Of the step.
+        every: Whether a compiled optimizer without state in the step may stay as it is.
+        unbuilt: Optimizers without slots, because they cannot continue with those of the step.
+    """
+    noted: list[str] = []
+    if every and is_untrained(paired, manifest, None):
+        kept = _without(paired, None)
+        noted += [UNTRAINED] if len(kept.missing) < len(paired.missing) else []
+        paired = kept
+    elif not is_untrained(paired, manifest, None):
+        paired = _continue(paired, None, noted, is_built=None not in unbuilt)
+    both = {leaf.role.optimizer for _, leaf in paired.pairs}
+    in_step = {found.optimizer for found in paired.left} | both
+    in_model = {leaf.role.optimizer for leaf in paired.missing} | both
+    for name in sorted(filter(None, in_step | in_model)):
+        if name not in in_step:
+            noted.append(f"{_NO_OTHER}{name}: the model's is unchanged")
+            paired = _without(paired, name)
+        elif name not in in_model:
+            noted.append(f"the model has no optimizer {name}; its state in the step is not used")
+            paired = _skipping(paired, name)
+        elif is_untrained(paired, manifest, name):
+            kept = _without(paired, name)
+            if len(kept.missing) < len(paired.missing):
+                noted.append(f"the optimizer {name}: {UNTRAINED}")
+            paired = kept
+        elif _is_of_inner_model(name) and not _fits(paired, name):
+            noted.append(f"the step has another kind of state for the optimizer {name}; the model's is unchanged")
+            paired = _skipping(_without(_without_pairs(paired, name), name), name)
+        else:
+            paired = _continue(paired, name, noted, is_built=name not in unbuilt)
+    return paired, tuple(noted)
+
+
+def begun_variables(model: Any, leaves: Iterable[StateLeaf], forms: Forms) -> tuple[Begun, ...]:
+    """Return the variables of optimizers that begin as in a new one, with what they begin with."""
+    if not (wanted := list(leaves)):
+        return ()
+    optimizers = optimizers_by_path(model)
+    weights = {leaf.key: leaf.variable for leaf in describe(model).leaves if leaf.kind == "weight"}
+    found = []
+    for leaf in wanted:
+        part = part_of(leaf.role, forms)
+        start = start_of(optimizers[leaf.role.optimizer], part, weights.get(leaf.role.of or ""))
+        found.append(Begun(leaf.variable, start, is_average=part == AVERAGE))
+    return tuple(found)
+
+
+def leaves_other_alone(note: str) -> bool:
+    """Whether a note says that the step lacks the state of an optimizer that ``fit`` of the model uses."""
+    return note.startswith(_NO_OTHER) and not _is_of_inner_model(note.removeprefix(_NO_OTHER).partition(":")[0])
+
+
+def takes_state(paired: Paired, optimizer: str | None) -> bool:
+    """Whether an optimizer can continue with the state in a step: whether its iterations are those of its slots."""
+    slots = [leaf for _, leaf in paired.pairs if leaf.role.optimizer == optimizer and leaf.kind == "slot"]
+    core = [leaf for leaf in slots if is_core(paired.part(leaf))]
+    lacking = [leaf for leaf in paired.missing if leaf.role.optimizer == optimizer and leaf.kind == "slot"]
+    lacking = [leaf for leaf in lacking if is_core(paired.part(leaf))]
+    unused = [found for found in paired.left if found.optimizer == optimizer and found.kind == "slot"]
+    if {leaf.role.of for leaf in lacking} & {leaf.role.of for leaf in slots}:
+        return False
+    return bool(core) or not (lacking or any(is_core(found.part) for found in unused))
+
+
+def _continue(paired: Paired, name: str | None, noted: list[str], *, is_built: bool) -> Paired:
+    """Apply the rules of the module to one optimizer; add a note about what does not continue."""
+    if not any(leaf.role.optimizer == name and leaf.kind in OPTIMIZER_KINDS for _, leaf in paired.pairs):
+        return paired
+    paired = _with_own_rate(paired, name, noted)
+    of_it = [leaf for leaf in paired.missing if leaf.role.optimizer == name and leaf.kind in OPTIMIZER_KINDS]
+    unused = [found for found in paired.left if found.optimizer == name and found.kind in OPTIMIZER_KINDS]
+    which = "the optimizer" if name is None else f"the optimizer {name}"
+    if not (is_built and takes_state(paired, name)):
+        slots = _listed(found.part for found in unused if found.kind == "slot")
+        has = f"it has {slots}, which are not what this optimizer has" if slots else "its slots are not there"
+        noted.append(
+            f"{which} does not continue with the stored state, nor with its iterations and learning rate: {has}"
+        )
+        return _without_pairs(paired, name)
+    if of_it:
+        noted.append(f"{which} continues with what is stored of it. {_beginning(paired, of_it)}")
+    return replace(paired, begun=(*paired.begun, *of_it))
+
+
+def _beginning(paired: Paired, leaves: Iterable[StateLeaf]) -> str:
+    parts = list(dict.fromkeys(paired.part(leaf) for leaf in leaves))
+    scale = "the scale of the loss (LossScaleOptimizer)"
+    new = _listed(scale if part.startswith(WRAPPER) else part for part in parts if part != AVERAGE)
+    texts = [f"as in a new optimizer: {new}"] if new else []
+    texts += ["with the weights as they are now: the moving averages (use_ema)"] if AVERAGE in parts else []
+    return f"Not stored, so they begin {'; '.join(texts)}"
+
+
+def _listed(parts: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(parts))
+
+
+def _with_own_rate(paired: Paired, name: str | None, noted: list[str]) -> Paired:
+    """Leave the learning rate out if only one side has it as a variable: the other one computes it by a schedule."""
+    stored = [found for found in paired.left if found.optimizer == name and found.part == RATE]
+    own = [leaf for leaf in paired.missing if leaf.role.optimizer == name and paired.part(leaf) == RATE]
+    if stored and not own:
+        noted.append("the stored learning rate is not used: the optimizer of the model has a schedule")
+    if own and not stored:
+        noted.append("no learning rate is stored, as there was a schedule: the learning rate of the model is unchanged")
+    left = tuple(replace(found, kind="") if found in stored and not own else found for found in paired.left)
+    missing = tuple(leaf for leaf in paired.missing if leaf not in own or stored)
+    return replace(paired, left=left, missing=missing)
+
+
+def _without(paired: Paired, optimizer: str | None) -> Paired:
+    """Drop an optimizer's missing variables."""
+    missing = (m for m in paired.missing if m.kind not in OPTIMIZER_KINDS or m.role.optimizer != optimizer)
+    return replace(paired, missing=tuple(missing))
+
+
+def _without_pairs(paired: Paired, optimizer: str | None) -> Paired:
+    """Drop an optimizer's pairs, so that the model's state stays unchanged."""
+    own = [p for p in paired.pairs if p[1].role.optimizer == optimizer and p[1].kind in OPTIMIZER_KINDS]
+    pairs = tuple(pair for pair in paired.pairs if pair not in own)
+    return replace(paired, pairs=pairs, dropped=(*paired.dropped, *own))
+
+
+def _skipping(paired: Paired, optimizer: str | None) -> Paired:
+    """List the tensors of an optimizer that have no variable as skipped, not as unused."""
+    # An empty kind belongs to no item.
+    return replace(paired, left=tuple(replace(f, kind="") if f.optimizer == optimizer else f for f in paired.left))
+
+
+def _is_of_inner_model(optimizer: str) -> bool:
+    """Whether the optimizer belongs to a compiled submodel, so the outer ``fit`` does not use it."""
+    return optimizer.endswith("/optimizer")
+
+
+def _fits(paired: Paired, optimizer: str) -> bool:
+    """Whether step and model have the same variables of an optimizer."""
+    unpaired = [leaf.role.optimizer for leaf in paired.missing] + [found.optimizer for found in paired.left]
+    return optimizer not in unpaired
+
+
+def is_untrained(paired: Paired, manifest: Manifest, optimizer: str | None) -> bool:
+    """Whether a step's optimizer has zero iterations and no slots: ``fit`` would have created them.
+
+    With iterations but no slots it is of another kind (SGD), and does not fit an optimizer that has slots.
+    """
+    pairs = [(tensor, leaf) for tensor, leaf in paired.pairs if leaf.role.optimizer == optimizer]
+    kinds = [leaf.kind for _, leaf in pairs] + [found.kind for found in paired.left if found.optimizer == optimizer]
+    of_optimizer = [(tensor, leaf) for tensor, leaf in pairs if leaf.kind == "optimizer"]
+    counts = [tensor.name for tensor, leaf in of_optimizer if leaf.key.rpartition("/")[2] == "iteration"]
+    return "slot" not in kinds and bool(counts) and not any(read_tensor(manifest, name).any() for name in counts)
