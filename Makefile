@@ -8,9 +8,10 @@ OLDEST := .venv-oldest
 NEWEST := .venv-newest
 CASES ?= 20000
 FOLDERS := .cache/transformers-cross
+LIBRARIES := .cache/libraries
 export KERAS_BACKEND := jax
 
-.PHONY: demo help test test-full test-fast test-together oldest newest fuzz kills folders nightly check lint types docs wheel bench clean
+.PHONY: demo help test test-full test-fast test-together oldest newest fuzz kills folders libraries nightly check lint types docs wheel bench clean
 
 demo: $(VENV)/.demo  ## real Gemma 3 270M on eight devices answers a prompt
 	$(BIN)/shardload load gemma3_270m --mesh 1x8 --prompt "The capital of France is"
@@ -49,7 +50,11 @@ folders: $(STAMP) $(TORCH)/.installed  ## folders that transformers 4 and 5 writ
 	PYTHONPATH=tests:$(TORCH)/transformers-4 $(TORCH)/bin/python -m transformers_cross.generate $(FOLDERS)
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/hub/test_transformers_cross.py --every-folder --folders-from $(FOLDERS)
 
-nightly: kills fuzz folders test-full  ## what takes too long for every change: hours
+libraries: $(STAMP)  ## modules of Equinox and Flax as targets of load_arrays
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target $(LIBRARIES) equinox flax jaxtyping optax treescope wadler-lindig
+	PYTHONPATH=$(LIBRARIES) $(BIN)/python -m pytest tests/loading/test_load_arrays_trees.py
+
+nightly: libraries kills fuzz folders test-full  ## what takes too long for every change: hours
 
 check: lint types test  ## what CI runs (tests include the docs)
 
@@ -102,4 +107,4 @@ $(TORCH)/.installed: tests/transformers_cross/requirements.txt tests/transformer
 	touch $@
 
 clean:  ## remove environments, caches and builds
-	rm -rf $(VENV) $(TORCH) $(OLDEST) $(NEWEST) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .cache/jax $(FOLDERS)
+	rm -rf $(VENV) $(TORCH) $(OLDEST) $(NEWEST) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .cache/jax $(FOLDERS) $(LIBRARIES)

@@ -67,9 +67,10 @@ def sharding_of(name: str, found: Any, mesh: jax.sharding.Mesh | None) -> Placed
         return found
     if isinstance(found, SingleDeviceSharding):
         return found
+    shown = f"the class {found.__name__}" if isinstance(found, type) else f"{found!r:.80}"
     raise UnsupportedError(
-        f"Cannot place {name!r} by {found!r:.80}: expected a ShapeDtypeStruct, NamedSharding, "
-        "SingleDeviceSharding, PartitionSpec or jax.Array"
+        f"Cannot place {name!r} by {shown}: expected a ShapeDtypeStruct, NamedSharding, "
+        "SingleDeviceSharding, Device, Format, PartitionSpec or jax.Array"
     )
 
 

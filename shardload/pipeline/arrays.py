@@ -13,12 +13,14 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
+from jax.experimental.layout import Format
 from jax.sharding import PartitionSpec, Sharding
 
 from shardload.errors import MismatchError, UsageError, suggests_arguments
 from shardload.keras_bridge.caller import warn_caller
 from shardload.manifest import Manifest, Tensor, View
-from shardload.pipeline.array_shardings import Placed, as_asked, devices_of, layout_of, mesh_of_argument, sharding_of
+from shardload.pipeline.array_shardings import as_asked, devices_of, layout_of, mesh_of_argument, sharding_of
+from shardload.pipeline.array_targets import KINDS, SCALARS, WantedArray, checked_value, is_checked, is_tree, stated
 from shardload.progress import ProgressLike, as_progress
 from shardload.resolve.opening import OpenedSource, open_source
 from shardload.sharding.devices import MeshDevices, local_positions
@@ -30,22 +32,10 @@ from shardload.transfer.planning import make_plan
 from shardload.typing import MeshLike, PathLike
 from shardload.units import dtype_name, parse_bytes, plural
 
-Target: TypeAlias = "jax.ShapeDtypeStruct | Sharding | PartitionSpec | jax.Array"
+Target: TypeAlias = "jax.ShapeDtypeStruct | Sharding | PartitionSpec | jax.Array | jax.Device | Format"
 """Where an array goes; a `jax.ShapeDtypeStruct` and a `jax.Array` also state its shape and dtype."""
-_KINDS = (jax.ShapeDtypeStruct, Sharding, PartitionSpec, jax.Array)
 SHOWN = 8
 """Names that an error lists before it counts the rest."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """One array to load."""
-
-    name: str
-    """Name of the target."""
-    view: View
-    dtype: np.dtype[Any]
-    sharding: Placed
 
 
 @suggests_arguments
@@ -65,22 +55,24 @@ def load_arrays(
     """Load a checkpoint of any format straight into sharded `jax.Array`s.
 
     A target is a `jax.ShapeDtypeStruct` with a sharding, a `NamedSharding`, a `SingleDeviceSharding`, a
-    `PartitionSpec` on ``mesh``, or a `jax.Array` to replace: its shape, dtype and sharding. Each process reads what its
-    own devices need. Unlike `shardload.load`, this is no joint call: processes do not compare what they were given, and
-    if one of them fails, the others return.
+    `PartitionSpec` on ``mesh``, a `jax.Device`, a `jax.experimental.layout.Format`, or a `jax.Array` to replace: its
+    shape, dtype and sharding. Typed PRNG keys and Python's numbers are targets too, as in Orbax. Each process reads
+    what its own devices need. Unlike `shardload.load`, this is no joint call: processes do not compare what they were
+    given, and if one of them fails, the others return.
 
     Args:
         source: As for `shardload.load`; its tensors have the names that `shardload.inspect` lists.
-        targets: A dict, or another pytree (the state of Flax NNX or Linen), of targets, where the name of a leaf is its
-            path joined by dots; a function of an array's name and shape (and dtype, if it takes three) that returns a
-            target, or ``None`` to leave the tensor out; or one target for every tensor. Where names of tensors have
-            slashes, as in Orbax' and Keras' files, paths joined by slashes are found too.
+        targets: A dict, or another pytree (a module of Equinox, the state of Flax NNX or Linen), of targets, where the
+            name of a leaf is its path joined by dots, without the ``value`` of Flax' boxes; a function of an array's
+            name and shape (and dtype, if it takes three) that returns a target, or ``None`` to leave the tensor out;
+            or one target for every tensor. Where names of tensors have slashes, as in Orbax' and Keras' files, paths
+            joined by slashes are found too. Functions and numbers in a module, if there is no tensor for them, stay.
         mesh: The mesh of each `PartitionSpec`, in any form that `shardload.load` accepts. The axes of ``"2x4"`` are
             ``batch`` and ``model``.
         names: Tensor names by target names, as a mapping of those that differ or a function.
         transpose: The order of the tensor's dims in an array, by target name; or a function of the target's name and
             the tensor's shape that returns it, or ``None``. Transposed tensors are read like others.
-        dtype: Dtype of floating-point arrays whose target states none; the tensor's own by default.
+        dtype: Dtype of floating-point arrays whose target states none, also one of float8; the tensor's own by default.
         strict: Refuse a checkpoint with tensors that no target names.
         format: Name of a format, to require it.
         host_memory_bytes: Most bytes staged in host memory, as for `shardload.load`.
@@ -108,7 +100,7 @@ def load_arrays(
     for note in opened.manifest.notes:  # of tensors that an index leaves out
         warn_caller(note)
     files = Fingerprint.of(opened.manifest.files)
-    reader = _Reader(opened.manifest, mesh=placed, names=names, transpose=transpose, dtype=dtype_name(dtype))
+    reader = _Reader(opened.manifest, mesh=placed, names=names, transpose=transpose, dtype=_float_name(dtype))
     leaves, rebuild = _leaves(targets, reader)
     _check_keys(leaves, names=names, transpose=transpose)
     wanted = reader.wanted(leaves)
@@ -135,6 +127,14 @@ def _budget(wanted: int | str | None) -> int | None:
         raise UsageError(f"host_memory_bytes: {error}") from error
 
 
+def _float_name(wanted: Any) -> Any:
+    name = getattr(wanted, "name", None) or getattr(wanted, "__name__", None) or wanted
+    return name if isinstance(name, str) and name in _FLOAT8 else dtype_name(wanted)
+
+
+_FLOAT8 = {name for name in dir(jax.numpy) if name.startswith("float8")}
+
+
 def _check_kinds(*, names: Any, transpose: Any, strict: Any) -> None:
     for argument, value in (("names", names), ("transpose", transpose)):
         if not (value is None or callable(value) or isinstance(value, Mapping)):
@@ -152,27 +152,34 @@ def _check_keys(leaves: Iterable[str], **stated: Any) -> None:
 
 
 def _is_rule(targets: Any) -> bool:
-    return callable(targets) or isinstance(targets, _KINDS)
+    return isinstance(targets, KINDS) or (callable(targets) and not is_tree(targets))
 
 
 def _leaves(targets: Any, reader: _Reader) -> tuple[dict[str, Any], Callable[[dict[str, Any]], Any]]:
     """Return the targets by name, and a function that puts arrays by name into the same structure."""
     if _is_rule(targets):
-        every = reader.manifest.tensors.values()
-        rule = _rule(targets, reader.shape_of) if callable(targets) else lambda tensor: targets
-        found = {tensor.name: rule(tensor) for tensor in every}
-        return {name: target for name, target in found.items() if target is not None}, dict
-    paths, structure = jax.tree_util.tree_flatten_with_path(targets, is_leaf=lambda leaf: isinstance(leaf, _KINDS))
-    leaves = {_leaf_name([_key(entry) for entry in path], reader.manifest): target for path, target in paths}
-    if len(leaves) != len(paths):
+        return _by_rule(targets, reader), dict
+    paths, structure = jax.tree_util.tree_flatten_with_path(targets, is_leaf=lambda leaf: isinstance(leaf, KINDS))
+    names = [reader.leaf_name(path) for path, _ in paths]
+    if len(set(names)) != len(names):
         raise UsageError("Cannot name the targets by their paths: two leaves have the same. Rename a key")
-    return leaves, lambda arrays: jax.tree_util.tree_unflatten(structure, [arrays[name] for name in leaves])
+    leaves = dict(zip(names, (target for _, target in paths), strict=True))
+    kept = {} if isinstance(targets, (dict, list, tuple)) else {n: t for n, t in leaves.items() if reader.stays(n, t)}
+    wanted = {name: target for name, target in leaves.items() if name not in kept}
+
+    def rebuild(arrays: dict[str, Any]) -> Any:
+        return jax.tree_util.tree_unflatten(structure, [kept[n] if n in kept else arrays[n] for n in names])
+
+    return wanted, rebuild
 
 
-def _leaf_name(path: Sequence[str], manifest: Manifest) -> str:
-    """Return a leaf's name: its path joined by dots or, where the tensors are called so (Orbax, Keras), by slashes."""
-    dotted, slashed = ".".join(path), "/".join(path)
-    return slashed if slashed in manifest.tensors and dotted not in manifest.tensors else dotted
+def _by_rule(targets: Any, reader: _Reader) -> dict[str, Any]:
+    every = reader.manifest.tensors.values()
+    if isinstance(targets, type):
+        raise UsageError(f"Cannot use the class {targets.__name__} for targets: expected a tree or a function")
+    rule = (lambda tensor: targets) if isinstance(targets, KINDS) else _rule(targets, reader.shape_of)
+    found = {tensor.name: rule(tensor) for tensor in every}
+    return {name: target for name, target in found.items() if target is not None}
 
 
 def _rule(targets: Callable[..., Any], shape_of: Callable[[Tensor], tuple[int, ...]]) -> Callable[[Tensor], Any]:
@@ -202,7 +209,22 @@ class _Reader:
     transpose: Any
     dtype: str | None
 
-    def wanted(self, leaves: Mapping[str, Any]) -> list[_Wanted]:
+    def leaf_name(self, path: Sequence[Any]) -> str:
+        """Return a leaf's name: its path joined by dots or, where tensors are called so (Orbax, Keras), by slashes."""
+        keys = [_key(entry) for entry in path]
+        named = self.names if isinstance(self.names, Mapping) else {}
+        # The boxes of Flax have their array in an attribute that checkpoints do not name.
+        boxed = len(path) > 1 and isinstance(path[-1], jax.tree_util.GetAttrKey) and keys[-1] == "value"
+        texts = [join.join(part) for part in ((keys[:-1], keys) if boxed else (keys,)) for join in (".", "/")]
+        return next((text for known in (named, self.manifest.tensors) for text in texts if text in known), texts[0])
+
+    def stays(self, name: str, target: Any) -> bool:
+        """Whether a leaf of a module is none of its arrays: an activation function, or a number without a tensor."""
+        if isinstance(target, SCALARS):
+            return self._tensor_name(name) not in self.manifest.tensors
+        return callable(target) and not isinstance(target, KINDS)
+
+    def wanted(self, leaves: Mapping[str, Any]) -> list[WantedArray]:
         if words := [name for name, target in leaves.items() if isinstance(target, str)]:
             raise UsageError(
                 f"Cannot place {words[0]!r} by {leaves[words[0]]!r}: a tuple is a tree of targets. "
@@ -233,40 +255,49 @@ class _Reader:
             raise UsageError(f"Cannot use names: for target {name!r}, it gives {found!r:.60}, expected a tensor's name")
         return found
 
-    def _one(self, name: str, target: Any, tensor: Tensor) -> _Wanted:
+    def _one(self, name: str, target: Any, tensor: Tensor) -> WantedArray:
         view, dtype = self._view(name, tensor), tensor.dtype
         if self.dtype is not None and jax.numpy.issubdtype(dtype, jax.numpy.floating):
             dtype = jax.numpy.dtype(self.dtype)
-        sharding = target
-        if isinstance(target, jax.Array):
-            target = jax.ShapeDtypeStruct(target.shape, target.dtype, sharding=target.sharding)
-        if isinstance(target, jax.ShapeDtypeStruct):
-            if tuple(target.shape) != view.shape:
-                raise MismatchError(
-                    f"Cannot load {name!r}: its target has shape {tuple(target.shape)}, but tensor {tensor.name!r} has "
-                    f"{view.shape}. Pass transpose= if only the order of its dims differs"
-                )
-            dtype, sharding = np.dtype(target.dtype), target.sharding
-            if sharding is None and jax.device_count() > 1:  # else the whole array would go to device 0
-                raise UsageError(
-                    f"Cannot place {name!r}: its ShapeDtypeStruct has no sharding. Pass sharding= to it; for one "
-                    "device, jax.sharding.SingleDeviceSharding(device)"
-                )
+        if type(target) in SCALARS and not view.shape and tensor.dtype.kind in _KIND_OF[type(target)]:
+            here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+            return WantedArray(name, view, tensor.dtype, here, finish=type(target))
+        found = stated(target)
+        if found.shape is not None and found.shape != view.shape:
+            raise MismatchError(
+                f"Cannot load {name!r}: its target has shape {found.shape}, but tensor {tensor.name!r} has "
+                f"{view.shape}. Pass transpose= if only the order of its dims differs"
+            )
+        if found.sharding is None and jax.device_count() > 1:  # else the whole array would go to device 0
+            raise UsageError(
+                f"Cannot place {name!r}: its ShapeDtypeStruct has no sharding. Pass sharding= to it; for one "
+                "device, jax.sharding.SingleDeviceSharding(device)"
+            )
+        dtype = dtype if found.dtype is None else found.dtype
+        placed = sharding_of(name, found.sharding, self.mesh)
         _check_width(name, dtype)
-        return _Wanted(name, view, dtype, sharding_of(name, sharding, self.mesh))
+        return WantedArray(name, view, dtype, placed, self._order(name, tensor), found.finish)
 
-    def _view(self, name: str, tensor: Tensor) -> View:
-        view = View.whole(tensor)
+    def _order(self, name: str, tensor: Tensor) -> tuple[int, ...] | None:
         if callable(self.transpose):
             order = self.transpose(name, tensor.shape)
         else:
             order = None if self.transpose is None else self.transpose.get(name)
         if order is None:
-            return view
+            return None
         # Not a set, whose order is not the caller's.
-        if not isinstance(order, Sequence | np.ndarray) or sorted(order) != list(range(len(view.shape))):
-            raise UsageError(f"Cannot transpose {name!r} of shape {view.shape} to {order}: expected each dim once")
+        if not isinstance(order, Sequence | np.ndarray) or sorted(order) != list(range(len(tensor.shape))):
+            raise UsageError(f"Cannot transpose {name!r} of shape {tensor.shape} to {order}: expected each dim once")
+        return tuple(order)
+
+    def _view(self, name: str, tensor: Tensor) -> View:
+        view, order = View.whole(tensor), self._order(name, tensor)
+        if order is None:
+            return view
         return replace(view, shape=tuple(view.shape[d] for d in order), strides=tuple(view.strides[d] for d in order))
+
+
+_KIND_OF = {bool: "b", int: "iu", float: "f"}
 
 
 def _check_width(name: str, dtype: np.dtype[Any]) -> None:
@@ -277,7 +308,7 @@ def _check_width(name: str, dtype: np.dtype[Any]) -> None:
         )
 
 
-def _check_unused(manifest: Manifest, wanted: Iterable[_Wanted]) -> None:
+def _check_unused(manifest: Manifest, wanted: Iterable[WantedArray]) -> None:
     used = {one.view.tensor for one in wanted}
     if unused := [name for name in manifest.tensors if name not in used]:
         raise MismatchError(
@@ -292,12 +323,14 @@ def _shown(names: Iterable[str]) -> list[str]:
     return found[:SHOWN] + ([f"… and {len(found) - SHOWN} more"] if len(found) > SHOWN else [])
 
 
-def _transfer(opened: OpenedSource, wanted: Sequence[_Wanted], *, budget: int | None, shown: Any) -> dict[str, Any]:
-    arrays: dict[str, Any] = {}
+def _transfer(opened: OpenedSource, wanted: Sequence[WantedArray], *, budget: int | None, shown: Any) -> dict[str, Any]:
+    arrays: dict[str, Any] = {one.name: checked_value(opened, one) for one in wanted if is_checked(opened, one)}
     overflowed: tuple[str, ...] = ()
     # A plan has one mesh, so each mesh gets a plan and a transfer; a single device is a mesh too.
-    by_mesh: dict[MeshDevices, list[_Wanted]] = {}
+    by_mesh: dict[MeshDevices, list[WantedArray]] = {}
     for one in wanted:
+        if one.name in arrays:
+            continue
         by_mesh.setdefault(devices_of(one.sharding), []).append(one)
     plans = {  # all of them before the first read: what does not fit is refused at once
         devices: make_plan(
@@ -334,7 +367,8 @@ def _transfer(opened: OpenedSource, wanted: Sequence[_Wanted], *, budget: int | 
         shown.stop()
     for text in overflow_notes(overflowed):
         warn_caller(text)
-    return arrays
+    finish = {one.name: one.finish for one in wanted if one.finish is not None}
+    return {name: finish[name](array) if name in finish else array for name, array in arrays.items()}
 
 
 __all__ = ["Target", "load_arrays"]

@@ -1,0 +1,204 @@
+"""Trees of other libraries as targets of `load_arrays`: modules, boxes, typed keys, numbers, formats."""
+
+import dataclasses
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.layout import Format, Layout
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+from orbax.checkpoint import v1 as ocp
+from safetensors.numpy import save_file
+
+import shardload
+from shardload.errors import LayoutError, MismatchError, UnsupportedError, UsageError
+
+HERE = SingleDeviceSharding(jax.devices()[0])
+WEIGHT, BIAS = np.arange(32, dtype=np.float32).reshape(8, 4), np.arange(4, dtype=np.float32)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Module:
+    """As Equinox has them: called like a function, with functions and numbers among its leaves."""
+
+    weight: object
+    bias: object
+    activation: object = jax.nn.relu
+    rate: object = 0.5
+
+    def __call__(self, x):
+        return self.activation(x @ self.weight + self.bias)
+
+
+class Box:
+    """As Flax has them: one array in an attribute that checkpoints do not name."""
+
+    def __init__(self, value):
+        self.value = value
+
+
+jax.tree_util.register_pytree_with_keys(
+    Box, lambda box: (((jax.tree_util.GetAttrKey("value"), box.value),), None), lambda _, found: Box(*found)
+)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jax.make_mesh((2, 4), ("data", "model"))
+
+
+@pytest.fixture
+def path(tmp_path):
+    save_file({"weight": WEIGHT, "bias": BIAS}, tmp_path / "m.safetensors")
+    return tmp_path / "m.safetensors"
+
+
+def struct(shape, dtype=jnp.float32, sharding=HERE):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def test_a_registered_module_is_a_tree_though_it_can_be_called(path, mesh):
+    split = NamedSharding(mesh, P(None, "model"))
+    found = shardload.load_arrays(path, Module(struct((8, 4), sharding=split), jnp.zeros(4)))
+    assert isinstance(found, Module) and found.activation is jax.nn.relu and found.rate == 0.5
+    assert found.weight.sharding == split and np.array_equal(found.weight, WEIGHT) and np.array_equal(found.bias, BIAS)
+    with pytest.raises(MismatchError, match=r"'weight': its target has shape \(4, 8\)"):
+        shardload.load_arrays(path, Module(struct((4, 8)), struct((4,))))
+    with pytest.raises(MismatchError, match=r"no tensor for 1 target:\n  kernel"):
+        shardload.load_arrays(path, {"kernel": struct((8, 4))})
+
+
+def test_boxes_have_the_names_of_what_is_in_them(tmp_path, mesh):
+    save_file({"params.kernel": WEIGHT, "params.bias": BIAS}, tmp_path / "m.safetensors")
+    targets = {"params": {"kernel": Box(NamedSharding(mesh, P("data"))), "bias": Box(struct((4,)))}}
+    found = shardload.load_arrays(tmp_path / "m.safetensors", targets)
+    assert isinstance(found["params"]["kernel"], Box) and np.array_equal(found["params"]["kernel"].value, WEIGHT)
+    ocp.save(tmp_path / "named", {"params": {"kernel": {"value": WEIGHT}, "bias": BIAS}})
+    found = shardload.load_arrays(tmp_path / "named", targets)  # where the file names the box, that is its name
+    assert np.array_equal(found["params"]["kernel"].value, WEIGHT)
+    assert np.array_equal(found["params"]["bias"].value, BIAS)
+    with pytest.raises(MismatchError, match=r"no tensor for 1 target:\n  params\.scale"):
+        shardload.load_arrays(tmp_path / "m.safetensors", {"params": {"scale": Box(HERE)}}, strict=False)
+    names = {"params.kernel.value": "params.bias"}
+    found = shardload.load_arrays(
+        tmp_path / "m.safetensors", {"params": {"kernel": Box(HERE)}}, names=names, strict=False
+    )
+    assert np.array_equal(found["params"]["kernel"].value, BIAS)
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_typed_keys_come_back_as_from_orbax(tmp_path, mesh, impl):
+    keys = {"one": jax.random.key(3, impl=impl), "many": jax.random.split(jax.random.key(4, impl=impl), 8)}
+    ocp.save(tmp_path / "keys", keys)
+    spread = NamedSharding(mesh, P(("data", "model")))
+    targets = {"one": jax.random.key(0, impl=impl), "many": struct((8,), keys["many"].dtype, spread)}
+    found = shardload.load_arrays(tmp_path / "keys", targets)
+    for name, key in keys.items():
+        assert found[name].dtype == key.dtype
+        assert np.array_equal(jax.random.key_data(found[name]), jax.random.key_data(key))
+    assert found["many"].sharding == spread
+    with pytest.raises(MismatchError, match="its target has shape"):
+        shardload.load_arrays(tmp_path / "keys", targets | {"many": targets["one"]})
+
+
+@pytest.mark.parametrize("sharding", ["one", "split", "replicated"])
+def test_wider_integers_load_where_their_values_fit(tmp_path, mesh, sharding):
+    where = {"one": HERE, "split": NamedSharding(mesh, P("data")), "replicated": NamedSharding(mesh, P())}[sharding]
+    scalar = HERE if sharding == "one" else NamedSharding(mesh, P())
+    counts = np.array([[7, -8, 9], [1, 2, 3]], np.int64)
+    save_file({"step": np.array(70000, np.int64), "counts": counts}, tmp_path / "m.safetensors")
+    targets = {"step": struct((), jnp.int32, scalar), "counts": struct((2, 3), jnp.int8, where)}
+    found = shardload.load_arrays(tmp_path / "m.safetensors", targets)
+    assert (found["step"].dtype, int(found["step"])) == (jnp.int32, 70000) and found["counts"].sharding == where
+    assert found["counts"].dtype == jnp.int8 and np.array_equal(found["counts"], counts)
+    turned = {**targets, "counts": struct((3, 2), jnp.int8, scalar)}
+    found = shardload.load_arrays(tmp_path / "m.safetensors", turned, transpose={"counts": (1, 0)})
+    assert np.array_equal(found["counts"], counts.T)
+    with pytest.raises(MismatchError, match=r"'step' as int16: .* int64 values from 70000 to 70000, expected -32768"):
+        shardload.load_arrays(tmp_path / "m.safetensors", targets | {"step": struct((), jnp.int16)})
+    with pytest.raises(MismatchError, match="as uint8"):
+        shardload.load_arrays(tmp_path / "m.safetensors", targets | {"counts": struct((2, 3), jnp.uint8)})
+
+
+def test_numbers_of_python_become_the_stored_ones(tmp_path):
+    ocp.save(tmp_path / "state", {"step": 1 << 40, "rate": 0.25, "weight": WEIGHT})
+    found = shardload.load_arrays(tmp_path / "state", {"step": 0, "rate": 0.0, "weight": HERE})
+    assert found["step"] == 1 << 40 and type(found["step"]) is int and found["rate"] == 0.25
+    with pytest.raises(UnsupportedError, match="Cannot place 'rate' by 3"):
+        shardload.load_arrays(tmp_path / "state", {"step": 0, "rate": 3, "weight": HERE})
+
+
+def test_devices_formats_and_float8(path):
+    device = jax.devices()[3]
+    found = shardload.load_arrays(path, device)
+    assert all(array.devices() == {device} for array in found.values())
+    wanted = Format(Layout((1, 0)), HERE)
+    found = shardload.load_arrays(path, {"weight": wanted, "bias": device}, dtype="float8_e4m3fn")
+    assert found["weight"].format.layout.major_to_minor == (1, 0) and found["bias"].devices() == {device}
+    assert found["weight"].dtype == jnp.float8_e4m3fn
+    for dtype in (jnp.float8_e5m2, np.dtype(jnp.float8_e5m2)):
+        assert np.array_equal(shardload.load_arrays(path, HERE, dtype=dtype)["bias"], BIAS.astype(jnp.float8_e5m2))
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_values_beyond_float8_are_told(tmp_path, dtype):
+    save_file({"large": np.array([1e6, 1], np.float32), "small": BIAS}, tmp_path / "m.safetensors")
+    with pytest.warns(UserWarning, match=r"range of the new dtype became infinite: large\. Load them in a wider"):
+        shardload.load_arrays(tmp_path / "m.safetensors", HERE, dtype=dtype)
+
+
+def test_what_is_no_target_is_told(path):
+    with pytest.raises(UnsupportedError, match=r"by the class .*Array: expected a ShapeDtypeStruct"):
+        shardload.load_arrays(path, {"weight": jax.Array, "bias": HERE})
+    with pytest.raises(UsageError, match=r"Cannot use the class .*Array for targets: expected a tree or a function"):
+        shardload.load_arrays(path, jax.Array)
+    with pytest.raises(LayoutError, match=r"leaves a dim unconstrained. State an axis or None"):
+        shardload.load_arrays(path, P(P.UNCONSTRAINED), mesh="1x8")
+
+
+def of(library):
+    return pytest.importorskip(library, reason="compared with the libraries themselves: make libraries")
+
+
+def test_modules_of_equinox(tmp_path):
+    eqx = of("equinox")
+    module = eqx.nn.MLP(2, 3, 4, 1, key=jax.random.key(0))
+    arrays = jax.tree_util.tree_flatten_with_path(eqx.filter(module, eqx.is_array))[0]
+    named = {jax.tree_util.keystr(p)[1:].replace("[", ".").replace("]", ""): np.asarray(v) + 1 for p, v in arrays}
+    save_file(named, tmp_path / "m.safetensors")
+    found = shardload.load_arrays(tmp_path / "m.safetensors", module)
+    assert isinstance(found, eqx.nn.MLP) and found.activation is module.activation
+    assert np.array_equal(found.layers[0].weight, module.layers[0].weight + 1)
+
+
+def test_states_of_flax(tmp_path, mesh):
+    of("flax")
+    flax, linen, nnx, optax, training = map(
+        importlib.import_module, ("flax", "flax.linen", "flax.nnx", "optax", "flax.training.train_state")
+    )
+    layer = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    save_file({"kernel": WEIGHT, "bias": BIAS}, tmp_path / "m.safetensors")
+    found = shardload.load_arrays(tmp_path / "m.safetensors", layer)
+    assert isinstance(found, nnx.Linear) and np.array_equal(found.kernel[...], WEIGHT)
+    found = shardload.load_arrays(tmp_path / "m.safetensors", nnx.state(layer))
+    assert isinstance(found, nnx.State) and np.array_equal(found["kernel"][...], WEIGHT)
+    for box in (linen.with_partitioning, linen.with_logical_partitioning):
+        dense = linen.Dense(4, kernel_init=box(linen.initializers.zeros_init(), (None, "model")))
+        variables = dense.init(jax.random.key(0), jnp.ones((1, 8)))
+        found = shardload.load_arrays(tmp_path / "m.safetensors", variables["params"])
+        assert np.array_equal(found["kernel"].value, WEIGHT) and isinstance(
+            found["kernel"], flax.core.meta.AxisMetadata
+        )
+    ocp.save(tmp_path / "state", {"step": np.array(5, np.int64), "params": {"w": BIAS}, "opt_state": []})
+
+    def make():
+        return training.TrainState.create(apply_fn=None, params={"w": jnp.ones(4)}, tx=optax.sgd(1.0))
+
+    assert shardload.load_arrays(tmp_path / "state", make(), strict=False).step == 5
+    here = jax.tree.map(lambda leaf: struct(leaf.shape, leaf.dtype), jax.eval_shape(make))
+    found = shardload.load_arrays(tmp_path / "state", here, strict=False)
+    assert (found.step.dtype, int(found.step)) == (jnp.int32, 5) and np.array_equal(found.params["w"], BIAS)
