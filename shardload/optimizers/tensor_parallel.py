@@ -7,15 +7,17 @@ one model, one gradient for each weight, and XLA reduces gradients where a mesh 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
 
 from shardload.errors import MeshError, UsageError
 from shardload.keras_bridge.optimizer_slots import SlotSpread, layout_of, set_spread
+from shardload.keras_bridge.pending import recording
 from shardload.optimizers.sharding import spread_slots
 from shardload.optimizers.slot_report import SlotReport
+from shardload.sharding.layout import Layout
 
 
 @keras.saving.register_keras_serializable(package="shardload")
@@ -55,7 +57,8 @@ class TensorParallelOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         self.device_count = device_count
         self.shard_optimizer_states = shard_optimizer_states
         self.tensor_parallel_config = tensor_parallel_config
-        self.slot_report: SlotReport | None = None
+        self._report: SlotReport | None = None
+        self._is_unchecked = False
         if shard_optimizer_states:
             set_spread(base, SlotSpread("every"))
 
@@ -68,15 +71,52 @@ class TensorParallelOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         """Create the slots, split as the weights are and over further axes."""
         if self.built:
             return
-        self._check_device_count(variables)
+        # A load creates slots without values, to fill them on the mesh that it brings: `state_layouts` knows it.
+        self._is_unchecked = recording()
+        if not self._is_unchecked:
+            self._check_device_count(map(layout_of, variables))
         # The base first: if it refuses the variables, this optimizer does not count as built.
         self.inner_optimizer.build(variables)
         super().build(variables)
-        if self.shard_optimizer_states and any(layout_of(v) is not None for v in variables):
-            self.slot_report = spread_slots(self.inner_optimizer, SlotSpread("every"))
+        if not self._is_unchecked:
+            self._spread()
 
-    def _check_device_count(self, variables: Sequence[Any]) -> None:
-        mesh = next((layout.mesh for v in variables if (layout := layout_of(v)) is not None), None)
+    @property
+    def slot_report(self) -> SlotReport | None:
+        """How the slots are split; ``None`` before there are any, or a mesh."""
+        if self._report is None:
+            self._spread()
+        return self._report
+
+    def _spread(self) -> None:
+        weights = self._trainable_variables if self.built and self.shard_optimizer_states else ()
+        if any(layout_of(v) is not None for v in weights):
+            self._report = spread_slots(self.inner_optimizer, SlotSpread("every"))
+
+    def state_layouts(self, layout_of: Callable[[Any], Layout | None]) -> dict[int, Layout]:
+        """Check the number of devices of the mesh that weights are about to have.
+
+        Args:
+            layout_of: The layout of a weight; ``None`` if it has none.
+
+        Returns:
+            Nothing: slots are split as `SlotSpread` says.
+
+        Raises:
+            MeshError: If ``device_count`` does not fit the mesh.
+        """
+        if self.built:
+            self._check_device_count(map(layout_of, self._trainable_variables))
+        return {}
+
+    def _check_once(self) -> None:
+        """Check the mesh before the first update, if there was none when the slots were created."""
+        if self._is_unchecked:
+            self._check_device_count(map(layout_of, self._trainable_variables))
+            self._is_unchecked = False
+
+    def _check_device_count(self, layouts: Iterable[Layout | None]) -> None:
+        mesh = next((layout.mesh for layout in layouts if layout is not None), None)
         # Both counts make sense to a caller: the devices that split slots, and those that split weights.
         split = 1 if mesh is None else mesh.size // mesh.axis_size(mesh.batch_axis)
         counts = {1 if mesh is None else mesh.size, split}
@@ -126,10 +166,12 @@ class TensorParallelOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         """Update weights, as the base optimizer does; the first call builds it."""
         if trainable_variables is not None and not self.built:
             self.build(list(trainable_variables))
+        self._check_once()
         self.inner_optimizer.apply(grads, trainable_variables)
 
     def stateless_apply(self, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
         """Return updated weights and state, as the base optimizer does."""
+        self._check_once()
         return self.inner_optimizer.stateless_apply(optimizer_variables, grads, trainable_variables)
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> Any:

@@ -154,8 +154,10 @@ def _as_numbers(found: Any) -> Any:
 
 def _sample(model: Any) -> Any:
     try:
-        return keras.tree.map_structure(_sample_of, model.input)
-    except (AttributeError, ValueError) as error:
+        # A Sequential has its inputs in a functional model inside, which is called in its place.
+        inputs = model.inputs[0] if isinstance(model, keras.Sequential) else model.input
+        return keras.tree.map_structure(_sample_of, inputs)
+    except (AttributeError, IndexError, TypeError, ValueError) as error:
         raise UsageError(
             f"Cannot make sample inputs for the model {model.name!r}: it is not functional, so its inputs are unknown. "
             "Pass a batch: validate_tensor_parallelism_setup(x)"

@@ -124,6 +124,36 @@ def test_another_number_of_devices_is_refused():
         train(regression(TensorParallelOptimizer("adam", 2)))
 
 
+@pytest.mark.parametrize("source", ["step", "step's folder", "archive"])
+def test_the_mesh_may_come_with_the_state(tmp_path, source):
+    trained = regression("adam")
+    train(trained, epochs=1)
+    shardload.save(trained, tmp_path / "run", step=1)
+    trained.save(tmp_path / "model.keras")
+
+    def load(model, **options):
+        if source == "step":
+            return shardload.restore(model, tmp_path / "run", **options)
+        path = tmp_path / "run" / "1" if source == "step's folder" else tmp_path / "model.keras"
+        return shardload.load_weights(model, path, **options)
+
+    model = regression(TensorParallelOptimizer("adam", 8))
+    load(model, mesh="2x4")
+    assert model.optimizer.slot_report.device_bytes == slot_bytes(model.optimizer)
+    for one, other in zip(model.optimizer.variables, trained.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(one, other)
+    train(model, epochs=1)
+    other = regression(TensorParallelOptimizer("adam", 3))
+    with pytest.raises(
+        MeshError, match=r"over 3 devices: its weights are on the mesh .*, expected device_count=4 or 8"
+    ):
+        load(other, mesh="2x4")
+    assert not other.optimizer.built
+    load(other := regression(TensorParallelOptimizer("adam", 8)))  # a mesh may still come
+    with pytest.raises(MeshError, match=r"over 8 devices: its weights are on .*, expected device_count=1\."):
+        train(other)
+
+
 def test_gradients_of_shards_are_refused():
     optimizer = TensorParallelOptimizer("adam")
     with pytest.raises(UsageError, match="Cannot apply a list of gradients for each shard"):

@@ -226,6 +226,15 @@ def test_detecting_devices_spreads_over_all_of_them():
     assert wrapped.validate_tensor_parallelism_setup()
 
 
+@pytest.mark.parametrize("shape", [(16,), (None, 16), None])
+def test_the_check_makes_inputs_of_a_sequential_model(shape):
+    layers = [keras.layers.Dense(16, activation="relu"), keras.layers.Dense(16)]
+    model = keras.Sequential([*([] if shape is None else [keras.Input(shape)]), *layers])
+    if shape is None:
+        model.build((None, 16))
+    assert shardload.TensorParallelKeras(model, 8).validate_tensor_parallelism_setup()
+
+
 def test_the_check_compares_values_shardings_and_bytes():
     wrapped, (x, y) = shardload.TensorParallelKeras(nested(), 4), batch()
     wrapped.fit(x, y, verbose=0)
