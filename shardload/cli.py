@@ -5,7 +5,8 @@
     stdout ◄── results: the table, generated text, or one JSON object ◄──┤
     stderr ◄── progress, notes, and one paragraph when something fails ◄─┘
 
-Exit codes: 0 done · 1 failed, or a plan that does not fit · 2 usage · 130 interrupted · 141 stdout's reader left.
+Exit codes: 0 done · 1 failed, or a plan that does not fit · 2 usage · 130 interrupted · 141 stdout's reader left ·
+143 SIGTERM · 129 SIGHUP.
 This module is only the outermost frame: every run ends with one of these codes and never with a traceback
 (``SHARDLOAD_TRACEBACK=1`` shows it). It imports nothing heavy, so that an early Ctrl-C is caught as well.
 """
@@ -15,6 +16,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+
+from shardload.interrupts import INTERRUPTED, raise_when_terminated, raised
 
 __all__ = ["main"]
 
@@ -32,7 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if sys.stderr is None:  # started with 2>&-
         sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115 - lives as long as the process
     try:
-        return _run(arguments)
+        with raise_when_terminated():
+            return _run(arguments)
     except SystemExit as error:  # raised by typer: completion, or --help whose reader left
         return 141 if isinstance(error.__context__, BrokenPipeError) else int(error.code or 0)
     except BaseException as error:
@@ -45,7 +49,6 @@ def _run(arguments: list[str]) -> int:
     # Imported here: typer and rich take a moment, in which Ctrl-C must already end with one line.
     from shardload.console import completion, streams
     from shardload.console.app import command
-    from shardload.interrupts import INTERRUPTED
 
     streams.check_stdout()
     if completion.answered(arguments):
@@ -53,5 +56,5 @@ def _run(arguments: list[str]) -> int:
     code = command().main(arguments, prog_name="shardload", standalone_mode=False)
     streams.flush_stdout()
     if code == INTERRUPTED:  # typer turns the exception into its exit code
-        raise KeyboardInterrupt
+        raise raised()
     return int(code or 0)

@@ -1,5 +1,7 @@
 """Make Ctrl-C reliable: it always takes effect, and does not lose a step that is being saved.
 
+The command treats SIGTERM and SIGHUP (from a cluster, or a terminal that was closed) like Ctrl-C.
+
 Python's default, a `KeyboardInterrupt` at an arbitrary point of the program, is not enough with JAX and Orbax: JAX
 runs Python code inside garbage collections and C++ callbacks, where the exception is printed and dropped (the load
 continues for seconds) or aborts the process; raised inside Orbax, it leaves a step half handed over::
@@ -16,11 +18,13 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
+from typing import Any
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells report it (128 + SIGINT)."""
+_ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 LOOK_S = 0.5
 """The longest time until a wait notices Ctrl-C."""
 _SWALLOWING = "_xla_gc_callback"
@@ -29,12 +33,46 @@ _RETRY_S = 0.02
 """Delay before a signal that arrived in this callback is sent again."""
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM or SIGHUP arrived; it ends everything that Ctrl-C ends."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+_raised: list[KeyboardInterrupt] = []
+
+
+def raised() -> KeyboardInterrupt:
+    """Return the exception of the last signal, which typer replaces by an exit code, with its notes."""
+    return _raised[-1] if _raised else KeyboardInterrupt()
+
+
+def number_of(error: BaseException) -> int:
+    """Return the signal that an interruption comes from."""
+    return error.number if isinstance(error, Terminated) else signal.SIGINT
+
+
+def message_of(number: int) -> str:
+    """Return what to print at the end of a process that a signal ended."""
+    return "Interrupted." if number == signal.SIGINT else f"Terminated by {signal.Signals(number).name}."
+
+
 @contextlib.contextmanager
-def exit_at_once(farewell: Callable[[], None]) -> Iterator[None]:
-    """Make Ctrl-C exit the process with `INTERRUPTED` at once, even inside C++ code.
+def raise_when_terminated() -> Iterator[None]:
+    """Raise `Terminated` on SIGTERM and SIGHUP, unless they are ignored (as SIGHUP under `nohup`)."""
+    with _handled_by(_raise, _ENDING[1:]):
+        yield
+
+
+@contextlib.contextmanager
+def exit_at_once(farewell: Callable[[int], None]) -> Iterator[None]:
+    """Make Ctrl-C, SIGTERM and SIGHUP exit the process at once, even inside C++ code, with 128 + the signal.
 
     Args:
-        farewell: Called first, in another thread; must not block. Functions registered with `atexit` do not run.
+        farewell: Called first with the signal, in another thread; must not block. Functions registered with `atexit` do
+            not run.
     """
     if not may_handle():
         yield
@@ -47,20 +85,20 @@ def exit_at_once(farewell: Callable[[], None]) -> Iterator[None]:
     threading.Thread(target=_wait, args=(read, farewell), name="interrupts", daemon=True).start()
     try:
         # The thread ends the process; a KeyboardInterrupt in this one could only get ahead of it.
-        with _handled_by(lambda signum, frame: None):
+        with _handled_by(lambda signum, frame: None, _ENDING):
             yield
     finally:
         signal.set_wakeup_fd(previous_fd)
         os.close(write)  # ends the thread
 
 
-def _wait(read: int, farewell: Callable[[], None]) -> None:
+def _wait(read: int, farewell: Callable[[int], None]) -> None:
     while number := os.read(read, 1):
-        if number[0] == signal.SIGINT:
+        if number[0] in _ENDING:
             # A farewell that fails must not keep the process running.
             with contextlib.suppress(Exception):
-                farewell()
-            os._exit(INTERRUPTED)
+                farewell(number[0])
+            os._exit(128 + number[0])
     os.close(read)
 
 
@@ -70,7 +108,7 @@ def raise_interrupt_safely() -> Iterator[None]:
     if not may_handle():
         yield
         return
-    with _handled_by(_raise):
+    with _handled_by(_raise, _ENDING):
         yield
 
 
@@ -81,7 +119,8 @@ def _raise(signum: int, frame: FrameType | None) -> None:
             threading.Timer(_RETRY_S, os.kill, (os.getpid(), signum)).start()
             return
         frame = frame.f_back
-    raise KeyboardInterrupt
+    _raised.append(KeyboardInterrupt() if signum == signal.SIGINT else Terminated(signum))
+    raise _raised[-1]
 
 
 @contextlib.contextmanager
@@ -130,12 +169,18 @@ class Worker:
 
 
 @contextlib.contextmanager
-def _handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    previous = signal.signal(signal.SIGINT, handler)
+def _handled_by(
+    handler: Callable[[int, FrameType | None], None], numbers: Sequence[int] = (signal.SIGINT,)
+) -> Iterator[None]:
+    """Handle signals, except ignored ones, and those that C code handles or that this thread cannot."""
+    in_main = threading.current_thread() is threading.main_thread()
+    handled = [n for n in numbers if in_main and signal.getsignal(n) not in (signal.SIG_IGN, None)]
+    previous: dict[int, Any] = {number: signal.signal(number, handler) for number in handled}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for number, before in previous.items():
+            signal.signal(number, before)
 
 
 def may_handle() -> bool:

@@ -28,7 +28,7 @@ app = typer.Typer(
 
     [dim]Exit codes[/dim]
 
-    0 done, 1 failed, 2 usage, 130 interrupted, 141 stdout closed early
+    0 done, 1 failed, 2 usage, 130 interrupted, 141 stdout closed early, 143 SIGTERM, 129 SIGHUP
     """,
     rich_markup_mode="rich",
     # Exceptions belong to `shardload.cli.main`, which reports them in one paragraph.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict, astuple
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -74,7 +75,7 @@ def load(
         # May download, and has a folder to clean up: Ctrl-C raises here. What follows writes nothing, so it just exits.
         with raise_interrupt_safely():
             lazy_api.find(source)
-        with exit_at_once(lambda: out.interrupted(as_json=json)):
+        with exit_at_once(partial(out.interrupted, as_json=json)):
             jax_setup.provide_devices(
                 spec,
                 platform=platform,

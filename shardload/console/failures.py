@@ -22,7 +22,7 @@ from typer.exceptions import TyperException
 
 from shardload.console import streams
 from shardload.errors import ShardloadError, UsageError
-from shardload.interrupts import INTERRUPTED
+from shardload.interrupts import message_of, number_of
 from shardload.reports.names import printable
 
 TRACEBACK_VARIABLE = "SHARDLOAD_TRACEBACK"
@@ -55,12 +55,12 @@ def tell(error: BaseException, *, json_wanted: bool, stdout: TextIO | None = Non
     """
     failure = describe(error)
     # From here on the process only shuts down, which may take a while.
-    if failure.exit_code == INTERRUPTED:
+    if _interruption(error) is not None:
         _die_on_second_interrupt()
     if os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0"):
         _to_stderr("".join(traceback.format_exception(error)))
     if failure.message:
-        label = "" if failure.exit_code == INTERRUPTED else "Error: "
+        label = "Error: " if _interruption(error) is None else ""
         _to_stderr(_paragraph(label + failure.message))
     # Unless stdout is what failed.
     if json_wanted and not isinstance(error, streams.ReaderLeftError | streams.OutputError):
@@ -81,9 +81,9 @@ def _code_and_message(error: BaseException) -> tuple[int, str]:
         case streams.ReaderLeftError():
             return streams.READER_LEFT, ""
         case KeyboardInterrupt():
-            return INTERRUPTED, "Interrupted."
-        case ShardloadError() if isinstance(error.__cause__, KeyboardInterrupt):
-            return INTERRUPTED, f"Interrupted. {error}"
+            return 128 + number_of(error), message_of(number_of(error))
+        case ShardloadError(__cause__=KeyboardInterrupt() as cause):
+            return 128 + number_of(cause), f"{message_of(number_of(cause))} {error}"
         case TyperException():
             return error.exit_code, _usage(error)
         case UsageError():
@@ -169,6 +169,11 @@ def _to_stdout(failure: Failure, stdout: TextIO | None) -> None:
         stdout.flush()
     except (OSError, ValueError):
         streams.abandon(stdout)
+
+
+def _interruption(error: BaseException) -> KeyboardInterrupt | None:
+    found = error.__cause__ if isinstance(error, ShardloadError) else error
+    return found if isinstance(found, KeyboardInterrupt) else None
 
 
 def _die_on_second_interrupt() -> None:

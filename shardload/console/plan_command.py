@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,10 @@ def plan(
         jax_setup.stay_off_accelerators()
         with raise_interrupt_safely():
             lazy_api.find(source, weights=False)
-        with exit_at_once(lambda: out.interrupted(as_json=json)), on_stderr(enabled=not no_progress) as progress:
+        with (
+            exit_at_once(partial(out.interrupted, as_json=json)),
+            on_stderr(enabled=not no_progress) as progress,
+        ):
             if searched:
                 found: Any = lazy_api.plan_layouts(source, mesh=spec, **step, **facts, progress=progress)
             else:

@@ -54,6 +54,8 @@ class Processes:
 
         others = "the other process" if self.num_processes == 2 else f"the {self.num_processes - 1} other processes"
         note(f"process {self.process_id} of {self.num_processes}; waiting for {others} at {self.coordinator_address}.")
+        # JAX would handle SIGTERM to let training save once more; a command ends.
+        jax.config.update("jax_enable_preemption_service", False)
         with _watched(self, give_up):
             jax.distributed.initialize(
                 self.coordinator_address,

@@ -15,12 +15,13 @@ import ctypes
 import json
 import os
 import shutil
+import signal
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
-from shardload.interrupts import INTERRUPTED
+from shardload.interrupts import Terminated, message_of
 from shardload.reports.names import printable
 from shardload.stores import private_copies
 
@@ -42,16 +43,18 @@ class Results:
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
 
-    def interrupted(self, *, as_json: bool) -> None:
-        """Report Ctrl-C, from another thread, right before the process exits."""
+    def interrupted(self, number: int, *, as_json: bool) -> None:
+        """Report Ctrl-C or another signal, from another thread, right before the process exits."""
+        message = message_of(number)
         # os.write, because the main thread may hold the locks of Python's streams.
         with contextlib.suppress(OSError):
             if as_json:
-                error = {"type": "KeyboardInterrupt", "message": "Interrupted.", "exit_code": INTERRUPTED}
+                kind = KeyboardInterrupt if number == signal.SIGINT else Terminated
+                error = {"type": kind.__name__, "message": message, "exit_code": 128 + number}
                 os.write(self.stream.fileno(), f"{json.dumps({'error': error}, indent=2)}\n".encode())
             # Erase the progress bar and show the cursor again.
             clear = b"\r\x1b[2K\x1b[?25h" if os.isatty(2) else b""
-            os.write(2, clear + b"Interrupted.\n")
+            os.write(2, clear + f"{message}\n".encode())
         # An atexit function does this otherwise, but os._exit runs none.
         private_copies.remove_all()
 

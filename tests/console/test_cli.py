@@ -1,6 +1,7 @@
 """What a person sees who types the command: help, usage, results, failures, exit codes."""
 
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -276,15 +277,15 @@ def test_notes_on_an_exception_are_told(failing):
     assert failing(error).error == "Error: Bad header. While reading shard 2."
 
 
-def interrupted(setup: str, *arguments: str) -> tuple[int, str, str]:
-    """Run with fakes and press Ctrl-C as soon as stderr says ``ready``."""
+def interrupted(setup: str, *arguments: str, number: int = signal.SIGINT) -> tuple[int, str, str]:
+    """Run with fakes and press Ctrl-C, or send another signal, as soon as stderr says ``ready``."""
     command = fake_command(setup, *arguments)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, text=True, env=environment(), **pipes) as process:
         while "ready" not in process.stderr.readline():
             pass
         time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         stdout, stderr = process.communicate(timeout=60)
     return process.returncode, stdout, stderr
 
@@ -306,6 +307,22 @@ def test_ctrl_c_is_an_object_for_programs():
     code, stdout, _ = interrupted(SLOW, "plan", "x", "--json")
     assert code == 130
     assert '"exit_code": 130' in stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("command", ["plan", "verify"])
+def test_other_signals_are_one_line_and_an_object(number, command):
+    code, stdout, stderr = interrupted(SLOW.replace("plan", command), command, "x", "--json", number=number)
+    message = f"Terminated by {number.name}."
+    assert (code, stderr) == (128 + number, f"{message}\n")
+    assert json.loads(stdout) == {"error": {"type": "Terminated", "message": message, "exit_code": code}}
+
+
+def test_an_ignored_signal_stays_ignored():
+    setup = SLOW.replace("time.sleep(60)", "time.sleep(1); raise ValueError") + "\nimport signal\n"
+    setup += "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"  # as nohup does
+    code, _, stderr = interrupted(setup, "plan", "x", number=signal.SIGHUP)
+    assert code == 1 and "ValueError" in stderr
 
 
 @pytest.mark.slow
@@ -335,15 +352,22 @@ def _xla_gc_callback():
 def writes(*arguments, **options):
     try:
         try:
-            _xla_gc_callback()  # JAX's, which swallows whatever is raised in it
-        except KeyboardInterrupt:
-            pass
-        time.sleep(60)
-    finally:
-        print("tidied up", file=sys.stderr)
+            try:
+                _xla_gc_callback()  # JAX's, which swallows whatever is raised in it
+            except KeyboardInterrupt:
+                pass
+            time.sleep(60)
+        finally:
+            print("tidied up", file=sys.stderr)
+    except BaseException as error:
+        error.add_note("The finished part is kept.")
+        raise
 engine.synth = writes
 """
-    assert interrupted(setup, "synth", "x") == (130, "", "tidied up\nInterrupted.\n")
+    end = "The finished part is kept.\n"
+    assert interrupted(setup, "synth", "x") == (130, "", f"tidied up\nInterrupted. {end}")
+    found = interrupted(setup, "synth", "x", number=signal.SIGTERM)
+    assert found == (143, "", f"tidied up\nTerminated by SIGTERM. {end}")
 
 
 def test_ctrl_c_that_became_an_error_of_ours_is_still_an_interruption():
